@@ -1,0 +1,1 @@
+//! What the benches share: the workloads, the interleaved measurement and the limits.

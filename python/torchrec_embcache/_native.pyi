@@ -1,0 +1,141 @@
+"""The Rust core as Python sees it. Private: the public classes wrap it.
+
+Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids, U distinct rows, V floats of a row's vector part
+(`dim * (1 + vector slots)`: weights first, then each vector slot), C columns of the pooled output. All arrays are C-contiguous numpy.
+Every method that can block releases the GIL. Errors are the classes of `torchrec_embcache.exceptions`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+I64 = NDArray[np.int64]
+F32 = NDArray[np.float32]
+
+# Reads rows of the device tier: cache slots int64 [n] -> (vectors float32 [n, V], scalars float32 [n], zeros where no scalar slot).
+DeviceGather = Callable[[I64], tuple[F32, F32]]
+# Device tier of one table as CPU arrays, for the core kernels: weights [S, D], vector slots each [S, D], scalar slot [S] or None.
+DeviceArrays = tuple[F32, Sequence[F32], F32 | None]
+
+@final
+class Table:
+    """One table shard: its host and SSD tiers, and the bookkeeping of its device tier."""
+
+    def __new__(
+        cls,
+        *,
+        name: str,
+        key: int | None,  # None: derived from the name
+        dim: int,
+        optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"],
+        initializer: tuple[str, float, float],  # ("constant", v, 0) ("uniform", low, high) ("normal", mean, std) ("truncated_normal", mean, std) ("linear", scale, offset)
+        seed: int,
+        total_num_buckets: int,
+        bucket_begin: int,
+        bucket_end: int,
+        host_bytes: int,
+        device_rows: int | None,  # None: kernels run on the host tier's rows in place
+        device_gather: DeviceGather | None,
+        ssd_dir: str | None,  # the table's own directory
+        ssd_bytes: int,
+        reopen: Literal["resume", "discard"] | None,
+        resume_token: int | None,
+        policy: Literal["lru", "lfu", "s3fifo"],
+        on_full: Literal["error", "evict"],
+    ) -> Table: ...
+    name: str
+    key: int
+    dim: int
+    optimizer: str
+    slot_names: list[str]
+    vector_floats: int
+    def __len__(self) -> int: ...  # rows of the table: those born and not removed, all tiers
+    def step(self) -> int: ...  # training steps so far
+    def set_step(self, step: int) -> None: ...
+    def advance_step(self) -> None: ...  # a backward without ids on this rank
+    def epoch(self) -> int: ...
+    def stats(self) -> dict[str, Any]: ...  # {"rows", "step", "device": {...} | None, "host": {...}, "ssd": {...} | None}: fields of stats.rs
+    def export(self, chunk_rows: int) -> Export: ...
+    def read_rows(self, ids: I64) -> tuple[NDArray[np.bool_], F32, F32, Meta]: ...  # found [n], vectors [n, V], scalars [n], metadata; unseen: initial value
+    def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, meta: Meta | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
+    def remove_rows(self, ids: I64) -> int: ...  # how many were there
+    def clear(self) -> None: ...
+    def flush(self, token: int) -> None: ...  # write every dirty row down and publish one state
+    def close(self) -> None: ...  # stops background work; does not flush
+    @staticmethod
+    def published(ssd_dir: str) -> list[int]: ...  # tokens that `resume_token` can name, oldest first
+
+# count uint32 [n], last_step uint64 [n], score float32 [n], modified_epoch uint32 [n]
+Meta = tuple[NDArray[np.uint32], NDArray[np.uint64], F32, NDArray[np.uint32]]
+
+@final
+class Export:
+    """Streams every row as of its making; a step taken meanwhile ends it with StateError."""
+
+    def __iter__(self) -> Export: ...
+    def __next__(self) -> tuple[I64, F32, F32, Meta]: ...  # ids [n], vectors [n, V], scalars [n], metadata; own memory
+
+@final
+class Lookup:
+    """Plans batches over several tables. `feature_tables[f]` is the table of feature f; features of one table are neighbours."""
+
+    def __new__(cls, tables: Sequence[Table], feature_tables: Sequence[int]) -> Lookup: ...
+    def plan(
+        self,
+        ids: I64,  # [N], feature after feature
+        feature_splits: I64,  # [F + 1], where each feature's ids start in `ids`
+        train: bool,  # False: unseen ids are not inserted
+        ahead: bool,  # True: prefetch: fetch as far as the budget allows, never overflow
+        unseen_zeros: bool,  # with train=False: an unseen id reads zeros instead of its initial value
+    ) -> Plan: ...
+
+@final
+class Plan:
+    """One batch: its rows are pinned from the plan until the backward, `release`, or its death.
+
+    Calls, in order: `wait`; for tables with a device tier `required_slots`, `fetched` (scatter them), ; one forward; then either one
+    backward of the core, or `transposed` + torch ops + `commit`; `release` at any time.
+    """
+
+    def wait(self) -> None: ...  # every row is in its slot of the tier that kernels run on (device tables: in `fetched`)
+    def is_ready(self) -> bool: ...  # wait would not block
+    def complete_ahead(self) -> bool: ...  # an `ahead` plan fetched everything (False: the budget ended it early)
+    def overflow_rows(self) -> list[int]: ...  # per table: rows that did not fit the tier the kernels run on
+    # Device tier, per table t of the lookup
+    def required_slots(self, table: int) -> int: ...  # device tensors must hold at least this many slots (more than device_rows: overflow)
+    def fetched(self, table: int) -> tuple[I64, F32, F32]: ...  # slots [M], vectors [M, V], scalars [M] to scatter before the forward
+    def slots(self, feature: int) -> I64: ...  # [N_f] cache slot of each occurrence; -1 for a row of zeros
+    def transposed(self, table: int) -> tuple[I64, I64, I64]: ...  # slots [U], starts [U + 1], occurrences [N'] as positions in `ids`
+    def commit(self) -> None: ...  # device tables trained by torch ops: marks rows dirty, counts, unpins, advances the step
+    # The core's kernels; `device[t]` gives the arrays of tables with a device tier, None for tables in place
+    def forward_pooled(
+        self,
+        offsets: I64,  # [F * B + 1] into `ids`, feature-major as in a KeyedJaggedTensor
+        weights: F32 | None,  # [N]
+        mean: NDArray[np.bool_],  # [F]
+        out: F32,  # [B, C], C = sum of the features' dims, in feature order
+        device: Sequence[DeviceArrays | None] | None,
+        threads: int,
+    ) -> None: ...
+    def forward_sequence(self, out: F32, device: Sequence[DeviceArrays | None] | None, threads: int) -> None: ...  # out [N, D], one D
+    def backward_pooled(
+        self,
+        grad: F32,  # [B, C]
+        hyperparameters: NDArray[np.float64],  # [T, 5]: lr, eps, beta1, beta2, weight_decay
+        weight_grad: F32 | None,  # [N], filled with the gradient of `weights`, from the rows before the update
+        device: Sequence[DeviceArrays | None] | None,
+        threads: int,
+    ) -> None: ...  # update, commit, unpin; StateError the second time. offsets, weights and mean are those of the forward
+    def backward_sequence(
+        self, grad: F32, hyperparameters: NDArray[np.float64], device: Sequence[DeviceArrays | None] | None, threads: int
+    ) -> None: ...
+    def release(self) -> None: ...  # unpin without training; harmless twice
+
+# ---- checkpoint (rust/core/src/checkpoint) ----
+
+class TableWriter: ...  # see saver.py; fixed by the checkpoint work
+
+def io_engine_name() -> str: ...  # the engine this process uses
+def table_key(name: str) -> int: ...

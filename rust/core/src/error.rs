@@ -1,0 +1,108 @@
+//! The one error type. Its kind decides the Python exception; its message says what to do next.
+
+use std::path::{Path, PathBuf};
+
+/// What went wrong, as far as a caller can act on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Kind {
+    /// A configuration value is out of range or contradicts another.
+    Config,
+    /// An argument of a call (ids, offsets, rows) is malformed.
+    Input,
+    /// The last tier is full: the row does not fit any budget.
+    Capacity,
+    /// Bytes from disk are not what was written.
+    Corruption,
+    /// An operation on a file failed (`errno` says how).
+    Storage,
+    /// A path is refused: symbolic link, sensitive word, system directory, length.
+    Path,
+    /// A file or directory has the wrong owner or mode, or cannot be accessed.
+    Permission,
+    /// Another process or table holds the directory.
+    InUse,
+    /// The call does not fit the state of the object (closed, already used, rows in use).
+    State,
+    /// A checkpoint or SSD directory belongs to another table or configuration.
+    Mismatch,
+    /// An earlier write failed; the store only reads until it is reopened.
+    ReadOnly,
+    /// What is asked for is not supported.
+    Unsupported,
+}
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error with its kind, a message that says what to do, and where known the file and the cause.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct Error {
+    kind: Kind,
+    message: String,
+    path: Option<PathBuf>,
+    errno: Option<i32>,
+}
+
+impl Error {
+    /// An error of `kind`.
+    pub fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), path: None, errno: None }
+    }
+
+    /// A failed file operation: `what` is the operation, in the infinitive ("write the segment").
+    pub fn io(what: &str, path: &Path, source: &std::io::Error) -> Self {
+        let kind = match source.kind() {
+            std::io::ErrorKind::PermissionDenied => Kind::Permission,
+            _ => Kind::Storage,
+        };
+        Self {
+            kind,
+            message: format!("cannot {what} {}: {source}", path.display()),
+            path: Some(path.to_owned()),
+            errno: source.raw_os_error(),
+        }
+    }
+
+    /// Bytes at `offset` of `path` that fail a check.
+    pub fn corruption(
+        path: &Path,
+        offset: u64,
+        what: &str,
+        expected: impl std::fmt::Display,
+        got: impl std::fmt::Display,
+    ) -> Self {
+        Self {
+            kind: Kind::Corruption,
+            message: format!(
+                "{} is damaged at byte {offset}: {what} should be {expected} and is {got}",
+                path.display()
+            ),
+            path: Some(path.to_owned()),
+            errno: None,
+        }
+    }
+
+    /// The same error with `context` in front of its message.
+    #[must_use]
+    pub fn context(mut self, context: impl std::fmt::Display) -> Self {
+        self.message = format!("{context}: {}", self.message);
+        self
+    }
+
+    /// What a caller can act on.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// The file concerned, where known.
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
+    /// The operating system's error number, where there is one.
+    pub fn errno(&self) -> Option<i32> {
+        self.errno
+    }
+}

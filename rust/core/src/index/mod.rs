@@ -1,0 +1,7 @@
+//! Finding ids: the dedupe of a batch, and the index of the rows in a tier.
+
+mod dedupe;
+mod host;
+
+pub use dedupe::{Deduped, dedupe};
+pub use host::HostIndex;

@@ -1,0 +1,128 @@
+//! File I/O behind one trait, so that the same store runs on `io_uring`, on plain system calls, in memory, and under made faults.
+//!
+//! Every file operation of the SSD tier and of checkpoints goes through an [`IoEngine`]: the fault engine sees each of them.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::error::Result;
+
+mod aligned;
+mod psync;
+
+pub use aligned::{ALIGNMENT, AlignedBuf};
+pub use psync::PsyncEngine;
+
+/// How to open a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Open {
+    /// Read an existing file.
+    Read,
+    /// Make a new file (an existing one is an error) for writing and reading, with room for this many bytes set aside.
+    Create {
+        /// Bytes to preallocate; 0 for none.
+        preallocate: u64,
+    },
+}
+
+/// One read of a batch.
+#[derive(Clone, Debug)]
+pub struct Read {
+    /// The file.
+    pub file: Arc<dyn IoFile>,
+    /// First byte wanted; any alignment.
+    pub offset: u64,
+    /// Bytes wanted; any length.
+    pub len: usize,
+}
+
+/// An open file. Dropping the last handle closes it.
+pub trait IoFile: Send + Sync + fmt::Debug {
+    /// The path it was opened by.
+    fn path(&self) -> &Path;
+    /// Its length in bytes.
+    fn len(&self) -> Result<u64>;
+    /// Whether it is empty.
+    fn is_empty(&self) -> Result<bool> {
+        Ok(self.len()? == 0)
+    }
+    /// Write all of `data` at `offset`. With a direct engine both `offset` and the data's length must be multiples of
+    /// [`ALIGNMENT`]; data in an [`AlignedBuf`] is written without a copy.
+    fn write_at(&self, offset: u64, data: &[u8]) -> Result<()>;
+    /// Read exactly `into.len()` bytes at `offset`, any alignment; a short file is `Kind::Corruption`.
+    fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()>;
+    /// Cut or extend to `len` bytes.
+    fn set_len(&self, len: u64) -> Result<()>;
+    /// Make data and length durable.
+    fn sync(&self) -> Result<()>;
+    /// For the engines' own use.
+    fn as_any(&self) -> &dyn std::any::Any;
+}
+
+/// What a batched read hands its rows to: called once a read, in any order, with the read's position in the batch and its bytes.
+pub type ReadSink<'a> = dyn FnMut(usize, Result<&[u8]>) + Send + 'a;
+
+/// A way to do file I/O. One a process is enough; all methods may be called from any thread.
+pub trait IoEngine: Send + Sync + fmt::Debug {
+    /// `io_uring`, `pread`, `memory` or `fault`, with `+direct` where `O_DIRECT` is in use.
+    fn name(&self) -> String;
+    /// Open a file.
+    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>>;
+    /// Do all reads of a batch, as deep as the device likes, and hand each to `sink` as it completes; blocks until all are done.
+    /// A read that fails, or ends past the end of its file, is handed over as an error and does not stop the others.
+    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>);
+    /// Make a directory and its parents.
+    fn create_dir_all(&self, path: &Path) -> Result<()>;
+    /// The entries of a directory, sorted by name; `Kind::Storage` when it is missing.
+    fn list(&self, path: &Path) -> Result<Vec<PathBuf>>;
+    /// Whether a path exists.
+    fn exists(&self, path: &Path) -> bool;
+    /// Rename, replacing the target.
+    fn rename(&self, from: &Path, to: &Path) -> Result<()>;
+    /// Remove a file.
+    fn remove_file(&self, path: &Path) -> Result<()>;
+    /// Remove a directory and all in it.
+    fn remove_dir_all(&self, path: &Path) -> Result<()>;
+    /// Make a directory's entries durable.
+    fn sync_dir(&self, path: &Path) -> Result<()>;
+}
+
+/// Write `data` to `path` so that after a crash the file is whole, old or new: temporary file beside it, write, sync, rename,
+/// sync the directory.
+pub fn publish(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
+    let dir = path.parent().unwrap_or(Path::new("."));
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".tmp");
+    let temporary = dir.join(name);
+    if engine.exists(&temporary) {
+        engine.remove_file(&temporary)?;
+    }
+    let file = engine.open(&temporary, Open::Create { preallocate: 0 })?;
+    let mut padded = AlignedBuf::zeroed(data.len().next_multiple_of(ALIGNMENT));
+    padded[..data.len()].copy_from_slice(data);
+    file.write_at(0, &padded)?;
+    file.set_len(data.len() as u64)?;
+    file.sync()?;
+    drop(file);
+    engine.rename(&temporary, path)?;
+    engine.sync_dir(dir)
+}
+
+/// Read a whole file, refusing one larger than `limit_bytes` before anything is allocated.
+pub fn read_file(engine: &dyn IoEngine, path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
+    let file = engine.open(path, Open::Read)?;
+    let len = file.len()?;
+    if len > limit_bytes {
+        return Err(crate::error::Error::corruption(
+            path,
+            0,
+            "the file's length",
+            format!("at most {limit_bytes}"),
+            len,
+        ));
+    }
+    let mut data = vec![0; len as usize];
+    file.read_at(0, &mut data)?;
+    Ok(data)
+}

@@ -1,0 +1,15 @@
+//! CPU kernels over rows in slots: gather and pool, and the backward with the optimizer fused.
+//!
+//! Shapes: `N` occurrences of ids, `U` distinct rows, `B` bags a feature, `D` the table's width, `C` columns of the pooled output.
+//! Results are the same bits for any number of threads and any instruction set: a bag, and a row's update, is the work of one
+//! thread, in occurrence order, without fused multiply-add, with a fixed number of lanes for sums over a row.
+
+mod backward;
+mod forward;
+mod optimizer;
+mod rows;
+
+pub use backward::{Gradient, TransposedIndex, backward, weight_gradient};
+pub use forward::{forward_pooled, forward_sequence};
+pub use optimizer::{Hyperparameters, OptimizerStep};
+pub use rows::{ArenaRows, RowStore, TensorRows};

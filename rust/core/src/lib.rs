@@ -1,0 +1,25 @@
+//! Rows of embedding tables larger than memory: on SSD, in RAM, and planned for tensors on any device.
+//!
+//! The crate knows no Python, no torch and no device memory. A [`cache::Table`] owns the rows of one table shard in its host and
+//! SSD tiers and decides where each row goes; a [`cache::Lookup`] plans a batch over several tables at once.
+
+pub mod cache;
+pub mod checkpoint;
+pub mod config;
+pub mod error;
+pub mod index;
+pub mod io;
+pub mod kernels;
+pub mod paths;
+pub mod policy;
+pub mod rows;
+pub mod slots;
+pub mod ssd;
+pub mod stats;
+pub mod types;
+
+mod device;
+mod host;
+mod sync;
+
+pub use error::{Error, Kind, Result};

@@ -1,0 +1,1 @@
+//! Checks on paths before anything is read or written.

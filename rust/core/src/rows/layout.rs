@@ -1,0 +1,100 @@
+//! The layout of a row in memory.
+
+use crate::types::SCORE_HALF_LIFE_STEPS;
+use crate::types::{Id, RowMeta};
+
+/// Which values a row has. `D` = `dim`; the vector part is `[D × (1 + vector_slots)]`, weights first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RowLayout {
+    /// Width of the embedding.
+    pub dim: usize,
+    /// Optimizer slots of width `dim` (0, 1 or 2).
+    pub vector_slots: usize,
+    /// Whether there is one scalar slot a row (rowwise Adagrad's `sum`), kept in the header.
+    pub scalar_slot: bool,
+}
+
+impl RowLayout {
+    /// Floats of the vector part.
+    pub fn vector_floats(&self) -> usize {
+        self.dim * (1 + self.vector_slots)
+    }
+
+    /// Floats of the vector part and the scalar slot: what a record stores.
+    pub fn floats(&self) -> usize {
+        self.vector_floats() + usize::from(self.scalar_slot)
+    }
+
+    /// Bytes between the vector parts of two neighbouring rows in an arena: padded to 16.
+    pub fn stride_bytes(&self) -> usize {
+        (self.vector_floats() * 4).next_multiple_of(16)
+    }
+}
+
+/// The fixed part of a row in memory, 32 bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct RowHeader {
+    /// The row's id.
+    pub id: Id,
+    /// See [`RowMeta::last_step`].
+    pub last_step: u64,
+    /// See [`RowMeta::count`].
+    pub count: u32,
+    /// See [`RowMeta::score`].
+    pub score: f32,
+    /// The scalar optimizer slot; 0 where the layout has none.
+    pub scalar: f32,
+    /// See [`RowMeta::modified_epoch`].
+    pub modified_epoch: u32,
+}
+
+impl RowHeader {
+    /// The metadata.
+    pub fn meta(&self) -> RowMeta {
+        RowMeta { count: self.count, last_step: self.last_step, score: self.score, modified_epoch: self.modified_epoch }
+    }
+
+    /// Overwrite the metadata.
+    pub fn set_meta(&mut self, meta: RowMeta) {
+        self.count = meta.count;
+        self.last_step = meta.last_step;
+        self.score = meta.score;
+        self.modified_epoch = meta.modified_epoch;
+    }
+
+    /// Record a training step that used the row `occurrences` times. Exact in `f32` halvings, so the same everywhere.
+    pub fn touch(&mut self, occurrences: u32, step: u64, epoch: u32) {
+        let halvings = step.saturating_sub(self.last_step) / SCORE_HALF_LIFE_STEPS;
+        let decayed = if halvings > 140 { 0.0 } else { (0..halvings).fold(self.score, |score, _| score * 0.5) };
+        self.score = decayed + occurrences as f32;
+        self.count = self.count.saturating_add(occurrences);
+        self.last_step = step;
+        self.modified_epoch = epoch;
+    }
+}
+
+/// A row to read: its header and its vector part (`layout.vector_floats()` long).
+#[derive(Clone, Copy, Debug)]
+pub struct RowRef<'a> {
+    /// Id, metadata and scalar slot.
+    pub header: &'a RowHeader,
+    /// Weights, then vector slots.
+    pub vector: &'a [f32],
+}
+
+/// A place to write a row to that outlives the call that names it (an arena slot or a staging row, pinned and not yet visible).
+#[derive(Clone, Copy, Debug)]
+pub struct RowMut {
+    /// Where the header goes.
+    pub header: *mut RowHeader,
+    /// Where the vector part goes: `layout.vector_floats()` floats.
+    pub vector: *mut f32,
+}
+
+// SAFETY: a RowMut is only made by the owner of the memory, who keeps it alive and untouched until the write is reported done.
+#[allow(unsafe_code)]
+unsafe impl Send for RowMut {}
+// SAFETY: as above; the pointer itself is plain data.
+#[allow(unsafe_code)]
+unsafe impl Sync for RowMut {}

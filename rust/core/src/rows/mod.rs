@@ -1,0 +1,12 @@
+//! Rows: how weights, optimizer slots and metadata lie in memory, how a row is born, and the arena that holds them.
+//!
+//! A row has a *vector part* (`D` weights, then each vector slot of `D`, all `f32`) and a *header* (id, metadata, and the one scalar
+//! slot that rowwise optimizers keep). Every tier, staging buffer, record and checkpoint moves both together.
+
+mod arena;
+mod init;
+mod layout;
+
+pub use arena::Arena;
+pub use init::{Initializer, RowBirth};
+pub use layout::{RowHeader, RowLayout, RowMut, RowRef};

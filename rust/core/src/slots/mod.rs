@@ -1,0 +1,1 @@
+//! Slots of a tier in RAM.

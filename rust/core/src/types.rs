@@ -1,0 +1,50 @@
+//! Ids, buckets and what is known of a row beside its values.
+
+/// An id as the user gives it: any 64-bit integer, negative ones included.
+pub type Id = i64;
+
+/// A position in a tier that kernels run on. `NO_SLOT` stands for "no row": kernels read it as zeros and skip it in updates.
+pub type CacheSlot = u32;
+
+/// See [`CacheSlot`].
+pub const NO_SLOT: CacheSlot = u32::MAX;
+
+/// The default number of buckets of a table: a prime, for ids whose low bits say little.
+pub const DEFAULT_TOTAL_NUM_BUCKETS: u32 = 4093;
+
+/// The bucket of an id: `uint64(id) mod total_num_buckets`.
+#[inline]
+pub fn bucket_of(id: Id, total_num_buckets: u32) -> u32 {
+    (id as u64 % u64::from(total_num_buckets)) as u32
+}
+
+/// The 64-bit hash of an id that indexes and footers use (the finaliser of `SplitMix64`, a bijection; Steele, Lea, Flood 2014).
+/// It is part of the SSD format: fixed for ever.
+#[inline]
+pub fn hash_id(id: Id) -> u64 {
+    let mut x = id as u64;
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// The key of a table: derived from its name when it is created and kept with its files, so that a rename changes no birth.
+pub fn table_key(name: &str) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(name.as_bytes())
+}
+
+/// What is known of a row beside its weights and slots. Changes when a training step commits; moves with the row.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RowMeta {
+    /// Occurrences in training batches, saturating.
+    pub count: u32,
+    /// The table's step counter at the last training step that used the row.
+    pub last_step: u64,
+    /// Decayed use: halved for every `SCORE_HALF_LIFE_STEPS` whole steps without use, plus occurrences.
+    pub score: f32,
+    /// The checkpoint epoch of the last training step on the row.
+    pub modified_epoch: u32,
+}
+
+/// Steps without use after which a row's score is halved.
+pub const SCORE_HALF_LIFE_STEPS: u64 = 1024;
