@@ -65,6 +65,18 @@ impl Error {
         }
     }
 
+    /// Memory the system refuses: `what` is the operation, in the infinitive ("map rows").
+    pub fn memory(what: &str, bytes: usize, source: &std::io::Error) -> Self {
+        Self {
+            kind: Kind::Storage,
+            message: format!(
+                "cannot {what}: the system refuses {bytes} bytes of memory ({source}); lower the budget or raise the limit"
+            ),
+            path: None,
+            errno: source.raw_os_error(),
+        }
+    }
+
     /// Bytes at `offset` of `path` that fail a check.
     pub fn corruption(
         path: &Path,

@@ -1,48 +1,128 @@
 //! A fixed-size arena of rows in anonymous memory, with an overflow area for working sets past its capacity.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
+use std::ptr;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
 use super::layout::{RowHeader, RowLayout, RowMut};
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
+use crate::sync::lock;
+
+/// Mappings from this size on ask for huge pages; a smaller one would mostly round its memory up.
+const HUGE_PAGES_FROM_BYTES: usize = 8 << 20;
+/// Huge pages need this alignment.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Both parts of a mapping start on a cache line.
+const LINE_BYTES: usize = 64;
+/// Rows of overflow chunk 0; chunk `k` has `FIRST_CHUNK_ROWS << k`.
+const FIRST_CHUNK_ROWS: usize = 1024;
+/// Enough chunks for every `u32` slot.
+const CHUNKS: usize = 23;
 
 /// Rows `0..capacity` in one mapping (huge pages where the system gives them), rows from `capacity` on in overflow chunks.
-/// Untouched rows cost no memory. Who reads and writes a row is the caller's business (pins): the arena only gives addresses.
+/// Untouched rows cost no memory and read as zeros. Who reads and writes a row is the caller's business (pins): the arena only
+/// gives addresses.
 #[derive(Debug)]
 pub struct Arena {
-    layout: RowLayout,
-    vectors: Vec<f32>,
-    headers: Vec<RowHeader>,
+    vectors: *mut u8,
+    headers: *mut RowHeader,
+    stride: usize,
+    capacity: u32,
+    /// Starts of the overflow chunks, null where not reserved; written under `growth` only.
+    chunks: [AtomicPtr<u8>; CHUNKS],
+    /// One thread at a time adds or removes chunks.
+    growth: Mutex<()>,
+    mapping: Mapping,
 }
+
+// SAFETY: the arena hands out addresses and never dereferences them; the mappings are its own until drop.
+unsafe impl Send for Arena {}
+// SAFETY: as above; chunk addresses are atomics and growth is under a lock.
+unsafe impl Sync for Arena {}
 
 impl Arena {
     /// Room for `capacity` rows. `Kind::Storage` where the system refuses the mapping.
     pub fn new(layout: RowLayout, capacity: u32) -> Result<Self> {
+        let stride = layout.stride_bytes();
+        let vector_bytes = part_bytes(stride, capacity as usize);
+        let mapping = Mapping::new(vector_bytes + part_bytes(size_of::<RowHeader>(), capacity as usize))?;
+        let vectors = mapping.start;
         Ok(Self {
-            layout,
-            vectors: vec![0.0; capacity as usize * layout.stride_bytes() / 4],
-            headers: vec![RowHeader::default(); capacity as usize],
+            vectors,
+            headers: vectors.wrapping_add(vector_bytes).cast(),
+            stride,
+            capacity,
+            chunks: [const { AtomicPtr::new(ptr::null_mut()) }; CHUNKS],
+            growth: Mutex::new(()),
+            mapping,
         })
     }
 
     /// Rows in the main mapping.
     pub fn capacity(&self) -> u32 {
-        self.headers.len() as u32
+        self.capacity
     }
 
     /// Make overflow slots `capacity..capacity + rows` valid; they stay valid, at the same addresses, until shrunk.
-    /// May be called while other slots are in use.
+    /// May be called while other slots are in use. `Kind::Storage` where the system refuses the mapping, `Kind::Capacity` where
+    /// slots would not fit `u32`.
     pub fn reserve_overflow(&self, rows: u32) -> Result<()> {
-        let _ = rows;
+        // u32::MAX is NO_SLOT.
+        if u64::from(self.capacity) + u64::from(rows) > u64::from(u32::MAX) {
+            return Err(Error::new(
+                Kind::Capacity,
+                format!(
+                    "{} slots and {rows} of overflow are more than slot numbers can name: use smaller batches",
+                    self.capacity
+                ),
+            ));
+        }
+        if rows == 0 {
+            return Ok(());
+        }
+        let _growing = lock(&self.growth);
+        for chunk in 0..=chunk_of(rows as usize - 1).0 {
+            if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
+                let mapping = Mapping::new(self.chunk_bytes(chunk))?;
+                // Release: a thread that gets a slot of this chunk from another one sees its address.
+                self.chunks[chunk].store(mapping.start, Ordering::Release);
+                std::mem::forget(mapping);
+            }
+        }
         Ok(())
     }
 
     /// Give back overflow chunks past `capacity + rows`, and with `rows == 0` all of them. None of those slots may be in use.
     pub fn shrink_overflow(&self, rows: u32) {
-        let _ = rows;
+        let first = if rows == 0 { 0 } else { chunk_of(rows as usize - 1).0 + 1 };
+        let _growing = lock(&self.growth);
+        for chunk in first..CHUNKS {
+            let start = self.chunks[chunk].swap(ptr::null_mut(), Ordering::AcqRel);
+            if !start.is_null() {
+                drop(Mapping::from_start(start, self.chunk_bytes(chunk)));
+            }
+        }
     }
 
-    /// Give the pages that hold only rows of `slots` back to the system; the rows' contents are lost.
-    pub fn discard(&self, slots: std::ops::Range<u32>) {
-        let _ = slots;
+    /// Give the pages that hold only rows of `slots` back to the system; the rows' contents are lost. Overflow slots are left.
+    pub fn discard(&self, slots: Range<u32>) {
+        let (start, end) = (slots.start as usize, slots.end.min(self.capacity) as usize);
+        if start >= end {
+            return;
+        }
+        let headers: *mut u8 = self.headers.cast();
+        for (base, width) in [(self.vectors, self.stride), (headers, size_of::<RowHeader>())] {
+            let page = page_bytes();
+            let from = (base.addr() + start * width).next_multiple_of(page);
+            let to = (base.addr() + end * width) / page * page;
+            if from < to {
+                // SAFETY: the pages lie within the arena's own mapping and hold only rows the caller gives up. Failure (locked
+                // memory) only keeps the pages resident.
+                unsafe { libc::madvise(base.with_addr(from).cast(), to - from, libc::MADV_DONTNEED) };
+            }
+        }
     }
 
     /// Bytes a row costs here: stride and header.
@@ -53,10 +133,246 @@ impl Arena {
     /// The address of a row. Valid while the arena lives and, for overflow slots, while they are reserved.
     #[inline]
     pub fn row(&self, slot: u32) -> RowMut {
-        let stride = self.layout.stride_bytes() / 4;
-        RowMut {
-            header: std::ptr::from_ref(&self.headers[slot as usize]).cast_mut(),
-            vector: self.vectors[slot as usize * stride..].as_ptr().cast_mut(),
+        if slot < self.capacity {
+            RowMut {
+                header: self.headers.wrapping_add(slot as usize),
+                vector: self.vectors.wrapping_add(slot as usize * self.stride).cast(),
+            }
+        } else {
+            self.overflow_row((slot - self.capacity) as usize)
         }
+    }
+
+    #[cold]
+    fn overflow_row(&self, row: usize) -> RowMut {
+        let (chunk, row) = chunk_of(row);
+        let start = self.chunks[chunk].load(Ordering::Acquire);
+        debug_assert!(!start.is_null(), "overflow row {row} of chunk {chunk} is not reserved");
+        let headers = start.wrapping_add(part_bytes(self.stride, FIRST_CHUNK_ROWS << chunk));
+        RowMut {
+            header: headers.cast::<RowHeader>().wrapping_add(row),
+            vector: start.wrapping_add(row * self.stride).cast(),
+        }
+    }
+
+    fn chunk_bytes(&self, chunk: usize) -> usize {
+        let rows = FIRST_CHUNK_ROWS << chunk;
+        part_bytes(self.stride, rows) + part_bytes(size_of::<RowHeader>(), rows)
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        self.shrink_overflow(0);
+        debug_assert_eq!(self.vectors, self.mapping.start);
+    }
+}
+
+/// The chunk of an overflow row and its place there: chunk `k` holds rows `FIRST × (2^k − 1)` to `FIRST × (2^(k+1) − 1)`.
+fn chunk_of(row: usize) -> (usize, usize) {
+    let chunk = (row / FIRST_CHUNK_ROWS + 1).ilog2() as usize;
+    (chunk, row - FIRST_CHUNK_ROWS * ((1 << chunk) - 1))
+}
+
+/// Bytes of `rows` elements of `width`, whole cache lines.
+fn part_bytes(width: usize, rows: usize) -> usize {
+    (width * rows).next_multiple_of(LINE_BYTES)
+}
+
+fn page_bytes() -> usize {
+    // SAFETY: sysconf only reads a constant of the system.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
+}
+
+/// An anonymous private mapping, unmapped on drop. Lazily backed by zero pages, never counted against the commit limit where
+/// the system permits that, in huge pages where it is large.
+#[derive(Debug)]
+struct Mapping {
+    start: *mut u8,
+    bytes: usize,
+}
+
+impl Mapping {
+    fn new(bytes: usize) -> Result<Self> {
+        let bytes = Self::rounded(bytes);
+        let huge = bytes >= HUGE_PAGES_FROM_BYTES;
+        // With room to move the start onto a huge page; what is before and after it is unmapped again.
+        let asked = if huge { bytes + HUGE_PAGE_BYTES } else { bytes };
+        // SAFETY: a fresh anonymous mapping at an address of the system's choice.
+        let at = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                asked,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if at == libc::MAP_FAILED {
+            return Err(Error::memory("map rows", asked, &std::io::Error::last_os_error()));
+        }
+        let at: *mut u8 = at.cast();
+        if !huge {
+            return Ok(Self { start: at, bytes });
+        }
+        let before = at.addr().next_multiple_of(HUGE_PAGE_BYTES) - at.addr();
+        let start = at.wrapping_add(before);
+        // SAFETY: both ranges are whole pages of the mapping just made that nobody has the address of. The advice may fail on
+        // systems without huge pages, which only costs speed.
+        unsafe {
+            if before > 0 {
+                libc::munmap(at.cast(), before);
+            }
+            if HUGE_PAGE_BYTES > before {
+                libc::munmap(start.wrapping_add(bytes).cast(), HUGE_PAGE_BYTES - before);
+            }
+            libc::madvise(start.cast(), bytes, libc::MADV_HUGEPAGE);
+        }
+        Ok(Self { start, bytes })
+    }
+
+    /// The mapping that [`Mapping::new`] made for `bytes` at `start`.
+    fn from_start(start: *mut u8, bytes: usize) -> Self {
+        Self { start, bytes: Self::rounded(bytes) }
+    }
+
+    fn rounded(bytes: usize) -> usize {
+        bytes.max(1).next_multiple_of(page_bytes())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range is this mapping's own, and its owner gave up every address in it.
+        unsafe { libc::munmap(self.start.cast(), self.bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(dim: usize) -> RowLayout {
+        RowLayout { dim, vector_slots: 1, scalar_slot: true }
+    }
+
+    /// Write every float and the id of a row; the test owns all rows.
+    fn write(arena: &Arena, layout: &RowLayout, slot: u32, value: f32) {
+        let row = arena.row(slot);
+        // SAFETY: the test is the only user of the arena's rows.
+        unsafe {
+            std::slice::from_raw_parts_mut(row.vector, layout.vector_floats()).fill(value);
+            (*row.header).id = i64::from(slot);
+        }
+    }
+
+    fn read(arena: &Arena, layout: &RowLayout, slot: u32) -> (Vec<f32>, i64) {
+        let row = arena.row(slot);
+        // SAFETY: as above.
+        unsafe { (std::slice::from_raw_parts(row.vector, layout.vector_floats()).to_vec(), (*row.header).id) }
+    }
+
+    #[test]
+    fn rows_do_not_overlap_and_start_aligned() {
+        let layout = layout(3);
+        let arena = Arena::new(layout, 100).unwrap();
+        arena.reserve_overflow(3000).unwrap();
+        assert_eq!(arena.row(0).vector.addr() % 64, 0);
+        assert_eq!(arena.row(0).header.addr() % 64, 0);
+        for slot in 0..3100 {
+            write(&arena, &layout, slot, slot as f32);
+        }
+        for slot in 0..3100 {
+            assert_eq!(read(&arena, &layout, slot), (vec![slot as f32; 6], i64::from(slot)));
+        }
+    }
+
+    #[test]
+    fn overflow_rows_keep_their_address_and_value_while_growing() {
+        let layout = layout(16);
+        let arena = Arena::new(layout, 4).unwrap();
+        arena.reserve_overflow(1).unwrap();
+        write(&arena, &layout, 4, 7.0);
+        let address = arena.row(4).vector;
+        arena.reserve_overflow(100_000).unwrap();
+        assert_eq!(arena.row(4).vector, address);
+        assert_eq!(read(&arena, &layout, 4).0, vec![7.0; 32]);
+    }
+
+    #[test]
+    fn shrinking_gives_back_whole_chunks_past_the_kept_rows() {
+        let layout = layout(4);
+        let arena = Arena::new(layout, 1).unwrap();
+        arena.reserve_overflow(5000).unwrap();
+        write(&arena, &layout, 1, 1.0);
+        write(&arena, &layout, 1024, 2.0);
+        arena.shrink_overflow(1024);
+        assert_eq!(arena.chunks.iter().filter(|chunk| !chunk.load(Ordering::Relaxed).is_null()).count(), 1);
+        assert_eq!(read(&arena, &layout, 1024).0[0], 2.0);
+        arena.shrink_overflow(0);
+        assert!(arena.chunks.iter().all(|chunk| chunk.load(Ordering::Relaxed).is_null()));
+        arena.reserve_overflow(1).unwrap();
+        assert_eq!(read(&arena, &layout, 1).0[0], 0.0);
+    }
+
+    #[test]
+    fn every_overflow_row_of_a_u32_has_a_chunk() {
+        let mut expected = 0;
+        for chunk in 0..CHUNKS {
+            assert_eq!(chunk_of(expected), (chunk, 0));
+            expected += FIRST_CHUNK_ROWS << chunk;
+            assert_eq!(chunk_of(expected - 1), (chunk, (FIRST_CHUNK_ROWS << chunk) - 1));
+        }
+        assert!(expected > u32::MAX as usize);
+    }
+
+    #[test]
+    fn discard_zeroes_whole_pages_and_spares_the_neighbours() {
+        let layout = layout(64);
+        let arena = Arena::new(layout, 1000).unwrap();
+        for slot in 0..1000 {
+            write(&arena, &layout, slot, 1.0 + slot as f32);
+        }
+        arena.discard(101..900);
+        for slot in (0..101).chain(900..1000) {
+            assert_eq!(read(&arena, &layout, slot), (vec![1.0 + slot as f32; 128], i64::from(slot)));
+        }
+        assert_eq!(read(&arena, &layout, 500), (vec![0.0; 128], 0));
+        arena.discard(900..5000);
+        assert_eq!(read(&arena, &layout, 899).0.len(), 128);
+    }
+
+    #[test]
+    fn a_large_arena_costs_only_the_rows_it_touches() {
+        let layout = layout(64);
+        // 2 TB of rows.
+        let arena = Arena::new(layout, 4_000_000_000).unwrap();
+        write(&arena, &layout, 3_999_999_999, 5.0);
+        assert_eq!(read(&arena, &layout, 3_999_999_999).0, vec![5.0; 128]);
+    }
+
+    #[test]
+    fn a_refused_mapping_is_a_storage_error_that_says_how_much() {
+        let error =
+            Arena::new(RowLayout { dim: 65_536, vector_slots: 2, scalar_slot: false }, 4_000_000_000).unwrap_err();
+        assert_eq!(error.kind(), Kind::Storage);
+        assert_eq!(error.errno(), Some(libc::ENOMEM));
+        assert!(error.to_string().contains("3145856002097152 bytes"), "{error}");
+    }
+
+    #[test]
+    fn slots_past_u32_are_refused() {
+        let arena = Arena::new(layout(1), 10).unwrap();
+        assert_eq!(arena.reserve_overflow(u32::MAX - 5).unwrap_err().kind(), Kind::Capacity);
+    }
+
+    #[test]
+    fn an_empty_arena_still_takes_overflow() {
+        let layout = layout(2);
+        let arena = Arena::new(layout, 0).unwrap();
+        arena.reserve_overflow(1).unwrap();
+        write(&arena, &layout, 0, 3.0);
+        assert_eq!(read(&arena, &layout, 0).0, vec![3.0; 4]);
     }
 }
