@@ -1,0 +1,85 @@
+# Every target sets up what it needs, once: .venv with pinned packages, then the extension. Only python3, cargo, make and cc are asked for.
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules
+SHELL := /bin/bash -euo pipefail
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+unexport CONDA_PREFIX PYTHONHOME PYTHONPATH
+# One interpreter for every cargo command, or pyo3 is rebuilt in turn.
+export PYO3_PYTHON := $(CURDIR)/$(PY)
+export CARGO_TERM_PROGRESS_WHEN ?= never
+
+# fbgemm's flavour follows the machine: CUDA's does not import without a driver.
+FLAVOUR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# The environment is remade when a pin, the flavour or the folder (its scripts hold absolute paths) changes.
+REQUIREMENTS := requirements/uv.txt requirements/runtime.txt requirements/$(FLAVOUR).txt requirements/dev.txt
+ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | cksum | tr ' ' -)
+# The extension is rebuilt when a source, or the set of sources (a folder's time), changes.
+NATIVE := $(VENV)/.native
+NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
+
+.PHONY: help setup demo test test-rust test-python lint bench bench-smoke clean
+help:
+	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row"
+	@echo "make test         the tests of the core and of the package"
+	@echo "make lint         format, lints, types, stubs, import directions"
+	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some)"
+	@echo "make bench-smoke  the same, briefly, as a test"
+	@echo "make clean        remove what was built"
+
+setup: $(NATIVE)
+
+$(ENVIRONMENT): $(REQUIREMENTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed and $(PYTHON) is {v[0]}.{v[1]}: name another, as in make PYTHON=python3.12 demo")'
+	@echo "setting up $(VENV) ($(FLAVOUR)): torch, torchrec, fbgemm"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) -m venv failed: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/uv.txt
+	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps -r requirements/$(FLAVOUR).txt -r requirements/dev.txt
+	@touch $@
+
+$(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
+	@command -v cargo >/dev/null || { echo "cargo is not on the PATH: install Rust from https://rustup.rs" >&2; exit 1; }
+	@command -v cc >/dev/null || { echo "cc is not on the PATH: install a C compiler (it links Rust programs), as in apt install gcc" >&2; exit 1; }
+	@echo "building the extension"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m maturin develop --quiet --release --locked --uv
+	@touch $@
+
+demo: $(NATIVE)
+	@$(PY) examples/movielens_dlrm.py $(ARGS)
+
+test: test-rust test-python
+
+test-rust: $(NATIVE)
+	@if cargo nextest --version >/dev/null 2>&1; then \
+		cargo nextest run --locked --no-tests=pass && cargo test --quiet --locked --doc; \
+	else \
+		cargo test --quiet --locked; \
+	fi
+
+test-python: $(NATIVE)
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(NATIVE)
+	cargo fmt --all --check
+	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest --concise torchrec_embcache._native
+
+bench: $(NATIVE)
+	@$(PY) benches/python/run.py $(if $(ONLY),--only $(ONLY))
+
+bench-smoke: $(NATIVE)
+	@$(PY) benches/python/run.py --smoke $(if $(ONLY),--only $(ONLY))
+
+clean:
+	rm -rf target $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find python tests examples benches -name __pycache__ -prune -exec rm -rf {} +
+	find python -name '*.so' -delete
