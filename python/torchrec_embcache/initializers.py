@@ -1,0 +1,100 @@
+"""How rows are born.
+
+Each initializer is a counter-based random function of (seed, table key, id, column): a row's first values depend neither on the
+order of arrival, nor on world size, threads or evictions. Optimizer slots are born zero.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import numpy as np
+
+from .exceptions import ConfigError
+
+__all__ = ["Constant", "Initializer", "Linear", "Normal", "TruncatedNormal", "Uniform"]
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Base of the initializers. `native()` gives (name, first number, second number)."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                number = math.nan
+            if isinstance(value, str | bool) or not abs(number) <= float(np.finfo(np.float32).max):
+                raise ConfigError(f"{type(self).__name__}.{field.name}={value!r} is not a finite float32: give a number")
+            object.__setattr__(self, field.name, number)
+
+    def native(self) -> tuple[str, float, float]:
+        """As the core takes it."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return (self.name, values[0], values[1] if len(values) > 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Constant(Initializer):
+    """Every weight is `value`."""
+
+    value: float = 0.0
+    name: ClassVar[str] = "constant"
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Uniform in [low, high)."""
+
+    low: float = 0.0
+    high: float = 1.0
+    name: ClassVar[str] = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low > self.high:
+            raise ConfigError(f"Uniform.low={self.low!r} is above Uniform.high={self.high!r}: swap them")
+
+
+@dataclass(frozen=True)
+class Normal(Initializer):
+    """Normal with `mean` and standard deviation `std`; the defaults are those of `torch.nn.Embedding`."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    name: ClassVar[str] = "normal"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_std(self, self.std)
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Initializer):
+    """Normal, redrawn outside mean ± 2 std; `std` is that before the truncation."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    name: ClassVar[str] = "truncated_normal"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_std(self, self.std)
+
+
+@dataclass(frozen=True)
+class Linear(Initializer):
+    """A linear function of the id and the column, with slope `scale` and `offset`: for tests, where values must be told apart."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+    name: ClassVar[str] = "linear"
+
+
+def _check_std(initializer: Initializer, std: float) -> None:
+    if std < 0:
+        raise ConfigError(f"{type(initializer).__name__}.std={std!r} is negative: give 0 or more")

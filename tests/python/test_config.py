@@ -1,0 +1,172 @@
+"""Budgets, names, buckets, initializers and optimizers: what is refused, and with which words."""
+
+import os
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from torchrec_embcache import TierBudgets, exceptions, initializers, optimizers
+from torchrec_embcache.config import bucket_range, check_ssd_dir, parse_bytes, table_directory
+from torchrec_embcache.exceptions import ConfigError, EmbCacheError, PathError, StoragePermissionError, UnsupportedError
+from torchrec_embcache.optimizers import FusedOptimizer, native_hyperparameters
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("8GiB", 8 << 30),
+        ("64MiB", 64 << 20),
+        ("512KiB", 512 << 10),
+        ("1.5 GiB", 3 << 29),
+        ("77", 77),
+        ("3B", 3),
+    ],
+)
+def test_a_size_is_an_int_or_a_number_with_a_binary_unit(value, size):
+    assert parse_bytes("host_bytes", value) == size
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 63, "8GB", "GiB", "", "-1KiB", True, 1.5, None, "9999999TiB"])
+def test_other_sizes_are_refused_naming_field_and_value(value):
+    with pytest.raises(ConfigError, match="TierBudgets.ssd_bytes=") as caught:
+        TierBudgets(host_bytes="1MiB", ssd_bytes=value)
+    assert repr(value) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_budgets_are_kept_in_bytes_and_without_a_directory_there_is_no_ssd_tier(tmp_path):
+    budgets = TierBudgets(device_bytes="1KiB", host_bytes="2KiB", ssd_bytes="4KiB", ssd_dir=tmp_path)
+    assert (budgets.device, budgets.host, budgets.ssd) == (1024, 2048, 4096)
+    assert TierBudgets(host_bytes="2KiB", ssd_bytes="4KiB").ssd == 0
+    assert TierBudgets(host_bytes="2KiB", ssd_dir="x").ssd == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("host_bytes", 0), ("reopen", "yes"), ("ssd_dir", 3), ("ssd_dir", ""), ("ssd_dir", "a\0b"), ("ssd_dir", b"x")],
+)
+def test_other_budget_fields_are_checked(field, value):
+    with pytest.raises(ConfigError, match=f"TierBudgets.{field}="):
+        TierBudgets(**{"host_bytes": 1024, field: value})
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_buckets_are_split_into_neighbouring_ranges_the_first_one_larger(world):
+    ranges = [bucket_range(rank, world, 4093) for rank in range(world)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == 4093
+    assert all(left[1] == right[0] for left, right in pairwise(ranges))
+    sizes = [end - begin for begin, end in ranges]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+def test_directories_of_names_that_look_like_paths_stay_inside():
+    assert table_directory("d", "m", "t", 1, 4) == os.path.join("d", "m", "t", "1-of-4")
+    inside = table_directory("d", "..", "a/b .é", 0, 1)
+    assert inside == os.path.join("d", "%2E.", "a%2Fb%20.%C3%A9", "0-of-1")
+
+
+def test_an_ssd_directory_is_checked_before_use(tmp_path):
+    good = tmp_path / "good"
+    good.mkdir(mode=0o750)
+    check_ssd_dir("ssd_dir", str(good))
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    wide.chmod(0o707)
+    with pytest.raises(StoragePermissionError, match="chmod 0700") as caught:
+        check_ssd_dir("ssd_dir", str(wide))
+    assert isinstance(caught.value, PermissionError)
+    link = tmp_path / "link"
+    link.symlink_to(good)
+    (tmp_path / "file").touch()
+    for path, words in [
+        (tmp_path / "absent", "mkdir"),
+        (link, "symbolic link"),
+        (tmp_path / "file", "not a directory"),
+        (tmp_path / "file" / "below", "below a file"),
+    ]:
+        with pytest.raises(PathError, match=words) as caught_path:
+            check_ssd_dir("ssd_dir", str(path))
+        assert str(path) in str(caught_path.value)
+    assert sorted(os.listdir(tmp_path)) == ["file", "good", "link", "wide"]
+
+
+@pytest.mark.parametrize(
+    ("make", "native"),
+    [
+        (lambda: initializers.Constant(2), ("constant", 2.0, 0.0)),
+        (lambda: initializers.Uniform(-1, 1), ("uniform", -1.0, 1.0)),
+        (lambda: initializers.Normal(), ("normal", 0.0, 1.0)),
+        (lambda: initializers.TruncatedNormal(0.5, 0.25), ("truncated_normal", 0.5, 0.25)),
+        (lambda: initializers.Linear(0.5, 3), ("linear", 0.5, 3.0)),
+    ],
+)
+def test_initializers_render_for_the_core(make, native):
+    assert make().native() == native
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: initializers.Uniform(1, -1), "Uniform.low=1.0"),
+        (lambda: initializers.Normal(0, -1), "Normal.std=-1.0"),
+        (lambda: initializers.TruncatedNormal(0, -1), "TruncatedNormal.std"),
+        (lambda: initializers.Constant(float("nan")), "Constant.value=nan"),
+        (lambda: initializers.Constant(1e39), "finite float32"),
+        (lambda: initializers.Linear("1", 0), "Linear.scale='1'"),
+        (lambda: optimizers.SGD(lr=-1), "SGD.lr=-1"),
+        (lambda: optimizers.Adam(betas=(0.9, 1.0)), r"Adam.betas\[1\]=1.0"),
+        (lambda: optimizers.Adam(betas=0.9), "Adam.betas=0.9"),
+        (lambda: optimizers.Adagrad(eps=float("inf")), "Adagrad.eps=inf"),
+        (lambda: optimizers.AdamW(weight_decay=None), "AdamW.weight_decay=None"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_naming_the_field(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reference"),
+    [
+        (optimizers.SGD, torch.optim.SGD),
+        (optimizers.Adagrad, torch.optim.Adagrad),
+        (optimizers.Adam, torch.optim.Adam),
+        (optimizers.AdamW, torch.optim.AdamW),
+    ],
+)
+def test_hyperparameters_default_to_those_of_torch(spec, reference):
+    defaults = reference([torch.nn.Parameter(torch.zeros(1))]).defaults
+    group = spec().param_group()
+    assert group == {name: defaults[name] for name in group}
+
+
+def test_a_scheduler_changes_what_the_next_backward_reads(recwarn):
+    spec = optimizers.Adam(lr=0.5, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.25)
+    optimizer = FusedOptimizer([torch.nn.Parameter(torch.empty(0, 2))], [spec])
+    np.testing.assert_array_equal(native_hyperparameters(optimizer.param_groups), [[0.5, 1e-3, 0.5, 0.75, 0.25]])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scheduler.step()
+    assert native_hyperparameters(optimizer.param_groups)[0, 0] == 0.25
+    assert not recwarn.list
+    optimizer.param_groups[0]["lr"] = -1
+    with pytest.raises(ConfigError, match=r"param_groups\[0\].lr=-1"):
+        native_hyperparameters(optimizer.param_groups)
+    with pytest.raises(UnsupportedError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in exceptions.__all__ if name.endswith("Error")])
+def test_errors_travel_between_processes_with_errno_and_file(name):
+    error = getattr(exceptions, name)("what to do")
+    assert isinstance(error, EmbCacheError)
+    assert (error.errno, error.filename) == (None, None)
+    error.errno, error.filename = 28, "/disk"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.errno, copy.filename) == (type(error), "what to do", 28, "/disk")
