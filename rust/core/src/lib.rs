@@ -20,6 +20,7 @@ pub mod types;
 
 mod device;
 mod host;
+mod prefetch;
 mod sync;
 
 pub use error::{Error, Kind, Result};

@@ -12,6 +12,8 @@
 //! After a failed write or sync the tier is read-only: `append`, `remove` and `publish` return `Kind::ReadOnly` with the first cause,
 //! and everything handed over so far can still be fetched (rows whose write failed stay in their buffers).
 
+pub mod index;
+
 use std::sync::Arc;
 
 use crate::config::SsdConfig;

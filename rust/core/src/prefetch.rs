@@ -1,0 +1,28 @@
+//! Asking the processor for memory ahead of its use.
+#![allow(unsafe_code)]
+
+/// Start loading the cache line of `slice[index]`; does nothing past the end, and on processors other than x86-64 and aarch64.
+#[inline]
+pub(crate) fn prefetch<T>(slice: &[T], index: usize) {
+    prefetch_address(slice.as_ptr().wrapping_add(index));
+}
+
+/// Start loading the cache line at `address`, which need not be valid.
+#[inline]
+pub(crate) fn prefetch_address<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch never faults and changes no memory, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+    }
+    #[cfg(target_arch = "aarch64")]
+    {
+        // SAFETY: a prefetch never faults and changes no memory, whatever the address.
+        unsafe {
+            std::arch::asm!("prfm pldl1keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly))
+        }
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = address;
+}

@@ -1,0 +1,381 @@
+//! The index of the SSD tier: id to location, in about ten bytes an id, without the ids.
+//!
+//! An id is known by its *print*: the first bits of its hash, which pick a sub-table, and the next bits, its *tag*. An entry is 8
+//! bytes: the tag (24 bits) and the location (40 bits). The tag alone gives the entry's home, `tag * homes / 2^tag_bits`, which
+//! keeps the order of tags at any size: a sub-table is the sorted list of its tags with gaps (ordered linear probing; Amble and
+//! Knuth 1974), so it grows without the ids, and a search ends at the first tag that is not smaller.
+//!
+//! At most one entry has a given print. An id whose print is taken goes to a small exact map, which is looked at first. So a
+//! search has one candidate at most. It may be another id's with the same print (whoever reads the record finds out), but never
+//! where the id asked for is in the index.
+//!
+//! Sub-tables grow by [`GROWTH`] when [`MAX_LOAD`] is reached, each at its own counts, so that neither the bytes nor the time of
+//! growing come all at once. They live in pages of one pool, so that growing leaves no holes in the heap.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher};
+
+use crate::prefetch::prefetch;
+use crate::types::{Id, hash_id};
+
+/// Where a record is. `segment` below 2²⁰ − 1, `record` below 2²⁰.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Location {
+    /// Number of the segment.
+    pub segment: u32,
+    /// Number of the record in its segment.
+    pub record: u32,
+}
+
+impl Location {
+    /// One past the largest segment number that an index holds.
+    pub const MAX_SEGMENTS: u32 = (1 << 20) - 1;
+    /// One past the largest record number that an index holds.
+    pub const MAX_RECORDS: u32 = 1 << 20;
+
+    #[inline]
+    fn bits(self) -> u64 {
+        assert!(self.segment < Self::MAX_SEGMENTS && self.record < Self::MAX_RECORDS, "{self:?} has more than 40 bits");
+        u64::from(self.segment) << 20 | u64::from(self.record)
+    }
+
+    fn from_bits(bits: u64) -> Self {
+        Self { segment: (bits >> 20) as u32 & 0xf_ffff, record: bits as u32 & 0xf_ffff }
+    }
+}
+
+const LOCATION_BITS: u32 = 40;
+const LOCATION_MASK: u64 = (1 << LOCATION_BITS) - 1;
+/// No entry. Larger than every entry, because no location has all bits set.
+const EMPTY: u64 = u64::MAX;
+const PAGE: usize = 128;
+const PAGES_PER_CHUNK: usize = 1024;
+const GROWTH: f64 = 1.2;
+const SMALLEST: f64 = 64.0;
+const MAX_LOAD: f64 = 0.9;
+const AHEAD: usize = 16;
+
+/// Ids to locations. See the module.
+#[derive(Debug)]
+pub struct TagIndex {
+    sub_table_bits: u32,
+    tag_bits: u32,
+    tables: Vec<SubTable>,
+    pool: Pool,
+    exact: HashMap<Id, Location, IdHasher>,
+    tagged: usize,
+    scratch: Vec<u64>,
+}
+
+/// The entries of one sub-table: position `p` is in `pages[p / PAGE]`; homes are positions `0..homes`, what follows is overhang.
+#[derive(Clone, Debug, Default)]
+struct SubTable {
+    homes: u32,
+    len: u32,
+    limit: u32,
+    level: u32,
+    pages: Vec<u32>,
+}
+
+impl TagIndex {
+    /// The index with 1024 sub-tables and tags of `tag_bits` bits (24; 1 to 24). Few bits make many ids collide: for tests.
+    pub fn new(tag_bits: u32) -> Self {
+        Self::with_sub_tables(10, tag_bits)
+    }
+
+    /// The index with 2^`sub_table_bits` (at most 16) sub-tables and tags of `tag_bits` (1 to 24) bits.
+    ///
+    /// # Panics
+    /// With widths out of these ranges.
+    pub fn with_sub_tables(sub_table_bits: u32, tag_bits: u32) -> Self {
+        assert!(sub_table_bits <= 16 && (1..=24).contains(&tag_bits), "widths out of range");
+        Self {
+            sub_table_bits,
+            tag_bits,
+            tables: vec![SubTable::default(); 1 << sub_table_bits],
+            pool: Pool::default(),
+            exact: HashMap::default(),
+            tagged: 0,
+            scratch: Vec::new(),
+        }
+    }
+
+    /// Ids in the index.
+    pub fn len(&self) -> usize {
+        self.tagged + self.exact.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Ids that share their print with another and are kept in full.
+    pub fn exact_len(&self) -> usize {
+        self.exact.len()
+    }
+
+    /// Bytes of RAM it takes.
+    pub fn bytes(&self) -> usize {
+        // hashbrown keeps a control byte a bucket and fills seven eighths of them.
+        let exact_buckets = self.exact.capacity() / 7 * 8;
+        size_of::<Self>()
+            + self.tables.iter().map(|table| size_of::<SubTable>() + table.pages.capacity() * 4).sum::<usize>()
+            + self.pool.used as usize * PAGE * 8
+            + exact_buckets * (size_of::<(Id, Location)>() + 1)
+            + self.scratch.capacity() * 8
+    }
+
+    /// The one location where `id` may be. `Some` for every id in the index, and its own location; for other ids `None` or, where
+    /// the print is the same, another id's.
+    #[inline]
+    pub fn get(&self, id: Id) -> Option<Location> {
+        if let Some(&location) = self.exact.get(&id) {
+            return Some(location);
+        }
+        let (table, tag) = self.print(id);
+        self.find(table, tag).ok().map(|(_, entry)| Location::from_bits(entry))
+    }
+
+    /// [`TagIndex::get`] for each id, with the memory asked for ahead.
+    ///
+    /// # Panics
+    /// When `locations` has not the length of `ids`.
+    pub fn get_batch(&self, ids: &[Id], locations: &mut [Option<Location>]) {
+        assert_eq!(ids.len(), locations.len(), "one place for each id");
+        for &id in ids.iter().take(AHEAD) {
+            self.prefetch(id);
+        }
+        for (at, (&id, location)) in ids.iter().zip(locations).enumerate() {
+            if let Some(&later) = ids.get(at + AHEAD) {
+                self.prefetch(later);
+            }
+            *location = self.get(id);
+        }
+    }
+
+    /// Add an id that is known to be absent. Panics at a location past 40 bits.
+    pub fn insert(&mut self, id: Id, location: Location) {
+        let (table, tag) = self.print(id);
+        match self.find(table, tag) {
+            Ok(_) => {
+                self.exact.insert(id, location);
+            }
+            Err(mut at) => {
+                if self.tables[table].len >= self.tables[table].limit {
+                    self.grow(table);
+                    at = self.find(table, tag).expect_err("growing adds no tag");
+                }
+                self.shift_in(table, at, tag << LOCATION_BITS | location.bits());
+                self.tables[table].len += 1;
+                self.tagged += 1;
+            }
+        }
+    }
+
+    /// Point an id that is known to be present elsewhere; where it was.
+    pub fn replace(&mut self, id: Id, location: Location) -> Option<Location> {
+        if let Some(place) = self.exact.get_mut(&id) {
+            return Some(std::mem::replace(place, location));
+        }
+        let (table, tag) = self.print(id);
+        let (at, entry) = self.find(table, tag).ok()?;
+        *self.entry_mut(table, at) = tag << LOCATION_BITS | location.bits();
+        Some(Location::from_bits(entry))
+    }
+
+    /// Remove an id that is known to be present; where it was.
+    pub fn remove(&mut self, id: Id) -> Option<Location> {
+        if let Some(location) = self.exact.remove(&id) {
+            return Some(location);
+        }
+        let (table, tag) = self.print(id);
+        let (at, entry) = self.find(table, tag).ok()?;
+        self.shift_out(table, at);
+        self.tables[table].len -= 1;
+        self.tagged -= 1;
+        Some(Location::from_bits(entry))
+    }
+
+    /// Whether the record of `id` at `location` is the one the index points to.
+    pub fn is_at(&self, id: Id, location: Location) -> bool {
+        self.get(id) == Some(location)
+    }
+
+    /// Point `id` to `to` if it is at `from`; whether it was.
+    pub fn relocate(&mut self, id: Id, from: Location, to: Location) -> bool {
+        self.is_at(id, from) && self.replace(id, to).is_some()
+    }
+
+    /// Forget everything and give the memory back.
+    pub fn clear(&mut self) {
+        *self = Self::with_sub_tables(self.sub_table_bits, self.tag_bits);
+    }
+
+    /// Hand every location to `seen`, each once, in no particular order.
+    pub fn visit(&self, seen: &mut dyn FnMut(Location)) {
+        for page in self.tables.iter().flat_map(|table| &table.pages) {
+            for &entry in self.pool.page(*page).iter().filter(|entry| **entry != EMPTY) {
+                seen(Location::from_bits(entry));
+            }
+        }
+        self.exact.values().for_each(|location| seen(*location));
+    }
+
+    #[inline]
+    fn print(&self, id: Id) -> (usize, u64) {
+        let hash = hash_id(id);
+        let table = (hash >> 48) as usize >> (16 - self.sub_table_bits);
+        (table, hash << self.sub_table_bits >> (64 - self.tag_bits))
+    }
+
+    #[inline]
+    fn home(&self, table: usize, tag: u64) -> usize {
+        ((tag * u64::from(self.tables[table].homes)) >> self.tag_bits) as usize
+    }
+
+    #[inline]
+    fn prefetch(&self, id: Id) {
+        let (table, tag) = self.print(id);
+        let at = self.home(table, tag);
+        if let Some(&page) = self.tables[table].pages.get(at / PAGE) {
+            prefetch(self.pool.page(page), at % PAGE);
+        }
+    }
+
+    /// Where `tag` is, and its entry; or where it belongs.
+    #[inline]
+    fn find(&self, table: usize, tag: u64) -> Result<(usize, u64), usize> {
+        let least = tag << LOCATION_BITS;
+        let mut at = self.home(table, tag);
+        while let Some(&page) = self.tables[table].pages.get(at / PAGE) {
+            for &entry in &self.pool.page(page)[at % PAGE..] {
+                if entry >= least {
+                    return if entry ^ least <= LOCATION_MASK && entry != EMPTY { Ok((at, entry)) } else { Err(at) };
+                }
+                at += 1;
+            }
+        }
+        Err(at)
+    }
+
+    fn entry_mut(&mut self, table: usize, at: usize) -> &mut u64 {
+        &mut self.pool.page_mut(self.tables[table].pages[at / PAGE])[at % PAGE]
+    }
+
+    /// Put `entry` at `at`; what was there moves on by one, up to the next gap.
+    fn shift_in(&mut self, table: usize, mut at: usize, mut entry: u64) {
+        while entry != EMPTY {
+            if at / PAGE == self.tables[table].pages.len() {
+                let page = self.pool.take();
+                self.tables[table].pages.push(page);
+            }
+            std::mem::swap(self.entry_mut(table, at), &mut entry);
+            at += 1;
+        }
+    }
+
+    /// Take out the entry at `at`; those behind it that are not at home move back by one.
+    fn shift_out(&mut self, table: usize, mut at: usize) {
+        loop {
+            let next = at + 1;
+            let entry = match self.tables[table].pages.get(next / PAGE) {
+                Some(&page) => self.pool.page(page)[next % PAGE],
+                None => EMPTY,
+            };
+            if entry == EMPTY || self.home(table, entry >> LOCATION_BITS) == next {
+                *self.entry_mut(table, at) = EMPTY;
+                return;
+            }
+            *self.entry_mut(table, at) = entry;
+            at = next;
+        }
+    }
+
+    /// The next larger size, in the geometric series of this sub-table.
+    fn grow(&mut self, table: usize) {
+        let mut entries = std::mem::take(&mut self.scratch);
+        for &page in &self.tables[table].pages {
+            entries.extend(self.pool.page(page).iter().filter(|entry| **entry != EMPTY));
+            self.pool.page_mut(page).fill(EMPTY);
+        }
+        // Multiples of the golden ratio spread the phases evenly for any number of sub-tables.
+        let phase = (table as f64 * 0.618_033_988_749_894_9).fract();
+        let size = SMALLEST * GROWTH.powf(f64::from(self.tables[table].level) + phase);
+        let grown = &mut self.tables[table];
+        grown.level += 1;
+        grown.homes = size as u32;
+        grown.limit = (size * MAX_LOAD) as u32;
+        let pages = (size as usize).div_ceil(PAGE);
+        grown.pages.reserve_exact(pages.saturating_sub(grown.pages.len()));
+        while grown.pages.len() < pages {
+            grown.pages.push(self.pool.take());
+        }
+        // Ascending tags: each entry goes to its home or right behind the one before it.
+        let mut at = 0;
+        for entry in entries.drain(..) {
+            at = at.max(self.home(table, entry >> LOCATION_BITS));
+            self.shift_in(table, at, entry);
+            at += 1;
+        }
+        self.scratch = entries;
+    }
+}
+
+/// Pages of entries, all empty when taken.
+#[derive(Debug, Default)]
+struct Pool {
+    chunks: Vec<Box<[u64]>>,
+    used: u32,
+}
+
+impl Pool {
+    #[inline]
+    fn page(&self, page: u32) -> &[u64] {
+        let start = page as usize % PAGES_PER_CHUNK * PAGE;
+        &self.chunks[page as usize / PAGES_PER_CHUNK][start..start + PAGE]
+    }
+
+    #[inline]
+    fn page_mut(&mut self, page: u32) -> &mut [u64] {
+        let start = page as usize % PAGES_PER_CHUNK * PAGE;
+        &mut self.chunks[page as usize / PAGES_PER_CHUNK][start..start + PAGE]
+    }
+
+    fn take(&mut self) -> u32 {
+        let page = self.used;
+        if page as usize == self.chunks.len() * PAGES_PER_CHUNK {
+            // Zero pages come untouched from the system, so that what is not taken costs no memory.
+            self.chunks.push(vec![0; PAGES_PER_CHUNK * PAGE].into_boxed_slice());
+        }
+        self.used += 1;
+        self.page_mut(page).fill(EMPTY);
+        page
+    }
+}
+
+/// Ids hashed by [`hash_id`], as everywhere.
+#[derive(Clone, Copy, Debug, Default)]
+struct IdHasher(u64);
+
+impl BuildHasher for IdHasher {
+    type Hasher = Self;
+    fn build_hasher(&self) -> Self {
+        Self(0)
+    }
+}
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("ids are hashed as i64")
+    }
+    fn write_i64(&mut self, id: Id) {
+        self.0 = hash_id(id);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,158 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn at(number: u64) -> Location {
+    Location { segment: (number >> 10) as u32 & 0xffff, record: number as u32 & 0x3ff }
+}
+
+/// Sorted tags, each reachable from its home without a gap, counts right.
+fn check_structure(index: &TagIndex) {
+    let mut tagged = 0;
+    for (table, sub) in index.tables.iter().enumerate() {
+        let entries: Vec<u64> = sub.pages.iter().flat_map(|page| index.pool.page(*page)).copied().collect();
+        let mut last = None;
+        let mut gap_before = 0;
+        let mut len = 0;
+        for (position, &entry) in entries.iter().enumerate() {
+            if entry == EMPTY {
+                gap_before = position + 1;
+                continue;
+            }
+            let tag = entry >> LOCATION_BITS;
+            assert!(last < Some(tag), "tags ascend, each once");
+            last = Some(tag);
+            let home = index.home(table, tag);
+            assert!(gap_before <= home && home <= position, "no gap between home and entry");
+            len += 1;
+        }
+        assert_eq!(len, sub.len);
+        assert!(sub.len <= sub.limit);
+        tagged += len as usize;
+    }
+    assert_eq!(tagged, index.tagged);
+}
+
+#[test]
+fn ids_of_one_print_keep_their_own_locations() {
+    let mut index = TagIndex::with_sub_tables(0, 1);
+    let ids: Vec<Id> = [0, -1, i64::MIN, i64::MAX, 7, 1 << 40].to_vec();
+    for (number, &id) in ids.iter().enumerate() {
+        index.insert(id, at(number as u64));
+    }
+    assert_eq!(index.len(), 6);
+    assert!(index.exact_len() >= 4, "two prints only");
+    for (number, &id) in ids.iter().enumerate() {
+        assert!(index.is_at(id, at(number as u64)));
+    }
+}
+
+#[test]
+fn an_id_in_the_exact_map_stays_findable_when_the_owner_of_its_print_goes_and_another_comes() {
+    let mut index = TagIndex::with_sub_tables(0, 1);
+    let same: Vec<Id> = (0..).filter(|&id| index.print(id).1 == 1).take(3).collect();
+    index.insert(same[0], at(10));
+    index.insert(same[1], at(11));
+    assert_eq!(index.remove(same[0]), Some(at(10)));
+    assert_eq!(index.get(same[0]), None);
+    assert_eq!(index.get(same[1]), Some(at(11)));
+    index.insert(same[2], at(12));
+    assert_eq!(index.get(same[1]), Some(at(11)));
+    assert_eq!(index.get(same[2]), Some(at(12)));
+    assert_eq!(index.remove(same[1]), Some(at(11)));
+    assert_eq!(index.get(same[2]), Some(at(12)));
+    assert!(!index.relocate(same[2], at(11), at(13)));
+    assert!(index.relocate(same[2], at(12), at(13)));
+    assert!(index.is_at(same[2], at(13)));
+}
+
+#[test]
+fn the_largest_tag_and_location_are_no_gap() {
+    let largest = Location { segment: Location::MAX_SEGMENTS - 1, record: Location::MAX_RECORDS - 1 };
+    let mut index = TagIndex::with_sub_tables(0, 4);
+    let id = (0..).find(|&id| index.print(id).1 == 15).expect("one id in sixteen");
+    assert_eq!(index.get(id), None);
+    index.insert(id, largest);
+    assert_eq!(index.get(id), Some(largest));
+    check_structure(&index);
+}
+
+#[test]
+#[should_panic(expected = "more than 40 bits")]
+fn a_location_that_does_not_fit_is_refused() {
+    TagIndex::new(24).insert(1, Location { segment: Location::MAX_SEGMENTS, record: 0 });
+}
+
+#[test]
+fn an_id_costs_at_most_twelve_bytes_at_any_size_from_a_million_on_and_growth_is_spread() {
+    let mut index = TagIndex::new(24);
+    let mut worst = 0.0_f64;
+    let mut most_growths_in_a_percent = 0;
+    let mut growths_before = 0;
+    for id in 0..1_500_000 {
+        index.insert(id * 977 - 5, at(id as u64));
+        if id >= 1_000_000 && id % 10_000 == 0 {
+            worst = worst.max(index.bytes() as f64 / index.len() as f64);
+            let growths: u32 = index.tables.iter().map(|table| table.level).sum();
+            if growths_before > 0 {
+                most_growths_in_a_percent = most_growths_in_a_percent.max(growths - growths_before);
+            }
+            growths_before = growths;
+        }
+    }
+    assert!(worst <= 12.0, "{worst} bytes an id");
+    assert!(most_growths_in_a_percent < 150, "{most_growths_in_a_percent} of 1024 sub-tables grew within 1%");
+    check_structure(&index);
+    let mut seen = BTreeSet::new();
+    index.visit(&mut |location| assert!(seen.insert(location)));
+    assert_eq!(seen.len(), index.len());
+    index.clear();
+    assert_eq!((index.len(), index.get(-5)), (0, None));
+}
+
+proptest! {
+    #[test]
+    fn behaves_as_a_map_under_collisions(
+        sub_table_bits in 0_u32..3,
+        tag_bits in prop_oneof![1_u32..8, Just(24)],
+        steps in prop::collection::vec((0_u8..4, -400_i64..400), 1..1500),
+    ) {
+        let mut index = TagIndex::with_sub_tables(sub_table_bits, tag_bits);
+        let mut model = BTreeMap::new();
+        for (number, (step, id)) in steps.into_iter().enumerate() {
+            let location = at(number as u64);
+            match (step, model.get(&id).copied()) {
+                (0 | 1, None) => {
+                    index.insert(id, location);
+                    model.insert(id, location);
+                }
+                (0, Some(old)) => {
+                    prop_assert_eq!(index.replace(id, location), Some(old));
+                    model.insert(id, location);
+                }
+                (1, Some(old)) => {
+                    prop_assert!(!index.relocate(id, location, location));
+                    prop_assert!(index.relocate(id, old, location));
+                    model.insert(id, location);
+                }
+                (_, Some(old)) => {
+                    prop_assert_eq!(index.remove(id), Some(old));
+                    model.remove(&id);
+                }
+                (_, None) => {
+                    // Whatever an absent id's print finds, it is the location of some id that is there.
+                    let found = index.get(id);
+                    prop_assert!(found.is_none_or(|location| model.values().any(|other| *other == location)));
+                }
+            }
+        }
+        check_structure(&index);
+        prop_assert_eq!(index.len(), model.len());
+        let ids: Vec<Id> = model.keys().copied().collect();
+        let mut found = vec![None; ids.len()];
+        index.get_batch(&ids, &mut found);
+        prop_assert_eq!(found, model.values().copied().map(Some).collect::<Vec<_>>());
+    }
+}
