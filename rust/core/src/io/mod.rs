@@ -6,12 +6,16 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 
 mod aligned;
+mod lock;
+mod memory;
 mod psync;
 
 pub use aligned::{ALIGNMENT, AlignedBuf};
+pub use lock::{DirLock, LOCK_FILE};
+pub use memory::MemoryEngine;
 pub use psync::PsyncEngine;
 
 /// How to open a file.
@@ -19,7 +23,8 @@ pub use psync::PsyncEngine;
 pub enum Open {
     /// Read an existing file.
     Read,
-    /// Make a new file (an existing one is an error) for writing and reading, with room for this many bytes set aside.
+    /// Make a new file (an existing one is an error) for writing and reading, with room for this many bytes set aside. Its
+    /// length is 0 until something is written.
     Create {
         /// Bytes to preallocate; 0 for none.
         preallocate: u64,
@@ -47,8 +52,12 @@ pub trait IoFile: Send + Sync + fmt::Debug {
     fn is_empty(&self) -> Result<bool> {
         Ok(self.len()? == 0)
     }
-    /// Write all of `data` at `offset`. With a direct engine both `offset` and the data's length must be multiples of
-    /// [`ALIGNMENT`]; data in an [`AlignedBuf`] is written without a copy.
+    /// Whether its reads and writes pass by the page cache.
+    fn is_direct(&self) -> bool {
+        false
+    }
+    /// Write all of `data` at `offset`. Both `offset` and the data's length must be multiples of [`ALIGNMENT`] (`Kind::Input`
+    /// otherwise, with every engine); data in an [`AlignedBuf`] is written without a copy.
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<()>;
     /// Read exactly `into.len()` bytes at `offset`, any alignment; a short file is `Kind::Corruption`.
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()>;
@@ -86,6 +95,27 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     fn remove_dir_all(&self, path: &Path) -> Result<()>;
     /// Make a directory's entries durable.
     fn sync_dir(&self, path: &Path) -> Result<()>;
+    /// Hold a directory, which must exist, for as long as the lock lives; `Kind::InUse`, naming the pid, at once when it is held.
+    fn lock_dir(&self, path: &Path) -> Result<DirLock>;
+}
+
+/// Refuse a write that direct I/O could not do, so that every engine refuses the same.
+fn check_aligned(path: &Path, offset: u64, len: usize) -> Result<()> {
+    if offset.is_multiple_of(ALIGNMENT as u64) && len.is_multiple_of(ALIGNMENT) {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::Input,
+        format!(
+            "cannot write {len} bytes at byte {offset} of {}: offset and length must be multiples of {ALIGNMENT}",
+            path.display()
+        ),
+    ))
+}
+
+/// The error of a read that ends past the end of its file.
+fn short_file(path: &Path, wanted_end: u64, len: u64) -> Error {
+    Error::corruption(path, len, "the file's length", format!("at least {wanted_end}"), len)
 }
 
 /// Write `data` to `path` so that after a crash the file is whole, old or new: temporary file beside it, write, sync, rename,
@@ -114,13 +144,7 @@ pub fn read_file(engine: &dyn IoEngine, path: &Path, limit_bytes: u64) -> Result
     let file = engine.open(path, Open::Read)?;
     let len = file.len()?;
     if len > limit_bytes {
-        return Err(crate::error::Error::corruption(
-            path,
-            0,
-            "the file's length",
-            format!("at most {limit_bytes}"),
-            len,
-        ));
+        return Err(Error::corruption(path, 0, "the file's length", format!("at most {limit_bytes}"), len));
     }
     let mut data = vec![0; len as usize];
     file.read_at(0, &mut data)?;

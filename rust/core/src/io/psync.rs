@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{IoEngine, IoFile, Open, Read, ReadSink};
+use super::{DirLock, IoEngine, IoFile, Open, Read, ReadSink};
 use crate::error::{Error, Result};
 
 /// Plain system calls, buffered.
@@ -25,10 +25,16 @@ impl IoFile for PsyncFile {
         Ok(self.file.metadata().map_err(|e| Error::io("read the size of", &self.path, &e))?.len())
     }
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
+        super::check_aligned(&self.path, offset, data.len())?;
         self.file.write_all_at(data, offset).map_err(|e| Error::io("write", &self.path, &e))
     }
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(into, offset).map_err(|e| Error::io("read", &self.path, &e))
+        match self.file.read_exact_at(into, offset) {
+            Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => {
+                Err(super::short_file(&self.path, offset + into.len() as u64, self.len()?))
+            }
+            done => done.map_err(|e| Error::io("read", &self.path, &e)),
+        }
     }
     fn set_len(&self, len: u64) -> Result<()> {
         self.file.set_len(len).map_err(|e| Error::io("resize", &self.path, &e))
@@ -84,5 +90,8 @@ impl IoEngine for PsyncEngine {
     }
     fn sync_dir(&self, path: &Path) -> Result<()> {
         std::fs::File::open(path).and_then(|dir| dir.sync_all()).map_err(|e| Error::io("sync", path, &e))
+    }
+    fn lock_dir(&self, path: &Path) -> Result<DirLock> {
+        DirLock::acquire(path)
     }
 }

@@ -1,0 +1,97 @@
+//! A directory held by one table of one process, freed by its death.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::fmt;
+use std::fs::File;
+use std::io::{Read as _, Seek as _, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Kind, Result};
+
+/// The file in a locked directory that holds the lock and the pid of its owner. It stays when the lock is freed.
+pub const LOCK_FILE: &str = "lock";
+
+/// A directory held as long as this lives. A process that the owner forks shares the hold until it ends or executes another program.
+pub struct DirLock {
+    dir: PathBuf,
+    _hold: Box<dyn Any + Send + Sync>,
+}
+
+impl fmt::Debug for DirLock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DirLock").field("dir", &self.dir).finish_non_exhaustive()
+    }
+}
+
+impl DirLock {
+    /// Hold a directory that exists, by `flock` on its file `lock`, and write this process's pid into it.
+    ///
+    /// Errors: `InUse` at once when another table, in this process or another one, holds it; `Path` when `lock` is a symbolic
+    /// link; `Permission` and `Storage` as the file system says.
+    pub fn acquire(dir: &Path) -> Result<Self> {
+        let path = dir.join(LOCK_FILE);
+        let mut file = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o640)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&path)
+            .map_err(|e| Error::io("open the lock file", &path, &e))?;
+        loop {
+            // SAFETY: flock takes an open descriptor and flags; `file` is open for the length of the call.
+            if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
+                break;
+            }
+            let error = std::io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                Some(libc::EWOULDBLOCK) => return Err(in_use(dir, &owner(&mut file))),
+                _ => return Err(Error::io("lock", &path, &error)),
+            }
+        }
+        file.set_len(0)
+            .and_then(|()| writeln!(file, "{}", std::process::id()))
+            .map_err(|e| Error::io("write the pid to", &path, &e))?;
+        Ok(Self::held(dir, file))
+    }
+
+    /// A hold that lasts until `hold` is dropped.
+    pub(super) fn held(dir: &Path, hold: impl Any + Send + Sync) -> Self {
+        Self { dir: dir.to_owned(), _hold: Box::new(hold) }
+    }
+
+    /// The directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+}
+
+/// The pid that the holder wrote. It takes the lock first and writes then: an empty file is read again a few times.
+fn owner(file: &mut File) -> String {
+    for _ in 0..100 {
+        let mut pid = String::new();
+        if file.rewind().and_then(|()| file.read_to_string(&mut pid)).is_err() {
+            break;
+        }
+        if let Ok(pid) = pid.trim().parse::<u32>() {
+            return format!("by pid {pid}{}", if pid == std::process::id() { " (this process)" } else { "" });
+        }
+        std::thread::yield_now();
+    }
+    "by a process that has not written its pid".to_owned()
+}
+
+pub(super) fn in_use(dir: &Path, by: &str) -> Error {
+    Error::new(
+        Kind::InUse,
+        format!(
+            "{} is in use {by}: close that table, end that process and those it started, or give this table a directory of its own",
+            dir.display()
+        ),
+    )
+}
