@@ -71,7 +71,7 @@ lint: $(NATIVE)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
-	$(PY) -m mypy.stubtest --concise torchrec_embcache._native
+	$(PY) -m mypy.stubtest --concise --allowlist tests/stubtest_allowlist.txt torchrec_embcache._native
 
 bench: $(NATIVE)
 	@$(PY) benches/python/run.py $(if $(ONLY),--only $(ONLY))

@@ -1,0 +1,180 @@
+"""The tree's rules: who imports whom, how long a file is, and that nothing names the machine it was written on."""
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "python" / "torchrec_embcache"
+CRATE = ROOT / "rust" / "core" / "src"
+
+# A module imports from the layers below its own, never from its own or above.
+RUST_LAYERS = [
+    {"error", "types", "sync"},
+    {"paths", "stats", "io", "rows"},
+    {"config"},
+    {"kernels", "index", "policy"},
+    {"slots"},
+    {"device", "host", "ssd"},
+    {"cache"},
+    {"checkpoint"},
+]
+PYTHON_BASE = {"exceptions", "config", "initializers", "optimizers"}
+# Module: the modules of the package it may import.
+PYTHON_IMPORTS = {
+    "exceptions": set(),
+    "config": {"exceptions"},
+    "initializers": {"exceptions", "config"},
+    "optimizers": {"exceptions", "config"},
+    "kernels": PYTHON_BASE,
+    "cache": PYTHON_BASE | {"kernels"},
+    "nn": PYTHON_BASE | {"kernels", "cache"},
+    "modules": PYTHON_BASE | {"kernels", "cache", "nn"},
+    "sharded": PYTHON_BASE | {"kernels", "cache", "nn", "modules"},
+    "train_pipeline": PYTHON_BASE | {"kernels", "cache", "nn", "modules", "sharded"},
+    "saver": PYTHON_BASE | {"cache"},
+    "serialize": PYTHON_BASE | {"cache"},
+    "dcp": PYTHON_BASE | {"cache", "saver"},
+    "megatron": PYTHON_BASE | {"cache", "saver"},
+    "metrics": PYTHON_BASE | {"cache"},
+}
+# Package or module of it: who alone may import it.
+RESERVED = {
+    "torchrec": {"modules", "sharded", "train_pipeline"},
+    "torchrec_embcache._native": {"cache", "kernels", "saver", "cli"},
+    "torch.distributed.checkpoint": {"dcp"},
+    "megatron": {"megatron"},
+}
+SKIPPED = {
+    ".git",
+    ".venv",
+    "target",
+    "dist",
+    "__pycache__",
+    ".hypothesis",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+}
+
+
+def files(*suffixes: str) -> Iterator[Path]:
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        yield from (Path(folder, name) for name in names if name.endswith(suffixes))
+
+
+def rust_imports(source: str) -> set[str]:
+    """The crate's top modules that a source names, comments and literals apart."""
+    source = re.sub(r"//[^\n]*", "", source)
+    found = set(re.findall(r"\bcrate::([a-z_]+)", source))
+    for group in re.finditer(r"\bcrate::\{", source):
+        depth, item, at = 1, "", group.end()
+        while depth:
+            char = source[at]
+            depth += (char == "{") - (char == "}")
+            if (depth == 1 and char == ",") or depth == 0:
+                found.update(re.findall(r"^\s*([a-z_]+)", item))
+                item = ""
+            else:
+                item += char
+            at += 1
+    return found
+
+
+def python_imports(source: str) -> set[str]:
+    """Every module a source imports, anywhere in it, by absolute name, `from a import b` as both `a` and `a.b`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "torchrec_embcache." * bool(node.level) + (node.module or "")
+            base = base.rstrip(".")
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found
+
+
+def test_rust_modules_import_downward_only() -> None:
+    level = {name: number for number, layer in enumerate(RUST_LAYERS) for name in layer}
+    upward = []
+    for path in CRATE.rglob("*.rs"):
+        module = path.relative_to(CRATE).parts[0].removesuffix(".rs")
+        if module == "lib":
+            continue
+        assert module in level, f"{path}: module {module!r} has no layer in this test"
+        upward += [
+            f"{path.relative_to(ROOT)}: {module} imports {other}"
+            for other in sorted(rust_imports(path.read_text()))
+            if other != module and level.get(other, -1) >= level[module]
+        ]
+    assert not upward
+
+
+def test_the_core_knows_no_python_and_prints_nothing() -> None:
+    bad = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in CRATE.rglob("*.rs")
+        for match in re.finditer(r"\bpyo3\b|\be?println!|\be?print!|\bdbg!", re.sub(r"//[^\n]*", "", path.read_text()))
+    ]
+    assert not bad
+
+
+def test_python_modules_import_downward_only() -> None:
+    bad = []
+    for path in PACKAGE.glob("*.py"):
+        allowed = PYTHON_IMPORTS.get(path.stem)
+        if path.stem in {"__init__", "cli", "__main__"}:
+            continue
+        assert allowed is not None, f"{path}: module {path.stem!r} has no rule in this test"
+        for name in python_imports(path.read_text()):
+            other = name.removeprefix("torchrec_embcache.").split(".")[0]
+            if other in PYTHON_IMPORTS and name != other and other != path.stem and other not in allowed:
+                bad.append(f"{path.name} imports {other}")
+    assert not bad
+
+
+@pytest.mark.parametrize(("package", "importers"), RESERVED.items())
+def test_a_heavy_package_is_imported_in_its_own_modules_only(package: str, importers: set[str]) -> None:
+    bad = [
+        f"{path.name} imports {name}"
+        for path in PACKAGE.glob("*.py")
+        if path.stem not in importers
+        for name in python_imports(path.read_text())
+        if name == package or name.startswith(package + ".")
+    ]
+    assert not bad
+
+
+def test_no_file_passes_600_lines() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in files(".rs", ".py", ".pyi")
+        if (lines := path.read_text().count("\n")) > 600
+    }
+    assert not long
+
+
+def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
+    machine = re.compile(r"(?<![\w.])/(?:work|farm|root|home)/[\w.]")
+    bad = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in files(".rs", ".py", ".pyi", ".toml", ".txt", ".md", ".lock", "Makefile", "run", ".yml", ".yaml")
+        for line in path.read_text().splitlines()
+        if machine.search(line)
+    ]
+    assert not bad
+
+
+def test_the_checks_see_what_they_look_for() -> None:
+    source = "use crate::{cache::Table, rows::{a, b}};\nfn f() { crate::ssd::g() } // crate::host"
+    assert rust_imports(source) == {"cache", "rows", "ssd"}
+    assert python_imports("from .cache import Lookup\nimport torchrec.sparse") >= {
+        "torchrec_embcache.cache",
+        "torchrec.sparse",
+    }
