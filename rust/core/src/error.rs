@@ -96,6 +96,13 @@ impl Error {
         }
     }
 
+    /// The same error, about the file or directory `path`.
+    #[must_use]
+    pub fn at(mut self, path: &Path) -> Self {
+        self.path = Some(path.to_owned());
+        self
+    }
+
     /// The same error with `context` in front of its message.
     #[must_use]
     pub fn context(mut self, context: impl std::fmt::Display) -> Self {
