@@ -1,0 +1,87 @@
+//! Pins: how many batches in flight use each slot.
+//!
+//! A slot is free of pins, pinned `n` times, or claimed by one evictor. 1. A planner pins the slot before it uses the row and
+//! unpins it when the batch is over, on whatever thread. 2. An evictor claims the slot before it takes the row out and unclaims it
+//! when another row may be put in. Of a planner and an evictor who meet one wins: `pin` and `try_claim` say which.
+//! What was done under a pin is seen under the claim that follows, and the other way round.
+
+use crate::sync::{AtomicU32, Ordering};
+use crate::types::CacheSlot;
+
+const CLAIMED: u32 = u32::MAX;
+
+/// The pins of the slots of a tier. Slots appear by [`PinTable::grow`] and stay.
+#[derive(Debug, Default)]
+pub(crate) struct PinTable {
+    states: Vec<AtomicU32>,
+}
+
+impl PinTable {
+    /// `slots` slots without pins.
+    pub(crate) fn new(slots: usize) -> Self {
+        let mut table = Self::default();
+        table.grow(slots);
+        table
+    }
+
+    /// Slots there are.
+    pub(crate) fn len(&self) -> usize {
+        self.states.len()
+    }
+
+    /// Make it at least `slots` slots; new ones have no pins.
+    pub(crate) fn grow(&mut self, slots: usize) {
+        let slots = slots.max(self.states.len());
+        self.states.resize_with(slots, || AtomicU32::new(0));
+    }
+
+    /// Add a pin; false, and no pin, when the slot is claimed.
+    #[must_use]
+    pub(crate) fn pin(&self, slot: CacheSlot) -> bool {
+        let state = &self.states[slot as usize];
+        let mut seen = state.load(Ordering::Relaxed);
+        while seen != CLAIMED {
+            assert!(seen < CLAIMED - 1, "slot {slot} is pinned {seen} times");
+            match state.compare_exchange_weak(seen, seen + 1, Ordering::Acquire, Ordering::Relaxed) {
+                Ok(_) => return true,
+                Err(now) => seen = now,
+            }
+        }
+        false
+    }
+
+    /// Take a pin away; true when it was the last.
+    pub(crate) fn unpin(&self, slot: CacheSlot) -> bool {
+        let before = self.states[slot as usize].fetch_sub(1, Ordering::AcqRel);
+        assert!(before != 0 && before != CLAIMED, "slot {slot} is not pinned");
+        before == 1
+    }
+
+    /// Claim a slot without pins; false when it has pins or is claimed.
+    #[must_use]
+    pub(crate) fn try_claim(&self, slot: CacheSlot) -> bool {
+        self.states[slot as usize].compare_exchange(0, CLAIMED, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    /// Give a claimed slot back.
+    pub(crate) fn unclaim(&self, slot: CacheSlot) {
+        let before = self.states[slot as usize].swap(0, Ordering::Release);
+        assert!(before == CLAIMED, "slot {slot} is not claimed");
+    }
+
+    /// Make the claim of a slot its first pin: the evictor's row is out and a planner's goes in.
+    pub(crate) fn claim_to_pin(&self, slot: CacheSlot) {
+        let before = self.states[slot as usize].swap(1, Ordering::Release);
+        assert!(before == CLAIMED, "slot {slot} is not claimed");
+    }
+
+    /// Whether the slot has pins now.
+    pub(crate) fn is_pinned(&self, slot: CacheSlot) -> bool {
+        !matches!(self.states[slot as usize].load(Ordering::Acquire), 0 | CLAIMED)
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom;
+#[cfg(all(test, not(loom)))]
+mod tests;
