@@ -1,1 +1,16 @@
-//! What the benches share: the workloads, the interleaved measurement and the limits.
+//! What the benches share: the workloads and the interleaved measurement.
+//!
+//! A bench measures ours and a limit on the same data: the limit is what a plain, well-written loop or raw system calls do with
+//! it. Each file in `benches/` is a program that hands its [`Bench`]es to [`run`]:
+//!
+//! - `cargo bench [-- NAME…]` measures each, alternating, prints ours, the limit and the ratio, and writes
+//!   `target/bench/<name>.json`. `--smoke` shrinks the data, to show that it runs.
+//! - `--serve NAME` measures one round whenever a line on stdin asks for it, so that another program (`benches/python`) can
+//!   measure rivals between our rounds, on the same data. See [`serve`].
+
+mod measure;
+mod serve;
+mod workload;
+
+pub use measure::{Bench, Better, Rounds, Scale, run};
+pub use workload::{BATCH_IDS, Ids, SplitMix64, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

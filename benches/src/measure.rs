@@ -1,0 +1,149 @@
+//! Rounds of ours and of the limit, alternating; median and spread.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use serde::Serialize;
+
+use crate::serve;
+use crate::workload::Ids;
+
+/// Which way is good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Better {
+    /// Rates.
+    Higher,
+    /// Costs.
+    Lower,
+}
+
+/// How large the data are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scale {
+    /// As the bench's name says.
+    Full,
+    /// A hundredth or less: shows that it runs.
+    Smoke,
+}
+
+impl Scale {
+    /// `full`, or `smoke` under [`Scale::Smoke`].
+    pub fn pick<T>(self, full: T, smoke: T) -> T {
+        match self {
+            Self::Full => full,
+            Self::Smoke => smoke,
+        }
+    }
+}
+
+/// The two sides of a bench, made ready. A round is one run over at least 20 batches, long enough to time.
+pub trait Rounds {
+    /// One round of ours: the value in the bench's unit.
+    fn ours(&mut self) -> f64;
+
+    /// One round of the limit, in the same unit; `None` where the bench has none.
+    fn limit(&mut self) -> Option<f64>;
+
+    /// The batches that rivals are given, and the rows of the table they index (0: none).
+    fn data(&self) -> Option<(&Ids, u64)> {
+        None
+    }
+
+    /// A claim about the two sides' results that must hold for the figures to mean anything, checked before the first round.
+    fn check(&mut self) {}
+}
+
+/// A bench by name.
+pub struct Bench {
+    /// As in `results.json`.
+    pub name: &'static str,
+    /// Of the value.
+    pub unit: &'static str,
+    /// Which way is good.
+    pub better: Better,
+    /// What the limit is; `None` where there is none.
+    pub limit: Option<&'static str>,
+    /// Makes the data and both sides.
+    pub make: fn(Scale) -> Box<dyn Rounds>,
+}
+
+#[derive(Serialize)]
+struct Row<'a> {
+    name: &'a str,
+    unit: &'a str,
+    better: Better,
+    value: f64,
+    low: f64,
+    high: f64,
+    limit: Option<Limit<'a>>,
+    rivals: [(); 0],
+}
+
+#[derive(Serialize)]
+struct Limit<'a> {
+    what: &'a str,
+    value: f64,
+}
+
+/// The main of a bench program; see the crate.
+///
+/// # Panics
+/// When a name is not one of `benches`, or the results cannot be written.
+pub fn run(benches: &[Bench]) {
+    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let scale = if arguments.iter().any(|argument| argument == "--smoke") { Scale::Smoke } else { Scale::Full };
+    if arguments.iter().any(|argument| argument == "--list") {
+        for bench in benches {
+            println!("{}", bench.name);
+        }
+        return;
+    }
+    let names: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with("--")).collect();
+    for name in &names {
+        assert!(benches.iter().any(|bench| bench.name == *name), "no bench named {name}; --list names them");
+    }
+    for bench in benches.iter().filter(|bench| names.is_empty() || names.iter().any(|name| *name == bench.name)) {
+        if arguments.iter().any(|argument| argument == "--serve") {
+            return serve::serve(bench, scale);
+        }
+        measure(bench, scale);
+    }
+}
+
+fn measure(bench: &Bench, scale: Scale) {
+    let rounds = scale.pick(7, 2);
+    let begin = Instant::now();
+    let mut sides = (bench.make)(scale);
+    sides.check();
+    let (mut ours, mut limits) = (Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        ours.push(sides.ours());
+        limits.extend(sides.limit());
+    }
+    let (low, value, high) = spread(&mut ours);
+    let limit = bench.limit.filter(|_| !limits.is_empty()).map(|what| Limit { what, value: spread(&mut limits).1 });
+    let beside = limit.as_ref().map_or(String::new(), |limit| {
+        let ratio = if bench.better == Better::Higher { value / limit.value } else { limit.value / value };
+        format!("  {ratio:.2} of the limit {:.4e} ({})", limit.value, limit.what)
+    });
+    println!(
+        "{:<40} {value:.4e} {} [{low:.4e} .. {high:.4e}]{beside}  {:.1} s",
+        bench.name,
+        bench.unit,
+        begin.elapsed().as_secs_f64()
+    );
+    if scale == Scale::Full {
+        let row = Row { name: bench.name, unit: bench.unit, better: bench.better, value, low, high, limit, rivals: [] };
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../target/bench");
+        std::fs::create_dir_all(&folder).expect("target/bench can be made");
+        let text = serde_json::to_string(&row).expect("a row of numbers and names");
+        std::fs::write(folder.join(format!("{}.json", bench.name)), text).expect("target/bench can be written");
+    }
+}
+
+/// Least, median and greatest.
+fn spread(values: &mut [f64]) -> (f64, f64, f64) {
+    values.sort_by(f64::total_cmp);
+    (values[0], values[values.len() / 2], values[values.len() - 1])
+}

@@ -1,0 +1,84 @@
+//! The workloads: seeded, the same in every run.
+
+use embcache::types::{Id, hash_id};
+
+/// Ids of a batch: 8192 bags of 20.
+pub const BATCH_IDS: usize = 163_840;
+
+/// Batches of ids, or of slots, one after another.
+#[derive(Clone, Debug)]
+pub struct Ids {
+    /// `[batches * batch]`
+    pub values: Vec<i64>,
+    /// Ids of a batch.
+    pub batch: usize,
+}
+
+impl Ids {
+    /// Maps ranks to ids or slots.
+    pub fn from_ranks(ranks: &[u64], batch: usize, map: impl Fn(u64) -> i64) -> Self {
+        Self { values: ranks.iter().map(|&rank| map(rank)).collect(), batch }
+    }
+
+    /// The batches in order.
+    pub fn batches(&self) -> impl ExactSizeIterator<Item = &[i64]> {
+        self.values.chunks_exact(self.batch)
+    }
+}
+
+/// A stream of random numbers (`SplitMix64`; Steele, Lea, Flood 2014).
+#[derive(Clone, Debug)]
+pub struct SplitMix64(pub u64);
+
+impl SplitMix64 {
+    /// The next 64 bits.
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        hash_id(self.0 as i64)
+    }
+
+    /// Uniform in `[0, 1)`, 53 bits.
+    pub fn next_f64(&mut self) -> f64 {
+        (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// Uniform in `[0, below)`.
+    pub fn next_below(&mut self, below: u64) -> u64 {
+        ((u128::from(self.next_u64()) * u128::from(below)) >> 64) as u64
+    }
+}
+
+/// `count` ranks in `0..rows`, rank r drawn in proportion to `(r + 1)^-exponent`, by inversion of the exact distribution.
+pub fn zipf_ranks(seed: u64, count: usize, rows: u64, exponent: f64) -> Vec<u64> {
+    let mut cumulative = Vec::with_capacity(rows as usize);
+    let mut total = 0.0;
+    for rank in 1..=rows {
+        total += (rank as f64).powf(-exponent);
+        cumulative.push(total);
+    }
+    let mut random = SplitMix64(seed);
+    (0..count)
+        .map(|_| {
+            let point = random.next_f64() * total;
+            (cumulative.partition_point(|&sum| sum <= point) as u64).min(rows - 1)
+        })
+        .collect()
+}
+
+/// `count` ranks in `0..rows`, each as likely.
+pub fn uniform_ranks(seed: u64, count: usize, rows: u64) -> Vec<u64> {
+    let mut random = SplitMix64(seed);
+    (0..count).map(|_| random.next_below(rows)).collect()
+}
+
+/// The id of a rank: a 64-bit mix, so that neither neighbours nor low bits say anything.
+pub fn scattered_id(rank: u64) -> Id {
+    hash_id((rank ^ 0x5851_f42d_4c95_7f2d) as i64) as i64
+}
+
+/// The slot of a rank in a table of `rows` rows: a permutation that sends neighbours far apart.
+pub fn scattered_slot(rank: u64, rows: u64) -> i64 {
+    // A prime that divides no table size in use, so that the map is one to one.
+    const STRIDE: u128 = 2_654_435_761;
+    ((u128::from(rank) * STRIDE + 12_345) % u128::from(rows)) as i64
+}
