@@ -30,7 +30,7 @@ class Table:
         key: int | None,  # None: derived from the name
         dim: int,
         optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"],
-        initializer: tuple[str, float, float],  # ("constant", v, 0) ("uniform", low, high) ("normal", mean, std) ("truncated_normal", mean, std) ("linear", scale, offset)
+        initializer: tuple[str, float, float],  # ("constant", v, 0) ("uniform", low, high) ("normal", mean, std) ("truncated_normal", mean, std) ("linear", low, high)
         seed: int,
         total_num_buckets: int,
         bucket_begin: int,

@@ -6,15 +6,15 @@ use crate::config::OptimizerKind;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Hyperparameters {
     /// Learning rate.
-    pub lr: f32,
+    pub lr: f64,
     /// Added to the root of the second moment.
-    pub eps: f32,
+    pub eps: f64,
     /// Decay of the first moment.
-    pub beta1: f32,
+    pub beta1: f64,
     /// Decay of the second moment.
-    pub beta2: f32,
+    pub beta2: f64,
     /// Weight decay, for rows of the batch only.
-    pub weight_decay: f32,
+    pub weight_decay: f64,
 }
 
 /// One update of a table: the optimizer, its hyperparameters and the step it is (from 1).

@@ -149,6 +149,7 @@ impl Arena {
         let start = self.chunks[chunk].load(Ordering::Acquire);
         debug_assert!(!start.is_null(), "overflow row {row} of chunk {chunk} is not reserved");
         let headers = start.wrapping_add(part_bytes(self.stride, FIRST_CHUNK_ROWS << chunk));
+        #[allow(clippy::cast_ptr_alignment)] // A chunk and its parts start on cache lines.
         RowMut {
             header: headers.cast::<RowHeader>().wrapping_add(row),
             vector: start.wrapping_add(row * self.stride).cast(),
@@ -276,8 +277,8 @@ mod tests {
     #[test]
     fn rows_do_not_overlap_and_start_aligned() {
         let layout = layout(3);
-        let arena = Arena::new(layout, 100).unwrap();
-        arena.reserve_overflow(3000).unwrap();
+        let arena = Arena::new(layout, 100).expect("the system maps it");
+        arena.reserve_overflow(3000).expect("the system maps it");
         assert_eq!(arena.row(0).vector.addr() % 64, 0);
         assert_eq!(arena.row(0).header.addr() % 64, 0);
         for slot in 0..3100 {
@@ -291,11 +292,11 @@ mod tests {
     #[test]
     fn overflow_rows_keep_their_address_and_value_while_growing() {
         let layout = layout(16);
-        let arena = Arena::new(layout, 4).unwrap();
-        arena.reserve_overflow(1).unwrap();
+        let arena = Arena::new(layout, 4).expect("the system maps it");
+        arena.reserve_overflow(1).expect("the system maps it");
         write(&arena, &layout, 4, 7.0);
         let address = arena.row(4).vector;
-        arena.reserve_overflow(100_000).unwrap();
+        arena.reserve_overflow(100_000).expect("the system maps it");
         assert_eq!(arena.row(4).vector, address);
         assert_eq!(read(&arena, &layout, 4).0, vec![7.0; 32]);
     }
@@ -303,17 +304,17 @@ mod tests {
     #[test]
     fn shrinking_gives_back_whole_chunks_past_the_kept_rows() {
         let layout = layout(4);
-        let arena = Arena::new(layout, 1).unwrap();
-        arena.reserve_overflow(5000).unwrap();
+        let arena = Arena::new(layout, 1).expect("the system maps it");
+        arena.reserve_overflow(5000).expect("the system maps it");
         write(&arena, &layout, 1, 1.0);
         write(&arena, &layout, 1024, 2.0);
         arena.shrink_overflow(1024);
         assert_eq!(arena.chunks.iter().filter(|chunk| !chunk.load(Ordering::Relaxed).is_null()).count(), 1);
-        assert_eq!(read(&arena, &layout, 1024).0[0], 2.0);
+        assert_eq!(read(&arena, &layout, 1024).0[0].to_bits(), 2.0_f32.to_bits());
         arena.shrink_overflow(0);
         assert!(arena.chunks.iter().all(|chunk| chunk.load(Ordering::Relaxed).is_null()));
-        arena.reserve_overflow(1).unwrap();
-        assert_eq!(read(&arena, &layout, 1).0[0], 0.0);
+        arena.reserve_overflow(1).expect("the system maps it");
+        assert_eq!(read(&arena, &layout, 1).0[0].to_bits(), 0);
     }
 
     #[test]
@@ -330,7 +331,7 @@ mod tests {
     #[test]
     fn discard_zeroes_whole_pages_and_spares_the_neighbours() {
         let layout = layout(64);
-        let arena = Arena::new(layout, 1000).unwrap();
+        let arena = Arena::new(layout, 1000).expect("the system maps it");
         for slot in 0..1000 {
             write(&arena, &layout, slot, 1.0 + slot as f32);
         }
@@ -347,15 +348,15 @@ mod tests {
     fn a_large_arena_costs_only_the_rows_it_touches() {
         let layout = layout(64);
         // 2 TB of rows.
-        let arena = Arena::new(layout, 4_000_000_000).unwrap();
+        let arena = Arena::new(layout, 4_000_000_000).expect("the system maps it");
         write(&arena, &layout, 3_999_999_999, 5.0);
         assert_eq!(read(&arena, &layout, 3_999_999_999).0, vec![5.0; 128]);
     }
 
     #[test]
     fn a_refused_mapping_is_a_storage_error_that_says_how_much() {
-        let error =
-            Arena::new(RowLayout { dim: 65_536, vector_slots: 2, scalar_slot: false }, 4_000_000_000).unwrap_err();
+        let error = Arena::new(RowLayout { dim: 65_536, vector_slots: 2, scalar_slot: false }, 4_000_000_000)
+            .expect_err("must be refused");
         assert_eq!(error.kind(), Kind::Storage);
         assert_eq!(error.errno(), Some(libc::ENOMEM));
         assert!(error.to_string().contains("3145856002097152 bytes"), "{error}");
@@ -363,15 +364,15 @@ mod tests {
 
     #[test]
     fn slots_past_u32_are_refused() {
-        let arena = Arena::new(layout(1), 10).unwrap();
-        assert_eq!(arena.reserve_overflow(u32::MAX - 5).unwrap_err().kind(), Kind::Capacity);
+        let arena = Arena::new(layout(1), 10).expect("the system maps it");
+        assert_eq!(arena.reserve_overflow(u32::MAX - 5).expect_err("must be refused").kind(), Kind::Capacity);
     }
 
     #[test]
     fn an_empty_arena_still_takes_overflow() {
         let layout = layout(2);
-        let arena = Arena::new(layout, 0).unwrap();
-        arena.reserve_overflow(1).unwrap();
+        let arena = Arena::new(layout, 0).expect("the system maps it");
+        arena.reserve_overflow(1).expect("the system maps it");
         write(&arena, &layout, 0, 3.0);
         assert_eq!(read(&arena, &layout, 0).0, vec![3.0; 4]);
     }

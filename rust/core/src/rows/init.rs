@@ -1,7 +1,12 @@
 //! How a row is born: a counter-based random function of (seed, table key, id, column).
+//!
+//! Everything here is IEEE addition, multiplication, division and square root in a fixed order, so a row has the same bits on every
+//! machine. Golden vectors (`tests/fixtures/v1/births.json`) hold it fixed for ever.
 
-use crate::error::Result;
-use crate::types::Id;
+use super::philox::{Block, philox4x32_10};
+use super::quantile::{NORMAL_CDF_AT_TWO, normal_quantile};
+use crate::error::{Error, Kind, Result};
+use crate::types::{Id, hash_id};
 
 /// The distribution of initial weights. Optimizer slots are born zero.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -11,53 +16,199 @@ pub enum Initializer {
         /// The value.
         value: f32,
     },
-    /// Uniform in `[low, high)`.
+    /// Uniform in `[low, high)`; `low` where both are equal.
     Uniform {
         /// Lower bound.
         low: f32,
         /// Upper bound.
         high: f32,
     },
-    /// Normal.
+    /// Normal, within 6.3 standard deviations (the ends of 32 random bits).
     Normal {
         /// Mean.
         mean: f32,
         /// Standard deviation.
         std: f32,
     },
-    /// Normal, redrawn outside `mean ± 2 std`, as TensorFlow's.
+    /// Normal within `mean ± 2 std`, distributed as if redrawn until inside, as TensorFlow's.
     TruncatedNormal {
         /// Mean.
         mean: f32,
         /// Standard deviation before truncation.
         std: f32,
     },
-    /// A linear function of the id and the column; exact meaning in the docs of the variant's fields.
+    /// The same ramp for every id: `low + column / (D − 1) × (high − low)`, `low` where `D` is 1; `RecSDK`'s LINEAR.
     Linear {
-        /// Slope.
-        scale: f32,
-        /// Offset.
-        offset: f32,
+        /// Value of the first column.
+        low: f32,
+        /// Value of the last column.
+        high: f32,
     },
+}
+
+impl Initializer {
+    fn check(&self) -> Result<()> {
+        match *self {
+            Self::Constant { value } => finite("value", value),
+            Self::Uniform { low, high } => {
+                finite("low", low)?;
+                finite("high", high)?;
+                if low > high {
+                    return Err(refused("low", low, &format!("must not be above high, which is {high}")));
+                }
+                spread(low, high)
+            }
+            Self::Normal { mean, std } | Self::TruncatedNormal { mean, std } => {
+                finite("mean", mean)?;
+                finite("std", std)?;
+                if std < 0.0 {
+                    return Err(refused("std", std, "must not be negative"));
+                }
+                if !(mean.abs() + 7.0 * std).is_finite() {
+                    return Err(refused("std", std, "makes weights past the range of float32: use a smaller one"));
+                }
+                Ok(())
+            }
+            Self::Linear { low, high } => {
+                finite("low", low)?;
+                finite("high", high)?;
+                spread(low, high)
+            }
+        }
+    }
+}
+
+fn refused(field: &str, value: f32, why: &str) -> Error {
+    Error::new(Kind::Config, format!("initializer.{field} is {value}: it {why}"))
+}
+
+fn finite(field: &str, value: f32) -> Result<()> {
+    if value.is_finite() { Ok(()) } else { Err(refused(field, value, "must be finite")) }
+}
+
+fn spread(low: f32, high: f32) -> Result<()> {
+    if (high - low).is_finite() {
+        Ok(())
+    } else {
+        Err(refused("high", high, &format!("is further from low ({low}) than float32 can hold: bring them closer")))
+    }
 }
 
 /// Births of one table: initializer, seed and table key together.
 #[derive(Clone, Copy, Debug)]
 pub struct RowBirth {
     initializer: Initializer,
-    seed: u64,
-    key: u64,
+    /// Philox's key, from seed and table key.
+    key: [u32; 2],
 }
+
+/// Philox blocks made at once: independent, so that they overlap in the processor.
+const BLOCKS: usize = 16;
+/// Columns of that many blocks.
+const COLUMNS: usize = 4 * BLOCKS;
 
 impl RowBirth {
     /// Checks the initializer's numbers (`Kind::Config` when they are not finite or out of order).
     pub fn new(initializer: Initializer, seed: u64, key: u64) -> Result<Self> {
-        Ok(Self { initializer, seed, key })
+        initializer.check()?;
+        // Philox has 64 bits of key and we have 128: the table key is mixed before it meets the seed, so that tables with
+        // neighbouring keys under neighbouring seeds share no stream.
+        let mixed = hash_id((seed ^ hash_id(key as Id)) as Id);
+        Ok(Self { initializer, key: [mixed as u32, (mixed >> 32) as u32] })
     }
 
     /// Write the initial weights of `id` to `weights` (`[D]`).
+    ///
+    /// Column `c` takes word `c mod 4` of the Philox4x32-10 block with counter `(c / 4, 0, low half of id, high half of id)`.
     pub fn fill(&self, id: Id, weights: &mut [f32]) {
-        let _ = (self.initializer, self.seed, self.key, id);
-        weights.fill(0.0);
+        match self.initializer {
+            Initializer::Constant { value } => weights.fill(value),
+            Initializer::Uniform { low, high } => {
+                let width = high - low;
+                // The sum may round up to `high`, which is outside.
+                let last = if low < high { high.next_down() } else { low };
+                self.each(id, weights, |word| {
+                    // 24 bits: every value of the unit interval is exact.
+                    let unit = (word >> 8) as f32 * (1.0 / 16_777_216.0);
+                    (low + width * unit).min(last)
+                });
+            }
+            Initializer::Normal { mean, std } => {
+                let (mean, std) = (f64::from(mean), f64::from(std));
+                self.each(id, weights, |word| (mean + std * normal_quantile(open_unit(word))) as f32);
+            }
+            Initializer::TruncatedNormal { mean, std } => {
+                let (mean, std) = (f64::from(mean), f64::from(std));
+                let from = 1.0 - NORMAL_CDF_AT_TWO;
+                let width = NORMAL_CDF_AT_TWO - from;
+                self.each(id, weights, |word| {
+                    let standard = normal_quantile(from + width * open_unit(word)).clamp(-2.0, 2.0);
+                    (mean + std * standard) as f32
+                });
+            }
+            Initializer::Linear { low, high } => {
+                let (low, width) = (f64::from(low), f64::from(high) - f64::from(low));
+                let last = weights.len().saturating_sub(1).max(1) as f64;
+                for (column, weight) in weights.iter_mut().enumerate() {
+                    *weight = (low + column as f64 / last * width) as f32;
+                }
+            }
+        }
+    }
+
+    /// Each column's word, turned into its weight.
+    #[inline]
+    fn each(&self, id: Id, weights: &mut [f32], weight_of: impl Fn(u32) -> f32) {
+        let id = id as u64;
+        for (chunk, weights) in weights.chunks_mut(COLUMNS).enumerate() {
+            let counters = std::array::from_fn::<Block, BLOCKS, _>(|block| {
+                [(chunk * BLOCKS + block) as u32, 0, id as u32, (id >> 32) as u32]
+            });
+            let words = philox4x32_10(counters, self.key);
+            for (weight, &word) in weights.iter_mut().zip(words.as_flattened()) {
+                *weight = weight_of(word);
+            }
+        }
+    }
+}
+
+/// The middle of the word's 2⁻³² wide part of the unit interval: never 0 or 1, exact.
+#[inline]
+fn open_unit(word: u32) -> f64 {
+    (f64::from(word) + 0.5) * (1.0 / 4_294_967_296.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rejects(initializer: Initializer, words: &[&str]) {
+        let error = RowBirth::new(initializer, 0, 0).expect_err("a bad initializer must be refused");
+        assert_eq!(error.kind(), Kind::Config);
+        for word in words {
+            assert!(error.to_string().contains(word), "{error} should say {word}");
+        }
+    }
+
+    #[test]
+    fn bad_numbers_are_refused_by_field_and_value() {
+        rejects(Initializer::Constant { value: f32::NAN }, &["value", "NaN"]);
+        rejects(Initializer::Uniform { low: 0.5, high: 0.25 }, &["low", "0.5", "0.25"]);
+        rejects(Initializer::Uniform { low: f32::MIN, high: f32::MAX }, &["high"]);
+        rejects(Initializer::Uniform { low: 0.0, high: f32::INFINITY }, &["high", "inf"]);
+        rejects(Initializer::Normal { mean: 0.0, std: -1.0 }, &["std", "-1"]);
+        rejects(Initializer::Normal { mean: 0.0, std: 1e38 }, &["std"]);
+        rejects(Initializer::TruncatedNormal { mean: f32::NEG_INFINITY, std: 1.0 }, &["mean", "-inf"]);
+        rejects(Initializer::Linear { low: 0.0, high: f32::NAN }, &["high", "NaN"]);
+    }
+
+    #[test]
+    fn a_uniform_weight_never_reaches_the_upper_bound() {
+        // 24 bits of a unit interval on top of 1 round up to the bound for half of the top words.
+        let (low, high) = (1.0, 1.000_000_2);
+        let birth = RowBirth::new(Initializer::Uniform { low, high }, 1, 2).expect("valid");
+        let mut weights = vec![0.0; 10_000];
+        birth.fill(5, &mut weights);
+        assert!(weights.iter().all(|&weight| (low..high).contains(&weight)));
     }
 }

@@ -6,6 +6,8 @@
 mod arena;
 mod init;
 mod layout;
+mod philox;
+mod quantile;
 
 pub use arena::Arena;
 pub use init::{Initializer, RowBirth};
