@@ -14,7 +14,7 @@ CRATE = ROOT / "rust" / "core" / "src"
 
 # A module imports from the layers below its own, never from its own or above.
 RUST_LAYERS = [
-    {"error", "types", "sync"},
+    {"error", "types", "sync", "simd"},
     {"paths", "stats", "io", "rows"},
     {"config"},
     {"kernels", "index", "policy"},
@@ -86,18 +86,26 @@ def rust_imports(source: str) -> set[str]:
     return found
 
 
-def python_imports(source: str) -> set[str]:
-    """Every module a source imports, anywhere in it, by absolute name, `from a import b` as both `a` and `a.b`."""
+def python_imports(source: str, package: str = "torchrec_embcache") -> set[str]:
+    """Every module that a source in `package` imports, by absolute name, `from a import b` as both `a` and `a.b`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = "torchrec_embcache." * bool(node.level) + (node.module or "")
-            base = base.rstrip(".")
+            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
             found.add(base)
             found.update(f"{base}.{alias.name}" for alias in node.names)
     return found
+
+
+def package_modules() -> Iterator[tuple[Path, str, set[str]]]:
+    """Each Python source of the package, the top module it belongs to, and what it imports."""
+    for path in PACKAGE.rglob("*.py"):
+        inside = path.relative_to(PACKAGE)
+        package = ".".join(["torchrec_embcache", *inside.parts[:-1]])
+        yield inside, inside.parts[0].removesuffix(".py"), python_imports(path.read_text(), package)
 
 
 def test_rust_modules_import_downward_only() -> None:
@@ -127,25 +135,22 @@ def test_the_core_knows_no_python_and_prints_nothing() -> None:
 
 def test_python_modules_import_downward_only() -> None:
     bad = []
-    for path in PACKAGE.glob("*.py"):
-        allowed = PYTHON_IMPORTS.get(path.stem)
-        if path.stem in {"__init__", "cli", "__main__"}:
+    for path, module, names in package_modules():
+        if module in {"__init__", "cli", "__main__"}:
             continue
-        assert allowed is not None, f"{path}: module {path.stem!r} has no rule in this test"
-        for name in python_imports(path.read_text()):
-            other = name.removeprefix("torchrec_embcache.").split(".")[0]
-            if other in PYTHON_IMPORTS and name != other and other != path.stem and other not in allowed:
-                bad.append(f"{path.name} imports {other}")
+        assert module in PYTHON_IMPORTS, f"{path}: module {module!r} has no rule in this test"
+        others = {name.split(".")[1] for name in names if name.startswith("torchrec_embcache.")} & PYTHON_IMPORTS.keys()
+        bad += [f"{path} imports {other}" for other in sorted(others - PYTHON_IMPORTS[module] - {module})]
     assert not bad
 
 
 @pytest.mark.parametrize(("package", "importers"), RESERVED.items())
 def test_a_heavy_package_is_imported_in_its_own_modules_only(package: str, importers: set[str]) -> None:
     bad = [
-        f"{path.name} imports {name}"
-        for path in PACKAGE.glob("*.py")
-        if path.stem not in importers
-        for name in python_imports(path.read_text())
+        f"{path} imports {name}"
+        for path, module, names in package_modules()
+        if module not in importers
+        for name in names
         if name == package or name.startswith(package + ".")
     ]
     assert not bad
@@ -178,3 +183,9 @@ def test_the_checks_see_what_they_look_for() -> None:
         "torchrec_embcache.cache",
         "torchrec.sparse",
     }
+    below = "torchrec_embcache.sharded"
+    assert python_imports("from ..cache import Lookup", below) == {
+        "torchrec_embcache.cache",
+        "torchrec_embcache.cache.Lookup",
+    }
+    assert python_imports("from . import lookup", below) == {below, below + ".lookup"}
