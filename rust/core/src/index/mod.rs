@@ -3,5 +3,5 @@
 mod dedupe;
 mod host;
 
-pub use dedupe::{Deduped, dedupe};
+pub use dedupe::{Deduped, Deduper, dedupe};
 pub use host::HostIndex;
