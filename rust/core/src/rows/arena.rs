@@ -7,13 +7,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::layout::{RowHeader, RowLayout, RowMut};
+use super::mapping::{Mapping, page_bytes};
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
 
-/// Mappings from this size on ask for huge pages; a smaller one would mostly round its memory up.
-const HUGE_PAGES_FROM_BYTES: usize = 8 << 20;
-/// Huge pages need this alignment.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Both parts of a mapping start on a cache line.
 const LINE_BYTES: usize = 64;
 /// Rows of overflow chunk 0; chunk `k` has `FIRST_CHUNK_ROWS << k`.
@@ -48,7 +45,7 @@ impl Arena {
         let stride = layout.stride_bytes();
         let vector_bytes = part_bytes(stride, capacity as usize);
         let mapping = Mapping::new(vector_bytes + part_bytes(size_of::<RowHeader>(), capacity as usize))?;
-        let vectors = mapping.start;
+        let vectors = mapping.start();
         Ok(Self {
             vectors,
             headers: vectors.wrapping_add(vector_bytes).cast(),
@@ -87,7 +84,7 @@ impl Arena {
             if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
                 let mapping = Mapping::new(self.chunk_bytes(chunk))?;
                 // Release: a thread that gets a slot of this chunk from another one sees its address.
-                self.chunks[chunk].store(mapping.start, Ordering::Release);
+                self.chunks[chunk].store(mapping.start(), Ordering::Release);
                 std::mem::forget(mapping);
             }
         }
@@ -165,7 +162,7 @@ impl Arena {
 impl Drop for Arena {
     fn drop(&mut self) {
         self.shrink_overflow(0);
-        debug_assert_eq!(self.vectors, self.mapping.start);
+        debug_assert_eq!(self.vectors, self.mapping.start());
     }
 }
 
@@ -178,76 +175,6 @@ fn chunk_of(row: usize) -> (usize, usize) {
 /// Bytes of `rows` elements of `width`, whole cache lines.
 fn part_bytes(width: usize, rows: usize) -> usize {
     (width * rows).next_multiple_of(LINE_BYTES)
-}
-
-fn page_bytes() -> usize {
-    // SAFETY: sysconf only reads a constant of the system.
-    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
-}
-
-/// An anonymous private mapping, unmapped on drop. Lazily backed by zero pages, never counted against the commit limit where
-/// the system permits that, in huge pages where it is large.
-#[derive(Debug)]
-struct Mapping {
-    start: *mut u8,
-    bytes: usize,
-}
-
-impl Mapping {
-    fn new(bytes: usize) -> Result<Self> {
-        let bytes = Self::rounded(bytes);
-        let huge = bytes >= HUGE_PAGES_FROM_BYTES;
-        // With room to move the start onto a huge page; what is before and after it is unmapped again.
-        let asked = if huge { bytes + HUGE_PAGE_BYTES } else { bytes };
-        // SAFETY: a fresh anonymous mapping at an address of the system's choice.
-        let at = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                asked,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if at == libc::MAP_FAILED {
-            return Err(Error::memory("map rows", asked, &std::io::Error::last_os_error()));
-        }
-        let at: *mut u8 = at.cast();
-        if !huge {
-            return Ok(Self { start: at, bytes });
-        }
-        let before = at.addr().next_multiple_of(HUGE_PAGE_BYTES) - at.addr();
-        let start = at.wrapping_add(before);
-        // SAFETY: both ranges are whole pages of the mapping just made that nobody has the address of. The advice may fail on
-        // systems without huge pages, which only costs speed.
-        unsafe {
-            if before > 0 {
-                libc::munmap(at.cast(), before);
-            }
-            if HUGE_PAGE_BYTES > before {
-                libc::munmap(start.wrapping_add(bytes).cast(), HUGE_PAGE_BYTES - before);
-            }
-            libc::madvise(start.cast(), bytes, libc::MADV_HUGEPAGE);
-        }
-        Ok(Self { start, bytes })
-    }
-
-    /// The mapping that [`Mapping::new`] made for `bytes` at `start`.
-    fn from_start(start: *mut u8, bytes: usize) -> Self {
-        Self { start, bytes: Self::rounded(bytes) }
-    }
-
-    fn rounded(bytes: usize) -> usize {
-        bytes.max(1).next_multiple_of(page_bytes())
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: the range is this mapping's own, and its owner gave up every address in it.
-        unsafe { libc::munmap(self.start.cast(), self.bytes) };
-    }
 }
 
 #[cfg(test)]

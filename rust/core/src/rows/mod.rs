@@ -6,9 +6,11 @@
 mod arena;
 mod init;
 mod layout;
+mod mapping;
 mod philox;
 mod quantile;
 
 pub use arena::Arena;
 pub use init::{Initializer, RowBirth};
 pub use layout::{RowHeader, RowLayout, RowMut, RowRef};
+pub(crate) use mapping::Mapping;

@@ -2,4 +2,4 @@
 
 mod pins;
 
-pub(crate) use pins::PinTable;
+pub use pins::PinTable;

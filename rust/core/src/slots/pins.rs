@@ -12,32 +12,40 @@ const CLAIMED: u32 = u32::MAX;
 
 /// The pins of the slots of a tier. Slots appear by [`PinTable::grow`] and stay.
 #[derive(Debug, Default)]
-pub(crate) struct PinTable {
+pub struct PinTable {
     states: Vec<AtomicU32>,
 }
 
 impl PinTable {
     /// `slots` slots without pins.
-    pub(crate) fn new(slots: usize) -> Self {
+    pub fn new(slots: usize) -> Self {
         let mut table = Self::default();
         table.grow(slots);
         table
     }
 
     /// Slots there are.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.states.len()
     }
 
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.states.is_empty()
+    }
+
     /// Make it at least `slots` slots; new ones have no pins.
-    pub(crate) fn grow(&mut self, slots: usize) {
+    pub fn grow(&mut self, slots: usize) {
         let slots = slots.max(self.states.len());
         self.states.resize_with(slots, || AtomicU32::new(0));
     }
 
     /// Add a pin; false, and no pin, when the slot is claimed.
+    ///
+    /// # Panics
+    /// With 2³² − 2 pins on it.
     #[must_use]
-    pub(crate) fn pin(&self, slot: CacheSlot) -> bool {
+    pub fn pin(&self, slot: CacheSlot) -> bool {
         let state = &self.states[slot as usize];
         let mut seen = state.load(Ordering::Relaxed);
         while seen != CLAIMED {
@@ -51,32 +59,42 @@ impl PinTable {
     }
 
     /// Take a pin away; true when it was the last.
-    pub(crate) fn unpin(&self, slot: CacheSlot) -> bool {
-        let before = self.states[slot as usize].fetch_sub(1, Ordering::AcqRel);
-        assert!(before != 0 && before != CLAIMED, "slot {slot} is not pinned");
-        before == 1
+    ///
+    /// # Panics
+    /// When there is no pin.
+    pub fn unpin(&self, slot: CacheSlot) -> bool {
+        let fewer = |pins: u32| (pins != 0 && pins != CLAIMED).then(|| pins - 1);
+        let before = self.states[slot as usize].fetch_update(Ordering::AcqRel, Ordering::Relaxed, fewer);
+        assert!(before.is_ok(), "slot {slot} is not pinned");
+        before == Ok(1)
     }
 
     /// Claim a slot without pins; false when it has pins or is claimed.
     #[must_use]
-    pub(crate) fn try_claim(&self, slot: CacheSlot) -> bool {
+    pub fn try_claim(&self, slot: CacheSlot) -> bool {
         self.states[slot as usize].compare_exchange(0, CLAIMED, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
     /// Give a claimed slot back.
-    pub(crate) fn unclaim(&self, slot: CacheSlot) {
+    ///
+    /// # Panics
+    /// When it is not claimed.
+    pub fn unclaim(&self, slot: CacheSlot) {
         let before = self.states[slot as usize].swap(0, Ordering::Release);
         assert!(before == CLAIMED, "slot {slot} is not claimed");
     }
 
     /// Make the claim of a slot its first pin: the evictor's row is out and a planner's goes in.
-    pub(crate) fn claim_to_pin(&self, slot: CacheSlot) {
+    ///
+    /// # Panics
+    /// When it is not claimed.
+    pub fn claim_to_pin(&self, slot: CacheSlot) {
         let before = self.states[slot as usize].swap(1, Ordering::Release);
         assert!(before == CLAIMED, "slot {slot} is not claimed");
     }
 
     /// Whether the slot has pins now.
-    pub(crate) fn is_pinned(&self, slot: CacheSlot) -> bool {
+    pub fn is_pinned(&self, slot: CacheSlot) -> bool {
         !matches!(self.states[slot as usize].load(Ordering::Acquire), 0 | CLAIMED)
     }
 }
