@@ -4,6 +4,9 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::{Arc, Mutex};
+
+use crate::sync::lock;
 
 /// Alignment of direct I/O: offsets, lengths and memory.
 pub const ALIGNMENT: usize = 4096;
@@ -22,6 +25,11 @@ impl AlignedBuf {
         // SAFETY: the layout's size is at least ALIGNMENT, so never zero.
         let Some(start) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { handle_alloc_error(layout) };
         Self { start, len }
+    }
+
+    /// The first byte, without borrowing the bytes: the kernel may be writing to some of them.
+    pub(super) fn start_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
     }
 
     fn layout(len: usize) -> Layout {
@@ -56,3 +64,96 @@ impl DerefMut for AlignedBuf {
 unsafe impl Send for AlignedBuf {}
 // SAFETY: shared access only reads.
 unsafe impl Sync for AlignedBuf {}
+
+/// Buffers of one size that are used again instead of being mapped and zeroed each time.
+#[derive(Debug)]
+pub struct BufPool {
+    buf_len: usize,
+    kept: usize,
+    free: Mutex<Vec<AlignedBuf>>,
+}
+
+/// A buffer of a [`BufPool`], with whatever its last user left in it. Dropping it gives it back.
+#[derive(Debug)]
+pub struct PooledBuf {
+    /// `Some` until it is dropped.
+    buf: Option<AlignedBuf>,
+    pool: Arc<BufPool>,
+}
+
+impl BufPool {
+    /// Buffers of `buf_len` bytes, made as they are needed; at most `kept` stay when they are not in use.
+    pub fn new(buf_len: usize, kept: usize) -> Self {
+        Self { buf_len, kept, free: Mutex::default() }
+    }
+
+    /// Bytes of each buffer.
+    pub fn buf_len(&self) -> usize {
+        self.buf_len
+    }
+
+    /// A buffer. Never waits.
+    pub fn take(self: &Arc<Self>) -> PooledBuf {
+        let free = lock(&self.free).pop();
+        let buf = free.unwrap_or_else(|| AlignedBuf::zeroed(self.buf_len));
+        PooledBuf { buf: Some(buf), pool: self.clone() }
+    }
+
+    /// A buffer of the pool if `len` bytes fit one, else one of that size that the pool will not keep.
+    pub fn take_at_least(self: &Arc<Self>, len: usize) -> PooledBuf {
+        if len <= self.buf_len {
+            return self.take();
+        }
+        PooledBuf { buf: Some(AlignedBuf::zeroed(len)), pool: self.clone() }
+    }
+}
+
+impl Drop for PooledBuf {
+    fn drop(&mut self) {
+        let Some(buf) = self.buf.take() else { return };
+        let mut free = lock(&self.pool.free);
+        if buf.len() == self.pool.buf_len && free.len() < self.pool.kept {
+            free.push(buf);
+        }
+    }
+}
+
+impl Deref for PooledBuf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.buf.as_deref().unwrap_or_default()
+    }
+}
+
+impl DerefMut for PooledBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.buf.as_deref_mut().unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_given_back_is_used_again_and_no_more_than_wanted_are_kept() {
+        let pool = Arc::new(BufPool::new(ALIGNMENT, 1));
+        let (first, second) = (pool.take(), pool.take());
+        let start = first.as_ptr();
+        drop(first);
+        drop(second);
+        let again = pool.take();
+        assert_eq!(again.as_ptr(), start);
+        assert_ne!(pool.take().as_ptr(), start);
+        assert_eq!(pool.take_at_least(ALIGNMENT + 1).len(), ALIGNMENT + 1);
+    }
+
+    #[test]
+    fn buffers_start_at_multiples_of_the_alignment_and_are_zero() {
+        for len in [0, 1, ALIGNMENT, 3 * ALIGNMENT + 5] {
+            let buf = AlignedBuf::zeroed(len);
+            assert!(buf.as_ptr().addr().is_multiple_of(ALIGNMENT));
+            assert!(buf.len() == len && buf.iter().all(|byte| *byte == 0));
+        }
+    }
+}

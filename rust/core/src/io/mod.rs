@@ -9,14 +9,25 @@ use std::sync::Arc;
 use crate::error::{Error, Kind, Result};
 
 mod aligned;
+mod cover;
+mod disk;
+mod fault;
 mod lock;
 mod memory;
 mod psync;
+mod select;
+#[cfg(target_os = "linux")]
+mod uring;
 
-pub use aligned::{ALIGNMENT, AlignedBuf};
+pub use aligned::{ALIGNMENT, AlignedBuf, BufPool, PooledBuf};
+pub use disk::DiskEngine;
+pub use fault::{Fault, FaultEngine, Operation};
 pub use lock::{DirLock, LOCK_FILE};
 pub use memory::MemoryEngine;
 pub use psync::PsyncEngine;
+pub use select::default_engine;
+#[cfg(target_os = "linux")]
+pub use uring::UringEngine;
 
 /// How to open a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,97 +1,225 @@
-//! Portable I/O by `pread` and `pwrite`.
+//! Portable batches: a pool of threads that call `pread`.
 
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
-use super::{DirLock, IoEngine, IoFile, Open, Read, ReadSink};
+use super::cover::Cover;
+use super::disk::{BatchReader, DiskEngine, DiskFile};
+use super::{ALIGNMENT, BufPool, PooledBuf, Read, ReadSink};
 use crate::error::{Error, Result};
+use crate::sync::lock;
 
-/// Plain system calls, buffered.
+/// Reads under way at once.
+const THREADS: usize = 32;
+/// A thread takes up to this many reads of a batch at a time,
+const CHUNK_READS: usize = 16;
+/// and up to this many bytes, beyond the first read.
+const CHUNK_BYTES: usize = 128 << 10;
+
+/// Plain system calls.
+pub type PsyncEngine = DiskEngine<PreadPool>;
+
+impl PsyncEngine {
+    /// An engine that asks for `O_DIRECT`, or not.
+    pub fn new(direct: bool) -> Self {
+        Self::with_reader(PreadPool::default(), direct)
+    }
+}
+
+impl Default for PsyncEngine {
+    /// With `O_DIRECT` where the file system takes it.
+    fn default() -> Self {
+        Self::new(true)
+    }
+}
+
+/// Reads a batch on a pool of threads, made with the first batch.
 #[derive(Debug, Default)]
-pub struct PsyncEngine;
+pub struct PreadPool {
+    work: OnceLock<Result<Arc<Work>>>,
+}
+
+/// What the threads share.
+#[derive(Debug)]
+struct Work {
+    queue: Mutex<Queue>,
+    ready: Condvar,
+    buffers: Arc<BufPool>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// Batches with chunks that no thread has taken, oldest first.
+    batches: VecDeque<Arc<Batch>>,
+    closed: bool,
+}
 
 #[derive(Debug)]
-struct PsyncFile {
-    path: PathBuf,
-    file: std::fs::File,
+struct Batch {
+    reads: Vec<Read>,
+    /// Positions of each chunk.
+    chunks: Vec<Range<usize>>,
+    next: AtomicUsize,
+    done: SyncSender<Chunk>,
 }
 
-impl IoFile for PsyncFile {
-    fn path(&self) -> &Path {
-        &self.path
-    }
-    fn len(&self) -> Result<u64> {
-        Ok(self.file.metadata().map_err(|e| Error::io("read the size of", &self.path, &e))?.len())
-    }
-    fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
-        super::check_aligned(&self.path, offset, data.len())?;
-        self.file.write_all_at(data, offset).map_err(|e| Error::io("write", &self.path, &e))
-    }
-    fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        match self.file.read_exact_at(into, offset) {
-            Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => {
-                Err(super::short_file(&self.path, offset + into.len() as u64, self.len()?))
+/// Reads that a thread has done, one after the other in one buffer.
+struct Chunk {
+    first: usize,
+    buffer: PooledBuf,
+    rows: Vec<Result<Range<usize>>>,
+}
+
+/// Positions grouped so that a chunk is small enough to share the work and large enough to be worth a hand-over.
+fn chunks_of(reads: &[Read]) -> Vec<Range<usize>> {
+    let most = reads.len().div_ceil(THREADS).clamp(1, CHUNK_READS);
+    let mut chunks: Vec<Range<usize>> = Vec::new();
+    let mut bytes = 0;
+    for (position, read) in reads.iter().enumerate() {
+        match chunks.last_mut() {
+            Some(chunk) if chunk.len() < most && bytes + read.len <= CHUNK_BYTES => {
+                chunk.end = position + 1;
+                bytes += read.len;
             }
-            done => done.map_err(|e| Error::io("read", &self.path, &e)),
+            _ => {
+                chunks.push(position..position + 1);
+                bytes = read.len;
+            }
         }
     }
-    fn set_len(&self, len: u64) -> Result<()> {
-        self.file.set_len(len).map_err(|e| Error::io("resize", &self.path, &e))
+    chunks
+}
+
+/// Bytes of a buffer that `read` takes: whole units of the largest alignment, so that the next one starts aligned too.
+fn room_of(read: &Read) -> usize {
+    let skip = (read.offset % ALIGNMENT as u64) as usize;
+    (skip + read.len).next_multiple_of(ALIGNMENT)
+}
+
+/// Read into `buffer`; the range of the bytes wanted.
+fn read_one(read: &Read, buffer: &mut [u8]) -> Result<Range<usize>> {
+    let Some(file) = read.file.as_any().downcast_ref::<DiskFile>() else {
+        read.file.read_at(read.offset, &mut buffer[..read.len])?;
+        return Ok(0..read.len);
+    };
+    file.check_process()?;
+    let mut cover = Cover::new(read.offset, read.len, file.align());
+    file.read_cover(&mut cover, buffer)?;
+    Ok(cover.skip..cover.skip + cover.len)
+}
+
+impl Work {
+    fn read_chunk(&self, batch: &Batch, chunk: Range<usize>) -> Chunk {
+        let reads = &batch.reads[chunk.clone()];
+        let mut buffer = self.buffers.take_at_least(reads.iter().map(room_of).sum());
+        let mut at = 0;
+        let rows = reads
+            .iter()
+            .map(|read| {
+                let start = at;
+                at += room_of(read);
+                read_one(read, &mut buffer[start..at]).map(|row| start + row.start..start + row.end)
+            })
+            .collect();
+        Chunk { first: chunk.start, buffer, rows }
     }
-    fn sync(&self) -> Result<()> {
-        self.file.sync_all().map_err(|e| Error::io("sync", &self.path, &e))
-    }
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
+
+    fn run(&self) {
+        loop {
+            let batch = {
+                let mut queue = lock(&self.queue);
+                loop {
+                    if let Some(batch) = queue.batches.front() {
+                        break batch.clone();
+                    }
+                    if queue.closed {
+                        return;
+                    }
+                    queue = self.ready.wait(queue).unwrap_or_else(std::sync::PoisonError::into_inner);
+                }
+            };
+            loop {
+                let taken = batch.next.fetch_add(1, Ordering::Relaxed);
+                let Some(chunk) = batch.chunks.get(taken) else { break };
+                if batch.done.send(self.read_chunk(&batch, chunk.clone())).is_err() {
+                    // Whoever wanted the batch is gone (its sink panicked).
+                    batch.next.store(batch.chunks.len(), Ordering::Relaxed);
+                }
+            }
+            lock(&self.queue).batches.retain(|queued| !Arc::ptr_eq(queued, &batch));
+        }
     }
 }
 
-impl IoEngine for PsyncEngine {
-    fn name(&self) -> String {
-        "pread".into()
+impl PreadPool {
+    fn work(&self) -> Result<&Arc<Work>> {
+        let made = self.work.get_or_init(|| {
+            let work = Arc::new(Work {
+                queue: Mutex::default(),
+                ready: Condvar::new(),
+                buffers: Arc::new(BufPool::new(CHUNK_BYTES + 2 * CHUNK_READS * ALIGNMENT, THREADS)),
+            });
+            for number in 0..THREADS {
+                let shared = work.clone();
+                let started =
+                    std::thread::Builder::new().name(format!("embcache-io-{number}")).spawn(move || shared.run());
+                if let Err(e) = started
+                    && number == 0
+                {
+                    return Err(Error::new(
+                        crate::error::Kind::Storage,
+                        format!("cannot start a thread for reads: {e}"),
+                    ));
+                }
+            }
+            Ok(work)
+        });
+        made.as_ref().map_err(Clone::clone)
     }
-    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
-        let file = match how {
-            Open::Read => std::fs::File::open(path),
-            Open::Create { .. } => std::fs::File::options().read(true).write(true).create_new(true).open(path),
+}
+
+impl Drop for PreadPool {
+    fn drop(&mut self) {
+        if let Some(Ok(work)) = self.work.get() {
+            lock(&work.queue).closed = true;
+            work.ready.notify_all();
         }
-        .map_err(|e| Error::io("open", path, &e))?;
-        Ok(Arc::new(PsyncFile { path: path.to_owned(), file }))
     }
+}
+
+impl BatchReader for PreadPool {
+    fn name(&self) -> &'static str {
+        "pread"
+    }
+
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
-        for (position, read) in reads.iter().enumerate() {
-            let mut data = vec![0; read.len];
-            let done = read.file.read_at(read.offset, &mut data);
-            sink(position, done.map(|()| &data[..]));
+        let work = match self.work() {
+            Ok(work) => work,
+            Err(error) => {
+                (0..reads.len()).for_each(|position| sink(position, Err(error.clone())));
+                return;
+            }
+        };
+        if let [read] = reads {
+            let mut buffer = work.buffers.take_at_least(room_of(read));
+            let done = read_one(read, &mut buffer);
+            sink(0, done.map(|row| &buffer[row]));
+            return;
         }
-    }
-    fn create_dir_all(&self, path: &Path) -> Result<()> {
-        std::fs::create_dir_all(path).map_err(|e| Error::io("make", path, &e))
-    }
-    fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
-        let mut entries = std::fs::read_dir(path)
-            .and_then(|dir| dir.map(|entry| entry.map(|e| e.path())).collect::<std::io::Result<Vec<_>>>())
-            .map_err(|e| Error::io("list", path, &e))?;
-        entries.sort();
-        Ok(entries)
-    }
-    fn exists(&self, path: &Path) -> bool {
-        path.exists()
-    }
-    fn rename(&self, from: &Path, to: &Path) -> Result<()> {
-        std::fs::rename(from, to).map_err(|e| Error::io("rename", from, &e))
-    }
-    fn remove_file(&self, path: &Path) -> Result<()> {
-        std::fs::remove_file(path).map_err(|e| Error::io("remove", path, &e))
-    }
-    fn remove_dir_all(&self, path: &Path) -> Result<()> {
-        std::fs::remove_dir_all(path).map_err(|e| Error::io("remove", path, &e))
-    }
-    fn sync_dir(&self, path: &Path) -> Result<()> {
-        std::fs::File::open(path).and_then(|dir| dir.sync_all()).map_err(|e| Error::io("sync", path, &e))
-    }
-    fn lock_dir(&self, path: &Path) -> Result<DirLock> {
-        DirLock::acquire(path)
+        // Threads that are ahead of the sink wait: a batch never holds more than these buffers.
+        let (done, finished) = sync_channel(THREADS);
+        let chunks = chunks_of(reads);
+        let batch = Arc::new(Batch { reads: reads.to_vec(), chunks, next: AtomicUsize::new(0), done });
+        lock(&work.queue).batches.push_back(batch.clone());
+        work.ready.notify_all();
+        for _ in 0..batch.chunks.len() {
+            let Ok(chunk) = finished.recv() else { break };
+            for (row, result) in chunk.rows.into_iter().enumerate() {
+                sink(chunk.first + row, result.map(|range| &chunk.buffer[range]));
+            }
+        }
     }
 }

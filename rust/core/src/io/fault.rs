@@ -1,0 +1,365 @@
+//! Faults made at will, over any engine: errors, torn writes, flipped bits, a stop of the world, operations that hang.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use super::{DirLock, IoEngine, IoFile, Open, Read, ReadSink, short_file};
+use crate::error::{Error, Result};
+use crate::sync::lock;
+
+/// What an engine is asked to do. All but `Read` are *changes*: they are counted, logged, and a stop can hit any of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// Make a file.
+    Create,
+    /// Write to a file.
+    Write,
+    /// Cut or extend a file.
+    SetLen,
+    /// Sync a file.
+    Sync,
+    /// Rename a file or directory.
+    Rename,
+    /// Remove a file.
+    RemoveFile,
+    /// Remove a directory and all in it.
+    RemoveDir,
+    /// Make directories.
+    CreateDir,
+    /// Sync a directory.
+    SyncDir,
+    /// One read, of a batch or not.
+    Read,
+}
+
+/// What happens instead of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// It fails with this `errno` and does nothing.
+    Fail(i32),
+    /// A write does its first half, in whole units of the alignment, and fails with this `errno`; a read finds the file too short. Any other
+    /// operation fails with `errno`.
+    Tear(i32),
+    /// A read gives, and a write writes, bytes of which one bit is flipped, and says nothing. Any other operation is done.
+    Flip,
+    /// It does nothing, and this and everything later fails: the machine has lost power.
+    Stop,
+}
+
+#[derive(Debug)]
+struct Rule {
+    /// `None` for every change.
+    operation: Option<Operation>,
+    /// Operations that still pass.
+    skip: u64,
+    fault: Fault,
+    /// It stays until it is cleared.
+    repeats: bool,
+}
+
+impl Rule {
+    fn covers(&self, operation: Operation) -> bool {
+        self.operation.map_or(operation != Operation::Read, |only| only == operation)
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    rules: Vec<Rule>,
+    log: Vec<(Operation, PathBuf)>,
+    stopped: bool,
+    held: Option<Operation>,
+    /// Operations that wait to be let go.
+    waiting: usize,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    /// The fault that hits this operation now, if any.
+    fn hit(&self, operation: Operation, path: &Path) -> Option<Fault> {
+        let mut state = lock(&self.state);
+        while state.held == Some(operation) && !state.stopped {
+            state.waiting += 1;
+            self.changed.notify_all();
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
+        }
+        if state.stopped {
+            return Some(Fault::Stop);
+        }
+        if operation != Operation::Read {
+            state.log.push((operation, path.to_owned()));
+        }
+        let mut hit = None;
+        state.rules.retain_mut(|rule| {
+            if hit.is_some() || !rule.covers(operation) {
+                return true;
+            }
+            if rule.skip > 0 {
+                rule.skip -= 1;
+                return true;
+            }
+            hit = Some(rule.fault);
+            rule.repeats
+        });
+        if hit == Some(Fault::Stop) {
+            state.stopped = true;
+            self.changed.notify_all();
+        }
+        hit
+    }
+
+    /// The error of an operation that a fault hits and that cannot be torn or flipped.
+    fn check(&self, operation: Operation, what: &str, path: &Path) -> Result<()> {
+        match self.hit(operation, path) {
+            None | Some(Fault::Flip) => Ok(()),
+            Some(Fault::Fail(errno) | Fault::Tear(errno)) => Err(made(what, path, errno)),
+            Some(Fault::Stop) => Err(stopped(what, path)),
+        }
+    }
+
+    fn check_running(&self, what: &str, path: &Path) -> Result<()> {
+        if lock(&self.state).stopped { Err(stopped(what, path)) } else { Ok(()) }
+    }
+}
+
+fn made(what: &str, path: &Path, errno: i32) -> Error {
+    Error::io(what, path, &std::io::Error::from_raw_os_error(errno))
+}
+
+fn stopped(what: &str, path: &Path) -> Error {
+    made(what, path, libc::EIO).context("the fault engine has stopped")
+}
+
+fn flip(data: &mut [u8]) {
+    let middle = data.len() / 2;
+    if let Some(byte) = data.get_mut(middle) {
+        *byte ^= 1;
+    }
+}
+
+/// An engine over another one, with faults. Clones share the faults and the count.
+#[derive(Clone)]
+pub struct FaultEngine {
+    inner: Arc<dyn IoEngine>,
+    shared: Arc<Shared>,
+}
+
+impl fmt::Debug for FaultEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FaultEngine").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+impl FaultEngine {
+    /// No faults yet.
+    pub fn new(inner: Arc<dyn IoEngine>) -> Self {
+        Self { inner, shared: Arc::default() }
+    }
+
+    /// How many changes were asked for so far, failed ones included.
+    pub fn changes(&self) -> u64 {
+        lock(&self.shared.state).log.len() as u64
+    }
+
+    /// The changes asked for so far, in order, each with the path it was about (a rename's source).
+    pub fn log(&self) -> Vec<(Operation, PathBuf)> {
+        lock(&self.shared.state).log.clone()
+    }
+
+    /// Let `passing` more changes of any kind pass and hit the next one, once.
+    pub fn hit_change(&self, passing: u64, fault: Fault) {
+        self.rule(None, passing, fault, false);
+    }
+
+    /// Let `passing` more operations of one kind pass and hit the next one, once.
+    pub fn hit_once(&self, operation: Operation, passing: u64, fault: Fault) {
+        self.rule(Some(operation), passing, fault, false);
+    }
+
+    /// Hit every operation of a kind until [`FaultEngine::clear`].
+    pub fn hit_every(&self, operation: Operation, fault: Fault) {
+        self.rule(Some(operation), 0, fault, true);
+    }
+
+    fn rule(&self, operation: Option<Operation>, skip: u64, fault: Fault, repeats: bool) {
+        lock(&self.shared.state).rules.push(Rule { operation, skip, fault, repeats });
+    }
+
+    /// No more faults; a stopped engine stays stopped.
+    pub fn clear(&self) {
+        lock(&self.shared.state).rules.clear();
+    }
+
+    /// Everything fails from now on.
+    pub fn stop(&self) {
+        lock(&self.shared.state).stopped = true;
+        self.shared.changed.notify_all();
+    }
+
+    /// Whether a stop has hit.
+    pub fn is_stopped(&self) -> bool {
+        lock(&self.shared.state).stopped
+    }
+
+    /// Make every operation of a kind hang until [`FaultEngine::release`] or a stop.
+    pub fn hold(&self, operation: Operation) {
+        lock(&self.shared.state).held = Some(operation);
+    }
+
+    /// Block until an operation hangs.
+    pub fn wait_until_held(&self) {
+        let mut state = lock(&self.shared.state);
+        while state.waiting == 0 && !state.stopped {
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Let what hangs go on.
+    pub fn release(&self) {
+        lock(&self.shared.state).held = None;
+        self.shared.changed.notify_all();
+    }
+}
+
+/// Whether a bit of a read is to be flipped, or the error it ends in.
+fn read_fault(shared: &Shared, path: &Path, end: u64) -> Result<bool> {
+    match shared.hit(Operation::Read, path) {
+        None => Ok(false),
+        Some(Fault::Flip) => Ok(true),
+        Some(Fault::Fail(errno)) => Err(made("read", path, errno)),
+        Some(Fault::Tear(_)) => Err(short_file(path, end, end.saturating_sub(1))),
+        Some(Fault::Stop) => Err(stopped("read", path)),
+    }
+}
+
+#[derive(Debug)]
+struct FaultFile {
+    inner: Arc<dyn IoFile>,
+    shared: Arc<Shared>,
+}
+
+impl IoFile for FaultFile {
+    fn path(&self) -> &Path {
+        self.inner.path()
+    }
+    fn len(&self) -> Result<u64> {
+        self.shared.check_running("read the size of", self.path())?;
+        self.inner.len()
+    }
+    fn is_direct(&self) -> bool {
+        self.inner.is_direct()
+    }
+    fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
+        match self.shared.hit(Operation::Write, self.path()) {
+            None => self.inner.write_at(offset, data),
+            Some(Fault::Fail(errno)) => Err(made("write", self.path(), errno)),
+            Some(Fault::Tear(errno)) => {
+                let half = data.len() / 2;
+                self.inner.write_at(offset, &data[..half - half % super::ALIGNMENT])?;
+                Err(made("write", self.path(), errno))
+            }
+            Some(Fault::Flip) => {
+                let mut data = data.to_vec();
+                flip(&mut data);
+                self.inner.write_at(offset, &data)
+            }
+            Some(Fault::Stop) => Err(stopped("write", self.path())),
+        }
+    }
+    fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let flipped = read_fault(&self.shared, self.path(), offset + into.len() as u64)?;
+        self.inner.read_at(offset, into)?;
+        if flipped {
+            flip(into);
+        }
+        Ok(())
+    }
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.shared.check(Operation::SetLen, "resize", self.path())?;
+        self.inner.set_len(len)
+    }
+    fn sync(&self) -> Result<()> {
+        self.shared.check(Operation::Sync, "sync", self.path())?;
+        self.inner.sync()
+    }
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+impl IoEngine for FaultEngine {
+    fn name(&self) -> String {
+        format!("fault over {}", self.inner.name())
+    }
+
+    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+        match how {
+            Open::Read => self.shared.check_running("open", path)?,
+            Open::Create { .. } => self.shared.check(Operation::Create, "make", path)?,
+        }
+        Ok(Arc::new(FaultFile { inner: self.inner.open(path, how)?, shared: self.shared.clone() }))
+    }
+
+    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+        let mut passed = Vec::with_capacity(reads.len());
+        let mut whence = Vec::with_capacity(reads.len());
+        for (position, read) in reads.iter().enumerate() {
+            match read_fault(&self.shared, read.file.path(), read.offset + read.len as u64) {
+                Ok(flipped) => {
+                    let file = read.file.as_any().downcast_ref::<FaultFile>();
+                    let file = file.map_or_else(|| read.file.clone(), |file| file.inner.clone());
+                    passed.push(Read { file, offset: read.offset, len: read.len });
+                    whence.push((position, flipped));
+                }
+                Err(error) => sink(position, Err(error)),
+            }
+        }
+        self.inner.read_batch(&passed, &mut |index, outcome| match (whence[index], outcome) {
+            ((position, true), Ok(data)) => {
+                let mut data = data.to_vec();
+                flip(&mut data);
+                sink(position, Ok(&data));
+            }
+            ((position, _), outcome) => sink(position, outcome),
+        });
+    }
+
+    fn create_dir_all(&self, path: &Path) -> Result<()> {
+        self.shared.check(Operation::CreateDir, "make", path)?;
+        self.inner.create_dir_all(path)
+    }
+    fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
+        self.shared.check_running("list", path)?;
+        self.inner.list(path)
+    }
+    fn exists(&self, path: &Path) -> bool {
+        self.inner.exists(path)
+    }
+    fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        self.shared.check(Operation::Rename, "rename", from)?;
+        self.inner.rename(from, to)
+    }
+    fn remove_file(&self, path: &Path) -> Result<()> {
+        self.shared.check(Operation::RemoveFile, "remove", path)?;
+        self.inner.remove_file(path)
+    }
+    fn remove_dir_all(&self, path: &Path) -> Result<()> {
+        self.shared.check(Operation::RemoveDir, "remove", path)?;
+        self.inner.remove_dir_all(path)
+    }
+    fn sync_dir(&self, path: &Path) -> Result<()> {
+        self.shared.check(Operation::SyncDir, "sync", path)?;
+        self.inner.sync_dir(path)
+    }
+    fn lock_dir(&self, path: &Path) -> Result<DirLock> {
+        self.shared.check_running("lock", path)?;
+        self.inner.lock_dir(path)
+    }
+}

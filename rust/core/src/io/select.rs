@@ -1,0 +1,92 @@
+//! Which engine a process uses.
+#![allow(unsafe_code)]
+
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use super::{IoEngine, PsyncEngine};
+use crate::error::{Error, Kind, Result};
+
+/// The environment variable that overrides the choice: `uring` or `pread`.
+const VARIABLE: &str = "EMBCACHE_IO";
+
+struct Chosen {
+    process: u32,
+    engine: Arc<dyn IoEngine>,
+}
+
+/// Null, or a leaked `Chosen`. No mutex: one that another thread holds at a fork would stay locked in the child.
+static CHOSEN: AtomicPtr<Chosen> = AtomicPtr::new(null_mut());
+
+/// The engine of this process: `io_uring` where the system permits it (a ring was made and read through), plain `pread`
+/// otherwise; the environment variable `EMBCACHE_IO` (`uring`, `pread`) overrides the choice, which [`IoEngine::name`] tells.
+/// A forked child gets an engine of its own.
+///
+/// Errors: `Config` for another value of the variable, `Unsupported` when it asks for `io_uring` and the system refuses.
+pub fn default_engine() -> Result<Arc<dyn IoEngine>> {
+    let process = std::process::id();
+    let seen = CHOSEN.load(Ordering::Acquire);
+    // SAFETY: null, or a Chosen that was published below and is never freed.
+    if let Some(chosen) = unsafe { seen.as_ref() }
+        && chosen.process == process
+    {
+        return Ok(chosen.engine.clone());
+    }
+    let wanted = std::env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned());
+    let engine = choose(wanted.as_deref())?;
+    let made = Box::into_raw(Box::new(Chosen { process, engine: engine.clone() }));
+    match CHOSEN.compare_exchange(seen, made, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => Ok(engine),
+        Err(other) => {
+            // SAFETY: `made` comes from the box above and nobody else has seen it.
+            drop(unsafe { Box::from_raw(made) });
+            // SAFETY: another thread of this process published it, and it is never freed.
+            Ok(unsafe { &*other }.engine.clone())
+        }
+    }
+}
+
+/// The engine for a value of the variable.
+fn choose(wanted: Option<&str>) -> Result<Arc<dyn IoEngine>> {
+    match wanted {
+        None | Some("") => Ok(uring().unwrap_or_else(|_| Arc::new(PsyncEngine::default()))),
+        Some("uring") => uring(),
+        Some("pread") => Ok(Arc::new(PsyncEngine::default())),
+        Some(other) => Err(Error::new(Kind::Config, format!("{VARIABLE}={other:?} is not known: use uring or pread"))),
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn uring() -> Result<Arc<dyn IoEngine>> {
+    Ok(Arc::new(super::UringEngine::new(true)?))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn uring() -> Result<Arc<dyn IoEngine>> {
+    Err(Error::new(Kind::Unsupported, "io_uring is Linux's: unset EMBCACHE_IO or set it to pread"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_chooses_and_a_wrong_value_is_named() {
+        assert!(choose(Some("pread")).unwrap().name().starts_with("pread"));
+        let error = choose(Some("aio")).unwrap_err();
+        assert_eq!(error.kind(), Kind::Config);
+        assert!(error.to_string().contains("\"aio\""), "{error}");
+    }
+
+    #[test]
+    fn without_the_variable_a_refused_ring_falls_back() {
+        let expected = if uring().is_ok() { "io_uring" } else { "pread" };
+        assert!(choose(None).unwrap().name().starts_with(expected));
+    }
+
+    #[test]
+    fn a_process_has_one_engine() {
+        assert!(Arc::ptr_eq(&default_engine().unwrap(), &default_engine().unwrap()));
+    }
+}

@@ -1,0 +1,358 @@
+//! Batches through `io_uring`: many reads in flight for one system call.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::sync::Mutex;
+use std::sync::TryLockError;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use io_uring::{IoUring, opcode, types};
+
+use super::cover::{Cover, Step};
+use super::disk::{BatchReader, DiskEngine, DiskFile};
+use super::{AlignedBuf, Read, ReadSink};
+use crate::error::{Error, Kind, Result};
+use crate::sync::lock;
+
+/// Reads in flight on one ring.
+const DEPTH: usize = 128;
+/// Rings, so that several tables read at once.
+const RINGS: usize = 4;
+/// Completions waited for with one system call: few enough to keep the device's queue full.
+const REAP: usize = 16;
+/// A read whose sectors fit this uses its slot's own memory,
+const SLOT_BYTES: usize = 8 << 10;
+/// a larger one a buffer of its own; reads of a batch in flight hold at most this much in such buffers, or one read.
+const LARGE_BYTES: usize = 16 << 20;
+/// Large buffers kept for the next batch hold at most this much.
+const SPARE_BYTES: usize = 4 << 20;
+
+/// Reads through `io_uring`; everything else by plain system calls.
+pub type UringEngine = DiskEngine<UringReader>;
+
+impl UringEngine {
+    /// An engine that asks for `O_DIRECT`, or not. `Kind::Unsupported` where the system refuses `io_uring` or a read through it.
+    pub fn new(direct: bool) -> Result<Self> {
+        Ok(Self::with_reader(UringReader::new()?, direct))
+    }
+}
+
+/// A small set of rings.
+#[derive(Debug)]
+pub struct UringReader {
+    /// Made when first used; a ring that failed is dropped and made again.
+    rings: [Mutex<Option<Ring>>; RINGS],
+    turn: AtomicUsize,
+}
+
+/// One ring and the memory that its requests read into.
+struct Ring {
+    queues: IoUring,
+    /// `DEPTH` times `SLOT_BYTES`.
+    slots: AlignedBuf,
+    spare: Vec<AlignedBuf>,
+}
+
+/// A request in flight.
+struct Flight<'a> {
+    position: usize,
+    file: &'a DiskFile,
+    cover: Cover,
+    /// Where its sectors go when they do not fit the slot.
+    large: Option<AlignedBuf>,
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ring").finish_non_exhaustive()
+    }
+}
+
+impl Ring {
+    fn new() -> io::Result<Self> {
+        let entries = DEPTH as u32;
+        let queues = IoUring::builder()
+            .dontfork()
+            .setup_coop_taskrun()
+            .build(entries)
+            // Kernels before 5.19 know no cooperative task running.
+            .or_else(|_| IoUring::builder().dontfork().build(entries))?;
+        Ok(Self { queues, slots: AlignedBuf::zeroed(DEPTH * SLOT_BYTES), spare: Vec::new() })
+    }
+
+    fn large_buffer(&mut self, bytes: usize) -> AlignedBuf {
+        match self.spare.iter().position(|buffer| buffer.len() >= bytes) {
+            Some(found) => self.spare.swap_remove(found),
+            None => AlignedBuf::zeroed(bytes.next_power_of_two()),
+        }
+    }
+
+    fn keep(&mut self, buffer: AlignedBuf) {
+        let kept: usize = self.spare.iter().map(|spare| spare.len()).sum();
+        if kept + buffer.len() <= SPARE_BYTES {
+            self.spare.push(buffer);
+        }
+    }
+}
+
+/// A batch on one ring. Its drop waits for what is in flight (a sink may panic), because the kernel writes to the ring's memory.
+struct Run<'a, 'r> {
+    ring: &'r mut Ring,
+    flights: Vec<Option<Flight<'a>>>,
+    free: Vec<u32>,
+    /// Requests pushed whose completion has not been taken.
+    pending: usize,
+    large_bytes: usize,
+    /// Completions taken from the ring: slot and result.
+    taken: Vec<(u32, i32)>,
+}
+
+impl<'a, 'r> Run<'a, 'r> {
+    fn new(ring: &'r mut Ring, reads: usize) -> Self {
+        let depth = reads.min(DEPTH) as u32;
+        Self {
+            ring,
+            flights: (0..depth).map(|_| None).collect(),
+            free: (0..depth).rev().collect(),
+            pending: 0,
+            large_bytes: 0,
+            taken: Vec::with_capacity(DEPTH),
+        }
+    }
+
+    /// Where the sectors of a flight lie.
+    fn memory(ring: &Ring, slot: u32, flight: &Flight<'_>) -> *mut u8 {
+        match &flight.large {
+            Some(buffer) => buffer.start_ptr(),
+            None => ring.slots.start_ptr().wrapping_add(slot as usize * SLOT_BYTES),
+        }
+    }
+
+    /// Put what is left of a flight into the submission queue.
+    fn push(&mut self, slot: u32) {
+        let Some(flight) = &mut self.flights[slot as usize] else { return };
+        let memory = Self::memory(self.ring, slot, flight).wrapping_add(flight.cover.got);
+        let bytes = (flight.cover.span - flight.cover.got).min(flight.file.call_bytes());
+        let entry = opcode::Read::new(types::Fd(flight.file.fd()), memory, bytes as u32)
+            .offset(flight.cover.start + flight.cover.got as u64)
+            .build()
+            .user_data(u64::from(slot));
+        // SAFETY: `memory` has room for `bytes`, belongs to the ring or to this flight, and stays there until the completion:
+        // Run's drop waits for it. The descriptor is open as long as the batch's `Read` holds the file, which outlives the run.
+        let pushed = unsafe { self.ring.queues.submission().push(&entry) };
+        debug_assert!(pushed.is_ok(), "the queue has an entry a slot");
+        self.pending += 1;
+    }
+
+    /// Submit what is queued and wait for at least `want` completions. An error is fatal for the ring.
+    fn enter(&mut self, want: usize) -> io::Result<()> {
+        loop {
+            let Err(error) = self.ring.queues.submit_and_wait(want) else { return Ok(()) };
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                // The kernel is short of memory, or completions have to be taken first.
+                Some(libc::EAGAIN | libc::EBUSY) => {
+                    if !self.ring.queues.completion().is_empty() {
+                        return Ok(());
+                    }
+                    std::thread::yield_now();
+                }
+                _ => return Err(error),
+            }
+        }
+    }
+
+    /// Take the completions that are there.
+    fn take(&mut self) {
+        self.taken.clear();
+        self.taken.extend(self.ring.queues.completion().map(|done| (done.user_data() as u32, done.result())));
+        self.pending -= self.taken.len();
+    }
+
+    /// Start reads until the slots, or the bytes of large buffers, are used up.
+    fn fill(&mut self, reads: &'a [Read], next: &mut usize, sink: &mut ReadSink<'_>) {
+        while let (Some(&slot), Some(read)) = (self.free.last(), reads.get(*next)) {
+            let Some(file) = read.file.as_any().downcast_ref::<DiskFile>() else {
+                let mut data = vec![0; read.len];
+                let done = read.file.read_at(read.offset, &mut data);
+                sink(*next, done.map(|()| &data[..]));
+                *next += 1;
+                continue;
+            };
+            if let Err(error) = file.check_process() {
+                sink(*next, Err(error));
+                *next += 1;
+                continue;
+            }
+            if read.len == 0 {
+                sink(*next, Ok(&[]));
+                *next += 1;
+                continue;
+            }
+            let cover = Cover::new(read.offset, read.len, file.align());
+            let large = if cover.span > SLOT_BYTES {
+                if self.large_bytes > 0 && self.large_bytes + cover.span > LARGE_BYTES {
+                    return;
+                }
+                let buffer = self.ring.large_buffer(cover.span);
+                self.large_bytes += buffer.len();
+                Some(buffer)
+            } else {
+                None
+            };
+            self.flights[slot as usize] = Some(Flight { position: *next, file, cover, large });
+            self.free.pop();
+            self.push(slot);
+            *next += 1;
+        }
+    }
+
+    /// Go on with, or hand over, the flight in `slot` whose request completed with `result`.
+    fn complete(&mut self, slot: u32, result: i32, sink: &mut ReadSink<'_>) {
+        let Some(flight) = &mut self.flights[slot as usize] else { return };
+        let step = match result {
+            result if result >= 0 => flight.cover.advance(result as usize),
+            result if result == -libc::EINTR || result == -libc::EAGAIN => Step::More,
+            _ => Step::Short,
+        };
+        if step == Step::More {
+            self.push(slot);
+            return;
+        }
+        let Some(flight) = self.flights[slot as usize].take() else { return };
+        self.free.push(slot);
+        let cover = &flight.cover;
+        let outcome = if step == Step::Done {
+            let (skip, len) = (cover.skip, cover.len);
+            let memory = Self::memory(self.ring, slot, &flight).wrapping_add(skip).cast_const();
+            // SAFETY: the kernel has written these bytes and completed the request, so nobody writes to them until this slot or
+            // buffer is used again, which is after the sink has returned.
+            Ok(unsafe { std::slice::from_raw_parts(memory, len) })
+        } else if result < 0 {
+            Err(Error::io("read", super::IoFile::path(flight.file), &io::Error::from_raw_os_error(-result)))
+        } else {
+            Err(flight.file.short(cover))
+        };
+        sink(flight.position, outcome);
+        if let Some(buffer) = flight.large {
+            self.large_bytes -= buffer.len();
+            self.ring.keep(buffer);
+        }
+    }
+
+    /// Hand over every read of the batch; `Err` leaves some of them out, and a ring that is of no more use.
+    fn all(&mut self, reads: &'a [Read], sink: &mut ReadSink<'_>) -> io::Result<()> {
+        let mut next = 0;
+        loop {
+            self.fill(reads, &mut next, sink);
+            if self.pending == 0 {
+                return Ok(());
+            }
+            self.enter(self.pending.min(REAP))?;
+            self.take();
+            let mut taken = std::mem::take(&mut self.taken);
+            for (slot, result) in taken.drain(..) {
+                self.complete(slot, result, sink);
+            }
+            self.taken = taken;
+        }
+    }
+}
+
+impl Drop for Run<'_, '_> {
+    fn drop(&mut self) {
+        while self.pending > 0 {
+            if self.enter(self.pending).is_err() {
+                // Nobody can tell when the kernel is done with this memory: it stays mapped for ever.
+                let slots = std::mem::replace(&mut self.ring.slots, AlignedBuf::zeroed(0));
+                std::mem::forget(slots);
+                std::mem::take(&mut self.flights)
+                    .into_iter()
+                    .flatten()
+                    .for_each(|flight| std::mem::forget(flight.large));
+                return;
+            }
+            self.take();
+        }
+    }
+}
+
+impl UringReader {
+    fn new() -> Result<Self> {
+        let refused = |e: &io::Error| {
+            Error::new(
+                Kind::Unsupported,
+                format!(
+                    "this system refuses io_uring ({e}): set EMBCACHE_IO=pread, or allow the io_uring system calls"
+                ),
+            )
+        };
+        let mut ring = Ring::new().map_err(|e| refused(&e))?;
+        probe(&mut ring).map_err(|e| refused(&e))?;
+        let rings = std::array::from_fn(|_| Mutex::new(None));
+        *lock(&rings[0]) = Some(ring);
+        Ok(Self { rings, turn: AtomicUsize::new(0) })
+    }
+
+    /// Run with a ring nobody uses, or the next one in turn.
+    fn with_ring<T>(&self, run: impl FnOnce(&mut Option<Ring>) -> T) -> T {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        for ahead in 0..RINGS {
+            match self.rings[(turn + ahead) % RINGS].try_lock() {
+                Ok(mut ring) => return run(&mut ring),
+                Err(TryLockError::Poisoned(poisoned)) => return run(&mut poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+        }
+        run(&mut lock(&self.rings[turn % RINGS]))
+    }
+}
+
+/// Read something through the ring: a sandbox may permit the ring and refuse its use.
+fn probe(ring: &mut Ring) -> io::Result<()> {
+    use std::os::fd::AsRawFd as _;
+    let zeros = std::fs::File::open("/dev/zero")?;
+    let entry = opcode::Read::new(types::Fd(zeros.as_raw_fd()), ring.slots.start_ptr(), 8).build();
+    // SAFETY: the memory and the descriptor live until the completion is taken below.
+    unsafe { ring.queues.submission().push(&entry) }.map_err(io::Error::other)?;
+    while let Err(e) = ring.queues.submit_and_wait(1) {
+        if e.kind() != io::ErrorKind::Interrupted {
+            return Err(e);
+        }
+    }
+    match ring.queues.completion().next().map(|done| done.result()) {
+        Some(8) => Ok(()),
+        Some(result) if result < 0 => Err(io::Error::from_raw_os_error(-result)),
+        _ => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
+}
+
+impl BatchReader for UringReader {
+    fn name(&self) -> &'static str {
+        "io_uring"
+    }
+
+    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+        self.with_ring(|place| {
+            // Completions come in any order: after a failure of the ring each read that was not handed over gets the error.
+            let mut handed = vec![false; reads.len()];
+            let mut marking = |position: usize, outcome: Result<&[u8]>| {
+                handed[position] = true;
+                sink(position, outcome);
+            };
+            let ran = match place.as_mut() {
+                Some(ring) => Ok(ring),
+                None => Ring::new().map(|made| place.insert(made)),
+            }
+            .and_then(|ring| {
+                let mut run = Run::new(ring, reads.len());
+                run.all(reads, &mut marking)
+            });
+            let Err(error) = ran else { return };
+            *place = None;
+            for (position, read) in reads.iter().enumerate().filter(|(position, _)| !handed[*position]) {
+                sink(position, Err(Error::io("read through io_uring", read.file.path(), &error)));
+            }
+        });
+    }
+}
