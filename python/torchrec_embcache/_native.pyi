@@ -55,8 +55,10 @@ class Table:
     def step(self) -> int: ...  # training steps so far
     def set_step(self, step: int) -> None: ...
     def advance_step(self) -> None: ...  # a backward without ids on this rank
-    def epoch(self) -> int: ...
-    def stats(self) -> dict[str, Any]: ...  # {"rows", "step", "device": {...} | None, "host": {...}, "ssd": {...} | None}: fields of stats.rs
+    def epoch(self) -> int: ...  # checkpoint epoch that rows trained now are marked with
+    def set_epoch(self, epoch: int) -> None: ...
+    def set_unusable(self, reason: str | None) -> None: ...  # refuse every use (StateError with the reason) until set to None
+    def stats(self) -> dict[str, Any]: ...  # {"rows", "step", "pinned_rows", "overflow_plans", "dropped_rows", "device": {...} | None, "host": {...}, "ssd": {...} | None}
     def export(self, chunk_rows: int) -> Export: ...
     def read_rows(self, ids: I64) -> tuple[NDArray[np.bool_], F32, F32, Meta]: ...  # found [n], vectors [n, V], scalars [n], metadata; unseen: initial value
     def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, meta: Meta | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
@@ -139,3 +141,4 @@ class TableWriter: ...  # see saver.py; fixed by the checkpoint work
 
 def io_engine_name() -> str: ...  # the engine this process uses
 def table_key(name: str) -> int: ...
+def row_bytes(dim: int, optimizer: str, policy: str) -> tuple[int, int]: ...  # bytes a row takes of host_bytes and of device_bytes

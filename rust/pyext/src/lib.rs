@@ -1,7 +1,36 @@
-//! Python binding of `embcache`.
+//! Python binding of `embcache`: registration, and one core call a method. `_native.pyi` says what Python sees.
+//!
+//! Every call that can block, take a table's lock or run a kernel releases the GIL first: a core thread that holds a table's lock may
+//! be waiting for the GIL (to read rows from the device).
+
+mod buffers;
+mod error;
+mod lookup;
+mod plan;
+mod table;
+
 use pyo3::prelude::*;
 
+/// The name of the I/O engine that this process uses.
+#[pyfunction]
+fn io_engine_name() -> PyResult<String> {
+    embcache::io::default_engine().map(|engine| engine.name()).map_err(error::to_python)
+}
+
+/// The key of a table that is created under `name`.
+#[pyfunction]
+fn table_key(name: &str) -> u64 {
+    embcache::types::table_key(name)
+}
+
 #[pymodule]
-fn _native(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<table::PyTable>()?;
+    module.add_class::<table::PyExport>()?;
+    module.add_class::<lookup::PyLookup>()?;
+    module.add_class::<plan::PyPlan>()?;
+    module.add_function(wrap_pyfunction!(io_engine_name, module)?)?;
+    module.add_function(wrap_pyfunction!(table_key, module)?)?;
+    module.add_function(wrap_pyfunction!(table::row_bytes, module)?)?;
     Ok(())
 }

@@ -1,1 +1,26 @@
-//! The cache.
+//! The cache: the only module that sees all three tiers.
+//!
+//! A [`Table`] owns the rows of one table shard. A [`Lookup`] plans batches over several tables; each [`Plan`] pins the rows of one
+//! batch, brings them to the tier that kernels run on, runs the kernels or hands slots to Python, and commits or releases.
+//!
+//! Locks, in the order they are taken: a plan's own state, then a table's `rows_in_use` (kernels against copies of pinned rows), then
+//! the table's state, then whatever the SSD tier locks inside. No lock is held while waiting for a fetch, except by operations that
+//! must see one state (device placement, import, export chunks).
+
+mod commit;
+mod evict;
+mod export;
+mod load;
+mod lookup;
+mod place;
+mod place_device;
+mod plan;
+mod rows;
+mod table;
+
+pub use crate::device::DeviceRows;
+pub use export::{Chunk, ExportStream};
+pub use lookup::Lookup;
+pub use plan::{DeviceTensors, Plan};
+pub use rows::{FoundRows, RowBlock};
+pub use table::{Table, TableStats, device_row_bytes, host_row_bytes};

@@ -1,1 +1,60 @@
-//! The device tier.
+//! The device tier's bookkeeping. The rows' values are in torch tensors that only Python touches; here are their headers, slots,
+//! pins and policy.
+
+use crate::config::PolicyKind;
+use crate::error::Result;
+use crate::rows::RowHeader;
+use crate::slots::SlotMap;
+use crate::types::{CacheSlot, Id};
+
+/// Reads rows of the device tier into RAM.
+pub trait DeviceRows: Send + Sync {
+    /// Copy the rows in `slots` (`[n]`) to `vectors` (`[n, V]`) and their scalar slots to `scalars` (`[n]`, zeros where the layout has
+    /// none).
+    fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> Result<()>;
+}
+
+/// See the module. Used under the table's lock.
+#[derive(Debug)]
+pub(crate) struct DeviceTier {
+    pub(crate) slots: SlotMap,
+    headers: Vec<RowHeader>,
+}
+
+impl DeviceTier {
+    pub(crate) fn new(rows: u32, policy: PolicyKind) -> Self {
+        Self { slots: SlotMap::new(rows, policy), headers: Vec::new() }
+    }
+
+    pub(crate) fn header(&self, slot: CacheSlot) -> &RowHeader {
+        &self.headers[slot as usize]
+    }
+
+    pub(crate) fn header_mut(&mut self, slot: CacheSlot) -> &mut RowHeader {
+        let needed = slot as usize + 1;
+        if self.headers.len() < needed {
+            self.headers.resize(needed, RowHeader::default());
+        }
+        &mut self.headers[slot as usize]
+    }
+
+    pub(crate) fn id(&self, slot: CacheSlot) -> Id {
+        self.header(slot).id
+    }
+
+    /// The row to evict next; see [`SlotMap::victim`].
+    pub(crate) fn victim(&mut self) -> Option<CacheSlot> {
+        let headers = &self.headers;
+        self.slots.victim(|slot| headers[slot as usize].id)
+    }
+
+    /// Forget every row; none is pinned.
+    pub(crate) fn clear(&mut self, policy: PolicyKind) {
+        *self = Self::new(self.slots.capacity(), policy);
+    }
+
+    /// Slots that the tensors must have: the budget's, and the overflow in use.
+    pub(crate) fn required_slots(&self) -> u32 {
+        if self.slots.overflow_used() == 0 { self.slots.capacity() } else { self.slots.high_water() }
+    }
+}

@@ -1,5 +1,294 @@
-//! Slots of a tier in RAM.
+//! The slots of a tier in RAM or on a device: which row is where, what state it is in, who uses it, and who leaves first.
+//!
+//! A [`SlotMap`] knows no bytes: the host tier puts an arena beside it, the device tier only headers. It is used under its table's
+//! lock. Slots `0..capacity` are the tier's budget; slots from `capacity` on are overflow, taken only for a working set that does not
+//! fit.
 
 mod pins;
 
 pub use pins::PinTable;
+
+use crate::config::PolicyKind;
+use crate::index::HostIndex;
+use crate::policy::{Policy, new_policy};
+use crate::types::{CacheSlot, Id};
+
+/// The state of the row in a slot, as bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RowState(u8);
+
+impl RowState {
+    /// A row is here.
+    pub const OCCUPIED: Self = Self(1);
+    /// The copy on SSD, if any, is older than this one.
+    pub const DIRTY: Self = Self(2);
+    /// A copy, current or stale, is on SSD.
+    pub const ON_SSD: Self = Self(4);
+    /// Planned but never trained: it vanishes with its last pin.
+    pub const PROVISIONAL: Self = Self(8);
+    /// Its bytes are still being read.
+    pub const LOADING: Self = Self(16);
+    /// The newest copy is on the device; this slot is kept for a pin only.
+    pub const SHADOW: Self = Self(32);
+    /// Its read failed: it vanishes with its last pin, and the copy on SSD stays the newest.
+    pub const FAILED: Self = Self(64);
+
+    /// Both sets of bits.
+    #[must_use]
+    pub const fn with(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+    /// Without the bits of `other`.
+    #[must_use]
+    pub const fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+    /// Whether any bit of `other` is set.
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 != 0
+    }
+    /// Whether the row belongs to the table: born, here, and current.
+    pub const fn is_current(self) -> bool {
+        self.has(Self::OCCUPIED)
+            && !self.has(Self::PROVISIONAL.with(Self::LOADING).with(Self::SHADOW).with(Self::FAILED))
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct SlotMap {
+    index: HostIndex,
+    states: Vec<RowState>,
+    pins: PinTable,
+    policy: Box<dyn Policy>,
+    free: Vec<CacheSlot>,
+    next_fresh: CacheSlot,
+    capacity: u32,
+    limit: u32,
+    used: u32,
+    free_overflow: Vec<CacheSlot>,
+    overflow_used: u32,
+    pinned: u32,
+}
+
+impl SlotMap {
+    /// `capacity` slots, all empty.
+    pub fn new(capacity: u32, policy: PolicyKind) -> Self {
+        Self {
+            index: HostIndex::new(capacity as usize),
+            states: Vec::new(),
+            pins: PinTable::new(0),
+            policy: new_policy(policy, capacity),
+            free: Vec::new(),
+            next_fresh: 0,
+            capacity,
+            limit: capacity,
+            used: 0,
+            free_overflow: Vec::new(),
+            overflow_used: 0,
+            pinned: 0,
+        }
+    }
+
+    /// Bytes of RAM a slot costs: index entry, state, pins, free list and policy.
+    pub fn bytes_per_slot(policy: PolicyKind) -> usize {
+        HostIndex::bytes_per_entry() + size_of::<RowState>() + 4 + 4 + new_policy(policy, 0).bytes_per_slot()
+    }
+
+    /// Slots within the budget.
+    pub fn capacity(&self) -> u32 {
+        self.capacity
+    }
+    /// Slots that may be used now: at most `capacity`.
+    pub fn limit(&self) -> u32 {
+        self.limit
+    }
+    /// Change how many slots may be used; rows above stay until they are moved.
+    pub fn set_limit(&mut self, limit: u32) {
+        self.limit = limit.min(self.capacity);
+    }
+    /// Slots in use within the budget.
+    pub fn used(&self) -> u32 {
+        self.used
+    }
+    /// Overflow slots in use.
+    pub fn overflow_used(&self) -> u32 {
+        self.overflow_used
+    }
+    /// Slots with at least one pin.
+    pub fn pinned(&self) -> u32 {
+        self.pinned
+    }
+    /// One past the highest slot ever handed out, overflow included.
+    pub fn high_water(&self) -> u32 {
+        self.states.len() as u32
+    }
+
+    /// The slot of an id, or `NO_SLOT`.
+    pub fn get(&self, id: Id) -> CacheSlot {
+        self.index.get(id)
+    }
+    /// The slots of many ids.
+    pub fn get_batch(&self, ids: &[Id], slots: &mut [CacheSlot]) {
+        self.index.get_batch(ids, slots);
+    }
+    /// The state of a slot.
+    pub fn state(&self, slot: CacheSlot) -> RowState {
+        self.states.get(slot as usize).copied().unwrap_or_default()
+    }
+    /// Change the state of an occupied slot.
+    pub fn set_state(&mut self, slot: CacheSlot, state: RowState) {
+        self.states[slot as usize] = state;
+    }
+    /// Set bits.
+    pub fn mark(&mut self, slot: CacheSlot, bits: RowState) {
+        let state = &mut self.states[slot as usize];
+        *state = state.with(bits);
+    }
+    /// Clear bits.
+    pub fn unmark(&mut self, slot: CacheSlot, bits: RowState) {
+        let state = &mut self.states[slot as usize];
+        *state = state.without(bits);
+    }
+
+    /// Protect a slot from eviction.
+    pub fn pin(&mut self, slot: CacheSlot) {
+        if !self.pins.is_pinned(slot) {
+            self.pinned += 1;
+        }
+        assert!(self.pins.pin(slot), "slot {slot} is pinned while it is evicted");
+    }
+    /// Take one pin back; whether it was the last.
+    pub fn unpin(&mut self, slot: CacheSlot) -> bool {
+        let last = self.pins.unpin(slot);
+        if last {
+            self.pinned -= 1;
+        }
+        last
+    }
+    /// Whether a plan uses the slot.
+    pub fn is_pinned(&self, slot: CacheSlot) -> bool {
+        self.pins.is_pinned(slot)
+    }
+
+    /// Tell the policy that a plan used these rows.
+    pub fn accessed(&mut self, slots: &[CacheSlot]) {
+        self.policy.accessed(slots);
+    }
+
+    /// Slots that can be taken without evicting.
+    pub fn free_slots(&self) -> u32 {
+        self.limit.saturating_sub(self.used)
+    }
+
+    /// Take an empty slot within the budget. Fill it with `insert`, or give it back with `give_back`.
+    pub fn take(&mut self) -> Option<CacheSlot> {
+        if self.used >= self.limit {
+            return None;
+        }
+        while let Some(slot) = self.free.pop() {
+            if slot < self.limit {
+                self.used += 1;
+                return Some(slot);
+            }
+        }
+        let slot = self.next_fresh;
+        if slot >= self.limit {
+            return None;
+        }
+        self.next_fresh += 1;
+        self.cover(slot);
+        self.used += 1;
+        Some(slot)
+    }
+
+    /// Take an overflow slot; the owner of the bytes must make room for it.
+    pub fn take_overflow(&mut self) -> CacheSlot {
+        let slot = self.free_overflow.pop().unwrap_or_else(|| self.capacity + self.overflow_used);
+        self.overflow_used += 1;
+        self.cover(slot);
+        slot
+    }
+
+    fn cover(&mut self, slot: CacheSlot) {
+        let needed = slot as usize + 1;
+        if self.states.len() < needed {
+            self.states.resize(needed, RowState::default());
+        }
+        if self.pins.len() < needed {
+            self.pins.grow((needed * 2).max(64));
+        }
+    }
+
+    /// Give an empty slot back.
+    pub fn give_back(&mut self, slot: CacheSlot) {
+        self.states[slot as usize] = RowState::default();
+        if slot < self.capacity {
+            self.used -= 1;
+            self.free.push(slot);
+        } else {
+            self.overflow_used -= 1;
+            if self.overflow_used == 0 {
+                self.free_overflow.clear();
+                self.states.truncate(self.capacity as usize);
+            } else {
+                self.free_overflow.push(slot);
+            }
+        }
+    }
+
+    /// Put a row into a taken slot.
+    pub fn insert(&mut self, slot: CacheSlot, id: Id, state: RowState) {
+        self.states[slot as usize] = state.with(RowState::OCCUPIED);
+        self.index.insert(id, slot);
+        self.policy.inserted(slot, id);
+    }
+
+    /// Take a row out of its slot and free the slot.
+    pub fn remove(&mut self, slot: CacheSlot, id: Id, evicted: bool) {
+        self.index.remove(id);
+        self.policy.removed(slot, id, evicted);
+        self.give_back(slot);
+    }
+
+    /// Move a row to a taken slot, state and all; the old slot is freed. Neither may be pinned.
+    pub fn relocate(&mut self, from: CacheSlot, to: CacheSlot, id: Id) {
+        let state = self.state(from);
+        self.index.replace(id, to);
+        self.policy.removed(from, id, false);
+        self.policy.inserted(to, id);
+        self.give_back(from);
+        self.states[to as usize] = state;
+    }
+
+    /// The row to evict next, already out of the policy's lists: follow with `evict`, or `spare` to put it back.
+    pub fn victim(&mut self, id_of: impl Fn(CacheSlot) -> Id) -> Option<CacheSlot> {
+        let (pins, states) = (&self.pins, &self.states);
+        let slot = self.policy.victim(&mut |slot| {
+            !states[slot as usize].has(RowState::LOADING.with(RowState::SHADOW)) && pins.try_claim(slot)
+        })?;
+        self.policy.removed(slot, id_of(slot), true);
+        Some(slot)
+    }
+    /// Make a row of one's own choice a victim: out of the policy's lists, to be followed like `victim`.
+    pub fn unlist(&mut self, slot: CacheSlot, id: Id) {
+        assert!(self.pins.try_claim(slot), "slot {slot} is in use and cannot be evicted");
+        self.policy.removed(slot, id, true);
+    }
+    /// Finish the eviction of a victim.
+    pub fn evict(&mut self, slot: CacheSlot, id: Id) {
+        self.index.remove(id);
+        self.pins.unclaim(slot);
+        self.give_back(slot);
+    }
+    /// A victim stays after all.
+    pub fn spare(&mut self, slot: CacheSlot, id: Id) {
+        self.pins.unclaim(slot);
+        self.policy.inserted(slot, id);
+    }
+
+    /// Occupied slots at or above `from`, lowest first.
+    pub fn occupied_from(&self, from: CacheSlot) -> impl Iterator<Item = CacheSlot> + '_ {
+        (from..self.high_water()).filter(|&slot| self.state(slot).has(RowState::OCCUPIED))
+    }
+}

@@ -1,0 +1,65 @@
+//! The end of a batch: rows marked as trained, pins taken back.
+
+use std::sync::Arc;
+
+use super::place::TablePlan;
+use super::table::{Shared, State};
+use crate::slots::{RowState, SlotMap};
+use crate::types::{CacheSlot, NO_SLOT};
+
+impl TablePlan {
+    /// One training step: the table's counter advances, the batch's rows are dirty and born.
+    pub(crate) fn commit(&self, state: &mut State) {
+        state.step += 1;
+        self.shared.contents_changed();
+        let (step, epoch) = (state.step, state.epoch);
+        let mut born = 0;
+        for (position, &slot) in self.index.slots.iter().enumerate() {
+            if slot == NO_SLOT {
+                continue;
+            }
+            let occurrences = self.index.starts[position + 1] - self.index.starts[position];
+            let slots: &mut SlotMap = if let Some(device) = &mut state.device {
+                device.header_mut(slot).touch(occurrences, step, epoch);
+                &mut device.slots
+            } else {
+                state.host.header_mut(slot).touch(occurrences, step, epoch);
+                &mut state.host.slots
+            };
+            let row = slots.state(slot);
+            born += u64::from(row.has(RowState::PROVISIONAL));
+            slots.set_state(slot, row.without(RowState::PROVISIONAL).with(RowState::DIRTY));
+        }
+        state.provisional -= born;
+        state.rows += born;
+    }
+
+    /// Take back every pin. Rows that were never trained vanish with their last pin.
+    pub(crate) fn release(&mut self, state: &mut State) {
+        let shared = Arc::clone(&self.shared);
+        for (position, slot) in std::mem::take(&mut self.host).into_iter().enumerate() {
+            if slot != NO_SLOT && state.host.slots.unpin(slot) {
+                shared.last_pin_gone(state, slot, self.unique[position]);
+            }
+        }
+        for slot in std::mem::take(&mut self.device) {
+            let Some(tier) = &mut state.device else { break };
+            if slot != NO_SLOT && tier.slots.unpin(slot) && tier.slots.state(slot).has(RowState::PROVISIONAL) {
+                let id = tier.id(slot);
+                tier.slots.remove(slot, id, false);
+                state.provisional -= 1;
+            }
+        }
+        self.loads.clear();
+    }
+}
+
+impl Shared {
+    fn last_pin_gone(&self, state: &mut State, slot: CacheSlot, id: crate::types::Id) {
+        if state.host.slots.state(slot).has(RowState::SHADOW) {
+            state.host.slots.remove(slot, id, false);
+        } else {
+            self.drop_unborn(state, slot, id);
+        }
+    }
+}

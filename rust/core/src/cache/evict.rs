@@ -1,0 +1,189 @@
+//! Making room: rows leave the host tier for the SSD tier, or the table.
+
+use super::table::{Shared, State};
+use crate::config::OnFull;
+use crate::error::Result;
+use crate::rows::RowRef;
+use crate::slots::RowState;
+use crate::ssd::SsdTier;
+use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// Rows handed to the SSD tier in one call at most: bounds how much space it must find at once.
+const ROWS_PER_APPEND: usize = 4096;
+
+impl Shared {
+    /// Evict unpinned rows by policy until `wanted` slots are free, or none is left to evict. Dirty ones are handed to the SSD tier
+    /// first; on its error nothing has changed.
+    pub(crate) fn make_room(&self, state: &mut State, wanted: u32) -> Result<()> {
+        if self.ssd.is_none() {
+            return Ok(());
+        }
+        while state.host.slots.free_slots() < wanted {
+            let missing = (wanted - state.host.slots.free_slots()) as usize;
+            if self.evict_some(state, missing.min(ROWS_PER_APPEND))? == 0 {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn evict_some(&self, state: &mut State, rows: usize) -> Result<usize> {
+        let mut victims = Vec::with_capacity(rows);
+        while victims.len() < rows {
+            let headers = std::sync::Arc::clone(state.host.arena());
+            let Some(slot) = state.host.slots.victim(|slot| header_id(&headers, slot)) else { break };
+            victims.push(slot);
+        }
+        if let Err(error) = self.write_down(state, &victims) {
+            for &slot in &victims {
+                let id = state.host.id(slot);
+                state.host.slots.spare(slot, id);
+            }
+            return Err(error);
+        }
+        for &slot in &victims {
+            let id = state.host.id(slot);
+            state.host.slots.evict(slot, id);
+        }
+        state.host_stats.evictions += victims.len() as u64;
+        state.host.shrink_overflow();
+        self.fit_host_to_index(state)?;
+        Ok(victims.len())
+    }
+
+    /// Hand the dirty ones among these current host rows to the SSD tier and mark them clean.
+    pub(crate) fn write_down(&self, state: &mut State, slots: &[CacheSlot]) -> Result<()> {
+        let Some(ssd) = &self.ssd else { return Ok(()) };
+        for slots in slots.chunks(ROWS_PER_APPEND) {
+            let dirty: Vec<CacheSlot> =
+                slots.iter().copied().filter(|&slot| state.host.slots.state(slot).has(RowState::DIRTY)).collect();
+            if dirty.is_empty() {
+                continue;
+            }
+            let rows: Vec<RowRef<'_>> = dirty.iter().map(|&slot| state.host.row(slot)).collect();
+            let known: Vec<bool> =
+                dirty.iter().map(|&slot| state.host.slots.state(slot).has(RowState::ON_SSD)).collect();
+            ssd.append(&rows, &known)?;
+            drop(rows);
+            for slot in dirty {
+                let row = state.host.slots.state(slot).without(RowState::DIRTY).with(RowState::ON_SSD);
+                state.host.slots.set_state(slot, row);
+            }
+        }
+        Ok(())
+    }
+
+    /// Hand every dirty row of the host and device tiers to the SSD tier. The caller keeps kernels out.
+    pub(crate) fn write_down_all(&self, state: &mut State) -> Result<()> {
+        let current: Vec<CacheSlot> =
+            state.host.slots.occupied_from(0).filter(|&slot| state.host.slots.state(slot).is_current()).collect();
+        self.write_down(state, &current)?;
+        self.write_down_device(state)
+    }
+
+    /// Follow the SSD index's growth: fewer rows fit beside it in the host budget.
+    pub(crate) fn fit_host_to_index(&self, state: &mut State) -> Result<()> {
+        let index_bytes = self.ssd.as_ref().map_or(0, SsdTier::index_bytes);
+        let fits = state.host.rows_beside_index(index_bytes).max(1) as u32;
+        let limit = state.host.slots.limit();
+        // Shrinking moves rows, so it waits until 64 KiB can be given back.
+        let step = ((64 * 1024 / state.host.row_bytes()) as u32).max(1);
+        if fits > limit || (fits < limit && limit - fits >= step.min(limit / 8 + 1)) {
+            state.host.slots.set_limit(fits);
+            if fits < limit {
+                self.move_below_limit(state)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Move unpinned rows from slots above the limit to free ones below, evicting by policy where there is none.
+    fn move_below_limit(&self, state: &mut State) -> Result<()> {
+        let limit = state.host.slots.limit();
+        let capacity = state.host.slots.capacity();
+        let above: Vec<CacheSlot> = state.host.slots.occupied_from(limit).filter(|&slot| slot < capacity).collect();
+        for slot in above {
+            if !state.host.slots.state(slot).is_current() || state.host.slots.is_pinned(slot) {
+                continue;
+            }
+            if let Some(to) = state.host.slots.take() {
+                state.host.relocate(slot, to);
+            } else if self.ssd.is_some() {
+                self.write_down(state, &[slot])?;
+                state.host.remove(slot, true);
+                state.host_stats.evictions += 1;
+            }
+        }
+        if state.host.slots.occupied_from(limit).all(|slot| slot >= capacity) {
+            state.host.arena().discard(limit..capacity);
+        }
+        Ok(())
+    }
+
+    /// Move unpinned rows out of the overflow: into the budget where it has room, else down.
+    pub(crate) fn drain_overflow(&self, state: &mut State) -> Result<()> {
+        if state.host.slots.overflow_used() == 0 {
+            return Ok(());
+        }
+        let capacity = state.host.slots.capacity();
+        let idle: Vec<CacheSlot> = state
+            .host
+            .slots
+            .occupied_from(capacity)
+            .filter(|&slot| state.host.slots.state(slot).is_current() && !state.host.slots.is_pinned(slot))
+            .collect();
+        for slot in idle {
+            if let Some(to) = state.host.slots.take() {
+                state.host.relocate(slot, to);
+            } else if self.ssd.is_some() {
+                self.write_down(state, &[slot])?;
+                state.host.remove(slot, true);
+                state.host_stats.evictions += 1;
+            }
+        }
+        state.host.shrink_overflow();
+        Ok(())
+    }
+
+    /// Drop `rows` rows from the table by policy (`on_full = evict`). Rows that plans use stay.
+    pub(crate) fn drop_rows(&self, state: &mut State, rows: u64) -> Result<()> {
+        debug_assert_eq!(self.config.on_full, OnFull::Evict);
+        if let Some(ssd) = &self.ssd {
+            let (host, device) = (&state.host, &state.device);
+            let in_ram =
+                |id: Id| host.slots.get(id) != NO_SLOT || device.as_ref().is_some_and(|d| d.slots.get(id) != NO_SLOT);
+            let dropped = ssd.evict(rows, &in_ram)?;
+            state.rows -= dropped.len() as u64;
+            state.dropped_rows += dropped.len() as u64;
+        } else {
+            let headers = std::sync::Arc::clone(state.host.arena());
+            let mut dropped = 0;
+            while dropped < rows {
+                let Some(slot) = state.host.slots.victim(|slot| header_id(&headers, slot)) else { break };
+                let id = state.host.id(slot);
+                state.host.slots.evict(slot, id);
+                state.host_stats.evictions += 1;
+                dropped += 1;
+            }
+            if let Some(device) = &mut state.device {
+                while dropped < rows {
+                    let Some(slot) = device.victim() else { break };
+                    let id = device.id(slot);
+                    device.slots.evict(slot, id);
+                    state.device_stats.evictions += 1;
+                    dropped += 1;
+                }
+            }
+            state.rows -= dropped;
+            state.dropped_rows += dropped;
+        }
+        self.contents_changed();
+        Ok(())
+    }
+}
+
+#[allow(unsafe_code)]
+fn header_id(arena: &crate::rows::Arena, slot: CacheSlot) -> Id {
+    // SAFETY: the slot is occupied, so valid in the arena; the caller holds the table's lock, under which headers are written.
+    unsafe { (*arena.row(slot).header).id }
+}

@@ -1,0 +1,131 @@
+//! Rows being read from SSD into host slots, and what becomes of them.
+
+use std::sync::{Arc, Mutex};
+
+use super::table::{Shared, State};
+use crate::error::{Error, Kind, Result};
+use crate::rows::{Arena, RowMut};
+use crate::slots::RowState;
+use crate::ssd::Fetch;
+use crate::sync::lock;
+use crate::types::{CacheSlot, Id};
+
+/// One batch of reads into host slots. The slots are LOADING until it is finished under the table's lock.
+pub(crate) struct Loading {
+    pub(crate) fetch: Arc<Fetch>,
+    /// The reads' targets, in request order.
+    pub(crate) rows: Vec<(Id, CacheSlot)>,
+    /// Keeps the targets alive.
+    _arena: Arc<Arena>,
+    finished: Mutex<Option<Option<Error>>>,
+}
+
+impl Loading {
+    /// Whether the table has taken notice, and the error if it failed.
+    pub(crate) fn outcome(&self) -> Option<Option<Error>> {
+        lock(&self.finished).clone()
+    }
+}
+
+impl Shared {
+    /// Start reading rows into host slots that are inserted, pinned and LOADING.
+    pub(crate) fn start_load(&self, state: &mut State, rows: Vec<(Id, CacheSlot)>) -> Arc<Loading> {
+        let ssd = self.ssd.as_ref().expect("rows are read from SSD only where there is one");
+        let arena = Arc::clone(state.host.arena());
+        let wanted: Vec<(Id, RowMut)> = rows.iter().map(|&(id, slot)| (id, arena.row(slot))).collect();
+        let loading = Arc::new(Loading { fetch: ssd.fetch(wanted), rows, _arena: arena, finished: Mutex::new(None) });
+        state.loading.push(Arc::clone(&loading));
+        loading
+    }
+
+    /// Take notice of a load whose fetch is done (waits for it if it is not). The error is the fetch's.
+    pub(crate) fn finish_load(&self, state: &mut State, loading: &Arc<Loading>) -> Result<()> {
+        if let Some(outcome) = loading.outcome() {
+            return outcome.map_or(Ok(()), Err);
+        }
+        let result = loading.fetch.wait();
+        state.loading.retain(|other| !Arc::ptr_eq(other, loading));
+        let outcome = match result {
+            Ok(absent) => {
+                let mut absent = absent.into_iter().peekable();
+                for (position, &(id, slot)) in loading.rows.iter().enumerate() {
+                    state.host.slots.unmark(slot, RowState::LOADING);
+                    if absent.next_if_eq(&(position as u32)).is_some() {
+                        // The tag index named another id's record: this one was never trained.
+                        self.bear(state, slot, id);
+                        state.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::PROVISIONAL));
+                        state.provisional += 1;
+                        state.ssd_hits -= 1;
+                        state.ssd_misses += 1;
+                    } else {
+                        state.host_stats.written_bytes += self.layout.stride_bytes() as u64;
+                    }
+                }
+                None
+            }
+            Err(error) => {
+                for &(_, slot) in &loading.rows {
+                    state.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::FAILED));
+                }
+                Some(error)
+            }
+        };
+        for &(id, slot) in &loading.rows {
+            if !state.host.slots.is_pinned(slot) {
+                self.drop_unborn(state, slot, id);
+            }
+        }
+        *lock(&loading.finished) = Some(outcome.clone());
+        outcome.map_or(Ok(()), Err)
+    }
+
+    /// Take notice of every load whose reads are done, without waiting. Errors belong to the plans that asked.
+    pub(crate) fn sweep_loads(&self, state: &mut State) {
+        for loading in state.loading.clone() {
+            if loading.fetch.is_done() {
+                let _ = self.finish_load(state, &loading);
+            }
+        }
+    }
+
+    /// Wait for every load.
+    pub(crate) fn finish_loads(&self, state: &mut State) -> Result<()> {
+        for loading in state.loading.clone() {
+            self.finish_load(state, &loading)?;
+        }
+        Ok(())
+    }
+
+    /// The error of a plan that wants a row whose read failed for an earlier plan.
+    pub(crate) fn unread_row(&self, id: Id) -> Error {
+        Error::new(
+            Kind::Storage,
+            format!(
+                "table {:?}: the row of id {id} could not be read from SSD by an earlier batch that is still in flight; \
+                 release that batch to try again",
+                self.config.name
+            ),
+        )
+    }
+
+    /// Give a host slot the initial values of `id`.
+    pub(crate) fn bear(&self, state: &mut State, slot: CacheSlot, id: Id) {
+        let dim = self.layout.dim;
+        let vector = state.host.vector_mut(slot);
+        self.birth.fill(id, &mut vector[..dim]);
+        vector[dim..].fill(0.0);
+        *state.host.header_mut(slot) = crate::rows::RowHeader { id, ..Default::default() };
+    }
+
+    /// Forget an unpinned host row that is provisional or whose read failed.
+    pub(crate) fn drop_unborn(&self, state: &mut State, slot: CacheSlot, id: Id) {
+        let row = state.host.slots.state(slot);
+        if row.has(RowState::PROVISIONAL.with(RowState::FAILED)) && !row.has(RowState::LOADING) {
+            if row.has(RowState::PROVISIONAL) {
+                state.provisional -= 1;
+            }
+            state.host.slots.remove(slot, id, false);
+            state.host.shrink_overflow();
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Bringing a batch's rows into the host tier: the first stage of every plan, and the second of tables without a device tier.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::load::Loading;
+use super::table::{Shared, State};
+use crate::error::Result;
+use crate::kernels::TransposedIndex;
+use crate::slots::RowState;
+use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// How a plan treats ids.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlanMode {
+    /// A backward will follow: unseen ids may be born.
+    pub(crate) train: bool,
+    /// Fetch as far as the budget goes, never overflow.
+    pub(crate) ahead: bool,
+    /// Unseen ids of an evaluation read zeros.
+    pub(crate) unseen_zeros: bool,
+}
+
+/// One table's part of a plan.
+pub(crate) struct TablePlan {
+    pub(crate) shared: Arc<Shared>,
+    /// Distinct ids: `[U]`.
+    pub(crate) unique: Vec<Id>,
+    /// Occurrences of each distinct id; `index.slots` is filled when the rows are in place.
+    pub(crate) index: TransposedIndex,
+    /// For each occurrence the position of its id in `unique`: `[N]`.
+    pub(crate) inverse: Vec<u32>,
+    /// For each occurrence its slot in the tier that kernels run on: `[N]`, filled when the rows are in place.
+    pub(crate) occurrence_slots: Vec<CacheSlot>,
+    /// Host slots pinned, by position in `unique`; `NO_SLOT` where none.
+    pub(crate) host: Vec<CacheSlot>,
+    /// Device slots pinned, by position in `unique`; `NO_SLOT` where none.
+    pub(crate) device: Vec<CacheSlot>,
+    /// Reads that rows of this plan wait for.
+    pub(crate) loads: Vec<Arc<Loading>>,
+    /// Positions in `unique` that an `ahead` plan left for later.
+    pub(crate) unplaced: Vec<u32>,
+    /// Rows that did not fit the budget of the tier that kernels run on.
+    pub(crate) overflow_rows: u32,
+    /// Rows to scatter into the device tensors.
+    pub(crate) fetched: super::place_device::Fetched,
+    pub(crate) placed: bool,
+}
+
+impl TablePlan {
+    pub(crate) fn new(shared: Arc<Shared>, unique: Vec<Id>, inverse: Vec<u32>) -> Self {
+        let index = TransposedIndex::from_inverse(&inverse, unique.len());
+        let count = unique.len();
+        Self {
+            shared,
+            unique,
+            index,
+            inverse,
+            occurrence_slots: Vec::new(),
+            host: vec![NO_SLOT; count],
+            device: Vec::new(),
+            loads: Vec::new(),
+            unplaced: Vec::new(),
+            overflow_rows: 0,
+            fetched: super::place_device::Fetched::default(),
+            placed: false,
+        }
+    }
+
+    /// Stage one: pin what is in RAM and start reading what is on SSD. On an error the pins taken so far stay recorded, for release.
+    pub(crate) fn start(&mut self, mode: PlanMode) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let started = Instant::now();
+        let mut state = shared.lock()?;
+        shared.sweep_loads(&mut state);
+        if state.device.is_some() {
+            self.start_device(&mut state, mode)?;
+        } else {
+            shared.drain_overflow(&mut state)?;
+            let all: Vec<u32> = (0..self.unique.len() as u32).collect();
+            self.place_host(&mut state, &all, mode)?;
+        }
+        state.host_stats.time_ns += started.elapsed().as_nanos() as u64;
+        Ok(())
+    }
+
+    /// Pin or bring into host slots the ids at `positions`.
+    pub(crate) fn place_host(&mut self, state: &mut State, positions: &[u32], mode: PlanMode) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let ids: Vec<Id> = positions.iter().map(|&p| self.unique[p as usize]).collect();
+        let mut slots = vec![NO_SLOT; ids.len()];
+        state.host.slots.get_batch(&ids, &mut slots);
+
+        let mut accessed = Vec::with_capacity(ids.len());
+        let mut missing: Vec<u32> = Vec::new();
+        let mut waits = false;
+        let mut unborn_hits = false;
+        for (&position, &slot) in positions.iter().zip(&slots) {
+            if slot == NO_SLOT {
+                missing.push(position);
+                continue;
+            }
+            let row = state.host.slots.state(slot);
+            if row.has(RowState::FAILED) {
+                return Err(shared.unread_row(self.unique[position as usize]));
+            }
+            waits |= row.has(RowState::LOADING);
+            unborn_hits |= row.has(RowState::PROVISIONAL);
+            state.host.slots.pin(slot);
+            self.host[position as usize] = slot;
+            accessed.push(slot);
+        }
+        state.host.slots.accessed(&accessed);
+        state.host_stats.hits += accessed.len() as u64;
+        state.host_stats.misses += missing.len() as u64;
+        if waits {
+            // A wait for more than necessary is harmless: loads finish in about the order they were started.
+            for load in &state.loading {
+                if !self.loads.iter().any(|other| Arc::ptr_eq(other, load)) {
+                    self.loads.push(Arc::clone(load));
+                }
+            }
+        }
+        if mode.train && unborn_hits && !mode.ahead {
+            shared.check_capacity(state, 0)?;
+        }
+        if missing.is_empty() {
+            return Ok(());
+        }
+        self.bring_in(state, &missing, mode)
+    }
+
+    /// Give host slots to ids that are not in RAM: born at once, or read from SSD.
+    fn bring_in(&mut self, state: &mut State, missing: &[u32], mode: PlanMode) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let ids: Vec<Id> = missing.iter().map(|&p| self.unique[p as usize]).collect();
+        let mut on_ssd = vec![false; ids.len()];
+        if let Some(ssd) = &shared.ssd {
+            ssd.maybe_contains(&ids, &mut on_ssd);
+        }
+        let births = on_ssd.iter().filter(|&&there| !there).count() as u64;
+        state.ssd_hits += ids.len() as u64 - births;
+        state.ssd_misses += births;
+        if mode.train && births > 0 {
+            if let Err(error) = shared.check_capacity(state, births) {
+                if !mode.ahead {
+                    return Err(error);
+                }
+                // The forward of this batch says it, if it is still true then.
+                self.unplaced.extend_from_slice(missing);
+                return Ok(());
+            }
+        }
+        shared.make_room(state, missing.len() as u32)?;
+        let mut reads = Vec::new();
+        for ((&position, &id), &there) in missing.iter().zip(&ids).zip(&on_ssd) {
+            if mode.unseen_zeros && !mode.train && !there {
+                continue;
+            }
+            let Some(slot) = state.host.take(!mode.ahead)? else {
+                self.unplaced.push(position);
+                continue;
+            };
+            if slot >= state.host.slots.capacity() {
+                self.overflow_rows += 1;
+            }
+            if there {
+                state.host.header_mut(slot).id = id;
+                state.host.slots.insert(slot, id, RowState::LOADING.with(RowState::ON_SSD));
+                reads.push((id, slot));
+            } else {
+                shared.bear(state, slot, id);
+                state.host.slots.insert(slot, id, RowState::PROVISIONAL);
+                state.provisional += 1;
+            }
+            state.host.slots.pin(slot);
+            self.host[position as usize] = slot;
+        }
+        if !reads.is_empty() {
+            let load = shared.start_load(state, reads);
+            self.loads.push(load);
+        }
+        Ok(())
+    }
+
+    /// Wait for every read this plan depends on, and take notice of it. Not under the table's lock.
+    pub(crate) fn wait_for_loads(&mut self) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let started = Instant::now();
+        let mut first_error = None;
+        for load in self.loads.drain(..) {
+            // The error, if any, is taken from the finished load below.
+            let _ = load.fetch.wait();
+            let mut state = shared.lock_any()?;
+            if let Err(error) = shared.finish_load(&mut state, &load) {
+                // A load that only others wait for may fail without touching this plan's rows.
+                let mine =
+                    self.host.iter().any(|&slot| slot != NO_SLOT && state.host.slots.state(slot).has(RowState::FAILED));
+                if mine {
+                    first_error.get_or_insert(error);
+                }
+            }
+            state.ssd_time_ns += started.elapsed().as_nanos() as u64;
+        }
+        first_error.map_or(Ok(()), |error| Err(error.context(format!("table {:?}", shared.config.name))))
+    }
+
+    /// Stage two: every row in its slot of the tier that kernels run on.
+    pub(crate) fn finish(&mut self, mode: PlanMode) -> Result<()> {
+        if self.placed {
+            return Ok(());
+        }
+        self.wait_for_loads()?;
+        let shared = Arc::clone(&self.shared);
+        let mode = PlanMode { ahead: false, ..mode };
+        if shared.config.device_rows.is_some() {
+            let mut state = shared.lock()?;
+            self.place_device(&mut state, mode)?;
+        } else {
+            let late = std::mem::take(&mut self.unplaced);
+            let mut state = shared.lock()?;
+            if mode.train {
+                // Unborn rows that an evaluation or an id's false trace brought in count once training uses them.
+                shared.check_capacity(&mut state, 0)?;
+            }
+            if !late.is_empty() {
+                self.place_host(&mut state, &late, mode)?;
+            }
+            if self.overflow_rows > 0 {
+                state.overflow_plans += 1;
+            }
+            drop(state);
+            self.wait_for_loads()?;
+            self.index.slots.clone_from(&self.host);
+            if mode.unseen_zeros && !mode.train {
+                let state = shared.lock()?;
+                for slot in &mut self.index.slots {
+                    if *slot != NO_SLOT && state.host.slots.state(*slot).has(RowState::PROVISIONAL) {
+                        *slot = NO_SLOT;
+                    }
+                }
+            }
+        }
+        self.occurrence_slots = self.inverse.iter().map(|&u| self.index.slots[u as usize]).collect();
+        self.placed = true;
+        Ok(())
+    }
+}

@@ -1,0 +1,394 @@
+//! One table shard: opening, budgets, counters.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+
+use super::load::Loading;
+use crate::config::{OnFull, PolicyKind, TableConfig};
+use crate::device::{DeviceRows, DeviceTier};
+use crate::error::{Error, Kind, Result};
+use crate::host::HostTier;
+use crate::io::IoEngine;
+use crate::rows::{RowBirth, RowLayout};
+use crate::ssd::{Identity, SsdTier, StateCounters};
+use crate::stats::{SsdStats, TierStats};
+use crate::sync::lock;
+
+/// One table shard. Cheap to clone; the rows go with the last clone and the last plan.
+#[derive(Clone)]
+pub struct Table {
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl std::fmt::Debug for Table {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Table").field("name", &self.shared.config.name).finish_non_exhaustive()
+    }
+}
+
+/// What plans and the table share.
+pub(crate) struct Shared {
+    pub(crate) config: TableConfig,
+    pub(crate) layout: RowLayout,
+    pub(crate) birth: RowBirth,
+    pub(crate) ssd: Option<SsdTier>,
+    pub(crate) device_rows: Option<Arc<dyn DeviceRows>>,
+    /// Held for writing by a backward, for reading by a forward and by whoever copies pinned rows.
+    pub(crate) rows_in_use: RwLock<()>,
+    pub(crate) state: Mutex<State>,
+    /// Changes with every change of contents; moves between tiers do not count.
+    version: AtomicU64,
+    closed: AtomicBool,
+    pid: u32,
+}
+
+/// Everything that the table's lock protects.
+pub(crate) struct State {
+    pub(crate) host: HostTier,
+    pub(crate) device: Option<DeviceTier>,
+    /// Rows of the table in all tiers: born and not removed.
+    pub(crate) rows: u64,
+    /// Rows planned and not yet born.
+    pub(crate) provisional: u64,
+    pub(crate) step: u64,
+    pub(crate) epoch: u32,
+    pub(crate) loading: Vec<Arc<Loading>>,
+    pub(crate) unusable: Option<String>,
+    pub(crate) host_stats: TierStats,
+    pub(crate) device_stats: TierStats,
+    pub(crate) ssd_hits: u64,
+    pub(crate) ssd_misses: u64,
+    pub(crate) ssd_time_ns: u64,
+    pub(crate) dropped_rows: u64,
+    pub(crate) overflow_plans: u64,
+}
+
+/// Counters of a table and its tiers.
+#[derive(Clone, Debug, Default)]
+pub struct TableStats {
+    /// Rows in all tiers.
+    pub rows: u64,
+    /// Training steps.
+    pub step: u64,
+    /// Slots that plans in flight hold.
+    pub pinned_rows: u64,
+    /// Plans whose working set did not fit the tier that kernels run on.
+    pub overflow_plans: u64,
+    /// Rows dropped by `on_full = evict`.
+    pub dropped_rows: u64,
+    /// The device tier, if any.
+    pub device: Option<TierStats>,
+    /// The host tier.
+    pub host: TierStats,
+    /// The SSD tier, if any.
+    pub ssd: Option<SsdStats>,
+}
+
+impl Table {
+    /// Check the configuration and open the tiers. `device_rows` is wanted exactly when the configuration has a device tier.
+    ///
+    /// Errors: `Config` for values out of range; those of [`SsdTier::open`].
+    pub fn open(
+        config: TableConfig,
+        device_rows: Option<Arc<dyn DeviceRows>>,
+        engine: Arc<dyn IoEngine>,
+    ) -> Result<Self> {
+        check(&config, device_rows.is_some())?;
+        let layout = config.layout();
+        let birth = RowBirth::new(config.initializer, config.seed, config.key)?;
+        let host = HostTier::new(&config.name, layout, config.policy, config.host_bytes)?;
+        let device = config.device_rows.map(|rows| DeviceTier::new(rows, config.policy));
+        let mut counters = StateCounters::default();
+        let ssd = match &config.ssd {
+            None => None,
+            Some(ssd) => {
+                let identity = Identity {
+                    table: config.name.clone(),
+                    key: config.key,
+                    dim: config.dim as u64,
+                    optimizer: config.optimizer.name().to_owned(),
+                    seed: config.seed,
+                    initializer: format!("{:?}", config.initializer),
+                    total_num_buckets: config.total_num_buckets,
+                    bucket_begin: config.buckets.start,
+                    bucket_end: config.buckets.end,
+                };
+                let (tier, resumed) = SsdTier::open(ssd, &identity, layout, engine)?;
+                counters = resumed.unwrap_or_default();
+                Some(tier)
+            }
+        };
+        let state = State {
+            host,
+            device,
+            rows: ssd.as_ref().map_or(0, SsdTier::rows),
+            provisional: 0,
+            step: counters.step,
+            epoch: counters.epoch,
+            loading: Vec::new(),
+            unusable: None,
+            host_stats: TierStats::default(),
+            device_stats: TierStats::default(),
+            ssd_hits: 0,
+            ssd_misses: 0,
+            ssd_time_ns: 0,
+            dropped_rows: 0,
+            overflow_plans: 0,
+        };
+        let shared = Shared {
+            config,
+            layout,
+            birth,
+            ssd,
+            device_rows,
+            rows_in_use: RwLock::new(()),
+            state: Mutex::new(state),
+            version: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
+            pid: std::process::id(),
+        };
+        let table = Self { shared: Arc::new(shared) };
+        table.shared.fit_host_to_index(&mut *table.shared.lock()?)?;
+        Ok(table)
+    }
+
+    /// The configuration it was opened with.
+    pub fn config(&self) -> &TableConfig {
+        &self.shared.config
+    }
+
+    /// Rows of the table, in all tiers.
+    pub fn len(&self) -> Result<u64> {
+        Ok(self.shared.lock()?.rows)
+    }
+
+    /// Whether the table has no row.
+    pub fn is_empty(&self) -> Result<bool> {
+        Ok(self.len()? == 0)
+    }
+
+    /// Training steps so far.
+    pub fn step(&self) -> Result<u64> {
+        Ok(self.shared.lock()?.step)
+    }
+
+    /// Set the step counter (a load).
+    pub fn set_step(&self, step: u64) -> Result<()> {
+        self.shared.lock_any()?.step = step;
+        Ok(())
+    }
+
+    /// Count a training step that used no id of this table.
+    pub fn advance_step(&self) -> Result<()> {
+        let mut state = self.shared.lock()?;
+        state.step += 1;
+        self.shared.contents_changed();
+        Ok(())
+    }
+
+    /// The checkpoint epoch that rows trained now are marked with.
+    pub fn epoch(&self) -> Result<u32> {
+        Ok(self.shared.lock()?.epoch)
+    }
+
+    /// Set the checkpoint epoch.
+    pub fn set_epoch(&self, epoch: u32) -> Result<()> {
+        self.shared.lock_any()?.epoch = epoch;
+        Ok(())
+    }
+
+    /// Refuse every use until a load succeeds (`None`): its contents are incomplete.
+    pub fn set_unusable(&self, reason: Option<String>) -> Result<()> {
+        self.shared.lock_any()?.unusable = reason;
+        Ok(())
+    }
+
+    /// Write every dirty row down and publish one state named `token`. Without an SSD tier there is nothing to do.
+    pub fn flush(&self, token: u64) -> Result<()> {
+        let Some(ssd) = &self.shared.ssd else { return Ok(()) };
+        let _rows = self.shared.reading_rows();
+        let mut state = self.shared.lock()?;
+        self.shared.finish_loads(&mut state)?;
+        self.shared.write_down_all(&mut state)?;
+        let counters = StateCounters { step: state.step, epoch: state.epoch };
+        ssd.publish(token, counters)
+    }
+
+    /// Stop background work. Rows in RAM that were not flushed are gone. Harmless twice.
+    pub fn close(&self) -> Result<()> {
+        if self.shared.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let mut state = lock(&self.shared.state);
+        // A fetch that failed was reported to its plan; closing goes on.
+        let _ = self.shared.finish_loads(&mut state);
+        drop(state);
+        self.shared.ssd.as_ref().map_or(Ok(()), SsdTier::close)
+    }
+
+    /// Counters of the table and its tiers.
+    pub fn stats(&self) -> Result<TableStats> {
+        let state = self.shared.lock_any()?;
+        let ssd = self.shared.ssd.as_ref().map(|ssd| {
+            let mut stats = ssd.stats();
+            stats.tier.hits = state.ssd_hits;
+            stats.tier.misses = state.ssd_misses;
+            stats.tier.time_ns = state.ssd_time_ns;
+            stats
+        });
+        let host = &state.host;
+        let index_bytes = self.shared.ssd.as_ref().map_or(0, SsdTier::index_bytes);
+        let rows_here = u64::from(host.slots.used() + host.slots.overflow_used());
+        let device = state.device.as_ref().map(|device| {
+            let rows = u64::from(device.slots.used() + device.slots.overflow_used());
+            let row_bytes = device_row_bytes(&self.shared.layout, self.shared.config.policy);
+            TierStats {
+                rows,
+                bytes: rows * row_bytes,
+                capacity_bytes: u64::from(device.slots.capacity()) * row_bytes,
+                ..state.device_stats
+            }
+        });
+        Ok(TableStats {
+            rows: state.rows,
+            step: state.step,
+            pinned_rows: u64::from(host.slots.pinned() + state.device.as_ref().map_or(0, |d| d.slots.pinned())),
+            overflow_plans: state.overflow_plans,
+            dropped_rows: state.dropped_rows,
+            device,
+            host: TierStats {
+                rows: rows_here,
+                bytes: rows_here * host.row_bytes() + index_bytes,
+                capacity_bytes: host.budget_bytes(),
+                ..state.host_stats
+            },
+            ssd,
+        })
+    }
+}
+
+/// Bytes of the host budget that a row takes.
+pub fn host_row_bytes(layout: &RowLayout, policy: PolicyKind) -> u64 {
+    HostTier::bytes_per_row(layout, policy)
+}
+
+/// Bytes of the device budget that a row takes: values on the device; header, index and policy in RAM.
+pub fn device_row_bytes(layout: &RowLayout, policy: PolicyKind) -> u64 {
+    (layout.floats() * 4 + size_of::<crate::rows::RowHeader>() + crate::slots::SlotMap::bytes_per_slot(policy)) as u64
+}
+
+impl Shared {
+    /// The table's state; `State` errors when it is closed, unusable after a failed load, or used in a forked child.
+    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, State>> {
+        let state = self.lock_any()?;
+        if let Some(reason) = &state.unusable {
+            return Err(Error::new(Kind::State, format!("table {:?} cannot be used: {reason}", self.config.name)));
+        }
+        Ok(state)
+    }
+
+    /// As `lock`, also of a table that waits for a load.
+    pub(crate) fn lock_any(&self) -> Result<MutexGuard<'_, State>> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::new(Kind::State, format!("table {:?} is closed", self.config.name)));
+        }
+        if self.pid != std::process::id() {
+            return Err(Error::new(
+                Kind::State,
+                format!(
+                    "table {:?} was opened by process {} and is used in a forked child: open tables after the fork, or start \
+                     workers with the spawn method",
+                    self.config.name, self.pid
+                ),
+            ));
+        }
+        Ok(lock(&self.state))
+    }
+
+    /// Note that the table's contents changed: a training step, an import, a removal.
+    pub(crate) fn contents_changed(&self) {
+        self.version.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Changes with every change of contents.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn reading_rows(&self) -> std::sync::RwLockReadGuard<'_, ()> {
+        self.rows_in_use.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    pub(crate) fn writing_rows(&self) -> std::sync::RwLockWriteGuard<'_, ()> {
+        self.rows_in_use.write().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// How many rows the last tier can hold.
+    pub(crate) fn capacity_rows(&self, state: &State) -> u64 {
+        self.ssd.as_ref().map_or(u64::from(state.host.slots.limit()), SsdTier::capacity_rows)
+    }
+
+    /// Check that `more` rows can be born, or make room for them by policy where the table is allowed to drop rows.
+    pub(crate) fn check_capacity(&self, state: &mut State, more: u64) -> Result<()> {
+        let capacity = self.capacity_rows(state);
+        let wanted = state.rows + state.provisional + more;
+        let index_full = more > 0
+            && self.ssd.is_some()
+            && state.host.rows_beside_index(self.ssd.as_ref().map_or(0, SsdTier::index_bytes)) == 0;
+        if wanted <= capacity && !index_full {
+            return Ok(());
+        }
+        if index_full && self.config.on_full == OnFull::Error {
+            return Err(Error::new(
+                Kind::Capacity,
+                format!(
+                    "table {:?}: the index of its {} rows on SSD fills host_bytes={}; raise host_bytes",
+                    self.config.name, state.rows, self.config.host_bytes
+                ),
+            ));
+        }
+        match self.config.on_full {
+            OnFull::Evict => self.drop_rows(state, wanted.saturating_sub(capacity).max(1)),
+            OnFull::Error => {
+                let (tier, budget) = match &self.config.ssd {
+                    Some(ssd) => ("ssd_bytes", ssd.bytes),
+                    None => ("host_bytes", self.config.host_bytes),
+                };
+                Err(Error::new(
+                    Kind::Capacity,
+                    format!(
+                        "table {:?} is full: {tier}={budget} holds {capacity} rows, {} are there and the batch brings {more} new \
+                         ones; raise {tier}, or set on_full=\"evict\" to drop rows by policy",
+                        self.config.name, state.rows
+                    ),
+                ))
+            }
+        }
+    }
+}
+
+fn check(config: &TableConfig, gathers: bool) -> Result<()> {
+    let refuse = |message: String| Err(Error::new(Kind::Config, format!("table {:?}: {message}", config.name)));
+    if config.name.is_empty() {
+        return refuse("name is empty: give the table a name".into());
+    }
+    if config.dim == 0 || config.dim > 65_536 {
+        return refuse(format!("embedding_dim={} is out of range: use 1 to 65536", config.dim));
+    }
+    if config.total_num_buckets == 0 {
+        return refuse("total_num_buckets=0: use at least 1".into());
+    }
+    if config.buckets.start > config.buckets.end || config.buckets.end > config.total_num_buckets {
+        return refuse(format!(
+            "buckets {}..{} are not within 0..{} (total_num_buckets)",
+            config.buckets.start, config.buckets.end, config.total_num_buckets
+        ));
+    }
+    if config.device_rows == Some(0) {
+        return refuse("device_bytes holds no row: raise it, or set it to 0 for no device tier".into());
+    }
+    if config.device_rows.is_some() != gathers {
+        return refuse("a device tier needs a way to read its rows, and only then".into());
+    }
+    Ok(())
+}

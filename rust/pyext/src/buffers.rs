@@ -1,0 +1,126 @@
+//! Arrays across the border: the only place where numpy arrays become slices and vectors become arrays.
+
+use embcache::cache::DeviceTensors;
+use embcache::rows::RowHeader;
+use embcache::types::CacheSlot;
+use numpy::{
+    Element, IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1,
+    PyReadwriteArray2,
+};
+use pyo3::prelude::*;
+
+use crate::error::input;
+
+/// count, last step, score, modified epoch: each `[n]`.
+pub(crate) type Meta<'py> =
+    (Bound<'py, PyArray1<u32>>, Bound<'py, PyArray1<u64>>, Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<u32>>);
+
+/// The same, given by Python.
+pub(crate) type GivenMeta<'py> =
+    (PyReadonlyArray1<'py, u32>, PyReadonlyArray1<'py, u64>, PyReadonlyArray1<'py, f32>, PyReadonlyArray1<'py, u32>);
+
+/// A contiguous array as a slice.
+pub(crate) fn slice<'a, T: Element>(what: &str, array: &'a PyReadonlyArray1<'_, T>) -> PyResult<&'a [T]> {
+    array.as_slice().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
+}
+
+/// A contiguous `[n, m]` array as a slice.
+pub(crate) fn slice2<'a, T: Element>(what: &str, array: &'a PyReadonlyArray2<'_, T>) -> PyResult<&'a [T]> {
+    array.as_slice().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
+}
+
+/// A contiguous array as a slice to write.
+pub(crate) fn slice_mut<'a, T: Element>(what: &str, array: &'a mut PyReadwriteArray1<'_, T>) -> PyResult<&'a mut [T]> {
+    array.as_slice_mut().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
+}
+
+/// A contiguous `[n, m]` array as a slice to write.
+pub(crate) fn slice2_mut<'a, T: Element>(what: &str, array: &'a mut PyReadwriteArray2<'_, T>) -> PyResult<&'a mut [T]> {
+    array.as_slice_mut().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
+}
+
+/// A vector as an array `[rows, columns]`, without a copy.
+pub(crate) fn matrix<T: Element>(py: Python<'_>, data: Vec<T>, columns: usize) -> PyResult<Bound<'_, PyArray2<T>>> {
+    let rows = data.len().checked_div(columns).unwrap_or(0);
+    data.into_pyarray(py).reshape([rows, columns])
+}
+
+/// Slots as Python sees them: int64, -1 for a row of zeros.
+pub(crate) fn slots_to_python<'py>(py: Python<'py>, slots: &[CacheSlot]) -> Bound<'py, PyArray1<i64>> {
+    let slots: Vec<i64> =
+        slots.iter().map(|&slot| if slot == embcache::types::NO_SLOT { -1 } else { i64::from(slot) }).collect();
+    slots.into_pyarray(py)
+}
+
+/// Positions as int64.
+pub(crate) fn positions_to_python<'py>(py: Python<'py>, positions: &[u32]) -> Bound<'py, PyArray1<i64>> {
+    positions.iter().map(|&position| i64::from(position)).collect::<Vec<i64>>().into_pyarray(py)
+}
+
+/// The scalar slots of rows: `[n]`.
+pub(crate) fn scalars_to_python<'py>(py: Python<'py>, headers: &[RowHeader]) -> Bound<'py, PyArray1<f32>> {
+    headers.iter().map(|header| header.scalar).collect::<Vec<f32>>().into_pyarray(py)
+}
+
+/// The metadata of rows.
+pub(crate) fn meta_to_python<'py>(py: Python<'py>, headers: &[RowHeader]) -> Meta<'py> {
+    (
+        headers.iter().map(|header| header.count).collect::<Vec<u32>>().into_pyarray(py),
+        headers.iter().map(|header| header.last_step).collect::<Vec<u64>>().into_pyarray(py),
+        headers.iter().map(|header| header.score).collect::<Vec<f32>>().into_pyarray(py),
+        headers.iter().map(|header| header.modified_epoch).collect::<Vec<u32>>().into_pyarray(py),
+    )
+}
+
+/// Headers from the parts that Python gives.
+pub(crate) fn headers_from_python(
+    ids: &[i64],
+    scalars: Option<&[f32]>,
+    meta: Option<&GivenMeta<'_>>,
+) -> PyResult<Vec<RowHeader>> {
+    let check = |what: &str, len: usize| {
+        if len == ids.len() { Ok(()) } else { Err(input(format!("{what} has {len} entries for {} ids", ids.len()))) }
+    };
+    let mut headers: Vec<RowHeader> = ids.iter().map(|&id| RowHeader { id, ..RowHeader::default() }).collect();
+    if let Some(scalars) = scalars {
+        check("scalars", scalars.len())?;
+        headers.iter_mut().zip(scalars).for_each(|(header, &scalar)| header.scalar = scalar);
+    }
+    if let Some((count, last_step, score, epoch)) = meta {
+        let (count, last_step) = (slice("count", count)?, slice("last_step", last_step)?);
+        let (score, epoch) = (slice("score", score)?, slice("modified_epoch", epoch)?);
+        check("count", count.len())?;
+        check("last_step", last_step.len())?;
+        check("score", score.len())?;
+        check("modified_epoch", epoch.len())?;
+        for (position, header) in headers.iter_mut().enumerate() {
+            header.count = count[position];
+            header.last_step = last_step[position];
+            header.score = score[position];
+            header.modified_epoch = epoch[position];
+        }
+    }
+    Ok(headers)
+}
+
+/// The device tensors of one table as Python gives them: weights, vector slots, scalar slot.
+pub(crate) type GivenDevice<'py> =
+    (PyReadwriteArray2<'py, f32>, Vec<PyReadwriteArray2<'py, f32>>, Option<PyReadwriteArray1<'py, f32>>);
+
+/// As the core takes them.
+pub(crate) fn device_tensors<'a>(given: &'a mut [Option<GivenDevice<'_>>]) -> PyResult<Vec<Option<DeviceTensors<'a>>>> {
+    given
+        .iter_mut()
+        .map(|given| {
+            let Some((weights, vector_slots, scalars)) = given else { return Ok(None) };
+            Ok(Some(DeviceTensors {
+                weights: slice2_mut("device weights", weights)?,
+                vector_slots: vector_slots
+                    .iter_mut()
+                    .map(|slot| slice2_mut("device slot", slot))
+                    .collect::<PyResult<_>>()?,
+                scalars: scalars.as_mut().map(|scalars| slice_mut("device scalars", scalars)).transpose()?,
+            }))
+        })
+        .collect()
+}

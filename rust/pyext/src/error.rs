@@ -1,0 +1,51 @@
+//! Errors of the core as the classes of `torchrec_embcache.exceptions`.
+
+use embcache::{Error, Kind};
+use pyo3::prelude::*;
+
+fn class_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Config => "ConfigError",
+        Kind::Input => "InputError",
+        Kind::Capacity => "CapacityError",
+        Kind::Corruption => "CorruptionError",
+        Kind::Storage => "StorageError",
+        Kind::Path => "PathError",
+        Kind::Permission => "StoragePermissionError",
+        Kind::InUse => "InUseError",
+        Kind::State => "StateError",
+        Kind::Mismatch => "MismatchError",
+        Kind::ReadOnly => "ReadOnlyError",
+        Kind::Unsupported => "UnsupportedError",
+        _ => "EmbCacheError",
+    }
+}
+
+/// The Python exception for a core error.
+#[expect(clippy::needless_pass_by_value, reason = "it is given to map_err")]
+pub(crate) fn to_python(error: Error) -> PyErr {
+    Python::attach(|py| {
+        let make = || -> PyResult<PyErr> {
+            let class = py.import("torchrec_embcache.exceptions")?.getattr(class_name(error.kind()))?;
+            let exception = class.call1((error.to_string(),))?;
+            if let Some(errno) = error.errno() {
+                exception.setattr("errno", errno)?;
+            }
+            if let Some(path) = error.path() {
+                exception.setattr("filename", path.to_string_lossy().into_owned())?;
+            }
+            Ok(PyErr::from_value(exception))
+        };
+        make().unwrap_or_else(|failure| failure)
+    })
+}
+
+/// A core error for a Python exception raised inside a callback.
+pub(crate) fn from_python(error: &PyErr, what: &str) -> Error {
+    Error::new(Kind::State, format!("{what}: {error}"))
+}
+
+/// An `InputError`.
+pub(crate) fn input(message: impl Into<String>) -> PyErr {
+    to_python(Error::new(Kind::Input, message))
+}

@@ -1,0 +1,40 @@
+//! `Lookup`.
+
+use embcache::cache::Lookup;
+use numpy::PyReadonlyArray1;
+use pyo3::prelude::*;
+
+use crate::buffers::slice;
+use crate::error::to_python;
+use crate::plan::PyPlan;
+use crate::table::PyTable;
+
+/// Plans batches over several tables.
+#[pyclass(frozen, name = "Lookup", module = "torchrec_embcache._native")]
+pub(crate) struct PyLookup {
+    inner: Lookup,
+}
+
+#[pymethods]
+impl PyLookup {
+    #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
+    fn new(tables: Vec<Py<PyTable>>, feature_tables: Vec<usize>) -> PyResult<Self> {
+        let tables: Vec<_> = tables.iter().map(|table| table.get().inner.clone()).collect();
+        Ok(Self { inner: Lookup::new(&tables, &feature_tables).map_err(to_python)? })
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        ids: PyReadonlyArray1<'_, i64>,
+        feature_splits: PyReadonlyArray1<'_, i64>,
+        train: bool,
+        ahead: bool,
+        unseen_zeros: bool,
+    ) -> PyResult<PyPlan> {
+        let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
+        py.detach(|| self.inner.plan(ids, splits, train, ahead, unseen_zeros)).map(PyPlan::new).map_err(to_python)
+    }
+}

@@ -1,0 +1,183 @@
+//! `Plan`.
+
+use embcache::cache::Plan;
+use embcache::kernels::Hyperparameters;
+use embcache::{Error, Kind};
+use numpy::{
+    IntoPyArray, PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1, PyReadwriteArray2,
+};
+use pyo3::prelude::*;
+
+use crate::buffers::{
+    GivenDevice, device_tensors, matrix, positions_to_python, slice, slice_mut, slice2, slice2_mut, slots_to_python,
+};
+use crate::error::to_python;
+
+/// One batch.
+#[pyclass(frozen, name = "Plan", module = "torchrec_embcache._native")]
+pub(crate) struct PyPlan {
+    /// `None` only while it is dropped.
+    inner: Option<Plan>,
+}
+
+impl PyPlan {
+    pub(crate) fn new(plan: Plan) -> Self {
+        Self { inner: Some(plan) }
+    }
+
+    fn plan(&self) -> PyResult<&Plan> {
+        self.inner.as_ref().ok_or_else(|| to_python(Error::new(Kind::State, "the plan is gone")))
+    }
+}
+
+impl Drop for PyPlan {
+    fn drop(&mut self) {
+        let plan = self.inner.take();
+        // Releasing takes the tables' locks, whose holders may wait for the GIL. An interpreter that ends has no use for either.
+        Python::try_attach(|py| py.detach(|| drop(plan)));
+    }
+}
+
+fn hyperparameters(rows: &PyReadonlyArray2<'_, f64>) -> PyResult<Vec<Hyperparameters>> {
+    Ok(slice2("hyperparameters", rows)?
+        .chunks_exact(5)
+        .map(|row| Hyperparameters { lr: row[0], eps: row[1], beta1: row[2], beta2: row[3], weight_decay: row[4] })
+        .collect())
+}
+
+/// Per table its device tensors, or `None`.
+type Device<'py> = Option<Vec<Option<GivenDevice<'py>>>>;
+
+#[pymethods]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
+impl PyPlan {
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        let plan = self.plan()?;
+        py.detach(|| plan.wait()).map_err(to_python)
+    }
+    fn is_ready(&self, py: Python<'_>) -> PyResult<bool> {
+        let plan = self.plan()?;
+        Ok(py.detach(|| plan.is_ready()))
+    }
+    fn complete_ahead(&self, py: Python<'_>) -> PyResult<bool> {
+        let plan = self.plan()?;
+        Ok(py.detach(|| plan.complete_ahead()))
+    }
+    fn overflow_rows(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let plan = self.plan()?;
+        Ok(py.detach(|| plan.overflow_rows()))
+    }
+    fn required_slots(&self, py: Python<'_>, table: usize) -> PyResult<u32> {
+        let plan = self.plan()?;
+        py.detach(|| plan.required_slots(table)).map_err(to_python)
+    }
+
+    #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
+    fn fetched<'py>(
+        &self,
+        py: Python<'py>,
+        table: usize,
+    ) -> PyResult<(Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<f32>>)> {
+        let plan = self.plan()?;
+        let (fetched, floats) =
+            py.detach(|| Ok((plan.fetched(table)?, plan.vector_floats(table)?))).map_err(to_python)?;
+        let (slots, vectors, scalars) = fetched;
+        Ok((slots_to_python(py, &slots), matrix(py, vectors, floats)?, scalars.into_pyarray(py)))
+    }
+
+    fn slots<'py>(&self, py: Python<'py>, feature: usize) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let plan = self.plan()?;
+        let slots = py.detach(|| plan.slots(feature)).map_err(to_python)?;
+        Ok(slots_to_python(py, &slots))
+    }
+
+    #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
+    fn transposed<'py>(
+        &self,
+        py: Python<'py>,
+        table: usize,
+    ) -> PyResult<(Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>)> {
+        let plan = self.plan()?;
+        let (slots, starts, occurrences) = py.detach(|| plan.transposed(table)).map_err(to_python)?;
+        Ok((slots_to_python(py, &slots), positions_to_python(py, &starts), positions_to_python(py, &occurrences)))
+    }
+
+    fn commit(&self, py: Python<'_>) -> PyResult<()> {
+        let plan = self.plan()?;
+        py.detach(|| plan.commit()).map_err(to_python)
+    }
+
+    #[pyo3(signature = (offsets, weights, mean, out, device, threads))]
+    #[expect(clippy::too_many_arguments, reason = "one call a phase")]
+    fn forward_pooled(
+        &self,
+        py: Python<'_>,
+        offsets: PyReadonlyArray1<'_, i64>,
+        weights: Option<PyReadonlyArray1<'_, f32>>,
+        mean: PyReadonlyArray1<'_, bool>,
+        mut out: PyReadwriteArray2<'_, f32>,
+        mut device: Device<'_>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let plan = self.plan()?;
+        let (offsets, mean) = (slice("offsets", &offsets)?, slice("mean", &mean)?);
+        let weights = weights.as_ref().map(|weights| slice("weights", weights)).transpose()?;
+        let out = slice2_mut("out", &mut out)?;
+        let mut device = device_tensors(device.as_deref_mut().unwrap_or_default())?;
+        py.detach(|| plan.forward_pooled(offsets, weights, mean, out, &mut device, threads)).map_err(to_python)
+    }
+
+    #[pyo3(signature = (out, device, threads))]
+    fn forward_sequence(
+        &self,
+        py: Python<'_>,
+        mut out: PyReadwriteArray2<'_, f32>,
+        mut device: Device<'_>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let plan = self.plan()?;
+        let out = slice2_mut("out", &mut out)?;
+        let mut device = device_tensors(device.as_deref_mut().unwrap_or_default())?;
+        py.detach(|| plan.forward_sequence(out, &mut device, threads)).map_err(to_python)
+    }
+
+    #[pyo3(signature = (grad, hyperparameters, weight_grad, device, threads))]
+    fn backward_pooled(
+        &self,
+        py: Python<'_>,
+        grad: PyReadonlyArray2<'_, f32>,
+        hyperparameters: PyReadonlyArray2<'_, f64>,
+        mut weight_grad: Option<PyReadwriteArray1<'_, f32>>,
+        mut device: Device<'_>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let plan = self.plan()?;
+        let grad = slice2("grad", &grad)?;
+        let hyperparameters = self::hyperparameters(&hyperparameters)?;
+        let weight_grad = weight_grad.as_mut().map(|grad| slice_mut("weight_grad", grad)).transpose()?;
+        let mut device = device_tensors(device.as_deref_mut().unwrap_or_default())?;
+        py.detach(|| plan.backward_pooled(grad, &hyperparameters, weight_grad, &mut device, threads)).map_err(to_python)
+    }
+
+    #[pyo3(signature = (grad, hyperparameters, device, threads))]
+    fn backward_sequence(
+        &self,
+        py: Python<'_>,
+        grad: PyReadonlyArray2<'_, f32>,
+        hyperparameters: PyReadonlyArray2<'_, f64>,
+        mut device: Device<'_>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let plan = self.plan()?;
+        let grad = slice2("grad", &grad)?;
+        let hyperparameters = self::hyperparameters(&hyperparameters)?;
+        let mut device = device_tensors(device.as_deref_mut().unwrap_or_default())?;
+        py.detach(|| plan.backward_sequence(grad, &hyperparameters, &mut device, threads)).map_err(to_python)
+    }
+
+    fn release(&self, py: Python<'_>) -> PyResult<()> {
+        let plan = self.plan()?;
+        py.detach(|| plan.release());
+        Ok(())
+    }
+}

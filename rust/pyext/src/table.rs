@@ -1,0 +1,335 @@
+//! `Table` and `Export`.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table, device_row_bytes, host_row_bytes};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::default_engine;
+use embcache::rows::Initializer;
+use embcache::ssd::SsdTier;
+use embcache::stats::TierStats;
+use embcache::types::{CacheSlot, table_key};
+use embcache::{Error, Kind};
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::buffers::{
+    GivenMeta, Meta, headers_from_python, matrix, meta_to_python, scalars_to_python, slice, slice2, slots_to_python,
+};
+use crate::error::{from_python, to_python};
+
+/// Reads rows of the device tier by a Python callable.
+struct PythonGather {
+    callable: Py<PyAny>,
+    vector_floats: usize,
+}
+
+impl DeviceRows for PythonGather {
+    fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
+        Python::attach(|py| {
+            let mut call = || -> PyResult<()> {
+                let answer = self.callable.call1(py, (slots_to_python(py, slots),))?;
+                let (rows, scalar_slots): (PyReadonlyArray2<'_, f32>, PyReadonlyArray1<'_, f32>) =
+                    answer.extract(py)?;
+                let (rows, scalar_slots) = (slice2("device rows", &rows)?, slice("device scalars", &scalar_slots)?);
+                if rows.len() != slots.len() * self.vector_floats || scalar_slots.len() != slots.len() {
+                    return Err(crate::error::input(format!(
+                        "device_gather gave {} floats and {} scalars for {} slots of {} floats",
+                        rows.len(),
+                        scalar_slots.len(),
+                        slots.len(),
+                        self.vector_floats
+                    )));
+                }
+                vectors.copy_from_slice(rows);
+                scalars.copy_from_slice(scalar_slots);
+                Ok(())
+            };
+            call().map_err(|error| from_python(&error, "reading rows of the device tier"))
+        })
+    }
+}
+
+fn config_error(message: String) -> PyErr {
+    to_python(Error::new(Kind::Config, message))
+}
+
+fn initializer_from((kind, first, second): (String, f32, f32)) -> PyResult<Initializer> {
+    Ok(match kind.as_str() {
+        "constant" => Initializer::Constant { value: first },
+        "uniform" => Initializer::Uniform { low: first, high: second },
+        "normal" => Initializer::Normal { mean: first, std: second },
+        "truncated_normal" => Initializer::TruncatedNormal { mean: first, std: second },
+        "linear" => Initializer::Linear { low: first, high: second },
+        _ => return Err(config_error(format!("initializer {kind:?} is not known"))),
+    })
+}
+
+fn policy_from(name: &str) -> PyResult<PolicyKind> {
+    Ok(match name {
+        "lru" => PolicyKind::Lru,
+        "lfu" => PolicyKind::Lfu,
+        "s3fifo" => PolicyKind::S3Fifo,
+        _ => return Err(config_error(format!("policy {name:?} is not known: use \"lru\", \"lfu\" or \"s3fifo\""))),
+    })
+}
+
+/// One table shard.
+#[pyclass(frozen, name = "Table", module = "torchrec_embcache._native")]
+pub(crate) struct PyTable {
+    pub(crate) inner: Table,
+}
+
+#[pymethods]
+impl PyTable {
+    #[new]
+    #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_begin, bucket_end, host_bytes,
+        device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
+    fn new(
+        py: Python<'_>,
+        name: String,
+        key: Option<u64>,
+        dim: usize,
+        optimizer: &str,
+        initializer: (String, f32, f32),
+        seed: u64,
+        total_num_buckets: u32,
+        bucket_begin: u32,
+        bucket_end: u32,
+        host_bytes: u64,
+        device_rows: Option<u32>,
+        device_gather: Option<Py<PyAny>>,
+        ssd_dir: Option<PathBuf>,
+        ssd_bytes: u64,
+        reopen: Option<&str>,
+        resume_token: Option<u64>,
+        policy: &str,
+        on_full: &str,
+    ) -> PyResult<Self> {
+        let reopen = match reopen {
+            None => Reopen::Never,
+            Some("resume") => Reopen::Resume,
+            Some("discard") => Reopen::Discard,
+            Some(other) => {
+                return Err(config_error(format!(
+                    "reopen={other:?} is not known: use None, \"resume\" or \"discard\""
+                )));
+            }
+        };
+        let on_full = match on_full {
+            "error" => OnFull::Error,
+            "evict" => OnFull::Evict,
+            other => return Err(config_error(format!("on_full={other:?} is not known: use \"error\" or \"evict\""))),
+        };
+        let config = TableConfig {
+            key: key.unwrap_or_else(|| table_key(&name)),
+            name,
+            dim,
+            optimizer: OptimizerKind::from_name(optimizer).map_err(to_python)?,
+            initializer: initializer_from(initializer)?,
+            seed,
+            total_num_buckets,
+            buckets: bucket_begin..bucket_end,
+            host_bytes,
+            device_rows,
+            ssd: ssd_dir.map(|dir| SsdConfig { dir, bytes: ssd_bytes, reopen, resume_token }),
+            policy: policy_from(policy)?,
+            on_full,
+        };
+        let vector_floats = config.layout().vector_floats();
+        let gather =
+            device_gather.map(|callable| Arc::new(PythonGather { callable, vector_floats }) as Arc<dyn DeviceRows>);
+        let inner = py.detach(|| Table::open(config, gather, default_engine()?)).map_err(to_python)?;
+        Ok(Self { inner })
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.inner.config().name
+    }
+    #[getter]
+    fn key(&self) -> u64 {
+        self.inner.config().key
+    }
+    #[getter]
+    fn dim(&self) -> usize {
+        self.inner.config().dim
+    }
+    #[getter]
+    fn optimizer(&self) -> &'static str {
+        self.inner.config().optimizer.name()
+    }
+    #[getter]
+    fn slot_names(&self) -> Vec<&'static str> {
+        self.inner.config().optimizer.slot_names().to_vec()
+    }
+    #[getter]
+    fn vector_floats(&self) -> usize {
+        self.inner.config().layout().vector_floats()
+    }
+
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        py.detach(|| self.inner.len()).map(|rows| rows as usize).map_err(to_python)
+    }
+    fn step(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.inner.step()).map_err(to_python)
+    }
+    fn set_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        py.detach(|| self.inner.set_step(step)).map_err(to_python)
+    }
+    fn advance_step(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.advance_step()).map_err(to_python)
+    }
+    fn epoch(&self, py: Python<'_>) -> PyResult<u32> {
+        py.detach(|| self.inner.epoch()).map_err(to_python)
+    }
+    fn set_epoch(&self, py: Python<'_>, epoch: u32) -> PyResult<()> {
+        py.detach(|| self.inner.set_epoch(epoch)).map_err(to_python)
+    }
+    #[pyo3(signature = (reason))]
+    fn set_unusable(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
+        py.detach(|| self.inner.set_unusable(reason)).map_err(to_python)
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = py.detach(|| self.inner.stats()).map_err(to_python)?;
+        let all = PyDict::new(py);
+        all.set_item("rows", stats.rows)?;
+        all.set_item("step", stats.step)?;
+        all.set_item("pinned_rows", stats.pinned_rows)?;
+        all.set_item("overflow_plans", stats.overflow_plans)?;
+        all.set_item("dropped_rows", stats.dropped_rows)?;
+        all.set_item("device", stats.device.map(|tier| tier_dict(py, &tier)).transpose()?)?;
+        all.set_item("host", tier_dict(py, &stats.host)?)?;
+        let ssd = stats
+            .ssd
+            .map(|ssd| -> PyResult<_> {
+                let dict = tier_dict(py, &ssd.tier)?;
+                dict.set_item("io_engine", &ssd.io_engine)?;
+                dict.set_item("row_bytes_given", ssd.row_bytes_given)?;
+                dict.set_item("compaction_bytes", ssd.compaction_bytes)?;
+                dict.set_item("live_share", ssd.live_share)?;
+                dict.set_item("segments", ssd.segments)?;
+                dict.set_item("index_bytes", ssd.index_bytes)?;
+                dict.set_item("dropped_rows", ssd.dropped_rows)?;
+                Ok(dict)
+            })
+            .transpose()?;
+        all.set_item("ssd", ssd)?;
+        Ok(all)
+    }
+
+    fn export(&self, py: Python<'_>, chunk_rows: usize) -> PyResult<PyExport> {
+        let stream = py.detach(|| self.inner.export(chunk_rows)).map_err(to_python)?;
+        Ok(PyExport { stream: Mutex::new(stream), vector_floats: self.vector_floats() })
+    }
+
+    #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
+    fn read_rows<'py>(
+        &self,
+        py: Python<'py>,
+        ids: PyReadonlyArray1<'py, i64>,
+    ) -> PyResult<(Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<f32>>, Meta<'py>)> {
+        let ids = slice("ids", &ids)?;
+        let rows = py.detach(|| self.inner.read_rows(ids)).map_err(to_python)?;
+        Ok((
+            rows.found.into_pyarray(py),
+            matrix(py, rows.vectors, self.vector_floats())?,
+            scalars_to_python(py, &rows.headers),
+            meta_to_python(py, &rows.headers),
+        ))
+    }
+
+    #[pyo3(signature = (ids, vectors, scalars, meta))]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
+    fn import_rows<'py>(
+        &self,
+        py: Python<'py>,
+        ids: PyReadonlyArray1<'py, i64>,
+        vectors: PyReadonlyArray2<'py, f32>,
+        scalars: Option<PyReadonlyArray1<'py, f32>>,
+        meta: Option<GivenMeta<'py>>,
+    ) -> PyResult<()> {
+        let scalars = scalars.as_ref().map(|scalars| slice("scalars", scalars)).transpose()?;
+        let headers = headers_from_python(slice("ids", &ids)?, scalars, meta.as_ref())?;
+        let vectors = slice2("vectors", &vectors)?;
+        py.detach(|| self.inner.import_rows(RowBlock { headers: &headers, vectors })).map_err(to_python)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
+    fn remove_rows(&self, py: Python<'_>, ids: PyReadonlyArray1<'_, i64>) -> PyResult<u64> {
+        let ids = slice("ids", &ids)?;
+        py.detach(|| self.inner.remove_rows(ids)).map_err(to_python)
+    }
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.clear()).map_err(to_python)
+    }
+    fn flush(&self, py: Python<'_>, token: u64) -> PyResult<()> {
+        py.detach(|| self.inner.flush(token)).map_err(to_python)
+    }
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.close()).map_err(to_python)
+    }
+    #[staticmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
+    fn published(py: Python<'_>, ssd_dir: PathBuf) -> PyResult<Vec<u64>> {
+        py.detach(|| SsdTier::published(&ssd_dir, &*default_engine()?)).map_err(to_python)
+    }
+}
+
+fn tier_dict<'py>(py: Python<'py>, tier: &TierStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("rows", tier.rows)?;
+    dict.set_item("bytes", tier.bytes)?;
+    dict.set_item("capacity_bytes", tier.capacity_bytes)?;
+    dict.set_item("hits", tier.hits)?;
+    dict.set_item("misses", tier.misses)?;
+    dict.set_item("evictions", tier.evictions)?;
+    dict.set_item("read_bytes", tier.read_bytes)?;
+    dict.set_item("written_bytes", tier.written_bytes)?;
+    dict.set_item("time_ns", tier.time_ns)?;
+    Ok(dict)
+}
+
+/// Bytes of the host and device budgets that one row takes.
+#[pyfunction]
+#[pyo3(signature = (dim, optimizer, policy))]
+pub(crate) fn row_bytes(dim: usize, optimizer: &str, policy: &str) -> PyResult<(u64, u64)> {
+    let layout = OptimizerKind::from_name(optimizer).map_err(to_python)?.layout(dim);
+    let policy = policy_from(policy)?;
+    Ok((host_row_bytes(&layout, policy), device_row_bytes(&layout, policy)))
+}
+
+/// A stream of chunks of rows.
+#[pyclass(frozen, name = "Export", module = "torchrec_embcache._native")]
+pub(crate) struct PyExport {
+    stream: Mutex<ExportStream>,
+    vector_floats: usize,
+}
+
+#[pymethods]
+impl PyExport {
+    fn __iter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
+    fn __next__<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Option<(Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<f32>>, Meta<'py>)>>
+    {
+        let next = py.detach(|| self.stream.lock().unwrap_or_else(std::sync::PoisonError::into_inner).next());
+        let Some(chunk) = next.transpose().map_err(to_python)? else { return Ok(None) };
+        let ids: Vec<i64> = chunk.headers.iter().map(|header| header.id).collect();
+        Ok(Some((
+            ids.into_pyarray(py),
+            matrix(py, chunk.vectors, self.vector_floats)?,
+            scalars_to_python(py, &chunk.headers),
+            meta_to_python(py, &chunk.headers),
+        )))
+    }
+}
