@@ -11,7 +11,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::cover::{Cover, Step};
-use super::{ALIGNMENT, BufPool, DirLock, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, short_file};
+use super::{
+    ALIGNMENT, BufPool, DirLock, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, open_error, short_file,
+};
 use crate::error::{Error, Kind, Result};
 
 /// Mode of the directories made, cut by the process's umask.
@@ -280,12 +282,7 @@ impl<R: BatchReader> DiskEngine<R> {
                 "make"
             }
         };
-        let file = uninterrupted(|| options.open(path)).map_err(|e| match e.raw_os_error() {
-            Some(libc::ELOOP) => {
-                Error::new(Kind::Path, format!("{} is a symbolic link: give the path it points to", path.display()))
-            }
-            _ => Error::io(what, path, &e),
-        })?;
+        let file = uninterrupted(|| options.open(path)).map_err(|e| open_error(what, path, &e))?;
         let align = if self.direct { DiskFile::turn_direct(&file) } else { None };
         if self.direct && align.is_none() {
             self.refused.store(true, Ordering::Relaxed);

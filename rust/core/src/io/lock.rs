@@ -41,7 +41,7 @@ impl DirLock {
             .mode(0o640)
             .custom_flags(libc::O_NOFOLLOW)
             .open(&path)
-            .map_err(|e| Error::io("open the lock file", &path, &e))?;
+            .map_err(|e| super::open_error("open the lock file", &path, &e))?;
         loop {
             // SAFETY: flock takes an open descriptor and flags; `file` is open for the length of the call.
             if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {

@@ -124,6 +124,17 @@ fn check_aligned(path: &Path, offset: u64, len: usize) -> Result<()> {
     ))
 }
 
+/// The error of opening a path with `O_NOFOLLOW`.
+fn open_error(what: &str, path: &Path, source: &std::io::Error) -> Error {
+    if source.raw_os_error() == Some(libc::ELOOP) {
+        return Error::new(
+            Kind::Path,
+            format!("cannot {what} {}: it is a symbolic link; give the path it points to", path.display()),
+        );
+    }
+    Error::io(what, path, source)
+}
+
 /// The error of a read that ends past the end of its file.
 fn short_file(path: &Path, wanted_end: u64, len: u64) -> Error {
     Error::corruption(path, len, "the file's length", format!("at least {wanted_end}"), len)

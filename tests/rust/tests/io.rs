@@ -1,0 +1,387 @@
+//! What every I/O engine does, checked over each of them.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use embcache::io::{
+    ALIGNMENT, AlignedBuf, FaultEngine, IoEngine, IoFile, MemoryEngine, Open, PsyncEngine, Read, UringEngine, publish,
+    read_file,
+};
+use embcache::{Error, Kind, Result};
+
+/// An engine and a directory for it.
+struct Place {
+    engine: Arc<dyn IoEngine>,
+    dir: PathBuf,
+    _held: Option<tempfile::TempDir>,
+}
+
+impl Place {
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    fn create(&self, name: &str, preallocate: u64) -> Arc<dyn IoFile> {
+        self.engine.open(&self.path(name), Open::Create { preallocate }).unwrap()
+    }
+
+    /// A file of `len` pattern bytes.
+    fn filled(&self, name: &str, len: usize) -> (Arc<dyn IoFile>, Vec<u8>) {
+        let file = self.create(name, 0);
+        let data = pattern(len.next_multiple_of(ALIGNMENT));
+        file.write_at(0, &data).unwrap();
+        file.set_len(len as u64).unwrap();
+        (file, data[..len].to_vec())
+    }
+}
+
+fn pattern(len: usize) -> AlignedBuf {
+    let mut data = AlignedBuf::zeroed(len);
+    for (i, byte) in data.iter_mut().enumerate() {
+        *byte = (i.wrapping_mul(0x9e37_79b1) >> 13) as u8;
+    }
+    data
+}
+
+/// Each engine with a fresh directory. Where the system refuses `io_uring`, its two are left out: the others still run.
+fn every_engine() -> Vec<Place> {
+    let mut engines: Vec<Arc<dyn IoEngine>> = vec![
+        Arc::new(MemoryEngine::default()),
+        Arc::new(FaultEngine::new(Arc::new(MemoryEngine::default()))),
+        Arc::new(PsyncEngine::new(false)),
+        Arc::new(PsyncEngine::new(true)),
+        Arc::new(FaultEngine::new(Arc::new(PsyncEngine::new(true)))),
+    ];
+    for direct in [false, true] {
+        match UringEngine::new(direct) {
+            Ok(engine) => engines.push(Arc::new(engine)),
+            Err(error) => assert_eq!(error.kind(), Kind::Unsupported, "{error}"),
+        }
+    }
+    engines
+        .into_iter()
+        .map(|engine| {
+            let held = tempfile::tempdir().unwrap();
+            let dir = held.path().to_owned();
+            engine.create_dir_all(&dir).unwrap();
+            Place { engine, dir, _held: Some(held) }
+        })
+        .collect()
+}
+
+fn on_every_engine(behaviour: impl Fn(&Place)) {
+    for place in every_engine() {
+        behaviour(&place);
+    }
+}
+
+/// The outcomes of a batch by position; each read must be handed over exactly once.
+fn read_all(engine: &dyn IoEngine, reads: &[Read]) -> Vec<Result<Vec<u8>>> {
+    let mut outcomes: Vec<Option<Result<Vec<u8>>>> = reads.iter().map(|_| None).collect();
+    engine.read_batch(reads, &mut |position, outcome| {
+        assert!(outcomes[position].replace(outcome.map(<[u8]>::to_vec)).is_none(), "read {position} came twice");
+    });
+    outcomes.into_iter().map(|outcome| outcome.expect("every read is handed over")).collect()
+}
+
+fn kind<T>(done: Result<T>) -> Option<Kind> {
+    done.err().map(|e: Error| e.kind())
+}
+
+#[test]
+fn reads_of_any_offset_and_length_give_what_was_written() {
+    on_every_engine(|place| {
+        let (file, data) = place.filled("a", 300_001);
+        for (offset, len) in
+            [(0, 1), (511, 2), (512, 512), (1000, 308), (4095, 8194), (300_000, 1), (0, 300_001), (7, 0)]
+        {
+            let mut found = vec![0; len];
+            file.read_at(offset, &mut found).unwrap();
+            assert!(found == data[offset as usize..][..len], "{}: {len} at {offset}", place.engine.name());
+        }
+    });
+}
+
+#[test]
+fn a_batch_deeper_than_any_queue_gives_each_read_its_own_bytes() {
+    on_every_engine(|place| {
+        let (file, data) = place.filled("a", 1 << 20);
+        let (other, other_data) = place.filled("b", 70_000);
+        let reads: Vec<Read> = (0..3000_u64)
+            .map(|i| match i % 7 {
+                0 => Read { file: other.clone(), offset: i * 23 % 69_000, len: (i % 900) as usize },
+                1 => Read { file: file.clone(), offset: i * 8191 % 900_000, len: 9000 + i as usize },
+                _ => Read { file: file.clone(), offset: i * 308, len: 308 },
+            })
+            .collect();
+        for (read, outcome) in reads.iter().zip(read_all(&*place.engine, &reads)) {
+            let source = if Arc::ptr_eq(&read.file, &other) { &other_data } else { &data };
+            assert!(
+                outcome.unwrap() == source[read.offset as usize..][..read.len],
+                "{}: {read:?}",
+                place.engine.name()
+            );
+        }
+    });
+}
+
+#[test]
+fn large_reads_of_a_batch_are_whole() {
+    on_every_engine(|place| {
+        let (file, data) = place.filled("a", 6 << 20);
+        let reads: Vec<Read> =
+            (0..24_u64).map(|i| Read { file: file.clone(), offset: i * 999, len: 5 << 20 }).collect();
+        for (read, outcome) in reads.iter().zip(read_all(&*place.engine, &reads)) {
+            assert!(outcome.unwrap() == data[read.offset as usize..][..read.len], "{}", place.engine.name());
+        }
+    });
+}
+
+#[test]
+fn a_read_past_the_end_is_corruption_that_names_the_length() {
+    on_every_engine(|place| {
+        let (file, _) = place.filled("a", 5000);
+        for (offset, len) in [(4999, 2), (5000, 1), (9000, 10), (0, 5001)] {
+            let error = file.read_at(offset, &mut vec![0; len]).unwrap_err();
+            assert_eq!(error.kind(), Kind::Corruption, "{}: {error}", place.engine.name());
+            let wanted = format!("at least {}", offset as usize + len);
+            assert!(error.to_string().contains(&wanted) && error.to_string().contains("is 5000"), "{error}");
+            assert_eq!(error.path(), Some(&*place.path("a")));
+        }
+    });
+}
+
+#[test]
+fn errors_in_a_batch_leave_the_other_reads_alone() {
+    on_every_engine(|place| {
+        let (file, data) = place.filled("a", 200_000);
+        let reads: Vec<Read> = (0..1000_u64)
+            .map(|i| Read { file: file.clone(), offset: if i % 3 == 0 { 200_000 - i % 50 } else { i * 190 }, len: 100 })
+            .collect();
+        for (i, (read, outcome)) in reads.iter().zip(read_all(&*place.engine, &reads)).enumerate() {
+            if i % 3 == 0 {
+                assert_eq!(kind(outcome), Some(Kind::Corruption), "{}: read {i}", place.engine.name());
+            } else {
+                assert!(outcome.unwrap() == data[read.offset as usize..][..100], "{}: read {i}", place.engine.name());
+            }
+        }
+    });
+}
+
+#[test]
+fn batches_of_several_threads_do_not_mix() {
+    on_every_engine(|place| {
+        let (file, data) = place.filled("a", 1 << 20);
+        std::thread::scope(|scope| {
+            for thread in 0..8_u64 {
+                let (file, data, engine) = (&file, &data, &place.engine);
+                scope.spawn(move || {
+                    let reads: Vec<Read> = (0..500_u64)
+                        .map(|i| Read { file: file.clone(), offset: (i * 1999 + thread * 77) % 1_000_000, len: 308 })
+                        .collect();
+                    for (read, outcome) in reads.iter().zip(read_all(&**engine, &reads)) {
+                        assert!(outcome.unwrap() == data[read.offset as usize..][..308]);
+                    }
+                });
+            }
+        });
+    });
+}
+
+#[test]
+fn a_sink_that_panics_leaves_the_engine_usable() {
+    on_every_engine(|place| {
+        let (file, data) = place.filled("a", 400_000);
+        let reads: Vec<Read> = (0..600_u64).map(|i| Read { file: file.clone(), offset: i * 500, len: 300 }).collect();
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let mut count = 0;
+            place.engine.read_batch(&reads, &mut |_, _| {
+                count += 1;
+                assert!(count < 5, "enough");
+            });
+        }));
+        assert!(panicked.is_err());
+        for (read, outcome) in reads.iter().zip(read_all(&*place.engine, &reads)) {
+            assert!(outcome.unwrap() == data[read.offset as usize..][..300], "{}", place.engine.name());
+        }
+    });
+}
+
+#[test]
+fn writes_that_direct_io_could_not_do_are_refused_by_every_engine() {
+    on_every_engine(|place| {
+        let file = place.create("a", 0);
+        assert_eq!(kind(file.write_at(1, &[0; ALIGNMENT])), Some(Kind::Input));
+        assert_eq!(kind(file.write_at(0, &[0; 100])), Some(Kind::Input));
+        assert_eq!(file.len().unwrap(), 0);
+    });
+}
+
+#[test]
+fn a_write_from_memory_of_any_alignment_is_whole() {
+    on_every_engine(|place| {
+        let file = place.create("a", 0);
+        let bytes = pattern((2 << 20) + ALIGNMENT);
+        let unaligned = &bytes[1..=2 << 20];
+        file.write_at(ALIGNMENT as u64, unaligned).unwrap();
+        let mut found = vec![0; unaligned.len()];
+        file.read_at(ALIGNMENT as u64, &mut found).unwrap();
+        assert!(found == unaligned, "{}", place.engine.name());
+        assert_eq!(file.len().unwrap(), (ALIGNMENT + unaligned.len()) as u64);
+        let mut hole = vec![1; ALIGNMENT];
+        file.read_at(0, &mut hole).unwrap();
+        assert!(hole.iter().all(|byte| *byte == 0), "what was skipped reads as zeros");
+    });
+}
+
+#[test]
+fn preallocating_does_not_change_the_length() {
+    on_every_engine(|place| {
+        let file = place.create("a", 1 << 20);
+        assert!(file.is_empty().unwrap());
+        file.write_at(0, &pattern(ALIGNMENT)).unwrap();
+        assert_eq!(file.len().unwrap(), ALIGNMENT as u64);
+        file.set_len(10).unwrap();
+        assert_eq!(file.len().unwrap(), 10);
+        file.set_len(5000).unwrap();
+        file.sync().unwrap();
+        let mut tail = vec![1; 4990];
+        file.read_at(10, &mut tail).unwrap();
+        assert!(tail.iter().all(|byte| *byte == 0));
+    });
+}
+
+#[test]
+fn files_and_directories_appear_move_and_go() {
+    on_every_engine(|place| {
+        let engine = &*place.engine;
+        let sub = place.path("x/y");
+        engine.create_dir_all(&sub).unwrap();
+        engine.create_dir_all(&sub).unwrap();
+        publish(engine, &sub.join("b"), b"two").unwrap();
+        publish(engine, &sub.join("a"), b"one").unwrap();
+        assert_eq!(engine.list(&sub).unwrap(), [sub.join("a"), sub.join("b")]);
+        assert_eq!(engine.list(&place.path("x")).unwrap(), [sub.clone()]);
+
+        engine.rename(&sub.join("a"), &sub.join("b")).unwrap();
+        assert_eq!(engine.list(&sub).unwrap(), [sub.join("b")]);
+        assert_eq!(read_file(engine, &sub.join("b"), 10).unwrap(), b"one");
+
+        engine.rename(&sub, &place.path("z")).unwrap();
+        assert!(!engine.exists(&sub) && engine.exists(&place.path("z/b")));
+        engine.sync_dir(&place.path("z")).unwrap();
+        engine.remove_file(&place.path("z/b")).unwrap();
+        engine.remove_dir_all(&place.path("x")).unwrap();
+        engine.remove_dir_all(&place.path("z")).unwrap();
+        assert_eq!(engine.list(&place.dir).unwrap(), Vec::<PathBuf>::new());
+    });
+}
+
+#[test]
+fn what_is_missing_or_in_the_way_is_a_storage_error_with_errno_and_path() {
+    on_every_engine(|place| {
+        let engine = &*place.engine;
+        publish(engine, &place.path("a"), b"x").unwrap();
+        let missing = place.path("missing");
+        let errors = [
+            (engine.open(&missing, Open::Read).map(drop), libc::ENOENT, &missing),
+            (engine.open(&place.path("a"), Open::Create { preallocate: 0 }).map(drop), libc::EEXIST, &place.path("a")),
+            (engine.list(&missing).map(drop), libc::ENOENT, &missing),
+            (engine.rename(&missing, &place.path("b")), libc::ENOENT, &missing),
+            (engine.remove_file(&missing), libc::ENOENT, &missing),
+            (engine.remove_dir_all(&missing), libc::ENOENT, &missing),
+            (engine.sync_dir(&missing), libc::ENOENT, &missing),
+        ];
+        for (index, (outcome, errno, path)) in errors.into_iter().enumerate() {
+            let error = outcome.unwrap_err();
+            let found = (error.kind(), error.errno(), error.path());
+            assert_eq!(found, (Kind::Storage, Some(errno), Some(&**path)), "case {index} of {}", engine.name());
+        }
+        let file = engine.open(&place.path("a"), Open::Read).unwrap();
+        assert_eq!(kind(file.write_at(0, &pattern(ALIGNMENT))), Some(Kind::Storage), "opened for reading");
+    });
+}
+
+#[test]
+fn a_removed_file_can_be_read_through_its_open_handle() {
+    on_every_engine(|place| {
+        let (file, data) = place.filled("a", 9000);
+        place.engine.remove_file(&place.path("a")).unwrap();
+        let read = Read { file, offset: 4000, len: 5000 };
+        assert!(read_all(&*place.engine, &[read]).remove(0).unwrap() == data[4000..]);
+    });
+}
+
+#[test]
+fn publishing_replaces_a_file_and_a_leftover_of_an_earlier_try() {
+    on_every_engine(|place| {
+        let engine = &*place.engine;
+        let path = place.path("manifest");
+        publish(engine, &path, b"").unwrap();
+        assert_eq!(read_file(engine, &path, 0).unwrap(), b"");
+        place.filled("manifest.tmp", 100);
+        publish(engine, &path, b"second").unwrap();
+        assert_eq!(read_file(engine, &path, 6).unwrap(), b"second");
+        assert_eq!(kind(read_file(engine, &path, 5)), Some(Kind::Corruption));
+        assert_eq!(engine.list(&place.dir).unwrap(), [path]);
+    });
+}
+
+#[test]
+fn a_directory_is_held_once_and_free_again_after_the_drop() {
+    on_every_engine(|place| {
+        let first = place.engine.lock_dir(&place.dir).unwrap();
+        let error = place.engine.lock_dir(&place.dir).unwrap_err();
+        assert_eq!(error.kind(), Kind::InUse);
+        assert!(error.to_string().contains(&format!("pid {}", std::process::id())), "{error}");
+        assert_eq!(first.dir(), place.dir);
+        drop(first);
+        place.engine.lock_dir(&place.dir).unwrap();
+        assert!(place.engine.lock_dir(&place.path("missing")).is_err());
+    });
+}
+
+#[test]
+fn names_tell_the_way_and_whether_the_page_cache_is_passed_by() {
+    for place in every_engine() {
+        let file = place.create("a", 0);
+        let name = place.engine.name();
+        assert_eq!(name.ends_with("+direct"), file.is_direct(), "{name}");
+    }
+    assert_eq!(PsyncEngine::new(false).name(), "pread");
+    assert_eq!(MemoryEngine::default().name(), "memory");
+}
+
+#[test]
+fn a_symbolic_link_is_not_opened() {
+    for place in every_engine().into_iter().filter(|place| !place.engine.name().contains("memory")) {
+        place.filled("a", 10);
+        std::os::unix::fs::symlink(place.path("a"), place.path("link")).unwrap();
+        assert_eq!(kind(place.engine.open(&place.path("link"), Open::Read)), Some(Kind::Path));
+        assert!(place.engine.exists(&place.path("link")));
+    }
+}
+
+#[test]
+fn a_file_system_that_is_full_says_so_at_the_preallocation() {
+    let place = Place { engine: Arc::new(PsyncEngine::default()), dir: PathBuf::from("/dev/shm"), _held: None };
+    if !Path::new("/dev/shm").is_dir() {
+        return;
+    }
+    let held = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = held.path().join("a");
+    let error = place.engine.open(&path, Open::Create { preallocate: 1 << 50 }).unwrap_err();
+    assert!(matches!(error.errno(), Some(libc::ENOSPC | libc::EFBIG)), "{error}");
+    assert!(!place.engine.exists(&path), "the empty file is gone");
+}
+
+#[test]
+fn a_sink_sees_its_reads_on_the_thread_that_asked() {
+    on_every_engine(|place| {
+        let (file, _) = place.filled("a", 100_000);
+        let reads: Vec<Read> = (0..200_u64).map(|i| Read { file: file.clone(), offset: i * 400, len: 200 }).collect();
+        let threads = Mutex::new(Vec::new());
+        place.engine.read_batch(&reads, &mut |_, _| threads.lock().unwrap().push(std::thread::current().id()));
+        assert!(threads.into_inner().unwrap().iter().all(|id| *id == std::thread::current().id()));
+    });
+}

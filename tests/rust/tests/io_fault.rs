@@ -1,0 +1,154 @@
+//! The fault engine does what it is told, and nothing else.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::io::{
+    ALIGNMENT, AlignedBuf, Fault, FaultEngine, IoEngine, MemoryEngine, Open, Operation, Read, publish, read_file,
+};
+
+fn engines() -> (MemoryEngine, FaultEngine) {
+    let memory = MemoryEngine::default();
+    memory.create_dir_all(Path::new("/d")).unwrap();
+    memory.sync_dir(Path::new("/")).unwrap();
+    (memory.clone(), FaultEngine::new(Arc::new(memory)))
+}
+
+fn ones(len: usize) -> AlignedBuf {
+    let mut data = AlignedBuf::zeroed(len);
+    data.fill(1);
+    data
+}
+
+#[test]
+fn changes_are_counted_and_logged_in_order_and_reads_are_not() {
+    let (_, engine) = engines();
+    let path = Path::new("/d/a");
+    publish(&engine, path, b"x").unwrap();
+    read_file(&engine, path, 10).unwrap();
+    let operations: Vec<Operation> = engine.log().into_iter().map(|(operation, _)| operation).collect();
+    use Operation::{Create, Rename, SetLen, Sync, SyncDir, Write};
+    assert_eq!(operations, [Create, Write, SetLen, Sync, Rename, SyncDir]);
+    assert_eq!(engine.changes(), 6);
+    assert_eq!(engine.log()[5].1, Path::new("/d"));
+}
+
+#[test]
+fn a_publish_stopped_anywhere_leaves_the_old_or_the_new_file() {
+    let path = Path::new("/d/a");
+    let mut old = 0;
+    for passing in 0..=7 {
+        let (memory, engine) = engines();
+        publish(&engine, path, b"old").unwrap();
+        engine.hit_change(passing, Fault::Stop);
+        let published = publish(&engine, path, b"new");
+        assert_eq!(published.is_err(), passing < 6, "six changes a publish");
+        for after in (0..16).map(|seed| memory.crash_torn(seed)).chain([memory.crash(), memory.kill()]) {
+            let found = read_file(&after, path, 10).unwrap();
+            assert!(found == b"new" || (found == b"old" && published.is_err()), "{found:?} after {passing}");
+            old += usize::from(found == b"old");
+        }
+    }
+    assert!(old > 0);
+}
+
+#[test]
+fn after_a_stop_everything_fails_and_what_was_durable_is_left() {
+    let (memory, engine) = engines();
+    publish(&engine, Path::new("/d/a"), b"x").unwrap();
+    let file = engine.open(Path::new("/d/a"), Open::Read).unwrap();
+    engine.stop();
+    assert!(engine.is_stopped());
+    engine.clear();
+    let outcomes = [
+        engine.open(Path::new("/d/a"), Open::Read).map(drop),
+        engine.create_dir_all(Path::new("/e")),
+        engine.list(Path::new("/d")).map(drop),
+        engine.rename(Path::new("/d/a"), Path::new("/d/b")),
+        engine.remove_file(Path::new("/d/a")),
+        engine.remove_dir_all(Path::new("/d")),
+        engine.sync_dir(Path::new("/d")),
+        engine.lock_dir(Path::new("/d")).map(drop),
+        file.read_at(0, &mut [0]),
+        file.len().map(drop),
+        file.sync(),
+    ];
+    for (index, outcome) in outcomes.into_iter().enumerate() {
+        assert_eq!(outcome.unwrap_err().kind(), Kind::Storage, "operation {index}");
+    }
+    let mut failed = 0;
+    engine.read_batch(&[Read { file, offset: 0, len: 1 }], &mut |_, outcome| failed += usize::from(outcome.is_err()));
+    assert_eq!(failed, 1);
+    assert_eq!(read_file(&memory.crash(), Path::new("/d/a"), 10).unwrap(), b"x");
+}
+
+#[test]
+fn an_error_hits_the_chosen_operation_once_or_until_it_is_cleared() {
+    let (_, engine) = engines();
+    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
+    let page = ones(ALIGNMENT);
+    engine.hit_once(Operation::Write, 1, Fault::Fail(libc::EIO));
+    let errnos: Vec<_> =
+        (0..3).map(|i| file.write_at(i * ALIGNMENT as u64, &page).err().and_then(|e| e.errno())).collect();
+    assert_eq!(errnos, [None, Some(libc::EIO), None]);
+    engine.hit_every(Operation::Create, Fault::Fail(libc::ENOSPC));
+    for _ in 0..3 {
+        let error = engine.open(Path::new("/d/b"), Open::Create { preallocate: 0 }).unwrap_err();
+        assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)));
+        file.write_at(0, &page).unwrap();
+    }
+    engine.clear();
+    engine.open(Path::new("/d/b"), Open::Create { preallocate: 0 }).unwrap();
+}
+
+#[test]
+fn a_torn_write_leaves_its_first_half_and_a_flip_one_wrong_bit() {
+    let (_, engine) = engines();
+    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
+    engine.hit_once(Operation::Write, 0, Fault::Tear(libc::ENOSPC));
+    assert_eq!(file.write_at(0, &ones(4 * ALIGNMENT)).unwrap_err().errno(), Some(libc::ENOSPC));
+    assert_eq!(file.len().unwrap(), 2 * ALIGNMENT as u64);
+    engine.hit_once(Operation::Write, 0, Fault::Flip);
+    file.write_at(0, &ones(ALIGNMENT)).unwrap();
+    let mut found = vec![0; ALIGNMENT];
+    file.read_at(0, &mut found).unwrap();
+    let wrong: u32 = found.iter().map(|byte| (byte ^ 1).count_ones()).sum();
+    assert_eq!(wrong, 1);
+}
+
+#[test]
+fn faults_in_a_batch_hit_their_reads_only() {
+    let (_, engine) = engines();
+    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
+    file.write_at(0, &ones(64 * ALIGNMENT)).unwrap();
+    engine.hit_once(Operation::Read, 10, Fault::Fail(libc::EIO));
+    engine.hit_once(Operation::Read, 20, Fault::Flip);
+    engine.hit_once(Operation::Read, 30, Fault::Tear(libc::EIO));
+    let reads: Vec<Read> = (0..300).map(|i| Read { file: file.clone(), offset: i * 512, len: 300 }).collect();
+    let mut hit = Vec::new();
+    engine.read_batch(&reads, &mut |position, outcome| match outcome {
+        Ok(data) if data.iter().all(|byte| *byte == 1) && data.len() == 300 => {}
+        Ok(_) => hit.push((position, None)),
+        Err(error) => hit.push((position, Some(error.kind()))),
+    });
+    hit.sort_unstable_by_key(|(position, _)| *position);
+    // A rule that fires takes the operation: the ones behind it count from the next.
+    assert_eq!(hit, [(10, Some(Kind::Storage)), (21, None), (32, Some(Kind::Corruption))]);
+}
+
+#[test]
+fn a_held_operation_goes_on_when_it_is_released() {
+    let (memory, engine) = engines();
+    let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
+    engine.hold(Operation::Sync);
+    std::thread::scope(|scope| {
+        let synced = scope.spawn(|| file.sync());
+        engine.wait_until_held();
+        file.write_at(0, &ones(ALIGNMENT)).unwrap();
+        engine.release();
+        synced.join().unwrap().unwrap();
+    });
+    engine.sync_dir(Path::new("/d")).unwrap();
+    assert_eq!(read_file(&memory.crash(), Path::new("/d/a"), 1 << 20).unwrap().len(), ALIGNMENT);
+}

@@ -1,0 +1,114 @@
+//! Directory locks between processes, and engines after a fork.
+#![allow(unsafe_code)]
+
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::io::{DirLock, IoEngine, Open, PsyncEngine, Read, UringEngine, default_engine, publish};
+
+const HELD_DIR: &str = "EMBCACHE_TEST_HELD_DIR";
+
+/// The other process of the test below: holds a directory until it is killed. Without the variable there is nothing to do.
+#[test]
+fn other_process() {
+    let Some(dir) = std::env::var_os(HELD_DIR) else { return };
+    let _held = DirLock::acquire(Path::new(&dir)).unwrap();
+    eprintln!("held");
+    loop {
+        std::thread::park();
+    }
+}
+
+#[test]
+fn a_directory_held_by_another_process_is_in_use_by_its_pid_until_it_is_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut other = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "other_process", "--nocapture"])
+        .env(HELD_DIR, dir.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let said = BufReader::new(other.stderr.take().unwrap()).lines().any(|line| line.unwrap() == "held");
+    assert!(said);
+    let error = DirLock::acquire(dir.path()).unwrap_err();
+    assert_eq!(error.kind(), Kind::InUse);
+    assert!(error.to_string().contains(&format!("pid {}", other.id())), "{error}");
+    other.kill().unwrap();
+    other.wait().unwrap();
+    DirLock::acquire(dir.path()).unwrap();
+}
+
+#[test]
+fn a_lock_file_that_is_a_symbolic_link_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("precious"), "data").unwrap();
+    std::os::unix::fs::symlink(dir.path().join("precious"), dir.path().join("lock")).unwrap();
+    assert_eq!(DirLock::acquire(dir.path()).unwrap_err().kind(), Kind::Path);
+    assert_eq!(std::fs::read(dir.path().join("precious")).unwrap(), b"data");
+}
+
+/// Run `child` in a fork and return its exit code.
+fn forked(child: impl FnOnce() -> bool) -> i32 {
+    // SAFETY: the child only touches what it inherited and leaves by _exit, without running destructors or the test harness.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0);
+    if pid == 0 {
+        let good = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(false);
+        // SAFETY: always sound.
+        unsafe { libc::_exit(i32::from(!good)) };
+    }
+    let mut status = 0;
+    // SAFETY: `pid` is our child and `status` lives.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert!(libc::WIFEXITED(status), "the child was killed");
+    libc::WEXITSTATUS(status)
+}
+
+#[test]
+fn after_a_fork_the_parents_engine_gives_a_state_error_and_does_not_hang() {
+    let mut engines: Vec<Arc<dyn IoEngine>> = vec![Arc::new(PsyncEngine::default())];
+    if let Ok(engine) = UringEngine::new(true) {
+        engines.push(Arc::new(engine));
+    }
+    for engine in engines {
+        let dir = tempfile::tempdir().unwrap();
+        publish(&*engine, &dir.path().join("a"), &[7; 5000]).unwrap();
+        let file = engine.open(&dir.path().join("a"), Open::Read).unwrap();
+        let reads = vec![Read { file: file.clone(), offset: 1, len: 300 }; 40];
+        let count_of = |kind: Option<Kind>| {
+            let mut count = 0;
+            engine.read_batch(&reads, &mut |_, outcome| count += usize::from(outcome.err().map(|e| e.kind()) == kind));
+            count
+        };
+        // The pool's threads and the rings exist before the fork.
+        assert_eq!(count_of(None), 40);
+        let code = forked(|| {
+            count_of(Some(Kind::State)) == 40
+                && engine.open(&dir.path().join("a"), Open::Read).is_err_and(|e| e.kind() == Kind::State)
+                && file.read_at(0, &mut [0]).is_err_and(|e| e.kind() == Kind::State)
+        });
+        assert_eq!(code, 0, "{}", engine.name());
+        assert_eq!(count_of(None), 40, "the parent goes on");
+    }
+}
+
+#[test]
+fn a_forked_child_gets_a_default_engine_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let parents = default_engine().unwrap();
+    publish(&*parents, &dir.path().join("a"), b"x").unwrap();
+    let code = forked(|| {
+        let own = default_engine().unwrap();
+        let file = own.open(&dir.path().join("a"), Open::Read).unwrap();
+        let mut found = 0;
+        own.read_batch(&[Read { file, offset: 0, len: 1 }], &mut |_, outcome| {
+            found += usize::from(outcome.is_ok_and(|data| data == b"x"));
+        });
+        !Arc::ptr_eq(&own, &parents) && found == 1
+    });
+    assert_eq!(code, 0);
+}
