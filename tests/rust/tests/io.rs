@@ -1,4 +1,5 @@
 //! What every I/O engine does, checked over each of them.
+#![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -261,7 +262,7 @@ fn files_and_directories_appear_move_and_go() {
         publish(engine, &sub.join("b"), b"two").unwrap();
         publish(engine, &sub.join("a"), b"one").unwrap();
         assert_eq!(engine.list(&sub).unwrap(), [sub.join("a"), sub.join("b")]);
-        assert_eq!(engine.list(&place.path("x")).unwrap(), [sub.clone()]);
+        assert_eq!(engine.list(&place.path("x")).unwrap(), std::slice::from_ref(&sub));
 
         engine.rename(&sub.join("a"), &sub.join("b")).unwrap();
         assert_eq!(engine.list(&sub).unwrap(), [sub.join("b")]);

@@ -1,4 +1,5 @@
 //! The fault engine does what it is told, and nothing else.
+#![allow(clippy::unwrap_used)]
 
 use std::path::Path;
 use std::sync::Arc;
@@ -28,8 +29,17 @@ fn changes_are_counted_and_logged_in_order_and_reads_are_not() {
     publish(&engine, path, b"x").unwrap();
     read_file(&engine, path, 10).unwrap();
     let operations: Vec<Operation> = engine.log().into_iter().map(|(operation, _)| operation).collect();
-    use Operation::{Create, Rename, SetLen, Sync, SyncDir, Write};
-    assert_eq!(operations, [Create, Write, SetLen, Sync, Rename, SyncDir]);
+    assert_eq!(
+        operations,
+        [
+            Operation::Create,
+            Operation::Write,
+            Operation::SetLen,
+            Operation::Sync,
+            Operation::Rename,
+            Operation::SyncDir
+        ]
+    );
     assert_eq!(engine.changes(), 6);
     assert_eq!(engine.log()[5].1, Path::new("/d"));
 }

@@ -1,4 +1,5 @@
 //! Directory locks between processes, and engines after a fork.
+#![allow(clippy::unwrap_used)]
 #![allow(unsafe_code)]
 
 use std::io::{BufRead as _, BufReader};
