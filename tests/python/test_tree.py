@@ -23,24 +23,27 @@ RUST_LAYERS = [
     {"cache"},
     {"checkpoint"},
 ]
-PYTHON_BASE = {"exceptions", "config", "initializers", "optimizers"}
-# Module: the modules of the package it may import.
+# Module: the modules of the package it may import, those that these import included.
+_BASE = {"exceptions", "config", "initializers", "optimizers", "metrics", "publish", "collective"}
+_CACHE = _BASE | {"kernels", "cache"}
 PYTHON_IMPORTS = {
     "exceptions": set(),
+    "collective": {"exceptions"},
     "config": {"exceptions"},
+    "metrics": {"exceptions"},
+    "publish": {"exceptions", "config"},
     "initializers": {"exceptions", "config"},
     "optimizers": {"exceptions", "config"},
-    "kernels": PYTHON_BASE,
-    "cache": PYTHON_BASE | {"kernels"},
-    "nn": PYTHON_BASE | {"kernels", "cache"},
-    "modules": PYTHON_BASE | {"kernels", "cache", "nn"},
-    "sharded": PYTHON_BASE | {"kernels", "cache", "nn", "modules"},
-    "train_pipeline": PYTHON_BASE | {"kernels", "cache", "nn", "modules", "sharded"},
-    "saver": PYTHON_BASE | {"cache"},
-    "serialize": PYTHON_BASE | {"cache"},
-    "dcp": PYTHON_BASE | {"cache", "saver"},
-    "megatron": PYTHON_BASE | {"cache", "saver"},
-    "metrics": PYTHON_BASE | {"cache"},
+    "kernels": _BASE,
+    "cache": _BASE | {"kernels"},
+    "nn": _CACHE,
+    "modules": _CACHE | {"nn"},
+    "sharded": _CACHE | {"nn", "modules"},
+    "train_pipeline": _CACHE | {"nn", "modules", "sharded"},
+    "saver": _CACHE,
+    "serialize": _CACHE,
+    "dcp": _CACHE | {"saver"},
+    "megatron": _CACHE | {"saver"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {

@@ -1,0 +1,365 @@
+"""Train a DLRM on MovieLens-100K with tables in three tiers, and check everything that can be checked.
+
+1. The same DLRM twice, from the same first values: on plain TorchRec (`EmbeddingBagCollection`), and on
+   `EmbCacheEmbeddingBagCollection` with budgets so small that device tier, host tier and SSD all serve.
+2. Losses of every step, the AUC on later ratings and every row must agree.
+3. The tables are saved, and loaded by two fresh processes: every row, every prediction is compared; then they train on.
+
+    python examples/movielens_dlrm.py [--epochs 3] [--ratings 100000] [--folder DIR]
+
+The exit status is 0 only when all of it agrees.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
+
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.saver import Saver
+from tqdm import tqdm
+
+from movielens import FEATURES, TABLES, Ratings, read_ratings
+from reporting import Checks, rows_of, show_tiers
+from torchrec_embcache import (
+    EmbCacheEmbeddingBagCollection,
+    EmbCacheEmbeddingBagCollectionSharder,
+    EmbCacheEmbeddingBagConfig,
+    EmbCacheTrainPipelineSparseDist,
+    TierBudgets,
+    cache_modules,
+    initializers,
+)
+
+DIM = 16
+BATCH = 512
+CPU = torch.device("cpu")
+SPARSE_LR = {"lr": 0.02, "eps": 1e-8}
+DENSE_LR = 0.01
+# Rows the plain tables have; ours have as many as there are ids.
+SIZES = {"user": 1_000, "item": 2_000, "cross": 50_000}
+# Of each table. A row is 96 bytes: 64 of weights, 32 of its header with the optimizer's sum.
+DEVICE_BYTES = {"user": "64KiB", "item": "192KiB", "cross": "384KiB"}
+HOST_BYTES = {"user": "192KiB", "item": "256KiB", "cross": "1MiB"}
+SSD_BYTES = "64MiB"
+
+
+def make_dlrm(tables: EmbeddingBagCollection) -> DLRMTrain:
+    torch.manual_seed(0)
+    return DLRMTrain(
+        DLRM(tables, dense_in_features=4, dense_arch_layer_sizes=[32, DIM], over_arch_layer_sizes=[64, 32, 1])
+    )
+
+
+def make_plain() -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=table,
+                embedding_dim=DIM,
+                num_embeddings=SIZES[table],
+                feature_names=features,
+                pooling=PoolingType.MEAN,
+            )
+            for table, features in TABLES.items()
+        ],
+        device=CPU,
+    )
+
+
+def make_cached(ssd_dir: Path, *, device_tier: bool) -> EmbCacheEmbeddingBagCollection:
+    return EmbCacheEmbeddingBagCollection(
+        tables=[
+            EmbCacheEmbeddingBagConfig(
+                name=table,
+                embedding_dim=DIM,
+                num_embeddings=SIZES[table],
+                feature_names=features,
+                pooling=PoolingType.MEAN,
+                initializer=initializers.Uniform(-0.1, 0.1),
+                tiers=TierBudgets(
+                    device_bytes=DEVICE_BYTES[table] if device_tier else 0,
+                    host_bytes=HOST_BYTES[table],
+                    ssd_bytes=SSD_BYTES,
+                    ssd_dir=ssd_dir,
+                ),
+            )
+            for table, features in TABLES.items()
+        ],
+        name="tables",
+        device=CPU,
+        seed=7,
+    )
+
+
+def shard(model: DLRMTrain) -> DistributedModelParallel:
+    tables = model.model.sparse_arch.embedding_bag_collection
+    apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), SPARSE_LR)
+    return DistributedModelParallel(model, device=CPU, sharders=[EmbCacheEmbeddingBagCollectionSharder()])
+
+
+def tables_of(model: torch.nn.Module) -> dict[str, CacheTable]:
+    """This rank's shard of every table."""
+    return {name: table for module in cache_modules(model).values() for name, table in module.tables.items()}
+
+
+def dense_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Those of the MLPs, by their names in the bare model."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        bare = name[name.index("model.dense_arch") :] if "model.dense_arch" in name else name
+        bare = name[name.index("model.over_arch") :] if "model.over_arch" in name else bare
+        if bare.startswith(("model.dense_arch", "model.over_arch")):
+            found[bare] = parameter
+    return found
+
+
+@torch.no_grad()
+def predict(model: torch.nn.Module, batches: Iterator[Batch]) -> torch.Tensor:
+    """Logits of all ratings."""
+    model.eval()
+    logits = [model(batch)[1][1] for batch in batches]
+    model.train()
+    return torch.cat(logits)
+
+
+def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Share of (liked, not liked) pairs that are in order, ties half (the Mann-Whitney statistic)."""
+    _, inverse, counts = torch.unique(logits.double(), return_inverse=True, return_counts=True)
+    rank = (torch.cumsum(counts, 0) - (counts - 1) / 2)[inverse]
+    liked = labels > 0.5
+    positive, negative = int(liked.sum()), int((~liked).sum())
+    return (float(rank[liked].sum()) - positive * (positive + 1) / 2) / (positive * negative)
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """The one that torchrun describes, or one process by itself."""
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def remap(batch: Batch, known: dict[str, torch.Tensor]) -> Batch:
+    """The batch with each id replaced by its position among the table's known ids, as a plain table needs it."""
+    features = batch.sparse_features
+    of_feature = {feature: table for table, names in TABLES.items() for feature in names}
+    values = [torch.searchsorted(known[of_feature[feature]], features[feature].values()) for feature in FEATURES]
+    plain = KeyedJaggedTensor(keys=FEATURES, values=torch.cat(values), lengths=features.lengths())
+    return Batch(dense_features=batch.dense_features, sparse_features=plain, labels=batch.labels)
+
+
+def train_plain(
+    model: DLRMTrain, train: Ratings, known: dict[str, torch.Tensor], epochs: int
+) -> tuple[torch.Tensor, float]:
+    """The loss of every step, and the seconds it took."""
+    tables = model.model.sparse_arch.embedding_bag_collection
+    apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), SPARSE_LR)
+    optimizer = torch.optim.Adagrad(dense_parameters(model).values(), lr=DENSE_LR)
+    losses = []
+    begin = time.perf_counter()
+    with tqdm(total=epochs * (len(train) // BATCH), desc="plain TorchRec ", unit="step", mininterval=0.5) as bar:
+        for epoch in range(epochs):
+            for batch in train.batches(BATCH, shuffle_seed=epoch):
+                optimizer.zero_grad()
+                loss, _ = model(remap(batch, known))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+                bar.set_postfix(loss=f"{float(loss):.4f}", refresh=False)
+                bar.update()
+    return torch.stack(losses), time.perf_counter() - begin
+
+
+def train_cached(
+    model: DistributedModelParallel, train: Ratings, epochs: int, lookahead: int, *, show: bool = True
+) -> tuple[torch.Tensor, float]:
+    """The loss of every step, and the seconds it took."""
+    optimizer = torch.optim.Adagrad(dense_parameters(model).values(), lr=DENSE_LR)
+    pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, CPU, lookahead=lookahead, execute_all_batches=True)
+    batches = (batch for epoch in range(epochs) for batch in train.batches(BATCH, shuffle_seed=epoch))
+    losses = []
+    begin = time.perf_counter()
+    with tqdm(
+        total=epochs * (len(train) // BATCH), desc="three tiers    ", unit="step", mininterval=0.5, disable=not show
+    ) as bar:
+        while True:
+            try:
+                loss, _, _ = pipeline.progress(batches)
+            except StopIteration:
+                break
+            losses.append(loss)
+            bar.set_postfix(loss=f"{float(loss):.4f}", refresh=False)
+            bar.update()
+    return torch.stack(losses), time.perf_counter() - begin
+
+
+def demonstrate(options: argparse.Namespace, folder: Path) -> int:
+    """Steps 1 to 3, the last in processes of their own."""
+    checks = Checks()
+    print("reading MovieLens-100K", flush=True)
+    ratings = read_ratings()
+    ratings = ratings.take(torch.arange(min(options.ratings, len(ratings))))
+    train, later = ratings.split(0.8)
+    known = {table: ratings.ids(table) for table in TABLES}
+    (folder / "ssd").mkdir(mode=0o750)
+
+    plain = make_dlrm(make_plain())
+    with process_group():
+        model = shard(make_dlrm(make_cached(folder / "ssd", device_tier=True)))
+        tables = tables_of(model)
+        bags = plain.model.sparse_arch.embedding_bag_collection.embedding_bags
+        with torch.no_grad():
+            for name, ids in known.items():
+                bags[name].weight[: len(ids)] = tables[name].read_rows(ids).weights
+        checks("reading rows that were never trained makes none", all(len(table) == 0 for table in tables.values()))
+
+        print(f"training on {len(train)} ratings, {options.epochs} epochs, batches of {BATCH}", flush=True)
+        plain_losses, plain_seconds = train_plain(plain, train, known, options.epochs)
+        losses, seconds = train_cached(model, train, options.epochs, options.lookahead)
+        steps = len(losses)
+        print(f"  {1e3 * plain_seconds / steps:.1f} ms a step in RAM, {1e3 * seconds / steps:.1f} ms over three tiers")
+        checks.failed += show_tiers(tables).failed
+
+        print("against plain TorchRec", flush=True)
+        checks.close("the loss of every step", losses, plain_losses, 1e-3)
+        plain_logits = predict(plain, (remap(batch, known) for batch in later.batches(BATCH)))
+        logits = predict(model, later.batches(BATCH))
+        scores = auc(logits, later.labels), auc(plain_logits, later.labels)
+        checks(
+            f"AUC on the {len(later)} later ratings",
+            abs(scores[0] - scores[1]) < 1e-3,
+            f"{scores[0]:.5f} and {scores[1]:.5f} (0.5 is chance)",
+        )
+        checks("the model learned", options.epochs * len(train) < 50_000 or scores[0] > 0.7, f"AUC {scores[0]:.3f}")
+        for name, table in tables.items():
+            found = table.read_rows(known[name])
+            checks.close(
+                f"the {len(table)} rows of {name}", found.weights, bags[name].weight[: len(found)].detach(), 1e-2
+            )
+
+        print("saving", flush=True)
+        Saver(rank=0).save(model, str(folder / "checkpoint"))
+        torch.save(
+            {name: parameter.detach() for name, parameter in dense_parameters(model).items()}, folder / "dense.pt"
+        )
+        torch.save(logits, folder / "logits.pt")
+        for name, table in tables.items():
+            np.savez(folder / f"{name}.npz", **rows_of(table))
+    for table in tables.values():
+        table.close()
+
+    print("loading in two fresh processes", flush=True)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__),
+        *("--verify", str(folder), "--ratings", str(options.ratings)),
+    ]
+    checks("two processes hold what one saved", subprocess.run(command, check=False).returncode == 0)
+    return checks.end()
+
+
+def verify(options: argparse.Namespace, folder: Path) -> int:
+    """What one of two processes finds in the checkpoint: its share of every table, bit for bit."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ratings = read_ratings()
+    _, later = ratings.take(torch.arange(min(options.ratings, len(ratings)))).split(0.8)
+    ssd = folder / f"ssd-{world}"
+    if rank == 0:
+        ssd.mkdir(mode=0o750)
+    dist.barrier()
+    model = shard(make_dlrm(make_cached(ssd, device_tier=False)))  # other budgets too
+    Saver(rank).load(model, str(folder / "checkpoint"))
+    with torch.no_grad():
+        saved_dense = torch.load(folder / "dense.pt")
+        for name, parameter in dense_parameters(model).items():
+            parameter.copy_(saved_dense[name])
+
+    # Ranks find together: all of them take part in every exchange, and rank 0 reports.
+    findings: list[tuple[str, bool, str]] = []
+    for name in TABLES:
+        table = tables_of(model).get(name)
+        mine = rows_of(table) if table is not None else {}
+        saved = np.load(folder / f"{name}.npz")
+        ids = mine.get("ids", np.zeros(0, np.int64))
+        at = np.minimum(np.searchsorted(saved["ids"], ids), len(saved["ids"]) - 1)
+        same = all(np.array_equal(mine[column], saved[column][at]) for column in mine)
+        counts = [(0, False)] * world
+        dist.all_gather_object(counts, (len(ids), same))
+        total = sum(count for count, _ in counts)
+        figures = f"{' + '.join(str(count) for count, _ in counts)} of {len(saved['ids'])}"
+        findings.append(
+            (f"rows of {name}, bit for bit", total == len(saved["ids"]) and all(ok for _, ok in counts), figures)
+        )
+
+    mine_rows = torch.arange(rank, len(later) // world * world, world)
+    logits = predict(model, later.take(mine_rows).batches(BATCH))
+    difference = (logits - torch.load(folder / "logits.pt")[mine_rows]).abs().max()
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    findings.append(("predictions", float(difference) < 1e-4, f"greatest difference {float(difference):.2g}"))
+
+    before = torch.nn.functional.binary_cross_entropy_with_logits(logits, later.labels[mine_rows])
+    train_cached(model, later.take(mine_rows), 1, options.lookahead, show=rank == 0)
+    trained = predict(model, later.take(mine_rows).batches(BATCH))
+    after = torch.nn.functional.binary_cross_entropy_with_logits(trained, later.labels[mine_rows])
+    both = torch.stack([before, after])
+    dist.all_reduce(both)
+    better = bool(both[1] < both[0])
+    findings.append(
+        ("training goes on", better, f"loss on the later ratings {both[0] / world:.4f}, then {both[1] / world:.4f}")
+    )
+
+    checks = Checks()
+    for finding in findings:
+        if rank == 0:
+            checks(*finding)
+        elif not finding[1]:
+            checks.failed.append(finding[0])
+    return 1 if checks.failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--ratings", type=int, default=100_000, help="of the 100,000, the first so many")
+    parser.add_argument("--lookahead", type=int, default=4, help="batches planned ahead")
+    parser.add_argument("--folder", type=Path, help="an empty directory to work in, kept; by default a temporary one")
+    parser.add_argument("--verify", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    if options.verify:
+        with process_group():
+            return verify(options, options.verify)
+    if options.folder:
+        return demonstrate(options, options.folder)
+    with tempfile.TemporaryDirectory() as folder:
+        return demonstrate(options, Path(folder))
+
+
+if __name__ == "__main__":
+    begin = time.perf_counter()
+    status = main()
+    if "--verify" not in sys.argv:
+        print(f"{'all of it agrees' if status == 0 else 'FAILED'} ({time.perf_counter() - begin:.0f} s)")
+    sys.exit(status)

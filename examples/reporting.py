@@ -1,0 +1,70 @@
+"""What the examples print: comparisons, and what each tier did."""
+
+import numpy as np
+import torch
+from torchrec_embcache.cache import CacheTable
+
+__all__ = ["Checks", "rows_of", "show_tiers"]
+
+
+class Checks:
+    """What was compared; the run fails when one of them does."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def __call__(self, what: str, agrees: bool, figures: str = "") -> None:
+        """Note one comparison."""
+        print(f"  {'agrees  ' if agrees else 'DIFFERS '} {what}{': ' if figures else ''}{figures}", flush=True)
+        if not agrees:
+            self.failed.append(what)
+
+    def close(self, what: str, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
+        """Compare two tensors."""
+        difference = float((a.double() - b.double()).abs().max()) if a.shape == b.shape and a.numel() else float("nan")
+        self(what, difference <= tolerance, f"greatest difference {difference:.2g}, {tolerance:g} allowed")
+
+    def end(self) -> int:
+        """The exit status."""
+        if self.failed:
+            print(f"{len(self.failed)} of the checks failed: {'; '.join(self.failed)}")
+        return 1 if self.failed else 0
+
+
+def show_tiers(tables: dict[str, CacheTable]) -> Checks:
+    """What each tier of each table did; all three must have served."""
+    checks = Checks()
+    heads = f"{'hits':>9} {'hit %':>6} {'evicted':>8} {'read MiB':>9} {'written MiB':>12} {'s':>7}"
+    print(f"  {'table':6} {'tier':7} {'rows':>7} {'KiB':>7} {heads}")
+    for name, table in tables.items():
+        stats = table.stats()
+        for tier, counters in (("device", stats.device), ("host", stats.host), ("SSD", stats.ssd)):
+            if counters is None:
+                continue
+            asked = counters.hits + counters.misses
+            print(
+                f"  {name:6} {tier:7} {counters.rows:7} {counters.bytes / 2**10:7.0f} {counters.hits:9} "
+                f"{100 * counters.hits / max(asked, 1):6.1f} {counters.evictions:8} {counters.read_bytes / 2**20:9.2f} "
+                f"{counters.written_bytes / 2**20:12.2f} {counters.time_ns / 1e9:7.2f}"
+            )
+        if stats.ssd is not None:
+            print(f"  {name:6} SSD by {stats.ssd.io_engine}, write amplification {stats.ssd.write_amplification:.2f}")
+    for tier in ("device", "host", "ssd"):
+        served = [getattr(table.stats(), tier).hits > 0 for table in tables.values() if getattr(table.stats(), tier)]
+        checks(f"the {tier} tier served", any(served))
+    return checks
+
+
+def rows_of(table: CacheTable) -> dict[str, np.ndarray]:
+    """Every row of this rank, sorted by id."""
+    chunks = list(table.export())
+    columns = {
+        "ids": [chunk.ids for chunk in chunks],
+        "weights": [chunk.weights for chunk in chunks],
+        "sum": [chunk.slots["sum"] for chunk in chunks],
+        "count": [chunk.metadata.count for chunk in chunks],
+        "last_step": [chunk.metadata.last_step for chunk in chunks],
+    }
+    whole = {name: torch.cat(parts).numpy() for name, parts in columns.items() if parts}
+    order = np.argsort(whole["ids"]) if whole else []
+    return {name: column[order] for name, column in whole.items()}

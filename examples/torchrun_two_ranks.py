@@ -1,0 +1,133 @@
+"""Two processes, one model: tables row-wise over both, TorchRec's own DistributedModelParallel and pipeline.
+
+    torchrun --nproc-per-node 2 examples/torchrun_two_ranks.py
+
+Started plainly it starts itself that way. Each rank holds its share of every table (a range of buckets, by id), trains on its half
+of each batch, and saves its own part of one checkpoint, which any number of ranks can load.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import KeyedJaggedTensor, PoolingType
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec_embcache.saver import Saver
+
+from torchrec_embcache import (
+    EmbCacheEmbeddingBagCollection,
+    EmbCacheEmbeddingBagCollectionSharder,
+    EmbCacheEmbeddingBagConfig,
+    TierBudgets,
+    cache_modules,
+)
+
+FEATURES = ["who", "what", "where"]
+
+
+class Model(nn.Module):
+    """Two tables of different widths, three features, one linear layer."""
+
+    def __init__(self, ssd_dir: Path) -> None:
+        super().__init__()
+        self.tables = EmbCacheEmbeddingBagCollection(
+            tables=[
+                EmbCacheEmbeddingBagConfig(
+                    name="people",
+                    embedding_dim=16,
+                    num_embeddings=1_000_000,
+                    feature_names=["who"],
+                    pooling=PoolingType.SUM,
+                ),
+                EmbCacheEmbeddingBagConfig(
+                    name="things",
+                    embedding_dim=32,
+                    num_embeddings=1_000_000_000,
+                    feature_names=["what", "where"],
+                    pooling=PoolingType.MEAN,
+                ),
+            ],
+            tiers=TierBudgets(host_bytes="4MiB", ssd_bytes="256MiB", ssd_dir=ssd_dir),  # of each rank, for both tables
+            name="tables",
+            device=torch.device("cpu"),
+        )
+        self.over = nn.Linear(16 + 32 + 32, 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and the logits [B]."""
+        pooled = self.tables(batch.sparse_features)
+        logits = self.over(torch.cat([pooled[feature] for feature in FEATURES], 1))[:, 0]
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
+
+
+def batches(steps: int, size: int, rank: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        lengths = torch.randint(0, 4, (len(FEATURES) * size,), generator=generator)
+        values = (torch.rand(int(lengths.sum()), generator=generator) ** 4 * 100_000).long() * 0x1E3779B97F4A7C15
+        labels = torch.randint(0, 2, (size,), generator=generator).float()
+        yield Batch(torch.empty(size, 0), KeyedJaggedTensor(FEATURES, values, lengths=lengths.int()), labels)
+
+
+def train(options: argparse.Namespace) -> None:
+    dist.init_process_group("gloo")
+    rank, device = dist.get_rank(), torch.device("cpu")
+    torch.manual_seed(0)
+    model = Model(options.folder / "ssd")
+    apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": 0.05})
+    model = DistributedModelParallel(model, device=device, sharders=[EmbCacheEmbeddingBagCollectionSharder()])
+    dense = torch.optim.SGD([parameter for name, parameter in model.named_parameters() if "over" in name], lr=0.1)
+    pipeline = TrainPipelineSparseDist(model, dense, device, execute_all_batches=True)
+    data = batches(options.steps, 256, rank)
+    loss = torch.zeros(())
+    while True:
+        try:
+            logits = pipeline.progress(data)
+        except StopIteration:
+            break
+        loss = logits.mean()
+    for module in cache_modules(model).values():
+        for name, table in module.tables.items():
+            stats = table.stats()
+            on_ssd = stats.ssd.rows if stats.ssd else 0
+            print(f"rank {rank}, {name}: {stats.rows} rows, {stats.host.rows} in RAM, {on_ssd} on SSD", flush=True)
+    Saver(rank).save(model, str(options.folder / "checkpoint"))
+    dist.barrier()
+    if rank == 0:
+        files = sorted(path.name for path in (options.folder / "checkpoint").rglob("*") if path.is_file())
+        print(f"mean logit {float(loss):.4f}; saved {len(files)} files: {', '.join(files)}")
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--folder", type=Path, help="where SSD tier and checkpoint go, kept; by default a temporary one"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if dist.is_torchelastic_launched():
+        train(options)
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        (folder / "ssd").mkdir(mode=0o750, exist_ok=True)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        return subprocess.run([*launch, "--steps", str(options.steps), "--folder", str(folder)], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
