@@ -1,0 +1,181 @@
+//! Least frequently used, among equals the one whose last use is longest ago. In constant time by a list of levels, one for each
+//! count in use (Shah, Mitra, Matani: An O(1) algorithm for implementing the LFU cache eviction scheme, 2010).
+
+use super::list::{Links, List, PerSlot};
+use super::{Policy, RECHECKED};
+use crate::types::{CacheSlot, Id};
+
+const NO_LEVEL: u32 = u32::MAX;
+
+/// See the module. Slots that were in use when their turn came wait apart in their level.
+#[derive(Debug)]
+pub(super) struct Lfu {
+    links: Links,
+    homes: PerSlot<Home>,
+    levels: Vec<Level>,
+    free: Vec<u32>,
+    lowest: u32,
+}
+
+/// The slots used `count` times. No level is empty.
+#[derive(Debug)]
+struct Level {
+    count: u32,
+    above: u32,
+    below: u32,
+    ready: List,
+    parked: List,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Home {
+    level: u32,
+    parked: bool,
+}
+
+impl Default for Home {
+    fn default() -> Self {
+        Self { level: NO_LEVEL, parked: false }
+    }
+}
+
+impl Lfu {
+    pub(super) fn new(capacity: u32) -> Self {
+        Self {
+            links: Links::with_capacity(capacity),
+            homes: PerSlot::with_capacity(capacity),
+            levels: Vec::new(),
+            free: Vec::new(),
+            lowest: NO_LEVEL,
+        }
+    }
+
+    /// The level of `count`, which is the next above `below` or is made there (`NO_LEVEL`: the lowest).
+    fn level_above(&mut self, below: u32, count: u32) -> u32 {
+        let above = if below == NO_LEVEL { self.lowest } else { self.levels[below as usize].above };
+        if above != NO_LEVEL && self.levels[above as usize].count == count {
+            return above;
+        }
+        let level = Level { count, above, below, ready: List::default(), parked: List::default() };
+        let place = if let Some(place) = self.free.pop() {
+            self.levels[place as usize] = level;
+            place
+        } else {
+            self.levels.push(level);
+            self.levels.len() as u32 - 1
+        };
+        self.join(below, place);
+        if above != NO_LEVEL {
+            self.join(place, above);
+        }
+        place
+    }
+
+    fn join(&mut self, below: u32, above: u32) {
+        match below {
+            NO_LEVEL => self.lowest = above,
+            below => self.levels[below as usize].above = above,
+        }
+        if above != NO_LEVEL {
+            self.levels[above as usize].below = below;
+        }
+    }
+
+    fn put(&mut self, slot: CacheSlot, home: Home) {
+        let level = &mut self.levels[home.level as usize];
+        let list = if home.parked { &mut level.parked } else { &mut level.ready };
+        self.links.push_front(list, slot);
+        self.homes.set(slot, home);
+    }
+
+    /// Out of its list; its level stays, empty or not.
+    fn take_out(&mut self, slot: CacheSlot) -> Home {
+        let home = self.homes.get(slot);
+        if home.level != NO_LEVEL {
+            let level = &mut self.levels[home.level as usize];
+            self.links.unlink(if home.parked { &mut level.parked } else { &mut level.ready }, slot);
+            self.homes.set(slot, Home::default());
+        }
+        home
+    }
+
+    fn drop_if_empty(&mut self, place: u32) {
+        if place == NO_LEVEL {
+            return;
+        }
+        let level = &self.levels[place as usize];
+        if level.ready.is_empty() && level.parked.is_empty() {
+            let (below, above) = (level.below, level.above);
+            self.join(below, above);
+            self.free.push(place);
+        }
+    }
+
+    fn recheck(&mut self, level: u32, count: u32, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
+        let parked = &mut self.levels[level as usize].parked;
+        for _ in 0..count.min(parked.len()) {
+            let slot = parked.back()?;
+            if evictable(slot) {
+                return Some(slot);
+            }
+            self.links.move_to_front(parked, slot);
+        }
+        None
+    }
+}
+
+impl Policy for Lfu {
+    fn inserted(&mut self, slot: CacheSlot, id: Id) {
+        self.removed(slot, id, false);
+        let level = self.level_above(NO_LEVEL, 1);
+        self.put(slot, Home { level, parked: false });
+    }
+
+    fn accessed(&mut self, slots: &[CacheSlot]) {
+        for &slot in slots {
+            let home = self.take_out(slot);
+            if home.level == NO_LEVEL {
+                continue;
+            }
+            let count = self.levels[home.level as usize].count;
+            let level = if count == u32::MAX { home.level } else { self.level_above(home.level, count + 1) };
+            self.put(slot, Home { level, parked: false });
+            self.drop_if_empty(home.level);
+        }
+    }
+
+    fn victim(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
+        let mut place = self.lowest;
+        while place != NO_LEVEL {
+            if let Some(slot) = self.recheck(place, RECHECKED, evictable) {
+                return Some(slot);
+            }
+            while let Some(slot) = self.levels[place as usize].ready.back() {
+                if evictable(slot) {
+                    return Some(slot);
+                }
+                self.take_out(slot);
+                self.put(slot, Home { level: place, parked: true });
+            }
+            place = self.levels[place as usize].above;
+        }
+        let mut place = self.lowest;
+        while place != NO_LEVEL {
+            if let Some(slot) = self.recheck(place, u32::MAX, evictable) {
+                return Some(slot);
+            }
+            place = self.levels[place as usize].above;
+        }
+        None
+    }
+
+    fn removed(&mut self, slot: CacheSlot, _id: Id, _evicted: bool) {
+        let home = self.take_out(slot);
+        self.drop_if_empty(home.level);
+    }
+
+    fn bytes_per_slot(&self) -> usize {
+        // Levels are few beside slots: d of them take d²/2 uses to make.
+        Links::BYTES_PER_SLOT + size_of::<Home>()
+    }
+}

@@ -1,0 +1,118 @@
+//! Doubly linked lists of slots. The links lie in one array by slot, so that a list costs no allocation and a slot is in one
+//! list at most.
+
+use crate::types::CacheSlot;
+
+const END: CacheSlot = CacheSlot::MAX;
+
+/// The links of all slots of a policy.
+#[derive(Debug, Default)]
+pub(super) struct Links(Vec<[CacheSlot; 2]>);
+
+/// One list: its newest slot in front, its oldest at the back.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct List {
+    front: CacheSlot,
+    back: CacheSlot,
+    len: u32,
+}
+
+impl Default for List {
+    fn default() -> Self {
+        Self { front: END, back: END, len: 0 }
+    }
+}
+
+impl List {
+    pub(super) fn len(&self) -> u32 {
+        self.len
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The oldest slot.
+    pub(super) fn back(&self) -> Option<CacheSlot> {
+        (self.back != END).then_some(self.back)
+    }
+}
+
+impl Links {
+    pub(super) const BYTES_PER_SLOT: usize = size_of::<[CacheSlot; 2]>();
+
+    pub(super) fn with_capacity(slots: u32) -> Self {
+        Self(Vec::with_capacity(slots as usize))
+    }
+
+    fn cover(&mut self, slot: CacheSlot) {
+        if self.0.len() <= slot as usize {
+            self.0.resize(slot as usize + 1, [END; 2]);
+        }
+    }
+
+    /// Put a slot that is in no list in front.
+    pub(super) fn push_front(&mut self, list: &mut List, slot: CacheSlot) {
+        self.cover(slot);
+        self.0[slot as usize] = [END, list.front];
+        match list.front {
+            END => list.back = slot,
+            front => self.0[front as usize][0] = slot,
+        }
+        list.front = slot;
+        list.len += 1;
+    }
+
+    /// Put a slot that is in no list at the back.
+    pub(super) fn push_back(&mut self, list: &mut List, slot: CacheSlot) {
+        self.cover(slot);
+        self.0[slot as usize] = [list.back, END];
+        match list.back {
+            END => list.front = slot,
+            back => self.0[back as usize][1] = slot,
+        }
+        list.back = slot;
+        list.len += 1;
+    }
+
+    /// Take out a slot that is in `list`.
+    pub(super) fn unlink(&mut self, list: &mut List, slot: CacheSlot) {
+        let [newer, older] = self.0[slot as usize];
+        match newer {
+            END => list.front = older,
+            newer => self.0[newer as usize][1] = older,
+        }
+        match older {
+            END => list.back = newer,
+            older => self.0[older as usize][0] = newer,
+        }
+        list.len -= 1;
+    }
+
+    /// Move a slot of `list` to its front.
+    pub(super) fn move_to_front(&mut self, list: &mut List, slot: CacheSlot) {
+        self.unlink(list, slot);
+        self.push_front(list, slot);
+    }
+}
+
+/// A value for each slot, `T::default()` where none was set.
+#[derive(Debug, Default)]
+pub(super) struct PerSlot<T>(Vec<T>);
+
+impl<T: Copy + Default> PerSlot<T> {
+    pub(super) fn with_capacity(slots: u32) -> Self {
+        Self(Vec::with_capacity(slots as usize))
+    }
+
+    pub(super) fn get(&self, slot: CacheSlot) -> T {
+        self.0.get(slot as usize).copied().unwrap_or_default()
+    }
+
+    pub(super) fn set(&mut self, slot: CacheSlot, value: T) {
+        if self.0.len() <= slot as usize {
+            self.0.resize(slot as usize + 1, T::default());
+        }
+        self.0[slot as usize] = value;
+    }
+}

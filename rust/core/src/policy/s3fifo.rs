@@ -1,0 +1,156 @@
+//! S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP 2023).
+//!
+//! A new row enters the *small* queue, a tenth of the slots. At its end it moves to the *main* queue if it was used more than
+//! once since, else it leaves, and the *ghost* queue remembers its id for as many departures as main has slots: a row that comes
+//! back in that time enters main. At main's end a row that was used goes round again. A scan so passes through small only.
+
+use super::ghost::Ghost;
+use super::list::{Links, List, PerSlot};
+use super::{Policy, RECHECKED};
+use crate::types::{CacheSlot, Id};
+
+/// See the module. Slots that were in use when their turn came wait apart, and are back at their queue's end once they are not.
+#[derive(Debug, Default)]
+pub(super) struct S3Fifo {
+    links: Links,
+    marks: PerSlot<Mark>,
+    small: List,
+    main: List,
+    parked: List,
+    ghost: Ghost,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Mark {
+    queue: Queue,
+    parked: bool,
+    /// Uses since the row entered or went round, at most `MOST_USES`.
+    uses: u8,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Queue {
+    #[default]
+    Nowhere,
+    Small,
+    Main,
+}
+
+const MOST_USES: u8 = 3;
+/// Uses in the small queue that take a row to the main queue.
+const USES_TO_STAY: u8 = 2;
+/// One slot in this many is the small queue's.
+const SMALL_SHARE: u32 = 10;
+
+impl S3Fifo {
+    pub(super) fn new(capacity: u32) -> Self {
+        Self { links: Links::with_capacity(capacity), marks: PerSlot::with_capacity(capacity), ..Self::default() }
+    }
+
+    fn list(&mut self, mark: Mark) -> (&mut Links, &mut List) {
+        let list = match mark {
+            Mark { parked: true, .. } => &mut self.parked,
+            Mark { queue: Queue::Small, .. } => &mut self.small,
+            Mark { .. } => &mut self.main,
+        };
+        (&mut self.links, list)
+    }
+
+    fn put_front(&mut self, slot: CacheSlot, mark: Mark) {
+        let (links, list) = self.list(mark);
+        links.push_front(list, slot);
+        self.marks.set(slot, mark);
+    }
+
+    fn take_out(&mut self, slot: CacheSlot) -> Mark {
+        let mark = self.marks.get(slot);
+        if mark.queue != Queue::Nowhere {
+            let (links, list) = self.list(mark);
+            links.unlink(list, slot);
+            self.marks.set(slot, Mark::default());
+        }
+        mark
+    }
+
+    /// Of the `count` oldest parked slots, those that are evictable go back to the end of their queue.
+    fn recheck(&mut self, count: u32, evictable: &mut dyn FnMut(CacheSlot) -> bool) {
+        for _ in 0..count.min(self.parked.len()) {
+            let Some(slot) = self.parked.back() else { return };
+            if evictable(slot) {
+                let mark = Mark { parked: false, ..self.take_out(slot) };
+                let (links, list) = self.list(mark);
+                links.push_back(list, slot);
+                self.marks.set(slot, mark);
+            } else {
+                self.links.move_to_front(&mut self.parked, slot);
+            }
+        }
+    }
+
+    /// One step at the end of a queue: the slot there, if it is to leave; it moves otherwise.
+    fn step(&mut self, slot: CacheSlot, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
+        let mark = self.marks.get(slot);
+        let moved = match mark.queue {
+            Queue::Small if mark.uses >= USES_TO_STAY => Mark { queue: Queue::Main, uses: 0, parked: false },
+            Queue::Main if mark.uses > 0 => Mark { uses: mark.uses - 1, ..mark },
+            _ if evictable(slot) => return Some(slot),
+            _ => Mark { parked: true, ..mark },
+        };
+        self.take_out(slot);
+        self.put_front(slot, moved);
+        None
+    }
+
+    fn scan(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
+        // Every step moves a slot to main, takes a use away or parks a slot, so that this ends.
+        loop {
+            let small_is_full = self.small.len() > (self.small.len() + self.main.len()) / SMALL_SHARE;
+            let slot = match (self.small.back(), self.main.back()) {
+                (Some(slot), _) if small_is_full => slot,
+                (_, Some(slot)) | (Some(slot), None) => slot,
+                (None, None) => return None,
+            };
+            let victim = self.step(slot, evictable);
+            if victim.is_some() {
+                return victim;
+            }
+        }
+    }
+}
+
+impl Policy for S3Fifo {
+    fn inserted(&mut self, slot: CacheSlot, id: Id) {
+        self.take_out(slot);
+        let queue = if self.ghost.take(id) { Queue::Main } else { Queue::Small };
+        self.put_front(slot, Mark { queue, parked: false, uses: 0 });
+    }
+
+    fn accessed(&mut self, slots: &[CacheSlot]) {
+        for &slot in slots {
+            let mark = self.marks.get(slot);
+            if mark.queue != Queue::Nowhere && mark.uses < MOST_USES {
+                self.marks.set(slot, Mark { uses: mark.uses + 1, ..mark });
+            }
+        }
+    }
+
+    fn victim(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
+        self.recheck(RECHECKED, evictable);
+        self.scan(evictable).or_else(|| {
+            self.recheck(u32::MAX, evictable);
+            self.scan(evictable)
+        })
+    }
+
+    fn removed(&mut self, slot: CacheSlot, id: Id, evicted: bool) {
+        let resident = self.small.len() + self.main.len() + self.parked.len();
+        let mark = self.take_out(slot);
+        if evicted && mark.queue == Queue::Small {
+            self.ghost.remember(id, resident - resident / SMALL_SHARE);
+        }
+    }
+
+    fn bytes_per_slot(&self) -> usize {
+        Links::BYTES_PER_SLOT + size_of::<Mark>() + Ghost::BYTES_PER_ID
+    }
+}

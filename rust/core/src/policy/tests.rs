@@ -1,0 +1,268 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::*;
+
+const KINDS: [PolicyKind; 3] = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::S3Fifo];
+
+/// A tier that evicts by a policy when it is full, as the cache does.
+struct Tier {
+    policy: Box<dyn Policy>,
+    slots: BTreeMap<Id, CacheSlot>,
+    ids: Vec<Option<Id>>,
+}
+
+impl Tier {
+    fn new(kind: PolicyKind, capacity: u32) -> Self {
+        Self { policy: new_policy(kind, capacity), slots: BTreeMap::new(), ids: vec![None; capacity as usize] }
+    }
+
+    /// Use a row; whether it was here.
+    fn touch(&mut self, id: Id) -> bool {
+        if let Some(&slot) = self.slots.get(&id) {
+            self.policy.accessed(&[slot]);
+            return true;
+        }
+        let free = self.ids.iter().position(Option::is_none).map(|slot| slot as CacheSlot);
+        let slot = free.unwrap_or_else(|| {
+            let slot = self.policy.victim(&mut |_| true).expect("no slot is in use");
+            let left = self.ids[slot as usize].take().expect("victims are resident");
+            self.slots.remove(&left);
+            self.policy.removed(slot, left, true);
+            slot
+        });
+        self.ids[slot as usize] = Some(id);
+        self.slots.insert(id, slot);
+        self.policy.inserted(slot, id);
+        false
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Touch(CacheSlot),
+    TouchMany(CacheSlot),
+    Remove(CacheSlot),
+    Pin(CacheSlot),
+    Unpin(CacheSlot),
+    Evict,
+    Propose,
+}
+
+fn steps(pins: bool) -> impl Strategy<Value = Vec<Step>> {
+    let slot = 0_u32..24;
+    let pins = u32::from(pins) * 4;
+    let step = prop_oneof![
+        8 => slot.clone().prop_map(Step::Touch),
+        1 => slot.clone().prop_map(Step::TouchMany),
+        1 => slot.clone().prop_map(Step::Remove),
+        pins => slot.clone().prop_map(Step::Pin),
+        pins => slot.prop_map(Step::Unpin),
+        4 => Just(Step::Evict),
+        1 => Just(Step::Propose),
+    ];
+    prop::collection::vec(step, 0..400)
+}
+
+/// What is known of a resident slot: uses, time of the last use.
+type Resident = BTreeMap<CacheSlot, (u32, usize)>;
+
+/// Runs the steps; `expected` names the victim that must be proposed, where only one will do.
+fn run(
+    kind: PolicyKind,
+    steps: &[Step],
+    expected: impl Fn(&Resident) -> Option<CacheSlot>,
+) -> Result<(), TestCaseError> {
+    let mut policy = new_policy(kind, 8);
+    let mut resident = Resident::new();
+    let mut pinned = BTreeSet::new();
+    let mut now = 0;
+    for step in steps {
+        now += 1;
+        match *step {
+            Step::Touch(slot) => {
+                if let Some((uses, last)) = resident.get_mut(&slot) {
+                    policy.accessed(&[slot]);
+                    (*uses, *last) = (*uses + 1, now);
+                } else {
+                    policy.inserted(slot, i64::from(slot) - 5);
+                    resident.insert(slot, (1, now));
+                }
+            }
+            Step::TouchMany(first) => {
+                let used: Vec<CacheSlot> = resident.range(first..).map(|(slot, _)| *slot).collect();
+                policy.accessed(&used);
+                for slot in used {
+                    now += 1;
+                    let (uses, _) = resident[&slot];
+                    resident.insert(slot, (uses + 1, now));
+                }
+            }
+            Step::Remove(slot) => {
+                if resident.remove(&slot).is_some() {
+                    policy.removed(slot, i64::from(slot) - 5, false);
+                    pinned.remove(&slot);
+                }
+            }
+            Step::Pin(slot) => {
+                if resident.contains_key(&slot) {
+                    pinned.insert(slot);
+                }
+            }
+            Step::Unpin(slot) => {
+                pinned.remove(&slot);
+            }
+            Step::Evict | Step::Propose => {
+                let victim = policy.victim(&mut |slot| {
+                    assert!(resident.contains_key(&slot), "only residents are asked about");
+                    !pinned.contains(&slot)
+                });
+                prop_assert_eq!(victim.is_some(), resident.len() > pinned.len(), "a victim if one is evictable");
+                let Some(victim) = victim else { continue };
+                prop_assert!(resident.contains_key(&victim) && !pinned.contains(&victim));
+                if let Some(expected) = expected(&resident) {
+                    prop_assert_eq!(victim, expected);
+                }
+                if matches!(step, Step::Evict) {
+                    resident.remove(&victim);
+                    policy.removed(victim, i64::from(victim) - 5, true);
+                }
+            }
+        }
+    }
+    // No slot was lost: all come out once nothing is in use.
+    while !resident.is_empty() {
+        let victim = policy.victim(&mut |_| true).expect("some are left");
+        prop_assert!(resident.remove(&victim).is_some());
+        policy.removed(victim, i64::from(victim) - 5, true);
+    }
+    prop_assert_eq!(policy.victim(&mut |_| true), None);
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn every_policy_proposes_each_evictable_slot_and_no_other(steps in steps(true)) {
+        for kind in KINDS {
+            run(kind, &steps, |_| None)?;
+        }
+    }
+
+    #[test]
+    fn lru_proposes_the_slot_used_longest_ago(steps in steps(false)) {
+        run(PolicyKind::Lru, &steps, |resident| resident.iter().min_by_key(|(_, (_, last))| *last).map(|(slot, _)| *slot))?;
+    }
+
+    #[test]
+    fn lfu_proposes_the_slot_used_least_and_of_equals_longest_ago(steps in steps(false)) {
+        run(PolicyKind::Lfu, &steps, |resident| resident.iter().min_by_key(|(_, used)| **used).map(|(slot, _)| *slot))?;
+    }
+}
+
+#[test]
+fn slots_in_use_are_passed_over_without_being_asked_about_at_every_eviction() {
+    for kind in KINDS {
+        let mut policy = new_policy(kind, 20_000);
+        for slot in 0..20_000 {
+            policy.inserted(slot, i64::from(slot));
+        }
+        let mut asked = 0;
+        for _ in 0..10_000 {
+            let victim = policy.victim(&mut |slot| {
+                asked += 1;
+                slot >= 10_000
+            });
+            let victim = victim.expect("half of the slots are free");
+            policy.removed(victim, i64::from(victim), true);
+        }
+        assert!(asked <= 5 * 20_000, "{kind:?} asked {asked} times");
+    }
+}
+
+#[test]
+fn lru_evicts_slots_released_after_their_turn_first() {
+    let mut policy = new_policy(PolicyKind::Lru, 4);
+    for slot in 0..4 {
+        policy.inserted(slot, 0);
+    }
+    assert_eq!(policy.victim(&mut |slot| slot > 1), Some(2));
+    assert_eq!(policy.victim(&mut |_| true), Some(0));
+    policy.accessed(&[0]);
+    assert_eq!(policy.victim(&mut |_| true), Some(1));
+}
+
+/// Hot rows used in every round, then a scan of rows used once each; how many hot rows are left.
+fn hot_rows_after_a_scan(kind: PolicyKind) -> usize {
+    let mut tier = Tier::new(kind, 100);
+    for _ in 0..4 {
+        for hot in 0..50 {
+            tier.touch(hot);
+        }
+    }
+    for scanned in 1000..2000 {
+        tier.touch(scanned);
+    }
+    (0..50).filter(|hot| tier.slots.contains_key(hot)).count()
+}
+
+#[test]
+fn a_scan_leaves_the_hot_rows_in_s3_fifo_and_not_in_lru() {
+    assert_eq!(hot_rows_after_a_scan(PolicyKind::S3Fifo), 50);
+    assert_eq!(hot_rows_after_a_scan(PolicyKind::Lru), 0);
+}
+
+#[test]
+fn s3_fifo_lets_a_row_that_comes_back_soon_into_main_and_one_that_comes_back_late_not() {
+    let mut tier = Tier::new(PolicyKind::S3Fifo, 100);
+    (0..150).for_each(|id| {
+        tier.touch(id);
+    });
+    // Rows 0 to 49 left through small; 49 lately. It comes back to main, and a scan passes it by.
+    assert!(!tier.touch(49));
+    (1000..1080).for_each(|id| {
+        tier.touch(id);
+    });
+    assert!(tier.slots.contains_key(&49));
+    // Row 7 left more than main's ninety departures ago: it comes back to small, and the next scan takes it along.
+    assert!(!tier.touch(7));
+    (2000..2100).for_each(|id| {
+        tier.touch(id);
+    });
+    assert!(tier.slots.contains_key(&49) && !tier.slots.contains_key(&7));
+}
+
+#[test]
+fn s3_fifo_gives_each_use_in_main_one_round_more() {
+    let mut policy = new_policy(PolicyKind::S3Fifo, 3);
+    for slot in 0..3 {
+        policy.inserted(slot, i64::from(slot));
+        policy.accessed(&[slot]);
+        policy.accessed(&[slot]);
+    }
+    // All go to main; slot 0 has two more uses there, slot 1 one.
+    assert_eq!(policy.victim(&mut |_| true), Some(0));
+    policy.accessed(&[0]);
+    policy.accessed(&[0]);
+    policy.accessed(&[1]);
+    let order: Vec<CacheSlot> = (0..3)
+        .map(|_| {
+            let victim = policy.victim(&mut |_| true).expect("some are left");
+            policy.removed(victim, 0, false);
+            victim
+        })
+        .collect();
+    assert_eq!(order, [2, 1, 0]);
+}
+
+#[test]
+fn the_ghost_forgets_after_as_many_departures_as_it_is_long() {
+    let mut ghost = ghost::Ghost::default();
+    for id in -500..500 {
+        ghost.remember(id, 100);
+    }
+    assert!(!ghost.take(399), "one hundred and one departures ago");
+    let kept = (400..500).filter(|&id| ghost.take(id)).count();
+    assert!(kept >= 80, "{kept} of the last hundred");
+    assert!(!ghost.take(450), "taken once");
+}
