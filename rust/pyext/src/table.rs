@@ -228,6 +228,7 @@ impl PyTable {
     }
 
     #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
     fn read_rows<'py>(
         &self,
         py: Python<'py>,

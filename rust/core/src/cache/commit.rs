@@ -1,11 +1,9 @@
 //! The end of a batch: rows marked as trained, pins taken back.
 
-use std::sync::Arc;
-
 use super::place::TablePlan;
-use super::table::{Shared, State};
+use super::table::State;
 use crate::slots::{RowState, SlotMap};
-use crate::types::{CacheSlot, NO_SLOT};
+use crate::types::NO_SLOT;
 
 impl TablePlan {
     /// One training step: the table's counter advances, the batch's rows are dirty and born.
@@ -36,10 +34,13 @@ impl TablePlan {
 
     /// Take back every pin. Rows that were never trained vanish with their last pin.
     pub(crate) fn release(&mut self, state: &mut State) {
-        let shared = Arc::clone(&self.shared);
         for (position, slot) in std::mem::take(&mut self.host).into_iter().enumerate() {
             if slot != NO_SLOT && state.host.slots.unpin(slot) {
-                shared.last_pin_gone(state, slot, self.unique[position]);
+                if state.host.slots.state(slot).has(RowState::SHADOW) {
+                    state.host.slots.remove(slot, self.unique[position], false);
+                } else {
+                    state.drop_unborn(slot, self.unique[position]);
+                }
             }
         }
         for slot in std::mem::take(&mut self.device) {
@@ -51,15 +52,5 @@ impl TablePlan {
             }
         }
         self.loads.clear();
-    }
-}
-
-impl Shared {
-    fn last_pin_gone(&self, state: &mut State, slot: CacheSlot, id: crate::types::Id) {
-        if state.host.slots.state(slot).has(RowState::SHADOW) {
-            state.host.slots.remove(slot, id, false);
-        } else {
-            self.drop_unborn(state, slot, id);
-        }
     }
 }

@@ -17,12 +17,12 @@ pub(crate) struct Loading {
     pub(crate) rows: Vec<(Id, CacheSlot)>,
     /// Keeps the targets alive.
     _arena: Arc<Arena>,
-    finished: Mutex<Option<Option<Error>>>,
+    finished: Mutex<Option<Result<()>>>,
 }
 
 impl Loading {
-    /// Whether the table has taken notice, and the error if it failed.
-    pub(crate) fn outcome(&self) -> Option<Option<Error>> {
+    /// How it ended, once the table has taken notice.
+    fn outcome(&self) -> Option<Result<()>> {
         lock(&self.finished).clone()
     }
 }
@@ -41,7 +41,7 @@ impl Shared {
     /// Take notice of a load whose fetch is done (waits for it if it is not). The error is the fetch's.
     pub(crate) fn finish_load(&self, state: &mut State, loading: &Arc<Loading>) -> Result<()> {
         if let Some(outcome) = loading.outcome() {
-            return outcome.map_or(Ok(()), Err);
+            return outcome;
         }
         let result = loading.fetch.wait();
         state.loading.retain(|other| !Arc::ptr_eq(other, loading));
@@ -61,22 +61,22 @@ impl Shared {
                         state.host_stats.written_bytes += self.layout.stride_bytes() as u64;
                     }
                 }
-                None
+                Ok(())
             }
             Err(error) => {
                 for &(_, slot) in &loading.rows {
                     state.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::FAILED));
                 }
-                Some(error)
+                Err(error)
             }
         };
         for &(id, slot) in &loading.rows {
             if !state.host.slots.is_pinned(slot) {
-                self.drop_unborn(state, slot, id);
+                state.drop_unborn(slot, id);
             }
         }
         *lock(&loading.finished) = Some(outcome.clone());
-        outcome.map_or(Ok(()), Err)
+        outcome
     }
 
     /// Take notice of every load whose reads are done, without waiting. Errors belong to the plans that asked.
@@ -116,16 +116,18 @@ impl Shared {
         vector[dim..].fill(0.0);
         *state.host.header_mut(slot) = crate::rows::RowHeader { id, ..Default::default() };
     }
+}
 
+impl State {
     /// Forget an unpinned host row that is provisional or whose read failed.
-    pub(crate) fn drop_unborn(&self, state: &mut State, slot: CacheSlot, id: Id) {
-        let row = state.host.slots.state(slot);
+    pub(crate) fn drop_unborn(&mut self, slot: CacheSlot, id: Id) {
+        let row = self.host.slots.state(slot);
         if row.has(RowState::PROVISIONAL.with(RowState::FAILED)) && !row.has(RowState::LOADING) {
             if row.has(RowState::PROVISIONAL) {
-                state.provisional -= 1;
+                self.provisional -= 1;
             }
-            state.host.slots.remove(slot, id, false);
-            state.host.shrink_overflow();
+            self.host.slots.remove(slot, id, false);
+            self.host.shrink_overflow();
         }
     }
 }

@@ -141,15 +141,16 @@ impl TablePlan {
         let births = on_ssd.iter().filter(|&&there| !there).count() as u64;
         state.ssd_hits += ids.len() as u64 - births;
         state.ssd_misses += births;
-        if mode.train && births > 0 {
-            if let Err(error) = shared.check_capacity(state, births) {
-                if !mode.ahead {
-                    return Err(error);
-                }
-                // The forward of this batch says it, if it is still true then.
-                self.unplaced.extend_from_slice(missing);
-                return Ok(());
+        if mode.train
+            && births > 0
+            && let Err(error) = shared.check_capacity(state, births)
+        {
+            if !mode.ahead {
+                return Err(error);
             }
+            // The forward of this batch says it, if it is still true then.
+            self.unplaced.extend_from_slice(missing);
+            return Ok(());
         }
         shared.make_room(state, missing.len() as u32)?;
         let mut reads = Vec::new();

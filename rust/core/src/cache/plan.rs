@@ -218,7 +218,7 @@ impl Plan {
         let bags = self.check_offsets(offsets, weights, mean)?;
         let columns = self.shape.total_columns;
         check_len("out", out.len(), bags * columns)?;
-        let stores = self.stores(&inner, device)?;
+        let stores = inner.stores(device)?;
         let mut local = Vec::with_capacity(bags + 1);
         for (feature, &table) in self.shape.feature_tables.iter().enumerate() {
             let begin = self.splits[feature];
@@ -253,7 +253,7 @@ impl Plan {
         let inner = self.placed("forward_sequence")?;
         let dim = self.one_dim()?;
         check_len("out", out.len(), self.splits[self.splits.len() - 1] * dim)?;
-        let stores = self.stores(&inner, device)?;
+        let stores = inner.stores(device)?;
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
             let _reading = self.shape.tables[table].reading_rows();
@@ -294,7 +294,7 @@ impl Plan {
         if let Some(weight_grad) = &weight_grad {
             check_len("weight_grad", weight_grad.len(), total)?;
         }
-        let stores = self.stores(&inner, device)?;
+        let stores = inner.stores(device)?;
         let (starts, scale) = self.gradient_places(pooled, bags);
         for (table, table_features) in self.shape.table_features.iter().enumerate() {
             let plan = &inner.tables[table];
@@ -331,7 +331,7 @@ impl Plan {
         let dim = self.one_dim()?;
         check_len("hyperparameters", hyperparameters.len(), self.shape.tables.len())?;
         check_len("grad", grad.len(), self.splits[self.splits.len() - 1] * dim)?;
-        let stores = self.stores(&inner, device)?;
+        let stores = inner.stores(device)?;
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let plan = &inner.tables[table];
             let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
@@ -401,34 +401,6 @@ impl Plan {
         }
     }
 
-    fn stores(&self, inner: &Inner, device: &mut [Option<DeviceTensors<'_>>]) -> Result<Vec<Rows>> {
-        let mut device: Vec<Option<&mut DeviceTensors<'_>>> = device.iter_mut().map(Option::as_mut).collect();
-        device.resize_with(inner.tables.len(), || None);
-        inner
-            .tables
-            .iter()
-            .zip(device)
-            .map(|(plan, tensors)| {
-                let shared = &plan.shared;
-                match (shared.config.device_rows.is_some(), tensors) {
-                    (false, None) => Ok(Rows::Arena(Arc::clone(shared.lock_any()?.host.arena()), shared.layout)),
-                    (true, Some(tensors)) => {
-                        let highest = plan.index.slots.iter().filter(|&&slot| slot != NO_SLOT).max();
-                        tensors.rows(shared.layout, highest.map_or(0, |&slot| slot + 1)).map(Rows::Tensors)
-                    }
-                    (wants, _) => Err(Error::new(
-                        Kind::Input,
-                        format!(
-                            "table {:?} {} a device tier: give its tensors exactly then",
-                            shared.config.name,
-                            if wants { "has" } else { "has not" }
-                        ),
-                    )),
-                }
-            })
-            .collect()
-    }
-
     /// For each occurrence where its gradient starts in `[B, C]`, and what it is multiplied by.
     fn gradient_places(&self, pooled: &Pooled, bags: usize) -> (Vec<u32>, Option<Vec<f32>>) {
         let columns = self.shape.total_columns;
@@ -477,6 +449,33 @@ impl Plan {
 }
 
 impl Inner {
+    fn stores(&self, device: &mut [Option<DeviceTensors<'_>>]) -> Result<Vec<Rows>> {
+        let mut device: Vec<Option<&mut DeviceTensors<'_>>> = device.iter_mut().map(Option::as_mut).collect();
+        device.resize_with(self.tables.len(), || None);
+        self.tables
+            .iter()
+            .zip(device)
+            .map(|(plan, tensors)| {
+                let shared = &plan.shared;
+                match (shared.config.device_rows.is_some(), tensors) {
+                    (false, None) => Ok(Rows::Arena(Arc::clone(shared.lock_any()?.host.arena()), shared.layout)),
+                    (true, Some(tensors)) => {
+                        let highest = plan.index.slots.iter().filter(|&&slot| slot != NO_SLOT).max();
+                        tensors.rows(shared.layout, highest.map_or(0, |&slot| slot + 1)).map(Rows::Tensors)
+                    }
+                    (wants, _) => Err(Error::new(
+                        Kind::Input,
+                        format!(
+                            "table {:?} {} a device tier: give its tensors exactly then",
+                            shared.config.name,
+                            if wants { "has" } else { "has not" }
+                        ),
+                    )),
+                }
+            })
+            .collect()
+    }
+
     fn commit(&mut self) -> Result<()> {
         for table in &mut self.tables {
             let shared = Arc::clone(&table.shared);

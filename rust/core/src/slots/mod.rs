@@ -152,6 +152,9 @@ impl SlotMap {
     }
 
     /// Protect a slot from eviction.
+    ///
+    /// # Panics
+    /// When the slot is being evicted.
     pub fn pin(&mut self, slot: CacheSlot) {
         if !self.pins.is_pinned(slot) {
             self.pinned += 1;
@@ -271,6 +274,9 @@ impl SlotMap {
         Some(slot)
     }
     /// Make a row of one's own choice a victim: out of the policy's lists, to be followed like `victim`.
+    ///
+    /// # Panics
+    /// When the slot is pinned.
     pub fn unlist(&mut self, slot: CacheSlot, id: Id) {
         assert!(self.pins.try_claim(slot), "slot {slot} is in use and cannot be evicted");
         self.policy.removed(slot, id, true);
