@@ -4,13 +4,15 @@
 //! it. Each file in `benches/` is a program that hands its [`Bench`]es to [`run`]:
 //!
 //! - `cargo bench [-- NAME…]` measures each, alternating, prints ours, the limit and the ratio, and writes
-//!   `target/bench/<name>.json`. `--smoke` shrinks the data, to show that it runs.
+//!   `target/bench/<name>.json`. `--smoke`, or `EMBCACHE_BENCH=smoke`, shrinks the data, to show that it runs.
 //! - `--serve NAME` measures one round whenever a line on stdin asks for it, so that another program (`benches/python`) can
 //!   measure rivals between our rounds, on the same data. See [`serve`].
 
 mod measure;
+mod plain;
 mod serve;
 mod workload;
 
 pub use measure::{Bench, Better, Rounds, Scale, run};
+pub use plain::{PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use workload::{BATCH_IDS, Ids, SplitMix64, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

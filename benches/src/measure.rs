@@ -86,29 +86,43 @@ struct Limit<'a> {
     value: f64,
 }
 
-/// The main of a bench program; see the crate.
+/// The main of a bench program; see the crate. Names of other programs' benches, and flags of other harnesses, mean nothing to it.
 ///
 /// # Panics
-/// When a name is not one of `benches`, or the results cannot be written.
+/// When the results cannot be written.
 pub fn run(benches: &[Bench]) {
-    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
-    let scale = if arguments.iter().any(|argument| argument == "--smoke") { Scale::Smoke } else { Scale::Full };
-    if arguments.iter().any(|argument| argument == "--list") {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let flag = |name: &str| arguments.iter().any(|argument| argument == name);
+    let smoke = flag("--smoke") || std::env::var("EMBCACHE_BENCH").is_ok_and(|how| how == "smoke");
+    let scale = if smoke { Scale::Smoke } else { Scale::Full };
+    if flag("--list") {
         for bench in benches {
             println!("{}", bench.name);
         }
         return;
     }
-    let names: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with("--")).collect();
-    for name in &names {
-        assert!(benches.iter().any(|bench| bench.name == *name), "no bench named {name}; --list names them");
-    }
-    for bench in benches.iter().filter(|bench| names.is_empty() || names.iter().any(|name| *name == bench.name)) {
-        if arguments.iter().any(|argument| argument == "--serve") {
+    let names = names(&arguments);
+    for bench in benches.iter().filter(|bench| names.is_empty() || names.contains(&bench.name)) {
+        if flag("--serve") {
             return serve::serve(bench, scale);
         }
         measure(bench, scale);
     }
+}
+
+/// What is no flag, nor the value of a flag that criterion has.
+fn names(arguments: &[String]) -> Vec<&str> {
+    let takes_value = ["--save-baseline", "--baseline", "--sample-size", "--measurement-time", "--warm-up-time"];
+    let mut names = Vec::new();
+    let mut rest = arguments.iter().map(String::as_str);
+    while let Some(argument) = rest.next() {
+        if takes_value.contains(&argument) {
+            rest.next();
+        } else if !argument.starts_with('-') {
+            names.push(argument);
+        }
+    }
+    names
 }
 
 fn measure(bench: &Bench, scale: Scale) {

@@ -1,0 +1,80 @@
+//! Unique ids and inverse of a batch.
+
+use std::time::Instant;
+
+use embcache::index::{Deduped, Deduper};
+use embcache_benches::{
+    BATCH_IDS, Bench, Better, Ids, PlainDedupe, Rounds, Scale, run, scattered_id, uniform_ranks, zipf_ranks,
+};
+
+/// Ids drawn from.
+const ROWS: u64 = 10_000_000;
+const LIMIT: &str = "plain hash pass over a table sized for the batch, prefetching";
+
+fn main() {
+    let (unit, better, limit) = ("ids/s", Better::Higher, Some(LIMIT));
+    run(&[
+        Bench {
+            name: "dedupe_zipf105",
+            unit,
+            better,
+            limit,
+            make: |scale| dedupe(scale, |n| zipf_ranks(1, n, ROWS, 1.05)),
+        },
+        Bench {
+            name: "dedupe_uniform",
+            unit,
+            better,
+            limit,
+            make: |scale| dedupe(scale, |n| uniform_ranks(1, n, ROWS)),
+        },
+    ]);
+}
+
+struct Dedupe {
+    ids: Ids,
+    deduper: Deduper,
+    deduped: Deduped,
+    plain: PlainDedupe,
+}
+
+fn dedupe(scale: Scale, ranks: fn(usize) -> Vec<u64>) -> Box<dyn Rounds> {
+    let ids = Ids::from_ranks(&ranks(BATCH_IDS * scale.pick(40, 2)), BATCH_IDS, scattered_id);
+    Box::new(Dedupe {
+        ids,
+        deduper: Deduper::default(),
+        deduped: Deduped::default(),
+        plain: PlainDedupe::new(BATCH_IDS),
+    })
+}
+
+impl Rounds for Dedupe {
+    fn ours(&mut self) -> f64 {
+        let begin = Instant::now();
+        for batch in self.ids.batches() {
+            self.deduper.dedupe(batch, &mut self.deduped);
+        }
+        self.ids.values.len() as f64 / begin.elapsed().as_secs_f64()
+    }
+
+    fn limit(&mut self) -> Option<f64> {
+        let begin = Instant::now();
+        for batch in self.ids.batches() {
+            self.plain.dedupe(batch);
+        }
+        Some(self.ids.values.len() as f64 / begin.elapsed().as_secs_f64())
+    }
+
+    fn data(&self) -> Option<(&Ids, u64)> {
+        Some((&self.ids, ROWS))
+    }
+
+    fn check(&mut self) {
+        for batch in self.ids.batches() {
+            self.deduper.dedupe(batch, &mut self.deduped);
+            self.plain.dedupe(batch);
+            assert_eq!(self.deduped.unique, self.plain.unique[..self.plain.found]);
+            assert_eq!(self.deduped.inverse, self.plain.inverse);
+        }
+    }
+}
