@@ -1,1 +1,43 @@
-//! Checkpoints.
+//! Checkpoints: every row of every table, in safetensors files that any number of ranks can load, published as a whole.
+//!
+//! ```text
+//! path/LATEST                                        one line: name and checksum of the newest complete checkpoint
+//! path/<seq>-<random>/manifest.json                  written last, by the coordinator; names the ranks' manifests
+//! path/<seq>-<random>/<rank>-of-<world>.json         tables, files, counts and checksums of one rank
+//! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
+//! ```
+//!
+//! A data file holds one group of rows of at most 64 MiB, sorted by (bucket, `uint64(id)`), one tensor a column (see [`format`]).
+//!
+//! Saving, by whom:
+//!
+//! 1. The coordinator calls [`Save::begin`] and tells every rank the [`CheckpointName`].
+//! 2. Every rank makes a [`RankWriter`], calls [`RankWriter::write_table`] for each of its tables, then [`RankWriter::finish`],
+//!    and sends the [`RankDigest`] to the coordinator.
+//! 3. The coordinator calls [`Save::publish`]: from then on a load finds this checkpoint, and the one before is removed. Until then,
+//!    whatever happens, a load finds the one before.
+//!
+//! Loading:
+//!
+//! 1. One rank calls [`Latest::read`] and tells the others, so that all load the same checkpoint.
+//! 2. Every rank calls [`Checkpoint::open`] (manifests are checked here) and, for each of its tables, [`Checkpoint::table_reader`]
+//!    (headers and sizes of the files it needs are checked here). No table is touched before all ranks have done so.
+//! 3. [`TableReader::read`] hands over the rows of the buckets that the rank owns, verified as they arrive.
+
+pub mod format;
+mod latest;
+mod manifest;
+mod reader;
+mod save;
+mod writer;
+
+pub use latest::{CheckpointName, Latest};
+pub use manifest::{
+    CheckpointKind, InitializerSpec, Manifest, OptimizerSpec, Parent, RankDigest, TableEntry, TableSpec,
+};
+pub use reader::{Checkpoint, TableReader};
+pub use save::{Published, Save};
+pub use writer::{RankWriter, RowSource};
+
+/// Takes rows: headers `[n]` and their vector parts `[n × V]`, one behind the other.
+pub type RowSink<'a> = dyn FnMut(&[crate::rows::RowHeader], &[f32]) -> crate::Result<()> + 'a;

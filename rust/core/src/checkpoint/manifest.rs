@@ -1,0 +1,449 @@
+//! The JSON manifests of a checkpoint, and the checks that they pass before anything they say is used.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::format::{CHUNK_BYTES, DataShape, FORMAT, VERSION};
+use super::latest::CheckpointName;
+use crate::config::{OptimizerKind, TableConfig};
+use crate::error::{Error, Kind, Result};
+use crate::rows::Initializer;
+
+/// Manifests larger than this are refused before they are read.
+pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+/// Longest name of a module or table.
+const MAX_NAME_BYTES: usize = 4096;
+const MAX_DIM: u32 = 65_536;
+/// More rows, ranks or files than this are damage, and sums of such numbers do not overflow.
+const MAX_COUNT: u64 = 1 << 56;
+
+/// The checksum of manifests: XXH3, 64 bits.
+pub(super) fn checksum(bytes: &[u8]) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(bytes)
+}
+
+/// Whether a checkpoint holds every row, or those modified since its parent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CheckpointKind {
+    /// Every row.
+    Full,
+    /// Rows modified since the parent, and tombstones of those that left the table.
+    Delta,
+}
+
+/// The checkpoint that a delta builds on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Parent {
+    /// Its directory.
+    pub name: String,
+    /// XXH3 of its manifest.
+    pub manifest_xxh3: u64,
+}
+
+/// An optimizer and its hyperparameters.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerSpec {
+    /// [`OptimizerKind::name`].
+    pub name: String,
+    /// Finite numbers by name (`lr`, `eps`, …).
+    pub hyperparameters: BTreeMap<String, f64>,
+}
+
+/// How rows are born.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "name", deny_unknown_fields)]
+pub enum InitializerSpec {
+    /// [`Initializer::Constant`].
+    Constant {
+        /// The value.
+        value: f32,
+    },
+    /// [`Initializer::Uniform`].
+    Uniform {
+        /// Lower bound.
+        low: f32,
+        /// Upper bound.
+        high: f32,
+    },
+    /// [`Initializer::Normal`].
+    Normal {
+        /// Mean.
+        mean: f32,
+        /// Standard deviation.
+        std: f32,
+    },
+    /// [`Initializer::TruncatedNormal`].
+    TruncatedNormal {
+        /// Mean.
+        mean: f32,
+        /// Standard deviation before truncation.
+        std: f32,
+    },
+    /// [`Initializer::Linear`].
+    Linear {
+        /// Slope.
+        scale: f32,
+        /// Offset.
+        offset: f32,
+    },
+}
+
+impl From<Initializer> for InitializerSpec {
+    fn from(initializer: Initializer) -> Self {
+        match initializer {
+            Initializer::Constant { value } => Self::Constant { value },
+            Initializer::Uniform { low, high } => Self::Uniform { low, high },
+            Initializer::Normal { mean, std } => Self::Normal { mean, std },
+            Initializer::TruncatedNormal { mean, std } => Self::TruncatedNormal { mean, std },
+            Initializer::Linear { scale, offset } => Self::Linear { scale, offset },
+        }
+    }
+}
+
+/// What a checkpoint says of a table as a whole: the same on every rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TableSpec {
+    /// Path of the module in the model, wrappers' names left out.
+    pub module: String,
+    /// Name of the table in the module.
+    pub table: String,
+    /// See [`crate::types::table_key`].
+    pub key: u64,
+    /// Width of the embedding.
+    pub dim: u32,
+    /// Type of weights and slots, in safetensors' terms: `F32`.
+    pub dtype: String,
+    /// The optimizer.
+    pub optimizer: OptimizerSpec,
+    /// Training steps so far.
+    pub step: u64,
+    /// Seed of births.
+    pub seed: u64,
+    /// How rows are born.
+    pub initializer: InitializerSpec,
+    /// Buckets of the table.
+    pub total_num_buckets: u32,
+}
+
+impl TableSpec {
+    /// What a table's configuration says of it. `module` is the path of its module in the model.
+    pub fn new(module: &str, config: &TableConfig, hyperparameters: BTreeMap<String, f64>, step: u64) -> Self {
+        Self {
+            module: module.to_owned(),
+            table: config.name.clone(),
+            key: config.key,
+            dim: config.dim as u32,
+            dtype: "F32".to_owned(),
+            optimizer: OptimizerSpec { name: config.optimizer.name().to_owned(), hyperparameters },
+            step,
+            seed: config.seed,
+            initializer: config.initializer.into(),
+            total_num_buckets: config.total_num_buckets,
+        }
+    }
+
+    /// The optimizer's kind.
+    pub fn optimizer_kind(&self) -> Result<OptimizerKind> {
+        OptimizerKind::from_name(&self.optimizer.name)
+    }
+
+    /// Whether rows of this table fit one configured as `config`; `Kind::Mismatch` names the field that does not.
+    pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
+        let differs = |field: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
+            Err(Error::new(
+                Kind::Mismatch,
+                format!(
+                    "table {:?} of module {:?} has {field} {here} and the checkpoint {there}: make the table as it was saved",
+                    self.table, self.module
+                ),
+            ))
+        };
+        if self.dim as usize != config.dim {
+            return differs("embedding_dim", &config.dim, &self.dim);
+        }
+        if self.optimizer.name != config.optimizer.name() {
+            return differs("optimizer", &config.optimizer.name(), &self.optimizer.name);
+        }
+        Ok(())
+    }
+
+    /// `Kind::Input` where a number is outside what the format can hold.
+    pub(super) fn check(&self) -> Result<()> {
+        let refuse = |what: String| {
+            Err(Error::new(Kind::Input, format!("table {:?} of module {:?}: {what}", self.table, self.module)))
+        };
+        if self.module.len() > MAX_NAME_BYTES || self.table.len() > MAX_NAME_BYTES {
+            return refuse(format!("names have at most {MAX_NAME_BYTES} bytes"));
+        }
+        if self.dim == 0 || self.dim > MAX_DIM {
+            return refuse(format!("dim {} is not within 1 to {MAX_DIM}", self.dim));
+        }
+        if self.dtype != "F32" {
+            return refuse(format!("dtype {:?} is not F32", self.dtype));
+        }
+        if self.total_num_buckets == 0 {
+            return refuse("total_num_buckets is 0".into());
+        }
+        if let Some((name, value)) = self.optimizer.hyperparameters.iter().find(|(_, value)| !value.is_finite()) {
+            return refuse(format!("hyperparameter {name} is {value}"));
+        }
+        self.optimizer_kind().map(|_| ())
+    }
+}
+
+/// A table in the coordinator's manifest.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TableEntry {
+    /// The table.
+    pub spec: TableSpec,
+    /// Rows of all ranks.
+    pub rows: u64,
+    /// Tombstones of all ranks; 0 in a full checkpoint.
+    pub tombstones: u64,
+}
+
+/// What identifies a rank's manifest: made by [`super::RankWriter::finish`], checked by [`super::Save::publish`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RankDigest {
+    /// Its length.
+    pub bytes: u64,
+    /// Its XXH3.
+    pub xxh3: u64,
+}
+
+/// `manifest.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// [`FORMAT`].
+    pub format: String,
+    /// [`VERSION`].
+    pub version: u32,
+    /// The checkpoint's directory.
+    pub name: String,
+    /// Its number.
+    pub seq: u64,
+    /// Full or delta.
+    pub kind: CheckpointKind,
+    /// What a delta builds on; none of a full checkpoint.
+    pub parent: Option<Parent>,
+    /// Rows whose `modified_epoch` is at least this were modified after this checkpoint.
+    pub next_epoch: u32,
+    /// [`CHUNK_BYTES`].
+    pub chunk_bytes: u64,
+    /// The ranks' manifests, by rank.
+    pub ranks: Vec<RankDigest>,
+    /// The tables, by (module, table).
+    pub tables: Vec<TableEntry>,
+}
+
+/// A data file in a rank's manifest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct DataFile {
+    pub(super) rows: u64,
+    pub(super) tombstones: u64,
+    /// Length of the file.
+    pub(super) bytes: u64,
+    /// CRC-32C of the header, length field included.
+    pub(super) header_crc32c: u32,
+    /// CRC-32C of the tensor `checksums`.
+    pub(super) checksums_crc32c: u32,
+}
+
+/// One rank's share of a table.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Share {
+    pub(super) spec: TableSpec,
+    /// The buckets that the rank owns.
+    pub(super) bucket_begin: u32,
+    pub(super) bucket_end: u32,
+    pub(super) files: Vec<DataFile>,
+}
+
+impl Share {
+    pub(super) fn rows(&self) -> u64 {
+        self.files.iter().map(|file| file.rows).sum()
+    }
+
+    fn tombstones(&self) -> u64 {
+        self.files.iter().map(|file| file.tombstones).sum()
+    }
+
+    pub(super) fn shape(&self, file: &DataFile) -> DataShape {
+        DataShape {
+            rows: file.rows as usize,
+            buckets: (self.bucket_end - self.bucket_begin) as usize,
+            tombstones: file.tombstones as usize,
+        }
+    }
+
+    fn check(&self, kind: CheckpointKind) -> Result<(), String> {
+        self.spec.check().map_err(|e| e.to_string())?;
+        if self.bucket_begin > self.bucket_end || self.bucket_end > self.spec.total_num_buckets {
+            return Err(format!(
+                "buckets {}..{} are not within 0..{}",
+                self.bucket_begin, self.bucket_end, self.spec.total_num_buckets
+            ));
+        }
+        for file in &self.files {
+            if file.rows > u64::from(u32::MAX) || file.tombstones > u64::from(u32::MAX) || file.bytes > MAX_COUNT {
+                return Err("a file's counts are out of range".into());
+            }
+            if kind == CheckpointKind::Full && file.tombstones > 0 {
+                return Err("a full checkpoint has tombstones".into());
+            }
+        }
+        if self.files.len() as u64 > u64::from(u32::MAX) || (self.bucket_begin == self.bucket_end && self.rows() > 0) {
+            return Err("the number of files or rows is out of range".into());
+        }
+        Ok(())
+    }
+}
+
+/// `<rank>-of-<world>.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RankManifest {
+    pub(super) format: String,
+    pub(super) version: u32,
+    pub(super) name: String,
+    pub(super) rank: u32,
+    pub(super) world: u32,
+    pub(super) tables: Vec<Share>,
+}
+
+/// Version first, so that a newer format is called that, whatever else it holds.
+#[derive(Deserialize)]
+struct Head {
+    format: String,
+    version: u32,
+}
+
+/// JSON bytes to a manifest; `Kind::Unsupported` for a newer version, `Kind::Corruption` for anything else that is not one.
+pub(super) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> Result<T> {
+    let damaged = |e: serde_json::Error| Error::corruption(path, 0, "the manifest", "valid", e).at(path);
+    let head: Head = serde_json::from_slice(bytes).map_err(damaged)?;
+    if head.format != FORMAT {
+        return Err(Error::corruption(path, 0, "the format", FORMAT, head.format));
+    }
+    if head.version != VERSION {
+        return Err(Error::new(
+            Kind::Unsupported,
+            format!(
+                "{} has format version {} and this release reads {VERSION}: load it with a newer one",
+                path.display(),
+                head.version
+            ),
+        )
+        .at(path));
+    }
+    serde_json::from_slice(bytes).map_err(damaged)
+}
+
+/// A manifest as JSON.
+pub(super) fn render<T: Serialize>(manifest: &T) -> Result<Vec<u8>> {
+    let mut bytes = serde_json::to_vec_pretty(manifest)
+        .map_err(|e| Error::new(Kind::Input, format!("cannot write the manifest as JSON: {e}")))?;
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
+impl Manifest {
+    /// What does not need the ranks' manifests.
+    pub(super) fn check(&self, name: CheckpointName) -> Result<(), String> {
+        if self.name != name.to_string() || self.seq != name.seq {
+            return Err(format!("it belongs to {:?}, number {}", self.name, self.seq));
+        }
+        if (self.kind == CheckpointKind::Full) != self.parent.is_none() {
+            return Err("a full checkpoint has no parent and a delta has one".into());
+        }
+        if self.chunk_bytes != CHUNK_BYTES as u64 {
+            return Err(format!("chunk_bytes is {}", self.chunk_bytes));
+        }
+        if self.ranks.is_empty() || self.ranks.len() as u64 > u64::from(u32::MAX) {
+            return Err(format!("it has {} ranks", self.ranks.len()));
+        }
+        let mut seen = BTreeSet::new();
+        for TableEntry { spec, .. } in &self.tables {
+            spec.check().map_err(|e| e.to_string())?;
+            if !seen.insert((&spec.module, &spec.table)) {
+                return Err(format!("table {:?} of module {:?} is there twice", spec.table, spec.module));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the ranks' manifests are of this checkpoint, agree with it, and together hold every bucket of every table once.
+    pub(super) fn check_ranks(&self, ranks: &[RankManifest]) -> Result<(), String> {
+        for (rank, manifest) in ranks.iter().enumerate() {
+            if manifest.name != self.name
+                || manifest.rank as usize != rank
+                || manifest.world as usize != self.ranks.len()
+            {
+                return Err(format!(
+                    "the manifest of rank {rank} belongs to rank {} of {}",
+                    manifest.rank, manifest.name
+                ));
+            }
+        }
+        if merge(ranks, self.kind)? == self.tables {
+            Ok(())
+        } else {
+            Err("the ranks' manifests hold other tables, settings or counts".into())
+        }
+    }
+}
+
+/// The tables of all ranks together; the message says what does not fit.
+pub(super) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<TableEntry>, String> {
+    let mut tables: BTreeMap<(&str, &str), Vec<(usize, &Share)>> = BTreeMap::new();
+    for (rank, manifest) in ranks.iter().enumerate() {
+        for share in &manifest.tables {
+            share.check(kind)?;
+            let shares = tables.entry((&share.spec.module, &share.spec.table)).or_default();
+            if shares.last().is_some_and(|&(last, _)| last == rank) {
+                return Err(format!(
+                    "rank {rank} has table {:?} of module {:?} twice",
+                    share.spec.table, share.spec.module
+                ));
+            }
+            shares.push((rank, share));
+        }
+    }
+    tables
+        .into_iter()
+        .map(|((module, table), mut shares)| {
+            let name = format!("table {table:?} of module {module:?}");
+            let (first_rank, first) = shares[0];
+            if let Some((rank, _)) = shares.iter().find(|(_, share)| share.spec != first.spec) {
+                return Err(format!("{name}: ranks {first_rank} and {rank} have different settings or steps"));
+            }
+            shares.sort_by_key(|(_, share)| (share.bucket_begin, share.bucket_end));
+            let mut end = 0;
+            for (rank, share) in &shares {
+                if share.bucket_begin != end {
+                    return Err(format!("{name}: bucket {end} is followed by {} (rank {rank})", share.bucket_begin));
+                }
+                end = share.bucket_end;
+            }
+            if end != first.spec.total_num_buckets {
+                return Err(format!("{name}: no rank has the buckets from {end} on"));
+            }
+            Ok(TableEntry {
+                spec: first.spec.clone(),
+                rows: shares.iter().map(|(_, share)| share.rows()).sum(),
+                tombstones: shares.iter().map(|(_, share)| share.tombstones()).sum(),
+            })
+        })
+        .collect()
+}
