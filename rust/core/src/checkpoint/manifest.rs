@@ -86,10 +86,10 @@ pub enum InitializerSpec {
     },
     /// [`Initializer::Linear`].
     Linear {
-        /// Slope.
-        scale: f32,
-        /// Offset.
-        offset: f32,
+        /// Value of the first column.
+        low: f32,
+        /// Value of the last column.
+        high: f32,
     },
 }
 
@@ -100,7 +100,7 @@ impl From<Initializer> for InitializerSpec {
             Initializer::Uniform { low, high } => Self::Uniform { low, high },
             Initializer::Normal { mean, std } => Self::Normal { mean, std },
             Initializer::TruncatedNormal { mean, std } => Self::TruncatedNormal { mean, std },
-            Initializer::Linear { scale, offset } => Self::Linear { scale, offset },
+            Initializer::Linear { low, high } => Self::Linear { low, high },
         }
     }
 }

@@ -1,0 +1,143 @@
+//! Whatever stops a save, a load finds the checkpoint before or the new one, whole.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::config::OptimizerKind::{Adagrad, RowWiseAdagrad};
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::types::Id;
+
+use crate::made::{ROOT, Table, load, memory, save};
+
+fn tables(salt: u64) -> Vec<Table> {
+    let ids: Vec<Id> = (0..20 + salt as i64).collect();
+    vec![Table::new("m", "a", RowWiseAdagrad, 3, &ids, salt), Table::new("m", "b", Adagrad, 2, &ids[..3], salt)]
+}
+
+fn save_to(engine: impl IoEngine + 'static, salt: u64) -> embcache::Result<()> {
+    let engine: Arc<dyn IoEngine> = Arc::new(engine);
+    save(&engine, Path::new(ROOT), &tables(salt), 2, 400, salt).map(|_| ())
+}
+
+fn load_from(engine: MemoryEngine) -> Vec<Table> {
+    load(&(Arc::new(engine) as Arc<dyn IoEngine>), Path::new(ROOT), 3).expect("a whole checkpoint")
+}
+
+/// A disk with a first checkpoint on it.
+fn with_first() -> MemoryEngine {
+    let memory = memory();
+    save_to(memory.clone(), 1).expect("saved");
+    memory
+}
+
+#[test]
+fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one() {
+    let (old, new) = (tables(1), tables(2));
+    let (mut stops, mut kept, mut replaced) = (0, 0, 0);
+    loop {
+        let memory = with_first();
+        let engine = FaultEngine::new(Arc::new(memory.clone()));
+        engine.hit_change(stops, Fault::Stop);
+        let result = save_to(engine.clone(), 2);
+        if !engine.is_stopped() {
+            result.expect("nothing stopped it");
+            break;
+        }
+        let images =
+            [memory.crash(), memory.kill()].into_iter().chain((0..4).map(|seed| memory.crash_torn(stops * 4 + seed)));
+        for image in images {
+            let found = load_from(image.clone());
+            assert!(found == old || found == new, "neither, after {stops} changes");
+            if result.is_ok() {
+                assert_eq!(found, new, "a save that succeeded is lost after {stops} changes");
+            }
+            if found == old {
+                kept += 1;
+            } else {
+                replaced += 1;
+            }
+            // And saving goes on from there.
+            save_to(image.clone(), 3).expect("saved");
+            assert_eq!(load_from(image.clone()), tables(3));
+            assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 2, "orphans are swept");
+        }
+        stops += 1;
+    }
+    assert!(stops > 30 && kept > 100 && replaced > 0, "{stops} stops, {kept} kept, {replaced} replaced");
+}
+
+#[test]
+fn the_first_save_to_a_directory_is_there_as_a_whole_or_not_at_all() {
+    let mut stops = 0;
+    loop {
+        let memory = memory();
+        let engine = FaultEngine::new(Arc::new(memory.clone()));
+        engine.hit_change(stops, Fault::Stop);
+        let result = save_to(engine.clone(), 1);
+        if !engine.is_stopped() {
+            break;
+        }
+        for image in [memory.crash(), memory.kill(), memory.crash_torn(stops)] {
+            let image: Arc<dyn IoEngine> = Arc::new(image);
+            match load(&image, Path::new(ROOT), 1) {
+                Ok(found) => assert_eq!(found, tables(1)),
+                Err(error) => {
+                    assert_eq!(error.kind(), Kind::Path, "{error}");
+                    assert!(result.is_err());
+                }
+            }
+        }
+        stops += 1;
+    }
+    assert!(stops > 20);
+}
+
+#[test]
+fn a_failed_operation_fails_the_save_typed_and_the_old_checkpoint_stays() {
+    for operation in [
+        Operation::Create,
+        Operation::Write,
+        Operation::SetLen,
+        Operation::Sync,
+        Operation::Rename,
+        Operation::CreateDir,
+    ] {
+        for fault in [Fault::Fail(libc::ENOSPC), Fault::Tear(libc::EIO)] {
+            let mut passing = 0;
+            loop {
+                let memory = with_first();
+                let engine = FaultEngine::new(Arc::new(memory.clone()));
+                engine.hit_once(operation, passing, fault);
+                let result = save_to(engine.clone(), 2);
+                let Err(error) = result else { break };
+                assert_eq!(error.kind(), Kind::Storage, "{error}");
+                assert!(error.errno().is_some(), "{error}");
+                assert_eq!(load_from(memory.kill()), tables(1), "{operation:?} {passing}");
+                assert_eq!(load_from(memory.crash()), tables(1), "{operation:?} {passing}");
+                passing += 1;
+            }
+            assert!(passing > 0, "{operation:?} is never done");
+        }
+    }
+}
+
+#[test]
+fn a_read_that_fails_while_loading_is_reported() {
+    let memory = with_first();
+    let mut passing = 0;
+    loop {
+        let engine = FaultEngine::new(Arc::new(memory.clone()));
+        engine.hit_once(Operation::Read, passing, Fault::Fail(libc::EIO));
+        let engine: Arc<dyn IoEngine> = Arc::new(engine);
+        match load(&engine, Path::new(ROOT), 1) {
+            Ok(found) => {
+                assert_eq!(found, tables(1));
+                break;
+            }
+            Err(error) => assert_eq!(error.errno(), Some(libc::EIO), "{error}"),
+        }
+        passing += 1;
+    }
+    assert!(passing > 20);
+}

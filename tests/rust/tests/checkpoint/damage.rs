@@ -1,0 +1,228 @@
+//! Damaged and hostile checkpoints are refused, typed, and never make a load allocate what the files do not hold.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
+use embcache::io::{IoEngine, PsyncEngine};
+use embcache::types::{Id, hash_id};
+
+use crate::made::{Table, kind, load, save};
+
+struct Saved {
+    dir: tempfile::TempDir,
+    engine: Arc<dyn IoEngine>,
+    tables: Vec<Table>,
+}
+
+impl Saved {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+        let ids: Vec<Id> = (-30..30).collect();
+        let tables = vec![Table::new("m", "a", RowWiseAdagrad, 4, &ids, 1), Table::new("m", "b", Sgd, 2, &ids[..9], 2)];
+        save(&engine, dir.path(), &tables, 2, 1000, 7).expect("saved");
+        Self { dir, engine, tables }
+    }
+
+    fn load(&self) -> embcache::Result<Vec<Table>> {
+        load(&self.engine, self.dir.path(), 2)
+    }
+
+    /// Every file of the checkpoint, the lock's apart.
+    fn files(&self) -> Vec<PathBuf> {
+        let mut files = Vec::new();
+        let mut dirs = vec![self.dir.path().to_owned()];
+        while let Some(dir) = dirs.pop() {
+            for entry in std::fs::read_dir(dir).expect("listed") {
+                let path = entry.expect("an entry").path();
+                if path.is_dir() {
+                    dirs.push(path);
+                } else if path.file_name() != Some(embcache::io::LOCK_FILE.as_ref()) {
+                    files.push(path);
+                }
+            }
+        }
+        files.sort();
+        files
+    }
+
+    fn file(&self, ending: &str) -> PathBuf {
+        self.files().into_iter().find(|path| path.to_string_lossy().ends_with(ending)).expect("there")
+    }
+
+    /// Replace text in a file, then make every checksum above it fit, as an attacker would.
+    fn forge(&self, ending: &str, from: &str, to: &str) {
+        let path = self.file(ending);
+        let text = std::fs::read_to_string(&path).expect("text");
+        assert!(text.contains(from), "{from} is not in {text}");
+        std::fs::write(&path, text.replacen(from, to, 1)).expect("written");
+        let manifest = self.file("manifest.json");
+        let mut json: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&manifest).expect("read")).expect("JSON");
+        for rank in 0..2 {
+            let bytes = std::fs::read(self.file(&format!("{rank}-of-2.json"))).expect("read");
+            if let Some(digest) = json["ranks"].get_mut(rank) {
+                digest["bytes"] = bytes.len().into();
+                digest["xxh3"] = xxhash_rust::xxh3::xxh3_64(&bytes).into();
+            }
+        }
+        let bytes = if ending == "manifest.json" {
+            std::fs::read(&manifest).expect("read")
+        } else {
+            serde_json::to_vec(&json).expect("JSON")
+        };
+        std::fs::write(&manifest, &bytes).expect("written");
+        let latest = self.dir.path().join("LATEST");
+        let line = std::fs::read_to_string(&latest).expect("text");
+        let named = format!("{} {:016x}", line.split(' ').next().expect("a name"), xxhash_rust::xxh3::xxh3_64(&bytes));
+        std::fs::write(&latest, format!("{named} {:016x}\n", xxhash_rust::xxh3::xxh3_64(named.as_bytes())))
+            .expect("written");
+    }
+}
+
+/// Bytes of a data file that carry nothing: blanks after the header's text do count, padding behind the data does not.
+fn is_padding(bytes: &[u8], position: usize) -> bool {
+    let header = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
+    let text = std::str::from_utf8(&bytes[8..8 + header]).expect("UTF-8");
+    let json: serde_json::Value = serde_json::from_str(text).expect("JSON");
+    let start = json["__pad"]["data_offsets"][0].as_u64().expect("a number") as usize;
+    position >= 8 + header + start
+}
+
+#[test]
+fn a_flipped_bit_anywhere_is_found() {
+    let saved = Saved::new();
+    assert_eq!(saved.load().expect("whole"), saved.tables);
+    let mut found = 0;
+    for path in saved.files() {
+        let good = std::fs::read(&path).expect("read");
+        let is_data = path.extension().is_some_and(|ending| ending == "safetensors");
+        // One bit in each of many bytes: of all in LATEST, every 5th of the manifests, every 31st of the data.
+        let step = if is_data { 31 } else { (good.len() / 200).clamp(1, 5) };
+        for position in (0..good.len()).step_by(step) {
+            let mut bad = good.clone();
+            bad[position] ^= 1 << (hash_id((position + found) as i64) % 8);
+            std::fs::write(&path, &bad).expect("written");
+            match saved.load() {
+                Err(error) => {
+                    // A flip in a name in LATEST or a version is another kind of refusal, a refusal all the same.
+                    assert!(
+                        matches!(error.kind(), Kind::Corruption | Kind::Storage | Kind::Unsupported | Kind::Path),
+                        "{error}"
+                    );
+                    found += 1;
+                }
+                Ok(tables) => {
+                    assert!(is_data && is_padding(&good, position), "byte {position} of {}", path.display());
+                    assert_eq!(tables, saved.tables);
+                }
+            }
+        }
+        std::fs::write(&path, &good).expect("written");
+    }
+    assert!(found > 1000, "{found} flips");
+    assert_eq!(saved.load().expect("whole"), saved.tables);
+}
+
+#[test]
+fn a_file_cut_short_lengthened_or_missing_is_found() {
+    let saved = Saved::new();
+    for path in saved.files() {
+        let good = std::fs::read(&path).expect("read");
+        for bad in [&good[..good.len() - 1], &good[..good.len() / 2], &[], &[&good[..], &[0]].concat()] {
+            std::fs::write(&path, bad).expect("written");
+            assert!(saved.load().is_err(), "{} of {} bytes of {}", bad.len(), good.len(), path.display());
+        }
+        std::fs::remove_file(&path).expect("removed");
+        assert!(saved.load().is_err(), "{} is missing", path.display());
+        std::fs::write(&path, &good).expect("written");
+    }
+    assert_eq!(saved.load().expect("whole"), saved.tables);
+}
+
+#[test]
+fn forged_manifests_are_refused_before_anything_is_allocated() {
+    let max = u64::MAX.to_string();
+    for (ending, from, to, expected) in [
+        ("0-of-2.json", "\"rows\": ", "\"rows\": 4294967295, \"ignored\": ", Kind::Corruption),
+        ("0-of-2.json", "\"rows\": ", "\"rows\": 42", Kind::Corruption),
+        ("0-of-2.json", "\"bytes\": ", "\"bytes\": 9", Kind::Corruption),
+        ("0-of-2.json", "\"bytes\": ", &format!("\"bytes\": {max}, \"x\": "), Kind::Corruption),
+        ("0-of-2.json", "\"tombstones\": 0", "\"tombstones\": 1", Kind::Corruption),
+        ("0-of-2.json", "\"tombstones\": 0", "\"tombstones\": -1", Kind::Corruption),
+        ("0-of-2.json", "\"dim\": 4", "\"dim\": 8", Kind::Corruption),
+        ("0-of-2.json", "\"dim\": 4", "\"dim\": 0", Kind::Corruption),
+        ("0-of-2.json", "\"dim\": 4", "\"dim\": 4294967295", Kind::Corruption),
+        ("0-of-2.json", "\"bucket_begin\": 0", "\"bucket_begin\": 1", Kind::Corruption),
+        ("0-of-2.json", "\"bucket_end\": 4", "\"bucket_end\": 4294967295", Kind::Corruption),
+        ("0-of-2.json", "\"total_num_buckets\": 7", "\"total_num_buckets\": 0", Kind::Corruption),
+        ("0-of-2.json", "\"rank\": 0", "\"rank\": 1", Kind::Corruption),
+        ("0-of-2.json", "\"world\": 2", "\"world\": 3", Kind::Corruption),
+        ("0-of-2.json", "\"table\": \"a\"", "\"table\": \"../../a\"", Kind::Corruption),
+        ("0-of-2.json", "\"version\": 1", "\"version\": 2", Kind::Unsupported),
+        ("manifest.json", "\"version\": 1", "\"version\": 2", Kind::Unsupported),
+        ("manifest.json", "\"format\": \"torchrec-embcache\"", "\"format\": \"other\"", Kind::Corruption),
+        ("manifest.json", "\"kind\": \"full\"", "\"kind\": \"delta\"", Kind::Corruption),
+        ("manifest.json", "\"kind\": \"full\"", "\"kind\": \"half\"", Kind::Corruption),
+        ("manifest.json", "\"seq\": 1", "\"seq\": 2", Kind::Corruption),
+        ("manifest.json", "\"parent\": null", "\"parent\": null, \"extra\": 1", Kind::Corruption),
+        ("manifest.json", "\"chunk_bytes\": 262144", "\"chunk_bytes\": 0", Kind::Corruption),
+        ("manifest.json", "rowwise_adagrad", "rowwise_adagrab", Kind::Corruption),
+        ("manifest.json", "\"rows\": 60", "\"rows\": 61", Kind::Corruption),
+        ("manifest.json", "\"table\": \"b\"", "\"table\": \"a\"", Kind::Corruption),
+        ("manifest.json", "\"low\": -0.1", "\"low\": -0.2", Kind::Corruption),
+    ] {
+        let saved = Saved::new();
+        saved.forge(ending, from, to);
+        let result = saved.load();
+        assert_eq!(kind(result), expected, "{from} -> {to}");
+    }
+}
+
+#[test]
+fn a_forged_header_that_its_checksum_covers_is_refused() {
+    let saved = Saved::new();
+    let path = saved.file("m+a/0-of-2.0.safetensors");
+    let good = std::fs::read(&path).expect("read");
+    let length = u64::from_le_bytes(good[..8].try_into().expect("8")) as usize;
+    let old = crc32c::crc32c(&good[..8 + length]);
+    let text = String::from_utf8(good[8..8 + length].to_vec()).expect("UTF-8");
+    for (from, to) in [
+        ("\"weight\":{\"data_offsets\":", "\"weight\":{\"data_offsetz\":"),
+        ("\"dtype\":\"I64\"", "\"dtype\":\"U64\""),
+        ("\"weight\"", "\"wEight\""),
+        ("__metadata__", "__metadatA__"),
+        ("{\"__", "[\"__"),
+    ] {
+        assert!(text.contains(from), "{from} is not in {text}");
+        let mut bad = good.clone();
+        bad[8..8 + length].copy_from_slice(text.replacen(from, to, 1).as_bytes());
+        let new = crc32c::crc32c(&bad[..8 + length]);
+        std::fs::write(&path, &bad).expect("written");
+        let forged = Saved::new();
+        std::fs::write(forged.file("m+a/0-of-2.0.safetensors"), &bad).expect("written");
+        forged.forge("0-of-2.json", &format!("\"header_crc32c\": {old}"), &format!("\"header_crc32c\": {new}"));
+        let error = forged.load().expect_err("refused");
+        assert_eq!(error.kind(), Kind::Corruption, "{from} -> {to}");
+        assert!(error.to_string().contains("the header"), "{error}");
+    }
+}
+
+#[test]
+fn a_length_field_that_lies_is_refused() {
+    for length in [0, 1, 4095, 1 << 20, 1 << 40, u64::MAX] {
+        let saved = Saved::new();
+        let path = saved.file("m+a/0-of-2.0.safetensors");
+        let mut bytes = std::fs::read(&path).expect("read");
+        let header = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("8")) as usize;
+        let old = crc32c::crc32c(&bytes[..header]);
+        bytes[..8].copy_from_slice(&length.to_le_bytes());
+        std::fs::write(&path, &bytes).expect("written");
+        let new = crc32c::crc32c(&bytes[..header]);
+        saved.forge("0-of-2.json", &format!("\"header_crc32c\": {old}"), &format!("\"header_crc32c\": {new}"));
+        let error = saved.load().expect_err("refused");
+        assert!(error.to_string().contains("length field"), "{error}");
+    }
+}

@@ -1,0 +1,167 @@
+//! Tables, saves and loads for the tests.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::checkpoint::{
+    Checkpoint, InitializerSpec, Latest, OptimizerSpec, Published, RankWriter, RowSink, Save, TableSpec,
+};
+use embcache::config::OptimizerKind;
+use embcache::io::IoEngine;
+use embcache::rows::RowHeader;
+use embcache::types::{Id, bucket_of, hash_id};
+use embcache::{Error, Result};
+
+/// Where the tests save to.
+pub(crate) const ROOT: &str = "/checkpoints/sparse";
+
+/// Rows by id: header and vector part.
+pub(crate) type Rows = BTreeMap<Id, (RowHeader, Vec<f32>)>;
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Table {
+    pub(crate) spec: TableSpec,
+    pub(crate) rows: Rows,
+}
+
+impl Table {
+    /// A table with rows whose every value follows from the id and `salt`.
+    pub(crate) fn new(module: &str, table: &str, optimizer: OptimizerKind, dim: usize, ids: &[Id], salt: u64) -> Self {
+        let layout = optimizer.layout(dim);
+        let row = |id: Id| {
+            let draw = |n: u64| hash_id((hash_id(id) ^ salt.wrapping_mul(0x9e37) ^ n) as i64);
+            let header = RowHeader {
+                id,
+                last_step: draw(1),
+                count: draw(2) as u32,
+                score: f32::from_bits(draw(3) as u32 & 0x7f7f_ffff),
+                scalar: if layout.scalar_slot { draw(4) as u32 as f32 } else { 0.0 },
+                modified_epoch: draw(5) as u32,
+            };
+            let vector = (0..layout.vector_floats()).map(|k| draw(10 + k as u64) as i32 as f32 * 0.001).collect();
+            (id, (header, vector))
+        };
+        let spec = TableSpec {
+            module: module.into(),
+            table: table.into(),
+            key: 0xffff_ffff_ffff_fffe,
+            dim: dim as u32,
+            dtype: "F32".into(),
+            optimizer: OptimizerSpec {
+                name: optimizer.name().into(),
+                hyperparameters: BTreeMap::from([("lr".into(), 0.1), ("eps".into(), 1.0e-8)]),
+            },
+            step: salt,
+            seed: u64::MAX,
+            initializer: InitializerSpec::Uniform { low: -0.1, high: 0.1 },
+            total_num_buckets: 7,
+        };
+        Self { spec, rows: ids.iter().map(|&id| row(id)).collect() }
+    }
+
+    pub(crate) fn buckets_of(&self, rank: u32, world: u32) -> Range<u32> {
+        split(self.spec.total_num_buckets, rank, world)
+    }
+
+    /// The rows of `buckets`.
+    pub(crate) fn part(&self, buckets: &Range<u32>) -> Rows {
+        let owned = |id: Id| buckets.contains(&bucket_of(id, self.spec.total_num_buckets));
+        self.rows.iter().filter(|(id, _)| owned(**id)).map(|(id, row)| (*id, row.clone())).collect()
+    }
+
+    fn source(&self, buckets: &Range<u32>, chunk_rows: usize) -> impl FnMut(&mut RowSink<'_>) -> Result<()> + use<> {
+        // Not in the order of the file.
+        let mut rows: Vec<(RowHeader, Vec<f32>)> = self.part(buckets).into_values().collect();
+        rows.sort_by_key(|(header, _)| hash_id(header.id));
+        move |sink| {
+            for chunk in rows.chunks(chunk_rows) {
+                let headers: Vec<RowHeader> = chunk.iter().map(|(header, _)| *header).collect();
+                let vectors: Vec<f32> = chunk.iter().flat_map(|(_, vector)| vector.iter().copied()).collect();
+                sink(&headers, &vectors)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Buckets of a rank as `TorchRec` splits them: the first ranks have one more.
+pub(crate) fn split(total: u32, rank: u32, world: u32) -> Range<u32> {
+    let (each, more) = (total / world, total % world);
+    let begin = rank * each + rank.min(more);
+    begin..begin + each + u32::from(rank < more)
+}
+
+/// Save tables split over `world` ranks, with groups of at most `group_bytes`.
+pub(crate) fn save(
+    engine: &Arc<dyn IoEngine>,
+    root: &Path,
+    tables: &[Table],
+    world: u32,
+    group_bytes: usize,
+    random: u64,
+) -> Result<Published> {
+    let save = Save::begin(Arc::clone(engine), root, random)?;
+    let digests = (0..world)
+        .map(|rank| {
+            let mut writer =
+                RankWriter::new(Arc::clone(engine), root, save.name(), rank, world)?.with_group_bytes(group_bytes);
+            for table in tables {
+                let buckets = table.buckets_of(rank, world);
+                let mut source = table.source(&buckets, 5);
+                writer.write_table(table.spec.clone(), buckets, &mut source)?;
+            }
+            writer.finish()
+        })
+        .collect::<Result<Vec<_>>>()?;
+    save.publish(&digests, 1)
+}
+
+/// Load what `LATEST` names as `world` ranks, each of which must get its own buckets and nothing else.
+pub(crate) fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Result<Vec<Table>> {
+    let latest = Latest::read(&**engine, root)?;
+    let mut tables: Vec<Table> = Vec::new();
+    for rank in 0..world {
+        let checkpoint = Checkpoint::open(Arc::clone(engine), root, latest)?;
+        for (n, entry) in checkpoint.manifest().tables.iter().enumerate() {
+            let spec = &entry.spec;
+            if rank == 0 {
+                tables.push(Table { spec: spec.clone(), rows: Rows::new() });
+            }
+            let buckets = split(spec.total_num_buckets, rank, world);
+            let reader = checkpoint.table_reader(&spec.module, &spec.table, buckets.clone())?;
+            let floats = spec.optimizer_kind()?.layout(spec.dim as usize).vector_floats();
+            let mut rows = Rows::new();
+            reader.read(&mut |headers, vectors| {
+                assert_eq!(vectors.len(), headers.len() * floats);
+                for (header, vector) in headers.iter().zip(vectors.chunks(floats)) {
+                    assert!(buckets.contains(&bucket_of(header.id, spec.total_num_buckets)));
+                    assert!(rows.insert(header.id, (*header, vector.to_vec())).is_none(), "row {} twice", header.id);
+                }
+                Ok(())
+            })?;
+            assert_eq!(rows.len() as u64, reader.rows());
+            tables[n].rows.extend(rows);
+        }
+        let counted: u64 = checkpoint.manifest().tables.iter().map(|entry| entry.rows).sum();
+        if rank + 1 == world {
+            assert_eq!(counted, tables.iter().map(|table| table.rows.len() as u64).sum::<u64>());
+        }
+    }
+    Ok(tables)
+}
+
+pub(crate) fn kind<T>(result: Result<T>) -> embcache::Kind {
+    result.err().as_ref().map(Error::kind).expect("refused")
+}
+
+/// A directory tree in RAM with [`ROOT`] in it.
+pub(crate) fn memory() -> embcache::io::MemoryEngine {
+    let engine = embcache::io::MemoryEngine::default();
+    engine.create_dir_all(Path::new(ROOT)).expect("made");
+    for dir in Path::new(ROOT).ancestors() {
+        engine.sync_dir(dir).expect("synced");
+    }
+    engine
+}

@@ -1,0 +1,6 @@
+//! Checkpoints: round trips over world sizes, damage of every kind, and crashes at every operation.
+
+mod crash;
+mod damage;
+mod made;
+mod round_trip;

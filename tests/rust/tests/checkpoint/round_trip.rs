@@ -1,0 +1,264 @@
+//! What is saved is what is loaded, by any number of ranks.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::checkpoint::{Checkpoint, RankWriter, Save};
+use embcache::config::OptimizerKind::{Adagrad, Adam, AdamW, RowWiseAdagrad, Sgd};
+use embcache::io::{IoEngine, PsyncEngine};
+use embcache::types::Id;
+use embcache::{Error, Kind};
+use proptest::prelude::*;
+
+use crate::made::{ROOT, Table, kind, load, memory, save, split};
+
+fn several() -> Vec<Table> {
+    let ids: Vec<Id> = (-40..60).chain([Id::MIN, Id::MAX, 1 << 40, -(1 << 50)]).collect();
+    // By (module, table), as manifests list them.
+    vec![
+        Table::new("", "root", Sgd, 1, &ids, 1),
+        Table::new("model.ebc", "adam", Adam, 3, &ids, 2),
+        Table::new("model.ebc", "empty", Adagrad, 4, &[], 3),
+        Table::new("model.ebc", "one", RowWiseAdagrad, 8, &[-1], 4),
+        Table::new("model.ebc", "sum", Adagrad, 5, &ids[20..], 5),
+        Table::new("other/ebc", "adam", AdamW, 2, &ids[..30], 6),
+    ]
+}
+
+#[test]
+fn any_world_size_loads_what_any_other_saved() {
+    let tables = several();
+    for writers in 1..=4 {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        save(&engine, Path::new(ROOT), &tables, writers, 300, 7).expect("saved");
+        for readers in 1..=4 {
+            assert_eq!(load(&engine, Path::new(ROOT), readers).expect("loaded"), tables, "{writers} to {readers}");
+        }
+    }
+}
+
+#[test]
+fn more_ranks_than_buckets_leave_some_ranks_without_rows() {
+    let tables = several();
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    save(&engine, Path::new(ROOT), &tables, 9, 4096, 7).expect("saved");
+    assert_eq!(load(&engine, Path::new(ROOT), 10).expect("loaded"), tables);
+}
+
+#[test]
+fn a_second_save_replaces_the_first_and_leaves_nothing_of_it() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let root = Path::new(ROOT);
+    let mut tables = several();
+    let first = save(&engine, root, &tables, 2, 4096, 7).expect("saved");
+    for table in &mut tables {
+        table.spec.step += 1;
+        table.rows.pop_first();
+    }
+    let second = save(&engine, root, &tables, 3, 4096, 8).expect("saved");
+    assert_eq!((first.latest.name.seq, second.latest.name.seq), (1, 2));
+    assert!(second.left.is_empty());
+    assert_eq!(load(&engine, root, 1).expect("loaded"), tables);
+    let entries = engine.list(root).expect("listed");
+    assert_eq!(entries, [root.join(second.latest.name.to_string()), root.join("LATEST")]);
+}
+
+#[test]
+fn what_an_abandoned_save_left_is_swept_but_not_a_save_under_way() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let root = Path::new(ROOT);
+    let tables = several();
+    save(&engine, root, &tables, 1, 4096, 7).expect("saved");
+    drop(Save::begin(Arc::clone(&engine), root, 8).expect("begun"));
+    let under_way = Save::begin(Arc::clone(&engine), root, 9).expect("begun");
+    assert_eq!(engine.list(root).expect("listed").len(), 3, "the dropped save's directory is gone");
+    let published = save(&engine, root, &tables, 1, 4096, 10).expect("saved");
+    assert!(published.left.is_empty());
+    assert!(engine.exists(&root.join(under_way.name().to_string())));
+    let mut writer = RankWriter::new(Arc::clone(&engine), root, under_way.name(), 0, 1).expect("made");
+    let none = &mut |_: &mut embcache::checkpoint::RowSink<'_>| Ok(());
+    writer.write_table(tables[2].spec.clone(), 0..7, none).expect("written");
+    let digest = writer.finish().expect("finished");
+    under_way.publish(&[digest], 1).expect("published");
+    assert_eq!(load(&engine, root, 1).expect("loaded"), tables[2..3]);
+    Save::begin(Arc::clone(&engine), root, 11).expect("begun").abandon().expect("removed");
+    assert_eq!(engine.list(root).expect("listed").len(), 2);
+}
+
+#[test]
+fn the_safetensors_library_alone_reads_the_files_and_direct_io_could_write_them() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+    let table = Table::new("m", "t", Adam, 3, &(0..1000).collect::<Vec<Id>>(), 1);
+    let published = save(&engine, dir.path(), std::slice::from_ref(&table), 1, 20_000, 7).expect("saved");
+    let files = dir.path().join(published.latest.name.to_string()).join("m+t");
+    let mut seen = 0;
+    for entry in std::fs::read_dir(files).expect("listed") {
+        let bytes = std::fs::read(entry.expect("an entry").path()).expect("read");
+        assert_eq!(bytes.len() % 4096, 0);
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("valid");
+        let ids: Vec<Id> = tensors
+            .tensor("id")
+            .expect("ids")
+            .data()
+            .chunks(8)
+            .map(|b| Id::from_le_bytes(b.try_into().expect("8")))
+            .collect();
+        assert!(
+            ids.windows(2).all(|pair| (pair[0] % 7, pair[0]) < (pair[1] % 7, pair[1])),
+            "sorted by bucket, then id"
+        );
+        for (part, name) in ["weight", "exp_avg", "exp_avg_sq"].into_iter().enumerate() {
+            let tensor = tensors.tensor(name).expect(name);
+            assert_eq!(tensor.shape(), [ids.len(), 3]);
+            let expected: Vec<u8> = ids
+                .iter()
+                .flat_map(|id| table.rows[id].1[part * 3..part * 3 + 3].iter().flat_map(|value| value.to_le_bytes()))
+                .collect();
+            assert_eq!(tensor.data(), expected, "{name}");
+        }
+        let counts: Vec<u8> = ids.iter().flat_map(|id| table.rows[id].0.count.to_le_bytes()).collect();
+        assert_eq!(tensors.tensor("count").expect("counts").data(), counts);
+        seen += ids.len();
+    }
+    assert_eq!(seen, 1000);
+}
+
+#[test]
+fn a_rank_reads_its_own_byte_ranges_only() {
+    // One group of 14,000 rows, its weights over 55 chunks; a rank of seven owns one bucket of seven.
+    let dir = tempfile::tempdir().expect("a directory");
+    let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+    let table = Table::new("m", "t", Sgd, 256, &(0..14_000).collect::<Vec<Id>>(), 1);
+    let latest = save(&engine, dir.path(), std::slice::from_ref(&table), 1, 64 << 20, 7).expect("saved").latest;
+    let path = dir.path().join(latest.name.to_string()).join("m+t/0-of-1.0.safetensors");
+    // Damage all weights past the chunk in which those of bucket 0 (2000 rows of 1 KiB) end.
+    let mut bytes = std::fs::read(&path).expect("read");
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("8")) as usize;
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("valid");
+    let weights = tensors.tensor("weight").expect("there").data();
+    let start = weights.as_ptr() as usize - bytes.as_ptr() as usize;
+    let end = start + weights.len();
+    assert!(start > header && weights.len() == 14_000 * 1024);
+    let shared = (2000 * 1024_usize).next_multiple_of(256 << 10);
+    bytes[start + shared..end].iter_mut().for_each(|byte| *byte = !*byte);
+    std::fs::write(&path, bytes).expect("written");
+    let checkpoint = Checkpoint::open(Arc::clone(&engine), dir.path(), latest).expect("opened");
+    let read = |rank: u32| {
+        let reader = checkpoint.table_reader("m", "t", split(7, rank, 7))?;
+        let mut rows = 0;
+        reader.read(&mut |headers, _| {
+            rows += headers.len();
+            Ok(())
+        })?;
+        Ok::<_, Error>(rows)
+    };
+    assert_eq!(read(0).expect("its own bytes are whole"), 2000);
+    for rank in 1..7 {
+        assert_eq!(kind(read(rank)), Kind::Corruption, "rank {rank}");
+    }
+}
+
+#[test]
+fn ranks_that_disagree_are_not_published() {
+    let root = Path::new(ROOT);
+    let table = Table::new("m", "t", Sgd, 2, &[1, 2, 3], 1);
+    let none = |_: &mut embcache::checkpoint::RowSink<'_>| Ok(());
+    let publish = |shares: &[(u64, std::ops::Range<u32>)]| {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        let save = Save::begin(Arc::clone(&engine), root, 7)?;
+        let world = shares.len() as u32;
+        let digests = shares
+            .iter()
+            .enumerate()
+            .map(|(rank, (step, buckets))| {
+                let mut writer = RankWriter::new(Arc::clone(&engine), root, save.name(), rank as u32, world)?;
+                let mut spec = table.spec.clone();
+                spec.step = *step;
+                writer.write_table(spec, buckets.clone(), &mut none.clone())?;
+                writer.finish()
+            })
+            .collect::<Result<Vec<_>, Error>>()?;
+        save.publish(&digests, 1)?;
+        Ok::<_, Error>(())
+    };
+    publish(&[(5, 0..3), (5, 3..7)]).expect("published");
+    assert_eq!(kind(publish(&[(5, 0..3), (6, 3..7)])), Kind::State, "steps differ");
+    assert_eq!(kind(publish(&[(5, 0..3), (5, 4..7)])), Kind::State, "nobody has bucket 3");
+    assert_eq!(kind(publish(&[(5, 0..4), (5, 3..7)])), Kind::State, "two have bucket 3");
+    assert_eq!(kind(publish(&[(5, 0..3), (5, 3..6)])), Kind::State, "nobody has bucket 6");
+    assert_eq!(kind(publish(&[(5, 0..8)])), Kind::Input, "no such bucket");
+}
+
+#[test]
+fn rows_that_do_not_belong_are_refused_by_the_writer() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let root = Path::new(ROOT);
+    let save = Save::begin(Arc::clone(&engine), root, 7).expect("begun");
+    let table = Table::new("m", "t", Sgd, 2, &[1], 1);
+    let (header, vector) = table.rows[&1].clone();
+    let write = |rank, rows: &[(Id, usize)], buckets: std::ops::Range<u32>| {
+        let mut writer = RankWriter::new(Arc::clone(&engine), root, save.name(), rank, 9).expect("made");
+        writer.write_table(table.spec.clone(), buckets, &mut |sink: &mut embcache::checkpoint::RowSink<'_>| {
+            for &(id, floats) in rows {
+                let header = embcache::rows::RowHeader { id, ..header };
+                sink(&[header], &vector[..floats])?;
+            }
+            Ok(())
+        })
+    };
+    assert_eq!(write(0, &[(1, 2), (8, 2)], 0..7).expect("written"), 2);
+    assert_eq!(kind(write(1, &[(1, 2), (8, 2), (1, 2)], 0..7)), Kind::Input, "twice");
+    assert_eq!(kind(write(2, &[(1, 1)], 0..7)), Kind::Input, "too few floats");
+    assert_eq!(kind(write(3, &[(1, 2)], 2..7)), Kind::Input, "another rank's bucket");
+    assert_eq!(kind(RankWriter::new(Arc::clone(&engine), root, save.name(), 9, 9)), Kind::Input);
+}
+
+#[test]
+fn a_missing_checkpoint_and_a_missing_table_are_named() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let root = Path::new(ROOT);
+    assert_eq!(kind(load(&engine, root, 1)), Kind::Path);
+    let saved = save(&engine, root, &several(), 1, 4096, 7).expect("saved");
+    let checkpoint = Checkpoint::open(Arc::clone(&engine), root, saved.latest).expect("opened");
+    let error = checkpoint.table("model.ebc", "missing").expect_err("not there");
+    assert_eq!(error.kind(), Kind::Mismatch);
+    assert!(error.to_string().contains("model.ebc/one"), "{error}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_rows_come_back_bit_for_bit(
+        ids in prop::collection::btree_set(any::<Id>(), 0..200),
+        dim in 1_usize..9,
+        optimizer in prop::sample::select(vec![Sgd, Adagrad, RowWiseAdagrad, Adam, AdamW]),
+        total_num_buckets in 1_u32..40,
+        (writers, readers) in (1_u32..5, 1_u32..5),
+        group_bytes in 1_usize..20_000,
+        values in prop::collection::vec(any::<u32>(), 1..50),
+    ) {
+        let ids: Vec<Id> = ids.into_iter().collect();
+        let mut table = Table::new("a.b", "t/ü", optimizer, dim, &ids, 3);
+        table.spec.total_num_buckets = total_num_buckets;
+        let mut value = values.iter().cycle();
+        for (header, vector) in table.rows.values_mut() {
+            header.score = f32::from_bits(*value.next().expect("endless"));
+            for float in vector {
+                *float = f32::from_bits(*value.next().expect("endless"));
+            }
+        }
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        save(&engine, Path::new(ROOT), std::slice::from_ref(&table), writers, group_bytes, 7).expect("saved");
+        let loaded = load(&engine, Path::new(ROOT), readers).expect("loaded");
+        prop_assert_eq!(&loaded[0].spec, &table.spec);
+        // Compared as bits: NaNs are values like others.
+        let bits = |table: &Table| -> Vec<(Id, u32, Vec<u32>)> {
+            table.rows.iter().map(|(id, (header, vector))| {
+                (*id, header.score.to_bits(), vector.iter().map(|value| value.to_bits()).collect())
+            }).collect()
+        };
+        prop_assert_eq!(bits(&loaded[0]), bits(&table));
+    }
+}
