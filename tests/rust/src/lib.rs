@@ -1,1 +1,197 @@
-//! What the test files share.
+//! What the test files share: a table with everything around it that a caller has to bring.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, Table};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::io::{IoEngine, MemoryEngine};
+use embcache::kernels::Hyperparameters;
+use embcache::rows::{Initializer, RowLayout};
+use embcache::types::{CacheSlot, Id};
+
+/// Tensors of a device tier, in RAM: what torch holds in production.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    layout: RowLayout,
+    parts: Mutex<Parts>,
+}
+
+#[derive(Debug, Default)]
+struct Parts {
+    weights: Vec<f32>,
+    vector_slots: Vec<Vec<f32>>,
+    scalars: Vec<f32>,
+}
+
+impl DeviceMemory {
+    fn with<T>(&self, body: impl FnOnce(&mut Parts) -> T) -> T {
+        body(&mut self.parts.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn resize(&self, slots: usize) {
+        let RowLayout { dim, vector_slots, .. } = self.layout;
+        self.with(|parts| {
+            parts.weights.resize(slots * dim, f32::NAN);
+            parts.vector_slots.resize_with(vector_slots, Vec::new);
+            for slot in &mut parts.vector_slots {
+                slot.resize(slots * dim, f32::NAN);
+            }
+            parts.scalars.resize(slots, f32::NAN);
+        });
+    }
+
+    fn scatter(&self, slots: &[CacheSlot], vectors: &[f32], scalars: &[f32]) {
+        let dim = self.layout.dim;
+        let floats = self.layout.vector_floats();
+        self.with(|parts| {
+            for (position, &slot) in slots.iter().enumerate() {
+                let vector = &vectors[position * floats..][..floats];
+                let at = slot as usize * dim;
+                parts.weights[at..at + dim].copy_from_slice(&vector[..dim]);
+                for (which, part) in parts.vector_slots.iter_mut().enumerate() {
+                    part[at..at + dim].copy_from_slice(&vector[dim * (which + 1)..][..dim]);
+                }
+                parts.scalars[slot as usize] = scalars[position];
+            }
+        });
+    }
+}
+
+impl DeviceRows for DeviceMemory {
+    fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
+        let dim = self.layout.dim;
+        let floats = self.layout.vector_floats();
+        self.with(|parts| {
+            for (position, &slot) in slots.iter().enumerate() {
+                let vector = &mut vectors[position * floats..][..floats];
+                let at = slot as usize * dim;
+                vector[..dim].copy_from_slice(&parts.weights[at..at + dim]);
+                for (which, part) in parts.vector_slots.iter().enumerate() {
+                    vector[dim * (which + 1)..][..dim].copy_from_slice(&part[at..at + dim]);
+                }
+                scalars[position] = if self.layout.scalar_slot { parts.scalars[slot as usize] } else { 0.0 };
+            }
+        });
+        Ok(())
+    }
+}
+
+/// A table, its device tensors if it has a device tier, and a lookup of one feature over it.
+#[derive(Debug)]
+pub struct Rig {
+    /// The table.
+    pub table: Table,
+    /// One feature.
+    pub lookup: Lookup,
+    device: Option<Arc<DeviceMemory>>,
+    /// Threads the kernels get.
+    pub threads: usize,
+    dim: usize,
+}
+
+/// A table of `dim` under `optimizer` whose host budget holds about `host_rows`, without other tiers.
+pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConfig {
+    let policy = PolicyKind::Lru;
+    TableConfig {
+        name: "t".into(),
+        key: embcache::types::table_key("t"),
+        dim,
+        optimizer,
+        initializer: Initializer::Uniform { low: -1.0, high: 1.0 },
+        seed: 7,
+        total_num_buckets: 13,
+        buckets: 0..13,
+        host_bytes: host_rows * embcache::cache::host_row_bytes(&optimizer.layout(dim), policy),
+        device_rows: None,
+        ssd: None,
+        policy,
+        on_full: OnFull::Error,
+    }
+}
+
+/// Hyperparameters under which every optimizer moves every weight.
+pub fn hyperparameters() -> Hyperparameters {
+    Hyperparameters { lr: 0.1, eps: 1e-6, beta1: 0.9, beta2: 0.99, weight_decay: 0.01 }
+}
+
+impl Rig {
+    /// Open a table on an engine.
+    pub fn open(config: TableConfig, engine: &Arc<MemoryEngine>) -> embcache::Result<Self> {
+        let (dim, layout) = (config.dim, config.layout());
+        let device = config.device_rows.map(|slots| {
+            let memory = Arc::new(DeviceMemory { layout, parts: Mutex::default() });
+            memory.resize(slots as usize);
+            memory
+        });
+        let reader = device.clone().map(|memory| memory as Arc<dyn DeviceRows>);
+        let engine: Arc<dyn IoEngine> = Arc::<MemoryEngine>::clone(engine);
+        let table = Table::open(config, reader, engine)?;
+        let lookup = Lookup::new(std::slice::from_ref(&table), &[0])?;
+        Ok(Self { table, lookup, device, threads: 1, dim })
+    }
+
+    /// Plan a batch of one feature.
+    pub fn plan(&self, ids: &[Id], train: bool, ahead: bool, unseen_zeros: bool) -> embcache::Result<Plan> {
+        self.lookup.plan(ids, &[0, ids.len() as i64], train, ahead, unseen_zeros)
+    }
+
+    /// Wait for a plan and scatter what it fetched.
+    pub fn place(&self, plan: &Plan) -> embcache::Result<()> {
+        plan.wait()?;
+        if let Some(device) = &self.device {
+            device.resize(plan.required_slots(0)? as usize);
+            let (slots, vectors, scalars) = plan.fetched(0)?;
+            device.scatter(&slots, &vectors, &scalars);
+        }
+        Ok(())
+    }
+
+    fn with_tensors<T>(&self, body: impl FnOnce(&mut [Option<DeviceTensors<'_>>]) -> T) -> T {
+        match &self.device {
+            None => body(&mut []),
+            Some(device) => device.with(|parts| {
+                let scalar_slot = device.layout.scalar_slot;
+                body(&mut [Some(DeviceTensors {
+                    weights: &mut parts.weights,
+                    vector_slots: parts.vector_slots.iter_mut().map(Vec::as_mut_slice).collect(),
+                    scalars: scalar_slot.then_some(parts.scalars.as_mut_slice()),
+                })])
+            }),
+        }
+    }
+
+    /// The sum of each bag: `[B, D]`. Every bag has `bag` ids, the last what is left.
+    pub fn forward(&self, plan: &Plan, ids: usize, bag: usize) -> embcache::Result<Vec<f32>> {
+        let offsets: Vec<i64> = (0..ids).step_by(bag).chain([ids]).map(|offset| offset as i64).collect();
+        let mut out = vec![0.0; (offsets.len() - 1) * self.dim];
+        self.with_tensors(|tensors| plan.forward_pooled(&offsets, None, &[false], &mut out, tensors, self.threads))?;
+        Ok(out)
+    }
+
+    /// The backward of `forward` with a gradient that differs from place to place and from `salt` to `salt`.
+    pub fn backward(&self, plan: &Plan, out: usize, salt: u32) -> embcache::Result<()> {
+        let grad: Vec<f32> = (0..out as u32).map(|place| ((place * 37 + salt * 11) % 101) as f32 / 50.0 - 1.0).collect();
+        self.with_tensors(|tensors| plan.backward_pooled(&grad, &[hyperparameters()], None, tensors, self.threads))
+    }
+
+    /// One training step: the forward's output.
+    pub fn train(&self, ids: &[Id], bag: usize, salt: u32) -> embcache::Result<Vec<f32>> {
+        let plan = self.plan(ids, true, false, false)?;
+        self.finish(&plan, ids.len(), bag, salt)
+    }
+
+    /// Wait, forward and backward of a plan made before.
+    pub fn finish(&self, plan: &Plan, ids: usize, bag: usize, salt: u32) -> embcache::Result<Vec<f32>> {
+        self.place(plan)?;
+        let out = self.forward(plan, ids, bag)?;
+        self.backward(plan, out.len(), salt)?;
+        Ok(out)
+    }
+
+    /// An evaluation's output.
+    pub fn evaluate(&self, ids: &[Id], bag: usize, unseen_zeros: bool) -> embcache::Result<Vec<f32>> {
+        let plan = self.plan(ids, false, false, unseen_zeros)?;
+        self.place(&plan)?;
+        self.forward(&plan, ids.len(), bag)
+    }
+}

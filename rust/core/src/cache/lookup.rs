@@ -1,19 +1,21 @@
 //! Planning a batch over several tables at once.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::place::{PlanMode, TablePlan};
 use super::plan::Plan;
 use super::table::{Shared, Table};
 use crate::error::{Error, Kind, Result};
-use crate::index::{Deduped, dedupe};
+use crate::index::{Deduped, Deduper};
+use crate::sync::lock;
 use crate::types::Id;
 
 /// A fixed list of features over tables. Feature `f` reads table `feature_tables[f]`; features of one table are neighbours.
 #[derive(Debug)]
 pub struct Lookup {
-    pub(crate) shape: Arc<Shape>,
+    shape: Arc<Shape>,
+    deduper: Mutex<Deduper>,
 }
 
 /// What a lookup's plans share.
@@ -75,7 +77,7 @@ impl Lookup {
             columns,
             total_columns,
         };
-        Ok(Self { shape: Arc::new(shape) })
+        Ok(Self { shape: Arc::new(shape), deduper: Mutex::default() })
     }
 
     /// Plan a batch. `ids` is `[N]`, feature after feature; `feature_splits` is `[F + 1]`.
@@ -95,7 +97,9 @@ impl Lookup {
         let mode = PlanMode { train, ahead, unseen_zeros };
         let mut tables = Vec::with_capacity(shape.tables.len());
         for (shared, features) in shape.tables.iter().zip(&shape.table_features) {
-            let Deduped { unique, inverse } = dedupe(&ids[splits[features.start]..splits[features.end]]);
+            let mut deduped = Deduped::default();
+            lock(&self.deduper).dedupe(&ids[splits[features.start]..splits[features.end]], &mut deduped);
+            let Deduped { unique, inverse } = deduped;
             tables.push(TablePlan::new(Arc::clone(shared), unique, inverse));
         }
         // From here on the plan's drop takes back what was pinned, on errors too.
@@ -104,6 +108,9 @@ impl Lookup {
         Ok(plan)
     }
 }
+
+/// Ids of one plan stay below this.
+const MAX_IDS: usize = 1 << 30;
 
 fn check_splits(ids: usize, splits: &[i64], features: usize) -> Result<Vec<usize>> {
     let refuse = |message: String| Err(Error::new(Kind::Input, message));
@@ -118,8 +125,8 @@ fn check_splits(ids: usize, splits: &[i64], features: usize) -> Result<Vec<usize
     if splits[0] != 0 || splits[features] != ids as i64 || splits.windows(2).any(|pair| pair[0] > pair[1]) {
         return refuse(format!("feature_splits={splits:?} must rise from 0 to the {ids} ids"));
     }
-    if ids >= u32::MAX as usize {
-        return refuse(format!("a batch of {ids} ids is too large: use fewer than 2^32"));
+    if ids >= MAX_IDS {
+        return refuse(format!("a batch of {ids} ids is too large: use fewer than 2^30"));
     }
     Ok(splits.iter().map(|&split| split as usize).collect())
 }

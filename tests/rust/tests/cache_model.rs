@@ -1,0 +1,310 @@
+//! The cache against an all-in-memory table and a `BTreeMap`: whatever the tiers, the same bits.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::cache::{Plan, RowBlock};
+use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
+use embcache::io::MemoryEngine;
+use embcache::rows::RowHeader;
+use embcache::types::{Id, RowMeta};
+use embcache_tests::{Rig, config};
+use proptest::prelude::*;
+
+const DIM: usize = 3;
+const BAG: usize = 3;
+
+/// Ids of the runs: few, so that they meet; the extremes among them.
+fn an_id() -> impl Strategy<Value = Id> {
+    prop_oneof![4 => 0_i64..24, 1 => Just(-1), 1 => Just(i64::MIN), 1 => Just(i64::MAX), 1 => -9_i64..0]
+}
+
+fn some_ids() -> impl Strategy<Value = Vec<Id>> {
+    prop::collection::vec(an_id(), 0..14)
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Train(Vec<Id>),
+    Prefetch(Vec<Id>),
+    TrainPrefetched,
+    DropPrefetched,
+    Abandon(Vec<Id>),
+    Evaluate(Vec<Id>, bool),
+    Import(Vec<Id>),
+    Remove(Vec<Id>),
+    Clear,
+    Export,
+    Flush,
+    Resume,
+}
+
+fn a_step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => some_ids().prop_map(Step::Train),
+        5 => some_ids().prop_map(Step::Prefetch),
+        6 => Just(Step::TrainPrefetched),
+        1 => Just(Step::DropPrefetched),
+        2 => some_ids().prop_map(Step::Abandon),
+        3 => (some_ids(), any::<bool>()).prop_map(|(ids, zeros)| Step::Evaluate(ids, zeros)),
+        2 => some_ids().prop_map(Step::Import),
+        1 => some_ids().prop_map(Step::Remove),
+        1 => Just(Step::Export),
+        2 => Just(Step::Flush),
+        1 => Just(Step::Resume),
+        1 => Just(Step::Clear),
+    ]
+}
+
+#[derive(Clone, Debug)]
+struct Tiers {
+    device_rows: Option<u32>,
+    host_rows: u64,
+    ssd: bool,
+    policy: PolicyKind,
+    threads: usize,
+    optimizer: OptimizerKind,
+}
+
+fn some_tiers() -> impl Strategy<Value = Tiers> {
+    let policy = prop_oneof![Just(PolicyKind::Lru), Just(PolicyKind::Lfu), Just(PolicyKind::S3Fifo)];
+    let optimizer = prop_oneof![
+        Just(OptimizerKind::Sgd),
+        Just(OptimizerKind::RowWiseAdagrad),
+        Just(OptimizerKind::Adagrad),
+        Just(OptimizerKind::Adam)
+    ];
+    (prop::option::of(1_u32..20), 1_u64..24, any::<bool>(), policy, 1_usize..3, optimizer).prop_map(
+        |(device_rows, host_rows, ssd, policy, threads, optimizer)| Tiers {
+            device_rows,
+            // Without an SSD tier the host tier is the last: every row must fit.
+            host_rows: if ssd { host_rows } else { host_rows + 64 },
+            ssd,
+            policy,
+            threads,
+            optimizer,
+        },
+    )
+}
+
+type Contents = BTreeMap<Id, (Vec<u32>, u32, u32, u64)>;
+
+fn bits(headers: &[RowHeader], vectors: &[f32], floats: usize) -> Contents {
+    headers
+        .iter()
+        .enumerate()
+        .map(|(position, header)| {
+            let vector = vectors[position * floats..][..floats].iter().map(|value| value.to_bits()).collect();
+            (header.id, (vector, header.scalar.to_bits(), header.count, header.last_step))
+        })
+        .collect()
+}
+
+fn contents(rig: &Rig) -> Contents {
+    let floats = rig.table.config().layout().vector_floats();
+    let mut all = Contents::new();
+    let mut rows = 0;
+    rig.table
+        .for_each_chunk(5, &mut |chunk| {
+            rows += chunk.headers.len();
+            all.extend(bits(&chunk.headers, &chunk.vectors, floats));
+            Ok(())
+        })
+        .expect("an export of a table at rest");
+    assert_eq!(rows, all.len(), "a row was exported twice");
+    assert_eq!(rows as u64, rig.table.len().expect("a length"));
+    all
+}
+
+fn out_bits(out: &[f32]) -> Vec<u32> {
+    out.iter().map(|value| value.to_bits()).collect()
+}
+
+struct Run {
+    tiers: Tiers,
+    engine: Arc<MemoryEngine>,
+    rig: Rig,
+    oracle: Rig,
+    counts: BTreeMap<Id, u32>,
+    waiting: VecDeque<(Plan, Vec<Id>)>,
+    flushed: Option<(Contents, Vec<RowHeader>, Vec<f32>, u64, BTreeMap<Id, u32>)>,
+    token: u64,
+    salt: u32,
+}
+
+fn open(tiers: &Tiers, engine: &Arc<MemoryEngine>, reopen: Reopen) -> embcache::Result<Rig> {
+    let mut wanted = config(DIM, tiers.optimizer, tiers.host_rows);
+    wanted.policy = tiers.policy;
+    wanted.host_bytes = tiers.host_rows * embcache::cache::host_row_bytes(&wanted.layout(), tiers.policy);
+    wanted.device_rows = tiers.device_rows;
+    if tiers.ssd {
+        wanted.ssd = Some(SsdConfig { dir: PathBuf::from("/base/m/t/0-of-1"), bytes: 1 << 20, reopen, resume_token: None });
+    }
+    let mut rig = Rig::open(wanted, engine)?;
+    rig.threads = tiers.threads;
+    Ok(rig)
+}
+
+impl Run {
+    fn new(tiers: Tiers) -> Self {
+        let engine = Arc::new(MemoryEngine::default());
+        let rig = open(&tiers, &engine, Reopen::Never).expect("a table");
+        let oracle = Rig::open(config(DIM, tiers.optimizer, 10_000), &engine).expect("an oracle");
+        Self {
+            tiers,
+            engine,
+            rig,
+            oracle,
+            counts: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            flushed: None,
+            token: 0,
+            salt: 0,
+        }
+    }
+
+    fn trained(&mut self, ids: &[Id], out: &[f32]) {
+        let expected = self.oracle.train(ids, BAG, self.salt).expect("the oracle trains");
+        assert_eq!(out_bits(out), out_bits(&expected));
+        for &id in ids {
+            *self.counts.entry(id).or_default() += 1;
+        }
+        self.salt += 1;
+    }
+
+    fn step(&mut self, step: Step) {
+        match step {
+            Step::Train(ids) => {
+                let out = self.rig.train(&ids, BAG, self.salt).expect("a step");
+                self.trained(&ids, &out);
+            }
+            Step::Prefetch(ids) => {
+                let plan = self.rig.plan(&ids, true, true, false).expect("a plan ahead");
+                self.waiting.push_back((plan, ids));
+            }
+            Step::TrainPrefetched => {
+                if let Some((plan, ids)) = self.waiting.pop_front() {
+                    let out = self.rig.finish(&plan, ids.len(), BAG, self.salt).expect("a prefetched step");
+                    self.trained(&ids, &out);
+                }
+            }
+            Step::DropPrefetched => drop(self.waiting.pop_back()),
+            Step::Abandon(ids) => {
+                let plan = self.rig.plan(&ids, true, false, false).expect("a plan");
+                self.rig.place(&plan).expect("its rows");
+                self.rig.forward(&plan, ids.len(), BAG).expect("its forward");
+            }
+            Step::Evaluate(ids, zeros) => {
+                let out = self.rig.evaluate(&ids, BAG, zeros).expect("an evaluation");
+                let expected = self.oracle.evaluate(&ids, BAG, zeros).expect("the oracle's");
+                assert_eq!(out_bits(&out), out_bits(&expected));
+            }
+            Step::Import(ids) => self.import(ids),
+            Step::Remove(ids) => {
+                self.waiting.clear();
+                let gone = self.rig.table.remove_rows(&ids).expect("a removal");
+                assert_eq!(gone, self.oracle.table.remove_rows(&ids).expect("the oracle's"));
+                self.counts.retain(|id, _| !ids.contains(id));
+            }
+            Step::Clear => {
+                self.waiting.clear();
+                self.rig.table.clear().expect("a clear");
+                self.oracle.table.clear().expect("the oracle's");
+                self.counts.clear();
+            }
+            Step::Export => self.compare(),
+            Step::Flush => {
+                if self.tiers.ssd {
+                    self.token += 1;
+                    self.rig.table.flush(self.token).expect("a flush");
+                    self.keep_flushed();
+                }
+            }
+            Step::Resume => self.resume(),
+        }
+    }
+
+    fn import(&mut self, mut ids: Vec<Id>) {
+        ids.sort_unstable();
+        ids.dedup();
+        let floats = self.rig.table.config().layout().vector_floats();
+        let vectors: Vec<f32> = (0..ids.len() * floats).map(|place| (place as u32 + self.salt) as f32 / 7.0).collect();
+        let headers: Vec<RowHeader> = ids
+            .iter()
+            .map(|&id| {
+                let mut header = RowHeader { id, scalar: 0.5, ..RowHeader::default() };
+                header.set_meta(RowMeta { count: 3, last_step: 1, score: 1.5, modified_epoch: 2 });
+                header
+            })
+            .collect();
+        let block = RowBlock { headers: &headers, vectors: &vectors };
+        if self.rig.table.import_rows(block).map_err(|error| error.kind()) == Err(Kind::State) {
+            // A prefetched batch uses one of them.
+            self.waiting.clear();
+            self.rig.table.import_rows(block).expect("an import once nothing is in flight");
+        }
+        self.oracle.table.import_rows(block).expect("the oracle's");
+        self.counts.extend(ids.iter().map(|&id| (id, 3)));
+    }
+
+    fn compare(&self) {
+        let mine = contents(&self.rig);
+        assert_eq!(mine, contents(&self.oracle));
+        let counts: BTreeMap<Id, u32> = mine.iter().map(|(&id, row)| (id, row.2)).collect();
+        assert_eq!(counts, self.counts);
+        let all: Vec<Id> = mine.keys().copied().chain([123_456]).collect();
+        let read = self.rig.table.read_rows(&all).expect("rows by id");
+        assert_eq!(read.found.iter().filter(|&&found| found).count(), mine.len());
+        let expected = self.oracle.table.read_rows(&all).expect("the oracle's");
+        assert_eq!(read.headers, expected.headers);
+        assert_eq!(out_bits(&read.vectors), out_bits(&expected.vectors));
+    }
+
+    fn keep_flushed(&mut self) {
+        let (mut headers, mut vectors) = (Vec::new(), Vec::new());
+        self.oracle
+            .table
+            .for_each_chunk(1000, &mut |chunk| {
+                headers.extend(chunk.headers);
+                vectors.extend(chunk.vectors);
+                Ok(())
+            })
+            .expect("the oracle's rows");
+        let step = self.oracle.table.step().expect("a step");
+        self.flushed = Some((contents(&self.oracle), headers, vectors, step, self.counts.clone()));
+    }
+
+    fn resume(&mut self) {
+        let Some((expected, headers, vectors, step, counts)) = self.flushed.clone() else { return };
+        self.waiting.clear();
+        self.rig.table.close().expect("a close");
+        self.rig = open(&self.tiers, &self.engine, Reopen::Resume).expect("a resumed table");
+        assert_eq!(contents(&self.rig), expected);
+        assert_eq!(self.rig.table.step().expect("a step"), step);
+        self.oracle.table.clear().expect("a clear");
+        self.oracle.table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("the flushed rows");
+        self.oracle.table.set_step(step).expect("a step");
+        self.counts = counts;
+    }
+
+    fn end(mut self) {
+        self.waiting.clear();
+        assert_eq!(self.rig.table.stats().expect("counters").pinned_rows, 0, "a pin leaked");
+        self.compare();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_tiers_give_the_bits_of_one_table_in_memory(tiers in some_tiers(), steps in prop::collection::vec(a_step(), 1..40)) {
+        let mut run = Run::new(tiers);
+        for step in steps {
+            run.step(step);
+        }
+        run.end();
+    }
+}
