@@ -170,7 +170,8 @@ impl Rig {
 
     /// The backward of `forward` with a gradient that differs from place to place and from `salt` to `salt`.
     pub fn backward(&self, plan: &Plan, out: usize, salt: u32) -> embcache::Result<()> {
-        let grad: Vec<f32> = (0..out as u32).map(|place| ((place * 37 + salt * 11) % 101) as f32 / 50.0 - 1.0).collect();
+        let grad: Vec<f32> =
+            (0..out as u32).map(|place| ((place * 37 + salt * 11) % 101) as f32 / 50.0 - 1.0).collect();
         self.with_tensors(|tensors| plan.backward_pooled(&grad, &[hyperparameters()], None, tensors, self.threads))
     }
 

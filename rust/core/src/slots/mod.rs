@@ -265,12 +265,15 @@ impl SlotMap {
     }
 
     /// The row to evict next, already out of the policy's lists: follow with `evict`, or `spare` to put it back.
+    ///
+    /// # Panics
+    /// When the policy proposes a slot that it was told is in use.
     pub fn victim(&mut self, id_of: impl Fn(CacheSlot) -> Id) -> Option<CacheSlot> {
         let (pins, states) = (&self.pins, &self.states);
         let slot = self.policy.victim(&mut |slot| {
-            !states[slot as usize].has(RowState::LOADING.with(RowState::SHADOW)) && pins.try_claim(slot)
+            !states[slot as usize].has(RowState::LOADING.with(RowState::SHADOW)) && !pins.is_pinned(slot)
         })?;
-        self.policy.removed(slot, id_of(slot), true);
+        self.unlist(slot, id_of(slot));
         Some(slot)
     }
     /// Make a row of one's own choice a victim: out of the policy's lists, to be followed like `victim`.
