@@ -7,14 +7,29 @@ from importlib import import_module
 from typing import Any
 
 from . import exceptions, initializers, optimizers
+from .cache import CacheTable, FoundRows, RowChunk, RowMetadata
 from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
+from .metrics import SsdStats, TableStats, TierStats
+from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
+from .whole_model import cache_modules, flush
 
 __all__ = [
+    "CacheTable",
+    "EmbCacheEmbedding",
+    "EmbCacheEmbeddingBag",
     "EmbCacheError",
     "EmbCacheWarning",
+    "FoundRows",
+    "RowChunk",
+    "RowMetadata",
+    "SsdStats",
+    "TableStats",
     "TierBudgets",
+    "TierStats",
+    "cache_modules",
     "exceptions",
+    "flush",
     "initializers",
     "optimizers",
 ]

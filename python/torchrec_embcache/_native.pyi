@@ -142,3 +142,5 @@ class TableWriter: ...  # see saver.py; fixed by the checkpoint work
 def io_engine_name() -> str: ...  # the engine this process uses
 def table_key(name: str) -> int: ...
 def row_bytes(dim: int, optimizer: str, policy: str) -> tuple[int, int]: ...  # bytes a row takes of host_bytes and of device_bytes
+def check_ssd_dir(ssd_dir: str) -> str: ...  # absolute; PathError, StoragePermissionError: missing, a link, of another, too open, not writable
+def table_dir(ssd_dir: str, module: str, table: str, rank: int, world_size: int) -> str: ...  # a table's own directory, names encoded

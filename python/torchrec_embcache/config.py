@@ -2,12 +2,10 @@
 
 import os
 import re
-import stat
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
-from urllib.parse import quote
 
-from .exceptions import ConfigError, PathError, StoragePermissionError
+from .exceptions import ConfigError
 
 __all__ = [
     "DEFAULT_TOTAL_NUM_BUCKETS",
@@ -20,9 +18,7 @@ __all__ = [
     "check_choice",
     "check_int",
     "check_name",
-    "check_ssd_dir",
     "parse_bytes",
-    "table_directory",
 ]
 
 Policy = Literal["lru", "lfu", "s3fifo"]
@@ -40,13 +36,17 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(field: str, value: int | str) -> int:
     """A size in bytes from an int or a string such as "8GiB", "1.5GiB", "64MiB", "512KiB", "4096B"; `ConfigError` names `field`."""
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(f'{field}={value!r} is not a size: give bytes as an int, or a string such as "8GiB" or "64MiB"')
+        raise ConfigError(
+            f'{field}={value!r} is not a size: give bytes as an int, or a string such as "8GiB" or "64MiB"'
+        )
     if isinstance(value, int):
         size = value
     else:
         match = _SIZE.fullmatch(value)
         if match is None or match[2] not in _UNITS:
-            raise ConfigError(f'{field}={value!r} is not a size: write a number and B, KiB, MiB, GiB or TiB, such as "8GiB"')
+            raise ConfigError(
+                f'{field}={value!r} is not a size: write a number and B, KiB, MiB, GiB or TiB, such as "8GiB"'
+            )
         whole = float(match[1]) * _UNITS[match[2]]
         size = int(match[1]) * _UNITS[match[2]] if match[1].isdigit() else int(whole)
     if not 0 <= size < 1 << 63:
@@ -116,7 +116,9 @@ class TierBudgets:
             except TypeError:
                 path = None
             if not isinstance(path, str) or not path or "\0" in path:
-                raise ConfigError(f"TierBudgets.ssd_dir={self.ssd_dir!r} is not a path: give a directory as a str or a Path")
+                raise ConfigError(
+                    f"TierBudgets.ssd_dir={self.ssd_dir!r} is not a path: give a directory as a str or a Path"
+                )
             object.__setattr__(self, "ssd_dir", path)
         if self.reopen is not None:
             check_choice("TierBudgets.reopen", self.reopen, Reopen)
@@ -142,44 +144,3 @@ def bucket_range(rank: int, world_size: int, total_num_buckets: int) -> tuple[in
     share, rest = divmod(total_num_buckets, world_size)
     begin = rank * share + min(rank, rest)
     return begin, begin + share + (rank < rest)
-
-
-def table_directory(ssd_dir: str, module: str, table: str, rank: int, world_size: int) -> str:
-    """`<ssd_dir>/<module>/<table>/<rank>-of-<world_size>`, the names percent-encoded."""
-    return os.path.join(ssd_dir, _encode(module), _encode(table), f"{rank}-of-{world_size}")
-
-
-def _encode(name: str) -> str:
-    # "." is kept by quote() but "." and ".." would name other directories, and a leading dot hides one.
-    encoded = quote(name, safe="")
-    return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
-
-
-def check_ssd_dir(field: str, path: str) -> None:
-    """Refuse a directory for SSD tiers that is missing, no directory, a symbolic link, of another owner, too open or not writable.
-
-    Nothing is written. `PathError` or `StoragePermissionError` names `field`, the path and what to do.
-    """
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        raise PathError(f"{field}={path!r} does not exist: create it first (mkdir -p -m 0750 {path})") from None
-    except NotADirectoryError:
-        raise PathError(f"{field}={path!r} lies below a file: name a directory") from None
-    except PermissionError as error:
-        raise StoragePermissionError(
-            f"{field}={path!r} cannot be looked at ({error.strerror}): name a directory of yours"
-        ) from None
-    except OSError as error:
-        raise PathError(f"{field}={path!r} cannot be used ({error.strerror}): name another directory") from None
-    if stat.S_ISLNK(status.st_mode):
-        raise PathError(f"{field}={path!r} is a symbolic link: name the directory it points to ({os.path.realpath(path)})")
-    if not stat.S_ISDIR(status.st_mode):
-        raise PathError(f"{field}={path!r} is not a directory: name a directory")
-    if status.st_uid != os.geteuid():
-        raise StoragePermissionError(f"{field}={path!r} belongs to user {status.st_uid}: name a directory of user {os.geteuid()}")
-    if status.st_mode & 0o027:
-        mode = stat.S_IMODE(status.st_mode)
-        raise StoragePermissionError(f"{field}={path!r} has mode {mode:04o}, wider than 0750: chmod {mode & 0o750:04o} {path}")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise StoragePermissionError(f"{field}={path!r} is not writable: chmod u+wx {path}, or name another directory")

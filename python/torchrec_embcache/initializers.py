@@ -29,7 +29,9 @@ class Initializer:
             except (TypeError, ValueError):
                 number = math.nan
             if isinstance(value, str | bool) or not abs(number) <= float(np.finfo(np.float32).max):
-                raise ConfigError(f"{type(self).__name__}.{field.name}={value!r} is not a finite float32: give a number")
+                raise ConfigError(
+                    f"{type(self).__name__}.{field.name}={value!r} is not a finite float32: give a number"
+                )
             object.__setattr__(self, field.name, number)
 
     def native(self) -> tuple[str, float, float]:
@@ -88,10 +90,10 @@ class TruncatedNormal(Initializer):
 
 @dataclass(frozen=True)
 class Linear(Initializer):
-    """A linear function of the id and the column, with slope `scale` and `offset`: for tests, where values must be told apart."""
+    """The same ramp for every id: `low` in the first column, `high` in the last; RecSDK's LINEAR."""
 
-    scale: float = 1.0
-    offset: float = 0.0
+    low: float = 0.0
+    high: float = 1.0
     name: ClassVar[str] = "linear"
 
 

@@ -7,7 +7,7 @@ first, then its row is updated once; weight decay touches only rows of the batch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,14 +15,26 @@ from numpy.typing import NDArray
 
 from .exceptions import ConfigError, UnsupportedError
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "OptimizerSpec", "RowWiseAdagrad", "native_hyperparameters"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "FusedOptimizer",
+    "OptimizerSpec",
+    "RowWiseAdagrad",
+    "native_hyperparameters",
+]
+
+
+OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
     """Base of the optimizers: which slots rows carry, and the numbers that training starts with."""
 
-    kind: ClassVar[str]
+    kind: ClassVar[OptimizerKind]
     slot_names: ClassVar[tuple[str, ...]]
     vector_slots: ClassVar[int]  # slots of width D; a further slot is one scalar a row
     lr: float
@@ -43,12 +55,16 @@ class OptimizerSpec:
         """Floats of a row's vector part: weights, then vector slots."""
         return dim * (1 + self.vector_slots)
 
+    def record_floats(self, dim: int) -> int:
+        """Floats of a row with all its slots."""
+        return self.vector_floats(dim) + self.scalar_slot()
+
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec):
     """`w -= lr * (g + weight_decay * w)`."""
 
-    kind: ClassVar[str] = "sgd"
+    kind: ClassVar[OptimizerKind] = "sgd"
     slot_names: ClassVar[tuple[str, ...]] = ()
     vector_slots: ClassVar[int] = 0
     lr: float = 1e-3
@@ -58,7 +74,7 @@ class SGD(OptimizerSpec):
 class Adagrad(OptimizerSpec):
     """`g += weight_decay * w; sum += g * g; w -= lr * g / (sqrt(sum) + eps)`; slot `sum` [N, D]."""
 
-    kind: ClassVar[str] = "adagrad"
+    kind: ClassVar[OptimizerKind] = "adagrad"
     slot_names: ClassVar[tuple[str, ...]] = ("sum",)
     vector_slots: ClassVar[int] = 1
     lr: float = 1e-2
@@ -69,7 +85,7 @@ class Adagrad(OptimizerSpec):
 class RowWiseAdagrad(OptimizerSpec):
     """`g += weight_decay * w; sum += mean(g * g); w -= lr * g / (sqrt(sum) + eps)`; slot `sum` [N], one number a row."""
 
-    kind: ClassVar[str] = "rowwise_adagrad"
+    kind: ClassVar[OptimizerKind] = "rowwise_adagrad"
     slot_names: ClassVar[tuple[str, ...]] = ("sum",)
     vector_slots: ClassVar[int] = 0
     lr: float = 1e-2
@@ -83,7 +99,7 @@ class Adam(OptimizerSpec):
     As `torch.optim.SparseAdam`, rows outside the batch do not move and their moments do not decay.
     """
 
-    kind: ClassVar[str] = "adam"
+    kind: ClassVar[OptimizerKind] = "adam"
     slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     vector_slots: ClassVar[int] = 2
     lr: float = 1e-3
@@ -95,7 +111,7 @@ class Adam(OptimizerSpec):
 class AdamW(OptimizerSpec):
     """Adam with decoupled weight decay, `w -= lr * weight_decay * w`; slots `exp_avg`, `exp_avg_sq` [N, D]."""
 
-    kind: ClassVar[str] = "adamw"
+    kind: ClassVar[OptimizerKind] = "adamw"
     slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     vector_slots: ClassVar[int] = 2
     lr: float = 1e-3
@@ -138,8 +154,8 @@ def native_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> NDArray[np.fl
 class FusedOptimizer(torch.optim.Optimizer):
     """What a user holds of an optimizer that runs in the backward: its `param_groups`, which every backward reads.
 
-    `step()` and `zero_grad()` do nothing. Learning-rate schedulers of torch work on it. Its `state_dict` holds the groups alone: the
-    slots are the rows'.
+    `step()` and `zero_grad()` do nothing. Learning-rate schedulers of torch work on it. Its `state_dict` holds the groups
+    alone: the slots are the rows'.
     """
 
     # Schedulers ask whether the optimizer stepped before they did; here the backward steps.
@@ -153,7 +169,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Nothing: the update is in the backward. A closure, which would run it twice, is refused."""
         if closure is not None:
-            raise UnsupportedError(f"step(closure={closure!r}): the update runs in the backward; call loss.backward() alone")
+            raise UnsupportedError(
+                f"step(closure={closure!r}): the update runs in the backward; call loss.backward() alone"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: no gradient is kept."""

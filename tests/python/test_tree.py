@@ -25,7 +25,7 @@ RUST_LAYERS = [
 ]
 # Module: the modules of the package it may import, those that these import included.
 _BASE = {"exceptions", "config", "initializers", "optimizers", "metrics", "publish", "collective"}
-_CACHE = _BASE | {"kernels", "cache"}
+_CACHE = _BASE | {"kernels", "cache", "lookup", "whole_model"}
 PYTHON_IMPORTS = {
     "exceptions": set(),
     "collective": {"exceptions"},
@@ -36,6 +36,8 @@ PYTHON_IMPORTS = {
     "optimizers": {"exceptions", "config"},
     "kernels": _BASE,
     "cache": _BASE | {"kernels"},
+    "lookup": _BASE | {"kernels", "cache"},
+    "whole_model": _BASE | {"cache"},
     "nn": _CACHE,
     "modules": _CACHE | {"nn"},
     "sharded": _CACHE | {"nn", "modules"},
@@ -48,7 +50,7 @@ PYTHON_IMPORTS = {
 # Package or module of it: who alone may import it.
 RESERVED = {
     "torchrec": {"modules", "sharded", "train_pipeline"},
-    "torchrec_embcache._native": {"cache", "kernels", "saver", "cli"},
+    "torchrec_embcache._native": {"cache", "kernels", "lookup", "saver", "cli"},
     "torch.distributed.checkpoint": {"dcp"},
     "megatron": {"megatron"},
 }

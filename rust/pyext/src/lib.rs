@@ -6,6 +6,7 @@
 mod buffers;
 mod error;
 mod lookup;
+mod paths;
 mod plan;
 mod table;
 
@@ -32,5 +33,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(io_engine_name, module)?)?;
     module.add_function(wrap_pyfunction!(table_key, module)?)?;
     module.add_function(wrap_pyfunction!(table::row_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(paths::check_ssd_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(paths::table_dir, module)?)?;
     Ok(())
 }

@@ -1,0 +1,412 @@
+"""One table shard in Python: its settings, its tiers, its rows.
+
+Shapes: n rows, D the table's width, V = D * (1 + vector slots) floats of a row's vector part (weights first).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import _native, publish
+from .config import (
+    DEFAULT_TOTAL_NUM_BUCKETS,
+    OnFull,
+    Policy,
+    TierBudgets,
+    bucket_range,
+    check_choice,
+    check_int,
+    check_name,
+)
+from .exceptions import ConfigError, EmbCacheError, InputError, StateError
+from .initializers import Initializer
+from .kernels import DeviceTier
+from .metrics import TableStats
+from .optimizers import SGD, OptimizerSpec
+
+__all__ = ["CacheTable", "FoundRows", "RowChunk", "RowMetadata", "ids_array"]
+
+
+def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64]:
+    """Ids of any shape as a flat int64 array; `InputError` unless they are an int32 or int64 tensor on the CPU or on `device`."""
+    if not isinstance(ids, Tensor):
+        raise InputError(f"{field} is a {type(ids).__name__}: give a tensor of int64 or int32 ids")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"{field} has dtype {ids.dtype}: give int64 or int32")
+    if ids.device.type != "cpu" and ids.device != device:
+        raise InputError(f"{field} is on {ids.device} and the table on {device}: move one of them")
+    flat: NDArray[np.int64] = ids.detach().to("cpu", torch.int64).reshape(-1).contiguous().numpy()
+    return flat
+
+
+def check_float32(field: str, value: object, shape: tuple[int, ...]) -> None:
+    """`InputError` unless `value` is a float32 tensor of `shape`."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{field} is a {type(value).__name__}: give a float32 tensor {list(shape)}")
+    if value.dtype != torch.float32 or tuple(value.shape) != shape:
+        raise InputError(f"{field} has shape {list(value.shape)} and dtype {value.dtype}: give float32 {list(shape)}")
+
+
+@dataclass(frozen=True)
+class RowMetadata:
+    """What is known of rows beside their values.
+
+    `count` int64 [n]: occurrences in training batches. `last_step` int64 [n]: the table's step at the row's last training step.
+    `score` float32 [n]: decayed use. `modified_epoch` int64 [n]: the checkpoint epoch of the last training step.
+    """
+
+    count: Tensor
+    last_step: Tensor
+    score: Tensor
+    modified_epoch: Tensor
+
+    @classmethod
+    def of(cls, native: _native.Meta) -> Self:
+        """From the core's arrays."""
+        count, last_step, score, epoch = native
+        wide = [torch.from_numpy(column.astype(np.int64)) for column in (count, last_step, epoch)]
+        return cls(count=wide[0], last_step=wide[1], score=torch.from_numpy(score), modified_epoch=wide[2])
+
+    def native(self, rows: int) -> _native.Meta:
+        """As the core takes it; `InputError` for other lengths than `rows` or numbers out of range."""
+
+        def column(field: str, bits: int) -> NDArray[np.int64]:
+            values: Tensor = getattr(self, field)
+            if values.shape != (rows,) or values.is_floating_point():
+                raise InputError(
+                    f"metadata.{field} has shape {tuple(values.shape)} of {values.dtype}: give int64 [{rows}]"
+                )
+            if rows and (int(values.min()) < 0 or int(values.max()) >= 1 << bits):
+                raise InputError(
+                    f"metadata.{field} holds {int(values.min())} to {int(values.max())}: give 0 to 2^{bits} - 1"
+                )
+            return values.cpu().numpy()
+
+        if self.score.shape != (rows,) or self.score.dtype != torch.float32:
+            raise InputError(
+                f"metadata.score has shape {tuple(self.score.shape)} of {self.score.dtype}: give float32 [{rows}]"
+            )
+        return (
+            column("count", 32).astype(np.uint32),
+            column("last_step", 63).astype(np.uint64),
+            np.ascontiguousarray(self.score.cpu().numpy()),
+            column("modified_epoch", 32).astype(np.uint32),
+        )
+
+
+@dataclass(frozen=True)
+class RowChunk:
+    """Rows with everything that belongs to them, in CPU memory of their own.
+
+    `ids` int64 [n]; `weights` float32 [n, D]; `slots`: the optimizer's, by torch's names, float32 [n, D] each (rowwise Adagrad's
+    `sum` is [n]); `metadata`.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    slots: dict[str, Tensor]
+    metadata: RowMetadata
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class FoundRows(RowChunk):
+    """Rows that were asked for by id, in that order; where `found` (bool [n]) is False, the initial value."""
+
+    found: Tensor
+
+
+class CacheTable:
+    """One table shard: settings checked at construction, opened at first use or by `open()`.
+
+    The SSD tier's files are in `<ssd_dir>/<module>/<name>/<rank>-of-<world_size>/`, the names percent-encoded.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        dim: int,
+        tiers: TierBudgets,
+        initializer: Initializer,
+        optimizer: OptimizerSpec | None,
+        seed: int = 0,
+        module: str | None = None,
+        policy: Policy = "s3fifo",
+        on_full: OnFull = "error",
+        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
+        buckets: tuple[int, int] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        key: int | None = None,
+    ) -> None:
+        """Check the settings; write nothing.
+
+        `optimizer=None` can be read, not trained, until one is set. `buckets`, [begin, end), defaults to this rank's share. `key`
+        defaults to one derived from `name`. Raises `ConfigError`, `PathError` or `StoragePermissionError`.
+        """
+        self.name = check_name("name", name)
+        self.module = check_name("module", module if module is not None else name)
+        self.dim = check_int("embedding_dim", dim, 1, 65_536)
+        self.seed = check_int("seed", seed, 0, (1 << 64) - 1)
+        self.world_size = check_int("world_size", world_size, 1, 1 << 20)
+        self.rank = check_int("rank", rank, 0, self.world_size - 1)
+        self.total_num_buckets = check_int("total_num_buckets", total_num_buckets, 1, (1 << 31) - 1)
+        self.buckets = (
+            buckets if buckets is not None else bucket_range(self.rank, self.world_size, self.total_num_buckets)
+        )
+        begin, end = self.buckets
+        if not 0 <= begin <= end <= self.total_num_buckets:
+            raise ConfigError(
+                f"buckets={self.buckets!r} is no range of the {self.total_num_buckets} buckets: give (begin, end)"
+            )
+        if not isinstance(tiers, TierBudgets):
+            raise ConfigError(f"tiers={tiers!r} is not TierBudgets: give TierBudgets(host_bytes=...)")
+        if not isinstance(initializer, Initializer):
+            raise ConfigError(f"initializer={initializer!r} is not known: use one of torchrec_embcache.initializers")
+        check_choice("policy", policy, Policy)
+        check_choice("on_full", on_full, OnFull)
+        self.tiers = tiers
+        self.initializer = initializer
+        self.policy: Policy = policy
+        self.on_full: OnFull = on_full
+        self.device = torch.device(device)
+        self.key = key
+        self._tier: DeviceTier | None = None
+        self._native: _native.Table | None = None
+        self._closed = False
+        self._discard = False
+        self._optimizer = _check_optimizer(optimizer)
+        self.device_rows = self._check_budgets()
+        if self.directory is not None:
+            _native.check_ssd_dir(str(tiers.ssd_dir))
+
+    def _check_budgets(self) -> int | None:
+        host_row, device_row = _native.row_bytes(self.dim, self.spec.kind, self.policy)
+        for field, budget, row in (
+            ("host_bytes", self.tiers.host, host_row),
+            ("device_bytes", self.tiers.device, device_row),
+            ("ssd_bytes", self.tiers.ssd, self.spec.record_floats(self.dim) * 4),
+        ):
+            if budget < row and (budget or field == "host_bytes"):
+                raise ConfigError(
+                    f"TierBudgets.{field}={budget} is too small for one row of table {self.name!r}: {row} bytes at least"
+                )
+        if self.device.type != "cpu" and not self.tiers.device:
+            raise ConfigError(
+                f"TierBudgets.device_bytes=0 on {self.device}: give the device tier of table {self.name!r} a budget"
+            )
+        return min(self.tiers.device // device_row, (1 << 31) - 1) if self.tiers.device else None
+
+    @property
+    def optimizer(self) -> OptimizerSpec | None:
+        """The optimizer whose slots the rows carry; None until one is set. Fixed once the table has rows."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: OptimizerSpec) -> None:
+        spec = _check_optimizer(optimizer)
+        if self._native is not None and spec is not None and spec.kind != self.spec.kind:
+            if len(self._native):
+                raise StateError(
+                    f"table {self.name!r} has rows with the slots of {self.spec.kind}: set {spec.kind} before it has any"
+                )
+            self._native.close()
+            self._native = self._tier = None
+            self._discard = True  # what the empty table just opened left behind
+        self._optimizer = spec
+        self.device_rows = self._check_budgets()
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The optimizer, or the one without slots where none is set."""
+        return self._optimizer if self._optimizer is not None else SGD()
+
+    @property
+    def directory(self) -> str | None:
+        """The SSD tier's directory of this shard; None without an SSD tier."""
+        if not self.tiers.ssd:
+            return None
+        return _native.table_dir(str(self.tiers.ssd_dir), self.module, self.name, self.rank, self.world_size)
+
+    @property
+    def native(self) -> _native.Table:
+        """The core's table, opened if it is not."""
+        if self._native is None:
+            self.open()
+        assert self._native is not None, "open() sets it or raises"
+        return self._native
+
+    @property
+    def tier(self) -> DeviceTier | None:
+        """The device tier's tensors; None where kernels run on the host tier's rows in place. Opens the table."""
+        self.open()
+        return self._tier
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tiers are open."""
+        return self._native is not None
+
+    def open(self, resume_token: int | None = None) -> None:
+        """Open the tiers; harmless twice. `resume_token` names the state to resume; by default the newest complete one.
+
+        Raises `ConfigError`, `InUseError` (another process holds the directory), `StateError` (closed), `MismatchError`,
+        `StorageError`.
+        """
+        if self._closed:
+            raise StateError(f"table {self.name!r} is closed: make a new module to use it again")
+        if self._native is not None:
+            return
+        directory, reopen = self.directory, "discard" if self._discard else self.tiers.reopen
+        if directory is not None and reopen == "resume" and resume_token is None:
+            resume_token = publish.resume_token(str(self.tiers.ssd_dir), directory, self.published())
+        tier = None
+        if self.device_rows is not None:
+            spec = self.spec
+            tier = DeviceTier(self.dim, spec.vector_slots, spec.scalar_slot(), self.device_rows, self.device)
+        self._native = _native.Table(
+            name=self.name,
+            key=self.key,
+            dim=self.dim,
+            optimizer=self.spec.kind,
+            initializer=self.initializer.native(),
+            seed=self.seed,
+            total_num_buckets=self.total_num_buckets,
+            bucket_begin=self.buckets[0],
+            bucket_end=self.buckets[1],
+            host_bytes=self.tiers.host,
+            device_rows=self.device_rows,
+            device_gather=tier.gather if tier is not None else None,
+            ssd_dir=directory,
+            ssd_bytes=self.tiers.ssd,
+            reopen=reopen,
+            resume_token=resume_token,
+            policy=self.policy,
+            on_full=self.on_full,
+        )
+        self._tier = tier
+
+    def __bool__(self) -> bool:
+        """True, with no rows too."""
+        return True
+
+    def __len__(self) -> int:
+        """Rows in all tiers of this shard: born in training or imported, and not removed."""
+        return len(self.native)
+
+    def stats(self) -> TableStats:
+        """Counters of the table and its tiers."""
+        return TableStats.of(self.native.stats())
+
+    def published(self) -> list[int]:
+        """Tokens of the states that a resume can take, oldest first."""
+        directory = self.directory
+        return _native.Table.published(directory) if directory is not None and os.path.isdir(directory) else []
+
+    def export(self, chunk_rows: int = 65_536) -> Iterator[RowChunk]:
+        """Every row of every tier as of this call, in chunks; a step taken meanwhile ends it (`StateError`)."""
+        stream = self.native.export(check_int("chunk_rows", chunk_rows, 1, 1 << 30))
+        return (RowChunk(*self._parts(*chunk)) for chunk in stream)
+
+    def read_rows(self, ids: Tensor) -> FoundRows:
+        """The rows of `ids` (int64 or int32 [n]), in that order; touches neither policy nor counters."""
+        array = ids_array(ids, "ids", self.device)
+        found, vectors, scalars, meta = self.native.read_rows(array)
+        return FoundRows(*self._parts(array.copy(), vectors, scalars, meta), found=torch.from_numpy(found))
+
+    def import_rows(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        slots: Mapping[str, Tensor] | None = None,
+        metadata: RowMetadata | None = None,
+    ) -> None:
+        """Put rows in the table, over those that are there. `ids` [n] distinct; `weights` float32 [n, D].
+
+        `slots` are those of the optimizer, as in `RowChunk`; None: zeros. `metadata` None: as never used. Raises `InputError`, and
+        `StateError` when a batch in flight uses one of the rows.
+        """
+        array = ids_array(ids, "ids", self.device)
+        spec, count = self.spec, len(array)
+        wanted: dict[str, tuple[int, ...]] = {"weights": (count, self.dim)}
+        for place, name in enumerate(spec.slot_names):
+            wanted[name] = (count, self.dim) if place < spec.vector_slots else (count,)
+        given = {"weights": weights, **(slots if slots is not None else {})}
+        if slots is not None and set(slots) != set(spec.slot_names):
+            raise InputError(f"slots has {sorted(slots)} and {spec.kind} has {sorted(spec.slot_names)}: give these")
+        for name, tensor in given.items():
+            check_float32(name, tensor, wanted[name])
+        vectors = np.zeros((count, spec.vector_floats(self.dim)), np.float32)
+        for place, name in enumerate(("weights", *spec.slot_names[: spec.vector_slots])):
+            if name in given:
+                vectors[:, place * self.dim : (place + 1) * self.dim] = given[name].detach().cpu().numpy()
+        scalars = None
+        if spec.scalar_slot() and slots is not None:
+            scalars = np.ascontiguousarray(slots[spec.slot_names[-1]].detach().cpu().numpy())
+        self.native.import_rows(array, vectors, scalars, metadata.native(count) if metadata is not None else None)
+
+    def remove_rows(self, ids: Tensor) -> int:
+        """Forget the rows of `ids`: unseen from now on. How many there were."""
+        return self.native.remove_rows(ids_array(ids, "ids", self.device))
+
+    def _parts(
+        self, ids: NDArray[np.int64], vectors: NDArray[np.float32], scalars: NDArray[np.float32], meta: _native.Meta
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], RowMetadata]:
+        columns = torch.split(torch.from_numpy(vectors), self.dim, 1)
+        spec = self.spec
+        slots = {name: part.contiguous() for name, part in zip(spec.slot_names, columns[1:], strict=False)}
+        if spec.scalar_slot():
+            slots[spec.slot_names[-1]] = torch.from_numpy(scalars)
+        return torch.from_numpy(ids), columns[0].contiguous(), slots, RowMetadata.of(meta)
+
+    def flush(self) -> None:
+        """Write every dirty row to the SSD tier and publish one state, which a resume takes. Without an SSD tier: nothing."""
+        if self.directory is not None:
+            self.native.flush(publish.new_token(self.published(), shared=False))
+
+    def close(self) -> None:
+        """Flush and close; harmless twice. The tiers are closed even when the flush fails, which raises."""
+        if self._closed:
+            return
+        try:
+            if self._native is not None:
+                self.flush()
+        finally:
+            self._closed = True
+            if self._native is not None:
+                self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except EmbCacheError as failure:
+            if error is None:
+                raise
+            error.add_note(f"closing table {self.name!r} failed too: {failure}")
+
+    def __reduce__(self) -> str:
+        raise StateError(f"table {self.name!r} cannot be copied or pickled: it owns files and memory; export its rows")
+
+
+def _check_optimizer(optimizer: object) -> OptimizerSpec | None:
+    if not isinstance(optimizer, OptimizerSpec | None):
+        raise ConfigError(f"optimizer={optimizer!r} is not known: use one of torchrec_embcache.optimizers")
+    return optimizer

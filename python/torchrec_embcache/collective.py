@@ -1,0 +1,45 @@
+"""What ranks do together: exchange values, raise each other's errors. Without `torch.distributed` there is one rank."""
+
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from .exceptions import EmbCacheError
+
+__all__ = ["all_gather", "is_distributed", "raise_on_every_rank"]
+
+T = TypeVar("T")
+
+
+def is_distributed() -> bool:
+    """Whether a default process group is initialised."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of each rank, in rank order. Collective; values are pickled."""
+    if not is_distributed():
+        return [value]
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on each rank if any rank has an error: its own where it has one, else that of the first rank that has. Collective."""
+    if not is_distributed():
+        errors: list[EmbCacheError | None] = [None]
+    else:
+        errors = all_gather(_portable(error), group)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(errors):
+        if other is not None:
+            other.message = f"rank {rank}: {other.message}"
+            raise other
+
+
+def _portable(error: Exception | None) -> EmbCacheError | None:
+    if error is None or isinstance(error, EmbCacheError):
+        return error
+    return EmbCacheError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,389 @@
+"""The kernel backends and the device tier's tensors.
+
+A backend runs the forward of a plan and its backward with the optimizer fused. `CoreBackend` is the Rust core's (CPU: the host
+tier's rows in place, or a device tier of CPU tensors); `TorchBackend` is torch ops over the cache slots of a device tier, on any
+device. They agree to float tolerance; each alone gives the same bits whatever the tiers' sizes.
+
+Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids, U distinct rows of a table, D a table's width,
+V = D * (1 + vector slots), C columns of the pooled output (the features' widths, in feature order), S cache slots of a device tier.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from .exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from ._native import DeviceArrays, Plan, Table
+    from .optimizers import OptimizerSpec
+
+__all__ = [
+    "CoreBackend",
+    "DeviceTier",
+    "KernelBackend",
+    "KernelTable",
+    "Pooled",
+    "TorchBackend",
+    "kernel_threads",
+    "make_backend",
+]
+
+
+def kernel_threads() -> int:
+    """Threads of the core's kernels: `EMBCACHE_THREADS` if set, else `torch.get_num_threads()`."""
+    value = os.environ.get("EMBCACHE_THREADS")
+    if value is None:
+        return torch.get_num_threads()
+    if not value.isdigit() or not 1 <= int(value) <= 1024:
+        raise ConfigError(f"EMBCACHE_THREADS={value!r} is not a number of threads: give 1 to 1024, or unset it")
+    return int(value)
+
+
+class DeviceTier:
+    """The rows of one table that are on the device: weights [S, D], vector slots [S, D] each, scalar slot [S]; float32.
+
+    The core owns the bookkeeping (which row is in which cache slot); this owns the memory. Slots from `capacity` on are overflow.
+    """
+
+    def __init__(self, dim: int, vector_slots: int, scalar_slot: bool, capacity: int, device: torch.device) -> None:
+        self.dim = dim
+        self.capacity = capacity
+        self.device = device
+        self.weights = torch.zeros(capacity, dim, device=device)
+        self.vector_slots = [torch.zeros(capacity, dim, device=device) for _ in range(vector_slots)]
+        self.scalars = torch.zeros(capacity, device=device) if scalar_slot else None
+
+    def ensure(self, slots: int) -> None:
+        """Hold at least `slots` rows; those there keep their place."""
+        more = slots - self.weights.shape[0]
+        if more <= 0:
+            return
+        more = max(more, self.weights.shape[0] // 8)
+        self.weights = _grown(self.weights, more)
+        self.vector_slots = [_grown(slot, more) for slot in self.vector_slots]
+        if self.scalars is not None:
+            self.scalars = _grown(self.scalars, more)
+
+    def gather(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Rows of cache slots [n] for the core: vectors [n, V] and scalars [n], zeros where there is no scalar slot."""
+        index = torch.from_numpy(slots).to(self.device)
+        parts = [part.index_select(0, index) for part in (self.weights, *self.vector_slots)]
+        vectors = torch.cat(parts, 1).cpu().numpy()
+        if self.scalars is None:
+            return vectors, np.zeros(len(slots), np.float32)
+        return vectors, self.scalars.index_select(0, index).cpu().numpy()
+
+    def scatter(self, slots: NDArray[np.int64], vectors: NDArray[np.float32], scalars: NDArray[np.float32]) -> None:
+        """Put rows in their cache slots [n]: vectors [n, V], scalars [n]."""
+        if len(slots) == 0:
+            return
+        index = torch.from_numpy(slots).to(self.device)
+        values = torch.from_numpy(vectors).to(self.device)
+        for place, part in enumerate((self.weights, *self.vector_slots)):
+            part.index_copy_(0, index, values[:, place * self.dim : (place + 1) * self.dim])
+        if self.scalars is not None:
+            self.scalars.index_copy_(0, index, torch.from_numpy(scalars).to(self.device))
+
+    def arrays(self) -> DeviceArrays:
+        """The tensors as numpy arrays, shared memory: for the core's kernels, on the CPU."""
+        scalars = self.scalars.numpy() if self.scalars is not None else None
+        return self.weights.numpy(), [slot.numpy() for slot in self.vector_slots], scalars
+
+
+def _grown(tensor: Tensor, more: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
+
+
+class KernelTable(Protocol):
+    """What a backend knows of a table."""
+
+    @property
+    def native(self) -> Table:
+        """The core's table."""
+
+    @property
+    def dim(self) -> int:
+        """D."""
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """Which formula."""
+
+    @property
+    def tier(self) -> DeviceTier | None:
+        """None where kernels run on the host tier's rows in place."""
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What a pooled lookup asks for, beside its ids.
+
+    `offsets` int64 [F * B + 1] into the ids, feature-major; `weights` float32 [N] on the lookup's device, or None; `mean` bool [F].
+    """
+
+    offsets: NDArray[np.int64]
+    weights: Tensor | None
+    mean: NDArray[np.bool_]
+
+    @property
+    def bags(self) -> int:
+        """B."""
+        return (len(self.offsets) - 1) // len(self.mean)
+
+
+class KernelBackend(ABC):
+    """Forward and backward of planned lookups over `tables`; `feature_tables[f]` is the table of feature f."""
+
+    name: str
+
+    def __init__(self, tables: Sequence[KernelTable], feature_tables: Sequence[int], device: torch.device) -> None:
+        self.tables = tables
+        self.feature_tables = feature_tables
+        self.device = device
+        self.columns = sum(tables[table].dim for table in feature_tables)
+
+    @abstractmethod
+    def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
+        """[B, C]."""
+
+    @abstractmethod
+    def forward_sequence(self, plan: Plan, count: int) -> Tensor:
+        """[N, D] for `count` = N; the tables share one D."""
+
+    @abstractmethod
+    def backward_pooled(
+        self,
+        plan: Plan,
+        pooled: Pooled,
+        grad: Tensor,
+        hyperparameters: NDArray[np.float64],
+        weight_grad: bool,
+    ) -> Tensor | None:
+        """Update the rows from `grad` [B, C] and commit; give the gradient [N] of `pooled.weights`, if asked for."""
+
+    @abstractmethod
+    def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
+        """Update the rows from `grad` [N, D] and commit."""
+
+
+class CoreBackend(KernelBackend):
+    """The Rust core's kernels, on the CPU: the same bits for any number of threads."""
+
+    name = "core"
+
+    def _arrays(self) -> list[DeviceArrays | None] | None:
+        tiers = [table.tier for table in self.tables]
+        if not any(tiers):
+            return None
+        return [tier.arrays() if tier is not None else None for tier in tiers]
+
+    def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
+        """See the base."""
+        out = np.empty((pooled.bags, self.columns), np.float32)
+        weights = pooled.weights.numpy() if pooled.weights is not None else None
+        plan.forward_pooled(pooled.offsets, weights, pooled.mean, out, self._arrays(), kernel_threads())
+        return torch.from_numpy(out)
+
+    def forward_sequence(self, plan: Plan, count: int) -> Tensor:
+        """See the base."""
+        out = np.empty((count, self.tables[0].dim), np.float32)
+        plan.forward_sequence(out, self._arrays(), kernel_threads())
+        return torch.from_numpy(out)
+
+    def backward_pooled(
+        self,
+        plan: Plan,
+        pooled: Pooled,
+        grad: Tensor,
+        hyperparameters: NDArray[np.float64],
+        weight_grad: bool,
+    ) -> Tensor | None:
+        """See the base."""
+        out = np.empty(int(pooled.offsets[-1]), np.float32) if weight_grad else None
+        plan.backward_pooled(grad.contiguous().numpy(), hyperparameters, out, self._arrays(), kernel_threads())
+        return torch.from_numpy(out) if out is not None else None
+
+    def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
+        """See the base."""
+        plan.backward_sequence(grad.contiguous().numpy(), hyperparameters, self._arrays(), kernel_threads())
+
+
+class TorchBackend(KernelBackend):
+    """Torch ops over the cache slots, on any device. Every table has a device tier.
+
+    Sums run as `embedding_bag` without autograd: forward over cache slots, backward over the plan's transposed index, so that
+    nothing is sorted and each row's gradient is summed in the order of its occurrences.
+    """
+
+    name = "torch"
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _tier(self, table: int) -> DeviceTier:
+        tier = self.tables[table].tier
+        assert tier is not None, "make_backend refuses tables without a device tier"
+        return tier
+
+    def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
+        """See the base."""
+        out = torch.empty(pooled.bags, self.columns, device=self.device)
+        column = 0
+        for feature, table in enumerate(self.feature_tables):
+            tier = self._tier(table)
+            begin, end = feature * pooled.bags, (feature + 1) * pooled.bags
+            offsets = pooled.offsets[begin : end + 1] - pooled.offsets[begin]
+            weights = (
+                pooled.weights[int(pooled.offsets[begin]) : int(pooled.offsets[end])]
+                if pooled.weights is not None
+                else None
+            )
+            slots = plan.slots(feature)
+            divisor = torch.from_numpy(np.diff(offsets)).clamp_(min=1).to(self.device) if pooled.mean[feature] else None
+            present = slots >= 0
+            if not present.all():  # a row of zeros: leave it out of the sum, not of the mean's divisor
+                offsets = np.concatenate([[0], np.cumsum(present)])[offsets]
+                slots = slots[present]
+                weights = weights[torch.from_numpy(present).to(self.device)] if weights is not None else None
+            part = _segment_sum(tier.weights, self._tensor(slots), self._tensor(offsets), weights)
+            out[:, column : column + tier.dim] = part if divisor is None else part / divisor[:, None]
+            column += tier.dim
+        return out
+
+    def forward_sequence(self, plan: Plan, count: int) -> Tensor:
+        """See the base."""
+        out = torch.empty(count, self.tables[0].dim, device=self.device)
+        begin = 0
+        for feature, table in enumerate(self.feature_tables):
+            slots = self._tensor(plan.slots(feature))
+            rows = self._tier(table).weights.index_select(0, slots.clamp(min=0))
+            out[begin : begin + len(slots)] = rows.masked_fill_((slots < 0)[:, None], 0.0)
+            begin += len(slots)
+        return out
+
+    def backward_pooled(
+        self,
+        plan: Plan,
+        pooled: Pooled,
+        grad: Tensor,
+        hyperparameters: NDArray[np.float64],
+        weight_grad: bool,
+    ) -> Tensor | None:
+        """See the base."""
+        bags, features = pooled.bags, len(self.feature_tables)
+        lengths = np.diff(pooled.offsets)
+        bag = np.repeat(np.arange(features * bags), lengths)  # [N], feature-major
+        scale = pooled.weights
+        if pooled.mean.any():
+            divisor = np.where(np.repeat(pooled.mean, bags), np.maximum(lengths, 1), 1).astype(np.float32)
+            scale = torch.from_numpy(1.0 / divisor[bag]).to(self.device)
+        out = torch.zeros(int(pooled.offsets[-1]), device=self.device) if weight_grad else None
+        columns = np.cumsum([0, *(self.tables[table].dim for table in self.feature_tables)])
+        updates = []
+        for table in range(len(self.tables)):
+            mine = [feature for feature, other in enumerate(self.feature_tables) if other == table]
+            if not mine:
+                continue
+            tier = self._tier(table)
+            first, count = mine[0], len(mine)
+            # [B * count, D]: gradient of bag b of the table's feature j in row b * count + j.
+            table_grad = grad[:, columns[first] : columns[first + count]].reshape(bags * count, tier.dim)
+            slots, starts, occurrences = plan.transposed(table)
+            feature_of, bag_of = np.divmod(bag[occurrences], max(bags, 1))
+            index = self._tensor(bag_of * count + (feature_of - first))
+            positions = self._tensor(occurrences)
+            weights = scale.index_select(0, positions) if scale is not None else None
+            if out is not None:
+                rows = tier.weights.index_select(0, self._tensor(np.repeat(slots, np.diff(starts))))
+                out.index_copy_(0, positions, (rows * table_grad.index_select(0, index)).sum(1))
+            updates.append((table, slots, _segment_sum(table_grad, index, self._tensor(starts), weights)))
+        self._update(updates, hyperparameters)
+        plan.commit()
+        return out
+
+    def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
+        """See the base."""
+        updates = []
+        for table in range(len(self.tables)):
+            slots, starts, occurrences = plan.transposed(table)
+            summed = _segment_sum(grad, self._tensor(occurrences), self._tensor(starts), None)
+            updates.append((table, slots, summed))
+        self._update(updates, hyperparameters)
+        plan.commit()
+
+    def _update(
+        self, updates: list[tuple[int, NDArray[np.int64], Tensor]], hyperparameters: NDArray[np.float64]
+    ) -> None:
+        """Apply each table's optimizer to its distinct rows: slots [U], summed gradients [U, D]."""
+        for table, slots, grad in updates:
+            owner = self.tables[table]
+            step = owner.native.step() + 1
+            apply_optimizer(owner.spec, self._tier(table), self._tensor(slots), grad, hyperparameters[table], step)
+
+
+def _segment_sum(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
+    """[n, D]: the sum of `rows[index[i]] * weights[i]` over each segment `starts[k]:starts[k + 1]`; `starts` [n + 1]."""
+    with torch.no_grad():
+        return embedding_bag(index, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True)
+
+
+def apply_optimizer(
+    spec: OptimizerSpec, tier: DeviceTier, slots: Tensor, grad: Tensor, hyperparameters: NDArray[np.float64], step: int
+) -> None:
+    """One update of the rows in distinct cache slots [U] from their summed gradients [U, D]; formulas in `optimizers`.
+
+    `step` is the table's step counter, this update included (from 1).
+    """
+    lr, eps, beta1, beta2, weight_decay = hyperparameters.tolist()
+    rows = tier.weights.index_select(0, slots)
+    if weight_decay and spec.kind != "adamw":
+        grad = grad + weight_decay * rows
+    if spec.kind == "sgd":
+        rows -= lr * grad
+    elif spec.kind == "adagrad":
+        total = tier.vector_slots[0].index_select(0, slots).addcmul_(grad, grad)
+        tier.vector_slots[0].index_copy_(0, slots, total)
+        rows -= lr * grad / (total.sqrt() + eps)
+    elif spec.kind == "rowwise_adagrad":
+        assert tier.scalars is not None, "rowwise Adagrad has a scalar slot"
+        total = tier.scalars.index_select(0, slots) + grad.square().mean(1)
+        tier.scalars.index_copy_(0, slots, total)
+        rows -= lr * grad / (total.sqrt() + eps)[:, None]
+    else:
+        first, second = (slot.index_select(0, slots) for slot in tier.vector_slots)
+        first = first * beta1 + grad * (1 - beta1)
+        second = second * beta2 + grad.square() * (1 - beta2)
+        tier.vector_slots[0].index_copy_(0, slots, first)
+        tier.vector_slots[1].index_copy_(0, slots, second)
+        move = (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + eps)
+        if spec.kind == "adamw":
+            move += weight_decay * rows
+        rows -= lr * move
+    tier.weights.index_copy_(0, slots, rows)
+
+
+def make_backend(
+    tables: Sequence[KernelTable], feature_tables: Sequence[int], device: torch.device, name: str | None
+) -> KernelBackend:
+    """The backend `name` ("core" or "torch"; None: `EMBCACHE_KERNELS`, else the core's on the CPU and torch's elsewhere)."""
+    name = name or os.environ.get("EMBCACHE_KERNELS") or ("core" if device.type == "cpu" else "torch")
+    if name not in ("core", "torch"):
+        raise ConfigError(f"EMBCACHE_KERNELS={name!r} is not known: use 'core' or 'torch', or unset it")
+    if name == "core":
+        if device.type != "cpu":
+            raise ConfigError(f"the kernels 'core' run on the CPU and the device is {device}: use 'torch'")
+        return CoreBackend(tables, feature_tables, device)
+    if any(table.tier is None for table in tables):
+        raise ConfigError("the kernels 'torch' need a device tier: set TierBudgets.device_bytes")
+    return TorchBackend(tables, feature_tables, device)

@@ -1,0 +1,347 @@
+"""Lookups: tensors in, plans run, tensors out, with the update in the backward.
+
+A batch goes: plan (distinct ids, pins, fetches started) - wait (every row in its place) - forward - backward (gradients summed by
+row, update, unpin). A plan that is dropped, or whose graph dies, unpins too.
+
+Shapes: F features, B bags a feature, N occurrences of ids, D a table's width, C columns of the pooled output.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import _native
+from .cache import CacheTable
+from .config import Unseen, check_choice
+from .exceptions import EmbCacheWarning, InputError, StateError, UnsupportedError
+from .kernels import KernelBackend, Pooled, make_backend
+from .optimizers import native_hyperparameters
+
+__all__ = ["LookupGroup"]
+
+I64 = NDArray[np.int64]
+ParamGroups = Callable[[], Sequence[Mapping[str, Any]]]
+
+
+@dataclass(eq=False)
+class _Ahead:
+    """A batch that was announced; `plan` is None while the budget has no room for it."""
+
+    ids: I64
+    splits: I64
+    train: bool
+    plan: _native.Plan | None
+
+    def is_for(self, ids: I64, splits: I64) -> bool:
+        return np.array_equal(self.splits, splits) and np.array_equal(self.ids, ids)
+
+
+class LookupGroup:
+    """Looks ids of several features up in several tables at once.
+
+    `feature_tables[f]` is the table of feature f; features of one table are neighbours. `param_groups()` gives the optimizer's
+    groups, one a table in the tables' order, and is called by every backward.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[CacheTable],
+        feature_tables: Sequence[int],
+        param_groups: ParamGroups,
+        *,
+        unseen: Unseen = "initial",
+        kernels: str | None = None,
+    ) -> None:
+        check_choice("unseen", unseen, Unseen)
+        self.tables = list(tables)
+        self.feature_tables = list(feature_tables)
+        self.param_groups = param_groups
+        self.unseen = unseen
+        self.device = self.tables[0].device
+        self._kernels = kernels
+        self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
+        self._ahead: list[_Ahead] = []
+        self._warned_rows = [0] * len(self.tables)
+
+    def _open(self) -> tuple[_native.Lookup, KernelBackend]:
+        natives = [table.native for table in self.tables]
+        if self._opened is None or any(old is not new for old, new in zip(self._opened[0], natives, strict=True)):
+            self.drop_prefetched()
+            backend = make_backend(self.tables, self.feature_tables, self.device, self._kernels)
+            self._opened = natives, _native.Lookup(natives, self.feature_tables), backend
+        return self._opened[1], self._opened[2]
+
+    # ---- lookahead
+
+    def prefetch(self, ids: I64, splits: I64, *, train: bool) -> bool:
+        """Announce the batch of a later forward, in the forwards' order: its rows are pinned and fetched while others compute.
+
+        False: the budget ended before all of it; the forward does the rest.
+        """
+        self._open()
+        self._plan_announced()
+        announced = _Ahead(ids.copy(), splits.copy(), train, None)
+        self._ahead.append(announced)
+        return self._plan_announced()
+
+    def _plan_announced(self) -> bool:
+        """Plan what was announced, in order, as far as the budget goes; whether that is all of it."""
+        lookup, _ = self._open()
+        for announced in self._ahead:
+            if announced.plan is None:
+                announced.plan = lookup.plan(
+                    announced.ids, announced.splits, announced.train, True, self._zeros(announced.train)
+                )
+            if not announced.plan.complete_ahead():
+                return False
+        return True
+
+    def drop_prefetched(self) -> None:
+        """Forget every announced batch and unpin its rows."""
+        announced, self._ahead = self._ahead, []
+        for batch in announced:
+            if batch.plan is not None:
+                batch.plan.release()
+
+    def _zeros(self, train: bool) -> bool:
+        return not train and self.unseen == "zeros"
+
+    def _plan(self, ids: I64, splits: I64, train: bool) -> _native.Plan:
+        lookup, _ = self._open()
+        same_mode = [batch for batch in self._ahead if batch.train == train]
+        found = next((place for place, batch in enumerate(same_mode) if batch.is_for(ids, splits)), None)
+        # Activation checkpointing runs forwards again within a backward: those say nothing about the batches to come.
+        recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        stale = [] if recomputed else same_mode[: 1 if found is None else found]
+        for batch in stale:
+            self._ahead.remove(batch)
+            if batch.plan is not None:
+                batch.plan.release()
+        plan = None
+        if found is not None and (found == 0 or not recomputed):
+            batch = same_mode[found]
+            self._ahead.remove(batch)
+            plan = batch.plan
+        if plan is None:
+            plan = lookup.plan(ids, splits, train, False, self._zeros(train))
+        if stale:
+            try:
+                warnings.warn(
+                    f"{len(stale)} prefetched batch(es) of {self._names()} are not the forward's: dropped; prefetch in the order "
+                    "of the forwards",
+                    EmbCacheWarning,
+                    stacklevel=2,
+                )
+            except BaseException:
+                plan.release()
+                raise
+        return plan
+
+    def _names(self) -> str:
+        return ", ".join(repr(table.name) for table in self.tables)
+
+    # ---- forward and backward
+
+    def pooled(
+        self,
+        ids: I64,
+        offsets: I64,
+        mean: Sequence[bool],
+        weights: Tensor | None = None,
+        *,
+        train: bool,
+        anchor: Tensor,
+    ) -> Tensor:
+        """[B, C]: the sum or mean of each bag's rows, features side by side.
+
+        `ids` [N]; `offsets` [F * B + 1] into them, feature-major; `mean` [F]; `weights` float32 [N] on the tables' device, which
+        gets a gradient. `anchor`, any tensor that requires grad, makes autograd run the update. With `train=False` nothing is
+        updated, inserted or kept pinned.
+        """
+        features = len(self.feature_tables)
+        check_offsets(offsets, len(ids), features)
+        if weights is not None and any(mean):
+            raise UnsupportedError(
+                'per-sample weights with mode "mean": torch has no such thing either; use mode "sum"'
+            )
+        pooled = Pooled(
+            np.ascontiguousarray(offsets),
+            weights.detach().contiguous() if weights is not None else None,
+            np.array(mean, np.bool_),
+        )
+        splits = pooled.offsets[:: max(pooled.bags, 1)] if pooled.bags else np.zeros(features + 1, np.int64)
+        splits = np.ascontiguousarray(splits)
+        if train:
+            return _train(_PooledBatch(self, self._plan(ids, splits, True), pooled), anchor, weights)
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            return self._weighted_sum(ids, splits, pooled, weights)
+        plan = self._plan(ids, splits, False)
+        try:
+            return self.place(plan).forward_pooled(plan, pooled)
+        finally:
+            plan.release()
+
+    def sequence(self, ids: I64, splits: I64, *, train: bool, anchor: Tensor) -> Tensor:
+        """[N, D]: the row of each id; `splits` [F + 1]: where each feature's ids start. Tables of one width. See `pooled`."""
+        if train:
+            return _train(_SequenceBatch(self, self._plan(ids, splits, True), len(ids)), anchor, None)
+        plan = self._plan(ids, splits, False)
+        try:
+            return self.place(plan).forward_sequence(plan, len(ids))
+        finally:
+            plan.release()
+
+    def _weighted_sum(self, ids: I64, splits: I64, pooled: Pooled, weights: Tensor) -> Tensor:
+        """`pooled` without training, differentiable in `weights` by torch's own ops: rows one by one, a feature at a time."""
+        parts = []
+        for feature, table in enumerate(self.feature_tables):
+            begin, end = int(splits[feature]), int(splits[feature + 1])
+            single = LookupGroup(
+                [self.tables[table]], [0], self.param_groups, unseen=self.unseen, kernels=self._kernels
+            )
+            rows = single.sequence(ids[begin:end], np.array([0, end - begin]), train=False, anchor=weights)
+            bounds = pooled.offsets[feature * pooled.bags : (feature + 1) * pooled.bags + 1]
+            bag = torch.from_numpy(np.repeat(np.arange(pooled.bags), np.diff(bounds))).to(self.device)
+            out = rows.new_zeros(pooled.bags, rows.shape[1])
+            parts.append(out.index_add(0, bag, rows * weights[begin:end, None]))
+        return torch.cat(parts, 1)
+
+    def place(self, plan: _native.Plan) -> KernelBackend:
+        """Wait for the plan's rows and put them where the kernels look for them."""
+        _, backend = self._open()
+        plan.wait()
+        for place, table in enumerate(self.tables):
+            tier = table.tier
+            if tier is not None:
+                tier.ensure(plan.required_slots(place))
+                tier.scatter(*plan.fetched(place))
+        for place, rows in enumerate(plan.overflow_rows()):
+            if rows > self._warned_rows[place]:
+                self._warned_rows[place] = 2 * rows
+                self._warn_overflow(self.tables[place], rows)
+        return backend
+
+    def _warn_overflow(self, table: CacheTable, rows: int) -> None:
+        host_row, device_row = _native.row_bytes(table.dim, table.spec.kind, table.policy)
+        if table.tier is None:
+            field, size = "host_bytes", table.tiers.host + rows * host_row
+        else:
+            field, size = "device_bytes", table.tiers.device + rows * device_row
+        warnings.warn(
+            f"table {table.name!r}: {rows} rows of a batch did not fit TierBudgets.{field} and use memory beyond it; "
+            f"set it to {size} or more",
+            EmbCacheWarning,
+            stacklevel=2,
+        )
+
+
+def check_offsets(offsets: I64, count: int, features: int) -> None:
+    """`InputError` unless `offsets` [F * B + 1] start at 0, never decrease and end at `count`."""
+    if len(offsets) == 0 or (len(offsets) - 1) % features:
+        raise InputError(f"offsets has {len(offsets)} entries: give bags * {features} + 1")
+    if offsets[0] != 0:
+        raise InputError(f"offsets[0]={offsets[0]}: the first bag starts at 0")
+    if offsets[-1] != count:
+        raise InputError(
+            f"offsets[{len(offsets) - 1}]={offsets[-1]} and there are {count} ids: the last bag ends where the ids end"
+        )
+    steps = np.diff(offsets)
+    if len(steps) and steps.min() < 0:
+        place = int(np.argmax(steps < 0))
+        raise InputError(
+            f"offsets[{place + 1}]={offsets[place + 1]} is below offsets[{place}]={offsets[place]}: sort them"
+        )
+
+
+class _Batch(ABC):
+    """One forward and its backward; the autograd graph owns it, so that its rows are unpinned when the graph dies."""
+
+    def __init__(self, group: LookupGroup, plan: _native.Plan) -> None:
+        self.group = group
+        self.plan = plan
+        self._done = False
+
+    def forward(self) -> Tensor:
+        """Every row in its place, then the kernels."""
+        self.backend = self.group.place(self.plan)
+        return self.run()
+
+    @abstractmethod
+    def run(self) -> Tensor:
+        """The forward's kernel."""
+
+    @abstractmethod
+    def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
+        """Update the rows, commit, unpin; the gradient of the weights if asked for."""
+
+    def hyperparameters(self) -> NDArray[np.float64]:
+        """Checks that this is the one backward of the forward, then reads the optimizer's groups."""
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "create_graph=True: the update runs in the backward, which has no derivative of its own"
+            )
+        if self._done:
+            raise StateError("the second backward of one forward: its update is done; run the forward again")
+        for table in self.group.tables:
+            if table.optimizer is None:
+                raise StateError(
+                    f"table {table.name!r} has no optimizer: call apply_optimizer_in_backward() on its parameter before "
+                    'sharding, or give the sharder fused_params={"optimizer": ..., "learning_rate": ...}'
+                )
+        numbers = native_hyperparameters(self.group.param_groups())
+        self._done = True
+        return numbers
+
+
+class _PooledBatch(_Batch):
+    def __init__(self, group: LookupGroup, plan: _native.Plan, pooled: Pooled) -> None:
+        super().__init__(group, plan)
+        self.pooled = pooled
+
+    def run(self) -> Tensor:
+        return self.backend.forward_pooled(self.plan, self.pooled)
+
+    def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
+        return self.backend.backward_pooled(self.plan, self.pooled, grad, self.hyperparameters(), weight_grad)
+
+
+class _SequenceBatch(_Batch):
+    def __init__(self, group: LookupGroup, plan: _native.Plan, count: int) -> None:
+        super().__init__(group, plan)
+        self.count = count
+
+    def run(self) -> Tensor:
+        return self.backend.forward_sequence(self.plan, self.count)
+
+    def backward(self, grad: Tensor, weight_grad: bool) -> None:
+        del weight_grad  # sequences have none
+        self.backend.backward_sequence(self.plan, grad, self.hyperparameters())
+
+
+class _FusedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, _weights: Tensor | None, batch: _Batch) -> Tensor:
+        ctx.batch = batch
+        return batch.forward()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
+        return None, ctx.batch.backward(grads[0], ctx.needs_input_grad[1]), None
+
+
+def _train(batch: _Batch, anchor: Tensor, weights: Tensor | None) -> Tensor:
+    try:
+        out: Tensor = _FusedLookup.apply(anchor, weights, batch)
+    except BaseException:
+        batch.plan.release()
+        raise
+    return out

@@ -1,0 +1,279 @@
+"""Drop-ins for `torch.nn.Embedding` and `torch.nn.EmbeddingBag` over a table larger than memory; torch and numpy only.
+
+Shapes: N ids, B bags, D the embedding's width.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from .cache import CacheTable, FoundRows, RowChunk, RowMetadata, check_float32, ids_array
+from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets, Unseen, check_choice, check_int
+from .exceptions import ConfigError, EmbCacheWarning, InputError, UnsupportedError
+from .initializers import Initializer, Uniform
+from .lookup import LookupGroup, check_offsets
+from .metrics import TableStats
+from .optimizers import FusedOptimizer, OptimizerSpec
+from .whole_model import CacheModule
+
+__all__ = ["EmbCacheEmbedding", "EmbCacheEmbeddingBag"]
+
+I64 = NDArray[np.int64]
+Mode = Literal["sum", "mean", "max"]
+
+
+class _EmbeddingBase(CacheModule, nn.Module):
+    """One table and its lookups. `weight`, empty [0, D], is what `parameters()` shows: freezing it freezes the table."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        embedding_dim: int,
+        tiers: TierBudgets,
+        optimizer: OptimizerSpec,
+        initializer: Initializer | None = None,
+        seed: int = 0,
+        padding_idx: int | None = None,
+        policy: Policy = "s3fifo",
+        on_full: OnFull = "error",
+        unseen: Unseen = "initial",
+        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
+        device: torch.device | str = "cpu",
+        max_norm: None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> None:
+        super().__init__()
+        for field, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+            if value:
+                raise UnsupportedError(
+                    f"{field}={value!r}: the update is fused into the backward, which has no such thing; leave it out"
+                )
+        del norm_type  # means nothing without max_norm
+        if optimizer is None:
+            raise ConfigError(
+                "optimizer=None: the update is fused into the backward; give one of torchrec_embcache.optimizers"
+            )
+        self.embedding_dim = check_int("embedding_dim", embedding_dim, 1, 65_536)
+        self.padding_idx = None
+        if padding_idx is not None:
+            self.padding_idx = check_int("padding_idx", padding_idx, -(1 << 63), (1 << 63) - 1)
+        bound = 1 / math.sqrt(self.embedding_dim)
+        self.table = CacheTable(
+            name=name,
+            dim=self.embedding_dim,
+            tiers=tiers,
+            initializer=initializer if initializer is not None else Uniform(-bound, bound),
+            optimizer=optimizer,
+            seed=seed,
+            policy=policy,
+            on_full=on_full,
+            total_num_buckets=total_num_buckets,
+            device=device,
+        )
+        self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
+        self.optimizer = FusedOptimizer([self.weight], [optimizer])
+        self._group = LookupGroup([self.table], [0], lambda: self.optimizer.param_groups, unseen=unseen)
+        self._warned_state_dict = False
+        self.table.open()
+
+    @property
+    def tables(self) -> Mapping[str, CacheTable]:
+        """The one table, by its name."""
+        return {self.table.name: self.table}
+
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled() and self.weight.requires_grad
+
+    def __len__(self) -> int:
+        """Rows in all tiers."""
+        return len(self.table)
+
+    def __bool__(self) -> bool:
+        """True, with no rows too: modules are asked so whether they are there."""
+        return True
+
+    def stats(self) -> TableStats:
+        """See `CacheTable.stats`."""
+        return self.table.stats()
+
+    def export(self, chunk_rows: int = 65_536) -> Iterator[RowChunk]:
+        """See `CacheTable.export`."""
+        return self.table.export(chunk_rows)
+
+    def read_rows(self, ids: Tensor) -> FoundRows:
+        """See `CacheTable.read_rows`."""
+        return self.table.read_rows(ids)
+
+    def import_rows(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        slots: Mapping[str, Tensor] | None = None,
+        metadata: RowMetadata | None = None,
+    ) -> None:
+        """See `CacheTable.import_rows`."""
+        self.table.import_rows(ids, weights, slots, metadata)
+
+    def remove_rows(self, ids: Tensor) -> int:
+        """See `CacheTable.remove_rows`."""
+        return self.table.remove_rows(ids)
+
+    def flush(self) -> None:
+        """See `CacheTable.flush`."""
+        self.table.flush()
+
+    def close(self) -> None:
+        """Drop what was prefetched, then as `CacheTable.close`."""
+        self._group.drop_prefetched()
+        self.table.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._group.drop_prefetched()
+        self.table.__exit__(kind, error, trace)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._warned_state_dict and self.table.is_open and len(self.table):
+            self._warned_state_dict = True
+            warnings.warn(
+                f"state_dict() does not hold the {len(self.table)} rows of table {self.table.name!r}: save them with "
+                "torchrec_embcache.saver.Saver, or export()",
+                EmbCacheWarning,
+                stacklevel=2,
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        probe = fn(torch.empty(0, device=self.weight.device))
+        if probe.dtype != torch.float32:
+            raise UnsupportedError(f"table {self.table.name!r} cannot become {probe.dtype}: rows are float32")
+        if probe.device != self.weight.device:
+            raise UnsupportedError(
+                f"table {self.table.name!r} cannot move to {probe.device}: make the module with device={str(probe.device)!r}"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        table = self.table
+        return f"{table.name!r}, embedding_dim={table.dim}, optimizer={table.spec.kind}, policy={table.policy}"
+
+
+class EmbCacheEmbedding(_EmbeddingBase):
+    """`torch.nn.Embedding` without `num_embeddings`: any 64-bit id has a row, born when first trained.
+
+    `loss.backward()` updates the rows of the batch with `optimizer`. `padding_idx` names an id that reads zeros and is not trained.
+    With `eval()`, `torch.no_grad()` or a frozen `weight`, an unseen id reads its initial value (`unseen="zeros"`: zeros) and
+    nothing is inserted.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input`: int64 or int32, any shape; gives float32 of that shape and D."""
+        ids, present = self._ids(input)
+        out = self._group.sequence(ids, _splits(ids), train=self._trains, anchor=self.weight)
+        if present is not None:
+            mask = torch.from_numpy(present).to(out.device)
+            out = out.new_zeros(len(present), self.embedding_dim).masked_scatter(mask[:, None], out)
+        return out.view(*input.shape, self.embedding_dim)
+
+    def prefetch(self, input: Tensor) -> bool:
+        """Fetch the rows of a later `forward(input)`, in the forwards' order; False when the budget ended before all of them."""
+        ids, _ = self._ids(input)
+        return self._group.prefetch(ids, _splits(ids), train=self._trains)
+
+    def _ids(self, input: Tensor) -> tuple[I64, NDArray[np.bool_] | None]:
+        """Ids [n] that are not padding, and where they are in the flat input [N]; None: everywhere."""
+        ids = ids_array(input, "input", self.table.device)
+        if self.padding_idx is None:
+            return ids, None
+        present = ids != self.padding_idx
+        return ids[present], present
+
+
+class EmbCacheEmbeddingBag(_EmbeddingBase):
+    """`torch.nn.EmbeddingBag` without `num_embeddings`, modes "sum" and "mean"; see `EmbCacheEmbedding`.
+
+    Ids equal to `padding_idx` are left out of their bags, of the mean's divisor too.
+    """
+
+    def __init__(self, *, mode: Mode = "mean", include_last_offset: bool = False, **settings: Any) -> None:
+        """`settings` are those of `EmbCacheEmbedding`."""
+        if mode == "max":
+            raise UnsupportedError("mode='max': the fused backward sums; use mode='sum' or 'mean'")
+        check_choice("mode", mode, Literal["sum", "mean"])
+        super().__init__(**settings)
+        self.mode: Mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """[B, D]. `input`: int64 or int32 ids, [N] with `offsets` [B] (or [B + 1] with `include_last_offset`), or [B, L] without.
+
+        `per_sample_weights`: float32, of the input's shape, mode "sum" only; gets a gradient, from the rows before the update.
+        """
+        ids, bounds, present = self._bags(input, offsets)
+        weights = None
+        if per_sample_weights is not None:
+            if self.mode != "sum":
+                raise UnsupportedError(f"per_sample_weights with mode={self.mode!r}: as in torch, use mode='sum'")
+            check_float32("per_sample_weights", per_sample_weights, tuple(input.shape))
+            if per_sample_weights.device != self.table.device:
+                raise InputError(
+                    f"per_sample_weights is on {per_sample_weights.device} and the table on {self.table.device}: move one of them"
+                )
+            weights = per_sample_weights.reshape(-1)
+            if present is not None:
+                weights = weights[torch.from_numpy(present).to(weights.device)]
+        return self._group.pooled(ids, bounds, [self.mode == "mean"], weights, train=self._trains, anchor=self.weight)
+
+    def prefetch(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> bool:
+        """Fetch the rows of a later forward of these arguments; see `EmbCacheEmbedding.prefetch`."""
+        del per_sample_weights  # changes no row that is needed
+        ids, _, _ = self._bags(input, offsets)
+        return self._group.prefetch(ids, _splits(ids), train=self._trains)
+
+    def _bags(self, input: Tensor, offsets: object) -> tuple[I64, I64, NDArray[np.bool_] | None]:
+        """Ids [n] that are not padding, where each bag starts in them [B + 1], and which of the input [N] they are; None: all."""
+        ids = ids_array(input, "input", self.table.device)
+        if input.dim() == 2:
+            if offsets is not None:
+                raise InputError("offsets with a 2-D input: each row is a bag already; leave offsets out")
+            bounds = np.arange(input.shape[0] + 1, dtype=np.int64) * input.shape[1]
+        elif input.dim() == 1:
+            if offsets is None:
+                raise InputError("offsets=None with a 1-D input: give the position where each bag starts")
+            if isinstance(offsets, Tensor) and offsets.dim() != 1:
+                raise InputError(
+                    f"offsets has shape {list(offsets.shape)}: give [B], or [B + 1] with include_last_offset"
+                )
+            bounds = ids_array(offsets, "offsets", self.table.device)
+            if not self.include_last_offset:
+                bounds = np.append(bounds, len(ids))
+        else:
+            raise InputError(f"input has shape {list(input.shape)}: give [N] with offsets, or [B, L]")
+        if len(bounds) == 1 and len(ids) and not self.include_last_offset and input.dim() == 1:
+            raise InputError(f"offsets is empty and there are {len(ids)} ids: give the position where each bag starts")
+        check_offsets(bounds, len(ids), 1)
+        if self.padding_idx is None:
+            return ids, bounds, None
+        present = ids != self.padding_idx
+        return ids[present], np.concatenate([[0], np.cumsum(present)])[bounds], present
+
+
+def _splits(ids: I64) -> I64:
+    return np.array([0, len(ids)], np.int64)

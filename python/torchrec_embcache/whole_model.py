@@ -1,0 +1,99 @@
+"""A model's cache modules, found and flushed together."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+from torch import nn
+
+from . import publish
+from .cache import CacheTable
+from .collective import all_gather, raise_on_every_rank
+from .exceptions import InputError
+
+__all__ = ["CacheModule", "cache_modules", "flush"]
+
+# The attribute by which a wrapper holds the module that it wraps; such names are left out of paths.
+_WRAPPED = {
+    "DataParallel": {"module"},
+    "DistributedDataParallel": {"module"},
+    "DistributedModelParallel": {"_dmp_wrapped_module"},
+    "DMPCollection": {"_dmp_wrapped_module"},
+    "FullyShardedDataParallel": {"_fsdp_wrapped_module"},
+    "OptimizedModule": {"_orig_mod"},
+    "CheckpointWrapper": {"_checkpoint_wrapped_module"},
+}
+
+
+class CacheModule:
+    """What every module with cached tables is, sharded or not: an `nn.Module` with `tables`, this rank's shards by table name."""
+
+    @property
+    @abstractmethod
+    def tables(self) -> Mapping[str, CacheTable]:
+        """This rank's shards, by the tables' names."""
+
+
+def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
+    """The cache modules of `model` by module path, wrappers' names left out; the model itself is "". In the model's order."""
+    found: dict[str, CacheModule] = {}
+    seen = set()
+    todo: list[tuple[str, nn.Module]] = [("", model)]
+    while todo:
+        path, module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if isinstance(module, CacheModule):
+            if path in found:
+                raise InputError(f"two cache modules have the path {path!r} once wrappers are left out: rename one")
+            found[path] = module
+            continue
+        wrapped = _WRAPPED.get(type(module).__name__, set())
+        children = [
+            (path if name in wrapped else f"{path}.{name}" if path else name, child)
+            for name, child in module.named_children()
+        ]
+        todo.extend(reversed(children))
+    return found
+
+
+def flush(model: nn.Module) -> None:
+    """Write every dirty row of all tables of all ranks to their SSD tiers and publish them as one state. Collective.
+
+    A kill before it returns leaves the state before it for a resume, of every table. Tables without an SSD tier have nothing to do.
+    Raises `InputError` for a model without cache modules, `StorageError` on every rank when one cannot write.
+    """
+    modules = cache_modules(model)
+    if not modules:
+        raise InputError(f"{type(model).__name__} has no cache module: nothing to flush")
+    tables = [table for module in modules.values() for table in module.tables.values() if table.directory is not None]
+    error: Exception | None = None
+    published: list[int] = []
+    try:
+        for table in tables:
+            table.open()
+            published += table.published()
+    except Exception as caught:
+        error = caught
+    raise_on_every_rank(error)
+    token = publish.new_token((token for tokens in all_gather(published) for token in tokens), shared=True)
+    # Clocks of ranks differ: the newest token is everyone's.
+    token = max(all_gather(token))
+    try:
+        for table in tables:
+            table.native.flush(token)
+    except Exception as caught:
+        error = caught
+    raise_on_every_rank(error)
+    roots = sorted({str(table.tiers.ssd_dir) for table in tables})
+    try:
+        for root in roots:
+            publish.mark_complete(root, token)
+    except Exception as caught:
+        error = caught
+    raise_on_every_rank(error)
+    kept = {
+        token for tokens in all_gather([token for table in tables for token in table.published()]) for token in tokens
+    }
+    for root in roots:
+        publish.forget_marks(root, (token for token in published if publish.is_shared(token) and token not in kept))
