@@ -122,6 +122,16 @@ fn out_bits(out: &[f32]) -> Vec<u32> {
     out.iter().map(|value| value.to_bits()).collect()
 }
 
+/// What the last flush published.
+#[derive(Clone)]
+struct Flushed {
+    contents: Contents,
+    headers: Vec<RowHeader>,
+    vectors: Vec<f32>,
+    step: u64,
+    counts: BTreeMap<Id, u32>,
+}
+
 struct Run {
     tiers: Tiers,
     engine: Arc<MemoryEngine>,
@@ -129,7 +139,7 @@ struct Run {
     oracle: Rig,
     counts: BTreeMap<Id, u32>,
     waiting: VecDeque<(Plan, Vec<Id>)>,
-    flushed: Option<(Contents, Vec<RowHeader>, Vec<f32>, u64, BTreeMap<Id, u32>)>,
+    flushed: Option<Flushed>,
     token: u64,
     salt: u32,
 }
@@ -276,11 +286,12 @@ impl Run {
             })
             .expect("the oracle's rows");
         let step = self.oracle.table.step().expect("a step");
-        self.flushed = Some((contents(&self.oracle), headers, vectors, step, self.counts.clone()));
+        let (contents, counts) = (contents(&self.oracle), self.counts.clone());
+        self.flushed = Some(Flushed { contents, headers, vectors, step, counts });
     }
 
     fn resume(&mut self) {
-        let Some((expected, headers, vectors, step, counts)) = self.flushed.clone() else { return };
+        let Some(Flushed { contents: expected, headers, vectors, step, counts }) = self.flushed.clone() else { return };
         self.waiting.clear();
         self.rig.table.close().expect("a close");
         self.rig = open(&self.tiers, &self.engine, Reopen::Resume).expect("a resumed table");

@@ -1,6 +1,6 @@
 //! The end of a batch: rows marked as trained, pins taken back.
 
-use super::place::TablePlan;
+use super::place::{SLOTS_AHEAD, TablePlan};
 use super::table::State;
 use crate::slots::{RowState, SlotMap};
 use crate::types::NO_SLOT;
@@ -34,7 +34,11 @@ impl TablePlan {
 
     /// Take back every pin. Rows that were never trained vanish with their last pin.
     pub(crate) fn release(&mut self, state: &mut State) {
-        for (position, slot) in std::mem::take(&mut self.host).into_iter().enumerate() {
+        let host = std::mem::take(&mut self.host);
+        for (position, &slot) in host.iter().enumerate() {
+            if let Some(&later) = host.get(position + SLOTS_AHEAD) {
+                state.host.slots.prefetch(later);
+            }
             if slot != NO_SLOT && state.host.slots.unpin(slot) {
                 if state.host.slots.state(slot).has(RowState::SHADOW) {
                     state.host.slots.remove(slot, self.unique[position], false);

@@ -100,7 +100,7 @@ impl Lookup {
             let mut deduped = Deduped::default();
             lock(&self.deduper).dedupe(&ids[splits[features.start]..splits[features.end]], &mut deduped);
             let Deduped { unique, inverse } = deduped;
-            tables.push(TablePlan::new(Arc::clone(shared), unique, inverse));
+            tables.push(TablePlan::new(Arc::clone(shared), unique, inverse, train));
         }
         // From here on the plan's drop takes back what was pinned, on errors too.
         let plan = Plan::new(Arc::clone(shape), splits, mode, tables);

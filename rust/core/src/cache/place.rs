@@ -10,6 +10,9 @@ use crate::kernels::TransposedIndex;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
+/// How many slots ahead their state is fetched into the processor's cache.
+pub(crate) const SLOTS_AHEAD: usize = 24;
+
 /// How a plan treats ids.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlanMode {
@@ -48,8 +51,10 @@ pub(crate) struct TablePlan {
 }
 
 impl TablePlan {
-    pub(crate) fn new(shared: Arc<Shared>, unique: Vec<Id>, inverse: Vec<u32>) -> Self {
-        let index = TransposedIndex::from_inverse(&inverse, unique.len());
+    /// The transposed index is made only where a backward will ask for it.
+    pub(crate) fn new(shared: Arc<Shared>, unique: Vec<Id>, inverse: Vec<u32>, train: bool) -> Self {
+        let index =
+            if train { TransposedIndex::from_inverse(&inverse, unique.len()) } else { TransposedIndex::default() };
         let count = unique.len();
         Self {
             shared,
@@ -77,43 +82,59 @@ impl TablePlan {
             self.start_device(&mut state, mode)?;
         } else {
             shared.drain_overflow(&mut state)?;
-            let all: Vec<u32> = (0..self.unique.len() as u32).collect();
-            self.place_host(&mut state, &all, mode)?;
+            self.place_all_in_host(&mut state, mode)?;
         }
         state.host_stats.time_ns += started.elapsed().as_nanos() as u64;
         Ok(())
     }
 
-    /// Pin or bring into host slots the ids at `positions`.
-    pub(crate) fn place_host(&mut self, state: &mut State, positions: &[u32], mode: PlanMode) -> Result<()> {
-        let shared = Arc::clone(&self.shared);
-        let ids: Vec<Id> = positions.iter().map(|&p| self.unique[p as usize]).collect();
-        let mut slots = vec![NO_SLOT; ids.len()];
-        state.host.slots.get_batch(&ids, &mut slots);
+    /// Pin or bring into host slots every id of the plan.
+    fn place_all_in_host(&mut self, state: &mut State, mode: PlanMode) -> Result<()> {
+        state.host.slots.get_batch(&self.unique, &mut self.host);
+        let all = 0..self.unique.len() as u32;
+        self.pin_found(state, all, mode)
+    }
 
-        let mut accessed = Vec::with_capacity(ids.len());
+    /// Pin or bring into host slots the ids at `positions`.
+    fn place_in_host(&mut self, state: &mut State, positions: &[u32], mode: PlanMode) -> Result<()> {
+        for &position in positions {
+            self.host[position as usize] = state.host.slots.get(self.unique[position as usize]);
+        }
+        self.pin_found(state, positions.iter().copied(), mode)
+    }
+
+    /// Pin the ids at `positions` whose host slots were just looked up, and bring in the others.
+    fn pin_found(&mut self, state: &mut State, positions: impl Iterator<Item = u32> + Clone, mode: PlanMode) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let mut accessed = Vec::with_capacity(self.unique.len());
         let mut missing: Vec<u32> = Vec::new();
-        let mut waits = false;
-        let mut unborn_hits = false;
-        for (&position, &slot) in positions.iter().zip(&slots) {
+        let mut seen = RowState::default();
+        let mut ahead = positions.clone().skip(SLOTS_AHEAD);
+        let mut rest = positions;
+        while let Some(position) = rest.next() {
+            if let Some(later) = ahead.next() {
+                state.host.slots.prefetch(self.host[later as usize]);
+            }
+            let slot = self.host[position as usize];
             if slot == NO_SLOT {
                 missing.push(position);
                 continue;
             }
             let row = state.host.slots.state(slot);
             if row.has(RowState::FAILED) {
+                // Slots not pinned must not stand in the plan: its release would unpin them.
+                self.host[position as usize] = NO_SLOT;
+                rest.for_each(|unpinned| self.host[unpinned as usize] = NO_SLOT);
                 return Err(shared.unread_row(self.unique[position as usize]));
             }
-            waits |= row.has(RowState::LOADING);
-            unborn_hits |= row.has(RowState::PROVISIONAL);
+            seen = seen.with(row);
             state.host.slots.pin(slot);
-            self.host[position as usize] = slot;
             accessed.push(slot);
         }
         state.host.slots.accessed(&accessed);
         state.host_stats.hits += accessed.len() as u64;
         state.host_stats.misses += missing.len() as u64;
-        if waits {
+        if seen.has(RowState::LOADING) {
             // A wait for more than necessary is harmless: loads finish in about the order they were started.
             for load in &state.loading {
                 if !self.loads.iter().any(|other| Arc::ptr_eq(other, load)) {
@@ -121,7 +142,7 @@ impl TablePlan {
                 }
             }
         }
-        if mode.train && unborn_hits && !mode.ahead {
+        if mode.train && seen.has(RowState::PROVISIONAL) && !mode.ahead {
             shared.check_capacity(state, 0)?;
         }
         if missing.is_empty() {
@@ -225,7 +246,7 @@ impl TablePlan {
                 shared.check_capacity(&mut state, 0)?;
             }
             if !late.is_empty() {
-                self.place_host(&mut state, &late, mode)?;
+                self.place_in_host(&mut state, &late, mode)?;
             }
             if self.overflow_rows > 0 {
                 state.overflow_plans += 1;

@@ -11,6 +11,7 @@ pub use pins::PinTable;
 use crate::config::PolicyKind;
 use crate::index::HostIndex;
 use crate::policy::{Policy, new_policy};
+use crate::prefetch::prefetch;
 use crate::types::{CacheSlot, Id};
 
 /// The state of the row in a slot, as bits.
@@ -149,6 +150,13 @@ impl SlotMap {
     pub fn unmark(&mut self, slot: CacheSlot, bits: RowState) {
         let state = &mut self.states[slot as usize];
         *state = state.without(bits);
+    }
+
+    /// Fetch what is known of a slot into the processor's cache. Any value will do.
+    #[inline]
+    pub fn prefetch(&self, slot: CacheSlot) {
+        prefetch(&self.states, slot as usize);
+        self.pins.prefetch(slot);
     }
 
     /// Protect a slot from eviction.

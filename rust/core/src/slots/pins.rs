@@ -93,6 +93,12 @@ impl PinTable {
         assert!(before == CLAIMED, "slot {slot} is not claimed");
     }
 
+    /// Fetch the slot's pins into the processor's cache. Any value will do.
+    #[inline]
+    pub(crate) fn prefetch(&self, slot: CacheSlot) {
+        crate::prefetch::prefetch(&self.states, slot as usize);
+    }
+
     /// Whether the slot has pins now.
     pub fn is_pinned(&self, slot: CacheSlot) -> bool {
         !matches!(self.states[slot as usize].load(Ordering::Acquire), 0 | CLAIMED)
