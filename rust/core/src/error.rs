@@ -110,6 +110,13 @@ impl Error {
         self
     }
 
+    /// The same error, of another kind.
+    #[must_use]
+    pub fn with_kind(mut self, kind: Kind) -> Self {
+        self.kind = kind;
+        self
+    }
+
     /// What a caller can act on.
     pub fn kind(&self) -> Kind {
         self.kind

@@ -42,4 +42,6 @@ pub struct SsdStats {
     pub index_bytes: u64,
     /// Rows dropped by `on_full = evict`.
     pub dropped_rows: u64,
+    /// The last published state had to be given up for want of room: until the next publish there is nothing to resume.
+    pub published_given_up: bool,
 }

@@ -11,21 +11,52 @@
 //!
 //! After a failed write or sync the tier is read-only: `append`, `remove` and `publish` return `Kind::ReadOnly` with the first cause,
 //! and everything handed over so far can still be fetched (rows whose write failed stay in their buffers).
+//!
+//! The parts: `record` and `format` (bytes on disk), `segment` and `buffer` (files, open and sealed), `background` (the process's
+//! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `compact`, `scan`, `publish`, and `manifest`,
+//! `recover`, `open` (published states and the way back from them).
 
+mod append;
+mod background;
+mod buffer;
+mod compact;
+mod fetch;
+mod format;
 pub mod index;
+mod manifest;
+mod open;
+mod publish;
+mod record;
+mod recover;
+mod scan;
+mod segment;
+mod shared;
+mod space;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use crate::config::SsdConfig;
 use crate::error::Result;
 use crate::io::IoEngine;
 use crate::rows::{RowLayout, RowMut, RowRef};
-use crate::stats::SsdStats;
+use crate::stats::{SsdStats, TierStats};
+use crate::sync::lock;
 use crate::types::Id;
+
+pub use fetch::Fetch;
+
+use format::Entry;
+use open::Tuning;
+use shared::Shared;
 
 /// The SSD tier of one table shard.
 #[derive(Debug)]
-pub struct SsdTier {}
+pub struct SsdTier {
+    shared: Arc<Shared>,
+}
 
 /// What is written into the directory's manifest beside the segments, and compared when it is opened again.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -59,23 +90,6 @@ pub struct StateCounters {
     pub epoch: u32,
 }
 
-/// A batch of reads under way.
-#[derive(Debug)]
-pub struct Fetch {}
-
-impl Fetch {
-    /// Block until every row is in place. Returns the positions (in the request) of ids that turned out not to be here, ascending;
-    /// the first I/O or checksum error otherwise. May be called more than once, from several threads.
-    pub fn wait(&self) -> Result<Vec<u32>> {
-        todo!()
-    }
-
-    /// Whether `wait` would return at once.
-    pub fn is_done(&self) -> bool {
-        todo!()
-    }
-}
-
 /// One row of a scan.
 pub type ScanSink<'a> = dyn FnMut(RowRef<'_>) -> Result<()> + 'a;
 
@@ -90,88 +104,120 @@ impl SsdTier {
         layout: RowLayout,
         engine: Arc<dyn IoEngine>,
     ) -> Result<(Self, Option<StateCounters>)> {
-        let _ = (config, identity, layout, engine);
-        todo!()
+        let (shared, counters) = Shared::open(config, identity, layout, engine, Tuning::default())?;
+        Ok((Self { shared }, counters))
     }
 
     /// Tokens of the states that a directory can resume, oldest first (at most two); empty when there are none.
     pub fn published(dir: &std::path::Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
-        let _ = (dir, engine);
-        todo!()
+        open::published(dir, engine)
     }
 
     /// Rows here, tombstones not counted.
     pub fn rows(&self) -> u64 {
-        todo!()
+        lock(&self.shared.state).index.len() as u64
     }
 
     /// How many rows the cap can hold, compaction's headroom subtracted.
     pub fn capacity_rows(&self) -> u64 {
-        todo!()
+        self.shared.home.geometry.capacity_rows
     }
 
     /// Bytes of RAM that grow with the rows here (index, live counts).
     pub fn index_bytes(&self) -> u64 {
-        todo!()
+        let state = lock(&self.shared.state);
+        let entries: usize = state.open.iter().flatten().map(|open| open.entries.capacity()).sum();
+        (state.index.bytes() + entries * size_of::<Entry>()) as u64
     }
 
     /// For each id whether it may be here.
     pub fn maybe_contains(&self, ids: &[Id], maybe: &mut [bool]) {
-        let _ = (ids, maybe);
-        todo!()
+        let mut locations = [None; 256];
+        let state = lock(&self.shared.state);
+        for (ids, maybe) in ids.chunks(locations.len()).zip(maybe.chunks_mut(locations.len())) {
+            let locations = &mut locations[..ids.len()];
+            state.index.get_batch(ids, locations);
+            for (maybe, location) in maybe.iter_mut().zip(locations) {
+                *maybe = location.is_some();
+            }
+        }
     }
 
     /// Start reading rows into the places given; each place must stay valid and untouched until the fetch is done.
     pub fn fetch(&self, wanted: Vec<(Id, RowMut)>) -> Arc<Fetch> {
-        let _ = wanted;
-        todo!()
+        self.shared.fetch(wanted)
     }
 
     /// Take rows over. `known[i]` says that an older version of row `i` is here (the caller knows: it fetched or appended it);
     /// without it the id must not be here. `Capacity` when the rows do not fit the cap; then none was taken.
     pub fn append(&self, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
-        let _ = (rows, known);
-        todo!()
+        self.shared.append(rows, known)
     }
 
     /// Forget ids that are known to be here.
     pub fn remove(&self, ids: &[Id]) -> Result<()> {
-        let _ = ids;
-        todo!()
+        self.shared.remove(ids)
     }
 
     /// Forget everything (a load replaces the contents).
     pub fn clear(&self) -> Result<()> {
-        todo!()
+        self.shared.clear()
     }
 
     /// Drop about `rows` rows, oldest segments first, skipping those for which `keep` says true; returns their ids.
     pub fn evict(&self, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
-        let _ = (rows, keep);
-        todo!()
+        self.shared.evict(rows, keep)
     }
 
     /// Make everything appended and removed so far durable as one state named `token` (larger than every earlier one), keep the
     /// state before it, and free what neither needs.
     pub fn publish(&self, token: u64, counters: StateCounters) -> Result<()> {
-        let _ = (token, counters);
-        todo!()
+        self.shared.publish(token, counters)
     }
 
     /// Hand every row to `sink`, in no particular order, each once; rows appended meanwhile may or may not be among them. Rows
     /// that compaction moves meanwhile are not missed.
     pub fn scan(&self, sink: &mut ScanSink<'_>) -> Result<()> {
-        let _ = sink;
-        todo!()
+        self.shared.scan(sink)
     }
 
     /// Counters.
     pub fn stats(&self) -> SsdStats {
-        todo!()
+        let index_bytes = self.index_bytes();
+        let (counters, space) = (&self.shared.counters, &self.shared.home.space);
+        let state = lock(&self.shared.state);
+        SsdStats {
+            tier: TierStats {
+                rows: state.index.len() as u64,
+                bytes: space.used_bytes(),
+                capacity_bytes: self.shared.home.geometry.cap_bytes,
+                hits: counters.hits.load(Relaxed),
+                misses: counters.misses.load(Relaxed),
+                evictions: counters.dropped_rows.load(Relaxed),
+                read_bytes: counters.read_bytes.load(Relaxed),
+                written_bytes: space.written_bytes(),
+                time_ns: counters.fetch_ns.load(Relaxed),
+            },
+            io_engine: self.shared.home.engine.name(),
+            row_bytes_given: counters.row_bytes_given.load(Relaxed),
+            compaction_bytes: counters.compaction_bytes.load(Relaxed),
+            live_share: Shared::live_share(&state),
+            segments: state.current().count() as u64,
+            index_bytes,
+            dropped_rows: counters.dropped_rows.load(Relaxed),
+            published_given_up: state.given_up,
+        }
     }
 
     /// Stop the background work and write out the buffers, without publishing. Called by drop too.
     pub fn close(&self) -> Result<()> {
-        todo!()
+        self.shared.close()
+    }
+}
+
+impl Drop for SsdTier {
+    fn drop(&mut self) {
+        // What went wrong was reported by `close` if it was called, and nothing is promised that was not published.
+        let _ = self.shared.close();
     }
 }

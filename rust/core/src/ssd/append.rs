@@ -1,0 +1,215 @@
+//! Rows in and out of the tier: append, remove, clear, evict.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::buffer::Pool;
+use super::format::{Content, Entry};
+use super::index::Location;
+use super::record::{encode_row, encode_tombstone};
+use super::recover::read_entries;
+use super::segment::{OpenSegment, Segment};
+use super::shared::{Counters, Shared, State, Stream};
+use crate::error::{Error, Kind, Result};
+use crate::rows::RowRef;
+use crate::sync::lock;
+use crate::types::Id;
+
+/// Records handled under one hold of the table's lock.
+const AT_ONCE: usize = 2048;
+
+impl Shared {
+    pub(super) fn append(self: &Arc<Self>, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
+        self.check_rows(rows, known)?;
+        self.check_writable()?;
+        let new = known.iter().filter(|known| !**known).count() as u64;
+        let held = lock(&self.state).index.len() as u64;
+        if new > 0 && held + new > self.home.geometry.capacity_rows {
+            return Err(self.full(held, new));
+        }
+        let mut done = 0;
+        while done < rows.len() {
+            Pool::shared().throttle();
+            if self.home.space.has_failed() {
+                self.check_writable()?;
+            }
+            let mut state = lock(&self.state);
+            if !self.ready(&mut state, Stream::Fresh)? {
+                drop(state);
+                self.wait_for_room(Stream::Fresh)?;
+                continue;
+            }
+            let end = rows.len().min(done + AT_ONCE);
+            done += self.append_some(&mut state, &rows[done..end], &known[done..end]);
+            state.reap();
+            self.compact_if_worthwhile(&state);
+        }
+        self.spill_if_short();
+        Counters::add(&self.counters.row_bytes_given, (rows.len() * self.home.geometry.row_bytes) as u64);
+        Ok(())
+    }
+
+    fn check_rows(&self, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
+        if rows.len() != known.len() {
+            let message = format!("{} rows and {} flags: give one flag a row", rows.len(), known.len());
+            return Err(Error::new(Kind::Input, message));
+        }
+        let floats = self.layout.vector_floats();
+        match rows.iter().find(|row| row.vector.len() != floats) {
+            None => Ok(()),
+            Some(row) => Err(Error::new(
+                Kind::Input,
+                format!(
+                    "the row of id {} has {} floats and the table's rows have {floats}",
+                    row.header.id,
+                    row.vector.len()
+                ),
+            )),
+        }
+    }
+
+    /// Take rows as long as the open segment has room; how many.
+    fn append_some(&self, state: &mut State, rows: &[RowRef<'_>], known: &[bool]) -> usize {
+        let mut open = state.open[Stream::Fresh as usize].take().expect("made ready by the caller");
+        let mut taken = 0;
+        for (row, known) in rows.iter().zip(known) {
+            if open.is_full() {
+                break;
+            }
+            let header = row.header;
+            let (record, bytes) = open.push(header.id, state.next_seq, header.modified_epoch);
+            encode_row(bytes, header, row.vector, self.layout.scalar_slot, state.next_seq);
+            state.next_seq += 1;
+            state.highest_epoch = state.highest_epoch.max(header.modified_epoch);
+            open.segment.live.fetch_add(1, Ordering::Relaxed);
+            let location = open.segment.location(record);
+            match if *known { state.index.replace(header.id, location) } else { None } {
+                Some(older) => state.bury(older),
+                None => state.index.insert(header.id, location),
+            }
+            taken += 1;
+        }
+        state.open[Stream::Fresh as usize] = Some(open);
+        taken
+    }
+
+    /// Where buffers are scarce, keep none that is half filled.
+    fn spill_if_short(&self) {
+        if Pool::shared().is_short() {
+            lock(&self.state).open.iter_mut().flatten().for_each(OpenSegment::spill);
+        }
+    }
+
+    pub(super) fn remove(self: &Arc<Self>, ids: &[Id]) -> Result<()> {
+        self.forget(ids, |_, _| true).map(|_| ())
+    }
+
+    /// Remove those of `ids` that are here and for which `still` says true, each with a tombstone; which they were.
+    fn forget(self: &Arc<Self>, ids: &[Id], still: impl Fn(&State, usize) -> bool) -> Result<Vec<Id>> {
+        self.check_writable()?;
+        let mut gone = Vec::new();
+        let mut done = 0;
+        while done < ids.len() {
+            Pool::shared().throttle();
+            let mut state = lock(&self.state);
+            if !self.ready(&mut state, Stream::Tombstones)? {
+                drop(state);
+                self.wait_for_room(Stream::Tombstones)?;
+                continue;
+            }
+            let mut open = state.open[Stream::Tombstones as usize].take().expect("just made ready");
+            for (at, &id) in ids.iter().enumerate().skip(done).take(AT_ONCE) {
+                if open.is_full() {
+                    break;
+                }
+                done += 1;
+                if !still(&state, at) {
+                    continue;
+                }
+                let Some(location) = state.index.remove(id) else { continue };
+                state.bury(location);
+                let (_, bytes) = open.push(id, state.next_seq, state.highest_epoch);
+                encode_tombstone(bytes, id, state.highest_epoch, state.next_seq);
+                state.next_seq += 1;
+                gone.push(id);
+            }
+            state.open[Stream::Tombstones as usize] = Some(open);
+            state.reap();
+            self.compact_if_worthwhile(&state);
+        }
+        self.spill_if_short();
+        Ok(gone)
+    }
+
+    pub(super) fn clear(&self) -> Result<()> {
+        self.check_writable()?;
+        let _publishing = lock(&self.publishing);
+        let _compacting = lock(&self.compacting);
+        let mut state = lock(&self.state);
+        state.index.clear();
+        state.emptied.clear();
+        state.tombstones.clear();
+        // The flusher finds the dropped segments doomed and gives their buffers back.
+        for stream in [Stream::Fresh, Stream::Moved, Stream::Tombstones] {
+            if let Some(open) = state.open[stream as usize].take() {
+                open.abandon();
+            }
+        }
+        for slot in 0..state.segments.len() as u32 {
+            state.drop_segment(slot);
+        }
+        Ok(())
+    }
+
+    pub(super) fn evict(self: &Arc<Self>, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
+        self.check_writable()?;
+        let mut segments: Vec<Arc<Segment>> = {
+            let state = lock(&self.state);
+            state
+                .current()
+                .filter(|s| s.content == Content::Rows && s.live.load(Ordering::Relaxed) > 0)
+                .cloned()
+                .collect()
+        };
+        segments.sort_unstable_by_key(|segment| segment.serial);
+        let mut gone = Vec::new();
+        for segment in segments {
+            if gone.len() as u64 >= rows {
+                break;
+            }
+            let entries = self.entries_of(&segment)?;
+            let here: Vec<(Id, Location)> = {
+                let state = lock(&self.state);
+                let places = entries.iter().map(|entry| (entry.id, segment.location(entry.record)));
+                places.filter(|(id, location)| state.index.is_at(*id, *location)).collect()
+            };
+            let wanted = rows as usize - gone.len();
+            let leaving: Vec<(Id, Location)> = here.into_iter().filter(|(id, _)| !keep(*id)).take(wanted).collect();
+            let ids: Vec<Id> = leaving.iter().map(|(id, _)| *id).collect();
+            gone.extend(self.forget(&ids, |state, at| state.index.is_at(leaving[at].0, leaving[at].1))?);
+        }
+        Counters::add(&self.counters.dropped_rows, gone.len() as u64);
+        Ok(gone)
+    }
+
+    /// The entries of a segment's records so far, in the order of writing.
+    fn entries_of(&self, segment: &Arc<Segment>) -> Result<Vec<Entry>> {
+        loop {
+            let generation = self.home.space.generation();
+            {
+                let state = lock(&self.state);
+                if let Some(open) = state.open.iter().flatten().find(|open| Arc::ptr_eq(&open.segment, segment)) {
+                    return Ok(open.entries.clone());
+                }
+            }
+            if segment.sealed().is_some() {
+                let mut entries = read_entries(segment)?;
+                entries.sort_unstable_by_key(|entry| entry.record);
+                return Ok(entries);
+            }
+            self.check_writable()?;
+            // Its footer is on the way to disk.
+            self.home.space.wait_change(generation);
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! Fetches: one batched submission of reads, verified as they arrive and put straight into place.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Instant;
+
+use super::record::{RecordKind, decode};
+use super::segment::{Place, Segment};
+use super::shared::{Counters, Shared};
+use crate::error::{Error, Kind, Result};
+use crate::io::{ALIGNMENT, Read};
+use crate::rows::{RowLayout, RowMut};
+use crate::sync::lock;
+use crate::types::Id;
+
+/// Records that lie together are read together up to this many bytes.
+const LARGEST_READ: u64 = 128 << 10;
+
+/// A batch of reads under way.
+#[derive(Debug, Default)]
+pub struct Fetch {
+    outcome: Mutex<Option<Result<Vec<u32>>>>,
+    done: Condvar,
+}
+
+impl Fetch {
+    /// Block until every row is in place. Returns the positions (in the request) of ids that turned out not to be here, ascending;
+    /// the first I/O or checksum error otherwise. May be called more than once, from several threads.
+    pub fn wait(&self) -> Result<Vec<u32>> {
+        let mut outcome = lock(&self.outcome);
+        loop {
+            if let Some(outcome) = &*outcome {
+                return outcome.clone();
+            }
+            outcome = self.done.wait(outcome).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Whether `wait` would return at once.
+    pub fn is_done(&self) -> bool {
+        lock(&self.outcome).is_some()
+    }
+
+    fn finish(&self, outcome: Result<Vec<u32>>) {
+        lock(&self.outcome).get_or_insert(outcome);
+        self.done.notify_all();
+    }
+}
+
+/// A record to read: `segment` is a position in the job's list.
+#[derive(Clone, Copy, Debug)]
+struct Item {
+    segment: u32,
+    position: u32,
+    offset: u64,
+}
+
+/// The part of a fetch that needs the disk.
+#[derive(Debug)]
+pub(super) struct FetchJob {
+    fetch: Arc<Fetch>,
+    tier: Arc<Shared>,
+    /// Their files stay as long as this lives.
+    segments: Vec<Arc<Segment>>,
+    items: Vec<Item>,
+    wanted: Vec<(Id, RowMut)>,
+    missing: Vec<u32>,
+    started: Instant,
+}
+
+impl Drop for FetchJob {
+    fn drop(&mut self) {
+        // Only a panic gets here without an outcome: nobody may wait for ever.
+        self.fetch.finish(Err(Error::new(Kind::State, "a fetch from the SSD tier ended without a result")));
+        self.segments.clear();
+        self.tier.home.space.poke();
+    }
+}
+
+/// Put a record in place if it is `id`'s row; whether it is.
+#[inline]
+fn place(layout: &RowLayout, bytes: &[u8], segment: &Segment, offset: u64, id: Id, to: RowMut) -> Result<bool> {
+    let record = decode(bytes, segment.path(), offset)?;
+    if record.kind != RecordKind::Row || record.id != id {
+        return Ok(false);
+    }
+    // SAFETY: who made the RowMut keeps `vector_floats` floats and a header alive there, touched by nobody until the fetch is done.
+    let (vector, header) =
+        unsafe { (std::slice::from_raw_parts_mut(to.vector, layout.vector_floats()), &mut *to.header) };
+    *header = record.unpack(layout, vector);
+    Ok(true)
+}
+
+impl Shared {
+    pub(super) fn fetch(self: &Arc<Self>, wanted: Vec<(Id, RowMut)>) -> Arc<Fetch> {
+        let fetch = Arc::new(Fetch::default());
+        if let Err(error) = self.home.background.check_process() {
+            fetch.finish(Err(error));
+            return fetch;
+        }
+        let mut job = FetchJob {
+            fetch: fetch.clone(),
+            tier: self.clone(),
+            segments: Vec::new(),
+            items: Vec::with_capacity(wanted.len()),
+            missing: Vec::new(),
+            wanted,
+            started: Instant::now(),
+        };
+        if let Err(error) = job.resolve() {
+            fetch.finish(Err(error));
+        } else if job.items.is_empty() {
+            job.finish(Ok(()));
+        } else {
+            self.home.background.fetch(job);
+        }
+        fetch
+    }
+}
+
+impl FetchJob {
+    /// Look every id up; copy what is in buffers, list what is in files.
+    fn resolve(&mut self) -> Result<()> {
+        let tier = self.tier.clone();
+        let ids: Vec<Id> = self.wanted.iter().map(|(id, _)| *id).collect();
+        let mut locations = vec![None; ids.len()];
+        let state = lock(&tier.state);
+        state.index.get_batch(&ids, &mut locations);
+        let mut listed = vec![u32::MAX; state.segments.len()];
+        for (position, location) in locations.into_iter().enumerate() {
+            let Some(location) = location else {
+                self.missing.push(position as u32);
+                continue;
+            };
+            let segment = state.segment(location);
+            let (id, to) = self.wanted[position];
+            let offset = segment.offset(location.record);
+            let mut found = Ok(true);
+            let at = segment.locate(offset, segment.record_bytes, &mut |bytes| {
+                found = place(&tier.layout, bytes, segment, offset, id, to);
+            });
+            match at {
+                Place::Block => {}
+                Place::Buffer => {
+                    let open = state.open.iter().flatten().find(|open| open.segment.slot == location.segment);
+                    let bytes = open.and_then(|open| open.get(offset)).expect("a record is in file, block or buffer");
+                    found = place(&tier.layout, bytes, segment, offset, id, to);
+                }
+                Place::File => {
+                    let listed = &mut listed[location.segment as usize];
+                    if *listed == u32::MAX {
+                        *listed = self.segments.len() as u32;
+                        self.segments.push(segment.clone());
+                    }
+                    self.items.push(Item { segment: *listed, position: position as u32, offset });
+                }
+            }
+            if !found? {
+                self.missing.push(position as u32);
+            }
+        }
+        Ok(())
+    }
+
+    /// Read what is in files. Called by a fetch thread.
+    pub(super) fn run(mut self) {
+        self.items.sort_unstable_by_key(|item| (item.segment, item.offset));
+        let (reads, groups) = self.reads();
+        let mut result = Ok(());
+        let tier = self.tier.clone();
+        let (items, wanted, segments, missing) = (&self.items, &self.wanted, &self.segments, &mut self.missing);
+        tier.home.engine.read_batch(&reads, &mut |position, bytes: Result<&[u8]>| {
+            let bytes = match bytes {
+                Ok(bytes) => bytes,
+                Err(error) => {
+                    keep_first(&mut result, Err(error));
+                    return;
+                }
+            };
+            for item in &items[groups[position] as usize..groups[position + 1] as usize] {
+                let segment = &segments[item.segment as usize];
+                let at = (item.offset - reads[position].offset) as usize;
+                let (id, to) = wanted[item.position as usize];
+                let record = &bytes[at..at + segment.record_bytes];
+                match place(&tier.layout, record, segment, item.offset, id, to) {
+                    Ok(true) => {}
+                    Ok(false) => missing.push(item.position),
+                    Err(error) => keep_first(&mut result, Err(error)),
+                }
+            }
+        });
+        Counters::add(&tier.counters.read_bytes, reads.iter().map(|read| read.len as u64).sum());
+        self.finish(result);
+    }
+
+    /// One read for records that lie in the same or neighbouring sectors. Read `i` serves items `groups[i]..groups[i + 1]`.
+    fn reads(&self) -> (Vec<Read>, Vec<u32>) {
+        let mut reads: Vec<Read> = Vec::with_capacity(self.items.len());
+        let mut groups: Vec<u32> = Vec::with_capacity(self.items.len() + 1);
+        let mut last_segment = u32::MAX;
+        for (at, item) in self.items.iter().enumerate() {
+            let segment = &self.segments[item.segment as usize];
+            let end = item.offset + segment.record_bytes as u64;
+            if item.segment == last_segment
+                && let Some(last) = reads.last_mut()
+            {
+                let last_end = last.offset + last.len as u64;
+                let sector = item.offset - item.offset % ALIGNMENT as u64;
+                if sector <= last_end.next_multiple_of(ALIGNMENT as u64) && end - last.offset <= LARGEST_READ {
+                    last.len = (end.max(last_end) - last.offset) as usize;
+                    continue;
+                }
+            }
+            last_segment = item.segment;
+            groups.push(at as u32);
+            reads.push(Read { file: segment.file.clone(), offset: item.offset, len: segment.record_bytes });
+        }
+        groups.push(self.items.len() as u32);
+        (reads, groups)
+    }
+
+    fn finish(mut self, result: Result<()>) {
+        let counters = &self.tier.counters;
+        Counters::add(&counters.misses, self.missing.len() as u64);
+        Counters::add(&counters.hits, (self.wanted.len() - self.missing.len()) as u64);
+        counters.fetch_ns.fetch_add(self.started.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        self.missing.sort_unstable();
+        let missing = std::mem::take(&mut self.missing);
+        // Files of segments that are gone are removed before the rows are announced.
+        self.segments.clear();
+        self.fetch.finish(result.map(|()| missing));
+    }
+}
+
+fn keep_first(result: &mut Result<()>, next: Result<()>) {
+    if result.is_ok() {
+        *result = next;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_waiter_is_woken_by_a_fetch_that_dies() {
+        let fetch = Arc::new(Fetch::default());
+        let waiter = std::thread::spawn({
+            let fetch = fetch.clone();
+            move || fetch.wait()
+        });
+        fetch.finish(Err(Error::new(Kind::State, "gone")));
+        assert_eq!(waiter.join().unwrap().unwrap_err().kind(), Kind::State);
+        fetch.finish(Ok(vec![]));
+        assert!(fetch.wait().is_err(), "the first outcome stays");
+    }
+}

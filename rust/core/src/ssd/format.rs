@@ -1,0 +1,240 @@
+//! The frame of a segment file: header, then packed records, then footer entries, then the trailer. Format version 1.
+//!
+//! ```text
+//! header   "EMBCSEG1" | header bytes u32 | content u8 (1 rows, 2 tombstones) | field count u8 | 0 u16 | record bytes u32
+//!          | serial u64 | table key u64 | fields: name bytes u8, name, dtype u8 (1 = f32), width u32 | crc32c u32
+//! records  n × record bytes
+//! entries  n × (id i64 | write_seq u64 | modified_epoch u32 | record number u32), sorted by `hash_id(id)`, then write_seq
+//! trailer  "EMBCFOOT" | n u32 | highest epoch u32 | lowest write_seq u64 | highest write_seq u64 | serial u64
+//!          | crc32c of the entries u32 | crc32c of the trailer so far u32
+//! ```
+//!
+//! The hash is not stored: it is a function of the id. Whether an entry is a row or a tombstone is the segment's content.
+
+use std::path::Path;
+
+use super::record::{RECORD_HEADER_BYTES, le_u32, le_u64, row_record_bytes};
+use crate::config::OptimizerKind;
+use crate::error::{Error, Result};
+use crate::rows::RowLayout;
+use crate::types::{Id, hash_id};
+
+const HEADER_MAGIC: &[u8; 8] = b"EMBCSEG1";
+const TRAILER_MAGIC: &[u8; 8] = b"EMBCFOOT";
+const FIXED_HEADER_BYTES: usize = 36;
+const DTYPE_F32: u8 = 1;
+
+/// Bytes of an entry of the footer.
+pub(super) const ENTRY_BYTES: usize = size_of::<Entry>();
+/// Bytes of the trailer.
+pub(super) const TRAILER_BYTES: usize = 48;
+/// No header is longer.
+pub(super) const MAX_HEADER_BYTES: usize = 4096;
+
+/// What the records of a segment are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Content {
+    Rows = 1,
+    Tombstones = 2,
+}
+
+/// One value of a row.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Field {
+    name: String,
+    width: u32,
+}
+
+/// What the header of every segment of a table says, but its serial and content.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Schema {
+    table_key: u64,
+    row_bytes: usize,
+    fields: Vec<Field>,
+}
+
+impl Schema {
+    /// The schema of rows of `layout`; slots have the optimizer's names where it is known.
+    pub(super) fn new(table_key: u64, optimizer: &str, layout: &RowLayout) -> Self {
+        let names = OptimizerKind::from_name(optimizer).map(OptimizerKind::slot_names).unwrap_or_default();
+        let slots = layout.vector_slots + usize::from(layout.scalar_slot);
+        let mut fields = vec![Field { name: "weight".into(), width: layout.dim as u32 }];
+        for slot in 0..slots {
+            let name = names.get(slot).map_or_else(|| format!("slot{slot}"), |name| (*name).to_owned());
+            let width = if slot < layout.vector_slots { layout.dim as u32 } else { 1 };
+            fields.push(Field { name, width });
+        }
+        Self { table_key, row_bytes: row_record_bytes(layout), fields }
+    }
+
+    /// Bytes of a record in a segment of `content`.
+    pub(super) fn record_bytes(&self, content: Content) -> usize {
+        match content {
+            Content::Rows => self.row_bytes,
+            Content::Tombstones => RECORD_HEADER_BYTES,
+        }
+    }
+
+    /// Bytes of the header.
+    pub(super) fn header_bytes(&self) -> usize {
+        FIXED_HEADER_BYTES + self.fields.iter().map(|field| field.name.len() + 6).sum::<usize>() + 4
+    }
+
+    /// The header of segment `serial`.
+    pub(super) fn header(&self, serial: u64, content: Content) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.header_bytes());
+        bytes.extend_from_slice(HEADER_MAGIC);
+        bytes.extend_from_slice(&(self.header_bytes() as u32).to_le_bytes());
+        bytes.extend_from_slice(&[content as u8, self.fields.len() as u8, 0, 0]);
+        bytes.extend_from_slice(&(self.record_bytes(content) as u32).to_le_bytes());
+        bytes.extend_from_slice(&serial.to_le_bytes());
+        bytes.extend_from_slice(&self.table_key.to_le_bytes());
+        for field in &self.fields {
+            bytes.push(field.name.len() as u8);
+            bytes.extend_from_slice(field.name.as_bytes());
+            bytes.push(DTYPE_F32);
+            bytes.extend_from_slice(&field.width.to_le_bytes());
+        }
+        let crc = crc32c::crc32c(&bytes);
+        bytes.extend_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    /// Check that `bytes`, the start of the file at `path`, are the header of segment `serial`; its content.
+    pub(super) fn check_header(&self, bytes: &[u8], path: &Path, serial: u64) -> Result<Content> {
+        for content in [Content::Rows, Content::Tombstones] {
+            if bytes == self.header(serial, content) {
+                return Ok(content);
+            }
+        }
+        let at = self.header(serial, Content::Rows).iter().zip(bytes).position(|(a, b)| a != b).unwrap_or(bytes.len());
+        let got = bytes.get(at).map_or_else(|| "missing".to_owned(), |byte| format!("{byte:#04x}"));
+        Err(Error::corruption(path, at as u64, "the segment's header", "that of this table's rows", got))
+    }
+}
+
+/// An entry of the footer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct Entry {
+    pub(super) id: Id,
+    pub(super) write_seq: u64,
+    pub(super) modified_epoch: u32,
+    pub(super) record: u32,
+}
+
+impl Entry {
+    /// The order of a footer.
+    pub(super) fn key(&self) -> (u64, u64) {
+        (hash_id(self.id), self.write_seq)
+    }
+}
+
+/// What the trailer says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Trailer {
+    pub(super) records: u32,
+    pub(super) highest_epoch: u32,
+    pub(super) lowest_seq: u64,
+    pub(super) highest_seq: u64,
+    pub(super) entries_crc: u32,
+    /// Checksum of the trailer, by which a state names it.
+    pub(super) crc: u32,
+}
+
+/// Sort `entries` and write them and the trailer into `into`, which has exactly their length.
+pub(super) fn encode_footer(entries: &mut [Entry], serial: u64, into: &mut [u8]) -> Trailer {
+    entries.sort_unstable_by_key(Entry::key);
+    let (body, tail) = into.split_at_mut(entries.len() * ENTRY_BYTES);
+    body.copy_from_slice(bytemuck::cast_slice(entries));
+    let mut trailer = Trailer {
+        records: entries.len() as u32,
+        highest_epoch: entries.iter().map(|entry| entry.modified_epoch).max().unwrap_or(0),
+        lowest_seq: entries.iter().map(|entry| entry.write_seq).min().unwrap_or(0),
+        highest_seq: entries.iter().map(|entry| entry.write_seq).max().unwrap_or(0),
+        entries_crc: crc32c::crc32c(body),
+        crc: 0,
+    };
+    tail[..8].copy_from_slice(TRAILER_MAGIC);
+    tail[8..12].copy_from_slice(&trailer.records.to_le_bytes());
+    tail[12..16].copy_from_slice(&trailer.highest_epoch.to_le_bytes());
+    tail[16..24].copy_from_slice(&trailer.lowest_seq.to_le_bytes());
+    tail[24..32].copy_from_slice(&trailer.highest_seq.to_le_bytes());
+    tail[32..40].copy_from_slice(&serial.to_le_bytes());
+    tail[40..44].copy_from_slice(&trailer.entries_crc.to_le_bytes());
+    trailer.crc = crc32c::crc32c(&tail[..44]);
+    tail[44..48].copy_from_slice(&trailer.crc.to_le_bytes());
+    trailer
+}
+
+/// Check and take apart the trailer in `bytes`, which lie at `offset` of `path` and have [`TRAILER_BYTES`].
+pub(super) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64) -> Result<Trailer> {
+    let (stored, crc) = (le_u32(bytes, 44), crc32c::crc32c(&bytes[..44]));
+    if stored != crc {
+        let (expected, got) = (format!("{stored:08x}"), format!("{crc:08x}"));
+        return Err(Error::corruption(path, offset, "the footer's checksum", expected, got));
+    }
+    if &bytes[..8] != TRAILER_MAGIC {
+        return Err(Error::corruption(path, offset, "the footer's magic", "EMBCFOOT", format!("{:?}", &bytes[..8])));
+    }
+    if le_u64(bytes, 32) != serial {
+        return Err(Error::corruption(path, offset + 32, "the segment's serial", serial, le_u64(bytes, 32)));
+    }
+    Ok(Trailer {
+        records: le_u32(bytes, 8),
+        highest_epoch: le_u32(bytes, 12),
+        lowest_seq: le_u64(bytes, 16),
+        highest_seq: le_u64(bytes, 24),
+        entries_crc: le_u32(bytes, 40),
+        crc,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    fn schema() -> Schema {
+        Schema::new(5, "rowwise_adagrad", &OptimizerKind::RowWiseAdagrad.layout(8))
+    }
+
+    #[test]
+    fn a_header_names_its_fields_and_is_checked_byte_for_byte() {
+        let schema = schema();
+        assert_eq!(schema.fields, [Field { name: "weight".into(), width: 8 }, Field { name: "sum".into(), width: 1 }]);
+        let header = schema.header(3, Content::Tombstones);
+        assert_eq!(header.len(), schema.header_bytes());
+        assert_eq!(schema.check_header(&header, Path::new("x"), 3).unwrap(), Content::Tombstones);
+        for bit in 0..header.len() * 8 {
+            let mut flipped = header.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(schema.check_header(&flipped, Path::new("x"), 3).unwrap_err().kind(), Kind::Corruption, "{bit}");
+        }
+        assert!(schema.check_header(&header[..20], Path::new("x"), 3).is_err());
+        assert!(schema.check_header(&header, Path::new("x"), 4).is_err(), "another segment's header");
+    }
+
+    #[test]
+    fn a_footer_is_sorted_by_hash_and_every_flipped_bit_of_its_trailer_is_found() {
+        let mut entries: Vec<Entry> = (0..50)
+            .map(|i| Entry { id: 25 - i, write_seq: 100 + i as u64, modified_epoch: i as u32 % 7, record: i as u32 })
+            .collect();
+        let mut bytes = vec![0; 50 * ENTRY_BYTES + TRAILER_BYTES];
+        let trailer = encode_footer(&mut entries, 9, &mut bytes);
+        assert!(entries.is_sorted_by_key(|entry| hash_id(entry.id)));
+        let tail = &bytes[50 * ENTRY_BYTES..];
+        assert_eq!(decode_trailer(tail, Path::new("x"), 0, 9).unwrap(), trailer);
+        assert_eq!(
+            (trailer.records, trailer.highest_epoch, trailer.lowest_seq, trailer.highest_seq),
+            (50, 6, 100, 149)
+        );
+        for bit in 0..TRAILER_BYTES * 8 {
+            let mut flipped = tail.to_vec();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(decode_trailer(&flipped, Path::new("x"), 0, 9).unwrap_err().kind(), Kind::Corruption, "{bit}");
+        }
+        assert!(decode_trailer(tail, Path::new("x"), 0, 8).is_err());
+    }
+}

@@ -1,0 +1,260 @@
+//! Opening a directory: what is checked before anything is written, and the three ways to treat one that is not empty.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+use super::background::Background;
+use super::format::Schema;
+use super::index::TagIndex;
+use super::manifest::{Published, StateFile, is_temporary, state_path, state_token, tokens};
+use super::recover::{Opened, restore};
+use super::segment::{Home, segment_serial};
+use super::shared::{Counters, Shared, State};
+use super::space::{Geometry, SPARE_SEGMENTS, Space};
+use super::{Identity, StateCounters};
+use crate::config::{Reopen, SsdConfig};
+use crate::error::{Error, Kind, Result};
+use crate::io::{IoEngine, LOCK_FILE};
+use crate::rows::RowLayout;
+
+/// Permission bits that the tier's directory may have.
+const DIR_MODE: u32 = 0o750;
+
+/// Sizes that tests make small; `None` takes the usual one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Tuning {
+    pub(super) segment_bytes: Option<u64>,
+    pub(super) block_bytes: Option<usize>,
+    /// Bits that choose a sub-table of the index, and bits of a tag: few make many ids collide.
+    pub(super) index_bits: Option<(u32, u32)>,
+}
+
+const TAG_BITS: u32 = 24;
+
+impl Shared {
+    pub(super) fn open(
+        config: &SsdConfig,
+        identity: &Identity,
+        layout: RowLayout,
+        engine: Arc<dyn IoEngine>,
+        tuning: Tuning,
+    ) -> Result<(Arc<Self>, Option<StateCounters>)> {
+        let schema = Schema::new(identity.key, &identity.optimizer, &layout);
+        let geometry = Geometry::new(config.bytes, &schema, tuning.segment_bytes)?;
+        let background = Background::shared()?;
+        check_directory(&config.dir)?;
+        make_directory(&*engine, &config.dir)?;
+        // A directory that was never ours is refused before the lock file is written into it.
+        let found = engine.list(&config.dir)?;
+        let ours = found.is_empty() || found.iter().any(|path| path.file_name().is_some_and(|name| name == LOCK_FILE));
+        if config.reopen == Reopen::Never && !ours {
+            return Err(not_empty(&config.dir, found.len()));
+        }
+        let lock = engine.lock_dir(&config.dir)?;
+        let block_bytes = tuning.block_bytes.unwrap_or_else(|| Home::usual_block_bytes(&geometry));
+        let home = Home {
+            dir: config.dir.clone(),
+            schema,
+            geometry,
+            block_bytes,
+            engine,
+            space: Arc::new(Space::new(geometry.cap_bytes)),
+            background,
+        };
+        let mut state = State::new(match tuning.index_bits {
+            Some((sub_tables, tag)) => TagIndex::with_sub_tables(sub_tables, tag),
+            None => TagIndex::new(TAG_BITS),
+        });
+        let listing = list(&home)?;
+        let counters = match config.reopen {
+            Reopen::Never if listing.is_empty() => None,
+            Reopen::Never => return Err(not_empty(&config.dir, listing.len())),
+            Reopen::Discard => {
+                discard(&home, &listing)?;
+                None
+            }
+            Reopen::Resume if listing.is_empty() && config.resume_token.is_none() => None,
+            Reopen::Resume => Some(resume(config, identity, &layout, &home, &listing, &mut state)?),
+        };
+        let shared = Arc::new(Self {
+            home,
+            layout,
+            identity: identity.clone(),
+            state: Mutex::new(state),
+            publishing: Mutex::new(()),
+            compacting: Mutex::new(()),
+            compaction_scheduled: AtomicBool::new(false),
+            counters: Counters::default(),
+            lock: Mutex::new(Some(lock)),
+        });
+        Ok((shared, counters))
+    }
+}
+
+/// What lies in the directory beside the lock file.
+fn list(home: &Home) -> Result<Vec<PathBuf>> {
+    let mut listing = home.engine.list(&home.dir)?;
+    listing.retain(|path| path.file_name().is_none_or(|name| name != LOCK_FILE));
+    Ok(listing)
+}
+
+/// Refuse a directory that exists and is a link, no directory, another user's, or open to others. (Where the engine keeps its files
+/// elsewhere there is nothing to check.)
+fn check_directory(dir: &Path) -> Result<()> {
+    let found = match std::fs::symlink_metadata(dir) {
+        Ok(found) => found,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(Error::io("inspect", dir, &error)),
+    };
+    let refuse = |kind, why: &str| Err(Error::new(kind, format!("the SSD tier's directory {} {why}", dir.display())));
+    if found.is_symlink() {
+        return refuse(Kind::Path, "is a symbolic link: name its target");
+    }
+    if !found.is_dir() {
+        return refuse(Kind::Path, "is a file: name a directory");
+    }
+    let caller = rustix::process::geteuid().as_raw();
+    if found.uid() != caller {
+        let why =
+            format!("belongs to user {} and this process runs as {caller}: use a directory of your own", found.uid());
+        return refuse(Kind::Permission, &why);
+    }
+    let mode = found.mode() & 0o777;
+    if mode & !DIR_MODE != 0 {
+        let why = format!("has mode {mode:04o}: chmod {:o} {}", mode & DIR_MODE, dir.display());
+        return refuse(Kind::Permission, &why);
+    }
+    Ok(())
+}
+
+/// Make the directory and the missing ones above it, durably.
+fn make_directory(engine: &dyn IoEngine, dir: &Path) -> Result<()> {
+    let missing: Vec<&Path> =
+        dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !engine.exists(path)).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    engine.create_dir_all(dir)?;
+    for made in missing.iter().rev() {
+        let parent = made.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        engine.sync_dir(parent)?;
+    }
+    Ok(())
+}
+
+fn not_empty(dir: &Path, files: usize) -> Error {
+    Error::new(
+        Kind::State,
+        format!(
+            "the SSD tier's directory {} is not empty ({files} files): open it with reopen = \"resume\" to go on from its last \
+             flush, or with reopen = \"discard\" to remove what an earlier run left there",
+            dir.display()
+        ),
+    )
+}
+
+/// Remove our own files: states first, so that no state is ever without its segments.
+fn discard(home: &Home, listing: &[PathBuf]) -> Result<()> {
+    for path in listing.iter().filter(|path| state_token(path).is_some() || is_temporary(path)) {
+        home.engine.remove_file(path)?;
+    }
+    home.engine.sync_dir(&home.dir)?;
+    for path in listing.iter().filter(|path| segment_serial(path).is_some()) {
+        home.engine.remove_file(path)?;
+    }
+    home.engine.sync_dir(&home.dir)
+}
+
+fn resume(
+    config: &SsdConfig,
+    identity: &Identity,
+    layout: &RowLayout,
+    home: &Home,
+    listing: &[PathBuf],
+    state: &mut State,
+) -> Result<StateCounters> {
+    let dir = &home.dir;
+    let tokens = tokens(listing);
+    let none = |what: String| {
+        Err(Error::new(
+            Kind::State,
+            format!(
+                "cannot resume {}: {what}; load a checkpoint made with Saver and open the directory with reopen = \"discard\"",
+                dir.display()
+            ),
+        ))
+    };
+    let token = match (config.resume_token, tokens.last()) {
+        (None, Some(newest)) => *newest,
+        (Some(token), _) if tokens.contains(&token) => token,
+        (Some(token), _) => return none(format!("state {token} is not among those published there ({tokens:?})")),
+        (None, None) => {
+            return none(
+                "nothing was published there (no flush, or the last one was given up for want of room)".into(),
+            );
+        }
+    };
+    let file = StateFile::read(&*home.engine, dir, token)?;
+    file.check_identity(identity, layout, dir)?;
+    let mut opened = Opened::default();
+    let segments = opened.segments_of(home, &file)?;
+    restore(state, &file, &segments, dir)?;
+    state.last_token = Some(token);
+    // The state before it is kept if it is whole; nothing but another resume needs it.
+    let before = tokens.iter().rev().find(|other| **other < token).copied();
+    let before = before.and_then(|before| {
+        let file = StateFile::read(&*home.engine, dir, before).ok()?;
+        file.check_identity(identity, layout, dir).ok()?;
+        Some(Published::hold(before, opened.segments_of(home, &file).ok()?))
+    });
+    state.published.extend(before);
+    state.published.push(Published::hold(token, segments));
+    for segment in state.published.iter().flat_map(|published| &published.segments) {
+        state.next_serial = state.next_serial.max(segment.serial + 1);
+    }
+    check_room(config, home, state)?;
+    let kept: Vec<u64> = state.published.iter().map(|published| published.token).collect();
+    for other in tokens.iter().filter(|other| !kept.contains(other)) {
+        home.engine.remove_file(&state_path(dir, *other))?;
+    }
+    home.engine.sync_dir(dir)?;
+    let needless =
+        |path: &&PathBuf| is_temporary(path) || segment_serial(path).is_some_and(|serial| !opened.contains(serial));
+    for path in listing.iter().filter(needless) {
+        home.engine.remove_file(path)?;
+    }
+    state.reap();
+    Ok(file.counters)
+}
+
+/// `Config` when the cap has become smaller than what is there.
+fn check_room(config: &SsdConfig, home: &Home, state: &State) -> Result<()> {
+    let rows = state.index.len() as u64;
+    let geometry = &home.geometry;
+    let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
+    if rows <= geometry.capacity_rows && held + 2 * geometry.segment_bytes <= geometry.cap_bytes {
+        return Ok(());
+    }
+    let overhead = config.bytes - geometry.cap_bytes;
+    let records = rows * geometry.segment_bytes.div_ceil(u64::from(geometry.rows_per_segment));
+    let least = held.max(records + records / 8) + (SPARE_SEGMENTS + 1) * geometry.segment_bytes + overhead;
+    Err(Error::new(
+        Kind::Config,
+        format!(
+            "ssd_bytes = {} is too small for the {rows} rows in {}: set it to {least} or more to resume",
+            config.bytes,
+            home.dir.display()
+        ),
+    ))
+}
+
+/// See [`super::SsdTier::published`].
+pub(super) fn published(dir: &Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
+    if !engine.exists(dir) {
+        return Ok(Vec::new());
+    }
+    let tokens = tokens(&engine.list(dir)?);
+    tokens.into_iter().map(|token| Ok(StateFile::read(engine, dir, token)?.token)).collect()
+}

@@ -1,0 +1,143 @@
+//! Publishing: everything so far, durable as one state; and giving published states up where their files are in the way.
+
+use std::sync::Arc;
+
+use super::StateCounters;
+use super::manifest::{Named, Published, StateFile, state_path};
+use super::segment::Segment;
+use super::shared::{Shared, State, Stream, read_only};
+use crate::error::{Error, Kind, Result};
+use crate::sync::lock;
+
+/// States kept.
+const STATES: usize = 2;
+
+impl Shared {
+    /// 1. Close the open segments and name the current set, which fixes the state.
+    /// 2. Wait until the flusher has written and synced all of it.
+    /// 3. Sync the directory, then publish the state file.
+    /// 4. Remove the state before the one before, then let go of its files.
+    pub(super) fn publish(self: &Arc<Self>, token: u64, counters: StateCounters) -> Result<()> {
+        let _publishing = lock(&self.publishing);
+        self.check_writable()?;
+        let (published, write_seq, rows) = {
+            let mut state = lock(&self.state);
+            if let Some(last) = state.last_token
+                && token <= last
+            {
+                let message = format!("token = {token}: a state has the token {last} already, give a larger one");
+                return Err(Error::new(Kind::Input, message));
+            }
+            for stream in [Stream::Fresh, Stream::Moved, Stream::Tombstones] {
+                state.seal(stream);
+            }
+            state.reap();
+            let segments = state.current().cloned().collect();
+            (Published::hold(token, segments), state.next_seq - 1, state.index.len() as u64)
+        };
+        match self.make_durable(&published, write_seq, rows, counters) {
+            Ok(()) => {}
+            Err(error) => {
+                self.home.space.fail(error.clone());
+                published.release();
+                return Err(error);
+            }
+        }
+        let mut state = lock(&self.state);
+        state.last_token = Some(token);
+        state.published.push(published);
+        state.reap();
+        while state.published.len() > STATES {
+            self.forget_oldest(&mut state)?;
+        }
+        self.compact_if_worthwhile(&state);
+        Ok(())
+    }
+
+    fn make_durable(&self, published: &Published, write_seq: u64, rows: u64, counters: StateCounters) -> Result<()> {
+        let mut named = Vec::with_capacity(published.segments.len());
+        for segment in &published.segments {
+            named.push(self.wait_sealed(segment)?);
+        }
+        self.home.engine.sync_dir(&self.home.dir)?;
+        let file = StateFile {
+            token: published.token,
+            identity: self.identity.clone(),
+            vector_floats: self.layout.vector_floats() as u64,
+            scalar_slot: self.layout.scalar_slot,
+            counters,
+            write_seq,
+            rows,
+            segments: named,
+        };
+        file.write(&*self.home.engine, &self.home.dir)
+    }
+
+    fn wait_sealed(&self, segment: &Segment) -> Result<Named> {
+        loop {
+            let generation = self.home.space.generation();
+            if let Some(named) = Named::of(segment) {
+                return Ok(named);
+            }
+            if let Some(cause) = self.home.space.failed() {
+                return Err(read_only(&cause));
+            }
+            self.home.space.wait_change(generation);
+        }
+    }
+
+    /// Remove the oldest state's file, durably, then let go of its segments.
+    fn forget_oldest(&self, state: &mut State) -> Result<()> {
+        let Some(oldest) = state.published.first() else { return Ok(()) };
+        let path = state_path(&self.home.dir, oldest.token);
+        let removed = self.home.engine.remove_file(&path).and_then(|()| self.home.engine.sync_dir(&self.home.dir));
+        if let Err(error) = removed {
+            self.home.space.fail(error.clone());
+            return Err(error);
+        }
+        state.published.remove(0).release();
+        Ok(())
+    }
+
+    /// Make room by giving up the oldest state; with the last one nothing is left to resume until the next publish.
+    pub(super) fn give_up_oldest(&self, state: &mut State) -> Result<()> {
+        self.forget_oldest(state)?;
+        state.given_up |= state.published.is_empty();
+        Ok(())
+    }
+
+    /// Stop writing; what is in buffers is written out, nothing is published.
+    pub(super) fn close(&self) -> Result<()> {
+        {
+            let mut state = lock(&self.state);
+            if state.closed {
+                return Ok(());
+            }
+            state.closed = true;
+            for stream in [Stream::Fresh, Stream::Moved, Stream::Tombstones] {
+                state.seal(stream);
+            }
+        }
+        if self.home.background.check_process().is_ok() {
+            drop(lock(&self.compacting));
+            self.home.space.wait_idle();
+        }
+        drop(lock(&self.lock).take());
+        self.home.space.failed().map_or(Ok(()), |cause| Err(read_only(&cause)))
+    }
+
+    /// Live record bytes of sealed segments / their record bytes.
+    pub(super) fn live_share(state: &State) -> f64 {
+        let bytes = |segments: &mut dyn Iterator<Item = &Arc<Segment>>, live: bool| -> u64 {
+            segments
+                .filter(|segment| segment.sealed().is_some())
+                .map(|segment| {
+                    let records = if live { &segment.live } else { &segment.records };
+                    u64::from(records.load(std::sync::atomic::Ordering::Relaxed)) * segment.record_bytes as u64
+                })
+                .sum()
+        };
+        let (live, all) = (bytes(&mut state.current(), true), bytes(&mut state.current(), false));
+        if all == 0 { 1.0 } else { live as f64 / all as f64 }
+    }
+}

@@ -1,0 +1,449 @@
+//! Segments: an append-only file of records, first open (filled through a buffer), then sealed (with a footer, never written again).
+//!
+//! A segment file lives as long as anyone holds its [`Segment`]: the table's current set, a published state, a fetch or a scan under
+//! way. When the current set and the published states have let go of it (`unhold`), the last holder's drop removes the file.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use super::background::Background;
+use super::buffer::{BLOCK_BYTES, Block, Pool};
+use super::format::{Content, ENTRY_BYTES, Entry, Schema, TRAILER_BYTES, Trailer, encode_footer};
+use super::index::Location;
+use super::space::{Geometry, Space};
+use crate::error::{Error, Kind, Result};
+use crate::io::{ALIGNMENT, AlignedBuf, IoEngine, IoFile, Open};
+use crate::sync::lock;
+use crate::types::Id;
+
+const SUFFIX: &str = "seg";
+
+/// The file of segment `serial` in `dir`.
+pub(super) fn segment_path(dir: &Path, serial: u64) -> PathBuf {
+    dir.join(format!("{serial:016x}.{SUFFIX}"))
+}
+
+/// The serial of a segment file, `None` for any other file.
+pub(super) fn segment_serial(path: &Path) -> Option<u64> {
+    let name = path.file_name()?.to_str()?;
+    let (digits, suffix) = name.split_once('.')?;
+    (suffix == SUFFIX && digits.len() == 16).then(|| u64::from_str_radix(digits, 16).ok())?
+}
+
+/// What is known of a segment once its footer is written and synced.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sealed {
+    pub(super) trailer: Trailer,
+    pub(super) file_bytes: u64,
+}
+
+#[derive(Debug)]
+pub(super) enum Job {
+    Write(Arc<Block>),
+    Seal { tail: Arc<Block>, entries: Vec<Entry> },
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    scheduled: bool,
+}
+
+/// Where a record is, as far as the segment knows.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// In the file.
+    File,
+    /// In a block on its way to the file; it was handed to the reader.
+    Block,
+    /// In the buffer of the open segment.
+    Buffer,
+}
+
+/// A segment file and what its holders share.
+#[derive(Debug)]
+pub(super) struct Segment {
+    pub(super) serial: u64,
+    /// Its number in locations; another segment gets it only when this one is dropped.
+    pub(super) slot: u32,
+    pub(super) content: Content,
+    pub(super) record_bytes: usize,
+    header_bytes: usize,
+    pub(super) file: Arc<dyn IoFile>,
+    engine: Arc<dyn IoEngine>,
+    space: Arc<Space>,
+    /// Bytes of the space it holds.
+    bytes: AtomicU64,
+    /// Bytes from the start of the file that can be read from it.
+    written: AtomicU64,
+    queue: Mutex<Queue>,
+    blocks: Mutex<Vec<Arc<Block>>>,
+    sealed: OnceLock<Sealed>,
+    /// The current set and published states that name it.
+    holds: AtomicU32,
+    doomed: AtomicBool,
+    /// Records that the index points to (changed under the table's lock).
+    pub(super) live: AtomicU32,
+    /// Records in it (changed under the table's lock).
+    pub(super) records: AtomicU32,
+    /// A scan that has not come to it yet: compaction must not empty it.
+    pub(super) scans: AtomicU32,
+    /// Compaction met bytes in it that it could not read: it stays as it is.
+    pub(super) damaged: AtomicBool,
+}
+
+/// What every segment of a table shares.
+#[derive(Clone, Debug)]
+pub(super) struct Home {
+    pub(super) dir: PathBuf,
+    pub(super) schema: Schema,
+    pub(super) geometry: Geometry,
+    /// Bytes of a write buffer.
+    pub(super) block_bytes: usize,
+    pub(super) engine: Arc<dyn IoEngine>,
+    pub(super) space: Arc<Space>,
+    pub(super) background: &'static Background,
+}
+
+impl Home {
+    /// Bytes of a write buffer for this geometry: a whole segment where it is small, several records where they are large.
+    pub(super) fn usual_block_bytes(geometry: &Geometry) -> usize {
+        let least = 2 * (geometry.row_bytes + ALIGNMENT);
+        let usual = if 8 * least > BLOCK_BYTES { 4 * least } else { BLOCK_BYTES };
+        usual.min(geometry.segment_bytes as usize).max(least).next_multiple_of(ALIGNMENT)
+    }
+}
+
+impl Segment {
+    /// A sealed segment found on disk, checked by the caller.
+    pub(super) fn reopened(
+        home: &Home,
+        serial: u64,
+        content: Content,
+        file: Arc<dyn IoFile>,
+        sealed: Sealed,
+    ) -> Result<Self> {
+        let held = sealed.file_bytes.next_multiple_of(ALIGNMENT as u64);
+        let segment = Self::make(home, serial, content, file, held)?;
+        segment.written.store(sealed.file_bytes, Ordering::Release);
+        segment.records.store(sealed.trailer.records, Ordering::Relaxed);
+        segment.sealed.set(sealed).expect("just made");
+        Ok(segment)
+    }
+
+    fn make(home: &Home, serial: u64, content: Content, file: Arc<dyn IoFile>, bytes: u64) -> Result<Self> {
+        Ok(Self {
+            serial,
+            slot: home.space.take(bytes)?,
+            content,
+            record_bytes: home.schema.record_bytes(content),
+            header_bytes: home.geometry.header_bytes,
+            file,
+            engine: home.engine.clone(),
+            space: home.space.clone(),
+            bytes: AtomicU64::new(bytes),
+            written: AtomicU64::new(0),
+            queue: Mutex::default(),
+            blocks: Mutex::default(),
+            sealed: OnceLock::new(),
+            holds: AtomicU32::new(0),
+            doomed: AtomicBool::new(false),
+            live: AtomicU32::new(0),
+            records: AtomicU32::new(0),
+            scans: AtomicU32::new(0),
+            damaged: AtomicBool::new(false),
+        })
+    }
+
+    /// The path of its file.
+    pub(super) fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// Where record `number` starts.
+    #[inline]
+    pub(super) fn offset(&self, number: u32) -> u64 {
+        self.header_bytes as u64 + u64::from(number) * self.record_bytes as u64
+    }
+
+    /// Where the footer starts.
+    pub(super) fn footer_offset(&self) -> u64 {
+        self.offset(self.records.load(Ordering::Relaxed))
+    }
+
+    /// The location of record `number`.
+    #[inline]
+    pub(super) fn location(&self, number: u32) -> Location {
+        Location { segment: self.slot, record: number }
+    }
+
+    /// The footer's summary, once it is durable.
+    pub(super) fn sealed(&self) -> Option<&Sealed> {
+        self.sealed.get()
+    }
+
+    /// Bytes of the cap it holds.
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Records that are not live.
+    pub(super) fn dead(&self) -> u32 {
+        self.records.load(Ordering::Relaxed) - self.live.load(Ordering::Relaxed)
+    }
+
+    /// How many of the current set and the published states name it.
+    pub(super) fn holds(&self) -> u32 {
+        self.holds.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn hold(&self) {
+        self.holds.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The current set or a published state no longer names it.
+    pub(super) fn unhold(&self) {
+        if self.holds.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.doomed.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Find the bytes at `offset`; `with` gets them if they are in a block.
+    #[inline]
+    pub(super) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> Place {
+        let end = offset + len as u64;
+        if self.written.load(Ordering::Acquire) >= end {
+            return Place::File;
+        }
+        let blocks = lock(&self.blocks);
+        if let Some(bytes) = blocks.iter().find_map(|block| block.get(offset, len)) {
+            with(bytes);
+            return Place::Block;
+        }
+        // A block leaves only after its bytes are in the file.
+        if self.written.load(Ordering::Acquire) >= end { Place::File } else { Place::Buffer }
+    }
+
+    fn submit(self: &Arc<Self>, block: &Arc<Block>, job: Job, background: &Background) {
+        lock(&self.blocks).push(block.clone());
+        self.space.begin();
+        Pool::shared().submitted();
+        let mut queue = lock(&self.queue);
+        queue.jobs.push_back(job);
+        if !std::mem::replace(&mut queue.scheduled, true) {
+            background.flush(self.clone());
+        }
+    }
+
+    /// Do the jobs that wait. Called by the flusher, by one thread at a time.
+    pub(super) fn run_jobs(&self) {
+        loop {
+            let job = {
+                let mut queue = lock(&self.queue);
+                let Some(job) = queue.jobs.pop_front() else {
+                    queue.scheduled = false;
+                    return;
+                };
+                job
+            };
+            // What cannot be written stays in its block, to be read from there.
+            let result = if self.doomed.load(Ordering::Relaxed) {
+                self.drop_block(job.into_block());
+                Ok(())
+            } else if self.space.has_failed() {
+                Ok(())
+            } else {
+                catch_unwind(AssertUnwindSafe(|| self.run(job))).unwrap_or_else(|_| {
+                    Err(Error::new(Kind::State, format!("writing {} ended in a panic", self.path().display())))
+                })
+            };
+            Pool::shared().done();
+            self.space.end(result);
+        }
+    }
+
+    fn run(&self, job: Job) -> Result<()> {
+        match job {
+            Job::Write(block) => {
+                self.file.write_at(block.start, &block.buffer[..block.to_write])?;
+                self.space.wrote(block.to_write);
+                self.written.store(block.start + block.to_write as u64, Ordering::Release);
+                self.drop_block(block);
+            }
+            Job::Seal { tail, mut entries } => {
+                let footer = entries.len() * ENTRY_BYTES + TRAILER_BYTES;
+                let mut bytes = AlignedBuf::zeroed((tail.filled + footer).next_multiple_of(ALIGNMENT));
+                bytes[..tail.filled].copy_from_slice(&tail.buffer[..tail.filled]);
+                let trailer = encode_footer(&mut entries, self.serial, &mut bytes[tail.filled..tail.filled + footer]);
+                self.file.write_at(tail.start, &bytes)?;
+                self.space.wrote(bytes.len());
+                let file_bytes = tail.start + (tail.filled + footer) as u64;
+                self.file.set_len(file_bytes)?;
+                self.file.sync()?;
+                self.written.store(file_bytes, Ordering::Release);
+                self.drop_block(tail);
+                let held = file_bytes.next_multiple_of(ALIGNMENT as u64);
+                let before = self.bytes.swap(held, Ordering::Relaxed);
+                self.sealed.get_or_init(|| Sealed { trailer, file_bytes });
+                self.space.resize(before, held);
+            }
+        }
+        Ok(())
+    }
+
+    fn drop_block(&self, block: Arc<Block>) {
+        lock(&self.blocks).retain(|other| !Arc::ptr_eq(other, &block));
+        // Readers copy under the lock above, so this was the last handle.
+        if let Ok(block) = Arc::try_unwrap(block) {
+            Pool::shared().give(block.buffer);
+        }
+    }
+}
+
+impl Job {
+    fn into_block(self) -> Arc<Block> {
+        match self {
+            Self::Write(block) | Self::Seal { tail: block, .. } => block,
+        }
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        let held = self.held_bytes();
+        // A file that cannot be removed goes on holding its bytes; the next open removes it.
+        let gone = self.doomed.load(Ordering::Relaxed) && self.engine.remove_file(self.path()).is_ok();
+        self.space.release(self.slot, if gone { held } else { 0 });
+    }
+}
+
+/// A segment that takes records. Owned by the table's state, under its lock.
+#[derive(Debug)]
+pub(super) struct OpenSegment {
+    pub(super) segment: Arc<Segment>,
+    /// Of the records so far, in the order of writing.
+    pub(super) entries: Vec<Entry>,
+    buffer: AlignedBuf,
+    start: u64,
+    filled: usize,
+    max_records: u32,
+    block_bytes: usize,
+    background: &'static Background,
+}
+
+impl OpenSegment {
+    /// Make the file of segment `serial`, whose room the caller has checked.
+    pub(super) fn create(home: &Home, serial: u64, content: Content) -> Result<Self> {
+        let path = segment_path(&home.dir, serial);
+        let preallocate = home.geometry.segment_bytes;
+        let file = home.engine.open(&path, Open::Create { preallocate })?;
+        let segment = Segment::make(home, serial, content, file, preallocate)?;
+        segment.hold();
+        let header = home.schema.header(serial, content);
+        let mut buffer = AlignedBuf::zeroed(header.len().next_multiple_of(ALIGNMENT));
+        buffer[..header.len()].copy_from_slice(&header);
+        Ok(Self {
+            segment: Arc::new(segment),
+            entries: Vec::new(),
+            buffer,
+            start: 0,
+            filled: header.len(),
+            max_records: home.geometry.max_records(content),
+            block_bytes: home.block_bytes,
+            background: home.background,
+        })
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.entries.len() as u32 >= self.max_records
+    }
+
+    /// Room for one more record, and its number. The bytes are the caller's to fill, whole.
+    #[inline]
+    pub(super) fn push(&mut self, id: Id, write_seq: u64, modified_epoch: u32) -> (u32, &mut [u8]) {
+        let len = self.segment.record_bytes;
+        if self.filled + len > self.buffer.len() {
+            self.make_room(len);
+        }
+        let record = self.entries.len() as u32;
+        self.entries.push(Entry { id, write_seq, modified_epoch, record });
+        self.segment.records.store(record + 1, Ordering::Relaxed);
+        let at = self.filled;
+        self.filled += len;
+        (record, &mut self.buffer[at..at + len])
+    }
+
+    #[cold]
+    fn make_room(&mut self, len: usize) {
+        if self.buffer.len() < self.block_bytes {
+            let mut larger = Pool::shared().take(self.block_bytes);
+            larger[..self.filled].copy_from_slice(&self.buffer[..self.filled]);
+            self.buffer = larger;
+        }
+        if self.filled + len > self.buffer.len() {
+            let usual = self.block_bytes;
+            self.hand_in(|_| usual);
+        }
+    }
+
+    /// Give the whole sectors of the buffer to the flusher. What follows them goes into the next buffer, of `size(bytes left)`, from
+    /// the sector on in which the record that straddles their end begins: so each record is whole in a block or in the buffer.
+    fn hand_in(&mut self, size: impl Fn(usize) -> usize) {
+        let end = self.start + self.filled as u64;
+        let whole = end - end % ALIGNMENT as u64;
+        if whole == self.start {
+            return;
+        }
+        let carry = if whole == end {
+            end
+        } else {
+            let (header, record) = (self.segment.header_bytes as u64, self.segment.record_bytes as u64);
+            let straddling = header + (whole - header) / record * record;
+            (straddling - straddling % ALIGNMENT as u64).max(self.start)
+        };
+        let left = (end - carry) as usize;
+        let mut next = Pool::shared().take(size(left));
+        next[..left].copy_from_slice(&self.buffer[self.filled - left..self.filled]);
+        let buffer = std::mem::replace(&mut self.buffer, next);
+        let to_write = (whole - self.start) as usize;
+        let block = Arc::new(Block { buffer, start: self.start, filled: self.filled, to_write });
+        self.start = carry;
+        self.filled = left;
+        self.segment.submit(&block, Job::Write(block.clone()), self.background);
+    }
+
+    /// Keep no more memory than the bytes that cannot be written yet.
+    pub(super) fn spill(&mut self) {
+        if self.buffer.len() == self.block_bytes {
+            self.hand_in(|left| left.next_multiple_of(ALIGNMENT).max(ALIGNMENT));
+        }
+    }
+
+    /// The record at `offset`, if it is in the buffer.
+    #[inline]
+    pub(super) fn get(&self, offset: u64) -> Option<&[u8]> {
+        let at = offset.checked_sub(self.start)? as usize;
+        let end = at + self.segment.record_bytes;
+        (end <= self.filled).then(|| &self.buffer[at..end])
+    }
+
+    /// The buffer's bytes and where in the file they begin.
+    pub(super) fn buffered(&self) -> (u64, &[u8]) {
+        (self.start, &self.buffer[..self.filled])
+    }
+
+    /// Give the buffer back; nothing of the segment is wanted any more.
+    pub(super) fn abandon(self) {
+        Pool::shared().give(self.buffer);
+    }
+
+    /// No more records: the flusher writes the rest, the footer, and syncs. The segment is [`Segment::sealed`] when that is done.
+    pub(super) fn seal(self) -> Arc<Segment> {
+        let tail = Arc::new(Block { buffer: self.buffer, start: self.start, filled: self.filled, to_write: 0 });
+        self.segment.submit(&tail, Job::Seal { tail: tail.clone(), entries: self.entries }, self.background);
+        self.segment
+    }
+}

@@ -1,0 +1,329 @@
+//! What the threads of one tier share: its state under one lock, its space, its counters.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::Identity;
+use super::compact;
+use super::format::Content;
+use super::index::{Location, TagIndex};
+use super::manifest::Published;
+use super::segment::{Home, OpenSegment, Segment};
+use crate::error::{Error, Kind, Result};
+use crate::io::DirLock;
+use crate::rows::RowLayout;
+use crate::sync::lock;
+
+/// Which open segment a record goes to. Rows that compaction moves are cold and stay apart from those that come from RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stream {
+    Fresh = 0,
+    Moved = 1,
+    Tombstones = 2,
+}
+
+impl Stream {
+    fn content(self) -> Content {
+        match self {
+            Self::Fresh | Self::Moved => Content::Rows,
+            Self::Tombstones => Content::Tombstones,
+        }
+    }
+}
+
+/// Tombstones are needed while a segment made before `before` holds a dead record: it could be one of theirs. Compaction copies
+/// live records only, so a dead one never moves to a later segment.
+#[derive(Debug)]
+pub(super) struct Tombstones {
+    pub(super) segment: Arc<Segment>,
+    pub(super) before: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) index: TagIndex,
+    /// The current set by segment number: what the index points to, what a publish would name.
+    pub(super) segments: Vec<Option<Arc<Segment>>>,
+    /// By [`Stream`].
+    pub(super) open: [Option<OpenSegment>; 3],
+    pub(super) tombstones: Vec<Tombstones>,
+    /// Oldest first, at most two.
+    pub(super) published: Vec<Published>,
+    pub(super) next_seq: u64,
+    pub(super) next_serial: u64,
+    /// No state may have a smaller or equal token.
+    pub(super) last_token: Option<u64>,
+    pub(super) highest_epoch: u32,
+    /// Segments without live records, to be let go of.
+    pub(super) emptied: Vec<u32>,
+    /// Whether compaction is moving a segment's rows now.
+    pub(super) moving: bool,
+    pub(super) given_up: bool,
+    pub(super) closed: bool,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) row_bytes_given: AtomicU64,
+    pub(super) compaction_bytes: AtomicU64,
+    pub(super) dropped_rows: AtomicU64,
+    pub(super) hits: AtomicU64,
+    pub(super) misses: AtomicU64,
+    pub(super) read_bytes: AtomicU64,
+    pub(super) fetch_ns: AtomicU64,
+}
+
+impl Counters {
+    pub(super) fn add(counter: &AtomicU64, value: u64) {
+        counter.fetch_add(value, Ordering::Relaxed);
+    }
+}
+
+/// One tier. Locks in order: `publishing`, `compacting`, `state`, then (leaves, never two at once) a segment's queue and blocks, the
+/// space, the buffer pool. Nobody waits for the disk, for space or for a buffer while holding `state`, except for making, removing
+/// and renaming files.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) home: Home,
+    pub(super) layout: RowLayout,
+    pub(super) identity: Identity,
+    pub(super) state: Mutex<State>,
+    pub(super) publishing: Mutex<()>,
+    /// Held while a segment's rows are moved.
+    pub(super) compacting: Mutex<()>,
+    pub(super) compaction_scheduled: AtomicBool,
+    pub(super) counters: Counters,
+    pub(super) lock: Mutex<Option<DirLock>>,
+}
+
+impl State {
+    pub(super) fn new(index: TagIndex) -> Self {
+        Self {
+            index,
+            segments: Vec::new(),
+            open: [None, None, None],
+            tombstones: Vec::new(),
+            published: Vec::new(),
+            next_seq: 1,
+            next_serial: 1,
+            last_token: None,
+            highest_epoch: 0,
+            emptied: Vec::new(),
+            moving: false,
+            given_up: false,
+            closed: false,
+        }
+    }
+
+    /// Add a segment to the current set.
+    pub(super) fn adopt(&mut self, segment: Arc<Segment>) {
+        let slot = segment.slot as usize;
+        if self.segments.len() <= slot {
+            self.segments.resize(slot + 1, None);
+        }
+        self.segments[slot] = Some(segment);
+    }
+
+    /// The segment that a location of the index names.
+    #[inline]
+    pub(super) fn segment(&self, location: Location) -> &Arc<Segment> {
+        self.segments[location.segment as usize].as_ref().expect("the index points into the current set")
+    }
+
+    /// The record at `location` is not the newest of its id any more.
+    #[inline]
+    pub(super) fn bury(&mut self, location: Location) {
+        let live = self.segment(location).live.fetch_sub(1, Ordering::Relaxed);
+        if live == 1 {
+            self.emptied.push(location.segment);
+        }
+    }
+
+    /// The current set.
+    pub(super) fn current(&self) -> impl Iterator<Item = &Arc<Segment>> {
+        self.segments.iter().flatten()
+    }
+
+    /// Let go of sealed segments without live rows, and of tombstones that nothing needs any more.
+    pub(super) fn reap(&mut self) {
+        if self.emptied.is_empty() {
+            return;
+        }
+        let (mut kept, looked_at) = (Vec::new(), self.emptied.len());
+        for slot in std::mem::take(&mut self.emptied) {
+            let Some(segment) = &self.segments[slot as usize] else { continue };
+            if segment.live.load(Ordering::Relaxed) > 0 {
+                continue;
+            }
+            if segment.sealed().is_none() || segment.scans.load(Ordering::Relaxed) > 0 {
+                kept.push(slot);
+                continue;
+            }
+            self.drop_segment(slot);
+        }
+        if kept.len() < looked_at {
+            self.prune_tombstones();
+        }
+        self.emptied = kept;
+    }
+
+    pub(super) fn drop_segment(&mut self, slot: u32) {
+        if let Some(segment) = self.segments[slot as usize].take() {
+            segment.unhold();
+        }
+    }
+
+    /// Serial of the oldest segment of rows that holds a dead record.
+    pub(super) fn oldest_with_dead(&self) -> Option<&Arc<Segment>> {
+        self.current().filter(|s| s.content == Content::Rows && s.dead() > 0).min_by_key(|s| s.serial)
+    }
+
+    fn prune_tombstones(&mut self) {
+        if self.tombstones.is_empty() {
+            return;
+        }
+        let oldest = self.oldest_with_dead().map_or(u64::MAX, |segment| segment.serial);
+        let (needless, needed) = std::mem::take(&mut self.tombstones)
+            .into_iter()
+            .partition(|t| t.segment.sealed().is_some() && t.before <= oldest);
+        self.tombstones = needed;
+        let needless: Vec<Tombstones> = needless;
+        for tombstones in needless {
+            self.drop_segment(tombstones.segment.slot);
+        }
+    }
+
+    /// Bytes held by files that only published states need.
+    pub(super) fn retained_bytes(&self) -> u64 {
+        let mut seen: Vec<&Arc<Segment>> = Vec::new();
+        for segment in self.published.iter().flat_map(|published| &published.segments) {
+            let current = self.segments.get(segment.slot as usize).and_then(Option::as_ref);
+            if !current.is_some_and(|c| Arc::ptr_eq(c, segment)) {
+                seen.push(segment);
+            }
+        }
+        seen.sort_unstable_by_key(|segment| segment.serial);
+        seen.dedup_by_key(|segment| segment.serial);
+        seen.iter().map(|segment| segment.held_bytes()).sum()
+    }
+
+    /// Close the open segment of a stream; the flusher finishes it.
+    pub(super) fn seal(&mut self, stream: Stream) {
+        if let Some(open) = self.open[stream as usize].take() {
+            let segment = open.seal();
+            if stream == Stream::Tombstones {
+                self.tombstones.push(Tombstones { segment, before: self.next_serial });
+            } else if segment.live.load(Ordering::Relaxed) == 0 {
+                self.emptied.push(segment.slot);
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// `ReadOnly` after a failed write, `State` when closed or in a forked process.
+    pub(super) fn check_writable(&self) -> Result<()> {
+        self.home.background.check_process()?;
+        if let Some(cause) = self.home.space.failed() {
+            return Err(read_only(&cause));
+        }
+        if lock(&self.state).closed {
+            return Err(Error::new(Kind::State, "the SSD tier is closed: open the table again"));
+        }
+        Ok(())
+    }
+
+    fn bytes_to_open(&self, stream: Stream) -> u64 {
+        let segment = self.home.geometry.segment_bytes;
+        // One segment stays free for compaction.
+        if stream == Stream::Moved { segment } else { 2 * segment }
+    }
+
+    /// Whether a record can be pushed to `stream`; makes a segment where there is none and the space has room.
+    pub(super) fn ready(&self, state: &mut State, stream: Stream) -> Result<bool> {
+        if state.open[stream as usize].as_ref().is_some_and(OpenSegment::is_full) {
+            state.seal(stream);
+        }
+        if state.open[stream as usize].is_some() {
+            return Ok(true);
+        }
+        if self.home.space.free_bytes() < self.bytes_to_open(stream) {
+            return Ok(false);
+        }
+        let open = OpenSegment::create(&self.home, state.next_serial, stream.content()).inspect_err(|error| {
+            self.home.space.fail(error.clone());
+        })?;
+        state.next_serial += 1;
+        state.adopt(open.segment.clone());
+        state.open[stream as usize] = Some(open);
+        Ok(true)
+    }
+
+    /// Wait until `stream` can take records: for compaction, for readers of files that are gone, and when neither helps by giving up
+    /// what only published states need. To be called without any lock.
+    pub(super) fn wait_for_room(self: &Arc<Self>, stream: Stream) -> Result<()> {
+        loop {
+            let generation = self.home.space.generation();
+            self.check_writable()?;
+            let mut state = lock(&self.state);
+            state.reap();
+            if self.home.space.free_bytes() >= self.bytes_to_open(stream) {
+                return Ok(());
+            }
+            if state.moving || compact::victim(self, &state).is_some() {
+                drop(state);
+                self.schedule_compaction();
+            } else if state.retained_bytes() > 0 {
+                self.give_up_oldest(&mut state)?;
+                continue;
+            } else {
+                let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
+                let scanning = state.current().any(|segment| segment.scans.load(Ordering::Relaxed) > 0);
+                let sealing = state.current().any(|s| s.sealed().is_none() && !state.is_open(s));
+                if !(scanning || sealing || held < self.home.space.used_bytes()) {
+                    return Err(self.full(state.index.len() as u64, 0));
+                }
+            }
+            self.home.space.wait_change(generation);
+        }
+    }
+
+    /// The error of rows that do not fit.
+    pub(super) fn full(&self, rows: u64, more: u64) -> Error {
+        let capacity = self.home.geometry.capacity_rows;
+        Error::new(
+            Kind::Capacity,
+            format!(
+                "table '{}': the SSD tier holds {rows} rows, {more} more are to be added, and its budget has room for {capacity}: \
+                 raise ssd_bytes, or let rows leave with on_full = \"evict\"",
+                self.identity.table
+            ),
+        )
+    }
+
+    /// Let the compactor look at this tier.
+    pub(super) fn schedule_compaction(self: &Arc<Self>) {
+        if !self.compaction_scheduled.swap(true, Ordering::AcqRel) {
+            self.home.background.compact(self);
+        }
+    }
+
+    /// Let the compactor look at this tier if there is something for it to do.
+    pub(super) fn compact_if_worthwhile(self: &Arc<Self>, state: &State) {
+        if !state.moving && compact::victim(self, state).is_some() {
+            self.schedule_compaction();
+        }
+    }
+}
+
+impl State {
+    fn is_open(&self, segment: &Arc<Segment>) -> bool {
+        self.open.iter().flatten().any(|open| Arc::ptr_eq(&open.segment, segment))
+    }
+}
+
+/// The error of every write after `cause`.
+pub(super) fn read_only(cause: &Error) -> Error {
+    let what = "the SSD tier only reads since an earlier write failed (what it holds can be read and saved elsewhere)";
+    cause.clone().context(what).with_kind(Kind::ReadOnly)
+}

@@ -1,0 +1,283 @@
+//! The cap: how a table's bytes are divided into segments, and who holds how many of them now.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::format::{Content, ENTRY_BYTES, MAX_HEADER_BYTES, Schema, TRAILER_BYTES};
+use super::index::Location;
+use crate::error::{Error, Kind, Result};
+use crate::io::ALIGNMENT;
+use crate::sync::lock;
+
+const LARGEST_SEGMENT: u64 = 64 << 20;
+const SMALLEST_SEGMENT: u64 = 8 << 10;
+/// Segments that a cap is divided into, where the segments are neither the largest nor the smallest.
+const SEGMENTS_A_CAP: u64 = 64;
+/// Segments kept for the open files (rows fresh from RAM, rows moved by compaction, tombstones) and for compaction to write into.
+pub(super) const SPARE_SEGMENTS: u64 = 4;
+/// One part in this many of the cap is kept for records that are dead and not yet compacted, and for tombstones.
+const DEAD_SHARE: u64 = 16;
+/// Bytes of a state file: those of its fields, and those for each segment it names.
+const STATE_BYTES: u64 = 1024;
+const STATE_BYTES_A_SEGMENT: u64 = 64;
+
+/// How a table's files are laid out. `segment_bytes` is the most a segment file takes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Geometry {
+    pub(super) cap_bytes: u64,
+    pub(super) segment_bytes: u64,
+    pub(super) header_bytes: usize,
+    pub(super) row_bytes: usize,
+    pub(super) rows_per_segment: u32,
+    pub(super) tombstones_per_segment: u32,
+    /// Rows that fit with the headroom left free.
+    pub(super) capacity_rows: u64,
+}
+
+impl Geometry {
+    /// Divide `cap_bytes`. `segment_bytes` overrides the usual size (for tests).
+    pub(super) fn new(cap_bytes: u64, schema: &Schema, segment_bytes: Option<u64>) -> Result<Self> {
+        let row_bytes = schema.record_bytes(Content::Rows);
+        let header_bytes = schema.header_bytes();
+        debug_assert!(header_bytes <= MAX_HEADER_BYTES);
+        let frame = header_bytes + TRAILER_BYTES;
+        let one_row = (frame + row_bytes + ENTRY_BYTES).next_multiple_of(ALIGNMENT) as u64;
+        let target = segment_bytes
+            .unwrap_or((cap_bytes / SEGMENTS_A_CAP).clamp(SMALLEST_SEGMENT, LARGEST_SEGMENT))
+            .max(one_row)
+            .next_multiple_of(ALIGNMENT as u64);
+        let fit = |bytes: u64, content: Content| {
+            let records = (bytes - frame as u64) / (schema.record_bytes(content) + ENTRY_BYTES) as u64;
+            records.min(u64::from(Location::MAX_RECORDS)) as u32
+        };
+        let rows_per_segment = fit(target, Content::Rows);
+        // Where a segment is full of records before it is full of bytes, it is smaller.
+        let full = frame as u64 + u64::from(rows_per_segment) * (row_bytes + ENTRY_BYTES) as u64;
+        let segment_bytes = full.next_multiple_of(ALIGNMENT as u64);
+        let segments = cap_bytes / segment_bytes;
+        let state = STATE_BYTES + STATE_BYTES_A_SEGMENT * (segments + 64);
+        // Two states and the one being published; the lock file.
+        let fixed = 3 * state.next_multiple_of(ALIGNMENT as u64) + ALIGNMENT as u64;
+        let usable = cap_bytes.saturating_sub(fixed + SPARE_SEGMENTS * segment_bytes);
+        let usable = u128::from(usable - usable / DEAD_SHARE);
+        let capacity_rows = (usable * u128::from(rows_per_segment) / u128::from(segment_bytes)) as u64;
+        if capacity_rows == 0 {
+            let rows_bytes = segment_bytes.div_ceil(u64::from(rows_per_segment));
+            let least = (fixed + (SPARE_SEGMENTS + 1) * segment_bytes + 2 * rows_bytes).next_multiple_of(64 << 10);
+            return Err(Error::new(
+                Kind::Config,
+                format!(
+                    "ssd_bytes = {cap_bytes} is too small for one row of {row_bytes} bytes and the room that compaction needs: \
+                     set it to {least} or more, or to 0 for no SSD tier"
+                ),
+            ));
+        }
+        Ok(Self {
+            cap_bytes: cap_bytes - fixed.min(cap_bytes),
+            segment_bytes,
+            header_bytes,
+            row_bytes,
+            rows_per_segment,
+            tombstones_per_segment: fit(segment_bytes, Content::Tombstones),
+            capacity_rows,
+        })
+    }
+
+    /// Most records of a segment.
+    pub(super) fn max_records(&self, content: Content) -> u32 {
+        match content {
+            Content::Rows => self.rows_per_segment,
+            Content::Tombstones => self.tombstones_per_segment,
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Use {
+    used_bytes: u64,
+    free_slots: Vec<u32>,
+    slots: u32,
+    /// Writes and seals handed to the flusher and not done.
+    pending: usize,
+    /// Goes up whenever something happened that a waiting thread may wait for.
+    generation: u64,
+    failed: Option<Error>,
+}
+
+/// Who holds the bytes of a table's cap; the segment numbers; and what its threads tell each other. A leaf in the lock order.
+#[derive(Debug)]
+pub(super) struct Space {
+    cap_bytes: u64,
+    inner: Mutex<Use>,
+    changed: Condvar,
+    written_bytes: AtomicU64,
+}
+
+impl Space {
+    pub(super) fn new(cap_bytes: u64) -> Self {
+        Self { cap_bytes, inner: Mutex::default(), changed: Condvar::new(), written_bytes: AtomicU64::new(0) }
+    }
+
+    /// Bytes not held by any file.
+    pub(super) fn free_bytes(&self) -> u64 {
+        self.cap_bytes.saturating_sub(lock(&self.inner).used_bytes)
+    }
+
+    /// Count bytes written to files.
+    pub(super) fn wrote(&self, bytes: usize) {
+        self.written_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn written_bytes(&self) -> u64 {
+        self.written_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn used_bytes(&self) -> u64 {
+        lock(&self.inner).used_bytes
+    }
+
+    /// A segment number that no live segment has, for a file of `bytes`.
+    pub(super) fn take(&self, bytes: u64) -> Result<u32> {
+        let mut inner = lock(&self.inner);
+        let slot = match inner.free_slots.pop() {
+            Some(slot) => slot,
+            None if inner.slots < Location::MAX_SEGMENTS => {
+                inner.slots += 1;
+                inner.slots - 1
+            }
+            None => {
+                return Err(Error::new(Kind::Capacity, "the SSD tier has as many segments as its index can number"));
+            }
+        };
+        inner.used_bytes += bytes;
+        Ok(slot)
+    }
+
+    /// A file takes `now` bytes instead of `before`.
+    pub(super) fn resize(&self, before: u64, now: u64) {
+        let mut inner = lock(&self.inner);
+        inner.used_bytes = inner.used_bytes.saturating_sub(before) + now;
+        self.change(inner);
+    }
+
+    /// A segment is gone, with its file (`bytes` are free again) or, when the tier closes, without.
+    pub(super) fn release(&self, slot: u32, bytes: u64) {
+        let mut inner = lock(&self.inner);
+        inner.used_bytes = inner.used_bytes.saturating_sub(bytes);
+        inner.free_slots.push(slot);
+        self.change(inner);
+    }
+
+    /// A job was handed to the flusher.
+    pub(super) fn begin(&self) {
+        lock(&self.inner).pending += 1;
+    }
+
+    /// A job of the flusher is done; the first error stays.
+    pub(super) fn end(&self, result: Result<()>) {
+        let mut inner = lock(&self.inner);
+        inner.pending -= 1;
+        if let Err(error) = result {
+            inner.failed.get_or_insert(error);
+        }
+        self.change(inner);
+    }
+
+    /// Remember the first error.
+    pub(super) fn fail(&self, error: Error) {
+        let mut inner = lock(&self.inner);
+        inner.failed.get_or_insert(error);
+        self.change(inner);
+    }
+
+    /// The first error of a write or sync.
+    pub(super) fn failed(&self) -> Option<Error> {
+        lock(&self.inner).failed.clone()
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        lock(&self.inner).failed.is_some()
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        lock(&self.inner).generation
+    }
+
+    /// Wake those who wait.
+    pub(super) fn poke(&self) {
+        self.change(lock(&self.inner));
+    }
+
+    fn change(&self, mut inner: MutexGuard<'_, Use>) {
+        inner.generation += 1;
+        drop(inner);
+        self.changed.notify_all();
+    }
+
+    /// Wait until something has changed since `generation` was read.
+    pub(super) fn wait_change(&self, generation: u64) {
+        let mut inner = lock(&self.inner);
+        while inner.generation == generation {
+            // The limit only guards against a holder of a segment that dies without a word (a panicking reader).
+            let waited = self.changed.wait_timeout(inner, Duration::from_secs(1));
+            let (guard, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            inner = guard;
+            if timeout.timed_out() {
+                return;
+            }
+        }
+    }
+
+    /// Wait until the flusher has nothing left to do for this table.
+    pub(super) fn wait_idle(&self) {
+        let mut inner = lock(&self.inner);
+        while inner.pending > 0 {
+            inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::OptimizerKind;
+
+    fn geometry(cap: u64, dim: usize) -> Result<Geometry> {
+        Geometry::new(cap, &Schema::new(1, "adam", &OptimizerKind::Adam.layout(dim)), None)
+    }
+
+    #[test]
+    fn the_rows_of_the_capacity_and_the_headroom_fit_the_cap() {
+        for dim in [1, 16, 64, 1000, 65_536] {
+            for cap in [256 << 10, 1 << 20, 100 << 20, 16 << 30, 1 << 44] {
+                let Ok(g) = geometry(cap, dim) else {
+                    assert!(cap < 10 * (dim as u64 * 12 + 4096).max(8192) + (128 << 10), "{cap} refused for {dim}");
+                    continue;
+                };
+                assert!(g.segment_bytes % ALIGNMENT as u64 == 0 && g.rows_per_segment >= 1);
+                let segments = g.capacity_rows.div_ceil(u64::from(g.rows_per_segment));
+                assert!((segments + SPARE_SEGMENTS) * g.segment_bytes <= g.cap_bytes + g.segment_bytes, "{g:?}");
+                assert!(
+                    g.rows_per_segment <= Location::MAX_RECORDS && g.tombstones_per_segment <= Location::MAX_RECORDS
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn four_fifths_of_a_large_cap_can_be_live() {
+        let schema = Schema::new(1, "rowwise_adagrad", &OptimizerKind::RowWiseAdagrad.layout(64));
+        let g = Geometry::new(8 << 30, &schema, None).unwrap();
+        assert!(g.capacity_rows * g.row_bytes as u64 > (8 << 30) / 5 * 4, "{g:?}");
+    }
+
+    #[test]
+    fn a_cap_below_one_row_is_refused_with_the_least_that_works() {
+        let error = geometry(100, 16).unwrap_err();
+        assert_eq!(error.kind(), Kind::Config);
+        let least: u64 =
+            error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+        assert!(geometry(least, 16).is_ok(), "{least}");
+    }
+}

@@ -1,0 +1,116 @@
+//! Tests of the tier with small segments, buffers and tags, over engines in memory.
+
+mod behaviour;
+mod model;
+
+use std::sync::Arc;
+
+use super::open::Tuning;
+use super::shared::Shared;
+use super::{Identity, SsdTier, StateCounters};
+use crate::config::{OptimizerKind, Reopen, SsdConfig};
+use crate::error::Result;
+use crate::io::IoEngine;
+use crate::rows::{RowHeader, RowLayout, RowMut, RowRef};
+use crate::types::{Id, hash_id};
+
+const DIM: usize = 4;
+
+fn layout() -> RowLayout {
+    OptimizerKind::RowWiseAdagrad.layout(DIM)
+}
+
+fn identity() -> Identity {
+    Identity {
+        table: "item".into(),
+        key: 7,
+        dim: DIM as u64,
+        optimizer: "rowwise_adagrad".into(),
+        seed: 1,
+        initializer: "Uniform(-1, 1)".into(),
+        total_num_buckets: 10,
+        bucket_begin: 0,
+        bucket_end: 10,
+    }
+}
+
+fn config(bytes: u64, reopen: Reopen) -> SsdConfig {
+    SsdConfig { dir: "/embcache-test/item".into(), bytes, reopen, resume_token: None }
+}
+
+/// Segments of 32 KiB filled through buffers of 12 KiB, and tags that collide.
+const SMALL: Tuning = Tuning { segment_bytes: Some(32 << 10), block_bytes: Some(12 << 10), index_bits: Some((1, 5)) };
+
+fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Option<StateCounters>)> {
+    let (shared, counters) = Shared::open(config, &identity(), layout(), engine.clone(), SMALL)?;
+    Ok((SsdTier { shared }, counters))
+}
+
+/// A row that its id and version determine.
+#[derive(Clone, Debug, PartialEq)]
+struct Row {
+    header: RowHeader,
+    vector: Vec<f32>,
+}
+
+impl Row {
+    fn new(id: Id, version: u32) -> Self {
+        let bits = hash_id(id ^ (i64::from(version) << 32));
+        let vector = (0..DIM).map(|at| (bits >> (at * 8)) as u8 as f32 - 100.0).collect();
+        let header = RowHeader {
+            id,
+            last_step: bits,
+            count: version,
+            score: (bits >> 40) as f32,
+            scalar: (bits >> 20) as u16 as f32,
+            modified_epoch: version % 5,
+        };
+        Self { header, vector }
+    }
+
+    fn empty() -> Self {
+        Self { header: RowHeader::default(), vector: vec![f32::NAN; DIM] }
+    }
+
+    fn as_ref(&self) -> RowRef<'_> {
+        RowRef { header: &self.header, vector: &self.vector }
+    }
+
+    fn as_mut(&mut self) -> RowMut {
+        RowMut { header: &raw mut self.header, vector: self.vector.as_mut_ptr() }
+    }
+}
+
+fn append(tier: &SsdTier, rows: &[Row], known: impl Fn(Id) -> bool) -> Result<()> {
+    let refs: Vec<RowRef<'_>> = rows.iter().map(Row::as_ref).collect();
+    let known: Vec<bool> = rows.iter().map(|row| known(row.header.id)).collect();
+    tier.append(&refs, &known)
+}
+
+/// The rows of `ids`, `None` where the tier has none.
+fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<Row>>> {
+    let mut rows: Vec<Row> = ids.iter().map(|_| Row::empty()).collect();
+    let wanted = ids.iter().copied().zip(rows.iter_mut().map(Row::as_mut)).collect();
+    let missing = tier.fetch(wanted).wait()?;
+    assert!(missing.is_sorted(), "{missing:?}");
+    let mut rows: Vec<Option<Row>> = rows.into_iter().map(Some).collect();
+    for at in missing {
+        rows[at as usize] = None;
+    }
+    Ok(rows)
+}
+
+fn scan(tier: &SsdTier) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    tier.scan(&mut |row| {
+        rows.push(Row { header: *row.header, vector: row.vector.to_vec() });
+        Ok(())
+    })?;
+    rows.sort_by_key(|row| row.header.id);
+    Ok(rows)
+}
+
+/// Let the flusher finish.
+fn settle(tier: &SsdTier) {
+    tier.shared.home.space.wait_idle();
+}

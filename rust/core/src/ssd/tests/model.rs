@@ -1,0 +1,233 @@
+//! The tier against a `BTreeMap`: random operations, then random ends of the process.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::error::Kind;
+use crate::io::MemoryEngine;
+use crate::sync::lock;
+
+const IDS: Id = 400;
+const CAP: u64 = 640 << 10;
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// Append rows of ids `first, first + step, …`.
+    Append {
+        first: Id,
+        step: Id,
+        count: usize,
+    },
+    Remove {
+        first: Id,
+        step: Id,
+        count: usize,
+    },
+    Fetch {
+        first: Id,
+        count: usize,
+    },
+    Publish,
+    Compact,
+    Scan,
+    Evict {
+        rows: u64,
+        keep_multiples_of: Id,
+    },
+    Clear,
+    /// The process dies; the machine too where `power`.
+    Die {
+        power: Option<u64>,
+        older: bool,
+    },
+    Discard,
+    Close,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let ids = || (-IDS / 2..IDS / 2, 1..4_i64, 1..300_usize);
+    prop_oneof![
+        12 => ids().prop_map(|(first, step, count)| Op::Append { first, step, count }),
+        3 => ids().prop_map(|(first, step, count)| Op::Remove { first, step, count: count / 4 }),
+        4 => (-IDS..IDS, 1..200_usize).prop_map(|(first, count)| Op::Fetch { first, count }),
+        3 => Just(Op::Publish),
+        3 => Just(Op::Compact),
+        1 => Just(Op::Scan),
+        1 => (1..100_u64, 2..5_i64).prop_map(|(rows, keep_multiples_of)| Op::Evict { rows, keep_multiples_of }),
+        1 => Just(Op::Clear),
+        2 => (proptest::option::of(any::<u64>()), any::<bool>()).prop_map(|(power, older)| Op::Die { power, older }),
+        1 => Just(Op::Discard),
+        1 => Just(Op::Close),
+    ]
+}
+
+type Rows = BTreeMap<Id, Row>;
+
+struct World {
+    memory: MemoryEngine,
+    engine: Arc<dyn IoEngine>,
+    tier: Option<SsdTier>,
+    rows: Rows,
+    /// Token, rows and counters of published states, oldest first.
+    states: Vec<(u64, Rows, StateCounters)>,
+    token: u64,
+    version: u32,
+}
+
+impl World {
+    fn new() -> Self {
+        let memory = MemoryEngine::default();
+        let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+        let (tier, counters) = open(&engine, &config(CAP, Reopen::Never)).unwrap();
+        assert_eq!(counters, None);
+        let rows = Rows::new();
+        Self { memory, engine, tier: Some(tier), rows, states: Vec::new(), token: 0, version: 0 }
+    }
+
+    fn tier(&self) -> &SsdTier {
+        self.tier.as_ref().unwrap()
+    }
+
+    fn ids(first: Id, step: Id, count: usize) -> Vec<Id> {
+        let wrap = |id: Id| (id + IDS / 2).rem_euclid(IDS) - IDS / 2;
+        let mut ids: Vec<Id> = (0..count as Id).map(|at| wrap(first + at * step)).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    fn run(&mut self, op: &Op) {
+        match *op {
+            Op::Append { first, step, count } => self.append(&Self::ids(first, step, count)),
+            Op::Remove { first, step, count } => {
+                let mut ids = Self::ids(first, step, count);
+                ids.retain(|id| self.rows.contains_key(id));
+                self.tier().remove(&ids).unwrap();
+                self.rows.retain(|id, _| !ids.contains(id));
+            }
+            Op::Fetch { first, count } => self.check_fetch(&(first..first + count as Id).collect::<Vec<_>>()),
+            Op::Publish => {
+                self.token += 1 + self.token % 3;
+                let counters = StateCounters { step: self.token * 10, epoch: self.version };
+                self.tier().publish(self.token, counters).unwrap();
+                self.states.push((self.token, self.rows.clone(), counters));
+            }
+            Op::Compact => while self.tier().shared.compact_once() {},
+            Op::Scan => {
+                let expected: Vec<Row> = self.rows.values().cloned().collect();
+                assert_eq!(scan(self.tier()).unwrap(), expected);
+            }
+            Op::Evict { rows, keep_multiples_of } => {
+                let keep = |id: Id| id % keep_multiples_of == 0;
+                let gone = self.tier().evict(rows, &keep).unwrap();
+                let could = self.rows.keys().filter(|id| !keep(**id)).count() as u64;
+                assert_eq!(gone.len() as u64, rows.min(could));
+                for id in gone {
+                    assert!(!keep(id) && self.rows.remove(&id).is_some(), "{id} was not to go");
+                }
+            }
+            Op::Clear => {
+                self.tier().clear().unwrap();
+                self.rows.clear();
+            }
+            Op::Die { power, older } => self.die(power, older),
+            Op::Discard => {
+                self.tier = None;
+                let (tier, counters) = open(&self.engine, &config(CAP, Reopen::Discard)).unwrap();
+                assert_eq!(counters, None);
+                self.tier = Some(tier);
+                self.rows.clear();
+                self.states.clear();
+                self.token = 0;
+            }
+            Op::Close => {
+                self.tier().close().unwrap();
+                assert_eq!(append(self.tier(), &[Row::new(1, 1)], |_| false).unwrap_err().kind(), Kind::State);
+                self.reopen(false);
+            }
+        }
+        self.check();
+    }
+
+    fn append(&mut self, ids: &[Id]) {
+        self.version += 1;
+        let rows: Vec<Row> = ids.iter().map(|id| Row::new(*id, self.version)).collect();
+        append(self.tier(), &rows, |id| self.rows.contains_key(&id)).unwrap();
+        self.rows.extend(rows.into_iter().map(|row| (row.header.id, row)));
+    }
+
+    fn die(&mut self, power: Option<u64>, older: bool) {
+        // A power cut may come while the flusher works; what was not synced is torn at random.
+        self.memory = match power {
+            Some(seed) => self.memory.crash_torn(seed),
+            None => self.memory.kill(),
+        };
+        self.reopen(older);
+    }
+
+    /// Go on from the last published state, or the one before.
+    fn reopen(&mut self, older: bool) {
+        let given_up = self.tier().stats().published_given_up;
+        // The old tier goes on in its own copy of the files (or has been closed).
+        self.tier = None;
+        self.engine = Arc::new(self.memory.clone());
+        let dir = config(CAP, Reopen::Resume).dir;
+        let tokens = SsdTier::published(&dir, &*self.engine).unwrap();
+        assert!(given_up == tokens.is_empty() || self.states.is_empty(), "{tokens:?}, given up: {given_up}");
+        let mut resume = config(CAP, Reopen::Resume);
+        if older && tokens.len() == 2 {
+            resume.resume_token = Some(tokens[0]);
+            self.states.retain(|(token, _, _)| *token <= tokens[0]);
+        }
+        if tokens.is_empty() {
+            let error = open(&self.engine, &resume).err();
+            assert!(error.is_none_or(|error| error.kind() == Kind::State));
+            let (tier, _) = open(&self.engine, &config(CAP, Reopen::Discard)).unwrap();
+            (self.tier, self.rows) = (Some(tier), Rows::new());
+            self.states.clear();
+            self.token = 0;
+            return;
+        }
+        let (tier, counters) = open(&self.engine, &resume).unwrap();
+        let (token, rows, expected) = self.states.last().cloned().unwrap();
+        assert_eq!(tokens[tokens.len() - 1 - usize::from(resume.resume_token.is_some())], token);
+        assert_eq!(counters, Some(expected));
+        (self.tier, self.rows) = (Some(tier), rows);
+        self.check_fetch(&(-IDS..IDS).collect::<Vec<_>>());
+    }
+
+    fn check_fetch(&self, ids: &[Id]) {
+        let found = fetch(self.tier(), ids).unwrap();
+        let mut maybe = vec![false; ids.len()];
+        self.tier().maybe_contains(ids, &mut maybe);
+        for ((id, found), maybe) in ids.iter().zip(found).zip(maybe) {
+            assert_eq!(found.as_ref(), self.rows.get(id), "id {id}");
+            assert!(maybe || found.is_none(), "id {id} is here and denied");
+        }
+    }
+
+    fn check(&self) {
+        let tier = self.tier();
+        assert_eq!(tier.rows(), self.rows.len() as u64);
+        let state = lock(&tier.shared.state);
+        let live: u32 = state.current().map(|s| s.live.load(std::sync::atomic::Ordering::Relaxed)).sum();
+        assert_eq!(u64::from(live), self.rows.len() as u64, "live counts");
+        drop(state);
+        assert!(self.memory.live_bytes() <= CAP, "{} bytes in files", self.memory.live_bytes());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 4000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_tier_behaves_as_a_map_through_any_operations_and_deaths(ops in prop::collection::vec(op(), 1..60)) {
+        let mut world = World::new();
+        for op in &ops {
+            world.run(op);
+        }
+        world.check_fetch(&(-IDS..IDS).collect::<Vec<_>>());
+    }
+}
