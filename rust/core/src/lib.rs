@@ -21,6 +21,7 @@ pub mod types;
 mod device;
 mod host;
 mod prefetch;
+mod simd;
 mod sync;
 
 pub use error::{Error, Kind, Result};

@@ -26,3 +26,15 @@ pub(crate) fn prefetch_address<T>(address: *const T) {
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = address;
 }
+
+/// Start loading the cache lines of `bytes` from `address` on, none of which need be valid.
+#[inline]
+pub(crate) fn prefetch_range(address: *const u8, bytes: usize) {
+    const LINE: usize = 64;
+    let end = address.addr() + bytes;
+    let mut line = address.wrapping_sub(address.addr() % LINE);
+    while line.addr() < end {
+        prefetch_address(line);
+        line = line.wrapping_add(LINE);
+    }
+}

@@ -92,7 +92,7 @@ fn uniform_weights_are_uniform() {
     let (mean, std) = mean_and_std(&values);
     assert!((mean - 0.5).abs() < 0.006, "mean {mean}");
     assert!((std - 2.0 / 12.0_f64.sqrt()).abs() < 0.006, "std {std}");
-    let statistic = kolmogorov(values, |x| ((x + 0.5) / 2.0).clamp(0.0, 1.0));
+    let statistic = kolmogorov(values, |x| (0.5 * x + 0.25).clamp(0.0, 1.0));
     assert!(statistic < 1.95, "Kolmogorov {statistic}");
 }
 

@@ -1,66 +1,33 @@
 //! Backward by distinct row, with the optimizer fused.
 #![allow(unsafe_code)]
+#![allow(clippy::inline_always)] // See `simd`.
 
-use super::optimizer::OptimizerStep;
+use std::ops::Range;
+
+use super::gradient::{Gradient, TransposedIndex};
+use super::optimizer::{Adagrad, Adam, OptimizerStep, RowUpdate, RowWiseAdagrad, Sgd, prefetched_bytes};
 use super::rows::RowStore;
-use crate::types::CacheSlot;
+use super::threads::deal;
+use crate::config::OptimizerKind;
+use crate::prefetch::prefetch_range;
+use crate::simd::{Isa, Job, LANES, Lanes};
+use crate::types::{CacheSlot, NO_SLOT};
 
-/// Which occurrences each distinct row has: a batch's inverse, transposed. `NO_SLOT` occurrences are left out.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TransposedIndex {
-    /// Slots of the distinct rows: `[U]`.
-    pub slots: Vec<CacheSlot>,
-    /// Where each row's occurrences start: `[U + 1]`.
-    pub starts: Vec<u32>,
-    /// Positions of the occurrences in the batch, ascending within a row: `[N]`.
-    pub occurrences: Vec<u32>,
-}
-
-impl TransposedIndex {
-    /// Transpose `inverse` (`[N]`, positions in `0..unique`) by counting; `slots` is filled later by the plan.
-    pub fn from_inverse(inverse: &[u32], unique: usize) -> Self {
-        let mut starts = vec![0_u32; unique + 1];
-        for &row in inverse {
-            starts[row as usize + 1] += 1;
-        }
-        for row in 0..unique {
-            starts[row + 1] += starts[row];
-        }
-        let mut next = starts.clone();
-        let mut occurrences = vec![0; inverse.len()];
-        for (position, &row) in inverse.iter().enumerate() {
-            occurrences[next[row as usize] as usize] = position as u32;
-            next[row as usize] += 1;
-        }
-        Self { slots: Vec::new(), starts, occurrences }
-    }
-}
-
-/// Where the gradient of an occurrence is.
-#[derive(Clone, Copy, Debug)]
-pub enum Gradient<'a> {
-    /// Bags: `grad` `[B, columns]`; occurrence `i` reads columns `column[i]..+D` of row `bag[i]`, times `scale[i]`.
-    Pooled {
-        /// `[B, columns]`, row-major.
-        grad: &'a [f32],
-        /// Columns of `grad`.
-        columns: usize,
-        /// `[N]`: start of the occurrence's gradient in `grad` (`b × columns + column`), divided by nothing.
-        starts: &'a [u32],
-        /// `[N]`: per-sample weight and mean divisor together; `None` for 1.
-        scale: Option<&'a [f32]>,
-    },
-    /// Sequences: `grad` `[N, D]`.
-    Sequence {
-        /// `[N, D]`, row-major.
-        grad: &'a [f32],
-    },
-}
+/// Distinct rows that a row is asked for ahead of its update.
+const ROWS_AHEAD: usize = 8;
+/// Occurrences that a row is asked for ahead of its dot product.
+const OCCURRENCES_AHEAD: usize = 12;
+/// What a distinct row costs beside its occurrences, in occurrences: its update, from memory.
+const ROW_COST: u64 = 4;
 
 /// Sum each distinct row's gradient in occurrence order, then update the row once.
 ///
 /// # Safety
-/// Every slot of `index` is valid in `rows`, distinct, and used by nobody else during the call.
+/// Every slot of `index` is valid in `rows`, distinct, and used by nobody else during the call. The occurrences of `index` are
+/// within `gradient`, and each has its `D` floats there.
+///
+/// # Panics
+/// When the lengths of the parts of `index` do not fit each other.
 pub unsafe fn backward<R: RowStore>(
     rows: &R,
     index: &TransposedIndex,
@@ -68,14 +35,41 @@ pub unsafe fn backward<R: RowStore>(
     optimizer: &OptimizerStep,
     threads: usize,
 ) {
-    let _ = (rows, index, gradient, optimizer, threads);
+    // SAFETY: the caller's promise.
+    unsafe { backward_on(Isa::best(), rows, index, gradient, optimizer, threads) };
 }
 
-/// The gradient of the per-sample weights: `out[i] = dot(grad of occurrence i's bag, row of slots[i])`, from the weights before
-/// the update. `gradient` must be `Pooled`; its `scale` is not applied.
+/// [`backward`] on a given instruction set.
 ///
 /// # Safety
-/// As [`super::forward_pooled`].
+/// As [`backward`].
+pub(super) unsafe fn backward_on<R: RowStore>(
+    isa: Isa,
+    rows: &R,
+    index: &TransposedIndex,
+    gradient: &Gradient<'_>,
+    optimizer: &OptimizerStep,
+    threads: usize,
+) {
+    let call = Call { isa, rows, index, source: Source::new(gradient, rows.layout().dim) };
+    let numbers = &optimizer.hyperparameters;
+    match optimizer.kind {
+        OptimizerKind::Sgd => call.deal(Sgd::new(numbers), threads),
+        OptimizerKind::Adagrad => call.deal(Adagrad::new(numbers), threads),
+        OptimizerKind::RowWiseAdagrad => call.deal(RowWiseAdagrad::new(numbers), threads),
+        OptimizerKind::Adam => call.deal(Adam::<false>::new(numbers, optimizer.step), threads),
+        OptimizerKind::AdamW => call.deal(Adam::<true>::new(numbers, optimizer.step), threads),
+    }
+}
+
+/// The gradient of the per-sample weights: `out[i] = scale[i] × dot(gradient of occurrence i, row of slots[i])`, from the weights
+/// before the update; 0 for `NO_SLOT`. `gradient` comes from [`super::PooledGradient::of_weights`].
+///
+/// # Safety
+/// As [`super::forward_pooled`]; the first `N` occurrences of `gradient` are the slots', each with its `D` floats there.
+///
+/// # Panics
+/// When `out` is not as long as `slots`.
 pub unsafe fn weight_gradient<R: RowStore>(
     rows: &R,
     slots: &[CacheSlot],
@@ -83,5 +77,248 @@ pub unsafe fn weight_gradient<R: RowStore>(
     out: &mut [f32],
     threads: usize,
 ) {
-    let _ = (rows, slots, gradient, out, threads);
+    // SAFETY: the caller's promise.
+    unsafe { weight_gradient_on(Isa::best(), rows, slots, gradient, out, threads) };
+}
+
+/// [`weight_gradient`] on a given instruction set.
+///
+/// # Safety
+/// As [`weight_gradient`].
+pub(super) unsafe fn weight_gradient_on<R: RowStore>(
+    isa: Isa,
+    rows: &R,
+    slots: &[CacheSlot],
+    gradient: &Gradient<'_>,
+    out: &mut [f32],
+    threads: usize,
+) {
+    assert_eq!(slots.len(), out.len(), "one gradient a slot");
+    let dim = rows.layout().dim;
+    let source = Source::new(gradient, dim);
+    let out = Dots(out.as_mut_ptr());
+    deal(
+        threads,
+        slots.len(),
+        |position| (position * dim) as u64,
+        |range| {
+            isa.run(DotJob { rows, slots, source, out: &out, range });
+        },
+    );
+}
+
+/// A [`Gradient`] as addresses, one form for all its cases: the branches on nulls are the same for a whole call.
+#[derive(Clone, Copy)]
+struct Source {
+    grad: *const f32,
+    /// Null: occurrence `i` starts at `i × dim`.
+    starts: *const u32,
+    /// Null: 1.
+    scale: *const f32,
+    dim: usize,
+}
+
+// SAFETY: read-only addresses of slices that outlive the call.
+unsafe impl Sync for Source {}
+// SAFETY: as above.
+unsafe impl Send for Source {}
+
+impl Source {
+    fn new(gradient: &Gradient<'_>, dim: usize) -> Self {
+        match *gradient {
+            Gradient::Pooled { grad, starts, scale, .. } => Self {
+                grad: grad.as_ptr(),
+                starts: starts.as_ptr(),
+                scale: scale.map_or(std::ptr::null(), <[f32]>::as_ptr),
+                dim,
+            },
+            Gradient::Sequence { grad } => {
+                Self { grad: grad.as_ptr(), starts: std::ptr::null(), scale: std::ptr::null(), dim }
+            }
+        }
+    }
+
+    /// Where the gradient of the occurrence at `position` starts.
+    ///
+    /// # Safety
+    /// `position` is an occurrence of the gradient.
+    #[inline(always)]
+    unsafe fn at(&self, position: u32) -> *const f32 {
+        let position = position as usize;
+        let start = if self.starts.is_null() {
+            position * self.dim
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { *self.starts.add(position) as usize }
+        };
+        self.grad.wrapping_add(start)
+    }
+
+    /// 16 columns of it, scaled.
+    ///
+    /// # Safety
+    /// As [`Source::at`], with `at + count` within a row.
+    #[inline(always)]
+    unsafe fn lanes(&self, position: u32, at: usize, count: usize) -> Lanes {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let value = Lanes::load_first(self.at(position).add(at), count);
+            if self.scale.is_null() { value } else { value * Lanes::splat(*self.scale.add(position as usize)) }
+        }
+    }
+
+    /// The sum of `occurrences`' gradients in columns `at..at + 16 × TILES` (of the last 16, `count`), to `sum`.
+    ///
+    /// # Safety
+    /// As [`Source::lanes`], for at least one occurrence; `sum` has room for whole lanes.
+    #[inline(always)]
+    unsafe fn sum_tile<const TILES: usize>(&self, occurrences: &[u32], at: usize, count: usize, sum: *mut f32) {
+        let mut sums = [Lanes::splat(0.0); TILES];
+        // SAFETY: the caller's promise.
+        unsafe {
+            // From the first itself, not from zero: a single occurrence is taken as it is.
+            for (tile, sum) in sums.iter_mut().enumerate() {
+                *sum = self.lanes(occurrences[0], at + tile * LANES, count);
+            }
+            for &position in &occurrences[1..] {
+                for (tile, sum) in sums.iter_mut().enumerate() {
+                    *sum = *sum + self.lanes(position, at + tile * LANES, count);
+                }
+            }
+            for (tile, lanes) in sums.iter().enumerate() {
+                lanes.store(sum.add(at + tile * LANES));
+            }
+        }
+    }
+
+    /// The sum of `occurrences`' gradients (at least one), in `sum` or, where it is that of one occurrence, in place.
+    ///
+    /// # Safety
+    /// As [`Source::sum_tile`].
+    #[inline(always)]
+    unsafe fn sum(&self, occurrences: &[u32], sum: *mut f32) -> *const f32 {
+        // SAFETY: the caller's promise; the tiles are within `dim`.
+        unsafe {
+            if occurrences.len() == 1 && self.scale.is_null() {
+                return self.at(occurrences[0]);
+            }
+            let mut at = 0;
+            while at + 4 * LANES <= self.dim {
+                self.sum_tile::<4>(occurrences, at, LANES, sum);
+                at += 4 * LANES;
+            }
+            while at + LANES <= self.dim {
+                self.sum_tile::<1>(occurrences, at, LANES, sum);
+                at += LANES;
+            }
+            if at < self.dim {
+                self.sum_tile::<1>(occurrences, at, self.dim - at, sum);
+            }
+        }
+        sum
+    }
+}
+
+/// One call of [`backward`].
+struct Call<'a, R> {
+    isa: Isa,
+    rows: &'a R,
+    index: &'a TransposedIndex,
+    source: Source,
+}
+
+impl<R: RowStore> Call<'_, R> {
+    fn deal<U: RowUpdate>(&self, update: U, threads: usize) {
+        let TransposedIndex { slots, starts, occurrences } = self.index;
+        assert_eq!(slots.len() + 1, starts.len(), "one start a row and the end");
+        assert_eq!(starts[slots.len()] as usize, occurrences.len(), "starts end at the last occurrence");
+        let dim = self.source.dim as u64;
+        let cost_before = |row: usize| (u64::from(starts[row]) + row as u64 * ROW_COST) * dim;
+        deal(threads, slots.len(), cost_before, |range| self.isa.run(UpdateJob { call: self, update, range }));
+    }
+}
+
+struct UpdateJob<'a, R, U> {
+    call: &'a Call<'a, R>,
+    update: U,
+    range: Range<usize>,
+}
+
+impl<R: RowStore, U: RowUpdate> Job for UpdateJob<'_, R, U> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Call { rows, index, source, .. } = *self.call;
+        let dim = source.dim;
+        let mut sum = vec![Lanes::splat(0.0); dim.div_ceil(LANES)];
+        let sum: *mut f32 = sum.as_mut_ptr().cast();
+        let slots = &index.slots[..self.range.end];
+        for row in self.range.clone() {
+            if let Some(&slot) = slots.get(row + ROWS_AHEAD)
+                && slot != NO_SLOT
+            {
+                U::prefetch(rows, slot, dim);
+            }
+            let occurrences = &index.occurrences[index.starts[row] as usize..index.starts[row + 1] as usize];
+            if slots[row] == NO_SLOT || occurrences.is_empty() {
+                continue;
+            }
+            // SAFETY: the caller of `backward` promises valid, distinct slots and occurrences within the gradient; `sum` has
+            // `dim` floats in whole lanes.
+            unsafe {
+                let gradient = source.sum(occurrences, sum);
+                self.update.update(rows, slots[row], gradient, dim);
+            }
+        }
+    }
+}
+
+/// Shared by threads that write disjoint parts.
+struct Dots(*mut f32);
+
+// SAFETY: each thread writes the positions that it was dealt.
+unsafe impl Sync for Dots {}
+
+struct DotJob<'a, R> {
+    rows: &'a R,
+    slots: &'a [CacheSlot],
+    source: Source,
+    out: &'a Dots,
+    range: Range<usize>,
+}
+
+impl<R: RowStore> Job for DotJob<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let dim = self.source.dim;
+        for position in self.range.clone() {
+            if let Some(&slot) = self.slots.get(position + OCCURRENCES_AHEAD)
+                && slot != NO_SLOT
+            {
+                prefetch_range(self.rows.weights(slot).cast(), prefetched_bytes(dim));
+            }
+            let slot = self.slots[position];
+            let mut products = Lanes::splat(0.0);
+            if slot != NO_SLOT {
+                let row = self.rows.weights(slot);
+                // SAFETY: the caller promises a valid slot and an occurrence within the gradient.
+                let gradient = unsafe { self.source.at(position as u32) };
+                crate::simd::by_lanes!(dim, |at, count| {
+                    // SAFETY: `at + count <= dim` floats of both.
+                    unsafe {
+                        products = products
+                            + Lanes::load_first(gradient.add(at), count) * Lanes::load_first(row.add(at), count);
+                    }
+                });
+            }
+            // SAFETY: `scale` and `out` have a float for each position.
+            unsafe {
+                let scale = if self.source.scale.is_null() { 1.0 } else { *self.source.scale.add(position) };
+                *self.out.0.add(position) = products.sum() * scale;
+            }
+        }
+    }
 }

@@ -1,8 +1,18 @@
 //! Gather and pool.
 #![allow(unsafe_code)]
+#![allow(clippy::inline_always)] // See `simd`.
 
+use std::ops::Range;
+
+use super::optimizer::prefetched_bytes;
 use super::rows::RowStore;
+use super::threads::deal;
+use crate::prefetch::prefetch_range;
+use crate::simd::{Isa, Job, LANES, Lanes};
 use crate::types::{CacheSlot, NO_SLOT};
+
+/// Occurrences that a row is asked for ahead of its use.
+const AHEAD: usize = 12;
 
 /// Sum (or average) the rows of each bag of one feature into columns `column..column + D` of the output.
 ///
@@ -14,6 +24,9 @@ use crate::types::{CacheSlot, NO_SLOT};
 ///
 /// # Safety
 /// Every slot is valid in `rows`, and no row is written during the call.
+///
+/// # Panics
+/// When the lengths of the arguments do not fit each other.
 #[allow(clippy::too_many_arguments)]
 pub unsafe fn forward_pooled<R: RowStore>(
     rows: &R,
@@ -26,43 +39,170 @@ pub unsafe fn forward_pooled<R: RowStore>(
     column: usize,
     threads: usize,
 ) {
-    let _ = threads;
+    let bags = offsets.len() - 1;
     let dim = rows.layout().dim;
-    for bag in 0..offsets.len() - 1 {
-        let range = offsets[bag] as usize..offsets[bag + 1] as usize;
-        let length = range.len();
-        let out = &mut out[bag * out_columns + column..][..dim];
-        out.fill(0.0);
-        for position in range {
-            if slots[position] == NO_SLOT {
-                continue;
-            }
-            let weight = weights.map_or(1.0, |w| w[position]);
-            // SAFETY: the caller promises valid slots that nobody writes.
-            let row = unsafe { std::slice::from_raw_parts(rows.weights(slots[position]), dim) };
-            for (sum, value) in out.iter_mut().zip(row) {
-                *sum += weight * value;
-            }
-        }
-        if mean && length > 0 {
-            out.iter_mut().for_each(|sum| *sum /= length as f32);
-        }
-    }
+    assert!(offsets[bags] as usize <= slots.len(), "offsets end past the slots");
+    assert!(weights.is_none_or(|weights| weights.len() >= slots.len()), "fewer weights than slots");
+    assert!(bags == 0 || (bags - 1) * out_columns + column + dim <= out.len(), "the output is too short");
+    let job =
+        Pooled { isa: Isa::best(), rows, slots, offsets, weights, mean, out: out.as_mut_ptr(), out_columns, column };
+    job.deal(threads);
 }
 
 /// Copy the row of each occurrence: `out[i] = rows[slots[i]]`, `out` `[N, D]`.
 ///
 /// # Safety
 /// As [`forward_pooled`].
+///
+/// # Panics
+/// When `out` is too short.
 pub unsafe fn forward_sequence<R: RowStore>(rows: &R, slots: &[CacheSlot], out: &mut [f32], threads: usize) {
-    let _ = threads;
     let dim = rows.layout().dim;
-    for (slot, out) in slots.iter().zip(out.chunks_exact_mut(dim)) {
-        if *slot == NO_SLOT {
-            out.fill(0.0);
-        } else {
-            // SAFETY: as in forward_pooled.
-            out.copy_from_slice(unsafe { std::slice::from_raw_parts(rows.weights(*slot), dim) });
+    assert!(slots.len() * dim <= out.len(), "the output is too short");
+    let out = Output(out.as_mut_ptr());
+    deal(
+        threads,
+        slots.len(),
+        |position| (position * dim) as u64,
+        |range| {
+            Isa::best().run(SequenceJob { rows, slots, out: &out, range });
+        },
+    );
+}
+
+/// Shared by threads that write disjoint parts.
+struct Output(*mut f32);
+
+// SAFETY: each thread writes the bags or positions that it was dealt, and no two get the same.
+unsafe impl Sync for Output {}
+
+/// One call of [`forward_pooled`].
+#[derive(Clone, Copy)]
+pub(super) struct Pooled<'a, R> {
+    pub(super) isa: Isa,
+    pub(super) rows: &'a R,
+    pub(super) slots: &'a [CacheSlot],
+    pub(super) offsets: &'a [i64],
+    pub(super) weights: Option<&'a [f32]>,
+    pub(super) mean: bool,
+    pub(super) out: *mut f32,
+    pub(super) out_columns: usize,
+    pub(super) column: usize,
+}
+
+// SAFETY: as of `Output`, and rows are only read.
+unsafe impl<R: Sync> Sync for Pooled<'_, R> {}
+
+impl<R: RowStore> Pooled<'_, R> {
+    pub(super) fn deal(self, threads: usize) {
+        let dim = self.rows.layout().dim as u64;
+        let job = &self;
+        let cost_before = |bag: usize| (job.offsets[bag] as u64 + bag as u64) * dim;
+        deal(threads, self.offsets.len() - 1, cost_before, |bags| {
+            if job.weights.is_some() {
+                job.isa.run(PooledJob::<_, true> { call: job, bags });
+            } else {
+                job.isa.run(PooledJob::<_, false> { call: job, bags });
+            }
+        });
+    }
+}
+
+struct PooledJob<'a, R, const WEIGHTED: bool> {
+    call: &'a Pooled<'a, R>,
+    bags: Range<usize>,
+}
+
+impl<R: RowStore, const WEIGHTED: bool> Job for PooledJob<'_, R, WEIGHTED> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let dim = self.call.rows.layout().dim;
+        for bag in self.bags.clone() {
+            let range = self.call.offsets[bag] as usize..self.call.offsets[bag + 1] as usize;
+            let out = self.call.out.wrapping_add(bag * self.call.out_columns + self.call.column);
+            let mut at = 0;
+            while at + 4 * LANES <= dim {
+                self.tile::<4>(&range, out, at, LANES);
+                at += 4 * LANES;
+            }
+            while at + LANES <= dim {
+                self.tile::<1>(&range, out, at, LANES);
+                at += LANES;
+            }
+            if at < dim {
+                self.tile::<1>(&range, out, at, dim - at);
+            }
+        }
+    }
+}
+
+impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
+    /// Columns `at..at + 16 × TILES` of a bag (of the last 16, `count`), in registers.
+    #[inline(always)]
+    fn tile<const TILES: usize>(&self, range: &Range<usize>, out: *mut f32, at: usize, count: usize) {
+        let Pooled { rows, slots, weights, mean, .. } = *self.call;
+        let bytes = prefetched_bytes(rows.layout().dim);
+        let mut sums = [Lanes::splat(0.0); TILES];
+        for position in range.clone() {
+            if at == 0
+                && let Some(&slot) = slots.get(position + AHEAD)
+                && slot != NO_SLOT
+            {
+                prefetch_range(rows.weights(slot).cast(), bytes);
+            }
+            let slot = slots[position];
+            if slot == NO_SLOT {
+                continue;
+            }
+            let row = rows.weights(slot).wrapping_add(at);
+            for (tile, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: the slot is valid, and `at + 16 × tile + count` floats are within its row.
+                let mut value = unsafe { Lanes::load_first(row.add(tile * LANES), count) };
+                if WEIGHTED && let Some(weights) = weights {
+                    value = Lanes::splat(weights[position]) * value;
+                }
+                *sum = *sum + value;
+            }
+        }
+        for (tile, &sum) in sums.iter().enumerate() {
+            let pooled = if mean && !range.is_empty() { sum / Lanes::splat(range.len() as f32) } else { sum };
+            // SAFETY: the caller checked the output's length; only this bag's columns are written.
+            unsafe { pooled.store_first(out.add(at + tile * LANES), count) };
+        }
+    }
+}
+
+struct SequenceJob<'a, R> {
+    rows: &'a R,
+    slots: &'a [CacheSlot],
+    out: &'a Output,
+    range: Range<usize>,
+}
+
+impl<R: RowStore> Job for SequenceJob<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let dim = self.rows.layout().dim;
+        for position in self.range.clone() {
+            if let Some(&slot) = self.slots.get(position + AHEAD)
+                && slot != NO_SLOT
+            {
+                prefetch_range(self.rows.weights(slot).cast(), prefetched_bytes(dim));
+            }
+            let slot = self.slots[position];
+            // SAFETY: valid slots, and an output of `[N, D]`, checked by the callers; rows and output do not overlap.
+            unsafe {
+                let to = self.out.0.add(position * dim);
+                if slot == NO_SLOT {
+                    to.write_bytes(0, dim);
+                } else {
+                    to.copy_from_nonoverlapping(self.rows.weights(slot), dim);
+                }
+            }
         }
     }
 }

@@ -6,10 +6,15 @@
 
 mod backward;
 mod forward;
+mod gradient;
 mod optimizer;
 mod rows;
+#[cfg(test)]
+mod tests;
+mod threads;
 
-pub use backward::{Gradient, TransposedIndex, backward, weight_gradient};
+pub use backward::{backward, weight_gradient};
 pub use forward::{forward_pooled, forward_sequence};
+pub use gradient::{Gradient, PooledFeature, PooledGradient, TransposedIndex};
 pub use optimizer::{Hyperparameters, OptimizerStep};
 pub use rows::{ArenaRows, RowStore, TensorRows};

@@ -1,5 +1,6 @@
 //! Where kernels find rows: an arena, or tensors of a device tier on the CPU.
 #![allow(unsafe_code)]
+#![allow(clippy::inline_always)] // A call in the kernels' inner loops would be one to code compiled for the baseline.
 
 use crate::rows::{Arena, RowLayout};
 use crate::types::CacheSlot;
@@ -29,15 +30,15 @@ impl RowStore for ArenaRows<'_> {
     fn layout(&self) -> RowLayout {
         self.layout
     }
-    #[inline]
+    #[inline(always)]
     fn weights(&self, slot: CacheSlot) -> *mut f32 {
         self.arena.row(slot).vector
     }
-    #[inline]
+    #[inline(always)]
     fn vector_slot(&self, which: usize, slot: CacheSlot) -> *mut f32 {
         self.arena.row(slot).vector.wrapping_add(self.layout.dim * (1 + which))
     }
-    #[inline]
+    #[inline(always)]
     fn scalar(&self, slot: CacheSlot) -> *mut f32 {
         let header = self.arena.row(slot).header;
         // SAFETY: only an address within the header is formed; nothing is read.
@@ -68,15 +69,15 @@ impl RowStore for TensorRows {
     fn layout(&self) -> RowLayout {
         self.layout
     }
-    #[inline]
+    #[inline(always)]
     fn weights(&self, slot: CacheSlot) -> *mut f32 {
         self.weights.wrapping_add(slot as usize * self.layout.dim)
     }
-    #[inline]
+    #[inline(always)]
     fn vector_slot(&self, which: usize, slot: CacheSlot) -> *mut f32 {
         self.vector_slots[which].wrapping_add(slot as usize * self.layout.dim)
     }
-    #[inline]
+    #[inline(always)]
     fn scalar(&self, slot: CacheSlot) -> *mut f32 {
         self.scalars.wrapping_add(slot as usize)
     }

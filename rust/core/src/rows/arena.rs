@@ -128,7 +128,8 @@ impl Arena {
     }
 
     /// The address of a row. Valid while the arena lives and, for overflow slots, while they are reserved.
-    #[inline]
+    #[allow(clippy::inline_always)] // The innermost loop of every kernel.
+    #[inline(always)]
     pub fn row(&self, slot: u32) -> RowMut {
         if slot < self.capacity {
             RowMut {

@@ -1,0 +1,188 @@
+//! Which occurrences a row has, and where their gradients are.
+
+use crate::error::{Error, Kind, Result};
+use crate::types::{CacheSlot, NO_SLOT};
+
+/// Which occurrences each distinct row has: a batch's inverse, transposed. `NO_SLOT` occurrences are left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TransposedIndex {
+    /// Slots of the distinct rows: `[U]`. A row whose slot is `NO_SLOT` is not updated.
+    pub slots: Vec<CacheSlot>,
+    /// Where each row's occurrences start: `[U + 1]`.
+    pub starts: Vec<u32>,
+    /// Positions of the occurrences in the batch, ascending within a row: `[N]`.
+    pub occurrences: Vec<u32>,
+}
+
+impl TransposedIndex {
+    /// Transpose `inverse` (`[N]`, positions in `0..unique`, or `NO_SLOT` to leave an occurrence out) by counting; `slots` is
+    /// filled later by the plan.
+    pub fn from_inverse(inverse: &[u32], unique: usize) -> Self {
+        // While filling, the start of row r is kept at r + 1, so that each ends as the start of the row after.
+        let mut starts = vec![0_u32; unique + 2];
+        let mut total = 0;
+        for &row in inverse.iter().filter(|&&row| row != NO_SLOT) {
+            starts[row as usize + 2] += 1;
+            total += 1;
+        }
+        for row in 2..unique + 2 {
+            starts[row] += starts[row - 1];
+        }
+        let mut occurrences = vec![0; total];
+        for (position, &row) in inverse.iter().enumerate().filter(|&(_, &row)| row != NO_SLOT) {
+            let next = &mut starts[row as usize + 1];
+            occurrences[*next as usize] = position as u32;
+            *next += 1;
+        }
+        starts.truncate(unique + 1);
+        Self { slots: Vec::new(), starts, occurrences }
+    }
+}
+
+/// Where the gradient of an occurrence is.
+#[derive(Clone, Copy, Debug)]
+pub enum Gradient<'a> {
+    /// Bags: `grad` `[B, columns]`; occurrence `i` reads `D` floats of `grad` from `starts[i]` on, times `scale[i]`.
+    /// [`PooledGradient`] makes the two arrays.
+    Pooled {
+        /// `[B, columns]`, row-major.
+        grad: &'a [f32],
+        /// Columns of `grad`.
+        columns: usize,
+        /// `[N]`: start of the occurrence's gradient in `grad` (`b × columns + column`).
+        starts: &'a [u32],
+        /// `[N]`: per-sample weight and mean divisor together; `None` for 1.
+        scale: Option<&'a [f32]>,
+    },
+    /// Sequences: `grad` `[N, D]`.
+    Sequence {
+        /// `[N, D]`, row-major.
+        grad: &'a [f32],
+    },
+}
+
+/// One feature of a table in a batch of bags.
+#[derive(Clone, Copy, Debug)]
+pub struct PooledFeature<'a> {
+    /// Its first column in the pooled output.
+    pub column: usize,
+    /// `[B + 1]`, where each of its bags starts among its own occurrences: first 0, not decreasing (checked by the caller).
+    pub offsets: &'a [i64],
+    /// Per-sample weights of its occurrences.
+    pub weights: Option<&'a [f32]>,
+    /// Whether it is averaged.
+    pub mean: bool,
+}
+
+/// Where each occurrence of a table's features, one feature after another, finds its gradient in the pooled output's.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PooledGradient {
+    columns: usize,
+    /// `[N]`
+    starts: Vec<u32>,
+    /// `[N]`: weight over bag length; empty where all are 1.
+    scale: Vec<f32>,
+    /// `[N]`: 1 over bag length; empty where all are 1.
+    divisor: Vec<f32>,
+}
+
+impl PooledGradient {
+    /// For the gradient `[B, columns]` of the pooled output. `Kind::Input` when it has `2^32` elements or more.
+    pub fn new(columns: usize, features: &[PooledFeature<'_>]) -> Result<Self> {
+        let count = |feature: &PooledFeature<'_>| feature.offsets.last().map_or(0, |&end| end as usize);
+        let total = features.iter().map(count).sum();
+        let mean = features.iter().any(|feature| feature.mean);
+        let weighted = features.iter().any(|feature| feature.weights.is_some());
+        let mut made = Self {
+            columns,
+            starts: Vec::with_capacity(total),
+            scale: Vec::with_capacity(if mean || weighted { total } else { 0 }),
+            divisor: Vec::with_capacity(if mean { total } else { 0 }),
+        };
+        for feature in features {
+            let bags = feature.offsets.len().saturating_sub(1);
+            if bags.saturating_mul(columns) > u32::MAX as usize {
+                return Err(Error::new(
+                    Kind::Input,
+                    format!("the pooled output has {bags} × {columns} elements, 2^32 or more: use smaller batches"),
+                ));
+            }
+            for bag in 0..bags {
+                let (from, to) = (feature.offsets[bag] as usize, feature.offsets[bag + 1] as usize);
+                let filled = made.starts.len() + (to - from);
+                made.starts.resize(filled, (bag * columns + feature.column) as u32);
+                let share = if feature.mean { 1.0 / (to - from) as f32 } else { 1.0 };
+                if mean {
+                    made.divisor.resize(filled, share);
+                }
+                if let Some(weights) = feature.weights {
+                    made.scale.extend(weights[from..to].iter().map(|weight| weight * share));
+                } else if mean || weighted {
+                    made.scale.resize(filled, share);
+                }
+            }
+        }
+        Ok(made)
+    }
+
+    /// The gradients of the rows, for [`super::backward`].
+    pub fn of_rows<'a>(&'a self, grad: &'a [f32]) -> Gradient<'a> {
+        self.view(grad, &self.scale)
+    }
+
+    /// What [`super::weight_gradient`] needs: the per-sample weights left out, the mean divisor kept.
+    pub fn of_weights<'a>(&'a self, grad: &'a [f32]) -> Gradient<'a> {
+        self.view(grad, &self.divisor)
+    }
+
+    fn view<'a>(&'a self, grad: &'a [f32], scale: &'a [f32]) -> Gradient<'a> {
+        let scale = if scale.is_empty() { None } else { Some(scale) };
+        Gradient::Pooled { grad, columns: self.columns, starts: &self.starts, scale }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transposing_lists_each_rows_occurrences_in_order() {
+        let index = TransposedIndex::from_inverse(&[2, 0, NO_SLOT, 2, 1, 2, NO_SLOT, 0], 4);
+        assert_eq!(index.starts, [0, 2, 3, 6, 6]);
+        assert_eq!(index.occurrences, [1, 7, 4, 0, 3, 5]);
+    }
+
+    #[test]
+    fn transposing_nothing_gives_nothing() {
+        assert_eq!(TransposedIndex::from_inverse(&[], 0).starts, [0]);
+        assert_eq!(TransposedIndex::from_inverse(&[], 3).starts, [0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn occurrences_find_their_bag_and_share() {
+        let weights = [2.0, 3.0, 4.0];
+        let features = [
+            PooledFeature { column: 0, offsets: &[0, 2, 2, 3], weights: Some(&weights), mean: false },
+            PooledFeature { column: 8, offsets: &[0, 0, 1, 5], weights: None, mean: true },
+        ];
+        let made = PooledGradient::new(16, &features).expect("small");
+        assert_eq!(made.starts, [0, 0, 32, 24, 40, 40, 40, 40]);
+        assert_eq!(made.scale, [2.0, 3.0, 4.0, 1.0, 0.25, 0.25, 0.25, 0.25]);
+        assert_eq!(made.divisor, [1.0, 1.0, 1.0, 1.0, 0.25, 0.25, 0.25, 0.25]);
+    }
+
+    #[test]
+    fn plain_sums_need_no_scale() {
+        let features = [PooledFeature { column: 4, offsets: &[0, 1, 3], weights: None, mean: false }];
+        let made = PooledGradient::new(8, &features).expect("small");
+        let Gradient::Pooled { starts, scale: None, .. } = made.of_rows(&[]) else { panic!("a scale of ones") };
+        assert_eq!(starts, [4, 12, 12]);
+    }
+
+    #[test]
+    fn an_output_past_u32_is_refused() {
+        let offsets = vec![0; 70_000];
+        let features = [PooledFeature { column: 0, offsets: &offsets, weights: None, mean: false }];
+        assert_eq!(PooledGradient::new(70_000, &features).expect_err("too large").kind(), Kind::Input);
+    }
+}

@@ -1,0 +1,158 @@
+//! Threads of the kernels: cached pools, work dealt in parts of even cost.
+#![allow(unsafe_code)]
+
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::sync::lock;
+
+/// Parts a thread, so that a thread that is late has few of them.
+const PARTS_PER_THREAD: usize = 4;
+/// Below this cost (floats touched) a thread costs more than it saves. Tests run small work on all the threads they ask for.
+const MINIMUM_COST_PER_THREAD: u64 = if cfg!(test) { 1 } else { 16_384 };
+
+/// Run `work(from..to)` over all of `0..items` on `threads` threads (this one among them); `cost_before(i)` is the cost of the
+/// items before `i`, increasing. Which thread takes which range is left to chance: results must not depend on it.
+pub(super) fn deal(
+    threads: usize,
+    items: usize,
+    cost_before: impl Fn(usize) -> u64,
+    work: impl Fn(std::ops::Range<usize>) + Sync,
+) {
+    let total = cost_before(items);
+    let threads = threads.min((total / MINIMUM_COST_PER_THREAD) as usize).min(items);
+    let Some(pool) = (if threads > 1 { pool(threads - 1) } else { None }) else {
+        return work(0..items);
+    };
+    let parts = threads * PARTS_PER_THREAD;
+    let mut bounds: Vec<usize> = (0..=parts)
+        .map(|part| first_at_cost(items, (u128::from(total) * part as u128 / parts as u128) as u64, &cost_before))
+        .collect();
+    // Items at the end that cost nothing.
+    bounds[parts] = items;
+    let next = AtomicUsize::new(0);
+    let take = || {
+        loop {
+            let part = next.fetch_add(1, Ordering::Relaxed);
+            if part >= parts {
+                return;
+            }
+            if bounds[part] < bounds[part + 1] {
+                work(bounds[part]..bounds[part + 1]);
+            }
+        }
+    };
+    pool.in_place_scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(|_| take());
+        }
+        take();
+    });
+}
+
+/// The first item with at least `cost` before it.
+fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -> usize {
+    let (mut low, mut high) = (0, items);
+    while low < high {
+        let middle = usize::midpoint(low, high);
+        if cost_before(middle) < cost {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    low
+}
+
+/// The pools of this process. A forked child has the memory of its parent's pools but not their threads, so it makes its own.
+struct Pools {
+    process: u32,
+    by_size: Mutex<Vec<Arc<ThreadPool>>>,
+}
+
+static POOLS: AtomicPtr<Pools> = AtomicPtr::new(ptr::null_mut());
+
+/// A pool of `size` threads; `None` where the system gives no threads.
+fn pool(size: usize) -> Option<Arc<ThreadPool>> {
+    let mut pools = lock(&pools_of_this_process().by_size);
+    if let Some(pool) = pools.iter().find(|pool| pool.current_num_threads() == size) {
+        return Some(Arc::clone(pool));
+    }
+    let builder = ThreadPoolBuilder::new().num_threads(size).thread_name(|which| format!("embcache-kernel-{which}"));
+    let pool = Arc::new(builder.build().ok()?);
+    pools.push(Arc::clone(&pool));
+    Some(pool)
+}
+
+fn pools_of_this_process() -> &'static Pools {
+    let process = std::process::id();
+    loop {
+        let current = POOLS.load(Ordering::Acquire);
+        // SAFETY: what is stored is null or comes from a Box that is never freed.
+        if let Some(pools) = unsafe { current.as_ref() }
+            && pools.process == process
+        {
+            return pools;
+        }
+        // A parent's pools stay where they are: dropping them would wait for threads that are not here.
+        let fresh = Box::into_raw(Box::new(Pools { process, by_size: Mutex::new(Vec::new()) }));
+        if POOLS.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            // SAFETY: made above and given to nobody.
+            drop(unsafe { Box::from_raw(fresh) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_is_dealt_once_whatever_the_costs() {
+        for threads in [1, 2, 3, 8] {
+            for items in [0, 1, 2, 7, 1000] {
+                for cost in [|_| 1, |item: usize| item as u64, |item: usize| if item == 3 { 1_000_000 } else { 1 }] {
+                    let mut before = vec![0];
+                    before.extend((0..items).scan(0, |sum, item| {
+                        *sum += cost(item);
+                        Some(*sum)
+                    }));
+                    let taken: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
+                    deal(
+                        threads,
+                        items,
+                        |item| before[item],
+                        |range| {
+                            for item in range {
+                                taken[item].fetch_add(1, Ordering::Relaxed);
+                            }
+                        },
+                    );
+                    assert!(
+                        taken.iter().all(|count| count.load(Ordering::Relaxed) == 1),
+                        "{threads} threads {items} items"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn work_runs_on_as_many_threads_as_asked() {
+        let inside = std::sync::Barrier::new(3);
+        // Nobody passes before all three are in.
+        deal(
+            3,
+            3,
+            |item| item as u64,
+            |range| {
+                for _ in range {
+                    inside.wait();
+                }
+            },
+        );
+    }
+}

@@ -1,0 +1,214 @@
+//! One source for several instruction sets, with the same bits on each.
+//!
+//! A [`Job`] is compiled once an instruction set and run on the best that the processor has. Its arithmetic is IEEE addition,
+//! multiplication, division and square root on 16 virtual lanes, in an order that the source fixes; Rust never contracts a
+//! multiplication and an addition into one rounding, so the vector width changes nothing.
+#![allow(unsafe_code)]
+// What is not inlined into a job is compiled for the baseline; and plain loops over lanes, as closures may not be inlined.
+#![allow(clippy::inline_always, clippy::needless_range_loop)]
+
+use std::ops::{Add, Div, Mul, Sub};
+
+/// An instruction set that jobs are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Isa {
+    /// What the crate is built for.
+    Baseline,
+    /// x86-64 with AVX2.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ and VL.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+/// Work to compile for every instruction set. `run` and all it calls in its loops must be `#[inline(always)]`.
+pub(crate) trait Job {
+    /// What the work gives.
+    type Output;
+    /// Do it.
+    fn run(self) -> Self::Output;
+}
+
+impl Isa {
+    /// The widest that this processor has.
+    pub(crate) fn best() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            // The macro caches what it finds.
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+            {
+                return Self::Avx512;
+            }
+            if is_x86_feature_detected!("avx2") {
+                return Self::Avx2;
+            }
+        }
+        Self::Baseline
+    }
+
+    /// All that this processor has.
+    #[cfg(test)]
+    pub(crate) fn all() -> Vec<Self> {
+        match Self::best() {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => vec![Self::Baseline, Self::Avx2, Self::Avx512],
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => vec![Self::Baseline, Self::Avx2],
+            Self::Baseline => vec![Self::Baseline],
+        }
+    }
+
+    /// Run `job` as compiled for this instruction set, which the processor must have: values come from [`Isa::best`] and, in
+    /// tests, [`Isa::all`].
+    #[inline]
+    pub(crate) fn run<J: Job>(self, job: J) -> J::Output {
+        match self {
+            Self::Baseline => job.run(),
+            // SAFETY: an Isa of more than the baseline is only made after its features were detected.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => unsafe { run_avx2(job) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => unsafe { run_avx512(job) },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn run_avx2<J: Job>(job: J) -> J::Output {
+    job.run()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn run_avx512<J: Job>(job: J) -> J::Output {
+    job.run()
+}
+
+/// Virtual lanes of a vector.
+pub(crate) const LANES: usize = 16;
+
+/// 16 floats: one register of AVX-512, two of AVX2, four of SSE2 or NEON.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C, align(64))]
+pub(crate) struct Lanes([f32; LANES]);
+
+impl Lanes {
+    /// The same in every lane.
+    #[inline(always)]
+    pub(crate) fn splat(value: f32) -> Self {
+        Self([value; LANES])
+    }
+
+    /// # Safety
+    /// 16 floats can be read at `from`.
+    #[inline(always)]
+    pub(crate) unsafe fn load(from: *const f32) -> Self {
+        // SAFETY: the caller's promise; an array of floats has no stricter alignment.
+        Self(unsafe { from.cast::<[f32; LANES]>().read() })
+    }
+
+    /// The first `count` lanes, zeros after them.
+    ///
+    /// # Safety
+    /// `count` floats can be read at `from`, `count <= 16`.
+    #[inline(always)]
+    pub(crate) unsafe fn load_first(from: *const f32, count: usize) -> Self {
+        if count == LANES {
+            // SAFETY: the caller's promise.
+            return unsafe { Self::load(from) };
+        }
+        let mut lanes = [0.0; LANES];
+        for lane in 0..count {
+            // SAFETY: the caller's promise.
+            lanes[lane] = unsafe { from.add(lane).read() };
+        }
+        Self(lanes)
+    }
+
+    /// # Safety
+    /// 16 floats can be written at `to`.
+    #[inline(always)]
+    pub(crate) unsafe fn store(self, to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { to.cast::<[f32; LANES]>().write(self.0) };
+    }
+
+    /// # Safety
+    /// `count` floats can be written at `to`, `count <= 16`.
+    #[inline(always)]
+    pub(crate) unsafe fn store_first(self, to: *mut f32, count: usize) {
+        if count == LANES {
+            // SAFETY: the caller's promise.
+            return unsafe { self.store(to) };
+        }
+        for lane in 0..count {
+            // SAFETY: the caller's promise.
+            unsafe { to.add(lane).write(self.0[lane]) };
+        }
+    }
+
+    /// Square root of each lane.
+    #[inline(always)]
+    pub(crate) fn sqrt(self) -> Self {
+        let mut lanes = [0.0; LANES];
+        for lane in 0..LANES {
+            lanes[lane] = self.0[lane].sqrt();
+        }
+        Self(lanes)
+    }
+
+    /// The sum of all lanes: halves added to halves.
+    #[inline(always)]
+    pub(crate) fn sum(self) -> f32 {
+        let mut eight = [0.0; 8];
+        for lane in 0..8 {
+            eight[lane] = self.0[lane] + self.0[lane + 8];
+        }
+        let mut four = [0.0; 4];
+        for lane in 0..4 {
+            four[lane] = eight[lane] + eight[lane + 4];
+        }
+        (four[0] + four[2]) + (four[1] + four[3])
+    }
+}
+
+macro_rules! lanewise {
+    ($($trait:ident $method:ident $operator:tt),*) => {$(
+        impl $trait for Lanes {
+            type Output = Self;
+            #[inline(always)]
+            fn $method(self, other: Self) -> Self {
+                let mut lanes = [0.0; LANES];
+                for lane in 0..LANES {
+                    lanes[lane] = self.0[lane] $operator other.0[lane];
+                }
+                Self(lanes)
+            }
+        }
+    )*};
+}
+lanewise!(Add add +, Sub sub -, Mul mul *, Div div /);
+
+/// Run a block for every 16 columns of a row: `|at, count|`, `count` below 16 only in the last. A macro, as the block must be
+/// inlined for both.
+macro_rules! by_lanes {
+    ($dim:expr, |$at:ident, $count:ident| $block:block) => {{
+        let mut $at = 0;
+        while $at + $crate::simd::LANES <= $dim {
+            let $count = $crate::simd::LANES;
+            $block
+            $at += $crate::simd::LANES;
+        }
+        if $at < $dim {
+            let $count = $dim - $at;
+            $block
+        }
+    }};
+}
+pub(crate) use by_lanes;
