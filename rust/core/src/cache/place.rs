@@ -104,7 +104,12 @@ impl TablePlan {
     }
 
     /// Pin the ids at `positions` whose host slots were just looked up, and bring in the others.
-    fn pin_found(&mut self, state: &mut State, positions: impl Iterator<Item = u32> + Clone, mode: PlanMode) -> Result<()> {
+    fn pin_found(
+        &mut self,
+        state: &mut State,
+        positions: impl Iterator<Item = u32> + Clone,
+        mode: PlanMode,
+    ) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         let mut accessed = Vec::with_capacity(self.unique.len());
         let mut missing: Vec<u32> = Vec::new();
