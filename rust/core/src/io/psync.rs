@@ -60,6 +60,7 @@ struct Queue {
 #[derive(Debug)]
 struct Batch {
     reads: Vec<Read>,
+    process: u32,
     /// Positions of each chunk.
     chunks: Vec<Range<usize>>,
     next: AtomicUsize,
@@ -100,12 +101,11 @@ fn room_of(read: &Read) -> usize {
 }
 
 /// Read into `buffer`; the range of the bytes wanted.
-fn read_one(read: &Read, buffer: &mut [u8]) -> Result<Range<usize>> {
-    let Some(file) = read.file.as_any().downcast_ref::<DiskFile>() else {
+fn read_one(read: &Read, process: u32, buffer: &mut [u8]) -> Result<Range<usize>> {
+    let Some(file) = read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_of(process)) else {
         read.file.read_at(read.offset, &mut buffer[..read.len])?;
         return Ok(0..read.len);
     };
-    file.check_process()?;
     let mut cover = Cover::new(read.offset, read.len, file.align());
     file.read_cover(&mut cover, buffer)?;
     Ok(cover.skip..cover.skip + cover.len)
@@ -121,7 +121,7 @@ impl Work {
             .map(|read| {
                 let start = at;
                 at += room_of(read);
-                read_one(read, &mut buffer[start..at]).map(|row| start + row.start..start + row.end)
+                read_one(read, batch.process, &mut buffer[start..at]).map(|row| start + row.start..start + row.end)
             })
             .collect();
         Chunk { first: chunk.start, buffer, rows }
@@ -205,14 +205,20 @@ impl BatchReader for PreadPool {
         };
         if let [read] = reads {
             let mut buffer = work.buffers.take_at_least(room_of(read));
-            let done = read_one(read, &mut buffer);
+            let done = read_one(read, std::process::id(), &mut buffer);
             sink(0, done.map(|row| &buffer[row]));
             return;
         }
         // Threads that are ahead of the sink wait: a batch never holds more than these buffers.
         let (done, finished) = sync_channel(THREADS);
         let chunks = chunks_of(reads);
-        let batch = Arc::new(Batch { reads: reads.to_vec(), chunks, next: AtomicUsize::new(0), done });
+        let batch = Arc::new(Batch {
+            reads: reads.to_vec(),
+            process: std::process::id(),
+            chunks,
+            next: AtomicUsize::new(0),
+            done,
+        });
         lock(&work.queue).batches.push_back(batch.clone());
         work.ready.notify_all();
         for _ in 0..batch.chunks.len() {

@@ -1,0 +1,107 @@
+//! The limits of disk benches: raw system calls on the same files.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
+
+use embcache::io::{ALIGNMENT, AlignedBuf};
+use io_uring::{IoUring, opcode, types};
+
+/// What direct reads are aligned to.
+const SECTOR: usize = 512;
+
+/// User and system seconds of this process so far.
+///
+/// # Panics
+/// Never: `getrusage` of the process itself cannot fail.
+pub fn cpu_seconds() -> f64 {
+    // SAFETY: all-zero is a valid value of this plain C struct.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: `usage` outlives the call.
+    assert_eq!(unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) }, 0);
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
+    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+}
+
+/// A ring with `O_DIRECT` on one file.
+pub struct RawReads {
+    ring: IoUring,
+    file: File,
+    memory: AlignedBuf,
+    depth: usize,
+    slot_bytes: usize,
+}
+
+impl RawReads {
+    /// Reads of up to `largest` bytes of any alignment, `depth` in flight.
+    ///
+    /// # Panics
+    /// When the system refuses `io_uring` or `O_DIRECT`.
+    pub fn new(path: &Path, largest: usize, depth: usize) -> Self {
+        let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).expect("O_DIRECT is permitted");
+        let slot_bytes = largest.next_multiple_of(SECTOR) + SECTOR;
+        Self {
+            ring: IoUring::new(depth as u32).expect("io_uring is permitted"),
+            file,
+            memory: AlignedBuf::zeroed(depth * slot_bytes),
+            depth,
+            slot_bytes,
+        }
+    }
+
+    /// Read the sectors of `len` bytes at each offset; the sum of the first byte wanted of each, so that nothing is left out.
+    ///
+    /// # Panics
+    /// When a read fails or is short.
+    pub fn read(&mut self, offsets: &[u64], len: usize) -> u64 {
+        let mut next = 0;
+        let mut done = 0;
+        let mut sum = 0;
+        let mut free: Vec<usize> = (0..self.depth).collect();
+        let mut skips = vec![0; self.depth];
+        while done < offsets.len() {
+            while let (Some(&slot), Some(&offset)) = (free.last(), offsets.get(next)) {
+                let skip = (offset % SECTOR as u64) as usize;
+                let bytes = (skip + len).next_multiple_of(SECTOR);
+                let place = self.memory.as_mut_ptr().wrapping_add(slot * self.slot_bytes);
+                let entry = opcode::Read::new(types::Fd(self.file.as_raw_fd()), place, bytes as u32)
+                    .offset(offset - skip as u64)
+                    .build()
+                    .user_data(slot as u64);
+                // SAFETY: the slot's memory and the file live as long as self, and every completion is awaited below.
+                unsafe { self.ring.submission().push(&entry) }.expect("an entry a slot");
+                skips[slot] = skip;
+                free.pop();
+                next += 1;
+            }
+            self.ring.submit_and_wait(1).expect("io_uring_enter");
+            for completion in self.ring.completion() {
+                let slot = completion.user_data() as usize;
+                assert!(completion.result() >= (skips[slot] + len) as i32, "short read: {}", completion.result());
+                sum += u64::from(self.memory[slot * self.slot_bytes + skips[slot]]);
+                free.push(slot);
+                done += 1;
+            }
+        }
+        sum
+    }
+}
+
+/// Write a new file of `bytes`, `chunk` at a time, with `O_DIRECT`, and make it durable.
+///
+/// # Panics
+/// When the system refuses `O_DIRECT` or the disk is full.
+pub fn write_sequentially(path: &Path, bytes: usize, chunk: usize) {
+    assert!(chunk.is_multiple_of(ALIGNMENT) && bytes.is_multiple_of(chunk));
+    let data = AlignedBuf::zeroed(chunk);
+    let file = File::options().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path).expect("O_DIRECT");
+    // SAFETY: an open descriptor and plain integers.
+    let set_aside = unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, bytes as libc::off_t) };
+    assert_eq!(set_aside, 0, "fallocate");
+    for offset in (0..bytes).step_by(chunk) {
+        file.write_all_at(&data, offset as u64).expect("room on the disk");
+    }
+    file.sync_data().expect("fdatasync");
+}
