@@ -10,11 +10,13 @@
 
 mod measure;
 mod plain;
+mod plain_kernels;
 mod raw_disk;
 mod serve;
 mod workload;
 
 pub use measure::{Bench, Better, Rounds, Scale, run};
 pub use plain::{PlainDedupe, PlainIndex, huge_pages, prefetch};
+pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
 pub use raw_disk::{RawReads, cpu_seconds, write_sequentially};
 pub use workload::{BATCH_IDS, Ids, SplitMix64, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

@@ -1,0 +1,183 @@
+//! The limits of the kernel benches: plain loops over rows of 64 floats that prefetch, given what a plan knows (slots of the
+//! occurrences, distinct slots, inverse). One bag is [`BAG`] occurrences, pooling is a sum, there is no weight decay.
+#![allow(unsafe_code)]
+#![allow(clippy::inline_always)] // What is not inlined into a version for an instruction set is compiled for the baseline.
+
+use crate::plain::prefetch;
+
+/// Columns of a row.
+pub const DIM: usize = 64;
+/// Occurrences of a bag.
+pub const BAG: usize = 20;
+/// Occurrences asked for ahead.
+const AHEAD: usize = 12;
+/// Distinct rows asked for ahead.
+const ROWS_AHEAD: usize = 8;
+const LR: f32 = 0.02;
+const EPS: f32 = 1e-8;
+const BETA1: f32 = 0.9;
+const BETA2: f32 = 0.999;
+
+type Columns = [f32; DIM];
+
+/// The update of one row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlainOptimizer {
+    /// One sum a row, apart.
+    RowWiseAdagrad,
+    /// Row: weights, sums.
+    Adagrad,
+    /// Row: weights, first moments, second moments. Bias corrections as at the first step.
+    Adam,
+}
+
+/// A table of rows at an address, one after another.
+#[derive(Clone, Debug)]
+pub struct PlainTable {
+    /// First row: weights, then optimizer slots.
+    pub rows: *mut f32,
+    /// Floats of a row.
+    pub stride: usize,
+    /// `[R]`, of rowwise Adagrad.
+    pub sums: Vec<f32>,
+    starts: Vec<u32>,
+    occurrences: Vec<u32>,
+}
+
+/// Versions of `$body` for AVX-512 and AVX2, and the choice among them.
+macro_rules! versions {
+    ($($name:ident: $body:ident($($argument:ident: $type:ty),*);)*) => {$(
+        /// # Safety
+        /// Slots name rows of the table, which nobody else uses; outputs and gradients have `DIM` columns a bag.
+        pub unsafe fn $name($($argument: $type),*) {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f")]
+                unsafe fn avx512($($argument: $type),*) {
+                    // SAFETY: the caller's promise.
+                    unsafe { $body($($argument),*) }
+                }
+                #[target_feature(enable = "avx2")]
+                unsafe fn avx2($($argument: $type),*) {
+                    // SAFETY: the caller's promise.
+                    unsafe { $body($($argument),*) }
+                }
+                if is_x86_feature_detected!("avx512f") {
+                    // SAFETY: detected, and the caller's promise.
+                    return unsafe { avx512($($argument),*) };
+                }
+                if is_x86_feature_detected!("avx2") {
+                    // SAFETY: detected, and the caller's promise.
+                    return unsafe { avx2($($argument),*) };
+                }
+            }
+            // SAFETY: the caller's promise.
+            unsafe { $body($($argument),*) }
+        }
+    )*};
+}
+
+versions! {
+    plain_forward: forward(table: &PlainTable, slots: &[u32], out: &mut [f32]);
+    plain_backward: backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], grad: &[f32], optimizer: PlainOptimizer);
+}
+
+#[inline(always)]
+fn prefetch_row(row: *const f32, floats: usize) {
+    for line in (0..floats).step_by(16) {
+        prefetch(row.wrapping_add(line));
+    }
+}
+
+#[inline(always)]
+unsafe fn forward(table: &PlainTable, slots: &[u32], out: &mut [f32]) {
+    for (bag, out) in out.chunks_exact_mut(DIM).enumerate() {
+        let mut sums = [0.0_f32; DIM];
+        for position in bag * BAG..(bag + 1) * BAG {
+            if let Some(&slot) = slots.get(position + AHEAD) {
+                prefetch_row(table.rows.wrapping_add(slot as usize * table.stride), DIM);
+            }
+            // SAFETY: the caller's promise.
+            let row = unsafe { &*table.rows.add(slots[position] as usize * table.stride).cast::<Columns>() };
+            for column in 0..DIM {
+                sums[column] += row[column];
+            }
+        }
+        out.copy_from_slice(&sums);
+    }
+}
+
+#[inline(always)]
+unsafe fn backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], grad: &[f32], optimizer: PlainOptimizer) {
+    table.transpose(inverse, distinct.len());
+    for row in 0..distinct.len() {
+        if let Some(&slot) = distinct.get(row + ROWS_AHEAD) {
+            prefetch_row(table.rows.wrapping_add(slot as usize * table.stride), table.stride);
+            prefetch(table.sums.as_ptr().wrapping_add(slot as usize));
+        }
+        let mut g = [0.0_f32; DIM];
+        for &position in &table.occurrences[table.starts[row] as usize..table.starts[row + 1] as usize] {
+            let from = position as usize / BAG * DIM;
+            for (sum, value) in g.iter_mut().zip(&grad[from..from + DIM]) {
+                *sum += value;
+            }
+        }
+        let slot = distinct[row] as usize;
+        // SAFETY: the caller's promise.
+        let values = unsafe { std::slice::from_raw_parts_mut(table.rows.add(slot * table.stride), table.stride) };
+        let (weights, slots) = values.split_at_mut(DIM);
+        match optimizer {
+            PlainOptimizer::RowWiseAdagrad => {
+                let mut squares = [0.0_f32; 16];
+                for column in 0..DIM {
+                    squares[column % 16] += g[column] * g[column];
+                }
+                table.sums[slot] += squares.iter().sum::<f32>() / DIM as f32;
+                let multiplier = LR / (table.sums[slot].sqrt() + EPS);
+                for (weight, g) in weights.iter_mut().zip(&g) {
+                    *weight -= multiplier * g;
+                }
+            }
+            PlainOptimizer::Adagrad => {
+                for ((weight, sum), g) in weights.iter_mut().zip(slots).zip(&g) {
+                    *sum += g * g;
+                    *weight -= LR * g / (sum.sqrt() + EPS);
+                }
+            }
+            PlainOptimizer::Adam => {
+                let (firsts, seconds) = slots.split_at_mut(DIM);
+                for (((weight, first), second), g) in weights.iter_mut().zip(firsts).zip(seconds).zip(&g) {
+                    *first = BETA1 * *first + (1.0 - BETA1) * g;
+                    *second = BETA2 * *second + (1.0 - BETA2) * g * g;
+                    let root = (*second * (1.0 / (1.0 - BETA2))).sqrt() + EPS;
+                    *weight -= LR * (*first * (1.0 / (1.0 - BETA1))) / root;
+                }
+            }
+        }
+    }
+}
+
+impl PlainTable {
+    /// Over `count` rows at `rows`.
+    pub fn new(rows: *mut f32, stride: usize, count: usize) -> Self {
+        Self { rows, stride, sums: vec![0.0; count], starts: Vec::new(), occurrences: Vec::new() }
+    }
+
+    #[inline(always)]
+    fn transpose(&mut self, inverse: &[u32], distinct: usize) {
+        self.starts.clear();
+        self.starts.resize(distinct + 2, 0);
+        for &row in inverse {
+            self.starts[row as usize + 2] += 1;
+        }
+        for row in 2..distinct + 2 {
+            self.starts[row] += self.starts[row - 1];
+        }
+        self.occurrences.resize(inverse.len(), 0);
+        for (position, &row) in inverse.iter().enumerate() {
+            let next = &mut self.starts[row as usize + 1];
+            self.occurrences[*next as usize] = position as u32;
+            *next += 1;
+        }
+    }
+}
