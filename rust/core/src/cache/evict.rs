@@ -5,7 +5,6 @@ use crate::config::OnFull;
 use crate::error::Result;
 use crate::rows::RowRef;
 use crate::slots::RowState;
-use crate::ssd::SsdTier;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Rows handed to the SSD tier in one call at most: bounds how much space it must find at once.
@@ -83,8 +82,7 @@ impl Shared {
 
     /// Follow the SSD index's growth: fewer rows fit beside it in the host budget.
     pub(crate) fn fit_host_to_index(&self, state: &mut State) -> Result<()> {
-        let index_bytes = self.ssd.as_ref().map_or(0, SsdTier::index_bytes);
-        let fits = state.host.rows_beside_index(index_bytes).max(1) as u32;
+        let fits = self.host_rows_beside_index(state).max(1) as u32;
         let limit = state.host.slots.limit();
         // Shrinking moves rows, so it waits until 64 KiB can be given back.
         let step = ((64 * 1024 / state.host.row_bytes()) as u32).max(1);

@@ -323,6 +323,12 @@ impl Shared {
         self.rows_in_use.write().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
+    /// How many rows the host budget holds beside the index of the rows on SSD.
+    pub(crate) fn host_rows_beside_index(&self, state: &State) -> u64 {
+        let (bytes, rows) = self.ssd.as_ref().map_or((0, 0), |ssd| (ssd.index_bytes(), ssd.rows()));
+        state.host.rows_beside_index(bytes, rows)
+    }
+
     /// How many rows the last tier can hold.
     pub(crate) fn capacity_rows(&self, state: &State) -> u64 {
         self.ssd.as_ref().map_or(u64::from(state.host.slots.limit()), SsdTier::capacity_rows)
@@ -332,9 +338,7 @@ impl Shared {
     pub(crate) fn check_capacity(&self, state: &mut State, more: u64) -> Result<()> {
         let capacity = self.capacity_rows(state);
         let wanted = state.rows + state.provisional + more;
-        let index_full = more > 0
-            && self.ssd.is_some()
-            && state.host.rows_beside_index(self.ssd.as_ref().map_or(0, SsdTier::index_bytes)) == 0;
+        let index_full = more > 0 && self.host_rows_beside_index(state) == 0;
         if wanted <= capacity && !index_full {
             return Ok(());
         }

@@ -9,8 +9,10 @@ use crate::rows::{Arena, RowHeader, RowLayout, RowRef};
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};
 
-/// Bytes of a table's fixed overhead that its budget does not count: the empty tag index, buffers of the scratch space.
-pub(crate) const FIXED_OVERHEAD_BYTES: u64 = 64 * 1024;
+/// The part of the SSD index that belongs to a table's fixed overhead, which its budget does not count.
+const FREE_INDEX_BYTES: u64 = 64 * 1024;
+/// What an id on SSD costs at most once there are a million. Below, the index's empty pages are fixed overhead.
+const INDEX_BYTES_PER_ROW: u64 = 12;
 
 /// See the module. Used under the table's lock; kernels read and write pinned rows through the arena without it.
 #[derive(Debug)]
@@ -62,9 +64,9 @@ impl HostTier {
         self.bytes_per_row
     }
 
-    /// How many rows the budget holds when the index of rows on SSD takes `index_bytes` of it.
-    pub(crate) fn rows_beside_index(&self, index_bytes: u64) -> u64 {
-        let charged = index_bytes.saturating_sub(FIXED_OVERHEAD_BYTES);
+    /// How many rows the budget holds beside the `index_bytes` of an index of `indexed_rows` on SSD.
+    pub(crate) fn rows_beside_index(&self, index_bytes: u64, indexed_rows: u64) -> u64 {
+        let charged = index_bytes.min(indexed_rows * INDEX_BYTES_PER_ROW).saturating_sub(FREE_INDEX_BYTES);
         (self.budget_bytes.saturating_sub(charged) / self.bytes_per_row).min(u64::from(self.slots.capacity()))
     }
 
