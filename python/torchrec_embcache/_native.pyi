@@ -5,7 +5,7 @@ Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids
 Every method that can block releases the GIL. Errors are the classes of `torchrec_embcache.exceptions`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
@@ -135,9 +135,39 @@ class Plan:
     ) -> None: ...
     def release(self) -> None: ...  # unpin without training; harmless twice
 
-# ---- checkpoint (rust/core/src/checkpoint) ----
+# ---- checkpoint (rust/core/src/checkpoint): the calls of a save and of a load, in order, are in saver.py
 
-class TableWriter: ...  # see saver.py; fixed by the checkpoint work
+def check_save_dir(path: str) -> str: ...  # absolute; made (mode 0750) when missing; PathError, StoragePermissionError
+def check_load_dir(path: str) -> str: ...  # absolute; need not be writable
+def latest_checkpoint(path: str) -> str: ...  # what CheckpointReader takes; PathError when there is none
+
+@final
+class CheckpointSave:
+    """The coordinator's part of a save. Other saves leave its directory alone for as long as it lives."""
+
+    def __new__(cls, path: str, random: int) -> CheckpointSave: ...  # random: 64 bits that tell saves at the same time apart
+    name: str
+    def publish(self, digests: Sequence[tuple[int, int]], next_epoch: int) -> list[str]: ...  # by rank; what old checkpoints could not be removed
+    def abandon(self) -> None: ...
+
+@final
+class CheckpointWriter:
+    """One rank's part of a save."""
+
+    def __new__(cls, path: str, name: str, rank: int, world_size: int) -> CheckpointWriter: ...
+    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> int: ...  # rows written
+    def finish(self) -> tuple[int, int]: ...  # digest for `publish`
+
+@final
+class CheckpointReader:
+    """A checkpoint whose manifests are checked."""
+
+    def __new__(cls, path: str, latest: str) -> CheckpointReader: ...
+    name: str
+    next_epoch: int
+    def tables(self) -> list[dict[str, Any]]: ...  # module, table, key, dim, optimizer, hyperparameters, step, seed, total_num_buckets, rows
+    def check_table(self, module: str, table: Table, bucket_begin: int, bucket_end: int) -> None: ...  # fits, is not in use, files' headers
+    def load_table(self, module: str, table: Table) -> int: ...  # after check_table, with the buckets it was given; rows loaded
 
 def io_engine_name() -> str: ...  # the engine this process uses
 def table_key(name: str) -> int: ...

@@ -4,6 +4,7 @@
 //! be waiting for the GIL (to read rows from the device).
 
 mod buffers;
+mod checkpoint;
 mod error;
 mod lookup;
 mod paths;
@@ -30,6 +31,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<table::PyExport>()?;
     module.add_class::<lookup::PyLookup>()?;
     module.add_class::<plan::PyPlan>()?;
+    module.add_class::<checkpoint::PySave>()?;
+    module.add_class::<checkpoint::PyWriter>()?;
+    module.add_class::<checkpoint::PyReader>()?;
+    module.add_function(wrap_pyfunction!(checkpoint::check_save_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint::check_load_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint::latest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(io_engine_name, module)?)?;
     module.add_function(wrap_pyfunction!(table_key, module)?)?;
     module.add_function(wrap_pyfunction!(table::row_bytes, module)?)?;

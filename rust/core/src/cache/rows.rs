@@ -106,16 +106,18 @@ impl Table {
         Ok(removed)
     }
 
+    /// `State` while a batch in flight uses any row.
+    pub fn check_idle(&self) -> Result<()> {
+        self.shared.refuse_in_use(&*self.shared.lock_any()?)
+    }
+
     /// Forget every row. `State` while a batch in flight uses any.
     pub fn clear(&self) -> Result<()> {
         let _rows = self.shared.reading_rows();
         let mut state = self.shared.lock_any()?;
         // A failed read of a row that is to be forgotten does not matter.
         let _ = self.shared.finish_loads(&mut state);
-        let pinned = state.host.slots.pinned() + state.device.as_ref().map_or(0, |device| device.slots.pinned());
-        if pinned > 0 {
-            return Err(self.shared.in_use(format!("{pinned} rows are used by batches in flight")));
-        }
+        self.shared.refuse_in_use(&state)?;
         if let Some(ssd) = &self.shared.ssd {
             ssd.clear()?;
         }
@@ -146,6 +148,14 @@ impl Shared {
             Kind::State,
             format!("table {:?}: {what}; finish or drop those batches (prefetched ones too) first", self.config.name),
         )
+    }
+
+    fn refuse_in_use(&self, state: &State) -> Result<()> {
+        let pinned = state.host.slots.pinned() + state.device.as_ref().map_or(0, |device| device.slots.pinned());
+        if pinned > 0 {
+            return Err(self.in_use(format!("{pinned} rows are used by batches in flight")));
+        }
+        Ok(())
     }
 
     fn refuse_rows_in_use(&self, state: &State, ids: impl Iterator<Item = Id>) -> Result<()> {

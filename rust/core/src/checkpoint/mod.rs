@@ -29,6 +29,7 @@ mod latest;
 mod manifest;
 mod reader;
 mod save;
+mod tables;
 mod writer;
 
 pub use latest::{CheckpointName, Latest};

@@ -108,7 +108,7 @@ impl Checkpoint {
                 }
             }
         }
-        Ok(TableReader { engine: Arc::clone(&self.engine), spec, optimizer, groups })
+        Ok(TableReader { engine: Arc::clone(&self.engine), spec, optimizer, buckets, groups })
     }
 }
 
@@ -118,6 +118,7 @@ pub struct TableReader {
     engine: Arc<dyn IoEngine>,
     spec: TableSpec,
     optimizer: OptimizerKind,
+    buckets: Range<u32>,
     groups: Vec<GroupReader>,
 }
 
@@ -125,6 +126,11 @@ impl TableReader {
     /// The table as it was saved.
     pub fn spec(&self) -> &TableSpec {
         &self.spec
+    }
+
+    /// The buckets it reads.
+    pub fn buckets(&self) -> &Range<u32> {
+        &self.buckets
     }
 
     /// Rows that [`TableReader::read`] will hand over.
