@@ -188,6 +188,7 @@ class CacheTable:
         self._native: _native.Table | None = None
         self._closed = False
         self._discard = False
+        self._unusable: str | None = None
         self._optimizer = _check_optimizer(optimizer)
         self.device_rows = self._check_budgets()
         if self.directory is not None:
@@ -298,6 +299,34 @@ class CacheTable:
             on_full=self.on_full,
         )
         self._tier = tier
+        if self._unusable is not None:
+            self._native.set_unusable(self._unusable)
+
+    def set_unusable(self, reason: str | None) -> None:
+        """Refuse every use (`StateError` with the reason) until this is called with None: the contents are incomplete."""
+        self._unusable = reason
+        if self._native is not None:
+            self._native.set_unusable(reason)
+
+    def buckets_of(self, total_num_buckets: int) -> tuple[int, int]:
+        """The buckets [begin, end) that this shard owns where there are `total_num_buckets`: all if it owns all now."""
+        if self.buckets == (0, self.total_num_buckets):
+            return 0, total_num_buckets
+        return bucket_range(self.rank, self.world_size, total_num_buckets)
+
+    def adopt(self, total_num_buckets: int, key: int) -> bool:
+        """Take the number of buckets and the key of a checkpoint, for a load into an open table. Where one of them is another the
+        table is made anew, without its rows. Whether the number of buckets changed.
+        """
+        changed = total_num_buckets != self.total_num_buckets
+        if changed or key != self.native.key:
+            self.native.close()
+            self._native = self._tier = None
+            self._discard = True  # the rows of the table before
+            self.buckets = self.buckets_of(total_num_buckets)
+            self.total_num_buckets, self.key = total_num_buckets, key
+            self.open()
+        return changed
 
     def __bool__(self) -> bool:
         """True, with no rows too."""

@@ -91,6 +91,11 @@ class _EmbeddingBase(CacheModule, nn.Module):
         """The one table, by its name."""
         return {self.table.name: self.table}
 
+    def hyperparameters(self, table: str) -> dict[str, Any]:
+        """The numbers of the one table's `param_groups` entry."""
+        del table
+        return dict(self.optimizer.param_groups[0])
+
     @property
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled() and self.weight.requires_grad

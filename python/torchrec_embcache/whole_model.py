@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +25,10 @@ _WRAPPED = {
 }
 
 
+# Deeper trees than this are taken for a mistake.
+MAX_DEPTH = 500
+
+
 class CacheModule:
     """What every module with cached tables is, sharded or not: an `nn.Module` with `tables`, this rank's shards by table name."""
 
@@ -32,14 +37,28 @@ class CacheModule:
     def tables(self) -> Mapping[str, CacheTable]:
         """This rank's shards, by the tables' names."""
 
+    def hyperparameters(self, table: str) -> dict[str, Any]:
+        """The optimizer's numbers for a table, as training uses them now."""
+        return self.tables[table].spec.param_group()
+
+    def buckets_changed(self) -> None:
+        """A load gave a table another number of buckets: forget whatever was derived from the one before."""
+
 
 def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
-    """The cache modules of `model` by module path, wrappers' names left out; the model itself is "". In the model's order."""
+    """The cache modules of `model` by module path, wrappers' names left out; the model itself is "". In the model's order.
+
+    `InputError` for two of one path, and for modules nested more than 500 deep.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}: give an nn.Module")
     found: dict[str, CacheModule] = {}
     seen = set()
-    todo: list[tuple[str, nn.Module]] = [("", model)]
+    todo: list[tuple[str, nn.Module, int]] = [("", model, 0)]
     while todo:
-        path, module = todo.pop()
+        path, module, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise InputError(f"modules are nested more than {MAX_DEPTH} deep at {path[:80]!r}: flatten the model")
         if id(module) in seen:
             continue
         seen.add(id(module))
@@ -50,7 +69,7 @@ def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
             continue
         wrapped = _WRAPPED.get(type(module).__name__, set())
         children = [
-            (path if name in wrapped else f"{path}.{name}" if path else name, child)
+            (path if name in wrapped else f"{path}.{name}" if path else name, child, depth + 1)
             for name, child in module.named_children()
         ]
         todo.extend(reversed(children))
