@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, Table};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
-use embcache::io::{IoEngine, MemoryEngine};
+use embcache::io::IoEngine;
 use embcache::kernels::Hyperparameters;
 use embcache::rows::{Initializer, RowLayout};
 use embcache::types::{CacheSlot, Id};
@@ -116,7 +116,7 @@ pub fn hyperparameters() -> Hyperparameters {
 
 impl Rig {
     /// Open a table on an engine.
-    pub fn open(config: TableConfig, engine: &Arc<MemoryEngine>) -> embcache::Result<Self> {
+    pub fn open(config: TableConfig, engine: Arc<dyn IoEngine>) -> embcache::Result<Self> {
         let (dim, layout) = (config.dim, config.layout());
         let device = config.device_rows.map(|slots| {
             let memory = Arc::new(DeviceMemory { layout, parts: Mutex::default() });
@@ -124,7 +124,6 @@ impl Rig {
             memory
         });
         let reader = device.clone().map(|memory| memory as Arc<dyn DeviceRows>);
-        let engine: Arc<dyn IoEngine> = Arc::<MemoryEngine>::clone(engine);
         let table = Table::open(config, reader, engine)?;
         let lookup = Lookup::new(std::slice::from_ref(&table), &[0])?;
         Ok(Self { table, lookup, device, threads: 1, dim })

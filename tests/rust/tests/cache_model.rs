@@ -153,7 +153,7 @@ fn open(tiers: &Tiers, engine: &Arc<MemoryEngine>, reopen: Reopen) -> embcache::
         wanted.ssd =
             Some(SsdConfig { dir: PathBuf::from("/base/m/t/0-of-1"), bytes: 1 << 20, reopen, resume_token: None });
     }
-    let mut rig = Rig::open(wanted, engine)?;
+    let mut rig = Rig::open(wanted, Arc::<MemoryEngine>::clone(engine))?;
     rig.threads = tiers.threads;
     Ok(rig)
 }
@@ -162,7 +162,8 @@ impl Run {
     fn new(tiers: Tiers) -> Self {
         let engine = Arc::new(MemoryEngine::default());
         let rig = open(&tiers, &engine, Reopen::Never).expect("a table");
-        let oracle = Rig::open(config(DIM, tiers.optimizer, 10_000), &engine).expect("an oracle");
+        let oracle =
+            Rig::open(config(DIM, tiers.optimizer, 10_000), Arc::<MemoryEngine>::clone(&engine)).expect("an oracle");
         Self {
             tiers,
             engine,

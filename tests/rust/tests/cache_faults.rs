@@ -1,0 +1,187 @@
+//! Faults of the disk under the cache: typed errors in the step that meets them, nothing lost that was in RAM, no pin left.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{Fault, FaultEngine, MemoryEngine, Operation};
+use embcache::types::Id;
+use embcache_tests::{Rig, config};
+
+const DIM: usize = 16;
+
+fn three_tiers(device_rows: Option<u32>, host_rows: u64, ssd_bytes: u64) -> TableConfig {
+    let mut wanted = config(DIM, OptimizerKind::Adagrad, host_rows);
+    wanted.device_rows = device_rows;
+    wanted.ssd = Some(SsdConfig {
+        dir: PathBuf::from("/base/m/t/0-of-1"),
+        bytes: ssd_bytes,
+        reopen: Reopen::Never,
+        resume_token: None,
+    });
+    wanted
+}
+
+fn rig(wanted: TableConfig) -> (Rig, FaultEngine) {
+    let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
+    (Rig::open(wanted, Arc::new(faults.clone())).expect("a table"), faults)
+}
+
+fn contents(rig: &Rig) -> BTreeMap<Id, Vec<u32>> {
+    let floats = rig.table.config().layout().vector_floats();
+    let mut rows = BTreeMap::new();
+    rig.table
+        .for_each_chunk(100, &mut |chunk| {
+            for (position, header) in chunk.headers.iter().enumerate() {
+                let vector = chunk.vectors[position * floats..][..floats].iter().map(|value| value.to_bits()).collect();
+                assert!(rows.insert(header.id, vector).is_none(), "a row twice");
+            }
+            Ok(())
+        })
+        .expect("every row can be read");
+    rows
+}
+
+fn trained_oracle(batches: &[Vec<Id>]) -> BTreeMap<Id, Vec<u32>> {
+    let (oracle, _) = rig(config(DIM, OptimizerKind::Adagrad, 100_000));
+    for (salt, ids) in batches.iter().enumerate() {
+        oracle.train(ids, 4, salt as u32).expect("the oracle trains");
+    }
+    contents(&oracle)
+}
+
+fn batches(count: i64, rows: i64) -> Vec<Vec<Id>> {
+    (0..count).map(|batch| (0..rows).map(|row| batch * rows / 2 + row).collect()).collect()
+}
+
+fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(device_rows: Option<u32>) {
+    let (rig, faults) = rig(three_tiers(device_rows, 60, 1 << 22));
+    let done = batches(20, 50);
+    for (salt, ids) in done.iter().enumerate() {
+        rig.train(ids, 4, salt as u32).expect("a step");
+    }
+    rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
+    faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+    let error = rig.train(&done[0], 4, 99).expect_err("its rows cannot be read");
+    assert_eq!(error.kind(), Kind::Storage, "{error}");
+    assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
+
+    faults.clear();
+    assert_eq!(contents(&rig), trained_oracle(&done));
+    let again: Vec<Vec<Id>> = done.iter().cloned().chain([done[0].clone()]).collect();
+    rig.train(&done[0], 4, 20).expect("the same batch, once the disk answers");
+    assert_eq!(contents(&rig), trained_oracle(&again));
+}
+
+#[test]
+fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again_in_place() {
+    a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(None);
+}
+
+#[test]
+fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again_with_a_device_tier() {
+    a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(Some(30));
+}
+
+#[test]
+fn a_damaged_record_is_found_and_never_served() {
+    let (rig, faults) = rig(three_tiers(None, 60, 1 << 22));
+    let done = batches(20, 50);
+    for (salt, ids) in done.iter().enumerate() {
+        rig.train(ids, 4, salt as u32).expect("a step");
+    }
+    rig.table.flush(1).expect("a flush");
+    faults.hit_every(Operation::Read, Fault::Flip);
+    let error = rig.evaluate(&done[0], 4, false).expect_err("every record has a flipped bit");
+    assert_eq!(error.kind(), Kind::Corruption, "{error}");
+    assert!(error.path().is_some(), "it names the file");
+}
+
+fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
+    let (rig, faults) = rig(three_tiers(device_rows, 60, 1 << 24));
+    let all = batches(600, 50);
+    let mut done = Vec::new();
+    let mut failure = None;
+    for (salt, ids) in all.iter().enumerate() {
+        if salt == 30 {
+            faults.hit_every(Operation::Write, Fault::Fail(libc::ENOSPC));
+        }
+        match rig.train(ids, 4, salt as u32) {
+            Ok(_) => done.push(ids.clone()),
+            Err(error) => {
+                failure = Some(error);
+                break;
+            }
+        }
+    }
+    let error = failure.expect("the disk is full, so some step fails");
+    assert!(matches!(error.kind(), Kind::Storage | Kind::ReadOnly), "{error:?}");
+    assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
+    assert_eq!(contents(&rig), trained_oracle(&done), "the steps before are all there");
+    let error = rig.table.flush(1).expect_err("a flush needs the disk");
+    assert_eq!(error.kind(), Kind::ReadOnly, "{error:?}");
+    // It stays refused when the disk has room again: only reopening tells what is there.
+    faults.clear();
+    assert_eq!(rig.table.flush(2).expect_err("sticky").kind(), Kind::ReadOnly);
+}
+
+#[test]
+fn after_a_failed_write_everything_can_still_be_read_in_place() {
+    after_a_failed_write_everything_can_still_be_read(None);
+}
+
+#[test]
+fn after_a_failed_write_everything_can_still_be_read_with_a_device_tier() {
+    after_a_failed_write_everything_can_still_be_read(Some(30));
+}
+
+#[test]
+fn a_full_table_says_so_before_anything_is_lost() {
+    for (device_rows, ssd) in [(None, false), (Some(20), false), (None, true), (Some(20), true)] {
+        let mut wanted = three_tiers(device_rows, 64, 256 << 10);
+        if !ssd {
+            wanted.ssd = None;
+        }
+        let (rig, _) = rig(wanted);
+        let mut done = Vec::new();
+        let mut failure = None;
+        for (salt, ids) in batches(400, 50).into_iter().enumerate() {
+            match rig.train(&ids, 4, salt as u32) {
+                Ok(_) => done.push(ids),
+                Err(error) => {
+                    failure = Some(error);
+                    break;
+                }
+            }
+        }
+        let error = failure.expect("the table is full at some step");
+        assert_eq!(error.kind(), Kind::Capacity, "{error}");
+        assert!(error.to_string().contains(if ssd { "ssd_bytes" } else { "host_bytes" }), "{error}");
+        assert_eq!(contents(&rig), trained_oracle(&done));
+        let known = done.last().expect("at least one step fits").clone();
+        rig.train(&known, 4, 7).expect("rows that are there still train");
+    }
+}
+
+#[test]
+fn a_full_table_may_drop_rows_by_policy_and_counts_them() {
+    for (device_rows, ssd) in [(None, false), (Some(20), false), (None, true), (Some(20), true)] {
+        let mut wanted = three_tiers(device_rows, 64, 256 << 10);
+        wanted.on_full = OnFull::Evict;
+        if !ssd {
+            wanted.ssd = None;
+        }
+        let (rig, _) = rig(wanted);
+        let mut seen = 0;
+        for (salt, ids) in batches(200, 40).into_iter().enumerate() {
+            rig.train(&ids, 4, salt as u32).expect("a step");
+            seen = ids.last().map_or(seen, |&last| last + 1);
+        }
+        let stats = rig.table.stats().expect("counters");
+        assert!(stats.dropped_rows > 0);
+        assert_eq!(stats.rows + stats.dropped_rows, seen as u64, "rows that came back after they were dropped: none");
+        assert_eq!(contents(&rig).len() as u64, stats.rows);
+    }
+}
