@@ -1,9 +1,7 @@
 """Checkpoints of a model's tables: what is saved is what is loaded, and nothing is half done."""
 
 import json
-import os
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch import nn
 from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingBag,
-    EmbCacheError,
     TierBudgets,
     cache_modules,
     initializers,
@@ -30,7 +27,6 @@ from torchrec_embcache.exceptions import (
     MismatchError,
     PathError,
     StateError,
-    StoragePermissionError,
     UnsupportedError,
 )
 from torchrec_embcache.saver import Saver
@@ -265,140 +261,6 @@ def test_rows_trained_after_a_save_carry_a_newer_epoch(root: Path) -> None:
     assert loaded.table.native.epoch() == bag.table.native.epoch()
 
 
-def test_the_directory_is_made_private(root: Path) -> None:
-    Saver(0).save(make_bag(), root / "a")
-    for made in (root, root / "a"):
-        assert stat.S_IMODE(made.stat().st_mode) & ~0o750 == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("api_key", PathError),
-        ("KEY", PathError),
-        ("my.password", PathError),
-        ("privateKey-1", PathError),
-        ("a/key/b", PathError),
-        ("a/../b", PathError),
-        ("..", PathError),
-        ("x" * 1025, PathError),
-        ("keyboard", None),
-        ("MonKey", None),
-        ("etc/usr", None),
-        ("a..b", None),
-    ],
-)
-def test_paths_are_refused_by_words_and_components(
-    name: str, error: type[EmbCacheError] | None, tmp_path: Path
-) -> None:
-    bag = make_bag()
-    path = os.path.join(tmp_path, name)
-    if error is None:
-        Saver(0).save(bag, path)
-        Saver(0).load(bag, path)
-        return
-    with pytest.raises(error) as caught:
-        Saver(0).save(bag, path)
-    assert isinstance(caught.value, ValueError)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(error):
-        Saver(0).load(bag, path)
-
-
-@pytest.mark.parametrize(
-    "path", ["", "/", "/etc", "/etc/embcache", "/usr/local/x", "/bin/x", "/proc/x", "/dev/x", "/lib/x"]
-)
-def test_system_directories_and_the_empty_path_are_refused(path: str) -> None:
-    with pytest.raises(PathError):
-        Saver(0).save(make_bag(), path)
-    with pytest.raises(PathError):
-        Saver(0).load(make_bag(), path)
-
-
-def test_a_path_that_is_no_text_is_refused() -> None:
-    with pytest.raises(PathError):
-        Saver(0).save(make_bag(), b"/tmp/x")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o707, 0o777, 0o751])
-def test_a_directory_that_is_too_open_is_refused_with_its_cure(mode: int, root: Path) -> None:
-    root.mkdir()
-    root.chmod(mode)
-    with pytest.raises(StoragePermissionError, match=f"chmod {mode & 0o750:o} "):
-        Saver(0).save(make_bag(), root)
-    assert not list(root.iterdir())
-    with pytest.raises(PermissionError):
-        Saver(0).load(make_bag(), root)
-
-
-def test_a_parent_that_anyone_may_write_to_is_refused_unless_sticky(tmp_path: Path) -> None:
-    parent = tmp_path / "parent"
-    parent.mkdir()
-    parent.chmod(0o777)
-    with pytest.raises(StoragePermissionError, match="chmod o-w"):
-        Saver(0).save(make_bag(), parent / "sparse")
-    parent.chmod(0o1777)
-    Saver(0).save(make_bag(), parent / "sparse")
-
-
-def test_symbolic_links_are_refused_in_any_component(tmp_path: Path, root: Path) -> None:
-    bag = make_bag()
-    Saver(0).save(bag, root / "a")
-    link = tmp_path / "link"
-    link.symlink_to(root)
-    for path in (link, link / "a"):
-        with pytest.raises(PathError, match="symbolic link"):
-            Saver(0).save(bag, path)
-        with pytest.raises(PathError, match="symbolic link"):
-            Saver(0).load(bag, path)
-
-
-def as_another_user(work: Callable[[], None]) -> int:
-    """Run `work` in a child that is not root; its exit code."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.setgid(65534)
-            os.setuid(65534)
-            work()
-            code = 0
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user and give files away")
-def test_a_load_needs_no_write_permission_and_a_save_does(tmp_path: Path, root: Path) -> None:
-    from torchrec_embcache import _native
-
-    Saver(0).save(make_bag(), root)
-    for folder, _, names in os.walk(root):
-        for path in (folder, *(os.path.join(folder, name) for name in names)):
-            os.chown(path, 65534, 65534)
-            os.chmod(path, 0o500)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.owner() != "nobody" and folder.stat().st_mode & 0o005 != 0o005:
-            folder.chmod(folder.stat().st_mode | 0o005)
-
-    def load() -> None:
-        path = _native.check_load_dir(str(root))
-        reader = _native.CheckpointReader(path, _native.latest_checkpoint(path))
-        assert reader.tables()[0]["table"] == "item"
-
-    def save() -> None:
-        with pytest.raises(StoragePermissionError):
-            _native.check_save_dir(str(root))
-
-    assert as_another_user(load) == 0
-    assert as_another_user(save) == 0
-    # And to root, who may do anything, the directory belongs to somebody else.
-    with pytest.raises(StoragePermissionError, match="belongs to user 65534"):
-        Saver(0).load(make_bag(), root)
-
-
 # ---- what does not fit
 
 
@@ -601,10 +463,3 @@ def test_the_manifest_says_what_a_table_is(root: Path) -> None:
         "name": "adam",
         "hyperparameters": {"lr": 0.025, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0},
     }
-
-
-@pytest.fixture(autouse=True)
-def _private_umask() -> Iterator[None]:
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
