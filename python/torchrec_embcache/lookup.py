@@ -71,6 +71,7 @@ class LookupGroup:
         self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
         self._ahead: list[_Ahead] = []
         self._warned_rows = [0] * len(self.tables)
+        self._warned_given_up: set[str] = set()
 
     def _open(self) -> tuple[_native.Lookup, KernelBackend]:
         natives = [table.native for table in self.tables]
@@ -228,6 +229,15 @@ class LookupGroup:
             if rows > self._warned_rows[place]:
                 self._warned_rows[place] = 2 * rows
                 self._warn_overflow(self.tables[place], rows)
+        for table in self.tables:
+            if table.tiers.ssd and table.name not in self._warned_given_up and table.native.published_given_up():
+                self._warned_given_up.add(table.name)
+                warnings.warn(
+                    f"table {table.name!r}: TierBudgets.ssd_bytes={table.tiers.ssd} has no room for both the rows and the last "
+                    "flush: that flush cannot be resumed any more; flush more often, raise ssd_bytes, or keep checkpoints by Saver",
+                    EmbCacheWarning,
+                    stacklevel=2,
+                )
         return backend
 
     def _warn_overflow(self, table: CacheTable, rows: int) -> None:

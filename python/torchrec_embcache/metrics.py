@@ -35,7 +35,8 @@ class SsdStats(TierStats):
     """Further counters of the SSD tier.
 
     `io_engine` is "io_uring" or "pread", with "+direct" where O_DIRECT is in use; `row_bytes_given` counts the bytes of the rows
-    handed to the tier, `compaction_bytes` those that compaction wrote; `live_share` is live bytes / bytes of sealed segments.
+    handed to the tier, `compaction_bytes` those that compaction wrote; `live_share` is live bytes / bytes of sealed segments;
+    `published_given_up`: the last flush can no longer be resumed, its segments were needed for space.
     """
 
     io_engine: str
@@ -45,6 +46,7 @@ class SsdStats(TierStats):
     segments: int
     index_bytes: int
     dropped_rows: int
+    published_given_up: bool
 
     @property
     def write_amplification(self) -> float:

@@ -215,6 +215,7 @@ impl PyTable {
                 dict.set_item("segments", ssd.segments)?;
                 dict.set_item("index_bytes", ssd.index_bytes)?;
                 dict.set_item("dropped_rows", ssd.dropped_rows)?;
+                dict.set_item("published_given_up", ssd.published_given_up)?;
                 Ok(dict)
             })
             .transpose()?;
@@ -270,6 +271,9 @@ impl PyTable {
     }
     fn flush(&self, py: Python<'_>, token: u64) -> PyResult<()> {
         py.detach(|| self.inner.flush(token)).map_err(to_python)
+    }
+    fn published_given_up(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.inner.published_given_up())
     }
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.close()).map_err(to_python)

@@ -214,6 +214,11 @@ impl Table {
         ssd.publish(token, counters)
     }
 
+    /// Whether the SSD tier gave up, for space, the states that a resume could take since the last flush.
+    pub fn published_given_up(&self) -> bool {
+        self.shared.ssd.as_ref().is_some_and(SsdTier::published_given_up)
+    }
+
     /// Stop background work. Rows in RAM that were not flushed are gone. Harmless twice.
     pub fn close(&self) -> Result<()> {
         if self.shared.closed.swap(true, Ordering::AcqRel) {

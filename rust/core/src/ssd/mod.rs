@@ -181,6 +181,11 @@ impl SsdTier {
         self.shared.scan(sink)
     }
 
+    /// Whether the states that a resume could take were given up for space since the last `publish`.
+    pub fn published_given_up(&self) -> bool {
+        lock(&self.shared.state).given_up
+    }
+
     /// Counters.
     pub fn stats(&self) -> SsdStats {
         let index_bytes = self.index_bytes();
