@@ -19,14 +19,14 @@ fn main() {
             unit,
             better,
             limit,
-            make: |scale| dedupe(scale, |n| zipf_ranks(1, n, ROWS, 1.05)),
+            make: |scale| dedupe(scale, false, |n| zipf_ranks(1, n, ROWS, 1.05)),
         },
         Bench {
             name: "dedupe_uniform",
             unit,
             better,
             limit,
-            make: |scale| dedupe(scale, |n| uniform_ranks(1, n, ROWS)),
+            make: |scale| dedupe(scale, true, |n| uniform_ranks(1, n, ROWS)),
         },
     ]);
 }
@@ -38,13 +38,13 @@ struct Dedupe {
     plain: PlainDedupe,
 }
 
-fn dedupe(scale: Scale, ranks: fn(usize) -> Vec<u64>) -> Box<dyn Rounds> {
+fn dedupe(scale: Scale, mostly_new: bool, ranks: fn(usize) -> Vec<u64>) -> Box<dyn Rounds> {
     let ids = Ids::from_ranks(&ranks(BATCH_IDS * scale.pick(40, 2)), BATCH_IDS, scattered_id);
     Box::new(Dedupe {
         ids,
         deduper: Deduper::default(),
         deduped: Deduped::default(),
-        plain: PlainDedupe::new(BATCH_IDS),
+        plain: PlainDedupe::new(BATCH_IDS, mostly_new),
     })
 }
 

@@ -1,10 +1,12 @@
 //! The limits of the index benches: plain, well-written loops that prefetch.
 #![allow(unsafe_code)]
 
+use std::hint::select_unpredictable;
+
 use embcache::types::Id;
 
 /// Ids or rows asked for ahead.
-const AHEAD: usize = 16;
+const AHEAD: usize = 32;
 
 /// Start loading the cache line at `address`.
 #[inline(always)]
@@ -31,6 +33,7 @@ pub struct PlainDedupe {
     /// The place in `unique` plus one; 0 where there is none.
     table: Vec<u32>,
     shift: u32,
+    mostly_new: bool,
     /// The distinct ids are the first `found`: `[batch]`.
     pub unique: Vec<Id>,
     /// How many are distinct.
@@ -40,12 +43,13 @@ pub struct PlainDedupe {
 }
 
 impl PlainDedupe {
-    /// For batches of `batch` ids.
-    pub fn new(batch: usize) -> Self {
+    /// For batches of `batch` ids, most of them distinct (a branch for those is fastest) or not (none is).
+    pub fn new(batch: usize, mostly_new: bool) -> Self {
         let bits = (batch * 2).next_power_of_two().trailing_zeros();
         Self {
             table: vec![0; 1 << bits],
             shift: 64 - bits,
+            mostly_new,
             unique: vec![0; batch + 1],
             found: 0,
             inverse: vec![0; batch],
@@ -65,19 +69,22 @@ impl PlainDedupe {
             let ahead = ids[(position + AHEAD).min(ids.len() - 1)];
             prefetch(self.table.as_ptr().wrapping_add((mix(ahead) >> self.shift) as usize));
             let mut at = (mix(id) >> self.shift) as usize;
-            // SAFETY: `at` is below the table's length by the shift or the mask; `found` is at most `position`, below the
-            // outputs' lengths; the table holds numbers up to `found`.
+            // SAFETY: `at` is below the table's length by the shift or the mask; `found` is at most `position`, and `unique` has one
+            // place more than there are positions; the table holds numbers up to `found`.
             let index = unsafe {
+                *self.unique.get_unchecked_mut(found as usize) = id;
                 loop {
                     let held = *self.table.get_unchecked(at);
-                    if held == 0 {
-                        *self.unique.get_unchecked_mut(found as usize) = id;
+                    if self.mostly_new && held == 0 {
                         found += 1;
                         *self.table.get_unchecked_mut(at) = found;
                         break found - 1;
                     }
-                    if *self.unique.get_unchecked(held as usize - 1) == id {
-                        break held - 1;
+                    let place = select_unpredictable(held == 0, found + 1, held);
+                    if *self.unique.get_unchecked(place as usize - 1) == id {
+                        *self.table.get_unchecked_mut(at) = place;
+                        found += u32::from(held == 0);
+                        break place - 1;
                     }
                     at = (at + 1) & mask;
                 }

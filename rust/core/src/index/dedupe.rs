@@ -1,6 +1,8 @@
 //! The distinct ids of a batch, and where each occurs.
 #![allow(unsafe_code)]
 
+use std::hint::select_unpredictable;
+
 use crate::prefetch::prefetch;
 use crate::types::Id;
 
@@ -20,8 +22,10 @@ pub fn dedupe(ids: &[Id]) -> Deduped {
     deduped
 }
 
-/// Ids whose places in the table are asked for ahead.
-const BLOCK: usize = 32;
+/// How many ids ahead the table is asked for.
+const AHEAD: usize = 32;
+/// Ids after which the share of new ones decides anew how the next are looked up.
+const STRETCH: usize = 2048;
 /// Table positions for each id of a batch, before rounding up to a power of two.
 const ROOM: usize = 2;
 const LEAST_BITS: u32 = 6;
@@ -58,67 +62,93 @@ impl Deduper {
         let Deduped { unique, inverse } = deduped;
         unique.clear();
         inverse.clear();
-        // One place more than there can be unique ids: `pass` writes behind the last.
+        // One place more than there can be unique ids: the pass writes behind the last.
         unique.reserve(ids.len() + 1);
         inverse.reserve(ids.len());
-        let found = self.pass(ids, bits, unique.spare_capacity_mut().as_mut_ptr().cast(), inverse.as_mut_ptr());
-        // SAFETY: `pass` wrote the first `found` ids and an inverse for each id, within the capacities reserved above.
+        let mut pass = Pass {
+            ids,
+            bits,
+            base: self.base,
+            table: &mut self.table[..1 << bits],
+            unique: unique.spare_capacity_mut().as_mut_ptr().cast(),
+            inverse: inverse.spare_capacity_mut().as_mut_ptr().cast(),
+            found: 0,
+        };
+        let mut mostly_new = false;
+        for begin in (0..ids.len()).step_by(STRETCH) {
+            let (end, before) = ((begin + STRETCH).min(ids.len()), pass.found as usize);
+            // SAFETY: the stretches cover `ids` once, in order; the rooms were reserved above; the table is zeros or what
+            // earlier batches left, all below `base`.
+            unsafe {
+                if mostly_new {
+                    pass.stretch::<true>(begin, end);
+                } else {
+                    pass.stretch::<false>(begin, end);
+                }
+            }
+            mostly_new = (pass.found as usize - before) * 8 > (end - begin) * 7;
+        }
+        let found = pass.found;
+        // SAFETY: the pass wrote the first `found` ids and an inverse for each id.
         unsafe {
-            unique.set_len(found);
+            unique.set_len(found as usize);
             inverse.set_len(ids.len());
         }
-        self.base += found as u32;
+        self.base += found;
     }
+}
 
-    /// Writes the unique ids from `unique` on and an inverse for each id from `inverse` on; returns how many are unique.
-    /// `unique` has room for one id more than `ids`, `inverse` for as many; the table has 2^`bits` positions or more.
-    fn pass(&mut self, ids: &[Id], bits: u32, unique: *mut Id, inverse: *mut u32) -> usize {
-        let table = &mut self.table[..1 << bits];
+/// A batch under way.
+struct Pass<'a> {
+    ids: &'a [Id],
+    bits: u32,
+    base: u32,
+    table: &'a mut [u32],
+    unique: *mut Id,
+    inverse: *mut u32,
+    found: u32,
+}
+
+impl Pass<'_> {
+    /// The ids `begin..end`. Whether an id was seen before is a toss-up in most batches, so that it is decided without a branch;
+    /// with `MOSTLY_NEW` it is a branch, which costs less where it goes one way.
+    ///
+    /// # Safety
+    /// All ids before `begin` are done and those from `begin` on are not. `unique` has room for one id more than `ids`, `inverse`
+    /// for as many. The table has 2^`bits` positions, and those that hold `base` or more hold places below `found`.
+    unsafe fn stretch<const MOSTLY_NEW: bool>(&mut self, begin: usize, end: usize) {
+        let (ids, bits, base) = (self.ids, self.bits, self.base);
         let mask = (1 << bits) - 1;
-        let base = self.base;
-        let mut found = 0_u32;
-        let mut done = 0;
-        let mut at = [0_usize; BLOCK];
-        let mut ahead = [0_usize; BLOCK];
-        let place = |block: &[Id], at: &mut [usize; BLOCK], table: &[u32]| {
-            for (id, at) in block.iter().zip(at) {
-                *at = position(*id, bits);
-                prefetch(table, *at);
-            }
-        };
-        let mut blocks = ids.chunks(BLOCK);
-        let mut next = blocks.next();
-        place(next.unwrap_or_default(), &mut ahead, table);
-        while let Some(block) = next {
-            next = blocks.next();
-            std::mem::swap(&mut at, &mut ahead);
-            place(next.unwrap_or_default(), &mut ahead, table);
-            for (&id, &home) in block.iter().zip(&at) {
-                // SAFETY: `home` has `bits` bits, as has every `position` below, and the table 2^bits positions. `found` is at
-                // most the ids done, so `unique[found]` is within its room and every `unique[..=found]` is written before it is
-                // read: a position at or past `base` holds a place below `found`. `done` counts the ids.
-                unsafe {
-                    unique.add(found as usize).write(id);
-                    let mut position = home;
-                    let index = loop {
-                        let held = *table.get_unchecked(position);
-                        let empty = held < base;
-                        // An empty position takes the place just written, which compares equal. No branch on `empty`: whether
-                        // an id was seen before is a toss-up.
-                        let index = if empty { found } else { held - base };
-                        if unique.add(index as usize).read() == id {
-                            *table.get_unchecked_mut(position) = base + index;
-                            found += u32::from(empty);
-                            break index;
-                        }
-                        position = (position + 1) & mask;
-                    };
-                    inverse.add(done).write(index);
-                }
-                done += 1;
+        let mut found = self.found;
+        for done in begin..end {
+            prefetch(self.table, position(ids[(done + AHEAD).min(ids.len() - 1)], bits));
+            let id = ids[done];
+            let mut at = position(id, bits);
+            // SAFETY: `at` has `bits` bits, and the table 2^bits positions. `found` is at most `done`, so that `unique[found]` is
+            // within its room; it is written before it is read, as are the places below it, and no other is read.
+            unsafe {
+                self.unique.add(found as usize).write(id);
+                let index = loop {
+                    let held = *self.table.get_unchecked(at);
+                    let empty = held < base;
+                    if MOSTLY_NEW && empty {
+                        *self.table.get_unchecked_mut(at) = base + found;
+                        found += 1;
+                        break found - 1;
+                    }
+                    // An empty position takes the place just written, which compares equal.
+                    let index = select_unpredictable(empty, found, held.wrapping_sub(base));
+                    if self.unique.add(index as usize).read() == id {
+                        *self.table.get_unchecked_mut(at) = base + index;
+                        found += u32::from(empty);
+                        break index;
+                    }
+                    at = (at + 1) & mask;
+                };
+                self.inverse.add(done).write(index);
             }
         }
-        found as usize
+        self.found = found;
     }
 }
 
@@ -180,6 +210,12 @@ mod tests {
     fn ids_of_one_home_are_told_apart() {
         let home = position(0, 12);
         let ids: Vec<Id> = (0..).filter(|&id| position(id, 12) == home).take(1000).chain([0, 5]).collect();
+        assert_eq!(dedupe(&ids), model(&ids));
+    }
+
+    #[test]
+    fn stretches_of_new_and_of_known_ids_alternate() {
+        let ids: Vec<Id> = (0..40_000).map(|id| if id / 5000 % 2 == 0 { id * 7919 } else { id % 100 * 7919 }).collect();
         assert_eq!(dedupe(&ids), model(&ids));
     }
 
