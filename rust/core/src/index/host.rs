@@ -1,41 +1,64 @@
 //! The index of a tier in RAM: id to slot.
 #![allow(unsafe_code)]
 
+use std::hint::select_unpredictable;
+
 use crate::prefetch::prefetch;
 use crate::rows::Mapping;
-use crate::types::{CacheSlot, Id, NO_SLOT, hash_id};
+use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Sixteen bytes, four to a cache line. Zeros are an empty entry.
+const WIDTH: usize = 5;
+
+/// A cache line of entries. An entry with place 0 is empty, whatever its id: zeros are an empty line.
 #[derive(Clone, Copy, Debug)]
-#[repr(C, align(16))]
-struct Entry {
-    id: Id,
-    /// The slot plus one; 0 says that no id is here.
-    place: u32,
+#[repr(C, align(64))]
+struct Line {
+    ids: [Id; WIDTH],
+    /// Slots plus one.
+    places: [u32; WIDTH],
     unused: u32,
 }
 
-/// Id to slot, full keys: open addressing with linear probing, at most two thirds full, removal without tombstones.
+impl Line {
+    /// The place of an id, 0 if it is not in this line. Without branches: which entry it is cannot be foreseen.
+    #[inline]
+    fn place(&self, id: Id) -> u32 {
+        (0..WIDTH).fold(0, |place, entry| place | select_unpredictable(self.ids[entry] == id, self.places[entry], 0))
+    }
+
+    #[inline]
+    fn entry(&self, id: Id) -> Option<usize> {
+        (0..WIDTH).find(|&entry| self.ids[entry] == id && self.places[entry] != 0)
+    }
+
+    #[inline]
+    fn gap(&self) -> Option<usize> {
+        self.places.iter().position(|place| *place == 0)
+    }
+}
+
+/// Id to slot, full keys: lines of five entries, at most three quarters full. An id is in its home line or, where that is full, in
+/// the next that is not; on removal ids move back. So most lookups touch one cache line.
 ///
 /// It doubles from small on, up to the size for the capacity it was made for, and grows by a quarter past that. A home is
-/// `hash * entries / 2^64`, so that any number of entries will do.
+/// `hash * lines / 2^64`, so that any number of lines will do.
 #[derive(Debug)]
 pub struct HostIndex {
     mapping: Option<Mapping>,
-    entries: usize,
+    lines: usize,
     limit: usize,
     len: usize,
     capacity: usize,
 }
 
-/// Ids that [`HostIndex::get_batch`] asks for before it looks at the block before them.
-const BLOCK: usize = 32;
-const LEAST_ENTRIES: usize = 256;
+/// How many ids ahead [`HostIndex::get_batch`] asks for lines.
+const AHEAD: usize = 32;
+const LEAST_LINES: usize = 16;
 
 impl HostIndex {
-    /// An empty index that will take `capacity` ids in exactly `capacity` × [`HostIndex::bytes_per_entry`], when it is full.
+    /// An empty index that will take `capacity` ids in `capacity` × [`HostIndex::bytes_per_entry`] or less, and a page.
     pub fn new(capacity: usize) -> Self {
-        Self { mapping: None, entries: 0, limit: 0, len: 0, capacity }
+        Self { mapping: None, lines: 0, limit: 0, len: 0, capacity }
     }
 
     /// Ids in the index.
@@ -50,12 +73,12 @@ impl HostIndex {
 
     /// Bytes of RAM it takes.
     pub fn bytes(&self) -> usize {
-        self.entries * size_of::<Entry>()
+        self.lines * size_of::<Line>()
     }
 
     /// Bytes of RAM an entry costs when the index is as full as it gets.
     pub fn bytes_per_entry() -> usize {
-        size_of::<Entry>() * 3 / 2
+        (size_of::<Line>() * 4).div_ceil(WIDTH * 3)
     }
 
     /// The slot of one id, or `NO_SLOT`.
@@ -64,11 +87,11 @@ impl HostIndex {
         if self.len == 0 {
             return NO_SLOT;
         }
-        let entries = self.entries();
-        found(entries, id, home(entries.len(), id)).map_or_else(|_| NO_SLOT, |at| entries[at].place - 1)
+        let lines = self.lines();
+        slot_from(lines, home(lines.len(), id), id)
     }
 
-    /// The slots of `ids`, `NO_SLOT` where absent, looked up in prefetched blocks: `slots[i]` for `ids[i]`.
+    /// The slots of `ids`, `NO_SLOT` where absent, with lines asked for ahead: `slots[i]` for `ids[i]`.
     ///
     /// # Panics
     /// When `slots` has not the length of `ids`.
@@ -77,33 +100,20 @@ impl HostIndex {
         if self.len == 0 {
             return slots.fill(NO_SLOT);
         }
-        let entries = self.entries();
-        let place = |block: &[Id], homes: &mut [usize; BLOCK]| {
-            for (id, home_of) in block.iter().zip(homes) {
-                *home_of = home(entries.len(), *id);
-                prefetch(entries, *home_of);
-            }
-        };
-        let (mut homes, mut ahead) = ([0; BLOCK], [0; BLOCK]);
-        let mut blocks = ids.chunks(BLOCK);
-        let mut next = blocks.next();
-        place(next.unwrap_or_default(), &mut ahead);
-        for slots in slots.chunks_mut(BLOCK) {
-            let block = next.unwrap_or_default();
-            next = blocks.next();
-            std::mem::swap(&mut homes, &mut ahead);
-            place(next.unwrap_or_default(), &mut ahead);
-            for ((&id, &home), slot) in block.iter().zip(&homes).zip(slots) {
-                let mut at = home;
-                *slot = loop {
-                    // SAFETY: `at` is a home, below the number of entries, or follows one and wraps there.
-                    let entry = unsafe { entries.get_unchecked(at) };
-                    if entry.id == id || entry.place == 0 {
-                        break entry.place.wrapping_sub(1);
-                    }
-                    at = if at + 1 == entries.len() { 0 } else { at + 1 };
-                };
-            }
+        let lines = self.lines();
+        let mut homes = [0; AHEAD];
+        for (id, ahead) in ids.iter().zip(&mut homes) {
+            *ahead = home(lines.len(), *id);
+            prefetch(lines, *ahead);
+        }
+        let mut turn = 0;
+        for (done, (&id, slot)) in ids.iter().zip(slots).enumerate() {
+            let line = homes[turn];
+            let ahead = home(lines.len(), ids[(done + AHEAD).min(ids.len() - 1)]);
+            prefetch(lines, ahead);
+            homes[turn] = ahead;
+            turn = (turn + 1) % AHEAD;
+            *slot = slot_from(lines, line, id);
         }
     }
 
@@ -113,12 +123,11 @@ impl HostIndex {
     /// When the system has no memory to grow.
     pub fn insert(&mut self, id: Id, slot: CacheSlot) {
         debug_assert!(slot != NO_SLOT, "a row is in a slot");
+        debug_assert!(self.get(id) == NO_SLOT, "an id is inserted when it is absent");
         if self.len >= self.limit {
             self.grow();
         }
-        let entries = self.entries_mut();
-        let at = found(entries, id, home(entries.len(), id)).expect_err("an id is inserted when it is absent");
-        entries[at] = Entry { id, place: slot + 1, unused: 0 };
+        put(self.lines_mut(), id, slot + 1);
         self.len += 1;
     }
 
@@ -128,98 +137,123 @@ impl HostIndex {
     /// When the id is absent.
     pub fn replace(&mut self, id: Id, slot: CacheSlot) {
         debug_assert!(slot != NO_SLOT, "a row is in a slot");
-        let entries = self.entries_mut();
-        let at = (!entries.is_empty()).then(|| found(entries, id, home(entries.len(), id)).ok()).flatten();
-        entries[at.expect("an id is replaced when it is present")].place = slot + 1;
+        let (line, entry) = self.find(id).expect("an id is replaced when it is present");
+        self.lines_mut()[line].places[entry] = slot + 1;
     }
 
     /// Remove an id; its slot, or `NO_SLOT` if absent.
     pub fn remove(&mut self, id: Id) -> CacheSlot {
-        if self.len == 0 {
-            return NO_SLOT;
-        }
-        let entries = self.entries_mut();
-        let count = entries.len();
-        let Ok(mut gap) = found(entries, id, home(count, id)) else { return NO_SLOT };
-        let slot = entries[gap].place - 1;
-        let mut next = gap;
-        loop {
-            next = if next + 1 == count { 0 } else { next + 1 };
-            let entry = entries[next];
-            if entry.place == 0 {
-                break;
+        let Some((mut line, mut entry)) = self.find(id) else { return NO_SLOT };
+        let lines = self.lines_mut();
+        let slot = lines[line].places[entry] - 1;
+        let mut next = line;
+        // Only past full lines are there ids whose home is at or before them; the first that may move back does.
+        let mut full = lines[line].gap().is_none();
+        lines[line].places[entry] = 0;
+        while full {
+            next = following(next, lines.len());
+            full = lines[next].gap().is_none();
+            let moves = (0..WIDTH).find(|&other| {
+                let Line { ids, places, .. } = &lines[next];
+                places[other] != 0
+                    && distance(home(lines.len(), ids[other]), next, lines.len()) >= distance(line, next, lines.len())
+            });
+            if let Some(other) = moves {
+                lines[line].ids[entry] = lines[next].ids[other];
+                lines[line].places[entry] = lines[next].places[other];
+                lines[next].places[other] = 0;
+                (line, entry) = (next, other);
             }
-            // What is behind the gap moves into it unless its home is behind the gap too.
-            let from_home = distance(home(count, entry.id), next, count);
-            if from_home >= distance(gap, next, count) {
-                entries[gap] = entry;
-                gap = next;
-            }
         }
-        entries[gap].place = 0;
         self.len -= 1;
         slot
     }
 
-    fn entries(&self) -> &[Entry] {
-        let Some(mapping) = &self.mapping else { return &[] };
-        // SAFETY: the mapping is page-aligned, as large as `entries` entries, zeroed at first (empty entries) and written
-        // through `entries_mut` only.
-        unsafe { std::slice::from_raw_parts(mapping.start().cast(), self.entries) }
+    /// Line and entry of an id.
+    fn find(&self, id: Id) -> Option<(usize, usize)> {
+        let lines = self.lines();
+        let mut line = if self.len == 0 { return None } else { home(lines.len(), id) };
+        loop {
+            match (lines[line].entry(id), lines[line].gap()) {
+                (Some(entry), _) => return Some((line, entry)),
+                (None, Some(_)) => return None,
+                (None, None) => line = following(line, lines.len()),
+            }
+        }
     }
 
-    fn entries_mut(&mut self) -> &mut [Entry] {
+    fn lines(&self) -> &[Line] {
+        let Some(mapping) = &self.mapping else { return &[] };
+        // SAFETY: the mapping is page-aligned, as large as `lines` lines, zeroed at first (empty lines) and written through
+        // `lines_mut` only.
+        unsafe { std::slice::from_raw_parts(mapping.start().cast(), self.lines) }
+    }
+
+    fn lines_mut(&mut self) -> &mut [Line] {
         let Some(mapping) = &self.mapping else { return &mut [] };
-        // SAFETY: as in `entries`, and self is borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(mapping.start().cast(), self.entries) }
+        // SAFETY: as in `lines`, and self is borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(mapping.start().cast(), self.lines) }
     }
 
     fn grow(&mut self) {
-        let full = (self.capacity * 3).div_ceil(2).max(LEAST_ENTRIES);
-        let entries = if self.entries < full {
-            (self.entries * 2).clamp(LEAST_ENTRIES, full)
-        } else {
-            self.entries + self.entries / 4
-        };
-        let mapping = Mapping::new(entries * size_of::<Entry>()).unwrap_or_else(|refused| panic!("{refused}"));
-        let grown =
-            Self { mapping: Some(mapping), entries, limit: entries * 2 / 3, len: self.len, capacity: self.capacity };
+        let full = (self.capacity * 4).div_ceil(WIDTH * 3).max(LEAST_LINES);
+        let lines =
+            if self.lines < full { (self.lines * 2).clamp(LEAST_LINES, full) } else { self.lines + self.lines / 4 };
+        let mapping = Mapping::new(lines * size_of::<Line>()).unwrap_or_else(|refused| panic!("{refused}"));
+        let limit = lines * WIDTH * 3 / 4;
+        let grown = Self { mapping: Some(mapping), lines, limit, len: self.len, capacity: self.capacity };
         let old = std::mem::replace(self, grown);
-        let entries = self.entries_mut();
         // Homes keep the order of hashes, so that this walks both sides from front to back.
-        for entry in old.entries().iter().filter(|entry| entry.place != 0) {
-            let mut at = home(entries.len(), entry.id);
-            while entries[at].place != 0 {
-                at = if at + 1 == entries.len() { 0 } else { at + 1 };
+        for line in old.lines() {
+            for entry in (0..WIDTH).filter(|entry| line.places[*entry] != 0) {
+                put(self.lines_mut(), line.ids[entry], line.places[entry]);
             }
-            entries[at] = *entry;
         }
     }
 }
 
+/// The home line: a folded product (as in wyhash) scaled to the lines. Nothing on disk hangs on it.
 #[inline]
-fn home(entries: usize, id: Id) -> usize {
-    ((u128::from(hash_id(id)) * entries as u128) >> 64) as usize
+fn home(lines: usize, id: Id) -> usize {
+    let product = u128::from(id as u64 ^ 0xa076_1d64_78bd_642f) * 0xe703_7ed1_a0b4_28db;
+    let hash = (product >> 64) as u64 ^ product as u64;
+    ((u128::from(hash) * lines as u128) >> 64) as usize
+}
+
+#[inline]
+fn following(line: usize, lines: usize) -> usize {
+    if line + 1 == lines { 0 } else { line + 1 }
 }
 
 /// Steps from `from` on to `to`, around the end.
-fn distance(from: usize, to: usize, entries: usize) -> usize {
-    if to >= from { to - from } else { to + entries - from }
+fn distance(from: usize, to: usize, lines: usize) -> usize {
+    if to >= from { to - from } else { to + lines - from }
 }
 
-/// Where `id` is, looking from `at` on; or where it would go.
+/// The slot of an id whose home is `line`, or `NO_SLOT`.
 #[inline]
-fn found(entries: &[Entry], id: Id, mut at: usize) -> Result<usize, usize> {
+fn slot_from(lines: &[Line], mut line: usize, id: Id) -> CacheSlot {
     loop {
-        let entry = &entries[at];
-        if entry.place == 0 {
-            return Err(at);
+        let here = &lines[line];
+        let place = here.place(id);
+        if place != 0 || here.gap().is_some() {
+            return place.wrapping_sub(1);
         }
-        if entry.id == id {
-            return Ok(at);
-        }
-        at = if at + 1 == entries.len() { 0 } else { at + 1 };
+        line = following(line, lines.len());
     }
+}
+
+/// Enter an id that is absent.
+fn put(lines: &mut [Line], id: Id, place: u32) {
+    let mut line = home(lines.len(), id);
+    let gap = loop {
+        match lines[line].gap() {
+            Some(gap) => break gap,
+            None => line = following(line, lines.len()),
+        }
+    };
+    lines[line].ids[gap] = id;
+    lines[line].places[gap] = place;
 }
 
 #[cfg(test)]
@@ -230,14 +264,18 @@ mod tests {
 
     use super::*;
 
-    /// Every id is reachable from its home without a gap.
+    /// Every id is in its home line or past full ones.
     fn check_structure(index: &HostIndex) {
-        let entries = index.entries();
-        let present = entries.iter().enumerate().filter(|(_, entry)| entry.place != 0);
-        assert_eq!(present.clone().count(), index.len());
-        for (at, entry) in present {
-            assert_eq!(found(entries, entry.id, home(entries.len(), entry.id)), Ok(at));
+        let lines = index.lines();
+        let mut len = 0;
+        for (at, line) in lines.iter().enumerate() {
+            for entry in (0..WIDTH).filter(|entry| line.places[*entry] != 0) {
+                assert_eq!(index.find(line.ids[entry]), Some((at, entry)));
+                len += 1;
+            }
         }
+        assert_eq!(len, index.len());
+        assert!(len <= index.limit);
     }
 
     #[test]
@@ -265,7 +303,7 @@ mod tests {
         for id in 0..10_000 {
             index.insert(id * 3, id as u32);
         }
-        assert_eq!(index.bytes(), 10_000 * HostIndex::bytes_per_entry());
+        assert!(index.bytes() <= 10_000 * HostIndex::bytes_per_entry());
         for id in 10_000..20_000 {
             index.insert(id * 3, id as u32);
         }
@@ -277,19 +315,20 @@ mod tests {
     fn removal_around_the_end_leaves_no_gap() {
         let mut index = HostIndex::new(0);
         index.grow();
-        let entries = index.entries;
-        let last: Vec<Id> = (0..).filter(|&id| home(entries, id) >= entries - 2).take(12).collect();
-        for removed in 0..last.len() {
+        let lines = index.lines;
+        let last: Vec<Id> = (0..100_000).filter(|&id| home(lines, id) >= lines - 2).take(40).collect();
+        for &removed in &last {
             for (slot, &id) in last.iter().enumerate() {
                 index.insert(id, slot as u32);
             }
-            assert_eq!(index.remove(last[removed]), removed as u32);
+            assert_ne!(index.remove(removed), NO_SLOT);
             check_structure(&index);
-            for &id in last.iter().filter(|id| **id != last[removed]) {
+            for &id in last.iter().filter(|id| **id != removed) {
                 assert_ne!(index.remove(id), NO_SLOT);
                 check_structure(&index);
             }
         }
+        assert_eq!(index.lines, lines, "all in lines that follow each other around the end");
     }
 
     proptest! {
