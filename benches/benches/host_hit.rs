@@ -25,14 +25,14 @@ fn main() {
             unit,
             better,
             limit,
-            make: |scale| host_hit(scale, |n, rows| zipf_ranks(3, n, rows, 1.05)),
+            make: |scale| host_hit(scale, false, |n, rows| zipf_ranks(3, n, rows, 1.05)),
         },
         Bench {
             name: "host_hit_uniform_10m",
             unit,
             better,
             limit,
-            make: |scale| host_hit(scale, |n, rows| uniform_ranks(3, n, rows)),
+            make: |scale| host_hit(scale, true, |n, rows| uniform_ranks(3, n, rows)),
         },
     ]);
 }
@@ -57,7 +57,7 @@ fn value(slot: usize) -> [f32; DIM] {
     std::array::from_fn(|column| (slot * 7 + column) as f32)
 }
 
-fn host_hit(scale: Scale, ranks: fn(usize, u64) -> Vec<u64>) -> Box<dyn Rounds> {
+fn host_hit(scale: Scale, mostly_new: bool, ranks: fn(usize, u64) -> Vec<u64>) -> Box<dyn Rounds> {
     let rows = scale.pick(10_000_000, 100_000);
     let ids = Ids::from_ranks(&ranks(BATCH_IDS * scale.pick(20, 2), rows), BATCH_IDS, scattered_id);
     let present: Vec<i64> = (0..rows).map(scattered_id).collect();
@@ -95,7 +95,7 @@ fn host_hit(scale: Scale, ranks: fn(usize, u64) -> Vec<u64>) -> Box<dyn Rounds> 
         rows,
         lookup: Lookup::new(&[table], &[0]).expect("one feature of one table"),
         plain: Plain {
-            dedupe: PlainDedupe::new(BATCH_IDS),
+            dedupe: PlainDedupe::new(BATCH_IDS, mostly_new),
             index: PlainIndex::new(&present),
             slots: vec![0; BATCH_IDS],
             table: plain,
