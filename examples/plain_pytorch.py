@@ -26,7 +26,7 @@ class Model(nn.Module):
             name="ids",
             embedding_dim=32,
             mode="sum",
-            tiers=TierBudgets(host_bytes="2MiB", ssd_bytes="256MiB", ssd_dir=ssd_dir, reopen="resume"),
+            tiers=TierBudgets(host_bytes="4MiB", ssd_bytes="256MiB", ssd_dir=ssd_dir, reopen="resume"),
             initializer=initializers.Uniform(-0.05, 0.05),
             optimizer=optimizers.Adagrad(lr=0.1),
             seed=1,
@@ -80,6 +80,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the model is tiny
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary) / "ssd"
         folder.mkdir(mode=0o750, exist_ok=True)
