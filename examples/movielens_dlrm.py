@@ -32,8 +32,6 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec_embcache.cache import CacheTable
-from torchrec_embcache.saver import Saver
 from tqdm import tqdm
 
 from movielens import FEATURES, TABLES, Ratings, read_ratings
@@ -47,6 +45,8 @@ from torchrec_embcache import (
     cache_modules,
     initializers,
 )
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.saver import Saver
 
 DIM = 16
 BATCH = 512

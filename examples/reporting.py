@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+
 from torchrec_embcache.cache import CacheTable
 
 __all__ = ["Checks", "rows_of", "show_tiers"]

@@ -24,7 +24,6 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec_embcache.saver import Saver
 
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
@@ -33,6 +32,7 @@ from torchrec_embcache import (
     TierBudgets,
     cache_modules,
 )
+from torchrec_embcache.saver import Saver
 
 FEATURES = ["who", "what", "where"]
 
