@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from .exceptions import EmbCacheError
@@ -25,12 +26,21 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on each rank if any rank has an error: its own where it has one, else that of the first rank that has. Collective."""
-    if not is_distributed():
-        errors: list[EmbCacheError | None] = [None]
-    else:
+def raise_on_every_rank(
+    error: Exception | None, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> None:
+    """Raise on each rank if any rank has an error: its own where it has one, else that of the first rank that has. Collective.
+
+    One flag, a tensor on `device`, is reduced; errors travel only when it is set.
+    """
+    if is_distributed() and dist.get_world_size(group) > 1:
+        flag = torch.tensor([error is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+        if not flag.item():
+            return
         errors = all_gather(_portable(error), group)
+    else:
+        errors = [None]
     if error is not None:
         raise error
     for rank, other in enumerate(errors):

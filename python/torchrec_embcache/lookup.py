@@ -26,7 +26,7 @@ from .exceptions import EmbCacheWarning, InputError, StateError, UnsupportedErro
 from .kernels import KernelBackend, Pooled, make_backend
 from .optimizers import native_hyperparameters
 
-__all__ = ["LookupGroup"]
+__all__ = ["LookupGroup", "PlannedBatch", "check_offsets"]
 
 I64 = NDArray[np.int64]
 ParamGroups = Callable[[], Sequence[Mapping[str, Any]]]
@@ -60,7 +60,9 @@ class LookupGroup:
         *,
         unseen: Unseen = "initial",
         kernels: str | None = None,
+        after_backward: Callable[[Exception | None], None] | None = None,
     ) -> None:
+        """`after_backward` is called at the end of every backward with its error, or None, and may raise."""
         check_choice("unseen", unseen, Unseen)
         self.tables = list(tables)
         self.feature_tables = list(feature_tables)
@@ -68,6 +70,7 @@ class LookupGroup:
         self.unseen = unseen
         self.device = self.tables[0].device
         self._kernels = kernels
+        self.after_backward = after_backward
         self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
         self._ahead: list[_Ahead] = []
         self._warned_rows = [0] * len(self.tables)
@@ -116,7 +119,8 @@ class LookupGroup:
     def _zeros(self, train: bool) -> bool:
         return not train and self.unseen == "zeros"
 
-    def _plan(self, ids: I64, splits: I64, train: bool) -> _native.Plan:
+    def plan(self, ids: I64, splits: I64, *, train: bool) -> PlannedBatch:
+        """Plan the batch of the next forward, or take over the plan that was announced for it."""
         lookup, _ = self._open()
         same_mode = [batch for batch in self._ahead if batch.train == train]
         found = next((place for place, batch in enumerate(same_mode) if batch.is_for(ids, splits)), None)
@@ -145,7 +149,7 @@ class LookupGroup:
             except BaseException:
                 plan.release()
                 raise
-        return plan
+        return PlannedBatch(self, plan, train)
 
     def _names(self) -> str:
         return ", ".join(repr(table.name) for table in self.tables)
@@ -161,12 +165,13 @@ class LookupGroup:
         *,
         train: bool,
         anchor: Tensor,
+        planned: PlannedBatch | None = None,
     ) -> Tensor:
         """[B, C]: the sum or mean of each bag's rows, features side by side.
 
         `ids` [N]; `offsets` [F * B + 1] into them, feature-major; `mean` [F]; `weights` float32 [N] on the tables' device, which
         gets a gradient. `anchor`, any tensor that requires grad, makes autograd run the update. With `train=False` nothing is
-        updated, inserted or kept pinned.
+        updated, inserted or kept pinned. `planned` is the batch's plan where `plan` made it before.
         """
         features = len(self.feature_tables)
         check_offsets(offsets, len(ids), features)
@@ -182,24 +187,26 @@ class LookupGroup:
         splits = pooled.offsets[:: max(pooled.bags, 1)] if pooled.bags else np.zeros(features + 1, np.int64)
         splits = np.ascontiguousarray(splits)
         if train:
-            return _train(_PooledBatch(self, self._plan(ids, splits, True), pooled), anchor, weights)
+            return _train(_PooledBatch(planned or self.plan(ids, splits, train=True), pooled), anchor, weights)
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             return self._weighted_sum(ids, splits, pooled, weights)
-        plan = self._plan(ids, splits, False)
+        planned = planned or self.plan(ids, splits, train=False)
         try:
-            return self.place(plan).forward_pooled(plan, pooled)
+            return planned.wait().forward_pooled(planned.plan, pooled)
         finally:
-            plan.release()
+            planned.release()
 
-    def sequence(self, ids: I64, splits: I64, *, train: bool, anchor: Tensor) -> Tensor:
+    def sequence(
+        self, ids: I64, splits: I64, *, train: bool, anchor: Tensor, planned: PlannedBatch | None = None
+    ) -> Tensor:
         """[N, D]: the row of each id; `splits` [F + 1]: where each feature's ids start. Tables of one width. See `pooled`."""
         if train:
-            return _train(_SequenceBatch(self, self._plan(ids, splits, True), len(ids)), anchor, None)
-        plan = self._plan(ids, splits, False)
+            return _train(_SequenceBatch(planned or self.plan(ids, splits, train=True), len(ids)), anchor, None)
+        planned = planned or self.plan(ids, splits, train=False)
         try:
-            return self.place(plan).forward_sequence(plan, len(ids))
+            return planned.wait().forward_sequence(planned.plan, len(ids))
         finally:
-            plan.release()
+            planned.release()
 
     def _weighted_sum(self, ids: I64, splits: I64, pooled: Pooled, weights: Tensor) -> Tensor:
         """`pooled` without training, differentiable in `weights` by torch's own ops: rows one by one, a feature at a time."""
@@ -272,17 +279,38 @@ def check_offsets(offsets: I64, count: int, features: int) -> None:
         )
 
 
+class PlannedBatch:
+    """A batch on its way: rows pinned, fetches started. Dropped, it unpins."""
+
+    def __init__(self, group: LookupGroup, plan: _native.Plan, train: bool) -> None:
+        self.group = group
+        self.plan = plan
+        self.train = train
+        self._backend: KernelBackend | None = None
+
+    def wait(self) -> KernelBackend:
+        """Until every row is where the kernels, which this gives, look for it."""
+        if self._backend is None:
+            self._backend = self.group.place(self.plan)
+        return self._backend
+
+    def release(self) -> None:
+        """Unpin; harmless twice."""
+        self.plan.release()
+
+
 class _Batch(ABC):
     """One forward and its backward; the autograd graph owns it, so that its rows are unpinned when the graph dies."""
 
-    def __init__(self, group: LookupGroup, plan: _native.Plan) -> None:
-        self.group = group
-        self.plan = plan
+    def __init__(self, planned: PlannedBatch) -> None:
+        self.planned = planned
+        self.group = planned.group
+        self.plan = planned.plan
         self._done = False
 
     def forward(self) -> Tensor:
         """Every row in its place, then the kernels."""
-        self.backend = self.group.place(self.plan)
+        self.backend = self.planned.wait()
         return self.run()
 
     @abstractmethod
@@ -313,8 +341,8 @@ class _Batch(ABC):
 
 
 class _PooledBatch(_Batch):
-    def __init__(self, group: LookupGroup, plan: _native.Plan, pooled: Pooled) -> None:
-        super().__init__(group, plan)
+    def __init__(self, planned: PlannedBatch, pooled: Pooled) -> None:
+        super().__init__(planned)
         self.pooled = pooled
 
     def run(self) -> Tensor:
@@ -325,8 +353,8 @@ class _PooledBatch(_Batch):
 
 
 class _SequenceBatch(_Batch):
-    def __init__(self, group: LookupGroup, plan: _native.Plan, count: int) -> None:
-        super().__init__(group, plan)
+    def __init__(self, planned: PlannedBatch, count: int) -> None:
+        super().__init__(planned)
         self.count = count
 
     def run(self) -> Tensor:
@@ -345,7 +373,18 @@ class _FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
-        return None, ctx.batch.backward(grads[0], ctx.needs_input_grad[1]), None
+        batch: _Batch = ctx.batch
+        after = batch.group.after_backward
+        if after is None:
+            return None, batch.backward(grads[0], ctx.needs_input_grad[1]), None
+        error: Exception | None = None
+        weight_grad = None
+        try:
+            weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
+        except Exception as caught:
+            error = caught
+        after(error)
+        return None, weight_grad, None
 
 
 def _train(batch: _Batch, anchor: Tensor, weights: Tensor | None) -> Tensor:
