@@ -4,7 +4,7 @@ Importing the package imports torch and numpy only. The names that need TorchRec
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import exceptions, initializers, optimizers
 from .cache import CacheTable, FoundRows, RowChunk, RowMetadata
@@ -14,11 +14,35 @@ from .metrics import SsdStats, TableStats, TierStats
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .whole_model import cache_modules, flush
 
+if TYPE_CHECKING:
+    from .modules import (
+        EmbCacheEmbeddingBagCollection,
+        EmbCacheEmbeddingBagConfig,
+        EmbCacheEmbeddingCollection,
+        EmbCacheEmbeddingConfig,
+    )
+    from .sharded import (
+        EmbCacheEmbeddingBagCollectionSharder,
+        EmbCacheEmbeddingCollectionSharder,
+        EmbCacheShardedEmbeddingBagCollection,
+        EmbCacheShardedEmbeddingCollection,
+    )
+    from .train_pipeline import EmbCacheTrainPipelineSparseDist
+
 __all__ = [
     "CacheTable",
     "EmbCacheEmbedding",
     "EmbCacheEmbeddingBag",
+    "EmbCacheEmbeddingBagCollection",
+    "EmbCacheEmbeddingBagCollectionSharder",
+    "EmbCacheEmbeddingBagConfig",
+    "EmbCacheEmbeddingCollection",
+    "EmbCacheEmbeddingCollectionSharder",
+    "EmbCacheEmbeddingConfig",
     "EmbCacheError",
+    "EmbCacheShardedEmbeddingBagCollection",
+    "EmbCacheShardedEmbeddingCollection",
+    "EmbCacheTrainPipelineSparseDist",
     "EmbCacheWarning",
     "FoundRows",
     "RowChunk",
@@ -35,7 +59,17 @@ __all__ = [
 ]
 
 # Public names by the module that has them: imported on first use, because they need TorchRec.
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = {
+    "EmbCacheEmbeddingBagCollection": "modules",
+    "EmbCacheEmbeddingBagCollectionSharder": "sharded",
+    "EmbCacheEmbeddingBagConfig": "modules",
+    "EmbCacheEmbeddingCollection": "modules",
+    "EmbCacheEmbeddingCollectionSharder": "sharded",
+    "EmbCacheEmbeddingConfig": "modules",
+    "EmbCacheShardedEmbeddingBagCollection": "sharded",
+    "EmbCacheShardedEmbeddingCollection": "sharded",
+    "EmbCacheTrainPipelineSparseDist": "train_pipeline",
+}
 
 
 def __getattr__(name: str) -> Any:

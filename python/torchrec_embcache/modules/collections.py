@@ -1,0 +1,345 @@
+"""The collections, unsharded: TorchRec's classes over tables larger than memory."""
+
+import copy
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.config import TierBudgets, check_int, check_name
+from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
+from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.whole_model import CacheModule
+
+from .configs import CacheConfig, EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig, as_cache_configs
+from .features import check_features, in_order
+from .optimizer import TableOptimizer
+from .optimizer_choice import choose_optimizer, no_optimizer_error
+from .tables import ModuleTables, Shard, table_weights, trainable, zero_row_parameter
+
+__all__ = ["EmbCacheEmbeddingBagCollection", "EmbCacheEmbeddingCollection"]
+
+_IMPORT_ROWS = 65_536
+
+
+class _Collection(CacheModule, FusedOptimizerModule):
+    """What both collections share. A mixin over TorchRec's class; tables are checked when made and opened at first use."""
+
+    training: bool
+    _prefix: str
+
+    def _prepare(
+        self, configs: list[Any], tiers: TierBudgets | None, name: str, seed: int, device: torch.device | str | None
+    ) -> None:
+        """After TorchRec's `__init__`, which ran on stand-ins of one row: the real configs, zero-row weights, checked tables."""
+        if tiers is not None and not isinstance(tiers, TierBudgets):
+            raise ConfigError(f"tiers={tiers!r}: give a TierBudgets")
+        self.name = check_name("name", name)
+        self._seed = check_int("seed", seed, 0, (1 << 64) - 1)
+        self._tiers = tiers
+        self._configs = configs
+        self._device = torch.device(device) if device is not None else torch.device("cpu")
+        # Of "meta" nothing is looked up before it is sharded, and the sharder names the device.
+        on = torch.device("cpu") if self._device.type == "meta" else self._device
+        for config in configs:
+            holder = self._holder()[config.name]
+            del holder.weight
+            holder.register_parameter("weight", zero_row_parameter(config.embedding_dim, on))
+        shards = {config.name: Shard() for config in configs}
+        self._tables = ModuleTables(
+            configs, module=name, tiers=tiers, seed=seed, device=on, shards=shards, specs=dict.fromkeys(shards)
+        )
+        self._tables.warn_on_state_dict(self)
+        self._features = [feature for config in configs for feature in config.feature_names]
+        self._anchor = torch.zeros(0, device=on, requires_grad=True)
+        self._lookup: tuple[TableOptimizer, LookupGroup] | None = None
+
+    def _holder(self) -> nn.ModuleDict:
+        holder = getattr(self, self._prefix)
+        assert isinstance(holder, nn.ModuleDict), "TorchRec's attribute"
+        return holder
+
+    def table_configs(self) -> list[Any]:
+        """The tables' configs."""
+        return self._configs
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The zero-row parameter of each table."""
+        return table_weights(self._holder())
+
+    @property
+    def tables(self) -> Mapping[str, CacheTable]:
+        """Each table by name: stats, export, read_rows and the rest of level 1."""
+        return self._tables
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizers of the tables that have one, a param group each; schedulers work on it."""
+        return self._ready()[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where results are."""
+        return self._device
+
+    def reset_parameters(self) -> None:
+        """Nothing: rows are born one by one."""
+
+    def _ready(self) -> tuple[TableOptimizer, LookupGroup]:
+        """Optimizers as set by now, and the lookup over all tables."""
+        if not self._tables:
+            raise StateError(f"module {self.name!r} was sharded and its tables went with it: use the sharded module")
+        weights = self.weights()
+        chosen = {name: choose_optimizer(name, weights[name], None) for name in self._tables.untrainable}
+        new = {name: spec for name, spec in chosen.items() if spec is not None}
+        for name, spec in new.items():
+            self._tables.set_optimizer(name, spec)
+        if self._lookup is None or new:
+            optimizer = self._tables.optimizer(f"{self._prefix}.", weights, weights)
+            for name in optimizer.groups:
+                _share_group(weights[name], optimizer.groups[name])
+            self._lookup = optimizer, self._tables.group(self._configs, optimizer)
+        return self._lookup
+
+    def _start(self, features: Any, *, weighted: bool) -> tuple[KeyedJaggedTensor, LookupGroup, bool]:
+        """The checked batch in the tables' order, the lookup, and whether it trains."""
+        owner = f"{type(self).__name__} {self.name!r}"
+        features = check_features(features, self._features, weighted=weighted, owner=owner, device=self._device)
+        train = self.training and torch.is_grad_enabled() and trainable(owner, self.weights())
+        _, lookup = self._ready()
+        if train and self._tables.untrainable:
+            raise no_optimizer_error(self._tables.untrainable)
+        return in_order(features, self._features), lookup, train
+
+    def shard_tables(
+        self, shards: Mapping[str, Shard], fused_params: Mapping[str, Any] | None, device: torch.device
+    ) -> ModuleTables:
+        """The tables of one rank, with the rows of their buckets that this module has; this module's are closed."""
+        weights = self.weights()
+        specs = {name: choose_optimizer(name, param, fused_params) for name, param in weights.items()}
+        tables = ModuleTables(
+            self._configs,
+            module=self.name,
+            tiers=self._tiers,
+            seed=self._seed,
+            device=device,
+            shards=shards,
+            specs=specs,
+        )
+        self._lookup = None
+        tables.take_rows(self._tables.hand_over())
+        return tables
+
+    def planned_rows(self, name: str) -> int:
+        """What the planner takes for the size of a table: the rows that its budgets in RAM hold, at most those expected."""
+        table = self._tables[name]
+        config = next(config for config in self._configs if config.name == name)
+        budget = table.tiers.host + table.tiers.device
+        rows: int = min(config.num_embeddings, budget // (4 * table.spec.record_floats(table.dim)))
+        return max(rows, 1)
+
+    def flush(self) -> None:
+        """Write every dirty row to the SSD tiers, each table as a state of its own; `torchrec_embcache.flush` publishes one."""
+        for table in self._tables.values():
+            table.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._lookup is not None:
+            self._lookup[1].drop_prefetched()
+        self._tables.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"closing module {self.name!r} failed too: {failure}")
+
+    def _import_weights(self, holder: nn.ModuleDict) -> None:
+        """Rows 0 to N - 1 of each table from TorchRec's module."""
+        for name, table in self._tables.items():
+            weight: torch.Tensor = holder.get_parameter(f"{name}.weight").detach()
+            if weight.dtype != torch.float32:
+                raise UnsupportedError(f"table {name!r} has {weight.dtype} weights: rows are float32, convert it first")
+            for first in range(0, len(weight), _IMPORT_ROWS):
+                rows = weight[first : first + _IMPORT_ROWS].cpu()
+                table.import_rows(torch.arange(first, first + len(rows)), rows)
+
+
+def _share_group(param: nn.Parameter, group: dict[str, Any]) -> None:
+    """Let the optimizer that `apply_optimizer_in_backward` made show the group that is read: a scheduler on either works."""
+    for optimizer in getattr(param, "_in_backward_optimizers", []):
+        groups = getattr(optimizer, "param_groups", None)
+        if groups:
+            for key, value in groups[0].items():
+                group.setdefault(key, value)
+            groups[0] = group
+
+
+class EmbCacheEmbeddingBagCollection(_Collection, EmbeddingBagCollection):
+    """TorchRec's `EmbeddingBagCollection` over tables larger than memory: a KeyedJaggedTensor in, a KeyedTensor [B, sum of D] out.
+
+    - `tables`: `EmbCacheEmbeddingBagConfig`s (TorchRec's own are taken with default settings).
+    - `tiers`: budgets for tables that name none, split between them by rows x bytes a row.
+    - `is_weighted`: features carry weights, one a value; SUM tables only.
+    - `name`: names the SSD tier's directory of the module. `seed`: of the rows' births.
+
+    The backward updates the rows, with the optimizer set by `apply_optimizer_in_backward` or, sharded, by the sharder's
+    `fused_params`. With `eval()` or `no_grad()` nothing is updated or inserted.
+    """
+
+    _prefix = "embedding_bags"
+
+    def __init__(
+        self,
+        tables: list[EmbCacheEmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        tiers: TierBudgets | None = None,
+        name: str = "embeddings",
+        seed: int = 0,
+    ) -> None:
+        configs = as_cache_configs(tables, EmbCacheEmbeddingBagConfig)
+        averaged = [config.name for config in configs if config.pooling == PoolingType.MEAN]
+        if is_weighted and averaged:
+            raise UnsupportedError(
+                f"is_weighted=True with pooling MEAN (tables {', '.join(averaged)}): as in torch, use PoolingType.SUM"
+            )
+        EmbeddingBagCollection.__init__(self, _stand_ins(configs), is_weighted, torch.device("meta"))
+        self._embedding_bag_configs = configs
+        self._prepare(configs, tiers, name, seed, device)
+        self._mean = [config.pooling == PoolingType.MEAN for config in configs for _ in config.feature_names]
+
+    @classmethod
+    def from_torchrec(
+        cls,
+        collection: EmbeddingBagCollection,
+        tiers: TierBudgets | None = None,
+        *,
+        tables: list[EmbCacheEmbeddingBagConfig] | None = None,
+        name: str = "embeddings",
+        seed: int = 0,
+    ) -> Self:
+        """A module with the rows of TorchRec's `collection`. `tables`, of the same names and dims, says more of each table.
+
+        Shard it afterwards, if at all.
+        """
+        configs = _matching(tables, collection.embedding_bag_configs(), EmbCacheEmbeddingBagConfig)
+        made = cls(configs, collection.is_weighted(), tiers=tiers, name=name, seed=seed)
+        made._import_weights(collection.embedding_bags)
+        return made
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows, a column block for each feature of each table."""
+        features, lookup, train = self._start(features, weighted=self._is_weighted)
+        values = lookup.pooled(
+            features.values().cpu().numpy(),
+            features.offsets().cpu().numpy().astype(np.int64),
+            self._mean,
+            features.weights_or_none(),
+            train=train,
+            anchor=self._anchor,
+        )
+        return KeyedTensor(keys=self._embedding_names, values=values, length_per_key=self._lengths_per_embedding)
+
+
+class EmbCacheEmbeddingCollection(_Collection, EmbeddingCollection):
+    """TorchRec's `EmbeddingCollection` over tables larger than memory: a KeyedJaggedTensor in, a JaggedTensor for each feature out.
+
+    Arguments as for `EmbCacheEmbeddingBagCollection`; tables have one width. `need_indices`: results carry their ids as weights.
+    """
+
+    _prefix = "embeddings"
+
+    def __init__(
+        self,
+        tables: list[EmbCacheEmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        *,
+        tiers: TierBudgets | None = None,
+        name: str = "embeddings",
+        seed: int = 0,
+    ) -> None:
+        configs = as_cache_configs(tables, EmbCacheEmbeddingConfig)
+        widths = {config.name: config.embedding_dim for config in configs}
+        if len(set(widths.values())) > 1:
+            raise ConfigError(
+                f"embedding_dim differs between tables ({widths}): the tables of a sequence collection have one width"
+            )
+        EmbeddingCollection.__init__(self, _stand_ins(configs), torch.device("meta"), need_indices)
+        self._embedding_configs = configs
+        self._prepare(configs, tiers, name, seed, device)
+
+    @classmethod
+    def from_torchrec(
+        cls,
+        collection: EmbeddingCollection,
+        tiers: TierBudgets | None = None,
+        *,
+        tables: list[EmbCacheEmbeddingConfig] | None = None,
+        name: str = "embeddings",
+        seed: int = 0,
+    ) -> Self:
+        """A module with the rows of TorchRec's `collection`. `tables`, of the same names and dims, says more of each table.
+
+        Shard it afterwards, if at all.
+        """
+        configs = _matching(tables, collection.embedding_configs(), EmbCacheEmbeddingConfig)
+        made = cls(configs, need_indices=collection.need_indices(), tiers=tiers, name=name, seed=seed)
+        made._import_weights(collection.embeddings)
+        return made
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The row of each id, by feature."""
+        features, lookup, train = self._start(features, weighted=False)
+        counts = features.length_per_key()
+        splits = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        ids = features.values()
+        rows = lookup.sequence(ids.cpu().numpy(), splits, train=train, anchor=self._anchor)
+        names = [name for names in self._embedding_names_by_table for name in names]
+        lengths = features.lengths().view(len(counts), -1)
+        return {
+            name: JaggedTensor(values=part, lengths=lengths[place], weights=own if self._need_indices else None)
+            for place, (name, part, own) in enumerate(
+                zip(names, torch.split(rows, counts), torch.split(ids, counts), strict=True)
+            )
+        }
+
+
+def _stand_ins(configs: list[Any]) -> list[Any]:
+    """Configs of one row: TorchRec's constructors allocate (on meta, where 10^18 rows overflow) and fill weights."""
+    stand_ins = []
+    for config in configs:
+        stand_in = copy.copy(config)
+        stand_in.num_embeddings = 1
+        stand_ins.append(stand_in)
+    return stand_ins
+
+
+def _matching(tables: list[Any] | None, given: list[Any], kind: type[Any]) -> list[CacheConfig]:
+    configs = as_cache_configs(given if tables is None else tables, kind)
+    wanted = {config.name: (config.embedding_dim, config.feature_names) for config in given}
+    have = {config.name: (config.embedding_dim, config.feature_names) for config in configs}
+    if wanted != have:
+        raise ConfigError(
+            f"tables={have} do not match the collection's {wanted}: give the same names, dims and features"
+        )
+    return configs

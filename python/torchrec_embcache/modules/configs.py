@@ -1,0 +1,198 @@
+"""Table configs: TorchRec's, with budgets, policy and initializer.
+
+Limits are wider than RecSDK's (1 to 10^9 rows; widths 8, 16, ... 4096): rows are unbounded, and any width to 65,536 works.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.types import DataType
+
+from torchrec_embcache.config import (
+    DEFAULT_TOTAL_NUM_BUCKETS,
+    OnFull,
+    Policy,
+    TierBudgets,
+    Unseen,
+    check_choice,
+    check_int,
+    check_name,
+)
+from torchrec_embcache.exceptions import ConfigError, UnsupportedError
+from torchrec_embcache.initializers import Initializer, Uniform
+
+__all__ = [
+    "EmbCacheEmbeddingBagConfig",
+    "EmbCacheEmbeddingConfig",
+    "as_cache_configs",
+    "num_buckets",
+    "table_initializer",
+]
+
+MAX_EMBEDDING_DIM = 65_536
+MAX_NUM_BUCKETS = (1 << 31) - 1
+
+# TorchRec's fields that change what a table is and have no counterpart here: the only value taken, and why.
+_UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
+    ("num_embeddings_post_pruning", None, "tables are not pruned"),
+    ("need_pos", False, "position-weighted features are not supported"),
+    ("input_dim", None, "the special case it serves is not supported"),
+    ("use_virtual_table", False, "every table here takes any 64-bit id already: leave it False"),
+    ("virtual_table_eviction_policy", None, 'rows leave by `policy` and `on_full="evict"`'),
+    ("enable_embedding_update", False, "write rows with `.tables[name].import_rows`"),
+    ("stash_weights", False, "the tiers hold the weights"),
+)
+
+
+@dataclass
+class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
+    """A table whose rows are pooled. TorchRec's `EmbeddingBagConfig` and these:
+
+    - `num_embeddings`: sizes the plan and the default initializer only; ids are any 64-bit integer.
+    - `initializer`: how rows are born; by default TorchRec's, Uniform(weight_init_min, weight_init_max), which itself defaults to
+      ±1/√num_embeddings.
+    - `tiers`: the table's budgets on each rank; None takes a share of the module's.
+    - `policy`, `on_full`: replacement policy of the tiers; what happens when the last one is full.
+    - `unseen`: what evaluation reads for an id that was never trained, its "initial" value or "zeros".
+    - `total_num_buckets`: buckets that ids fall into, `uint64(id) % total_num_buckets`; ranks own ranges of them. Fixed for the
+      life of the table.
+
+    Raises `ConfigError` for a value out of range and `UnsupportedError` for a field of TorchRec's that does not apply.
+    """
+
+    total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
+    initializer: Initializer | None = None
+    tiers: TierBudgets | None = None
+    policy: Policy = "s3fifo"
+    on_full: OnFull = "error"
+    unseen: Unseen = "initial"
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise ConfigError(
+                f"table {self.name!r}: pooling={self.pooling!r} is not known: use PoolingType.SUM or PoolingType.MEAN"
+            )
+
+
+@dataclass
+class EmbCacheEmbeddingConfig(EmbeddingConfig):
+    """A table whose rows are not pooled. The fields are those of `EmbCacheEmbeddingBagConfig`, less `pooling`."""
+
+    total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
+    initializer: Initializer | None = None
+    tiers: TierBudgets | None = None
+    policy: Policy = "s3fifo"
+    on_full: OnFull = "error"
+    unseen: Unseen = "initial"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+CacheConfig = EmbCacheEmbeddingBagConfig | EmbCacheEmbeddingConfig
+
+
+def _check(config: CacheConfig) -> None:
+    check_name("name", config.name)
+    table = f"table {config.name!r}: "
+    if "." in config.name:
+        raise ConfigError(
+            f"{table}name must not hold a dot, which separates modules in parameter names: use another character"
+        )
+    check_int(f"{table}num_embeddings", config.num_embeddings, 1, (1 << 63) - 1)
+    check_int(f"{table}embedding_dim", config.embedding_dim, 1, MAX_EMBEDDING_DIM)
+    if config.total_num_buckets is None:
+        config.total_num_buckets = DEFAULT_TOTAL_NUM_BUCKETS
+    check_int(f"{table}total_num_buckets", config.total_num_buckets, 1, MAX_NUM_BUCKETS)
+    if config.data_type != DataType.FP32:
+        raise UnsupportedError(
+            f"{table}data_type={config.data_type} is not supported yet: rows are float32, use DataType.FP32"
+        )
+    _check_features(table, config.feature_names)
+    if config.init_fn is not None:
+        raise UnsupportedError(
+            f"{table}init_fn={config.init_fn!r} is not supported: rows are born one by one, long after the module is made; "
+            "give initializer= (torchrec_embcache.initializers)"
+        )
+    for name, only, why in _UNSUPPORTED:
+        if getattr(config, name) != only:
+            raise UnsupportedError(f"{table}{name}={getattr(config, name)!r} is not supported: {why}")
+    if config.initializer is not None:
+        if not isinstance(config.initializer, Initializer):
+            raise ConfigError(f"{table}initializer={config.initializer!r}: give one of torchrec_embcache.initializers")
+        if config.weight_init_min is not None or config.weight_init_max is not None:
+            raise ConfigError(
+                f"{table}initializer and weight_init_min/weight_init_max contradict each other: give one of them"
+            )
+    else:
+        low, high = config.get_weight_init_min(), config.get_weight_init_max()
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise ConfigError(
+                f"{table}weight_init_min={low!r}, weight_init_max={high!r}: give finite numbers, the smaller one first"
+            )
+    if config.tiers is not None and not isinstance(config.tiers, TierBudgets):
+        raise ConfigError(f"{table}tiers={config.tiers!r}: give a TierBudgets")
+    check_choice(f"{table}policy", config.policy, Policy)
+    check_choice(f"{table}on_full", config.on_full, OnFull)
+    check_choice(f"{table}unseen", config.unseen, Unseen)
+
+
+def _check_features(table: str, names: object) -> None:
+    if not isinstance(names, list) or not all(isinstance(name, str) and name and "@" not in name for name in names):
+        raise ConfigError(
+            f"{table}feature_names={names!r}: give a list of names without '@', which marks shared features"
+        )
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(f"{table}feature_names={names!r} names {', '.join(twice)} twice: name each feature once")
+
+
+def table_initializer(config: CacheConfig) -> Initializer:
+    """How the rows of a table are born."""
+    return config.initializer or Uniform(config.get_weight_init_min(), config.get_weight_init_max())
+
+
+def num_buckets(config: CacheConfig) -> int:
+    """The table's buckets."""
+    return DEFAULT_TOTAL_NUM_BUCKETS if config.total_num_buckets is None else config.total_num_buckets
+
+
+def as_cache_configs(tables: object, kind: type[Any]) -> list[Any]:
+    """`tables` as configs of `kind`, TorchRec's own taken over field by field, the list checked as one.
+
+    Features without names get the table's. `ConfigError` for a list that is empty, holds something else or names a table twice.
+    """
+    if not isinstance(tables, Sequence) or isinstance(tables, str) or not tables:
+        raise ConfigError(f"tables={tables!r}: give a list of {kind.__name__}")
+    configs = []
+    seen: set[str] = set()
+    for table in tables:
+        config = table if isinstance(table, kind) else _from_torchrec(table, kind)
+        if config.name in seen:
+            raise ConfigError(f"tables names {config.name!r} twice: give every table a name of its own")
+        seen.add(config.name)
+        if not config.feature_names:
+            config.feature_names = [config.name]
+            _check_features(f"table {config.name!r}: ", config.feature_names)
+        configs.append(config)
+    return configs
+
+
+def _from_torchrec(table: object, kind: type[Any]) -> Any:
+    if not isinstance(table, BaseEmbeddingConfig) or not issubclass(kind, type(table)):
+        raise ConfigError(f"tables holds {table!r}: give {kind.__name__}")
+    names = {field.name for field in dataclasses.fields(kind)}
+    values = {field.name: getattr(table, field.name) for field in dataclasses.fields(table) if field.name in names}
+    # TorchRec fills init_fn in; what a user gave stays and is refused.
+    made = values.get("init_fn")
+    if isinstance(made, functools.partial) and made.func is torch.nn.init.uniform_:
+        values["init_fn"] = None
+    values["feature_names"] = list(table.feature_names)
+    return kind(**values)

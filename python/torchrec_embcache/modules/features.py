@@ -1,0 +1,97 @@
+"""What a batch of features must be, checked before anything is planned or sent."""
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_embcache.exceptions import InputError, UnsupportedError
+
+__all__ = ["check_features", "in_order"]
+
+
+def check_features(
+    features: Any, names: list[str], *, weighted: bool, owner: str, device: torch.device
+) -> KeyedJaggedTensor:
+    """`features` as a KeyedJaggedTensor with int64 values, checked. Keys that no table reads are allowed, as in TorchRec.
+
+    Raises `InputError` naming `owner`, the field, its value and what to do: a feature that a table reads and the batch lacks, wrong
+    dtype or device, lengths that do not sum, weights where the module is not `weighted`, or none where it is. `UnsupportedError`
+    for a batch size that varies by feature.
+    """
+    if isinstance(features, TensorDict):
+        features = maybe_td_to_kjt(features, None)
+    if not isinstance(features, KeyedJaggedTensor):
+        raise InputError(
+            f"{owner}: features={type(features).__name__} is no batch of features: give a KeyedJaggedTensor"
+        )
+    keys = features.keys()
+    missing = [name for name in names if name not in set(keys)]
+    if missing:
+        raise InputError(
+            f"{owner}: the batch has features {keys} and lacks {missing}: tables read every feature they name"
+        )
+    if len(set(keys)) != len(keys):
+        raise InputError(f"{owner}: the batch names features twice: {keys}")
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        raise UnsupportedError(
+            f"{owner}: a batch size that varies by feature is not supported yet: give every feature the same"
+        )
+    values, weights = features.values(), features.weights_or_none()
+    _check_tensor(owner, "values", values, (torch.int64, torch.int32), "int64 (or int32)", device)
+    _check_lengths(owner, features, device)
+    if weighted:
+        if weights is None:
+            raise InputError(
+                f"{owner}: is_weighted=True and the batch has no weights: give the KeyedJaggedTensor weights"
+            )
+        _check_tensor(owner, "weights", weights, (torch.float32,), "float32", device)
+        if weights.numel() != values.numel():
+            raise InputError(f"{owner}: {weights.numel()} weights for {values.numel()} values: give one a value")
+    elif weights is not None:
+        raise InputError(
+            f"{owner}: the batch has weights and the module is not weighted: leave them out, or make it with is_weighted=True"
+        )
+    if values.dtype != torch.int64:
+        features = KeyedJaggedTensor(
+            keys=keys, values=values.long(), weights=weights, lengths=features.lengths(), stride=features.stride()
+        )
+    return features
+
+
+def _check_tensor(
+    owner: str, field: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], wanted: str, device: torch.device
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise InputError(f"{owner}: {field} have dtype {tensor.dtype}: give {wanted}")
+    if tensor.device.type != device.type:
+        raise InputError(
+            f"{owner}: {field} are on {tensor.device} and the module on {device}: call .to({str(device)!r}) on the batch"
+        )
+    if tensor.dim() != 1:
+        raise InputError(f"{owner}: {field} have shape {tuple(tensor.shape)}: give one dimension")
+
+
+def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device) -> None:
+    lengths = features.lengths()
+    _check_tensor(owner, "lengths", lengths.reshape(-1), (torch.int64, torch.int32), "int32 or int64", device)
+    count = len(features.keys())
+    if count and lengths.numel() % count:
+        raise InputError(f"{owner}: {lengths.numel()} lengths for {count} features: give every feature one a sample")
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise InputError(f"{owner}: lengths hold {int(lengths.min())}: give 0 or more (offsets that never fall)")
+    total = int(lengths.sum())
+    if total != features.values().numel():
+        raise InputError(
+            f"{owner}: lengths sum to {total} and there are {features.values().numel()} values: make them agree"
+        )
+
+
+def in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
+    """`features` with exactly the keys `names`, in that order; a name may repeat."""
+    keys = features.keys()
+    if keys == names:
+        return features
+    return features.permute([keys.index(name) for name in names])

@@ -1,0 +1,148 @@
+"""Which optimizer a table trains with, as users of TorchRec say it.
+
+Two ways: `apply_optimizer_in_backward(cls, module.parameters(), kwargs)` and the sharder's `fused_params`. As in TorchRec the first
+overrides the second, and what neither names takes FBGEMM's default (`SplitTableBatchedEmbeddingBagsCodegen`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from torch import nn
+from torchrec import optim as trec_optim
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRecRowWiseAdagrad
+from torchrec.types import DataType
+
+from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
+from torchrec_embcache.optimizers import SGD, Adagrad, AdamW, OptimizerSpec, RowWiseAdagrad
+
+__all__ = ["NO_OPTIMIZER", "choose_optimizer", "no_optimizer_error"]
+
+# FBGEMM's Adam decouples weight decay: `AdamW`'s formula. So `torch.optim.Adam`, which TorchRec maps to it, does too.
+_BY_TYPE: dict[Any, type[OptimizerSpec]] = {
+    EmbOptimType.SGD: SGD,
+    EmbOptimType.EXACT_SGD: SGD,
+    EmbOptimType.EXACT_ADAGRAD: Adagrad,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: RowWiseAdagrad,
+    EmbOptimType.ROWWISE_ADAGRAD: RowWiseAdagrad,
+    EmbOptimType.ADAM: AdamW,
+}
+_BY_CLASS: dict[type[Any], type[OptimizerSpec]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.Adagrad: Adagrad,
+    torch.optim.Adam: AdamW,
+    torch.optim.AdamW: AdamW,
+    trec_optim.SGD: SGD,
+    trec_optim.Adagrad: Adagrad,
+    trec_optim.Adam: AdamW,
+    TorchRecRowWiseAdagrad: RowWiseAdagrad,
+}
+_FBGEMM_DEFAULTS: dict[str, Any] = {"lr": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}
+# Parameters taken only at values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "momentum": (0, 0.0),
+    "dampening": (0, 0.0),
+    "nesterov": (False,),
+    "amsgrad": (False,),
+    "maximize": (False,),
+    "differentiable": (False,),
+    "capturable": (False,),
+    "foreach": (None, False),
+    "fused": (None, False),
+    "decoupled_weight_decay": (True,),
+    "lr_decay": (0, 0.0),
+    "initial_accumulator_value": (0, 0.0),
+    "stochastic_rounding": (False,),
+    "weights_precision": (DataType.FP32, SparseType.FP32),
+    "output_dtype": (DataType.FP32, SparseType.FP32),
+    "gradient_clipping": (False,),
+    "max_gradient": (None,),
+    "enforce_hbm": (None, False),
+}
+# Rows of a table without optimizer carry no slots.
+NO_OPTIMIZER = SGD(lr=0.0)
+
+
+def choose_optimizer(
+    table: str, param: nn.Parameter | None, fused_params: Mapping[str, Any] | None
+) -> OptimizerSpec | None:
+    """The optimizer of `table`, whose zero-row weight is `param`; None where neither way names one.
+
+    `UnsupportedError` names the optimizer or parameter that is not known here, `ConfigError` a number out of range.
+    """
+    classes = getattr(param, "_optimizer_classes", [])
+    if len(classes) > 1:
+        raise UnsupportedError(f"table {table!r} has {len(classes)} optimizers in backward: apply one")
+    chosen: type[OptimizerSpec] | None = None
+    values = dict(_FBGEMM_DEFAULTS)
+    if fused_params:
+        chosen = _type_of(table, fused_params.get("optimizer", EmbOptimType.EXACT_SGD))
+        _take(table, "fused_params", fused_params, values)
+    if classes:
+        if classes[0] not in _BY_CLASS:
+            known = ", ".join(sorted({f"{cls.__module__.split('.')[0]}.optim.{cls.__name__}" for cls in _BY_CLASS}))
+            raise UnsupportedError(
+                f"table {table!r}: optimizer {classes[0].__qualname__} is not supported: use one of {known}"
+            )
+        chosen = _BY_CLASS[classes[0]]
+        kwargs = getattr(param, "_optimizer_kwargs", [{}])[0]
+        if classes[0] is torch.optim.AdamW:
+            values["weight_decay"] = 0.01
+        _take(table, "apply_optimizer_in_backward", kwargs, values)
+    if chosen is None:
+        return None
+    values["betas"] = (values.pop("beta1"), values.pop("beta2"))
+    fields = chosen.__dataclass_fields__
+    try:
+        return chosen(**{name: value for name, value in values.items() if name in fields})
+    except ConfigError as error:
+        raise ConfigError(f"table {table!r}: {error}") from None
+
+
+def _type_of(table: str, kind: object) -> type[OptimizerSpec]:
+    if kind not in _BY_TYPE:
+        known = ", ".join(entry.name for entry in _BY_TYPE)
+        raise UnsupportedError(
+            f"table {table!r}: fused_params optimizer={kind} is not supported: use one of EmbOptimType.{{{known}}}"
+        )
+    return _BY_TYPE[kind]
+
+
+def _take(table: str, source: str, given: Mapping[str, Any], values: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name in ("lr", "learning_rate"):
+            values["lr"] = value
+        elif name in ("eps", "beta1", "beta2", "weight_decay"):
+            values[name] = value
+        elif name == "betas":
+            if not isinstance(value, tuple | list) or len(value) != 2:
+                raise ConfigError(f"table {table!r}: {source} betas={value!r} is not a pair: give (beta1, beta2)")
+            values["beta1"], values["beta2"] = value
+        elif name == "weight_decay_mode":
+            _check_decay_mode(table, source, value, given)
+        elif name != "optimizer" and not any(value is only or value == only for only in _NEUTRAL.get(name, ())):
+            raise UnsupportedError(
+                f"table {table!r}: {source} {name}={value!r} is not supported: known are lr, eps, betas, weight_decay, optimizer"
+            )
+
+
+def _check_decay_mode(table: str, source: str, mode: Any, given: Mapping[str, Any]) -> None:
+    adam = given.get("optimizer") == EmbOptimType.ADAM
+    name = getattr(mode, "name", str(mode))
+    if name == "NONE" and not given.get("weight_decay"):
+        return
+    if name != ("DECOUPLE" if adam else "L2"):
+        raise UnsupportedError(
+            f"table {table!r}: {source} weight_decay_mode={mode} is not supported: Adam decays decoupled, SGD and Adagrad by L2"
+        )
+
+
+def no_optimizer_error(tables: list[str]) -> StateError:
+    """What training a table without optimizer raises."""
+    return StateError(
+        f"tables {', '.join(map(repr, tables))} have no optimizer and cannot be trained: before the first step and before "
+        'sharding call apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, module.parameters(), {"lr": 0.02}), or '
+        "give the sharder "
+        'fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}; to only read, call model.eval()'
+    )

@@ -1,0 +1,280 @@
+"""The tables of one collection on this rank: their budgets, optimizers and rows."""
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.optim.fused import EmptyFusedOptimizer
+
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.config import TierBudgets, Unseen, bucket_range
+from torchrec_embcache.exceptions import ConfigError, EmbCacheWarning, UnsupportedError
+from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.optimizers import SGD, OptimizerSpec
+
+from .configs import CacheConfig, num_buckets, table_initializer
+from .optimizer import TableOptimizer
+from .optimizer_choice import no_optimizer_error
+
+__all__ = ["ModuleTables", "Shard", "split_budgets", "table_weights", "trainable", "zero_row_parameter"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank holds of a table: its share of the buckets (`spread`), or all of them."""
+
+    rank: int = 0
+    world_size: int = 1
+    spread: bool = False
+
+    def buckets(self, total_num_buckets: int) -> tuple[int, int]:
+        """The buckets [begin, end) held here."""
+        return bucket_range(self.rank, self.world_size, total_num_buckets) if self.spread else (0, total_num_buckets)
+
+    def rows(self, num_embeddings: int) -> int:
+        """How many of `num_embeddings` rows to expect here."""
+        return -(-num_embeddings // self.world_size) if self.spread else num_embeddings
+
+
+def zero_row_parameter(dim: int, device: torch.device, *, optimized: bool = False) -> nn.Parameter:
+    """What stands for an unbounded table among parameters: [0, D].
+
+    `optimized` marks it as TorchRec marks what trains in the backward, so that `in_backward_optimizer_filter` leaves it out.
+    """
+    param = nn.Parameter(torch.empty(0, dim, device=device))
+    if optimized:
+        param.__dict__["_in_backward_optimizers"] = [EmptyFusedOptimizer()]
+    return param
+
+
+def trainable(owner: str, weights: Mapping[str, nn.Parameter]) -> bool:
+    """Whether the tables are to be trained: `requires_grad_(False)` on every weight freezes them. Some only: `UnsupportedError`."""
+    frozen = [name for name, weight in weights.items() if not weight.requires_grad]
+    if frozen and len(frozen) < len(weights):
+        raise UnsupportedError(
+            f"{owner}: freezing some tables ({', '.join(frozen)}) is not supported yet: freeze all, or use two modules"
+        )
+    return not frozen
+
+
+def split_budgets(
+    tiers: TierBudgets | None,
+    configs: Iterable[CacheConfig],
+    shards: Mapping[str, Shard],
+    specs: Mapping[str, OptimizerSpec | None],
+) -> dict[str, TierBudgets]:
+    """The budgets of each table of `shards`: its own, or a share of the module's `tiers` by expected rows x bytes a row."""
+    own: dict[str, TierBudgets] = {}
+    shares: dict[str, int] = {}
+    for config in configs:
+        if config.name not in shards:
+            continue
+        if config.tiers is not None:
+            own[config.name] = config.tiers
+        elif tiers is None:
+            raise ConfigError(
+                f"table {config.name!r} has no budgets: give tiers=TierBudgets(host_bytes=...) to it or to the module"
+            )
+        else:
+            spec = specs[config.name] or SGD()
+            shares[config.name] = shards[config.name].rows(config.num_embeddings) * spec.record_floats(
+                config.embedding_dim
+            )
+    total = sum(shares.values())
+    for name, share in shares.items():
+        assert tiers is not None, "a table without budgets of its own was refused above where the module has none"
+        parts = {field: budget * share // total for field, budget in _byte_fields(tiers).items()}
+        for field, part in parts.items():
+            if part == 0 < _byte_fields(tiers)[field]:
+                raise ConfigError(
+                    f"table {name!r}: its share of the module's TierBudgets.{field} is 0 bytes: raise it, or give the table tiers="
+                )
+        own[name] = TierBudgets(**parts, ssd_dir=tiers.ssd_dir, reopen=tiers.reopen)
+    return own
+
+
+def _byte_fields(tiers: TierBudgets) -> dict[str, int]:
+    return {"device_bytes": tiers.device, "host_bytes": tiers.host, "ssd_bytes": int(tiers.ssd_bytes)}
+
+
+def table_weights(holder: nn.ModuleDict) -> dict[str, nn.Parameter]:
+    """The parameter of each table among TorchRec's modules of one table each."""
+    return {name: child.get_parameter("weight") for name, child in holder.items()}
+
+
+class ModuleTables(Mapping[str, CacheTable]):
+    """This rank's tables of one collection, by name, in the configs' order."""
+
+    def __init__(
+        self,
+        configs: Sequence[CacheConfig],
+        *,
+        module: str,
+        tiers: TierBudgets | None,
+        seed: int,
+        device: torch.device,
+        shards: Mapping[str, Shard],
+        specs: Mapping[str, OptimizerSpec | None],
+    ) -> None:
+        """Check everything; open nothing. `shards` has the tables of this rank, `specs` their optimizers, where known."""
+        self.device = device
+        self.unseen: Unseen = configs[0].unseen
+        if any(config.unseen != self.unseen for config in configs):
+            raise UnsupportedError(
+                f"module {module!r}: tables differ in unseen, which is not supported yet: give all the same, or two modules"
+            )
+        self._shards = dict(shards)
+        budgets = split_budgets(tiers, configs, shards, specs)
+        self._tables = {
+            config.name: CacheTable(
+                name=config.name,
+                dim=config.embedding_dim,
+                tiers=budgets[config.name],
+                initializer=table_initializer(config),
+                optimizer=specs[config.name],
+                seed=seed,
+                module=module,
+                policy=config.policy,
+                on_full=config.on_full,
+                total_num_buckets=num_buckets(config),
+                buckets=shards[config.name].buckets(num_buckets(config)),
+                rank=shards[config.name].rank,
+                world_size=shards[config.name].world_size,
+                device=device,
+            )
+            for config in configs
+            if config.name in shards
+        }
+
+    def __getitem__(self, name: str) -> CacheTable:
+        return self._tables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @property
+    def untrainable(self) -> list[str]:
+        """Tables that have no optimizer."""
+        return [name for name, table in self._tables.items() if table.optimizer is None]
+
+    def set_optimizer(self, name: str, spec: OptimizerSpec) -> None:
+        """Give a table its optimizer. Rows that were imported before keep their weights; their slots start at zero."""
+        table = self._tables[name]
+        if not table.is_open or table.spec.kind == spec.kind or len(table) == 0:
+            table.optimizer = spec
+            return
+        # Without optimizer nothing is trained, so these rows came in by import and fit in memory.
+        chunks = [(chunk.ids, chunk.weights) for chunk in table.export()]
+        table.native.clear()
+        table.optimizer = spec
+        for ids, weights in chunks:
+            table.import_rows(ids, weights)
+
+    def hand_over(self) -> dict[str, CacheTable]:
+        """The tables; none are left here."""
+        tables, self._tables = self._tables, {}
+        return tables
+
+    def take_rows(self, source: Mapping[str, CacheTable]) -> None:
+        """Take, from the open tables of an unsharded module, the rows of this rank's buckets; close them."""
+        for name, table in source.items():
+            if not table.is_open:
+                continue
+            target = self._tables.get(name)
+            if target is None:
+                table.close()
+                continue
+            if target.world_size == 1:  # the same buckets and the same files: the table itself moves
+                optimizer = target.optimizer
+                self._tables[name] = table
+                if optimizer is not None:
+                    self.set_optimizer(name, optimizer)
+                continue
+            same_slots = table.spec.kind == target.spec.kind
+            for chunk in table.export():
+                mine = _in_buckets(chunk.ids, target)
+                slots = {slot: values[mine] for slot, values in chunk.slots.items()} if same_slots else None
+                metadata = type(chunk.metadata)(
+                    **{
+                        field.name: getattr(chunk.metadata, field.name)[mine]
+                        for field in dataclasses.fields(chunk.metadata)
+                    }
+                )
+                target.import_rows(chunk.ids[mine], chunk.weights[mine], slots, metadata)
+            if same_slots:
+                target.native.set_step(table.native.step())
+            table.close()
+
+    def optimizer(self, prefix: str, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> TableOptimizer:
+        """The optimizer of the tables `names` that have one, keyed `<prefix><table>.weight`."""
+        specs = {name: spec for name in names if (spec := self._tables[name].optimizer) is not None}
+        return TableOptimizer(prefix, params, specs)
+
+    def group(
+        self,
+        configs: Sequence[CacheConfig],
+        optimizer: TableOptimizer,
+        after_backward: Callable[[Exception | None], None] | None = None,
+    ) -> LookupGroup:
+        """One lookup over the features of `configs`, table after table, trained as `optimizer`'s groups say at each backward."""
+        names = [config.name for config in configs]
+
+        def param_groups() -> list[Mapping[str, Any]]:
+            missing = [name for name in names if name not in optimizer.groups]
+            if missing:
+                raise no_optimizer_error(missing)
+            return [optimizer.groups[name] for name in names]
+
+        features = [place for place, config in enumerate(configs) for _ in config.feature_names]
+        tables = [self._tables[name] for name in names]
+        return LookupGroup(tables, features, param_groups, unseen=self.unseen, after_backward=after_backward)
+
+    def close(self) -> None:
+        """Flush and close every table; the first error is raised when all are closed."""
+        first: Exception | None = None
+        for table in self._tables.values():
+            try:
+                table.close()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def warn_on_state_dict(self, module: Any) -> None:
+        """Say once, when `module.state_dict()` is taken while there are rows, that it does not hold them."""
+        warned = False
+        tables = weakref.ref(self)
+
+        def hook(owner: nn.Module, prefix: str, keep_vars: bool) -> None:
+            nonlocal warned
+            del owner, keep_vars
+            mine = tables()
+            if warned or mine is None:
+                return
+            rows = {name: len(table) for name, table in mine.items() if table.is_open}
+            if any(rows.values()):
+                warned = True
+                named = ", ".join(f"{name!r} ({count})" for name, count in rows.items() if count)
+                warnings.warn(
+                    f"state_dict() of {prefix.rstrip('.') or type(module).__name__} holds no rows of tables {named}: save them "
+                    "with torchrec_embcache.saver.Saver, or with the DCP writer",
+                    EmbCacheWarning,
+                    stacklevel=2,
+                )
+
+        module.register_state_dict_pre_hook(hook)
+
+
+def _in_buckets(ids: torch.Tensor, table: CacheTable) -> torch.Tensor:
+    """Which of `ids` [n] fall into the table's buckets: bool [n]."""
+    begin, end = table.buckets
+    buckets = torch.from_numpy((ids.numpy().view("uint64") % table.total_num_buckets).astype("int64"))
+    return (buckets >= begin) & (buckets < end)

@@ -1,0 +1,11 @@
+"""The collections under `DistributedModelParallel`: row-wise by bucket, and table-wise."""
+
+from .collections import EmbCacheShardedEmbeddingBagCollection, EmbCacheShardedEmbeddingCollection
+from .sharders import EmbCacheEmbeddingBagCollectionSharder, EmbCacheEmbeddingCollectionSharder
+
+__all__ = [
+    "EmbCacheEmbeddingBagCollectionSharder",
+    "EmbCacheEmbeddingCollectionSharder",
+    "EmbCacheShardedEmbeddingBagCollection",
+    "EmbCacheShardedEmbeddingCollection",
+]

@@ -1,0 +1,334 @@
+"""The sharded collections: TorchRec's, with our tables below and one exchange that makes an error on one rank an error on all."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.collective import raise_on_every_rank
+from torchrec_embcache.exceptions import UnsupportedError
+from torchrec_embcache.modules.features import check_features, in_order
+from torchrec_embcache.modules.optimizer_choice import no_optimizer_error
+from torchrec_embcache.modules.tables import ModuleTables, Shard, table_weights, trainable, zero_row_parameter
+from torchrec_embcache.whole_model import CacheModule
+
+from .lookup import CacheLookup, PlannedFeatures
+from .sharding import pooled_sharding, sequence_sharding
+
+__all__ = ["EmbCacheShardedEmbeddingBagCollection", "EmbCacheShardedEmbeddingCollection"]
+
+
+@dataclass
+class BagContext(EmbeddingBagCollectionContext):
+    """One batch of a bag collection on its way, and the first error that it met."""
+
+    error: Exception | None = None
+
+
+@dataclass
+class SequenceContext(EmbeddingCollectionContext):
+    """One batch of a sequence collection on its way, and the first error that it met."""
+
+    error: Exception | None = None
+
+
+class _ShardedCache(CacheModule):
+    """What both sharded collections share. A mixin over TorchRec's class.
+
+    A batch: `input_dist` checks and sends it; `prefetch`, a pipeline's, announces it; `compute_and_output_dist` plans it, waits for
+    its rows, agrees with the other ranks that all went well, and looks up.
+    """
+
+    _built = False
+    _prefix: str
+    _env: ShardingEnv
+    _device: torch.device
+    _lookups: list[CacheLookup]
+    training: bool
+
+    def _prepare(
+        self,
+        module: Any,
+        plan: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: Mapping[str, Any] | None,
+        device: torch.device | None,
+    ) -> None:
+        """Open this rank's tables. Before TorchRec's `__init__`, which makes the lookups; so nothing here is a module."""
+        shards = {}
+        for config in module.table_configs():
+            param = plan[config.name]
+            if param.sharding_type == ShardingType.ROW_WISE.value:
+                shards[config.name] = Shard(env.rank, env.world_size, spread=True)
+            elif param.ranks[0] == env.rank:
+                shards[config.name] = Shard(env.rank, env.world_size, spread=False)
+        state = self.__dict__
+        state["_cache"] = module.shard_tables(shards, fused_params, device or torch.device("cpu"))
+        state["_features"] = list(
+            dict.fromkeys(name for config in module.table_configs() for name in config.feature_names)
+        )
+        state["_input_keys"] = None
+        state["_owner"] = f"{type(self).__name__} {module.name!r}"
+        state["_configs"] = {config.name: config for config in module.table_configs()}
+        state["_weighted"] = module.is_weighted() if hasattr(module, "is_weighted") else False
+
+    def _finish(self, holder: nn.ModuleDict) -> None:
+        """Every rank names every table's parameter, so that state dicts have the same keys for any plan."""
+        for name, config in self._configs.items():
+            if not hasattr(holder[name], "weight"):
+                holder[name].register_parameter(
+                    "weight", zero_row_parameter(config.embedding_dim, self._cache.device, optimized=True)
+                )
+        self._cache.warn_on_state_dict(self)
+        self._built = True
+
+    # Set by _prepare.
+    _cache: ModuleTables
+    _configs: dict[str, Any]
+    _features: list[str]
+    _input_keys: list[str] | None
+    _owner: str
+    _weighted: bool
+
+    @property
+    def tables(self) -> Mapping[str, CacheTable]:
+        """This rank's shard of each table that has one here, by name: stats, export, read_rows and the rest of level 1."""
+        return self._cache
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The zero-row parameter of every table of the module, of those on other ranks too."""
+        return table_weights(getattr(self, self._prefix))
+
+    def _make_lookup(self, tables: list[Any], spreads_bags: bool) -> CacheLookup:
+        configs = [self._configs[table.name] for table in tables]
+        pooled = self._prefix == "embedding_bags"
+        return CacheLookup(self._cache, configs, spreads_bags=spreads_bags, pooled=pooled, after_backward=self._agree)
+
+    def _agree(self, error: Exception | None) -> None:
+        """Every rank comes here at the same point of a step: an error of one is raised on all."""
+        raise_on_every_rank(error, self._env.process_group, self._cache.device)
+
+    def reset_parameters(self) -> None:
+        """Nothing: rows are born one by one."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """TorchRec's. While the module is being made there is nothing to load."""
+        if not self._built:
+            return _IncompatibleKeys([], [])
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Check the batch and start sending it. A bad one travels as an empty batch; the forward refuses it on every rank."""
+        try:
+            checked = check_features(
+                features, self._features, weighted=self._weighted, owner=self._owner, device=self._cache.device
+            )
+            if self._input_keys is not None and checked.keys() != self._input_keys:
+                checked = in_order(checked, self._input_keys)
+        except Exception as error:
+            ctx.error = error
+            checked = self._empty_batch()
+        self._input_keys = checked.keys()
+        return super().input_dist(ctx, checked)  # type: ignore[misc]
+
+    def _empty_batch(self) -> KeyedJaggedTensor:
+        keys = self._input_keys or self._features
+        device = self._cache.device
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=torch.empty(0, dtype=torch.int64, device=device),
+            lengths=torch.zeros(len(keys), dtype=torch.int32, device=device),
+            weights=torch.empty(0, device=device) if self._weighted else None,
+            stride=1,
+        )
+
+    def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None) -> None:
+        """Plan a batch that arrived and start fetching its rows. Without its context, where plans are kept, nothing is done."""
+        del forward_stream
+        if ctx is None or ctx.error is not None:
+            return
+        try:
+            train = self._trains()
+            for lookup, features in zip(self._lookups, dist_input, strict=True):
+                lookup.announce(features, train=train)
+        except Exception as error:
+            ctx.error = error
+
+    def forget_prefetched(self) -> None:
+        """Unpin the rows of batches that were prefetched and will not come."""
+        for lookup in self._lookups:
+            lookup.forget_announced()
+
+    def _trains(self) -> bool:
+        train = self.training and torch.is_grad_enabled() and trainable(self._owner, self.weights())
+        if train and self._cache.untrainable:
+            raise no_optimizer_error(self._cache.untrainable)
+        return train
+
+    def _ready(self, ctx: Any, dist_input: KJTList) -> None:
+        """Every row of the batch is in place, on every rank, or every rank raises."""
+        planned: list[PlannedFeatures] = []
+        error = ctx.error
+        try:
+            if error is None:
+                train = self._trains()
+                for lookup, features in zip(self._lookups, dist_input, strict=True):
+                    planned.append(lookup.plan(features, train=train))
+                for batch in planned:
+                    batch.wait()
+        except Exception as caught:
+            error = caught
+        self._agree(error)
+        for lookup, batch in zip(self._lookups, planned, strict=True):
+            lookup.use(batch)
+
+    def compute(self, ctx: Any, dist_input: KJTList) -> list[torch.Tensor]:
+        """The lookups of one batch."""
+        self._ready(ctx, dist_input)
+        result: list[torch.Tensor] = super().compute(ctx, dist_input)  # type: ignore[misc]
+        return result
+
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:  # noqa: A002 - TorchRec's name
+        """The lookups of one batch, and their rows on the way back."""
+        self._ready(ctx, input)
+        return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
+
+    def update_shards(self, *_args: Any, **_kwargs: Any) -> None:
+        """Refused."""
+        raise UnsupportedError(
+            "update_shards is not supported yet: save with Saver and load into a model with the new plan"
+        )
+
+
+@contextmanager
+def _without_optimizer_attributes(params: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """TorchRec would turn the attributes into FBGEMM's arguments, change them, and refuse optimizers that we know."""
+    names = ("_optimizer_classes", "_optimizer_kwargs")
+    kept = {
+        param: {name: param.__dict__.pop(name) for name in names if name in param.__dict__} for param in params.values()
+    }
+    try:
+        yield
+    finally:
+        for param, attributes in kept.items():
+            param.__dict__.update(attributes)
+
+
+class EmbCacheShardedEmbeddingBagCollection(_ShardedCache, ShardedEmbeddingBagCollection):
+    """`EmbCacheEmbeddingBagCollection` under `DistributedModelParallel`, row-wise by bucket and table-wise. Made by the sharder."""
+
+    _prefix = "embedding_bags"
+
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        self._prepare(module, table_name_to_parameter_sharding, env, fused_params, device)
+        with _without_optimizer_attributes(module.weights()):
+            ShardedEmbeddingBagCollection.__init__(
+                self,
+                module,
+                table_name_to_parameter_sharding,
+                env,
+                fused_params=None,
+                device=device,
+                qcomm_codecs_registry=qcomm_codecs_registry,
+                module_fqn=module_fqn,
+            )
+        # TorchRec's divisor is wrong where one collection mixes row-wise and table-wise; weights 1/L do the mean here.
+        self._has_mean_pooling_callback = False
+        self._finish(self.embedding_bags)
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[Any],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+    ) -> Any:
+        """Ours for TorchRec's."""
+        del permute_embeddings  # of column-wise sharding
+        sharding = pooled_sharding(sharding_infos[0].param_sharding.sharding_type)
+        return sharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
+
+    def _create_lookups(self) -> None:
+        for sharding in self._embedding_shardings:
+            sharding.make_lookup = self._make_lookup
+            self._lookups.append(sharding.create_lookup())
+
+    def create_context(self) -> BagContext:
+        """What travels with one batch."""
+        return BagContext()
+
+
+class EmbCacheShardedEmbeddingCollection(_ShardedCache, ShardedEmbeddingCollection):
+    """`EmbCacheEmbeddingCollection` under `DistributedModelParallel`, row-wise by bucket and table-wise. Made by the sharder."""
+
+    _prefix = "embeddings"
+
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        self._prepare(module, table_name_to_parameter_sharding, env, fused_params, device)
+        with _without_optimizer_attributes(module.weights()):
+            ShardedEmbeddingCollection.__init__(
+                self,
+                module,
+                table_name_to_parameter_sharding,
+                env,
+                fused_params=None,
+                device=device,
+                qcomm_codecs_registry=qcomm_codecs_registry,
+                module_fqn=module_fqn,
+            )
+        if self._use_index_dedup:
+            raise UnsupportedError("TorchRec's index dedup (set_ec_index_dedup) is not supported yet: turn it off")
+        self._finish(self.embeddings)
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[Any],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+    ) -> Any:
+        """Ours for TorchRec's."""
+        return sequence_sharding(sharding_type)(
+            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
+        )
+
+    def _create_lookups(self) -> None:
+        for sharding in self._sharding_type_to_sharding.values():
+            sharding.make_lookup = self._make_lookup
+            self._lookups.append(sharding.create_lookup())
+
+    def create_context(self) -> SequenceContext:
+        """What travels with one batch."""
+        return SequenceContext(sharding_contexts=[])

@@ -1,0 +1,160 @@
+"""The lookup of one sharding on one rank: features as they arrive in, pooled or single rows out, update in the backward."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.distributed.embedding_types import BaseEmbeddingLookup
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.lookup import LookupGroup, PlannedBatch
+from torchrec_embcache.modules.optimizer import TableOptimizer
+from torchrec_embcache.modules.tables import ModuleTables, zero_row_parameter
+
+__all__ = ["CacheLookup", "PlannedFeatures"]
+
+I64 = NDArray[np.int64]
+
+
+class PlannedFeatures:
+    """One batch of one lookup: its ids, and its plan where this rank has tables."""
+
+    def __init__(self, features: KeyedJaggedTensor, train: bool) -> None:
+        self.train = train
+        self.ids: I64 = features.values().cpu().numpy()
+        self.offsets: I64 = features.offsets().cpu().numpy().astype(np.int64)
+        self.bags: int = features.stride()
+        count = len(features.keys())
+        self.splits: I64 = (
+            np.ascontiguousarray(self.offsets[:: self.bags]) if self.bags else np.zeros(count + 1, np.int64)
+        )
+        self.weights: torch.Tensor | None = features.weights_or_none()
+        self.batch: PlannedBatch | None = None
+
+    def wait(self) -> None:
+        """Until every row is where the kernels look for it."""
+        if self.batch is not None:
+            self.batch.wait()
+
+
+class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
+    """The tables of one sharding that this rank holds; there may be none, and then its part of each exchange is empty.
+
+    For a batch: `plan`, `PlannedFeatures.wait`, `use`, `forward`.
+    """
+
+    def __init__(
+        self,
+        tables: ModuleTables,
+        configs: list[Any],
+        *,
+        spreads_bags: bool,
+        pooled: bool,
+        after_backward: Callable[[Exception | None], None],
+    ) -> None:
+        """`configs` in the order in which their features arrive; `after_backward` is called by every backward with its error."""
+        super().__init__()
+        self._pooled = pooled
+        self._params = {
+            config.name: zero_row_parameter(config.embedding_dim, tables.device, optimized=True) for config in configs
+        }
+        self._optimizer = tables.optimizer("", self._params, self._params)
+        self._group: LookupGroup | None = tables.group(configs, self._optimizer, after_backward) if configs else None
+        # Bags that are spread over ranks carry their mean's weights: see `sharding`.
+        self._mean = [
+            pooled and not spreads_bags and config.pooling == PoolingType.MEAN
+            for config in configs
+            for _ in config.feature_names
+        ]
+        self._anchor = torch.zeros(0, device=tables.device, requires_grad=True)
+        self._after_backward = after_backward
+        self._next: PlannedFeatures | None = None
+
+    @property
+    def fused_optimizer(self) -> TableOptimizer:
+        """One param group a table."""
+        return self._optimizer
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The zero-row parameters."""
+        yield from self._params.items()
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
+        """Empty: rows are saved by `Saver`."""
+        return {}
+
+    def flush(self) -> None:
+        """Nothing; TorchRec calls it before a state_dict."""
+
+    def purge(self) -> None:
+        """Nothing; TorchRec calls it before a state_dict is loaded."""
+
+    def announce(self, features: KeyedJaggedTensor, *, train: bool) -> None:
+        """Start fetching the rows of a batch that a later forward, in this order, looks up."""
+        if self._group is not None:
+            planned = PlannedFeatures(features, train)
+            self._group.prefetch(planned.ids, planned.splits, train=train)
+
+    def forget_announced(self) -> None:
+        """Unpin what was announced."""
+        if self._group is not None:
+            self._group.drop_prefetched()
+
+    def plan(self, features: KeyedJaggedTensor, *, train: bool) -> PlannedFeatures:
+        """Plan the batch of the next forward."""
+        planned = PlannedFeatures(features, train)
+        if self._group is not None:
+            planned.batch = self._group.plan(planned.ids, planned.splits, train=train)
+        return planned
+
+    def use(self, planned: PlannedFeatures) -> None:
+        """The batch of the next forward."""
+        self._next = planned
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled [B, C], or a row for each id [N, D]; empty where this rank has no table. Consumes the planned batch."""
+        planned, self._next = self._next, None
+        if planned is None:
+            raise StateError("the lookup has no planned batch: call the sharded module, not its lookups")
+        del sparse_features
+        if self._group is None:
+            shape = (planned.bags, 0) if self._pooled else (0,)
+            if not planned.train:
+                return self._anchor.new_empty(shape)
+            empty: torch.Tensor = _NoTable.apply(self._anchor, shape, self._after_backward)
+            return empty
+        if self._pooled:
+            return self._group.pooled(
+                planned.ids,
+                planned.offsets,
+                self._mean,
+                planned.weights,
+                train=planned.train,
+                anchor=self._anchor,
+                planned=planned.batch,
+            )
+        return self._group.sequence(
+            planned.ids, planned.splits, train=planned.train, anchor=self._anchor, planned=planned.batch
+        )
+
+
+class _NoTable(torch.autograd.Function):
+    """A rank without a table of the lookup takes part in the agreement of the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, shape: tuple[int, ...], after_backward: Callable[[Exception | None], None]
+    ) -> torch.Tensor:
+        ctx.after_backward = after_backward
+        return anchor.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: torch.Tensor) -> tuple[None, None, None]:
+        ctx.after_backward(None)
+        return None, None, None

@@ -1,0 +1,168 @@
+"""The sharders that `DistributedModelParallel` and TorchRec's planner take."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
+
+from torchrec_embcache.exceptions import ConfigError, UnsupportedError
+from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection
+from torchrec_embcache.modules.optimizer_choice import choose_optimizer
+
+from .collections import EmbCacheShardedEmbeddingBagCollection, EmbCacheShardedEmbeddingCollection
+from .sharding import SHARDING_TYPES
+
+__all__ = ["EmbCacheEmbeddingBagCollectionSharder", "EmbCacheEmbeddingCollectionSharder"]
+
+
+class _CacheSharder:
+    """What both sharders share. The planner weighs a table by its budget in rows: how many ids there are says nothing of memory."""
+
+    fused_params: dict[str, Any] | None
+    qcomm_codecs_registry: dict[str, Any] | None
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Row-wise (by bucket) and table-wise, on any device."""
+        del compute_device_type
+        return list(SHARDING_TYPES)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """The planner prices our kernel as TorchRec's fused one: it knows no bandwidth of customised kernels."""
+        del sharding_type, compute_device_type
+        return [EmbeddingComputeKernel.FUSED.value]
+
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        """Each table as a meta parameter of as many rows as its budgets in RAM hold."""
+        return {name: _meta_parameter(module, name, param) for name, param in module.weights().items()}
+
+    def _checked(
+        self, module: Any, params: dict[str, ParameterSharding], env: ShardingEnv
+    ) -> dict[str, ParameterSharding]:
+        """`params` with our kernel in a copy; the typed errors of what is not supported."""
+        if isinstance(env, ShardingEnv2D):
+            raise UnsupportedError("2D parallelism is not supported yet: use one ShardingEnv over all ranks")
+        configs = {config.name: config for config in module.table_configs()}
+        changed = {}
+        for name, param in params.items():
+            if name in configs:
+                self._check_table(configs[name], param, env.world_size)
+            changed[name] = copy.copy(param)
+            changed[name].compute_kernel = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+        missing = sorted(configs.keys() - params.keys())
+        if missing:
+            raise ConfigError(f"the sharding plan has no entry for tables {missing}: plan every table of the module")
+        return changed
+
+    def _check_table(self, config: Any, param: ParameterSharding, world_size: int) -> None:
+        if param.sharding_type not in SHARDING_TYPES:
+            raise UnsupportedError(
+                f"table {config.name!r}: sharding_type={param.sharding_type!r} is not supported yet: "
+                f"use {' or '.join(map(repr, SHARDING_TYPES))}"
+            )
+        if param.sharding_type == ShardingType.ROW_WISE.value and config.total_num_buckets < world_size:
+            raise ConfigError(
+                f"table {config.name!r}: total_num_buckets={config.total_num_buckets} is below the {world_size} ranks that share "
+                "them: give at least one bucket a rank, or shard the table table-wise"
+            )
+
+    def reshard(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refused."""
+        raise UnsupportedError(
+            "moving the shards of a live module is not supported yet: save with Saver and load into the new plan"
+        )
+
+
+def _meta_parameter(module: Any, name: str, param: nn.Parameter) -> nn.Parameter:
+    planned = nn.Parameter(torch.empty(module.planned_rows(name), param.shape[1], device="meta"))
+    planned.__dict__.update(param.__dict__)  # the optimizer in backward, which sizes the optimizer's state
+    return planned
+
+
+class EmbCacheEmbeddingBagCollectionSharder(_CacheSharder, EmbeddingBagCollectionSharder):
+    """Shards `EmbCacheEmbeddingBagCollection`. Optimizers are set as TorchRec's: by `fused_params`, or in the backward."""
+
+    def __init__(
+        self, fused_params: dict[str, Any] | None = None, qcomm_codecs_registry: dict[str, Any] | None = None
+    ) -> None:
+        choose_optimizer("any", None, fused_params)
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+
+    def shard(
+        self,
+        module: EmbCacheEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> EmbCacheShardedEmbeddingBagCollection:
+        """The sharded module. Rows that `module` has move: each rank takes those of its buckets; `module` is closed."""
+        return EmbCacheShardedEmbeddingBagCollection(
+            module,
+            self._checked(module, params, env),
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def module_type(self) -> type[EmbCacheEmbeddingBagCollection]:
+        """What it shards."""
+        return EmbCacheEmbeddingBagCollection
+
+    @property
+    def sharded_module_type(self) -> type[EmbCacheShardedEmbeddingBagCollection]:
+        """What it makes."""
+        return EmbCacheShardedEmbeddingBagCollection
+
+
+class EmbCacheEmbeddingCollectionSharder(_CacheSharder, EmbeddingCollectionSharder):
+    """Shards `EmbCacheEmbeddingCollection`. Optimizers are set as TorchRec's: by `fused_params`, or in the backward."""
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+        use_index_dedup: bool = False,
+    ) -> None:
+        if use_index_dedup:
+            raise UnsupportedError(
+                "use_index_dedup=True is not supported yet: each rank removes duplicates before it looks up anyway"
+            )
+        choose_optimizer("any", None, fused_params)
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+
+    def shard(
+        self,
+        module: EmbCacheEmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> EmbCacheShardedEmbeddingCollection:
+        """The sharded module. Rows that `module` has move: each rank takes those of its buckets; `module` is closed."""
+        return EmbCacheShardedEmbeddingCollection(
+            module,
+            self._checked(module, params, env),
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def module_type(self) -> type[EmbCacheEmbeddingCollection]:
+        """What it shards."""
+        return EmbCacheEmbeddingCollection
+
+    @property
+    def sharded_module_type(self) -> type[EmbCacheShardedEmbeddingCollection]:
+        """What it makes."""
+        return EmbCacheShardedEmbeddingCollection

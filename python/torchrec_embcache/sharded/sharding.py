@@ -1,0 +1,134 @@
+"""How ids travel to the rank that owns their bucket, and pooled rows back.
+
+TorchRec's own shardings, with its input and output exchanges, changed in two points. Row-wise ids go to the owner of the bucket
+`uint64(id) % total_num_buckets` and are kept as they are. MEAN bags that are spread over ranks carry weights 1/L, set before they
+are: every rank then sums, and no divisor has to be known at the end.
+
+Shapes: F features, B bags a feature, N ids.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding, RwSparseFeaturesDist
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_embcache.exceptions import UnsupportedError
+
+__all__ = ["SHARDING_TYPES", "pooled_sharding", "sequence_sharding"]
+
+SHARDING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value)
+
+# Makes the lookup of one sharding from this rank's tables (TorchRec's sharded configs); True: bags are spread over ranks.
+LookupMaker = Callable[[list[Any], bool], nn.Module]
+
+
+class BucketFeaturesDist(RwSparseFeaturesDist):
+    """Sends each id to the rank that owns its bucket."""
+
+    def __init__(
+        self, pg: Any, num_buckets: list[int], mean: list[bool], device: torch.device | None, is_sequence: bool
+    ) -> None:
+        """`num_buckets[f]`, `mean[f]`: buckets of the table of feature f, and whether its bags are averaged."""
+        # zch_sizes and block sizes of 0 select fbgemm's bucketisation by modulo; without zch_sizes it refuses uneven shares.
+        super().__init__(
+            pg=pg,
+            num_features=len(num_buckets),
+            feature_hash_sizes=[0] * len(num_buckets),
+            feature_total_num_buckets=num_buckets,
+            device=device,
+            is_sequence=is_sequence,
+            keep_original_indices=True,
+            zch_sizes=num_buckets,
+        )
+        self._mean = mean
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
+        """Starts the exchange. Weights are added where a bag is averaged."""
+        if any(self._mean):
+            sparse_features = _with_mean_weights(sparse_features, self._mean)
+        return super().forward(sparse_features)
+
+
+def _with_mean_weights(features: KeyedJaggedTensor, mean: list[bool]) -> KeyedJaggedTensor:
+    lengths = features.lengths()
+    weights = torch.ones(len(mean), lengths.numel() // len(mean), dtype=torch.float32, device=lengths.device)
+    rows = [row for row, averaged in enumerate(mean) if averaged]
+    weights[rows] = lengths.view(len(mean), -1)[rows].clamp(min=1).to(torch.float32).reciprocal()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=torch.repeat_interleave(weights.view(-1), lengths.long()),
+        lengths=lengths,
+        stride=features.stride(),
+    )
+
+
+class _CacheSharding:
+    """What the four shardings share: their lookup is ours. Set `make_lookup` before `create_lookup` is called."""
+
+    make_lookup: LookupMaker
+    spreads_bags = False
+    _grouped_embedding_configs: list[Any]
+
+    def create_lookup(self, *_args: Any, **_kwargs: Any) -> nn.Module:
+        """The lookup of the tables that this rank holds, in the order in which their features arrive."""
+        tables = [table for group in self._grouped_embedding_configs for table in group.embedding_tables]
+        return self.make_lookup(tables, self.spreads_bags)
+
+
+class _RowWise(_CacheSharding):
+    spreads_bags = True
+    is_sequence = False
+    _pg: Any
+    _device: torch.device
+
+    def create_input_dist(self, device: torch.device | None = None) -> BucketFeaturesDist:
+        """Ids to the owners of their buckets."""
+        tables = [table for group in self._grouped_embedding_configs for table in group.embedding_tables]
+        buckets = [table.total_num_buckets for table in tables for _ in table.feature_names]
+        mean = [table.pooling == PoolingType.MEAN for table in tables for _ in table.feature_names]
+        return BucketFeaturesDist(self._pg, buckets, mean, device or self._device, self.is_sequence)
+
+
+class RowWisePooledSharding(_RowWise, RwPooledEmbeddingSharding):
+    """A table's buckets spread over all ranks; each rank pools its own rows, a reduce-scatter adds them up."""
+
+
+class RowWiseSequenceSharding(_RowWise, RwSequenceEmbeddingSharding):
+    """A table's buckets spread over all ranks; rows come back by an all-to-all."""
+
+    is_sequence = True
+
+
+class TableWisePooledSharding(_CacheSharding, TwPooledEmbeddingSharding):
+    """A table on one rank, which pools whole bags."""
+
+
+class TableWiseSequenceSharding(_CacheSharding, TwSequenceEmbeddingSharding):
+    """A table on one rank; rows come back by an all-to-all."""
+
+
+def pooled_sharding(sharding_type: str) -> type[Any]:
+    """The class that shards bags by `sharding_type`."""
+    return _choose(sharding_type, RowWisePooledSharding, TableWisePooledSharding)
+
+
+def sequence_sharding(sharding_type: str) -> type[Any]:
+    """The class that shards sequences by `sharding_type`."""
+    return _choose(sharding_type, RowWiseSequenceSharding, TableWiseSequenceSharding)
+
+
+def _choose(sharding_type: str, row_wise: type[Any], table_wise: type[Any]) -> type[Any]:
+    if sharding_type not in SHARDING_TYPES:
+        raise UnsupportedError(
+            f"sharding_type={sharding_type!r} is not supported yet: use {' or '.join(map(repr, SHARDING_TYPES))}"
+        )
+    return row_wise if sharding_type == ShardingType.ROW_WISE.value else table_wise

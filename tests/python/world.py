@@ -1,0 +1,112 @@
+"""Worlds of processes for tests: started once, then given functions of test files to run on every rank."""
+
+import contextlib
+import importlib.util
+import inspect
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+COLLECTIVE_TIMEOUT_S = 60
+ANSWER_TIMEOUT_S = 240
+
+
+@contextlib.contextmanager
+def process_group(rank: int, size: int, store: str) -> Iterator[None]:
+    """A gloo group of `size` ranks that meet at the file `store`; the environment as torchrun sets it."""
+    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _load(file: str) -> Any:
+    name = Path(file).stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _serve(rank: int, size: int, store: str, tasks: Any, answers: Any) -> None:
+    torch.set_num_threads(1)
+    with process_group(rank, size, store):
+        while (task := tasks.get()) is not None:
+            file, name, args = task
+            try:
+                answers.put((rank, getattr(_load(file), name)(rank, size, *args), None))
+            except BaseException:
+                answers.put((rank, None, traceback.format_exc()))
+
+
+class World:
+    """`size` processes with a gloo group over them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self._answers = context.Queue()
+        self._tasks = [context.Queue() for _ in range(self.size)]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, self.size, store, self._tasks[rank], self._answers), daemon=True)
+            for rank in range(self.size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(rank, size, *args)` on every rank; what each returned, by rank. A rank that raises fails the caller."""
+        if not self._processes:
+            self._start()
+        file = inspect.getsourcefile(function)
+        for tasks in self._tasks:
+            tasks.put((file, function.__name__, args))
+        results: list[Any] = [None] * self.size
+        failures = []
+        for _ in range(self.size):
+            rank, result, failure = self._answers.get(timeout=ANSWER_TIMEOUT_S)
+            results[rank] = result
+            if failure is not None:
+                failures.append(f"rank {rank}:\n{failure}")
+        if failures:
+            self.stop()  # ranks may have lost step
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def stop(self) -> None:
+        """End the processes."""
+        for tasks, process in zip(getattr(self, "_tasks", []), self._processes, strict=False):
+            tasks.put(None)
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes = []
