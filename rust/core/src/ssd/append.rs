@@ -36,7 +36,12 @@ impl Shared {
             let mut state = lock(&self.state);
             if !self.ready(&mut state, Stream::Fresh)? {
                 drop(state);
-                self.wait_for_room(Stream::Fresh)?;
+                let room = self.wait_for_room(Stream::Fresh);
+                if let (Err(error), true) = (&room, done > 0) {
+                    // Some rows are taken and not all can be: only damaged segments that cannot be compacted get here.
+                    self.home.space.fail(error.clone());
+                }
+                room?;
                 continue;
             }
             let end = rows.len().min(done + AT_ONCE);
@@ -163,20 +168,23 @@ impl Shared {
 
     pub(super) fn evict(self: &Arc<Self>, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
         self.check_writable()?;
-        let mut segments: Vec<Arc<Segment>> = {
-            let state = lock(&self.state);
-            state
-                .current()
-                .filter(|s| s.content == Content::Rows && s.live.load(Ordering::Relaxed) > 0)
-                .cloned()
-                .collect()
-        };
-        segments.sort_unstable_by_key(|segment| segment.serial);
-        let mut gone = Vec::new();
-        for segment in segments {
-            if gone.len() as u64 >= rows {
-                break;
-            }
+        let mut gone: Vec<Id> = Vec::new();
+        let (mut after, mut gone_before) = (0, 0);
+        while (gone.len() as u64) < rows {
+            let oldest = {
+                let state = lock(&self.state);
+                let later = state.current().filter(|s| s.serial > after && s.content == Content::Rows);
+                later.filter(|s| s.live.load(Ordering::Relaxed) > 0).min_by_key(|s| s.serial).cloned()
+            };
+            let Some(segment) = oldest else {
+                // Compaction may have moved rows to a segment that was passed already.
+                if gone.len() == gone_before {
+                    break;
+                }
+                (after, gone_before) = (0, gone.len());
+                continue;
+            };
+            after = segment.serial;
             let entries = self.entries_of(&segment)?;
             let here: Vec<(Id, Location)> = {
                 let state = lock(&self.state);
@@ -186,6 +194,8 @@ impl Shared {
             let wanted = rows as usize - gone.len();
             let leaving: Vec<(Id, Location)> = here.into_iter().filter(|(id, _)| !keep(*id)).take(wanted).collect();
             let ids: Vec<Id> = leaving.iter().map(|(id, _)| *id).collect();
+            // Whoever waits for room must not keep a file that is to make it.
+            drop(segment);
             gone.extend(self.forget(&ids, |state, at| state.index.is_at(leaving[at].0, leaving[at].1))?);
         }
         Counters::add(&self.counters.dropped_rows, gone.len() as u64);

@@ -55,7 +55,7 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
         |s: &Segment| f64::from(s.live.load(Ordering::Relaxed)) / f64::from(s.records.load(Ordering::Relaxed).max(1));
     let retained = if state.published.is_empty() { 0 } else { state.retained_bytes() };
     if free < (cap / 8).max(4 * unit) {
-        let most = match (free < 3 * unit, retained > 0) {
+        let most = match (free < 3 * unit, !state.published.is_empty()) {
             (true, false) => 1.0,
             (true, true) => 0.75,
             (false, _) => 0.5,

@@ -46,6 +46,7 @@ impl Shared {
         let mut state = lock(&self.state);
         state.last_token = Some(token);
         state.published.push(published);
+        state.given_up = false;
         state.reap();
         while state.published.len() > STATES {
             self.forget_oldest(&mut state)?;

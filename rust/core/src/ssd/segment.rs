@@ -316,7 +316,7 @@ impl Drop for Segment {
         let held = self.held_bytes();
         // A file that cannot be removed goes on holding its bytes; the next open removes it.
         let gone = self.doomed.load(Ordering::Relaxed) && self.engine.remove_file(self.path()).is_ok();
-        self.space.release(self.slot, if gone { held } else { 0 });
+        self.space.release(self.slot, held, gone);
     }
 }
 

@@ -207,6 +207,11 @@ impl State {
         seen.iter().map(|segment| segment.held_bytes()).sum()
     }
 
+    /// Whether giving up published states would make room, now or by compaction.
+    fn published_is_in_the_way(&self) -> bool {
+        self.retained_bytes() > 0 || self.current().any(|segment| segment.holds() > 1 && segment.dead() > 0)
+    }
+
     /// Close the open segment of a stream; the flusher finishes it.
     pub(super) fn seal(&mut self, stream: Stream) {
         if let Some(open) = self.open[stream as usize].take() {
@@ -273,14 +278,14 @@ impl Shared {
             if state.moving || compact::victim(self, &state).is_some() {
                 drop(state);
                 self.schedule_compaction();
-            } else if state.retained_bytes() > 0 {
+            } else if state.published_is_in_the_way() {
                 self.give_up_oldest(&mut state)?;
                 continue;
             } else {
                 let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
                 let scanning = state.current().any(|segment| segment.scans.load(Ordering::Relaxed) > 0);
                 let sealing = state.current().any(|s| s.sealed().is_none() && !state.is_open(s));
-                if !(scanning || sealing || held < self.home.space.used_bytes()) {
+                if !(scanning || sealing || self.home.space.leaving_bytes(held) > 0) {
                     return Err(self.full(state.index.len() as u64, 0));
                 }
             }

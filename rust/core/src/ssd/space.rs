@@ -96,6 +96,8 @@ impl Geometry {
 #[derive(Debug, Default)]
 struct Use {
     used_bytes: u64,
+    /// Held by files that could not be removed.
+    lost_bytes: u64,
     free_slots: Vec<u32>,
     slots: u32,
     /// Writes and seals handed to the flusher and not done.
@@ -122,6 +124,12 @@ impl Space {
     /// Bytes not held by any file.
     pub(super) fn free_bytes(&self) -> u64 {
         self.cap_bytes.saturating_sub(lock(&self.inner).used_bytes)
+    }
+
+    /// Bytes that will be free when those who read files that are gone are done with them, where `held` are those of files that stay.
+    pub(super) fn leaving_bytes(&self, held: u64) -> u64 {
+        let inner = lock(&self.inner);
+        inner.used_bytes.saturating_sub(inner.lost_bytes + held)
     }
 
     /// Count bytes written to files.
@@ -161,10 +169,15 @@ impl Space {
         self.change(inner);
     }
 
-    /// A segment is gone, with its file (`bytes` are free again) or, when the tier closes, without.
-    pub(super) fn release(&self, slot: u32, bytes: u64) {
+    /// A segment is gone, with its file (then its `bytes` are free again) or, when that could not be removed or the tier closes,
+    /// without.
+    pub(super) fn release(&self, slot: u32, bytes: u64, gone: bool) {
         let mut inner = lock(&self.inner);
-        inner.used_bytes = inner.used_bytes.saturating_sub(bytes);
+        if gone {
+            inner.used_bytes = inner.used_bytes.saturating_sub(bytes);
+        } else {
+            inner.lost_bytes += bytes;
+        }
         inner.free_slots.push(slot);
         self.change(inner);
     }

@@ -10,7 +10,6 @@ use crate::io::MemoryEngine;
 use crate::sync::lock;
 
 const IDS: Id = 400;
-const CAP: u64 = 640 << 10;
 
 #[derive(Clone, Debug)]
 enum Op {
@@ -66,6 +65,8 @@ fn op() -> impl Strategy<Value = Op> {
 type Rows = BTreeMap<Id, Row>;
 
 struct World {
+    cap: u64,
+    tuning: Tuning,
     memory: MemoryEngine,
     engine: Arc<dyn IoEngine>,
     tier: Option<SsdTier>,
@@ -77,13 +78,13 @@ struct World {
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(cap: u64, tuning: Tuning) -> Self {
         let memory = MemoryEngine::default();
         let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
-        let (tier, counters) = open(&engine, &config(CAP, Reopen::Never)).unwrap();
+        let (tier, counters) = open_tuned(&engine, &config(cap, Reopen::Never), tuning).unwrap();
         assert_eq!(counters, None);
         let rows = Rows::new();
-        Self { memory, engine, tier: Some(tier), rows, states: Vec::new(), token: 0, version: 0 }
+        Self { cap, tuning, memory, engine, tier: Some(tier), rows, states: Vec::new(), token: 0, version: 0 }
     }
 
     fn tier(&self) -> &SsdTier {
@@ -135,7 +136,8 @@ impl World {
             Op::Die { power, older } => self.die(power, older),
             Op::Discard => {
                 self.tier = None;
-                let (tier, counters) = open(&self.engine, &config(CAP, Reopen::Discard)).unwrap();
+                let (tier, counters) =
+                    open_tuned(&self.engine, &config(self.cap, Reopen::Discard), self.tuning).unwrap();
                 assert_eq!(counters, None);
                 self.tier = Some(tier);
                 self.rows.clear();
@@ -173,24 +175,24 @@ impl World {
         // The old tier goes on in its own copy of the files (or has been closed).
         self.tier = None;
         self.engine = Arc::new(self.memory.clone());
-        let dir = config(CAP, Reopen::Resume).dir;
+        let dir = config(self.cap, Reopen::Resume).dir;
         let tokens = SsdTier::published(&dir, &*self.engine).unwrap();
         assert!(given_up == tokens.is_empty() || self.states.is_empty(), "{tokens:?}, given up: {given_up}");
-        let mut resume = config(CAP, Reopen::Resume);
+        let mut resume = config(self.cap, Reopen::Resume);
         if older && tokens.len() == 2 {
             resume.resume_token = Some(tokens[0]);
             self.states.retain(|(token, _, _)| *token <= tokens[0]);
         }
         if tokens.is_empty() {
-            let error = open(&self.engine, &resume).err();
+            let error = open_tuned(&self.engine, &resume, self.tuning).err();
             assert!(error.is_none_or(|error| error.kind() == Kind::State));
-            let (tier, _) = open(&self.engine, &config(CAP, Reopen::Discard)).unwrap();
+            let (tier, _) = open_tuned(&self.engine, &config(self.cap, Reopen::Discard), self.tuning).unwrap();
             (self.tier, self.rows) = (Some(tier), Rows::new());
             self.states.clear();
             self.token = 0;
             return;
         }
-        let (tier, counters) = open(&self.engine, &resume).unwrap();
+        let (tier, counters) = open_tuned(&self.engine, &resume, self.tuning).unwrap();
         let (token, rows, expected) = self.states.last().cloned().unwrap();
         assert_eq!(tokens[tokens.len() - 1 - usize::from(resume.resume_token.is_some())], token);
         assert_eq!(counters, Some(expected));
@@ -215,7 +217,7 @@ impl World {
         let live: u32 = state.current().map(|s| s.live.load(std::sync::atomic::Ordering::Relaxed)).sum();
         assert_eq!(u64::from(live), self.rows.len() as u64, "live counts");
         drop(state);
-        assert!(self.memory.live_bytes() <= CAP, "{} bytes in files", self.memory.live_bytes());
+        assert!(self.memory.live_bytes() <= self.cap, "{} bytes in files", self.memory.live_bytes());
     }
 }
 
@@ -224,7 +226,16 @@ proptest! {
 
     #[test]
     fn the_tier_behaves_as_a_map_through_any_operations_and_deaths(ops in prop::collection::vec(op(), 1..60)) {
-        let mut world = World::new();
+        let mut world = World::new(640 << 10, SMALL);
+        for op in &ops {
+            world.run(op);
+        }
+        world.check_fetch(&(-IDS..IDS).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_tier_that_is_nearly_full_behaves_as_a_map(ops in prop::collection::vec(op(), 1..60)) {
+        let mut world = World::new(128 << 10, TINY);
         for op in &ops {
             world.run(op);
         }
