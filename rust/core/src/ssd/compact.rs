@@ -40,7 +40,7 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
     let cap = tier.home.geometry.cap_bytes;
     let free = space.free_bytes();
     let open_for_moved = state.open[Stream::Moved as usize].is_some();
-    if state.closed || space.has_failed() || (free < unit && !open_for_moved) {
+    if state.closed || space.has_failed() || (free < tier.home.geometry.smallest_segment() && !open_for_moved) {
         return None;
     }
     let candidates = || {

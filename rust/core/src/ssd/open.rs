@@ -234,7 +234,7 @@ fn check_room(config: &SsdConfig, home: &Home, state: &State) -> Result<()> {
     let rows = state.index.len() as u64;
     let geometry = &home.geometry;
     let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
-    if rows <= geometry.capacity_rows && held + 2 * geometry.segment_bytes <= geometry.cap_bytes {
+    if rows <= geometry.capacity_rows && held <= geometry.cap_bytes {
         return Ok(());
     }
     let overhead = config.bytes - geometry.cap_bytes;

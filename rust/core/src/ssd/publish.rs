@@ -21,6 +21,8 @@ impl Shared {
         let _publishing = lock(&self.publishing);
         self.check_writable()?;
         let (published, write_seq, rows) = {
+            // No state names a segment that is being emptied beside the copies of its rows.
+            let _compacting = lock(&self.compacting);
             let mut state = lock(&self.state);
             if let Some(last) = state.last_token
                 && token <= last
@@ -109,6 +111,7 @@ impl Shared {
 
     /// Stop writing; what is in buffers is written out, nothing is published.
     pub(super) fn close(&self) -> Result<()> {
+        let _publishing = lock(&self.publishing);
         {
             let mut state = lock(&self.state);
             if state.closed {
@@ -123,6 +126,7 @@ impl Shared {
             drop(lock(&self.compacting));
             self.home.space.wait_idle();
         }
+        self.home.space.close();
         drop(lock(&self.lock).take());
         self.home.space.failed().map_or(Ok(()), |cause| Err(read_only(&cause)))
     }

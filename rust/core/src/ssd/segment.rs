@@ -315,7 +315,8 @@ impl Drop for Segment {
     fn drop(&mut self) {
         let held = self.held_bytes();
         // A file that cannot be removed goes on holding its bytes; the next open removes it.
-        let gone = self.doomed.load(Ordering::Relaxed) && self.engine.remove_file(self.path()).is_ok();
+        let doomed = self.doomed.load(Ordering::Relaxed);
+        let gone = doomed && self.space.remove(|| self.engine.remove_file(self.path()));
         self.space.release(self.slot, held, gone);
     }
 }
@@ -335,10 +336,10 @@ pub(super) struct OpenSegment {
 }
 
 impl OpenSegment {
-    /// Make the file of segment `serial`, whose room the caller has checked.
-    pub(super) fn create(home: &Home, serial: u64, content: Content) -> Result<Self> {
+    /// Make the file of segment `serial`, which takes at most `room` bytes.
+    pub(super) fn create(home: &Home, serial: u64, content: Content, room: u64) -> Result<Self> {
         let path = segment_path(&home.dir, serial);
-        let preallocate = home.geometry.segment_bytes;
+        let preallocate = home.geometry.segment_bytes.min(room);
         let file = home.engine.open(&path, Open::Create { preallocate })?;
         let segment = Segment::make(home, serial, content, file, preallocate)?;
         segment.hold();
@@ -351,7 +352,7 @@ impl OpenSegment {
             buffer,
             start: 0,
             filled: header.len(),
-            max_records: home.geometry.max_records(content),
+            max_records: home.geometry.max_records(content, home.schema.record_bytes(content), room),
             block_bytes: home.block_bytes,
             background: home.background,
         })

@@ -238,10 +238,11 @@ impl Shared {
         Ok(())
     }
 
+    /// Bytes that must be free before a segment is made. One whole segment stays free for compaction, which takes what there is:
+    /// as rows move, the room in its open segment and the free bytes together do not shrink by more than the segments emptied give.
     fn bytes_to_open(&self, stream: Stream) -> u64 {
-        let segment = self.home.geometry.segment_bytes;
-        // One segment stays free for compaction.
-        if stream == Stream::Moved { segment } else { 2 * segment }
+        let geometry = &self.home.geometry;
+        if stream == Stream::Moved { geometry.smallest_segment() } else { 2 * geometry.segment_bytes }
     }
 
     /// Whether a record can be pushed to `stream`; makes a segment where there is none and the space has room.
@@ -252,10 +253,11 @@ impl Shared {
         if state.open[stream as usize].is_some() {
             return Ok(true);
         }
-        if self.home.space.free_bytes() < self.bytes_to_open(stream) {
+        let free = self.home.space.free_bytes();
+        if free < self.bytes_to_open(stream) {
             return Ok(false);
         }
-        let open = OpenSegment::create(&self.home, state.next_serial, stream.content()).inspect_err(|error| {
+        let open = OpenSegment::create(&self.home, state.next_serial, stream.content(), free).inspect_err(|error| {
             self.home.space.fail(error.clone());
         })?;
         state.next_serial += 1;

@@ -84,12 +84,20 @@ impl Geometry {
         })
     }
 
-    /// Most records of a segment.
-    pub(super) fn max_records(&self, content: Content) -> u32 {
-        match content {
+    /// Most records, of `record_bytes`, of a segment that takes at most `room` bytes.
+    pub(super) fn max_records(&self, content: Content, record_bytes: usize, room: u64) -> u32 {
+        let usual = match content {
             Content::Rows => self.rows_per_segment,
             Content::Tombstones => self.tombstones_per_segment,
-        }
+        };
+        let room = room - room % ALIGNMENT as u64;
+        let fit = room.saturating_sub((self.header_bytes + TRAILER_BYTES) as u64) / (record_bytes + ENTRY_BYTES) as u64;
+        usual.min(fit.min(u64::from(usual)) as u32)
+    }
+
+    /// Bytes of a segment of one row.
+    pub(super) fn smallest_segment(&self) -> u64 {
+        ((self.header_bytes + TRAILER_BYTES + self.row_bytes + ENTRY_BYTES).next_multiple_of(ALIGNMENT)) as u64
     }
 }
 
@@ -114,11 +122,19 @@ pub(super) struct Space {
     inner: Mutex<Use>,
     changed: Condvar,
     written_bytes: AtomicU64,
+    /// Whether the tier is closed: its directory may be another's by now, and no file of it is touched.
+    closed: Mutex<bool>,
 }
 
 impl Space {
     pub(super) fn new(cap_bytes: u64) -> Self {
-        Self { cap_bytes, inner: Mutex::default(), changed: Condvar::new(), written_bytes: AtomicU64::new(0) }
+        Self {
+            cap_bytes,
+            inner: Mutex::default(),
+            changed: Condvar::new(),
+            written_bytes: AtomicU64::new(0),
+            closed: Mutex::new(false),
+        }
     }
 
     /// Bytes not held by any file.
@@ -130,6 +146,17 @@ impl Space {
     pub(super) fn leaving_bytes(&self, held: u64) -> u64 {
         let inner = lock(&self.inner);
         inner.used_bytes.saturating_sub(inner.lost_bytes + held)
+    }
+
+    /// Remove a file, whether it is gone. Files that outlive the tier are left to the next open.
+    pub(super) fn remove(&self, file: impl FnOnce() -> Result<()>) -> bool {
+        let closed = lock(&self.closed);
+        !*closed && file().is_ok()
+    }
+
+    /// From now on no file is removed.
+    pub(super) fn close(&self) {
+        *lock(&self.closed) = true;
     }
 
     /// Count bytes written to files.
