@@ -1,6 +1,7 @@
 //! One batch: from planned ids to rows in place, through the kernels, to commit or release.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::lookup::Shape;
@@ -8,8 +9,8 @@ use super::place::{PlanMode, TablePlan};
 use super::place_device::Fetched;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::{
-    ArenaRows, Gradient, Hyperparameters, OptimizerStep, TensorRows, backward, forward_pooled, forward_sequence,
-    weight_gradient,
+    ArenaRows, Gradient, Hyperparameters, OptimizerStep, PooledFeature, PooledGradient, TensorRows, backward,
+    forward_pooled, forward_sequence, weight_gradient,
 };
 use crate::rows::{Arena, RowLayout};
 use crate::sync::lock;
@@ -284,36 +285,24 @@ impl Plan {
         let bags = (pooled.offsets.len() - 1) / features.max(1);
         let columns = self.shape.total_columns;
         check_len("grad", grad.len(), bags * columns)?;
-        if u32::try_from(grad.len()).is_err() {
-            return Err(Error::new(
-                Kind::Input,
-                format!("a gradient of {} floats is too large: use smaller batches", grad.len()),
-            ));
-        }
         let total = self.splits[features];
         if let Some(weight_grad) = &weight_grad {
             check_len("weight_grad", weight_grad.len(), total)?;
         }
         let stores = inner.stores(device)?;
-        let (starts, scale) = self.gradient_places(pooled, bags);
         for (table, table_features) in self.shape.table_features.iter().enumerate() {
             let plan = &inner.tables[table];
             let range = self.splits[table_features.start]..self.splits[table_features.end];
-            let gradient = Gradient::Pooled {
-                grad,
-                columns,
-                starts: &starts[range.clone()],
-                scale: scale.as_ref().map(|scale| &scale[range.clone()]),
-            };
+            let places = self.gradient_places(pooled, bags, table_features.clone())?;
             let step = plan.next_step(hyperparameters[table])?;
             let _writing = plan.shared.writing_rows();
             with_rows!(&stores[table], rows => {
                 if let Some(weight_grad) = &mut weight_grad {
                     // SAFETY: as in forward_pooled; the guard keeps every other kernel out.
-                    unsafe { weight_gradient(rows, &plan.occurrence_slots, &gradient, &mut weight_grad[range], threads) }
+                    unsafe { weight_gradient(rows, &plan.occurrence_slots, &places.of_weights(grad), &mut weight_grad[range], threads) }
                 }
                 // SAFETY: the plan pins every slot, they are distinct, and the guard keeps every other kernel out.
-                unsafe { backward(rows, &plan.index, &gradient, &step, threads) }
+                unsafe { backward(rows, &plan.index, &places.of_rows(grad), &step, threads) }
             });
         }
         inner.commit()
@@ -401,24 +390,25 @@ impl Plan {
         }
     }
 
-    /// For each occurrence where its gradient starts in `[B, C]`, and what it is multiplied by.
-    fn gradient_places(&self, pooled: &Pooled, bags: usize) -> (Vec<u32>, Option<Vec<f32>>) {
-        let columns = self.shape.total_columns;
-        let total = self.splits[self.shape.feature_tables.len()];
-        let mut starts = Vec::with_capacity(total);
-        let scaled = pooled.weights.is_some() || pooled.mean.contains(&true);
-        let mut scale = scaled.then(|| pooled.weights.clone().unwrap_or_else(|| vec![1.0; total]));
-        for (feature, &column) in self.shape.columns.iter().enumerate() {
-            for bag in 0..bags {
-                let begin = pooled.offsets[feature * bags + bag] as usize;
-                let end = pooled.offsets[feature * bags + bag + 1] as usize;
-                starts.extend(std::iter::repeat_n((bag * columns + column) as u32, end - begin));
-                if let Some(scale) = scale.as_mut().filter(|_| pooled.mean[feature]) {
-                    scale[begin..end].iter_mut().for_each(|scale| *scale /= (end - begin) as f32);
-                }
-            }
-        }
-        (starts, scale)
+    /// Where the occurrences of some features, those of one table, find their gradients in the pooled output's.
+    fn gradient_places(&self, pooled: &Pooled, bags: usize, features: Range<usize>) -> Result<PooledGradient> {
+        let offsets: Vec<Vec<i64>> = features
+            .clone()
+            .map(|feature| {
+                let own = &pooled.offsets[feature * bags..=(feature + 1) * bags];
+                own.iter().map(|offset| offset - own[0]).collect()
+            })
+            .collect();
+        let features: Vec<PooledFeature<'_>> = features
+            .zip(&offsets)
+            .map(|(feature, offsets)| PooledFeature {
+                column: self.shape.columns[feature],
+                offsets,
+                weights: pooled.weights.as_ref().map(|all| &all[self.splits[feature]..self.splits[feature + 1]]),
+                mean: pooled.mean[feature],
+            })
+            .collect();
+        PooledGradient::new(self.shape.total_columns, &features)
     }
 
     fn check_offsets(&self, offsets: &[i64], weights: Option<&[f32]>, mean: &[bool]) -> Result<usize> {

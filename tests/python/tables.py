@@ -1,0 +1,109 @@
+"""Tables, batches and runs that several test files share."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
+
+AMPLE = TierBudgets(host_bytes="16MiB")
+EXTREME_IDS = [0, 1, -1, 2**63 - 1, -(2**63), 2**40 + 3, -17, 10**12]
+OPTIMIZERS = {
+    "sgd": optimizers.SGD(lr=0.1),
+    "adagrad": optimizers.Adagrad(lr=0.1),
+    "rowwise_adagrad": optimizers.RowWiseAdagrad(lr=0.1),
+    "adam": optimizers.Adam(lr=0.1),
+    "adamw": optimizers.AdamW(lr=0.1, weight_decay=0.1),
+}
+
+Bags = list[list[int]]
+
+
+def make_bag(**settings) -> EmbCacheEmbeddingBag:
+    """A small table; every setting can be given."""
+    defaults = {
+        "name": "item",
+        "embedding_dim": 4,
+        "tiers": AMPLE,
+        "optimizer": optimizers.Adagrad(lr=0.1),
+        "initializer": initializers.Uniform(-0.5, 0.5),
+        "seed": 7,
+    }
+    return EmbCacheEmbeddingBag(**{**defaults, **settings})
+
+
+def jagged(bags: Bags) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [N] and offsets [B] of bags."""
+    offsets = [0]
+    for bag in bags:
+        offsets.append(offsets[-1] + len(bag))
+    return torch.tensor([i for bag in bags for i in bag], dtype=torch.int64), torch.tensor(
+        offsets[:-1], dtype=torch.int64
+    )
+
+
+def bags_strategy(ids: Sequence[int] = (*EXTREME_IDS, *range(2, 14))) -> st.SearchStrategy[Bags]:
+    """One batch: empty bags, duplicate ids and extreme ids included."""
+    return st.lists(st.lists(st.sampled_from(ids), max_size=5), min_size=1, max_size=5)
+
+
+def random_batches(count: int, bags: int, ids: int, seed: int = 0) -> list[Bags]:
+    """Batches over `ids` ids, extreme ones included, skewed, with empty bags and duplicates."""
+    rng = random.Random(seed)
+    pool = [*EXTREME_IDS, *(rng.randrange(-(2**63), 2**63) for _ in range(ids - len(EXTREME_IDS)))]
+    return [
+        [[pool[int(ids * rng.random() ** 2)] for _ in range(rng.randrange(5))] for _ in range(bags)]
+        for _ in range(count)
+    ]
+
+
+def step(module: EmbCacheEmbeddingBag, bags: Bags, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """One training step with a gradient that depends on the output; the output."""
+    ids, offsets = jagged(bags)
+    out = module(ids, offsets, per_sample_weights=weights)
+    scale = torch.arange(1, out.numel() + 1, dtype=torch.float32).view_as(out) / out.numel()
+    (out * scale + out * out).sum().backward()
+    return out.detach()
+
+
+def train(module: EmbCacheEmbeddingBag, batches: Sequence[Bags], lookahead: int = 0) -> list[torch.Tensor]:
+    """Train on every batch, prefetching `lookahead` batches ahead; the outputs."""
+    outs = []
+    for place, bags in enumerate(batches):
+        for ahead in range(place if place == 0 else place + lookahead, min(place + lookahead + 1, len(batches))):
+            if lookahead:
+                module.prefetch(*jagged(batches[ahead]))
+        outs.append(step(module, bags))
+    return outs
+
+
+@dataclass
+class Contents:
+    """All rows of a table, by id."""
+
+    step: int
+    rows: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: EmbCacheEmbeddingBag) -> "Contents":
+        """Every bit of every row, its slots and its metadata."""
+        contents = cls(module.stats().step)
+        for chunk in module.export(chunk_rows=7):
+            meta = chunk.metadata
+            for place, row_id in enumerate(chunk.ids.tolist()):
+                assert row_id not in contents.rows, "a row is exported twice"
+                values = [chunk.weights[place], *(slot[place] for slot in chunk.slots.values())]
+                counts = (meta.count[place], meta.last_step[place], meta.score[place])
+                contents.rows[row_id] = tuple(value.numpy().tobytes() for value in (*values, *counts))
+        assert len(contents.rows) == len(module)
+        return contents
+
+
+def ssd_tiers(directory: Path, **budgets) -> TierBudgets:
+    """Budgets with an SSD tier below `directory`, which is made private."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return TierBudgets(**{"host_bytes": "64KiB", "ssd_bytes": "64MiB", "ssd_dir": directory, **budgets})

@@ -1,0 +1,234 @@
+"""Flush and resume: what a kill leaves, whose directory it is, one state of several tables."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
+from torchrec_embcache import CacheTable, cache_modules, flush, initializers, optimizers
+from torchrec_embcache.exceptions import (
+    EmbCacheError,
+    InputError,
+    InUseError,
+    MismatchError,
+    StateError,
+)
+
+BATCHES = random_batches(12, 5, 150, seed=2)
+pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit")
+
+
+def bag_in(directory, **settings):
+    reopen = settings.pop("reopen", None)
+    return make_bag(tiers=ssd_tiers(directory, host_bytes="4KiB", reopen=reopen), **settings)
+
+
+def test_closing_and_resuming_goes_on_with_the_same_bits(tmp_path):
+    with make_bag() as straight:
+        train(straight, BATCHES)
+        expected = Contents.of(straight)
+    with bag_in(tmp_path / "ssd") as bag:
+        train(bag, BATCHES[:6])
+        half = Contents.of(bag)
+    with bag_in(tmp_path / "ssd", reopen="resume") as bag:
+        assert Contents.of(bag) == half
+        train(bag, BATCHES[6:])
+        assert Contents.of(bag) == expected
+
+
+def test_resuming_takes_the_last_flush_whatever_was_trained_since(tmp_path):
+    bag = bag_in(tmp_path / "ssd")
+    for bags in (BATCHES[:3], BATCHES[3:6]):
+        train(bag, bags)
+        bag.flush()
+    flushed = Contents.of(bag)
+    train(bag, BATCHES[6:])
+    bag.table.native.close()  # as a kill: nothing is flushed
+    with bag_in(tmp_path / "ssd", reopen="resume") as bag:
+        assert Contents.of(bag) == flushed
+
+
+KILLED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from tables import make_bag, random_batches, ssd_tiers, train
+from pathlib import Path
+import warnings
+warnings.simplefilter("ignore")
+bag = make_bag(tiers=ssd_tiers(Path(sys.argv[2]), host_bytes="4KiB"))
+batches = random_batches(12, 5, 150, seed=2)
+train(bag, batches[:6])
+bag.flush()
+train(bag, batches[6:])
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_process_leaves_its_last_flush_and_no_lock(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "ssd")], check=False
+    )
+    assert ended.returncode == -9
+    with make_bag() as straight:
+        train(straight, BATCHES[:6])
+        expected = Contents.of(straight)
+    with bag_in(tmp_path / "ssd", reopen="resume") as bag:
+        assert Contents.of(bag) == expected
+
+
+def test_a_directory_with_files_wants_to_be_told_what_to_do(tmp_path):
+    with bag_in(tmp_path / "ssd") as bag:
+        step(bag, [[1]])
+    with pytest.raises(EmbCacheError, match="reopen"):
+        bag_in(tmp_path / "ssd")
+    with bag_in(tmp_path / "ssd", reopen="discard") as bag:
+        assert len(bag) == 0
+    with bag_in(tmp_path / "new", reopen="resume") as bag:  # nothing there: begins
+        assert len(bag) == 0
+
+
+def test_a_directory_in_use_is_refused_at_once_naming_the_process(tmp_path):
+    with bag_in(tmp_path / "ssd"):
+        for reopen in (None, "resume", "discard"):
+            with pytest.raises(InUseError, match=str(os.getpid())) as caught:
+                bag_in(tmp_path / "ssd", reopen=reopen)
+            assert isinstance(caught.value, OSError)
+    with bag_in(tmp_path / "ssd", reopen="resume"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"embedding_dim": 8},
+        {"seed": 8},
+        {"optimizer": optimizers.SGD()},
+        {"initializer": initializers.Constant(0)},
+        {"total_num_buckets": 7},
+    ],
+)
+def test_resuming_as_another_table_is_refused_pointing_to_saver(other, tmp_path):
+    with bag_in(tmp_path / "ssd") as bag:
+        step(bag, [[1]])
+    with pytest.raises(MismatchError, match="Saver"):
+        bag_in(tmp_path / "ssd", reopen="resume", **other)
+    with bag_in(tmp_path / "ssd", reopen="resume") as bag:
+        assert len(bag) == 1
+
+
+def test_files_lie_below_module_and_table_with_encoded_names(tmp_path):
+    with bag_in(tmp_path / "ssd", name="../a b"):
+        pass
+    folders = [path.relative_to(tmp_path / "ssd") for path in (tmp_path / "ssd").glob("*/*/*") if path.is_dir()]
+    assert [folder.name for folder in folders] == ["0-of-1"]
+    assert len(folders[0].parts) == 3
+    assert list(tmp_path.iterdir()) == [tmp_path / "ssd"]
+
+
+def two_bags(directory, reopen=None):
+    return torch.nn.ModuleDict({name: bag_in(directory, name=name, reopen=reopen) for name in ("first", "second")})
+
+
+def test_a_flush_of_a_model_is_one_state_of_all_its_tables(tmp_path):
+    model = two_bags(tmp_path / "ssd")
+    assert list(cache_modules(torch.nn.Sequential(model))) == ["0.first", "0.second"]
+    train(model["first"], BATCHES[:3])
+    train(model["second"], BATCHES[3:6])
+    flush(model)
+    flushed = {name: Contents.of(bag) for name, bag in model.items()}
+    for bag in model.values():
+        train(bag, BATCHES[6:])
+        bag.table.native.close()
+    model = two_bags(tmp_path / "ssd", "resume")
+    assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
+    for bag in model.values():
+        bag.close()
+
+
+def test_a_flush_that_ends_between_two_tables_leaves_the_state_before_it(tmp_path, monkeypatch):
+    model = two_bags(tmp_path / "ssd")
+    for bag in model.values():
+        train(bag, BATCHES[:3])
+    flush(model)
+    flushed = {name: Contents.of(bag) for name, bag in model.items()}
+    for bag in model.values():
+        train(bag, BATCHES[3:6])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "torchrec_embcache.publish.mark_complete", lambda *_: os._exit
+        )  # every table published, none marked
+        flush(model)
+    for bag in model.values():
+        bag.table.native.close()
+    model = two_bags(tmp_path / "ssd", "resume")
+    assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
+    for bag in model.values():
+        bag.close()
+
+
+def test_a_first_flush_of_a_model_that_never_finished_is_nothing_to_resume(tmp_path, monkeypatch):
+    model = two_bags(tmp_path / "ssd")
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrec_embcache.publish.mark_complete", lambda *_: None)
+        flush(model)
+    for bag in model.values():
+        bag.table.native.close()
+    with pytest.raises(StateError, match="did not finish.*discard"):
+        bag_in(tmp_path / "ssd", name="first", reopen="resume")
+
+
+def test_marks_of_states_that_nobody_keeps_are_removed(tmp_path):
+    model = two_bags(tmp_path / "ssd")
+    for bags in BATCHES[:5]:
+        for bag in model.values():
+            step(bag, bags)
+        flush(model)
+    kept = {token for bag in model.values() for token in bag.table.published()}
+    assert {int(path.name) for path in (tmp_path / "ssd" / ".flushed").iterdir()} == kept
+    assert len(kept) == 2
+    for bag in model.values():
+        bag.close()
+
+
+def test_a_model_without_tables_has_nothing_to_flush():
+    with pytest.raises(InputError, match="Linear has no cache module"):
+        flush(torch.nn.Linear(1, 1))
+    with make_bag() as bag:
+        flush(torch.nn.Sequential(bag))  # no SSD tier: nothing to do
+        bag.flush()
+
+
+def test_an_optimizer_can_be_set_until_there_are_rows(tmp_path):
+    def table(**settings):
+        return CacheTable(
+            name="t", dim=4, tiers=ssd_tiers(tmp_path / "ssd"), initializer=initializers.Constant(1), **settings
+        )
+
+    with table(optimizer=None) as late:
+        assert late.read_rows(torch.tensor([1])).slots == {}
+        late.optimizer = optimizers.Adam()
+        assert set(late.read_rows(torch.tensor([1])).slots) == {"exp_avg", "exp_avg_sq"}
+        late.import_rows(torch.tensor([1]), torch.ones(1, 4))
+        late.optimizer = optimizers.Adam(lr=1)
+        with pytest.raises(StateError, match="has rows with the slots of adam"):
+            late.optimizer = optimizers.SGD()
+
+
+def test_a_forked_child_cannot_use_the_table():
+    with make_bag() as bag:
+        step(bag, [[1]])
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                len(bag)
+            except StateError as error:
+                code = 0 if "fork" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(bag) == 1

@@ -1,0 +1,229 @@
+"""Rows by id: export, read, import, remove, over every tier."""
+
+import pytest
+import torch
+
+from tables import OPTIMIZERS, Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
+from torchrec_embcache import RowMetadata, TierBudgets, initializers, optimizers
+from torchrec_embcache.exceptions import CapacityError, InputError, StateError
+
+
+@pytest.fixture(params=["host", "ssd", "device", "device_ssd"])
+def tiers(request, tmp_path):
+    """Budgets of every combination of tiers; with an SSD tier, the others hold a few rows."""
+    small = {"host_bytes": "2KiB"} if "ssd" in request.param else {"host_bytes": "1MiB"}
+    if "device" in request.param:
+        small["device_bytes"] = "2KiB" if "ssd" in request.param else "1MiB"
+    return ssd_tiers(tmp_path / "ssd", **small) if "ssd" in request.param else TierBudgets(**small)
+
+
+BATCHES = random_batches(12, 4, 120)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+def test_an_export_has_every_row_of_every_tier_once_with_slots_and_metadata(kind, tiers):
+    with make_bag(tiers=tiers, optimizer=OPTIMIZERS[kind]) as bag:
+        train(bag, BATCHES)
+        counts, last = {}, {}
+        for number, bags in enumerate(BATCHES, 1):
+            for row in (row for ids in bags for row in ids):
+                counts[row] = counts.get(row, 0) + 1
+                last[row] = number
+        assert len(bag) == len(counts)
+        seen = {}
+        for chunk in bag.export(chunk_rows=7):
+            assert 1 <= len(chunk) <= 7
+            assert chunk.weights.shape == (len(chunk), 4)
+            assert set(chunk.slots) == set(OPTIMIZERS[kind].slot_names)
+            found = bag.read_rows(chunk.ids)
+            assert found.found.all()
+            assert torch.equal(found.weights, chunk.weights)
+            for name, slot in chunk.slots.items():
+                assert torch.equal(found.slots[name], slot)
+            for row, count, when in zip(
+                chunk.ids.tolist(), chunk.metadata.count.tolist(), chunk.metadata.last_step.tolist(), strict=True
+            ):
+                assert row not in seen
+                seen[row] = (count, when)
+        assert seen == {row: (counts[row], last[row]) for row in counts}
+
+
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+def test_reading_keeps_the_order_touches_no_policy_and_inserts_nothing(tiers):
+    with make_bag(tiers=tiers) as bag:
+        train(bag, BATCHES)
+        before = bag.stats()
+        ids = torch.tensor([BATCHES[0][0][0] if BATCHES[0][0] else 0, 424242, 2**63 - 1, 424242])
+        found = bag.read_rows(ids)
+        assert torch.equal(found.ids, ids)
+        assert found.found.tolist()[1::2] == [False, False]
+        assert torch.equal(found.weights[1], found.weights[3])
+        with make_bag() as other:
+            assert torch.equal(found.weights[1], other.read_rows(ids[1:2]).weights[0])
+        after = bag.stats()
+        assert (after.rows, after.host.evictions, after.host.hits) == (
+            before.rows,
+            before.host.evictions,
+            before.host.hits,
+        )
+        assert bag.read_rows(torch.empty(0, dtype=torch.int64)).weights.shape == (0, 4)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+def test_rows_move_from_table_to_table_bit_by_bit(kind, tiers):
+    with (
+        make_bag(optimizer=OPTIMIZERS[kind]) as source,
+        make_bag(tiers=tiers, optimizer=OPTIMIZERS[kind]) as target,
+    ):
+        train(source, BATCHES[:6])
+        step(target, [[0, 424242]])
+        for chunk in source.export():
+            target.import_rows(chunk.ids, chunk.weights, chunk.slots, chunk.metadata)
+        assert target.remove_rows(torch.tensor([424242, 434343])) == 1
+        assert Contents.of(target).rows == Contents.of(source).rows
+        target.table.native.set_step(source.stats().step)
+        for module in (source, target):
+            train(module, BATCHES[6:])
+        assert Contents.of(target) == Contents.of(source)
+
+
+def test_an_import_without_slots_starts_them_at_zero_over_what_was_there():
+    with make_bag(optimizer=optimizers.Adam()) as bag:
+        step(bag, [[5]])
+        bag.import_rows(torch.tensor([5, 6], dtype=torch.int32), torch.ones(2, 4))
+        found = bag.read_rows(torch.tensor([5, 6]))
+        assert found.found.all()
+        assert found.weights.tolist() == [[1.0] * 4] * 2
+        assert all(slot.eq(0).all() for slot in found.slots.values())
+        assert found.metadata.count.tolist() == [0, 0]
+
+
+def test_a_removed_row_is_unseen_again(tiers):
+    with make_bag(tiers=tiers) as bag:
+        born = bag.read_rows(torch.tensor([1])).weights
+        step(bag, [[1, 2]])
+        assert bag.remove_rows(torch.tensor([1, 1, 7])) == 1
+        found = bag.read_rows(torch.tensor([1, 2]))
+        assert found.found.tolist() == [False, True]
+        assert torch.equal(found.weights[0], born[0])
+        assert len(bag) == 1
+
+
+ONE = torch.tensor([1])
+META = RowMetadata(count=torch.ones(1, dtype=torch.int64), last_step=ONE, score=torch.ones(1), modified_epoch=ONE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([1], torch.ones(1, 4)), "ids is a list"),
+        ((torch.tensor([1.0]), torch.ones(1, 4)), "ids has dtype torch.float32"),
+        ((torch.tensor([1, 1]), torch.ones(2, 4)), "id 1 is given twice"),
+        ((ONE, torch.ones(2, 4)), r"weights has shape \[2, 4\]"),
+        ((ONE, torch.ones(1, 4, dtype=torch.float64)), "weights has .*float64"),
+        ((ONE, torch.ones(1, 4), {}), r"slots has \[\]"),
+        ((ONE, torch.ones(1, 4), {"sum": torch.ones(1)}), r"sum has shape \[1\]"),
+        ((ONE, torch.ones(1, 4), {"exp_avg": torch.ones(1, 4)}), r"slots has \['exp_avg'\]"),
+        ((torch.tensor([1, 2]), torch.ones(2, 4), None, META), r"metadata.score has shape"),
+        (
+            (
+                ONE,
+                torch.ones(1, 4),
+                None,
+                RowMetadata(count=-ONE, last_step=ONE, score=torch.ones(1), modified_epoch=ONE),
+            ),
+            "metadata.count holds -1",
+        ),
+    ],
+)
+def test_a_bad_import_is_refused_and_changes_nothing(arguments, words):
+    with make_bag() as bag:
+        step(bag, [[1]])
+        before = Contents.of(bag)
+        with pytest.raises(InputError, match=words):
+            bag.import_rows(*arguments)
+        assert Contents.of(bag) == before
+
+
+def test_rows_of_a_batch_in_flight_cannot_be_replaced():
+    with make_bag() as bag:
+        step(bag, [[1]])
+        out = bag(torch.tensor([[1]]))
+        with pytest.raises(StateError):
+            bag.import_rows(ONE, torch.ones(1, 4))
+        out.sum().backward()
+        bag.import_rows(ONE, torch.ones(1, 4))
+        assert bag.read_rows(ONE).weights.tolist() == [[1.0] * 4]
+
+
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+def test_a_step_ends_an_export_that_streams(tiers):
+    with make_bag(tiers=tiers) as bag:
+        train(bag, BATCHES)
+        stream = bag.export(chunk_rows=3)
+        next(stream)
+        bag.eval()(*jagged(BATCHES[0]))
+        next(stream)
+        bag.train()
+        step(bag, [[1]])
+        with pytest.raises(StateError):
+            list(stream)
+
+
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+def test_a_full_last_tier_raises_before_anything_is_lost():
+    with make_bag(tiers=TierBudgets(host_bytes="4KiB"), initializer=initializers.Constant(1)) as bag:
+        number, caught = 0, None
+        while caught is None and number < 1000:
+            before = Contents.of(bag)
+            try:
+                step(bag, [[number]])
+                number += 1
+            except CapacityError as error:
+                caught = error
+        assert "item" in str(caught)
+        assert "rows" in str(caught)
+        assert isinstance(caught, RuntimeError)
+        assert 4 < number < 100
+        assert Contents.of(bag) == before
+        assert bag.stats().pinned_rows == 0
+        step(bag, [[0, number - 1]])  # rows that are there go on training
+        assert len(bag) == number
+        bag.remove_rows(torch.tensor([0]))
+        step(bag, [[number]])
+
+
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+def test_a_full_last_tier_can_drop_rows_by_policy_and_counts_them():
+    with make_bag(tiers=TierBudgets(host_bytes="4KiB"), on_full="evict", policy="lru") as bag:
+        for number in range(200):
+            step(bag, [[number]])
+        stats = bag.stats()
+        assert stats.rows + stats.dropped_rows == 200
+        assert stats.dropped_rows > 100
+        assert bag.read_rows(torch.tensor([199])).found.all()
+        assert not bag.read_rows(torch.tensor([0])).found.any()
+
+
+def test_stats_count_rows_bytes_hits_and_misses_of_each_tier(tmp_path):
+    with make_bag(tiers=ssd_tiers(tmp_path / "ssd", host_bytes="8KiB"), policy="lru") as bag:
+        for number in range(40):
+            step(bag, [list(range(10 * number, 10 * number + 10))])
+        stats = bag.stats()
+        assert (stats.rows, stats.step, stats.pinned_rows, stats.device) == (400, 40, 0, None)
+        assert 0 < stats.host.rows < 100
+        assert stats.host.bytes - stats.ssd.index_bytes <= stats.host.capacity_bytes == 8192
+        assert stats.host.evictions >= 300
+        assert stats.ssd.rows + stats.host.rows >= 400
+        assert stats.ssd.row_bytes_given > 0
+        hits = stats.host.hits
+        step(bag, [list(range(390, 400))])
+        assert bag.stats().host.hits == hits + 10
+        bag.flush()  # what is in a write buffer is read from there
+        fetched = bag.stats().ssd.hits
+        step(bag, [list(range(10))])
+        assert bag.stats().ssd.hits == fetched + 10
+        assert bag.stats().ssd.read_bytes > 0
+        assert bag.stats().ssd.write_amplification > 0
