@@ -9,6 +9,8 @@
 
 use std::ops::{Add, Div, Mul, Sub};
 
+use crate::prefetch::prefetch_address;
+
 /// An instruction set that jobs are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Isa {
@@ -108,7 +110,7 @@ impl Lanes {
     /// # Safety
     /// 16 floats can be read at `from`.
     #[inline(always)]
-    pub(crate) unsafe fn load(from: *const f32) -> Self {
+    pub(crate) unsafe fn load_all(from: *const f32) -> Self {
         // SAFETY: the caller's promise; an array of floats has no stricter alignment.
         Self(unsafe { from.cast::<[f32; LANES]>().read() })
     }
@@ -121,20 +123,18 @@ impl Lanes {
     pub(crate) unsafe fn load_first(from: *const f32, count: usize) -> Self {
         if count == LANES {
             // SAFETY: the caller's promise.
-            return unsafe { Self::load(from) };
+            return unsafe { Self::load_all(from) };
         }
         let mut lanes = [0.0; LANES];
-        for lane in 0..count {
-            // SAFETY: the caller's promise.
-            lanes[lane] = unsafe { from.add(lane).read() };
-        }
+        // SAFETY: the caller's promise.
+        unsafe { copy_below_16(from, lanes.as_mut_ptr(), count) };
         Self(lanes)
     }
 
     /// # Safety
     /// 16 floats can be written at `to`.
     #[inline(always)]
-    pub(crate) unsafe fn store(self, to: *mut f32) {
+    pub(crate) unsafe fn store_all(self, to: *mut f32) {
         // SAFETY: the caller's promise.
         unsafe { to.cast::<[f32; LANES]>().write(self.0) };
     }
@@ -145,12 +145,10 @@ impl Lanes {
     pub(crate) unsafe fn store_first(self, to: *mut f32, count: usize) {
         if count == LANES {
             // SAFETY: the caller's promise.
-            return unsafe { self.store(to) };
+            return unsafe { self.store_all(to) };
         }
-        for lane in 0..count {
-            // SAFETY: the caller's promise.
-            unsafe { to.add(lane).write(self.0[lane]) };
-        }
+        // SAFETY: the caller's promise.
+        unsafe { copy_below_16(self.0.as_ptr(), to, count) };
     }
 
     /// Square root of each lane.
@@ -178,6 +176,22 @@ impl Lanes {
     }
 }
 
+/// Copy `count` floats in powers of two: short, and without a call.
+///
+/// # Safety
+/// `count < 16` floats can be read at `from` and written at `to`, which do not overlap.
+#[inline(always)]
+unsafe fn copy_below_16(from: *const f32, to: *mut f32, count: usize) {
+    let mut at = 0;
+    for power in [8, 4, 2, 1] {
+        if count & power != 0 {
+            // SAFETY: `at + power <= count`.
+            unsafe { to.add(at).copy_from_nonoverlapping(from.add(at), power) };
+            at += power;
+        }
+    }
+}
+
 macro_rules! lanewise {
     ($($trait:ident $method:ident $operator:tt),*) => {$(
         impl $trait for Lanes {
@@ -194,6 +208,112 @@ macro_rules! lanewise {
     )*};
 }
 lanewise!(Add add +, Sub sub -, Mul mul *, Div div /);
+
+/// Columns of a row that are summed in registers: one or four vectors of lanes, by name, as arrays of them are kept on the stack.
+pub(crate) trait Columns: Copy {
+    /// Floats.
+    const FLOATS: usize;
+    /// All 0.
+    fn zero() -> Self;
+    /// # Safety
+    /// `count` floats can be read at `from`; below `FLOATS` only where that is 16.
+    unsafe fn load(from: *const f32, count: usize) -> Self;
+    /// # Safety
+    /// `count` floats can be written at `to`; below `FLOATS` only where that is 16.
+    unsafe fn store(self, to: *mut f32, count: usize);
+    /// Start loading the `FLOATS` floats at `from`, any address.
+    #[inline(always)]
+    fn prefetch(from: *const f32) {
+        for line in 0..Self::FLOATS / LANES {
+            prefetch_address(from.wrapping_add(line * LANES));
+        }
+        if from.addr() % 64 != 0 {
+            prefetch_address(from.wrapping_add(Self::FLOATS - 1));
+        }
+    }
+    /// Columnwise sum.
+    fn plus(self, other: Self) -> Self;
+    /// Each times `factor`.
+    fn times(self, factor: f32) -> Self;
+    /// Each divided by `divisor`.
+    fn over(self, divisor: f32) -> Self;
+}
+
+impl Columns for Lanes {
+    const FLOATS: usize = LANES;
+    #[inline(always)]
+    fn zero() -> Self {
+        Self::splat(0.0)
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32, count: usize) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe { Self::load_first(from, count) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, count: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { self.store_first(to, count) };
+    }
+    #[inline(always)]
+    fn plus(self, other: Self) -> Self {
+        self + other
+    }
+    #[inline(always)]
+    fn times(self, factor: f32) -> Self {
+        self * Self::splat(factor)
+    }
+    #[inline(always)]
+    fn over(self, divisor: f32) -> Self {
+        self / Self::splat(divisor)
+    }
+}
+
+/// 64 columns.
+#[derive(Clone, Copy)]
+pub(crate) struct Wide(Lanes, Lanes, Lanes, Lanes);
+
+impl Columns for Wide {
+    const FLOATS: usize = 4 * LANES;
+    #[inline(always)]
+    fn zero() -> Self {
+        Self(Lanes::zero(), Lanes::zero(), Lanes::zero(), Lanes::zero())
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32, _count: usize) -> Self {
+        // SAFETY: the caller's promise, of 64 floats.
+        unsafe {
+            Self(
+                Lanes::load_all(from),
+                Lanes::load_all(from.add(LANES)),
+                Lanes::load_all(from.add(2 * LANES)),
+                Lanes::load_all(from.add(3 * LANES)),
+            )
+        }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, _count: usize) {
+        // SAFETY: the caller's promise, of 64 floats.
+        unsafe {
+            self.0.store_all(to);
+            self.1.store_all(to.add(LANES));
+            self.2.store_all(to.add(2 * LANES));
+            self.3.store_all(to.add(3 * LANES));
+        }
+    }
+    #[inline(always)]
+    fn plus(self, other: Self) -> Self {
+        Self(self.0 + other.0, self.1 + other.1, self.2 + other.2, self.3 + other.3)
+    }
+    #[inline(always)]
+    fn times(self, factor: f32) -> Self {
+        Self(self.0.times(factor), self.1.times(factor), self.2.times(factor), self.3.times(factor))
+    }
+    #[inline(always)]
+    fn over(self, divisor: f32) -> Self {
+        Self(self.0.over(divisor), self.1.over(divisor), self.2.over(divisor), self.3.over(divisor))
+    }
+}
 
 /// Run a block for every 16 columns of a row: `|at, count|`, `count` below 16 only in the last. A macro, as the block must be
 /// inlined for both.

@@ -10,7 +10,7 @@ use super::rows::RowStore;
 use super::threads::deal;
 use crate::config::OptimizerKind;
 use crate::prefetch::prefetch_range;
-use crate::simd::{Isa, Job, LANES, Lanes};
+use crate::simd::{Columns, Isa, Job, LANES, Lanes, Wide};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// Distinct rows that a row is asked for ahead of its update.
@@ -154,47 +154,40 @@ impl Source {
         self.grad.wrapping_add(start)
     }
 
-    /// 16 columns of it, scaled.
+    /// Columns of it from `at` on, scaled.
     ///
     /// # Safety
     /// As [`Source::at`], with `at + count` within a row.
     #[inline(always)]
-    unsafe fn lanes(&self, position: u32, at: usize, count: usize) -> Lanes {
+    unsafe fn columns<C: Columns>(&self, position: u32, at: usize, count: usize) -> C {
         // SAFETY: the caller's promise.
         unsafe {
-            let value = Lanes::load_first(self.at(position).add(at), count);
-            if self.scale.is_null() { value } else { value * Lanes::splat(*self.scale.add(position as usize)) }
+            let value = C::load(self.at(position).add(at), count);
+            if self.scale.is_null() { value } else { value.times(*self.scale.add(position as usize)) }
         }
     }
 
-    /// The sum of `occurrences`' gradients in columns `at..at + 16 × TILES` (of the last 16, `count`), to `sum`.
+    /// The sum of `occurrences`' gradients in `count` columns from `at` on, to `sum`.
     ///
     /// # Safety
-    /// As [`Source::lanes`], for at least one occurrence; `sum` has room for whole lanes.
+    /// As [`Source::columns`], for at least one occurrence; `sum` has room for all of `C`.
     #[inline(always)]
-    unsafe fn sum_tile<const TILES: usize>(&self, occurrences: &[u32], at: usize, count: usize, sum: *mut f32) {
-        let mut sums = [Lanes::splat(0.0); TILES];
+    unsafe fn sum_columns<C: Columns>(&self, occurrences: &[u32], at: usize, count: usize, sum: *mut f32) {
         // SAFETY: the caller's promise.
         unsafe {
             // From the first itself, not from zero: a single occurrence is taken as it is.
-            for (tile, sum) in sums.iter_mut().enumerate() {
-                *sum = self.lanes(occurrences[0], at + tile * LANES, count);
-            }
+            let mut columns: C = self.columns(occurrences[0], at, count);
             for &position in &occurrences[1..] {
-                for (tile, sum) in sums.iter_mut().enumerate() {
-                    *sum = *sum + self.lanes(position, at + tile * LANES, count);
-                }
+                columns = columns.plus(self.columns(position, at, count));
             }
-            for (tile, lanes) in sums.iter().enumerate() {
-                lanes.store(sum.add(at + tile * LANES));
-            }
+            columns.store(sum.add(at), C::FLOATS);
         }
     }
 
     /// The sum of `occurrences`' gradients (at least one), in `sum` or, where it is that of one occurrence, in place.
     ///
     /// # Safety
-    /// As [`Source::sum_tile`].
+    /// As [`Source::sum_columns`].
     #[inline(always)]
     unsafe fn sum(&self, occurrences: &[u32], sum: *mut f32) -> *const f32 {
         // SAFETY: the caller's promise; the tiles are within `dim`.
@@ -203,16 +196,16 @@ impl Source {
                 return self.at(occurrences[0]);
             }
             let mut at = 0;
-            while at + 4 * LANES <= self.dim {
-                self.sum_tile::<4>(occurrences, at, LANES, sum);
-                at += 4 * LANES;
+            while at + Wide::FLOATS <= self.dim {
+                self.sum_columns::<Wide>(occurrences, at, Wide::FLOATS, sum);
+                at += Wide::FLOATS;
             }
             while at + LANES <= self.dim {
-                self.sum_tile::<1>(occurrences, at, LANES, sum);
+                self.sum_columns::<Lanes>(occurrences, at, LANES, sum);
                 at += LANES;
             }
             if at < self.dim {
-                self.sum_tile::<1>(occurrences, at, self.dim - at, sum);
+                self.sum_columns::<Lanes>(occurrences, at, self.dim - at, sum);
             }
         }
         sum

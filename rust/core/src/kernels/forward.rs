@@ -8,7 +8,7 @@ use super::optimizer::prefetched_bytes;
 use super::rows::RowStore;
 use super::threads::deal;
 use crate::prefetch::prefetch_range;
-use crate::simd::{Isa, Job, LANES, Lanes};
+use crate::simd::{Columns, Isa, Job, LANES, Lanes, Wide};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// Occurrences that a row is asked for ahead of its use.
@@ -123,54 +123,49 @@ impl<R: RowStore, const WEIGHTED: bool> Job for PooledJob<'_, R, WEIGHTED> {
             let range = self.call.offsets[bag] as usize..self.call.offsets[bag + 1] as usize;
             let out = self.call.out.wrapping_add(bag * self.call.out_columns + self.call.column);
             let mut at = 0;
-            while at + 4 * LANES <= dim {
-                self.tile::<4>(&range, out, at, LANES);
-                at += 4 * LANES;
+            while at + Wide::FLOATS <= dim {
+                self.pool_columns::<Wide>(&range, out, at, Wide::FLOATS);
+                at += Wide::FLOATS;
             }
             while at + LANES <= dim {
-                self.tile::<1>(&range, out, at, LANES);
+                self.pool_columns::<Lanes>(&range, out, at, LANES);
                 at += LANES;
             }
             if at < dim {
-                self.tile::<1>(&range, out, at, dim - at);
+                self.pool_columns::<Lanes>(&range, out, at, dim - at);
             }
         }
     }
 }
 
 impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
-    /// Columns `at..at + 16 × TILES` of a bag (of the last 16, `count`), in registers.
+    /// `count` columns of a bag from `at` on.
     #[inline(always)]
-    fn tile<const TILES: usize>(&self, range: &Range<usize>, out: *mut f32, at: usize, count: usize) {
+    fn pool_columns<C: Columns>(&self, range: &Range<usize>, out: *mut f32, at: usize, count: usize) {
         let Pooled { rows, slots, weights, mean, .. } = *self.call;
-        let bytes = prefetched_bytes(rows.layout().dim);
-        let mut sums = [Lanes::splat(0.0); TILES];
+        let mut sum = C::zero();
         for position in range.clone() {
-            if at == 0
-                && let Some(&slot) = slots.get(position + AHEAD)
+            if let Some(&slot) = slots.get(position + AHEAD)
                 && slot != NO_SLOT
             {
-                prefetch_range(rows.weights(slot).cast(), bytes);
+                C::prefetch(rows.weights(slot).wrapping_add(at));
             }
             let slot = slots[position];
             if slot == NO_SLOT {
                 continue;
             }
-            let row = rows.weights(slot).wrapping_add(at);
-            for (tile, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: the slot is valid, and `at + 16 × tile + count` floats are within its row.
-                let mut value = unsafe { Lanes::load_first(row.add(tile * LANES), count) };
-                if WEIGHTED && let Some(weights) = weights {
-                    value = Lanes::splat(weights[position]) * value;
-                }
-                *sum = *sum + value;
+            // SAFETY: the slot is valid, and `at + count` floats are within its row.
+            let mut value = unsafe { C::load(rows.weights(slot).add(at), count) };
+            if WEIGHTED && let Some(weights) = weights {
+                value = value.times(weights[position]);
             }
+            sum = sum.plus(value);
         }
-        for (tile, &sum) in sums.iter().enumerate() {
-            let pooled = if mean && !range.is_empty() { sum / Lanes::splat(range.len() as f32) } else { sum };
-            // SAFETY: the caller checked the output's length; only this bag's columns are written.
-            unsafe { pooled.store_first(out.add(at + tile * LANES), count) };
+        if mean && !range.is_empty() {
+            sum = sum.over(range.len() as f32);
         }
+        // SAFETY: the caller checked the output's length; only this bag's columns are written.
+        unsafe { sum.store(out.add(at), count) };
     }
 }
 
