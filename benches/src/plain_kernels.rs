@@ -129,8 +129,10 @@ unsafe fn backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], gr
         match optimizer {
             PlainOptimizer::RowWiseAdagrad => {
                 let mut squares = [0.0_f32; 16];
-                for column in 0..DIM {
-                    squares[column % 16] += g[column] * g[column];
+                for part in g.chunks_exact(16) {
+                    for (square, g) in squares.iter_mut().zip(part) {
+                        *square += g * g;
+                    }
                 }
                 table.sums[slot] += squares.iter().sum::<f32>() / DIM as f32;
                 let multiplier = LR / (table.sums[slot].sqrt() + EPS);

@@ -3,9 +3,12 @@
 //! Everything here is IEEE addition, multiplication, division and square root in a fixed order, so a row has the same bits on every
 //! machine. Golden vectors (`tests/fixtures/v1/births.json`) hold it fixed for ever.
 
-use super::philox::{Block, philox4x32_10};
+#![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
+
+use super::philox::{BLOCKS, philox4x32_10};
 use super::quantile::{NORMAL_CDF_AT_TWO, normal_quantile};
 use crate::error::{Error, Kind, Result};
+use crate::simd::{Isa, Job};
 use crate::types::{Id, hash_id};
 
 /// The distribution of initial weights. Optimizer slots are born zero.
@@ -102,9 +105,7 @@ pub struct RowBirth {
     key: [u32; 2],
 }
 
-/// Philox blocks made at once: independent, so that they overlap in the processor.
-const BLOCKS: usize = 16;
-/// Columns of that many blocks.
+/// Columns of the blocks made at once.
 const COLUMNS: usize = 4 * BLOCKS;
 
 impl RowBirth {
@@ -121,13 +122,33 @@ impl RowBirth {
     ///
     /// Column `c` takes word `c mod 4` of the Philox4x32-10 block with counter `(c / 4, 0, low half of id, high half of id)`.
     pub fn fill(&self, id: Id, weights: &mut [f32]) {
-        match self.initializer {
+        self.fill_on(Isa::best(), id, weights);
+    }
+
+    fn fill_on(&self, isa: Isa, id: Id, weights: &mut [f32]) {
+        isa.run(Fill { birth: self, id, weights });
+    }
+}
+
+struct Fill<'a> {
+    birth: &'a RowBirth,
+    id: Id,
+    weights: &'a mut [f32],
+}
+
+impl Job for Fill<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { birth, id, weights } = self;
+        match birth.initializer {
             Initializer::Constant { value } => weights.fill(value),
             Initializer::Uniform { low, high } => {
                 let width = high - low;
                 // The sum may round up to `high`, which is outside.
                 let last = if low < high { high.next_down() } else { low };
-                self.each(id, weights, |word| {
+                birth.each(id, weights, |word| {
                     // 24 bits: every value of the unit interval is exact.
                     let unit = (word >> 8) as f32 * (1.0 / 16_777_216.0);
                     (low + width * unit).min(last)
@@ -135,13 +156,13 @@ impl RowBirth {
             }
             Initializer::Normal { mean, std } => {
                 let (mean, std) = (f64::from(mean), f64::from(std));
-                self.each(id, weights, |word| (mean + std * normal_quantile(open_unit(word))) as f32);
+                birth.each(id, weights, |word| (mean + std * normal_quantile(open_unit(word))) as f32);
             }
             Initializer::TruncatedNormal { mean, std } => {
                 let (mean, std) = (f64::from(mean), f64::from(std));
                 let from = 1.0 - NORMAL_CDF_AT_TWO;
                 let width = NORMAL_CDF_AT_TWO - from;
-                self.each(id, weights, |word| {
+                birth.each(id, weights, |word| {
                     let standard = normal_quantile(from + width * open_unit(word)).clamp(-2.0, 2.0);
                     (mean + std * standard) as f32
                 });
@@ -155,16 +176,19 @@ impl RowBirth {
             }
         }
     }
+}
 
+impl RowBirth {
     /// Each column's word, turned into its weight.
-    #[inline]
+    #[inline(always)]
     fn each(&self, id: Id, weights: &mut [f32], weight_of: impl Fn(u32) -> f32) {
         let id = id as u64;
         for (chunk, weights) in weights.chunks_mut(COLUMNS).enumerate() {
-            let counters = std::array::from_fn::<Block, BLOCKS, _>(|block| {
-                [(chunk * BLOCKS + block) as u32, 0, id as u32, (id >> 32) as u32]
-            });
-            let words = philox4x32_10(counters, self.key);
+            let mut counters = [[0, 0, id as u32, (id >> 32) as u32]; BLOCKS];
+            for (block, counter) in counters.iter_mut().enumerate() {
+                counter[0] = (chunk * BLOCKS + block) as u32;
+            }
+            let words = philox4x32_10(&counters, self.key);
             for (weight, &word) in weights.iter_mut().zip(words.as_flattened()) {
                 *weight = weight_of(word);
             }
@@ -173,7 +197,7 @@ impl RowBirth {
 }
 
 /// The middle of the word's 2⁻³² wide part of the unit interval: never 0 or 1, exact.
-#[inline]
+#[inline(always)]
 fn open_unit(word: u32) -> f64 {
     (f64::from(word) + 0.5) * (1.0 / 4_294_967_296.0)
 }
@@ -200,6 +224,27 @@ mod tests {
         rejects(Initializer::Normal { mean: 0.0, std: 1e38 }, &["std"]);
         rejects(Initializer::TruncatedNormal { mean: f32::NEG_INFINITY, std: 1.0 }, &["mean", "-inf"]);
         rejects(Initializer::Linear { low: 0.0, high: f32::NAN }, &["high", "NaN"]);
+    }
+
+    #[test]
+    fn births_are_the_same_bits_on_every_instruction_set() {
+        for initializer in [
+            Initializer::Uniform { low: -0.3, high: 0.7 },
+            Initializer::Normal { mean: 0.1, std: 0.3 },
+            Initializer::TruncatedNormal { mean: 0.1, std: 0.3 },
+            Initializer::Linear { low: 0.1, high: 0.7 },
+        ] {
+            let birth = RowBirth::new(initializer, 1, 2).expect("valid");
+            for id in -500..500 {
+                let rows = Isa::all().into_iter().map(|isa| {
+                    let mut weights = [0.0; 77];
+                    birth.fill_on(isa, id, &mut weights);
+                    weights.map(f32::to_bits)
+                });
+                let rows: Vec<_> = rows.collect();
+                assert!(rows.windows(2).all(|pair| pair[0] == pair[1]), "{initializer:?} id {id}");
+            }
+        }
     }
 
     #[test]

@@ -1,4 +1,5 @@
 //! The quantile function of the standard normal distribution, in basic arithmetic only: the same bits on every machine.
+#![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
 
 /// Φ(2), where the truncated normal distribution ends.
 pub(super) const NORMAL_CDF_AT_TWO: f64 = 0.977_249_868_051_820_8;
@@ -7,7 +8,7 @@ pub(super) const NORMAL_CDF_AT_TWO: f64 = 0.977_249_868_051_820_8;
 ///
 /// Algorithm AS 241, PPND7 (Wichura: The percentage points of the normal distribution, Applied Statistics 37, 1988), evaluated in
 /// `f64`. Its third interval, past the bounds of `p`, is left out.
-#[inline]
+#[inline(always)]
 pub(super) fn normal_quantile(p: f64) -> f64 {
     let q = p - 0.5;
     if q.abs() <= 0.425 {
@@ -23,7 +24,7 @@ pub(super) fn normal_quantile(p: f64) -> f64 {
 }
 
 /// Natural logarithm of a positive normal number, to about 1e-14.
-#[inline]
+#[inline(always)]
 fn ln(value: f64) -> f64 {
     // value = mantissa × 2^exponent with mantissa in [√½, √2).
     const SQRT_HALF_BITS: u64 = 0x3fe6_a09e_667f_3bcd;
