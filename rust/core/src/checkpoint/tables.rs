@@ -10,8 +10,8 @@ use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
 use crate::rows::RowHeader;
 
-/// Bytes of the chunks in which a table's rows are read (one row at least).
-const CHUNK_BYTES: usize = 4 << 20;
+/// Bytes of the chunks in which a table's rows are read (one row at least): they stay in a core's cache until they are copied.
+const CHUNK_BYTES: usize = 512 << 10;
 
 impl RankWriter {
     /// Write every row of a table, as of now; returns how many they were. `module` is the path of its module in the model.

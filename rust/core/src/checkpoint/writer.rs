@@ -4,6 +4,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 
+use rayon::prelude::*;
+
 use super::RowSink;
 use super::format::{
     CHUNK_BYTES, DataShape, FORMAT, Field, FileLayout, GROUP_BYTES, VERSION, data_file, group_rows, rank_file,
@@ -13,7 +15,7 @@ use super::latest::CheckpointName;
 use super::manifest::{DataFile, RankDigest, RankManifest, Share, TableSpec, checksum, render};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
-use crate::io::{AlignedBuf, IoEngine, Open, publish};
+use crate::io::{BufPool, IoEngine, Open, PooledBuf, publish};
 use crate::rows::RowHeader;
 use crate::types::{Id, bucket_of};
 
@@ -29,6 +31,8 @@ impl<F: FnMut(&mut RowSink<'_>) -> Result<()>> RowSource for F {
     }
 }
 
+/// Rows that one thread copies at a time.
+const ROWS_PER_TASK: usize = 4096;
 /// Bytes of one write request.
 const WRITE_BYTES: usize = 8 << 20;
 
@@ -40,6 +44,8 @@ pub struct RankWriter {
     engine: Arc<dyn IoEngine>,
     dir: PathBuf,
     group_bytes: usize,
+    /// Images of files, used again.
+    images: Arc<BufPool>,
     manifest: RankManifest,
 }
 
@@ -57,13 +63,20 @@ impl RankWriter {
             world,
             tables: Vec::new(),
         };
-        Ok(Self { engine, dir: root.join(name.to_string()), group_bytes: GROUP_BYTES, manifest })
+        Ok(Self {
+            engine,
+            dir: root.join(name.to_string()),
+            group_bytes: GROUP_BYTES,
+            images: image_pool(GROUP_BYTES),
+            manifest,
+        })
     }
 
     /// Make groups of at most `bytes`, and of one row at least; the default and the most is [`GROUP_BYTES`].
     #[must_use]
     pub fn with_group_bytes(mut self, bytes: usize) -> Self {
         self.group_bytes = bytes.min(GROUP_BYTES);
+        self.images = image_pool(self.group_bytes);
         self
     }
 
@@ -90,16 +103,16 @@ impl RankWriter {
         let engine = &*self.engine;
         let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
         let files = std::thread::scope(|scope| {
-            let (send, receive) = mpsc::sync_channel::<AlignedBuf>(1);
+            let (send, receive) = mpsc::sync_channel::<Image>(1);
             let writing = scope.spawn(move || -> Result<()> {
                 for (n, image) in receive.iter().enumerate() {
-                    write_file(engine, &path(n), &image)?;
+                    write_file(engine, &path(n), image.bytes())?;
                 }
                 Ok(())
             });
             let mut files = Vec::new();
             let mut seal = |group: &mut Group<'_>| -> Result<()> {
-                let (image, file) = group.seal()?;
+                let (image, file) = group.seal(&self.images)?;
                 files.push(file);
                 // A send fails only when the writing thread ended with the error that joining returns.
                 send.send(image).map_err(|_| Error::new(Kind::Storage, "the writing thread ended"))
@@ -126,12 +139,29 @@ impl RankWriter {
     }
 }
 
+/// Room for a group's columns, checksums, header and offsets of some thousand buckets; larger images are made one by one.
+fn image_pool(group_bytes: usize) -> Arc<BufPool> {
+    Arc::new(BufPool::new(group_bytes + (256 << 10), 3))
+}
+
 fn write_file(engine: &dyn IoEngine, path: &Path, image: &[u8]) -> Result<()> {
     let file = engine.open(path, Open::Create { preallocate: image.len() as u64 })?;
     for (n, piece) in image.chunks(WRITE_BYTES).enumerate() {
         file.write_at((n * WRITE_BYTES) as u64, piece)?;
     }
     file.sync()
+}
+
+/// The content of a data file, in a buffer of the pool.
+struct Image {
+    buffer: PooledBuf,
+    len: usize,
+}
+
+impl Image {
+    fn bytes(&self) -> &[u8] {
+        &self.buffer[..self.len]
+    }
 }
 
 /// Rows that wait for their file.
@@ -197,11 +227,11 @@ impl<'a> Group<'a> {
         let total = self.spec.total_num_buckets;
         let mut keys: Vec<(u32, u64, u32)> = self
             .headers
-            .iter()
+            .par_iter()
             .enumerate()
             .map(|(position, header)| (bucket_of(header.id, total), header.id as u64, position as u32))
             .collect();
-        keys.sort_unstable();
+        keys.par_sort_unstable();
         let refuse = |id: Id, what: String| {
             Err(Error::new(Kind::Input, format!("table {:?}: row {id} {what}", self.spec.table)))
         };
@@ -222,41 +252,46 @@ impl<'a> Group<'a> {
     }
 
     /// The file of the rows taken so far, which are forgotten.
-    fn seal(&mut self) -> Result<(AlignedBuf, DataFile)> {
+    fn seal(&mut self, images: &Arc<BufPool>) -> Result<(Image, DataFile)> {
         let (order, starts) = self.order()?;
         let shape = DataShape { rows: order.len(), buckets: self.buckets.len(), tombstones: 0 };
         let layout = FileLayout::new(self.optimizer, self.spec.dim as usize, shape)
             .ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))?;
         let header = layout.header(self.spec, &self.buckets);
-        let mut image = AlignedBuf::zeroed(header.len() + layout.data_bytes);
-        let (head, data) = image.split_at_mut(header.len());
+        let len = header.len() + layout.data_bytes;
+        let mut buffer = images.take_at_least(len);
+        let (head, data) = buffer[..len].split_at_mut(header.len());
         head.copy_from_slice(&header);
         let mut checksums: Vec<u32> = Vec::new();
         for column in layout.checked_columns() {
             let bytes = &mut data[column.range()];
             self.fill(column.field, &order, &starts, bytes);
-            checksums.extend(bytes.chunks(CHUNK_BYTES).map(crc32c::crc32c));
+            checksums.par_extend(bytes.par_chunks(CHUNK_BYTES).map(crc32c::crc32c));
         }
         let checksums: &[u8] = bytemuck::cast_slice(&checksums);
         data[layout.column(Field::Checksums).range()].copy_from_slice(checksums);
+        data[layout.column(Field::Pad).range()].fill(0);
         let file = DataFile {
             rows: order.len() as u64,
             tombstones: 0,
-            bytes: image.len() as u64,
+            bytes: len as u64,
             header_crc32c: crc32c::crc32c(&header),
             checksums_crc32c: crc32c::crc32c(checksums),
         };
         self.headers.clear();
         self.vectors.clear();
-        Ok((image, file))
+        Ok((Image { buffer, len }, file))
     }
 
     /// Fill a column. Its bytes are aligned for its type: wider columns lie first, in a buffer aligned for all.
     fn fill(&self, field: Field, order: &[u32], starts: &[i64], bytes: &mut [u8]) {
-        fn each<T: bytemuck::Pod>(bytes: &mut [u8], order: &[u32], value: impl Fn(usize) -> T) {
-            for (to, &position) in bytemuck::cast_slice_mut::<u8, T>(bytes).iter_mut().zip(order) {
-                *to = value(position as usize);
-            }
+        fn each<T: bytemuck::Pod + Send>(bytes: &mut [u8], order: &[u32], value: impl Fn(usize) -> T + Sync) {
+            let values = bytemuck::cast_slice_mut::<u8, T>(bytes).par_chunks_mut(ROWS_PER_TASK);
+            values.zip(order.par_chunks(ROWS_PER_TASK)).for_each(|(values, order)| {
+                for (to, &position) in values.iter_mut().zip(order) {
+                    *to = value(position as usize);
+                }
+            });
         }
         let headers = &self.headers;
         match field {
@@ -269,11 +304,13 @@ impl<'a> Group<'a> {
             Field::BucketOffsets => bytes.copy_from_slice(bytemuck::cast_slice(starts)),
             Field::Vector(part) => {
                 let dim = self.spec.dim as usize;
-                let rows = bytemuck::cast_slice_mut::<u8, f32>(bytes).chunks_exact_mut(dim);
-                for (to, &position) in rows.zip(order) {
-                    let start = position as usize * self.vector_floats + part * dim;
-                    to.copy_from_slice(&self.vectors[start..start + dim]);
-                }
+                let rows = bytemuck::cast_slice_mut::<u8, f32>(bytes).par_chunks_mut(ROWS_PER_TASK * dim);
+                rows.zip(order.par_chunks(ROWS_PER_TASK)).for_each(|(rows, order)| {
+                    for (to, &position) in rows.chunks_exact_mut(dim).zip(order) {
+                        let start = position as usize * self.vector_floats + part * dim;
+                        to.copy_from_slice(&self.vectors[start..start + dim]);
+                    }
+                });
             }
             Field::Tombstone | Field::Checksums | Field::Pad => {}
         }
