@@ -1,7 +1,5 @@
 //! Rows by id, outside of batches: read, overwrite, forget. None of this touches a replacement policy's order of use.
 
-use std::collections::HashSet;
-
 use super::table::{Shared, State, Table};
 use crate::error::{Error, Kind, Result};
 use crate::rows::{RowHeader, RowMut, RowRef};
@@ -62,11 +60,15 @@ impl Table {
                 ),
             ));
         }
-        let mut seen = HashSet::with_capacity(block.headers.len());
+        let ids: Vec<Id> = block.headers.iter().map(|header| header.id).collect();
+        let distinct = crate::index::dedupe(&ids);
+        if distinct.unique.len() != ids.len() {
+            // The first id whose number is not the next one was met before.
+            let twice = distinct.inverse.iter().enumerate().find(|&(position, &number)| position != number as usize);
+            let id = twice.map_or(0, |(position, _)| ids[position]);
+            return Err(Error::new(Kind::Input, format!("table {name:?}: id {id} is given twice")));
+        }
         for header in block.headers {
-            if !seen.insert(header.id) {
-                return Err(Error::new(Kind::Input, format!("table {name:?}: id {} is given twice", header.id)));
-            }
             let bucket = bucket_of(header.id, self.shared.config.total_num_buckets);
             if !self.shared.config.buckets.contains(&bucket) {
                 return Err(Error::new(
@@ -78,7 +80,6 @@ impl Table {
                 ));
             }
         }
-        drop(seen);
         let _rows = self.shared.reading_rows();
         let mut state = self.shared.lock_any()?;
         self.shared.finish_loads(&mut state)?;
