@@ -23,7 +23,7 @@ ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | 
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-rust test-python lint bench bench-smoke clean
+.PHONY: help setup demo test test-rust test-loom test-python lint bench bench-smoke clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row"
 	@echo "make test         the tests of the core and of the package"
@@ -53,7 +53,7 @@ $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
 demo: $(NATIVE)
 	@$(PY) examples/movielens_dlrm.py $(ARGS)
 
-test: test-rust test-python
+test: test-rust test-loom test-python
 
 test-rust: $(NATIVE)
 	@if cargo nextest --version >/dev/null 2>&1; then \
@@ -61,6 +61,10 @@ test-rust: $(NATIVE)
 	else \
 		cargo test --quiet --locked; \
 	fi
+
+# Every interleaving of planners and evictors on a slot's pins. Apart, because the flag rebuilds what it reaches.
+test-loom:
+	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --locked -p embcache --lib loom
 
 test-python: $(NATIVE)
 	@$(PY) -m pytest $(ARGS)

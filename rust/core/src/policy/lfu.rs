@@ -2,7 +2,7 @@
 //! count in use (Shah, Mitra, Matani: An O(1) algorithm for implementing the LFU cache eviction scheme, 2010).
 
 use super::list::{Links, List, PerSlot};
-use super::{Policy, RECHECKED};
+use super::{AHEAD, Policy, RECHECKED};
 use crate::types::{CacheSlot, Id};
 
 const NO_LEVEL: u32 = u32::MAX;
@@ -132,7 +132,11 @@ impl Policy for Lfu {
     }
 
     fn accessed(&mut self, slots: &[CacheSlot]) {
-        for &slot in slots {
+        for (at, &slot) in slots.iter().enumerate() {
+            if let Some(&ahead) = slots.get(at + AHEAD) {
+                self.homes.prefetch(ahead);
+                self.links.prefetch(ahead);
+            }
             let home = self.take_out(slot);
             if home.level == NO_LEVEL {
                 continue;

@@ -1,6 +1,7 @@
 //! Doubly linked lists of slots. The links lie in one array by slot, so that a list costs no allocation and a slot is in one
 //! list at most.
 
+use crate::prefetch::prefetch;
 use crate::types::CacheSlot;
 
 const END: CacheSlot = CacheSlot::MAX;
@@ -49,6 +50,11 @@ impl Links {
         if self.0.len() <= slot as usize {
             self.0.resize(slot as usize + 1, [END; 2]);
         }
+    }
+
+    /// Start loading the links of a slot.
+    pub(super) fn prefetch(&self, slot: CacheSlot) {
+        prefetch(&self.0, slot as usize);
     }
 
     /// Put a slot that is in no list in front.
@@ -114,5 +120,10 @@ impl<T: Copy + Default> PerSlot<T> {
             self.0.resize(slot as usize + 1, T::default());
         }
         self.0[slot as usize] = value;
+    }
+
+    /// Start loading the value of a slot.
+    pub(super) fn prefetch(&self, slot: CacheSlot) {
+        prefetch(&self.0, slot as usize);
     }
 }

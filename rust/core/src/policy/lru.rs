@@ -1,7 +1,7 @@
 //! Least recently used.
 
 use super::list::{Links, List, PerSlot};
-use super::{Policy, RECHECKED};
+use super::{AHEAD, Policy, RECHECKED};
 use crate::types::{CacheSlot, Id};
 
 /// One queue by last use. Slots that were in use when their turn came wait apart, and go first once they are not.
@@ -61,7 +61,11 @@ impl Policy for Lru {
     }
 
     fn accessed(&mut self, slots: &[CacheSlot]) {
-        for &slot in slots {
+        for (at, &slot) in slots.iter().enumerate() {
+            if let Some(&ahead) = slots.get(at + AHEAD) {
+                self.places.prefetch(ahead);
+                self.links.prefetch(ahead);
+            }
             if self.places.get(slot) != Place::Nowhere {
                 self.take_out(slot);
                 self.put(slot, Place::Queue);

@@ -35,6 +35,9 @@ pub trait Policy: Send + std::fmt::Debug {
 /// next `victim` does not meet it again. So every call pays for a few parked slots and for those it parks itself.
 const RECHECKED: u32 = 2;
 
+/// How many slots ahead `accessed` asks for what it knows of them.
+const AHEAD: usize = 16;
+
 /// The policy of `kind` for a tier of `capacity` slots (overflow slots past it may appear).
 pub fn new_policy(kind: PolicyKind, capacity: u32) -> Box<dyn Policy> {
     match kind {

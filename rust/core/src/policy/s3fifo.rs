@@ -6,14 +6,15 @@
 
 use super::ghost::Ghost;
 use super::list::{Links, List, PerSlot};
-use super::{Policy, RECHECKED};
+use super::{AHEAD, Policy, RECHECKED};
 use crate::types::{CacheSlot, Id};
 
 /// See the module. Slots that were in use when their turn came wait apart, and are back at their queue's end once they are not.
 #[derive(Debug, Default)]
 pub(super) struct S3Fifo {
     links: Links,
-    marks: PerSlot<Mark>,
+    /// `Mark`s, packed: a plan touches the byte of each of its slots.
+    marks: PerSlot<u8>,
     small: List,
     main: List,
     parked: List,
@@ -24,7 +25,7 @@ pub(super) struct S3Fifo {
 struct Mark {
     queue: Queue,
     parked: bool,
-    /// Uses since the row entered or went round, at most `MOST_USES`.
+    /// Uses since the row entered or went round, at most three.
     uses: u8,
 }
 
@@ -36,7 +37,32 @@ enum Queue {
     Main,
 }
 
-const MOST_USES: u8 = 3;
+const USE: u8 = 1;
+const USES: u8 = 3;
+const PARKED: u8 = 4;
+const SMALL: u8 = 8;
+const MAIN: u8 = 16;
+
+impl Mark {
+    fn pack(self) -> u8 {
+        let queue = match self.queue {
+            Queue::Nowhere => 0,
+            Queue::Small => SMALL,
+            Queue::Main => MAIN,
+        };
+        queue | if self.parked { PARKED } else { 0 } | self.uses
+    }
+
+    fn unpack(bits: u8) -> Self {
+        let queue = match bits & (SMALL | MAIN) {
+            SMALL => Queue::Small,
+            MAIN => Queue::Main,
+            _ => Queue::Nowhere,
+        };
+        Self { queue, parked: bits & PARKED != 0, uses: bits & USES }
+    }
+}
+
 /// Uses in the small queue that take a row to the main queue.
 const USES_TO_STAY: u8 = 2;
 /// One slot in this many is the small queue's.
@@ -59,15 +85,15 @@ impl S3Fifo {
     fn put_front(&mut self, slot: CacheSlot, mark: Mark) {
         let (links, list) = self.list(mark);
         links.push_front(list, slot);
-        self.marks.set(slot, mark);
+        self.marks.set(slot, mark.pack());
     }
 
     fn take_out(&mut self, slot: CacheSlot) -> Mark {
-        let mark = self.marks.get(slot);
+        let mark = Mark::unpack(self.marks.get(slot));
         if mark.queue != Queue::Nowhere {
             let (links, list) = self.list(mark);
             links.unlink(list, slot);
-            self.marks.set(slot, Mark::default());
+            self.marks.set(slot, 0);
         }
         mark
     }
@@ -80,7 +106,7 @@ impl S3Fifo {
                 let mark = Mark { parked: false, ..self.take_out(slot) };
                 let (links, list) = self.list(mark);
                 links.push_back(list, slot);
-                self.marks.set(slot, mark);
+                self.marks.set(slot, mark.pack());
             } else {
                 self.links.move_to_front(&mut self.parked, slot);
             }
@@ -89,7 +115,7 @@ impl S3Fifo {
 
     /// One step at the end of a queue: the slot there, if it is to leave; it moves otherwise.
     fn step(&mut self, slot: CacheSlot, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
-        let mark = self.marks.get(slot);
+        let mark = Mark::unpack(self.marks.get(slot));
         let moved = match mark.queue {
             Queue::Small if mark.uses >= USES_TO_STAY => Mark { queue: Queue::Main, uses: 0, parked: false },
             Queue::Main if mark.uses > 0 => Mark { uses: mark.uses - 1, ..mark },
@@ -126,10 +152,13 @@ impl Policy for S3Fifo {
     }
 
     fn accessed(&mut self, slots: &[CacheSlot]) {
-        for &slot in slots {
+        for (at, &slot) in slots.iter().enumerate() {
+            if let Some(&ahead) = slots.get(at + AHEAD) {
+                self.marks.prefetch(ahead);
+            }
             let mark = self.marks.get(slot);
-            if mark.queue != Queue::Nowhere && mark.uses < MOST_USES {
-                self.marks.set(slot, Mark { uses: mark.uses + 1, ..mark });
+            if mark & (SMALL | MAIN) != 0 && mark & USES != USES {
+                self.marks.set(slot, mark + USE);
             }
         }
     }
@@ -151,6 +180,6 @@ impl Policy for S3Fifo {
     }
 
     fn bytes_per_slot(&self) -> usize {
-        Links::BYTES_PER_SLOT + size_of::<Mark>() + Ghost::BYTES_PER_ID
+        Links::BYTES_PER_SLOT + size_of::<u8>() + Ghost::BYTES_PER_ID
     }
 }
