@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use embcache::io::{ALIGNMENT, AlignedBuf};
 use io_uring::{IoUring, opcode, types};
@@ -25,10 +25,10 @@ pub fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// A ring with `O_DIRECT` on one file.
+/// A ring with `O_DIRECT` on one file or several.
 pub struct RawReads {
     ring: IoUring,
-    file: File,
+    files: Vec<File>,
     memory: AlignedBuf,
     depth: usize,
     slot_bytes: usize,
@@ -40,11 +40,20 @@ impl RawReads {
     /// # Panics
     /// When the system refuses `io_uring` or `O_DIRECT`.
     pub fn new(path: &Path, largest: usize, depth: usize) -> Self {
-        let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).expect("O_DIRECT is permitted");
+        Self::over(&[path.to_owned()], largest, depth)
+    }
+
+    /// As [`RawReads::new`], over several files.
+    ///
+    /// # Panics
+    /// When the system refuses `io_uring` or `O_DIRECT`.
+    pub fn over(paths: &[PathBuf], largest: usize, depth: usize) -> Self {
+        let open = |path: &PathBuf| File::options().read(true).custom_flags(libc::O_DIRECT).open(path);
+        let files = paths.iter().map(|path| open(path).expect("O_DIRECT is permitted")).collect();
         let slot_bytes = largest.next_multiple_of(SECTOR) + SECTOR;
         Self {
             ring: IoUring::new(depth as u32).expect("io_uring is permitted"),
-            file,
+            files,
             memory: AlignedBuf::zeroed(depth * slot_bytes),
             depth,
             slot_bytes,
@@ -56,21 +65,30 @@ impl RawReads {
     /// # Panics
     /// When a read fails or is short.
     pub fn read(&mut self, offsets: &[u64], len: usize) -> u64 {
+        self.read_from(offsets.len(), |at| (0, offsets[at]), len)
+    }
+
+    /// As [`RawReads::read`], `count` reads, each of the file and at the offset that `place` says.
+    ///
+    /// # Panics
+    /// When a read fails or is short.
+    pub fn read_from(&mut self, count: usize, place: impl Fn(usize) -> (usize, u64), len: usize) -> u64 {
         let mut next = 0;
         let mut done = 0;
         let mut sum = 0;
         let mut free: Vec<usize> = (0..self.depth).collect();
         let mut skips = vec![0; self.depth];
-        while done < offsets.len() {
-            while let (Some(&slot), Some(&offset)) = (free.last(), offsets.get(next)) {
+        while done < count {
+            while let (Some(&slot), true) = (free.last(), next < count) {
+                let (file, offset) = place(next);
                 let skip = (offset % SECTOR as u64) as usize;
                 let bytes = (skip + len).next_multiple_of(SECTOR);
-                let place = self.memory.as_mut_ptr().wrapping_add(slot * self.slot_bytes);
-                let entry = opcode::Read::new(types::Fd(self.file.as_raw_fd()), place, bytes as u32)
+                let memory = self.memory.as_mut_ptr().wrapping_add(slot * self.slot_bytes);
+                let entry = opcode::Read::new(types::Fd(self.files[file].as_raw_fd()), memory, bytes as u32)
                     .offset(offset - skip as u64)
                     .build()
                     .user_data(slot as u64);
-                // SAFETY: the slot's memory and the file live as long as self, and every completion is awaited below.
+                // SAFETY: the slot's memory and the files live as long as self, and every completion is awaited below.
                 unsafe { self.ring.submission().push(&entry) }.expect("an entry a slot");
                 skips[slot] = skip;
                 free.pop();
