@@ -66,6 +66,7 @@ class Table:
     def clear(self) -> None: ...
     def flush(self, token: int) -> None: ...  # write every dirty row down and publish one state
     def published_given_up(self) -> bool: ...  # the states to resume were given up for space since the last flush
+    def forget_published(self, token: int) -> None: ...  # nothing where no state has it
     def close(self) -> None: ...  # stops background work; does not flush
     @staticmethod
     def published(ssd_dir: str) -> list[int]: ...  # tokens that `resume_token` can name, oldest first

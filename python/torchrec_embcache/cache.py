@@ -191,6 +191,10 @@ class CacheTable:
         self._unusable: str | None = None
         self._optimizer = _check_optimizer(optimizer)
         self.device_rows = self._check_budgets()
+        try:
+            self.device = torch.empty(0, device=self.device).device  # "cuda" is the current one
+        except (RuntimeError, AssertionError) as cause:
+            raise ConfigError(f"device={str(device)!r} cannot be used: {cause}") from cause
         if self.directory is not None:
             _native.check_ssd_dir(str(tiers.ssd_dir))
 
@@ -404,7 +408,14 @@ class CacheTable:
     def flush(self) -> None:
         """Write every dirty row to the SSD tier and publish one state, which a resume takes. Without an SSD tier: nothing."""
         if self.directory is not None:
-            self.native.flush(publish.new_token(self.published(), shared=False))
+            self.flush_as(publish.new_token(self.published(), shared=False))
+
+    def flush_as(self, token: int) -> None:
+        """Flush as the state named `token` (see `publish`); states that a flush of several tables left incomplete are forgotten."""
+        for other in self.published():
+            if not publish.is_complete(str(self.tiers.ssd_dir), other):
+                self.native.forget_published(other)
+        self.native.flush(token)
 
     def close(self) -> None:
         """Flush and close; harmless twice. The tiers are closed even when the flush fails, which raises."""

@@ -6,7 +6,8 @@ publishes in each under one token and is complete only when a mark says so:
 1. every rank publishes the token in each of its tables;
 2. when all have, each makes `<ssd_dir>/.flushed/<token>`.
 
-A kill before the first mark leaves the state before as the newest complete one of every table. A flush of one table needs no mark.
+A kill before the first mark leaves the state before as the newest complete one of every table; the next flush forgets the one that
+did not finish, so that the two states kept are complete ones. A flush of one table needs no mark.
 Tokens grow with time, so that no two flushes share one; the lowest bit tells the two kinds apart.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from .exceptions import StateError, StorageError
 
-__all__ = ["forget_marks", "is_shared", "mark_complete", "new_token", "resume_token"]
+__all__ = ["forget_marks", "is_complete", "is_shared", "mark_complete", "new_token", "resume_token"]
 
 _MARKS = ".flushed"
 
@@ -59,10 +60,15 @@ def forget_marks(ssd_dir: str, tokens: Iterable[int]) -> None:
         Path(ssd_dir, _MARKS, str(token)).unlink(missing_ok=True)
 
 
+def is_complete(ssd_dir: str, token: int) -> bool:
+    """Whether the state of `token` can be resumed: that of one table, or of several that have all published it."""
+    return not is_shared(token) or Path(ssd_dir, _MARKS, str(token)).exists()
+
+
 def resume_token(ssd_dir: str, table_dir: str, published: Sequence[int]) -> int | None:
     """The newest complete one of a table's `published` tokens (oldest first); None when nothing was ever published."""
     for token in reversed(published):
-        if not is_shared(token) or Path(ssd_dir, _MARKS, str(token)).exists():
+        if is_complete(ssd_dir, token):
             return token
     if published:
         raise StateError(

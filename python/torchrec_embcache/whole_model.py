@@ -100,7 +100,7 @@ def flush(model: nn.Module) -> None:
     token = max(all_gather(token))
     try:
         for table in tables:
-            table.native.flush(token)
+            table.flush_as(token)
     except Exception as caught:
         error = caught
     raise_on_every_rank(error)

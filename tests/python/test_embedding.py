@@ -375,6 +375,11 @@ def test_gradients_asked_of_other_tensors_update_nothing():
         ({"optimizer": torch.optim.SGD}, ConfigError, "optimizer=<class"),
         ({"initializer": "uniform"}, ConfigError, "initializer='uniform'"),
         ({"device": "cuda:0"}, ConfigError, "device_bytes=0 on cuda:0"),
+        (
+            {"device": "cuda:99", "tiers": TierBudgets(host_bytes="1MiB", device_bytes="1MiB")},
+            ConfigError,
+            "device='cuda:99' cannot be used",
+        ),
     ],
 )
 def test_a_bad_setting_is_refused_naming_field_and_value(settings, error, words):

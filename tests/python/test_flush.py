@@ -16,7 +16,9 @@ from torchrec_embcache.exceptions import (
     InUseError,
     MismatchError,
     StateError,
+    StorageError,
 )
+from world import World
 
 BATCHES = random_batches(12, 5, 150, seed=2)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit")
@@ -192,6 +194,50 @@ def test_marks_of_states_that_nobody_keeps_are_removed(tmp_path):
     assert len(kept) == 2
     for bag in model.values():
         bag.close()
+
+
+def rank_directory(root):
+    return Path(root) / "ssd"
+
+
+def flush_on_ranks(rank, _size, root, fail_rank):
+    """Two good flushes, then one that fails on `fail_rank`; the error's words and what a resume finds."""
+    settings = {"name": f"shard{rank}"}  # tables of level 1 know no ranks: each rank has its own
+    bag = bag_in(rank_directory(root), **settings)
+    train(bag, BATCHES[:2])
+    flush(bag)
+    train(bag, BATCHES[2:4])
+    flush(bag)
+    flushed = Contents.of(bag)
+    train(bag, BATCHES[4:6])
+    words = ""
+    if rank == fail_rank:
+        bag.table.flush_as = refuse
+    try:
+        flush(bag)
+    except StorageError as error:
+        words = str(error)
+    bag.table.native.close()
+    torch.distributed.barrier()
+    with bag_in(rank_directory(root), reopen="resume", **settings) as bag:
+        return words, Contents.of(bag) == flushed
+
+
+def refuse(_token):
+    raise StorageError("no room for the state")
+
+
+def test_a_flush_that_fails_on_one_rank_raises_on_all_and_leaves_the_state_before(tmp_path):
+    world = World(2)
+    try:
+        rank_directory(tmp_path).mkdir(mode=0o700)
+        first, second = world.run(flush_on_ranks, str(tmp_path), 1)
+    finally:
+        world.stop()
+    assert first[0] == "rank 1: no room for the state"
+    assert second[0] == "no room for the state"
+    assert first[1]
+    assert second[1]
 
 
 def test_a_model_without_tables_has_nothing_to_flush():

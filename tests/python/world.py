@@ -109,4 +109,6 @@ class World:
             if process.is_alive():
                 process.kill()
                 process.join()
+        if self._processes:
+            self._folder.cleanup()
         self._processes = []

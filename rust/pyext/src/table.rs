@@ -275,6 +275,9 @@ impl PyTable {
     fn published_given_up(&self, py: Python<'_>) -> bool {
         py.detach(|| self.inner.published_given_up())
     }
+    fn forget_published(&self, py: Python<'_>, token: u64) -> PyResult<()> {
+        py.detach(|| self.inner.forget_published(token)).map_err(to_python)
+    }
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.close()).map_err(to_python)
     }

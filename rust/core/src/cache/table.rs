@@ -214,6 +214,12 @@ impl Table {
         ssd.publish(token, counters)
     }
 
+    /// Forget the published state named `token`, so that the next flush does not push out the state before it.
+    pub fn forget_published(&self, token: u64) -> Result<()> {
+        let _open = self.shared.lock_any()?;
+        self.shared.ssd.as_ref().map_or(Ok(()), |ssd| ssd.forget_published(token))
+    }
+
     /// Whether the SSD tier gave up, for space, the states that a resume could take since the last flush.
     pub fn published_given_up(&self) -> bool {
         self.shared.ssd.as_ref().is_some_and(SsdTier::published_given_up)

@@ -175,6 +175,11 @@ impl SsdTier {
         self.shared.publish(token, counters)
     }
 
+    /// Forget the state named `token`, if it is published: a flush of several tables that did not finish.
+    pub fn forget_published(&self, token: u64) -> Result<()> {
+        self.shared.forget_published(token)
+    }
+
     /// Hand every row to `sink`, in no particular order, each once; rows appended meanwhile may or may not be among them. Rows
     /// that compaction moves meanwhile are not missed.
     pub fn scan(&self, sink: &mut ScanSink<'_>) -> Result<()> {

@@ -51,7 +51,7 @@ impl Shared {
         state.given_up = false;
         state.reap();
         while state.published.len() > STATES {
-            self.forget_oldest(&mut state)?;
+            self.forget_at(&mut state, 0)?;
         }
         self.compact_if_worthwhile(&state);
         Ok(())
@@ -89,22 +89,33 @@ impl Shared {
         }
     }
 
-    /// Remove the oldest state's file, durably, then let go of its segments.
-    fn forget_oldest(&self, state: &mut State) -> Result<()> {
-        let Some(oldest) = state.published.first() else { return Ok(()) };
-        let path = state_path(&self.home.dir, oldest.token);
+    /// Remove the file of the state at `place`, durably, then let go of its segments.
+    fn forget_at(&self, state: &mut State, place: usize) -> Result<()> {
+        let Some(published) = state.published.get(place) else { return Ok(()) };
+        let path = state_path(&self.home.dir, published.token);
         let removed = self.home.engine.remove_file(&path).and_then(|()| self.home.engine.sync_dir(&self.home.dir));
         if let Err(error) = removed {
             self.home.space.fail(error.clone());
             return Err(error);
         }
-        state.published.remove(0).release();
+        state.published.remove(place).release();
         Ok(())
+    }
+
+    /// Forget the state named `token`, if it is published.
+    pub(super) fn forget_published(&self, token: u64) -> Result<()> {
+        let _publishing = lock(&self.publishing);
+        self.check_writable()?;
+        let mut state = lock(&self.state);
+        match state.published.iter().position(|published| published.token == token) {
+            Some(place) => self.forget_at(&mut state, place),
+            None => Ok(()),
+        }
     }
 
     /// Make room by giving up the oldest state; with the last one nothing is left to resume until the next publish.
     pub(super) fn give_up_oldest(&self, state: &mut State) -> Result<()> {
-        self.forget_oldest(state)?;
+        self.forget_at(state, 0)?;
         state.given_up |= state.published.is_empty();
         Ok(())
     }
