@@ -83,9 +83,11 @@ class Saver:
 
         Tables must be those of the checkpoint, by module path and name, with the same dim and optimizer (`MismatchError`); budgets,
         policy and device may differ; the number of buckets and the table's key become the checkpoint's. Step counters are
-        restored. Nothing is changed when the checkpoint is missing (`PathError`), does not fit, or its manifests or headers are
-        damaged (`CorruptionError`). When its rows turn out to be damaged, or reading fails (`StorageError`), the tables refuse use
-        on every rank until a load succeeds.
+        restored. Load before a pipeline takes its first batches: those in flight went to the owners of the old buckets.
+
+        Nothing is changed when the checkpoint is missing (`PathError`), does not fit, or its manifests or headers are damaged
+        (`CorruptionError`). When its rows turn out to be damaged, or reading fails (`StorageError`), the tables refuse use on
+        every rank until a load succeeds.
         """
         self._place()
         _refuse_incremental(incremental)
@@ -161,6 +163,8 @@ def _shards(module: nn.Module) -> list[_Shard]:
     modules = cache_modules(module)
     if not modules:
         raise InputError(f"{type(module).__name__} has no cache module: nothing to save or load")
+    for owner in modules.values():
+        owner.settle()
     found = [(place, owner, table) for place, owner in modules.items() for table in owner.tables.values()]
     found.sort(key=lambda shard: (shard[0], shard[2].name))
     for _, _, table in found:

@@ -37,6 +37,9 @@ class CacheModule:
     def tables(self) -> Mapping[str, CacheTable]:
         """This rank's shards, by the tables' names."""
 
+    def settle(self) -> None:
+        """Before rows are saved or loaded: give the tables the optimizers that were set by now."""
+
     def hyperparameters(self, table: str) -> dict[str, Any]:
         """The optimizer's numbers for a table, as training uses them now."""
         return self.tables[table].spec.param_group()

@@ -86,6 +86,14 @@ class _Collection(CacheModule, FusedOptimizerModule):
         """The optimizers of the tables that have one, a param group each; schedulers work on it."""
         return self._ready()[0]
 
+    def settle(self) -> None:
+        """Give the tables the optimizers that were set by now."""
+        self._ready()
+
+    def hyperparameters(self, table: str) -> dict[str, Any]:
+        """The numbers of the table's param group, or of a table without optimizer none but its slots' kind."""
+        return self._ready()[0].groups.get(table, super().hyperparameters(table))
+
     @property
     def device(self) -> torch.device:
         """Where results are."""

@@ -54,6 +54,8 @@ class _ShardedCache(CacheModule):
     _env: ShardingEnv
     _device: torch.device
     _lookups: list[CacheLookup]
+    _input_dists: list[nn.Module]
+    _has_uninitialized_input_dist: bool
     training: bool
 
     def _prepare(
@@ -104,6 +106,24 @@ class _ShardedCache(CacheModule):
     def tables(self) -> Mapping[str, CacheTable]:
         """This rank's shard of each table that has one here, by name: stats, export, read_rows and the rest of level 1."""
         return self._cache
+
+    def hyperparameters(self, table: str) -> dict[str, Any]:
+        """The numbers of the table's param group."""
+        groups = [lookup.fused_optimizer.groups for lookup in self._lookups]
+        return next((group[table] for group in groups if table in group), super().hyperparameters(table))
+
+    def _shardings(self) -> list[Any]:
+        """TorchRec's, in the order of their input exchanges."""
+        raise NotImplementedError
+
+    def buckets_changed(self) -> None:
+        """Send ids to the owners of the tables' buckets as they are now."""
+        for sharding in self._shardings():
+            for table in sharding.sharded_tables():
+                if table.name in self._cache:
+                    table.total_num_buckets = self._cache[table.name].total_num_buckets
+        if not self._has_uninitialized_input_dist:
+            self._input_dists[:] = [sharding.create_input_dist() for sharding in self._shardings()]
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The zero-row parameter of every table of the module, of those on other ranks too."""
@@ -269,8 +289,11 @@ class EmbCacheShardedEmbeddingBagCollection(_ShardedCache, ShardedEmbeddingBagCo
         sharding = pooled_sharding(sharding_infos[0].param_sharding.sharding_type)
         return sharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
 
+    def _shardings(self) -> list[Any]:
+        return list(self._embedding_shardings)
+
     def _create_lookups(self) -> None:
-        for sharding in self._embedding_shardings:
+        for sharding in self._shardings():
             sharding.make_lookup = self._make_lookup
             self._lookups.append(sharding.create_lookup())
 
@@ -324,8 +347,11 @@ class EmbCacheShardedEmbeddingCollection(_ShardedCache, ShardedEmbeddingCollecti
             sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
         )
 
+    def _shardings(self) -> list[Any]:
+        return list(self._sharding_type_to_sharding.values())
+
     def _create_lookups(self) -> None:
-        for sharding in self._sharding_type_to_sharding.values():
+        for sharding in self._shardings():
             sharding.make_lookup = self._make_lookup
             self._lookups.append(sharding.create_lookup())
 

@@ -78,10 +78,13 @@ class _CacheSharding:
     spreads_bags = False
     _grouped_embedding_configs: list[Any]
 
+    def sharded_tables(self) -> list[Any]:
+        """TorchRec's configs of the tables that this rank holds, in the order in which their features arrive."""
+        return [table for group in self._grouped_embedding_configs for table in group.embedding_tables]
+
     def create_lookup(self, *_args: Any, **_kwargs: Any) -> nn.Module:
         """The lookup of the tables that this rank holds, in the order in which their features arrive."""
-        tables = [table for group in self._grouped_embedding_configs for table in group.embedding_tables]
-        return self.make_lookup(tables, self.spreads_bags)
+        return self.make_lookup(self.sharded_tables(), self.spreads_bags)
 
 
 class _RowWise(_CacheSharding):
@@ -92,7 +95,7 @@ class _RowWise(_CacheSharding):
 
     def create_input_dist(self, device: torch.device | None = None) -> BucketFeaturesDist:
         """Ids to the owners of their buckets."""
-        tables = [table for group in self._grouped_embedding_configs for table in group.embedding_tables]
+        tables = self.sharded_tables()
         buckets = [table.total_num_buckets for table in tables for _ in table.feature_names]
         mean = [table.pooling == PoolingType.MEAN for table in tables for _ in table.feature_names]
         return BucketFeaturesDist(self._pg, buckets, mean, device or self._device, self.is_sequence)

@@ -1,0 +1,171 @@
+"""Checkpoints of several ranks: any number of ranks loads them, and an error on one rank is an error on all."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
+from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
+from torchrec_embcache.saver import Saver
+from torchrec_embcache.whole_model import CacheModule
+from world import World
+
+IDS = torch.cat([torch.arange(-500, 500), torch.tensor([-(1 << 63), (1 << 63) - 1])])
+BUCKETS = 11
+
+
+def weights_of(ids: torch.Tensor) -> torch.Tensor:
+    return ids.to(torch.float64).mul(1e-3).to(torch.float32)[:, None] * torch.tensor([1.0, -2.0, 0.5])
+
+
+class Shards(CacheModule, nn.Module):
+    """A table spread over all ranks by bucket, and one that is whole on the last rank."""
+
+    def __init__(self, rank: int, size: int, total_num_buckets: int = BUCKETS) -> None:
+        super().__init__()
+        self.changed = 0
+        common: dict[str, Any] = {
+            "dim": 3,
+            "tiers": TierBudgets(host_bytes="1MiB"),
+            "initializer": initializers.Constant(0.0),
+            "optimizer": optimizers.RowWiseAdagrad(lr=0.1),
+            "total_num_buckets": total_num_buckets,
+            "rank": rank,
+            "world_size": size,
+        }
+        self._tables = {"spread": CacheTable(name="spread", **common)}
+        if rank == size - 1:
+            self._tables["whole"] = CacheTable(name="whole", buckets=(0, total_num_buckets), **common)
+
+    @property
+    def tables(self) -> Mapping[str, CacheTable]:
+        return self._tables
+
+    def buckets_changed(self) -> None:
+        self.changed += 1
+
+    def fill(self, ids: torch.Tensor) -> None:
+        for table in self._tables.values():
+            begin, end = table.buckets
+            mine = torch.tensor([begin <= row_id % (1 << 64) % BUCKETS < end for row_id in ids.tolist()])
+            table.import_rows(ids[mine], weights_of(ids[mine]), {"sum": ids[mine].to(torch.float32)})
+            table.native.set_step(42)
+
+    def contents(self) -> list[tuple[str, int, list[float], float]]:
+        return [
+            (table.name, row_id, chunk.weights[n].tolist(), float(chunk.slots["sum"][n]))
+            for table in self._tables.values()
+            for chunk in table.export()
+            for n, row_id in enumerate(chunk.ids.tolist())
+        ]
+
+
+EXPECTED = sorted(
+    (name, row_id, weights_of(torch.tensor([row_id]))[0].tolist(), float(torch.tensor(row_id).to(torch.float32)))
+    for name in ("spread", "whole")
+    for row_id in IDS.tolist()
+)
+
+
+def save(rank: int, size: int, path: str) -> None:
+    model = nn.ModuleDict({"shards": Shards(rank, size)})
+    model["shards"].fill(IDS)  # type: ignore[operator]
+    Saver().save(model, path)
+    Saver(rank).save(model, path)  # again, over the first
+
+
+def load(rank: int, size: int, path: str, total_num_buckets: int = BUCKETS) -> tuple[Any, int]:
+    shards = Shards(rank, size, total_num_buckets)
+    Saver(rank).load(nn.ModuleDict({"shards": shards}), path)
+    assert all(table.native.step() == 42 for table in shards.tables.values())
+    assert all(table.total_num_buckets == BUCKETS for table in shards.tables.values())
+    return shards.contents(), shards.changed
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    world = World(2)
+    yield world
+    world.stop()
+
+
+@pytest.fixture(scope="module")
+def saved(two: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranks") / "sparse"
+    two.run(save, str(path))
+    return path
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_two_ranks_save_and_any_number_loads(size: int, two: World, saved: Path) -> None:
+    if size == 1:
+        loaded = [load(0, 1, str(saved))]
+    elif size == 2:
+        loaded = two.run(load, str(saved))
+    else:
+        world = World(size)
+        try:
+            loaded = world.run(load, str(saved))
+        finally:
+            world.stop()
+    assert sorted(row for contents, _ in loaded for row in contents) == EXPECTED
+    assert [len(list(saved.rglob(f"{rank}-of-2.json"))) for rank in range(2)] == [1, 1], "one checkpoint is left"
+
+
+def test_ranks_take_the_number_of_buckets_of_the_file(two: World, saved: Path) -> None:
+    loaded = two.run(load, str(saved), 4093)
+    assert sorted(row for contents, _ in loaded for row in contents) == EXPECTED
+    assert [changed for _, changed in loaded] == [1, 2], "the module hears of each table that changed"
+
+
+def refusals(rank: int, size: int, path: str, damaged: str) -> None:
+    model = nn.ModuleDict({"shards": Shards(rank, size)})
+    shards = model["shards"]
+    with pytest.raises(PathError, match="differs between ranks"):
+        Saver().save(model, f"{path}-{rank}")
+    with pytest.raises(PathError, match="differs between ranks"):
+        Saver().load(model, f"{path}-{rank}")
+    # What only one rank notices is raised on both.
+    with pytest.raises(PathError):
+        Saver().save(model, path if rank == 0 else b"bytes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="torch.distributed says"):
+        Saver(rank + 1).save(model, path)
+    other = nn.ModuleDict({"other" if rank == 1 else "shards": shards})
+    with pytest.raises(MismatchError, match="'spread' of module 'other'"):
+        Saver().load(other, path)
+    shards.fill(IDS[:3])  # type: ignore[operator]
+    before = shards.contents()  # type: ignore[operator]
+    if rank == 1:
+        shards.tables["spread"].native.advance_step()  # type: ignore[index, union-attr]
+    with pytest.raises(StateError, match="different settings or steps"):
+        Saver().save(model, path)
+    assert shards.contents() == before  # type: ignore[operator]
+    # Rows of the last bucket, which the last rank alone reads, are damaged: no rank serves anything.
+    with pytest.raises(CorruptionError):
+        Saver().load(model, damaged)
+    for table in shards.tables.values():  # type: ignore[union-attr]
+        with pytest.raises(StateError, match="did not succeed"):
+            len(table)
+    Saver().load(model, path)
+    dist.barrier()
+    total = torch.tensor(len(shards.contents()))  # type: ignore[operator]
+    dist.all_reduce(total)
+    assert total == len(EXPECTED)
+
+
+def test_an_error_on_one_rank_is_raised_on_both_and_nothing_is_half_loaded(
+    two: World, saved: Path, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    two.run(save, str(damaged))
+    (path,) = damaged.rglob("*+spread/1-of-2.0.safetensors")
+    data = bytearray(path.read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    data[8 + header] ^= 1  # the first id
+    path.write_bytes(data)
+    two.run(refusals, str(saved), str(damaged))

@@ -1,0 +1,172 @@
+"""Checkpoints of TorchRec's collections, unsharded and sharded: each loads what the other saved."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed import DistributedModelParallel, ShardingEnv
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_embcache import TierBudgets, initializers
+from torchrec_embcache.modules import (
+    EmbCacheEmbeddingBagCollection,
+    EmbCacheEmbeddingBagConfig,
+    EmbCacheEmbeddingCollection,
+    EmbCacheEmbeddingConfig,
+)
+from torchrec_embcache.saver import Saver
+from torchrec_embcache.sharded import EmbCacheEmbeddingBagCollectionSharder, EmbCacheEmbeddingCollectionSharder
+from world import World
+
+FEATURES = ["a", "b"]
+SHARDING = {"spread": "row_wise", "whole": "table_wise", "rows": "row_wise"}
+
+
+class Model(nn.Module):
+    """Bags of two tables and sequences of one, of which the first is spread and the second whole when sharded."""
+
+    def __init__(self, total_num_buckets: int) -> None:
+        super().__init__()
+        common: dict[str, Any] = {
+            "num_embeddings": 1000,
+            "initializer": initializers.Uniform(-1.0, 1.0),
+            "total_num_buckets": total_num_buckets,
+        }
+        tiers = TierBudgets(host_bytes="4MiB")
+        self.ebc = EmbCacheEmbeddingBagCollection(
+            tables=[
+                EmbCacheEmbeddingBagConfig(
+                    name=name, embedding_dim=dim, feature_names=[feature], pooling=PoolingType.SUM, **common
+                )
+                for name, dim, feature in (("spread", 4, "a"), ("whole", 8, "b"))
+            ],
+            tiers=tiers,
+            name="bags",
+            device=torch.device("cpu"),
+            seed=7,
+        )
+        self.ec = EmbCacheEmbeddingCollection(
+            tables=[EmbCacheEmbeddingConfig(name="rows", embedding_dim=4, feature_names=["a"], **common)],
+            tiers=tiers,
+            name="sequences",
+            device=torch.device("cpu"),
+            seed=7,
+        )
+        for module in (self.ebc, self.ec):
+            apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.25})
+
+    def forward(self, batch: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.ebc(batch).to_dict()
+        sequences = self.ec(batch)
+        return sum(part.pow(2).sum() for part in pooled.values()) + sequences["a"].values().pow(2).sum()
+
+
+def batch_of(seed: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(FEATURES) * 6,), generator=generator)
+    values = torch.randint(-50, 50, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor(keys=FEATURES, values=values, lengths=lengths)
+
+
+def make(size: int, sharded: bool, total_num_buckets: int = 11) -> nn.Module:
+    model = Model(total_num_buckets)
+    if not sharded:
+        return model
+    sharders: list[Any] = [EmbCacheEmbeddingBagCollectionSharder(), EmbCacheEmbeddingCollectionSharder()]
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=size, compute_device="cpu"),
+        constraints={name: ParameterConstraints(sharding_types=[kind]) for name, kind in SHARDING.items()},
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    return DistributedModelParallel(
+        model, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"), plan, sharders
+    )
+
+
+def train(model: nn.Module, seed: int) -> float:
+    """One step; its loss on this rank."""
+    loss = model(batch_of(seed))
+    loss.backward()
+    return float(loss.detach())
+
+
+def contents(model: nn.Module) -> dict[tuple[str, int], tuple[list[float], float, int, int]]:
+    from torchrec_embcache import cache_modules
+
+    return {
+        (name, row_id): (
+            chunk.weights[n].tolist(),
+            float(chunk.slots["sum"][n]),
+            int(chunk.metadata.count[n]),
+            int(chunk.metadata.last_step[n]),
+        )
+        for module in cache_modules(model).values()
+        for name, table in module.tables.items()
+        for chunk in table.export()
+        for n, row_id in enumerate(chunk.ids.tolist())
+    }
+
+
+def train_and_save(rank: int, size: int, path: str) -> Any:
+    model = make(size, sharded=True)
+    for step in range(4):
+        train(model, 10 * step + rank)
+    Saver().save(model, path)
+    return contents(model)
+
+
+def load_and_go_on(rank: int, size: int, path: str, total_num_buckets: int) -> Any:
+    model = make(size, sharded=True, total_num_buckets=total_num_buckets)
+    train(model, 99)  # makes the exchanges; its rows are replaced
+    Saver().load(model, path)
+    loaded = contents(model)
+    losses = [train(model, 100 + 10 * step + rank) for step in range(3)]
+    return loaded, contents(model), losses
+
+
+def merged(parts: list[dict[Any, Any]]) -> dict[Any, Any]:
+    rows: dict[Any, Any] = {}
+    for part in parts:
+        assert not rows.keys() & part.keys(), "a row on two ranks"
+        rows |= part
+    return rows
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    world = World(2)
+    yield world
+    world.stop()
+
+
+def test_sharded_and_unsharded_load_each_others_checkpoints(two: World, tmp_path: Path) -> None:
+    path = tmp_path / "sharded"
+    saved = merged(two.run(train_and_save, str(path)))
+    assert {name for name, _ in saved} == {"spread", "whole", "rows"}
+    model = make(1, sharded=False)
+    Saver(0).load(model, path)  # before its optimizers were ever used
+    assert contents(model) == saved
+    unsharded = tmp_path / "unsharded"
+    Saver(0).save(model, unsharded)
+    loaded = two.run(load_and_go_on, str(unsharded), 11)
+    assert merged([rows for rows, _, _ in loaded]) == saved
+
+
+def test_a_sharded_model_goes_on_with_the_buckets_of_the_file(two: World, tmp_path: Path) -> None:
+    path = tmp_path / "sharded"
+    saved = merged(two.run(train_and_save, str(path)))
+    same = two.run(load_and_go_on, str(path), 11)
+    other = two.run(load_and_go_on, str(path), 4093)
+    for run in (same, other):
+        assert merged([rows for rows, _, _ in run]) == saved
+    # Ids go to the owners of the file's buckets: the runs train the same rows, each on one rank.
+    assert merged([rows for _, rows, _ in other]) == merged([rows for _, rows, _ in same])
+    assert [losses for _, _, losses in other] == [losses for _, _, losses in same]
