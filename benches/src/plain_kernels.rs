@@ -41,6 +41,7 @@ pub struct PlainTable {
     /// `[R]`, of rowwise Adagrad.
     pub sums: Vec<f32>,
     starts: Vec<u32>,
+    ranks: Vec<u32>,
     occurrences: Vec<u32>,
 }
 
@@ -115,10 +116,12 @@ unsafe fn backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], gr
             prefetch_row(table.rows.wrapping_add(slot as usize * table.stride), table.stride);
             prefetch(table.sums.as_ptr().wrapping_add(slot as usize));
         }
-        let mut g = [0.0_f32; DIM];
-        for &position in &table.occurrences[table.starts[row] as usize..table.starts[row + 1] as usize] {
-            let from = position as usize / BAG * DIM;
-            for (sum, value) in g.iter_mut().zip(&grad[from..from + DIM]) {
+        let occurrences = &table.occurrences[table.starts[row] as usize..table.starts[row + 1] as usize];
+        let from = |position: u32| position as usize / BAG * DIM;
+        let mut g: Columns = [0.0; DIM];
+        g.copy_from_slice(&grad[from(occurrences[0])..][..DIM]);
+        for &position in &occurrences[1..] {
+            for (sum, value) in g.iter_mut().zip(&grad[from(position)..][..DIM]) {
                 *sum += value;
             }
         }
@@ -162,24 +165,27 @@ unsafe fn backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], gr
 impl PlainTable {
     /// Over `count` rows at `rows`.
     pub fn new(rows: *mut f32, stride: usize, count: usize) -> Self {
-        Self { rows, stride, sums: vec![0.0; count], starts: Vec::new(), occurrences: Vec::new() }
+        Self { rows, stride, sums: vec![0.0; count], starts: Vec::new(), ranks: Vec::new(), occurrences: Vec::new() }
     }
 
     #[inline(always)]
     fn transpose(&mut self, inverse: &[u32], distinct: usize) {
         self.starts.clear();
-        self.starts.resize(distinct + 2, 0);
-        for &row in inverse {
-            self.starts[row as usize + 2] += 1;
+        self.starts.resize(distinct + 1, 0);
+        self.ranks.resize(inverse.len(), 0);
+        for (&row, rank) in inverse.iter().zip(&mut self.ranks) {
+            *rank = self.starts[row as usize];
+            self.starts[row as usize] += 1;
         }
-        for row in 2..distinct + 2 {
-            self.starts[row] += self.starts[row - 1];
+        let mut total = 0;
+        for start in &mut self.starts {
+            let count = *start;
+            *start = total;
+            total += count;
         }
         self.occurrences.resize(inverse.len(), 0);
-        for (position, &row) in inverse.iter().enumerate() {
-            let next = &mut self.starts[row as usize + 1];
-            self.occurrences[*next as usize] = position as u32;
-            *next += 1;
+        for (position, (&row, &rank)) in inverse.iter().zip(&self.ranks).enumerate() {
+            self.occurrences[(self.starts[row as usize] + rank) as usize] = position as u32;
         }
     }
 }

@@ -227,7 +227,7 @@ pub(crate) trait Columns: Copy {
         for line in 0..Self::FLOATS / LANES {
             prefetch_address(from.wrapping_add(line * LANES));
         }
-        if from.addr() % 64 != 0 {
+        if !from.addr().is_multiple_of(64) {
             prefetch_address(from.wrapping_add(Self::FLOATS - 1));
         }
     }

@@ -1,7 +1,7 @@
 //! Which occurrences a row has, and where their gradients are.
 
 use crate::error::{Error, Kind, Result};
-use crate::types::{CacheSlot, NO_SLOT};
+use crate::types::CacheSlot;
 
 /// Which occurrences each distinct row has: a batch's inverse, transposed. `NO_SLOT` occurrences are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -18,23 +18,28 @@ impl TransposedIndex {
     /// Transpose `inverse` (`[N]`, positions in `0..unique`, or `NO_SLOT` to leave an occurrence out) by counting; `slots` is
     /// filled later by the plan.
     pub fn from_inverse(inverse: &[u32], unique: usize) -> Self {
-        // While filling, the start of row r is kept at r + 1, so that each ends as the start of the row after.
-        let mut starts = vec![0_u32; unique + 2];
+        let mut starts = vec![0_u32; unique + 1];
+        // Each occurrence's place among its row's, so that the second pass waits for no count of a frequent row. NO_SLOT is past
+        // the end of `starts`.
+        let mut ranks = vec![0_u32; inverse.len()];
+        for (&row, rank) in inverse.iter().zip(&mut ranks) {
+            if let Some(count) = starts.get_mut(row as usize) {
+                *rank = *count;
+                *count += 1;
+            }
+        }
         let mut total = 0;
-        for &row in inverse.iter().filter(|&&row| row != NO_SLOT) {
-            starts[row as usize + 2] += 1;
-            total += 1;
+        for start in &mut starts {
+            let count = *start;
+            *start = total;
+            total += count;
         }
-        for row in 2..unique + 2 {
-            starts[row] += starts[row - 1];
+        let mut occurrences = vec![0; total as usize];
+        for (position, (&row, &rank)) in inverse.iter().zip(&ranks).enumerate() {
+            if let Some(&start) = starts.get(row as usize) {
+                occurrences[(start + rank) as usize] = position as u32;
+            }
         }
-        let mut occurrences = vec![0; total];
-        for (position, &row) in inverse.iter().enumerate().filter(|&(_, &row)| row != NO_SLOT) {
-            let next = &mut starts[row as usize + 1];
-            occurrences[*next as usize] = position as u32;
-            *next += 1;
-        }
-        starts.truncate(unique + 1);
         Self { slots: Vec::new(), starts, occurrences }
     }
 }
@@ -144,6 +149,7 @@ impl PooledGradient {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::types::NO_SLOT;
 
     #[test]
     fn transposing_lists_each_rows_occurrences_in_order() {
