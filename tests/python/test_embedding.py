@@ -63,6 +63,15 @@ def test_the_default_initializer_is_uniform_within_one_over_root_dim():
         assert abs(rows.mean()) < 0.01
 
 
+def test_defaults_of_seed_policy_and_a_full_table():
+    with (
+        make_embedding(seed=0) as embedding,
+        EmbCacheEmbedding(name="item", embedding_dim=4, tiers=AMPLE, optimizer=optimizers.SGD()) as default,
+    ):
+        assert (default.table.policy, default.table.on_full) == ("s3fifo", "error")
+        assert torch.equal(rows_of(embedding, range(5)), rows_of(default, range(5)))
+
+
 def test_an_embedding_takes_ids_of_any_shape():
     with make_embedding() as embedding:
         for shape in [(), (0,), (3,), (2, 3), (2, 0, 3)]:
@@ -166,6 +175,19 @@ def test_rows_outside_the_batch_stay_as_with_sparse_gradients(kind, backend):
                 (module(ids) + 1).square().sum().backward()
             optimizer.step()
         torch.testing.assert_close(rows_of(embedding, range(8)), reference.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_weight_decay_touches_rows_of_the_batch_only(kind, backend):
+    spec = type(OPTIMIZERS[kind])(lr=0.1, weight_decay=0.5)
+    with make_embedding(optimizer=spec, **backend) as embedding:
+        for ids in ([1, 2], [2, 3]):
+            before = rows_of(embedding, range(5))
+            (embedding(torch.tensor(ids)) * 0).sum().backward()
+            after = rows_of(embedding, range(5))
+            moved = (before != after).any(1).nonzero().flatten().tolist()
+            assert moved == ids
+            assert ((after - before)[ids] * before[ids] < 0).all()  # towards zero
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
