@@ -1,0 +1,119 @@
+//! Bytes from disk are hostile: flipped, cut and missing ones are found, and never served.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use embcache::config::Reopen;
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, publish, read_file};
+use embcache::ssd::StateCounters;
+use embcache::types::Id;
+use embcache::{Error, Kind};
+
+use crate::made::{Versions, append, config, fetch, open};
+
+const DIR: &str = "/embcache-damage/tier";
+const CAP: u64 = 512 << 10;
+
+/// A closed tier with one state of rows, removals and dead records.
+fn made() -> (MemoryEngine, Versions) {
+    let memory = MemoryEngine::default();
+    let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+    let mut held = Versions::new();
+    append(&tier, &(0..120).collect::<Vec<Id>>(), 1, &mut held).unwrap();
+    append(&tier, &(30..60).collect::<Vec<Id>>(), 2, &mut held).unwrap();
+    tier.remove(&[3, 4, 5]).unwrap();
+    held.retain(|id, _| !(3..6).contains(id));
+    tier.publish(9, StateCounters { step: 5, epoch: 2 }).unwrap();
+    tier.close().unwrap();
+    (memory, held)
+}
+
+fn files(engine: &dyn IoEngine) -> Vec<PathBuf> {
+    let all = engine.list(Path::new(DIR)).unwrap();
+    all.into_iter().filter(|path| path.extension().is_some()).collect()
+}
+
+/// Open the directory and read every id: what is found is right, or an error says where the damage is.
+fn survives(engine: &Arc<dyn IoEngine>, held: &Versions) -> Result<(), Error> {
+    let (tier, _) = open(engine, &config(Path::new(DIR), CAP, Reopen::Resume))?;
+    let mut damaged = Ok(());
+    for id in -1..130 {
+        match fetch(&tier, &[id]) {
+            Ok(found) => assert_eq!(found[0], held.get(&id).copied(), "id {id}"),
+            Err(error) => damaged = Err(error),
+        }
+    }
+    damaged
+}
+
+#[test]
+fn a_flipped_bit_anywhere_is_found_or_does_no_harm() {
+    let (memory, held) = made();
+    let mut found = 0;
+    let original: Arc<dyn IoEngine> = Arc::new(memory.clone());
+    survives(&original, &held).unwrap();
+    for path in files(&*original) {
+        let bytes = read_file(&*original, &path, 1 << 20).unwrap();
+        let is_state = path.extension().is_some_and(|extension| extension == "state");
+        for at in (0..bytes.len()).step_by(if is_state { 1 } else { 11 }) {
+            let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
+            let mut flipped = bytes.clone();
+            flipped[at] ^= 1 << (at % 8);
+            publish(&*engine, &path, &flipped).unwrap();
+            match survives(&engine, &held) {
+                Ok(()) => assert!(!is_state, "byte {at} of {}", path.display()),
+                Err(error) => {
+                    found += 1;
+                    // A flip in the format's number of a state asks for another version.
+                    let expected = error.kind() == Kind::Corruption || (is_state && error.kind() == Kind::Mismatch);
+                    assert!(expected, "byte {at} of {}: {error:?}", path.display());
+                    assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
+                }
+            }
+        }
+    }
+    assert!(found > 500, "{found} flips were found");
+}
+
+#[test]
+fn a_file_that_is_cut_longer_or_missing_is_found_on_opening() {
+    let (memory, held) = made();
+    for path in files(&memory) {
+        let bytes = read_file(&memory, &path, 1 << 20).unwrap();
+        let changed = [0, 1, bytes.len() / 2, bytes.len() - 1].map(|len| Some(bytes[..len].to_vec()));
+        let longer = Some([&bytes[..], &[0]].concat());
+        for content in changed.into_iter().chain([longer, None]) {
+            let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
+            match &content {
+                Some(bytes) => publish(&*engine, &path, bytes).unwrap(),
+                None => engine.remove_file(&path).unwrap(),
+            }
+            let error = survives(&engine, &held).unwrap_err();
+            let missing_state = content.is_none() && path.extension().is_some_and(|extension| extension == "state");
+            let kind = if missing_state { Kind::State } else { Kind::Corruption };
+            assert_eq!(error.kind(), kind, "{}: {error}", path.display());
+        }
+    }
+}
+
+#[test]
+fn a_record_damaged_on_its_way_from_the_disk_is_an_error_that_says_where() {
+    let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
+    let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
+    let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
+    let mut held = Versions::new();
+    append(&tier, &[1, 2, 3], 1, &mut held).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    for (broken, kind) in [
+        (Fault::Flip, Kind::Corruption),
+        (Fault::Tear(libc::EIO), Kind::Corruption),
+        (Fault::Fail(libc::EIO), Kind::Storage),
+    ] {
+        fault.hit_once(Operation::Read, 0, broken);
+        let error = fetch(&tier, &[1, 2, 3]).unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+        assert!(error.to_string().contains(DIR), "{error}");
+        assert_eq!(fetch(&tier, &[1, 2, 3]).unwrap(), [Some(1); 3], "the next read is fine");
+    }
+}

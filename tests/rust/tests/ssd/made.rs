@@ -1,0 +1,102 @@
+//! Tiers and rows that the tests share.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::Result;
+use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::io::IoEngine;
+use embcache::rows::{RowHeader, RowLayout, RowMut, RowRef};
+use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::types::{Id, hash_id};
+
+pub(crate) const DIM: usize = 8;
+
+/// What a table holds: the version of each id, which with the id determines the row.
+pub(crate) type Versions = BTreeMap<Id, u32>;
+
+pub(crate) fn layout() -> RowLayout {
+    OptimizerKind::RowWiseAdagrad.layout(DIM)
+}
+
+pub(crate) fn identity() -> Identity {
+    Identity {
+        table: "item".into(),
+        key: 7,
+        dim: DIM as u64,
+        optimizer: "rowwise_adagrad".into(),
+        seed: 1,
+        initializer: "Uniform(-1, 1)".into(),
+        total_num_buckets: 10,
+        bucket_begin: 0,
+        bucket_end: 10,
+    }
+}
+
+pub(crate) fn config(dir: &Path, bytes: u64, reopen: Reopen) -> SsdConfig {
+    SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_token: None }
+}
+
+pub(crate) fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Option<StateCounters>)> {
+    SsdTier::open(config, &identity(), layout(), engine.clone())
+}
+
+pub(crate) fn header(id: Id, version: u32) -> RowHeader {
+    let bits = hash_id(id ^ (i64::from(version) << 32));
+    RowHeader {
+        id,
+        last_step: bits,
+        count: version,
+        score: (bits >> 40) as f32,
+        scalar: (bits >> 20) as u16 as f32,
+        modified_epoch: version % 5,
+    }
+}
+
+pub(crate) fn vector(id: Id, version: u32) -> Vec<f32> {
+    (0..DIM as i64).map(|at| (hash_id(id * 64 + at) >> (version % 32)) as u16 as f32).collect()
+}
+
+/// Append version `version` of `ids`, and note it in `held`.
+pub(crate) fn append(tier: &SsdTier, ids: &[Id], version: u32, held: &mut Versions) -> Result<()> {
+    let made: Vec<(RowHeader, Vec<f32>)> = ids.iter().map(|&id| (header(id, version), vector(id, version))).collect();
+    let rows: Vec<RowRef<'_>> = made.iter().map(|(header, vector)| RowRef { header, vector }).collect();
+    let known: Vec<bool> = ids.iter().map(|id| held.contains_key(id)).collect();
+    tier.append(&rows, &known)?;
+    held.extend(ids.iter().map(|id| (*id, version)));
+    Ok(())
+}
+
+/// The version of each id that the tier has, with every bit of the row checked.
+pub(crate) fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
+    let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
+    let places =
+        found.iter_mut().map(|(header, vector)| RowMut { header: &raw mut *header, vector: vector.as_mut_ptr() });
+    let missing = tier.fetch(ids.iter().copied().zip(places).collect()).wait()?;
+    let versions = found.into_iter().enumerate().map(|(at, (found, floats))| {
+        if missing.binary_search(&(at as u32)).is_ok() {
+            return None;
+        }
+        let version = found.count;
+        assert_eq!((found, floats), (header(ids[at], version), vector(ids[at], version)), "id {}", ids[at]);
+        Some(version)
+    });
+    Ok(versions.collect())
+}
+
+/// Check that the tier holds exactly `held`, by fetch and by scan.
+pub(crate) fn check(tier: &SsdTier, held: &Versions, ids: std::ops::Range<Id>) {
+    let ids: Vec<Id> = ids.collect();
+    let expected: Vec<Option<u32>> = ids.iter().map(|id| held.get(id).copied()).collect();
+    assert_eq!(fetch(tier, &ids).unwrap(), expected);
+    let mut scanned = Versions::new();
+    tier.scan(&mut |row| {
+        assert_eq!(row.vector, vector(row.header.id, row.header.count));
+        assert_eq!(scanned.insert(row.header.id, row.header.count), None, "id {} twice", row.header.id);
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(&scanned, held);
+    assert_eq!(tier.rows(), held.len() as u64);
+}

@@ -1,0 +1,8 @@
+//! The SSD tier through its public surface.
+#![allow(clippy::unwrap_used)]
+
+mod damage;
+mod kill;
+mod made;
+mod reopen;
+mod room;

@@ -1,0 +1,199 @@
+//! Directories: which are refused, who holds them, and the ways to open one that is not empty.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::config::Reopen;
+use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, default_engine};
+use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::{Kind, Result};
+
+use crate::made::{Versions, append, check, config, identity, layout, open};
+
+const DIR: &str = "/embcache-reopen/tier";
+const CAP: u64 = 512 << 10;
+
+fn memory() -> Arc<dyn IoEngine> {
+    Arc::new(MemoryEngine::default())
+}
+
+fn kind<T>(result: Result<T>) -> Kind {
+    match result {
+        Ok(_) => panic!("opened"),
+        Err(error) => error.kind(),
+    }
+}
+
+#[test]
+fn a_directory_that_is_not_empty_is_refused_with_both_ways_out() {
+    let engine = memory();
+    let dir = Path::new(DIR);
+    for _ in 0..2 {
+        // An empty one may be opened any way, again and again.
+        for reopen in [Reopen::Never, Reopen::Resume, Reopen::Discard] {
+            assert_eq!(open(&engine, &config(dir, CAP, reopen)).unwrap().1, None);
+        }
+    }
+    let (tier, _) = open(&engine, &config(dir, CAP, Reopen::Never)).unwrap();
+    append(&tier, &[1], 1, &mut Versions::new()).unwrap();
+    drop(tier);
+    let error = open(&engine, &config(dir, CAP, Reopen::Never)).unwrap_err();
+    assert_eq!(error.kind(), Kind::State);
+    assert!(error.to_string().contains("\"resume\"") && error.to_string().contains("\"discard\""), "{error}");
+    // Nothing was published: there is nothing to go on from.
+    let error = open(&engine, &config(dir, CAP, Reopen::Resume)).unwrap_err();
+    assert_eq!(error.kind(), Kind::State);
+    assert!(error.to_string().contains("Saver"), "{error}");
+    let (tier, resumed) = open(&engine, &config(dir, CAP, Reopen::Discard)).unwrap();
+    assert_eq!((tier.rows(), resumed), (0, None));
+}
+
+#[test]
+fn discard_removes_our_files_and_no_others() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("tier");
+    let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+    let (tier, _) = open(&engine, &config(&dir, CAP, Reopen::Never)).unwrap();
+    append(&tier, &(0..50).collect::<Vec<_>>(), 1, &mut Versions::new()).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    drop(tier);
+    let foreign = ["notes.txt", "1.seg", "000000000000000g.seg", "x.state"];
+    for name in foreign {
+        std::fs::write(dir.join(name), "mine").unwrap();
+    }
+    drop(open(&engine, &config(&dir, CAP, Reopen::Discard)).unwrap());
+    let mut left: Vec<String> =
+        std::fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    left.sort();
+    assert_eq!(left, ["000000000000000g.seg", "1.seg", "lock", "notes.txt", "x.state"]);
+}
+
+#[test]
+fn either_of_the_last_two_states_can_be_resumed_by_its_token() {
+    let engine = memory();
+    let dir = Path::new(DIR);
+    let (tier, _) = open(&engine, &config(dir, CAP, Reopen::Never)).unwrap();
+    let mut held = Versions::new();
+    let mut states = Vec::new();
+    for token in [3, 5, 8] {
+        append(&tier, &(0..40).map(|at| at * token).collect::<Vec<_>>(), token as u32, &mut held).unwrap();
+        let counters = StateCounters { step: token as u64, epoch: 1 };
+        tier.publish(token as u64, counters).unwrap();
+        states.push((counters, held.clone()));
+    }
+    assert_eq!(kind(tier.publish(8, StateCounters::default())), Kind::Input);
+    append(&tier, &[1, 2, 3], 99, &mut held).unwrap();
+    tier.close().unwrap();
+    drop(tier);
+    assert_eq!(SsdTier::published(dir, &*engine).unwrap(), [5, 8]);
+    let mut resume = config(dir, CAP, Reopen::Resume);
+    resume.resume_token = Some(3);
+    assert_eq!(kind(open(&engine, &resume)), Kind::State);
+    for (token, at) in [(None, 2), (Some(8), 2), (Some(5), 1), (None, 1)] {
+        resume.resume_token = token;
+        let (tier, counters) = open(&engine, &resume).unwrap();
+        assert_eq!(counters, Some(states[at].0));
+        check(&tier, &states[at].1, -10..400);
+    }
+    assert_eq!(SsdTier::published(dir, &*engine).unwrap(), [5], "resuming a state drops those after it");
+}
+
+#[test]
+fn another_table_is_refused_by_the_field_that_differs() {
+    let engine = memory();
+    let dir = Path::new(DIR);
+    let (tier, _) = open(&engine, &config(dir, CAP, Reopen::Never)).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    drop(tier);
+    type Change = (&'static str, fn(&mut Identity));
+    let changes: [Change; 9] = [
+        ("table", |i| i.table = "user".into()),
+        ("table key", |i| i.key = 8),
+        ("embedding_dim", |i| i.dim = 16),
+        ("optimizer", |i| i.optimizer = "sgd".into()),
+        ("seed", |i| i.seed = 2),
+        ("initializer", |i| i.initializer = "Constant(0)".into()),
+        ("total_num_buckets", |i| i.total_num_buckets = 11),
+        ("first bucket", |i| i.bucket_begin = 1),
+        ("last bucket", |i| i.bucket_end = 9),
+    ];
+    for (field, change) in changes {
+        let mut other = identity();
+        change(&mut other);
+        let error = SsdTier::open(&config(dir, CAP, Reopen::Resume), &other, layout(), engine.clone()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Mismatch, "{field}");
+        assert!(error.to_string().contains(field) && error.to_string().contains("Saver"), "{error}");
+    }
+    open(&engine, &config(dir, CAP, Reopen::Resume)).unwrap();
+}
+
+#[test]
+fn a_directory_is_held_by_one_table_until_it_is_closed() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("tier");
+    for engine in [memory(), default_engine().unwrap()] {
+        let (tier, _) = open(&engine, &config(&dir, CAP, Reopen::Never)).unwrap();
+        let error = open(&engine, &config(&dir, CAP, Reopen::Discard)).unwrap_err();
+        assert_eq!(error.kind(), Kind::InUse);
+        assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
+        tier.close().unwrap();
+        assert_eq!(kind(append(&tier, &[1], 1, &mut Versions::new())), Kind::State);
+        assert_eq!(kind(tier.publish(1, StateCounters::default())), Kind::State);
+        tier.close().unwrap();
+        open(&engine, &config(&dir, CAP, Reopen::Never)).unwrap();
+    }
+}
+
+#[test]
+fn directories_of_a_wrong_kind_or_mode_are_refused_before_anything_is_written() {
+    let root = tempfile::tempdir().unwrap();
+    let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+    let made = root.path().join("made");
+    std::fs::create_dir(&made).unwrap();
+    let link = root.path().join("link");
+    std::os::unix::fs::symlink(&made, &link).unwrap();
+    assert_eq!(kind(open(&engine, &config(&link, CAP, Reopen::Never))), Kind::Path);
+    let file = root.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    assert_eq!(kind(open(&engine, &config(&file, CAP, Reopen::Never))), Kind::Path);
+    for mode in [0o755, 0o770, 0o707, 0o777] {
+        std::fs::set_permissions(&made, std::fs::Permissions::from_mode(mode)).unwrap();
+        let error = open(&engine, &config(&made, CAP, Reopen::Never)).unwrap_err();
+        assert_eq!(error.kind(), Kind::Permission);
+        assert!(error.to_string().contains(&format!("chmod {:o} ", mode & 0o750)), "{error}");
+    }
+    assert_eq!(std::fs::read_dir(&made).unwrap().count(), 0);
+    std::fs::set_permissions(&made, std::fs::Permissions::from_mode(0o750)).unwrap();
+    // A directory that holds other things is refused before a lock file is put beside them.
+    std::fs::write(made.join("notes.txt"), "mine").unwrap();
+    assert_eq!(kind(open(&engine, &config(&made, CAP, Reopen::Never))), Kind::State);
+    assert_eq!(std::fs::read_dir(&made).unwrap().count(), 1);
+    let below = root.path().join("a/b/c");
+    drop(open(&engine, &config(&below, CAP, Reopen::Never)).unwrap());
+    for dir in ["a", "a/b", "a/b/c"] {
+        let mode = std::fs::metadata(root.path().join(dir)).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode & !0o750, 0, "{dir} has mode {mode:o}");
+    }
+}
+
+#[test]
+fn a_cap_that_became_too_small_is_refused_with_the_least_that_works() {
+    let engine = memory();
+    let dir = Path::new(DIR);
+    let (tier, _) = open(&engine, &config(dir, 2 << 20, Reopen::Never)).unwrap();
+    let mut held = Versions::new();
+    append(&tier, &(0..8000).collect::<Vec<_>>(), 1, &mut held).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    drop(tier);
+    let error = open(&engine, &config(dir, 512 << 10, Reopen::Resume)).unwrap_err();
+    assert_eq!(error.kind(), Kind::Config);
+    let least = error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+    let (tier, _) = open(&engine, &config(dir, least, Reopen::Resume)).unwrap();
+    check(&tier, &held, -5..8005);
+    // The room is real: every row can be written again.
+    for version in 2..5 {
+        append(&tier, &(0..8000).collect::<Vec<_>>(), version, &mut held).unwrap();
+    }
+    check(&tier, &held, -5..8005);
+}

@@ -1,0 +1,161 @@
+//! The cap: what fits, what happens when it does not, and when the disk itself is full.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::config::Reopen;
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::ssd::{SsdTier, StateCounters};
+use embcache::types::Id;
+
+use crate::made::{Versions, append, check, config, fetch, open};
+
+const DIR: &str = "/embcache-room/tier";
+
+#[test]
+fn every_row_of_the_capacity_fits_and_can_be_rewritten_and_one_more_is_refused_before_any_is_taken() {
+    for cap in [256 << 10, 1 << 20] {
+        let memory = MemoryEngine::default();
+        let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+        let (tier, _) = open(&engine, &config(Path::new(DIR), cap, Reopen::Never)).unwrap();
+        let rows = tier.capacity_rows() as Id;
+        let mut held = Versions::new();
+        let ids: Vec<Id> = (0..rows).collect();
+        append(&tier, &ids, 1, &mut held).unwrap();
+        let error = append(&tier, &[rows, rows + 1], 1, &mut held.clone()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Capacity);
+        assert!(error.to_string().contains("item") && error.to_string().contains(&rows.to_string()), "{error}");
+        assert_eq!(tier.rows(), rows as u64);
+        for version in 2..8 {
+            let some: Vec<Id> = ids.iter().copied().filter(|id| id % 7 != i64::from(version)).collect();
+            append(&tier, &some, version, &mut held).unwrap();
+            assert!(memory.live_bytes() <= cap);
+        }
+        tier.publish(1, StateCounters::default()).unwrap();
+        append(&tier, &ids, 9, &mut held).unwrap();
+        assert!(tier.stats().published_given_up, "a full table has no room for a state and its successor");
+        check(&tier, &held, -5..rows + 5);
+        tier.remove(&[0]).unwrap();
+        append(&tier, &[rows], 1, &mut Versions::new()).unwrap();
+    }
+}
+
+#[test]
+fn states_that_are_in_the_way_are_given_up_and_cannot_be_resumed() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let dir = Path::new(DIR);
+    let (tier, _) = open(&engine, &config(dir, 512 << 10, Reopen::Never)).unwrap();
+    let mut held = Versions::new();
+    let ids: Vec<Id> = (0..tier.capacity_rows() as Id * 2 / 3).collect();
+    append(&tier, &ids, 1, &mut held).unwrap();
+    tier.publish(4, StateCounters::default()).unwrap();
+    assert!(!tier.stats().published_given_up);
+    for version in 2..5 {
+        append(&tier, &ids, version, &mut held).unwrap();
+    }
+    assert!(tier.stats().published_given_up);
+    assert!(SsdTier::published(dir, &*engine).unwrap().is_empty());
+    tier.publish(5, StateCounters::default()).unwrap();
+    assert!(!tier.stats().published_given_up);
+    drop(tier);
+    let (tier, _) = open(&engine, &config(dir, 512 << 10, Reopen::Resume)).unwrap();
+    check(&tier, &held, -5..ids.len() as Id + 5);
+}
+
+#[test]
+fn evicted_rows_make_room_and_never_come_back() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let dir = Path::new(DIR);
+    let (tier, _) = open(&engine, &config(dir, 512 << 10, Reopen::Never)).unwrap();
+    let mut held = Versions::new();
+    let rows = tier.capacity_rows() as Id;
+    append(&tier, &(0..rows).collect::<Vec<_>>(), 1, &mut held).unwrap();
+    for round in 0..20 {
+        let gone = tier.evict(300, &|id| id % 5 == 0).unwrap();
+        assert_eq!(gone.len(), 300);
+        for id in gone {
+            assert!(id % 5 != 0 && held.remove(&id).is_some());
+        }
+        let first = rows + round * 300;
+        append(&tier, &(first..first + 300).collect::<Vec<_>>(), 2, &mut held).unwrap();
+        if round % 6 == 5 {
+            tier.publish(round as u64, StateCounters::default()).unwrap();
+        }
+    }
+    check(&tier, &held, -5..rows + 6000);
+    assert_eq!(tier.stats().dropped_rows, 6000);
+    tier.publish(99, StateCounters::default()).unwrap();
+    drop(tier);
+    let (tier, _) = open(&engine, &config(dir, 512 << 10, Reopen::Resume)).unwrap();
+    check(&tier, &held, -5..rows + 6000);
+}
+
+#[test]
+fn after_a_full_disk_the_tier_refuses_writes_and_serves_all_it_was_given() {
+    for operation in [Operation::Create, Operation::Write, Operation::Sync] {
+        let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
+        let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, Reopen::Never)).unwrap();
+        let mut held = Versions::new();
+        append(&tier, &(0..500).collect::<Vec<_>>(), 1, &mut held).unwrap();
+        tier.publish(1, StateCounters::default()).unwrap();
+        let published = held.clone();
+        fault.hit_every(operation, Fault::Fail(libc::ENOSPC));
+        let mut version = 1;
+        let error = loop {
+            version += 1;
+            let ids: Vec<Id> = (0..100).map(|at| i64::from(version) * 40 + at).collect();
+            let before = held.clone();
+            if let Err(error) = append(&tier, &ids, version, &mut held) {
+                held = before;
+                break error;
+            }
+            assert!(version < 10_000, "{operation:?} never failed");
+        };
+        assert!(matches!(error.kind(), Kind::ReadOnly | Kind::Storage), "{error:?}");
+        assert_eq!(error.errno(), Some(libc::ENOSPC), "{error:?}");
+        fault.clear();
+        for refused in [
+            append(&tier, &[1], 1, &mut held.clone()),
+            tier.remove(&[1]),
+            tier.publish(7, StateCounters::default()),
+            tier.clear(),
+        ] {
+            assert_eq!(refused.unwrap_err().kind(), Kind::ReadOnly, "{operation:?}");
+        }
+        // Rows of the call that failed may be the newer ones; all others are as they were given.
+        let ids: Vec<Id> = held.keys().copied().collect();
+        for (id, found) in ids.iter().zip(fetch(&tier, &ids).unwrap()) {
+            assert!(found == Some(held[id]) || found == Some(version), "id {id}: {found:?}");
+        }
+        drop(tier);
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, Reopen::Resume)).unwrap();
+        check(&tier, &published, -5..600);
+    }
+}
+
+#[test]
+fn fetches_appends_and_scans_of_many_tables_at_once_are_right() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    std::thread::scope(|scope| {
+        for table in 0..24 {
+            let engine = &engine;
+            scope.spawn(move || {
+                let dir = format!("/embcache-room/{table}");
+                let (tier, _) = open(engine, &config(Path::new(&dir), 512 << 10, Reopen::Never)).unwrap();
+                let mut held = Versions::new();
+                for version in 1..12 {
+                    let ids: Vec<Id> = (0..400).map(|at| (at * 7 + i64::from(version) * 91) % 900).collect();
+                    append(&tier, &ids, version, &mut held).unwrap();
+                    if version % 4 == 0 {
+                        tier.publish(u64::from(version), StateCounters::default()).unwrap();
+                    }
+                    check(&tier, &held, -5..905);
+                }
+            });
+        }
+    });
+    let threads = std::fs::read_dir("/proc/self/task").map_or(0, Iterator::count);
+    assert!(threads < 64, "{threads} threads");
+}
