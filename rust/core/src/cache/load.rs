@@ -6,7 +6,7 @@ use super::table::{Shared, State};
 use crate::error::{Error, Kind, Result};
 use crate::rows::{Arena, RowMut};
 use crate::slots::RowState;
-use crate::ssd::Fetch;
+use crate::ssd::{Fetch, FetchBatch};
 use crate::sync::lock;
 use crate::types::{CacheSlot, Id};
 
@@ -28,12 +28,18 @@ impl Loading {
 }
 
 impl Shared {
-    /// Start reading rows into host slots that are inserted, pinned and LOADING.
-    pub(crate) fn start_load(&self, state: &mut State, rows: Vec<(Id, CacheSlot)>) -> Arc<Loading> {
+    /// Read rows into host slots that are inserted, pinned and LOADING, once `batch` is submitted.
+    pub(crate) fn start_load(
+        &self,
+        state: &mut State,
+        rows: Vec<(Id, CacheSlot)>,
+        batch: &mut FetchBatch,
+    ) -> Arc<Loading> {
         let ssd = self.ssd.as_ref().expect("rows are read from SSD only where there is one");
         let arena = Arc::clone(state.host.arena());
         let wanted: Vec<(Id, RowMut)> = rows.iter().map(|&(id, slot)| (id, arena.row(slot))).collect();
-        let loading = Arc::new(Loading { fetch: ssd.fetch(wanted), rows, _arena: arena, finished: Mutex::new(None) });
+        let loading =
+            Arc::new(Loading { fetch: ssd.fetch_in(wanted, batch), rows, _arena: arena, finished: Mutex::new(None) });
         state.loading.push(Arc::clone(&loading));
         loading
     }

@@ -8,6 +8,7 @@ use super::table::{Shared, State};
 use crate::error::Result;
 use crate::kernels::TransposedIndex;
 use crate::slots::RowState;
+use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// How many slots ahead their state is fetched into the processor's cache.
@@ -72,27 +73,27 @@ impl TablePlan {
         }
     }
 
-    /// Stage one: pin what is in RAM and start reading what is on SSD. On an error the pins taken so far stay recorded, for release.
-    pub(crate) fn start(&mut self, mode: PlanMode) -> Result<()> {
+    /// Stage one: pin what is in RAM and let `batch` read what is on SSD. On an error the pins taken so far stay recorded, for release.
+    pub(crate) fn start(&mut self, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         let started = Instant::now();
         let mut state = shared.lock()?;
         shared.sweep_loads(&mut state);
         if state.device.is_some() {
-            self.start_device(&mut state, mode)?;
+            self.start_device(&mut state, mode, batch)?;
         } else {
             shared.drain_overflow(&mut state)?;
-            self.place_all_in_host(&mut state, mode)?;
+            self.place_all_in_host(&mut state, mode, batch)?;
         }
         state.host_stats.time_ns += started.elapsed().as_nanos() as u64;
         Ok(())
     }
 
     /// Pin or bring into host slots every id of the plan.
-    fn place_all_in_host(&mut self, state: &mut State, mode: PlanMode) -> Result<()> {
+    fn place_all_in_host(&mut self, state: &mut State, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         state.host.slots.get_batch(&self.unique, &mut self.host);
         let all = 0..self.unique.len() as u32;
-        self.pin_found(state, all, mode)
+        self.pin_found(state, all, mode, batch)
     }
 
     /// Pin or bring into host slots the ids at `positions`.
@@ -100,7 +101,10 @@ impl TablePlan {
         for &position in positions {
             self.host[position as usize] = state.host.slots.get(self.unique[position as usize]);
         }
-        self.pin_found(state, positions.iter().copied(), mode)
+        let mut batch = FetchBatch::default();
+        let placed = self.pin_found(state, positions.iter().copied(), mode, &mut batch);
+        batch.submit();
+        placed
     }
 
     /// Pin the ids at `positions` whose host slots were just looked up, and bring in the others.
@@ -109,6 +113,7 @@ impl TablePlan {
         state: &mut State,
         positions: impl Iterator<Item = u32> + Clone,
         mode: PlanMode,
+        batch: &mut FetchBatch,
     ) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         let mut accessed = Vec::with_capacity(self.unique.len());
@@ -153,11 +158,11 @@ impl TablePlan {
         if missing.is_empty() {
             return Ok(());
         }
-        self.bring_in(state, &missing, mode)
+        self.bring_in(state, &missing, mode, batch)
     }
 
     /// Give host slots to ids that are not in RAM: born at once, or read from SSD.
-    fn bring_in(&mut self, state: &mut State, missing: &[u32], mode: PlanMode) -> Result<()> {
+    fn bring_in(&mut self, state: &mut State, missing: &[u32], mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         let ids: Vec<Id> = missing.iter().map(|&p| self.unique[p as usize]).collect();
         let mut on_ssd = vec![false; ids.len()];
@@ -188,9 +193,6 @@ impl TablePlan {
                 self.unplaced.push(position);
                 continue;
             };
-            if slot >= state.host.slots.capacity() {
-                self.overflow_rows += 1;
-            }
             if there {
                 state.host.header_mut(slot).id = id;
                 state.host.slots.insert(slot, id, RowState::LOADING.with(RowState::ON_SSD));
@@ -204,7 +206,7 @@ impl TablePlan {
             self.host[position as usize] = slot;
         }
         if !reads.is_empty() {
-            let load = shared.start_load(state, reads);
+            let load = shared.start_load(state, reads, batch);
             self.loads.push(load);
         }
         Ok(())
@@ -232,6 +234,13 @@ impl TablePlan {
         first_error.map_or(Ok(()), |error| Err(error.context(format!("table {:?}", shared.config.name))))
     }
 
+    /// Count the rows that are past the budget of the tier that kernels run on.
+    fn note_overflow(&mut self, state: &mut State, capacity: u32) {
+        let slots = if state.device.is_some() { &self.device } else { &self.host };
+        self.overflow_rows = slots.iter().filter(|&&slot| slot != NO_SLOT && slot >= capacity).count() as u32;
+        state.overflow_plans += u64::from(self.overflow_rows > 0);
+    }
+
     /// Stage two: every row in its slot of the tier that kernels run on.
     pub(crate) fn finish(&mut self, mode: PlanMode) -> Result<()> {
         if self.placed {
@@ -243,6 +252,8 @@ impl TablePlan {
         if shared.config.device_rows.is_some() {
             let mut state = shared.lock()?;
             self.place_device(&mut state, mode)?;
+            let capacity = state.device.as_ref().map_or(0, |device| device.slots.capacity());
+            self.note_overflow(&mut state, capacity);
         } else {
             let late = std::mem::take(&mut self.unplaced);
             let mut state = shared.lock()?;
@@ -253,9 +264,8 @@ impl TablePlan {
             if !late.is_empty() {
                 self.place_in_host(&mut state, &late, mode)?;
             }
-            if self.overflow_rows > 0 {
-                state.overflow_plans += 1;
-            }
+            let capacity = state.host.slots.capacity();
+            self.note_overflow(&mut state, capacity);
             drop(state);
             self.wait_for_loads()?;
             self.index.slots.clone_from(&self.host);

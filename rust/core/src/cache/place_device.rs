@@ -10,7 +10,7 @@ use crate::device::DeviceTier;
 use crate::error::Result;
 use crate::rows::{RowHeader, RowMut, RowRef};
 use crate::slots::RowState;
-use crate::ssd::SsdTier;
+use crate::ssd::{FetchBatch, SsdTier};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Rows read from the device in one call at most.
@@ -45,7 +45,7 @@ fn device(state: &mut State) -> &mut DeviceTier {
 
 impl TablePlan {
     /// Stage one.
-    pub(crate) fn start_device(&mut self, state: &mut State, mode: PlanMode) -> Result<()> {
+    pub(crate) fn start_device(&mut self, state: &mut State, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         let shared = Arc::clone(&self.shared);
         self.device = vec![NO_SLOT; self.unique.len()];
         let all: Vec<u32> = (0..self.unique.len() as u32).collect();
@@ -88,7 +88,7 @@ impl TablePlan {
             rows.push((id, slot));
         }
         if !rows.is_empty() {
-            let load = shared.start_load(state, rows);
+            let load = shared.start_load(state, rows, batch);
             self.loads.push(load);
         }
         Ok(())
@@ -141,9 +141,6 @@ impl TablePlan {
                     *slot = NO_SLOT;
                 }
             }
-        }
-        if self.overflow_rows > 0 {
-            state.overflow_plans += 1;
         }
         state.device_stats.time_ns += started.elapsed().as_nanos() as u64;
         Ok(())
@@ -254,10 +251,7 @@ impl TablePlan {
         let mut fetched = Fetched { vectors: staged.vectors, ..Fetched::default() };
         for (row, header) in staged.rows.iter().zip(&staged.headers) {
             let tier = device(state);
-            let slot = tier.slots.take().unwrap_or_else(|| {
-                self.overflow_rows += 1;
-                tier.slots.take_overflow()
-            });
+            let slot = tier.slots.take().unwrap_or_else(|| tier.slots.take_overflow());
             *tier.header_mut(slot) = *header;
             tier.slots.insert(slot, header.id, row.state.without(RowState::LOADING));
             tier.slots.pin(slot);

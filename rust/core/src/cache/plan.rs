@@ -13,6 +13,7 @@ use crate::kernels::{
     forward_pooled, forward_sequence, weight_gradient,
 };
 use crate::rows::{Arena, RowLayout};
+use crate::ssd::FetchBatch;
 use crate::sync::lock;
 use crate::types::{CacheSlot, NO_SLOT};
 
@@ -116,10 +117,11 @@ impl Plan {
 
     pub(crate) fn start(&self) -> Result<()> {
         let mut inner = lock(&self.inner);
-        for table in &mut inner.tables {
-            table.start(self.mode)?;
-        }
-        Ok(())
+        // One submission for all tables. It goes out on an error too: rows may be waiting for it that other plans found.
+        let mut batch = FetchBatch::default();
+        let started = inner.tables.iter_mut().try_for_each(|table| table.start(self.mode, &mut batch));
+        batch.submit();
+        started
     }
 
     /// Bring every row into its slot of the tier that kernels run on. Harmless twice.

@@ -20,7 +20,7 @@ const FETCHERS: usize = 4;
 #[derive(Debug)]
 pub(super) struct Background {
     flush: Sender<Arc<Segment>>,
-    fetch: Sender<FetchJob>,
+    fetch: Sender<Vec<FetchJob>>,
     compact: Sender<Weak<Shared>>,
     pid: u32,
 }
@@ -66,8 +66,8 @@ impl Background {
         self.flush.send(segment).expect("the threads outlive the process's static");
     }
 
-    pub(super) fn fetch(&self, job: FetchJob) {
-        self.fetch.send(job).expect("the threads outlive the process's static");
+    pub(super) fn fetch(&self, jobs: Vec<FetchJob>) {
+        self.fetch.send(jobs).expect("the threads outlive the process's static");
     }
 
     pub(super) fn compact(&self, tier: &Arc<Shared>) {

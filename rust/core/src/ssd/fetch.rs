@@ -1,6 +1,7 @@
 //! Fetches: one batched submission of reads, verified as they arrive and put straight into place.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
@@ -9,7 +10,7 @@ use super::record::{RecordKind, decode};
 use super::segment::{Place, Segment};
 use super::shared::{Counters, Shared};
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, Read};
+use crate::io::{ALIGNMENT, IoEngine, Read};
 use crate::rows::{RowLayout, RowMut};
 use crate::sync::lock;
 use crate::types::Id;
@@ -92,8 +93,25 @@ fn place(layout: &RowLayout, bytes: &[u8], segment: &Segment, offset: u64, id: I
     Ok(true)
 }
 
+/// Fetches, of one or several tiers, that go to the disk as one submission. Those of a batch that is dropped end with an error.
+#[derive(Debug, Default)]
+pub struct FetchBatch {
+    jobs: Vec<FetchJob>,
+}
+
+impl FetchBatch {
+    /// Start reading.
+    pub fn submit(self) {
+        if let Some(first) = self.jobs.first() {
+            let background = first.tier.home.background;
+            background.fetch(self.jobs);
+        }
+    }
+}
+
 impl Shared {
-    pub(super) fn fetch(self: &Arc<Self>, wanted: Vec<(Id, RowMut)>) -> Arc<Fetch> {
+    /// Look rows up: those in buffers are put in place at once, those in files join `batch`.
+    pub(super) fn fetch_in(self: &Arc<Self>, wanted: Vec<(Id, RowMut)>, batch: &mut FetchBatch) -> Arc<Fetch> {
         let fetch = Arc::new(Fetch::default());
         if let Err(error) = self.home.background.check_process() {
             fetch.finish(Err(error));
@@ -113,7 +131,7 @@ impl Shared {
         } else if job.items.is_empty() {
             job.finish(Ok(()));
         } else {
-            self.home.background.fetch(job);
+            batch.jobs.push(job);
         }
         fetch
     }
@@ -163,35 +181,57 @@ impl FetchJob {
         Ok(())
     }
 
-    /// Read what is in files. Called by a fetch thread.
-    pub(super) fn run(mut self) {
-        self.items.sort_unstable_by_key(|item| (item.segment, item.offset));
-        let (reads, groups) = self.reads();
-        let mut result = Ok(());
-        let tier = self.tier.clone();
-        let (items, wanted, segments, missing) = (&self.items, &self.wanted, &self.segments, &mut self.missing);
-        tier.home.engine.read_batch(&reads, &mut |position, bytes: Result<&[u8]>| {
-            let bytes = match bytes {
-                Ok(bytes) => bytes,
-                Err(error) => {
-                    keep_first(&mut result, Err(error));
-                    return;
-                }
-            };
-            for item in &items[groups[position] as usize..groups[position + 1] as usize] {
-                let segment = &segments[item.segment as usize];
-                let at = (item.offset - reads[position].offset) as usize;
-                let (id, to) = wanted[item.position as usize];
-                let record = &bytes[at..at + segment.record_bytes];
-                match place(&tier.layout, record, segment, item.offset, id, to) {
-                    Ok(true) => {}
-                    Ok(false) => missing.push(item.position),
-                    Err(error) => keep_first(&mut result, Err(error)),
-                }
+    /// Read what is in files, one submission an I/O engine (a process has one). Called by a fetch thread.
+    pub(super) fn run(mut jobs: Vec<Self>) {
+        while let Some(first) = jobs.first() {
+            let engine = first.tier.home.engine.clone();
+            let (together, rest) = jobs.into_iter().partition(|job| Arc::ptr_eq(&job.tier.home.engine, &engine));
+            Self::run_together(&*engine, together);
+            jobs = rest;
+        }
+    }
+
+    fn run_together(engine: &dyn IoEngine, mut jobs: Vec<Self>) {
+        let mut all: Vec<Read> = Vec::new();
+        // For each read its job and the job's items that it serves.
+        let mut serves: Vec<(usize, Range<usize>)> = Vec::new();
+        for (number, job) in jobs.iter_mut().enumerate() {
+            job.items.sort_unstable_by_key(|item| (item.segment, item.offset));
+            let (mut reads, groups) = job.reads();
+            Counters::add(&job.tier.counters.read_bytes, reads.iter().map(|read| read.len as u64).sum());
+            serves.extend(groups.windows(2).map(|pair| (number, pair[0] as usize..pair[1] as usize)));
+            all.append(&mut reads);
+        }
+        let mut results: Vec<Result<()>> = jobs.iter().map(|_| Ok(())).collect();
+        engine.read_batch(&all, &mut |position, bytes: Result<&[u8]>| {
+            let (number, items) = &serves[position];
+            let arrived = bytes.and_then(|bytes| jobs[*number].arrived(items.clone(), all[position].offset, bytes));
+            if let Err(error) = arrived
+                && results[*number].is_ok()
+            {
+                results[*number] = Err(error);
             }
         });
-        Counters::add(&tier.counters.read_bytes, reads.iter().map(|read| read.len as u64).sum());
-        self.finish(result);
+        for (job, result) in jobs.into_iter().zip(results) {
+            job.finish(result);
+        }
+    }
+
+    /// Put the rows of one read in place: those of `items`, from `bytes` that start at `offset` of their file.
+    fn arrived(&mut self, items: Range<usize>, offset: u64, bytes: &[u8]) -> Result<()> {
+        let mut result = Ok(());
+        for item in &self.items[items] {
+            let segment = &self.segments[item.segment as usize];
+            let at = (item.offset - offset) as usize;
+            let (id, to) = self.wanted[item.position as usize];
+            let record = &bytes[at..at + segment.record_bytes];
+            match place(&self.tier.layout, record, segment, item.offset, id, to) {
+                Ok(true) => {}
+                Ok(false) => self.missing.push(item.position),
+                Err(error) => result = result.and(Err(error)),
+            }
+        }
+        result
     }
 
     /// One read for records that lie in the same or neighbouring sectors. Read `i` serves items `groups[i]..groups[i + 1]`.
@@ -230,12 +270,6 @@ impl FetchJob {
         // Files of segments that are gone are removed before the rows are announced.
         self.segments.clear();
         self.fetch.finish(result.map(|()| missing));
-    }
-}
-
-fn keep_first(result: &mut Result<()>, next: Result<()>) {
-    if result.is_ok() {
-        *result = next;
     }
 }
 

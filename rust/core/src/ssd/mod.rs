@@ -46,7 +46,7 @@ use crate::stats::{SsdStats, TierStats};
 use crate::sync::lock;
 use crate::types::Id;
 
-pub use fetch::Fetch;
+pub use fetch::{Fetch, FetchBatch};
 
 use format::Entry;
 use open::Tuning;
@@ -145,7 +145,15 @@ impl SsdTier {
 
     /// Start reading rows into the places given; each place must stay valid and untouched until the fetch is done.
     pub fn fetch(&self, wanted: Vec<(Id, RowMut)>) -> Arc<Fetch> {
-        self.shared.fetch(wanted)
+        let mut batch = FetchBatch::default();
+        let fetch = self.fetch_in(wanted, &mut batch);
+        batch.submit();
+        fetch
+    }
+
+    /// As `fetch`, but what is on disk is read when `batch` is submitted, together with what other tiers put into it.
+    pub fn fetch_in(&self, wanted: Vec<(Id, RowMut)>, batch: &mut FetchBatch) -> Arc<Fetch> {
+        self.shared.fetch_in(wanted, batch)
     }
 
     /// Take rows over. `known[i]` says that an older version of row `i` is here (the caller knows: it fetched or appended it);

@@ -1,0 +1,200 @@
+//! Plans: pins, provisional rows, one submission for all tables.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use embcache::Kind;
+use embcache::cache::{Lookup, Table};
+use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{DirLock, IoEngine, IoFile, MemoryEngine, Open, Read, ReadSink};
+use embcache::types::Id;
+use embcache_tests::{Rig, config};
+
+/// Counts the batches of reads.
+#[derive(Debug)]
+struct Counting {
+    inner: MemoryEngine,
+    batches: AtomicUsize,
+    reads: AtomicUsize,
+}
+
+impl IoEngine for Counting {
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+    fn open(&self, path: &Path, how: Open) -> embcache::Result<Arc<dyn IoFile>> {
+        self.inner.open(path, how)
+    }
+    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+        self.batches.fetch_add(1, Ordering::SeqCst);
+        self.reads.fetch_add(reads.len(), Ordering::SeqCst);
+        self.inner.read_batch(reads, sink);
+    }
+    fn create_dir_all(&self, path: &Path) -> embcache::Result<()> {
+        self.inner.create_dir_all(path)
+    }
+    fn list(&self, path: &Path) -> embcache::Result<Vec<PathBuf>> {
+        self.inner.list(path)
+    }
+    fn exists(&self, path: &Path) -> bool {
+        self.inner.exists(path)
+    }
+    fn rename(&self, from: &Path, to: &Path) -> embcache::Result<()> {
+        self.inner.rename(from, to)
+    }
+    fn remove_file(&self, path: &Path) -> embcache::Result<()> {
+        self.inner.remove_file(path)
+    }
+    fn remove_dir_all(&self, path: &Path) -> embcache::Result<()> {
+        self.inner.remove_dir_all(path)
+    }
+    fn sync_dir(&self, path: &Path) -> embcache::Result<()> {
+        self.inner.sync_dir(path)
+    }
+    fn lock_dir(&self, path: &Path) -> embcache::Result<DirLock> {
+        self.inner.lock_dir(path)
+    }
+}
+
+fn on_ssd(name: &str, host_rows: u64) -> TableConfig {
+    let mut wanted = config(8, OptimizerKind::Sgd, host_rows);
+    wanted.name = name.into();
+    wanted.ssd = Some(SsdConfig {
+        dir: PathBuf::from("/base").join(name),
+        bytes: 1 << 20,
+        reopen: Reopen::Never,
+        resume_token: None,
+    });
+    wanted
+}
+
+fn in_memory(wanted: TableConfig) -> Rig {
+    Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table")
+}
+
+fn pinned(rig: &Rig) -> u64 {
+    rig.table.stats().expect("counters").pinned_rows
+}
+
+#[test]
+fn a_plan_over_several_tables_reads_in_one_submission() {
+    let engine =
+        Arc::new(Counting { inner: MemoryEngine::default(), batches: AtomicUsize::new(0), reads: AtomicUsize::new(0) });
+    let tables: Vec<Table> = ["a", "b", "c"]
+        .into_iter()
+        .map(|name| Table::open(on_ssd(name, 40), None, Arc::<Counting>::clone(&engine)).expect("a table"))
+        .collect();
+    let lookup = Lookup::new(&tables, &[0, 1, 2]).expect("a lookup");
+    let train = |first: Id| {
+        let ids: Vec<Id> = (0..3).flat_map(|_| first..first + 30).collect();
+        let plan = lookup.plan(&ids, &[0, 30, 60, 90], true, false, false).expect("a plan");
+        plan.wait().expect("its rows");
+        plan.commit().expect("a step");
+    };
+    (0..10).for_each(|batch| train(batch * 30));
+    for table in &tables {
+        table.flush(1).expect("a flush, so that rows are in files");
+    }
+    engine.batches.store(0, Ordering::SeqCst);
+    engine.reads.store(0, Ordering::SeqCst);
+    train(0);
+    assert_eq!(engine.batches.load(Ordering::SeqCst), 1);
+    assert!(engine.reads.load(Ordering::SeqCst) >= 3, "each table had rows to read");
+}
+
+#[test]
+fn rows_in_flight_are_never_evicted_however_small_the_budget() {
+    let rig = in_memory(on_ssd("t", 4));
+    let ahead: Vec<_> =
+        (0..6).map(|batch| rig.plan(&[batch * 2, batch * 2 + 1], true, true, false).expect("a plan ahead")).collect();
+    assert!(ahead[0].complete_ahead() && !ahead[5].complete_ahead(), "the budget ends the prefetch, not an error");
+    for (salt, plan) in ahead.iter().enumerate() {
+        rig.finish(plan, 2, 2, salt as u32).expect("a step");
+    }
+    assert_eq!(rig.table.len().expect("rows"), 12);
+    assert_eq!(pinned(&rig), 0);
+}
+
+#[test]
+fn planned_rows_join_the_table_at_their_first_backward_only() {
+    let rig = in_memory(on_ssd("t", 100));
+    let plan = rig.plan(&[1, 2, 3], true, false, false).expect("a plan");
+    rig.place(&plan).expect("its rows");
+    let read = rig.table.read_rows(&[1]).expect("a read");
+    assert_eq!((rig.table.len().expect("rows"), read.found[0]), (0, false));
+    drop(plan);
+    rig.evaluate(&[4, 5], 1, false).expect("an evaluation");
+    assert_eq!(rig.table.len().expect("rows"), 0);
+    rig.train(&[1, 2], 1, 0).expect("a step");
+    assert_eq!(rig.table.len().expect("rows"), 2);
+}
+
+#[test]
+fn a_second_backward_of_one_forward_is_refused() {
+    let rig = in_memory(config(8, OptimizerKind::Sgd, 100));
+    let plan = rig.plan(&[1, 2], true, false, false).expect("a plan");
+    let out = rig.finish(&plan, 2, 1, 0).expect("a step");
+    assert_eq!(rig.backward(&plan, out.len(), 1).expect_err("again").kind(), Kind::State);
+    assert_eq!(rig.table.step().expect("a step"), 1);
+}
+
+#[test]
+fn every_backward_is_a_step_ids_or_none() {
+    let rig = in_memory(config(8, OptimizerKind::Adam, 100));
+    rig.train(&[], 1, 0).expect("a step without ids");
+    rig.train(&[1], 1, 0).expect("a step");
+    rig.evaluate(&[1], 1, false).expect("an evaluation");
+    drop(rig.plan(&[1], true, false, false).expect("an abandoned plan"));
+    assert_eq!(rig.table.step().expect("a step"), 2);
+}
+
+#[test]
+fn a_dropped_plan_whose_rows_are_still_being_read_leaves_nothing_behind() {
+    let rig = in_memory(on_ssd("t", 20));
+    for batch in 0..10 {
+        rig.train(&(batch * 10..batch * 10 + 10).collect::<Vec<_>>(), 2, 0).expect("a step");
+    }
+    rig.table.flush(1).expect("a flush");
+    for _ in 0..50 {
+        drop(rig.plan(&(0..15).collect::<Vec<_>>(), true, true, false).expect("a plan ahead"));
+    }
+    assert_eq!(pinned(&rig), 0);
+    assert_eq!(rig.table.read_rows(&(0..100).collect::<Vec<_>>()).expect("rows").found, vec![true; 100]);
+}
+
+#[test]
+fn a_working_set_past_the_budget_trains_and_the_overflow_goes_again() {
+    for device_rows in [None, Some(3)] {
+        let mut wanted = on_ssd("t", 5);
+        wanted.device_rows = device_rows;
+        let rig = in_memory(wanted);
+        let oracle = in_memory(config(8, OptimizerKind::Sgd, 1000));
+        for salt in 0..4 {
+            let ids: Vec<Id> = (0..40).map(|id| id * 3 % 31 + i64::from(salt)).collect();
+            let plan = rig.plan(&ids, true, false, false).expect("a plan");
+            let out = rig.finish(&plan, ids.len(), 4, salt).expect("a step past the budget");
+            assert!(plan.overflow_rows()[0] > 0);
+            assert_eq!(out, oracle.train(&ids, 4, salt).expect("the oracle's"));
+        }
+        rig.train(&[1], 1, 9).expect("a small step");
+        let stats = rig.table.stats().expect("counters");
+        assert!(stats.host.rows <= 5, "{stats:?}");
+        assert!(stats.device.is_none_or(|device| device.rows <= 3));
+        assert_eq!(stats.overflow_plans, 4);
+    }
+}
+
+#[test]
+fn metadata_counts_occurrences_and_steps_through_every_tier() {
+    let rig = in_memory(on_ssd("t", 3));
+    for salt in 0..5 {
+        rig.train(&[7, 7, salt.into()], 3, salt).expect("a step");
+        // Others push them out to SSD and back.
+        rig.train(&(100..110).collect::<Vec<_>>(), 2, salt).expect("a step");
+    }
+    let rows = rig.table.read_rows(&[7, 3]).expect("rows");
+    assert_eq!((rows.headers[0].count, rows.headers[0].last_step), (10, 9));
+    assert_eq!((rows.headers[1].count, rows.headers[1].last_step), (1, 7));
+    assert!(rows.headers[0].score > 0.0);
+}
