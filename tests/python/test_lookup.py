@@ -48,11 +48,11 @@ def features_of(bags):
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     features=st.integers(0, 3).flatmap(features_of),
-    mean=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    mean=st.lists(st.booleans(), min_size=3, max_size=3),
     weighted=st.booleans(),
 )
 def test_features_of_several_tables_pool_and_train_as_in_torch(features, mean, weighted, backend):
-    mean = (False, False, False) if weighted else mean
+    mean = [False] * 3 if weighted else mean
     tables = make_tables([4, 8], SPECS, backend)
     groups = [spec.param_group() for spec in SPECS]
     group = LookupGroup(tables, FEATURE_TABLES, lambda: groups)
