@@ -40,8 +40,8 @@ impl Shared {
         match self.make_durable(&published, write_seq, rows, counters) {
             Ok(()) => {}
             Err(error) => {
+                // Its file may be there and may last (a rename whose sync failed): what it names stays held, and so on disk.
                 self.home.space.fail(error.clone());
-                published.release();
                 return Err(error);
             }
         }
@@ -115,9 +115,9 @@ impl Shared {
 
     /// Make room by giving up the oldest state; with the last one nothing is left to resume until the next publish.
     pub(super) fn give_up_oldest(&self, state: &mut State) -> Result<()> {
-        self.forget_at(state, 0)?;
-        state.given_up |= state.published.is_empty();
-        Ok(())
+        // Said first: where the removal fails the file may be gone all the same.
+        state.given_up |= state.published.len() <= 1;
+        self.forget_at(state, 0)
     }
 
     /// Stop writing; what is in buffers is written out, nothing is published.

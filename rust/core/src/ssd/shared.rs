@@ -288,7 +288,9 @@ impl Shared {
                 let scanning = state.current().any(|segment| segment.scans.load(Ordering::Relaxed) > 0);
                 let sealing = state.current().any(|s| s.sealed().is_none() && !state.is_open(s));
                 if !(scanning || sealing || self.home.space.leaving_bytes(held) > 0) {
-                    return Err(self.full(state.index.len() as u64, 0));
+                    let full = || self.full(state.index.len() as u64, 0);
+                    let stuck = "the SSD tier has no room left, because files it no longer needs could not be removed";
+                    return Err(self.home.space.lost().map_or_else(full, |cause| cause.context(stuck)));
                 }
             }
             self.home.space.wait_change(generation);

@@ -104,8 +104,10 @@ impl Geometry {
 #[derive(Debug, Default)]
 struct Use {
     used_bytes: u64,
-    /// Held by files that could not be removed.
+    /// Held by files that could not be removed,
     lost_bytes: u64,
+    /// and why the first of them could not.
+    lost: Option<Error>,
     free_slots: Vec<u32>,
     slots: u32,
     /// Writes and seals handed to the flusher and not done.
@@ -151,7 +153,22 @@ impl Space {
     /// Remove a file, whether it is gone. Files that outlive the tier are left to the next open.
     pub(super) fn remove(&self, file: impl FnOnce() -> Result<()>) -> bool {
         let closed = lock(&self.closed);
-        !*closed && file().is_ok()
+        if *closed {
+            return false;
+        }
+        let removed = file();
+        drop(closed);
+        let error = removed.err().filter(|error| error.errno() != Some(libc::ENOENT));
+        let gone = error.is_none();
+        if let Some(error) = error {
+            lock(&self.inner).lost.get_or_insert(error);
+        }
+        gone
+    }
+
+    /// Why there is less room than there should be, if a file could not be removed.
+    pub(super) fn lost(&self) -> Option<Error> {
+        lock(&self.inner).lost.clone()
     }
 
     /// From now on no file is removed.

@@ -1,0 +1,343 @@
+//! The SSD tier stopped, or failed, at every operation on its files: what was published is whole, and what was handed over is
+//! readable as long as the process lives.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::rows::{RowHeader, RowLayout, RowMut, RowRef};
+use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::types::{Id, hash_id};
+use embcache::{Error, Kind, Result};
+
+const DIM: usize = 16;
+const DIR: &str = "/embcache-crash/module/item/0-of-1";
+/// Small enough that the workload needs compaction, large enough for two states beside the rows.
+const CAP: u64 = 352 << 10;
+/// The rows fit, but published states may have to be given up.
+const TIGHT_CAP: u64 = 208 << 10;
+const IDS: Id = 500;
+const STEPS: u32 = 30;
+
+/// What a table holds: the version of each id, which with the id determines the row.
+type Rows = BTreeMap<Id, u32>;
+
+#[derive(Clone, Debug)]
+struct State {
+    token: u64,
+    rows: Rows,
+    counters: StateCounters,
+}
+
+fn layout() -> RowLayout {
+    OptimizerKind::RowWiseAdagrad.layout(DIM)
+}
+
+fn open(
+    engine: &Arc<dyn IoEngine>,
+    bytes: u64,
+    reopen: Reopen,
+    token: Option<u64>,
+) -> Result<(SsdTier, Option<StateCounters>)> {
+    let config = SsdConfig { dir: DIR.into(), bytes, reopen, resume_token: token };
+    let identity = Identity {
+        table: "item".into(),
+        key: 7,
+        dim: DIM as u64,
+        optimizer: "rowwise_adagrad".into(),
+        seed: 1,
+        initializer: "Uniform(-1, 1)".into(),
+        total_num_buckets: 10,
+        bucket_begin: 0,
+        bucket_end: 10,
+    };
+    SsdTier::open(&config, &identity, layout(), engine.clone())
+}
+
+fn header(id: Id, version: u32) -> RowHeader {
+    let bits = hash_id(id ^ (i64::from(version) << 32));
+    RowHeader {
+        id,
+        last_step: bits,
+        count: version,
+        score: (bits >> 40) as f32,
+        scalar: f32::from((bits >> 20) as u16),
+        modified_epoch: version % 5,
+    }
+}
+
+fn vector(id: Id, version: u32) -> Vec<f32> {
+    (0..DIM as i64).map(|at| f32::from((hash_id(id * 64 + at) >> (version % 32)) as u16)).collect()
+}
+
+fn append(tier: &SsdTier, ids: &[Id], version: u32, rows: &Rows) -> Result<()> {
+    let made: Vec<(RowHeader, Vec<f32>)> = ids.iter().map(|&id| (header(id, version), vector(id, version))).collect();
+    let refs: Vec<RowRef<'_>> = made.iter().map(|(header, vector)| RowRef { header, vector }).collect();
+    let known: Vec<bool> = ids.iter().map(|id| rows.contains_key(id)).collect();
+    tier.append(&refs, &known)
+}
+
+/// The version of each id that the tier has, every bit of the row checked.
+fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
+    let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
+    let places =
+        found.iter_mut().map(|(header, vector)| RowMut { header: &raw mut *header, vector: vector.as_mut_ptr() });
+    let missing = tier.fetch(ids.iter().copied().zip(places).collect()).wait()?;
+    let versions = found.into_iter().enumerate().map(|(at, (found, floats))| {
+        if missing.contains(&(at as u32)) {
+            return None;
+        }
+        let version = found.count;
+        assert_eq!((found, floats), (header(ids[at], version), vector(ids[at], version)), "id {}", ids[at]);
+        Some(version)
+    });
+    Ok(versions.collect())
+}
+
+/// A run of the workload: what the tier holds, and what it said it published.
+#[derive(Debug, Default)]
+struct Run {
+    rows: Rows,
+    /// Ids of the call that failed, if one did: each may have been taken or not.
+    doubtful: Vec<Id>,
+    published: Vec<State>,
+    /// The state that was being published when it failed.
+    unfinished: Option<State>,
+}
+
+/// The ids of a step: scattered, so that no segment ever dies as a whole.
+fn ids_of(step: u32) -> Vec<Id> {
+    (0..IDS).filter(|id| hash_id(id ^ (i64::from(step) << 40)).is_multiple_of(6)).map(|id| id - IDS / 2).collect()
+}
+
+impl Run {
+    /// Appends, removals, publishes and a clear, until something fails.
+    fn go(&mut self, tier: &SsdTier) -> Result<()> {
+        for step in 0..STEPS {
+            let ids = ids_of(step);
+            self.doubtful.clone_from(&ids);
+            append(tier, &ids, step + 1, &self.rows)?;
+            self.rows.extend(ids.iter().map(|id| (*id, step + 1)));
+            self.doubtful.clear();
+            if step % 4 == 1 {
+                let gone: Vec<Id> = self.rows.keys().copied().filter(|id| id % 23 == i64::from(step) % 23).collect();
+                self.doubtful.clone_from(&gone);
+                tier.remove(&gone)?;
+                self.rows.retain(|id, _| !gone.contains(id));
+                self.doubtful.clear();
+            }
+            if step == STEPS - 4 {
+                self.doubtful = self.rows.keys().copied().collect();
+                tier.clear()?;
+                self.rows.clear();
+                self.doubtful.clear();
+            }
+            if step % 2 == 1 {
+                self.publish(tier, u64::from(step))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn publish(&mut self, tier: &SsdTier, token: u64) -> Result<()> {
+        let counters = StateCounters { step: token * 10, epoch: token as u32 };
+        let state = State { token, rows: self.rows.clone(), counters };
+        self.unfinished = Some(state.clone());
+        tier.publish(token, counters)?;
+        self.unfinished = None;
+        self.published.push(state);
+        Ok(())
+    }
+
+    /// Open what is left on `engine`: the last published state, or the one whose publish was not finished, and the one before
+    /// it where the tier still has it; each is whole. Then go on from there.
+    fn check_resumes(&self, bytes: u64, image: &MemoryEngine, given_up: bool, context: &str) {
+        let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
+        let tokens = SsdTier::published(Path::new(DIR), &*engine).unwrap_or_else(|e| panic!("{context}: {e}"));
+        let known: Vec<&State> = self.published.iter().chain(&self.unfinished).collect();
+        let Some(newest) = tokens.last() else {
+            assert!(self.published.is_empty() || given_up, "{context}: a published state is gone");
+            return;
+        };
+        let acknowledged = self.published.last().map_or(0, |state| state.token);
+        assert!(*newest >= acknowledged, "{context}: state {acknowledged} was published, {newest} is the newest there");
+        for token in &tokens {
+            let state = known.iter().find(|state| state.token == *token).expect("no state that was never published");
+            // Each on a copy of its own: resuming a state drops the newer ones.
+            let copy = image.kill();
+            let engine: Arc<dyn IoEngine> = Arc::new(copy.clone());
+            let (tier, counters) = open(&engine, bytes, Reopen::Resume, Some(*token))
+                .unwrap_or_else(|e| panic!("{context}: state {token} of {tokens:?}: {e}"));
+            assert_eq!(counters, Some(state.counters), "{context}");
+            check_rows(&tier, &state.rows, &[], context);
+            let mut rows = state.rows.clone();
+            let ids: Vec<Id> = (0..60).collect();
+            append(&tier, &ids, 900, &rows).unwrap();
+            rows.extend(ids.into_iter().map(|id| (id, 900)));
+            tier.publish(1000, StateCounters::default()).unwrap();
+            drop(tier);
+            let engine: Arc<dyn IoEngine> = Arc::new(copy.crash());
+            let (tier, _) = open(&engine, bytes, Reopen::Resume, None).unwrap();
+            check_rows(&tier, &rows, &[], context);
+        }
+    }
+}
+
+/// Every id is as in `rows`, and no other is here; the `doubtful` may be of any version.
+fn check_rows(tier: &SsdTier, rows: &Rows, doubtful: &[Id], context: &str) {
+    let ids: Vec<Id> = (-IDS..IDS).collect();
+    let found = fetch(tier, &ids).unwrap_or_else(|e| panic!("{context}: {e}"));
+    for (id, found) in ids.iter().zip(found) {
+        assert!(found == rows.get(id).copied() || doubtful.contains(id), "{context}: id {id} is {found:?}");
+    }
+    if doubtful.is_empty() {
+        assert_eq!(tier.rows(), rows.len() as u64, "{context}");
+        let mut scanned = Rows::new();
+        tier.scan(&mut |row| {
+            assert!(scanned.insert(row.header.id, row.header.count).is_none(), "{context}: scanned twice");
+            Ok(())
+        })
+        .unwrap();
+        assert!(&scanned == rows, "{context}");
+    }
+}
+
+fn engines() -> (MemoryEngine, FaultEngine, Arc<dyn IoEngine>) {
+    let memory = MemoryEngine::default();
+    let fault = FaultEngine::new(Arc::new(memory.clone()));
+    (memory, fault.clone(), Arc::new(fault))
+}
+
+/// Open a fresh directory and run the workload, whatever fails.
+fn run(engine: &Arc<dyn IoEngine>, bytes: u64) -> (Run, Option<SsdTier>, Result<()>) {
+    let mut run = Run::default();
+    match open(engine, bytes, Reopen::Never, None) {
+        Ok((tier, _)) => {
+            let outcome = run.go(&tier);
+            (run, Some(tier), outcome)
+        }
+        Err(error) => (run, None, Err(error)),
+    }
+}
+
+fn is_of_storage(error: &Error) -> bool {
+    matches!(error.kind(), Kind::Storage | Kind::ReadOnly)
+}
+
+#[test]
+fn the_workload_compacts_and_gives_no_state_up() {
+    let (memory, fault, engine) = engines();
+    let (run, tier, outcome) = run(&engine, CAP);
+    outcome.unwrap();
+    let tier = tier.unwrap();
+    check_rows(&tier, &run.rows, &[], "at the end");
+    let stats = tier.stats();
+    assert!(stats.compaction_bytes > 0 && !stats.published_given_up, "{stats:?}");
+    let removed = fault.log().iter().filter(|(operation, _)| *operation == Operation::RemoveFile).count();
+    assert!(removed > 20, "{removed} files removed");
+    assert!(fault.changes() > 200, "{} changes", fault.changes());
+    drop(tier);
+    run.check_resumes(CAP, &memory.crash(), false, "at the end");
+}
+
+/// Stop the world after 0, `step`, 2 `step`, … changes, until the workload comes to its end.
+fn cut_power(bytes: u64, step: usize) {
+    for passing in (0..).step_by(step) {
+        let (memory, fault, engine) = engines();
+        fault.hit_change(passing, Fault::Stop);
+        let (run, tier, outcome) = run(&engine, bytes);
+        let given_up = tier.as_ref().is_some_and(|tier| tier.stats().published_given_up);
+        assert!(outcome.as_ref().err().is_none_or(is_of_storage), "{outcome:?}");
+        let images = [memory.crash(), memory.crash_torn(passing), memory.crash_torn(!passing), memory.kill()];
+        drop(tier);
+        for (number, image) in images.iter().enumerate() {
+            run.check_resumes(bytes, image, given_up, &format!("stopped after {passing} changes, image {number}"));
+        }
+        if !fault.is_stopped() {
+            assert!(passing > 200);
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_power_cut_at_every_operation_leaves_the_published_states_whole() {
+    cut_power(CAP, 1);
+}
+
+#[test]
+fn a_power_cut_where_states_are_given_up_for_room_leaves_those_that_were_not_whole() {
+    cut_power(TIGHT_CAP, 3);
+}
+
+#[test]
+fn after_an_error_at_any_operation_the_rows_are_readable_and_the_states_whole() {
+    let mut read_only = 0;
+    for passing in 0.. {
+        let (memory, fault, engine) = engines();
+        let errno = [libc::ENOSPC, libc::EIO][passing as usize % 2];
+        fault.hit_change(passing, if passing % 3 == 0 { Fault::Tear(errno) } else { Fault::Fail(errno) });
+        let (run, tier, outcome) = run(&engine, CAP);
+        let context = format!("errno {errno} after {passing} changes");
+        let Some(tier) = tier else {
+            assert_eq!(outcome.unwrap_err().errno(), Some(errno), "{context}");
+            continue;
+        };
+        check_rows(&tier, &run.rows, &run.doubtful, &context);
+        if let Err(error) = outcome {
+            assert!(is_of_storage(&error) && error.errno() == Some(errno), "{context}: {error:?}");
+            // What failed stays failed: no later write may pretend that the store is whole.
+            for outcome in
+                [append(&tier, &[1], 99, &run.rows), tier.remove(&[1]), tier.publish(500, StateCounters::default())]
+            {
+                let error = outcome.expect_err(&context);
+                assert_eq!((error.kind(), error.errno()), (Kind::ReadOnly, Some(errno)), "{context}: {error}");
+            }
+            check_rows(&tier, &run.rows, &run.doubtful, &context);
+            read_only += 1;
+        }
+        let given_up = tier.stats().published_given_up;
+        drop(tier);
+        for (number, image) in [memory.crash(), memory.crash_torn(passing), memory.kill()].iter().enumerate() {
+            run.check_resumes(CAP, image, given_up, &format!("{context}, image {number}"));
+        }
+        if fault.changes() <= passing {
+            break;
+        }
+    }
+    assert!(read_only > 100, "{read_only} errors reached a caller");
+}
+
+#[test]
+fn a_bit_flipped_in_any_write_is_never_taken_for_data() {
+    let mut noticed = 0;
+    for passing in 0.. {
+        let (memory, fault, engine) = engines();
+        fault.hit_once(Operation::Write, passing, Fault::Flip);
+        let (run, tier, outcome) = run(&engine, CAP);
+        assert!(outcome.as_ref().err().is_none_or(|e| e.kind() == Kind::Corruption), "{outcome:?}");
+        drop(tier);
+        let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
+        let found = open(&engine, CAP, Reopen::Resume, None).map_err(|error| error.kind()).and_then(|(tier, _)| {
+            let last = run.published.last().unwrap();
+            for id in -IDS..IDS {
+                let found = fetch(&tier, &[id]).map_err(|error| error.kind())?;
+                assert_eq!(found[0], last.rows.get(&id).copied(), "id {id}, write {passing} flipped");
+            }
+            Ok(())
+        });
+        match found {
+            Ok(()) => {}
+            Err(Kind::Corruption) => noticed += 1,
+            Err(other) => panic!("write {passing} flipped: {other:?}"),
+        }
+        let writes = fault.log().iter().filter(|(operation, _)| *operation == Operation::Write).count();
+        if writes as u64 <= passing {
+            break;
+        }
+    }
+    assert!(noticed > 0);
+}
