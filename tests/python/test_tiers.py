@@ -22,17 +22,17 @@ from tables import (
 from torchrec_embcache import EmbCacheWarning, TierBudgets
 
 POLICIES = ["lru", "lfu", "s3fifo"]
-BATCHES = random_batches(20, 6, 300, seed=1)
+BATCHES = random_batches(24, 6, 160, seed=1)
 # Host and device budgets from one batch's working set (about 15 rows) to every row.
 BUDGETS = {
     "host": {"host_bytes": "1MiB"},
     "ssd_batch": {"host_bytes": "3KiB", "ssd_bytes": "64MiB"},
-    "ssd_half": {"host_bytes": "16KiB", "ssd_bytes": "64MiB"},
+    "ssd_half": {"host_bytes": "8KiB", "ssd_bytes": "64MiB"},
     "ssd_all": {"host_bytes": "1MiB", "ssd_bytes": "64MiB"},
     "device_batch": {"host_bytes": "1MiB", "device_bytes": "3KiB"},
     "device_all": {"host_bytes": "1MiB", "device_bytes": "1MiB"},
-    "three_batch": {"host_bytes": "3KiB", "device_bytes": "3KiB", "ssd_bytes": "64MiB"},
-    "three_half": {"host_bytes": "16KiB", "device_bytes": "4KiB", "ssd_bytes": "64MiB"},
+    "three_batch": {"host_bytes": "2KiB", "device_bytes": "3KiB", "ssd_bytes": "64MiB"},
+    "three_half": {"host_bytes": "2KiB", "device_bytes": "5KiB", "ssd_bytes": "64MiB"},
 }
 
 
@@ -52,6 +52,20 @@ def trained(batches, lookahead=0, **settings):
 @pytest.fixture(scope="module")
 def reference():
     return trained(BATCHES)
+
+
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_budgets_of_these_tests_move_rows_between_the_tiers_they_name(name, tmp_path):
+    with make_bag(tiers=budgets(name, tmp_path / "d"), policy="lru") as bag:
+        train(bag, BATCHES, 4)
+        stats = bag.stats()
+        small = name.endswith(("_batch", "_half"))
+        if stats.device is not None:
+            assert (stats.device.evictions > 50) == small
+        if stats.ssd is not None:
+            assert (stats.host.evictions > 20) == small
+            assert (stats.ssd.hits > 0) == small
 
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
