@@ -68,6 +68,12 @@ impl Pool {
         lock(&self.counts).out > SHARE
     }
 
+    /// Buffers that tables and the flusher have now.
+    #[cfg(test)]
+    pub(super) fn out(&self) -> usize {
+        lock(&self.counts).out
+    }
+
     /// Wait while too much waits for the disk. To be called without any lock.
     pub(super) fn throttle(&self) {
         let mut counts = lock(&self.counts);
@@ -92,17 +98,35 @@ impl Pool {
 /// (the rest is in the next block too).
 #[derive(Debug)]
 pub(super) struct Block {
-    pub(super) buffer: AlignedBuf,
+    /// `None` only while it is dropped.
+    buffer: Option<AlignedBuf>,
     pub(super) start: u64,
     pub(super) filled: usize,
     pub(super) to_write: usize,
 }
 
+impl Drop for Block {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            Pool::shared().give(buffer);
+        }
+    }
+}
+
 impl Block {
+    pub(super) fn new(buffer: AlignedBuf, start: u64, filled: usize, to_write: usize) -> Self {
+        Self { buffer: Some(buffer), start, filled, to_write }
+    }
+
+    /// All of its bytes, and after them whatever is in the buffer.
+    pub(super) fn bytes(&self) -> &[u8] {
+        self.buffer.as_deref().unwrap_or_default()
+    }
+
     /// The bytes at `offset` of the file, if all of them are here.
     pub(super) fn get(&self, offset: u64, len: usize) -> Option<&[u8]> {
         let at = offset.checked_sub(self.start)? as usize;
         let end = at.checked_add(len)?;
-        (end <= self.filled).then(|| &self.buffer[at..end])
+        (end <= self.filled).then(|| &self.bytes()[at..end])
     }
 }

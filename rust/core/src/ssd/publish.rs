@@ -50,6 +50,7 @@ impl Shared {
         state.published.push(published);
         state.given_up = false;
         state.reap();
+        state.prune_tombstones();
         while state.published.len() > STATES {
             self.forget_at(&mut state, 0)?;
         }

@@ -251,7 +251,7 @@ impl Segment {
             };
             // What cannot be written stays in its block, to be read from there.
             let result = if self.doomed.load(Ordering::Relaxed) {
-                self.drop_block(job.into_block());
+                self.drop_block(job.block());
                 Ok(())
             } else if self.space.has_failed() {
                 Ok(())
@@ -268,15 +268,15 @@ impl Segment {
     fn run(&self, job: Job) -> Result<()> {
         match job {
             Job::Write(block) => {
-                self.file.write_at(block.start, &block.buffer[..block.to_write])?;
+                self.file.write_at(block.start, &block.bytes()[..block.to_write])?;
                 self.space.wrote(block.to_write);
                 self.written.store(block.start + block.to_write as u64, Ordering::Release);
-                self.drop_block(block);
+                self.drop_block(&block);
             }
             Job::Seal { tail, mut entries } => {
                 let footer = entries.len() * ENTRY_BYTES + TRAILER_BYTES;
                 let mut bytes = AlignedBuf::zeroed((tail.filled + footer).next_multiple_of(ALIGNMENT));
-                bytes[..tail.filled].copy_from_slice(&tail.buffer[..tail.filled]);
+                bytes[..tail.filled].copy_from_slice(&tail.bytes()[..tail.filled]);
                 let trailer = encode_footer(&mut entries, self.serial, &mut bytes[tail.filled..tail.filled + footer]);
                 self.file.write_at(tail.start, &bytes)?;
                 self.space.wrote(bytes.len());
@@ -284,7 +284,7 @@ impl Segment {
                 self.file.set_len(file_bytes)?;
                 self.file.sync()?;
                 self.written.store(file_bytes, Ordering::Release);
-                self.drop_block(tail);
+                self.drop_block(&tail);
                 let held = file_bytes.next_multiple_of(ALIGNMENT as u64);
                 let before = self.bytes.swap(held, Ordering::Relaxed);
                 self.sealed.get_or_init(|| Sealed { trailer, file_bytes });
@@ -294,17 +294,13 @@ impl Segment {
         Ok(())
     }
 
-    fn drop_block(&self, block: Arc<Block>) {
-        lock(&self.blocks).retain(|other| !Arc::ptr_eq(other, &block));
-        // Readers copy under the lock above, so this was the last handle.
-        if let Ok(block) = Arc::try_unwrap(block) {
-            Pool::shared().give(block.buffer);
-        }
+    fn drop_block(&self, block: &Arc<Block>) {
+        lock(&self.blocks).retain(|other| !Arc::ptr_eq(other, block));
     }
 }
 
 impl Job {
-    fn into_block(self) -> Arc<Block> {
+    fn block(&self) -> &Arc<Block> {
         match self {
             Self::Write(block) | Self::Seal { tail: block, .. } => block,
         }
@@ -410,7 +406,7 @@ impl OpenSegment {
         next[..left].copy_from_slice(&self.buffer[self.filled - left..self.filled]);
         let buffer = std::mem::replace(&mut self.buffer, next);
         let to_write = (whole - self.start) as usize;
-        let block = Arc::new(Block { buffer, start: self.start, filled: self.filled, to_write });
+        let block = Arc::new(Block::new(buffer, self.start, self.filled, to_write));
         self.start = carry;
         self.filled = left;
         self.segment.submit(&block, Job::Write(block.clone()), self.background);
@@ -443,7 +439,7 @@ impl OpenSegment {
 
     /// No more records: the flusher writes the rest, the footer, and syncs. The segment is [`Segment::sealed`] when that is done.
     pub(super) fn seal(self) -> Arc<Segment> {
-        let tail = Arc::new(Block { buffer: self.buffer, start: self.start, filled: self.filled, to_write: 0 });
+        let tail = Arc::new(Block::new(self.buffer, self.start, self.filled, 0));
         self.segment.submit(&tail, Job::Seal { tail: tail.clone(), entries: self.entries }, self.background);
         self.segment
     }

@@ -144,7 +144,7 @@ impl State {
         self.segments.iter().flatten()
     }
 
-    /// Let go of sealed segments without live rows, and of tombstones that nothing needs any more.
+    /// Let go of sealed segments without live rows, and then of tombstones that nothing needs any more.
     pub(super) fn reap(&mut self) {
         if self.emptied.is_empty() {
             return;
@@ -178,7 +178,8 @@ impl State {
         self.current().filter(|s| s.content == Content::Rows && s.dead() > 0).min_by_key(|s| s.serial)
     }
 
-    fn prune_tombstones(&mut self) {
+    /// Let go of tombstones that nothing needs any more.
+    pub(super) fn prune_tombstones(&mut self) {
         if self.tombstones.is_empty() {
             return;
         }
@@ -274,6 +275,7 @@ impl Shared {
             self.check_writable()?;
             let mut state = lock(&self.state);
             state.reap();
+            state.prune_tombstones();
             if self.home.space.free_bytes() >= self.bytes_to_open(stream) {
                 return Ok(());
             }

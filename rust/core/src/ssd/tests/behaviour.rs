@@ -1,7 +1,10 @@
 //! One test a behaviour.
 
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
 use super::*;
 use crate::io::MemoryEngine;
+use crate::ssd::buffer::{BLOCK_BYTES, Pool};
 
 #[test]
 fn rows_are_found_before_and_after_they_are_written() {
@@ -17,4 +20,137 @@ fn rows_are_found_before_and_after_they_are_written() {
         settle(&tier);
     }
     assert_eq!(tier.stats().tier.rows, 1000);
+}
+
+#[test]
+fn fetches_and_scans_beside_appends_and_compaction_see_each_row_whole_and_no_older_than_when_they_began() {
+    const ROWS: Id = 500;
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let (tier, _) = open_tuned(&engine, &config(128 << 10, Reopen::Never), TINY).unwrap();
+    let ids: Vec<Id> = (0..ROWS).collect();
+    let version = |version: u32| -> Vec<Row> { ids.iter().map(|id| Row::new(*id, version)).collect() };
+    append(&tier, &version(1), |_| false).unwrap();
+    let (written, done) = (AtomicU32::new(1), AtomicBool::new(false));
+    let check = |row: &Row, least: u32| {
+        assert_eq!(row, &Row::new(row.header.id, row.header.count));
+        assert!(row.header.count >= least, "version {} of {}, not {least}", row.header.count, row.header.id);
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !done.load(Ordering::Acquire) {
+                    let least = written.load(Ordering::Acquire);
+                    fetch(&tier, &ids).unwrap().iter().for_each(|row| check(row.as_ref().unwrap(), least));
+                }
+            });
+        }
+        scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                let rows = scan(&tier).unwrap();
+                assert!(rows.windows(2).all(|pair| pair[0].header.id < pair[1].header.id), "an id twice");
+                rows.iter().for_each(|row| check(row, 1));
+            }
+        });
+        for number in 2..150 {
+            let some: Vec<Row> = version(number).into_iter().filter(|row| row.header.id % 5 != 0).collect();
+            append(&tier, &some, |_| true).unwrap();
+            let rest: Vec<Row> = version(number).into_iter().filter(|row| row.header.id % 5 == 0).collect();
+            append(&tier, &rest, |_| true).unwrap();
+            written.store(number, Ordering::Release);
+        }
+        done.store(true, Ordering::Release);
+    });
+    assert!(tier.stats().compaction_bytes > 0);
+}
+
+#[test]
+fn a_scan_beside_compaction_misses_no_row_that_is_not_appended_meanwhile() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let (tier, _) = open_tuned(&engine, &config(128 << 10, Reopen::Never), TINY).unwrap();
+    let still: Vec<Row> = (0..300).map(|id| Row::new(id, 1)).collect();
+    append(&tier, &still, |_| false).unwrap();
+    let busy = |version| (300..500).map(|id| Row::new(id, version)).collect::<Vec<_>>();
+    append(&tier, &busy(1), |_| false).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                let rows: Vec<Row> = scan(&tier).unwrap().into_iter().filter(|row| row.header.id < 300).collect();
+                assert_eq!(rows, still);
+            }
+        });
+        for version in 2..100 {
+            append(&tier, &busy(version), |_| true).unwrap();
+        }
+        done.store(true, Ordering::Release);
+    });
+}
+
+#[test]
+fn tombstones_go_when_no_dead_record_is_left_that_they_could_be_for() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let (tier, _) = open_tuned(&engine, &config(256 << 10, Reopen::Never), TINY).unwrap();
+    let rows = |ids: std::ops::Range<Id>| ids.map(|id| Row::new(id, 1)).collect::<Vec<_>>();
+    append(&tier, &rows(0..200), |_| false).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    tier.remove(&(0..200).collect::<Vec<Id>>()).unwrap();
+    for token in 2..5 {
+        append(&tier, &rows(token as Id * 1000..token as Id * 1000 + 10), |_| false).unwrap();
+        tier.publish(token, StateCounters::default()).unwrap();
+    }
+    assert!(tier.shared.state.lock().unwrap().tombstones.is_empty());
+    assert_eq!(scan(&tier).unwrap().len(), 30);
+}
+
+#[test]
+fn hundreds_of_tables_with_a_few_rows_each_share_the_process_buffers() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let usual = Tuning { segment_bytes: Some(4 << 20), ..Tuning::default() };
+    let tiers: Vec<SsdTier> = (0..200)
+        .map(|table| {
+            let mut config = config(64 << 20, Reopen::Never);
+            config.dir = format!("/embcache-test/{table}").into();
+            let (shared, _) = Shared::open(&config, &identity(), layout(), engine.clone(), usual).unwrap();
+            assert_eq!(shared.home.block_bytes, BLOCK_BYTES);
+            SsdTier { shared }
+        })
+        .collect();
+    let ids: Vec<Id> = (0..300).collect();
+    for version in 1..4 {
+        for tier in &tiers {
+            let rows: Vec<Row> = ids.iter().map(|id| Row::new(*id, version)).collect();
+            append(tier, &rows, |_| version > 1).unwrap();
+        }
+    }
+    assert!(Pool::shared().out() < 100, "{} buffers out", Pool::shared().out());
+    for tier in &tiers {
+        let expected: Vec<Option<Row>> = ids.iter().map(|id| Some(Row::new(*id, 3))).collect();
+        assert_eq!(fetch(tier, &ids).unwrap(), expected);
+    }
+}
+
+#[test]
+fn records_larger_than_a_block_go_through() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let dim = 65_536;
+    let layout = OptimizerKind::Adam.layout(dim);
+    let identity = Identity { dim: dim as u64, optimizer: "adam".into(), ..identity() };
+    let config = config(64 << 20, Reopen::Never);
+    let (shared, _) = Shared::open(&config, &identity, layout, engine, Tuning::default()).unwrap();
+    let tier = SsdTier { shared };
+    let rows = tier.capacity_rows() as Id;
+    assert!(rows > 20, "{rows}");
+    let row = |id: Id| (RowHeader { id, ..RowHeader::default() }, vec![id as f32; layout.vector_floats()]);
+    for version in 0..3 {
+        for id in 0..rows {
+            let (header, vector) = row(id);
+            tier.append(&[RowRef { header: &header, vector: &vector }], &[version > 0]).unwrap();
+        }
+    }
+    for id in 0..rows {
+        let (mut header, mut vector) = (RowHeader::default(), vec![f32::NAN; layout.vector_floats()]);
+        let place = RowMut { header: &raw mut header, vector: vector.as_mut_ptr() };
+        assert!(tier.fetch(vec![(id, place)]).wait().unwrap().is_empty());
+        assert_eq!((header, vector), row(id));
+    }
 }

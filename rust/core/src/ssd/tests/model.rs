@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::Kind;
 use crate::io::MemoryEngine;
+use crate::ssd::segment::OpenSegment;
 use crate::sync::lock;
 
 const IDS: Id = 400;
@@ -31,6 +32,8 @@ enum Op {
     Publish,
     Compact,
     Scan,
+    /// What happens at the end of an append where the process's buffers are scarce.
+    Spill,
     Evict {
         rows: u64,
         keep_multiples_of: Id,
@@ -54,6 +57,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => Just(Op::Publish),
         3 => Just(Op::Compact),
         1 => Just(Op::Scan),
+        2 => Just(Op::Spill),
         1 => (1..100_u64, 2..5_i64).prop_map(|(rows, keep_multiples_of)| Op::Evict { rows, keep_multiples_of }),
         1 => Just(Op::Clear),
         2 => (proptest::option::of(any::<u64>()), any::<bool>()).prop_map(|(power, older)| Op::Die { power, older }),
@@ -119,6 +123,10 @@ impl World {
             Op::Scan => {
                 let expected: Vec<Row> = self.rows.values().cloned().collect();
                 assert_eq!(scan(self.tier()).unwrap(), expected);
+            }
+            Op::Spill => {
+                lock(&self.tier().shared.state).open.iter_mut().flatten().for_each(OpenSegment::spill);
+                self.check_fetch(&(-IDS..IDS).collect::<Vec<_>>());
             }
             Op::Evict { rows, keep_multiples_of } => {
                 let keep = |id: Id| id % keep_multiples_of == 0;
