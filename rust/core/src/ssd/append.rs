@@ -23,7 +23,7 @@ impl Shared {
         self.check_rows(rows, known)?;
         self.check_writable()?;
         let new = known.iter().filter(|known| !**known).count() as u64;
-        let held = lock(&self.state).index.len() as u64;
+        let held = self.view().index.len() as u64;
         if new > 0 && held + new > self.home.geometry.capacity_rows {
             return Err(self.full(held, new));
         }
@@ -33,7 +33,7 @@ impl Shared {
             if self.home.space.has_failed() {
                 self.check_writable()?;
             }
-            let mut state = lock(&self.state);
+            let mut state = self.state();
             if !self.ready(&mut state, Stream::Fresh)? {
                 drop(state);
                 let room = self.wait_for_room(Stream::Fresh);
@@ -101,7 +101,7 @@ impl Shared {
     /// Where buffers are scarce, keep none that is half filled.
     fn spill_if_short(&self) {
         if Pool::shared().is_short() {
-            lock(&self.state).open.iter_mut().flatten().for_each(OpenSegment::spill);
+            self.state().open.iter_mut().flatten().for_each(OpenSegment::spill);
         }
     }
 
@@ -116,7 +116,7 @@ impl Shared {
         let mut done = 0;
         while done < ids.len() {
             Pool::shared().throttle();
-            let mut state = lock(&self.state);
+            let mut state = self.state();
             if !self.ready(&mut state, Stream::Tombstones)? {
                 drop(state);
                 self.wait_for_room(Stream::Tombstones)?;
@@ -150,7 +150,7 @@ impl Shared {
         self.check_writable()?;
         let _publishing = lock(&self.publishing);
         let _compacting = lock(&self.compacting);
-        let mut state = lock(&self.state);
+        let mut state = self.state();
         state.index.clear();
         state.emptied.clear();
         state.tombstones.clear();
@@ -172,7 +172,7 @@ impl Shared {
         let (mut after, mut gone_before) = (0, 0);
         while (gone.len() as u64) < rows {
             let oldest = {
-                let state = lock(&self.state);
+                let state = self.view();
                 let later = state.current().filter(|s| s.serial > after && s.content == Content::Rows);
                 later.filter(|s| s.live.load(Ordering::Relaxed) > 0).min_by_key(|s| s.serial).cloned()
             };
@@ -187,7 +187,7 @@ impl Shared {
             after = segment.serial;
             let entries = self.entries_of(&segment)?;
             let here: Vec<(Id, Location)> = {
-                let state = lock(&self.state);
+                let state = self.view();
                 let places = entries.iter().map(|entry| (entry.id, segment.location(entry.record)));
                 places.filter(|(id, location)| state.index.is_at(*id, *location)).collect()
             };
@@ -207,7 +207,7 @@ impl Shared {
         loop {
             let generation = self.home.space.generation();
             {
-                let state = lock(&self.state);
+                let state = self.view();
                 if let Some(open) = state.open.iter().flatten().find(|open| Arc::ptr_eq(&open.segment, segment)) {
                     return Ok(open.entries.clone());
                 }

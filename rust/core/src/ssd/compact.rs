@@ -102,14 +102,14 @@ impl Shared {
     pub(super) fn compact_once(self: &Arc<Self>) -> bool {
         let _compacting = lock(&self.compacting);
         let victim = {
-            let mut state = lock(&self.state);
+            let mut state = self.state();
             state.reap();
             let Some(victim) = victim(self, &state) else { return false };
             state.moving = true;
             victim
         };
         let moved = self.move_rows(&victim);
-        let mut state = lock(&self.state);
+        let mut state = self.state();
         state.moving = false;
         let emptied = victim.live.load(Ordering::Relaxed) == 0;
         if moved.is_err() {
@@ -148,7 +148,7 @@ impl Shared {
 
     /// Move the live ones of the records from number `first` on; false when there is no more room.
     fn move_chunk(self: &Arc<Self>, victim: &Segment, first: u32, chunk: &[u8], ids: &[Id]) -> Result<bool> {
-        let mut state = lock(&self.state);
+        let mut state = self.state();
         if state.closed || self.home.space.has_failed() {
             return Ok(false);
         }

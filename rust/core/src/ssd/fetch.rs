@@ -143,7 +143,7 @@ impl FetchJob {
         let tier = self.tier.clone();
         let ids: Vec<Id> = self.wanted.iter().map(|(id, _)| *id).collect();
         let mut locations = vec![None; ids.len()];
-        let state = lock(&tier.state);
+        let state = tier.view();
         state.index.get_batch(&ids, &mut locations);
         let mut listed = vec![u32::MAX; state.segments.len()];
         for (position, location) in locations.into_iter().enumerate() {

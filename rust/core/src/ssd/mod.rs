@@ -43,7 +43,6 @@ use crate::error::Result;
 use crate::io::IoEngine;
 use crate::rows::{RowLayout, RowMut, RowRef};
 use crate::stats::{SsdStats, TierStats};
-use crate::sync::lock;
 use crate::types::Id;
 
 pub use fetch::{Fetch, FetchBatch};
@@ -115,7 +114,7 @@ impl SsdTier {
 
     /// Rows here, tombstones not counted.
     pub fn rows(&self) -> u64 {
-        lock(&self.shared.state).index.len() as u64
+        self.shared.view().index.len() as u64
     }
 
     /// How many rows the cap can hold, compaction's headroom subtracted.
@@ -125,7 +124,7 @@ impl SsdTier {
 
     /// Bytes of RAM that grow with the rows here (index, live counts).
     pub fn index_bytes(&self) -> u64 {
-        let state = lock(&self.shared.state);
+        let state = self.shared.view();
         let entries: usize = state.open.iter().flatten().map(|open| open.entries.capacity()).sum();
         (state.index.bytes() + entries * size_of::<Entry>()) as u64
     }
@@ -133,7 +132,7 @@ impl SsdTier {
     /// For each id whether it may be here.
     pub fn maybe_contains(&self, ids: &[Id], maybe: &mut [bool]) {
         let mut locations = [None; 256];
-        let state = lock(&self.shared.state);
+        let state = self.shared.view();
         for (ids, maybe) in ids.chunks(locations.len()).zip(maybe.chunks_mut(locations.len())) {
             let locations = &mut locations[..ids.len()];
             state.index.get_batch(ids, locations);
@@ -196,14 +195,14 @@ impl SsdTier {
 
     /// Whether the states that a resume could take were given up for space since the last `publish`.
     pub fn published_given_up(&self) -> bool {
-        lock(&self.shared.state).given_up
+        self.shared.view().given_up
     }
 
     /// Counters.
     pub fn stats(&self) -> SsdStats {
         let index_bytes = self.index_bytes();
         let (counters, space) = (&self.shared.counters, &self.shared.home.space);
-        let state = lock(&self.shared.state);
+        let state = self.shared.view();
         SsdStats {
             tier: TierStats {
                 rows: state.index.len() as u64,

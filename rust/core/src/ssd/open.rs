@@ -2,8 +2,7 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::background::Background;
 use super::format::Schema;
@@ -11,7 +10,7 @@ use super::index::TagIndex;
 use super::manifest::{Published, StateFile, is_temporary, state_path, state_token, tokens};
 use super::recover::{Opened, restore};
 use super::segment::{Home, segment_serial};
-use super::shared::{Counters, Shared, State};
+use super::shared::{Shared, State};
 use super::space::{Geometry, SPARE_SEGMENTS, Space};
 use super::{Identity, StateCounters};
 use crate::config::{Reopen, SsdConfig};
@@ -52,7 +51,7 @@ impl Shared {
         if config.reopen == Reopen::Never && !ours {
             return Err(not_empty(&config.dir, found.len()));
         }
-        let lock = engine.lock_dir(&config.dir)?;
+        let held = engine.lock_dir(&config.dir)?;
         let block_bytes = tuning.block_bytes.unwrap_or_else(|| Home::usual_block_bytes(&geometry));
         let home = Home {
             dir: config.dir.clone(),
@@ -78,17 +77,7 @@ impl Shared {
             Reopen::Resume if listing.is_empty() && config.resume_token.is_none() => None,
             Reopen::Resume => Some(resume(config, identity, &layout, &home, &listing, &mut state)?),
         };
-        let shared = Arc::new(Self {
-            home,
-            layout,
-            identity: identity.clone(),
-            state: Mutex::new(state),
-            publishing: Mutex::new(()),
-            compacting: Mutex::new(()),
-            compaction_scheduled: AtomicBool::new(false),
-            counters: Counters::default(),
-            lock: Mutex::new(Some(lock)),
-        });
+        let shared = Arc::new(Self::new(home, layout, identity.clone(), state, held));
         Ok((shared, counters))
     }
 }

@@ -23,7 +23,7 @@ impl Shared {
         let (published, write_seq, rows) = {
             // No state names a segment that is being emptied beside the copies of its rows.
             let _compacting = lock(&self.compacting);
-            let mut state = lock(&self.state);
+            let mut state = self.state();
             if let Some(last) = state.last_token
                 && token <= last
             {
@@ -45,7 +45,7 @@ impl Shared {
                 return Err(error);
             }
         }
-        let mut state = lock(&self.state);
+        let mut state = self.state();
         state.last_token = Some(token);
         state.published.push(published);
         state.given_up = false;
@@ -107,7 +107,7 @@ impl Shared {
     pub(super) fn forget_published(&self, token: u64) -> Result<()> {
         let _publishing = lock(&self.publishing);
         self.check_writable()?;
-        let mut state = lock(&self.state);
+        let mut state = self.state();
         match state.published.iter().position(|published| published.token == token) {
             Some(place) => self.forget_at(&mut state, place),
             None => Ok(()),
@@ -125,7 +125,7 @@ impl Shared {
     pub(super) fn close(&self) -> Result<()> {
         let _publishing = lock(&self.publishing);
         {
-            let mut state = lock(&self.state);
+            let mut state = self.state();
             if state.closed {
                 return Ok(());
             }

@@ -44,7 +44,7 @@ impl Shared {
 
     fn parts(&self) -> Vec<Part> {
         let _compacting = lock(&self.compacting);
-        let state = lock(&self.state);
+        let state = self.view();
         let rows = state.current().filter(|segment| segment.content == Content::Rows);
         rows.map(|segment| {
             segment.scans.fetch_add(1, Ordering::Relaxed);
@@ -76,7 +76,7 @@ impl Shared {
             ids.extend(chunk.chunks_exact(record_bytes).map(|record| le_u64(record, 8) as i64));
             here.clear();
             here.resize(ids.len(), None);
-            lock(&self.state).index.get_batch(&ids, &mut here);
+            self.view().index.get_batch(&ids, &mut here);
             for (at, record) in chunk.chunks_exact(record_bytes).enumerate() {
                 let number = first + at as u32;
                 if here[at] != Some(segment.location(number)) {

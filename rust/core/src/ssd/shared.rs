@@ -1,7 +1,7 @@
 //! What the threads of one tier share: its state under one lock, its space, its counters.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::Identity;
 use super::compact;
@@ -12,7 +12,6 @@ use super::segment::{Home, OpenSegment, Segment};
 use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
 use crate::rows::RowLayout;
-use crate::sync::lock;
 
 /// Which open segment a record goes to. Rows that compaction moves are cold and stay apart from those that come from RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,7 +86,7 @@ pub(super) struct Shared {
     pub(super) home: Home,
     pub(super) layout: RowLayout,
     pub(super) identity: Identity,
-    pub(super) state: Mutex<State>,
+    state: RwLock<State>,
     pub(super) publishing: Mutex<()>,
     /// Held while a segment's rows are moved.
     pub(super) compacting: Mutex<()>,
@@ -227,13 +226,37 @@ impl State {
 }
 
 impl Shared {
+    pub(super) fn new(home: Home, layout: RowLayout, identity: Identity, state: State, held: DirLock) -> Self {
+        Self {
+            home,
+            layout,
+            identity,
+            state: RwLock::new(state),
+            publishing: Mutex::new(()),
+            compacting: Mutex::new(()),
+            compaction_scheduled: AtomicBool::new(false),
+            counters: Counters::default(),
+            lock: Mutex::new(Some(held)),
+        }
+    }
+
+    /// The state, to change it. Those who wait for this go before those who wait to read, so that fetches starve nobody.
+    pub(super) fn state(&self) -> RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state, to look things up.
+    pub(super) fn view(&self) -> RwLockReadGuard<'_, State> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// `ReadOnly` after a failed write, `State` when closed or in a forked process.
     pub(super) fn check_writable(&self) -> Result<()> {
         self.home.background.check_process()?;
         if let Some(cause) = self.home.space.failed() {
             return Err(read_only(&cause));
         }
-        if lock(&self.state).closed {
+        if self.view().closed {
             return Err(Error::new(Kind::State, "the SSD tier is closed: open the table again"));
         }
         Ok(())
@@ -273,7 +296,7 @@ impl Shared {
         loop {
             let generation = self.home.space.generation();
             self.check_writable()?;
-            let mut state = lock(&self.state);
+            let mut state = self.state();
             state.reap();
             state.prune_tombstones();
             if self.home.space.free_bytes() >= self.bytes_to_open(stream) {

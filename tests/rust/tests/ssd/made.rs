@@ -49,13 +49,13 @@ pub(crate) fn header(id: Id, version: u32) -> RowHeader {
         last_step: bits,
         count: version,
         score: (bits >> 40) as f32,
-        scalar: (bits >> 20) as u16 as f32,
+        scalar: f32::from((bits >> 20) as u16),
         modified_epoch: version % 5,
     }
 }
 
 pub(crate) fn vector(id: Id, version: u32) -> Vec<f32> {
-    (0..DIM as i64).map(|at| (hash_id(id * 64 + at) >> (version % 32)) as u16 as f32).collect()
+    (0..DIM as i64).map(|at| f32::from((hash_id(id * 64 + at) >> (version % 32)) as u16)).collect()
 }
 
 /// Append version `version` of `ids`, and note it in `held`.

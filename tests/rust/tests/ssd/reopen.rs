@@ -14,6 +14,8 @@ use crate::made::{Versions, append, check, config, identity, layout, open};
 const DIR: &str = "/embcache-reopen/tier";
 const CAP: u64 = 512 << 10;
 
+type Change = (&'static str, fn(&mut Identity));
+
 fn memory() -> Arc<dyn IoEngine> {
     Arc::new(MemoryEngine::default())
 }
@@ -106,7 +108,6 @@ fn another_table_is_refused_by_the_field_that_differs() {
     let (tier, _) = open(&engine, &config(dir, CAP, Reopen::Never)).unwrap();
     tier.publish(1, StateCounters::default()).unwrap();
     drop(tier);
-    type Change = (&'static str, fn(&mut Identity));
     let changes: [Change; 9] = [
         ("table", |i| i.table = "user".into()),
         ("table key", |i| i.key = 8),

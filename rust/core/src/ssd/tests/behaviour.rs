@@ -40,7 +40,9 @@ fn fetches_and_scans_beside_appends_and_compaction_see_each_row_whole_and_no_old
             scope.spawn(|| {
                 while !done.load(Ordering::Acquire) {
                     let least = written.load(Ordering::Acquire);
-                    fetch(&tier, &ids).unwrap().iter().for_each(|row| check(row.as_ref().unwrap(), least));
+                    for row in fetch(&tier, &ids).unwrap() {
+                        check(&row.unwrap(), least);
+                    }
                 }
             });
         }
@@ -48,10 +50,12 @@ fn fetches_and_scans_beside_appends_and_compaction_see_each_row_whole_and_no_old
             while !done.load(Ordering::Acquire) {
                 let rows = scan(&tier).unwrap();
                 assert!(rows.windows(2).all(|pair| pair[0].header.id < pair[1].header.id), "an id twice");
-                rows.iter().for_each(|row| check(row, 1));
+                for row in &rows {
+                    check(row, 1);
+                }
             }
         });
-        for number in 2..150 {
+        for number in 2..80 {
             let some: Vec<Row> = version(number).into_iter().filter(|row| row.header.id % 5 != 0).collect();
             append(&tier, &some, |_| true).unwrap();
             let rest: Vec<Row> = version(number).into_iter().filter(|row| row.header.id % 5 == 0).collect();
@@ -98,7 +102,7 @@ fn tombstones_go_when_no_dead_record_is_left_that_they_could_be_for() {
         append(&tier, &rows(token as Id * 1000..token as Id * 1000 + 10), |_| false).unwrap();
         tier.publish(token, StateCounters::default()).unwrap();
     }
-    assert!(tier.shared.state.lock().unwrap().tombstones.is_empty());
+    assert!(tier.shared.view().tombstones.is_empty());
     assert_eq!(scan(&tier).unwrap().len(), 30);
 }
 

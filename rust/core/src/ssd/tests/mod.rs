@@ -67,13 +67,13 @@ struct Row {
 impl Row {
     fn new(id: Id, version: u32) -> Self {
         let bits = hash_id(id ^ (i64::from(version) << 32));
-        let vector = (0..DIM).map(|at| (bits >> (at * 8)) as u8 as f32 - 100.0).collect();
+        let vector = (0..DIM).map(|at| f32::from((bits >> (at * 8)) as u8) - 100.0).collect();
         let header = RowHeader {
             id,
             last_step: bits,
             count: version,
             score: (bits >> 40) as f32,
-            scalar: (bits >> 20) as u16 as f32,
+            scalar: f32::from((bits >> 20) as u16),
             modified_epoch: version % 5,
         };
         Self { header, vector }

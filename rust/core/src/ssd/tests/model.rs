@@ -8,7 +8,6 @@ use super::*;
 use crate::error::Kind;
 use crate::io::MemoryEngine;
 use crate::ssd::segment::OpenSegment;
-use crate::sync::lock;
 
 const IDS: Id = 400;
 
@@ -125,7 +124,7 @@ impl World {
                 assert_eq!(scan(self.tier()).unwrap(), expected);
             }
             Op::Spill => {
-                lock(&self.tier().shared.state).open.iter_mut().flatten().for_each(OpenSegment::spill);
+                self.tier().shared.state().open.iter_mut().flatten().for_each(OpenSegment::spill);
                 self.check_fetch(&(-IDS..IDS).collect::<Vec<_>>());
             }
             Op::Evict { rows, keep_multiples_of } => {
@@ -221,7 +220,7 @@ impl World {
     fn check(&self) {
         let tier = self.tier();
         assert_eq!(tier.rows(), self.rows.len() as u64);
-        let state = lock(&tier.shared.state);
+        let state = tier.shared.view();
         let live: u32 = state.current().map(|s| s.live.load(std::sync::atomic::Ordering::Relaxed)).sum();
         assert_eq!(u64::from(live), self.rows.len() as u64, "live counts");
         drop(state);
