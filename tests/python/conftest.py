@@ -1,9 +1,12 @@
 """Fixtures that several test files share."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tables import AMPLE
 from torchrec_embcache import TierBudgets
+from world import World
 
 
 @pytest.fixture(params=["in_place", "device_tier", "torch_kernels"])
@@ -14,3 +17,19 @@ def backend(request, monkeypatch):
     if request.param == "in_place":
         return {"tiers": AMPLE}
     return {"tiers": TierBudgets(host_bytes="16MiB", device_bytes="64KiB")}
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[World]:
+    """Two processes, started by the first test that asks: importing torchrec takes seconds a process."""
+    world = World(2)
+    yield world
+    world.stop()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[World]:
+    """Four processes."""
+    world = World(4)
+    yield world
+    world.stop()

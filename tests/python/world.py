@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-COLLECTIVE_TIMEOUT_S = 60
-ANSWER_TIMEOUT_S = 240
+COLLECTIVE_TIMEOUT_S = 30
+ANSWER_TIMEOUT_S = 90
 
 
 @contextlib.contextmanager
@@ -103,8 +103,11 @@ class World:
 
     def stop(self) -> None:
         """End the processes."""
-        for tasks, process in zip(getattr(self, "_tasks", []), self._processes, strict=False):
+        if not self._processes:
+            return
+        for tasks in self._tasks:
             tasks.put(None)
+        for process in self._processes:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
@@ -112,3 +115,4 @@ class World:
         if self._processes:
             self._folder.cleanup()
         self._processes = []
+        self._folder.cleanup()

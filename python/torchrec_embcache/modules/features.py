@@ -15,7 +15,7 @@ __all__ = ["check_features", "in_order"]
 def check_features(
     features: Any, names: list[str], *, weighted: bool, owner: str, device: torch.device
 ) -> KeyedJaggedTensor:
-    """`features` as a KeyedJaggedTensor with int64 values, checked. Keys that no table reads are allowed, as in TorchRec.
+    """`features` as a KeyedJaggedTensor with int64 values and lengths, checked. Keys that no table reads may be in it.
 
     Raises `InputError` naming `owner`, the field, its value and what to do: a feature that a table reads and the batch lacks, wrong
     dtype or device, lengths that do not sum, weights where the module is not `weighted`, or none where it is. `UnsupportedError`
@@ -54,9 +54,11 @@ def check_features(
         raise InputError(
             f"{owner}: the batch has weights and the module is not weighted: leave them out, or make it with is_weighted=True"
         )
-    if values.dtype != torch.int64:
+    lengths = features.lengths()
+    if values.dtype != torch.int64 or lengths.dtype != torch.int64:
+        # One dtype on every rank: an exchange of another would not fit.
         features = KeyedJaggedTensor(
-            keys=keys, values=values.long(), weights=weights, lengths=features.lengths(), stride=features.stride()
+            keys=keys, values=values.long(), weights=weights, lengths=lengths.long(), stride=features.stride()
         )
     return features
 

@@ -1,6 +1,6 @@
 """The sharded collections: TorchRec's, with our tables below and one exchange that makes an error on one rank an error on all."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,7 @@ class _ShardedCache(CacheModule):
     _lookups: list[CacheLookup]
     _input_dists: list[nn.Module]
     _has_uninitialized_input_dist: bool
+    _create_input_dist: Callable[[list[str]], None]
     training: bool
 
     def _prepare(
@@ -159,6 +160,10 @@ class _ShardedCache(CacheModule):
             ctx.error = error
             checked = self._empty_batch()
         self._input_keys = checked.keys()
+        if self._has_uninitialized_input_dist:
+            # TorchRec would do this after warning of ids at or above num_embeddings, which are fine here.
+            self._create_input_dist(self._input_keys)
+            self._has_uninitialized_input_dist = False
         return super().input_dist(ctx, checked)  # type: ignore[misc]
 
     def _empty_batch(self) -> KeyedJaggedTensor:
@@ -167,7 +172,7 @@ class _ShardedCache(CacheModule):
         return KeyedJaggedTensor(
             keys=keys,
             values=torch.empty(0, dtype=torch.int64, device=device),
-            lengths=torch.zeros(len(keys), dtype=torch.int32, device=device),
+            lengths=torch.zeros(len(keys), dtype=torch.int64, device=device),
             weights=torch.empty(0, device=device) if self._weighted else None,
             stride=1,
         )
@@ -195,33 +200,40 @@ class _ShardedCache(CacheModule):
             raise no_optimizer_error(self._cache.untrainable)
         return train
 
-    def _ready(self, ctx: Any, dist_input: KJTList) -> None:
-        """Every row of the batch is in place, on every rank, or every rank raises."""
+    @contextmanager
+    def _ready(self, ctx: Any, dist_input: KJTList) -> Iterator[None]:
+        """Within, every row of the batch is in place, on every rank; else every rank raises. An error leaves nothing pinned."""
         planned: list[PlannedFeatures] = []
         error = ctx.error
         try:
-            if error is None:
-                train = self._trains()
-                for lookup, features in zip(self._lookups, dist_input, strict=True):
-                    planned.append(lookup.plan(features, train=train))
-                for batch in planned:
-                    batch.wait()
-        except Exception as caught:
-            error = caught
-        self._agree(error)
-        for lookup, batch in zip(self._lookups, planned, strict=True):
-            lookup.use(batch)
+            try:
+                if error is None:
+                    train = self._trains()
+                    for lookup, features in zip(self._lookups, dist_input, strict=True):
+                        planned.append(lookup.plan(features, train=train))
+                    for batch in planned:
+                        batch.wait()
+            except Exception as caught:
+                error = caught
+            self._agree(error)
+            for lookup, batch in zip(self._lookups, planned, strict=True):
+                lookup.use(batch)
+            yield
+        except BaseException:
+            for batch in planned:
+                batch.release()
+            raise
 
     def compute(self, ctx: Any, dist_input: KJTList) -> list[torch.Tensor]:
         """The lookups of one batch."""
-        self._ready(ctx, dist_input)
-        result: list[torch.Tensor] = super().compute(ctx, dist_input)  # type: ignore[misc]
+        with self._ready(ctx, dist_input):
+            result: list[torch.Tensor] = super().compute(ctx, dist_input)  # type: ignore[misc]
         return result
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:  # noqa: A002 - TorchRec's name
         """The lookups of one batch, and their rows on the way back."""
-        self._ready(ctx, input)
-        return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
+        with self._ready(ctx, input):
+            return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
 
     def update_shards(self, *_args: Any, **_kwargs: Any) -> None:
         """Refused."""

@@ -42,6 +42,11 @@ class PlannedFeatures:
         if self.batch is not None:
             self.batch.wait()
 
+    def release(self) -> None:
+        """Unpin the rows; harmless twice."""
+        if self.batch is not None:
+            self.batch.release()
+
 
 class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
     """The tables of one sharding that this rank holds; there may be none, and then its part of each exchange is empty.

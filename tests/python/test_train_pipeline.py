@@ -1,0 +1,212 @@
+"""TorchRec's pipelines and the lookahead pipeline on two ranks: the same bits as a plain loop."""
+
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+
+from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets, cache_modules
+from torchrec_embcache.exceptions import ConfigError, InputError
+from torchrec_models import (
+    CPU,
+    MIXED,
+    Batch,
+    Model,
+    Settings,
+    batches,
+    dense_optimizer,
+    pinned_rows,
+    rows_of,
+    sharded,
+    train,
+)
+
+FUSED = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.05, "eps": 1e-6}
+STEPS = 12
+
+
+def made(settings: Settings | None = None) -> Any:
+    return sharded(Model(settings or Settings()), MIXED, FUSED)
+
+
+def drain(pipeline: Any, steps: Iterator[Batch]) -> torch.Tensor:
+    losses = []
+    while True:
+        try:
+            losses.append(pipeline.progress(steps)[0])
+        except StopIteration:
+            return torch.stack(losses)
+
+
+def _pipelines(rank: int, world: int, kind: str, lookahead: int) -> Any:
+    plain = made()
+    want = train(plain, batches(STEPS, rank, world))
+    model = made()
+    optimizer = dense_optimizer(model)
+    pipelines = {"base": TrainPipelineBase, "sparse": TrainPipelineSparseDist}
+    if kind in pipelines:
+        pipeline = pipelines[kind](model, optimizer, CPU)
+    else:
+        pipeline = EmbCacheTrainPipelineSparseDist(model, optimizer, CPU, lookahead=lookahead)
+    got = drain(pipeline, batches(STEPS, rank, world))
+    pinned = pinned_rows(model)
+    dense = {name: value for name, value in plain.state_dict().items() if "linear" in name}
+    same_dense = all(torch.equal(value, model.state_dict()[name]) for name, value in dense.items())
+    return torch.equal(got, want), rows_of(model) == rows_of(plain), same_dense, pinned, len(rows_of(plain))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lookahead"), [("base", 0), ("sparse", 0), *(("ahead", depth) for depth in range(1, 9))]
+)
+def test_a_pipeline_gives_the_bits_of_the_plain_loop(two_ranks, kind, lookahead):
+    for losses, rows, dense, pinned, count in two_ranks.run(_pipelines, kind, lookahead):
+        assert losses
+        assert rows
+        assert dense
+        assert pinned == 0
+        assert count
+
+
+def _plans_ahead(rank: int, world: int) -> Any:
+    model = made()
+    pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), CPU, lookahead=3)
+    steps = batches(STEPS, rank, world)
+    pipeline.progress(steps)
+    queued = len(pipeline.batches)
+    pinned = pinned_rows(model)
+    pipeline.reset()
+    gc.collect()
+    forgotten = pinned_rows(model)
+    rest = drain(pipeline, batches(2, rank, world))
+    return queued, pinned, forgotten, len(rest)
+
+
+def test_lookahead_pins_the_rows_of_the_batches_to_come_and_reset_forgets_them(two_ranks):
+    for queued, pinned, forgotten, rest in two_ranks.run(_plans_ahead):
+        assert queued == 4
+        assert pinned > 0
+        assert forgotten == 0
+        assert rest == 2
+
+
+def _evaluated(rank: int, world: int) -> Any:
+    model = made()
+    train(model, batches(3, rank, world))
+    before = rows_of(model)
+    model.eval()
+    with torch.no_grad():
+        want = torch.stack([model(batch)[1][0] for batch in batches(STEPS, rank, world)])
+    results = []
+    for pipeline in (
+        EvalPipelineSparseDist(model, dense_optimizer(model), CPU),
+        EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), CPU, lookahead=2),
+    ):
+        with torch.no_grad():
+            results.append(torch.equal(drain(pipeline, batches(STEPS, rank, world)), want))
+        pipeline.detach()
+    return results, rows_of(model) == before, pinned_rows(model)
+
+
+def test_evaluation_pipelines_give_the_same_bits_and_change_nothing(two_ranks):
+    for results, unchanged, pinned in two_ranks.run(_evaluated):
+        assert results == [True, True]
+        assert unchanged
+        assert pinned == 0
+
+
+def _interrupted(rank: int, world: int) -> Any:
+    """An evaluation by hand in the middle of training."""
+    plain = made()
+    want = train(plain, batches(STEPS, rank, world))
+    model = made()
+    pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), CPU, lookahead=2)
+    steps = batches(STEPS, rank, world)
+    losses = [pipeline.progress(steps)[0] for _ in range(4)]
+    pipeline.detach()
+    model.eval()
+    with torch.no_grad():
+        model(next(batches(1, rank, world)))
+    model.train()
+    pipeline.attach()
+    losses += list(drain(pipeline, steps))
+    return torch.equal(torch.stack(losses), want), rows_of(model) == rows_of(plain)
+
+
+def test_training_goes_on_after_an_evaluation_in_between(two_ranks):
+    for losses, rows in two_ranks.run(_interrupted):
+        assert losses
+        assert rows
+
+
+def _one_bad_batch(rank: int, world: int) -> Any:
+    good = list(batches(STEPS, rank, world))
+    steps = list(good)
+    if rank == 0:
+        features = good[5].features
+        bad = KeyedJaggedTensor(features.keys(), features.values().float(), lengths=features.lengths())
+        steps[5] = Batch(bad, good[5].target)
+    model = made()
+    pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), CPU, lookahead=3)
+    source = iter(steps)
+    failed = []
+    losses = []
+    for step in range(STEPS):
+        try:
+            losses.append(pipeline.progress(source)[0])
+        except InputError as error:
+            failed.append((step, "float32" in str(error)))
+    plain = made()
+    want = train(plain, iter([batch for place, batch in enumerate(good) if place != 5]))
+    gc.collect()
+    return failed, torch.equal(torch.stack(losses), want), rows_of(model) == rows_of(plain), pinned_rows(model)
+
+
+def test_a_bad_batch_of_one_rank_fails_its_own_step_on_every_rank_and_the_next_ones_train(two_ranks):
+    for failed, losses, rows, pinned in two_ranks.run(_one_bad_batch):
+        assert failed == [(5, True)]
+        assert losses
+        assert rows
+        assert pinned == 0
+
+
+def _crowded(rank: int, world: int, folder: str, lookahead: int) -> Any:
+
+    warnings.simplefilter("ignore")
+    plain = made()
+    train(plain, batches(STEPS, rank, world))
+    tiers = TierBudgets(host_bytes="24KiB", ssd_bytes="32MiB", ssd_dir=folder)
+    model = made(Settings(tiers=tiers))
+    drain(
+        EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), CPU, lookahead=lookahead),
+        batches(STEPS, rank, world),
+    )
+    result = rows_of(model) == rows_of(plain), pinned_rows(model)
+    evicted = sum(
+        table.stats().host.evictions for module in cache_modules(model).values() for table in module.tables.values()
+    )
+    for module in cache_modules(model).values():
+        for table in module.tables.values():
+            table.close()
+    return (*result, evicted)
+
+
+@pytest.mark.parametrize("lookahead", [1, 8])
+def test_lookahead_over_an_ssd_tier_gives_the_bits_of_memory(two_ranks, tmp_path, lookahead):
+    tmp_path.chmod(0o700)
+    results = two_ranks.run(_crowded, str(tmp_path), lookahead)
+    for rows, pinned, _ in results:
+        assert rows
+        assert pinned == 0
+    assert sum(evicted for *_, evicted in results) > 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 9, -1, 1.5, True])
+def test_a_lookahead_out_of_range_is_refused(lookahead):
+    with pytest.raises(ConfigError, match="lookahead="):
+        EmbCacheTrainPipelineSparseDist(torch.nn.Linear(1, 1), None, CPU, lookahead=lookahead)
