@@ -15,6 +15,7 @@ from torchrec.distributed.train_pipeline.utils import TrainPipelineContext
 from torchrec.distributed.types import NoWait
 
 from .config import check_int
+from .sharded.collections import ShardedCacheModule
 
 __all__ = ["EmbCacheTrainPipelineSparseDist"]
 
@@ -81,8 +82,11 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         return output
 
     def reset(self) -> None:
-        """Forget the queued batches; their pins go with them."""
+        """Forget the queued batches and unpin their rows."""
         super().reset()
+        for module in self._pipelined_modules:
+            if isinstance(module, ShardedCacheModule):
+                module.forget_prefetched()
         self._planned = 0
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = False) -> None:

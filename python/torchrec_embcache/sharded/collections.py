@@ -25,7 +25,7 @@ from torchrec_embcache.whole_model import CacheModule
 from .lookup import CacheLookup, PlannedFeatures
 from .sharding import pooled_sharding, sequence_sharding
 
-__all__ = ["EmbCacheShardedEmbeddingBagCollection", "EmbCacheShardedEmbeddingCollection"]
+__all__ = ["EmbCacheShardedEmbeddingBagCollection", "EmbCacheShardedEmbeddingCollection", "ShardedCacheModule"]
 
 
 @dataclass
@@ -42,7 +42,7 @@ class SequenceContext(EmbeddingCollectionContext):
     error: Exception | None = None
 
 
-class _ShardedCache(CacheModule):
+class ShardedCacheModule(CacheModule):
     """What both sharded collections share. A mixin over TorchRec's class.
 
     A batch: `input_dist` checks and sends it; `prefetch`, a pipeline's, announces it; `compute_and_output_dist` plans it, waits for
@@ -256,7 +256,7 @@ def _without_optimizer_attributes(params: Mapping[str, nn.Parameter]) -> Iterato
             param.__dict__.update(attributes)
 
 
-class EmbCacheShardedEmbeddingBagCollection(_ShardedCache, ShardedEmbeddingBagCollection):
+class EmbCacheShardedEmbeddingBagCollection(ShardedCacheModule, ShardedEmbeddingBagCollection):
     """`EmbCacheEmbeddingBagCollection` under `DistributedModelParallel`, row-wise by bucket and table-wise. Made by the sharder."""
 
     _prefix = "embedding_bags"
@@ -314,7 +314,7 @@ class EmbCacheShardedEmbeddingBagCollection(_ShardedCache, ShardedEmbeddingBagCo
         return BagContext()
 
 
-class EmbCacheShardedEmbeddingCollection(_ShardedCache, ShardedEmbeddingCollection):
+class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCollection):
     """`EmbCacheEmbeddingCollection` under `DistributedModelParallel`, row-wise by bucket and table-wise. Made by the sharder."""
 
     _prefix = "embeddings"
