@@ -13,7 +13,7 @@ use super::manifest::{
 use super::save::{MANIFEST_FILE, read_ranks};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
-use crate::io::{AlignedBuf, IoEngine, IoFile, Open, Read, read_file};
+use crate::io::{BufPool, IoEngine, IoFile, Open, PooledBuf, Read, read_file};
 use crate::rows::RowHeader;
 use crate::types::{Id, bucket_of};
 
@@ -143,11 +143,13 @@ impl TableReader {
     ///
     /// Errors: `Corruption` with file and place (what came before has been handed over), `Storage`, and the sink's own.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<()> {
+        let largest = self.groups.iter().map(|group| staged_bytes(&group.wanted())).max();
+        let staging = Arc::new(BufPool::new(largest.unwrap_or(0), 3));
         std::thread::scope(|scope| {
             let (send, receive) = mpsc::sync_channel(1);
             scope.spawn(move || {
                 for group in self.groups.iter().filter(|group| !group.rows.is_empty()) {
-                    let staged = group.read_rows(&*self.engine);
+                    let staged = group.read_rows(&*self.engine, &staging);
                     // Nobody listens any more when the sink failed.
                     if send.send((group, staged)).is_err() {
                         return;
@@ -303,7 +305,8 @@ impl GroupReader {
         rows: usize,
     ) -> Result<Range<usize>> {
         let column = self.layout.column(Field::BucketOffsets);
-        let staged = self.read_columns(engine, file, &[(column, 0..column.bytes)])?;
+        let once = Arc::new(BufPool::new(0, 0));
+        let staged = self.read_columns(engine, &once, file, &[(column, 0..column.bytes)])?;
         let starts: &[i64] = staged.values(Field::BucketOffsets);
         let ascending = starts.first() == Some(&0) && starts.is_sorted() && starts.last() == Some(&(rows as i64));
         if !ascending {
@@ -320,23 +323,28 @@ impl GroupReader {
         Ok(start_of(self.buckets.start)..start_of(self.buckets.end))
     }
 
-    /// Read every column of the wanted rows.
-    fn read_rows(&self, engine: &dyn IoEngine) -> Result<Staged<'_>> {
-        let file = self.reopen(engine)?;
+    /// The bytes of the wanted rows in each of their columns.
+    fn wanted(&self) -> Vec<(&Column, Range<usize>)> {
         let columns = self.layout.columns.iter().filter(|column| column.field.is_of_rows());
-        let wanted: Vec<(&Column, Range<usize>)> = columns
+        columns
             .map(|column| {
                 let row = column.bytes_per_row();
                 (column, self.rows.start * row..self.rows.end * row)
             })
-            .collect();
-        self.read_columns(engine, &file, &wanted)
+            .collect()
+    }
+
+    /// Read every column of the wanted rows.
+    fn read_rows(&self, engine: &dyn IoEngine, staging: &Arc<BufPool>) -> Result<Staged<'_>> {
+        let file = self.reopen(engine)?;
+        self.read_columns(engine, staging, &file, &self.wanted())
     }
 
     /// Read byte ranges of columns, with the rest of the chunks they begin and end in, and verify every chunk.
     fn read_columns<'a>(
         &self,
         engine: &dyn IoEngine,
+        staging: &Arc<BufPool>,
         file: &Arc<dyn IoFile>,
         wanted: &[(&'a Column, Range<usize>)],
     ) -> Result<Staged<'a>> {
@@ -344,20 +352,19 @@ impl GroupReader {
         // Per request: its column, where in the column it starts, and where it goes.
         let mut places: Vec<(&Column, usize, usize)> = Vec::new();
         let mut reads = Vec::new();
-        let mut staged_bytes = 0_usize;
+        let mut place = 0_usize;
         for (column, range) in wanted {
-            let begin = range.start / CHUNK_BYTES * CHUNK_BYTES;
-            let end = range.end.next_multiple_of(CHUNK_BYTES).min(column.bytes);
-            parts.push(StagedColumn { column, start: staged_bytes + (range.start - begin), bytes: range.len() });
+            let Range { start: begin, end } = chunks_of(column, range);
+            parts.push(StagedColumn { column, start: place + (range.start - begin), bytes: range.len() });
             for start in (begin..end).step_by(READ_BYTES) {
                 let len = READ_BYTES.min(end - start);
                 let offset = (self.header_bytes + column.start + start) as u64;
                 reads.push(Read { file: Arc::clone(file), offset, len });
-                places.push((column, start, staged_bytes + (start - begin)));
+                places.push((column, start, place + (start - begin)));
             }
-            staged_bytes = (staged_bytes + (end - begin)).next_multiple_of(8);
+            place += (end - begin).next_multiple_of(8);
         }
-        let mut staging = AlignedBuf::zeroed(staged_bytes);
+        let mut staging = staging.take_at_least(place);
         let mut outcome = Ok(());
         engine.read_batch(&reads, &mut |position, result| {
             let (column, start, to) = places[position];
@@ -410,9 +417,19 @@ impl GroupReader {
     }
 }
 
+/// A byte range of a column with the rest of the chunks that it begins and ends in.
+fn chunks_of(column: &Column, range: &Range<usize>) -> Range<usize> {
+    range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES).min(column.bytes)
+}
+
+/// How much room byte ranges of columns take when they are read.
+fn staged_bytes(wanted: &[(&Column, Range<usize>)]) -> usize {
+    wanted.iter().map(|(column, range)| chunks_of(column, range).len().next_multiple_of(8)).sum()
+}
+
 /// Verified bytes of some columns of one group.
 struct Staged<'a> {
-    staging: AlignedBuf,
+    staging: PooledBuf,
     parts: Vec<StagedColumn<'a>>,
 }
 

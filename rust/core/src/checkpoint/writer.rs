@@ -44,8 +44,6 @@ pub struct RankWriter {
     engine: Arc<dyn IoEngine>,
     dir: PathBuf,
     group_bytes: usize,
-    /// Images of files, used again.
-    images: Arc<BufPool>,
     manifest: RankManifest,
 }
 
@@ -63,20 +61,13 @@ impl RankWriter {
             world,
             tables: Vec::new(),
         };
-        Ok(Self {
-            engine,
-            dir: root.join(name.to_string()),
-            group_bytes: GROUP_BYTES,
-            images: image_pool(GROUP_BYTES),
-            manifest,
-        })
+        Ok(Self { engine, dir: root.join(name.to_string()), group_bytes: GROUP_BYTES, manifest })
     }
 
     /// Make groups of at most `bytes`, and of one row at least; the default and the most is [`GROUP_BYTES`].
     #[must_use]
     pub fn with_group_bytes(mut self, bytes: usize) -> Self {
         self.group_bytes = bytes.min(GROUP_BYTES);
-        self.images = image_pool(self.group_bytes);
         self
     }
 
@@ -112,7 +103,7 @@ impl RankWriter {
             });
             let mut files = Vec::new();
             let mut seal = |group: &mut Group<'_>| -> Result<()> {
-                let (image, file) = group.seal(&self.images)?;
+                let (image, file) = group.seal()?;
                 files.push(file);
                 // A send fails only when the writing thread ended with the error that joining returns.
                 send.send(image).map_err(|_| Error::new(Kind::Storage, "the writing thread ended"))
@@ -137,11 +128,6 @@ impl RankWriter {
         publish(&*self.engine, &self.dir.join(rank_file(self.manifest.rank, self.manifest.world)), &bytes)?;
         Ok(RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
     }
-}
-
-/// Room for a group's columns, checksums, header and offsets of some thousand buckets; larger images are made one by one.
-fn image_pool(group_bytes: usize) -> Arc<BufPool> {
-    Arc::new(BufPool::new(group_bytes + (256 << 10), 3))
 }
 
 fn write_file(engine: &dyn IoEngine, path: &Path, image: &[u8]) -> Result<()> {
@@ -175,6 +161,8 @@ struct Group<'a> {
     vector_floats: usize,
     headers: Vec<RowHeader>,
     vectors: Vec<f32>,
+    /// Images of files, used again.
+    images: Option<Arc<BufPool>>,
 }
 
 impl<'a> Group<'a> {
@@ -188,6 +176,7 @@ impl<'a> Group<'a> {
             vector_floats: optimizer.layout(dim).vector_floats(),
             headers: Vec::new(),
             vectors: Vec::new(),
+            images: None,
         }
     }
 
@@ -258,13 +247,15 @@ impl<'a> Group<'a> {
     }
 
     /// The file of the rows taken so far, which are forgotten.
-    fn seal(&mut self, images: &Arc<BufPool>) -> Result<(Image, DataFile)> {
+    fn seal(&mut self) -> Result<(Image, DataFile)> {
         let (order, starts) = self.order()?;
         let shape = DataShape { rows: order.len(), buckets: self.buckets.len(), tombstones: 0 };
         let layout = FileLayout::new(self.optimizer, self.spec.dim as usize, shape)
             .ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))?;
         let header = layout.header(self.spec, &self.buckets);
         let len = header.len() + layout.data_bytes;
+        // The first group is the largest, and often the only one.
+        let images = self.images.get_or_insert_with(|| Arc::new(BufPool::new(len, 3)));
         let mut buffer = images.take_at_least(len);
         let (head, data) = buffer[..len].split_at_mut(header.len());
         head.copy_from_slice(&header);
