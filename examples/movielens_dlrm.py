@@ -5,12 +5,14 @@
 2. Losses of every step, the AUC on later ratings and every row must agree.
 3. The tables are saved, and loaded by two fresh processes: every row, every prediction is compared; then they train on.
 
-    python examples/movielens_dlrm.py [--epochs 3] [--ratings 100000] [--folder DIR]
+    python examples/movielens_dlrm.py [--epochs 1] [--ratings 100000] [--folder DIR]
 
 The exit status is 0 only when all of it agrees.
 """
 
 import argparse
+import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+# What the libraries say among themselves.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
+for library in ("torchrec", "torch.fx"):
+    logging.getLogger(library).setLevel(logging.ERROR)
 
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.datasets.utils import Batch
@@ -51,13 +56,14 @@ from torchrec_embcache.saver import Saver
 DIM = 16
 BATCH = 512
 CPU = torch.device("cpu")
-SPARSE_LR = {"lr": 0.02, "eps": 1e-8}
+# An eps near the gradients' size: with a tiny one Adagrad makes a whole step of what is rounding.
+SPARSE_LR = {"lr": 0.05, "eps": 1e-5}
 DENSE_LR = 0.01
 # Rows the plain tables have; ours have as many as there are ids.
 SIZES = {"user": 1_000, "item": 2_000, "cross": 50_000}
 # Of each table. A row is 96 bytes: 64 of weights, 32 of its header with the optimizer's sum.
 DEVICE_BYTES = {"user": "64KiB", "item": "192KiB", "cross": "384KiB"}
-HOST_BYTES = {"user": "192KiB", "item": "256KiB", "cross": "1MiB"}
+HOST_BYTES = {"user": "192KiB", "item": "192KiB", "cross": "384KiB"}
 SSD_BYTES = "64MiB"
 
 
@@ -155,7 +161,9 @@ def process_group() -> Iterator[None]:
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:
@@ -188,7 +196,7 @@ def train_plain(
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.detach())
-                bar.set_postfix(loss=f"{float(loss):.4f}", refresh=False)
+                bar.set_postfix(loss=f"{float(losses[-1]):.4f}", refresh=False)
                 bar.update()
     return torch.stack(losses), time.perf_counter() - begin
 
@@ -213,6 +221,7 @@ def train_cached(
             losses.append(loss)
             bar.set_postfix(loss=f"{float(loss):.4f}", refresh=False)
             bar.update()
+    pipeline.detach()  # the model has its own forward again
     return torch.stack(losses), time.perf_counter() - begin
 
 
@@ -256,8 +265,8 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
         checks("the model learned", options.epochs * len(train) < 50_000 or scores[0] > 0.7, f"AUC {scores[0]:.3f}")
         for name, table in tables.items():
             found = table.read_rows(known[name])
-            checks.close(
-                f"the {len(table)} rows of {name}", found.weights, bags[name].weight[: len(found)].detach(), 1e-2
+            checks.mostly_close(
+                f"the {len(table)} rows of {name}", found.weights, bags[name].weight[: len(found)].detach(), 1e-3
             )
 
         print("saving", flush=True)
@@ -267,7 +276,7 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
         )
         torch.save(logits, folder / "logits.pt")
         for name, table in tables.items():
-            np.savez(folder / f"{name}.npz", **rows_of(table))
+            torch.save(rows_of(table), folder / f"{name}.pt")
     for table in tables.values():
         table.close()
 
@@ -276,7 +285,8 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__),
         *("--verify", str(folder), "--ratings", str(options.ratings)),
     ]
-    checks("two processes hold what one saved", subprocess.run(command, check=False).returncode == 0)
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    checks("two processes hold what one saved", subprocess.run(command, env=environment, check=False).returncode == 0)
     return checks.end()
 
 
@@ -301,7 +311,7 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
     for name in TABLES:
         table = tables_of(model).get(name)
         mine = rows_of(table) if table is not None else {}
-        saved = np.load(folder / f"{name}.npz")
+        saved = torch.load(folder / f"{name}.pt", weights_only=False)
         ids = mine.get("ids", np.zeros(0, np.int64))
         at = np.minimum(np.searchsorted(saved["ids"], ids), len(saved["ids"]) - 1)
         same = all(np.array_equal(mine[column], saved[column][at]) for column in mine)
@@ -341,7 +351,7 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--ratings", type=int, default=100_000, help="of the 100,000, the first so many")
     parser.add_argument("--lookahead", type=int, default=4, help="batches planned ahead")
     parser.add_argument("--folder", type=Path, help="an empty directory to work in, kept; by default a temporary one")

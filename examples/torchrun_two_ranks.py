@@ -7,6 +7,8 @@ of each batch, and saves its own part of one checkpoint, which any number of ran
 """
 
 import argparse
+import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,10 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+# What the libraries say among themselves.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
+for library in ("torchrec", "torch.fx"):
+    logging.getLogger(library).setLevel(logging.ERROR)
 
 import torch
 import torch.distributed as dist
@@ -54,7 +59,7 @@ class Model(nn.Module):
                 EmbCacheEmbeddingBagConfig(
                     name="things",
                     embedding_dim=32,
-                    num_embeddings=1_000_000_000,
+                    num_embeddings=1_000_000,
                     feature_names=["what", "where"],
                     pooling=PoolingType.MEAN,
                 ),
@@ -126,7 +131,8 @@ def main() -> int:
         folder = options.folder or Path(temporary)
         (folder / "ssd").mkdir(mode=0o750, exist_ok=True)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-        return subprocess.run([*launch, "--steps", str(options.steps), "--folder", str(folder)], check=False).returncode
+        command = [*launch, "--steps", str(options.steps), "--folder", str(folder)]
+        return subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, check=False).returncode
 
 
 if __name__ == "__main__":

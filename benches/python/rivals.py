@@ -61,7 +61,7 @@ def embedding_bag_sparse_adam(ids_KN: torch.Tensor, rows: int) -> Round:
     def step(ids_N: torch.Tensor) -> None:
         optimizer.zero_grad()
         bag(ids_N, offsets).backward(grad_BD)
-        optimizer.step()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
     return timed(ids_KN, step)
 
