@@ -96,4 +96,18 @@ def in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor
     keys = features.keys()
     if keys == names:
         return features
-    return features.permute([keys.index(name) for name in names])
+    places = [keys.index(name) for name in names]
+    weights = features.weights_or_none()
+    if weights is None or not weights.requires_grad:
+        return features.permute(places)
+    # The gradient of fbgemm's permutation is wrong where keys are left out or repeat: permute weights by torch.
+    parts = torch.split(weights, features.length_per_key())
+    bare = KeyedJaggedTensor(keys=keys, values=features.values(), lengths=features.lengths(), stride=features.stride())
+    bare = bare.permute(places)
+    return KeyedJaggedTensor(
+        keys=names,
+        values=bare.values(),
+        weights=torch.cat([parts[place] for place in places]),
+        lengths=bare.lengths(),
+        stride=bare.stride(),
+    )

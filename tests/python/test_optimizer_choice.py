@@ -1,0 +1,99 @@
+"""Which optimizer a table of TorchRec's collections trains with, by each way to say it."""
+
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import optim as trec_optim
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.types import DataType
+
+from torchrec_embcache import optimizers
+from torchrec_embcache.exceptions import ConfigError, UnsupportedError
+from torchrec_embcache.modules.optimizer_choice import choose_optimizer
+
+
+def with_optimizer(cls: Any, kwargs: dict[str, Any]) -> nn.Parameter:
+    param = nn.Parameter(torch.empty(0, 4))
+    apply_optimizer_in_backward(cls, [param], kwargs)
+    return param
+
+
+DEFAULTS = {"lr": 0.01, "eps": 1e-8}
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "want"),
+    [
+        (torch.optim.SGD, {"lr": 0.5, "weight_decay": 0.1}, optimizers.SGD(lr=0.5, weight_decay=0.1)),
+        (trec_optim.SGD, {"lr": 0.5}, optimizers.SGD(lr=0.5)),
+        (torch.optim.Adagrad, {}, optimizers.Adagrad(**DEFAULTS)),
+        (trec_optim.Adagrad, {"eps": 1e-3}, optimizers.Adagrad(lr=0.01, eps=1e-3)),
+        (trec_optim.RowWiseAdagrad, {"lr": 0.02}, optimizers.RowWiseAdagrad(lr=0.02, eps=1e-8)),
+        (torch.optim.Adam, {"betas": (0.5, 0.6)}, optimizers.AdamW(**DEFAULTS, betas=(0.5, 0.6), weight_decay=0.0)),
+        (trec_optim.Adam, {"lr": 0.1, "weight_decay": 0.2}, optimizers.AdamW(lr=0.1, weight_decay=0.2)),
+        (torch.optim.AdamW, {"lr": 0.1}, optimizers.AdamW(lr=0.1, weight_decay=0.01)),
+    ],
+)
+def test_optimizers_in_the_backward_are_mapped_with_fbgemms_defaults(cls, kwargs, want):
+    assert choose_optimizer("t", with_optimizer(cls, kwargs), None) == want
+
+
+@pytest.mark.parametrize(
+    ("params", "want"),
+    [
+        ({"learning_rate": 0.5}, optimizers.SGD(lr=0.5)),
+        ({"optimizer": EmbOptimType.EXACT_ADAGRAD}, optimizers.Adagrad(**DEFAULTS)),
+        ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "eps": 1e-3}, optimizers.RowWiseAdagrad(lr=0.01, eps=1e-3)),
+        (
+            {"optimizer": EmbOptimType.ADAM, "beta1": 0.5, "beta2": 0.6, "weight_decay": 0.1},
+            optimizers.AdamW(**DEFAULTS, betas=(0.5, 0.6), weight_decay=0.1),
+        ),
+        ({"optimizer": EmbOptimType.EXACT_SGD, "output_dtype": DataType.FP32}, optimizers.SGD(lr=0.01)),
+        (None, None),
+        ({}, None),
+    ],
+)
+def test_fused_params_are_mapped_with_fbgemms_defaults(params, want):
+    assert choose_optimizer("t", nn.Parameter(torch.empty(0, 4)), params) == want
+
+
+def test_the_optimizer_in_the_backward_goes_before_fused_params():
+    chosen = choose_optimizer(
+        "t", with_optimizer(torch.optim.Adagrad, {"lr": 0.3}), {"optimizer": EmbOptimType.EXACT_SGD, "eps": 1e-3}
+    )
+    assert chosen == optimizers.Adagrad(lr=0.3, eps=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "error", "words"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, UnsupportedError, "momentum=0.9"),
+        (torch.optim.Adam, {"amsgrad": True}, UnsupportedError, "amsgrad=True"),
+        (torch.optim.RMSprop, {}, UnsupportedError, "RMSprop"),
+        (trec_optim.LAMB, {}, UnsupportedError, "LAMB"),
+        (trec_optim.SGD, {"lr": -1.0}, ConfigError, "lr=-1.0"),
+    ],
+)
+def test_optimizers_that_are_not_known_are_refused_naming_table_and_value(cls, kwargs, error, words):
+    with pytest.raises(error, match=words) as caught:
+        choose_optimizer("t", with_optimizer(cls, kwargs), None)
+    assert "'t'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "words"),
+    [
+        ({"optimizer": EmbOptimType.LARS_SGD}, UnsupportedError, "lars_sgd"),
+        ({"max_gradient": 1.0}, UnsupportedError, "max_gradient=1.0"),
+        ({"cache_load_factor": 0.2}, UnsupportedError, "cache_load_factor=0.2"),
+        ({"output_dtype": DataType.FP16}, UnsupportedError, "output_dtype"),
+        ({"betas": 0.9}, ConfigError, "betas=0.9"),
+        ({"eps": "small"}, ConfigError, "eps='small'"),
+    ],
+)
+def test_fused_params_that_are_not_known_are_refused(params, error, words):
+    with pytest.raises(error, match=words):
+        choose_optimizer("t", None, {"optimizer": EmbOptimType.EXACT_ADAGRAD, **params})
