@@ -97,8 +97,9 @@ ADAM = (torch.optim.Adam, {"lr": 0.02, "weight_decay": 0.1})
         (MIXED, ROWWISE, Settings(buckets=4093)),
         (MIXED, SGD, Settings(weighted=True)),
         (ROW_WISE, SGD, Settings(pooling=PoolingType.SUM)),
+        (MIXED, ADAGRAD, Settings(tiers=TierBudgets(host_bytes="4MiB", device_bytes="256KiB"))),
     ],
-    ids=["planner", "row-wise", "row-wise even", "table-wise", "mixed", "weighted", "sum"],
+    ids=["planner", "row-wise", "row-wise even", "table-wise", "mixed", "weighted", "sum", "device tier"],
 )
 @pytest.mark.usefixtures("one_rank")
 def test_two_ranks_train_the_rows_that_one_rank_trains(two_ranks, shardings, optimizer, settings):
@@ -241,6 +242,30 @@ def test_an_error_on_one_rank_is_raised_on_every_rank_at_the_same_step(two_ranks
         assert ("rank 1: " in caught[1]) == (rank == 0)
         assert rows
         assert finite, "training goes on"
+
+
+def _filled(rank: int, world: int) -> Any:
+    """Table "ta" is on one rank alone and soon full."""
+    settings = Settings(tiers=TierBudgets(host_bytes="12KiB"))
+    model = sharded(Model(settings), {**ROW_WISE, "ta": "table_wise"}, FUSED)
+    steps = 0
+    try:
+        for batch in batches(40, rank, world):
+            train(model, iter([batch]))
+            steps += 1
+    except CapacityError as error:
+        return steps, str(error), rows_of(model), pinned_rows(model)
+    return steps, None, rows_of(model), pinned_rows(model)
+
+
+def test_a_table_that_is_full_on_one_rank_stops_every_rank_and_keeps_its_rows(two_ranks):
+    (steps, message, rows, pinned), other = two_ranks.run(_filled)
+    assert message is not None
+    assert other[1] is not None
+    assert steps == other[0] > 0
+    assert pinned == other[3] == 0
+    assert together([rows, other[2]])
+    assert ("rank 0: " in message + other[1]) or ("rank 1: " in message + other[1])
 
 
 def _error_in_backward(rank: int, world: int) -> Any:
