@@ -317,6 +317,7 @@ impl Shared {
                     let stuck = "the SSD tier has no room left, because files it no longer needs could not be removed";
                     return Err(self.home.space.lost().map_or_else(full, |cause| cause.context(stuck)));
                 }
+                drop(state);
             }
             self.home.space.wait_change(generation);
         }
