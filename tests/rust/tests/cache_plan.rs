@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use embcache::Kind;
-use embcache::cache::{Lookup, Table};
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::cache::{Lookup, RowBlock, Table};
+use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{DirLock, IoEngine, IoFile, MemoryEngine, Open, Read, ReadSink};
+use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::{Rig, config};
 
@@ -197,4 +198,82 @@ fn metadata_counts_occurrences_and_steps_through_every_tier() {
     assert_eq!((rows.headers[0].count, rows.headers[0].last_step), (10, 9));
     assert_eq!((rows.headers[1].count, rows.headers[1].last_step), (1, 7));
     assert!(rows.headers[0].score > 0.0);
+}
+
+#[test]
+fn a_clean_eviction_writes_nothing() {
+    let rig = in_memory(on_ssd("t", 10));
+    rig.train(&(0..40).collect::<Vec<_>>(), 4, 0).expect("a step");
+    rig.table.flush(1).expect("a flush: every row is clean now");
+    let given = || rig.table.stats().expect("counters").ssd.expect("an SSD tier").row_bytes_given;
+    let (before, evictions) = (given(), rig.table.stats().expect("counters").host.evictions);
+    for first in [0, 10, 20, 30] {
+        rig.evaluate(&(first..first + 10).collect::<Vec<_>>(), 2, false).expect("an evaluation");
+    }
+    assert!(rig.table.stats().expect("counters").host.evictions > evictions, "rows were evicted");
+    assert_eq!(given(), before);
+}
+
+#[test]
+fn a_row_of_zeros_is_a_row() {
+    for device_rows in [None, Some(2)] {
+        let mut wanted = on_ssd("t", 2);
+        wanted.device_rows = device_rows;
+        let rig = in_memory(wanted);
+        let headers: Vec<RowHeader> = (0..20).map(|id| RowHeader { id, ..RowHeader::default() }).collect();
+        rig.table.import_rows(RowBlock { headers: &headers, vectors: &[0.0; 160] }).expect("rows of zeros");
+        for id in 0..20 {
+            assert_eq!(rig.evaluate(&[id], 1, false).expect("an evaluation"), [0.0; 8], "not its initial value");
+        }
+        assert_eq!(rig.table.read_rows(&[3]).expect("a row").found, [true]);
+    }
+}
+
+#[test]
+fn a_row_moves_with_its_slots_and_metadata_in_one_read() {
+    let engine =
+        Arc::new(Counting { inner: MemoryEngine::default(), batches: AtomicUsize::new(0), reads: AtomicUsize::new(0) });
+    let mut wanted = on_ssd("t", 8);
+    wanted.optimizer = OptimizerKind::Adam;
+    wanted.host_bytes = 8 * embcache::cache::host_row_bytes(&wanted.layout(), wanted.policy);
+    let rig = Rig::open(wanted, Arc::<Counting>::clone(&engine)).expect("a table");
+    rig.train(&(0..400).collect::<Vec<_>>(), 4, 0).expect("a step");
+    rig.table.flush(1).expect("a flush");
+    let expected = rig.table.read_rows(&[5, 150, 300]).expect("rows");
+    engine.reads.store(0, Ordering::SeqCst);
+    let plan = rig.plan(&[5, 150, 300], false, false, false).expect("a plan of rows that lie apart");
+    rig.place(&plan).expect("its rows");
+    assert!(engine.reads.load(Ordering::SeqCst) <= 3);
+    let found = rig.table.read_rows(&[5, 150, 300]).expect("rows, from RAM now");
+    assert_eq!((found.headers, found.vectors), (expected.headers, expected.vectors));
+    assert!(found.found.iter().all(|&found| found));
+}
+
+#[test]
+fn rows_dropped_by_a_full_table_stay_away_after_a_resume() {
+    let engine = Arc::new(MemoryEngine::default());
+    let mut wanted = on_ssd("t", 30);
+    wanted.on_full = OnFull::Evict;
+    if let Some(ssd) = &mut wanted.ssd {
+        ssd.bytes = 256 << 10;
+    }
+    let rig = Rig::open(wanted.clone(), Arc::<MemoryEngine>::clone(&engine)).expect("a table");
+    let ids = |batch: Id| (batch * 40..batch * 40 + 40).collect::<Vec<_>>();
+    for batch in 0..80 {
+        rig.train(&ids(batch), 4, 0).expect("a step");
+        if batch % 30 == 20 {
+            rig.table.flush(batch as u64).expect("a flush");
+        }
+    }
+    rig.table.flush(100).expect("a flush");
+    let all: Vec<Id> = (0..80).flat_map(ids).collect();
+    let before = rig.table.read_rows(&all).expect("rows").found;
+    assert!(before.contains(&false), "some were dropped");
+    rig.table.close().expect("a close");
+    drop(rig);
+    if let Some(ssd) = &mut wanted.ssd {
+        ssd.reopen = Reopen::Resume;
+    }
+    let rig = Rig::open(wanted, engine).expect("the table again");
+    assert_eq!(rig.table.read_rows(&all).expect("rows").found, before);
 }
