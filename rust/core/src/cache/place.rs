@@ -145,12 +145,7 @@ impl TablePlan {
         state.host_stats.hits += accessed.len() as u64;
         state.host_stats.misses += missing.len() as u64;
         if seen.has(RowState::LOADING) {
-            // A wait for more than necessary is harmless: loads finish in about the order they were started.
-            for load in &state.loading {
-                if !self.loads.iter().any(|other| Arc::ptr_eq(other, load)) {
-                    self.loads.push(Arc::clone(load));
-                }
-            }
+            self.wait_for_all(state);
         }
         if mode.train && seen.has(RowState::PROVISIONAL) && !mode.ahead {
             shared.check_capacity(state, 0)?;
@@ -159,6 +154,16 @@ impl TablePlan {
             return Ok(());
         }
         self.bring_in(state, &missing, mode, batch)
+    }
+
+    /// Depend on every read under way: some of this plan's rows are among them. A wait for more than necessary is harmless, loads
+    /// finish in about the order they were started.
+    pub(crate) fn wait_for_all(&mut self, state: &State) {
+        for load in &state.loading {
+            if !self.loads.iter().any(|other| Arc::ptr_eq(other, load)) {
+                self.loads.push(Arc::clone(load));
+            }
+        }
     }
 
     /// Give host slots to ids that are not in RAM: born at once, or read from SSD.

@@ -52,6 +52,7 @@ impl TablePlan {
         let missing = self.pin_device(state, &all);
         // What is in the host tier is pinned there; what is on SSD is read into it as far as the budget goes.
         let mut reads: Vec<(u32, Id)> = Vec::new();
+        let mut waits = false;
         for position in missing {
             let id = self.unique[position as usize];
             let slot = state.host.slots.get(id);
@@ -59,11 +60,12 @@ impl TablePlan {
                 reads.push((position, id));
                 continue;
             }
-            if state.host.slots.state(slot).has(RowState::LOADING) {
-                self.loads.extend(state.loading.iter().cloned());
-            }
+            waits |= state.host.slots.state(slot).has(RowState::LOADING);
             state.host.slots.pin(slot);
             self.host[position as usize] = slot;
+        }
+        if waits {
+            self.wait_for_all(state);
         }
         let Some(ssd) = &shared.ssd else { return Ok(()) };
         let ids: Vec<Id> = reads.iter().map(|&(_, id)| id).collect();
