@@ -212,6 +212,16 @@ impl State {
         self.retained_bytes() > 0 || self.current().any(|segment| segment.holds() > 1 && segment.dead() > 0)
     }
 
+    /// Close an open segment of rows that holds dead records, so that compaction can take it: they, and the tombstones they keep, may
+    /// be all that stands in the way. Whether there was one.
+    fn seal_one_with_dead(&mut self) -> bool {
+        let with_dead =
+            |stream: &Stream| self.open[*stream as usize].as_ref().is_some_and(|open| open.segment.dead() > 0);
+        let Some(stream) = [Stream::Moved, Stream::Fresh].into_iter().find(with_dead) else { return false };
+        self.seal(stream);
+        true
+    }
+
     /// Close the open segment of a stream; the flusher finishes it.
     pub(super) fn seal(&mut self, stream: Stream) {
         if let Some(open) = self.open[stream as usize].take() {
@@ -305,6 +315,8 @@ impl Shared {
             if state.moving || compact::victim(self, &state).is_some() {
                 drop(state);
                 self.schedule_compaction();
+            } else if state.seal_one_with_dead() {
+                continue;
             } else if state.published_is_in_the_way() {
                 self.give_up_oldest(&mut state)?;
                 continue;
