@@ -277,3 +277,42 @@ fn rows_dropped_by_a_full_table_stay_away_after_a_resume() {
     let rig = Rig::open(wanted, engine).expect("the table again");
     assert_eq!(rig.table.read_rows(&all).expect("rows").found, before);
 }
+
+#[test]
+fn the_index_of_rows_on_ssd_takes_its_share_of_the_host_budget() {
+    let mut wanted = on_ssd("t", 5000);
+    let budget = wanted.host_bytes;
+    if let Some(ssd) = &mut wanted.ssd {
+        ssd.bytes = 32 << 20;
+    }
+    let rig = in_memory(wanted);
+    let host = || rig.table.stats().expect("counters").host;
+    let ids = |batch: Id| (batch * 1000..batch * 1000 + 1000).collect::<Vec<_>>();
+    (0..5).for_each(|batch| drop(rig.train(&ids(batch), 4, 0).expect("a step")));
+    let rows_at_first = host().rows;
+    (5..40).for_each(|batch| drop(rig.train(&ids(batch), 4, 0).expect("a step")));
+    let row_bytes = budget / 5000;
+    let indexed = rig.table.stats().expect("counters").ssd.expect("an SSD tier").tier.rows;
+    let charged = indexed * 12 - (64 << 10);
+    assert!(host().rows < rows_at_first, "fewer rows fit beside the index");
+    // Rows are moved in steps of 64 KiB.
+    assert!(host().rows * row_bytes + charged <= budget + (64 << 10), "{:?}, {indexed} rows on SSD", host());
+    rig.table.clear().expect("a clear");
+    (0..5).for_each(|batch| drop(rig.train(&ids(batch), 4, 0).expect("a step")));
+    assert_eq!(host().rows, rows_at_first, "the room comes back with the index's");
+}
+
+#[test]
+fn an_index_larger_than_the_host_budget_is_a_capacity_error_that_names_it() {
+    let mut wanted = on_ssd("t", 300);
+    if let Some(ssd) = &mut wanted.ssd {
+        ssd.bytes = 32 << 20;
+    }
+    let rig = in_memory(wanted);
+    let error = (0..400)
+        .find_map(|batch| rig.train(&(batch * 100..batch * 100 + 100).collect::<Vec<_>>(), 4, 0).err())
+        .expect("the index outgrows the budget");
+    assert_eq!(error.kind(), Kind::Capacity);
+    assert!(error.to_string().contains("host_bytes"), "{error}");
+    rig.train(&(0..100).collect::<Vec<_>>(), 4, 0).expect("rows that are there still train");
+}

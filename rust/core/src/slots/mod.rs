@@ -63,6 +63,8 @@ pub struct SlotMap {
     pins: PinTable,
     policy: Box<dyn Policy>,
     free: Vec<CacheSlot>,
+    /// Empty slots above the limit, for when it rises again.
+    parked: Vec<CacheSlot>,
     next_fresh: CacheSlot,
     capacity: u32,
     limit: u32,
@@ -81,6 +83,7 @@ impl SlotMap {
             pins: PinTable::new(0),
             policy: new_policy(policy, capacity),
             free: Vec::new(),
+            parked: Vec::new(),
             next_fresh: 0,
             capacity,
             limit: capacity,
@@ -107,6 +110,8 @@ impl SlotMap {
     /// Change how many slots may be used; rows above stay until they are moved.
     pub fn set_limit(&mut self, limit: u32) {
         self.limit = limit.min(self.capacity);
+        let limit = self.limit;
+        self.free.extend(self.parked.extract_if(.., |slot| *slot < limit));
     }
     /// Slots in use within the budget.
     pub fn used(&self) -> u32 {
@@ -202,6 +207,7 @@ impl SlotMap {
                 self.used += 1;
                 return Some(slot);
             }
+            self.parked.push(slot);
         }
         let slot = self.next_fresh;
         if slot >= self.limit {
@@ -307,5 +313,82 @@ impl SlotMap {
     /// Occupied slots at or above `from`, lowest first.
     pub fn occupied_from(&self, from: CacheSlot) -> impl Iterator<Item = CacheSlot> + '_ {
         (from..self.high_water()).filter(|&slot| self.state(slot).has(RowState::OCCUPIED))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn filled(capacity: u32, rows: u32) -> SlotMap {
+        let mut slots = SlotMap::new(capacity, PolicyKind::Lru);
+        for id in 0..rows {
+            let slot = slots.take().expect("an empty slot");
+            slots.insert(slot, id.into(), RowState::DIRTY);
+        }
+        slots
+    }
+
+    #[test]
+    fn no_slot_is_lost_when_the_limit_falls_and_rises_again() {
+        let mut slots = filled(8, 8);
+        for id in 0..8 {
+            slots.remove(slots.get(id), id, false);
+        }
+        slots.set_limit(3);
+        let taken: Vec<CacheSlot> = std::iter::from_fn(|| slots.take()).collect();
+        assert_eq!(taken.len(), 3);
+        assert!(taken.iter().all(|&slot| slot < 3));
+        slots.set_limit(8);
+        assert_eq!(std::iter::from_fn(|| slots.take()).count(), 5);
+    }
+
+    #[test]
+    fn a_spared_victim_is_found_and_can_be_a_victim_again() {
+        let mut slots = filled(4, 4);
+        let victim = slots.victim(i64::from).expect("a victim");
+        assert_eq!(victim, slots.get(0), "the least recently used");
+        slots.spare(victim, 0);
+        assert_eq!(slots.get(0), victim);
+        let all: Vec<CacheSlot> = std::iter::from_fn(|| slots.victim(i64::from)).collect();
+        assert_eq!(all.len(), 4);
+    }
+
+    #[test]
+    fn pinned_loading_and_shadow_rows_are_never_victims() {
+        let mut slots = filled(4, 4);
+        slots.pin(slots.get(0));
+        slots.mark(slots.get(1), RowState::LOADING);
+        slots.mark(slots.get(2), RowState::SHADOW);
+        assert_eq!(slots.victim(i64::from), Some(slots.get(3)));
+        assert_eq!(slots.victim(i64::from), None);
+        assert!(slots.unpin(slots.get(0)), "the last pin");
+        assert_eq!(slots.victim(i64::from), Some(slots.get(0)));
+    }
+
+    #[test]
+    fn overflow_slots_come_after_the_capacity_and_are_used_again() {
+        let mut slots = filled(2, 2);
+        assert_eq!(slots.take(), None);
+        let overflow: Vec<CacheSlot> = (0..3).map(|_| slots.take_overflow()).collect();
+        assert_eq!(overflow, [2, 3, 4]);
+        slots.insert(3, 30, RowState::default());
+        slots.give_back(2);
+        assert_eq!(slots.take_overflow(), 2);
+        slots.remove(3, 30, true);
+        for slot in [2, 4] {
+            slots.give_back(slot);
+        }
+        assert_eq!((slots.overflow_used(), slots.high_water()), (0, 2));
+    }
+
+    #[test]
+    fn a_row_keeps_its_state_when_it_moves() {
+        let mut slots = filled(4, 2);
+        let (from, to) = (slots.get(1), slots.take().expect("an empty slot"));
+        slots.relocate(from, to, 1);
+        assert_eq!(slots.get(1), to);
+        assert!(slots.state(to).has(RowState::DIRTY) && !slots.state(from).has(RowState::OCCUPIED));
+        assert_eq!(slots.used(), 2);
     }
 }
