@@ -42,7 +42,10 @@ def raise_on_every_rank(
     else:
         errors = [None]
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # no cycle with this frame: what the traceback holds is freed with the error
     for rank, other in enumerate(errors):
         if other is not None:
             other.message = f"rank {rank}: {other.message}"

@@ -34,12 +34,13 @@ ParamGroups = Callable[[], Sequence[Mapping[str, Any]]]
 
 @dataclass(eq=False)
 class _Ahead:
-    """A batch that was announced; `plan` is None while the budget has no room for it."""
+    """A batch that was announced; `plan` is None while the budget has no room for it, and when planning it `failed`."""
 
     ids: I64
     splits: I64
     train: bool
-    plan: _native.Plan | None
+    plan: _native.Plan | None = None
+    failed: bool = False
 
     def is_for(self, ids: I64, splits: I64) -> bool:
         return np.array_equal(self.splits, splits) and np.array_equal(self.ids, ids)
@@ -92,21 +93,31 @@ class LookupGroup:
         False: the budget ended before all of it; the forward does the rest.
         """
         self._open()
-        self._plan_announced()
-        announced = _Ahead(ids.copy(), splits.copy(), train, None)
-        self._ahead.append(announced)
+        self._ahead.append(_Ahead(ids.copy(), splits.copy(), train))
         return self._plan_announced()
 
     def _plan_announced(self) -> bool:
-        """Plan what was announced, in order, as far as the budget goes; whether that is all of it."""
+        """Plan what was announced, in order, as far as the budget goes; whether that is all of it.
+
+        A batch whose plan fails holds nothing up: its forward plans it again.
+        """
         lookup, _ = self._open()
         for announced in self._ahead:
-            if announced.plan is None:
-                announced.plan = lookup.plan(
-                    announced.ids, announced.splits, announced.train, True, self._zeros(announced.train)
-                )
-            if not announced.plan.complete_ahead():
-                return False
+            if announced.failed:
+                continue
+            try:
+                if announced.plan is None:
+                    announced.plan = lookup.plan(
+                        announced.ids, announced.splits, announced.train, True, self._zeros(announced.train)
+                    )
+                if not announced.plan.complete_ahead():
+                    return False
+            except Exception:
+                announced.failed = True
+                if announced.plan is not None:
+                    announced.plan.release()
+                    announced.plan = None
+                raise
         return True
 
     def drop_prefetched(self) -> None:
@@ -339,6 +350,11 @@ class _Batch(ABC):
         self._done = True
         return numbers
 
+    def abandon(self) -> None:
+        """After a backward that failed: the rows are unpinned, and there is no second try."""
+        self._done = True
+        self.plan.release()
+
 
 class _PooledBatch(_Batch):
     def __init__(self, planned: PlannedBatch, pooled: Pooled) -> None:
@@ -383,7 +399,11 @@ class _FusedLookup(torch.autograd.Function):
             weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
         except Exception as caught:
             error = caught
-        after(error)
+            batch.abandon()
+        try:
+            after(error)
+        finally:
+            del error  # its traceback has this frame: together they would keep the batch until the next collection
         return None, weight_grad, None
 
 

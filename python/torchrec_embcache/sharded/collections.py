@@ -1,5 +1,6 @@
 """The sharded collections: TorchRec's, with our tables below and one exchange that makes an error on one rank an error on all."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.cache import CacheTable
-from torchrec_embcache.collective import raise_on_every_rank
-from torchrec_embcache.exceptions import UnsupportedError
+from torchrec_embcache.collective import all_gather, raise_on_every_rank
+from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.modules.features import check_features, in_order
 from torchrec_embcache.modules.optimizer_choice import no_optimizer_error
 from torchrec_embcache.modules.tables import ModuleTables, Shard, table_weights, trainable, zero_row_parameter
@@ -26,6 +27,8 @@ from .lookup import CacheLookup, PlannedFeatures
 from .sharding import pooled_sharding, sequence_sharding
 
 __all__ = ["EmbCacheShardedEmbeddingBagCollection", "EmbCacheShardedEmbeddingCollection", "ShardedCacheModule"]
+
+logger = logging.getLogger("torchrec_embcache")
 
 
 @dataclass
@@ -76,7 +79,13 @@ class ShardedCacheModule(CacheModule):
             elif param.ranks[0] == env.rank:
                 shards[config.name] = Shard(env.rank, env.world_size, spread=False)
         state = self.__dict__
-        state["_cache"] = module.shard_tables(shards, fused_params, device or torch.device("cpu"))
+        on = device or torch.device("cpu")
+        error: Exception | None = None
+        try:
+            state["_cache"] = module.shard_tables(shards, fused_params, on)
+        except Exception as caught:
+            error = caught
+        raise_on_every_rank(error, env.process_group, on)
         state["_features"] = list(
             dict.fromkeys(name for config in module.table_configs() for name in config.feature_names)
         )
@@ -133,11 +142,30 @@ class ShardedCacheModule(CacheModule):
     def _make_lookup(self, tables: list[Any], spreads_bags: bool) -> CacheLookup:
         configs = [self._configs[table.name] for table in tables]
         pooled = self._prefix == "embedding_bags"
-        return CacheLookup(self._cache, configs, spreads_bags=spreads_bags, pooled=pooled, after_backward=self._agree)
+        return CacheLookup(
+            self._cache, configs, spreads_bags=spreads_bags, pooled=pooled, after_backward=self._agree_in_backward
+        )
 
     def _agree(self, error: Exception | None) -> None:
         """Every rank comes here at the same point of a step: an error of one is raised on all."""
         raise_on_every_rank(error, self._env.process_group, self._cache.device)
+
+    def _agree_in_backward(self, error: Exception | None) -> None:
+        """As `_agree`, but raises when the whole backward is through: DDP's reducer, cut short, would refuse every later step."""
+        try:
+            self._agree(error)
+        except Exception as caught:
+            self._agree_on_steps()
+            _raise_at_end_of_backward(caught)
+
+    def _agree_on_steps(self) -> None:
+        """A backward that failed is a step of no rank or of all: a table whose ranks count differently could not be saved."""
+        mine = {name: table.native.step() for name, table in self._cache.items() if table.is_open}
+        for steps in all_gather(mine, self._env.process_group):
+            for name, step in steps.items():
+                if name in mine and step > mine[name]:
+                    mine[name] = step
+                    self._cache[name].native.set_step(step)
 
     def reset_parameters(self) -> None:
         """Nothing: rows are born one by one."""
@@ -151,9 +179,7 @@ class ShardedCacheModule(CacheModule):
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Check the batch and start sending it. A bad one travels as an empty batch; the forward refuses it on every rank."""
         try:
-            checked = check_features(
-                features, self._features, weighted=self._weighted, owner=self._owner, device=self._cache.device
-            )
+            checked = self._check(features)
             if self._input_keys is not None and checked.keys() != self._input_keys:
                 checked = in_order(checked, self._input_keys)
         except Exception as error:
@@ -165,6 +191,11 @@ class ShardedCacheModule(CacheModule):
             self._create_input_dist(self._input_keys)
             self._has_uninitialized_input_dist = False
         return super().input_dist(ctx, checked)  # type: ignore[misc]
+
+    def _check(self, features: Any) -> KeyedJaggedTensor:
+        return check_features(
+            features, self._features, weighted=self._weighted, owner=self._owner, device=self._cache.device
+        )
 
     def _empty_batch(self) -> KeyedJaggedTensor:
         keys = self._input_keys or self._features
@@ -184,10 +215,15 @@ class ShardedCacheModule(CacheModule):
             return
         try:
             train = self._trains()
-            for lookup, features in zip(self._lookups, dist_input, strict=True):
-                lookup.announce(features, train=train)
         except Exception as error:
             ctx.error = error
+            return
+        for lookup, features in zip(self._lookups, dist_input, strict=True):
+            try:
+                lookup.announce(features, train=train)
+            except Exception as error:
+                # The forward of the batch plans it again, and raises on every rank what is still wrong then.
+                logger.warning("%s: rows could not be fetched ahead: %s", self._owner, error)
 
     def forget_prefetched(self) -> None:
         """Unpin the rows of batches that were prefetched and will not come."""
@@ -240,6 +276,17 @@ class ShardedCacheModule(CacheModule):
         raise UnsupportedError(
             "update_shards is not supported yet: save with Saver and load into a model with the new plan"
         )
+
+
+def _raise_at_end_of_backward(error: Exception) -> None:
+    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch's own users of it, DDP and FSDP, say so too
+    pending = [error]
+
+    def fail() -> None:
+        raise pending.pop()
+
+    # Callbacks run in order, those that callbacks add last: after DDP's, which it adds when its last gradient is ready.
+    engine.queue_callback(lambda: engine.queue_callback(fail))
 
 
 @contextmanager
@@ -366,6 +413,14 @@ class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCol
         for sharding in self._shardings():
             sharding.make_lookup = self._make_lookup
             self._lookups.append(sharding.create_lookup())
+
+    def _check(self, features: Any) -> KeyedJaggedTensor:
+        features = super()._check(features)
+        if features.stride() == 0:
+            raise InputError(
+                f"{self._owner}: the batch has 0 samples, which TorchRec cannot split into sequences: give each rank one or more"
+            )
+        return features
 
     def create_context(self) -> SequenceContext:
         """What travels with one batch."""

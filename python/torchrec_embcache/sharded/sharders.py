@@ -46,6 +46,11 @@ class _CacheSharder:
         """`params` with our kernel in a copy; the typed errors of what is not supported."""
         if isinstance(env, ShardingEnv2D):
             raise UnsupportedError("2D parallelism is not supported yet: use one ShardingEnv over all ranks")
+        if env.process_group is None:
+            raise UnsupportedError(
+                "a ShardingEnv without process group (from_local) is not supported yet: use ShardingEnv.from_process_group, "
+                "or the unsharded module"
+            )
         configs = {config.name: config for config in module.table_configs()}
         changed = {}
         for name, param in params.items():

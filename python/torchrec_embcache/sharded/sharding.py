@@ -11,9 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding, RwSparseFeaturesDist
+from torchrec.distributed.sharding.rw_sharding import (
+    RwPooledEmbeddingDist,
+    RwPooledEmbeddingSharding,
+    RwSparseFeaturesDist,
+)
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingType
@@ -71,6 +76,24 @@ def _with_mean_weights(features: KeyedJaggedTensor, mean: list[bool]) -> KeyedJa
     )
 
 
+class PaddedPooledDist(RwPooledEmbeddingDist):
+    """Adds the ranks' pooled rows up and gives each rank those of its own bags; ranks may have batches of different sizes.
+
+    TorchRec's exchange of uneven sizes exists with NCCL only: every rank's bags are padded with zeros to the largest batch.
+    """
+
+    def forward(self, local_embs: torch.Tensor, sharding_ctx: Any = None) -> Any:
+        """`local_embs` [B of rank 0 + B of rank 1 + ..., C] to [B of this rank, C], awaitable."""
+        sizes: list[int] = list(sharding_ctx.batch_size_per_rank) if sharding_ctx is not None else []
+        if len(set(sizes)) <= 1:
+            return super().forward(local_embs, sharding_ctx)
+        most, own = max(sizes), sizes[dist.get_rank(self._pg)]
+        padded = [nn.functional.pad(part, (0, 0, 0, most - len(part))) for part in torch.split(local_embs, sizes)]
+        pooled = super().forward(torch.cat(padded), None)
+        pooled.callbacks.append(lambda values: values[:own])
+        return pooled
+
+
 class _CacheSharding:
     """What the four shardings share: their lookup is ours. Set `make_lookup` before `create_lookup` is called."""
 
@@ -103,6 +126,13 @@ class _RowWise(_CacheSharding):
 
 class RowWisePooledSharding(_RowWise, RwPooledEmbeddingSharding):
     """A table's buckets spread over all ranks; each rank pools its own rows, a reduce-scatter adds them up."""
+
+    def create_output_dist(self, device: torch.device | None = None) -> PaddedPooledDist:
+        """Pooled rows back to the ranks of their bags."""
+        del device
+        return PaddedPooledDist(
+            self._pg, embedding_dims=self.embedding_dims(), qcomm_codecs_registry=self.qcomm_codecs_registry
+        )
 
 
 class RowWiseSequenceSharding(_RowWise, RwSequenceEmbeddingSharding):

@@ -1,0 +1,227 @@
+"""Sharded training where ranks are not alike: batches of other sizes, an error on one of them, and what works afterwards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_embcache import (
+    EmbCacheEmbeddingBagCollectionSharder,
+    EmbCacheEmbeddingCollectionSharder,
+    EmbCacheTrainPipelineSparseDist,
+    cache_modules,
+)
+from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, UnsupportedError
+from torchrec_embcache.saver import Saver
+from torchrec_models import (
+    CPU,
+    MIXED,
+    ROW_WISE,
+    TABLE_WISE,
+    Batch,
+    Model,
+    assert_same_rows,
+    batches,
+    dense_optimizer,
+    pinned_rows,
+    rows_of,
+    sharded,
+    together,
+    train,
+)
+from world import process_group
+
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Any:
+    with process_group(0, 1, str(tmp_path / "store")):
+        yield
+
+
+class SumModel(Model):
+    """Bags only, and a sum over the samples for a loss, so that ranks may have any share of them."""
+
+    def forward(self, batch: Batch) -> Any:
+        pooled = self.bags(batch.features)
+        columns = [pooled[key] for key in ("a", "b@ta", "b@tb", "c")]
+        columns.append(torch.zeros(len(batch.target), 4))
+        loss = (self.linear(torch.cat(columns, 1))[:, 0] * batch.target).sum()
+        return loss, (loss.detach(), loss.detach())
+
+
+def _share(batch: Batch, first: int, last: int) -> Batch:
+    """Samples [first, last) of a batch."""
+    parts = batch.features.to_dict()
+    jagged = {key: parts[key].to_dense()[first:last] for key in parts}
+    values = [row for rows in jagged.values() for row in rows]
+    return Batch(
+        KeyedJaggedTensor(
+            list(jagged),
+            torch.cat([torch.empty(0, dtype=torch.int64), *values]),
+            lengths=torch.tensor([len(row) for row in values], dtype=torch.int64),
+        ),
+        batch.target[first:last],
+    )
+
+
+def _uneven(rank: int, world: int, shardings: dict[str, str] | None, cut: int) -> Any:
+    """Rank 0 has the first `cut` samples of eight, rank 1 the others; the linear layer stays as it is."""
+    model = sharded(SumModel(), shardings, SGD)
+    for batch in batches(4):
+        loss, _ = model(_share(batch, *((0, cut), (cut, 8))[rank] if world > 1 else (0, 8)))
+        # Gradients are divided by the ranks, as mean losses want it.
+        (loss * world).backward()
+    return rows_of(model), pinned_rows(model)
+
+
+@pytest.mark.parametrize("shardings", [ROW_WISE, MIXED, TABLE_WISE])
+@pytest.mark.parametrize("cut", [5, 8])
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_may_have_batches_of_different_sizes_and_none_at_all(two_ranks, shardings, cut):
+    want, _ = _uneven(0, 1, ROW_WISE, cut)
+    (mine, pinned), (theirs, others_pinned) = two_ranks.run(_uneven, shardings, cut)
+    assert_same_rows(together([mine, theirs]), want)
+    assert pinned == others_pinned == 0
+
+
+def _no_samples(rank: int, world: int) -> Any:
+    model = sharded(Model(), MIXED, SGD)
+    first, second = batches(2, rank, world)
+    try:
+        train(model, iter([_share(first, 0, 0) if rank == 0 else first]))
+    except InputError as error:
+        caught = str(error)
+    else:
+        caught = ""
+    return caught, bool(torch.isfinite(train(model, iter([second]))).all())
+
+
+def test_a_batch_without_samples_is_refused_by_sequences_on_every_rank(two_ranks):
+    for caught, trained in two_ranks.run(_no_samples):
+        assert "the batch has 0 samples" in caught
+        assert trained
+
+
+def _after_error_in_backward(rank: int, world: int, shardings: dict[str, str], path: str) -> Any:
+    model = sharded(Model(), shardings, SGD)
+    steps = list(batches(4, rank, world))
+    train(model, iter(steps[:1]))
+    groups = [group for module in cache_modules(model).values() for group in module.fused_optimizer.param_groups]
+    if rank == 0:
+        for group in groups:
+            group["lr"] = float("nan")
+    try:
+        train(model, iter(steps[1:2]))
+    except ConfigError as error:
+        caught = str(error)
+    else:
+        caught = ""
+    for group in groups:
+        group["lr"] = 0.1
+    Saver(rank).save(model, path)
+    saved = rows_of(model)
+    counters = {
+        name: table.stats().step for module in cache_modules(model).values() for name, table in module.tables.items()
+    }
+    train(model, iter(steps[2:]))
+    trained = rows_of(model)
+    Saver(rank).load(model, path)
+    return caught, counters, rows_of(model) == saved, trained != saved, pinned_rows(model)
+
+
+@pytest.mark.parametrize("shardings", [ROW_WISE, MIXED])
+def test_after_an_error_in_the_backward_of_one_rank_all_ranks_save_and_train_on(two_ranks, tmp_path, shardings):
+    results = two_ranks.run(_after_error_in_backward, shardings, str(tmp_path / "checkpoint"))
+    for caught, _, loaded, moved, pinned in results:
+        assert "lr=nan" in caught
+        assert loaded
+        assert moved
+        assert pinned == 0
+    (_, mine, *_), (_, theirs, *_) = results
+    for table in mine.keys() & theirs.keys():
+        assert mine[table] == theirs[table], "the ranks of a table count the same steps"
+
+
+def _failing_ahead(rank: int, world: int, lookahead: int, fail: bool) -> Any:
+    """Fetching ahead fails on rank 1 for the third batch."""
+    model = sharded(Model(), MIXED, SGD)
+    pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer(model), CPU, lookahead=lookahead)
+    if rank == 1 and fail:
+        _break_third_announcement(model)
+    steps = batches(8, rank, world)
+    losses = []
+    while True:
+        try:
+            losses.append(pipeline.progress(steps)[0])
+        except StopIteration:
+            break
+    return torch.stack(losses).tolist(), rows_of(model), pinned_rows(model)
+
+
+def _break_third_announcement(model: torch.nn.Module) -> None:
+    for module in cache_modules(model).values():
+        for lookup in module._lookups:
+            if lookup._group is not None:
+                group, calls = lookup._group, []
+                native, backend = group._open()
+
+                class Failing:
+                    def plan(self, *args: Any, native: Any = native, calls: list[int] = calls) -> Any:
+                        ahead = args[3]
+                        calls.append(ahead)
+                        if ahead and sum(calls) == 3:
+                            raise CapacityError("no room ahead")
+                        return native.plan(*args)
+
+                group._opened = (group._opened[0], Failing(), backend)
+
+
+@pytest.mark.filterwarnings("error::torchrec_embcache.exceptions.EmbCacheWarning")
+@pytest.mark.parametrize("lookahead", [1, 4])
+def test_rows_that_cannot_be_fetched_ahead_are_fetched_by_the_forward(two_ranks, lookahead):
+    assert two_ranks.run(_failing_ahead, lookahead, True) == two_ranks.run(_failing_ahead, lookahead, False)
+
+
+def _refused_when_opened(rank: int, _world: int) -> Any:
+    """Rank 1 alone cannot take the rows of the unsharded module over."""
+    model = Model()
+    if rank == 1:
+        model.bags.hidden = model.bags.shard_tables
+        model.bags.shard_tables = _raise_capacity
+    try:
+        sharded(model, ROW_WISE, SGD)
+    except CapacityError as error:
+        return str(error)
+    return None
+
+
+def _raise_capacity(*_args: Any, **_kwargs: Any) -> Any:
+    raise CapacityError("table 'ta' is full")
+
+
+def test_tables_that_cannot_be_made_on_one_rank_are_refused_on_every_rank(two_ranks):
+    assert two_ranks.run(_refused_when_opened) == ["rank 1: table 'ta' is full", "table 'ta' is full"]
+
+
+def test_an_environment_without_process_group_is_refused():
+    model = Model()
+    sharders = [EmbCacheEmbeddingBagCollectionSharder(SGD), EmbCacheEmbeddingCollectionSharder(SGD)]
+    topology = Topology(world_size=1, local_world_size=1, compute_device="cpu")
+    plan = EmbeddingShardingPlanner(topology=topology).plan(model, sharders)
+    with pytest.raises(UnsupportedError, match="process group"):
+        DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_local(1, 0),
+            device=CPU,
+            sharders=sharders,
+            plan=plan,
+            init_data_parallel=False,
+        )
