@@ -244,6 +244,8 @@ def test_a_second_save_replaces_the_first(root: Path) -> None:
     Saver(0).save(bag, root)
     assert (root / "LATEST").read_text() != first
     assert len(list(root.iterdir())) == 2, "LATEST and one checkpoint"
+    newest = root / (root / "LATEST").read_text().strip()
+    assert sorted(path.name for path in newest.iterdir()) == ["%+item", "0-of-1.json", "manifest.json"]
     loaded = make_bag()
     Saver(0).load(loaded, root)
     assert rows(loaded) == rows(bag)
@@ -345,7 +347,7 @@ def test_damaged_manifests_and_headers_leave_the_tables_as_they_were(root: Path)
     manifests = [root / "LATEST", *root.rglob("*.json")]
     assert len(manifests) == 3
     (data,) = data_files(root)
-    places = [(path, 30) for path in manifests]
+    places = [(path, 20) for path in manifests]
     places += [
         (data, offset) for offset in (0, 100, tensor_offset(data, "checksums"), tensor_offset(data, "bucket_offsets"))
     ]
@@ -375,6 +377,8 @@ def test_damaged_rows_make_every_table_refuse_use_until_a_load_succeeds(root: Pa
             lambda: model["a"](torch.tensor([[1]])),
             lambda: rows(model["a"]),
             lambda: len(model["b"]),  # type: ignore[arg-type]
+            lambda: model["a"].import_rows(torch.tensor([1]), torch.ones(1, 4)),  # type: ignore[operator]
+            lambda: model["a"].flush(),  # type: ignore[operator]
             lambda: Saver(0).save(model, root),
         ]
         for use in uses:

@@ -4,7 +4,6 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::manifest::checksum;
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, read_file};
 
@@ -39,19 +38,16 @@ impl FromStr for CheckpointName {
     }
 }
 
-/// The content of `LATEST`: a checkpoint and the checksum of its manifest.
+/// The content of `LATEST`: the name of a checkpoint, whose manifest carries its own checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Latest {
     /// The checkpoint.
     pub name: CheckpointName,
-    /// XXH3 (64 bits) of its `manifest.json`.
-    pub manifest_xxh3: u64,
 }
 
 impl fmt::Display for Latest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let named = format!("{} {:016x}", self.name, self.manifest_xxh3);
-        write!(f, "{named} {:016x}", checksum(named.as_bytes()))
+        self.name.fmt(f)
     }
 }
 
@@ -59,15 +55,7 @@ impl FromStr for Latest {
     type Err = Error;
 
     fn from_str(line: &str) -> Result<Self> {
-        let parse = || {
-            let mut words = line.split(' ');
-            let latest =
-                Self { name: words.next()?.parse().ok()?, manifest_xxh3: u64::from_str_radix(words.next()?, 16).ok()? };
-            (latest.to_string() == line).then_some(latest)
-        };
-        parse().ok_or_else(|| {
-            Error::new(Kind::Corruption, format!("{line:?} does not name a checkpoint and its checksums"))
-        })
+        Ok(Self { name: line.parse()? })
     }
 }
 

@@ -358,6 +358,27 @@ pub(super) fn render<T: Serialize>(manifest: &T) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// The last field of a sealed manifest: the checksum of what it was without that field.
+const SEAL: &str = ",\n  \"xxh3\": ";
+const END: &str = "\n}\n";
+
+/// A rendered manifest with its own checksum as the last field.
+pub(super) fn seal(rendered: &[u8]) -> Vec<u8> {
+    let body = rendered.strip_suffix(END.as_bytes()).expect("what render() gives ends an object");
+    [body, format!("{SEAL}{}{END}", checksum(rendered)).as_bytes()].concat()
+}
+
+/// What was sealed, if not a bit of it has changed.
+pub(super) fn unseal(sealed: &[u8], path: &Path) -> Result<Vec<u8>> {
+    let at = sealed.windows(SEAL.len()).rposition(|window| window == SEAL.as_bytes());
+    let rendered = [&sealed[..at.unwrap_or(0)], END.as_bytes()].concat();
+    if sealed == seal(&rendered) {
+        return Ok(rendered);
+    }
+    let found = checksum(&rendered);
+    Err(Error::corruption(path, 0, "the manifest's checksum", found, "another"))
+}
+
 impl Manifest {
     /// What does not need the ranks' manifests.
     pub(super) fn check(&self, name: CheckpointName) -> Result<(), String> {

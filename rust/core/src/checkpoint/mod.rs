@@ -1,7 +1,7 @@
 //! Checkpoints: every row of every table, in safetensors files that any number of ranks can load, published as a whole.
 //!
 //! ```text
-//! path/LATEST                                        one line: name and checksum of the newest complete checkpoint
+//! path/LATEST                                        one line: the name of the newest complete checkpoint
 //! path/<seq>-<random>/manifest.json                  written last, by the coordinator; names the ranks' manifests
 //! path/<seq>-<random>/<rank>-of-<world>.json         tables, files, counts and checksums of one rank
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors

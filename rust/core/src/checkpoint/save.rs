@@ -6,10 +6,10 @@ use std::sync::Arc;
 use super::format::{CHUNK_BYTES, FORMAT, VERSION, rank_file};
 use super::latest::{CheckpointName, LATEST_FILE, Latest};
 use super::manifest::{
-    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, RankDigest, RankManifest, checksum, merge, parse, render,
+    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, RankDigest, RankManifest, checksum, merge, parse, render, seal,
 };
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, AlignedBuf, DirLock, IoEngine, Open, publish, read_file};
+use crate::io::{ALIGNMENT, AlignedBuf, DirLock, IoEngine, LOCK_FILE, Open, publish, read_file};
 
 /// The coordinator's manifest, written when all ranks are done.
 pub(super) const MANIFEST_FILE: &str = "manifest.json";
@@ -81,10 +81,11 @@ impl Save {
         };
         manifest.check(self.name).map_err(refuse)?;
         manifest.check_ranks(&ranks).map_err(refuse)?;
-        let bytes = render(&manifest)?;
-        publish(engine, &dir.join(MANIFEST_FILE), &bytes)?;
-        let latest = Latest { name: self.name, manifest_xxh3: checksum(&bytes) };
+        publish(engine, &dir.join(MANIFEST_FILE), &seal(&render(&manifest)?))?;
+        let latest = Latest { name: self.name };
         self.name_latest(&dir, latest)?;
+        // Nobody sweeps what LATEST names, so the lock's file has done its work; where it stays it does no harm.
+        let _ = engine.remove_file(&dir.join(LOCK_FILE));
         let left = sweep(engine, &self.root).unwrap_or_else(|error| vec![error]);
         Ok(Published { latest, left })
     }

@@ -30,7 +30,7 @@ impl Saved {
         load(&self.engine, self.dir.path(), 2)
     }
 
-    /// Every file of the checkpoint, the lock's apart.
+    /// Every file of the checkpoint.
     fn files(&self) -> Vec<PathBuf> {
         let mut files = Vec::new();
         let mut dirs = vec![self.dir.path().to_owned()];
@@ -39,7 +39,7 @@ impl Saved {
                 let path = entry.expect("an entry").path();
                 if path.is_dir() {
                     dirs.push(path);
-                } else if path.file_name() != Some(embcache::io::LOCK_FILE.as_ref()) {
+                } else {
                     files.push(path);
                 }
             }
@@ -68,27 +68,17 @@ impl Saved {
                 digest["xxh3"] = xxhash_rust::xxh3::xxh3_64(&bytes).into();
             }
         }
-        let bytes = if ending == "manifest.json" {
-            std::fs::read(&manifest).expect("read")
+        // The manifest's own checksum is its last field, over what it is without that field.
+        let body = if ending == "manifest.json" {
+            let text = std::fs::read_to_string(&manifest).expect("text");
+            text[..text.rfind(",\n  \"xxh3\": ").expect("a sealed manifest")].to_owned()
         } else {
-            serde_json::to_vec(&json).expect("JSON")
+            json.as_object_mut().expect("an object").remove("xxh3");
+            serde_json::to_string_pretty(&json).expect("JSON").trim_end_matches("\n}").to_owned()
         };
-        std::fs::write(&manifest, &bytes).expect("written");
-        let latest = self.dir.path().join("LATEST");
-        let line = std::fs::read_to_string(&latest).expect("text");
-        let named = format!("{} {:016x}", line.split(' ').next().expect("a name"), xxhash_rust::xxh3::xxh3_64(&bytes));
-        std::fs::write(&latest, format!("{named} {:016x}\n", xxhash_rust::xxh3::xxh3_64(named.as_bytes())))
-            .expect("written");
+        let seal = xxhash_rust::xxh3::xxh3_64(format!("{body}\n}}\n").as_bytes());
+        std::fs::write(&manifest, format!("{body},\n  \"xxh3\": {seal}\n}}\n")).expect("written");
     }
-}
-
-/// Bytes of a data file that carry nothing: blanks after the header's text do count, padding behind the data does not.
-fn is_padding(bytes: &[u8], position: usize) -> bool {
-    let header = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
-    let text = std::str::from_utf8(&bytes[8..8 + header]).expect("UTF-8");
-    let json: serde_json::Value = serde_json::from_str(text).expect("JSON");
-    let start = json["__pad"]["data_offsets"][0].as_u64().expect("a number") as usize;
-    position >= 8 + header + start
 }
 
 #[test]
@@ -114,10 +104,7 @@ fn a_flipped_bit_anywhere_is_found() {
                     );
                     found += 1;
                 }
-                Ok(tables) => {
-                    assert!(is_data && is_padding(&good, position), "byte {position} of {}", path.display());
-                    assert_eq!(tables, saved.tables);
-                }
+                Ok(_) => panic!("byte {position} of {} may change unseen", path.display()),
             }
         }
         std::fs::write(&path, &good).expect("written");
