@@ -182,7 +182,10 @@ class CacheTable:
         self.initializer = initializer
         self.policy: Policy = policy
         self.on_full: OnFull = on_full
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError) as cause:
+            raise ConfigError(f"device={device!r} is not a device: give one such as 'cpu' or 'cuda:0'") from cause
         self.key = key
         self._tier: DeviceTier | None = None
         self._native: _native.Table | None = None
@@ -312,6 +315,10 @@ class CacheTable:
         if self._native is not None:
             self._native.set_unusable(reason)
 
+    def _refuse_unusable(self) -> None:
+        if self._unusable is not None:
+            raise StateError(f"table {self.name!r} cannot be used: {self._unusable}")
+
     def buckets_of(self, total_num_buckets: int) -> tuple[int, int]:
         """The buckets [begin, end) that this shard owns where there are `total_num_buckets`: all if it owns all now."""
         if self.buckets == (0, self.total_num_buckets):
@@ -372,8 +379,13 @@ class CacheTable:
         `slots` are those of the optimizer, as in `RowChunk`; None: zeros. `metadata` None: as never used. Raises `InputError`, and
         `StateError` when a batch in flight uses one of the rows.
         """
+        self._refuse_unusable()
         array = ids_array(ids, "ids", self.device)
         spec, count = self.spec, len(array)
+        if not isinstance(metadata, RowMetadata | None):
+            raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
+        if not isinstance(slots, Mapping | None):
+            raise InputError(f"slots is a {type(slots).__name__}: give tensors by name, or leave it out")
         wanted: dict[str, tuple[int, ...]] = {"weights": (count, self.dim)}
         for place, name in enumerate(spec.slot_names):
             wanted[name] = (count, self.dim) if place < spec.vector_slots else (count,)
@@ -407,6 +419,7 @@ class CacheTable:
 
     def flush(self) -> None:
         """Write every dirty row to the SSD tier and publish one state, which a resume takes. Without an SSD tier: nothing."""
+        self._refuse_unusable()
         if self.directory is not None:
             self.flush_as(publish.new_token(self.published(), shared=False))
 
@@ -422,7 +435,8 @@ class CacheTable:
         if self._closed:
             return
         try:
-            if self._native is not None:
+            # What a failed load left is no state to resume.
+            if self._native is not None and self._unusable is None:
                 self.flush()
         finally:
             self._closed = True

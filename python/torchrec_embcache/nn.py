@@ -47,6 +47,7 @@ class _EmbeddingBase(CacheModule, nn.Module):
         unseen: Unseen = "initial",
         total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
         device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
         max_norm: None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
@@ -58,6 +59,8 @@ class _EmbeddingBase(CacheModule, nn.Module):
                 raise UnsupportedError(
                     f"{field}={value!r}: the update is fused into the backward, which has no such thing; leave it out"
                 )
+        if dtype not in (None, torch.float32):
+            raise UnsupportedError(f"dtype={dtype!r}: rows are float32; leave it out")
         del norm_type  # means nothing without max_norm
         if optimizer is None:
             raise ConfigError(

@@ -176,7 +176,7 @@ def _agreed_path(path: str | os.PathLike[str]) -> str:
     """`path` as a string; `PathError` when ranks differ in the place it names."""
 
     def text() -> tuple[str, str]:
-        given = os.fspath(path)
+        given: object = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(given, str):
             raise PathError(f"path={given!r} is not text: give a str")
         return given, os.path.abspath(given) if given else ""

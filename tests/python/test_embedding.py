@@ -378,6 +378,7 @@ def test_gradients_asked_of_other_tensors_update_nothing():
         ({"max_norm": 1.0}, UnsupportedError, "max_norm=1.0"),
         ({"scale_grad_by_freq": True}, UnsupportedError, "scale_grad_by_freq=True"),
         ({"sparse": True}, UnsupportedError, "sparse=True"),
+        ({"dtype": torch.float16}, UnsupportedError, "dtype=torch.float16"),
         ({"embedding_dim": 0}, ConfigError, "embedding_dim=0"),
         ({"embedding_dim": 65537}, ConfigError, "embedding_dim=65537"),
         ({"embedding_dim": 4.0}, ConfigError, "embedding_dim=4.0"),
@@ -396,6 +397,7 @@ def test_gradients_asked_of_other_tensors_update_nothing():
         ({"optimizer": None}, ConfigError, "optimizer=None"),
         ({"optimizer": torch.optim.SGD}, ConfigError, "optimizer=<class"),
         ({"initializer": "uniform"}, ConfigError, "initializer='uniform'"),
+        ({"device": "bogus"}, ConfigError, "device='bogus' is not a device"),
         ({"device": "cuda:0"}, ConfigError, "device_bytes=0 on cuda:0"),
         (
             {"device": "cuda:99", "tiers": TierBudgets(host_bytes="1MiB", device_bytes="1MiB")},

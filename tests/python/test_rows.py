@@ -127,6 +127,8 @@ META = RowMetadata(count=torch.ones(1, dtype=torch.int64), last_step=ONE, score=
         ((ONE, torch.ones(1, 4), {"sum": torch.ones(1)}), r"sum has shape \[1\]"),
         ((ONE, torch.ones(1, 4), {"exp_avg": torch.ones(1, 4)}), r"slots has \['exp_avg'\]"),
         ((torch.tensor([1, 2]), torch.ones(2, 4), None, META), r"metadata.score has shape"),
+        ((torch.tensor([1]), torch.ones(1, 4), None, "used"), "metadata is a str: give RowMetadata"),
+        ((torch.tensor([1]), torch.ones(1, 4), [torch.ones(1)]), "slots is a list: give tensors by name"),
         (
             (
                 ONE,

@@ -160,3 +160,11 @@ def test_a_load_needs_no_write_permission_and_a_save_does(tmp_path: Path, root: 
     # And to root, who may do anything, the directory belongs to somebody else.
     with pytest.raises(StoragePermissionError, match="belongs to user 65534"):
         Saver(0).load(make_bag(), root)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"checkpoint"])
+def test_a_path_that_is_not_text_is_refused(path: object) -> None:
+    bag = make_bag()
+    for use in (Saver(0).save, Saver(0).load):
+        with pytest.raises(PathError, match="is not text: give a str"):
+            use(bag, path)  # type: ignore[arg-type]

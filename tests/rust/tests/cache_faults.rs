@@ -120,6 +120,20 @@ fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
     assert!(matches!(error.kind(), Kind::Storage | Kind::ReadOnly), "{error:?}");
     assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
     assert_eq!(contents(&rig), trained_oracle(&done), "the steps before are all there");
+    if error.kind() == Kind::Storage {
+        assert!(error.to_string().contains("saved elsewhere"), "{error}");
+    }
+    // So do evaluations, of rows in every tier and of unseen ids, past the rows in RAM that can go nowhere.
+    let (oracle, _) = self::rig(config(DIM, OptimizerKind::Adagrad, 100_000));
+    for (salt, ids) in done.iter().enumerate() {
+        oracle.train(ids, 4, salt as u32).expect("the oracle trains");
+    }
+    for ids in done.iter().chain([&vec![-9; 4]]) {
+        let read = rig.evaluate(ids, 4, false).expect("an evaluation writes nothing");
+        assert_eq!(read, oracle.evaluate(ids, 4, false).expect("read"));
+    }
+    assert_eq!(contents(&rig), trained_oracle(&done), "reading changed nothing");
+    assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
     let error = rig.table.flush(1).expect_err("a flush needs the disk");
     assert_eq!(error.kind(), Kind::ReadOnly, "{error:?}");
     // It stays refused when the disk has room again: only reopening tells what is there.

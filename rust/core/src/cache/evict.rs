@@ -2,9 +2,10 @@
 
 use super::table::{Shared, State};
 use crate::config::OnFull;
-use crate::error::Result;
+use crate::error::{Kind, Result};
 use crate::rows::RowRef;
 use crate::slots::RowState;
+use crate::ssd::SsdTier;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Rows handed to the SSD tier in one call at most: bounds how much space it must find at once.
@@ -50,6 +51,20 @@ impl Shared {
         Ok(victims.len())
     }
 
+    /// Append rows to the SSD tier, whose error says which table it is of and what is safe.
+    pub(crate) fn append(&self, ssd: &SsdTier, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
+        ssd.append(rows, known).map_err(|error| {
+            let table = format!("table {:?}", self.config.name);
+            match error.kind() {
+                Kind::Storage => error.context(format!(
+                    "{table}: nothing more can be written to its SSD tier, so it trains no further; its rows stay as the steps before \
+                     left them, and can be read and saved elsewhere with Saver"
+                )),
+                _ => error.context(table),
+            }
+        })
+    }
+
     /// Hand the dirty ones among these current host rows to the SSD tier and mark them clean.
     pub(crate) fn write_down(&self, state: &mut State, slots: &[CacheSlot]) -> Result<()> {
         let Some(ssd) = &self.ssd else { return Ok(()) };
@@ -62,7 +77,7 @@ impl Shared {
             let rows: Vec<RowRef<'_>> = dirty.iter().map(|&slot| state.host.row(slot)).collect();
             let known: Vec<bool> =
                 dirty.iter().map(|&slot| state.host.slots.state(slot).has(RowState::ON_SSD)).collect();
-            ssd.append(&rows, &known)?;
+            self.append(ssd, &rows, &known)?;
             drop(rows);
             for slot in dirty {
                 let row = state.host.slots.state(slot).without(RowState::DIRTY).with(RowState::ON_SSD);
@@ -118,7 +133,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Move unpinned rows out of the overflow: into the budget where it has room, else down.
+    /// Move unpinned rows out of the overflow: into the budget where it has room, else down. On an error
+    /// the rows that cannot be written stay, and only they.
     pub(crate) fn drain_overflow(&self, state: &mut State) -> Result<()> {
         if state.host.slots.overflow_used() == 0 {
             return Ok(());
@@ -130,17 +146,21 @@ impl Shared {
             .occupied_from(capacity)
             .filter(|&slot| state.host.slots.state(slot).is_current() && !state.host.slots.is_pinned(slot))
             .collect();
+        let mut failed = Ok(());
         for slot in idle {
             if let Some(to) = state.host.slots.take() {
                 state.host.relocate(slot, to);
             } else if self.ssd.is_some() {
-                self.write_down(state, &[slot])?;
+                if let Err(error) = self.write_down(state, &[slot]) {
+                    failed = Err(error);
+                    continue;
+                }
                 state.host.remove(slot, true);
                 state.host_stats.evictions += 1;
             }
         }
         state.host.shrink_overflow();
-        Ok(())
+        failed
     }
 
     /// Drop `rows` rows from the table by policy (`on_full = evict`). Rows that plans use stay.

@@ -82,7 +82,11 @@ impl TablePlan {
         if state.device.is_some() {
             self.start_device(&mut state, mode, batch)?;
         } else {
-            shared.drain_overflow(&mut state)?;
+            if let Err(error) = shared.drain_overflow(&mut state)
+                && mode.train
+            {
+                return Err(error);
+            }
             self.place_all_in_host(&mut state, mode, batch)?;
         }
         state.host_stats.time_ns += started.elapsed().as_nanos() as u64;
@@ -188,7 +192,12 @@ impl TablePlan {
             self.unplaced.extend_from_slice(missing);
             return Ok(());
         }
-        shared.make_room(state, missing.len() as u32)?;
+        if let Err(error) = shared.make_room(state, missing.len() as u32)
+            && mode.train
+        {
+            // An evaluation reads on after a failed write, in the overflow.
+            return Err(error);
+        }
         let mut reads = Vec::new();
         for ((&position, &id), &there) in missing.iter().zip(&ids).zip(&on_ssd) {
             if mode.unseen_zeros && !mode.train && !there {

@@ -76,7 +76,11 @@ impl TablePlan {
         if reads.is_empty() || !mode.ahead {
             return Ok(());
         }
-        shared.make_room(state, reads.len() as u32)?;
+        if let Err(error) = shared.make_room(state, reads.len() as u32)
+            && mode.train
+        {
+            return Err(error);
+        }
         let mut rows = Vec::new();
         for (position, id) in reads {
             let Some(slot) = state.host.take(false)? else {
@@ -132,7 +136,12 @@ impl TablePlan {
         if mode.train {
             shared.check_capacity(state, births)?;
         }
-        shared.make_device_room(state, staged.rows.len() as u32)?;
+        if let Err(error) = shared.make_device_room(state, staged.rows.len() as u32)
+            && mode.train
+        {
+            // An evaluation reads on after a failed write, in the overflow.
+            return Err(error);
+        }
         self.place_staged(state, staged);
 
         self.index.slots.clone_from(&self.device);
@@ -368,7 +377,7 @@ impl Shared {
             for past in past.chunks(ROWS_PER_GATHER) {
                 let refs: Vec<RowRef<'_>> = past.iter().map(|(position, _)| rows.row(*position, floats)).collect();
                 let known: Vec<bool> = past.iter().map(|(_, row)| row.has(RowState::ON_SSD)).collect();
-                ssd.append(&refs, &known)?;
+                self.append(ssd, &refs, &known)?;
             }
         }
         for &(position, row) in &moving[..fit] {
@@ -400,7 +409,7 @@ impl Shared {
             let refs: Vec<RowRef<'_>> = (0..slots.len()).map(|position| rows.row(position, floats)).collect();
             let tier = device(state);
             let known: Vec<bool> = slots.iter().map(|&slot| tier.slots.state(slot).has(RowState::ON_SSD)).collect();
-            ssd.append(&refs, &known)?;
+            self.append(ssd, &refs, &known)?;
             for &slot in slots {
                 let row = tier.slots.state(slot).without(RowState::DIRTY).with(RowState::ON_SSD);
                 tier.slots.set_state(slot, row);

@@ -324,7 +324,7 @@ impl Shared {
             let rows: Vec<RowRef<'_>> = homeless[fit..].iter().map(|&position| row(position)).collect();
             let known: Vec<bool> = homeless[fit..].iter().map(|&position| known(state, position)).collect();
             if !rows.is_empty() {
-                ssd.append(&rows, &known)?;
+                self.append(ssd, &rows, &known)?;
             }
         }
         for (index, &position) in homeless.iter().enumerate() {
