@@ -6,15 +6,18 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec import KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_embcache import (
+    EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagCollectionSharder,
+    EmbCacheEmbeddingBagConfig,
     EmbCacheEmbeddingCollectionSharder,
     EmbCacheTrainPipelineSparseDist,
+    TierBudgets,
     cache_modules,
 )
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, UnsupportedError
@@ -188,6 +191,31 @@ def _break_third_announcement(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("lookahead", [1, 4])
 def test_rows_that_cannot_be_fetched_ahead_are_fetched_by_the_forward(two_ranks, lookahead):
     assert two_ranks.run(_failing_ahead, lookahead, True) == two_ranks.run(_failing_ahead, lookahead, False)
+
+
+def _from_torchrec_on_ssd(_rank: int, _world: int, folder: str) -> Any:
+    """A table trained with TorchRec, larger than its budget in RAM, then sharded."""
+    config = EmbeddingBagConfig(name="t", embedding_dim=16, num_embeddings=2_000, feature_names=["f"])
+    theirs = EmbeddingBagCollection([config])
+    with torch.no_grad():
+        theirs.embedding_bags["t"].weight.copy_(torch.arange(32_000.0).view(2_000, 16))
+    tiers = TierBudgets(host_bytes="128KiB", ssd_bytes="64MiB", ssd_dir=folder)
+    given = EmbCacheEmbeddingBagConfig(
+        name="t", embedding_dim=16, num_embeddings=2_000, feature_names=["f"], total_num_buckets=7
+    )
+    ours = EmbCacheEmbeddingBagCollection.from_torchrec(theirs, tiers, tables=[given])
+    model = sharded(torch.nn.Sequential(ours), {"t": "row_wise"}, SGD)
+    rows = rows_of(model)
+    for module in cache_modules(model).values():
+        for table in module.tables.values():
+            table.close()
+    return rows
+
+
+def test_every_rank_brings_a_trained_module_whose_rows_are_on_ssd(two_ranks, tmp_path):
+    rows = together(two_ranks.run(_from_torchrec_on_ssd, str(tmp_path)))
+    assert len(rows) == 2_000
+    assert all(row[:2] == [16.0 * id_, 16.0 * id_ + 1] for (_, _, id_), row in rows.items())
 
 
 def _refused_when_opened(rank: int, _world: int) -> Any:

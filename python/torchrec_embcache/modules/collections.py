@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -15,6 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.collective import is_distributed
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
@@ -56,7 +58,13 @@ class _Collection(CacheModule, FusedOptimizerModule):
             holder.register_parameter("weight", zero_row_parameter(config.embedding_dim, on))
         shards = {config.name: Shard() for config in configs}
         self._tables = ModuleTables(
-            configs, module=name, tiers=tiers, seed=seed, device=on, shards=shards, specs=dict.fromkeys(shards)
+            configs,
+            module=_files_name(name),
+            tiers=tiers,
+            seed=seed,
+            device=on,
+            shards=shards,
+            specs=dict.fromkeys(shards),
         )
         self._tables.warn_on_state_dict(self)
         self._features = [feature for config in configs for feature in config.feature_names]
@@ -188,6 +196,12 @@ class _Collection(CacheModule, FusedOptimizerModule):
             for first in range(0, len(weight), _IMPORT_ROWS):
                 rows = weight[first : first + _IMPORT_ROWS].cpu()
                 table.import_rows(torch.arange(first, first + len(rows)), rows)
+
+
+def _files_name(name: str) -> str:
+    """What the SSD tier's files of an unsharded module go by: every rank has all its rows, so none may take another's directory."""
+    rank = dist.get_rank() if is_distributed() else 0
+    return f"{name}-unsharded-{rank}" if rank else name
 
 
 def _share_group(param: nn.Parameter, group: dict[str, Any]) -> None:
