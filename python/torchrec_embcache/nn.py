@@ -84,8 +84,10 @@ class _EmbeddingBase(CacheModule, nn.Module):
             device=device,
         )
         self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
-        self.optimizer = FusedOptimizer([self.weight], [optimizer])
-        self._group = LookupGroup([self.table], [0], lambda: self.optimizer.param_groups, unseen=unseen)
+        fused = FusedOptimizer([self.weight], [optimizer])
+        self.optimizer = fused
+        # Not by way of `self`: without a cycle a deleted module frees its directory at once.
+        self._group = LookupGroup([self.table], [0], lambda: fused.param_groups, unseen=unseen)
         self._warned_state_dict = False
         self.table.open()
 

@@ -1,5 +1,6 @@
 """Flush and resume: what a kill leaves, whose directory it is, one state of several tables."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -52,6 +53,20 @@ def test_resuming_takes_the_last_flush_whatever_was_trained_since(tmp_path):
     bag.table.native.close()  # as a kill: nothing is flushed
     with bag_in(tmp_path / "ssd", reopen="resume") as bag:
         assert Contents.of(bag) == flushed
+
+
+def test_a_deleted_module_frees_its_directory_at_once(tmp_path):
+    bag = bag_in(tmp_path / "ssd")
+    train(bag, BATCHES[:3])
+    bag.flush()
+    flushed = Contents.of(bag)
+    gc.disable()
+    try:
+        del bag
+        with bag_in(tmp_path / "ssd", reopen="resume") as bag:
+            assert Contents.of(bag) == flushed
+    finally:
+        gc.enable()
 
 
 KILLED = """
