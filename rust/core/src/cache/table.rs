@@ -248,7 +248,7 @@ impl Table {
             stats
         });
         let host = &state.host;
-        let index_bytes = self.shared.ssd.as_ref().map_or(0, SsdTier::index_bytes);
+        let charged = self.shared.ssd.as_ref().map_or(0, |ssd| HostTier::charged_bytes(ssd.index_bytes(), ssd.rows()));
         let rows_here = u64::from(host.slots.used() + host.slots.overflow_used());
         let device = state.device.as_ref().map(|device| {
             let rows = u64::from(device.slots.used() + device.slots.overflow_used());
@@ -269,7 +269,7 @@ impl Table {
             device,
             host: TierStats {
                 rows: rows_here,
-                bytes: rows_here * host.row_bytes() + index_bytes,
+                bytes: rows_here * host.row_bytes() + charged,
                 capacity_bytes: host.budget_bytes(),
                 ..state.host_stats
             },

@@ -64,9 +64,14 @@ impl HostTier {
         self.bytes_per_row
     }
 
+    /// What the budget counts of the `index_bytes` of an index of `indexed_rows` on SSD.
+    pub(crate) fn charged_bytes(index_bytes: u64, indexed_rows: u64) -> u64 {
+        index_bytes.min(indexed_rows * INDEX_BYTES_PER_ROW).saturating_sub(FREE_INDEX_BYTES)
+    }
+
     /// How many rows the budget holds beside the `index_bytes` of an index of `indexed_rows` on SSD.
     pub(crate) fn rows_beside_index(&self, index_bytes: u64, indexed_rows: u64) -> u64 {
-        let charged = index_bytes.min(indexed_rows * INDEX_BYTES_PER_ROW).saturating_sub(FREE_INDEX_BYTES);
+        let charged = Self::charged_bytes(index_bytes, indexed_rows);
         (self.budget_bytes.saturating_sub(charged) / self.bytes_per_row).min(u64::from(self.slots.capacity()))
     }
 
