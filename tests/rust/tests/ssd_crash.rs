@@ -227,20 +227,27 @@ fn is_of_storage(error: &Error) -> bool {
     matches!(error.kind(), Kind::Storage | Kind::ReadOnly)
 }
 
-#[test]
-fn the_workload_compacts_and_gives_no_state_up() {
+/// Run the workload to its end and check all it leaves; whether compaction moved rows.
+fn run_undisturbed() -> bool {
     let (memory, fault, engine) = engines();
     let (run, tier, outcome) = run(&engine, CAP);
     outcome.unwrap();
     let tier = tier.unwrap();
     check_rows(&tier, &run.rows, &[], "at the end");
     let stats = tier.stats();
-    assert!(stats.compaction_bytes > 0 && !stats.published_given_up, "{stats:?}");
+    assert!(!stats.published_given_up, "{stats:?}");
     let removed = fault.log().iter().filter(|(operation, _)| *operation == Operation::RemoveFile).count();
     assert!(removed > 20, "{removed} files removed");
     assert!(fault.changes() > 200, "{} changes", fault.changes());
     drop(tier);
     run.check_resumes(CAP, &memory.crash(), false, "at the end");
+    stats.compaction_bytes > 0
+}
+
+#[test]
+fn the_workload_compacts_and_gives_no_state_up() {
+    // Compaction runs beside the workload: where the machine gives its thread no time, there may be nothing left for it.
+    assert!((0..100).any(|_| run_undisturbed()), "no run of the workload compacted");
 }
 
 /// Stop the world after 0, `step`, 2 `step`, … changes, until the workload comes to its end.
