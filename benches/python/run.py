@@ -1,89 +1,43 @@
 """Measures every bench beside its limit and its rivals, into target/bench/results.json.
 
-The Rust benches run in their own process and measure a round when asked, so that ours, the limit and the rivals take turns on the
-same batches. Each result is merged into the file as soon as it is there; stopping loses only the bench under way.
+Benches that are served measure a round when asked, so that ours, the limit and the rivals take turns on the same batches; others
+print their rows themselves (see served.py; SCRIPTS has those in Python). Each row is merged into the file as soon as it is there;
+stopping loses only the bench under way.
 """
 
 import argparse
-import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from results import Row, describe, merge, setting
 from rivals import RIVALS, Round
+from served import ROOT, Program, Served, programs, rows_of
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "target" / "bench"
-ROUNDS = 7
-MINUTES = 70
+MINUTES = 72
+# One bench; where a program prints several rows, all of them together.
+BENCH_SECONDS = 300.0
+PROGRAM_SECONDS = 1200.0
+# Script beside this file: the rows it prints. It is given the names wanted, and --smoke.
+SCRIPTS: dict[str, tuple[str, ...]] = {}
 
 
-def programs() -> dict[str, Path]:
-    """Bench name: the program that has it. Builds them first."""
-    command = [
-        "cargo",
-        "bench",
-        "--locked",
-        "-p",
-        "embcache-benches",
-        "--no-run",
-        "--message-format=json-render-diagnostics",
-    ]
-    built = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    messages = [json.loads(line) for line in built.splitlines()]
-    found: dict[str, Path] = {}
-    for message in messages:
-        if message["reason"] == "compiler-artifact" and "bench" in message["target"]["kind"] and message["executable"]:
-            program = Path(message["executable"])
-            names = subprocess.run([program, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
-            found |= dict.fromkeys(names, program)
-    return found
+@dataclass(frozen=True)
+class Job:
+    """What one process measures, and how: called with whether it is a smoke run, and the seconds it may take."""
 
-
-class Served:
-    """A Rust bench that runs a round when asked; see benches/src/serve.rs."""
-
-    def __init__(self, program: Path, name: str, smoke: bool, seconds: float) -> None:
-        command = [str(program), "--serve", name, *(["--smoke"] if smoke else [])]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._timer = threading.Timer(seconds, self._process.kill)
-        self._timer.daemon = True
-        self._timer.start()
-        self.ready: dict[str, Any] = self._read()
-
-    def ask(self, line: str) -> Any:
-        """The answer to one line of the protocol."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            status = self._process.wait()
-            raise RuntimeError(f"the bench ended with status {status}" + (", out of time" if status == -9 else ""))
-        return json.loads(line)
-
-    def close(self) -> None:
-        """Ends the program."""
-        self._timer.cancel()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    names: tuple[str, ...]
+    seconds: float
+    rows: Callable[[bool, float], Iterator[Row]]
 
 
 def batches(served: Served) -> torch.Tensor:
@@ -94,14 +48,8 @@ def batches(served: Served) -> torch.Tensor:
         return torch.from_numpy(np.fromfile(path, "<i8").reshape(-1, served.ready["batch"]))
 
 
-def ratio(row: dict[str, Any], other: float) -> float:
-    """Above 1: ours is ahead."""
-    value = float(row["value"])
-    return value / other if row["better"] == "higher" else other / value
-
-
-def measure(program: Path, name: str, smoke: bool, seconds: float) -> dict[str, Any]:
-    """The bench's row of results.json."""
+def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
+    """The row of a served bench."""
     served = Served(program, name, smoke, seconds)
     try:
         ready = served.ready
@@ -110,12 +58,13 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> dict[str, 
         if ids is not None:
             rivals = {what: make(ids, ready["rows"]) for what, make in RIVALS.get(name, {}).items()}
         values: dict[str, list[float]] = {"ours": []}
-        for _ in range(1 if smoke else ROUNDS):
+        for _ in range(1 if smoke else ready["rounds"]):
             values["ours"].append(served.ask("ours"))
             if ready["limit"]:
                 values.setdefault("limit", []).append(served.ask("limit"))
             for what, run in rivals.items():
                 values.setdefault(what, []).append(run())
+        figures = served.ask("figures")
     finally:
         served.close()
     median = {side: statistics.median(rounds) for side, rounds in values.items()}
@@ -128,25 +77,40 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> dict[str, 
         "high": max(values["ours"]),
         "limit": {"what": ready["limit"], "value": median["limit"]} if ready["limit"] else None,
         "rivals": [{"what": what, "value": median[what]} for what in rivals],
+        "rounds": len(values["ours"]),
+        "run": figures,
     }
 
 
-def merge(path: Path, row: dict[str, Any]) -> None:
-    rows = json.loads(path.read_text()) if path.exists() else []
-    rows = [old for old in rows if old["name"] != row["name"]] + [row]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    part.replace(path)
+def served_job(program: Path, name: str) -> Job:
+    def rows(smoke: bool, seconds: float) -> Iterator[Row]:
+        yield measure(program, name, smoke, seconds)
+
+    return Job((name,), BENCH_SECONDS, rows)
 
 
-def describe(row: dict[str, Any]) -> str:
-    text = f"{row['value']:.4g} {row['unit']} [{row['low']:.4g} .. {row['high']:.4g}]"
-    if row["limit"]:
-        text += f", {ratio(row, row['limit']['value']):.2f} of the limit"
-    for rival in row["rivals"]:
-        text += f", {ratio(row, rival['value']):.2f} x {rival['what']}"
-    return text
+def printing_job(command: list[str], names: tuple[str, ...]) -> Job:
+    def rows(smoke: bool, seconds: float) -> Iterator[Row]:
+        return rows_of([*command, *names, *(["--smoke"] if smoke else [])], seconds)
+
+    return Job(names, PROGRAM_SECONDS, rows)
+
+
+def jobs(found: dict[str, Program], wanted: set[str]) -> list[Job]:
+    """What measures the benches wanted, all when there are none."""
+    served = [served_job(program.path, name) for name, program in found.items() if not program.prints_rows]
+    printing = [
+        ([str(path), "--rows"], [name for name, other in found.items() if other.path == path])
+        for path in dict.fromkeys(program.path for program in found.values() if program.prints_rows)
+    ]
+    printing += [
+        ([sys.executable, str(Path(__file__).with_name(script))], [*names]) for script, names in SCRIPTS.items()
+    ]
+    made = [job for job in served if not wanted or wanted & {*job.names}]
+    for command, names in printing:
+        some = tuple(name for name in names if not wanted or name in wanted)
+        made += [printing_job(command, some)] if some else []
+    return made
 
 
 def main() -> int:
@@ -158,27 +122,31 @@ def main() -> int:
     options = parser.parse_args()
     begin = time.monotonic()
     found = programs()
-    names = [name for name in options.only.split(",") if name] or list(found)
-    if unknown := sorted(set(names) - set(found)):
-        parser.error(f"no bench named {', '.join(unknown)}; there are {', '.join(found)}")
+    names = [*found, *(name for script in SCRIPTS.values() for name in script)]
+    wanted = {name for name in options.only.split(",") if name}
+    if unknown := sorted(wanted - {*names}):
+        parser.error(f"no bench named {', '.join(unknown)}; there are {', '.join(names)}")
     path = FOLDER / ("smoke.json" if options.smoke else "results.json")
-    failed = []
-    for number, name in enumerate(names, 1):
-        left = MINUTES * 60 - (time.monotonic() - begin)
-        print(f"[{number}/{len(names)}, {time.monotonic() - begin:.0f} s] {name} ... ", end="", flush=True)
-        if left <= 0:
-            print("left out: out of time")
-            failed.append(name)
-            continue
+    measured, failed = 0, 0
+    for job in (todo := jobs(found, wanted)):
+        now = time.monotonic() - begin
+        left = min(job.seconds, MINUTES * 60 - now)
+        at = f"[{todo.index(job) + 1}/{len(todo)}, {now:.0f} s]"
+        missing = {*job.names}
         try:
-            row = measure(found[name], name, options.smoke, left)
-        except (RuntimeError, OSError) as error:
-            print(f"FAILED: {error}")
-            failed.append(name)
-            continue
-        merge(path, row)
-        print(describe(row), flush=True)
-    print(f"{len(names) - len(failed)} measured, {len(failed)} failed: {path.relative_to(ROOT)}")
+            if left <= 0:
+                raise TimeoutError("left out: out of time")
+            for row in job.rows(options.smoke, left):
+                merge(path, row | {"setting": setting()})
+                print(f"{at} {row['name']}: {describe(row)}", flush=True)
+                missing.discard(row["name"])
+                measured += 1
+            if missing:
+                raise RuntimeError("no row")
+        except (RuntimeError, OSError, EOFError) as error:
+            print(f"{at} {', '.join(sorted(missing))}: FAILED: {error}", flush=True)
+            failed += len(missing)
+    print(f"{measured} measured, {failed} failed: {os.path.relpath(path)}")
     return 1 if failed else 0
 
 

@@ -7,16 +7,21 @@
 //!   `target/bench/<name>.json`. `--smoke`, or `EMBCACHE_BENCH=smoke`, shrinks the data, to show that it runs.
 //! - `--serve NAME` measures one round whenever a line on stdin asks for it, so that another program (`benches/python`) can
 //!   measure rivals between our rounds, on the same data. See [`serve`].
+//!
+//! A program that measures several things at once instead lists its names with `rows` behind them, and prints a [`Row`] as a line of
+//! JSON for each when called with `--rows NAME…`.
 
 mod measure;
 mod plain;
 mod plain_kernels;
 mod raw_disk;
+mod scratch;
 mod serve;
 mod workload;
 
-pub use measure::{Bench, Better, Rounds, Scale, run};
+pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, run};
 pub use plain::{PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
 pub use raw_disk::{RawReads, cpu_seconds, write_sequentially};
+pub use scratch::{Scratch, die_with_parent};
 pub use workload::{BATCH_IDS, Ids, SplitMix64, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

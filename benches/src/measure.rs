@@ -1,5 +1,6 @@
 //! Rounds of ours and of the limit, alternating; median and spread.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -45,6 +46,16 @@ pub trait Rounds {
     /// One round of the limit, in the same unit; `None` where the bench has none.
     fn limit(&mut self) -> Option<f64>;
 
+    /// How many rounds a full run has.
+    fn rounds(&self) -> usize {
+        7
+    }
+
+    /// Figures of the rounds so far that are not compared with anything, by name.
+    fn figures(&self) -> BTreeMap<&'static str, f64> {
+        BTreeMap::new()
+    }
+
     /// The batches that rivals are given, and the rows of the table they index (0: none).
     fn data(&self) -> Option<(&Ids, u64)> {
         None
@@ -68,22 +79,50 @@ pub struct Bench {
     pub make: fn(Scale) -> Box<dyn Rounds>,
 }
 
+/// A row of `results.json` without rivals.
 #[derive(Serialize)]
-struct Row<'a> {
-    name: &'a str,
-    unit: &'a str,
-    better: Better,
-    value: f64,
-    low: f64,
-    high: f64,
-    limit: Option<Limit<'a>>,
-    rivals: [(); 0],
+pub struct Row<'a> {
+    /// As in `results.json`.
+    pub name: &'a str,
+    /// Of the values.
+    pub unit: &'a str,
+    /// Which way is good.
+    pub better: Better,
+    /// Median of the rounds.
+    pub value: f64,
+    /// Least of them.
+    pub low: f64,
+    /// Greatest of them.
+    pub high: f64,
+    /// Beside ours, in the same run.
+    pub limit: Option<Limit<'a>>,
+    /// None.
+    pub rivals: [(); 0],
+    /// How many rounds.
+    pub rounds: usize,
+    /// Figures that are not compared with anything, by name.
+    pub run: BTreeMap<&'static str, f64>,
 }
 
+impl<'a> Row<'a> {
+    /// The row of a bench without limit.
+    ///
+    /// # Panics
+    /// Without a round.
+    pub fn new(name: &'a str, unit: &'a str, better: Better, mut rounds: Vec<f64>) -> Self {
+        let (low, value, high) = spread(&mut rounds);
+        let run = BTreeMap::new();
+        Self { name, unit, better, value, low, high, limit: None, rivals: [], rounds: rounds.len(), run }
+    }
+}
+
+/// What a limit reached.
 #[derive(Serialize)]
-struct Limit<'a> {
-    what: &'a str,
-    value: f64,
+pub struct Limit<'a> {
+    /// What it is.
+    pub what: &'a str,
+    /// Median of its rounds.
+    pub value: f64,
 }
 
 /// The main of a bench program; see the crate. Names of other programs' benches, and flags of other harnesses, mean nothing to it.
@@ -126,29 +165,33 @@ fn names(arguments: &[String]) -> Vec<&str> {
 }
 
 fn measure(bench: &Bench, scale: Scale) {
-    let rounds = scale.pick(7, 2);
     let begin = Instant::now();
     let mut sides = (bench.make)(scale);
     sides.check();
+    let rounds = scale.pick(sides.rounds(), 2);
     let (mut ours, mut limits) = (Vec::new(), Vec::new());
     for _ in 0..rounds {
         ours.push(sides.ours());
         limits.extend(sides.limit());
     }
-    let (low, value, high) = spread(&mut ours);
+    let run = sides.figures();
+    let row = Row { run, ..Row::new(bench.name, bench.unit, bench.better, ours) };
     let limit = bench.limit.filter(|_| !limits.is_empty()).map(|what| Limit { what, value: spread(&mut limits).1 });
     let beside = limit.as_ref().map_or(String::new(), |limit| {
-        let ratio = if bench.better == Better::Higher { value / limit.value } else { limit.value / value };
+        let ratio = if bench.better == Better::Higher { row.value / limit.value } else { limit.value / row.value };
         format!("  {ratio:.2} of the limit {:.4e} ({})", limit.value, limit.what)
     });
     println!(
-        "{:<40} {value:.4e} {} [{low:.4e} .. {high:.4e}]{beside}  {:.1} s",
-        bench.name,
-        bench.unit,
+        "{:<40} {:.4e} {} [{:.4e} .. {:.4e}]{beside}  {:.1} s",
+        row.name,
+        row.value,
+        row.unit,
+        row.low,
+        row.high,
         begin.elapsed().as_secs_f64()
     );
     if scale == Scale::Full {
-        let row = Row { name: bench.name, unit: bench.unit, better: bench.better, value, low, high, limit, rivals: [] };
+        let row = Row { limit, ..row };
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../target/bench");
         std::fs::create_dir_all(&folder).expect("target/bench can be made");
         let text = serde_json::to_string(&row).expect("a row of numbers and names");

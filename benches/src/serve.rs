@@ -1,37 +1,44 @@
 //! One bench, a round at a time, for a driver that measures rivals in between.
 //!
 //! 1. The program makes its data, checks the two sides and prints one line of JSON: name, unit, better, limit (what it is, or
-//!    null), batch (ids of a batch, 0 without data), rows.
+//!    null), batch (ids of a batch, 0 without data), rows, rounds (how many the driver is to ask for).
 //! 2. The driver writes `ours` or `limit`; the program runs one round of it and prints the value, or `null`.
 //! 3. The driver writes `data PATH`; the program writes the batches there as little-endian int64 and prints `null`.
-//! 4. The driver closes stdin; the program ends.
+//! 4. The driver writes `figures`; the program prints what else it has seen in its rounds, see [`crate::Rounds::figures`].
+//! 5. The driver closes stdin; the program ends. It ends too when the driver dies.
 
 use std::io::{BufRead, Write};
 
+use serde_json::{Value, json};
+
 use crate::measure::{Bench, Scale};
+use crate::scratch::die_with_parent;
 
 pub(crate) fn serve(bench: &Bench, scale: Scale) {
+    die_with_parent();
     let mut sides = (bench.make)(scale);
     sides.check();
     let (batch, rows) = sides.data().map_or((0, 0), |(ids, rows)| (ids.batch, rows));
-    let ready = serde_json::json!({
+    let ready = json!({
         "name": bench.name, "unit": bench.unit, "better": bench.better, "limit": bench.limit, "batch": batch, "rows": rows,
+        "rounds": sides.rounds(),
     });
     let mut out = std::io::stdout().lock();
     writeln!(out, "{ready}").expect("the driver listens");
     for line in std::io::stdin().lock().lines() {
         let line = line.expect("the driver writes text");
         let answer = match line.split_once(' ') {
-            None if line == "ours" => Some(sides.ours()),
-            None if line == "limit" => sides.limit(),
+            None if line == "ours" => json!(sides.ours()),
+            None if line == "limit" => json!(sides.limit()),
+            None if line == "figures" => json!(sides.figures()),
             Some(("data", path)) => {
                 let (ids, _) = sides.data().expect("the driver asks for data only where batch is not 0");
                 let bytes: Vec<u8> = ids.values.iter().flat_map(|id| id.to_le_bytes()).collect();
                 std::fs::write(path, bytes).expect("the driver's path can be written");
-                None
+                Value::Null
             }
             _ => panic!("the driver asked for {line:?}"),
         };
-        writeln!(out, "{}", serde_json::json!(answer)).expect("the driver listens");
+        writeln!(out, "{answer}").expect("the driver listens");
     }
 }

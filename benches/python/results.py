@@ -1,0 +1,89 @@
+"""results.json: one row a bench, merged by name, and what machine and versions a row was measured with."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Row", "describe", "merge", "quantity", "ratio", "read", "setting"]
+
+# name, unit, better ("higher" or "lower"), value (median), low, high, limit ({what, value} or null), rivals ([{what, value}]), and
+# beside these: rounds, run (figures of the same run that are not compared), setting (see `setting`).
+Row = dict[str, Any]
+
+
+def ratio(row: Row, other: float) -> float:
+    """Above 1: ours is ahead."""
+    value = float(row["value"])
+    return value / other if row["better"] == "higher" else other / value
+
+
+def quantity(value: float) -> str:
+    """Three digits, with k, M or G."""
+    for power, letter in ((9, " G"), (6, " M"), (3, " k")):
+        if abs(value) >= 10**power:
+            return f"{value / 10**power:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def describe(row: Row) -> str:
+    """The row in a line."""
+    text = f"{quantity(row['value'])} {row['unit']} [{quantity(row['low'])} .. {quantity(row['high'])}]"
+    if row["limit"]:
+        text += f", {ratio(row, row['limit']['value']):.2f} of the limit"
+    for rival in row["rivals"]:
+        text += f", {ratio(row, rival['value']):.2f} x {rival['what']}"
+    return text
+
+
+def read(path: Path) -> list[Row]:
+    """The rows so far."""
+    rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
+    return rows
+
+
+def merge(path: Path, row: Row) -> None:
+    """Put a row in the place of the one of its name; the file is whole at any moment."""
+    rows = [old for old in read(path) if old["name"] != row["name"]] + [row]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    part.replace(path)
+
+
+@cache
+def setting() -> dict[str, str]:
+    """Machine and versions."""
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
+    rustc = subprocess.run(["rustc", "--version"], stdout=subprocess.PIPE, text=True, check=False).stdout.split()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    packages = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu")
+    versions = {name: version for name in packages if (version := version_of(name))}
+    return {
+        "cpu": cpu[0].split(":", 1)[1].strip() if cpu else platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory_kib / 2**20:.0f} GiB",
+        "kernel": platform.release().split("-")[0],
+        "rustc": rustc[1] if len(rustc) > 1 else "",
+        "python": platform.python_version(),
+        **versions,
+        "commit": commit,
+    }
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

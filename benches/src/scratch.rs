@@ -1,0 +1,74 @@
+//! A folder on the disk under test that goes with its process, however that ends.
+#![allow(unsafe_code)]
+
+use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+/// The folder. Removed on drop, and by a process of its own when this one dies without.
+#[derive(Debug)]
+pub struct Scratch {
+    path: PathBuf,
+    janitor: Child,
+}
+
+impl Scratch {
+    /// A new folder under `EMBCACHE_BENCH_DIR` (usually the build's `target`) with at least `bytes` free, or why there is none.
+    pub fn new(bytes: u64) -> Result<Self, String> {
+        let usual = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../target");
+        let parent = std::env::var_os("EMBCACHE_BENCH_DIR").map_or_else(usual, PathBuf::from);
+        let free = free_bytes(&parent).map_err(|error| format!("cannot inspect {}: {error}", parent.display()))?;
+        if free < bytes {
+            return Err(format!(
+                "{} has {:.1} GB free and this bench takes {:.1} GB: free some, or set EMBCACHE_BENCH_DIR to a folder on a larger disk",
+                parent.display(),
+                free as f64 / 1e9,
+                bytes as f64 / 1e9
+            ));
+        }
+        let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(&parent);
+        let path = folder.map_err(|error| format!("cannot make a folder in {}: {error}", parent.display()))?.keep();
+        // It reads until this process's end of the pipe is gone. A group of its own keeps a terminal's Ctrl-C from it.
+        let janitor = Command::new("sh")
+            .args(["-c", "read -r _; rm -rf -- \"$0\""])
+            .arg(&path)
+            .stdin(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .map_err(|error| format!("cannot run sh: {error}"))?;
+        Ok(Self { path, janitor })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        drop(self.janitor.stdin.take());
+        // Its failure would leave files behind, which the next run's check of the free bytes sees.
+        let _ = self.janitor.wait();
+    }
+}
+
+/// Bytes that this user may still write to the disk of `path`.
+fn free_bytes(path: &Path) -> std::io::Result<u64> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: all-zero is a valid value of this plain C struct.
+    let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string and a struct that outlive the call.
+    if unsafe { libc::statvfs(path.as_ptr(), &raw mut found) } != 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    Ok(found.f_bavail * found.f_frsize)
+}
+
+/// From now on this process dies when the one that started it does.
+pub fn die_with_parent() {
+    // SAFETY: plain integers; it fails on no Linux, and elsewhere the bench only lives a little longer.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+}
