@@ -14,6 +14,7 @@
 mod measure;
 mod plain;
 mod plain_kernels;
+mod process;
 mod raw_disk;
 mod scratch;
 mod serve;
@@ -22,6 +23,7 @@ mod workload;
 pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, run};
 pub use plain::{PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
-pub use raw_disk::{RawReads, cpu_seconds, write_sequentially};
-pub use scratch::{Scratch, die_with_parent};
+pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, resident};
+pub use raw_disk::{RawReads, write_sequentially};
+pub use scratch::Scratch;
 pub use workload::{BATCH_IDS, Ids, SplitMix64, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

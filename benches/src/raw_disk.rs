@@ -12,19 +12,6 @@ use io_uring::{IoUring, opcode, types};
 /// What direct reads are aligned to.
 const SECTOR: usize = 512;
 
-/// User and system seconds of this process so far.
-///
-/// # Panics
-/// Never: `getrusage` of the process itself cannot fail.
-pub fn cpu_seconds() -> f64 {
-    // SAFETY: all-zero is a valid value of this plain C struct.
-    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: `usage` outlives the call.
-    assert_eq!(unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) }, 0);
-    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
-    seconds(usage.ru_utime) + seconds(usage.ru_stime)
-}
-
 /// A ring with `O_DIRECT` on one file or several.
 pub struct RawReads {
     ring: IoUring,

@@ -66,9 +66,3 @@ fn free_bytes(path: &Path) -> std::io::Result<u64> {
     }
     Ok(found.f_bavail * found.f_frsize)
 }
-
-/// From now on this process dies when the one that started it does.
-pub fn die_with_parent() {
-    // SAFETY: plain integers; it fails on no Linux, and elsewhere the bench only lives a little longer.
-    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-}

@@ -12,7 +12,7 @@ use std::io::{BufRead, Write};
 use serde_json::{Value, json};
 
 use crate::measure::{Bench, Scale};
-use crate::scratch::die_with_parent;
+use crate::process::die_with_parent;
 
 pub(crate) fn serve(bench: &Bench, scale: Scale) {
     die_with_parent();

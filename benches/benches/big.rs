@@ -1,0 +1,261 @@
+//! A store of 100M rows of one table's SSD tier: resident bytes an id while it is loaded, what appending and fetching cost at 1M, 10M
+//! and 100M rows, and how long it takes to reopen. One store serves all, so this program prints rows and takes no turns.
+//!
+//! `EMBCACHE_BENCH_BIG_ROWS` sets another number of rows.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::Command;
+use std::time::Instant;
+
+use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::io::default_engine;
+use embcache::rows::{RowHeader, RowMut, RowRef};
+use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache_benches::{
+    Better, Row, Scale, Scratch, cpu_seconds, die_with_parent, forget_cached, resident, scattered_id, uniform_ranks,
+};
+
+const DIM: usize = 64;
+const BATCH: usize = 16_384;
+/// Fetches of a round.
+const BATCHES: usize = 10;
+const ROUNDS: usize = 5;
+/// Bytes of a record and of its footer's entry, and a margin for a cap with headroom.
+const BYTES_A_ROW: u64 = 304 + 24 + 40;
+
+const RAM: &str = "ram_bytes_per_ssd_id";
+const REOPEN: &str = "reopen_100m_rows_seconds";
+const FETCH: [&str; 3] = ["ssd_fetch_uniform_1m", "ssd_fetch_uniform_10m", "ssd_fetch_uniform_100m"];
+const APPEND: [&str; 3] = ["ssd_append_1m", "ssd_append_10m", "ssd_append_100m"];
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let flag = |name: &str| arguments.iter().any(|argument| argument == name);
+    let names: Vec<&str> = [RAM, REOPEN].into_iter().chain(FETCH).chain(APPEND).collect();
+    if flag("--list") {
+        for name in names {
+            println!("{name} rows");
+        }
+    } else if flag("--reopen") {
+        reopen(Path::new(&arguments[1]), arguments[2].parse().expect("a number of rows"));
+    } else {
+        // Too large to be run by an unqualified `cargo bench`.
+        let wanted: Vec<&str> = names.into_iter().filter(|name| flag(name)).collect();
+        if !wanted.is_empty() {
+            if flag("--rows") {
+                die_with_parent();
+            }
+            measure(&wanted, if flag("--smoke") { Scale::Smoke } else { Scale::Full });
+        }
+    }
+}
+
+fn identity() -> Identity {
+    Identity {
+        table: "big".into(),
+        key: 1,
+        dim: DIM as u64,
+        optimizer: "rowwise_adagrad".into(),
+        seed: 0,
+        initializer: "Constant(0)".into(),
+        total_num_buckets: 1,
+        bucket_begin: 0,
+        bucket_end: 1,
+    }
+}
+
+fn open(dir: &Path, rows: u64, reopen: Reopen) -> SsdTier {
+    let config = SsdConfig { dir: dir.join("tier"), bytes: cap_bytes(rows), reopen, resume_token: None };
+    let layout = OptimizerKind::RowWiseAdagrad.layout(DIM);
+    let engine = default_engine().expect("an engine");
+    SsdTier::open(&config, &identity(), layout, engine).expect("a tier that opens").0
+}
+
+fn cap_bytes(rows: u64) -> u64 {
+    rows * BYTES_A_ROW + (512 << 20)
+}
+
+/// Rows handed to the tier and taken from it, always in the same memory. The first value of a row says its rank.
+struct Batch {
+    headers: Vec<RowHeader>,
+    vectors: Vec<f32>,
+}
+
+impl Batch {
+    fn new() -> Self {
+        Self { headers: vec![RowHeader::default(); BATCH], vectors: vec![1.0; BATCH * DIM] }
+    }
+
+    /// Add the rows of ranks `begin..end`.
+    fn append(&mut self, tier: &SsdTier, begin: u64, end: u64) {
+        let rows = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM)).zip(begin..end);
+        let rows: Vec<RowRef<'_>> = rows
+            .map(|((header, vector), rank)| {
+                header.id = scattered_id(rank);
+                vector[0] = f32::from_bits(rank as u32);
+                RowRef { header, vector }
+            })
+            .collect();
+        tier.append(&rows, &vec![false; rows.len()]).expect("the tier has room");
+    }
+
+    /// Fetch the rows of `ranks`, a batch at most, and see that they are theirs.
+    fn fetch(&mut self, tier: &SsdTier, ranks: &[u64]) {
+        let places = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM));
+        let wanted = ranks
+            .iter()
+            .zip(places)
+            .map(|(rank, (header, vector))| (scattered_id(*rank), RowMut { header, vector: vector.as_mut_ptr() }));
+        let missing = tier.fetch(wanted.collect()).wait().expect("rows on disk");
+        assert!(missing.is_empty());
+        let rows = self.headers.iter().zip(self.vectors.chunks_exact(DIM)).zip(ranks);
+        for ((header, vector), rank) in rows {
+            assert!(header.id == scattered_id(*rank) && vector[0].to_bits() == *rank as u32, "another row than {rank}");
+        }
+    }
+}
+
+/// Loads the store, looking at it on the way.
+struct Load {
+    tier: SsdTier,
+    batch: Batch,
+    rows: u64,
+    /// Rows and resident bytes that growth is counted from.
+    base: (u64, u64),
+    /// Resident bytes past the base / rows past the base, the worst from a tenth of the rows on, and where.
+    worst: (f64, u64),
+}
+
+impl Load {
+    /// Append up to `to` rows; rows a second.
+    fn append(&mut self, to: u64, mut seen: impl FnMut(&mut Self)) -> f64 {
+        let (begin, before) = (Instant::now(), self.rows);
+        while self.rows < to {
+            let end = to.min(self.rows + BATCH as u64);
+            self.batch.append(&self.tier, self.rows, end);
+            self.rows = end;
+            seen(self);
+        }
+        (self.rows - before) as f64 / begin.elapsed().as_secs_f64()
+    }
+
+    /// Rounds of fetches, uniform over all rows so far: rows a second, and CPU microseconds a row.
+    fn fetch(&mut self, rounds: usize, batches: usize) -> (Vec<f64>, f64) {
+        let count = batches * BATCH;
+        let (mut rates, cpu) = (Vec::new(), cpu_seconds());
+        for round in 0..rounds {
+            let ranks = uniform_ranks(17 + round as u64, count, self.rows);
+            let begin = Instant::now();
+            ranks.chunks(BATCH).for_each(|ranks| self.batch.fetch(&self.tier, ranks));
+            rates.push(count as f64 / begin.elapsed().as_secs_f64());
+        }
+        (rates, (cpu_seconds() - cpu) * 1e6 / (rounds * count) as f64)
+    }
+}
+
+fn print(row: &Row<'_>) {
+    println!("{}", serde_json::to_string(row).expect("names and numbers"));
+}
+
+fn measure(wanted: &[&str], scale: Scale) {
+    let setting = std::env::var("EMBCACHE_BENCH_BIG_ROWS").ok().and_then(|text| text.parse().ok());
+    let rows: u64 = setting.unwrap_or(scale.pick(100_000_000, 60_000));
+    // The footers' and the file system's share is in the cap; nothing is written past it.
+    let scratch = Scratch::new(cap_bytes(rows) + (1 << 30)).unwrap_or_else(|why| {
+        eprintln!("{why}");
+        std::process::exit(1)
+    });
+    let tier = open(scratch.path(), rows, Reopen::Never);
+    let mut load = Load { tier, batch: Batch::new(), rows: 0, base: (0, 0), worst: (0.0, 0) };
+    let before = resident().now;
+    let sizes = [rows / 100, rows / 10, rows];
+    for (at, size) in sizes.into_iter().enumerate() {
+        // The rate of the last tenth of the way, so that it is one of a store of about that size.
+        let mut rates = Vec::new();
+        if at == 1 {
+            // What every store takes whatever its size is resident by now: write buffers in flight, and the fetch's.
+            let mut base = 0;
+            load.append(size / 10 + size / 50, |_| base = base.max(resident().now));
+            load.base = (load.rows, base);
+        }
+        let from = sizes[1];
+        let watch = |load: &mut Load| {
+            if load.rows >= from && load.base.0 > 0 {
+                let grown = resident().now.saturating_sub(load.base.1) as f64 / (load.rows - load.base.0) as f64;
+                if grown > load.worst.0 {
+                    load.worst = (grown, load.rows);
+                }
+            }
+        };
+        load.append(size - size / 10, watch);
+        for part in 1..=ROUNDS as u64 {
+            rates.push(load.append(size - size / 10 + size / 10 * part / ROUNDS as u64, watch));
+        }
+        load.append(size, watch);
+        if wanted.contains(&APPEND[at]) {
+            print(&Row::new(APPEND[at], "rows/s", Better::Higher, rates));
+        }
+        if wanted.contains(&FETCH[at]) || at == 0 {
+            let (rates, cpu) = load.fetch(scale.pick(ROUNDS, 1), scale.pick(BATCHES, 1));
+            if wanted.contains(&FETCH[at]) {
+                let mut row = Row::new(FETCH[at], "rows/s", Better::Higher, rates);
+                row.run.insert("cpu_us_per_row", cpu);
+                print(&row);
+            }
+        }
+    }
+    if wanted.contains(&RAM) {
+        let mut row = Row::new(RAM, "bytes", Better::Lower, vec![load.worst.0]);
+        let index = load.tier.stats().index_bytes;
+        row.run.extend([
+            ("worst_at_rows", load.worst.1 as f64),
+            ("resident_bytes", resident().now as f64),
+            ("peak_resident_bytes", resident().peak as f64),
+            ("resident_bytes_before", before as f64),
+            ("index_bytes_per_id", index as f64 / rows as f64),
+        ]);
+        print(&row);
+    }
+    if wanted.contains(&REOPEN) {
+        let begin = Instant::now();
+        load.tier.publish(1, StateCounters::default()).expect("a sync");
+        let publish = begin.elapsed().as_secs_f64();
+        load.tier.close().expect("all is written");
+        drop(load);
+        reopened(scratch.path(), rows, publish, scale.pick(ROUNDS, 1));
+    }
+}
+
+/// The row of reopening: each round is a process of its own.
+fn reopened(dir: &Path, rows: u64, publish_seconds: f64, rounds: usize) {
+    let this = std::env::current_exe().expect("the program's own path");
+    let (mut seconds, mut peak) = (Vec::new(), 0.0_f64);
+    for _ in 0..rounds {
+        let child = Command::new(&this).arg("--reopen").arg(dir).arg(rows.to_string()).output().expect("it starts");
+        let text = String::from_utf8_lossy(&child.stdout);
+        assert!(child.status.success(), "reopening failed: {}", String::from_utf8_lossy(&child.stderr));
+        let figures: Vec<f64> = text.split_whitespace().map(|word| word.parse().expect("a number")).collect();
+        seconds.push(figures[0]);
+        peak = peak.max(figures[1]);
+    }
+    let mut row = Row::new(REOPEN, "s", Better::Lower, seconds);
+    row.run.extend([("peak_resident_bytes", peak), ("publish_seconds", publish_seconds)]);
+    print(&row);
+}
+
+/// Open the store and fetch a batch: seconds, and the process's peak of resident bytes.
+fn reopen(dir: &Path, rows: u64) {
+    die_with_parent();
+    for entry in std::fs::read_dir(dir.join("tier")).expect("the store").flatten() {
+        forget_cached(&File::open(entry.path()).expect("a file of the store"));
+    }
+    let mut batch = Batch::new();
+    let ranks = uniform_ranks(23, BATCH, rows);
+    let begin = Instant::now();
+    let tier = open(dir, rows, Reopen::Resume);
+    batch.fetch(&tier, &ranks);
+    let seconds = begin.elapsed().as_secs_f64();
+    assert_eq!(tier.rows(), rows);
+    println!("{seconds} {}", resident().peak);
+}
