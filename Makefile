@@ -23,13 +23,14 @@ ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | 
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-rust test-loom test-python lint bench bench-smoke clean
+.PHONY: help setup demo test test-rust test-loom test-python lint rivals bench bench-smoke clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row"
 	@echo "make test         the tests of the core and of the package"
 	@echo "make lint         format, lints, types, stubs, import directions"
 	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some)"
 	@echo "make bench-smoke  the same, briefly, as a test"
+	@echo "make rivals       RocksDB and LMDB for the benches, from the system or out of its packages, into target/rivals"
 	@echo "make clean        remove what was built"
 
 setup: $(NATIVE)
@@ -77,10 +78,14 @@ lint: $(NATIVE)
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --concise --allowlist tests/stubtest_allowlist.txt torchrec_embcache._native
 
-bench: $(NATIVE)
+# Where they cannot be had the benches say so.
+rivals:
+	@benches/rivals/libraries.sh target/rivals
+
+bench: $(NATIVE) rivals
 	@$(PY) benches/python/run.py $(if $(ONLY),--only $(ONLY))
 
-bench-smoke: $(NATIVE)
+bench-smoke: $(NATIVE) rivals
 	@$(PY) benches/python/run.py --smoke $(if $(ONLY),--only $(ONLY))
 
 clean:

@@ -1,6 +1,6 @@
 //! The SSD tier of one table beside raw system calls: rows fetched at random, and dirty rows written back.
 //!
-//! `EMBCACHE_BENCH_SSD_ROWS` sets the rows of the fetch bench (4M), `EMBCACHE_BENCH_SSD_SECONDS` the length of a window of the
+//! `EMBCACHE_BENCH_SSD_ROWS` sets the rows of the fetch bench (10M), `EMBCACHE_BENCH_SSD_SECONDS` the length of a window of the
 //! write-back bench (12).
 #![allow(unsafe_code)]
 
@@ -13,8 +13,8 @@ use embcache::io::{IoEngine, default_engine};
 use embcache::rows::{RowHeader, RowLayout, RowMut, RowRef};
 use embcache::ssd::{Identity, SsdTier, StateCounters};
 use embcache_benches::{
-    Bench, Better, RawReads, Rounds, Scale, SplitMix64, cpu_seconds, run, scattered_id, uniform_ranks,
-    write_sequentially,
+    BATCH_IDS, Bench, Better, Ids, RawRecords, Rounds, Scale, Scratch, SplitMix64, StoreWork, cpu_seconds, run,
+    scattered_id, uniform_ranks, write_sequentially,
 };
 
 const DIM: usize = 64;
@@ -24,11 +24,14 @@ const RECORD_BYTES: usize = 304;
 const ROW_BYTES: usize = 288;
 const DEPTH: usize = 128;
 const BATCH: usize = 16_384;
-const BATCHES: usize = 20;
+/// Batches of a round of fetches, and rounds.
+const BATCHES: usize = 4;
+const ROUNDS: usize = 7;
 const CHUNK: usize = 1 << 20;
 
 fn main() {
-    let reads = "raw io_uring, O_DIRECT, depth 128, same read size, random offsets in the same files";
+    let reads =
+        "raw io_uring, O_DIRECT, depth 128, same read size, random offsets in the same files, sorted and merged";
     run(&[
         Bench {
             name: "ssd_fetch_uniform",
@@ -119,57 +122,44 @@ fn load(tier: &SsdTier, rows: u64) {
 
 struct Fetches {
     tier: SsdTier,
-    ids: Vec<i64>,
+    rows: u64,
+    /// Every batch of the run.
+    ids: Ids,
+    /// Of the next batch.
+    next: usize,
     headers: Vec<RowHeader>,
     vectors: Vec<f32>,
-    raw: RawReads,
-    /// File and offset of the limit's reads.
-    places: Vec<(usize, u64)>,
+    raw: RawRecords,
     cost: bool,
-    _dir: tempfile::TempDir,
+    _scratch: Scratch,
 }
 
 impl Fetches {
     fn make(scale: Scale, cost: bool) -> Box<dyn Rounds> {
-        let dir = directory();
-        let rows = setting("EMBCACHE_BENCH_SSD_ROWS", scale.pick(4_000_000, 50_000));
+        let rows = setting("EMBCACHE_BENCH_SSD_ROWS", scale.pick(10_000_000, 50_000));
+        let bytes = rows * RECORD_BYTES as u64 * 11 / 10 + (64 << 20);
+        let scratch = Scratch::new(bytes).unwrap_or_else(|why| panic!("{why}"));
         let engine = default_engine().expect("an engine");
-        let tier = open(dir.path(), &engine, rows * RECORD_BYTES as u64 * 3 / 2 + (8 << 20));
+        let tier = open(scratch.path(), &engine, bytes);
         load(&tier, rows);
         tier.publish(1, StateCounters::default()).expect("a sync");
-        let files: Vec<PathBuf> = engine
-            .list(&dir.path().join("tier"))
-            .expect("our own directory")
-            .into_iter()
-            .filter(|path| path.extension().is_some_and(|extension| extension == "seg"))
-            .collect();
-        let lengths: Vec<u64> = files.iter().map(|path| std::fs::metadata(path).expect("our own file").len()).collect();
-        let mut random = SplitMix64(9);
-        let count = BATCHES * scale.pick(BATCH, 512);
-        let mut place = || {
-            // In proportion to the files' lengths.
-            let mut at = random.next_below(lengths.iter().sum());
-            let file = lengths.iter().position(|len| at.checked_sub(*len).map(|rest| at = rest).is_none());
-            let file = file.expect("inside a file");
-            (file, at.min(lengths[file] - RECORD_BYTES as u64))
-        };
-        let places = (0..count).map(|_| place()).collect();
-        let ids = uniform_ranks(4, count, rows).into_iter().map(scattered_id).collect();
-        let batch = count / BATCHES;
+        let batch = scale.pick(BATCH_IDS, BATCH_IDS / 100);
+        let ranks = uniform_ranks(4, ROUNDS * BATCHES * batch, rows);
         Box::new(Self {
             tier,
-            ids,
+            rows,
+            ids: Ids::from_ranks(&ranks, batch, scattered_id),
+            next: 0,
             headers: vec![RowHeader::default(); batch],
             vectors: vec![0.0; batch * DIM],
-            raw: RawReads::over(&files, RECORD_BYTES, DEPTH),
-            places,
+            raw: RawRecords::over(&scratch.path().join("tier"), RECORD_BYTES, DEPTH),
             cost,
-            _dir: dir,
+            _scratch: scratch,
         })
     }
 
     fn fetch(&mut self, batch: usize) {
-        let ids = &self.ids[batch * self.headers.len()..][..self.headers.len()];
+        let ids = &self.ids.values[batch * self.ids.batch..][..self.ids.batch];
         let places = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM));
         let wanted = ids
             .iter()
@@ -184,24 +174,40 @@ impl Fetches {
 impl Rounds for Fetches {
     fn ours(&mut self) -> f64 {
         let (begin, cpu) = (Instant::now(), cpu_seconds());
-        for batch in 0..BATCHES {
-            self.fetch(batch);
+        for _ in 0..BATCHES {
+            self.fetch(self.next);
+            self.next = (self.next + 1) % self.ids.batches().len();
         }
-        let rows = self.ids.len() as f64;
+        let rows = (BATCHES * self.ids.batch) as f64;
         if self.cost { (cpu_seconds() - cpu) * 1e6 / rows } else { rows / begin.elapsed().as_secs_f64() }
     }
 
     fn limit(&mut self) -> Option<f64> {
-        let begin = Instant::now();
-        for places in self.places.chunks(self.places.len() / BATCHES) {
-            self.raw.read_from(places.len(), |at| places[at], RECORD_BYTES);
+        let mut spent = Duration::ZERO;
+        for _ in 0..BATCHES {
+            let mut places = self.raw.draw(self.ids.batch);
+            let begin = Instant::now();
+            self.raw.read(&mut places);
+            spent += begin.elapsed();
         }
-        Some(self.places.len() as f64 / begin.elapsed().as_secs_f64())
+        Some((BATCHES * self.ids.batch) as f64 / spent.as_secs_f64())
+    }
+
+    fn rounds(&self) -> usize {
+        ROUNDS
+    }
+
+    fn data(&self) -> Option<(&Ids, u64)> {
+        Some((&self.ids, self.rows))
+    }
+
+    fn store(&self) -> Option<StoreWork> {
+        Some(StoreWork::Fetch { rows: self.rows, ram_bytes: self.rows * RECORD_BYTES as u64 / 8 })
     }
 
     fn check(&mut self) {
         self.fetch(0);
-        let wanted = &self.ids[..self.headers.len()];
+        let wanted = &self.ids.values[..self.headers.len()];
         assert!(self.headers.iter().zip(wanted).all(|(header, id)| header.id == *id), "rows of other ids");
     }
 }
@@ -268,6 +274,11 @@ impl Rounds for WriteBack {
         let rate = self.limit_bytes as f64 / ROW_BYTES as f64 / begin.elapsed().as_secs_f64();
         std::fs::remove_file(&path).expect("our own file");
         Some(rate)
+    }
+
+    fn store(&self) -> Option<StoreWork> {
+        let seconds = self.window.as_secs_f64();
+        Some(StoreWork::Rewrite { rows: self.rows, ram_bytes: 256 << 20, batch: BATCH, seconds })
     }
 
     fn check(&mut self) {

@@ -12,7 +12,8 @@ from typing import Any
 __all__ = ["Row", "describe", "merge", "quantity", "ratio", "read", "setting"]
 
 # name, unit, better ("higher" or "lower"), value (median), low, high, limit ({what, value} or null), rivals ([{what, value}]), and
-# beside these: rounds, run (figures of the same run that are not compared), setting (see `setting`).
+# beside these: missing (rivals that this machine does not have: why), rounds, run (figures of the same run that are not compared),
+# setting (see `setting`).
 Row = dict[str, Any]
 
 
@@ -37,6 +38,8 @@ def describe(row: Row) -> str:
         text += f", {ratio(row, row['limit']['value']):.2f} of the limit"
     for rival in row["rivals"]:
         text += f", {ratio(row, rival['value']):.2f} x {rival['what']}"
+    for rival, why in row.get("missing", {}).items():
+        text += f", {rival} MISSING: {why}"
     return text
 
 

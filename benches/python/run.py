@@ -21,6 +21,7 @@ import torch
 from results import Row, describe, merge, setting
 from rivals import RIVALS, Round
 from served import ROOT, Program, Served, programs, rows_of
+from stores import STORES, Store
 
 FOLDER = ROOT / "target" / "bench"
 MINUTES = 72
@@ -51,12 +52,16 @@ def batches(served: Served) -> torch.Tensor:
 def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
     """The row of a served bench."""
     served = Served(program, name, smoke, seconds)
+    stores: list[Store] = []
     try:
         ready = served.ready
         ids = batches(served) if ready["batch"] else None
         rivals: dict[str, Round] = {}
         if ids is not None:
             rivals = {what: make(ids, ready["rows"]) for what, make in RIVALS.get(name, {}).items()}
+        for store, count in STORES.get(name, {}).items() if ready["store"] else ():
+            stores.append(Store(store, ready["store"], ids, 1 if smoke else count, seconds))
+        here = [store for store in stores if not store.missing]
         values: dict[str, list[float]] = {"ours": []}
         for _ in range(1 if smoke else ready["rounds"]):
             values["ours"].append(served.ask("ours"))
@@ -64,9 +69,13 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
                 values.setdefault("limit", []).append(served.ask("limit"))
             for what, run in rivals.items():
                 values.setdefault(what, []).append(run())
+            for other in here:
+                other.run()
         figures = served.ask("figures")
     finally:
         served.close()
+        for other in stores:
+            other.close()
     median = {side: statistics.median(rounds) for side, rounds in values.items()}
     return {
         "name": name,
@@ -76,7 +85,8 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
         "low": min(values["ours"]),
         "high": max(values["ours"]),
         "limit": {"what": ready["limit"], "value": median["limit"]} if ready["limit"] else None,
-        "rivals": [{"what": what, "value": median[what]} for what in rivals],
+        "rivals": [{"what": what, "value": median[what]} for what in rivals] + [other.row() for other in here],
+        "missing": {other.what: other.missing for other in stores if other.missing},
         "rounds": len(values["ours"]),
         "run": figures,
     }

@@ -5,6 +5,7 @@ A bench is *served* (it measures a round when asked, so that rivals take turns; 
 """
 
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Program", "Served", "programs", "rows_of"]
+__all__ = ["ROOT", "Child", "Program", "Served", "built", "programs", "rows_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,39 +26,42 @@ class Program:
     prints_rows: bool
 
 
+def built(package: str) -> list[Path]:
+    """The bench programs of a package, made first."""
+    command = ["cargo", "bench", "--locked", "-p", package, "--no-run", "--message-format=json-render-diagnostics"]
+    told = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    messages = [json.loads(line) for line in told.splitlines()]
+    return [
+        Path(message["executable"])
+        for message in messages
+        if message["reason"] == "compiler-artifact" and "bench" in message["target"]["kind"] and message["executable"]
+    ]
+
+
 def programs() -> dict[str, Program]:
     """Bench name: the program that has it. Builds them first."""
-    command = [
-        "cargo",
-        "bench",
-        "--locked",
-        "-p",
-        "embcache-benches",
-        "--no-run",
-        "--message-format=json-render-diagnostics",
-    ]
-    built = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: dict[str, Program] = {}
-    for message in map(json.loads, built.splitlines()):
-        if message["reason"] == "compiler-artifact" and "bench" in message["target"]["kind"] and message["executable"]:
-            path = Path(message["executable"])
-            listed = subprocess.run([path, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout
-            for line in listed.splitlines():
-                name, *how = line.split()
-                found[name] = Program(path, prints_rows=how == ["rows"])
+    for path in built("embcache-benches"):
+        listed = subprocess.run([path, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout
+        for line in listed.splitlines():
+            name, *how = line.split()
+            found[name] = Program(path, prints_rows=how == ["rows"])
     return found
 
 
 class Child:
     """A program that answers in lines of JSON, killed when it is out of time."""
 
-    def __init__(self, command: list[str], seconds: float) -> None:
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, command: list[str], seconds: float, env: dict[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env and os.environ | env
+        )
         self._timer = threading.Timer(seconds, self._process.kill)
         self._timer.daemon = True
         self._timer.start()
 
     def write(self, line: str) -> None:
+        """Hands the program a line."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()

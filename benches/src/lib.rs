@@ -18,12 +18,14 @@ mod process;
 mod raw_disk;
 mod scratch;
 mod serve;
+mod store;
 mod workload;
 
 pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, run};
 pub use plain::{PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
 pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, resident};
-pub use raw_disk::{RawReads, write_sequentially};
+pub use raw_disk::{RawReads, RawRecords, RecordPlace, write_sequentially};
 pub use scratch::Scratch;
+pub use store::StoreWork;
 pub use workload::{BATCH_IDS, Ids, SplitMix64, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

@@ -7,6 +7,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use crate::serve;
+use crate::store::StoreWork;
 use crate::workload::Ids;
 
 /// Which way is good.
@@ -58,6 +59,11 @@ pub trait Rounds {
 
     /// The batches that rivals are given, and the rows of the table they index (0: none).
     fn data(&self) -> Option<(&Ids, u64)> {
+        None
+    }
+
+    /// What other stores are given to do; with `StoreWork::Fetch`, on the batches of `data`.
+    fn store(&self) -> Option<StoreWork> {
         None
     }
 

@@ -2,21 +2,31 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use embcache::io::{ALIGNMENT, AlignedBuf};
 use io_uring::{IoUring, opcode, types};
 
+use crate::workload::SplitMix64;
+
 /// What direct reads are aligned to.
 const SECTOR: usize = 512;
+/// Completions waited for with one system call.
+const REAP: usize = 16;
+/// Records further apart than this are read apart: about what the disk transfers in the time of one more request.
+const MERGED_GAP: u64 = 8 << 10;
+/// Records are read together up to this many bytes.
+const LARGEST_MERGED: usize = 128 << 10;
 
-/// A ring with `O_DIRECT` on one file or several.
+/// A ring with `O_DIRECT` on one file or several, which are registered, as is the memory where that is permitted.
 pub struct RawReads {
     ring: IoUring,
-    files: Vec<File>,
+    _files: Vec<File>,
     memory: AlignedBuf,
+    /// Whether the slots are registered.
+    fixed: bool,
     depth: usize,
     slot_bytes: usize,
 }
@@ -36,15 +46,20 @@ impl RawReads {
     /// When the system refuses `io_uring` or `O_DIRECT`.
     pub fn over(paths: &[PathBuf], largest: usize, depth: usize) -> Self {
         let open = |path: &PathBuf| File::options().read(true).custom_flags(libc::O_DIRECT).open(path);
-        let files = paths.iter().map(|path| open(path).expect("O_DIRECT is permitted")).collect();
+        let files: Vec<File> = paths.iter().map(|path| open(path).expect("O_DIRECT is permitted")).collect();
         let slot_bytes = largest.next_multiple_of(SECTOR) + SECTOR;
-        Self {
-            ring: IoUring::new(depth as u32).expect("io_uring is permitted"),
-            files,
-            memory: AlignedBuf::zeroed(depth * slot_bytes),
-            depth,
-            slot_bytes,
-        }
+        let ring = IoUring::builder().setup_coop_taskrun().build(depth as u32);
+        let ring = ring.or_else(|_| IoUring::new(depth as u32)).expect("io_uring is permitted");
+        let mut memory = AlignedBuf::zeroed(depth * slot_bytes);
+        let slots: Vec<libc::iovec> = memory
+            .chunks_exact_mut(slot_bytes)
+            .map(|slot| libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot_bytes })
+            .collect();
+        // SAFETY: the memory lives as long as the ring, and only completed reads of it are looked at.
+        let fixed = unsafe { ring.submitter().register_buffers(&slots) }.is_ok();
+        let descriptors: Vec<i32> = files.iter().map(AsRawFd::as_raw_fd).collect();
+        ring.submitter().register_files(&descriptors).expect("files can be registered");
+        Self { ring, _files: files, memory, fixed, depth, slot_bytes }
     }
 
     /// Read the sectors of `len` bytes at each offset; the sum of the first byte wanted of each, so that nothing is left out.
@@ -52,45 +67,117 @@ impl RawReads {
     /// # Panics
     /// When a read fails or is short.
     pub fn read(&mut self, offsets: &[u64], len: usize) -> u64 {
-        self.read_from(offsets.len(), |at| (0, offsets[at]), len)
+        self.read_from(offsets.len(), |at| (0, offsets[at], len))
     }
 
-    /// As [`RawReads::read`], `count` reads, each of the file and at the offset that `place` says.
+    /// As [`RawReads::read`], `count` reads, each of the file, at the offset and of the length that `place` says.
     ///
     /// # Panics
     /// When a read fails or is short.
-    pub fn read_from(&mut self, count: usize, place: impl Fn(usize) -> (usize, u64), len: usize) -> u64 {
+    pub fn read_from(&mut self, count: usize, place: impl Fn(usize) -> (usize, u64, usize)) -> u64 {
         let mut next = 0;
         let mut done = 0;
         let mut sum = 0;
         let mut free: Vec<usize> = (0..self.depth).collect();
-        let mut skips = vec![0; self.depth];
+        // Where in its slot what is wanted of a read begins and ends.
+        let mut wanted = vec![(0, 0); self.depth];
         while done < count {
             while let (Some(&slot), true) = (free.last(), next < count) {
-                let (file, offset) = place(next);
+                let (file, offset, len) = place(next);
                 let skip = (offset % SECTOR as u64) as usize;
-                let bytes = (skip + len).next_multiple_of(SECTOR);
+                let bytes = (skip + len).next_multiple_of(SECTOR) as u32;
                 let memory = self.memory.as_mut_ptr().wrapping_add(slot * self.slot_bytes);
-                let entry = opcode::Read::new(types::Fd(self.files[file].as_raw_fd()), memory, bytes as u32)
-                    .offset(offset - skip as u64)
-                    .build()
-                    .user_data(slot as u64);
+                let (file, offset) = (types::Fixed(file as u32), offset - skip as u64);
+                let entry = if self.fixed {
+                    opcode::ReadFixed::new(file, memory, bytes, slot as u16).offset(offset).build()
+                } else {
+                    opcode::Read::new(file, memory, bytes).offset(offset).build()
+                };
                 // SAFETY: the slot's memory and the files live as long as self, and every completion is awaited below.
-                unsafe { self.ring.submission().push(&entry) }.expect("an entry a slot");
-                skips[slot] = skip;
+                unsafe { self.ring.submission().push(&entry.user_data(slot as u64)) }.expect("an entry a slot");
+                wanted[slot] = (skip, skip + len);
                 free.pop();
                 next += 1;
             }
-            self.ring.submit_and_wait(1).expect("io_uring_enter");
+            self.ring.submit_and_wait(REAP.min(next - done)).expect("io_uring_enter");
             for completion in self.ring.completion() {
                 let slot = completion.user_data() as usize;
-                assert!(completion.result() >= (skips[slot] + len) as i32, "short read: {}", completion.result());
-                sum += u64::from(self.memory[slot * self.slot_bytes + skips[slot]]);
+                let (begin, end) = wanted[slot];
+                assert!(completion.result() >= end as i32, "short read: {}", completion.result());
+                sum += u64::from(self.memory[slot * self.slot_bytes + begin]);
                 free.push(slot);
                 done += 1;
             }
         }
         sum
+    }
+}
+
+/// A place of a record: the number of its file, and its offset there.
+pub type RecordPlace = (usize, u64);
+
+/// Reads of batches of records at random places of a tier's files: the limit of fetches. A batch is sorted, and records that lie
+/// close together are one read.
+pub struct RawRecords {
+    reads: RawReads,
+    lengths: Vec<u64>,
+    random: SplitMix64,
+    record_bytes: usize,
+}
+
+impl RawRecords {
+    /// Over the segments in a directory of files, `depth` reads in flight.
+    ///
+    /// # Panics
+    /// When there are none, or as [`RawReads::new`].
+    pub fn over(dir: &Path, record_bytes: usize, depth: usize) -> Self {
+        let files: Vec<(PathBuf, u64)> = std::fs::read_dir(dir)
+            .expect("a directory of files")
+            .map(|entry| entry.expect("a directory of files").path())
+            .filter(|path| path.extension().is_some_and(|extension| extension == "seg"))
+            // Compaction may have removed one since, or not have written it yet.
+            .filter_map(|path| std::fs::metadata(&path).ok().map(|found| (path, found.len())))
+            .filter(|(_, bytes)| *bytes > record_bytes as u64)
+            .collect();
+        assert!(!files.is_empty(), "no segments in {}", dir.display());
+        let (paths, lengths): (Vec<PathBuf>, Vec<u64>) = files.into_iter().unzip();
+        let reads = RawReads::over(&paths, LARGEST_MERGED, depth);
+        Self { reads, lengths, random: SplitMix64(9), record_bytes }
+    }
+
+    /// `count` places, each byte of the files as likely.
+    ///
+    /// # Panics
+    /// Never: `over` has seen to it that there is a file.
+    pub fn draw(&mut self, count: usize) -> Vec<RecordPlace> {
+        let total = self.lengths.iter().sum();
+        let mut place = || {
+            let mut at = self.random.next_below(total);
+            let file = self.lengths.iter().position(|len| at.checked_sub(*len).map(|rest| at = rest).is_none());
+            let file = file.expect("inside a file");
+            let at = at - at % self.record_bytes as u64;
+            (file, at.min(self.lengths[file] - self.record_bytes as u64))
+        };
+        (0..count).map(|_| place()).collect()
+    }
+
+    /// Read a batch; the sum of a byte of each read.
+    pub fn read(&mut self, places: &mut [RecordPlace]) -> u64 {
+        places.sort_unstable();
+        let mut merged: Vec<(usize, u64, usize)> = Vec::with_capacity(places.len());
+        for &mut (file, offset) in places {
+            let end = offset + self.record_bytes as u64;
+            if let Some((last, begin, len)) = merged.last_mut()
+                && *last == file
+                && offset <= *begin + *len as u64 + MERGED_GAP
+                && end - *begin <= LARGEST_MERGED as u64
+            {
+                *len = (*len).max((end - *begin) as usize);
+            } else {
+                merged.push((file, offset, self.record_bytes));
+            }
+        }
+        self.reads.read_from(merged.len(), |at| merged[at])
     }
 }
 

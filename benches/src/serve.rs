@@ -1,7 +1,8 @@
 //! One bench, a round at a time, for a driver that measures rivals in between.
 //!
 //! 1. The program makes its data, checks the two sides and prints one line of JSON: name, unit, better, limit (what it is, or
-//!    null), batch (ids of a batch, 0 without data), rows, rounds (how many the driver is to ask for).
+//!    null), batch (ids of a batch, 0 without data), rows, rounds (how many the driver is to ask for), store (what other stores
+//!    are given to do, or null: see [`crate::StoreWork`]).
 //! 2. The driver writes `ours` or `limit`; the program runs one round of it and prints the value, or `null`.
 //! 3. The driver writes `data PATH`; the program writes the batches there as little-endian int64 and prints `null`.
 //! 4. The driver writes `figures`; the program prints what else it has seen in its rounds, see [`crate::Rounds::figures`].
@@ -21,7 +22,7 @@ pub(crate) fn serve(bench: &Bench, scale: Scale) {
     let (batch, rows) = sides.data().map_or((0, 0), |(ids, rows)| (ids.batch, rows));
     let ready = json!({
         "name": bench.name, "unit": bench.unit, "better": bench.better, "limit": bench.limit, "batch": batch, "rows": rows,
-        "rounds": sides.rounds(),
+        "rounds": sides.rounds(), "store": sides.store(),
     });
     let mut out = std::io::stdout().lock();
     writeln!(out, "{ready}").expect("the driver listens");

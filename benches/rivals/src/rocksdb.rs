@@ -1,0 +1,320 @@
+//! `RocksDB` through its C interface, loaded when it is there, tuned for rows of some 290 bytes.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_void};
+use std::path::Path;
+use std::ptr::null_mut;
+use std::time::Duration;
+
+use crate::library::{self, calls};
+use crate::rows::{THREADS, VALUE_BYTES, key, sharded, sorted_ids, value};
+use crate::{FetchStore, Missing, RewriteStore};
+
+/// Bytes of a key and its value.
+const ROW_BYTES: usize = 8 + VALUE_BYTES;
+/// Bytes of a file of the load.
+const FILE_BYTES: usize = 64 << 20;
+
+calls! {
+    "rocksdb_",
+    fn options_create() -> *mut c_void;
+    fn options_destroy(*mut c_void);
+    fn get_options_from_string(*const c_void, *const c_char, *mut c_void, *mut *mut c_char);
+    fn open_column_families(*const c_void, *const c_char, c_int, *const *const c_char, *const *const c_void,
+        *mut *mut c_void, *mut *mut c_char) -> *mut c_void;
+    fn column_family_handle_destroy(*mut c_void);
+    fn close(*mut c_void);
+    fn property_value(*mut c_void, *const c_char) -> *mut c_char;
+    fn free(*mut c_void);
+    fn envoptions_create() -> *mut c_void;
+    fn sstfilewriter_create(*const c_void, *const c_void) -> *mut c_void;
+    fn sstfilewriter_open(*mut c_void, *const c_char, *mut *mut c_char);
+    fn sstfilewriter_put(*mut c_void, *const c_char, usize, *const c_char, usize, *mut *mut c_char);
+    fn sstfilewriter_finish(*mut c_void, *mut *mut c_char);
+    fn sstfilewriter_destroy(*mut c_void);
+    fn ingestexternalfileoptions_create() -> *mut c_void;
+    fn ingestexternalfileoptions_set_move_files(*mut c_void, c_uchar);
+    fn ingest_external_file(*mut c_void, *const *const c_char, usize, *const c_void, *mut *mut c_char);
+    fn readoptions_create() -> *mut c_void;
+    fn batched_multi_get_cf(*mut c_void, *const c_void, *mut c_void, usize, *const *const c_char, *const usize,
+        *mut *mut c_void, *mut *mut c_char, bool);
+    fn pinnableslice_value(*const c_void, *mut usize) -> *const c_char;
+    fn pinnableslice_destroy(*mut c_void);
+    fn writeoptions_create() -> *mut c_void;
+    fn writeoptions_disable_WAL(*mut c_void, c_int);
+    fn writebatch_create() -> *mut c_void;
+    fn writebatch_put(*mut c_void, *const c_char, usize, *const c_char, usize);
+    fn writebatch_clear(*mut c_void);
+    fn writebatch_destroy(*mut c_void);
+    fn write(*mut c_void, *const c_void, *mut c_void, *mut *mut c_char);
+    fn flushoptions_create() -> *mut c_void;
+    fn flush(*mut c_void, *const c_void, *mut *mut c_char);
+}
+
+/// An open database of one column family. Options made for it live as long as the process.
+struct Db {
+    calls: Calls,
+    pointer: *mut c_void,
+    family: *mut c_void,
+}
+
+// SAFETY: a database may be used by several threads, as RocksDB's documentation says.
+unsafe impl Sync for Db {}
+
+fn text(text: &str) -> CString {
+    CString::new(text).expect("no zero in it")
+}
+
+fn path_text(path: &Path) -> CString {
+    text(path.to_str().expect("a path of ours"))
+}
+
+/// Call with a place for an error.
+fn checked<T>(call: impl FnOnce(*mut *mut c_char) -> T) -> T {
+    let mut error: *mut c_char = null_mut();
+    let result = call(&raw mut error);
+    // SAFETY: RocksDB's message ends with a zero.
+    assert!(error.is_null(), "RocksDB: {:?}", unsafe { CStr::from_ptr(error) });
+    result
+}
+
+impl Db {
+    fn open(dir: &Path, options: &str) -> Result<Self, Missing> {
+        let calls = Calls::of(library::load("librocksdb.so")?)?;
+        let (path, default) = (path_text(&dir.join("rocksdb")), text("default"));
+        let mut family = null_mut();
+        // SAFETY: options, names and places outlive the call.
+        let pointer = unsafe {
+            let settings = (calls.options_create)();
+            let base = (calls.options_create)();
+            let string = text(options);
+            checked(|error| (calls.get_options_from_string)(base, string.as_ptr(), settings, error));
+            let settings_of_family = settings.cast_const();
+            let name = default.as_ptr();
+            let pointer = checked(|error| {
+                (calls.open_column_families)(
+                    settings,
+                    path.as_ptr(),
+                    1,
+                    &raw const name,
+                    &raw const settings_of_family,
+                    &raw mut family,
+                    error,
+                )
+            });
+            (calls.options_destroy)(base);
+            pointer
+        };
+        Ok(Self { calls, pointer, family })
+    }
+
+    /// Take sorted files of the ids `scattered_id(0..rows)` into the last level, which is what a load and a full compaction leave.
+    fn load(&self, dir: &Path, rows: u64, options: &str) {
+        let calls = &self.calls;
+        // SAFETY: options, writer and texts outlive the calls that they are handed to.
+        unsafe {
+            let settings = (calls.options_create)();
+            let string = text(options);
+            let base = (calls.options_create)();
+            checked(|error| (calls.get_options_from_string)(base, string.as_ptr(), settings, error));
+            let files: Vec<CString> = sorted_ids(rows)
+                .chunks(FILE_BYTES / ROW_BYTES)
+                .enumerate()
+                .map(|(number, ids)| {
+                    let path = path_text(&dir.join(format!("{number}.sst")));
+                    let writer = (calls.sstfilewriter_create)((calls.envoptions_create)(), settings);
+                    checked(|error| (calls.sstfilewriter_open)(writer, path.as_ptr(), error));
+                    for &id in ids {
+                        let (key, value) = (key(id), value(id));
+                        let (key, value) = (key.as_ptr().cast(), value.as_ptr().cast());
+                        checked(|error| (calls.sstfilewriter_put)(writer, key, 8, value, VALUE_BYTES, error));
+                    }
+                    checked(|error| (calls.sstfilewriter_finish)(writer, error));
+                    (calls.sstfilewriter_destroy)(writer);
+                    path
+                })
+                .collect();
+            let pointers: Vec<*const c_char> = files.iter().map(|path| path.as_ptr()).collect();
+            let how = (calls.ingestexternalfileoptions_create)();
+            (calls.ingestexternalfileoptions_set_move_files)(how, 1);
+            checked(|error| (calls.ingest_external_file)(self.pointer, pointers.as_ptr(), pointers.len(), how, error));
+        }
+    }
+
+    fn property(&self, name: &str) -> Option<String> {
+        let name = text(name);
+        // SAFETY: the name outlives the call; the answer ends with a zero and is freed once.
+        unsafe {
+            let answer = (self.calls.property_value)(self.pointer, name.as_ptr());
+            (!answer.is_null()).then(|| {
+                let copied = CStr::from_ptr(answer).to_string_lossy().into_owned();
+                (self.calls.free)(answer.cast());
+                copied
+            })
+        }
+    }
+
+    fn number(&self, name: &str) -> u64 {
+        let answer = self.property(name).expect("a property that RocksDB has");
+        answer.parse().expect("a number")
+    }
+}
+
+impl Drop for Db {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses the database any more.
+        unsafe {
+            (self.calls.column_family_handle_destroy)(self.family);
+            (self.calls.close)(self.pointer);
+        }
+    }
+}
+
+/// A database that is read.
+pub(crate) struct Fetches {
+    db: Db,
+    read: *mut c_void,
+    what: String,
+}
+
+/// Read options that threads share.
+struct ReadOptions(*const c_void);
+
+// SAFETY: nobody changes them.
+unsafe impl Sync for ReadOptions {}
+
+impl Fetches {
+    pub(crate) fn load(dir: &Path, rows: u64, ram_bytes: u64) -> Result<Self, Missing> {
+        let block_bytes = 4096;
+        // Index and filters are held beside the cache: some 3 bytes a row.
+        let cache_bytes = ram_bytes.saturating_sub(rows * 3).max(1 << 20);
+        let options = format!(
+            "create_if_missing=true;max_open_files=-1;use_direct_reads=true;use_direct_io_for_flush_and_compaction=true;\
+             compression=kNoCompression;disable_auto_compactions=true;\
+             block_based_table_factory={{block_size={block_bytes};format_version=5;filter_policy=ribbonfilter:10;\
+             checksum=kXXH3;data_block_index_type=kDataBlockBinaryAndHash;data_block_hash_table_util_ratio=0.75;\
+             block_cache={{capacity={cache_bytes};num_shard_bits=6}};}}"
+        );
+        let db = Db::open(dir, &options)?;
+        db.load(dir, rows, &options);
+        // SAFETY: makes a value.
+        let read = unsafe { (db.calls.readoptions_create)() };
+        let version = "RocksDB";
+        let what = format!("{version} (direct reads, blocks of {block_bytes}, MultiGet on {THREADS} threads)");
+        Ok(Self { db, read, what })
+    }
+}
+
+impl FetchStore for Fetches {
+    fn what(&self) -> String {
+        self.what.clone()
+    }
+
+    /// Direct reads leave nothing there; the block cache, whose bytes are in the budget, stays.
+    fn cool(&mut self) {}
+
+    fn fetch(&mut self, ids: &[i64], out: &mut [u8]) {
+        let (db, read) = (&self.db, &ReadOptions(self.read));
+        sharded(ids.iter().map(|id| *id as u64), out, || {
+            move |shard, places| {
+                let calls = &db.calls;
+                let read = read.0;
+                let keys: Vec<[u8; 8]> = shard.iter().map(|&(id, _)| key(id as i64)).collect();
+                let pointers: Vec<*const c_char> = keys.iter().map(|key| key.as_ptr().cast()).collect();
+                let sizes = vec![8; keys.len()];
+                let mut values = vec![null_mut(); keys.len()];
+                let mut errors: Vec<*mut c_char> = vec![null_mut(); keys.len()];
+                // SAFETY: arrays of one length that outlive the call.
+                unsafe {
+                    (calls.batched_multi_get_cf)(
+                        db.pointer,
+                        read,
+                        db.family,
+                        keys.len(),
+                        pointers.as_ptr(),
+                        sizes.as_ptr(),
+                        values.as_mut_ptr(),
+                        errors.as_mut_ptr(),
+                        true,
+                    );
+                }
+                assert!(errors.iter().all(|error| error.is_null()), "a failed read");
+                for (&(_, position), found) in shard.iter().zip(values) {
+                    assert!(!found.is_null(), "a row that was loaded");
+                    let mut size = 0;
+                    // SAFETY: the slice is held until it is destroyed, once; the position is in this shard alone.
+                    unsafe {
+                        let bytes = (calls.pinnableslice_value)(found, &raw mut size);
+                        places.put(position, std::slice::from_raw_parts(bytes.cast(), size));
+                        (calls.pinnableslice_destroy)(found);
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// A database that is written.
+pub(crate) struct Rewrites {
+    db: Db,
+    write: *mut c_void,
+    batch: *mut c_void,
+    flush: *mut c_void,
+}
+
+impl Rewrites {
+    pub(crate) fn load(dir: &Path, rows: u64, ram_bytes: u64) -> Result<Self, Missing> {
+        let memtable = ram_bytes / 4;
+        let options = format!(
+            "create_if_missing=true;max_open_files=-1;use_direct_reads=true;use_direct_io_for_flush_and_compaction=true;\
+             compression=kNoCompression;max_background_jobs=4;max_subcompactions=4;\
+             write_buffer_size={memtable};max_write_buffer_number=4;level0_file_num_compaction_trigger=4;\
+             target_file_size_base={FILE_BYTES};max_bytes_for_level_base={};level_compaction_dynamic_level_bytes=true;\
+             block_based_table_factory={{block_size=4096;format_version=5;checksum=kXXH3;}}",
+            ram_bytes * 2
+        );
+        let db = Db::open(dir, &options)?;
+        db.load(dir, rows, &options);
+        // SAFETY: each makes a value.
+        let (write, batch, flush) = unsafe {
+            let write = (db.calls.writeoptions_create)();
+            (db.calls.writeoptions_disable_WAL)(write, 1);
+            (write, (db.calls.writebatch_create)(), (db.calls.flushoptions_create)())
+        };
+        Ok(Self { db, write, batch, flush })
+    }
+}
+
+impl Drop for Rewrites {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses it any more.
+        unsafe { (self.db.calls.writebatch_destroy)(self.batch) };
+    }
+}
+
+impl RewriteStore for Rewrites {
+    fn what(&self) -> String {
+        "RocksDB (no log, direct I/O, drained)".to_owned()
+    }
+
+    fn write(&mut self, ids: &[i64]) {
+        let calls = &self.db.calls;
+        // SAFETY: keys and values outlive their calls, which copy them.
+        unsafe {
+            (calls.writebatch_clear)(self.batch);
+            for &id in ids {
+                let (key, value) = (key(id), value(id));
+                (calls.writebatch_put)(self.batch, key.as_ptr().cast(), 8, value.as_ptr().cast(), VALUE_BYTES);
+            }
+            checked(|error| (calls.write)(self.db.pointer, self.write, self.batch, error));
+        }
+    }
+
+    fn drain(&mut self) {
+        // SAFETY: the options outlive the call, which waits for the flush.
+        checked(|error| unsafe { (self.db.calls.flush)(self.db.pointer, self.flush, error) });
+        while self.db.number("rocksdb.compaction-pending") + self.db.number("rocksdb.num-running-compactions") > 0 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
