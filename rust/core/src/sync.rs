@@ -1,13 +1,73 @@
 //! Synchronisation types: the standard library's, or loom's when a model test is built (`--cfg loom`).
 
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicU32, Ordering};
+pub(crate) use loom::sync::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+};
 #[cfg(not(loom))]
-pub(crate) use std::sync::atomic::{AtomicU32, Ordering};
+pub(crate) use std::sync::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+};
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
+
+/// A mutex: the standard library's or loom's.
+pub(crate) trait Lock {
+    /// Holds it.
+    type Guard<'a>
+    where
+        Self: 'a;
+    /// See [`lock`].
+    fn guard(&self) -> Self::Guard<'_>;
+}
+
+impl<T> Lock for std::sync::Mutex<T> {
+    type Guard<'a>
+        = std::sync::MutexGuard<'a, T>
+    where
+        T: 'a;
+    fn guard(&self) -> Self::Guard<'_> {
+        self.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<M: Lock> Lock for std::sync::Arc<M> {
+    type Guard<'a>
+        = M::Guard<'a>
+    where
+        M: 'a;
+    fn guard(&self) -> Self::Guard<'_> {
+        M::guard(self)
+    }
+}
+
+#[cfg(loom)]
+impl<T> Lock for loom::sync::Mutex<T> {
+    type Guard<'a>
+        = loom::sync::MutexGuard<'a, T>
+    where
+        T: 'a;
+    fn guard(&self) -> Self::Guard<'_> {
+        self.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 /// Lock, also after a panic elsewhere: the data's own invariants are checked where they are used.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+pub(crate) fn lock<M: Lock>(mutex: &M) -> M::Guard<'_> {
+    mutex.guard()
+}
+
+/// Whether a panic interrupted a change of what the lock protects. (A panic fails a model.)
+pub(crate) fn was_torn<T>(lock: &RwLock<T>) -> bool {
+    #[cfg(not(loom))]
+    return lock.is_poisoned();
+    #[cfg(loom)]
+    return std::mem::size_of_val(lock) == 0;
+}
+
+/// Wait to be notified.
+pub(crate) fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    condition.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }

@@ -32,9 +32,12 @@ impl PyPlan {
 
 impl Drop for PyPlan {
     fn drop(&mut self) {
-        let plan = self.inner.take();
-        // Releasing takes the tables' locks, whose holders may wait for the GIL. An interpreter that ends has no use for either.
-        Python::try_attach(|py| py.detach(|| drop(plan)));
+        let mut plan = self.inner.take();
+        // Releasing takes the tables' locks, whose holders may wait for the GIL. With an interpreter that ends they wait for ever, and
+        // nobody has a use for the pins.
+        if Python::try_attach(|py| py.detach(|| drop(plan.take()))).is_none() {
+            std::mem::forget(plan);
+        }
     }
 }
 

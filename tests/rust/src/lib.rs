@@ -1,5 +1,7 @@
 //! What the test files share: a table with everything around it that a caller has to bring.
 
+mod watch;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
 use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, Table};
@@ -8,6 +10,8 @@ use embcache::io::IoEngine;
 use embcache::kernels::Hyperparameters;
 use embcache::rows::{Initializer, RowLayout};
 use embcache::types::{CacheSlot, Id};
+
+pub use watch::watched;
 
 /// Tensors of a device tier, in RAM: what torch holds in production.
 #[derive(Debug)]

@@ -99,7 +99,7 @@ impl Shared {
         let mut in_ram = self.newest_in_ram()?;
         for ids in in_ram.chunks(chunk_rows) {
             let rows = {
-                let _rows = self.reading_rows();
+                let _rows = self.reading_rows()?;
                 let mut state = self.lock()?;
                 self.check_version(version)?;
                 self.read_now(&mut state, ids)?

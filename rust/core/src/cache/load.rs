@@ -1,13 +1,13 @@
 //! Rows being read from SSD into host slots, and what becomes of them.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::table::{Shared, State};
 use crate::error::{Error, Kind, Result};
-use crate::rows::{Arena, RowMut};
+use crate::rows::RowMut;
 use crate::slots::RowState;
 use crate::ssd::{Fetch, FetchBatch};
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
 
 /// One batch of reads into host slots. The slots are LOADING until it is finished under the table's lock.
@@ -15,8 +15,6 @@ pub(crate) struct Loading {
     pub(crate) fetch: Arc<Fetch>,
     /// The reads' targets, in request order.
     pub(crate) rows: Vec<(Id, CacheSlot)>,
-    /// Keeps the targets alive.
-    _arena: Arc<Arena>,
     finished: Mutex<Option<Result<()>>>,
 }
 
@@ -38,8 +36,8 @@ impl Shared {
         let ssd = self.ssd.as_ref().expect("rows are read from SSD only where there is one");
         let arena = Arc::clone(state.host.arena());
         let wanted: Vec<(Id, RowMut)> = rows.iter().map(|&(id, slot)| (id, arena.row(slot))).collect();
-        let loading =
-            Arc::new(Loading { fetch: ssd.fetch_in(wanted, batch), rows, _arena: arena, finished: Mutex::new(None) });
+        let fetch = ssd.fetch_in(wanted, arena, batch);
+        let loading = Arc::new(Loading { fetch, rows, finished: Mutex::new(None) });
         state.loading.push(Arc::clone(&loading));
         loading
     }

@@ -1,14 +1,14 @@
 //! Planning a batch over several tables at once.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::place::{PlanMode, TablePlan};
 use super::plan::Plan;
 use super::table::{Shared, Table};
 use crate::error::{Error, Kind, Result};
 use crate::index::{Deduped, Deduper};
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
 use crate::types::Id;
 
 /// A fixed list of features over tables. Feature `f` reads table `feature_tables[f]`; features of one table are neighbours.
@@ -94,6 +94,7 @@ impl Lookup {
     ) -> Result<Plan> {
         let shape = &self.shape;
         let splits = check_splits(ids.len(), feature_splits, shape.feature_tables.len())?;
+        shape.tables.iter().try_for_each(|table| table.check_process())?;
         let mode = PlanMode { train, ahead, unseen_zeros };
         let mut tables = Vec::with_capacity(shape.tables.len());
         for (shared, features) in shape.tables.iter().zip(&shape.table_features) {

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, PoisonError};
 
 use super::lookup::Shape;
 use super::place::{PlanMode, TablePlan};
@@ -14,7 +14,7 @@ use crate::kernels::{
 };
 use crate::rows::{Arena, RowLayout};
 use crate::ssd::FetchBatch;
-use crate::sync::lock;
+use crate::sync::{Mutex, MutexGuard, lock};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// One planned batch. Its rows are pinned until the backward, `release`, or its drop.
@@ -128,7 +128,7 @@ impl Plan {
     ///
     /// Errors: `Storage` and `Corruption` of reads, `Capacity`, `ReadOnly`; the plan is released then.
     pub fn wait(&self) -> Result<()> {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner()?;
         if inner.stage != Stage::Started {
             return Ok(());
         }
@@ -229,7 +229,7 @@ impl Plan {
             local.extend(offsets[feature * bags..=(feature + 1) * bags].iter().map(|&offset| offset - begin as i64));
             let weights = weights.map(|weights| &weights[begin..self.splits[feature + 1]]);
             let slots = self.feature_slots(&inner, feature);
-            let _reading = self.shape.tables[table].reading_rows();
+            let _reading = self.shape.tables[table].reading_rows()?;
             with_rows!(&stores[table], rows => {
                 // SAFETY: the plan pins every slot, so all are valid, and the guard keeps every backward out.
                 unsafe {
@@ -259,7 +259,7 @@ impl Plan {
         let stores = inner.stores(device)?;
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
-            let _reading = self.shape.tables[table].reading_rows();
+            let _reading = self.shape.tables[table].reading_rows()?;
             with_rows!(&stores[table], rows => {
                 // SAFETY: as in forward_pooled.
                 unsafe { forward_sequence(rows, &inner.tables[table].occurrence_slots, &mut out[range], threads) }
@@ -292,19 +292,24 @@ impl Plan {
             check_len("weight_grad", weight_grad.len(), total)?;
         }
         let stores = inner.stores(device)?;
+        // What can fail comes before the first update: a step is made on all tables or on none.
+        let places =
+            self.shape.table_features.iter().map(|features| self.gradient_places(pooled, bags, features.clone()));
+        let places = places.collect::<Result<Vec<_>>>()?;
+        let steps = inner.next_steps(hyperparameters)?;
+        let _step = Step(&self.shape.tables);
         for (table, table_features) in self.shape.table_features.iter().enumerate() {
             let plan = &inner.tables[table];
             let range = self.splits[table_features.start]..self.splits[table_features.end];
-            let places = self.gradient_places(pooled, bags, table_features.clone())?;
-            let step = plan.next_step(hyperparameters[table])?;
-            let _writing = plan.shared.writing_rows();
+            let (places, step) = (&places[table], &steps[table]);
+            let _writing = plan.shared.writing_rows()?;
             with_rows!(&stores[table], rows => {
                 if let Some(weight_grad) = &mut weight_grad {
                     // SAFETY: as in forward_pooled; the guard keeps every other kernel out.
                     unsafe { weight_gradient(rows, &plan.occurrence_slots, &places.of_weights(grad), &mut weight_grad[range], threads) }
                 }
                 // SAFETY: the plan pins every slot, they are distinct, and the guard keeps every other kernel out.
-                unsafe { backward(rows, &plan.index, &places.of_rows(grad), &step, threads) }
+                unsafe { backward(rows, &plan.index, &places.of_rows(grad), step, threads) }
             });
         }
         inner.commit()
@@ -323,15 +328,17 @@ impl Plan {
         check_len("hyperparameters", hyperparameters.len(), self.shape.tables.len())?;
         check_len("grad", grad.len(), self.splits[self.splits.len() - 1] * dim)?;
         let stores = inner.stores(device)?;
+        let steps = inner.next_steps(hyperparameters)?;
+        let _step = Step(&self.shape.tables);
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let plan = &inner.tables[table];
             let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
             let gradient = Gradient::Sequence { grad: &grad[range] };
-            let step = plan.next_step(hyperparameters[table])?;
-            let _writing = plan.shared.writing_rows();
+            let step = &steps[table];
+            let _writing = plan.shared.writing_rows()?;
             with_rows!(&stores[table], rows => {
                 // SAFETY: as in backward_pooled.
-                unsafe { backward(rows, &plan.index, &gradient, &step, threads) }
+                unsafe { backward(rows, &plan.index, &gradient, step, threads) }
             });
         }
         inner.commit()
@@ -339,7 +346,18 @@ impl Plan {
 
     /// Take back every pin without training. Harmless twice.
     pub fn release(&self) {
-        lock(&self.inner).release();
+        // In a forked child the pins are its parent's.
+        if let Ok(mut inner) = self.inner() {
+            inner.release();
+        }
+    }
+
+    /// Its state. `State` in a forked child, where whoever held the lock at the fork holds it for ever.
+    fn inner(&self) -> Result<MutexGuard<'_, Inner>> {
+        for table in &self.shape.tables {
+            table.check_process()?;
+        }
+        Ok(lock(&self.inner))
     }
 
     fn table(&self, table: usize) -> Result<&Arc<super::table::Shared>> {
@@ -348,7 +366,7 @@ impl Plan {
     }
 
     fn placed(&self, call: &str) -> Result<MutexGuard<'_, Inner>> {
-        let inner = lock(&self.inner);
+        let inner = self.inner()?;
         match inner.stage {
             Stage::Placed => Ok(inner),
             Stage::Started => Err(Error::new(Kind::State, format!("{call} comes after Plan.wait"))),
@@ -359,7 +377,7 @@ impl Plan {
     }
 
     fn trainable(&self) -> Result<MutexGuard<'_, Inner>> {
-        let inner = lock(&self.inner);
+        let inner = self.inner()?;
         match inner.stage {
             Stage::Placed if self.mode.train => Ok(inner),
             Stage::Placed | Stage::Started => {
@@ -468,6 +486,12 @@ impl Inner {
             .collect()
     }
 
+    /// For each table what its update needs.
+    fn next_steps(&self, hyperparameters: &[Hyperparameters]) -> Result<Vec<OptimizerStep>> {
+        let tables = self.tables.iter().zip(hyperparameters);
+        tables.map(|(table, &hyperparameters)| table.next_step(hyperparameters)).collect()
+    }
+
     fn commit(&mut self) -> Result<()> {
         for table in &mut self.tables {
             let shared = Arc::clone(&table.shared);
@@ -496,7 +520,21 @@ impl Inner {
 
 impl Drop for Plan {
     fn drop(&mut self) {
+        #[cfg(not(loom))]
+        self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).release();
+        #[cfg(loom)]
         self.release();
+    }
+}
+
+/// A training step under way over some tables. Dropped by a panic it leaves them torn: rows may be updated that are not marked so.
+struct Step<'a>(&'a [Arc<super::table::Shared>]);
+
+impl Drop for Step<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.iter().for_each(|table| table.tear());
+        }
     }
 }
 

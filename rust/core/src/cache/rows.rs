@@ -34,7 +34,7 @@ impl Table {
     pub fn read_rows(&self, ids: &[Id]) -> Result<FoundRows> {
         let mut all = FoundRows::default();
         for ids in ids.chunks(ROWS_PER_CALL) {
-            let _rows = self.shared.reading_rows();
+            let _rows = self.shared.reading_rows()?;
             let mut state = self.shared.lock()?;
             let mut some = self.shared.read_now(&mut state, ids)?;
             all.found.append(&mut some.found);
@@ -80,7 +80,7 @@ impl Table {
                 ));
             }
         }
-        let _rows = self.shared.reading_rows();
+        let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock_any()?;
         self.shared.finish_loads(&mut state)?;
         self.shared.refuse_rows_in_use(&state, block.headers.iter().map(|header| header.id))?;
@@ -94,7 +94,7 @@ impl Table {
 
     /// Forget rows; how many of them the table had. Errors as `import_rows`.
     pub fn remove_rows(&self, ids: &[Id]) -> Result<u64> {
-        let _rows = self.shared.reading_rows();
+        let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock()?;
         self.shared.finish_loads(&mut state)?;
         self.shared.refuse_rows_in_use(&state, ids.iter().copied())?;
@@ -114,7 +114,7 @@ impl Table {
 
     /// Forget every row. `State` while a batch in flight uses any.
     pub fn clear(&self) -> Result<()> {
-        let _rows = self.shared.reading_rows();
+        let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock_any()?;
         // A failed read of a row that is to be forgotten does not matter.
         let _ = self.shared.finish_loads(&mut state);

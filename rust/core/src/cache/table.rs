@@ -1,7 +1,6 @@
 //! One table shard: opening, budgets, counters.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use super::load::Loading;
 use crate::config::{OnFull, PolicyKind, TableConfig};
@@ -12,7 +11,9 @@ use crate::io::IoEngine;
 use crate::rows::{RowBirth, RowLayout};
 use crate::ssd::{Identity, SsdTier, StateCounters};
 use crate::stats::{SsdStats, TierStats};
-use crate::sync::lock;
+use crate::sync::{
+    AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock,
+};
 
 /// One table shard. Cheap to clone; the rows go with the last clone and the last plan.
 #[derive(Clone)]
@@ -39,6 +40,8 @@ pub(crate) struct Shared {
     /// Changes with every change of contents; moves between tiers do not count.
     version: AtomicU64,
     closed: AtomicBool,
+    /// A panic ended a training step half-way, or a change of the state.
+    torn: AtomicBool,
     pid: u32,
 }
 
@@ -145,6 +148,7 @@ impl Table {
             state: Mutex::new(state),
             version: AtomicU64::new(0),
             closed: AtomicBool::new(false),
+            torn: AtomicBool::new(false),
             pid: std::process::id(),
         };
         let table = Self { shared: Arc::new(shared) };
@@ -206,7 +210,7 @@ impl Table {
     /// Write every dirty row down and publish one state named `token`. Without an SSD tier there is nothing to do.
     pub fn flush(&self, token: u64) -> Result<()> {
         let Some(ssd) = &self.shared.ssd else { return Ok(()) };
-        let _rows = self.shared.reading_rows();
+        let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock()?;
         self.shared.finish_loads(&mut state)?;
         self.shared.write_down_all(&mut state)?;
@@ -225,8 +229,11 @@ impl Table {
         self.shared.ssd.as_ref().is_some_and(SsdTier::published_given_up)
     }
 
-    /// Stop background work. Rows in RAM that were not flushed are gone. Harmless twice.
+    /// Stop background work. Rows in RAM that were not flushed are gone. Harmless twice, and in a forked child, whose parent has the table.
     pub fn close(&self) -> Result<()> {
+        if self.shared.check_process().is_err() {
+            return Ok(());
+        }
         if self.shared.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -289,8 +296,8 @@ pub fn device_row_bytes(layout: &RowLayout, policy: PolicyKind) -> u64 {
 }
 
 impl Shared {
-    /// The table's state; `State` errors when it is closed, unusable after a failed load, or used in a forked child.
-    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, State>> {
+    /// The table's state; `State` errors when it is closed, unusable after a failed load or a panic, or used in a forked child.
+    pub(crate) fn lock(&self) -> Result<Held<'_>> {
         let state = self.lock_any()?;
         if let Some(reason) = &state.unusable {
             return Err(Error::new(Kind::State, format!("table {:?} cannot be used: {reason}", self.config.name)));
@@ -299,21 +306,44 @@ impl Shared {
     }
 
     /// As `lock`, also of a table that waits for a load.
-    pub(crate) fn lock_any(&self) -> Result<MutexGuard<'_, State>> {
+    pub(crate) fn lock_any(&self) -> Result<Held<'_>> {
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::new(Kind::State, format!("table {:?} is closed", self.config.name)));
         }
-        if self.pid != std::process::id() {
+        self.check_process()?;
+        let state = Held { torn: &self.torn, unwinding: std::thread::panicking(), state: lock(&self.state) };
+        if self.torn.load(Ordering::Acquire) {
             return Err(Error::new(
                 Kind::State,
                 format!(
-                    "table {:?} was opened by process {} and is used in a forked child: open tables after the fork, or start \
-                     workers with the spawn method",
-                    self.config.name, self.pid
+                    "table {:?} cannot be used since a panic interrupted a change of it, a bug of torchrec-embcache to report: open the \
+                     table again, to go on from its last flush, or load a checkpoint into a new one",
+                    self.config.name
                 ),
             ));
         }
-        Ok(lock(&self.state))
+        Ok(state)
+    }
+
+    /// `State` in a process forked from the one that opened the table. No lock is to be asked for before this: one that another thread
+    /// held at the fork stays locked in the child.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        if self.pid == std::process::id() {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::State,
+            format!(
+                "table {:?} was opened by process {} and is used in a forked child: open tables after the fork, or start \
+                 workers with the spawn method",
+                self.config.name, self.pid
+            ),
+        ))
+    }
+
+    /// Refuse every use from now on: a panic left rows that are neither trained nor as they were.
+    pub(crate) fn tear(&self) {
+        self.torn.store(true, Ordering::Release);
     }
 
     /// Note that the table's contents changed: a training step, an import, a removal.
@@ -326,12 +356,16 @@ impl Shared {
         self.version.load(Ordering::Acquire)
     }
 
-    pub(crate) fn reading_rows(&self) -> std::sync::RwLockReadGuard<'_, ()> {
-        self.rows_in_use.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+    /// Keeps kernels that write out. `State` in a forked child.
+    pub(crate) fn reading_rows(&self) -> Result<RwLockReadGuard<'_, ()>> {
+        self.check_process()?;
+        Ok(self.rows_in_use.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(crate) fn writing_rows(&self) -> std::sync::RwLockWriteGuard<'_, ()> {
-        self.rows_in_use.write().unwrap_or_else(std::sync::PoisonError::into_inner)
+    /// Keeps all others out. `State` in a forked child.
+    pub(crate) fn writing_rows(&self) -> Result<RwLockWriteGuard<'_, ()>> {
+        self.check_process()?;
+        Ok(self.rows_in_use.write().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// How many rows the host budget holds beside the index of the rows on SSD.
@@ -378,6 +412,37 @@ impl Shared {
                     ),
                 ))
             }
+        }
+    }
+}
+
+/// The table's state, held. Dropped by a panic it leaves the table torn.
+pub(crate) struct Held<'a> {
+    torn: &'a AtomicBool,
+    /// Whether it was taken by a panic's clean-up.
+    unwinding: bool,
+    state: MutexGuard<'a, State>,
+}
+
+impl std::ops::Deref for Held<'_> {
+    type Target = State;
+    #[inline]
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl std::ops::DerefMut for Held<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() && !self.unwinding {
+            self.torn.store(true, Ordering::Release);
         }
     }
 }

@@ -70,6 +70,8 @@ struct State {
     log: Vec<(Operation, PathBuf)>,
     stopped: bool,
     held: Option<Operation>,
+    /// Operations that still pass, of the kind of which the next one panics.
+    panic: Option<(Operation, u64)>,
     /// Operations that wait to be let go.
     waiting: usize,
 }
@@ -95,6 +97,15 @@ impl Shared {
         }
         if operation != Operation::Read {
             state.log.push((operation, path.to_owned()));
+        }
+        match &mut state.panic {
+            Some((doomed, 0)) if *doomed == operation => {
+                state.panic = None;
+                drop(state);
+                panic!("the fault engine was asked to panic");
+            }
+            Some((doomed, passing)) if *doomed == operation => *passing -= 1,
+            _ => {}
         }
         let mut hit = None;
         state.rules.retain_mut(|rule| {
@@ -186,6 +197,16 @@ impl FaultEngine {
     /// Hit every operation of a kind until [`FaultEngine::clear`].
     pub fn hit_every(&self, operation: Operation, fault: Fault) {
         self.rule(Some(operation), 0, fault, true);
+    }
+
+    /// Let `passing` more operations of one kind pass and panic in the next one, once.
+    pub fn panic_at(&self, operation: Operation, passing: u64) {
+        lock(&self.shared.state).panic = Some((operation, passing));
+    }
+
+    /// Whether that panic is still to come.
+    pub fn will_panic(&self) -> bool {
+        lock(&self.shared.state).panic.is_some()
     }
 
     fn rule(&self, operation: Option<Operation>, skip: u64, fault: Fault, repeats: bool) {

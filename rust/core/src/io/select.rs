@@ -1,23 +1,15 @@
 //! Which engine a process uses.
-#![allow(unsafe_code)]
 
-use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::{IoEngine, PsyncEngine};
 use crate::error::{Error, Kind, Result};
+use crate::process::PerProcess;
 
 /// The environment variable that overrides the choice: `uring` or `pread`.
 const VARIABLE: &str = "EMBCACHE_IO";
 
-struct Chosen {
-    process: u32,
-    engine: Arc<dyn IoEngine>,
-}
-
-/// Null, or a leaked `Chosen`. No mutex: one that another thread holds at a fork would stay locked in the child.
-static CHOSEN: AtomicPtr<Chosen> = AtomicPtr::new(null_mut());
+static CHOSEN: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
 
 /// The engine of this process: `io_uring` where the system permits it (a ring was made and read through), plain `pread`
 /// otherwise; the environment variable `EMBCACHE_IO` (`uring`, `pread`) overrides the choice, which [`IoEngine::name`] tells.
@@ -25,26 +17,8 @@ static CHOSEN: AtomicPtr<Chosen> = AtomicPtr::new(null_mut());
 ///
 /// Errors: `Config` for another value of the variable, `Unsupported` when it asks for `io_uring` and the system refuses.
 pub fn default_engine() -> Result<Arc<dyn IoEngine>> {
-    let process = std::process::id();
-    let seen = CHOSEN.load(Ordering::Acquire);
-    // SAFETY: null, or a Chosen that was published below and is never freed.
-    if let Some(chosen) = unsafe { seen.as_ref() }
-        && chosen.process == process
-    {
-        return Ok(chosen.engine.clone());
-    }
-    let wanted = std::env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned());
-    let engine = choose(wanted.as_deref())?;
-    let made = Box::into_raw(Box::new(Chosen { process, engine: engine.clone() }));
-    match CHOSEN.compare_exchange(seen, made, Ordering::AcqRel, Ordering::Acquire) {
-        Ok(_) => Ok(engine),
-        Err(other) => {
-            // SAFETY: `made` comes from the box above and nobody else has seen it.
-            drop(unsafe { Box::from_raw(made) });
-            // SAFETY: another thread of this process published it, and it is never freed.
-            Ok(unsafe { &*other }.engine.clone())
-        }
-    }
+    let make = || choose(std::env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned()).as_deref());
+    CHOSEN.get(make).cloned()
 }
 
 /// The engine for a value of the variable.

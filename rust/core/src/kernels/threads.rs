@@ -1,12 +1,11 @@
 //! Threads of the kernels: cached pools, work dealt in parts of even cost.
-#![allow(unsafe_code)]
 
-use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
+use crate::process::PerProcess;
 use crate::sync::lock;
 
 /// Parts a thread, so that a thread that is late has few of them.
@@ -67,17 +66,12 @@ fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -
     low
 }
 
-/// The pools of this process. A forked child has the memory of its parent's pools but not their threads, so it makes its own.
-struct Pools {
-    process: u32,
-    by_size: Mutex<Vec<Arc<ThreadPool>>>,
-}
-
-static POOLS: AtomicPtr<Pools> = AtomicPtr::new(ptr::null_mut());
+/// The pools of this process by size. A parent's stay where they are: dropping them would wait for threads that a child has not.
+static POOLS: PerProcess<Mutex<Vec<Arc<ThreadPool>>>> = PerProcess::new();
 
 /// A pool of `size` threads; `None` where the system gives no threads.
 fn pool(size: usize) -> Option<Arc<ThreadPool>> {
-    let mut pools = lock(&pools_of_this_process().by_size);
+    let mut pools = lock(POOLS.get(|| Ok(Mutex::default())).ok()?);
     if let Some(pool) = pools.iter().find(|pool| pool.current_num_threads() == size) {
         return Some(Arc::clone(pool));
     }
@@ -85,25 +79,6 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
     let pool = Arc::new(builder.build().ok()?);
     pools.push(Arc::clone(&pool));
     Some(pool)
-}
-
-fn pools_of_this_process() -> &'static Pools {
-    let process = std::process::id();
-    loop {
-        let current = POOLS.load(Ordering::Acquire);
-        // SAFETY: what is stored is null or comes from a Box that is never freed.
-        if let Some(pools) = unsafe { current.as_ref() }
-            && pools.process == process
-        {
-            return pools;
-        }
-        // A parent's pools stay where they are: dropping them would wait for threads that are not here.
-        let fresh = Box::into_raw(Box::new(Pools { process, by_size: Mutex::new(Vec::new()) }));
-        if POOLS.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            // SAFETY: made above and given to nobody.
-            drop(unsafe { Box::from_raw(fresh) });
-        }
-    }
 }
 
 #[cfg(test)]

@@ -95,6 +95,10 @@ impl Arena {
     pub fn shrink_overflow(&self, rows: u32) {
         let first = if rows == 0 { 0 } else { chunk_of(rows as usize - 1).0 + 1 };
         let _growing = lock(&self.growth);
+        self.unmap_chunks(first);
+    }
+
+    fn unmap_chunks(&self, first: usize) {
         for chunk in first..CHUNKS {
             let start = self.chunks[chunk].swap(ptr::null_mut(), Ordering::AcqRel);
             if !start.is_null() {
@@ -162,7 +166,8 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        self.shrink_overflow(0);
+        // Not under the lock: nobody else is here, and in a forked child it may be held for ever.
+        self.unmap_chunks(0);
         debug_assert_eq!(self.vectors, self.mapping.start());
     }
 }

@@ -1,7 +1,6 @@
 //! Rows in and out of the tier: append, remove, clear, evict.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::buffer::Pool;
 use super::format::{Content, Entry};
@@ -12,7 +11,7 @@ use super::segment::{OpenSegment, Segment};
 use super::shared::{Counters, Shared, State, Stream};
 use crate::error::{Error, Kind, Result};
 use crate::rows::RowRef;
-use crate::sync::lock;
+use crate::sync::{Ordering, lock};
 use crate::types::Id;
 
 /// Records handled under one hold of the table's lock.

@@ -1,15 +1,19 @@
 //! The threads of the SSD tiers: one set a process, whatever the number of tables, made when the first tier opens.
+//!
+//! A panic ends no thread and strands nobody: what the task belongs to gets it as an error (a fetch ends with one, a tier whose write
+//! or compaction panicked only reads from then on).
 
+use std::any::Any;
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 
 use super::compact;
 use super::fetch::FetchJob;
 use super::segment::Segment;
 use super::shared::Shared;
 use crate::error::{Error, Kind, Result};
-use crate::sync::lock;
+use crate::sync::{Condvar, Mutex, lock, wait};
 
 /// Threads that write blocks and footers. Two, so that a footer is sorted while the next segment's blocks are written.
 const FLUSHERS: usize = 2;
@@ -19,22 +23,70 @@ const FETCHERS: usize = 4;
 /// The threads' inboxes.
 #[derive(Debug)]
 pub(super) struct Background {
-    flush: Sender<Arc<Segment>>,
-    fetch: Sender<Vec<FetchJob>>,
-    compact: Sender<Weak<Shared>>,
+    flush: Arc<Inbox<Arc<Segment>>>,
+    fetch: Arc<Inbox<Vec<FetchJob>>>,
+    compact: Arc<Inbox<Weak<Shared>>>,
     pid: u32,
 }
 
-impl Background {
-    /// The process's threads. `State` in a process forked after they were made: threads do not follow a fork.
-    pub(super) fn shared() -> Result<&'static Self> {
-        static BACKGROUND: OnceLock<Result<Background>> = OnceLock::new();
-        let background = BACKGROUND.get_or_init(Self::start).as_ref().map_err(Clone::clone)?;
-        background.check_process()?;
-        Ok(background)
+/// Tasks that wait for a thread.
+#[derive(Debug)]
+struct Inbox<T> {
+    waiting: Mutex<VecDeque<T>>,
+    arrived: Condvar,
+}
+
+impl<T> Default for Inbox<T> {
+    fn default() -> Self {
+        Self { waiting: Mutex::new(VecDeque::new()), arrived: Condvar::new() }
+    }
+}
+
+impl<T> Inbox<T> {
+    fn send(&self, task: T) {
+        lock(&self.waiting).push_back(task);
+        self.arrived.notify_one();
     }
 
-    /// `State` in a process that was forked after the threads were made.
+    fn next(&self) -> T {
+        let mut waiting = lock(&self.waiting);
+        loop {
+            if let Some(task) = waiting.pop_front() {
+                return task;
+            }
+            waiting = wait(&self.arrived, waiting);
+        }
+    }
+}
+
+impl Background {
+    fn idle() -> Self {
+        Self { flush: Arc::default(), fetch: Arc::default(), compact: Arc::default(), pid: std::process::id() }
+    }
+
+    /// The process's threads.
+    #[cfg(not(loom))]
+    pub(super) fn shared() -> Result<&'static Self> {
+        static BACKGROUND: crate::process::PerProcess<Background> = crate::process::PerProcess::new();
+        BACKGROUND.get(|| {
+            let background = Self::idle();
+            start("embcache-flush", FLUSHERS, &background.flush, |segment| segment.run_jobs())?;
+            start("embcache-fetch", FETCHERS, &background.fetch, FetchJob::run)?;
+            start("embcache-compact", 1, &background.compact, |tier| compact_tier(&tier))?;
+            Ok(background)
+        })
+    }
+
+    /// The inboxes; a model's threads do the work.
+    #[cfg(loom)]
+    pub(super) fn shared() -> Result<&'static Self> {
+        loom::lazy_static! {
+            static ref BACKGROUND: Background = Background::idle();
+        }
+        Ok(&BACKGROUND)
+    }
+
+    /// `State` in a process that was forked from the one that opened the tier: threads do not follow a fork.
     pub(super) fn check_process(&self) -> Result<()> {
         let pid = std::process::id();
         if pid == self.pid {
@@ -49,42 +101,44 @@ impl Background {
         ))
     }
 
-    fn start() -> Result<Self> {
-        Ok(Self {
-            flush: workers("embcache-flush", FLUSHERS, |segment: Arc<Segment>| segment.run_jobs())?,
-            fetch: workers("embcache-fetch", FETCHERS, FetchJob::run)?,
-            compact: workers("embcache-compact", 1, |tier: Weak<Shared>| {
-                if let Some(tier) = tier.upgrade() {
-                    compact::run(&tier);
-                }
-            })?,
-            pid: std::process::id(),
-        })
-    }
-
     pub(super) fn flush(&self, segment: Arc<Segment>) {
-        self.flush.send(segment).expect("the threads outlive the process's static");
+        self.flush.send(segment);
     }
 
     pub(super) fn fetch(&self, jobs: Vec<FetchJob>) {
-        self.fetch.send(jobs).expect("the threads outlive the process's static");
+        self.fetch.send(jobs);
     }
 
     pub(super) fn compact(&self, tier: &Arc<Shared>) {
-        self.compact.send(Arc::downgrade(tier)).expect("the threads outlive the process's static");
+        self.compact.send(Arc::downgrade(tier));
     }
 }
 
-fn workers<T: Send + 'static>(name: &str, count: usize, work: impl Fn(T) + Copy + Send + 'static) -> Result<Sender<T>> {
-    let (sender, receiver) = channel::<T>();
-    let receiver: Arc<Mutex<Receiver<T>>> = Arc::new(Mutex::new(receiver));
+fn compact_tier(tier: &Weak<Shared>) {
+    if let Some(tier) = tier.upgrade() {
+        tier.contain("compaction", || compact::run(&tier));
+    }
+}
+
+/// The error of a task that panicked.
+pub(super) fn panicked(what: &str, panic: &(dyn Any + Send)) -> Error {
+    let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let said = said.unwrap_or("no message");
+    Error::new(Kind::State, format!("{what} ended in a panic ({said}): this is a bug of torchrec-embcache, report it"))
+}
+
+fn start<T: Send + 'static>(
+    name: &str,
+    count: usize,
+    inbox: &Arc<Inbox<T>>,
+    work: impl Fn(T) + Copy + Send + 'static,
+) -> Result<()> {
     for _ in 0..count {
-        let receiver = receiver.clone();
+        let inbox = Arc::clone(inbox);
         let worker = move || {
             loop {
-                let received = lock(&receiver).recv();
-                let Ok(task) = received else { return };
-                // A panic concerns one task: its owner finds out (a fetch ends with an error), the thread goes on.
+                let task = inbox.next();
+                // The task's own panics are contained where their owner is known; the thread goes on in any case.
                 let _ = catch_unwind(AssertUnwindSafe(|| work(task)));
             }
         };
@@ -93,5 +147,5 @@ fn workers<T: Send + 'static>(name: &str, count: usize, work: impl Fn(T) + Copy 
             .spawn(worker)
             .map_err(|e| Error::new(Kind::Storage, format!("cannot start the thread {name} of the SSD tier: {e}")))?;
     }
-    Ok(sender)
+    Ok(())
 }

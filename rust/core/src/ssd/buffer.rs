@@ -4,10 +4,8 @@
 //! ever waits for another's half-filled buffer: the pool gives more than its share and asks ([`Pool::is_short`]) the tables to
 //! hand theirs in at the end of a call. What is bounded by waiting ([`Pool::throttle`]) is what waits for the disk.
 
-use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
-
 use crate::io::AlignedBuf;
-use crate::sync::lock;
+use crate::sync::{Condvar, Mutex, lock, wait};
 
 /// Bytes of a buffer of the pool.
 pub(super) const BLOCK_BYTES: usize = 1 << 20;
@@ -34,9 +32,19 @@ pub(super) struct Pool {
 
 impl Pool {
     /// The process's pool.
+    #[cfg(not(loom))]
     pub(super) fn shared() -> &'static Self {
-        static POOL: OnceLock<Pool> = OnceLock::new();
-        POOL.get_or_init(Self::default)
+        static POOL: crate::process::PerProcess<Pool> = crate::process::PerProcess::new();
+        POOL.get(|| Ok(Self::default())).expect("a pool is made without fail")
+    }
+
+    /// The model's pool.
+    #[cfg(loom)]
+    pub(super) fn shared() -> &'static Self {
+        loom::lazy_static! {
+            static ref POOL: Pool = Pool::default();
+        }
+        &POOL
     }
 
     /// A buffer of `bytes`; its contents are whatever they are.
@@ -78,7 +86,7 @@ impl Pool {
     pub(super) fn throttle(&self) {
         let mut counts = lock(&self.counts);
         while counts.waiting >= WAITING {
-            counts = self.written.wait(counts).unwrap_or_else(PoisonError::into_inner);
+            counts = wait(&self.written, counts);
         }
     }
 

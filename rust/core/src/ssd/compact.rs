@@ -9,7 +9,6 @@
 //! 4. where frequent publishes leave many small segments, the smallest.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::buffer::Pool;
 use super::format::Content;
@@ -17,7 +16,7 @@ use super::record::{decode, le_u64};
 use super::segment::Segment;
 use super::shared::{Counters, Shared, State, Stream};
 use crate::error::Result;
-use crate::sync::lock;
+use crate::sync::{Ordering, lock};
 use crate::types::Id;
 
 /// Bytes read at once from a victim.

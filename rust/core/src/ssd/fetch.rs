@@ -1,9 +1,9 @@
 //! Fetches: one batched submission of reads, verified as they arrive and put straight into place.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::record::{RecordKind, decode};
@@ -12,7 +12,7 @@ use super::shared::{Counters, Shared};
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, IoEngine, Read};
 use crate::rows::{RowLayout, RowMut};
-use crate::sync::lock;
+use crate::sync::{Condvar, Mutex, Ordering, lock, wait};
 use crate::types::Id;
 
 /// Records that lie together are read together up to this many bytes.
@@ -34,7 +34,7 @@ impl Fetch {
             if let Some(outcome) = &*outcome {
                 return outcome.clone();
             }
-            outcome = self.done.wait(outcome).unwrap_or_else(PoisonError::into_inner);
+            outcome = wait(&self.done, outcome);
         }
     }
 
@@ -66,9 +66,14 @@ pub(super) struct FetchJob {
     segments: Vec<Arc<Segment>>,
     items: Vec<Item>,
     wanted: Vec<(Id, RowMut)>,
+    /// What the places of `wanted` lie in, where whoever asked may be gone before the reads are.
+    _places: Option<Places>,
     missing: Vec<u32>,
     started: Instant,
 }
+
+/// Keeps the memory that rows are read into.
+pub type Places = Arc<dyn Any + Send + Sync>;
 
 impl Drop for FetchJob {
     fn drop(&mut self) {
@@ -111,9 +116,14 @@ impl FetchBatch {
 
 impl Shared {
     /// Look rows up: those in buffers are put in place at once, those in files join `batch`.
-    pub(super) fn fetch_in(self: &Arc<Self>, wanted: Vec<(Id, RowMut)>, batch: &mut FetchBatch) -> Arc<Fetch> {
+    pub(super) fn fetch_in(
+        self: &Arc<Self>,
+        wanted: Vec<(Id, RowMut)>,
+        places: Option<Places>,
+        batch: &mut FetchBatch,
+    ) -> Arc<Fetch> {
         let fetch = Arc::new(Fetch::default());
-        if let Err(error) = self.home.background.check_process() {
+        if let Err(error) = self.check_usable() {
             fetch.finish(Err(error));
             return fetch;
         }
@@ -124,6 +134,7 @@ impl Shared {
             items: Vec::with_capacity(wanted.len()),
             missing: Vec::new(),
             wanted,
+            _places: places,
             started: Instant::now(),
         };
         if let Err(error) = job.resolve() {

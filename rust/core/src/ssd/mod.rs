@@ -36,16 +36,16 @@ mod space;
 mod tests;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use crate::config::SsdConfig;
 use crate::error::Result;
 use crate::io::IoEngine;
 use crate::rows::{RowLayout, RowMut, RowRef};
 use crate::stats::{SsdStats, TierStats};
+use crate::sync::Ordering::Relaxed;
 use crate::types::Id;
 
-pub use fetch::{Fetch, FetchBatch};
+pub use fetch::{Fetch, FetchBatch, Places};
 
 use format::Entry;
 use open::Tuning;
@@ -131,6 +131,10 @@ impl SsdTier {
 
     /// For each id whether it may be here.
     pub fn maybe_contains(&self, ids: &[Id], maybe: &mut [bool]) {
+        if self.shared.check_usable().is_err() {
+            // A wrong no would have rows born anew; the fetch of a yes says what is wrong.
+            return maybe.fill(true);
+        }
         let mut locations = [None; 256];
         let state = self.shared.view();
         for (ids, maybe) in ids.chunks(locations.len()).zip(maybe.chunks_mut(locations.len())) {
@@ -145,14 +149,15 @@ impl SsdTier {
     /// Start reading rows into the places given; each place must stay valid and untouched until the fetch is done.
     pub fn fetch(&self, wanted: Vec<(Id, RowMut)>) -> Arc<Fetch> {
         let mut batch = FetchBatch::default();
-        let fetch = self.fetch_in(wanted, &mut batch);
+        let fetch = self.shared.fetch_in(wanted, None, &mut batch);
         batch.submit();
         fetch
     }
 
-    /// As `fetch`, but what is on disk is read when `batch` is submitted, together with what other tiers put into it.
-    pub fn fetch_in(&self, wanted: Vec<(Id, RowMut)>, batch: &mut FetchBatch) -> Arc<Fetch> {
-        self.shared.fetch_in(wanted, batch)
+    /// As `fetch`, but what is on disk is read when `batch` is submitted, together with what other tiers put into it, and nobody needs to
+    /// wait: the fetch keeps `places`, in which the rows' memory lies.
+    pub fn fetch_in(&self, wanted: Vec<(Id, RowMut)>, places: Places, batch: &mut FetchBatch) -> Arc<Fetch> {
+        self.shared.fetch_in(wanted, Some(places), batch)
     }
 
     /// Take rows over. `known[i]` says that an older version of row `i` is here (the caller knows: it fetched or appended it);
@@ -234,6 +239,11 @@ impl SsdTier {
 
 impl Drop for SsdTier {
     fn drop(&mut self) {
+        if self.shared.home.background.check_process().is_err() {
+            // In a forked child: its parent's files are not to be touched, nor its locks to be waited for.
+            std::mem::forget(Arc::clone(&self.shared));
+            return;
+        }
         // What went wrong was reported by `close` if it was called, and nothing is promised that was not published.
         let _ = self.shared.close();
     }

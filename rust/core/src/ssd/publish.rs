@@ -7,7 +7,7 @@ use super::manifest::{Named, Published, StateFile, state_path};
 use super::segment::Segment;
 use super::shared::{Shared, State, Stream, read_only};
 use crate::error::{Error, Kind, Result};
-use crate::sync::lock;
+use crate::sync::{Ordering, lock};
 
 /// States kept.
 const STATES: usize = 2;
@@ -121,8 +121,12 @@ impl Shared {
         self.forget_at(state, 0)
     }
 
-    /// Stop writing; what is in buffers is written out, nothing is published.
+    /// Stop writing; what is in buffers is written out, nothing is published. Not in a forked child: the tier is its parent's, and
+    /// locks may be held for ever by threads that the child has not.
     pub(super) fn close(&self) -> Result<()> {
+        if self.home.background.check_process().is_err() {
+            return Ok(());
+        }
         let _publishing = lock(&self.publishing);
         {
             let mut state = self.state();
@@ -134,10 +138,8 @@ impl Shared {
                 state.seal(stream);
             }
         }
-        if self.home.background.check_process().is_ok() {
-            drop(lock(&self.compacting));
-            self.home.space.wait_idle();
-        }
+        drop(lock(&self.compacting));
+        self.home.space.wait_idle();
         self.home.space.close();
         drop(lock(&self.lock).take());
         self.home.space.failed().map_or(Ok(()), |cause| Err(read_only(&cause)))
@@ -150,7 +152,7 @@ impl Shared {
                 .filter(|segment| segment.sealed().is_some())
                 .map(|segment| {
                     let records = if live { &segment.live } else { &segment.records };
-                    u64::from(records.load(std::sync::atomic::Ordering::Relaxed)) * segment.record_bytes as u64
+                    u64::from(records.load(Ordering::Relaxed)) * segment.record_bytes as u64
                 })
                 .sum()
         };

@@ -6,7 +6,6 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::format::{Content, ENTRY_BYTES, Entry, MAX_HEADER_BYTES, TRAILER_BYTES, decode_trailer};
 use super::index::Location;
@@ -15,6 +14,7 @@ use super::segment::{Home, Sealed, Segment, segment_path};
 use super::shared::{State, Tombstones};
 use crate::error::{Error, Result};
 use crate::io::Open;
+use crate::sync::Ordering;
 use crate::types::hash_id;
 
 /// Entries of all segments in one range of hashes, about.

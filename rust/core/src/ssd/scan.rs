@@ -4,7 +4,6 @@
 //! has to read to one it does not know of.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::ScanSink;
 use super::format::Content;
@@ -13,7 +12,7 @@ use super::segment::{Place, Segment};
 use super::shared::Shared;
 use crate::error::Result;
 use crate::rows::{RowHeader, RowRef};
-use crate::sync::lock;
+use crate::sync::{Ordering, lock};
 
 const CHUNK_BYTES: usize = 1 << 20;
 
@@ -33,6 +32,7 @@ impl Drop for Part {
 
 impl Shared {
     pub(super) fn scan(self: &Arc<Self>, sink: &mut ScanSink<'_>) -> Result<()> {
+        self.check_usable()?;
         for part in self.parts() {
             self.scan_part(&part, sink)?;
             drop(part);

@@ -6,17 +6,16 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
-use super::background::Background;
+use super::background::{Background, panicked};
 use super::buffer::{BLOCK_BYTES, Block, Pool};
 use super::format::{Content, ENTRY_BYTES, Entry, Schema, TRAILER_BYTES, Trailer, encode_footer};
 use super::index::Location;
 use super::space::{Geometry, Space};
-use crate::error::{Error, Kind, Result};
+use crate::error::Result;
 use crate::io::{ALIGNMENT, AlignedBuf, IoEngine, IoFile, Open};
-use crate::sync::lock;
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering, lock};
 use crate::types::Id;
 
 const SUFFIX: &str = "seg";
@@ -250,16 +249,15 @@ impl Segment {
                 job
             };
             // What cannot be written stays in its block, to be read from there.
-            let result = if self.doomed.load(Ordering::Relaxed) {
-                self.drop_block(job.block());
-                Ok(())
-            } else if self.space.has_failed() {
-                Ok(())
-            } else {
-                catch_unwind(AssertUnwindSafe(|| self.run(job))).unwrap_or_else(|_| {
-                    Err(Error::new(Kind::State, format!("writing {} ended in a panic", self.path().display())))
-                })
+            let run = || {
+                if self.doomed.load(Ordering::Relaxed) {
+                    self.drop_block(job.block());
+                    return Ok(());
+                }
+                if self.space.has_failed() { Ok(()) } else { self.run(job) }
             };
+            let result = catch_unwind(AssertUnwindSafe(run))
+                .unwrap_or_else(|panic| Err(panicked(&format!("writing {}", self.path().display()), &*panic)));
             Pool::shared().done();
             self.space.end(result);
         }

@@ -1,9 +1,10 @@
 //! What the threads of one tier share: its state under one lock, its space, its counters.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, PoisonError};
 
 use super::Identity;
+use super::background::panicked;
 use super::compact;
 use super::format::Content;
 use super::index::{Location, TagIndex};
@@ -12,6 +13,7 @@ use super::segment::{Home, OpenSegment, Segment};
 use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
 use crate::rows::RowLayout;
+use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, was_torn};
 
 /// Which open segment a record goes to. Rows that compaction moves are cold and stay apart from those that come from RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -260,9 +262,32 @@ impl Shared {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Run a background task that changes this tier. Its panic counts as a failed write: from then on the tier only reads.
+    pub(super) fn contain(&self, what: &str, task: impl FnOnce()) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(task)) {
+            self.home.space.fail(panicked(what, &*panic));
+        }
+    }
+
+    /// `State` in a forked process, and after a panic amid a change of the state: neither index nor counts can be believed then.
+    pub(super) fn check_usable(&self) -> Result<()> {
+        self.home.background.check_process()?;
+        if was_torn(&self.state) {
+            return Err(Error::new(
+                Kind::State,
+                format!(
+                    "table '{}': the SSD tier cannot be used since a panic interrupted a change of it: open the table again, to go \
+                     on from its last flush, or load a checkpoint",
+                    self.identity.table
+                ),
+            ));
+        }
+        Ok(())
+    }
+
     /// `ReadOnly` after a failed write, `State` when closed or in a forked process.
     pub(super) fn check_writable(&self) -> Result<()> {
-        self.home.background.check_process()?;
+        self.check_usable()?;
         if let Some(cause) = self.home.space.failed() {
             return Err(read_only(&cause));
         }

@@ -1,14 +1,13 @@
 //! The cap: how a table's bytes are divided into segments, and who holds how many of them now.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::format::{Content, ENTRY_BYTES, MAX_HEADER_BYTES, Schema, TRAILER_BYTES};
 use super::index::Location;
 use crate::error::{Error, Kind, Result};
 use crate::io::ALIGNMENT;
-use crate::sync::lock;
+use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering, lock, wait};
 
 const LARGEST_SEGMENT: u64 = 64 << 20;
 const SMALLEST_SEGMENT: u64 = 8 << 10;
@@ -290,7 +289,7 @@ impl Space {
     pub(super) fn wait_idle(&self) {
         let mut inner = lock(&self.inner);
         while inner.pending > 0 {
-            inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+            inner = wait(&self.changed, inner);
         }
     }
 }

@@ -1,0 +1,105 @@
+//! A process forked while other threads of its parent are inside the table: typed errors, no hang, the parent untouched, and tables of the
+//! child's own work.
+#![allow(unsafe_code)]
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::cache::RowBlock;
+use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{FaultEngine, IoEngine, Operation, PsyncEngine};
+use embcache::types::Id;
+use embcache_tests::{Rig, config, watched};
+
+const DIM: usize = 16;
+/// Seconds after which a hanging child is killed.
+const CHILD_S: u32 = 120;
+
+fn tiers(dir: PathBuf) -> TableConfig {
+    let mut wanted = config(DIM, OptimizerKind::Adagrad, 100);
+    wanted.ssd = Some(SsdConfig { dir, bytes: 4 << 20, reopen: Reopen::Never, resume_token: None });
+    wanted
+}
+
+fn ids(batch: i64) -> Vec<Id> {
+    (0..50).map(|id| batch * 50 + id).collect()
+}
+
+/// Use `rig`, inherited from the parent, in every way; what did not end in a typed error.
+fn uses_that_pass(rig: Rig, plan: embcache::cache::Plan) -> Vec<&'static str> {
+    let state = |error: embcache::Error| error.kind() == Kind::State && error.to_string().contains("fork");
+    let refused = [
+        ("plan", rig.plan(&ids(0), true, false, false).is_err_and(state)),
+        ("wait", plan.wait().is_err_and(state)),
+        ("commit", plan.commit().is_err_and(state)),
+        ("read_rows", rig.table.read_rows(&ids(0)).is_err_and(state)),
+        ("import_rows", rig.table.import_rows(RowBlock { headers: &[], vectors: &[] }).is_err_and(state)),
+        ("remove_rows", rig.table.remove_rows(&ids(0)).is_err_and(state)),
+        ("clear", rig.table.clear().is_err_and(state)),
+        ("flush", rig.table.flush(9).is_err_and(state)),
+        ("stats", rig.table.stats().is_err_and(state)),
+        ("len", rig.table.len().is_err_and(state)),
+        ("export", rig.table.export(10).is_err_and(state)),
+        ("close", rig.table.close().is_ok()),
+    ];
+    drop(plan);
+    drop(rig);
+    refused.iter().filter(|(_, refused)| !refused).map(|(what, _)| *what).collect()
+}
+
+#[test]
+fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_open_its_own() {
+    watched(String::new, || {
+        let dir = tempfile::tempdir().expect("a directory");
+        let faults = FaultEngine::new(Arc::new(PsyncEngine::default()));
+        let rig = Rig::open(tiers(dir.path().join("parent")), Arc::new(faults.clone())).expect("a table");
+        for batch in 0..8 {
+            rig.train(&ids(batch), 4, batch as u32).expect("a step");
+        }
+        rig.table.flush(1).expect("a flush");
+        let expected = rig.table.read_rows(&ids(0)).expect("rows").vectors;
+
+        // One thread holds a plan's lock, another the table's, both waiting for reads that do not come.
+        faults.hold(Operation::Read);
+        let stuck = rig.plan(&ids(0), false, true, false).expect("a plan");
+        let child = std::thread::scope(|scope| {
+            scope.spawn(|| stuck.wait().expect("its rows, once they are let go"));
+            scope.spawn(|| rig.table.read_rows(&ids(2)).expect("rows, once they are let go"));
+            faults.wait_until_held();
+            // SAFETY: the child calls the code under test and leaves by _exit.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                // SAFETY: no memory is touched; a child that hangs dies of it.
+                unsafe { libc::alarm(CHILD_S) };
+                // SAFETY: this process drops what is read here and uses neither original again.
+                let (rig, plan) = unsafe { (std::ptr::read(&raw const rig), std::ptr::read(&raw const stuck)) };
+                let mut passed = uses_that_pass(rig, plan);
+                let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+                let own = Rig::open(tiers(dir.path().join("child")), engine).and_then(|own| {
+                    (0..8).try_for_each(|batch| own.train(&ids(batch), 4, batch as u32).map(|_| ()))?;
+                    own.table.flush(1)?;
+                    own.table.read_rows(&ids(0))
+                });
+                if own.is_err() || own.is_ok_and(|rows| rows.vectors != expected) {
+                    passed.push("a table of its own");
+                }
+                if !passed.is_empty() {
+                    eprintln!("did not do what it should in the child: {passed:?}");
+                }
+                // SAFETY: ends this process without the test harness's exit handlers.
+                unsafe { libc::_exit(if passed.is_empty() { 42 } else { 1 }) };
+            }
+            faults.release();
+            child
+        });
+        assert!(child > 0, "fork failed");
+        let mut status = 0;
+        // SAFETY: waits for the child made above.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 42, "the child ended with status {status}");
+        assert_eq!(rig.table.read_rows(&ids(0)).expect("rows").vectors, expected);
+        rig.train(&ids(0), 4, 100).expect("the parent trains on");
+        rig.table.flush(2).expect("and flushes");
+    });
+}

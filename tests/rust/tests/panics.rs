@@ -1,0 +1,168 @@
+//! Panics under the cache: the step that meets one ends, whatever was half done is refused from then on, and nothing waits for ever.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::cache::{DeviceRows, Lookup, Table};
+use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{FaultEngine, MemoryEngine, Operation};
+use embcache::types::{CacheSlot, Id};
+use embcache_tests::{Rig, config, watched};
+
+const DIM: usize = 16;
+
+fn tiers(host_rows: u64) -> TableConfig {
+    let mut wanted = config(DIM, OptimizerKind::Adagrad, host_rows);
+    wanted.ssd = Some(SsdConfig {
+        dir: PathBuf::from("/base/m/t/0-of-1"),
+        bytes: 1 << 20,
+        reopen: Reopen::Never,
+        resume_token: None,
+    });
+    wanted
+}
+
+fn rig() -> (Rig, FaultEngine) {
+    let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
+    (Rig::open(tiers(60), Arc::new(faults.clone())).expect("a table"), faults)
+}
+
+fn ids(batch: i64) -> Vec<Id> {
+    (0..50).map(|id| (batch * 37 + id * 13) % 600).collect()
+}
+
+/// Train until it is refused.
+fn error_of_training(rig: &Rig) -> embcache::Error {
+    for batch in 0.. {
+        if let Err(error) = rig.train(&ids(batch), 4, batch as u32) {
+            return error;
+        }
+    }
+    unreachable!("batches do not end")
+}
+
+#[test]
+fn after_a_panic_while_rows_are_written_down_training_is_refused_and_every_row_can_be_read() {
+    watched(String::new, || {
+        let (rig, faults) = rig();
+        for batch in 0..40 {
+            rig.train(&ids(batch), 4, batch as u32).expect("a step");
+        }
+        faults.panic_at(Operation::Write, 0);
+        let error = error_of_training(&rig);
+        assert_eq!(error.kind(), Kind::ReadOnly, "{error}");
+        assert!(error.to_string().contains("panic"), "{error}");
+        assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
+        let mut rows = 0;
+        let count = &mut |chunk: embcache::cache::Chunk| {
+            rows += chunk.headers.len() as u64;
+            Ok(())
+        };
+        rig.table.for_each_chunk(100, count).expect("every row can be exported");
+        assert_eq!(rows, rig.table.len().expect("a length"));
+        assert!(rig.table.flush(1).is_err_and(|error| error.kind() == Kind::ReadOnly));
+        assert!(rig.table.close().is_err_and(|error| error.kind() == Kind::ReadOnly));
+    });
+}
+
+#[test]
+fn a_panic_while_a_plan_is_read_is_the_plans_error_and_the_batch_can_be_trained_again() {
+    watched(String::new, || {
+        let (rig, faults) = rig();
+        for batch in 0..40 {
+            rig.train(&ids(batch), 4, batch as u32).expect("a step");
+        }
+        rig.table.flush(1).expect("a flush, so that rows are read from disk");
+        faults.panic_at(Operation::Read, 1);
+        let error = rig.train(&ids(0), 4, 0).expect_err("its reads panicked");
+        assert_eq!(error.kind(), Kind::State, "{error}");
+        assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
+        rig.train(&ids(0), 4, 0).expect("the same batch again");
+    });
+}
+
+/// A device whose rows cannot be read without a panic.
+struct Panics;
+
+impl DeviceRows for Panics {
+    fn gather(&self, _: &[CacheSlot], _: &mut [f32], _: &mut [f32]) -> embcache::Result<()> {
+        panic!("asked to panic")
+    }
+}
+
+#[test]
+fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
+    watched(String::new, || {
+        let mut wanted = tiers(60);
+        wanted.device_rows = Some(50);
+        let table = Table::open(wanted, Some(Arc::new(Panics)), Arc::new(MemoryEngine::default())).expect("a table");
+        let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("a lookup");
+        let plan = |batch| lookup.plan(&ids(batch), &[0, 50], true, false, false);
+        let first = plan(0).expect("a plan");
+        first.wait().expect("rows on the device");
+        drop(first);
+        let first = plan(0).expect("a plan");
+        first.wait().expect("rows on the device");
+        first.commit().expect("a step");
+        let second = plan(100).expect("a plan");
+        let panicked = catch_unwind(AssertUnwindSafe(|| second.wait()));
+        assert!(panicked.is_err(), "room for it is made by reading the device");
+        let refused = |error: embcache::Error| error.kind() == Kind::State && error.to_string().contains("panic");
+        assert!(table.len().is_err_and(refused));
+        assert!(plan(1).is_err_and(refused));
+        assert!(table.flush(1).is_err_and(refused));
+        drop(second);
+        table.close().expect("closing needs no state");
+    });
+}
+
+#[test]
+fn table_lookup_and_plans_can_be_dropped_in_any_order_while_their_reads_are_under_way() {
+    watched(String::new, || {
+        // Which of the three goes first, second and last, and whether the reads end before the last of them.
+        for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+            for end_after in 0..4 {
+                let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
+                let engine = Arc::new(faults.clone());
+                let table = Table::open(tiers(60), None, engine).expect("a table");
+                let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("a lookup");
+                for batch in 0..12 {
+                    let plan = lookup.plan(&ids(batch), &[0, 50], true, false, false).expect("a plan");
+                    plan.wait().expect("its rows");
+                    plan.commit().expect("a step");
+                }
+                table.flush(1).expect("a flush");
+                faults.hold(Operation::Read);
+                let plan = lookup.plan(&ids(0), &[0, 50], true, true, false).expect("a plan");
+                faults.wait_until_held();
+                let mut parts = [Some(Part::Table(table)), Some(Part::Lookup(lookup)), Some(Part::Plan(plan))];
+                for (number, part) in order.into_iter().enumerate() {
+                    if number == end_after {
+                        faults.release();
+                    }
+                    parts[part] = None;
+                }
+                faults.release();
+                // Its directory is free once the last of them is gone, however late that is.
+                loop {
+                    match Table::open(tiers(60), None, Arc::new(faults.clone())) {
+                        Err(error) if error.kind() == Kind::InUse => std::thread::yield_now(),
+                        Err(error) => {
+                            break assert_eq!(error.kind(), Kind::State, "the directory is not empty: {error}");
+                        }
+                        Ok(_) => panic!("a directory with files must be refused"),
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[expect(dead_code, reason = "held until dropped")]
+enum Part {
+    Table(Table),
+    Lookup(Lookup),
+    Plan(embcache::cache::Plan),
+}
