@@ -9,8 +9,9 @@
 //!   measure rivals between our rounds, on the same data. See [`serve`].
 //!
 //! A program that measures several things at once instead lists its names with `rows` behind them, and prints a [`Row`] as a line of
-//! JSON for each when called with `--rows NAME…`.
+//! JSON for each when called with `--rows NAME…`. See [`run_rows`].
 
+mod evictions;
 mod measure;
 mod plain;
 mod plain_kernels;
@@ -19,13 +20,18 @@ mod raw_disk;
 mod scratch;
 mod serve;
 mod store;
+mod tier;
+mod windows;
 mod workload;
 
-pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, run};
+pub use evictions::Evictions;
+pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, median, run, run_rows};
 pub use plain::{PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
 pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, resident};
 pub use raw_disk::{RawReads, RawRecords, RecordPlace, write_sequentially};
 pub use scratch::Scratch;
 pub use store::StoreWork;
+pub use tier::{APPEND_ROWS, CountedEngine, RECORD_BYTES, ROW_BYTES, TierRows, new_tier, tier_layout};
+pub use windows::{RAW_WRITE, raw_write_bytes, raw_write_rate, setting, settle, window};
 pub use workload::{BATCH_IDS, Ids, SplitMix64, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

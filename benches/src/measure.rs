@@ -1,11 +1,13 @@
 //! Rounds of ours and of the limit, alternating; median and spread.
 
 use std::collections::BTreeMap;
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use serde::Serialize;
 
+use crate::process::die_with_parent;
 use crate::serve;
 use crate::store::StoreWork;
 use crate::workload::Ids;
@@ -122,6 +124,17 @@ impl<'a> Row<'a> {
     }
 }
 
+impl Row<'_> {
+    /// Hand the row to who reads this program's output.
+    ///
+    /// # Panics
+    /// When nobody does.
+    pub fn print(&self) {
+        let text = serde_json::to_string(self).expect("a row of numbers and names");
+        writeln!(std::io::stdout(), "{text}").expect("the driver listens");
+    }
+}
+
 /// What a limit reached.
 #[derive(Serialize)]
 pub struct Limit<'a> {
@@ -138,8 +151,7 @@ pub struct Limit<'a> {
 pub fn run(benches: &[Bench]) {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let flag = |name: &str| arguments.iter().any(|argument| argument == name);
-    let smoke = flag("--smoke") || std::env::var("EMBCACHE_BENCH").is_ok_and(|how| how == "smoke");
-    let scale = if smoke { Scale::Smoke } else { Scale::Full };
+    let scale = scale(&arguments);
     if flag("--list") {
         for bench in benches {
             println!("{}", bench.name);
@@ -153,6 +165,30 @@ pub fn run(benches: &[Bench]) {
         }
         measure(bench, scale);
     }
+}
+
+/// The main of a program that prints the rows called `names`: `measure` is told how large the data are to be and which rows are
+/// wanted. Without `--rows` (as `cargo bench` runs it) it measures them all, too.
+pub fn run_rows(names: &[&str], measure: impl FnOnce(Scale, &dyn Fn(&str) -> bool)) {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.iter().any(|argument| argument == "--list") {
+        for name in names {
+            println!("{name} rows");
+        }
+        return;
+    }
+    if arguments.iter().any(|argument| argument == "--rows") {
+        die_with_parent();
+    }
+    let wanted = self::names(&arguments);
+    if wanted.is_empty() || wanted.iter().any(|name| names.contains(name)) {
+        measure(scale(&arguments), &|name| wanted.is_empty() || wanted.contains(&name));
+    }
+}
+
+fn scale(arguments: &[String]) -> Scale {
+    let smoke = arguments.iter().any(|argument| argument == "--smoke");
+    if smoke || std::env::var("EMBCACHE_BENCH").is_ok_and(|how| how == "smoke") { Scale::Smoke } else { Scale::Full }
 }
 
 /// What is no flag, nor the value of a flag that criterion has.
@@ -203,6 +239,14 @@ fn measure(bench: &Bench, scale: Scale) {
         let text = serde_json::to_string(&row).expect("a row of numbers and names");
         std::fs::write(folder.join(format!("{}.json", bench.name)), text).expect("target/bench can be written");
     }
+}
+
+/// The value in the middle, the upper one of two.
+///
+/// # Panics
+/// Without values.
+pub fn median(values: &[f64]) -> f64 {
+    spread(&mut values.to_vec()).1
 }
 
 /// Least, median and greatest.

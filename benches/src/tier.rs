@@ -1,0 +1,180 @@
+//! An SSD tier to measure, the rows given to it, and an engine that counts what reaches the files.
+
+use std::any::Any;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::error::Result;
+use embcache::io::{DirLock, IoEngine, IoFile, Open, Read, ReadSink};
+use embcache::rows::{RowHeader, RowLayout, RowRef};
+use embcache::ssd::{Identity, SsdTier};
+
+use crate::plain_kernels::DIM;
+use crate::workload::{SplitMix64, scattered_id, scattered_slot};
+
+/// Bytes of a record: 44 of header, 64 floats, rowwise Adagrad's scalar.
+pub const RECORD_BYTES: usize = 304;
+/// A row as RAM holds it, which is what a log of rows would write at least.
+pub const ROW_BYTES: usize = 288;
+
+/// Rows given to the tier in one call.
+pub const APPEND_ROWS: usize = 16_384;
+
+/// Rows of 64 floats under rowwise Adagrad.
+pub fn tier_layout() -> RowLayout {
+    OptimizerKind::RowWiseAdagrad.layout(DIM)
+}
+
+/// A new tier of `bytes` in the folder `tier` of `dir`.
+///
+/// # Panics
+/// When it cannot be made.
+pub fn new_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64) -> SsdTier {
+    let config = SsdConfig { dir: dir.join("tier"), bytes, reopen: Reopen::Never, resume_token: None };
+    let identity = Identity {
+        table: "bench".into(),
+        key: 1,
+        dim: DIM as u64,
+        optimizer: "rowwise_adagrad".into(),
+        seed: 0,
+        initializer: "Constant(0)".into(),
+        total_num_buckets: 1,
+        bucket_begin: 0,
+        bucket_end: 1,
+    };
+    SsdTier::open(&config, &identity, tier_layout(), engine.clone()).expect("a new tier").0
+}
+
+/// Rows to hand to the tier, with ids to be set.
+pub struct TierRows {
+    headers: Vec<RowHeader>,
+    vectors: Vec<f32>,
+}
+
+impl Default for TierRows {
+    /// [`APPEND_ROWS`] of them.
+    fn default() -> Self {
+        let mut random = SplitMix64(3);
+        let vectors = (0..APPEND_ROWS * DIM).map(|_| random.next_f64() as f32).collect();
+        Self { headers: vec![RowHeader::default(); APPEND_ROWS], vectors }
+    }
+}
+
+impl TierRows {
+    /// Give the tier a row of each id; `known` says that it has an older version of each.
+    ///
+    /// # Panics
+    /// When the tier refuses, or for more ids than [`APPEND_ROWS`].
+    pub fn append(&mut self, tier: &SsdTier, ids: impl ExactSizeIterator<Item = i64>, known: bool) {
+        let count = ids.len();
+        let headers = &mut self.headers[..count];
+        headers.iter_mut().zip(ids).for_each(|(header, id)| header.id = id);
+        let rows: Vec<RowRef<'_>> = headers
+            .iter()
+            .zip(self.vectors.chunks_exact(DIM))
+            .map(|(header, vector)| RowRef { header, vector })
+            .collect();
+        tier.append(&rows, &vec![known; count]).expect("the tier has room");
+    }
+
+    /// Give a new tier the rows of ranks `0..rows`, in an order that says nothing of the rank.
+    pub fn load(&mut self, tier: &SsdTier, rows: u64) {
+        for first in (0..rows).step_by(APPEND_ROWS) {
+            let places = first..rows.min(first + APPEND_ROWS as u64);
+            let ids: Vec<i64> = places.map(|at| scattered_id(scattered_slot(at, rows) as u64)).collect();
+            self.append(tier, ids.into_iter(), false);
+        }
+    }
+}
+
+/// Another engine, and the bytes handed to its files' writes.
+#[derive(Debug)]
+pub struct CountedEngine {
+    inner: Arc<dyn IoEngine>,
+    written: Arc<AtomicU64>,
+}
+
+#[derive(Debug)]
+struct CountedFile {
+    inner: Arc<dyn IoFile>,
+    written: Arc<AtomicU64>,
+}
+
+impl CountedEngine {
+    /// Count what is written through `inner`.
+    pub fn over(inner: Arc<dyn IoEngine>) -> Arc<Self> {
+        Arc::new(Self { inner, written: Arc::default() })
+    }
+
+    /// Bytes handed to writes so far.
+    pub fn written_bytes(&self) -> u64 {
+        self.written.load(Ordering::Relaxed)
+    }
+}
+
+impl IoEngine for CountedEngine {
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+        let inner = self.inner.open(path, how)?;
+        Ok(Arc::new(CountedFile { inner, written: self.written.clone() }))
+    }
+    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+        self.inner.read_batch(reads, sink);
+    }
+    fn create_dir_all(&self, path: &Path) -> Result<()> {
+        self.inner.create_dir_all(path)
+    }
+    fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
+        self.inner.list(path)
+    }
+    fn exists(&self, path: &Path) -> bool {
+        self.inner.exists(path)
+    }
+    fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        self.inner.rename(from, to)
+    }
+    fn remove_file(&self, path: &Path) -> Result<()> {
+        self.inner.remove_file(path)
+    }
+    fn remove_dir_all(&self, path: &Path) -> Result<()> {
+        self.inner.remove_dir_all(path)
+    }
+    fn sync_dir(&self, path: &Path) -> Result<()> {
+        self.inner.sync_dir(path)
+    }
+    fn lock_dir(&self, path: &Path) -> Result<DirLock> {
+        self.inner.lock_dir(path)
+    }
+}
+
+impl IoFile for CountedFile {
+    fn path(&self) -> &Path {
+        self.inner.path()
+    }
+    fn len(&self) -> Result<u64> {
+        self.inner.len()
+    }
+    fn is_direct(&self) -> bool {
+        self.inner.is_direct()
+    }
+    fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
+        self.written.fetch_add(data.len() as u64, Ordering::Relaxed);
+        self.inner.write_at(offset, data)
+    }
+    fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.inner.read_at(offset, into)
+    }
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.inner.set_len(len)
+    }
+    fn sync(&self) -> Result<()> {
+        self.inner.sync()
+    }
+    fn as_any(&self) -> &dyn Any {
+        self.inner.as_any()
+    }
+}

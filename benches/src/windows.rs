@@ -1,0 +1,59 @@
+//! Benches that write to the disk for a set time.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use embcache::ssd::SsdTier;
+
+use crate::measure::Scale;
+use crate::raw_disk::write_sequentially;
+use crate::tier::ROW_BYTES;
+
+/// The limit of benches that write rows.
+pub const RAW_WRITE: &str = "raw sequential O_DIRECT of 1 MiB + fdatasync, 288 bytes a row";
+const CHUNK: usize = 1 << 20;
+
+/// The number that an environment variable says, or the usual one.
+pub fn setting(name: &str, usual: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
+}
+
+/// How long a window is: `EMBCACHE_BENCH_SSD_SECONDS`, usually 12.
+pub fn window(scale: Scale) -> Duration {
+    match setting("EMBCACHE_BENCH_SSD_SECONDS", 0) {
+        0 => Duration::from_millis(scale.pick(12_000, 200)),
+        seconds => Duration::from_secs(seconds),
+    }
+}
+
+/// Wait until the tier's own work, which would slow the other sides, is done.
+pub fn settle(tier: &SsdTier) {
+    let mut before = 0;
+    loop {
+        let now = tier.stats().tier.written_bytes;
+        if now == before {
+            return;
+        }
+        before = now;
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+/// Rows a second that a raw sequential write of a gibibyte into `dir` stands for.
+///
+/// # Panics
+/// When the disk is full or refuses.
+pub fn raw_write_rate(dir: &Path, scale: Scale) -> f64 {
+    let path = dir.join("raw");
+    let bytes = raw_write_bytes(scale);
+    let begin = Instant::now();
+    write_sequentially(&path, bytes, CHUNK);
+    let rate = bytes as f64 / ROW_BYTES as f64 / begin.elapsed().as_secs_f64();
+    std::fs::remove_file(&path).expect("our own file");
+    rate
+}
+
+/// Bytes of disk that [`raw_write_rate`] needs.
+pub fn raw_write_bytes(scale: Scale) -> usize {
+    scale.pick(1 << 30, 16 << 20)
+}
