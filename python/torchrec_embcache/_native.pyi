@@ -66,6 +66,7 @@ class Table:
     def clear(self) -> None: ...
     def flush(self, token: int) -> None: ...  # write every dirty row down and publish one state
     def published_given_up(self) -> bool: ...  # the states to resume were given up for space since the last flush
+    def is_read_only(self) -> bool: ...  # a write of the SSD tier failed: it only reads
     def forget_published(self, token: int) -> None: ...  # nothing where no state has it
     def close(self) -> None: ...  # stops background work; does not flush
     @staticmethod

@@ -12,6 +12,7 @@ __all__ = [
     "CorruptionError",
     "EmbCacheError",
     "EmbCacheWarning",
+    "HostMemoryError",
     "InUseError",
     "InputError",
     "MismatchError",
@@ -60,6 +61,10 @@ class InputError(EmbCacheError, ValueError):
 
 class CapacityError(EmbCacheError, RuntimeError):
     """The last tier is full: the row does not fit any budget. Nothing is lost."""
+
+
+class HostMemoryError(EmbCacheError, MemoryError):
+    """The system refuses memory. Nothing has changed: the rows stay as the steps before left them."""
 
 
 class CorruptionError(EmbCacheError, OSError):

@@ -244,7 +244,8 @@ class LookupGroup:
                 tier.ensure(plan.required_slots(place))
                 tier.scatter(*plan.fetched(place))
         for place, rows in enumerate(plan.overflow_rows()):
-            if rows > self._warned_rows[place]:
+            # After a failed write rows read from SSD have nowhere else to go: no budget would help.
+            if rows > self._warned_rows[place] and not self.tables[place].native.is_read_only():
                 self._warned_rows[place] = 2 * rows
                 self._warn_overflow(self.tables[place], rows)
         for table in self.tables:

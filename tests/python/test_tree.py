@@ -15,7 +15,7 @@ CRATE = ROOT / "rust" / "core" / "src"
 # A module imports from the layers below its own, never from its own or above.
 RUST_LAYERS = [
     {"error", "types", "sync", "prefetch"},
-    {"simd", "process"},
+    {"memory", "process", "simd"},
     {"paths", "stats", "io", "rows"},
     {"config"},
     {"kernels", "index", "policy"},

@@ -12,6 +12,8 @@ pub enum Kind {
     Input,
     /// The last tier is full: the row does not fit any budget.
     Capacity,
+    /// The system refuses memory. Nothing has changed.
+    Memory,
     /// Bytes from disk are not what was written.
     Corruption,
     /// An operation on a file failed (`errno` says how).
@@ -68,7 +70,7 @@ impl Error {
     /// Memory the system refuses: `what` is the operation, in the infinitive ("map rows").
     pub fn memory(what: &str, bytes: usize, source: &std::io::Error) -> Self {
         Self {
-            kind: Kind::Storage,
+            kind: Kind::Memory,
             message: format!(
                 "cannot {what}: the system refuses {bytes} bytes of memory ({source}); lower the budget or raise the limit"
             ),

@@ -8,6 +8,7 @@ fn class_name(kind: Kind) -> &'static str {
         Kind::Config => "ConfigError",
         Kind::Input => "InputError",
         Kind::Capacity => "CapacityError",
+        Kind::Memory => "HostMemoryError",
         Kind::Corruption => "CorruptionError",
         Kind::Storage => "StorageError",
         Kind::Path => "PathError",

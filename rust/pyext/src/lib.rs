@@ -11,7 +11,11 @@ mod paths;
 mod plan;
 mod table;
 
+use embcache::memory::ReservingAllocator;
 use pyo3::prelude::*;
+
+#[global_allocator]
+static ALLOCATOR: ReservingAllocator = ReservingAllocator;
 
 /// The name of the I/O engine that this process uses.
 #[pyfunction]
@@ -27,6 +31,7 @@ fn table_key(name: &str) -> u64 {
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    ReservingAllocator::keep_reserve();
     module.add_class::<table::PyTable>()?;
     module.add_class::<table::PyExport>()?;
     module.add_class::<lookup::PyLookup>()?;

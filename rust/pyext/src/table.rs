@@ -275,6 +275,9 @@ impl PyTable {
     fn published_given_up(&self, py: Python<'_>) -> bool {
         py.detach(|| self.inner.published_given_up())
     }
+    fn is_read_only(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.inner.is_read_only())
+    }
     fn forget_published(&self, py: Python<'_>, token: u64) -> PyResult<()> {
         py.detach(|| self.inner.forget_published(token)).map_err(to_python)
     }

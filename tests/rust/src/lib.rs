@@ -2,13 +2,14 @@
 
 mod watch;
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, Table};
+use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, RowBlock, Table};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::io::IoEngine;
 use embcache::kernels::Hyperparameters;
-use embcache::rows::{Initializer, RowLayout};
+use embcache::rows::{Initializer, RowHeader, RowLayout};
 use embcache::types::{CacheSlot, Id};
 
 pub use watch::watched;
@@ -118,7 +119,35 @@ pub fn hyperparameters() -> Hyperparameters {
     Hyperparameters { lr: 0.1, eps: 1e-6, beta1: 0.9, beta2: 0.99, weight_decay: 0.01 }
 }
 
+/// Every row of a table by id: header, and the bits of its vector part.
+pub type Contents = BTreeMap<Id, (RowHeader, Vec<u32>)>;
+
 impl Rig {
+    /// Every row of every tier.
+    ///
+    /// # Panics
+    /// When a row is there twice.
+    pub fn contents(&self) -> embcache::Result<Contents> {
+        let floats = self.table.config().layout().vector_floats();
+        let mut rows = Contents::new();
+        self.table.for_each_chunk(100, &mut |chunk| {
+            for (header, vector) in chunk.headers.iter().zip(chunk.vectors.chunks(floats)) {
+                let bits = vector.iter().map(|value| value.to_bits()).collect();
+                assert!(rows.insert(header.id, (*header, bits)).is_none(), "row {} is there twice", header.id);
+            }
+            Ok(())
+        })?;
+        Ok(rows)
+    }
+
+    /// Put rows in the table.
+    pub fn import(&self, rows: &Contents) -> embcache::Result<()> {
+        let headers: Vec<RowHeader> = rows.values().map(|(header, _)| *header).collect();
+        let vectors: Vec<f32> =
+            rows.values().flat_map(|(_, bits)| bits.iter().map(|&bits| f32::from_bits(bits))).collect();
+        self.table.import_rows(RowBlock { headers: &headers, vectors: &vectors })
+    }
+
     /// Open a table on an engine.
     pub fn open(config: TableConfig, engine: Arc<dyn IoEngine>) -> embcache::Result<Self> {
         let (dim, layout) = (config.dim, config.layout());

@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::table::{Shared, Table};
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::rows::RowHeader;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id};
@@ -135,12 +136,17 @@ impl Shared {
         self.finish_loads(&mut state)?;
         let newest = |row: RowState| row.is_current() && (row.has(RowState::DIRTY) || !row.has(RowState::ON_SSD));
         let host = &state.host;
-        let mut ids: Vec<Id> = host
-            .slots
-            .occupied_from(0)
-            .filter(|&slot: &CacheSlot| newest(host.slots.state(slot)))
-            .map(|slot| host.id(slot))
-            .collect();
+        let most = (host.slots.used() + host.slots.overflow_used()) as usize;
+        let on_device =
+            state.device.as_ref().map_or(0, |tier| (tier.slots.used() + tier.slots.overflow_used()) as usize);
+        let mut ids: Vec<Id> = Vec::new();
+        memory::reserve(&mut ids, "list the rows in RAM", most + on_device)?;
+        ids.extend(
+            host.slots
+                .occupied_from(0)
+                .filter(|&slot: &CacheSlot| newest(host.slots.state(slot)))
+                .map(|slot| host.id(slot)),
+        );
         if let Some(device) = &state.device {
             ids.extend(
                 device

@@ -8,6 +8,7 @@ use super::plan::Plan;
 use super::table::{Shared, Table};
 use crate::error::{Error, Kind, Result};
 use crate::index::{Deduped, Deduper};
+use crate::memory;
 use crate::sync::{Mutex, lock};
 use crate::types::Id;
 
@@ -95,6 +96,7 @@ impl Lookup {
         let shape = &self.shape;
         let splits = check_splits(ids.len(), feature_splits, shape.feature_tables.len())?;
         shape.tables.iter().try_for_each(|table| table.check_process())?;
+        memory::check_room("plan a batch", ids.len() * PLAN_BYTES_AN_ID)?;
         let mode = PlanMode { train, ahead, unseen_zeros };
         let mut tables = Vec::with_capacity(shape.tables.len());
         for (shared, features) in shape.tables.iter().zip(&shape.table_features) {
@@ -110,6 +112,8 @@ impl Lookup {
     }
 }
 
+/// Bytes that planning takes for each id, at the most: distinct ids, positions, slots, the transposed index, the deduper's table.
+const PLAN_BYTES_AN_ID: usize = 96;
 /// Ids of one plan stay below this.
 const MAX_IDS: usize = 1 << 30;
 

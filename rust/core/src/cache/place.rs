@@ -198,14 +198,26 @@ impl TablePlan {
             // An evaluation reads on after a failed write, in the overflow.
             return Err(error);
         }
+        // Before anything changes: what is begun below is carried through.
+        let rows = if mode.ahead { missing.len().min(state.host.slots.free_slots() as usize) } else { missing.len() };
+        state.host.reserve(rows)?;
         let mut reads = Vec::new();
+        let mut refused = Ok(());
         for ((&position, &id), &there) in missing.iter().zip(&ids).zip(&on_ssd) {
             if mode.unseen_zeros && !mode.train && !there {
                 continue;
             }
-            let Some(slot) = state.host.take(!mode.ahead)? else {
-                self.unplaced.push(position);
-                continue;
+            let slot = match state.host.take(!mode.ahead) {
+                Ok(Some(slot)) => slot,
+                Ok(None) => {
+                    self.unplaced.push(position);
+                    continue;
+                }
+                Err(error) => {
+                    // Rows that are LOADING by now must be read: other plans may find and wait for them.
+                    refused = Err(error);
+                    break;
+                }
             };
             if there {
                 state.host.header_mut(slot).id = id;
@@ -223,7 +235,7 @@ impl TablePlan {
             let load = shared.start_load(state, reads, batch);
             self.loads.push(load);
         }
-        Ok(())
+        refused
     }
 
     /// Wait for every read this plan depends on, and take notice of it. Not under the table's lock.

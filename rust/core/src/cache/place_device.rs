@@ -8,6 +8,7 @@ use super::place::{PlanMode, TablePlan};
 use super::table::{Shared, State};
 use crate::device::DeviceTier;
 use crate::error::Result;
+use crate::memory;
 use crate::rows::{RowHeader, RowMut, RowRef};
 use crate::slots::RowState;
 use crate::ssd::{FetchBatch, SsdTier};
@@ -142,6 +143,7 @@ impl TablePlan {
             // An evaluation reads on after a failed write, in the overflow.
             return Err(error);
         }
+        device(state).reserve(staged.rows.len())?;
         self.place_staged(state, staged);
 
         self.index.slots.clone_from(&self.device);
@@ -196,8 +198,8 @@ impl TablePlan {
                 rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted: false });
             }
         }
-        let mut vectors = vec![0.0; rows.len() * floats];
-        let mut headers = vec![RowHeader::default(); rows.len()];
+        let mut vectors = memory::zeros("stage a batch", rows.len() * floats)?;
+        let mut headers = memory::zeros("stage a batch", rows.len())?;
         self.read_staged(state, &mut rows, from_host, &mut headers, &mut vectors)?;
         state.host_stats.hits += from_host as u64;
         state.host_stats.misses += (positions.len() - from_host) as u64;
@@ -304,8 +306,8 @@ impl Shared {
     /// Read device rows into RAM.
     pub(crate) fn gather_device(&self, state: &mut State, slots: &[CacheSlot]) -> Result<Gathered> {
         let floats = self.layout.vector_floats();
-        let mut vectors = vec![0.0; slots.len() * floats];
-        let mut scalars = vec![0.0; slots.len()];
+        let mut vectors = memory::zeros("read rows from the device", slots.len() * floats)?;
+        let mut scalars = memory::zeros("read rows from the device", slots.len())?;
         let reader = self.device_rows.as_ref().expect("a device tier comes with a way to read it");
         reader.gather(slots, &mut vectors, &mut scalars)?;
         let tier = device(state);
@@ -372,6 +374,7 @@ impl Shared {
         self.make_room(state, moving.len() as u32)?;
         let fit =
             if self.ssd.is_some() { (state.host.slots.free_slots() as usize).min(moving.len()) } else { moving.len() };
+        state.host.reserve(fit)?;
         if let Some(ssd) = &self.ssd {
             let past: Vec<_> = moving[fit..].iter().filter(|(_, row)| row.has(RowState::DIRTY)).collect();
             for past in past.chunks(ROWS_PER_GATHER) {

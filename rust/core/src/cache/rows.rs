@@ -2,6 +2,7 @@
 
 use super::table::{Shared, State, Table};
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::rows::{RowHeader, RowMut, RowRef};
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT, bucket_of};
@@ -32,7 +33,10 @@ pub struct FoundRows {
 impl Table {
     /// The rows of `ids` (`[n]`, repetitions allowed) as they are now; initial values for ids the table does not have.
     pub fn read_rows(&self, ids: &[Id]) -> Result<FoundRows> {
+        let floats = self.shared.layout.vector_floats();
         let mut all = FoundRows::default();
+        memory::reserve(&mut all.headers, "read rows", ids.len())?;
+        memory::reserve(&mut all.vectors, "read rows", ids.len() * floats)?;
         for ids in ids.chunks(ROWS_PER_CALL) {
             let _rows = self.shared.reading_rows()?;
             let mut state = self.shared.lock()?;
@@ -47,6 +51,7 @@ impl Table {
     /// Overwrite or add rows. `State` when a batch in flight uses one of them, `Input` for repeated ids, ids of another shard's buckets
     /// or arrays that do not fit, `Capacity`. On an error of any but the SSD tier nothing has changed.
     pub fn import_rows(&self, block: RowBlock<'_>) -> Result<()> {
+        memory::check()?;
         let floats = self.shared.layout.vector_floats();
         let name = &self.shared.config.name;
         if block.vectors.len() != block.headers.len() * floats {
@@ -178,8 +183,8 @@ impl Shared {
         let floats = self.layout.vector_floats();
         let mut rows = FoundRows {
             found: vec![false; ids.len()],
-            headers: vec![RowHeader::default(); ids.len()],
-            vectors: vec![0.0; ids.len() * floats],
+            headers: memory::zeros("read rows", ids.len())?,
+            vectors: memory::zeros("read rows", ids.len() * floats)?,
         };
         let mut on_device = Vec::new();
         let mut elsewhere = Vec::new();
@@ -285,8 +290,8 @@ impl Shared {
         let floats = self.layout.vector_floats();
         let mut scratch = FoundRows {
             found: vec![false; wanted.len()],
-            headers: vec![RowHeader::default(); wanted.len()],
-            vectors: vec![0.0; wanted.len() * floats],
+            headers: memory::zeros("read rows", wanted.len())?,
+            vectors: memory::zeros("read rows", wanted.len() * floats)?,
         };
         self.read_from_ssd(&wanted, &all, &mut scratch)?;
         for (&position, found) in doubtful.iter().zip(scratch.found) {
@@ -315,6 +320,7 @@ impl Shared {
         } else {
             homeless.len()
         };
+        state.host.reserve(fit)?;
         let known = |state: &State, position: usize| match places[position] {
             Place::Device(slot) => state.device.as_ref().is_some_and(|d| d.slots.state(slot).has(RowState::ON_SSD)),
             Place::Ssd => true,

@@ -8,6 +8,7 @@ use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
 use crate::io::IoEngine;
+use crate::memory;
 use crate::rows::{RowBirth, RowLayout};
 use crate::ssd::{Identity, SsdTier, StateCounters};
 use crate::stats::{SsdStats, TierStats};
@@ -210,6 +211,7 @@ impl Table {
     /// Write every dirty row down and publish one state named `token`. Without an SSD tier there is nothing to do.
     pub fn flush(&self, token: u64) -> Result<()> {
         let Some(ssd) = &self.shared.ssd else { return Ok(()) };
+        memory::check()?;
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock()?;
         self.shared.finish_loads(&mut state)?;
@@ -227,6 +229,11 @@ impl Table {
     /// Whether the SSD tier gave up, for space, the states that a resume could take since the last flush.
     pub fn published_given_up(&self) -> bool {
         self.shared.ssd.as_ref().is_some_and(SsdTier::published_given_up)
+    }
+
+    /// Whether a write of the SSD tier failed, so that rows can be read and saved elsewhere and no more.
+    pub fn is_read_only(&self) -> bool {
+        self.shared.ssd.as_ref().is_some_and(SsdTier::is_read_only)
     }
 
     /// Stop background work. Rows in RAM that were not flushed are gone. Harmless twice, and in a forked child, whose parent has the table.

@@ -3,6 +3,7 @@
 
 use crate::config::PolicyKind;
 use crate::error::Result;
+use crate::memory;
 use crate::rows::RowHeader;
 use crate::slots::SlotMap;
 use crate::types::{CacheSlot, Id};
@@ -36,6 +37,14 @@ impl DeviceTier {
             self.headers.resize(needed, RowHeader::default());
         }
         &mut self.headers[slot as usize]
+    }
+
+    /// Make sure that `rows` more rows take no more memory here.
+    pub(crate) fn reserve(&mut self, rows: usize) -> Result<()> {
+        self.slots.reserve(rows.min(u32::MAX as usize) as u32)?;
+        let slots = self.slots.high_water() as usize + rows;
+        let more = slots.saturating_sub(self.headers.len());
+        memory::reserve(&mut self.headers, "keep track of device rows", more)
     }
 
     pub(crate) fn id(&self, slot: CacheSlot) -> Id {

@@ -121,6 +121,17 @@ impl HostTier {
         Ok(Some(self.slots.take_overflow()))
     }
 
+    /// Make sure that `rows` slots can be taken, past the budget where it has no free ones, and filled without more memory.
+    /// `Kind::Memory`, and nothing changed, where the system refuses.
+    pub(crate) fn reserve(&mut self, rows: usize) -> Result<()> {
+        let rows = rows.min(u32::MAX as usize) as u32;
+        let past = rows.saturating_sub(self.slots.free_slots());
+        if past > 0 {
+            self.arena.reserve_overflow(self.slots.overflow_used().saturating_add(past))?;
+        }
+        self.slots.reserve(rows)
+    }
+
     /// Copy a row into a taken slot and make it findable.
     pub(crate) fn insert_row(&mut self, slot: CacheSlot, row: RowRef<'_>, state: RowState) {
         *self.header_mut(slot) = *row.header;

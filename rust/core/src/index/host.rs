@@ -3,6 +3,7 @@
 
 use std::hint::select_unpredictable;
 
+use crate::error::Result;
 use crate::prefetch::prefetch;
 use crate::rows::Mapping;
 use crate::types::{CacheSlot, Id, NO_SLOT};
@@ -120,15 +121,20 @@ impl HostIndex {
     /// Add an id that is absent, at a slot that is not `NO_SLOT`.
     ///
     /// # Panics
-    /// When the system has no memory to grow.
+    /// When the system has no memory to grow; after [`HostIndex::reserve`] it has grown.
     pub fn insert(&mut self, id: Id, slot: CacheSlot) {
         debug_assert!(slot != NO_SLOT, "a row is in a slot");
         debug_assert!(self.get(id) == NO_SLOT, "an id is inserted when it is absent");
         if self.len >= self.limit {
-            self.grow();
+            self.reserve(1).unwrap_or_else(|refused| panic!("{refused}"));
         }
         put(self.lines_mut(), id, slot + 1);
         self.len += 1;
+    }
+
+    /// Make sure that `more` ids can be added without more memory. `Kind::Memory`, and nothing changed, where the system refuses.
+    pub fn reserve(&mut self, more: usize) -> Result<()> {
+        if self.len + more > self.limit { self.grow(self.len + more) } else { Ok(()) }
     }
 
     /// Point an id that is present to another slot.
@@ -195,12 +201,16 @@ impl HostIndex {
         unsafe { std::slice::from_raw_parts_mut(mapping.start().cast(), self.lines) }
     }
 
-    fn grow(&mut self) {
+    /// To the next size that has room for `ids`.
+    fn grow(&mut self, ids: usize) -> Result<()> {
         let full = (self.capacity * 4).div_ceil(WIDTH * 3).max(LEAST_LINES);
-        let lines =
-            if self.lines < full { (self.lines * 2).clamp(LEAST_LINES, full) } else { self.lines + self.lines / 4 };
-        let mapping = Mapping::new(lines * size_of::<Line>()).unwrap_or_else(|refused| panic!("{refused}"));
-        let limit = lines * WIDTH * 3 / 4;
+        let limit_of = |lines: usize| lines * WIDTH * 3 / 4;
+        let mut lines = self.lines;
+        while limit_of(lines) < ids {
+            lines = if lines < full { (lines * 2).clamp(LEAST_LINES, full) } else { lines + lines / 4 };
+        }
+        let mapping = Mapping::new(lines * size_of::<Line>())?;
+        let limit = limit_of(lines);
         let grown = Self { mapping: Some(mapping), lines, limit, len: self.len, capacity: self.capacity };
         let old = std::mem::replace(self, grown);
         // Homes keep the order of hashes, so that this walks both sides from front to back.
@@ -209,6 +219,7 @@ impl HostIndex {
                 put(self.lines_mut(), line.ids[entry], line.places[entry]);
             }
         }
+        Ok(())
     }
 }
 
@@ -314,7 +325,7 @@ mod tests {
     #[test]
     fn removal_around_the_end_leaves_no_gap() {
         let mut index = HostIndex::new(0);
-        index.grow();
+        index.grow(index.limit + 1).expect("memory");
         let lines = index.lines;
         let last: Vec<Id> = (0..100_000).filter(|&id| home(lines, id) >= lines - 2).take(40).collect();
         for &removed in &last {

@@ -24,7 +24,17 @@ impl Ghost {
         let needed = (length as usize * 5 / 4).next_multiple_of(BUCKET);
         if self.entries.len() < needed || self.now == u32::MAX {
             // A fifth more, so that a tier that fills up does not forget with every row.
-            self.entries = vec![0; if self.now == 0 { needed } else { (needed * 6 / 5).next_multiple_of(BUCKET) }];
+            let wanted = if self.now == 0 { needed } else { (needed * 6 / 5).next_multiple_of(BUCKET) };
+            let mut entries = Vec::new();
+            if entries.try_reserve_exact(wanted).is_ok() {
+                entries.resize(wanted, 0);
+                self.entries = entries;
+            } else if self.entries.is_empty() {
+                return;
+            } else {
+                // No memory to remember more: what there is begins anew, and forgets earlier.
+                self.entries.fill(0);
+            }
             self.now = 0;
         }
         self.length = length;

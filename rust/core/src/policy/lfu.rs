@@ -1,6 +1,8 @@
 //! Least frequently used, among equals the one whose last use is longest ago. In constant time by a list of levels, one for each
 //! count in use (Shah, Mitra, Matani: An O(1) algorithm for implementing the LFU cache eviction scheme, 2010).
 
+use std::collections::TryReserveError;
+
 use super::list::{Links, List, PerSlot};
 use super::{AHEAD, Policy, RECHECKED};
 use crate::types::{CacheSlot, Id};
@@ -171,6 +173,11 @@ impl Policy for Lfu {
             place = self.levels[place as usize].above;
         }
         None
+    }
+
+    fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
+        self.links.reserve(slots)?;
+        self.homes.reserve(slots)
     }
 
     fn removed(&mut self, slot: CacheSlot, _id: Id, _evicted: bool) {

@@ -1,10 +1,19 @@
 //! Doubly linked lists of slots. The links lie in one array by slot, so that a list costs no allocation and a slot is in one
 //! list at most.
 
+use std::collections::TryReserveError;
+
 use crate::prefetch::prefetch;
 use crate::types::CacheSlot;
 
 const END: CacheSlot = CacheSlot::MAX;
+
+/// An empty vector with room for `slots`; without it where the system refuses: rows that really come ask again.
+fn room_for<T>(slots: u32) -> Vec<T> {
+    let mut all = Vec::new();
+    let _ = all.try_reserve_exact(slots as usize);
+    all
+}
 
 /// The links of all slots of a policy.
 #[derive(Debug, Default)]
@@ -42,8 +51,14 @@ impl List {
 impl Links {
     pub(super) const BYTES_PER_SLOT: usize = size_of::<[CacheSlot; 2]>();
 
+    /// Room for `slots`, where the system gives it at once.
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(Vec::with_capacity(slots as usize))
+        Self(room_for(slots))
+    }
+
+    /// Make sure that slots below `slots` take no more memory.
+    pub(super) fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
+        self.0.try_reserve(slots.saturating_sub(self.0.len()))
     }
 
     fn cover(&mut self, slot: CacheSlot) {
@@ -107,8 +122,14 @@ impl Links {
 pub(super) struct PerSlot<T>(Vec<T>);
 
 impl<T: Copy + Default> PerSlot<T> {
+    /// See [`Links::with_capacity`].
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(Vec::with_capacity(slots as usize))
+        Self(room_for(slots))
+    }
+
+    /// See [`Links::reserve`].
+    pub(super) fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
+        self.0.try_reserve(slots.saturating_sub(self.0.len()))
     }
 
     pub(super) fn get(&self, slot: CacheSlot) -> T {

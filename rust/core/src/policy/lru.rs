@@ -1,5 +1,7 @@
 //! Least recently used.
 
+use std::collections::TryReserveError;
+
 use super::list::{Links, List, PerSlot};
 use super::{AHEAD, Policy, RECHECKED};
 use crate::types::{CacheSlot, Id};
@@ -85,6 +87,11 @@ impl Policy for Lru {
             self.put(slot, Place::Parked);
         }
         self.recheck(u32::MAX, evictable)
+    }
+
+    fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
+        self.links.reserve(slots)?;
+        self.places.reserve(slots)
     }
 
     fn removed(&mut self, slot: CacheSlot, _id: Id, _evicted: bool) {

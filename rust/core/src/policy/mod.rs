@@ -6,6 +6,8 @@ mod list;
 mod lru;
 mod s3fifo;
 
+use std::collections::TryReserveError;
+
 use crate::config::PolicyKind;
 use crate::types::{CacheSlot, Id};
 
@@ -25,6 +27,8 @@ pub trait Policy: Send + std::fmt::Debug {
     /// become evictable may be proposed later than its turn. Over many calls each asks `evictable` a few times, whatever share of
     /// the slots is in use; a call that returns `None` has asked for all.
     fn victim(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot>;
+    /// Make sure that rows in slots below `slots` take no more memory.
+    fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError>;
     /// The row in `slot` left.
     fn removed(&mut self, slot: CacheSlot, id: Id, evicted: bool);
     /// Bytes of RAM a slot costs this policy, for the budget.

@@ -4,6 +4,8 @@
 //! once since, else it leaves, and the *ghost* queue remembers its id for as many departures as main has slots: a row that comes
 //! back in that time enters main. At main's end a row that was used goes round again. A scan so passes through small only.
 
+use std::collections::TryReserveError;
+
 use super::ghost::Ghost;
 use super::list::{Links, List, PerSlot};
 use super::{AHEAD, Policy, RECHECKED};
@@ -169,6 +171,11 @@ impl Policy for S3Fifo {
             self.recheck(u32::MAX, evictable);
             self.scan(evictable)
         })
+    }
+
+    fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
+        self.links.reserve(slots)?;
+        self.marks.reserve(slots)
     }
 
     fn removed(&mut self, slot: CacheSlot, id: Id, evicted: bool) {

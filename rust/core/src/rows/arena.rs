@@ -40,7 +40,7 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Room for `capacity` rows. `Kind::Storage` where the system refuses the mapping.
+    /// Room for `capacity` rows. `Kind::Memory` where the system refuses the mapping.
     pub fn new(layout: RowLayout, capacity: u32) -> Result<Self> {
         let stride = layout.stride_bytes();
         let vector_bytes = part_bytes(stride, capacity as usize);
@@ -63,7 +63,7 @@ impl Arena {
     }
 
     /// Make overflow slots `capacity..capacity + rows` valid; they stay valid, at the same addresses, until shrunk.
-    /// May be called while other slots are in use. `Kind::Storage` where the system refuses the mapping, `Kind::Capacity` where
+    /// May be called while other slots are in use. `Kind::Memory` where the system refuses the mapping, `Kind::Capacity` where
     /// slots would not fit `u32`.
     pub fn reserve_overflow(&self, rows: u32) -> Result<()> {
         // u32::MAX is NO_SLOT.
@@ -287,10 +287,10 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_mapping_is_a_storage_error_that_says_how_much() {
+    fn a_refused_mapping_is_a_memory_error_that_says_how_much() {
         let error = Arena::new(RowLayout { dim: 65_536, vector_slots: 2, scalar_slot: false }, 4_000_000_000)
             .expect_err("must be refused");
-        assert_eq!(error.kind(), Kind::Storage);
+        assert_eq!(error.kind(), Kind::Memory);
         assert_eq!(error.errno(), Some(libc::ENOMEM));
         assert!(error.to_string().contains("3145856002097152 bytes"), "{error}");
     }

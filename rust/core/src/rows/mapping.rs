@@ -25,7 +25,7 @@ pub(crate) struct Mapping {
 }
 
 impl Mapping {
-    /// `bytes` zeros, or more. `Kind::Storage` where the system refuses.
+    /// `bytes` zeros, or more. `Kind::Memory` where the system refuses.
     pub(crate) fn new(bytes: usize) -> Result<Self> {
         let bytes = Self::rounded(bytes);
         let huge = bytes >= HUGE_PAGES_FROM_BYTES;

@@ -9,7 +9,9 @@ mod pins;
 pub use pins::PinTable;
 
 use crate::config::PolicyKind;
+use crate::error::Result;
 use crate::index::HostIndex;
+use crate::memory;
 use crate::policy::{Policy, new_policy};
 use crate::prefetch::prefetch;
 use crate::types::{CacheSlot, Id};
@@ -233,8 +235,30 @@ impl SlotMap {
             self.states.resize(needed, RowState::default());
         }
         if self.pins.len() < needed {
-            self.pins.grow((needed * 2).max(64));
+            self.pins.grow(pins_for(needed));
         }
+    }
+
+    /// Make sure that `rows` more rows take no more memory, in slots or, past the free ones, in the overflow. `Kind::Memory`, and
+    /// nothing changed, where the system refuses.
+    pub fn reserve(&mut self, rows: u32) -> Result<()> {
+        let past = rows.saturating_sub(self.free_slots());
+        let fresh = self.next_fresh.saturating_add(rows).min(self.capacity);
+        let highest =
+            if past > 0 || self.overflow_used > 0 { self.capacity + self.overflow_used + past } else { fresh };
+        let slots = (highest as usize).max(self.states.len());
+        self.index.reserve(rows as usize)?;
+        self.states
+            .try_reserve(slots - self.states.len())
+            .and_then(|()| self.pins.reserve(pins_for(slots)))
+            .and_then(|()| self.policy.reserve(slots))
+            // Every slot can be given back without asking for memory.
+            .and_then(|()| self.free.try_reserve(fresh as usize - (fresh as usize).min(self.free.len())))
+            .and_then(|()| {
+                self.free_overflow
+                    .try_reserve((slots - (self.capacity as usize).min(slots)).saturating_sub(self.free_overflow.len()))
+            })
+            .map_err(|_| memory::refused("keep track of rows", slots * size_of::<u64>()))
     }
 
     /// Give an empty slot back.
@@ -314,6 +338,11 @@ impl SlotMap {
     pub fn occupied_from(&self, from: CacheSlot) -> impl Iterator<Item = CacheSlot> + '_ {
         (from..self.high_water()).filter(|&slot| self.state(slot).has(RowState::OCCUPIED))
     }
+}
+
+/// Pins that are made when slots up to `needed` come into use.
+fn pins_for(needed: usize) -> usize {
+    (needed * 2).max(64)
 }
 
 #[cfg(test)]

@@ -5,6 +5,8 @@
 //! when another row may be put in. Of a planner and an evictor who meet one wins: `pin` and `try_claim` say which.
 //! What was done under a pin is seen under the claim that follows, and the other way round.
 
+use std::collections::TryReserveError;
+
 use crate::sync::{AtomicU32, Ordering};
 use crate::types::CacheSlot;
 
@@ -38,6 +40,11 @@ impl PinTable {
     pub fn grow(&mut self, slots: usize) {
         let slots = slots.max(self.states.len());
         self.states.resize_with(slots, || AtomicU32::new(0));
+    }
+
+    /// Make sure that growing to `slots` takes no more memory.
+    pub fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
+        self.states.try_reserve(slots.saturating_sub(self.states.len()))
     }
 
     /// Add a pin; false, and no pin, when the slot is claimed.

@@ -105,20 +105,24 @@ impl Shared {
     }
 
     pub(super) fn remove(self: &Arc<Self>, ids: &[Id]) -> Result<()> {
-        self.forget(ids, |_, _| true).map(|_| ())
+        self.forget(ids, |_, _| true, &mut Vec::new())
     }
 
-    /// Remove those of `ids` that are here and for which `still` says true, each with a tombstone; which they were.
-    fn forget(self: &Arc<Self>, ids: &[Id], still: impl Fn(&State, usize) -> bool) -> Result<Vec<Id>> {
+    /// Remove those of `ids` that are here and for which `still` says true, each with a tombstone; on an error too they are in `gone`.
+    fn forget(self: &Arc<Self>, ids: &[Id], still: impl Fn(&State, usize) -> bool, gone: &mut Vec<Id>) -> Result<()> {
         self.check_writable()?;
-        let mut gone = Vec::new();
         let mut done = 0;
         while done < ids.len() {
             Pool::shared().throttle();
             let mut state = self.state();
             if !self.ready(&mut state, Stream::Tombstones)? {
                 drop(state);
-                self.wait_for_room(Stream::Tombstones)?;
+                let room = self.wait_for_room(Stream::Tombstones);
+                if let (Err(error), true) = (&room, done > 0) {
+                    // Some ids are gone and not all can be: as in `append`.
+                    self.home.space.fail(error.clone());
+                }
+                room?;
                 continue;
             }
             let mut open = state.open[Stream::Tombstones as usize].take().expect("just made ready");
@@ -142,7 +146,7 @@ impl Shared {
             self.compact_if_worthwhile(&state);
         }
         self.spill_if_short();
-        Ok(gone)
+        Ok(())
     }
 
     pub(super) fn clear(&self) -> Result<()> {
@@ -166,8 +170,15 @@ impl Shared {
     }
 
     pub(super) fn evict(self: &Arc<Self>, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
-        self.check_writable()?;
         let mut gone: Vec<Id> = Vec::new();
+        let evicted = self.evict_into(rows, keep, &mut gone);
+        Counters::add(&self.counters.dropped_rows, gone.len() as u64);
+        // Who asked must know which rows are gone; the error comes again with the next call, which drops none.
+        if gone.is_empty() { evicted.map(|()| gone) } else { Ok(gone) }
+    }
+
+    fn evict_into(self: &Arc<Self>, rows: u64, keep: &dyn Fn(Id) -> bool, gone: &mut Vec<Id>) -> Result<()> {
+        self.check_writable()?;
         let (mut after, mut gone_before) = (0, 0);
         while (gone.len() as u64) < rows {
             let oldest = {
@@ -195,10 +206,9 @@ impl Shared {
             let ids: Vec<Id> = leaving.iter().map(|(id, _)| *id).collect();
             // Whoever waits for room must not keep a file that is to make it.
             drop(segment);
-            gone.extend(self.forget(&ids, |state, at| state.index.is_at(leaving[at].0, leaving[at].1))?);
+            self.forget(&ids, |state, at| state.index.is_at(leaving[at].0, leaving[at].1), gone)?;
         }
-        Counters::add(&self.counters.dropped_rows, gone.len() as u64);
-        Ok(gone)
+        Ok(())
     }
 
     /// The entries of a segment's records so far, in the order of writing.

@@ -47,7 +47,7 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
             s.content == Content::Rows
                 && s.sealed().is_some()
                 && s.scans.load(Ordering::Relaxed) == 0
-                && !s.damaged.load(Ordering::Relaxed)
+                && !s.is_damaged()
         })
     };
     let live_share =
@@ -111,14 +111,15 @@ impl Shared {
         let mut state = self.state();
         state.moving = false;
         let emptied = victim.live.load(Ordering::Relaxed) == 0;
-        if moved.is_err() {
-            victim.damaged.store(true, Ordering::Relaxed);
+        let failed = moved.is_err();
+        if let Err(cause) = moved {
+            victim.set_damaged(cause);
         }
         state.reap();
         drop(state);
         drop(victim);
         self.home.space.poke();
-        emptied || moved.is_err()
+        emptied || failed
     }
 
     /// Move the live records of `victim` as far as there is room. An error means that bytes of it cannot be read.

@@ -203,6 +203,11 @@ impl SsdTier {
         self.shared.view().given_up
     }
 
+    /// Whether a write or sync failed, so that it only reads.
+    pub fn is_read_only(&self) -> bool {
+        self.shared.home.space.has_failed()
+    }
+
     /// Counters.
     pub fn stats(&self) -> SsdStats {
         let index_bytes = self.index_bytes();

@@ -13,7 +13,7 @@ use super::buffer::{BLOCK_BYTES, Block, Pool};
 use super::format::{Content, ENTRY_BYTES, Entry, Schema, TRAILER_BYTES, Trailer, encode_footer};
 use super::index::Location;
 use super::space::{Geometry, Space};
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, AlignedBuf, IoEngine, IoFile, Open};
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering, lock};
 use crate::types::Id;
@@ -90,8 +90,10 @@ pub(super) struct Segment {
     pub(super) records: AtomicU32,
     /// A scan that has not come to it yet: compaction must not empty it.
     pub(super) scans: AtomicU32,
-    /// Compaction met bytes in it that it could not read: it stays as it is.
-    pub(super) damaged: AtomicBool,
+    /// Compaction met bytes in it that it could not read: it stays as it is,
+    damaged: AtomicBool,
+    /// for this reason.
+    damage: Mutex<Option<Error>>,
 }
 
 /// What every segment of a table shares.
@@ -154,6 +156,7 @@ impl Segment {
             records: AtomicU32::new(0),
             scans: AtomicU32::new(0),
             damaged: AtomicBool::new(false),
+            damage: Mutex::default(),
         })
     }
 
@@ -197,6 +200,31 @@ impl Segment {
     /// How many of the current set and the published states name it.
     pub(super) fn holds(&self) -> u32 {
         self.holds.load(Ordering::Relaxed)
+    }
+
+    /// Whether compaction is to leave it alone.
+    pub(super) fn is_damaged(&self) -> bool {
+        self.damaged.load(Ordering::Relaxed)
+    }
+
+    /// Why compaction leaves it alone, if it does.
+    pub(super) fn damage(&self) -> Option<Error> {
+        lock(&self.damage).clone()
+    }
+
+    /// From now on compaction leaves it alone.
+    pub(super) fn set_damaged(&self, cause: Error) {
+        *lock(&self.damage) = Some(cause);
+        self.damaged.store(true, Ordering::Relaxed);
+    }
+
+    /// Let compaction try again what failed for another reason than the bytes themselves.
+    pub(super) fn forgive(&self) {
+        let mut damage = lock(&self.damage);
+        if damage.as_ref().is_some_and(|cause| cause.kind() != Kind::Corruption) {
+            *damage = None;
+            self.damaged.store(false, Ordering::Relaxed);
+        }
     }
 
     pub(super) fn hold(&self) {

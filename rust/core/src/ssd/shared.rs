@@ -328,6 +328,8 @@ impl Shared {
     /// Wait until `stream` can take records: for compaction, for readers of files that are gone, and when neither helps by giving up
     /// what only published states need. To be called without any lock.
     pub(super) fn wait_for_room(self: &Arc<Self>, stream: Stream) -> Result<()> {
+        // A disk that failed to read for compaction may read again: one more try for each who waits.
+        self.view().current().filter(|segment| segment.is_damaged()).for_each(|segment| segment.forgive());
         loop {
             let generation = self.home.space.generation();
             self.check_writable()?;
@@ -350,9 +352,15 @@ impl Shared {
                 let scanning = state.current().any(|segment| segment.scans.load(Ordering::Relaxed) > 0);
                 let sealing = state.current().any(|s| s.sealed().is_none() && !state.is_open(s));
                 if !(scanning || sealing || self.home.space.leaving_bytes(held) > 0) {
-                    let full = || self.full(state.index.len() as u64, 0);
                     let stuck = "the SSD tier has no room left, because files it no longer needs could not be removed";
-                    return Err(self.home.space.lost().map_or_else(full, |cause| cause.context(stuck)));
+                    if let Some(cause) = self.home.space.lost() {
+                        return Err(cause.context(stuck));
+                    }
+                    let unread = "the SSD tier has no room left, because a segment with dead records cannot be read";
+                    let damage =
+                        state.current().filter(|segment| segment.dead() > 0).find_map(|segment| segment.damage());
+                    let full = || self.full(state.index.len() as u64, 0);
+                    return Err(damage.map_or_else(full, |cause| cause.context(unread)));
                 }
                 drop(state);
             }

@@ -1,0 +1,157 @@
+//! Memory that the system refuses, as an error and not as the end of the process.
+//!
+//! What is large (rows, indexes, staging buffers) is asked for before anything changes. For the many small allocations between
+//! there is a reserve: address space that is given up when the allocator gets nothing more, so that the operation under way comes to
+//! its end. The next one is refused ([`check`]) until the reserve can be had again.
+#![allow(unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::io;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+
+use crate::error::{Error, Result};
+
+/// Bytes of the reserve: of address space, they are never touched.
+const RESERVE_BYTES: usize = 32 << 20;
+/// Less than this is left to the reserve.
+const SMALL_BYTES: usize = 1 << 20;
+
+static RESERVE: AtomicPtr<libc::c_void> = AtomicPtr::new(null_mut());
+static SPENT: AtomicBool = AtomicBool::new(false);
+
+fn map(bytes: usize) -> io::Result<*mut libc::c_void> {
+    // SAFETY: a fresh anonymous mapping at an address of the system's choice.
+    let at = unsafe {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        libc::mmap(null_mut(), bytes, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+    };
+    if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(at) }
+}
+
+/// The system's allocator, with a reserve for when it has nothing left. To be installed as the global allocator.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ReservingAllocator;
+
+impl ReservingAllocator {
+    /// Set the reserve aside, if the system permits.
+    pub fn keep_reserve() {
+        let Ok(made) = map(RESERVE_BYTES) else { return };
+        if RESERVE.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            // SAFETY: mapped above, and nobody else has its address.
+            unsafe { libc::munmap(made, RESERVE_BYTES) };
+        }
+    }
+
+    /// Give the reserve up; whether there was one.
+    #[cold]
+    fn spend() -> bool {
+        let held = RESERVE.swap(null_mut(), Ordering::AcqRel);
+        if held.is_null() {
+            // Another thread may have given it up a moment ago, for both.
+            return SPENT.load(Ordering::Acquire);
+        }
+        SPENT.store(true, Ordering::Release);
+        // SAFETY: the mapping is RESERVE_BYTES long, and the swap made this thread its only owner.
+        unsafe { libc::munmap(held, RESERVE_BYTES) };
+        true
+    }
+}
+
+// SAFETY: every call goes to the system's allocator with the caller's own arguments; trying again changes nothing of its contract.
+unsafe impl GlobalAlloc for ReservingAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's contract.
+        with_reserve(layout.size(), || unsafe { System.alloc(layout) })
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's contract.
+        with_reserve(layout.size(), || unsafe { System.alloc_zeroed(layout) })
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: the caller's contract; a realloc that fails leaves the old block as it was.
+        with_reserve(size, || unsafe { System.realloc(at, layout, size) })
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's contract.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+/// Allocate `bytes`; where the system has none, again without the reserve, if that could help.
+#[inline]
+fn with_reserve(bytes: usize, allocate: impl Fn() -> *mut u8) -> *mut u8 {
+    let got = allocate();
+    if got.is_null() && bytes < RESERVE_BYTES && ReservingAllocator::spend() { allocate() } else { got }
+}
+
+/// `Kind::Memory` when the reserve was needed and cannot be had again: to be asked where an operation begins.
+pub fn check() -> Result<()> {
+    if !SPENT.load(Ordering::Acquire) {
+        return Ok(());
+    }
+    let made = map(RESERVE_BYTES).map_err(|e| Error::memory("go on", RESERVE_BYTES, &e))?;
+    if RESERVE.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        // SAFETY: mapped above, and nobody else has its address.
+        unsafe { libc::munmap(made, RESERVE_BYTES) };
+    }
+    SPENT.store(false, Ordering::Release);
+    Ok(())
+}
+
+/// `Kind::Memory` unless the system has about `bytes` more now, for `what` (in the infinitive).
+pub fn check_room(what: &str, bytes: usize) -> Result<()> {
+    check()?;
+    if bytes < SMALL_BYTES {
+        return Ok(());
+    }
+    let made = map(bytes).map_err(|e| Error::memory(what, bytes, &e))?;
+    // SAFETY: mapped above, and nobody else has its address.
+    unsafe { libc::munmap(made, bytes) };
+    Ok(())
+}
+
+/// `len` zeros for `what` (in the infinitive); `Kind::Memory` where the system refuses.
+pub(crate) fn zeros<T: bytemuck::Zeroable>(what: &str, len: usize) -> Result<Vec<T>> {
+    bytemuck::allocation::try_zeroed_vec(len).map_err(|()| refused(what, len.saturating_mul(size_of::<T>())))
+}
+
+/// Make room in `all` for `more`, `what` for; `Kind::Memory` where the system refuses.
+pub(crate) fn reserve<T>(all: &mut Vec<T>, what: &str, more: usize) -> Result<()> {
+    all.try_reserve(more).map_err(|_| refused(what, (all.len().saturating_add(more)).saturating_mul(size_of::<T>())))
+}
+
+/// The error of `bytes` that an allocator refuses.
+pub(crate) fn refused(what: &str, bytes: usize) -> Error {
+    Error::memory(what, bytes, &io::Error::from_raw_os_error(libc::ENOMEM))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    #[test]
+    fn what_no_machine_has_is_refused_and_not_the_end() {
+        let error = zeros::<f32>("hold rows", usize::MAX / 16).unwrap_err();
+        assert_eq!((error.kind(), error.errno()), (Kind::Memory, Some(libc::ENOMEM)), "{error}");
+        assert!(error.to_string().contains("hold rows"), "{error}");
+        assert_eq!(reserve(&mut vec![1_u64], "hold rows", usize::MAX / 8).unwrap_err().kind(), Kind::Memory);
+        assert_eq!(check_room("hold rows", usize::MAX / 4).unwrap_err().kind(), Kind::Memory);
+        check_room("hold rows", 4 << 20).unwrap();
+        assert_eq!(zeros::<u64>("hold rows", 5).unwrap(), [0; 5]);
+    }
+
+    #[test]
+    fn the_reserve_is_given_up_once_and_taken_back_when_there_is_memory() {
+        ReservingAllocator::keep_reserve();
+        ReservingAllocator::keep_reserve();
+        assert!(ReservingAllocator::spend());
+        assert!(RESERVE.load(Ordering::Acquire).is_null());
+        check().unwrap();
+        assert!(!RESERVE.load(Ordering::Acquire).is_null() && !SPENT.load(Ordering::Acquire));
+    }
+}

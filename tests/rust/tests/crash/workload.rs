@@ -1,0 +1,249 @@
+//! What is stopped: two tables over all tiers that train, drop rows, forget rows, import, flush, save, and close.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use embcache::cache::Table;
+use embcache::checkpoint::{Checkpoint, Latest, RankWriter, Save};
+use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{IoEngine, MemoryEngine};
+use embcache::ssd::SsdTier;
+use embcache::types::{Id, hash_id, table_key};
+use embcache::{Error, Kind, Result};
+use embcache_tests::{Contents, Rig, config};
+
+pub(crate) const CHECKPOINTS: &str = "/checkpoints/sparse";
+const DIM: usize = 16;
+const BAG: usize = 4;
+pub(crate) const STEPS: u64 = 26;
+const NAMES: [&str; 2] = ["item", "user"];
+
+/// A way to run the workload.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kinds {
+    pub(crate) device_rows: Option<u32>,
+    pub(crate) on_full: OnFull,
+    /// Of each table's SSD tier.
+    pub(crate) ssd_bytes: u64,
+    /// Ids are drawn from this many.
+    pub(crate) ids: i64,
+}
+
+/// Rows fit; compaction has something to do.
+pub(crate) const ROOMY: Kinds = Kinds { device_rows: None, on_full: OnFull::Error, ssd_bytes: 192 << 10, ids: 260 };
+/// The same with a device tier above.
+pub(crate) const DEVICE: Kinds = Kinds { device_rows: Some(12), ..ROOMY };
+/// Rows do not fit: each step drops some, with tombstones.
+pub(crate) const EVICTING: Kinds = Kinds { on_full: OnFull::Evict, ssd_bytes: 144 << 10, ids: 2000, ..ROOMY };
+
+pub(crate) fn directory(table: usize) -> PathBuf {
+    PathBuf::from(format!("/base/m/{}/0-of-1", NAMES[table]))
+}
+
+fn optimizer(table: usize) -> OptimizerKind {
+    [OptimizerKind::RowWiseAdagrad, OptimizerKind::Adagrad][table]
+}
+
+fn table_config(table: usize, kinds: Kinds, reopen: Reopen, resume_token: Option<u64>) -> TableConfig {
+    let mut wanted = config(DIM, optimizer(table), 20);
+    wanted.name = NAMES[table].into();
+    wanted.key = table_key(NAMES[table]);
+    wanted.device_rows = kinds.device_rows;
+    wanted.on_full = kinds.on_full;
+    wanted.ssd = Some(SsdConfig { dir: directory(table), bytes: kinds.ssd_bytes, reopen, resume_token });
+    wanted
+}
+
+/// Both tables, opened.
+pub(crate) fn open(
+    engine: &Arc<dyn IoEngine>,
+    kinds: Kinds,
+    reopen: Reopen,
+    resume_token: Option<u64>,
+) -> Result<Vec<Rig>> {
+    (0..2).map(|table| Rig::open(table_config(table, kinds, reopen, resume_token), engine.clone())).collect()
+}
+
+/// Rows and step counter of each table.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Snapshot(pub(crate) Vec<(Contents, u64)>);
+
+impl Snapshot {
+    pub(crate) fn of(rigs: &[Rig]) -> Result<Self> {
+        rigs.iter().map(|rig| Ok((rig.contents()?, rig.table.step()?))).collect::<Result<_>>().map(Self)
+    }
+
+    /// The tables in RAM alone, with these rows.
+    pub(crate) fn in_ram(&self) -> Vec<Rig> {
+        let rigs: Vec<Rig> = (0..2)
+            .map(|table| {
+                let mut wanted = config(DIM, optimizer(table), 50_000);
+                wanted.name = NAMES[table].into();
+                wanted.key = table_key(NAMES[table]);
+                Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("memory")
+            })
+            .collect();
+        for (rig, (rows, step)) in rigs.iter().zip(&self.0) {
+            rig.import(rows).expect("imported");
+            rig.table.set_step(*step).expect("set");
+        }
+        rigs
+    }
+}
+
+/// The ids of a step.
+pub(crate) fn ids_of(step: u64, table: usize, kinds: Kinds) -> Vec<Id> {
+    (0..36)
+        .map(|draw| (hash_id((step << 20) as i64 + draw * 2 + table as i64) % kinds.ids as u64) as i64 - 50)
+        .collect()
+}
+
+/// What one table does in a step: it trains, and in some steps it forgets rows, or takes some in.
+pub(crate) const PARTS: u64 = 2;
+
+/// One of them.
+pub(crate) fn do_part(rig: &Rig, step: u64, table: usize, part: u64, kinds: Kinds) -> Result<()> {
+    match (part, step % 9, table) {
+        (0, ..) => train(rig, step, table, kinds),
+        (_, 4, _) => {
+            let gone: Vec<Id> = (-50..kinds.ids).filter(|id| id % 13 == step as i64 % 13).collect();
+            rig.table.remove_rows(&gone).map(|_| ())
+        }
+        (_, 7, 0) => {
+            let some: Contents = rig.contents()?.into_iter().step_by(5).collect();
+            rig.import(&some.into_iter().map(|(id, (header, bits))| (id, (header, halved(&bits)))).collect())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Train one step of one table.
+pub(crate) fn train(rig: &Rig, step: u64, table: usize, kinds: Kinds) -> Result<()> {
+    rig.train(&ids_of(step, table, kinds), BAG, step as u32).map(|_| ())
+}
+
+/// Save both tables as one rank.
+pub(crate) fn save(engine: &Arc<dyn IoEngine>, tables: &[&Table], random: u64) -> Result<()> {
+    let root = Path::new(CHECKPOINTS);
+    let save = Save::begin(engine.clone(), root, random)?;
+    let mut writer = RankWriter::new(engine.clone(), root, save.name(), 0, 1)?.with_group_bytes(6000);
+    for table in tables {
+        writer.write_rows_of("m", table, BTreeMap::from([("lr".to_owned(), 0.1)]))?;
+    }
+    save.publish(&[writer.finish()?], 1).map(|_| ())
+}
+
+/// What `LATEST` names, read into tables in RAM; `None` where there is no checkpoint.
+pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
+    let latest = match Latest::read(&**engine, Path::new(CHECKPOINTS)) {
+        Err(error) if error.kind() == Kind::Path => return Ok(None),
+        latest => latest?,
+    };
+    let checkpoint = Checkpoint::open(engine.clone(), Path::new(CHECKPOINTS), latest)?;
+    let empty = Snapshot(vec![(Contents::new(), 0), (Contents::new(), 0)]).in_ram();
+    for rig in &empty {
+        let config = rig.table.config();
+        checkpoint.table_reader("m", &config.name, config.buckets.clone())?.load_into(&rig.table)?;
+    }
+    Snapshot::of(&empty).map(Some)
+}
+
+/// One run of the workload, and what it knows of what it did.
+#[derive(Debug, Default)]
+pub(crate) struct Run {
+    /// Flushes of both tables under one token that came to their end, and the one that was under way.
+    pub(crate) flushed: Vec<(u64, Snapshot)>,
+    pub(crate) flushing: Option<(u64, Snapshot)>,
+    /// The last save that succeeded, and those that were begun after it.
+    pub(crate) saved: Option<Snapshot>,
+    pub(crate) saving: Vec<Snapshot>,
+    /// Parts done, of all tables.
+    pub(crate) parts: u64,
+    /// Whether a table gave its states up for room, at some time.
+    pub(crate) given_up: bool,
+}
+
+impl Run {
+    /// Everything, until something fails. Saves may fail: what is saved is another store than what is trained.
+    pub(crate) fn go(&mut self, engine: &Arc<dyn IoEngine>, kinds: Kinds, rigs: &[Rig]) -> Result<()> {
+        for step in 0..STEPS {
+            for (table, rig) in rigs.iter().enumerate() {
+                for part in 0..PARTS {
+                    let done = do_part(rig, step, table, part, kinds);
+                    self.given_up |= rig.table.published_given_up();
+                    done?;
+                    self.parts += 1;
+                }
+            }
+            if step % 4 == 3 {
+                self.flush(rigs, step)?;
+            }
+            if step % 10 == 5
+                && let Err(error) = self.save(engine, rigs, step)
+                && !is_of_storage(&error)
+            {
+                return Err(error);
+            }
+        }
+        rigs.iter().try_for_each(|rig| rig.table.close())
+    }
+
+    fn flush(&mut self, rigs: &[Rig], token: u64) -> Result<()> {
+        self.flushing = Some((token, Snapshot::of(rigs)?));
+        let flushed = rigs.iter().try_for_each(|rig| rig.table.flush(token));
+        self.given_up |= rigs.iter().any(|rig| rig.table.published_given_up());
+        flushed?;
+        self.flushed.extend(self.flushing.take());
+        Ok(())
+    }
+
+    fn save(&mut self, engine: &Arc<dyn IoEngine>, rigs: &[Rig], step: u64) -> Result<()> {
+        let snapshot = Snapshot::of(rigs)?;
+        self.saving.push(snapshot);
+        let tables: Vec<&Table> = rigs.iter().map(|rig| &rig.table).collect();
+        save(engine, &tables, step)?;
+        self.saved = self.saving.pop();
+        self.saving.clear();
+        Ok(())
+    }
+
+    /// The newest token that both tables of an image have, if any, and what it holds.
+    pub(crate) fn newest(&self, engine: &dyn IoEngine, context: &str) -> Option<(u64, &Snapshot)> {
+        let tokens: Vec<Vec<u64>> = (0..2)
+            .map(|table| SsdTier::published(&directory(table), engine).unwrap_or_else(|e| panic!("{context}: {e}")))
+            .collect();
+        let newest = tokens[0].iter().rev().find(|token| tokens[1].contains(token));
+        let acknowledged = self.flushed.last().map(|(token, _)| *token);
+        assert!(
+            newest >= acknowledged.as_ref() || self.given_up,
+            "{context}: {acknowledged:?} was flushed and {tokens:?} are there"
+        );
+        newest.map(|newest| {
+            let known = self.flushed.iter().chain(&self.flushing).find(|(token, _)| token == newest);
+            let (token, snapshot) = known.unwrap_or_else(|| panic!("{context}: nobody flushed {newest}"));
+            (*token, snapshot)
+        })
+    }
+}
+
+fn halved(bits: &[u32]) -> Vec<u32> {
+    bits.iter().map(|&bits| (f32::from_bits(bits) / 2.0).to_bits()).collect()
+}
+
+/// A file system with the base directories on it, durably.
+pub(crate) fn disk() -> MemoryEngine {
+    let memory = MemoryEngine::default();
+    for dir in ["/base/m", CHECKPOINTS] {
+        memory.create_dir_all(Path::new(dir)).unwrap();
+        for dir in Path::new(dir).ancestors() {
+            memory.sync_dir(dir).unwrap();
+        }
+    }
+    memory
+}
+
+/// Whether an error is one that a fault of the disk may give.
+pub(crate) fn is_of_storage(error: &Error) -> bool {
+    matches!(error.kind(), Kind::Storage | Kind::ReadOnly)
+}
