@@ -94,6 +94,7 @@ class Lookup:
         train: bool,  # False: unseen ids are not inserted
         ahead: bool,  # True: prefetch: fetch as far as the budget allows, never overflow
         unseen_zeros: bool,  # with train=False: an unseen id reads zeros instead of its initial value
+        threads: int,  # that may work for it, births above all
     ) -> Plan: ...
 
 @final

@@ -23,7 +23,7 @@ from . import _native
 from .cache import CacheTable
 from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, InputError, StateError, UnsupportedError
-from .kernels import KernelBackend, Pooled, make_backend
+from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
 from .optimizers import native_hyperparameters
 
 __all__ = ["LookupGroup", "PlannedBatch", "check_offsets"]
@@ -108,7 +108,12 @@ class LookupGroup:
             try:
                 if announced.plan is None:
                     announced.plan = lookup.plan(
-                        announced.ids, announced.splits, announced.train, True, self._zeros(announced.train)
+                        announced.ids,
+                        announced.splits,
+                        announced.train,
+                        True,
+                        self._zeros(announced.train),
+                        kernel_threads(),
                     )
                 if not announced.plan.complete_ahead():
                     return False
@@ -148,7 +153,7 @@ class LookupGroup:
             self._ahead.remove(batch)
             plan = batch.plan
         if plan is None:
-            plan = lookup.plan(ids, splits, train, False, self._zeros(train))
+            plan = lookup.plan(ids, splits, train, False, self._zeros(train), kernel_threads())
         if stale:
             try:
                 warnings.warn(

@@ -25,6 +25,7 @@ impl PyLookup {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
+    #[expect(clippy::too_many_arguments, reason = "the arguments that _native.pyi documents")]
     fn plan(
         &self,
         py: Python<'_>,
@@ -33,8 +34,11 @@ impl PyLookup {
         train: bool,
         ahead: bool,
         unseen_zeros: bool,
+        threads: usize,
     ) -> PyResult<PyPlan> {
         let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
-        py.detach(|| self.inner.plan(ids, splits, train, ahead, unseen_zeros)).map(PyPlan::new).map_err(to_python)
+        py.detach(|| self.inner.plan_on(threads, ids, splits, train, ahead, unseen_zeros))
+            .map(PyPlan::new)
+            .map_err(to_python)
     }
 }

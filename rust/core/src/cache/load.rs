@@ -56,7 +56,7 @@ impl Shared {
                     state.host.slots.unmark(slot, RowState::LOADING);
                     if absent.next_if_eq(&(position as u32)).is_some() {
                         // The tag index named another id's record: this one was never trained.
-                        self.bear(state, slot, id);
+                        self.bear(state, &[(id, slot)], 1);
                         state.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::PROVISIONAL));
                         state.provisional += 1;
                         state.ssd_hits -= 1;
@@ -110,15 +110,6 @@ impl Shared {
                 self.config.name
             ),
         )
-    }
-
-    /// Give a host slot the initial values of `id`.
-    pub(crate) fn bear(&self, state: &mut State, slot: CacheSlot, id: Id) {
-        let dim = self.layout.dim;
-        let vector = state.host.vector_mut(slot);
-        self.birth.fill(id, &mut vector[..dim]);
-        vector[dim..].fill(0.0);
-        *state.host.header_mut(slot) = crate::rows::RowHeader { id, ..Default::default() };
     }
 }
 

@@ -93,11 +93,24 @@ impl Lookup {
         ahead: bool,
         unseen_zeros: bool,
     ) -> Result<Plan> {
+        self.plan_on(1, ids, feature_splits, train, ahead, unseen_zeros)
+    }
+
+    /// [`Lookup::plan`], with up to `threads` threads for it and for [`Plan::wait`]. The result is the same for any number.
+    pub fn plan_on(
+        &self,
+        threads: usize,
+        ids: &[Id],
+        feature_splits: &[i64],
+        train: bool,
+        ahead: bool,
+        unseen_zeros: bool,
+    ) -> Result<Plan> {
         let shape = &self.shape;
         let splits = check_splits(ids.len(), feature_splits, shape.feature_tables.len())?;
         shape.tables.iter().try_for_each(|table| table.check_process())?;
         memory::check_room("plan a batch", ids.len() * PLAN_BYTES_AN_ID)?;
-        let mode = PlanMode { train, ahead, unseen_zeros };
+        let mode = PlanMode { train, ahead, unseen_zeros, threads };
         let mut tables = Vec::with_capacity(shape.tables.len());
         for (shared, features) in shape.tables.iter().zip(&shape.table_features) {
             let mut deduped = Deduped::default();

@@ -7,6 +7,7 @@
 //! the table's state, then whatever the SSD tier locks inside. No lock is held while waiting for a fetch, except by operations that
 //! must see one state (device placement, import, export chunks).
 
+mod birth;
 mod commit;
 mod evict;
 mod export;

@@ -13,6 +13,8 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// How many slots ahead their state is fetched into the processor's cache.
 pub(crate) const SLOTS_AHEAD: usize = 24;
+/// How many inserts ahead what an insert touches is.
+const INSERTS_AHEAD: usize = 12;
 
 /// How a plan treats ids.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +25,8 @@ pub(crate) struct PlanMode {
     pub(crate) ahead: bool,
     /// Unseen ids of an evaluation read zeros.
     pub(crate) unseen_zeros: bool,
+    /// Threads that may work for it.
+    pub(crate) threads: usize,
 }
 
 /// One table's part of a plan.
@@ -203,7 +207,11 @@ impl TablePlan {
         state.host.reserve(rows)?;
         let mut reads = Vec::new();
         let mut refused = Ok(());
-        for ((&position, &id), &there) in missing.iter().zip(&ids).zip(&on_ssd) {
+        let mut born = Vec::new();
+        for (number, ((&position, &id), &there)) in missing.iter().zip(&ids).zip(&on_ssd).enumerate() {
+            if let Some(&later) = ids.get(number + INSERTS_AHEAD) {
+                state.host.slots.prefetch_insert(later);
+            }
             if mode.unseen_zeros && !mode.train && !there {
                 continue;
             }
@@ -224,13 +232,14 @@ impl TablePlan {
                 state.host.slots.insert(slot, id, RowState::LOADING.with(RowState::ON_SSD));
                 reads.push((id, slot));
             } else {
-                shared.bear(state, slot, id);
+                born.push((id, slot));
                 state.host.slots.insert(slot, id, RowState::PROVISIONAL);
                 state.provisional += 1;
             }
             state.host.slots.pin(slot);
             self.host[position as usize] = slot;
         }
+        shared.bear(state, &born, mode.threads);
         if !reads.is_empty() {
             let load = shared.start_load(state, reads, batch);
             self.loads.push(load);

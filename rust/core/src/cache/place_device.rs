@@ -1,5 +1,6 @@
 //! Bringing a batch's rows into the device tier. Stage one pins and reads ahead into the host tier; stage two, under the table's lock,
 //! moves rows: victims down, the batch's rows into a staging buffer that Python scatters.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -203,6 +204,7 @@ impl TablePlan {
         self.read_staged(state, &mut rows, from_host, &mut headers, &mut vectors)?;
         state.host_stats.hits += from_host as u64;
         state.host_stats.misses += (positions.len() - from_host) as u64;
+        let mut born = Vec::new();
         for (index, row) in rows.iter().enumerate() {
             let id = self.unique[row.position as usize];
             let vector = &mut vectors[index * floats..][..floats];
@@ -211,11 +213,11 @@ impl TablePlan {
                 headers[index] = *source.header;
                 vector.copy_from_slice(source.vector);
             } else if row.state.has(RowState::PROVISIONAL) {
-                headers[index] = RowHeader { id, ..RowHeader::default() };
-                vector.fill(0.0);
-                shared.birth.fill(id, &mut vector[..shared.layout.dim]);
+                born.push((id, RowMut { header: &raw mut headers[index], vector: vector.as_mut_ptr() }));
             }
         }
+        // SAFETY: the places are rows of the buffers above, which are not touched meanwhile.
+        unsafe { shared.bear_at(born.len(), |row| born[row], mode.threads) };
         Ok(Staged { rows, headers, vectors })
     }
 

@@ -92,6 +92,13 @@ impl HostIndex {
         slot_from(lines, home(lines.len(), id), id)
     }
 
+    /// Start loading the line of an id.
+    #[inline]
+    pub fn prefetch(&self, id: Id) {
+        let lines = self.lines();
+        prefetch(lines, home(lines.len(), id));
+    }
+
     /// The slots of `ids`, `NO_SLOT` where absent, with lines asked for ahead: `slots[i]` for `ids[i]`.
     ///
     /// # Panics

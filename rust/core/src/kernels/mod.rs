@@ -18,3 +18,4 @@ pub use forward::{forward_pooled, forward_sequence};
 pub use gradient::{Gradient, PooledFeature, PooledGradient, TransposedIndex};
 pub use optimizer::{Hyperparameters, OptimizerStep};
 pub use rows::{ArenaRows, RowStore, TensorRows};
+pub(crate) use threads::deal;

@@ -15,7 +15,7 @@ const MINIMUM_COST_PER_THREAD: u64 = if cfg!(test) { 1 } else { 16_384 };
 
 /// Run `work(from..to)` over all of `0..items` on `threads` threads (this one among them); `cost_before(i)` is the cost of the
 /// items before `i`, increasing. Which thread takes which range is left to chance: results must not depend on it.
-pub(super) fn deal(
+pub(crate) fn deal(
     threads: usize,
     items: usize,
     cost_before: impl Fn(usize) -> u64,

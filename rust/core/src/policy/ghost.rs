@@ -1,5 +1,6 @@
 //! Ids that left lately, by fingerprint: a bucketed table without lists, as in the S3-FIFO paper (section 4.2).
 
+use crate::prefetch::prefetch;
 use crate::types::{Id, hash_id};
 
 const BUCKET: usize = 8;
@@ -59,10 +60,20 @@ impl Ghost {
         found.map(|held| *held = 0).is_some()
     }
 
-    fn bucket(&mut self, id: Id) -> &mut [u64] {
+    /// Start loading what is looked at for `id`.
+    pub(super) fn prefetch(&self, id: Id) {
+        prefetch(&self.entries, self.start(id));
+    }
+
+    /// Where the bucket of `id` starts.
+    fn start(&self, id: Id) -> usize {
         let buckets = self.entries.len() / BUCKET;
-        let bucket = ((u128::from(hash_id(id)) * buckets as u128) >> 64) as usize;
-        &mut self.entries[bucket * BUCKET..][..BUCKET]
+        ((u128::from(hash_id(id)) * buckets as u128) >> 64) as usize * BUCKET
+    }
+
+    fn bucket(&mut self, id: Id) -> &mut [u64] {
+        let start = self.start(id);
+        &mut self.entries[start..][..BUCKET]
     }
 }
 

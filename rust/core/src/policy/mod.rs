@@ -20,6 +20,8 @@ use crate::types::{CacheSlot, Id};
 pub trait Policy: Send + std::fmt::Debug {
     /// A row took `slot`.
     fn inserted(&mut self, slot: CacheSlot, id: Id);
+    /// Start loading what `inserted` will look at for `id`.
+    fn prefetch_insert(&self, _id: Id) {}
     /// A plan used the rows in `slots` (each at most once a call).
     fn accessed(&mut self, slots: &[CacheSlot]);
     /// The slot to evict next among those for which `evictable` says true, `None` if there is none. The slot stays known until

@@ -153,6 +153,10 @@ impl Policy for S3Fifo {
         self.put_front(slot, Mark { queue, parked: false, uses: 0 });
     }
 
+    fn prefetch_insert(&self, id: Id) {
+        self.ghost.prefetch(id);
+    }
+
     fn accessed(&mut self, slots: &[CacheSlot]) {
         for (at, &slot) in slots.iter().enumerate() {
             if let Some(&ahead) = slots.get(at + AHEAD) {

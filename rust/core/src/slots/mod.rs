@@ -278,6 +278,13 @@ impl SlotMap {
         }
     }
 
+    /// Fetch what inserting `id` touches into the processor's cache.
+    #[inline]
+    pub fn prefetch_insert(&self, id: Id) {
+        self.index.prefetch(id);
+        self.policy.prefetch_insert(id);
+    }
+
     /// Put a row into a taken slot.
     pub fn insert(&mut self, slot: CacheSlot, id: Id, state: RowState) {
         self.states[slot as usize] = state.with(RowState::OCCUPIED);
