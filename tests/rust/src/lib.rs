@@ -204,7 +204,12 @@ impl Rig {
     pub fn backward(&self, plan: &Plan, out: usize, salt: u32) -> embcache::Result<()> {
         let grad: Vec<f32> =
             (0..out as u32).map(|place| ((place * 37 + salt * 11) % 101) as f32 / 50.0 - 1.0).collect();
-        self.with_tensors(|tensors| plan.backward_pooled(&grad, &[hyperparameters()], None, tensors, self.threads))
+        self.backward_with(plan, &grad)
+    }
+
+    /// The backward of `forward` with this gradient of its output.
+    pub fn backward_with(&self, plan: &Plan, grad: &[f32]) -> embcache::Result<()> {
+        self.with_tensors(|tensors| plan.backward_pooled(grad, &[hyperparameters()], None, tensors, self.threads))
     }
 
     /// One training step: the forward's output.

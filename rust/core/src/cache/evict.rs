@@ -1,5 +1,7 @@
 //! Making room: rows leave the host tier for the SSD tier, or the table.
 
+use std::collections::HashSet;
+
 use super::table::{Shared, State};
 use crate::config::OnFull;
 use crate::error::{Kind, Result};
@@ -163,34 +165,47 @@ impl Shared {
         failed
     }
 
-    /// Drop `rows` rows from the table by policy (`on_full = evict`). Rows that plans use stay.
-    pub(crate) fn drop_rows(&self, state: &mut State, rows: u64) -> Result<()> {
+    /// Drop `rows` rows from the table by policy (`on_full = evict`). Rows that plans use stay, and those `needed` by the caller, who may
+    /// know already where they are.
+    pub(crate) fn drop_rows(&self, state: &mut State, rows: u64, needed: &[Id]) -> Result<()> {
         debug_assert_eq!(self.config.on_full, OnFull::Evict);
+        let needed: HashSet<Id> = needed.iter().copied().collect();
         if let Some(ssd) = &self.ssd {
             let (host, device) = (&state.host, &state.device);
             let in_ram =
                 |id: Id| host.slots.get(id) != NO_SLOT || device.as_ref().is_some_and(|d| d.slots.get(id) != NO_SLOT);
-            let dropped = ssd.evict(rows, &in_ram)?;
+            let dropped = ssd.evict(rows, &|id| needed.contains(&id) || in_ram(id))?;
             state.rows -= dropped.len() as u64;
             state.dropped_rows += dropped.len() as u64;
         } else {
             let headers = std::sync::Arc::clone(state.host.arena());
             let mut dropped = 0;
+            let mut spared = Vec::new();
             while dropped < rows {
                 let Some(slot) = state.host.slots.victim(|slot| header_id(&headers, slot)) else { break };
                 let id = state.host.id(slot);
+                if needed.contains(&id) {
+                    spared.push((slot, id));
+                    continue;
+                }
                 state.host.slots.evict(slot, id);
                 state.host_stats.evictions += 1;
                 dropped += 1;
             }
+            spared.drain(..).for_each(|(slot, id)| state.host.slots.spare(slot, id));
             if let Some(device) = &mut state.device {
                 while dropped < rows {
                     let Some(slot) = device.victim() else { break };
                     let id = device.id(slot);
+                    if needed.contains(&id) {
+                        spared.push((slot, id));
+                        continue;
+                    }
                     device.slots.evict(slot, id);
                     state.device_stats.evictions += 1;
                     dropped += 1;
                 }
+                spared.drain(..).for_each(|(slot, id)| device.slots.spare(slot, id));
             }
             state.rows -= dropped;
             state.dropped_rows += dropped;

@@ -156,7 +156,7 @@ impl TablePlan {
             self.wait_for_all(state);
         }
         if mode.train && seen.has(RowState::PROVISIONAL) && !mode.ahead {
-            shared.check_capacity(state, 0)?;
+            shared.check_capacity(state, 0, &self.unique)?;
         }
         if missing.is_empty() {
             return Ok(());
@@ -187,7 +187,7 @@ impl TablePlan {
         state.ssd_misses += births;
         if mode.train
             && births > 0
-            && let Err(error) = shared.check_capacity(state, births)
+            && let Err(error) = shared.check_capacity(state, births, &self.unique)
         {
             if !mode.ahead {
                 return Err(error);
@@ -294,7 +294,7 @@ impl TablePlan {
             let mut state = shared.lock()?;
             if mode.train {
                 // Unborn rows that an evaluation or an id's false trace brought in count once training uses them.
-                shared.check_capacity(&mut state, 0)?;
+                shared.check_capacity(&mut state, 0, &self.unique)?;
             }
             if !late.is_empty() {
                 self.place_in_host(&mut state, &late, mode)?;

@@ -136,7 +136,7 @@ impl TablePlan {
         let births =
             staged.rows.iter().filter(|row| row.state.has(RowState::PROVISIONAL) && !row.counted).count() as u64;
         if mode.train {
-            shared.check_capacity(state, births)?;
+            shared.check_capacity(state, births, &self.unique)?;
         }
         if let Err(error) = shared.make_device_room(state, staged.rows.len() as u32)
             && mode.train

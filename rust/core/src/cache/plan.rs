@@ -14,7 +14,7 @@ use crate::kernels::{
 };
 use crate::rows::{Arena, RowLayout};
 use crate::ssd::FetchBatch;
-use crate::sync::{Mutex, MutexGuard, lock};
+use crate::sync::{Mutex, MutexGuard, RwLockWriteGuard, lock};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// One planned batch. Its rows are pinned until the backward, `release`, or its drop.
@@ -299,10 +299,10 @@ impl Plan {
         let steps = inner.next_steps(hyperparameters)?;
         let _step = Step(&self.shape.tables);
         for (table, table_features) in self.shape.table_features.iter().enumerate() {
-            let plan = &inner.tables[table];
+            let plan = &mut inner.tables[table];
             let range = self.splits[table_features.start]..self.splits[table_features.end];
             let (places, step) = (&places[table], &steps[table]);
-            let _writing = plan.shared.writing_rows()?;
+            let writing = self.shape.tables[table].writing_rows()?;
             with_rows!(&stores[table], rows => {
                 if let Some(weight_grad) = &mut weight_grad {
                     // SAFETY: as in forward_pooled; the guard keeps every other kernel out.
@@ -311,8 +311,10 @@ impl Plan {
                 // SAFETY: the plan pins every slot, they are distinct, and the guard keeps every other kernel out.
                 unsafe { backward(rows, &plan.index, &places.of_rows(grad), step, threads) }
             });
+            plan.end_step(Some(writing))?;
         }
-        inner.commit()
+        inner.stage = Stage::Trained;
+        Ok(())
     }
 
     /// The backward of `forward_sequence` with the optimizer fused, then commit. `grad` is `[N, D]`.
@@ -331,17 +333,19 @@ impl Plan {
         let steps = inner.next_steps(hyperparameters)?;
         let _step = Step(&self.shape.tables);
         for (table, features) in self.shape.table_features.iter().enumerate() {
-            let plan = &inner.tables[table];
+            let plan = &mut inner.tables[table];
             let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
             let gradient = Gradient::Sequence { grad: &grad[range] };
             let step = &steps[table];
-            let _writing = plan.shared.writing_rows()?;
+            let writing = self.shape.tables[table].writing_rows()?;
             with_rows!(&stores[table], rows => {
                 // SAFETY: as in backward_pooled.
                 unsafe { backward(rows, &plan.index, &gradient, step, threads) }
             });
+            plan.end_step(Some(writing))?;
         }
-        inner.commit()
+        inner.stage = Stage::Trained;
+        Ok(())
     }
 
     /// Take back every pin without training. Harmless twice.
@@ -494,10 +498,7 @@ impl Inner {
 
     fn commit(&mut self) -> Result<()> {
         for table in &mut self.tables {
-            let shared = Arc::clone(&table.shared);
-            let mut state = shared.lock_any()?;
-            table.commit(&mut state);
-            table.release(&mut state);
+            table.end_step(None)?;
         }
         self.stage = Stage::Trained;
         Ok(())
@@ -539,6 +540,17 @@ impl Drop for Step<'_> {
 }
 
 impl TablePlan {
+    /// Commit and take back the pins. Who copies rows is kept out by `writing` from the first update until the rows' metadata and the
+    /// table's step say so too.
+    fn end_step(&mut self, writing: Option<RwLockWriteGuard<'_, ()>>) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let mut state = shared.lock_any()?;
+        self.commit(&mut state);
+        drop(writing);
+        self.release(&mut state);
+        Ok(())
+    }
+
     fn next_step(&self, hyperparameters: Hyperparameters) -> Result<OptimizerStep> {
         let step = self.shared.lock_any()?.step + 1;
         Ok(OptimizerStep { kind: self.shared.config.optimizer, hyperparameters, step })

@@ -1,6 +1,7 @@
 //! Rows by id, outside of batches: read, overwrite, forget. None of this touches a replacement policy's order of use.
 
 use super::table::{Shared, State, Table};
+use crate::config::OnFull;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::{RowHeader, RowMut, RowRef};
@@ -89,8 +90,12 @@ impl Table {
         let mut state = self.shared.lock_any()?;
         self.shared.finish_loads(&mut state)?;
         self.shared.refuse_rows_in_use(&state, block.headers.iter().map(|header| header.id))?;
-        for (headers, vectors) in block.headers.chunks(ROWS_PER_CALL).zip(block.vectors.chunks(ROWS_PER_CALL * floats))
-        {
+        // Where rows may leave a full table, those of one part can make room for those of the next.
+        let at_once = match self.shared.config.on_full {
+            OnFull::Evict => (self.shared.capacity_rows(&state) / 2).clamp(1, ROWS_PER_CALL as u64) as usize,
+            OnFull::Error => ROWS_PER_CALL,
+        };
+        for (headers, vectors) in block.headers.chunks(at_once).zip(block.vectors.chunks(at_once * floats)) {
             self.shared.import_now(&mut state, headers, vectors)?;
             self.shared.contents_changed();
         }
@@ -308,7 +313,7 @@ impl Shared {
         let places = self.places(state, &ids)?;
         let new = places.iter().filter(|place| matches!(place, Place::Nowhere)).count() as u64;
         if new > 0 {
-            self.check_capacity(state, new)?;
+            self.check_capacity(state, new, &ids)?;
         }
         let row =
             |position: usize| RowRef { header: &headers[position], vector: &vectors[position * floats..][..floats] };

@@ -16,6 +16,8 @@ use crate::sync::{
     AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock,
 };
 
+use crate::types::Id;
+
 /// One table shard. Cheap to clone; the rows go with the last clone and the last plan.
 #[derive(Clone)]
 pub struct Table {
@@ -386,8 +388,8 @@ impl Shared {
         self.ssd.as_ref().map_or(u64::from(state.host.slots.limit()), SsdTier::capacity_rows)
     }
 
-    /// Check that `more` rows can be born, or make room for them by policy where the table is allowed to drop rows.
-    pub(crate) fn check_capacity(&self, state: &mut State, more: u64) -> Result<()> {
+    /// Check that `more` rows can be born, or make room for them by policy where the table is allowed to drop rows: others than `needed`.
+    pub(crate) fn check_capacity(&self, state: &mut State, more: u64, needed: &[Id]) -> Result<()> {
         let capacity = self.capacity_rows(state);
         let wanted = state.rows + state.provisional + more;
         let index_full = more > 0 && self.host_rows_beside_index(state) == 0;
@@ -404,7 +406,7 @@ impl Shared {
             ));
         }
         match self.config.on_full {
-            OnFull::Evict => self.drop_rows(state, wanted.saturating_sub(capacity).max(1)),
+            OnFull::Evict => self.drop_rows(state, wanted.saturating_sub(capacity).max(1), needed),
             OnFull::Error => {
                 let (tier, budget) = match &self.config.ssd {
                     Some(ssd) => ("ssd_bytes", ssd.bytes),

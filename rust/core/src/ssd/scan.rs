@@ -10,6 +10,7 @@ use super::format::Content;
 use super::record::{decode, le_u64};
 use super::segment::{Place, Segment};
 use super::shared::Shared;
+use super::space::Space;
 use crate::error::Result;
 use crate::rows::{RowHeader, RowRef};
 use crate::sync::{Ordering, lock};
@@ -24,6 +25,15 @@ struct Part {
     buffer: Vec<u8>,
 }
 
+/// Lets those who wait for compaction look again, however a scan ends: dropped after its parts.
+struct Poke<'a>(&'a Space);
+
+impl Drop for Poke<'_> {
+    fn drop(&mut self) {
+        self.0.poke();
+    }
+}
+
 impl Drop for Part {
     fn drop(&mut self) {
         self.segment.scans.fetch_sub(1, Ordering::Relaxed);
@@ -33,10 +43,10 @@ impl Drop for Part {
 impl Shared {
     pub(super) fn scan(self: &Arc<Self>, sink: &mut ScanSink<'_>) -> Result<()> {
         self.check_usable()?;
+        let _poke = Poke(&self.home.space);
         for part in self.parts() {
             self.scan_part(&part, sink)?;
             drop(part);
-            // Who waits for compaction may go on.
             self.home.space.poke();
         }
         Ok(())

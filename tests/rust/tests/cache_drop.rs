@@ -1,0 +1,87 @@
+//! Tables that drop rows by policy when they are full: never those of the call that needs the room.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use embcache::cache::RowBlock;
+use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig};
+use embcache::io::MemoryEngine;
+use embcache::rows::RowHeader;
+use embcache::types::Id;
+use embcache_tests::{Rig, config};
+
+const DIM: usize = 4;
+
+fn import(rig: &Rig, ids: std::ops::Range<Id>, version: f32) {
+    let headers: Vec<RowHeader> = ids.clone().map(|id| RowHeader { id, ..RowHeader::default() }).collect();
+    let vectors: Vec<f32> = ids.flat_map(|id| [id as f32 + version; DIM]).collect();
+    rig.table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("an import");
+}
+
+/// Ids of all rows, each checked to have the value of `version`.
+fn ids_of(rig: &Rig, version: impl Fn(Id) -> f32) -> Vec<Id> {
+    let mut ids = Vec::new();
+    let sink = &mut |chunk: embcache::cache::Chunk| {
+        for (at, header) in chunk.headers.iter().enumerate() {
+            assert_eq!(
+                chunk.vectors[at * DIM..][..DIM],
+                [header.id as f32 + version(header.id); DIM],
+                "id {}",
+                header.id
+            );
+            ids.push(header.id);
+        }
+        Ok(())
+    };
+    rig.table.for_each_chunk(10, sink).expect("every row");
+    ids.sort_unstable();
+    assert_eq!(ids.len() as u64, rig.table.len().expect("a length"));
+    ids
+}
+
+fn an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(ssd: bool, device_rows: Option<u32>) {
+    let mut wanted = config(DIM, OptimizerKind::Sgd, 60);
+    wanted.on_full = OnFull::Evict;
+    wanted.device_rows = device_rows;
+    wanted.ssd = ssd.then(|| SsdConfig {
+        dir: PathBuf::from("/base/m/t/0-of-1"),
+        bytes: 96 << 10,
+        reopen: Reopen::Never,
+        resume_token: None,
+    });
+    let rig = Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table");
+    import(&rig, 0..3000, 0.25);
+    let first = ids_of(&rig, |_| 0.25);
+    let most = first.len() as Id;
+    assert!(most < 3000, "some had to go");
+    if device_rows.is_some() {
+        rig.evaluate(&first[..30], 1, false).expect("some rows on the device");
+    }
+    // The oldest of those that stayed, which would be the next to go, and some that went.
+    let (from, to) = (first[0] - 10, first[0] + 10);
+    let there: Vec<Id> = first.iter().copied().filter(|id| (from..to).contains(id)).collect();
+    assert!(!there.is_empty() && there.len() < 20);
+    import(&rig, from..to, 0.5);
+    let second = ids_of(&rig, |id| if (from..to).contains(&id) { 0.5 } else { 0.25 });
+    assert!((from..to).all(|id| second.binary_search(&id).is_ok()), "{there:?} of {from}..{to} were there");
+}
+
+#[test]
+fn an_import_into_a_full_table_in_ram_keeps_the_rows_that_it_overwrites() {
+    an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(false, None);
+}
+
+#[test]
+fn an_import_into_a_full_table_on_a_device_keeps_the_rows_that_it_overwrites() {
+    an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(false, Some(40));
+}
+
+#[test]
+fn an_import_into_a_full_table_on_ssd_keeps_the_rows_that_it_overwrites() {
+    an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(true, None);
+}
+
+#[test]
+fn an_import_into_a_full_table_of_three_tiers_keeps_the_rows_that_it_overwrites() {
+    an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(true, Some(40));
+}

@@ -1,0 +1,452 @@
+//! Planners, trainers, evaluations, imports, removals, exports and flushes all at once, over tiers so small that rows move all the time.
+//!
+//! Every row tells by itself whether it is whole: each training step of an id has the gradient 1, so that after `n` of them weights, slot and
+//! count are a function of `n`, which lies between the steps done before it was read and those begun after. `EMBCACHE_STRESS=20` runs
+//! twenty times as long.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use embcache::cache::{Plan, RowBlock};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, UringEngine};
+use embcache::rows::{Initializer, RowHeader};
+use embcache::types::{Id, hash_id};
+use embcache::{Error, Kind};
+use embcache_tests::{Rig, config, watched};
+
+const DIM: usize = 8;
+const HOST_ROWS: u64 = 250;
+/// Ids that are trained.
+const IDS: Id = 3000;
+/// Ids that only the importing thread uses: `IDS..IDS + OWN`.
+const OWN: Id = 400;
+const BATCH: usize = 48;
+/// Steps of each trainer.
+const STEPS: u64 = 60;
+const TRAINERS: u64 = 3;
+const SSD_BYTES: u64 = 640 << 10;
+
+/// Random numbers of one thread.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 += 1;
+        hash_id(self.0 as Id) % sides
+    }
+
+    /// Distinct ids, most of them from a small set that wanders with `step`.
+    fn batch(&mut self, step: u64) -> Vec<Id> {
+        let mut ids: Vec<Id> = (0..BATCH)
+            .map(|_| {
+                let any = self.roll(IDS as u64);
+                let near = (step / 8 * 20 + self.roll(150)) % IDS as u64;
+                (if self.roll(3) == 0 { any } else { near }) as Id
+            })
+            .collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}
+
+/// What a row is after each number of steps: weights and slots as bits.
+struct Life(Vec<Vec<u32>>);
+
+impl Life {
+    fn new(steps: usize) -> Self {
+        let rig =
+            Rig::open(wanted(PolicyKind::Lru, OnFull::Error, None, Reopen::Never), Arc::new(MemoryEngine::default()));
+        let rig = rig.unwrap();
+        let mut states = Vec::with_capacity(steps + 1);
+        for step in 0..=steps {
+            states.push(rig.table.read_rows(&[0]).unwrap().vectors.iter().map(|value| value.to_bits()).collect());
+            if step < steps {
+                let plan = rig.plan(&[0], true, false, false).unwrap();
+                rig.place(&plan).unwrap();
+                rig.forward(&plan, 1, 1).unwrap();
+                rig.backward_with(&plan, &[1.0; DIM]).unwrap();
+            }
+        }
+        assert!(states.windows(2).all(|pair| pair[0] != pair[1]), "each step changes the row");
+        Self(states)
+    }
+
+    /// How many steps made these floats, the first ones of a row.
+    fn steps(&self, floats: &[f32]) -> Option<u32> {
+        let is = |state: &Vec<u32>| floats.iter().zip(state).all(|(float, bits)| float.to_bits() == *bits);
+        self.0.iter().position(is).map(|steps| steps as u32)
+    }
+}
+
+fn wanted(policy: PolicyKind, on_full: OnFull, dir: Option<&Path>, reopen: Reopen) -> TableConfig {
+    let mut wanted = config(DIM, OptimizerKind::Adagrad, HOST_ROWS);
+    wanted.policy = policy;
+    wanted.on_full = on_full;
+    wanted.initializer = Initializer::Constant { value: 1.0 };
+    wanted.host_bytes = HOST_ROWS * embcache::cache::host_row_bytes(&wanted.layout(), policy);
+    // A cap of fewer rows than there are ids makes rows leave by policy.
+    let bytes = if on_full == OnFull::Evict { SSD_BYTES * 2 / 5 } else { SSD_BYTES };
+    wanted.ssd = dir.map(|dir| SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_token: None });
+    wanted
+}
+
+/// One run: the table, what was done to each id, and whether the trainers are done.
+struct World {
+    rig: Rig,
+    life: Life,
+    on_full: OnFull,
+    begun: Vec<AtomicU32>,
+    done: Vec<AtomicU32>,
+    trainers: AtomicU64,
+    /// Counts of what the run is for.
+    overflows: AtomicU64,
+    exports: AtomicU64,
+    token: AtomicU64,
+    failed: AtomicBool,
+}
+
+impl World {
+    fn count(counters: &[AtomicU32], ids: &[Id]) -> Vec<u32> {
+        ids.iter().map(|&id| counters[id as usize].load(Ordering::SeqCst)).collect()
+    }
+
+    fn add(counters: &[AtomicU32], ids: &[Id]) {
+        for &id in ids {
+            counters[id as usize].fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    fn running(&self) -> bool {
+        self.trainers.load(Ordering::SeqCst) > 0 && !self.failed.load(Ordering::SeqCst)
+    }
+
+    /// Check rows read between two looks at the counters: `floats` a row.
+    fn check(&self, ids: &[Id], rows: &[f32], floats: usize, least: &[u32], zeros: bool) {
+        let most = World::count(&self.begun, ids);
+        for (at, &id) in ids.iter().enumerate() {
+            let row = &rows[at * floats..][..floats];
+            if zeros
+                && row.iter().all(|value| value.to_bits() == 0)
+                && (least[at] == 0 || self.on_full == OnFull::Evict)
+            {
+                continue;
+            }
+            let steps = self.life.steps(row);
+            let steps = steps.unwrap_or_else(|| panic!("the row of id {id} is of no step: {row:?}"));
+            // A row that left by policy starts anew.
+            let least = if self.on_full == OnFull::Evict { 0 } else { least[at] };
+            assert!(least <= steps && steps <= most[at], "id {id}: {steps} steps, of {least} to {}", most[at]);
+        }
+    }
+
+    /// A trainer: plans ahead, abandons some, trains the others.
+    fn train(&self, number: u64, steps: u64) {
+        let mut dice = Dice(number << 32);
+        let mut waiting: VecDeque<(Plan, Vec<Id>)> = VecDeque::new();
+        for step in 0..steps {
+            let ids = dice.batch(step);
+            let ahead = dice.roll(4) > 0;
+            waiting.push_back((self.rig.plan(&ids, true, ahead, false).unwrap(), ids));
+            if dice.roll(12) == 0 {
+                // Dropped with its reads under way.
+                waiting.pop_back();
+            }
+            let window = 1 + dice.roll(3) as usize;
+            while waiting.len() > window {
+                let (plan, ids) = waiting.pop_front().unwrap();
+                self.finish(&plan, &ids, dice.roll(10) == 0);
+            }
+        }
+        while let Some((plan, ids)) = waiting.pop_front() {
+            self.finish(&plan, &ids, false);
+        }
+    }
+
+    fn finish(&self, plan: &Plan, ids: &[Id], abandon: bool) {
+        plan.wait().unwrap();
+        self.overflows.fetch_add(u64::from(plan.overflow_rows()[0] > 0), Ordering::Relaxed);
+        let least = World::count(&self.done, ids);
+        let out = self.rig.forward(plan, ids.len(), 1).unwrap();
+        self.check(ids, &out, DIM, &least, false);
+        if abandon {
+            return plan.release();
+        }
+        World::add(&self.begun, ids);
+        self.rig.backward_with(plan, &vec![1.0; out.len()]).unwrap();
+        World::add(&self.done, ids);
+    }
+
+    fn evaluate(&self, number: u64) {
+        let mut dice = Dice(number << 32 | 1 << 60);
+        let mut step = 0;
+        while self.running() {
+            step += 1;
+            let ids = dice.batch(step);
+            let zeros = dice.roll(2) == 0;
+            let least = World::count(&self.done, &ids);
+            let out = self.rig.evaluate(&ids, 1, zeros).unwrap();
+            self.check(&ids, &out, DIM, &least, zeros);
+            let least = World::count(&self.done, &ids);
+            let rows = self.rig.table.read_rows(&ids).unwrap();
+            self.check(&ids, &rows.vectors, 2 * DIM, &least, false);
+            for (header, id) in rows.headers.iter().zip(&ids) {
+                assert_eq!(header.id, *id);
+            }
+        }
+    }
+
+    /// Exports, of which training may end some; what they give is whole rows, each once.
+    fn export(&self) {
+        while self.running() {
+            let least = World::count(&self.done, &(0..IDS).collect::<Vec<Id>>());
+            let mut seen = vec![false; (IDS + OWN) as usize];
+            let sink = &mut |chunk: embcache::cache::Chunk| {
+                for (at, header) in chunk.headers.iter().enumerate() {
+                    assert!(!std::mem::replace(&mut seen[header.id as usize], true), "id {} twice", header.id);
+                    if header.id < IDS {
+                        let row = &chunk.vectors[at * 2 * DIM..][..2 * DIM];
+                        self.check(&[header.id], row, 2 * DIM, &least[header.id as usize..], false);
+                        assert_eq!(Some(header.count), self.life.steps(row), "the count of id {}", header.id);
+                    }
+                }
+                Ok(())
+            };
+            match self.rig.table.for_each_chunk(64, sink) {
+                Ok(()) => _ = self.exports.fetch_add(1, Ordering::Relaxed),
+                Err(error) => assert_eq!(error.kind(), Kind::State, "{error}"),
+            }
+        }
+    }
+
+    /// Imports, reads and removes rows that nobody else uses.
+    fn import(&self) {
+        let mut dice = Dice(1 << 61);
+        let mut version = vec![0_u32; OWN as usize];
+        let busy = |error: &Error| error.kind() == Kind::State || error.kind() == Kind::Capacity;
+        while self.running() {
+            let first = dice.roll(OWN as u64) as Id;
+            let mut ids: Vec<Id> = (0..=dice.roll(90) as Id).map(|at| IDS + (first + at * 3) % OWN).collect();
+            ids.sort_unstable();
+            ids.dedup();
+            let place = |id: Id| (id - IDS) as usize;
+            if dice.roll(3) > 0 {
+                let next: Vec<u32> = ids.iter().map(|&id| version[place(id)] + 1).collect();
+                let headers: Vec<RowHeader> = ids
+                    .iter()
+                    .zip(&next)
+                    .map(|(&id, &count)| RowHeader { id, count, ..RowHeader::default() })
+                    .collect();
+                let vectors: Vec<f32> = ids.iter().zip(&next).flat_map(|(&id, &next)| vector(id, next)).collect();
+                match self.rig.table.import_rows(RowBlock { headers: &headers, vectors: &vectors }) {
+                    Ok(()) => ids.iter().zip(next).for_each(|(&id, next)| version[place(id)] = next),
+                    Err(error) => panic!("{error}"),
+                }
+            } else {
+                let there = ids.iter().filter(|&&id| version[place(id)] > 0).count() as u64;
+                match self.rig.table.remove_rows(&ids) {
+                    Ok(removed) => assert!(removed == there || self.on_full == OnFull::Evict, "{removed} of {there}"),
+                    Err(error) => assert!(busy(&error), "{error}"),
+                }
+                for &id in &ids {
+                    version[place(id)] = 0;
+                }
+            }
+            let rows = self.rig.table.read_rows(&ids).unwrap();
+            for (at, &id) in ids.iter().enumerate() {
+                let version = version[place(id)];
+                if self.on_full == OnFull::Evict && !rows.found[at] {
+                    continue;
+                }
+                assert_eq!(rows.found[at], version > 0, "id {id}");
+                if version > 0 {
+                    assert_eq!(rows.vectors[at * 2 * DIM..][..2 * DIM], vector(id, version), "id {id}");
+                }
+            }
+        }
+    }
+
+    fn flush(&self) {
+        let mut dice = Dice(1 << 62);
+        while self.running() {
+            let token = self.token.fetch_add(1, Ordering::SeqCst) + 1;
+            self.rig.table.flush(token).unwrap();
+            if dice.roll(4) == 0 {
+                self.rig.table.forget_published(token).unwrap();
+            }
+        }
+    }
+
+    /// What must hold at any moment.
+    fn watch(&self) {
+        while self.running() {
+            let stats = self.rig.table.stats().unwrap();
+            let ssd = stats.ssd.unwrap();
+            assert!(
+                ssd.tier.bytes <= ssd.tier.capacity_bytes,
+                "{} bytes of {}",
+                ssd.tier.bytes,
+                ssd.tier.capacity_bytes
+            );
+            assert!(ssd.live_share <= 1.0, "{}", ssd.live_share);
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// An imported row.
+fn vector(id: Id, version: u32) -> Vec<f32> {
+    (0..2 * DIM).map(|at| (id * 64 + at as Id) as f32 + version as f32 / 1024.0).collect()
+}
+
+fn times() -> u64 {
+    std::env::var("EMBCACHE_STRESS").ok().and_then(|times| times.parse().ok()).unwrap_or(1)
+}
+
+/// Run everything at once on `engine`, then check every row, and every row again after a flush and a resume.
+fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: OnFull) {
+    let steps = STEPS * times();
+    let rig = Rig::open(wanted(policy, on_full, Some(dir), Reopen::Discard), engine.clone()).unwrap();
+    let zeros = || (0..IDS).map(|_| AtomicU32::new(0)).collect();
+    let world = Arc::new(World {
+        rig,
+        life: Life::new((STEPS * TRAINERS * times()) as usize),
+        on_full,
+        begun: zeros(),
+        done: zeros(),
+        trainers: AtomicU64::new(TRAINERS),
+        overflows: AtomicU64::new(0),
+        exports: AtomicU64::new(0),
+        token: AtomicU64::new(0),
+        failed: AtomicBool::new(false),
+    });
+    let reported = Arc::clone(&world);
+    watched(
+        move || format!("{:?}", reported.rig.table.stats()),
+        || {
+            let world = &*world;
+            std::thread::scope(|scope| {
+                let spawn = |work: Box<dyn FnOnce() + Send>| {
+                    scope.spawn(move || {
+                        let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+                        if let Err(panic) = ended {
+                            world.failed.store(true, Ordering::SeqCst);
+                            std::panic::resume_unwind(panic);
+                        }
+                    });
+                };
+                for number in 0..TRAINERS {
+                    spawn(Box::new(move || {
+                        world.train(number, steps);
+                        world.trainers.fetch_sub(1, Ordering::SeqCst);
+                    }));
+                }
+                spawn(Box::new(|| world.evaluate(0)));
+                spawn(Box::new(|| world.evaluate(1)));
+                spawn(Box::new(|| world.export()));
+                spawn(Box::new(|| world.import()));
+                spawn(Box::new(|| world.flush()));
+                spawn(Box::new(|| world.watch()));
+            });
+            at_rest(world, engine, dir, policy);
+        },
+    );
+}
+
+/// Nothing is pinned, and every row is what was done to it, in RAM, on SSD and after a resume.
+fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind) {
+    let stats = world.rig.table.stats().unwrap();
+    assert_eq!(stats.pinned_rows, 0, "a pin was not returned");
+    let ssd = stats.ssd.unwrap();
+    assert!(world.overflows.load(Ordering::Relaxed) > 0, "no plan overflowed");
+    assert!(stats.host.evictions > 0 && ssd.tier.hits > 0, "nothing moved");
+    assert!(world.on_full == OnFull::Error || stats.dropped_rows > 0, "nothing was dropped");
+    let rows = rows_of(world, &world.rig);
+    if world.on_full == OnFull::Error {
+        for id in 0..IDS {
+            let done = world.done[id as usize].load(Ordering::SeqCst);
+            assert_eq!(rows.iter().find(|row| row.0 == id).map_or(0, |row| row.1), done, "id {id}");
+        }
+    }
+    world.rig.table.flush(u64::MAX / 2).unwrap();
+    assert_eq!(rows_of(world, &world.rig), rows, "a flush changes no row");
+    world.rig.table.close().unwrap();
+    let files: u64 = engine
+        .list(dir)
+        .unwrap()
+        .iter()
+        .map(|path| engine.open(path, embcache::io::Open::Read).and_then(|file| file.len()).unwrap())
+        .sum();
+    let cap = world.rig.table.config().ssd.as_ref().unwrap().bytes;
+    assert!(files <= cap, "{files} bytes of files, and the cap is {cap}");
+    let resumed = Rig::open(wanted(policy, world.on_full, Some(dir), Reopen::Resume), engine.clone()).unwrap();
+    assert_eq!(rows_of(world, &resumed), rows, "a resume brings every row back");
+    assert_eq!(resumed.table.step().unwrap(), stats.step);
+}
+
+/// Ids and steps of every row, sorted, each checked to be whole.
+fn rows_of(world: &World, rig: &Rig) -> Vec<(Id, u32)> {
+    let mut rows = Vec::new();
+    let sink = &mut |chunk: embcache::cache::Chunk| {
+        for (at, header) in chunk.headers.iter().enumerate() {
+            let row = &chunk.vectors[at * 2 * DIM..][..2 * DIM];
+            if header.id < IDS {
+                assert_eq!(world.life.steps(row), Some(header.count), "id {}", header.id);
+            } else {
+                assert_eq!(row, vector(header.id, header.count), "id {}", header.id);
+            }
+            rows.push((header.id, header.count));
+        }
+        Ok(())
+    };
+    rig.table.for_each_chunk(100, sink).unwrap();
+    rows.sort_unstable();
+    assert!(rows.windows(2).all(|pair| pair[0].0 < pair[1].0), "an id twice");
+    assert_eq!(rows.len() as u64, rig.table.len().unwrap());
+    rows
+}
+
+const POLICIES: [PolicyKind; 3] = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::S3Fifo];
+
+#[test]
+fn every_row_is_whole_and_counted_whatever_runs_at_once_in_memory() {
+    for policy in POLICIES {
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        stress(&engine, &PathBuf::from("/base/m/t/0-of-1"), policy, OnFull::Error);
+    }
+}
+
+#[test]
+fn every_row_is_whole_where_rows_leave_a_full_table_by_policy() {
+    for policy in POLICIES {
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        stress(&engine, &PathBuf::from("/base/m/t/0-of-1"), policy, OnFull::Evict);
+    }
+}
+
+fn on_disk(engine: &Arc<dyn IoEngine>) {
+    // Beside the build, which is on a disk where the temporary directory may be RAM.
+    let scratch = tempfile::Builder::new().prefix("stress-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    stress(engine, &scratch.path().join("t"), PolicyKind::S3Fifo, OnFull::Error);
+}
+
+#[test]
+fn every_row_is_whole_and_counted_on_disk_by_pread() {
+    let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+    on_disk(&engine);
+}
+
+#[test]
+fn every_row_is_whole_and_counted_on_disk_by_io_uring() {
+    match UringEngine::new(true) {
+        Ok(engine) => {
+            let engine: Arc<dyn IoEngine> = Arc::new(engine);
+            on_disk(&engine);
+        }
+        Err(error) => assert_eq!(error.kind(), Kind::Unsupported, "{error}"),
+    }
+}
