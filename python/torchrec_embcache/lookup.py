@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,26 +23,13 @@ from .cache import CacheTable
 from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, InputError, StateError, UnsupportedError
 from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
+from .lookahead import Lookahead, PlanOptions
 from .optimizers import native_hyperparameters
 
 __all__ = ["LookupGroup", "PlannedBatch", "check_offsets"]
 
 I64 = NDArray[np.int64]
 ParamGroups = Callable[[], Sequence[Mapping[str, Any]]]
-
-
-@dataclass(eq=False)
-class _Ahead:
-    """A batch that was announced; `plan` is None while the budget has no room for it, and when planning it `failed`."""
-
-    ids: I64
-    splits: I64
-    train: bool
-    plan: _native.Plan | None = None
-    failed: bool = False
-
-    def is_for(self, ids: I64, splits: I64) -> bool:
-        return np.array_equal(self.splits, splits) and np.array_equal(self.ids, ids)
 
 
 class LookupGroup:
@@ -73,7 +59,7 @@ class LookupGroup:
         self._kernels = kernels
         self.after_backward = after_backward
         self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
-        self._ahead: list[_Ahead] = []
+        self._lookahead = Lookahead()
         self._warned_rows = [0] * len(self.tables)
         self._warned_given_up: set[str] = set()
 
@@ -92,72 +78,47 @@ class LookupGroup:
 
         False: the budget ended before all of it; the forward does the rest.
         """
-        self._open()
-        self._ahead.append(_Ahead(ids.copy(), splits.copy(), train))
-        return self._plan_announced()
+        lookup, _ = self._open()
+        return self._lookahead.announce(lookup, ids, splits, self._plan_options(train))
 
-    def _plan_announced(self) -> bool:
-        """Plan what was announced, in order, as far as the budget goes; whether that is all of it.
+    def prefetch_beside(self, ids: I64, splits: I64, *, train: bool, failed: Callable[[Exception], None]) -> None:
+        """As `prefetch`, on a thread beside, which calls `failed` with an error. `settle` before anyone else looks at the tables.
 
-        A batch whose plan fails holds nothing up: its forward plans it again.
+        Not beside where the order of planning and training shows: in what a full table drops, and on devices.
         """
         lookup, _ = self._open()
-        for announced in self._ahead:
-            if announced.failed:
-                continue
-            try:
-                if announced.plan is None:
-                    announced.plan = lookup.plan(
-                        announced.ids,
-                        announced.splits,
-                        announced.train,
-                        True,
-                        self._zeros(announced.train),
-                        kernel_threads(),
-                    )
-                if not announced.plan.complete_ahead():
-                    return False
-            except Exception:
-                announced.failed = True
-                if announced.plan is not None:
-                    announced.plan.release()
-                    announced.plan = None
-                raise
-        return True
+        options = self._plan_options(train)
+        if all(table.on_full == "error" and table.device_rows is None for table in self.tables):
+            self._lookahead.announce_beside(lookup, ids, splits, options, failed)
+            return
+        try:
+            self._lookahead.announce(lookup, ids, splits, options)
+        except Exception as error:
+            failed(error)
+
+    def settle(self) -> None:
+        """Until what `prefetch_beside` was given is planned."""
+        self._lookahead.settle()
 
     def drop_prefetched(self) -> None:
         """Forget every announced batch and unpin its rows."""
-        announced, self._ahead = self._ahead, []
-        for batch in announced:
-            if batch.plan is not None:
-                batch.plan.release()
+        self._lookahead.drop()
 
-    def _zeros(self, train: bool) -> bool:
-        return not train and self.unseen == "zeros"
+    def _plan_options(self, train: bool) -> PlanOptions:
+        return PlanOptions(train, not train and self.unseen == "zeros", kernel_threads())
 
     def plan(self, ids: I64, splits: I64, *, train: bool) -> PlannedBatch:
         """Plan the batch of the next forward, or take over the plan that was announced for it."""
         lookup, _ = self._open()
-        same_mode = [batch for batch in self._ahead if batch.train == train]
-        found = next((place for place, batch in enumerate(same_mode) if batch.is_for(ids, splits)), None)
-        # Activation checkpointing runs forwards again within a backward: those say nothing about the batches to come.
+        # Activation checkpointing runs forwards again within a backward.
         recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        stale = [] if recomputed else same_mode[: 1 if found is None else found]
-        for batch in stale:
-            self._ahead.remove(batch)
-            if batch.plan is not None:
-                batch.plan.release()
-        plan = None
-        if found is not None and (found == 0 or not recomputed):
-            batch = same_mode[found]
-            self._ahead.remove(batch)
-            plan = batch.plan
+        plan, dropped = self._lookahead.take(ids, splits, train=train, recomputed=recomputed)
         if plan is None:
-            plan = lookup.plan(ids, splits, train, False, self._zeros(train), kernel_threads())
-        if stale:
+            plan = self._plan_options(train).plan(lookup, ids, splits, ahead=False)
+        if dropped:
             try:
                 warnings.warn(
-                    f"{len(stale)} prefetched batch(es) of {self._names()} are not the forward's: dropped; prefetch in the order "
+                    f"{dropped} prefetched batch(es) of {self._names()} are not the forward's: dropped; prefetch in the order "
                     "of the forwards",
                     EmbCacheWarning,
                     stacklevel=2,

@@ -1,7 +1,7 @@
 """Training with lookahead: rows of the batches to come are fetched while this one computes.
 
-In each step: plan the batch `lookahead` ahead (its ids arrived in the step before), load one more batch and start sending its ids,
-compute the current one. Every rank does these in the same order: the exchanges are collectives.
+In each step: plan the batch `lookahead` ahead (its ids arrived in the step before) on a thread beside, load one more batch and
+start sending its ids, compute the current one. Every rank does these in the same order: the exchanges are collectives.
 """
 
 import logging
@@ -60,9 +60,20 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         """Train (or, with the model in eval mode, run) one batch."""
         if not self._model_attached:
             self.attach()
-        self.fill_pipeline(dataloader_iter)
-        if not self.batches:
-            raise StopIteration
+        try:
+            self.fill_pipeline(dataloader_iter)
+            if not self.batches:
+                raise StopIteration
+            return self._step(dataloader_iter)
+        finally:
+            # Between steps nobody but the caller uses the tables.
+            for module in self._cache_modules():
+                module.settle_prefetched()
+
+    def _cache_modules(self) -> list[ShardedCacheModule]:
+        return [module for module in self._pipelined_modules if isinstance(module, ShardedCacheModule)]
+
+    def _step(self, dataloader_iter: Iterator[Any]) -> Any:
         self._set_module_context(self.contexts[0])
         training = self._model.training
         if training:
@@ -84,9 +95,8 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
     def reset(self) -> None:
         """Forget the queued batches and unpin their rows."""
         super().reset()
-        for module in self._pipelined_modules:
-            if isinstance(module, ShardedCacheModule):
-                module.forget_prefetched()
+        for module in self._cache_modules():
+            module.forget_prefetched()
         self._planned = 0
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = False) -> None:
@@ -111,6 +121,7 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         for module in self._pipelined_modules:
             name = module.forward.name
             data = context.input_dist_tensors_requests.pop(name).wait()
-            module.prefetch(data, ctx=context.module_contexts[name])
+            beside = {"beside": True} if isinstance(module, ShardedCacheModule) else {}
+            module.prefetch(data, ctx=context.module_contexts[name], **beside)
             context.input_dist_tensors_requests[name] = NoWait(data)
         self._planned += 1

@@ -26,7 +26,7 @@ RUST_LAYERS = [
 ]
 # Module: the modules of the package it may import, those that these import included.
 _BASE = {"exceptions", "config", "initializers", "optimizers", "metrics", "publish", "collective"}
-_CACHE = _BASE | {"kernels", "cache", "lookup", "whole_model"}
+_CACHE = _BASE | {"kernels", "cache", "lookahead", "lookup", "whole_model"}
 PYTHON_IMPORTS = {
     "exceptions": set(),
     "collective": {"exceptions"},
@@ -37,7 +37,8 @@ PYTHON_IMPORTS = {
     "optimizers": {"exceptions", "config"},
     "kernels": _BASE,
     "cache": _BASE | {"kernels"},
-    "lookup": _BASE | {"kernels", "cache"},
+    "lookahead": set(),
+    "lookup": _BASE | {"kernels", "cache", "lookahead"},
     "whole_model": _BASE | {"cache"},
     "nn": _CACHE,
     "modules": _CACHE | {"nn"},
@@ -51,7 +52,7 @@ PYTHON_IMPORTS = {
 # Package or module of it: who alone may import it.
 RESERVED = {
     "torchrec": {"modules", "sharded", "train_pipeline"},
-    "torchrec_embcache._native": {"cache", "kernels", "lookup", "saver", "cli"},
+    "torchrec_embcache._native": {"cache", "kernels", "lookahead", "lookup", "saver", "cli"},
     "torch.distributed.checkpoint": {"dcp"},
     "megatron": {"megatron"},
 }

@@ -208,8 +208,13 @@ class ShardedCacheModule(CacheModule):
             stride=1,
         )
 
-    def prefetch(self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None) -> None:
-        """Plan a batch that arrived and start fetching its rows. Without its context, where plans are kept, nothing is done."""
+    def prefetch(
+        self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None, *, beside: bool = False
+    ) -> None:
+        """Plan a batch that arrived and start fetching its rows. Without its context, where plans are kept, nothing is done.
+
+        With `beside` it is planned on a thread, while this one computes: `settle_prefetched` ends that.
+        """
         del forward_stream
         if ctx is None or ctx.error is not None:
             return
@@ -219,11 +224,16 @@ class ShardedCacheModule(CacheModule):
             ctx.error = error
             return
         for lookup, features in zip(self._lookups, dist_input, strict=True):
-            try:
-                lookup.announce(features, train=train)
-            except Exception as error:
-                # The forward of the batch plans it again, and raises on every rank what is still wrong then.
-                logger.warning("%s: rows could not be fetched ahead: %s", self._owner, error)
+            lookup.announce(features, train=train, beside=beside, failed=self._say_not_ahead)
+
+    def _say_not_ahead(self, error: Exception) -> None:
+        # The forward of the batch plans it again, and raises on every rank what is still wrong then.
+        logger.warning("%s: rows could not be fetched ahead: %s", self._owner, error)
+
+    def settle_prefetched(self) -> None:
+        """Until every batch that was prefetched is planned: but for the SSD tier's work, nothing of this module runs beside."""
+        for lookup in self._lookups:
+            lookup.settle()
 
     def forget_prefetched(self) -> None:
         """Unpin the rows of batches that were prefetched and will not come."""

@@ -100,11 +100,28 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
     def purge(self) -> None:
         """Nothing; TorchRec calls it before a state_dict is loaded."""
 
-    def announce(self, features: KeyedJaggedTensor, *, train: bool) -> None:
-        """Start fetching the rows of a batch that a later forward, in this order, looks up."""
-        if self._group is not None:
+    def announce(
+        self, features: KeyedJaggedTensor, *, train: bool, beside: bool, failed: Callable[[Exception], None]
+    ) -> None:
+        """Start fetching the rows of a batch that a later forward, in this order, looks up; `failed` is called with an error.
+
+        With `beside` a thread plans the batch: `settle` before anyone looks at the tables.
+        """
+        if self._group is None:
+            return
+        try:
             planned = PlannedFeatures(features, train)
-            self._group.prefetch(planned.ids, planned.splits, train=train)
+            if beside:
+                self._group.prefetch_beside(planned.ids, planned.splits, train=train, failed=failed)
+            else:
+                self._group.prefetch(planned.ids, planned.splits, train=train)
+        except Exception as error:
+            failed(error)
+
+    def settle(self) -> None:
+        """Until what was announced is planned."""
+        if self._group is not None:
+            self._group.settle()
 
     def forget_announced(self) -> None:
         """Unpin what was announced."""

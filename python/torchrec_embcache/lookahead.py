@@ -1,0 +1,155 @@
+"""Lookahead: batches that were announced for later forwards, planned in that order, here or on a thread beside.
+
+One batch is planned at a time. The thread is this process's own, made with the first batch that is announced to it, and ends with
+its `Lookahead`. Everything else is called by the thread that trains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from ._native import Lookup, Plan
+
+__all__ = ["Lookahead", "PlanOptions"]
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How a batch is planned; see `Lookup.plan` in `_native.pyi`."""
+
+    train: bool
+    unseen_zeros: bool
+    threads: int
+
+    def plan(self, lookup: Lookup, ids: I64, splits: I64, *, ahead: bool) -> Plan:
+        """A plan of the core's."""
+        return lookup.plan(ids, splits, self.train, ahead, self.unseen_zeros, self.threads)
+
+
+@dataclass(eq=False)
+class _Announced:
+    """A batch; `plan` is None while the budget has no room for it, and when planning it `failed`."""
+
+    ids: I64
+    splits: I64
+    options: PlanOptions
+    plan: Plan | None = None
+    failed: bool = False
+
+    def is_for(self, ids: I64, splits: I64) -> bool:
+        return np.array_equal(self.splits, splits) and np.array_equal(self.ids, ids)
+
+
+class Lookahead:
+    """The announced batches of one lookup."""
+
+    def __init__(self) -> None:
+        self._batches: list[_Announced] = []
+        self._planning: _Announced | None = None
+        self._changed = threading.Condition()  # of the two above
+        self._thread: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
+
+    def announce(self, lookup: Lookup, ids: I64, splits: I64, options: PlanOptions) -> bool:
+        """Plan a batch; False: the budget ended before all of it, and the forward does the rest. Raises as planning does."""
+        self._add(ids, splits, options)
+        return self._plan(lookup)
+
+    def announce_beside(
+        self, lookup: Lookup, ids: I64, splits: I64, options: PlanOptions, failed: Callable[[Exception], None]
+    ) -> None:
+        """As `announce`, on the thread beside, which calls `failed` with an error. `settle` before anyone looks at the tables."""
+        self._add(ids, splits, options)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "embcache-plan")
+
+        def plan() -> None:
+            try:
+                self._plan(lookup)
+            except Exception as error:
+                failed(error)
+
+        self._jobs.append(self._thread.submit(plan))
+
+    def settle(self) -> None:
+        """Until what was announced to the thread beside is planned."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+
+    def take(self, ids: I64, splits: I64, *, train: bool, recomputed: bool) -> tuple[Plan | None, int]:
+        """The plan of the batch of this forward, if it was announced and planned, and how many batches announced before it were
+        dropped, being no forward's.
+
+        With `recomputed`, within a backward, the forward says nothing about the batches to come.
+        """
+        with self._changed:
+            mine = [batch for batch in self._batches if batch.options.train == train]
+            found = next((place for place, batch in enumerate(mine) if batch.is_for(ids, splits)), None)
+            stale = [] if recomputed else mine[: 1 if found is None else found]
+            batch = mine[found] if found is not None and (found == 0 or not recomputed) else None
+            self._remove([*stale, *([batch] if batch is not None else [])])
+        _release(stale)
+        return (batch.plan if batch is not None else None), len(stale)
+
+    def drop(self) -> None:
+        """Forget every batch and unpin its rows."""
+        with self._changed:
+            batches = list(self._batches)
+            self._remove(batches)
+        _release(batches)
+
+    def _add(self, ids: I64, splits: I64, options: PlanOptions) -> None:
+        with self._changed:
+            self._batches.append(_Announced(ids.copy(), splits.copy(), options))
+
+    def _remove(self, batches: list[_Announced]) -> None:
+        """With the lock held: from here on nobody plans these, nor is about to."""
+        for batch in batches:
+            self._batches.remove(batch)
+        while any(self._planning is batch for batch in batches):
+            self._changed.wait()
+
+    def _plan(self, lookup: Lookup) -> bool:
+        """Plan what was announced, in order, as far as the budget goes; whether that is all of it.
+
+        A batch whose plan fails holds nothing up: its forward plans it again.
+        """
+        while True:
+            with self._changed:
+                while self._planning is not None:
+                    self._changed.wait()
+                batch = None
+                for batch in self._batches:
+                    if batch.failed:
+                        continue
+                    if batch.plan is None:
+                        break
+                    if not batch.plan.complete_ahead():
+                        return False
+                else:
+                    return True
+                self._planning = batch
+            try:
+                batch.plan = batch.options.plan(lookup, batch.ids, batch.splits, ahead=True)
+            finally:
+                with self._changed:
+                    batch.failed = batch.plan is None
+                    self._planning = None
+                    self._changed.notify_all()
+
+
+def _release(batches: list[_Announced]) -> None:
+    for batch in batches:
+        if batch.plan is not None:
+            batch.plan.release()

@@ -1,0 +1,147 @@
+"""Batches planned on a thread beside: their order, their errors, and forwards that come before the plan is made."""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrec_embcache.exceptions import StorageError
+from torchrec_embcache.lookahead import Lookahead, PlanOptions
+
+WAIT_S = 30
+
+
+class Plan:
+    def __init__(self, first: int, complete: bool) -> None:
+        self.first = first
+        self.complete = complete
+        self.released = False
+
+    def complete_ahead(self) -> bool:
+        return self.complete
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Lookup:
+    """Plans a batch when it is let; the batch is known by its first id."""
+
+    def __init__(self, *, incomplete: int | None = None, bad: int | None = None) -> None:
+        self.incomplete, self.bad = incomplete, bad
+        self.plans: list[Plan] = []
+        self.threads: set[str] = set()
+        self.begun = threading.Semaphore(0)
+        self.let = threading.Semaphore(0)
+
+    def plan(self, ids: Any, *_options: Any) -> Plan:
+        self.threads.add(threading.current_thread().name)
+        self.begun.release()
+        assert self.let.acquire(timeout=WAIT_S)
+        if ids[0] == self.bad:
+            raise StorageError("the disk is gone")
+        plan = Plan(int(ids[0]), ids[0] != self.incomplete)
+        self.plans.append(plan)
+        return plan
+
+    def begins(self) -> None:
+        assert self.begun.acquire(timeout=WAIT_S)
+
+
+def batch(first: int) -> tuple[Any, Any]:
+    return np.array([first, 7]), np.array([0, 2])
+
+
+def beside(lookahead: Lookahead, lookup: Any, *firsts: int, failed: Callable[[Exception], None] = pytest.fail) -> None:
+    for first in firsts:
+        lookahead.announce_beside(lookup, *batch(first), PlanOptions(train=True, unseen_zeros=False, threads=1), failed)
+
+
+def take(lookahead: Lookahead, first: int) -> Any:
+    return lookahead.take(*batch(first), train=True, recomputed=False)
+
+
+def until_none_is_announced(lookahead: Lookahead) -> None:
+    while lookahead._batches:
+        os.sched_yield()
+
+
+def test_batches_are_planned_on_another_thread_in_the_order_they_were_announced():
+    lookahead, lookup = Lookahead(), Lookup()
+    beside(lookahead, lookup, 1, 2, 3)
+    lookup.let.release(3)
+    lookahead.settle()
+    assert [plan.first for plan in lookup.plans] == [1, 2, 3]
+    assert threading.current_thread().name not in lookup.threads
+    assert [take(lookahead, first) for first in (1, 2, 3)] == [(plan, 0) for plan in lookup.plans]
+
+
+def test_a_forward_waits_for_the_plan_of_its_batch_and_not_for_those_behind():
+    lookahead, lookup = Lookahead(), Lookup()
+    beside(lookahead, lookup, 1, 2)
+    lookup.begins()
+    with ThreadPoolExecutor(1) as forward:
+        taken = forward.submit(take, lookahead, 1)
+        lookup.let.release()
+        plan, dropped = taken.result(WAIT_S)
+    assert (plan.first, dropped) == (1, 0)
+    lookup.begins()  # the second, which nobody let go on
+    lookup.let.release()
+    lookahead.settle()
+    assert [plan.first for plan in lookup.plans] == [1, 2]
+
+
+def test_a_batch_whose_planning_has_not_begun_is_left_to_its_forward():
+    lookahead, lookup = Lookahead(), Lookup()
+    beside(lookahead, lookup, 1, 2)
+    lookup.begins()
+    assert lookahead.take(*batch(2), train=False, recomputed=False) == (None, 0), "another mode's"
+    with ThreadPoolExecutor(1) as forward:
+        taken = forward.submit(take, lookahead, 2)
+        until_none_is_announced(lookahead)
+        lookup.let.release()
+        assert taken.result(WAIT_S) == (None, 1)
+    lookahead.settle()
+    assert [(plan.first, plan.released) for plan in lookup.plans] == [(1, True)], "the first was no forward's"
+
+
+def test_dropping_waits_for_the_plan_under_way_and_releases_it():
+    lookahead, lookup = Lookahead(), Lookup()
+    beside(lookahead, lookup, 1, 2, 3)
+    lookup.begins()
+    with ThreadPoolExecutor(1) as other:
+        dropped = other.submit(lookahead.drop)
+        until_none_is_announced(lookahead)
+        lookup.let.release()
+        dropped.result(WAIT_S)
+    lookahead.settle()
+    assert [(plan.first, plan.released) for plan in lookup.plans] == [(1, True)]
+
+
+def test_an_error_is_told_and_holds_up_no_other_batch():
+    lookahead, lookup = Lookahead(), Lookup(bad=2)
+    errors: list[Exception] = []
+    beside(lookahead, lookup, 1, 2, 3, failed=errors.append)
+    lookup.let.release(3)
+    lookahead.settle()
+    assert [str(error) for error in errors] == ["the disk is gone"]
+    assert [plan.first for plan in lookup.plans] == [1, 3]
+    assert take(lookahead, 1) == (lookup.plans[0], 0)
+    assert take(lookahead, 2) == (None, 0), "its forward plans it again"
+    assert take(lookahead, 3) == (lookup.plans[1], 0)
+
+
+def test_batches_behind_one_that_the_budget_cuts_short_are_planned_once_it_is_gone():
+    lookahead, lookup = Lookahead(), Lookup(incomplete=1)
+    lookup.let.release(4)
+    beside(lookahead, lookup, 1, 2)
+    lookahead.settle()
+    assert [plan.first for plan in lookup.plans] == [1]
+    assert take(lookahead, 1) == (lookup.plans[0], 0)
+    beside(lookahead, lookup, 3)
+    lookahead.settle()
+    assert [plan.first for plan in lookup.plans] == [1, 2, 3]
