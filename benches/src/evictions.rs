@@ -1,15 +1,12 @@
 //! The rows that leave RAM: what an SSD tier is given when a batch's rows push others out.
 
-use crate::workload::SplitMix64;
+use crate::workload::{SplitMix64, Zipf};
 
 /// Ids are drawn by zipf's law and kept in an LRU of a tenth of them, all modified; the stream of the ranks that leave. Ids of the head hardly
 /// ever leave, so that this is the law's tail.
 pub struct Evictions {
     random: SplitMix64,
-    /// The law's cumulative weights,
-    cumulative: Vec<f64>,
-    /// and for each of as many equal parts of the unit interval the rank that its start falls on.
-    guide: Vec<u32>,
+    law: Zipf,
     /// Neighbours of a rank in the order of use: newer, older.
     links: Vec<[u32; 2]>,
     newest: u32,
@@ -23,23 +20,9 @@ const OUT: [u32; 2] = [NONE - 1, NONE - 1];
 impl Evictions {
     /// Over ranks `0..rows`, RAM full.
     pub fn new(seed: u64, rows: u32, exponent: f64) -> Self {
-        let mut total = 0.0;
-        let cumulative: Vec<f64> = (1..=rows)
-            .map(|rank| {
-                total += f64::from(rank).powf(-exponent);
-                total
-            })
-            .collect();
-        let mut rank = 0_u32;
-        let mut guide = Vec::with_capacity(rows as usize);
-        for part in 0..rows {
-            while cumulative[rank as usize] <= total * f64::from(part) / f64::from(rows) {
-                rank += 1;
-            }
-            guide.push(rank);
-        }
         let links = vec![OUT; rows as usize];
-        let mut this = Self { random: SplitMix64(seed), cumulative, guide, links, newest: NONE, oldest: NONE };
+        let mut this =
+            Self { random: SplitMix64(seed), law: Zipf::new(rows.into(), exponent), links, newest: NONE, oldest: NONE };
         let mut held = 0;
         while held < rows / 10 {
             held += u32::from(!this.used());
@@ -47,20 +30,9 @@ impl Evictions {
         this
     }
 
-    fn draw(&mut self) -> u32 {
-        let unit = self.random.next_f64();
-        let last = self.cumulative.len() - 1;
-        let point = unit * self.cumulative[last];
-        let mut rank = self.guide[(unit * self.guide.len() as f64) as usize] as usize;
-        while rank < last && self.cumulative[rank] <= point {
-            rank += 1;
-        }
-        rank as u32
-    }
-
     /// Use the next id; whether it was in RAM.
     fn used(&mut self) -> bool {
-        let rank = self.draw();
+        let rank = self.law.draw(&mut self.random) as u32;
         let held = self.links[rank as usize] != OUT;
         if held {
             if self.newest == rank {

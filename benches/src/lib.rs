@@ -34,4 +34,4 @@ pub use scratch::Scratch;
 pub use store::StoreWork;
 pub use tier::{APPEND_ROWS, CountedEngine, RECORD_BYTES, ROW_BYTES, TierRows, new_tier, tier_layout};
 pub use windows::{RAW_WRITE, raw_write_bytes, raw_write_rate, setting, settle, window};
-pub use workload::{BATCH_IDS, Ids, SplitMix64, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};
+pub use workload::{BATCH_IDS, Ids, SplitMix64, Zipf, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

@@ -48,21 +48,54 @@ impl SplitMix64 {
     }
 }
 
-/// `count` ranks in `0..rows`, rank r drawn in proportion to `(r + 1)^-exponent`, by inversion of the exact distribution.
-pub fn zipf_ranks(seed: u64, count: usize, rows: u64, exponent: f64) -> Vec<u64> {
-    let mut cumulative = Vec::with_capacity(rows as usize);
-    let mut total = 0.0;
-    for rank in 1..=rows {
-        total += (rank as f64).powf(-exponent);
-        cumulative.push(total);
+/// Zipf's law: ranks in `0..rows`, rank r drawn in proportion to `(r + 1)^-exponent`, by inversion of the exact distribution.
+#[derive(Clone, Debug)]
+pub struct Zipf {
+    /// The law's cumulative weights,
+    cumulative: Vec<f64>,
+    /// and for each of as many equal parts of the unit interval the rank that its start falls on.
+    guide: Vec<u32>,
+}
+
+impl Zipf {
+    /// Over fewer than 2³² ranks, at least one.
+    pub fn new(rows: u64, exponent: f64) -> Self {
+        let mut total = 0.0;
+        let cumulative: Vec<f64> = (1..=rows)
+            .map(|rank| {
+                total += (rank as f64).powf(-exponent);
+                total
+            })
+            .collect();
+        let mut rank = 0;
+        let mut guide = Vec::with_capacity(cumulative.len());
+        for part in 0..rows {
+            while cumulative[rank] <= total * part as f64 / rows as f64 {
+                rank += 1;
+            }
+            guide.push(rank as u32);
+        }
+        Self { cumulative, guide }
     }
+
+    /// The next rank.
+    pub fn draw(&self, random: &mut SplitMix64) -> u64 {
+        let unit = random.next_f64();
+        let last = self.cumulative.len() - 1;
+        let point = unit * self.cumulative[last];
+        let mut rank = self.guide[(unit * self.guide.len() as f64) as usize] as usize;
+        while rank < last && self.cumulative[rank] <= point {
+            rank += 1;
+        }
+        rank as u64
+    }
+}
+
+/// `count` ranks of [`Zipf`].
+pub fn zipf_ranks(seed: u64, count: usize, rows: u64, exponent: f64) -> Vec<u64> {
+    let zipf = Zipf::new(rows, exponent);
     let mut random = SplitMix64(seed);
-    (0..count)
-        .map(|_| {
-            let point = random.next_f64() * total;
-            (cumulative.partition_point(|&sum| sum <= point) as u64).min(rows - 1)
-        })
-        .collect()
+    (0..count).map(|_| zipf.draw(&mut random)).collect()
 }
 
 /// `count` ranks in `0..rows`, each as likely.

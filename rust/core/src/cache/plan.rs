@@ -15,7 +15,7 @@ use crate::kernels::{
 use crate::rows::{Arena, RowLayout};
 use crate::ssd::FetchBatch;
 use crate::sync::{Mutex, MutexGuard, RwLockWriteGuard, lock};
-use crate::types::{CacheSlot, NO_SLOT};
+use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// One planned batch. Its rows are pinned until the backward, `release`, or its drop.
 #[derive(Debug)]
@@ -145,6 +145,12 @@ impl Plan {
     /// Whether `wait` would not wait for the SSD.
     pub fn is_ready(&self) -> bool {
         lock(&self.inner).tables.iter().all(|table| table.loads.iter().all(|load| load.fetch.is_done()))
+    }
+
+    /// Per table the ids whose rows are being read from SSD for this plan. Those that [`Plan::wait`] has waited for are no longer here.
+    pub fn reading(&self) -> Vec<Vec<Id>> {
+        let ids = |table: &TablePlan| table.loads.iter().flat_map(|load| load.rows.iter().map(|&(id, _)| id)).collect();
+        lock(&self.inner).tables.iter().map(ids).collect()
     }
 
     /// Whether an `ahead` plan fetched everything.

@@ -15,8 +15,10 @@ use crate::rows::{RowLayout, RowMut};
 use crate::sync::{Condvar, Mutex, Ordering, lock, wait};
 use crate::types::Id;
 
-/// Records that lie together are read together up to this many bytes.
+/// Records that lie together are read together up to this many bytes,
 const LARGEST_READ: u64 = 128 << 10;
+/// across gaps of this many at most: reading on for 8 KiB costs a disk less than another read (10 us and 1 us more a KiB were measured).
+const LARGEST_GAP: u64 = 8 << 10;
 
 /// A batch of reads under way.
 #[derive(Debug, Default)]
@@ -245,7 +247,7 @@ impl FetchJob {
         result
     }
 
-    /// One read for records that lie in the same or neighbouring sectors. Read `i` serves items `groups[i]..groups[i + 1]`.
+    /// One read for records that lie near each other. Read `i` serves items `groups[i]..groups[i + 1]`.
     fn reads(&self) -> (Vec<Read>, Vec<u32>) {
         let mut reads: Vec<Read> = Vec::with_capacity(self.items.len());
         let mut groups: Vec<u32> = Vec::with_capacity(self.items.len() + 1);
@@ -258,7 +260,9 @@ impl FetchJob {
             {
                 let last_end = last.offset + last.len as u64;
                 let sector = item.offset - item.offset % ALIGNMENT as u64;
-                if sector <= last_end.next_multiple_of(ALIGNMENT as u64) && end - last.offset <= LARGEST_READ {
+                if sector <= last_end.next_multiple_of(ALIGNMENT as u64) + LARGEST_GAP
+                    && end - last.offset <= LARGEST_READ
+                {
                     last.len = (end.max(last_end) - last.offset) as usize;
                     continue;
                 }

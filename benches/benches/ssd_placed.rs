@@ -1,0 +1,250 @@
+//! Rows that a table reads from its SSD tier after its own policy has evicted them: where they lie there is the table's doing.
+//!
+//! The table has a RAM budget of an eighth of the store. Its rows are born by training, then it trains on the trace until eviction is
+//! steady. A round goes on with the trace, and times what brings a batch's rows into RAM (plan and wait); the rest of the step is not
+//! timed. The rate is of distinct rows that were not in RAM. The limit is raw reads of the same files at random offsets.
+//!
+//! `EMBCACHE_BENCH_SSD_ROWS` sets the rows (10M), `EMBCACHE_BENCH_SSD_WARM` the batches before the first round (120).
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use embcache::cache::{Lookup, Plan, Table};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::default_engine;
+use embcache::rows::Initializer;
+use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
+use embcache_benches::{
+    BATCH_IDS, Bench, Better, DIM, Ids, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, SplitMix64, StoreWork, Zipf,
+    run, scattered_id, scattered_slot, setting,
+};
+
+const DEPTH: usize = 128;
+const BATCHES: usize = 20;
+/// Batches of misses noted for other stores.
+const MISSED: usize = 20;
+const EXPONENT: f64 = 1.05;
+/// Ids of a group of the sessions.
+const GROUP: u64 = 16;
+
+fn main() {
+    let limit =
+        Some("raw io_uring, O_DIRECT, depth 128, same read size, random offsets in the same files, sorted and merged");
+    let (unit, better) = ("rows/s", Better::Higher);
+    run(&[
+        Bench { name: "ssd_fetch_zipf105", unit, better, limit, make: |scale| Placed::make(scale, Trace::zipf) },
+        Bench { name: "ssd_fetch_sessions", unit, better, limit, make: |scale| Placed::make(scale, Trace::sessions) },
+    ]);
+}
+
+/// Where a batch's ids come from.
+struct Trace {
+    rows: u64,
+    batch: usize,
+    zipf: Zipf,
+    random: SplitMix64,
+    sessions: bool,
+}
+
+impl Trace {
+    /// Ids drawn one by one.
+    fn zipf(rows: u64, batch: usize) -> Self {
+        Self { rows, batch, zipf: Zipf::new(rows, EXPONENT), random: SplitMix64(5), sessions: false }
+    }
+
+    /// Groups of ids drawn, each id of a drawn group present with probability one half.
+    fn sessions(rows: u64, batch: usize) -> Self {
+        Self { rows, batch, zipf: Zipf::new(rows / GROUP, EXPONENT), random: SplitMix64(5), sessions: true }
+    }
+
+    /// Hand every rank to `born` once, in an order that says nothing of how often it will be drawn. Sessions are born as their trace
+    /// would have it: the ids present at a group's first draw together, then those new at its second, and so on.
+    fn births(&mut self, born: &mut dyn FnMut(u64)) {
+        if !self.sessions {
+            (0..self.rows).for_each(|at| born(scattered_slot(at, self.rows) as u64));
+            return;
+        }
+        let groups = self.rows / GROUP;
+        let mut unborn = vec![u16::MAX; groups as usize];
+        while unborn.iter().any(|&left| left != 0) {
+            for at in 0..groups {
+                let group = scattered_slot(at, groups) as u64;
+                let present = self.random.next_u64() as u16 & unborn[group as usize];
+                unborn[group as usize] &= !present;
+                (0..GROUP).filter(|member| present >> member & 1 == 1).for_each(|member| born(group * GROUP + member));
+            }
+        }
+    }
+
+    fn batch(&mut self) -> Vec<i64> {
+        let mut ids = Vec::with_capacity(self.batch);
+        while ids.len() < self.batch {
+            let rank = self.zipf.draw(&mut self.random);
+            if self.sessions {
+                let present = self.random.next_u64() as u16;
+                let members = (0..GROUP).filter(|member| present >> member & 1 == 1);
+                ids.extend(members.map(|member| scattered_id(rank * GROUP + member)));
+            } else {
+                ids.push(scattered_id(rank));
+            }
+        }
+        ids.truncate(self.batch);
+        ids
+    }
+}
+
+fn config(rows: u64, dir: Option<&Path>, host_bytes: u64, ssd_bytes: u64) -> TableConfig {
+    TableConfig {
+        name: "rows".into(),
+        key: 1,
+        dim: DIM,
+        optimizer: OptimizerKind::RowWiseAdagrad,
+        initializer: Initializer::Uniform { low: -1.0, high: 1.0 },
+        seed: rows,
+        total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
+        buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
+        host_bytes,
+        device_rows: None,
+        ssd: dir.map(|dir| SsdConfig {
+            dir: dir.to_owned(),
+            bytes: ssd_bytes,
+            reopen: Reopen::Never,
+            resume_token: None,
+        }),
+        policy: PolicyKind::S3Fifo,
+        on_full: OnFull::Error,
+    }
+}
+
+struct Placed {
+    table: Table,
+    lookup: Lookup,
+    trace: Trace,
+    rows: u64,
+    /// Rows read a batch in the last round.
+    read: usize,
+    /// Ids that batches before the first round read from SSD, for stores that keep no rows in RAM.
+    missed: Ids,
+    host_bytes: u64,
+    scratch: Scratch,
+}
+
+impl Placed {
+    fn make(scale: Scale, trace: fn(u64, usize) -> Trace) -> Box<dyn Rounds> {
+        let rows = setting("EMBCACHE_BENCH_SSD_ROWS", scale.pick(10_000_000, 100_000));
+        let store = rows * RECORD_BYTES as u64;
+        let (host_bytes, ssd_bytes) = (store / 8, store * 13 / 10 + scale.pick(0, 16 << 20));
+        let scratch = Scratch::new(ssd_bytes).unwrap_or_else(|why| panic!("{why}"));
+        let config = config(rows, Some(&scratch.path().join("tier")), host_bytes, ssd_bytes);
+        let table = Table::open(config, None, default_engine().expect("an engine")).expect("a table");
+        let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("one feature");
+        let trace = trace(rows, scale.pick(BATCH_IDS, BATCH_IDS / 100));
+        let missed = Ids { values: Vec::new(), batch: 0 };
+        let mut this = Self { table, lookup, trace, rows, read: 0, missed, host_bytes, scratch };
+        this.load();
+        this.warm(setting("EMBCACHE_BENCH_SSD_WARM", scale.pick(120, 8)));
+        Box::new(this)
+    }
+
+    /// Train until eviction is steady, and note what the last batches miss.
+    fn warm(&mut self, batches: u64) {
+        let mut missed = Vec::new();
+        for at in 0..batches {
+            let ids = self.trace.batch();
+            let plan = self.plan(&ids);
+            if at + MISSED as u64 >= batches {
+                missed.push(plan.reading().remove(0));
+            }
+            plan.wait().expect("rows on disk");
+            plan.commit().expect("a step");
+        }
+        self.missed.batch = missed.iter().map(Vec::len).min().unwrap_or(0);
+        self.missed.values = missed.iter().flat_map(|ids| &ids[..self.missed.batch]).copied().collect();
+    }
+
+    fn load(&mut self) {
+        let mut ids = Vec::with_capacity(self.trace.batch);
+        let lookup = &self.lookup;
+        let train = |ids: &mut Vec<i64>| {
+            let plan = lookup.plan(ids, &[0, ids.len() as i64], true, false, false).expect("room for the rows");
+            plan.wait().expect("its rows");
+            plan.commit().expect("a step");
+            ids.clear();
+        };
+        let batch = self.trace.batch;
+        self.trace.births(&mut |rank| {
+            ids.push(scattered_id(rank));
+            if ids.len() == batch {
+                train(&mut ids);
+            }
+        });
+        train(&mut ids);
+        assert_eq!(self.table.len().expect("an open table"), self.rows);
+    }
+
+    fn plan(&self, ids: &[i64]) -> Plan {
+        self.lookup.plan(ids, &[0, ids.len() as i64], true, false, false).expect("a plan")
+    }
+
+    /// Rows that plans read from SSD so far.
+    fn rows_read(&self) -> u64 {
+        self.table.stats().expect("an open table").ssd.expect("an SSD tier").tier.hits
+    }
+}
+
+impl Rounds for Placed {
+    fn ours(&mut self) -> f64 {
+        let before = self.rows_read();
+        let mut spent = Duration::ZERO;
+        for _ in 0..BATCHES {
+            let ids = self.trace.batch();
+            let begin = Instant::now();
+            let plan = self.plan(&ids);
+            plan.wait().expect("rows on disk");
+            spent += begin.elapsed();
+            plan.commit().expect("a step");
+        }
+        let read = (self.rows_read() - before) as usize;
+        self.read = read / BATCHES;
+        read as f64 / spent.as_secs_f64()
+    }
+
+    fn limit(&mut self) -> Option<f64> {
+        // Compaction makes and removes files between rounds.
+        let mut raw = RawRecords::over(&self.scratch.path().join("tier"), RECORD_BYTES, DEPTH);
+        let mut spent = Duration::ZERO;
+        for _ in 0..BATCHES {
+            let mut places = raw.draw(self.read);
+            let begin = Instant::now();
+            raw.read(&mut places);
+            spent += begin.elapsed();
+        }
+        Some((BATCHES * self.read) as f64 / spent.as_secs_f64())
+    }
+
+    fn data(&self) -> Option<(&Ids, u64)> {
+        Some((&self.missed, self.rows))
+    }
+
+    fn store(&self) -> Option<StoreWork> {
+        Some(StoreWork::Fetch { rows: self.rows, ram_bytes: self.host_bytes })
+    }
+
+    /// Rows read are the same bits as rows that never left RAM.
+    fn check(&mut self) {
+        let ids = self.trace.batch();
+        let rows = |lookup: &Lookup, train: bool| {
+            let plan = lookup.plan(&ids, &[0, ids.len() as i64], train, false, false).expect("a plan");
+            plan.wait().expect("rows on disk");
+            let mut out = vec![0.0; ids.len() * DIM];
+            plan.forward_sequence(&mut out, &mut [None], 1).expect("rows");
+            out
+        };
+        let other = Table::open(config(self.rows, None, 256 << 20, 0), None, default_engine().expect("an engine"));
+        let other = Lookup::new(&[other.expect("a table")], &[0]).expect("one feature");
+        let before = self.rows_read();
+        let ours = rows(&self.lookup, true);
+        assert!(self.rows_read() > before, "nothing was read");
+        assert!(ours == rows(&other, false), "rows differ from those of a table in RAM");
+    }
+}
