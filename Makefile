@@ -23,10 +23,12 @@ ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | 
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-rust test-loom test-python lint rivals bench bench-smoke clean
+.PHONY: help setup demo test test-rust test-loom test-python fuzz stress lint rivals bench bench-smoke clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row"
 	@echo "make test         the tests of the core and of the package"
+	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
+	@echo "make stress       everything at once on small tables, TIMES=20 as long as in make test"
 	@echo "make lint         format, lints, types, stubs, import directions"
 	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some)"
 	@echo "make bench-smoke  the same, briefly, as a test"
@@ -69,6 +71,12 @@ test-loom:
 
 test-python: $(NATIVE)
 	@$(PY) -m pytest $(ARGS)
+
+fuzz:
+	@EMBCACHE_FUZZ_S=$(or $(FOR),300) cargo test --quiet --locked -p embcache-tests --test hostile
+
+stress:
+	@EMBCACHE_STRESS=$(or $(TIMES),20) EMBCACHE_WATCHDOG_S=7200 cargo test --quiet --locked -p embcache-tests --test stress
 
 lint: $(NATIVE)
 	cargo fmt --all --check

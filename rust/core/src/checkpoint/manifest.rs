@@ -190,6 +190,9 @@ impl TableSpec {
         if self.total_num_buckets == 0 {
             return refuse("total_num_buckets is 0".into());
         }
+        if self.step > MAX_COUNT {
+            return refuse(format!("step {} is more than any table has made", self.step));
+        }
         if let Some((name, value)) = self.optimizer.hyperparameters.iter().find(|(_, value)| !value.is_finite()) {
             return refuse(format!("hyperparameter {name} is {value}"));
         }
@@ -390,6 +393,9 @@ impl Manifest {
         }
         if self.chunk_bytes != CHUNK_BYTES as u64 {
             return Err(format!("chunk_bytes is {}", self.chunk_bytes));
+        }
+        if self.next_epoch == u32::MAX {
+            return Err("the epochs are used up".into());
         }
         if self.ranks.is_empty() || self.ranks.len() as u64 > u64::from(u32::MAX) {
             return Err(format!("it has {} ranks", self.ranks.len()));

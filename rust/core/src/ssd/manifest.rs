@@ -3,6 +3,7 @@
 //! `<token>.state` is a line `embcache-ssd-state 1 <crc32c> <bytes>` and as many bytes of JSON. It is published whole (temporary file,
 //! sync, rename, directory sync) after every segment it names is synced. Two are kept.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,6 +19,9 @@ const TITLE: &str = "embcache-ssd-state";
 const FORMAT: u32 = 1;
 /// No state file is longer: 2²⁰ segments at under 128 bytes.
 const LIMIT_BYTES: u64 = 128 << 20;
+
+/// Counters larger than this are damage: no process gets there one by one, and what is added to them does not overflow.
+const MAX_COUNT: u64 = 1 << 62;
 
 /// A state that the directory can be resumed from, and what keeps its segments' files.
 #[derive(Debug)]
@@ -81,9 +85,14 @@ pub(super) fn state_path(dir: &Path, token: u64) -> PathBuf {
 
 /// The token of a state file, `None` for any other file.
 pub(super) fn state_token(path: &Path) -> Option<u64> {
+    number_of(path, SUFFIX)
+}
+
+/// The number in a file name of 16 lower-case hexadecimal digits and `suffix`, `None` for any other name.
+pub(super) fn number_of(path: &Path, suffix: &str) -> Option<u64> {
     let name = path.file_name()?.to_str()?;
-    let (digits, suffix) = name.split_once('.')?;
-    (suffix == SUFFIX && digits.len() == 16).then(|| u64::from_str_radix(digits, 16).ok())?
+    let number = u64::from_str_radix(name.split_once('.')?.0, 16).ok()?;
+    (name == format!("{number:016x}.{suffix}")).then_some(number)
 }
 
 /// Whether a path is a state file that was being published.
@@ -144,6 +153,19 @@ impl StateFile {
             .map_err(|e| damaged("the state", "fields of format 1".to_owned(), format!("not readable ({e})")))?;
         if state.token != token {
             return Err(damaged("the token", token.to_string(), state.token.to_string()));
+        }
+        let highest = state.segments.iter().map(|segment| segment.serial).max().unwrap_or(0);
+        for (what, number) in
+            [("write_seq", state.write_seq), ("the step", state.counters.step), ("the serial of a segment", highest)]
+        {
+            if number > MAX_COUNT {
+                return Err(damaged(what, format!("at most {MAX_COUNT}"), number.to_string()));
+            }
+        }
+        let serials: HashSet<u64> = state.segments.iter().map(|segment| segment.serial).collect();
+        if serials.len() != state.segments.len() {
+            let got = format!("{} of {}", serials.len(), state.segments.len());
+            return Err(damaged("the number of distinct segments", state.segments.len().to_string(), got));
         }
         Ok(state)
     }

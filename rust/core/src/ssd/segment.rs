@@ -12,6 +12,7 @@ use super::background::{Background, panicked};
 use super::buffer::{BLOCK_BYTES, Block, Pool};
 use super::format::{Content, ENTRY_BYTES, Entry, Schema, TRAILER_BYTES, Trailer, encode_footer};
 use super::index::Location;
+use super::manifest::number_of;
 use super::space::{Geometry, Space};
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, AlignedBuf, IoEngine, IoFile, Open};
@@ -27,9 +28,7 @@ pub(super) fn segment_path(dir: &Path, serial: u64) -> PathBuf {
 
 /// The serial of a segment file, `None` for any other file.
 pub(super) fn segment_serial(path: &Path) -> Option<u64> {
-    let name = path.file_name()?.to_str()?;
-    let (digits, suffix) = name.split_once('.')?;
-    (suffix == SUFFIX && digits.len() == 16).then(|| u64::from_str_radix(digits, 16).ok())?
+    number_of(path, SUFFIX)
 }
 
 /// What is known of a segment once its footer is written and synced.

@@ -1,0 +1,241 @@
+//! The files of a checkpoint: LATEST, manifests, data files.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use embcache::checkpoint::{Checkpoint, Latest};
+use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
+use embcache::io::IoEngine;
+use embcache::types::{Id, bucket_of};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseResult;
+use serde_json::Value;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::made::{ROOT, Table, memory, save};
+use crate::mutate::{Files, apply, engine_of, files, steps};
+use crate::{check_error, fuzz};
+
+fn tables() -> Vec<Table> {
+    let ids: Vec<Id> = (-30..30).collect();
+    vec![Table::new("m", "a", RowWiseAdagrad, 4, &ids, 1), Table::new("m", "b", Sgd, 2, &ids[..9], 2)]
+}
+
+/// A checkpoint of two tables by two ranks, in several data files each.
+pub(crate) fn seed() -> &'static Files {
+    static SEED: OnceLock<Files> = OnceLock::new();
+    SEED.get_or_init(|| {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        save(&engine, Path::new(ROOT), &tables(), 2, 1000, 7).unwrap();
+        files(&*engine, Path::new(ROOT))
+    })
+}
+
+fn json(bytes: &[u8]) -> Option<(usize, usize)> {
+    if bytes.first() == Some(&b'{') {
+        return Some((0, bytes.len()));
+    }
+    let len = u64::from_le_bytes(bytes.get(..8)?.try_into().unwrap());
+    let end = usize::try_from(len).ok()?.checked_add(8).filter(|end| *end <= bytes.len())?;
+    Some((8, end))
+}
+
+fn value(bytes: &[u8]) -> Option<Value> {
+    let (start, end) = json(bytes)?;
+    serde_json::from_slice(&bytes[start..end]).ok()
+}
+
+fn is_data(path: &Path) -> bool {
+    path.extension().is_some_and(|found| found == "safetensors")
+}
+
+/// Offset and length of a tensor in a data file.
+fn tensor(header: &Value, data: usize, name: &str, len: usize) -> Option<(usize, usize)> {
+    let offset = |at: usize| header[name]["data_offsets"][at].as_u64().and_then(|at| usize::try_from(at).ok());
+    let (start, end) = (data.checked_add(offset(0)?)?, data.checked_add(offset(1)?)?);
+    (start <= end && end <= len).then_some((start, end))
+}
+
+/// Make the checksums of a data file's columns right, as far as its header can be read.
+fn reseal_columns(bytes: &mut [u8]) {
+    let (Some(header), Some((_, data))) = (value(bytes), json(bytes)) else { return };
+    let Some((at, end)) = tensor(&header, data, "checksums", bytes.len()) else { return };
+    let names = header.as_object().into_iter().flat_map(|fields| fields.keys());
+    let checked = names.filter(|name| !["__metadata__", "__pad", "checksums"].contains(&name.as_str()));
+    let mut columns: Vec<(usize, usize)> = checked
+        .filter_map(|name| tensor(&header, data, name, bytes.len()))
+        .filter(|(start, end)| start < end)
+        .collect();
+    columns.sort_unstable();
+    let crcs: Vec<u8> =
+        columns.iter().flat_map(|&(start, end)| crc32c::crc32c(&bytes[start..end]).to_le_bytes()).collect();
+    let count = crcs.len().min(end - at);
+    bytes[at..at + count].copy_from_slice(&crcs[..count]);
+}
+
+/// Make every checksum right, from the data files up to the coordinator's manifest.
+fn reseal(files: &mut Files) {
+    files.iter_mut().filter(|(path, _)| is_data(path)).for_each(|(_, bytes)| reseal_columns(bytes));
+    let data: Vec<(PathBuf, usize, u32, Option<u32>)> = files
+        .iter()
+        .filter(|(path, _)| is_data(path))
+        .map(|(path, bytes)| {
+            let header_end = json(bytes).map_or(0, |(_, end)| end);
+            let checksums = value(bytes).and_then(|header| tensor(&header, header_end, "checksums", bytes.len()));
+            let checksums = checksums.map(|(start, end)| crc32c::crc32c(&bytes[start..end]));
+            (path.clone(), bytes.len(), crc32c::crc32c(&bytes[..header_end]), checksums)
+        })
+        .collect();
+    let mut digests = Vec::new();
+    for (path, bytes) in files.iter_mut() {
+        let Some(stem) = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".json"))
+        else {
+            continue;
+        };
+        if stem == "manifest" {
+            continue;
+        }
+        let Some(mut manifest) = value(bytes) else { continue };
+        for table in manifest.get_mut("tables").and_then(Value::as_array_mut).into_iter().flatten() {
+            let dir = format!(
+                "{}+{}",
+                table["spec"]["module"].as_str().unwrap_or_default(),
+                table["spec"]["table"].as_str().unwrap_or_default()
+            );
+            for (n, file) in table.get_mut("files").and_then(Value::as_array_mut).into_iter().flatten().enumerate() {
+                let name = path.parent().unwrap().join(&dir).join(format!("{stem}.{n}.safetensors"));
+                if let Some((_, len, header, checksums)) = data.iter().find(|known| known.0 == name)
+                    && file.is_object()
+                {
+                    file["bytes"] = (*len).into();
+                    file["header_crc32c"] = (*header).into();
+                    file["checksums_crc32c"] = checksums.unwrap_or(0).into();
+                }
+            }
+        }
+        *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
+        digests.push((path.clone(), bytes.len(), xxh3_64(bytes)));
+    }
+    for (path, bytes) in files.iter_mut().filter(|(path, _)| path.ends_with("manifest.json")) {
+        let Some(mut manifest) = value(bytes) else { continue };
+        let Some(fields) = manifest.as_object_mut() else { continue };
+        fields.remove("xxh3");
+        let world = fields.get("ranks").and_then(Value::as_array).map_or(0, Vec::len);
+        for (rank, digest) in fields.get_mut("ranks").and_then(Value::as_array_mut).into_iter().flatten().enumerate() {
+            let name = path.with_file_name(format!("{rank}-of-{world}.json"));
+            if let Some((_, len, xxh3)) = digests.iter().find(|known| known.0 == name)
+                && digest.is_object()
+            {
+                digest["bytes"] = (*len).into();
+                digest["xxh3"] = (*xxh3).into();
+            }
+        }
+        *bytes = sealed(&manifest);
+    }
+}
+
+/// A coordinator's manifest with its own checksum.
+fn sealed(manifest: &Value) -> Vec<u8> {
+    let rendered = format!("{}\n", serde_json::to_string_pretty(manifest).unwrap());
+    let body = rendered.strip_suffix("\n}\n").unwrap_or(&rendered);
+    format!("{body},\n  \"xxh3\": {}\n}}\n", xxh3_64(rendered.as_bytes())).into_bytes()
+}
+
+/// Load every table as one rank and as the second of three. Rows that are not `original` fail.
+fn load(files: &Files, original: bool) -> TestCaseResult {
+    let engine = engine_of(files);
+    let opened = Latest::read(&*engine, Path::new(ROOT))
+        .and_then(|latest| Checkpoint::open(Arc::clone(&engine), Path::new(ROOT), latest));
+    let checkpoint = match opened {
+        Ok(checkpoint) => checkpoint,
+        Err(error) => return check_error(&error),
+    };
+    let known = tables();
+    for entry in &checkpoint.manifest().tables {
+        let spec = &entry.spec;
+        let third = spec.total_num_buckets / 3;
+        for buckets in [0..spec.total_num_buckets, third..2 * third] {
+            let reader = match checkpoint.table_reader(&spec.module, &spec.table, buckets.clone()) {
+                Ok(reader) => reader,
+                Err(error) => {
+                    check_error(&error)?;
+                    continue;
+                }
+            };
+            let mut rows = 0;
+            let mut wrong = None;
+            let read = reader.read(&mut |headers, vectors| {
+                rows += headers.len() as u64;
+                let floats = vectors.len() / headers.len().max(1);
+                for (header, vector) in headers.iter().zip(vectors.chunks(floats.max(1))) {
+                    let table = known.iter().find(|table| table.spec.table == spec.table);
+                    let row = table.and_then(|table| table.rows.get(&header.id));
+                    let same = row.is_some_and(|(is, floats)| is == header && floats == vector);
+                    if !buckets.contains(&bucket_of(header.id, spec.total_num_buckets)) || (original && !same) {
+                        wrong = Some(header.id);
+                    }
+                }
+                Ok(())
+            });
+            prop_assert_eq!(wrong, None, "a row that was never saved, or of another bucket, is handed over");
+            match read {
+                Ok(()) => prop_assert_eq!(rows, reader.rows()),
+                Err(error) => check_error(&error)?,
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_checkpoint_whose_files_were_changed_is_refused_or_gives_what_was_saved() {
+    fuzz(&steps(), |steps| {
+        let mut files = seed().clone();
+        apply(&mut files, &steps, json);
+        load(&files, true)
+    });
+}
+
+#[test]
+fn a_checkpoint_whose_files_were_changed_and_sealed_again_is_refused_or_loads_without_a_panic() {
+    fuzz(&steps(), |steps| {
+        let mut files = seed().clone();
+        apply(&mut files, &steps, json);
+        reseal(&mut files);
+        load(&files, false)
+    });
+}
+
+#[test]
+fn a_manifest_whose_counters_cannot_go_on_is_refused() {
+    let changes: [fn(&mut Value); 2] = [
+        |manifest| manifest["next_epoch"] = u32::MAX.into(),
+        |manifest| manifest["tables"][0]["spec"]["step"] = u64::MAX.into(),
+    ];
+    for change in changes {
+        let mut files = seed().clone();
+        for (_, bytes) in files.iter_mut().filter(|(path, _)| path.extension().is_some_and(|found| found == "json")) {
+            let mut manifest = value(bytes).unwrap();
+            change(&mut manifest);
+            *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
+        }
+        reseal(&mut files);
+        let engine = engine_of(&files);
+        let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
+        let error = Checkpoint::open(engine, Path::new(ROOT), latest).unwrap_err();
+        assert_eq!(error.kind(), embcache::Kind::Corruption, "{error}");
+    }
+}
+
+#[test]
+fn the_seed_loads_and_so_does_what_is_sealed_again() {
+    let mut files = seed().clone();
+    load(&files, true).unwrap();
+    reseal(&mut files);
+    let engine = engine_of(&files);
+    let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
+    let checkpoint = Checkpoint::open(engine, Path::new(ROOT), latest).unwrap();
+    let reader = checkpoint.table_reader("m", "a", 0..7).unwrap();
+    assert_eq!(reader.rows(), 60);
+    reader.read(&mut |_, _| Ok(())).unwrap();
+}

@@ -1,0 +1,70 @@
+//! Bytes from disk are hostile: files made by the code, changed at random in bytes and in structure, most of them with every checksum
+//! made right again, so that what lies behind the checksums is met too.
+//!
+//! Whatever the files say: no panic, no hang, no allocation that the size of the files does not explain, and errors of kinds that tell what
+//! is wrong. `EMBCACHE_FUZZ_S=600` (`make fuzz FOR=600`) runs for that many seconds instead of a fixed number of cases.
+#![allow(clippy::unwrap_used)]
+
+mod checkpoint;
+#[path = "../checkpoint/made.rs"]
+#[allow(dead_code)]
+mod made;
+mod memory;
+mod mutate;
+mod named;
+mod ssd;
+
+use std::time::{Duration, Instant};
+
+use embcache::{Error, Kind};
+use proptest::strategy::Strategy;
+use proptest::test_runner::{Config, TestCaseError, TestCaseResult, TestRunner};
+
+/// Cases of each target where no time is given.
+const CASES: u32 = 400;
+/// No single allocation is larger: the largest legal one is a reader's staging of one group, and the groups of these files are small.
+const LARGEST_ALLOCATION: usize = 16 << 20;
+
+/// Run `test` on many values of `strategy`.
+fn fuzz<S: Strategy>(strategy: &S, test: impl Fn(S::Value) -> TestCaseResult) {
+    let seconds = std::env::var("EMBCACHE_FUZZ_S").ok().and_then(|seconds| seconds.parse().ok());
+    let end = seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds));
+    loop {
+        let config = Config { cases: CASES, max_shrink_iters: 2000, failure_persistence: None, ..Config::default() };
+        let tested = TestRunner::new(config).run(strategy, |value| {
+            test(value)?;
+            let largest = memory::largest();
+            if largest > LARGEST_ALLOCATION {
+                return Err(TestCaseError::fail(format!("{largest} bytes were allocated at once")));
+            }
+            Ok(())
+        });
+        if let Err(failure) = tested {
+            panic!("{failure}");
+        }
+        if end.is_none_or(|end| Instant::now() > end) {
+            return;
+        }
+    }
+}
+
+/// Check that an error is one that damaged files may end in, and says where.
+fn check_error(error: &Error) -> TestCaseResult {
+    let expected = matches!(
+        error.kind(),
+        Kind::Corruption
+            | Kind::Mismatch
+            | Kind::Unsupported
+            | Kind::Config
+            | Kind::State
+            | Kind::Path
+            | Kind::Capacity
+            | Kind::ReadOnly
+            | Kind::Storage
+            | Kind::Input
+    );
+    if !expected || (error.kind() == Kind::Corruption && error.path().is_none()) {
+        return Err(TestCaseError::fail(format!("{error:?}")));
+    }
+    Ok(())
+}

@@ -1,0 +1,45 @@
+//! How much is allocated at once, by any thread.
+#![allow(unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+static LARGEST: AtomicUsize = AtomicUsize::new(0);
+
+/// The system's allocator, with a note of the largest request.
+struct Noting;
+
+#[global_allocator]
+static ALLOCATOR: Noting = Noting;
+
+fn note(bytes: usize) {
+    LARGEST.fetch_max(bytes, Ordering::Relaxed);
+}
+
+// SAFETY: every call goes to the system's allocator unchanged.
+unsafe impl GlobalAlloc for Noting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        note(layout.size());
+        // SAFETY: the caller's promises are those that System asks for.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        note(layout.size());
+        // SAFETY: as above.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        note(bytes);
+        // SAFETY: as above.
+        unsafe { System.realloc(at, layout, bytes) }
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+/// The largest request so far.
+pub(crate) fn largest() -> usize {
+    LARGEST.load(Ordering::Relaxed)
+}

@@ -1,0 +1,270 @@
+//! The files of an SSD tier: segments and states.
+
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use embcache::Kind;
+use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::io::{IoEngine, MemoryEngine};
+use embcache::rows::{RowHeader, RowLayout, RowMut, RowRef};
+use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::types::{Id, hash_id};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseResult;
+use serde_json::Value;
+
+use crate::mutate::{Files, apply, engine_of, files, steps};
+use crate::{check_error, fuzz};
+
+pub(crate) const DIM: usize = 3;
+pub(crate) const IDS: Id = 300;
+const DIR: &str = "/t";
+
+fn layout() -> RowLayout {
+    OptimizerKind::RowWiseAdagrad.layout(DIM)
+}
+
+fn open(engine: &Arc<dyn IoEngine>, reopen: Reopen, resume_token: Option<u64>) -> embcache::Result<SsdTier> {
+    let identity = Identity {
+        table: "item".into(),
+        key: 7,
+        dim: DIM as u64,
+        optimizer: "rowwise_adagrad".into(),
+        seed: 1,
+        initializer: "Uniform(-1, 1)".into(),
+        total_num_buckets: 10,
+        bucket_begin: 0,
+        bucket_end: 10,
+    };
+    let config = SsdConfig { dir: DIR.into(), bytes: 512 << 10, reopen, resume_token };
+    SsdTier::open(&config, &identity, layout(), engine.clone()).map(|(tier, _)| tier)
+}
+
+fn row(id: Id, version: u32) -> (RowHeader, [f32; DIM]) {
+    (RowHeader { id, count: version, scalar: 0.5, ..RowHeader::default() }, [id as f32; DIM])
+}
+
+fn append(tier: &SsdTier, ids: impl Iterator<Item = Id>, version: u32, known: bool) -> embcache::Result<()> {
+    let rows: Vec<_> = ids.map(|id| row(id, version)).collect();
+    let rows: Vec<RowRef<'_>> = rows.iter().map(|(header, vector)| RowRef { header, vector }).collect();
+    tier.append(&rows, &vec![known; rows.len()])
+}
+
+/// The files of a tier with two states, dead records and tombstones.
+pub(crate) fn seed() -> &'static Files {
+    static SEED: OnceLock<Files> = OnceLock::new();
+    SEED.get_or_init(|| {
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let tier = open(&engine, Reopen::Never, None).unwrap();
+        append(&tier, 0..IDS, 1, false).unwrap();
+        tier.publish(1, StateCounters { step: 3, epoch: 1 }).unwrap();
+        append(&tier, (0..IDS).step_by(3), 2, true).unwrap();
+        tier.remove(&(0..IDS).step_by(7).collect::<Vec<Id>>()).unwrap();
+        tier.publish(2, StateCounters { step: 5, epoch: 2 }).unwrap();
+        tier.close().unwrap();
+        let mut files = files(&*engine, Path::new(DIR));
+        files.retain(|path, _| path.file_name().is_some_and(|name| name != "lock"));
+        assert!(files.len() >= 5, "{:?}", files.keys());
+        files
+    })
+}
+
+fn is(path: &Path, suffix: &str) -> bool {
+    path.extension().is_some_and(|found| found == suffix)
+}
+
+/// Where the JSON of a state file lies.
+fn json(bytes: &[u8]) -> Option<(usize, usize)> {
+    let start = bytes.iter().position(|&byte| byte == b'\n')? + 1;
+    bytes.starts_with(b"embcache").then_some((start, bytes.len()))
+}
+
+fn le(bytes: &[u8], at: usize) -> usize {
+    bytes.get(at..at + 4).map_or(0, |word| u32::from_le_bytes(word.try_into().unwrap()) as usize)
+}
+
+fn set_crc(bytes: &mut [u8], over: std::ops::Range<usize>, at: usize) {
+    if over.start <= over.end && over.end <= bytes.len() && at + 4 <= bytes.len() {
+        let crc = crc32c::crc32c(&bytes[over]);
+        bytes[at..at + 4].copy_from_slice(&crc.to_le_bytes());
+    }
+}
+
+/// Make the checksums of a segment right, and with `sorted` the order of its entries too.
+fn reseal_segment(bytes: &mut [u8], sorted: bool) {
+    const TRAILER: usize = 48;
+    const ENTRY: usize = 24;
+    let (header, record) = (le(bytes, 8), le(bytes, 16).max(44));
+    if header < 4 || header + TRAILER > bytes.len() {
+        return;
+    }
+    set_crc(bytes, 0..header - 4, header - 4);
+    let trailer = bytes.len() - TRAILER;
+    let count = le(bytes, trailer + 8).min((trailer - header) / (record + ENTRY));
+    for number in 0..count {
+        let at = header + number * record;
+        set_crc(bytes, at + 4..at + record, at);
+    }
+    let entries = trailer - count * ENTRY;
+    if sorted {
+        let mut all: Vec<[u8; ENTRY]> =
+            bytes[entries..trailer].chunks(ENTRY).map(|entry| entry.try_into().unwrap()).collect();
+        let word = |entry: &[u8; ENTRY], at: usize| u64::from_le_bytes(entry[at..at + 8].try_into().unwrap());
+        all.sort_by_key(|entry| (hash_id(word(entry, 0) as Id), word(entry, 8)));
+        bytes[entries..trailer].copy_from_slice(&all.concat());
+    }
+    set_crc(bytes, entries..trailer, trailer + 40);
+    set_crc(bytes, trailer..trailer + 44, trailer + 44);
+}
+
+/// A state file around this JSON.
+pub(crate) fn state_file(body: &[u8]) -> Vec<u8> {
+    let line = format!("embcache-ssd-state 1 {:08x} {}\n", crc32c::crc32c(body), body.len());
+    [line.as_bytes(), body].concat()
+}
+
+/// Make every checksum right that names another's bytes.
+fn reseal(files: &mut Files, changed: &[std::path::PathBuf], sorted: bool) {
+    for path in changed.iter().filter(|path| is(path, "seg")) {
+        if let Some(bytes) = files.get_mut(path) {
+            reseal_segment(bytes, sorted);
+        }
+    }
+    let segments: Vec<(u64, usize, usize)> = files
+        .iter()
+        .filter(|(path, bytes)| is(path, "seg") && bytes.len() >= 4)
+        .filter_map(|(path, bytes)| {
+            let serial = u64::from_str_radix(path.file_stem()?.to_str()?, 16).ok()?;
+            Some((serial, bytes.len(), le(bytes, bytes.len() - 4)))
+        })
+        .collect();
+    for (_, bytes) in files.iter_mut().filter(|(path, _)| is(path, "state")) {
+        let Some((start, end)) = json(bytes) else { continue };
+        let Ok(mut state) = serde_json::from_slice::<Value>(&bytes[start..end]) else { continue };
+        if let Some(named) = state.get_mut("segments").and_then(Value::as_array_mut) {
+            for segment in named {
+                let serial = segment.get("n").and_then(Value::as_u64);
+                if let Some((_, len, crc)) = segments.iter().find(|known| Some(known.0) == serial)
+                    && changed.iter().any(|path| is(path, "seg"))
+                {
+                    segment["b"] = (*len).into();
+                    segment["c"] = (*crc).into();
+                }
+            }
+        }
+        *bytes = state_file(&serde_json::to_vec(&state).unwrap());
+    }
+}
+
+/// Open the tier that these files make and use it in every way. Rows that are not `original` fail unless `resealed`.
+pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestCaseResult {
+    let engine = engine_of(files);
+    if let Err(error) = SsdTier::published(Path::new(DIR), &*engine) {
+        check_error(&error)?;
+    }
+    let tier = match open(&engine, Reopen::Resume, token) {
+        Ok(tier) => tier,
+        Err(error) => {
+            check_error(&error)?;
+            // A refused directory can always be given up.
+            let again = open(&engine, Reopen::Discard, None);
+            prop_assert!(again.is_ok(), "{:?}", again.err());
+            return Ok(());
+        }
+    };
+    let ids: Vec<Id> = (-5..IDS + 5).chain([i64::MIN, i64::MAX]).collect();
+    let mut found: Vec<(RowHeader, [f32; DIM])> = vec![(RowHeader::default(), [0.0; DIM]); ids.len()];
+    for (at, &id) in ids.iter().enumerate() {
+        let place = RowMut { header: &raw mut found[at].0, vector: found[at].1.as_mut_ptr() };
+        match tier.fetch(vec![(id, place)]).wait() {
+            Ok(missing) if missing.is_empty() => {
+                prop_assert_eq!(found[at].0.id, id);
+                if !resealed {
+                    let version = found[at].0.count;
+                    prop_assert_eq!(found[at], row(id, version), "a row that was never written is served");
+                }
+            }
+            Ok(_) => {}
+            Err(error) => check_error(&error)?,
+        }
+    }
+    let mut rows = 0;
+    let scanned = tier.scan(&mut |_| {
+        rows += 1;
+        Ok(())
+    });
+    match scanned {
+        Ok(()) => prop_assert!(rows <= tier.rows()),
+        Err(error) => check_error(&error)?,
+    }
+    let mut maybe = vec![false; ids.len()];
+    tier.maybe_contains(&ids, &mut maybe);
+    for (at, &id) in ids.iter().enumerate() {
+        if let Err(error) = append(&tier, std::iter::once(id), 9, maybe[at]) {
+            check_error(&error)?;
+        }
+    }
+    let steps: [embcache::Result<()>; 4] = [
+        tier.evict(50, &|_| false).map(|_| ()),
+        tier.remove(&ids[..20]),
+        tier.publish(u64::MAX, StateCounters::default()),
+        tier.close(),
+    ];
+    for error in steps.into_iter().filter_map(Result::err) {
+        check_error(&error)?;
+    }
+    drop(tier);
+    match open(&engine, Reopen::Resume, None) {
+        Ok(_) => {}
+        Err(error) => check_error(&error)?,
+    }
+    Ok(())
+}
+
+/// What a resume of these files is refused with.
+pub(crate) fn refusal(files: &Files) -> Option<Kind> {
+    open(&engine_of(files), Reopen::Resume, None).err().map(|error| error.kind())
+}
+
+/// What lies there after a resume.
+pub(crate) fn files_after_use(before: &Files) -> Files {
+    let engine = engine_of(before);
+    open(&engine, Reopen::Resume, None).unwrap().close().unwrap();
+    files(&*engine, Path::new(DIR))
+}
+
+#[test]
+fn a_tier_whose_files_were_changed_is_refused_or_serves_what_was_written() {
+    fuzz(&(steps(), prop::option::of(0..4_u64)), |(steps, token)| {
+        let mut files = seed().clone();
+        apply(&mut files, &steps, json);
+        use_it(&files, token, false)
+    });
+}
+
+#[test]
+fn a_tier_whose_files_were_changed_and_sealed_again_is_refused_or_works_without_a_panic() {
+    fuzz(&(steps(), prop::option::of(0..4_u64), any::<bool>()), |(steps, token, sorted)| {
+        let mut files = seed().clone();
+        let changed = apply(&mut files, &steps, json);
+        reseal(&mut files, &changed, sorted);
+        use_it(&files, token, true)
+    });
+}
+
+#[test]
+fn the_seed_is_resumed_and_resealing_changes_nothing() {
+    let mut files = seed().clone();
+    let all: Vec<_> = files.keys().cloned().collect();
+    reseal(&mut files, &all, true);
+    for token in [1, 2] {
+        let tier = open(&engine_of(&files), Reopen::Resume, Some(token)).unwrap();
+        assert!(tier.rows() > 200);
+    }
+    let segments: Vec<_> = seed().iter().filter(|(path, _)| is(path, "seg")).collect();
+    assert!(segments.iter().all(|(path, bytes)| files[*path] == **bytes));
+    assert_eq!(
+        open(&engine_of(&Files::new()), Reopen::Resume, Some(1)).err().map(|error| error.kind()),
+        Some(Kind::State)
+    );
+}
