@@ -55,7 +55,7 @@ struct Fetches {
 impl Fetches {
     fn make(scale: Scale, cost: bool) -> Box<dyn Rounds> {
         let rows = setting("EMBCACHE_BENCH_SSD_ROWS", scale.pick(10_000_000, 50_000));
-        let bytes = rows * RECORD_BYTES as u64 * 11 / 10 + (64 << 20);
+        let bytes = rows * RECORD_BYTES as u64 * 13 / 10 + scale.pick(0, 16 << 20);
         let scratch = Scratch::new(bytes).unwrap_or_else(|why| panic!("{why}"));
         let engine = default_engine().expect("an engine");
         let tier = new_tier(scratch.path(), &engine, bytes);

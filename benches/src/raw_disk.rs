@@ -15,9 +15,11 @@ use crate::workload::SplitMix64;
 const SECTOR: usize = 512;
 /// Completions waited for with one system call.
 const REAP: usize = 16;
-/// Records further apart than this are read apart: about what the disk transfers in the time of one more request.
+/// Records are read together when their blocks
+const BLOCK: u64 = 4096;
+/// are no further apart than this: about what the disk transfers in the time of one more request,
 const MERGED_GAP: u64 = 8 << 10;
-/// Records are read together up to this many bytes.
+/// up to this many bytes in all.
 const LARGEST_MERGED: usize = 128 << 10;
 
 /// A ring with `O_DIRECT` on one file or several, which are registered, as is the memory where that is permitted.
@@ -169,7 +171,7 @@ impl RawRecords {
             let end = offset + self.record_bytes as u64;
             if let Some((last, begin, len)) = merged.last_mut()
                 && *last == file
-                && offset <= *begin + *len as u64 + MERGED_GAP
+                && offset - offset % BLOCK <= (*begin + *len as u64).next_multiple_of(BLOCK) + MERGED_GAP
                 && end - *begin <= LARGEST_MERGED as u64
             {
                 *len = (*len).max((end - *begin) as usize);

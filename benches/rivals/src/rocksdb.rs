@@ -12,6 +12,8 @@ use crate::{FetchStore, Missing, RewriteStore};
 
 /// Bytes of a key and its value.
 const ROW_BYTES: usize = 8 + VALUE_BYTES;
+/// Threads that a batch is written by.
+const WRITERS: usize = 4;
 /// Bytes of a file of the load.
 const FILE_BYTES: usize = 64 << 20;
 
@@ -177,11 +179,11 @@ pub(crate) struct Fetches {
     what: String,
 }
 
-/// Read options that threads share.
-struct ReadOptions(*const c_void);
+/// Options of reads or writes that threads share.
+struct Options(*const c_void);
 
 // SAFETY: nobody changes them.
-unsafe impl Sync for ReadOptions {}
+unsafe impl Sync for Options {}
 
 impl Fetches {
     pub(crate) fn load(dir: &Path, rows: u64, ram_bytes: u64) -> Result<Self, Missing> {
@@ -214,7 +216,7 @@ impl FetchStore for Fetches {
     fn cool(&mut self) {}
 
     fn fetch(&mut self, ids: &[i64], out: &mut [u8]) {
-        let (db, read) = (&self.db, &ReadOptions(self.read));
+        let (db, read) = (&self.db, &Options(self.read));
         sharded(ids.iter().map(|id| *id as u64), out, || {
             move |shard, places| {
                 let calls = &db.calls;
@@ -258,7 +260,7 @@ impl FetchStore for Fetches {
 pub(crate) struct Rewrites {
     db: Db,
     write: *mut c_void,
-    batch: *mut c_void,
+    batches: [Batch; WRITERS],
     flush: *mut c_void,
 }
 
@@ -276,19 +278,42 @@ impl Rewrites {
         let db = Db::open(dir, &options)?;
         db.load(dir, rows, &options);
         // SAFETY: each makes a value.
-        let (write, batch, flush) = unsafe {
+        let (write, batches, flush) = unsafe {
             let write = (db.calls.writeoptions_create)();
             (db.calls.writeoptions_disable_WAL)(write, 1);
-            (write, (db.calls.writebatch_create)(), (db.calls.flushoptions_create)())
+            (write, [(); WRITERS].map(|()| Batch((db.calls.writebatch_create)())), (db.calls.flushoptions_create)())
         };
-        Ok(Self { db, write, batch, flush })
+        Ok(Self { db, write, batches, flush })
+    }
+}
+
+/// A batch of writes, used by one thread at a time.
+struct Batch(*mut c_void);
+
+// SAFETY: a batch is memory of no thread in particular.
+unsafe impl Send for Batch {}
+
+impl Batch {
+    fn write(&mut self, db: &Db, options: &Options, ids: &[i64]) {
+        let calls = &db.calls;
+        // SAFETY: keys and values outlive their calls, which copy them.
+        unsafe {
+            (calls.writebatch_clear)(self.0);
+            for &id in ids {
+                let (key, value) = (key(id), value(id));
+                (calls.writebatch_put)(self.0, key.as_ptr().cast(), 8, value.as_ptr().cast(), VALUE_BYTES);
+            }
+            checked(|error| (calls.write)(db.pointer, options.0, self.0, error));
+        }
     }
 }
 
 impl Drop for Rewrites {
     fn drop(&mut self) {
-        // SAFETY: nobody uses it any more.
-        unsafe { (self.db.calls.writebatch_destroy)(self.batch) };
+        for batch in &self.batches {
+            // SAFETY: nobody uses it any more.
+            unsafe { (self.db.calls.writebatch_destroy)(batch.0) };
+        }
     }
 }
 
@@ -298,16 +323,12 @@ impl RewriteStore for Rewrites {
     }
 
     fn write(&mut self, ids: &[i64]) {
-        let calls = &self.db.calls;
-        // SAFETY: keys and values outlive their calls, which copy them.
-        unsafe {
-            (calls.writebatch_clear)(self.batch);
-            for &id in ids {
-                let (key, value) = (key(id), value(id));
-                (calls.writebatch_put)(self.batch, key.as_ptr().cast(), 8, value.as_ptr().cast(), VALUE_BYTES);
+        let (db, options) = (&self.db, &Options(self.write));
+        std::thread::scope(|scope| {
+            for (ids, batch) in ids.chunks(ids.len().div_ceil(WRITERS)).zip(&mut self.batches) {
+                scope.spawn(move || batch.write(db, options, ids));
             }
-            checked(|error| (calls.write)(self.db.pointer, self.write, self.batch, error));
-        }
+        });
     }
 
     fn drain(&mut self) {
