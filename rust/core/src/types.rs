@@ -28,6 +28,16 @@ pub fn hash_id(id: Id) -> u64 {
     x ^ (x >> 31)
 }
 
+/// The inverse of [`hash_id`].
+#[inline]
+pub fn id_of_hash(hash: u64) -> Id {
+    let mut x = hash ^ (hash >> 31) ^ (hash >> 62);
+    x = x.wrapping_mul(0x3196_42b2_d24d_8ec3);
+    x = x ^ (x >> 27) ^ (x >> 54);
+    x = x.wrapping_mul(0x96de_1b17_3f11_9089);
+    (x ^ (x >> 30) ^ (x >> 60)) as Id
+}
+
 /// The key of a table: derived from its name when it is created and kept with its files, so that a rename changes no birth.
 pub fn table_key(name: &str) -> u64 {
     xxhash_rust::xxh3::xxh3_64(name.as_bytes())
@@ -48,3 +58,17 @@ pub struct RowMeta {
 
 /// Steps without use after which a row's score is halved.
 pub const SCORE_HALF_LIFE_STEPS: u64 = 1024;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hash_gives_its_id_back() {
+        for bit in 0..64 {
+            for id in [1_i64 << bit, (1_i64 << bit).wrapping_sub(1), !(1_i64 << bit), hash_id(bit) as i64] {
+                assert_eq!(id_of_hash(hash_id(id)), id);
+            }
+        }
+    }
+}

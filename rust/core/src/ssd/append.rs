@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use super::buffer::Pool;
+use super::footers::read_entries;
 use super::format::{Content, Entry};
 use super::index::Location;
 use super::record::{encode_row, encode_tombstone};
-use super::recover::read_entries;
 use super::segment::{OpenSegment, Segment};
 use super::shared::{Counters, Shared, State, Stream};
 use crate::error::{Error, Kind, Result};
@@ -222,7 +222,7 @@ impl Shared {
                 }
             }
             if segment.sealed().is_some() {
-                let mut entries = read_entries(segment)?;
+                let mut entries = read_entries(&*self.home.engine, segment)?;
                 entries.sort_unstable_by_key(|entry| entry.record);
                 return Ok(entries);
             }

@@ -58,8 +58,7 @@ const AHEAD: usize = 16;
 /// Ids to locations. See the module.
 #[derive(Debug)]
 pub struct TagIndex {
-    sub_table_bits: u32,
-    tag_bits: u32,
+    shape: Shape,
     tables: Vec<SubTable>,
     pool: Pool,
     exact: HashMap<Id, Location, IdHasher>,
@@ -90,8 +89,7 @@ impl TagIndex {
     pub fn with_sub_tables(sub_table_bits: u32, tag_bits: u32) -> Self {
         assert!(sub_table_bits <= 16 && (1..=24).contains(&tag_bits), "widths out of range");
         Self {
-            sub_table_bits,
-            tag_bits,
+            shape: Shape { sub_table_bits, tag_bits },
             tables: vec![SubTable::default(); 1 << sub_table_bits],
             pool: Pool::default(),
             exact: HashMap::default(),
@@ -209,7 +207,7 @@ impl TagIndex {
 
     /// Forget everything and give the memory back.
     pub fn clear(&mut self) {
-        *self = Self::with_sub_tables(self.sub_table_bits, self.tag_bits);
+        *self = Self::with_sub_tables(self.shape.sub_table_bits, self.shape.tag_bits);
     }
 
     /// Hand every location to `seen`, each once, in no particular order.
@@ -224,14 +222,12 @@ impl TagIndex {
 
     #[inline]
     fn print(&self, id: Id) -> (usize, u64) {
-        let hash = hash_id(id);
-        let table = (hash >> 48) as usize >> (16 - self.sub_table_bits);
-        (table, hash << self.sub_table_bits >> (64 - self.tag_bits))
+        self.shape.print(hash_id(id))
     }
 
     #[inline]
     fn home(&self, table: usize, tag: u64) -> usize {
-        ((tag * u64::from(self.tables[table].homes)) >> self.tag_bits) as usize
+        self.shape.home(tag, self.tables[table].homes)
     }
 
     #[inline]
@@ -292,25 +288,17 @@ impl TagIndex {
         }
     }
 
-    /// The next larger size, in the geometric series of this sub-table.
+    /// Make a sub-table larger by a step.
     fn grow(&mut self, table: usize) {
         let mut entries = std::mem::take(&mut self.scratch);
         for &page in &self.tables[table].pages {
             entries.extend(self.pool.page(page).iter().filter(|entry| **entry != EMPTY));
             self.pool.page_mut(page).fill(EMPTY);
         }
-        // Multiples of the golden ratio spread the phases evenly for any number of sub-tables.
-        let phase = (table as f64 * 0.618_033_988_749_894_9).fract();
-        let size = SMALLEST * GROWTH.powf(f64::from(self.tables[table].level) + phase);
         let grown = &mut self.tables[table];
         grown.level += 1;
-        grown.homes = size as u32;
-        grown.limit = (size * MAX_LOAD) as u32;
-        let pages = (size as usize).div_ceil(PAGE);
-        grown.pages.reserve_exact(pages.saturating_sub(grown.pages.len()));
-        while grown.pages.len() < pages {
-            grown.pages.push(self.pool.take());
-        }
+        (grown.homes, grown.limit) = size(table, grown.level);
+        self.set_pages(table);
         // Ascending tags: each entry goes to its home or right behind the one before it.
         let mut at = 0;
         for entry in entries.drain(..) {
@@ -320,6 +308,45 @@ impl TagIndex {
         }
         self.scratch = entries;
     }
+
+    /// Give a sub-table the pages of its homes.
+    fn set_pages(&mut self, table: usize) {
+        let grown = &mut self.tables[table];
+        let pages = (grown.homes as usize).div_ceil(PAGE);
+        grown.pages.reserve_exact(pages.saturating_sub(grown.pages.len()));
+        while grown.pages.len() < pages {
+            grown.pages.push(self.pool.take());
+        }
+    }
+}
+
+/// The widths of prints.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    sub_table_bits: u32,
+    tag_bits: u32,
+}
+
+impl Shape {
+    /// Sub-table and tag of a hash.
+    #[inline]
+    fn print(self, hash: u64) -> (usize, u64) {
+        let table = (hash >> 48) as usize >> (16 - self.sub_table_bits);
+        (table, hash << self.sub_table_bits >> (64 - self.tag_bits))
+    }
+
+    #[inline]
+    fn home(self, tag: u64, homes: u32) -> usize {
+        ((tag * u64::from(homes)) >> self.tag_bits) as usize
+    }
+}
+
+/// Homes of a sub-table at a level from 1 on, in its geometric series, and the most entries that it takes then.
+fn size(table: usize, level: u32) -> (u32, u32) {
+    // Multiples of the golden ratio spread the phases evenly for any number of sub-tables.
+    let phase = (table as f64 * 0.618_033_988_749_894_9).fract();
+    let size = SMALLEST * GROWTH.powf(f64::from(level - 1) + phase);
+    (size as u32, (size * MAX_LOAD) as u32)
 }
 
 /// Pages of entries, all empty when taken.
@@ -343,13 +370,19 @@ impl Pool {
     }
 
     fn take(&mut self) -> u32 {
+        let page = self.take_as_it_is();
+        self.page_mut(page).fill(EMPTY);
+        page
+    }
+
+    /// A page with whatever is in it.
+    fn take_as_it_is(&mut self) -> u32 {
         let page = self.used;
         if page as usize == self.chunks.len() * PAGES_PER_CHUNK {
             // Zero pages come untouched from the system, so that what is not taken costs no memory.
             self.chunks.push(vec![0; PAGES_PER_CHUNK * PAGE].into_boxed_slice());
         }
         self.used += 1;
-        self.page_mut(page).fill(EMPTY);
         page
     }
 }
@@ -377,5 +410,8 @@ impl Hasher for IdHasher {
     }
 }
 
+mod fill;
 #[cfg(test)]
 mod tests;
+
+pub use fill::{Filled, Filler};

@@ -14,13 +14,14 @@
 //!
 //! The parts: `record` and `format` (bytes on disk), `segment` and `buffer` (files, open and sealed), `background` (the process's
 //! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `compact`, `scan`, `publish`, and `manifest`,
-//! `recover`, `open` (published states and the way back from them).
+//! `footers`, `recover`, `open` (published states and the way back from them).
 
 mod append;
 mod background;
 mod buffer;
 mod compact;
 mod fetch;
+mod footers;
 mod format;
 pub mod index;
 mod manifest;

@@ -28,6 +28,8 @@ pub(super) struct Tuning {
     pub(super) block_bytes: Option<usize>,
     /// Bits that choose a sub-table of the index, and bits of a tag: few make many ids collide.
     pub(super) index_bits: Option<(u32, u32)>,
+    /// Threads that reopen.
+    pub(super) threads: Option<usize>,
 }
 
 const TAG_BITS: u32 = 24;
@@ -75,7 +77,7 @@ impl Shared {
                 None
             }
             Reopen::Resume if listing.is_empty() && config.resume_token.is_none() => None,
-            Reopen::Resume => Some(resume(config, identity, &layout, &home, &listing, &mut state)?),
+            Reopen::Resume => Some(resume(config, identity, &layout, (&home, tuning.threads), &listing, &mut state)?),
         };
         let shared = Arc::new(Self::new(home, layout, identity.clone(), state, held));
         Ok((shared, counters))
@@ -160,7 +162,7 @@ fn resume(
     config: &SsdConfig,
     identity: &Identity,
     layout: &RowLayout,
-    home: &Home,
+    (home, threads): (&Home, Option<usize>),
     listing: &[PathBuf],
     state: &mut State,
 ) -> Result<StateCounters> {
@@ -189,7 +191,7 @@ fn resume(
     file.check_identity(identity, layout, dir)?;
     let mut opened = Opened::default();
     let segments = opened.segments_of(home, &file)?;
-    restore(state, &file, &segments, dir)?;
+    restore(state, &file, &segments, home, threads)?;
     state.last_token = Some(token);
     // The state before it is kept if it is whole; nothing but another resume needs it.
     let before = tokens.iter().rev().find(|other| **other < token).copied();

@@ -1,26 +1,36 @@
 //! Reopening: a published state back into memory, from footers alone.
 //!
-//! Footers are sorted by the hash of their ids, so all of them are read side by side, one range of hashes after the other: the
-//! entries of one id meet in one range, the newest wins, and memory does not grow with the rows.
+//! Each of several threads takes a range of hashes, which is some sub-tables of the index: it reads that part of all footers side by
+//! side, sub-table after sub-table. The entries of one id meet in one sub-table, the newest wins, and each sub-table is made at its
+//! final size. Beside the index memory does not grow with the rows.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
 
-use super::format::{Content, ENTRY_BYTES, Entry, MAX_HEADER_BYTES, TRAILER_BYTES, decode_trailer};
-use super::index::Location;
+use super::footers::{Footers, Hashes, check_crc, places};
+use super::format::{Content, ENTRY_BYTES, MAX_HEADER_BYTES, TRAILER_BYTES, decode_trailer};
+use super::index::{Filler, Location, TagIndex};
 use super::manifest::{Named, StateFile};
 use super::segment::{Home, Sealed, Segment, segment_path};
 use super::shared::{State, Tombstones};
-use crate::error::{Error, Result};
-use crate::io::Open;
-use crate::sync::Ordering;
-use crate::types::hash_id;
+use crate::error::{Error, Kind, Result};
+use crate::io::{IoEngine, Open};
+use crate::sync::{Ordering, lock};
 
-/// Entries of all segments in one range of hashes, about.
-const RANGE_ENTRIES: u64 = 1 << 18;
-/// Bytes of read-ahead for all footers together.
-const READ_AHEAD_BYTES: usize = 64 << 20;
+/// Entries handled at once by a thread, about.
+const RANGE_ENTRIES: u64 = 1 << 16;
+/// Bytes of read-ahead for all footers and threads together,
+const READ_AHEAD_BYTES: u64 = 128 << 20;
+/// of which a read takes no more than these (a disk reads little faster by more), nor fewer than a page.
+const READ_BYTES: u64 = 60 << 10;
+/// A thread for so many entries,
+const ENTRIES_A_THREAD: u64 = 1 << 18;
+/// for each core this many, as they wait for reads in between,
+const THREADS_A_CORE: u64 = 2;
+/// and no more than these.
+const MOST_THREADS: u64 = 6;
 
 /// Open the segment that a state names, and check all of it but entries and records.
 fn open_segment(home: &Home, named: &Named) -> Result<Segment> {
@@ -91,135 +101,187 @@ impl Opened {
     }
 }
 
-/// A footer being read from its start to its end.
-struct Cursor {
-    segment: Arc<Segment>,
-    path: PathBuf,
-    next: u32,
-    crc: u32,
-    last: (u64, u64),
-    ahead: Vec<Entry>,
-    at: usize,
-}
-
-impl Cursor {
-    fn new(segment: &Arc<Segment>) -> Self {
-        let path = segment.path().to_owned();
-        Self { segment: segment.clone(), path, next: 0, crc: 0, last: (0, 0), ahead: Vec::new(), at: 0 }
-    }
-
-    fn offset(&self, entry: u32) -> u64 {
-        self.segment.footer_offset() + u64::from(entry) * ENTRY_BYTES as u64
-    }
-
-    /// The next entry, `None` at the end of a footer whose checksum is right.
-    fn peek(&mut self, read_ahead: usize) -> Result<Option<Entry>> {
-        if self.at == self.ahead.len() {
-            self.refill(read_ahead)?;
-        }
-        Ok(self.ahead.get(self.at).copied())
-    }
-
-    fn refill(&mut self, read_ahead: usize) -> Result<()> {
-        let records = self.segment.records.load(Ordering::Relaxed);
-        let count = (records - self.next).min(read_ahead as u32);
-        self.at = 0;
-        self.ahead.clear();
-        if count == 0 {
-            let expected = self.segment.sealed().map_or(0, |sealed| sealed.trailer.entries_crc);
-            if expected != self.crc {
-                let (expected, got) = (format!("{expected:08x}"), format!("{:08x}", self.crc));
-                return Err(Error::corruption(&self.path, self.offset(0), "the footer's checksum", expected, got));
-            }
-            return Ok(());
-        }
-        self.ahead.resize(count as usize, Entry { id: 0, write_seq: 0, modified_epoch: 0, record: 0 });
-        let bytes = bytemuck::cast_slice_mut::<Entry, u8>(&mut self.ahead);
-        self.segment.file.read_at(self.segment.footer_offset() + u64::from(self.next) * ENTRY_BYTES as u64, bytes)?;
-        self.crc = crc32c::crc32c_append(self.crc, bytes);
-        for (at, entry) in self.ahead.iter().enumerate() {
-            let offset = self.offset(self.next + at as u32);
-            if entry.record >= records {
-                let expected = format!("below {records}");
-                return Err(Error::corruption(&self.path, offset, "a record number", expected, entry.record));
-            }
-            if entry.key() < self.last {
-                return Err(Error::corruption(&self.path, offset, "the order of the footer", "ascending", "not"));
-            }
-            self.last = entry.key();
-        }
-        self.next += count;
-        Ok(())
-    }
-}
-
-/// All entries of a sealed segment, checked, by hash.
-pub(super) fn read_entries(segment: &Arc<Segment>) -> Result<Vec<Entry>> {
-    let records = segment.records.load(Ordering::Relaxed) as usize;
-    let mut cursor = Cursor::new(segment);
-    let mut entries = Vec::with_capacity(records);
-    while let Some(entry) = cursor.peek(1 << 16)? {
-        entries.push(entry);
-        cursor.at += 1;
-    }
-    Ok(entries)
-}
-
+#[derive(Clone, Copy, Default)]
 struct Candidate {
     hash: u64,
     write_seq: u64,
-    id: i64,
-    location: Location,
     /// Position among the segments.
     segment: u32,
-    row: bool,
+    record: u32,
+}
+
+/// What a thread found in its part of the footers, beside the rows.
+struct Part {
+    /// Of each segment its share of the footer's checksum: the shares of all parts together, by exclusive or, are the checksum.
+    checksums: Vec<u32>,
+    /// Of each segment the live records.
+    live: Vec<u32>,
+    highest_epoch: u32,
+}
+
+/// What all threads of a restore share.
+struct Restore<'a> {
+    engine: &'a dyn IoEngine,
+    segments: &'a [Arc<Segment>],
+    /// Entries with a larger `write_seq` are not of the state.
+    write_seq: u64,
+    /// Entries of a footer read at once.
+    read_ahead: u32,
+    /// Sub-tables handled at once.
+    tables_at_once: usize,
+    filler: Filler,
+    index: Mutex<&'a mut TagIndex>,
+}
+
+/// Sorts candidates by hash, newest first. Hashes are spread evenly, so nearly all of it is putting each into its bucket.
+#[derive(Default)]
+struct Sorter {
+    found: Vec<Candidate>,
+    sorted: Vec<Candidate>,
+    ends: Vec<u32>,
+}
+
+impl Sorter {
+    /// Those found, which are of `hashes`, in order; nothing is found afterwards.
+    fn sorted(&mut self, (begin, end): Hashes) -> &[Candidate] {
+        let buckets = (self.found.len() / 4).max(2).next_power_of_two();
+        let width = end.unwrap_or(0).wrapping_sub(begin).wrapping_sub(1);
+        // The least shift that leaves no more than so many buckets.
+        let shift = (64 - width.leading_zeros()).saturating_sub(buckets.trailing_zeros());
+        let bucket = |candidate: &Candidate| ((candidate.hash - begin) >> shift) as usize;
+        self.ends.clear();
+        self.ends.resize(buckets, 0);
+        for candidate in &self.found {
+            self.ends[bucket(candidate)] += 1;
+        }
+        let mut before = 0;
+        for end in &mut self.ends {
+            before += std::mem::replace(end, before);
+        }
+        // Here `ends` are starts; each moves to its end as the bucket fills.
+        self.sorted.clear();
+        self.sorted.resize(self.found.len(), Candidate::default());
+        for candidate in self.found.drain(..) {
+            let end = &mut self.ends[bucket(&candidate)];
+            self.sorted[*end as usize] = candidate;
+            *end += 1;
+        }
+        let mut start = 0;
+        for &end in &self.ends {
+            let found = &mut self.sorted[start..end as usize];
+            if found.len() > 1 {
+                found.sort_unstable_by_key(|candidate| (candidate.hash, Reverse(candidate.write_seq)));
+            }
+            start = end as usize;
+        }
+        &self.sorted
+    }
+}
+
+impl Restore<'_> {
+    /// Fill the sub-tables `tables` from the part of the footers that holds `hashes`, theirs.
+    fn part(&self, tables: Range<usize>, places: (&[u32], &[u32]), hashes: Hashes) -> Result<Part> {
+        let mut footers = Footers::new(self.engine, self.segments, places, hashes, self.read_ahead)?;
+        let mut live = vec![0; self.segments.len()];
+        let mut highest_epoch = 0;
+        let mut sorter = Sorter::default();
+        let mut rows: Vec<(u64, Location)> = Vec::new();
+        for first in tables.clone().step_by(self.tables_at_once) {
+            let end_hash = self.filler.first_hash(tables.end.min(first + self.tables_at_once));
+            footers.below(end_hash, |segment, hash, entry| {
+                if entry.write_seq <= self.write_seq {
+                    highest_epoch = highest_epoch.max(entry.modified_epoch);
+                    let (segment, record) = (segment as u32, entry.record);
+                    sorter.found.push(Candidate { hash, write_seq: entry.write_seq, segment, record });
+                }
+            })?;
+            let mut last = None;
+            for candidate in sorter.sorted((self.filler.first_hash(first).unwrap_or(0), end_hash)) {
+                // Of one id the newest comes first; a tombstone leaves no row.
+                let newest = last.replace(candidate.hash) != Some(candidate.hash);
+                let segment = &self.segments[candidate.segment as usize];
+                if newest && segment.content == Content::Rows {
+                    rows.push((candidate.hash, segment.location(candidate.record)));
+                    live[candidate.segment as usize] += 1;
+                }
+            }
+            let filled = self.filler.fill(&rows);
+            lock(&self.index).adopt(&filled);
+            rows.clear();
+        }
+        Ok(Part { checksums: footers.finish()?, live, highest_epoch })
+    }
+
+    /// Fill the whole index, with `threads`.
+    fn run(&self, threads: usize) -> Result<Vec<Part>> {
+        let bounds: Vec<usize> = (0..=threads).map(|thread| self.filler.sub_tables() * thread / threads).collect();
+        let hashes: Vec<Option<u64>> = bounds.iter().map(|&bound| self.filler.first_hash(bound)).collect();
+        let inner: Vec<u64> = hashes[1..threads].iter().flatten().copied().collect();
+        let mut starts = vec![vec![0; self.segments.len()]];
+        starts.extend(places(self.engine, self.segments, &inner)?);
+        starts.push(self.segments.iter().map(|segment| segment.records.load(Ordering::Relaxed)).collect());
+        let part = |thread: usize| {
+            let places = (starts[thread].as_slice(), starts[thread + 1].as_slice());
+            self.part(bounds[thread]..bounds[thread + 1], places, (hashes[thread].unwrap_or(0), hashes[thread + 1]))
+        };
+        if threads == 1 {
+            return Ok(vec![part(0)?]);
+        }
+        std::thread::scope(|scope| {
+            let started: Vec<_> = (0..threads)
+                .map(|thread| std::thread::Builder::new().spawn_scoped(scope, move || part(thread)))
+                .collect();
+            let ended = started.into_iter().map(|started| {
+                let failed = |what: String| Error::new(Kind::Storage, format!("a thread that reopens {what}"));
+                let thread = started.map_err(|error| failed(format!("could not be started: {error}")))?;
+                thread.join().map_err(|_| failed("ended in a panic".into()))?
+            });
+            // All are waited for, whatever the first of them says.
+            let ended: Vec<Result<Part>> = ended.collect();
+            ended.into_iter().collect()
+        })
+    }
+}
+
+/// How many threads reopen a store of `entries`, where `threads` does not say it.
+fn threads_for(entries: u64, tables: usize, threads: Option<usize>) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
+    let usual = (entries / ENTRIES_A_THREAD).clamp(1, MOST_THREADS.min(cores * THREADS_A_CORE));
+    threads.unwrap_or(usual as usize).clamp(1, tables)
 }
 
 /// Fill `state` (its index empty) with what `file` says of `segments`.
-pub(super) fn restore(state: &mut State, file: &StateFile, segments: &[Arc<Segment>], dir: &Path) -> Result<()> {
+pub(super) fn restore(
+    state: &mut State,
+    file: &StateFile,
+    segments: &[Arc<Segment>],
+    home: &Home,
+    threads: Option<usize>,
+) -> Result<()> {
     let entries: u64 = segments.iter().map(|s| u64::from(s.records.load(Ordering::Relaxed))).sum();
-    let range_bits = (entries / RANGE_ENTRIES).max(1).next_power_of_two().trailing_zeros().min(20);
-    let read_ahead = (READ_AHEAD_BYTES / ENTRY_BYTES / segments.len().max(1)).clamp(170, 1 << 16);
-    let mut cursors: Vec<Cursor> = segments.iter().map(Cursor::new).collect();
-    let mut range: Vec<Candidate> = Vec::new();
-    for number in 0..1_u64 << range_bits {
-        for (segment, cursor) in cursors.iter_mut().enumerate() {
-            while let Some(entry) = cursor.peek(read_ahead)? {
-                let hash = hash_id(entry.id);
-                if range_bits > 0 && hash >> (64 - range_bits) > number {
-                    break;
-                }
-                cursor.at += 1;
-                if entry.write_seq > file.write_seq {
-                    continue;
-                }
-                state.highest_epoch = state.highest_epoch.max(entry.modified_epoch);
-                range.push(Candidate {
-                    hash,
-                    write_seq: entry.write_seq,
-                    id: entry.id,
-                    location: cursor.segment.location(entry.record),
-                    segment: segment as u32,
-                    row: cursor.segment.content == Content::Rows,
-                });
-            }
-        }
-        range.sort_unstable_by_key(|candidate| (candidate.hash, std::cmp::Reverse(candidate.write_seq)));
-        let mut last = None;
-        for candidate in range.drain(..) {
-            if last == Some(candidate.hash) {
-                continue;
-            }
-            last = Some(candidate.hash);
-            if candidate.row {
-                state.index.insert(candidate.id, candidate.location);
-                segments[candidate.segment as usize].live.fetch_add(1, Ordering::Relaxed);
-            }
-        }
+    let filler = state.index.filler();
+    let tables = filler.sub_tables();
+    let threads = threads_for(entries, tables, threads);
+    let read_bytes = (READ_AHEAD_BYTES / (segments.len().max(1) * threads) as u64).clamp(4096, READ_BYTES);
+    let tables_at_once = (RANGE_ENTRIES * tables as u64).div_ceil(entries.max(1)).clamp(1, tables as u64) as usize;
+    let restore = Restore {
+        engine: &*home.engine,
+        segments,
+        write_seq: file.write_seq,
+        read_ahead: read_bytes as u32 / ENTRY_BYTES as u32,
+        tables_at_once,
+        filler,
+        index: Mutex::new(&mut state.index),
+    };
+    let parts = restore.run(threads)?;
+    for (at, segment) in segments.iter().enumerate() {
+        check_crc(segment, parts.iter().fold(0, |crc, part| crc ^ part.checksums[at]))?;
+        segment.live.store(parts.iter().map(|part| part.live[at]).sum(), Ordering::Relaxed);
     }
+    state.highest_epoch = parts.iter().map(|part| part.highest_epoch).max().unwrap_or(0);
     let rows = state.index.len() as u64;
     if rows != file.rows {
-        let path = super::manifest::state_path(dir, file.token);
+        let path = super::manifest::state_path(&home.dir, file.token);
         return Err(Error::corruption(&path, 0, "the rows that the footers hold", file.rows, rows));
     }
     state.next_seq = file.write_seq + 1;

@@ -156,3 +156,39 @@ proptest! {
         prop_assert_eq!(found, model.values().copied().map(Some).collect::<Vec<_>>());
     }
 }
+
+proptest! {
+    #[test]
+    fn filled_from_sorted_ids_it_is_the_index_that_inserting_makes(
+        sub_table_bits in 0_u32..3,
+        tag_bits in prop_oneof![1_u32..10, Just(24)],
+        ids in prop::collection::btree_set(any::<i64>(), 0..3000),
+        more in prop::collection::vec(any::<i64>(), 0..300),
+    ) {
+        let mut model: BTreeMap<Id, Location> = ids.iter().enumerate().map(|(n, id)| (*id, at(n as u64))).collect();
+        let mut sorted: Vec<(u64, Location)> = model.iter().map(|(id, place)| (hash_id(*id), *place)).collect();
+        sorted.sort_unstable();
+        let mut index = TagIndex::with_sub_tables(sub_table_bits, tag_bits);
+        let filler = index.filler();
+        for table in 0..filler.sub_tables() {
+            let end = filler.first_hash(table + 1);
+            let rows: Vec<_> = sorted.iter().copied().filter(|(hash, _)| {
+                filler.first_hash(table).is_some_and(|first| *hash >= first) && end.is_none_or(|end| *hash < end)
+            }).collect();
+            index.adopt(&filler.fill(&rows));
+        }
+        check_structure(&index);
+        for (number, id) in more.into_iter().enumerate() {
+            if model.insert(id, at(number as u64)).is_some() {
+                index.replace(id, at(number as u64));
+            } else {
+                index.insert(id, at(number as u64));
+            }
+        }
+        check_structure(&index);
+        prop_assert_eq!(index.len(), model.len());
+        for (id, place) in &model {
+            prop_assert!(index.is_at(*id, *place));
+        }
+    }
+}

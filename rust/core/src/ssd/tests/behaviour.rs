@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::*;
+use crate::error::Kind;
 use crate::io::MemoryEngine;
 use crate::ssd::buffer::{BLOCK_BYTES, Pool};
 
@@ -157,4 +158,60 @@ fn records_larger_than_a_block_go_through() {
         assert!(tier.fetch(vec![(id, place)]).wait().unwrap().is_empty());
         assert_eq!((header, vector), row(id));
     }
+}
+
+/// Rows, newer versions of some of them, and removals, published in several segments.
+fn published_rows() -> (MemoryEngine, Vec<Row>) {
+    let memory = MemoryEngine::default();
+    let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+    let tuning = Tuning { segment_bytes: Some(64 << 10), ..Tuning::default() };
+    let (tier, _) = open_tuned(&engine, &config(4 << 20, Reopen::Never), tuning).unwrap();
+    let version = |id: Id| if id % 3 == 0 { 2 } else { 1 };
+    let rows = |ids: &[Id], version: u32| ids.iter().map(|id| Row::new(*id, version)).collect::<Vec<_>>();
+    let ids: Vec<Id> = (0..9000).map(|id| id * 7919 - 4_000_000).collect();
+    append(&tier, &rows(&ids, 1), |_| false).unwrap();
+    let newer: Vec<Id> = ids.iter().copied().filter(|id| version(*id) == 2).collect();
+    append(&tier, &rows(&newer, 2), |_| true).unwrap();
+    let (gone, mut left): (Vec<Id>, Vec<Id>) = ids.into_iter().partition(|id| id % 10 == 0);
+    tier.remove(&gone).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    tier.close().unwrap();
+    left.sort_unstable();
+    (memory, left.into_iter().map(|id| Row::new(id, version(id))).collect())
+}
+
+#[test]
+fn any_number_of_threads_reopens_the_same_rows() {
+    let (memory, rows) = published_rows();
+    for threads in [1, 2, 3, 8, 64] {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
+        let tuning = Tuning { segment_bytes: Some(64 << 10), threads: Some(threads), ..Tuning::default() };
+        let (tier, _) = open_tuned(&engine, &config(4 << 20, Reopen::Resume), tuning).unwrap();
+        assert_eq!(scan(&tier).unwrap(), rows, "{threads} threads");
+        let ids: Vec<Id> = rows.iter().map(|row| row.header.id).collect();
+        assert!(fetch(&tier, &ids).unwrap().into_iter().eq(rows.iter().cloned().map(Some)));
+    }
+}
+
+#[test]
+fn a_damaged_footer_is_found_by_any_number_of_threads() {
+    let (memory, rows) = published_rows();
+    let files = memory.list(&config(4 << 20, Reopen::Resume).dir).unwrap();
+    let segments = files.iter().filter(|path| path.extension().is_some_and(|suffix| suffix == "seg"));
+    for (number, path) in segments.step_by(9).enumerate() {
+        let bytes = crate::io::read_file(&memory, path, 1 << 20).unwrap();
+        for (at, threads) in (number..2400).step_by(157).zip([1, 3, 8].into_iter().cycle()) {
+            let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
+            let mut flipped = bytes.clone();
+            // In the footer's entries or its trailer, which are its last bytes.
+            let place = bytes.len() - 1 - at;
+            flipped[place] ^= 1 << (at % 8);
+            crate::io::publish(&*engine, path, &flipped).unwrap();
+            let tuning = Tuning { segment_bytes: Some(64 << 10), threads: Some(threads), ..Tuning::default() };
+            let error = open_tuned(&engine, &config(4 << 20, Reopen::Resume), tuning).unwrap_err();
+            assert_eq!(error.kind(), Kind::Corruption, "byte {place} of {}: {error}", path.display());
+            assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
+        }
+    }
+    assert!(!rows.is_empty());
 }

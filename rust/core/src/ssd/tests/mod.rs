@@ -39,10 +39,12 @@ fn config(bytes: u64, reopen: Reopen) -> SsdConfig {
 }
 
 /// Segments of 32 KiB filled through buffers of 12 KiB, and tags that collide.
-const SMALL: Tuning = Tuning { segment_bytes: Some(32 << 10), block_bytes: Some(12 << 10), index_bits: Some((1, 5)) };
+const SMALL: Tuning =
+    Tuning { segment_bytes: Some(32 << 10), block_bytes: Some(12 << 10), index_bits: Some((1, 5)), threads: Some(2) };
 
 /// Segments of 8 KiB, each one buffer: the cap is reached soon.
-const TINY: Tuning = Tuning { segment_bytes: Some(8 << 10), block_bytes: None, index_bits: Some((1, 5)) };
+const TINY: Tuning =
+    Tuning { segment_bytes: Some(8 << 10), block_bytes: None, index_bits: Some((1, 5)), threads: Some(2) };
 
 fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Option<StateCounters>)> {
     open_tuned(engine, config, SMALL)

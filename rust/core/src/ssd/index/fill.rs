@@ -1,0 +1,96 @@
+//! Filling an empty index from ids in order of their hashes: sub-tables are made at their final size, by several threads.
+
+use super::{EMPTY, LOCATION_BITS, Location, PAGE, Shape, SubTable, TagIndex, size};
+use crate::types::{Id, id_of_hash};
+
+/// Makes sub-tables for one index. Cheap to copy.
+#[derive(Clone, Copy, Debug)]
+pub struct Filler {
+    shape: Shape,
+}
+
+/// A sub-table made, to be put into its index.
+#[derive(Debug)]
+pub struct Filled {
+    table: usize,
+    sub_table: SubTable,
+    /// All positions, a whole number of pages.
+    entries: Vec<u64>,
+    exact: Vec<(Id, Location)>,
+}
+
+impl Filler {
+    /// Sub-tables of the index.
+    pub fn sub_tables(self) -> usize {
+        1 << self.shape.sub_table_bits
+    }
+
+    /// The least hash of the ids of a sub-table; `None` past the last.
+    pub fn first_hash(self, table: usize) -> Option<u64> {
+        (table < self.sub_tables()).then(|| ((table as u64) << 48) << (16 - self.shape.sub_table_bits))
+    }
+
+    /// The sub-tables of `ids`, distinct ones by ascending hash: those of a sub-table all in one call.
+    pub fn fill(self, ids: &[(u64, Location)]) -> Vec<Filled> {
+        let same_table = |a: &(u64, Location), b: &(u64, Location)| self.shape.print(a.0).0 == self.shape.print(b.0).0;
+        ids.chunk_by(same_table).map(|ids| self.fill_one(ids)).collect()
+    }
+
+    fn fill_one(self, ids: &[(u64, Location)]) -> Filled {
+        let table = self.shape.print(ids[0].0).0;
+        let mut sub_table = SubTable::default();
+        while (sub_table.limit as usize) < ids.len() {
+            sub_table.level += 1;
+            (sub_table.homes, sub_table.limit) = size(table, sub_table.level);
+        }
+        // Room for the overhang in most cases.
+        let mut entries = vec![EMPTY; (sub_table.homes as usize + PAGE / 2).next_multiple_of(PAGE)];
+        let mut exact = Vec::new();
+        let (mut next, mut last) = (0, None);
+        for &(hash, location) in ids {
+            let tag = self.shape.print(hash).1;
+            if last == Some(tag) {
+                exact.push((id_of_hash(hash), location));
+                continue;
+            }
+            last = Some(tag);
+            // Ascending tags: each entry goes to its home or right behind the one before it.
+            let at = self.shape.home(tag, sub_table.homes).max(next);
+            if at == entries.len() {
+                entries.resize(at + PAGE, EMPTY);
+            }
+            entries[at] = tag << LOCATION_BITS | location.bits();
+            next = at + 1;
+            sub_table.len += 1;
+        }
+        // As many pages as growing would give it.
+        entries.truncate(next.max(sub_table.homes as usize).next_multiple_of(PAGE));
+        Filled { table, sub_table, entries, exact }
+    }
+}
+
+impl TagIndex {
+    /// What makes sub-tables for this index.
+    pub fn filler(&self) -> Filler {
+        Filler { shape: self.shape }
+    }
+
+    /// Put sub-tables made by its [`TagIndex::filler`] in the place of empty ones.
+    ///
+    /// # Panics
+    /// When a sub-table of theirs is not empty.
+    pub fn adopt(&mut self, filled: &[Filled]) {
+        for Filled { table, sub_table, entries, exact } in filled {
+            assert!(self.tables[*table].pages.is_empty(), "sub-table {table} is not empty");
+            let mut pages = Vec::with_capacity(entries.len() / PAGE);
+            for page_entries in entries.chunks_exact(PAGE) {
+                let page = self.pool.take_as_it_is();
+                self.pool.page_mut(page).copy_from_slice(page_entries);
+                pages.push(page);
+            }
+            self.tagged += sub_table.len as usize;
+            self.tables[*table] = SubTable { pages, ..*sub_table };
+            self.exact.extend(exact.iter().copied());
+        }
+    }
+}
