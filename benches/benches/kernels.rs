@@ -147,7 +147,7 @@ impl Kernels {
         let Some((kind, _)) = self.optimizer else { return };
         self.step += 1;
         let features = [PooledFeature { column: 0, offsets: &self.offsets, weights: None, mean: false }];
-        let pooled = PooledGradient::new(DIM, &features).expect("a small output");
+        let pooled = PooledGradient::new(DIM, &features, threads).expect("a small output");
         let mut index = TransposedIndex::from_inverse(inverse, distinct.len());
         index.slots.clone_from(distinct);
         let hyperparameters = Hyperparameters { lr: 0.02, eps: 1e-8, beta1: 0.9, beta2: 0.999, weight_decay: 0.0 };

@@ -299,8 +299,11 @@ impl Plan {
         }
         let stores = inner.stores(device)?;
         // What can fail comes before the first update: a step is made on all tables or on none.
-        let places =
-            self.shape.table_features.iter().map(|features| self.gradient_places(pooled, bags, features.clone()));
+        let places = self
+            .shape
+            .table_features
+            .iter()
+            .map(|features| self.gradient_places(pooled, bags, features.clone(), threads));
         let places = places.collect::<Result<Vec<_>>>()?;
         let steps = inner.next_steps(hyperparameters)?;
         let _step = Step(&self.shape.tables);
@@ -421,7 +424,13 @@ impl Plan {
     }
 
     /// Where the occurrences of some features, those of one table, find their gradients in the pooled output's.
-    fn gradient_places(&self, pooled: &Pooled, bags: usize, features: Range<usize>) -> Result<PooledGradient> {
+    fn gradient_places(
+        &self,
+        pooled: &Pooled,
+        bags: usize,
+        features: Range<usize>,
+        threads: usize,
+    ) -> Result<PooledGradient> {
         let offsets: Vec<Vec<i64>> = features
             .clone()
             .map(|feature| {
@@ -438,7 +447,7 @@ impl Plan {
                 mean: pooled.mean[feature],
             })
             .collect();
-        PooledGradient::new(self.shape.total_columns, &features)
+        PooledGradient::new(self.shape.total_columns, &features, threads)
     }
 
     fn check_offsets(&self, offsets: &[i64], weights: Option<&[f32]>, mean: &[bool]) -> Result<usize> {

@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::gradient::{Gradient, TransposedIndex};
 use super::optimizer::{Adagrad, Adam, OptimizerStep, RowUpdate, RowWiseAdagrad, Sgd, prefetched_bytes};
 use super::rows::RowStore;
-use super::threads::deal;
+use super::threads::{Shared, deal};
 use crate::config::OptimizerKind;
 use crate::prefetch::prefetch_range;
 use crate::simd::{Columns, Isa, Job, LANES, Lanes, Wide};
@@ -96,7 +96,7 @@ pub(super) unsafe fn weight_gradient_on<R: RowStore>(
     assert_eq!(slots.len(), out.len(), "one gradient a slot");
     let dim = rows.layout().dim;
     let source = Source::new(gradient, dim);
-    let out = Dots(out.as_mut_ptr());
+    let out = Shared(out.as_mut_ptr());
     deal(
         threads,
         slots.len(),
@@ -267,17 +267,11 @@ impl<R: RowStore, U: RowUpdate> Job for UpdateJob<'_, R, U> {
     }
 }
 
-/// Shared by threads that write disjoint parts.
-struct Dots(*mut f32);
-
-// SAFETY: each thread writes the positions that it was dealt.
-unsafe impl Sync for Dots {}
-
 struct DotJob<'a, R> {
     rows: &'a R,
     slots: &'a [CacheSlot],
     source: Source,
-    out: &'a Dots,
+    out: &'a Shared<f32>,
     range: Range<usize>,
 }
 
@@ -310,7 +304,7 @@ impl<R: RowStore> Job for DotJob<'_, R> {
             // SAFETY: `scale` and `out` have a float for each position.
             unsafe {
                 let scale = if self.source.scale.is_null() { 1.0 } else { *self.source.scale.add(position) };
-                *self.out.0.add(position) = products.sum() * scale;
+                *self.out.at(position) = products.sum() * scale;
             }
         }
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::optimizer::prefetched_bytes;
 use super::rows::RowStore;
-use super::threads::deal;
+use super::threads::{Shared, deal};
 use crate::prefetch::prefetch_range;
 use crate::simd::{Columns, Isa, Job, LANES, Lanes, Wide};
 use crate::types::{CacheSlot, NO_SLOT};
@@ -59,7 +59,7 @@ pub unsafe fn forward_pooled<R: RowStore>(
 pub unsafe fn forward_sequence<R: RowStore>(rows: &R, slots: &[CacheSlot], out: &mut [f32], threads: usize) {
     let dim = rows.layout().dim;
     assert!(slots.len() * dim <= out.len(), "the output is too short");
-    let out = Output(out.as_mut_ptr());
+    let out = Shared(out.as_mut_ptr());
     deal(
         threads,
         slots.len(),
@@ -69,12 +69,6 @@ pub unsafe fn forward_sequence<R: RowStore>(rows: &R, slots: &[CacheSlot], out: 
         },
     );
 }
-
-/// Shared by threads that write disjoint parts.
-struct Output(*mut f32);
-
-// SAFETY: each thread writes the bags or positions that it was dealt, and no two get the same.
-unsafe impl Sync for Output {}
 
 /// One call of [`forward_pooled`].
 #[derive(Clone, Copy)]
@@ -90,7 +84,7 @@ pub(super) struct Pooled<'a, R> {
     pub(super) column: usize,
 }
 
-// SAFETY: as of `Output`, and rows are only read.
+// SAFETY: each thread writes the bags that it was dealt, and rows are only read.
 unsafe impl<R: Sync> Sync for Pooled<'_, R> {}
 
 impl<R: RowStore> Pooled<'_, R> {
@@ -172,7 +166,7 @@ impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
 struct SequenceJob<'a, R> {
     rows: &'a R,
     slots: &'a [CacheSlot],
-    out: &'a Output,
+    out: &'a Shared<f32>,
     range: Range<usize>,
 }
 
@@ -191,7 +185,7 @@ impl<R: RowStore> Job for SequenceJob<'_, R> {
             let slot = self.slots[position];
             // SAFETY: valid slots, and an output of `[N, D]`, checked by the callers; rows and output do not overlap.
             unsafe {
-                let to = self.out.0.add(position * dim);
+                let to = self.out.at(position * dim);
                 if slot == NO_SLOT {
                     to.write_bytes(0, dim);
                 } else {

@@ -1,5 +1,9 @@
 //! Which occurrences a row has, and where their gradients are.
+#![allow(unsafe_code)]
 
+use std::mem::MaybeUninit;
+
+use super::threads::{Shared, deal};
 use crate::error::{Error, Kind, Result};
 use crate::types::CacheSlot;
 
@@ -79,6 +83,9 @@ pub struct PooledFeature<'a> {
     pub mean: bool,
 }
 
+/// What an occurrence costs, in floats touched.
+const COST: u64 = 2;
+
 /// Where each occurrence of a table's features, one feature after another, finds its gradient in the pooled output's.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PooledGradient {
@@ -93,17 +100,21 @@ pub struct PooledGradient {
 
 impl PooledGradient {
     /// For the gradient `[B, columns]` of the pooled output. `Kind::Input` when it has `2^32` elements or more.
-    pub fn new(columns: usize, features: &[PooledFeature<'_>]) -> Result<Self> {
+    pub fn new(columns: usize, features: &[PooledFeature<'_>], threads: usize) -> Result<Self> {
         let count = |feature: &PooledFeature<'_>| feature.offsets.last().map_or(0, |&end| end as usize);
         let total = features.iter().map(count).sum();
         let mean = features.iter().any(|feature| feature.mean);
-        let weighted = features.iter().any(|feature| feature.weights.is_some());
+        let scaled = mean || features.iter().any(|feature| feature.weights.is_some());
         let mut made = Self {
             columns,
             starts: Vec::with_capacity(total),
-            scale: Vec::with_capacity(if mean || weighted { total } else { 0 }),
+            scale: Vec::with_capacity(if scaled { total } else { 0 }),
             divisor: Vec::with_capacity(if mean { total } else { 0 }),
         };
+        let starts = Shared(made.starts.as_mut_ptr());
+        let scale = scaled.then_some(Shared(made.scale.as_mut_ptr()));
+        let divisor = mean.then_some(Shared(made.divisor.as_mut_ptr()));
+        let mut begin = 0;
         for feature in features {
             let bags = feature.offsets.len().saturating_sub(1);
             if bags.saturating_mul(columns) > u32::MAX as usize {
@@ -112,20 +123,44 @@ impl PooledGradient {
                     format!("the pooled output has {bags} × {columns} elements, 2^32 or more: use smaller batches"),
                 ));
             }
-            for bag in 0..bags {
-                let (from, to) = (feature.offsets[bag] as usize, feature.offsets[bag + 1] as usize);
-                let filled = made.starts.len() + (to - from);
-                made.starts.resize(filled, (bag * columns + feature.column) as u32);
-                let share = if feature.mean { 1.0 / (to - from) as f32 } else { 1.0 };
-                if mean {
-                    made.divisor.resize(filled, share);
+            let cost_before =
+                |bag: usize| feature.offsets.get(bag).map_or(0, |&offset| offset as u64 + bag as u64) * COST;
+            deal(threads, bags, cost_before, |bags| {
+                for bag in bags {
+                    let (from, to) = (feature.offsets[bag] as usize, feature.offsets[bag + 1] as usize);
+                    let start = (bag * columns + feature.column) as u32;
+                    let share = if feature.mean { 1.0 / (to - from) as f32 } else { 1.0 };
+                    // SAFETY: offsets do not decrease and end at the feature's count, so that a position is one bag's alone, and
+                    // all are below `total`, for which there is room.
+                    let of_bag = |all: &Shared<f32>| unsafe {
+                        std::slice::from_raw_parts_mut(all.at(begin + from).cast::<MaybeUninit<f32>>(), to - from)
+                    };
+                    // SAFETY: as above.
+                    let starts = unsafe {
+                        std::slice::from_raw_parts_mut(starts.at(begin + from).cast::<MaybeUninit<u32>>(), to - from)
+                    };
+                    starts.fill(MaybeUninit::new(start));
+                    match (&scale, feature.weights) {
+                        (Some(scale), Some(weights)) => {
+                            for (scale, weight) in of_bag(scale).iter_mut().zip(&weights[from..to]) {
+                                scale.write(weight * share);
+                            }
+                        }
+                        (Some(scale), None) => of_bag(scale).fill(MaybeUninit::new(share)),
+                        (None, _) => {}
+                    }
+                    if let Some(divisor) = &divisor {
+                        of_bag(divisor).fill(MaybeUninit::new(share));
+                    }
                 }
-                if let Some(weights) = feature.weights {
-                    made.scale.extend(weights[from..to].iter().map(|weight| weight * share));
-                } else if mean || weighted {
-                    made.scale.resize(filled, share);
-                }
-            }
+            });
+            begin += count(feature);
+        }
+        // SAFETY: the bags of all features, one after another, cover all positions.
+        unsafe {
+            made.starts.set_len(total);
+            made.scale.set_len(if scaled { total } else { 0 });
+            made.divisor.set_len(if mean { total } else { 0 });
         }
         Ok(made)
     }
@@ -171,7 +206,7 @@ mod tests {
             PooledFeature { column: 0, offsets: &[0, 2, 2, 3], weights: Some(&weights), mean: false },
             PooledFeature { column: 8, offsets: &[0, 0, 1, 5], weights: None, mean: true },
         ];
-        let made = PooledGradient::new(16, &features).expect("small");
+        let made = PooledGradient::new(16, &features, 2).expect("small");
         assert_eq!(made.starts, [0, 0, 32, 24, 40, 40, 40, 40]);
         assert_eq!(made.scale, [2.0, 3.0, 4.0, 1.0, 0.25, 0.25, 0.25, 0.25]);
         assert_eq!(made.divisor, [1.0, 1.0, 1.0, 1.0, 0.25, 0.25, 0.25, 0.25]);
@@ -180,7 +215,7 @@ mod tests {
     #[test]
     fn plain_sums_need_no_scale() {
         let features = [PooledFeature { column: 4, offsets: &[0, 1, 3], weights: None, mean: false }];
-        let made = PooledGradient::new(8, &features).expect("small");
+        let made = PooledGradient::new(8, &features, 1).expect("small");
         let Gradient::Pooled { starts, scale: None, .. } = made.of_rows(&[]) else { panic!("a scale of ones") };
         assert_eq!(starts, [4, 12, 12]);
     }
@@ -189,6 +224,6 @@ mod tests {
     fn an_output_past_u32_is_refused() {
         let offsets = vec![0; 70_000];
         let features = [PooledFeature { column: 0, offsets: &offsets, weights: None, mean: false }];
-        assert_eq!(PooledGradient::new(70_000, &features).expect_err("too large").kind(), Kind::Input);
+        assert_eq!(PooledGradient::new(70_000, &features, 1).expect_err("too large").kind(), Kind::Input);
     }
 }

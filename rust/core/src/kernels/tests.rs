@@ -153,7 +153,7 @@ impl Batch {
             weights: weighted.then(|| &self.weights[self.range(feature)]),
             mean,
         });
-        PooledGradient::new(self.columns, &features).expect("small")
+        PooledGradient::new(self.columns, &features, 3).expect("small")
     }
 
     fn forward<R: RowStore>(&self, isa: Isa, rows: &R, weighted: bool, mean: bool, threads: usize) -> Vec<f32> {

@@ -1,4 +1,5 @@
 //! Threads of the kernels: cached pools, work dealt in parts of even cost.
+#![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -9,7 +10,7 @@ use crate::process::PerProcess;
 use crate::sync::lock;
 
 /// Parts a thread, so that a thread that is late has few of them.
-const PARTS_PER_THREAD: usize = 4;
+const PARTS_PER_THREAD: usize = 16;
 /// Below this cost (floats touched) a thread costs more than it saves. Tests run small work on all the threads they ask for.
 const MINIMUM_COST_PER_THREAD: u64 = if cfg!(test) { 1 } else { 16_384 };
 
@@ -51,6 +52,21 @@ pub(crate) fn deal(
         take();
     });
 }
+
+/// An address that threads write disjoint parts behind.
+pub(crate) struct Shared<T>(pub(crate) *mut T);
+
+impl<T> Shared<T> {
+    /// The address of an element.
+    #[allow(clippy::inline_always)] // Within kernels; see `simd`.
+    #[inline(always)]
+    pub(crate) fn at(&self, index: usize) -> *mut T {
+        self.0.wrapping_add(index)
+    }
+}
+
+// SAFETY: each thread writes only what it was dealt, which is nobody else's.
+unsafe impl<T> Sync for Shared<T> {}
 
 /// The first item with at least `cost` before it.
 fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -> usize {
