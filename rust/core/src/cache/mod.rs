@@ -25,3 +25,6 @@ pub use lookup::Lookup;
 pub use plan::{DeviceTensors, Plan};
 pub use rows::{FoundRows, RowBlock};
 pub use table::{Table, TableStats, device_row_bytes, host_row_bytes};
+
+#[cfg(test)]
+mod resident;

@@ -168,14 +168,17 @@ struct Group<'a> {
 impl<'a> Group<'a> {
     fn new(spec: &'a TableSpec, optimizer: OptimizerKind, buckets: Range<u32>, bytes: usize) -> Self {
         let dim = spec.dim as usize;
+        let capacity = group_rows(optimizer, dim, bytes);
+        let vector_floats = optimizer.layout(dim).vector_floats();
         Self {
             spec,
             optimizer,
             buckets,
-            capacity: group_rows(optimizer, dim, bytes),
-            vector_floats: optimizer.layout(dim).vector_floats(),
-            headers: Vec::new(),
-            vectors: Vec::new(),
+            capacity,
+            vector_floats,
+            // At once: growing would hold a group twice, and what is not filled is not resident.
+            headers: Vec::with_capacity(capacity),
+            vectors: Vec::with_capacity(capacity * vector_floats),
             images: None,
         }
     }

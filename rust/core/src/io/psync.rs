@@ -14,6 +14,10 @@ use crate::sync::lock;
 
 /// Reads under way at once.
 const THREADS: usize = 32;
+/// Chunks of a batch that are read and wait for its sink.
+const READ_AHEAD: usize = 8;
+/// Buffers that are kept: what all threads and a few batches hold at once.
+const KEPT: usize = THREADS + 2 * READ_AHEAD;
 /// A thread takes up to this many reads of a batch at a time,
 const CHUNK_READS: usize = 16;
 /// and up to this many bytes, beyond the first read.
@@ -160,7 +164,7 @@ impl PreadPool {
             let work = Arc::new(Work {
                 queue: Mutex::default(),
                 ready: Condvar::new(),
-                buffers: Arc::new(BufPool::new(CHUNK_BYTES + 2 * CHUNK_READS * ALIGNMENT, THREADS)),
+                buffers: Arc::new(BufPool::new(CHUNK_BYTES + 2 * CHUNK_READS * ALIGNMENT, KEPT)),
             });
             for number in 0..THREADS {
                 let shared = work.clone();
@@ -210,7 +214,7 @@ impl BatchReader for PreadPool {
             return;
         }
         // Threads that are ahead of the sink wait: a batch never holds more than these buffers.
-        let (done, finished) = sync_channel(THREADS);
+        let (done, finished) = sync_channel(READ_AHEAD);
         let chunks = chunks_of(reads);
         let batch = Arc::new(Batch {
             reads: reads.to_vec(),

@@ -1,0 +1,74 @@
+//! The arena's memory as the system counts it, against the budget.
+
+use std::sync::Arc;
+
+use super::{Lookup, RowBlock, Table};
+use crate::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use crate::io::MemoryEngine;
+use crate::rows::{Initializer, RowHeader};
+use crate::types::Id;
+
+const HOST_BYTES: u64 = 12 << 20;
+/// Both parts of the arena may end within a page, which is large where the system gives large ones.
+const PAGES_BYTES: u64 = 2 * (2 << 20);
+
+fn table(dim: usize) -> Table {
+    let config = TableConfig {
+        name: "t".into(),
+        key: 1,
+        dim,
+        optimizer: OptimizerKind::RowWiseAdagrad,
+        initializer: Initializer::Constant { value: 1.0 },
+        seed: 0,
+        total_num_buckets: 1,
+        buckets: 0..1,
+        host_bytes: HOST_BYTES,
+        device_rows: None,
+        ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 28, reopen: Reopen::Never, resume_token: None }),
+        policy: PolicyKind::S3Fifo,
+        on_full: OnFull::Error,
+    };
+    Table::open(config, None, Arc::new(MemoryEngine::default())).unwrap()
+}
+
+fn import(table: &Table, ids: std::ops::Range<Id>) {
+    let headers: Vec<RowHeader> = ids.map(|id| RowHeader { id, ..RowHeader::default() }).collect();
+    let vectors = vec![1.0; headers.len() * table.config().layout().vector_floats()];
+    table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).unwrap();
+}
+
+/// What rows in RAM and the index of those on SSD take now.
+fn held_bytes(table: &Table) -> u64 {
+    let arena = table.shared.lock().unwrap().host.arena().resident_bytes() as u64;
+    arena + table.stats().unwrap().ssd.unwrap().index_bytes
+}
+
+#[test]
+fn rows_in_ram_and_the_index_on_ssd_stay_within_the_budget_as_the_table_grows_to_many_times_it() {
+    for (dim, block) in [(64, 10_000), (1, 60_000)] {
+        let table = table(dim);
+        for first in (0..12).map(|at| at * block) {
+            import(&table, first..first + block);
+            let (held, free) = (held_bytes(&table), (64 << 10) + (1 << 20));
+            assert!(held <= HOST_BYTES + free + PAGES_BYTES, "dim {dim}, {first} rows: {held} bytes");
+        }
+        let rows = table.stats().unwrap().ssd.unwrap().tier.rows;
+        assert!(rows > 60_000, "{rows} rows on SSD");
+    }
+}
+
+#[test]
+fn a_working_set_past_the_budget_gives_its_overflow_back_with_its_last_pin() {
+    let table = table(64);
+    let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).unwrap();
+    let ids: Vec<Id> = (0..100_000).collect();
+    let plan = lookup.plan(&ids, &[0, ids.len() as i64], true, false, false).unwrap();
+    plan.wait().unwrap();
+    assert!(plan.overflow_rows()[0] > 0 && held_bytes(&table) > 2 * HOST_BYTES);
+    plan.commit().unwrap();
+    drop(plan);
+    // The next batch makes the rows past the budget leave.
+    lookup.plan(&ids[..10], &[0, 10], true, false, false).unwrap().wait().unwrap();
+    let held = held_bytes(&table);
+    assert!(held <= HOST_BYTES + (1 << 20) + PAGES_BYTES, "{held} bytes");
+}
