@@ -174,9 +174,9 @@ fn measure(wanted: &[&str], scale: Scale) {
         // The rate of the last tenth of the way, so that it is one of a store of about that size.
         let mut rates = Vec::new();
         if at == 1 {
-            // What every store takes whatever its size is resident by now: write buffers in flight, and the fetch's.
+            // What every store takes whatever its size is resident by now, the fetch's buffers, or soon: those on their way to disk.
             let mut base = 0;
-            load.append(size / 10 + size / 50, |_| base = base.max(resident().now));
+            load.append(size / 10 * 3, |_| base = base.max(resident().now));
             load.base = (load.rows, base);
         }
         let from = sizes[1];
@@ -193,11 +193,14 @@ fn measure(wanted: &[&str], scale: Scale) {
             rates.push(load.append(size - size / 10 + size / 10 * part / ROUNDS as u64, watch));
         }
         load.append(size, watch);
+        let median = Row::new(APPEND[at], "rows/s", Better::Higher, rates.clone()).value;
+        eprintln!("{size} rows: {median:.0} rows/s, {} MiB resident", resident().now >> 20);
         if wanted.contains(&APPEND[at]) {
             print(&Row::new(APPEND[at], "rows/s", Better::Higher, rates));
         }
         if wanted.contains(&FETCH[at]) || at == 0 {
             let (rates, cpu) = load.fetch(scale.pick(ROUNDS, 1), scale.pick(BATCHES, 1));
+            eprintln!("{size} rows: {:.0} fetched/s, {} MiB resident", rates[0], resident().now >> 20);
             if wanted.contains(&FETCH[at]) {
                 let mut row = Row::new(FETCH[at], "rows/s", Better::Higher, rates);
                 row.run.insert("cpu_us_per_row", cpu);

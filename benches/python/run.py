@@ -29,7 +29,15 @@ MINUTES = 72
 BENCH_SECONDS = 300.0
 PROGRAM_SECONDS = 1200.0
 # Script beside this file: the rows it prints. It is given the names wanted, and --smoke.
-SCRIPTS: dict[str, tuple[str, ...]] = {"dlrm.py": ("dlrm_step_ram10pct_zipf105",)}
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "dlrm.py": ("dlrm_step_ram10pct_zipf105",),
+    "train_100m.py": (
+        "train_100m_rows_peak_rss_bytes",
+        "train_ssd_zipf105_1m",
+        "train_ssd_zipf105_10m",
+        "train_ssd_zipf105_100m",
+    ),
+}
 
 
 @dataclass(frozen=True)

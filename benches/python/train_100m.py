@@ -1,0 +1,168 @@
+"""A table of 100M rows, larger than the RAM of many machines, trained from its first row on within 4 GiB of resident memory.
+
+Every row is born in a training step of its own: batches of new ids until there are 1M, 10M and 100M rows. At each size the table is
+trained on batches drawn zipf over all rows so far. Prints rows of results.json: the peak of resident bytes of this process, which
+loads torch and does nothing else, and the rate of training at each size.
+
+    python benches/python/train_100m.py [NAME ...] [--smoke]
+
+`EMBCACHE_BENCH_BIG_ROWS` sets another number of rows. Shapes: B bags of L ids, D columns.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scratch import die_with_parent, scratch
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
+
+PEAK = "train_100m_rows_peak_rss_bytes"
+RATES = ("train_ssd_zipf105_1m", "train_ssd_zipf105_10m", "train_ssd_zipf105_100m")
+DIM = 64
+BAGS = 8192  # B
+BAG = 20  # L
+ROUNDS = 5
+STEPS = 20  # of a round
+THREADS = 2
+# With torch itself, the write buffers and the batches in flight beside it, below 4 GiB.
+HOST_BYTES = 3 << 30
+BYTES_A_ROW = 304 + 24 + 40  # record, footer's entry, headroom
+
+
+def scattered(ranks: NDArray[np.int64]) -> torch.Tensor:
+    """An id for each rank: the finaliser of SplitMix64, so that neither neighbours nor low bits say anything."""
+    x = ranks.astype(np.uint64) ^ np.uint64(0x5851F42D4C957F2D)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy((x ^ (x >> np.uint64(31))).view(np.int64)).view(-1, BAG)
+
+
+def zipf_ranks(random: np.random.Generator, count: int, rows: int) -> NDArray[np.int64]:
+    """`count` ranks below `rows`, rank r in proportion to (r + 1)^-1.05: what falls past `rows` is drawn again."""
+    parts: list[NDArray[np.int64]] = []
+    while (missing := count - sum(map(len, parts))) > 0:
+        drawn = random.zipf(1.05, 2 * missing + 64)
+        parts.append(drawn[drawn <= rows][:missing] - 1)
+    return np.concatenate(parts)
+
+
+def resident() -> dict[str, int]:
+    """VmRSS, now, and VmHWM, the peak, in bytes."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM")}
+
+
+def train(table: EmbCacheEmbeddingBag, batches: Iterator[torch.Tensor]) -> int:
+    """Trains on each batch, with the one after it fetched meanwhile; how many ids."""
+    count = 0
+    waiting = next(batches, None)
+    while waiting is not None:
+        ids, waiting = waiting, next(batches, None)
+        if waiting is not None:
+            table.prefetch(waiting)
+        out_BD = table(ids)
+        out_BD.backward(torch.full_like(out_BD, 0.01))
+        count += ids.numel()
+    return count
+
+
+def born(begin: int, end: int, bags: int) -> Iterator[torch.Tensor]:
+    """Batches of the ids of ranks begin..end, each once."""
+    for first in range(begin, end, bags * BAG):
+        yield scattered(np.arange(first, min(end, first + bags * BAG), dtype=np.int64))
+
+
+def row(name: str, unit: str, better: str, rounds: list[float], run: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "unit": unit,
+        "better": better,
+        "value": statistics.median(rounds),
+        "low": min(rounds),
+        "high": max(rounds),
+        "limit": None,
+        "rivals": [],
+        "rounds": len(rounds),
+        "run": run,
+    }
+
+
+def measure(rows: int, bags: int, steps: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of results.json, the peak last."""
+    torch.set_num_threads(THREADS)
+    ssd_bytes = rows * BYTES_A_ROW + (512 << 20)
+    table = EmbCacheEmbeddingBag(
+        name="big",
+        embedding_dim=DIM,
+        mode="sum",
+        tiers=TierBudgets(host_bytes=HOST_BYTES, ssd_bytes=ssd_bytes, ssd_dir=folder),
+        initializer=initializers.Uniform(-0.01, 0.01),
+        optimizer=optimizers.RowWiseAdagrad(lr=0.02),
+        seed=3,
+    )
+    random = np.random.default_rng(9)
+    zipf: list[list[float]] = []
+    birth_rates: list[float] = []
+    here = 0
+    for size in (rows // 100, rows // 10, rows):
+        begin, before = time.perf_counter(), here
+        train(table, born(here, size, bags))
+        here = size
+        birth_rates.append((size - before) / (time.perf_counter() - begin))
+        print(f"{size} rows: {birth_rates[-1]:.0f} born/s, {resident()}", file=sys.stderr, flush=True)
+        rates = []
+        for _ in range(1 + (ROUNDS if steps > 1 else 1)):  # the first is not counted: its rows come from the births
+            batches = [scattered(zipf_ranks(random, bags * BAG, size)) for _ in range(steps)]
+            begin = time.perf_counter()
+            rates.append(train(table, iter(batches)) / (time.perf_counter() - begin))
+        zipf.append(rates[1:])
+        print(f"{size} rows: zipf {rates[-1]:.0f} rows/s, {resident()}", file=sys.stderr, flush=True)
+        yield row(RATES[len(zipf) - 1], "rows/s", "higher", zipf[-1], {"born_per_second": round(birth_rates[-1])})
+    begin = time.perf_counter()
+    table.flush()
+    flushed = time.perf_counter() - begin
+    stats = table.stats()
+    assert len(table) == rows, (len(table), rows)
+    assert stats.ssd is not None
+    run = {
+        "rows": rows,
+        "rows_per_second_zipf105": round(statistics.median(zipf[-1])),
+        "rows_per_second_born": round(birth_rates[-1]),
+        "flush_seconds": round(flushed, 2),
+        "rows_on_ssd": stats.ssd.rows,
+        "rows_in_ram": stats.host.rows,
+        "ssd_index_bytes": stats.ssd.index_bytes,
+        "written_bytes": stats.ssd.written_bytes,
+        "read_bytes": stats.ssd.read_bytes,
+    }
+    table.close()
+    yield row(PEAK, "bytes", "lower", [float(resident()["VmHWM"])], run)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of the rows to print; all when there are none")
+    parser.add_argument("--smoke", action="store_true", help="few rows, one round: shows that it runs")
+    options = parser.parse_args()
+    die_with_parent()
+    rows = int(os.environ.get("EMBCACHE_BENCH_BIG_ROWS") or (60_000 if options.smoke else 100_000_000))
+    bags, steps = (64, 1) if options.smoke else (BAGS, STEPS)
+    with scratch(rows * BYTES_A_ROW + (2 << 30)) as folder:
+        for found in measure(rows, bags, steps, folder):
+            if not options.names or found["name"] in options.names:
+                print(json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
