@@ -105,6 +105,11 @@ pub fn check() -> Result<()> {
 /// `Kind::Memory` unless the system has about `bytes` more now, for `what` (in the infinitive).
 pub fn check_room(what: &str, bytes: usize) -> Result<()> {
     check()?;
+    room(what, bytes)
+}
+
+/// As [`check_room`], also without the reserve: for what saves rows.
+pub(crate) fn room(what: &str, bytes: usize) -> Result<()> {
     if bytes < SMALL_BYTES {
         return Ok(());
     }

@@ -44,6 +44,29 @@ fn a_directory_held_by_another_process_is_in_use_by_its_pid_until_it_is_killed()
 }
 
 #[test]
+fn a_directory_given_up_is_free_although_a_forked_child_lives() {
+    let dir = tempfile::tempdir().unwrap();
+    let held = DirLock::acquire(dir.path()).unwrap();
+    // SAFETY: the child only waits until it is killed.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        loop {
+            // SAFETY: always sound.
+            unsafe { libc::pause() };
+        }
+    }
+    assert_eq!(DirLock::acquire(dir.path()).unwrap_err().kind(), Kind::InUse);
+    drop(held);
+    let again = DirLock::acquire(dir.path());
+    // SAFETY: `child` is this process's own.
+    unsafe {
+        libc::kill(child, libc::SIGKILL);
+        libc::waitpid(child, std::ptr::null_mut(), 0);
+    }
+    again.unwrap();
+}
+
+#[test]
 fn a_lock_file_that_is_a_symbolic_link_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("precious"), "data").unwrap();

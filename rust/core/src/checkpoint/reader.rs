@@ -141,15 +141,22 @@ impl TableReader {
         let staging = Arc::new(BufPool::new(largest.unwrap_or(0), 3));
         std::thread::scope(|scope| {
             let (send, receive) = mpsc::sync_channel(1);
-            scope.spawn(move || {
-                for group in self.groups.iter().filter(|group| !group.rows.is_empty()) {
-                    let staged = group.read_rows(&*self.engine, &staging);
+            let groups = || self.groups.iter().filter(|group| !group.rows.is_empty());
+            let ahead = staging.clone();
+            let reading = std::thread::Builder::new().name("embcache-load".into()).spawn_scoped(scope, move || {
+                for group in groups() {
+                    let staged = group.read_rows(&*self.engine, &ahead);
                     // Nobody listens any more when the sink failed.
                     if send.send((group, staged)).is_err() {
                         return;
                     }
                 }
             });
+            if reading.is_err() {
+                // Without a thread nothing is read ahead.
+                return groups()
+                    .try_for_each(|group| self.emit(group, &group.read_rows(&*self.engine, &staging)?, sink));
+            }
             receive.into_iter().try_for_each(|(group, staged)| self.emit(group, &staged?, sink))
         })
     }
@@ -371,7 +378,7 @@ impl GroupReader {
             }
             place += (end - begin).next_multiple_of(8);
         }
-        let mut staging = staging.take_at_least(place);
+        let mut staging = staging.take_at_least(place)?;
         let mut outcome = Ok(());
         engine.read_batch(&reads, &mut |position, result| {
             let (column, start, to) = places[position];

@@ -4,8 +4,6 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 
-use rayon::prelude::*;
-
 use super::RowSink;
 use super::format::{
     CHUNK_BYTES, DataShape, FORMAT, Field, FileLayout, GROUP_BYTES, VERSION, data_file, group_rows, rank_file,
@@ -16,6 +14,8 @@ use super::manifest::{DataFile, RankDigest, RankManifest, Share, TableSpec, chec
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, IoEngine, Open, PooledBuf, publish};
+use crate::kernels::threads::{for_each, sort};
+use crate::memory;
 use crate::rows::RowHeader;
 use crate::types::{Id, bucket_of};
 
@@ -31,6 +31,8 @@ impl<F: FnMut(&mut RowSink<'_>) -> Result<()>> RowSource for F {
     }
 }
 
+/// A group that the system has no memory for is made smaller, down to this.
+const FEWEST_ROWS: usize = 256;
 /// Rows that one thread copies at a time.
 const ROWS_PER_TASK: usize = 4096;
 /// Bytes of one write request.
@@ -95,7 +97,7 @@ impl RankWriter {
         let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
         let files = std::thread::scope(|scope| {
             let (send, receive) = mpsc::sync_channel::<Image>(1);
-            let writing = scope.spawn(move || -> Result<()> {
+            let writing = std::thread::Builder::new().name("embcache-save".into()).spawn_scoped(scope, move || {
                 for (n, image) in receive.iter().enumerate() {
                     write_file(engine, &path(n), image.bytes())?;
                 }
@@ -103,16 +105,25 @@ impl RankWriter {
             });
             let mut files = Vec::new();
             let mut seal = |group: &mut Group<'_>| -> Result<()> {
-                let (image, file) = group.seal()?;
-                files.push(file);
-                // A send fails only when the writing thread ended with the error that joining returns.
-                send.send(image).map_err(|_| Error::new(Kind::Storage, "the writing thread ended"))
+                while !group.headers.is_empty() {
+                    let (image, file) = group.seal()?;
+                    if writing.is_ok() {
+                        // A send fails only when the writing thread ended with the error that joining returns.
+                        send.send(image).map_err(|_| Error::new(Kind::Storage, "the writing thread ended"))?;
+                    } else {
+                        // The system gives no thread: nothing is written beside.
+                        write_file(engine, &path(files.len()), image.bytes())?;
+                    }
+                    files.push(file);
+                }
+                Ok(())
             };
             let filled = rows
                 .for_each_chunk(&mut |headers, vectors| group.take(headers, vectors, &mut seal))
-                .and_then(|()| if group.headers.is_empty() { Ok(()) } else { seal(&mut group) });
+                .and_then(|()| seal(&mut group));
             drop(send);
-            let written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let written =
+                writing.map_or(Ok(()), |thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
             written.and(filled).map(|()| files)
         })?;
         self.engine.sync_dir(&dir)?;
@@ -202,6 +213,14 @@ impl<'a> Group<'a> {
         }
         while !headers.is_empty() {
             let fits = headers.len().min(self.capacity - self.headers.len());
+            if let Err(refused) = self.reserve(fits) {
+                // A smaller group, then.
+                if self.headers.is_empty() {
+                    return Err(refused);
+                }
+                seal(self)?;
+                continue;
+            }
             let (head, rest) = headers.split_at(fits);
             let (values, rest_values) = vectors.split_at(fits * self.vector_floats);
             self.headers.extend_from_slice(head);
@@ -214,20 +233,38 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    /// The rows' positions in the order of the file, and where each bucket starts.
-    fn order(&self) -> Result<(Vec<u32>, Vec<i64>)> {
+    fn reserve(&mut self, rows: usize) -> Result<()> {
+        memory::reserve(&mut self.headers, "gather rows for a file", rows)?;
+        memory::reserve(&mut self.vectors, "gather rows for a file", rows * self.vector_floats)
+    }
+
+    /// The file of the rows taken so far, or where the system has no memory for it, of some of them; those are forgotten.
+    fn seal(&mut self) -> Result<(Image, DataFile)> {
+        let mut rows = self.headers.len();
+        let made = loop {
+            match self.image_of(rows) {
+                Err(refused) if refused.kind() == Kind::Memory && rows > FEWEST_ROWS => rows /= 2,
+                made => break made?,
+            }
+        };
+        self.headers.drain(..rows);
+        self.vectors.drain(..rows * self.vector_floats);
+        Ok(made)
+    }
+
+    /// The positions of the first `rows` rows in the order of the file, and where each bucket starts.
+    fn order(&self, rows: usize) -> Result<(Vec<u32>, Vec<i64>)> {
         let total = self.spec.total_num_buckets;
         // Bucket, id and position as one number: compared in one go.
-        let mut keys: Vec<u128> = self
-            .headers
-            .par_iter()
-            .enumerate()
-            .map(|(position, header)| {
-                let bucket = bucket_of(header.id, total);
-                u128::from(bucket) << 96 | u128::from(header.id as u64) << 32 | position as u128
-            })
-            .collect();
-        keys.par_sort_unstable();
+        let mut keys: Vec<u128> = vec![0; rows];
+        let tasks = keys.chunks_mut(ROWS_PER_TASK).zip(self.headers[..rows].chunks(ROWS_PER_TASK));
+        for_each(tasks.enumerate(), |(task, (keys, headers))| {
+            for (at, (key, header)) in keys.iter_mut().zip(headers).enumerate() {
+                let (bucket, position) = (bucket_of(header.id, total), task * ROWS_PER_TASK + at);
+                *key = u128::from(bucket) << 96 | u128::from(header.id as u64) << 32 | position as u128;
+            }
+        });
+        sort(&mut keys);
         let (bucket_at, id_at) = (|key: u128| (key >> 96) as u32, |key: u128| (key >> 32) as Id);
         let refuse = |id: Id, what: String| {
             Err(Error::new(Kind::Input, format!("table {:?}: row {id} {what}", self.spec.table)))
@@ -249,9 +286,10 @@ impl<'a> Group<'a> {
         Ok((keys.into_iter().map(|key| key as u32).collect(), starts))
     }
 
-    /// The file of the rows taken so far, which are forgotten.
-    fn seal(&mut self) -> Result<(Image, DataFile)> {
-        let (order, starts) = self.order()?;
+    /// The file of the first `rows` rows.
+    fn image_of(&mut self, rows: usize) -> Result<(Image, DataFile)> {
+        memory::room("order rows for a file", rows * 32)?;
+        let (order, starts) = self.order(rows)?;
         let shape = DataShape { rows: order.len(), buckets: self.buckets.len(), tombstones: 0 };
         let layout = FileLayout::new(self.optimizer, self.spec.dim as usize, shape)
             .ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))?;
@@ -259,14 +297,18 @@ impl<'a> Group<'a> {
         let len = header.len() + layout.data_bytes;
         // The first group is the largest, and often the only one.
         let images = self.images.get_or_insert_with(|| Arc::new(BufPool::new(len, 3)));
-        let mut buffer = images.take_at_least(len);
+        let mut buffer = images.take_at_least(len)?;
         let (head, data) = buffer[..len].split_at_mut(header.len());
         head.copy_from_slice(&header);
         let mut checksums: Vec<u32> = Vec::new();
         for column in layout.checked_columns() {
             let bytes = &mut data[column.range()];
             self.fill(column.field, &order, &starts, bytes);
-            checksums.par_extend(bytes.par_chunks(CHUNK_BYTES).map(crc32c::crc32c));
+            let first = checksums.len();
+            checksums.resize(first + bytes.len().div_ceil(CHUNK_BYTES), 0);
+            for_each(checksums[first..].iter_mut().zip(bytes.chunks(CHUNK_BYTES)), |(checksum, chunk)| {
+                *checksum = crc32c::crc32c(chunk);
+            });
         }
         let checksums: &[u8] = bytemuck::cast_slice(&checksums);
         data[layout.column(Field::Checksums).range()].copy_from_slice(checksums);
@@ -278,16 +320,14 @@ impl<'a> Group<'a> {
             header_crc32c: crc32c::crc32c(&header),
             checksums_crc32c: crc32c::crc32c(checksums),
         };
-        self.headers.clear();
-        self.vectors.clear();
         Ok((Image { buffer, len }, file))
     }
 
     /// Fill a column. Its bytes are aligned for its type: wider columns lie first, in a buffer aligned for all.
     fn fill(&self, field: Field, order: &[u32], starts: &[i64], bytes: &mut [u8]) {
         fn each<T: bytemuck::Pod + Send>(bytes: &mut [u8], order: &[u32], value: impl Fn(usize) -> T + Sync) {
-            let values = bytemuck::cast_slice_mut::<u8, T>(bytes).par_chunks_mut(ROWS_PER_TASK);
-            values.zip(order.par_chunks(ROWS_PER_TASK)).for_each(|(values, order)| {
+            let values = bytemuck::cast_slice_mut::<u8, T>(bytes).chunks_mut(ROWS_PER_TASK);
+            for_each(values.zip(order.chunks(ROWS_PER_TASK)), |(values, order)| {
                 for (to, &position) in values.iter_mut().zip(order) {
                     *to = value(position as usize);
                 }
@@ -304,8 +344,8 @@ impl<'a> Group<'a> {
             Field::BucketOffsets => bytes.copy_from_slice(bytemuck::cast_slice(starts)),
             Field::Vector(part) => {
                 let dim = self.spec.dim as usize;
-                let rows = bytemuck::cast_slice_mut::<u8, f32>(bytes).par_chunks_mut(ROWS_PER_TASK * dim);
-                rows.zip(order.par_chunks(ROWS_PER_TASK)).for_each(|(rows, order)| {
+                let rows = bytemuck::cast_slice_mut::<u8, f32>(bytes).chunks_mut(ROWS_PER_TASK * dim);
+                for_each(rows.zip(order.chunks(ROWS_PER_TASK)), |(rows, order)| {
                     for (to, &position) in rows.chunks_exact_mut(dim).zip(order) {
                         let start = position as usize * self.vector_floats + part * dim;
                         to.copy_from_slice(&self.vectors[start..start + dim]);

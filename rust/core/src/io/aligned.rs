@@ -6,6 +6,8 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
+use crate::error::Result;
+use crate::memory;
 use crate::sync::lock;
 
 /// Alignment of direct I/O: offsets, lengths and memory.
@@ -21,10 +23,14 @@ pub struct AlignedBuf {
 impl AlignedBuf {
     /// `len` zero bytes.
     pub fn zeroed(len: usize) -> Self {
-        let layout = Self::layout(len);
+        Self::try_zeroed(len).unwrap_or_else(|_| handle_alloc_error(Self::layout(len)))
+    }
+
+    /// `len` zero bytes; `Kind::Memory` where the system refuses.
+    pub fn try_zeroed(len: usize) -> Result<Self> {
         // SAFETY: the layout's size is at least ALIGNMENT, so never zero.
-        let Some(start) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { handle_alloc_error(layout) };
-        Self { start, len }
+        let start = NonNull::new(unsafe { alloc_zeroed(Self::layout(len)) });
+        start.map(|start| Self { start, len }).ok_or_else(|| memory::refused("make a buffer", len))
     }
 
     /// The first byte, without borrowing the bytes: the kernel may be writing to some of them.
@@ -99,12 +105,15 @@ impl BufPool {
         PooledBuf { buf: Some(buf), pool: self.clone() }
     }
 
-    /// A buffer of the pool if `len` bytes fit one, else one of that size that the pool will not keep.
-    pub fn take_at_least(self: &Arc<Self>, len: usize) -> PooledBuf {
-        if len <= self.buf_len {
-            return self.take();
-        }
-        PooledBuf { buf: Some(AlignedBuf::zeroed(len)), pool: self.clone() }
+    /// A buffer of the pool if `len` bytes fit one, else one of that size that the pool will not keep. `Kind::Memory` where the
+    /// system refuses a new one.
+    pub fn take_at_least(self: &Arc<Self>, len: usize) -> Result<PooledBuf> {
+        let free = if len <= self.buf_len { lock(&self.free).pop() } else { None };
+        let buf = match free {
+            Some(buf) => buf,
+            None => AlignedBuf::try_zeroed(len.max(self.buf_len))?,
+        };
+        Ok(PooledBuf { buf: Some(buf), pool: self.clone() })
     }
 }
 
@@ -145,7 +154,7 @@ mod tests {
         let again = pool.take();
         assert_eq!(again.as_ptr(), start);
         assert_ne!(pool.take().as_ptr(), start);
-        assert_eq!(pool.take_at_least(ALIGNMENT + 1).len(), ALIGNMENT + 1);
+        assert_eq!(pool.take_at_least(ALIGNMENT + 1).unwrap().len(), ALIGNMENT + 1);
     }
 
     #[test]

@@ -14,7 +14,8 @@ use crate::error::{Error, Kind, Result};
 /// The file in a locked directory that holds the lock and the pid of its owner. It stays when the lock is freed.
 pub const LOCK_FILE: &str = "lock";
 
-/// A directory held as long as this lives. A process that the owner forks shares the hold until it ends or executes another program.
+/// A directory held as long as this lives in the process that made it. If that is killed, processes that it forked hold the directory
+/// until they end or execute another program.
 pub struct DirLock {
     dir: PathBuf,
     _hold: Box<dyn Any + Send + Sync>,
@@ -23,6 +24,21 @@ pub struct DirLock {
 impl fmt::Debug for DirLock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DirLock").field("dir", &self.dir).finish_non_exhaustive()
+    }
+}
+
+/// The lock on a file. Processes that its owner forked hold it too, by their copies of the descriptor: so it is given up by name.
+struct Flock {
+    file: File,
+    process: u32,
+}
+
+impl Drop for Flock {
+    fn drop(&mut self) {
+        if self.process == std::process::id() {
+            // SAFETY: flock takes an open descriptor and flags. Where it fails, closing the file gives the lock up.
+            unsafe { libc::flock(self.file.as_raw_fd(), libc::LOCK_UN) };
+        }
     }
 }
 
@@ -57,7 +73,7 @@ impl DirLock {
         file.set_len(0)
             .and_then(|()| writeln!(file, "{}", std::process::id()))
             .map_err(|e| Error::io("write the pid to", &path, &e))?;
-        Ok(Self::held(dir, file))
+        Ok(Self::held(dir, Flock { file, process: std::process::id() }))
     }
 
     /// A hold that lasts until `hold` is dropped.

@@ -9,7 +9,8 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use super::cover::Cover;
 use super::disk::{BatchReader, DiskEngine, DiskFile};
 use super::{ALIGNMENT, BufPool, PooledBuf, Read, ReadSink};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::memory;
 use crate::sync::lock;
 
 /// Reads under way at once.
@@ -43,7 +44,7 @@ impl Default for PsyncEngine {
 /// Reads a batch on a pool of threads, made with the first batch.
 #[derive(Debug, Default)]
 pub struct PreadPool {
-    work: OnceLock<Result<Arc<Work>>>,
+    work: OnceLock<Option<Arc<Work>>>,
 }
 
 /// What the threads share.
@@ -74,7 +75,8 @@ struct Batch {
 /// Reads that a thread has done, one after the other in one buffer.
 struct Chunk {
     first: usize,
-    buffer: PooledBuf,
+    /// None where the system refused one.
+    buffer: Option<PooledBuf>,
     rows: Vec<Result<Range<usize>>>,
 }
 
@@ -115,10 +117,32 @@ fn read_one(read: &Read, process: u32, buffer: &mut [u8]) -> Result<Range<usize>
     Ok(cover.skip..cover.skip + cover.len)
 }
 
+/// Do reads on this thread, one after the other, and hand each over with its position.
+pub(super) fn one_by_one<'a>(reads: impl Iterator<Item = (usize, &'a Read)>, sink: &mut ReadSink<'_>) {
+    let mut data = Vec::new();
+    for (position, read) in reads {
+        data.clear();
+        let done = memory::reserve(&mut data, "read", read.len).and_then(|()| {
+            data.resize(read.len, 0);
+            read.file.read_at(read.offset, &mut data)
+        });
+        sink(position, done.map(|()| &data[..]));
+    }
+}
+
 impl Work {
     fn read_chunk(&self, batch: &Batch, chunk: Range<usize>) -> Chunk {
         let reads = &batch.reads[chunk.clone()];
-        let mut buffer = self.buffers.take_at_least(reads.iter().map(room_of).sum());
+        let mut buffer = match self.buffers.take_at_least(reads.iter().map(room_of).sum()) {
+            Ok(buffer) => buffer,
+            Err(refused) => {
+                return Chunk {
+                    first: chunk.start,
+                    buffer: None,
+                    rows: reads.iter().map(|_| Err(refused.clone())).collect(),
+                };
+            }
+        };
         let mut at = 0;
         let rows = reads
             .iter()
@@ -128,7 +152,7 @@ impl Work {
                 read_one(read, batch.process, &mut buffer[start..at]).map(|row| start + row.start..start + row.end)
             })
             .collect();
-        Chunk { first: chunk.start, buffer, rows }
+        Chunk { first: chunk.start, buffer: Some(buffer), rows }
     }
 
     fn run(&self) {
@@ -159,7 +183,8 @@ impl Work {
 }
 
 impl PreadPool {
-    fn work(&self) -> Result<&Arc<Work>> {
+    /// None where the system gives no thread.
+    fn work(&self) -> Option<&Arc<Work>> {
         let made = self.work.get_or_init(|| {
             let work = Arc::new(Work {
                 queue: Mutex::default(),
@@ -170,24 +195,20 @@ impl PreadPool {
                 let shared = work.clone();
                 let started =
                     std::thread::Builder::new().name(format!("embcache-io-{number}")).spawn(move || shared.run());
-                if let Err(e) = started
-                    && number == 0
-                {
-                    return Err(Error::new(
-                        crate::error::Kind::Storage,
-                        format!("cannot start a thread for reads: {e}"),
-                    ));
+                if started.is_err() {
+                    // With fewer threads, or none, reads are slower and no less right.
+                    return (number > 0).then_some(work);
                 }
             }
-            Ok(work)
+            Some(work)
         });
-        made.as_ref().map_err(Clone::clone)
+        made.as_ref()
     }
 }
 
 impl Drop for PreadPool {
     fn drop(&mut self) {
-        if let Some(Ok(work)) = self.work.get() {
+        if let Some(Some(work)) = self.work.get() {
             lock(&work.queue).closed = true;
             work.ready.notify_all();
         }
@@ -200,19 +221,11 @@ impl BatchReader for PreadPool {
     }
 
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
-        let work = match self.work() {
-            Ok(work) => work,
-            Err(error) => {
-                (0..reads.len()).for_each(|position| sink(position, Err(error.clone())));
-                return;
-            }
+        let work = self.work();
+        let work = match work {
+            Some(work) if reads.len() > 1 => work,
+            _ => return one_by_one(reads.iter().enumerate(), sink),
         };
-        if let [read] = reads {
-            let mut buffer = work.buffers.take_at_least(room_of(read));
-            let done = read_one(read, std::process::id(), &mut buffer);
-            sink(0, done.map(|row| &buffer[row]));
-            return;
-        }
         // Threads that are ahead of the sink wait: a batch never holds more than these buffers.
         let (done, finished) = sync_channel(READ_AHEAD);
         let chunks = chunks_of(reads);
@@ -228,7 +241,8 @@ impl BatchReader for PreadPool {
         for _ in 0..batch.chunks.len() {
             let Ok(chunk) = finished.recv() else { break };
             for (row, result) in chunk.rows.into_iter().enumerate() {
-                sink(chunk.first + row, result.map(|range| &chunk.buffer[range]));
+                let bytes = chunk.buffer.as_deref().unwrap_or_default();
+                sink(chunk.first + row, result.map(|range| &bytes[range]));
             }
         }
     }

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use super::{IoEngine, PsyncEngine};
 use crate::error::{Error, Kind, Result};
 use crate::process::PerProcess;
@@ -9,16 +11,32 @@ use crate::process::PerProcess;
 /// The environment variable that overrides the choice: `uring` or `pread`.
 const VARIABLE: &str = "EMBCACHE_IO";
 
+/// Files that a process may have open, where the system permits it: every segment of every table is one.
+const OPEN_FILES: u64 = 1 << 16;
+
 static CHOSEN: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
 
 /// The engine of this process: `io_uring` where the system permits it (a ring was made and read through), plain `pread`
 /// otherwise; the environment variable `EMBCACHE_IO` (`uring`, `pread`) overrides the choice, which [`IoEngine::name`] tells.
-/// A forked child gets an engine of its own.
+/// A forked child gets an engine of its own. The process's limit of open files is raised as far as the system permits.
 ///
 /// Errors: `Config` for another value of the variable, `Unsupported` when it asks for `io_uring` and the system refuses.
 pub fn default_engine() -> Result<Arc<dyn IoEngine>> {
-    let make = || choose(std::env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned()).as_deref());
+    let make = || {
+        raise_file_limit();
+        choose(std::env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned()).as_deref())
+    };
     CHOSEN.get(make).cloned()
+}
+
+/// Raise the process's own limit of open files towards the administrator's. The usual 1024 is less than a few tables need.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = limit.maximum.map_or(OPEN_FILES, |most| most.min(OPEN_FILES));
+    if limit.current.is_some_and(|now| now < wanted) {
+        // What is refused is met where a file is opened, by name and number.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum: limit.maximum });
+    }
 }
 
 /// The engine for a value of the variable.

@@ -10,6 +10,7 @@ use io_uring::{IoUring, opcode, types};
 
 use super::cover::{Cover, Step};
 use super::disk::{BatchReader, DiskEngine, DiskFile};
+use super::psync::one_by_one;
 use super::{AlignedBuf, Read, ReadSink};
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
@@ -347,11 +348,12 @@ impl BatchReader for UringReader {
                 let mut run = Run::new(ring, reads.len());
                 run.all(reads, &mut marking)
             });
-            let Err(error) = ran else { return };
-            *place = None;
-            for (position, read) in reads.iter().enumerate().filter(|(position, _)| !handed[*position]) {
-                sink(position, Err(Error::io("read through io_uring", read.file.path(), &error)));
+            if ran.is_ok() {
+                return;
             }
+            // No ring to be had now (memory, descriptors, a sandbox's rules): what it left is read all the same.
+            *place = None;
+            one_by_one(reads.iter().enumerate().filter(|(position, _)| !handed[*position]), sink);
         });
     }
 }

@@ -11,7 +11,7 @@ mod optimizer;
 mod rows;
 #[cfg(test)]
 mod tests;
-mod threads;
+pub(crate) mod threads;
 
 pub use backward::{backward, weight_gradient};
 pub use forward::{forward_pooled, forward_sequence};

@@ -4,6 +4,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::process::PerProcess;
@@ -95,6 +96,29 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
     let pool = Arc::new(builder.build().ok()?);
     pools.push(Arc::clone(&pool));
     Some(pool)
+}
+
+/// A pool of as many threads as the machine runs at once; `None` where the system gives no threads. (Rayon's own ends in a panic
+/// there, and is of no use in a forked child.)
+fn machine_pool() -> Option<Arc<ThreadPool>> {
+    pool(std::thread::available_parallelism().map_or(1, usize::from))
+}
+
+/// Do independent tasks on the machine's threads, in any order.
+pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
+    let tasks: Vec<T> = tasks.collect();
+    match machine_pool() {
+        Some(pool) if tasks.len() > 1 => pool.install(|| tasks.into_par_iter().for_each(&work)),
+        _ => tasks.into_iter().for_each(work),
+    }
+}
+
+/// Sort on the machine's threads.
+pub(crate) fn sort<T: Ord + Send>(values: &mut [T]) {
+    match machine_pool() {
+        Some(pool) => pool.install(|| values.par_sort_unstable()),
+        None => values.sort_unstable(),
+    }
 }
 
 #[cfg(test)]

@@ -102,7 +102,7 @@ fn after_an_error_at_an_operation(kinds: Kinds, first: u64, step: u64) {
 
 #[test]
 fn after_an_error_at_an_operation_of_tables_in_ram_and_on_ssd() {
-    after_an_error_at_an_operation(ROOMY, 0, every(5));
+    after_an_error_at_an_operation(ROOMY, 0, every(7));
 }
 
 #[test]

@@ -3,5 +3,6 @@
 #![allow(clippy::unwrap_used)]
 
 mod errors;
+mod kill;
 mod stop;
 mod workload;

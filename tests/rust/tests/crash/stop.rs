@@ -152,15 +152,15 @@ fn stop_at_every_operation(kinds: Kinds, first: u64, step: u64) {
 
 #[test]
 fn a_stop_at_an_operation_of_tables_in_ram_and_on_ssd() {
-    stop_at_every_operation(ROOMY, 0, every(3));
+    stop_at_every_operation(ROOMY, 0, every(4));
 }
 
 #[test]
 fn a_stop_at_an_operation_of_tables_with_a_device_tier() {
-    stop_at_every_operation(DEVICE, 1, every(5));
+    stop_at_every_operation(DEVICE, 1, every(7));
 }
 
 #[test]
 fn a_stop_at_an_operation_of_tables_that_drop_rows() {
-    stop_at_every_operation(EVICTING, 2, every(5));
+    stop_at_every_operation(EVICTING, 2, every(7));
 }
