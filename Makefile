@@ -23,7 +23,7 @@ ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | 
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-rust test-loom test-python fuzz stress lint rivals bench bench-smoke clean
+.PHONY: help setup demo test test-rust test-loom test-python fuzz stress lint rivals bench bench-docs bench-smoke clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row"
 	@echo "make test         the tests of the core and of the package"
@@ -31,7 +31,8 @@ help:
 	@echo "make stress       everything at once on small tables, TIMES=20 as long as in make test"
 	@echo "make lint         format, lints, types, stubs, import directions"
 	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some)"
-	@echo "make bench-smoke  the same, briefly, as a test"
+	@echo "make bench-docs   docs/benchmarks.md and its plots from what make bench measured"
+	@echo "make bench-smoke  every benchmark briefly, as a test"
 	@echo "make rivals       RocksDB and LMDB for the benches, from the system or out of its packages, into target/rivals"
 	@echo "make clean        remove what was built"
 
@@ -92,6 +93,9 @@ rivals:
 
 bench: $(NATIVE) rivals
 	@$(PY) benches/python/run.py $(if $(ONLY),--only $(ONLY))
+
+bench-docs: $(ENVIRONMENT)
+	@$(PY) benches/python/document.py
 
 bench-smoke: $(NATIVE) rivals
 	@$(PY) benches/python/run.py --smoke $(if $(ONLY),--only $(ONLY))

@@ -1,0 +1,73 @@
+"""What each bench measures, in the words of docs/benchmarks.md, and which of them show how a path behaves as the table grows."""
+
+__all__ = ["GROWTH", "SECTIONS"]
+
+# Section: its benches, each with what it measures.
+SECTIONS: dict[str, dict[str, str]] = {
+    "Ids, rows in RAM (one thread)": {
+        "dedupe_zipf105": "distinct ids of a batch and the inverse",
+        "dedupe_uniform": "the same, nearly all ids distinct",
+        "index_lookup_zipf105_10m": "slots of a batch's ids, from the host tier's index",
+        "index_lookup_uniform_10m": "the same, uniform ids",
+        "index_lookup_zipf105_1m": "the same, 1M rows",
+        "host_hit_zipf105_10m": "the whole path of a batch in RAM: dedupe, plan with pins and policy, gather",
+        "host_hit_uniform_10m": "the same, uniform ids",
+        "host_hit_zipf105_1m": "the same, 1M rows",
+        "births_10m": "rows born",
+    },
+    "Kernels (one thread unless the name says more)": {
+        "forward_pooled_zipf105_10m": "rows summed into bags",
+        "forward_pooled_uniform_10m": "the same, uniform ids",
+        "forward_pooled_zipf105_1m": "the same, 1M rows",
+        "train_rowwise_adagrad_zipf105_10m": "forward, backward and update, rowwise Adagrad",
+        "train_rowwise_adagrad_uniform_10m": "the same, uniform ids",
+        "train_rowwise_adagrad_zipf105_1m": "the same, 1M rows",
+        "train_adagrad_zipf105_10m": "the same, Adagrad",
+        "train_adam_zipf105_4m": "the same, Adam, 4M rows",
+        "train_rowwise_adagrad_two_threads": "rowwise Adagrad on two threads",
+    },
+    "SSD, reading": {
+        "ssd_fetch_uniform": "random rows of a loaded, compacted, cold store",
+        "ssd_fetch_cpu_us_per_row": "user and system time of a row there",
+        "ssd_fetch_zipf105": "misses of zipf-drawn ids, after the store evicted by its policy",
+        "ssd_fetch_sessions": "misses of a trace with co-access: rows evicted together lie together",
+        "io_read_uniform": "the I/O engine alone: random reads of one file",
+        "io_read_cpu_us_per_read": "user and system time of a read there",
+    },
+    "SSD, writing": {
+        "ssd_writeback": "dirty rows written, half the cap live",
+        "ssd_writeback_65pct_full": "the cold tail of zipf 1.05 rewritten, 65% of the cap live, compaction keeping up",
+        "ssd_writeback_80pct_full": "the same, 80% live",
+        "ssd_write_amplification_65pct_full": "bytes written / bytes of rows given, 65% live",
+        "ssd_write_amplification_80pct_full": "the same, 80% live",
+        "io_write_sequential": "the I/O engine alone: one file written in order",
+    },
+    "A model": {
+        "dlrm_step_ram10pct_zipf105": "training of a DLRM, its tables' RAM budget 10% of their bytes, lookahead on, 2 threads",
+    },
+    "100M rows": {
+        "train_100m_rows_peak_rss_bytes": "most bytes resident in a process that trains a table of 100M rows from its first row on",
+        "train_ssd_zipf105_1m": "that training on zipf-drawn ids at 1M rows (3 GiB for rows and indexes, 2 threads)",
+        "train_ssd_zipf105_10m": "the same, 10M rows",
+        "train_ssd_zipf105_100m": "the same, 100M rows",
+        "ram_bytes_per_ssd_id": "growth of a process's resident bytes for each row on SSD, worst from 10M to 100M rows",
+        "reopen_100m_rows_seconds": "from opening the store until the first batch is fetched",
+        "ssd_append_1m": "new rows written to a store, the last tenth of 1M rows",
+        "ssd_append_10m": "the same, 10M rows",
+        "ssd_append_100m": "the same, 100M rows",
+        "ssd_fetch_uniform_1m": "random rows of that store, as loaded, at 1M rows",
+        "ssd_fetch_uniform_10m": "the same, 10M rows",
+        "ssd_fetch_uniform_100m": "the same, 100M rows",
+    },
+}
+
+# Path: benches of it by millions of rows.
+GROWTH: dict[str, dict[int, str]] = {
+    "index lookup (RAM)": {1: "index_lookup_zipf105_1m", 10: "index_lookup_zipf105_10m"},
+    "hit path (RAM)": {1: "host_hit_zipf105_1m", 10: "host_hit_zipf105_10m"},
+    "pooled forward (RAM)": {1: "forward_pooled_zipf105_1m", 10: "forward_pooled_zipf105_10m"},
+    "train, rowwise Adagrad (RAM)": {1: "train_rowwise_adagrad_zipf105_1m", 10: "train_rowwise_adagrad_zipf105_10m"},
+    "train, RAM + SSD": {1: "train_ssd_zipf105_1m", 10: "train_ssd_zipf105_10m", 100: "train_ssd_zipf105_100m"},
+    "append (SSD)": {1: "ssd_append_1m", 10: "ssd_append_10m", 100: "ssd_append_100m"},
+    "fetch, uniform (SSD)": {1: "ssd_fetch_uniform_1m", 10: "ssd_fetch_uniform_10m", 100: "ssd_fetch_uniform_100m"},
+}

@@ -1,0 +1,64 @@
+"""docs/benchmarks.md: made from results alone, by benches/python/document.py."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "benches" / "python"
+
+
+def row(name, value, better="higher", limit=None, **rivals):
+    return {
+        "name": name,
+        "unit": "rows/s",
+        "better": better,
+        "value": value,
+        "low": value / 2,
+        "high": value * 2,
+        "limit": limit and {"what": "a plain loop", "value": limit},
+        "rivals": [{"what": what, "value": other} for what, other in rivals.items()],
+        "rounds": 7,
+        "run": {"cpu_us_per_row": 2.5},
+        "setting": {"cpu": "some processor", "torch": "2.0"},
+    }
+
+
+def made(rows, folder):
+    results = folder / "results.json"
+    results.write_text(json.dumps(rows))
+    command = [sys.executable, str(SCRIPTS / "document.py"), str(results), "--out", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_each_result_stands_in_a_table_with_its_spread_and_ratios_and_the_plots_are_whole(tmp_path):
+    rows = [
+        row("ssd_fetch_uniform_1m", 4e6),
+        row("ssd_fetch_uniform_100m", 1e5),
+        row("dedupe_zipf105", 3e6, limit=4e6, torch=1e6),
+        row("ssd_fetch_cpu_us_per_row", 2.0, better="lower", limit=3.0),
+        row("a_bench_that_the_catalog_lacks", 5.0),
+    ]
+    done = made(rows, tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = (tmp_path / "benchmarks.md").read_text()
+    assert "| `dedupe_zipf105` |" in document
+    assert "3 M rows/s [1.5 M .. 6 M] | 0.75 | 3.00 \N{MULTIPLICATION SIGN} torch |" in document
+    assert "2 rows/s [1 .. 4] | 1.50 |" in document, "of a cost less is ahead"
+    assert "| `a_bench_that_the_catalog_lacks` |" in document
+    assert "some processor" in document
+    assert "cpu_us_per_row 2.5" in document
+    for plot in ("benchmarks-ratios.svg", "benchmarks-growth.svg"):
+        assert plot in document
+        texts = [element.text for element in ET.parse(tmp_path / plot).iter() if element.tag.endswith("text")]
+        assert ("dedupe_zipf105" in texts) == (plot == "benchmarks-ratios.svg")
+        assert ("fetch, uniform (SSD)" in texts) == (plot == "benchmarks-growth.svg")
+
+
+def test_without_results_nothing_is_written(tmp_path):
+    done = made([], tmp_path)
+    assert done.returncode == 2
+    assert "run make bench first" in done.stderr
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["results.json"]
