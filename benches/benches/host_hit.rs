@@ -25,14 +25,21 @@ fn main() {
             unit,
             better,
             limit,
-            make: |scale| host_hit(scale, false, |n, rows| zipf_ranks(3, n, rows, 1.05)),
+            make: |scale| host_hit(scale, 10_000_000, false, |n, rows| zipf_ranks(3, n, rows, 1.05)),
         },
         Bench {
             name: "host_hit_uniform_10m",
             unit,
             better,
             limit,
-            make: |scale| host_hit(scale, true, |n, rows| uniform_ranks(3, n, rows)),
+            make: |scale| host_hit(scale, 10_000_000, true, |n, rows| uniform_ranks(3, n, rows)),
+        },
+        Bench {
+            name: "host_hit_zipf105_1m",
+            unit,
+            better,
+            limit,
+            make: |scale| host_hit(scale, 1_000_000, false, |n, rows| zipf_ranks(3, n, rows, 1.05)),
         },
     ]);
 }
@@ -57,8 +64,8 @@ fn value(slot: usize) -> [f32; DIM] {
     std::array::from_fn(|column| (slot * 7 + column) as f32)
 }
 
-fn host_hit(scale: Scale, mostly_new: bool, ranks: fn(usize, u64) -> Vec<u64>) -> Box<dyn Rounds> {
-    let rows = scale.pick(10_000_000, 100_000);
+fn host_hit(scale: Scale, rows: u64, mostly_new: bool, ranks: fn(usize, u64) -> Vec<u64>) -> Box<dyn Rounds> {
+    let rows = scale.pick(rows, rows / 100);
     let ids = Ids::from_ranks(&ranks(BATCH_IDS * scale.pick(20, 2), rows), BATCH_IDS, scattered_id);
     let present: Vec<i64> = (0..rows).map(scattered_id).collect();
 

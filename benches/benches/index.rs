@@ -17,14 +17,21 @@ fn main() {
             unit,
             better,
             limit,
-            make: |scale| lookup(scale, |n, rows| zipf_ranks(2, n, rows, 1.05)),
+            make: |scale| lookup(scale, 10_000_000, |n, rows| zipf_ranks(2, n, rows, 1.05)),
         },
         Bench {
             name: "index_lookup_uniform_10m",
             unit,
             better,
             limit,
-            make: |scale| lookup(scale, |n, rows| uniform_ranks(2, n, rows)),
+            make: |scale| lookup(scale, 10_000_000, |n, rows| uniform_ranks(2, n, rows)),
+        },
+        Bench {
+            name: "index_lookup_zipf105_1m",
+            unit,
+            better,
+            limit,
+            make: |scale| lookup(scale, 1_000_000, |n, rows| zipf_ranks(2, n, rows, 1.05)),
         },
     ]);
 }
@@ -37,8 +44,8 @@ struct Lookup {
     slots: Vec<u32>,
 }
 
-fn lookup(scale: Scale, ranks: fn(usize, u64) -> Vec<u64>) -> Box<dyn Rounds> {
-    let rows = scale.pick(10_000_000, 100_000);
+fn lookup(scale: Scale, rows: u64, ranks: fn(usize, u64) -> Vec<u64>) -> Box<dyn Rounds> {
+    let rows = scale.pick(rows, rows / 100);
     let ids = Ids::from_ranks(&ranks(BATCH_IDS * scale.pick(40, 2), rows), BATCH_IDS, scattered_id);
     let present: Vec<i64> = (0..rows).map(scattered_id).collect();
     let mut index = HostIndex::new(present.len());

@@ -21,8 +21,12 @@ const TWICE: &str = "twice the one-thread figure of the same run";
 fn main() {
     let bench = |name, limit, make| Bench { name, unit: "rows/s", better: Better::Higher, limit: Some(limit), make };
     run(&[
-        bench("forward_pooled_zipf105_10m", FORWARD, |scale| forward(scale, Skew::Zipf)),
-        bench("forward_pooled_uniform_10m", FORWARD, |scale| forward(scale, Skew::Uniform)),
+        bench("forward_pooled_zipf105_10m", FORWARD, |scale| forward(scale, Skew::Zipf, 10_000_000)),
+        bench("forward_pooled_uniform_10m", FORWARD, |scale| forward(scale, Skew::Uniform, 10_000_000)),
+        bench("forward_pooled_zipf105_1m", FORWARD, |scale| forward(scale, Skew::Zipf, 1_000_000)),
+        bench("train_rowwise_adagrad_zipf105_1m", TRAIN, |scale| {
+            train(scale, Skew::Zipf, OptimizerKind::RowWiseAdagrad, 1_000_000, 1)
+        }),
         bench("train_rowwise_adagrad_zipf105_10m", TRAIN, |scale| {
             train(scale, Skew::Zipf, OptimizerKind::RowWiseAdagrad, 10_000_000, 1)
         }),
@@ -73,8 +77,8 @@ struct Kernels {
     step: u64,
 }
 
-fn forward(scale: Scale, skew: Skew) -> Box<dyn Rounds> {
-    Box::new(Kernels::new(scale, skew, None, 10_000_000, BATCH_IDS, 1))
+fn forward(scale: Scale, skew: Skew, rows: u32) -> Box<dyn Rounds> {
+    Box::new(Kernels::new(scale, skew, None, rows, BATCH_IDS, 1))
 }
 
 fn train(scale: Scale, skew: Skew, kind: OptimizerKind, rows: u32, threads: usize) -> Box<dyn Rounds> {
