@@ -15,7 +15,7 @@ use embcache_benches::{
 const DEPTH: usize = 128;
 /// Batches of a round of fetches, and rounds.
 const BATCHES: usize = 4;
-const ROUNDS: usize = 7;
+const ROUNDS: usize = 5;
 
 fn main() {
     let reads =
