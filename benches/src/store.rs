@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum StoreWork {
-    /// Load the ids `scattered_id(0..rows)` and compact; a round fetches batches of the bench's data, with nothing of the files in
-    /// the page cache when a batch begins.
+    /// Load the ids `scattered_id(0..rows)` and compact; a round fetches batches of the bench's data, with nothing of the rows in
+    /// RAM when a batch begins: they are what a tier in RAM has missed.
     Fetch {
         /// Rows loaded.
         rows: u64,

@@ -12,6 +12,8 @@ use crate::{FetchStore, Missing, RewriteStore};
 
 /// Bytes of a key and its value.
 const ROW_BYTES: usize = 8 + VALUE_BYTES;
+/// Bytes of a block of rows.
+const BLOCK_BYTES: usize = 4096;
 /// Threads that a batch is written by.
 const WRITERS: usize = 4;
 /// Bytes of a file of the load.
@@ -62,6 +64,14 @@ struct Db {
 
 // SAFETY: a database may be used by several threads, as RocksDB's documentation says.
 unsafe impl Sync for Db {}
+
+/// Name and version: the library's file has it, its C interface has not.
+fn version() -> String {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux with /proc");
+    let version =
+        maps.split_whitespace().find_map(|word| word.split_once("librocksdb.so.")).map(|(_, version)| version);
+    format!("RocksDB {}", version.unwrap_or_default()).trim_end().to_owned()
+}
 
 fn text(text: &str) -> CString {
     CString::new(text).expect("no zero in it")
@@ -176,7 +186,6 @@ impl Drop for Db {
 pub(crate) struct Fetches {
     db: Db,
     read: *mut c_void,
-    what: String,
 }
 
 /// Options of reads or writes that threads share.
@@ -187,32 +196,30 @@ unsafe impl Sync for Options {}
 
 impl Fetches {
     pub(crate) fn load(dir: &Path, rows: u64, ram_bytes: u64) -> Result<Self, Missing> {
-        let block_bytes = 4096;
-        // Index and filters are held beside the cache: some 3 bytes a row.
-        let cache_bytes = ram_bytes.saturating_sub(rows * 3).max(1 << 20);
+        // Cold: no block of rows stays from one batch to the next. Index and filters are in RAM.
         let options = format!(
             "create_if_missing=true;max_open_files=-1;use_direct_reads=true;use_direct_io_for_flush_and_compaction=true;\
              compression=kNoCompression;disable_auto_compactions=true;\
-             block_based_table_factory={{block_size={block_bytes};format_version=5;filter_policy=ribbonfilter:10;\
-             checksum=kXXH3;data_block_index_type=kDataBlockBinaryAndHash;data_block_hash_table_util_ratio=0.75;\
-             block_cache={{capacity={cache_bytes};num_shard_bits=6}};}}"
+             block_based_table_factory={{no_block_cache=true;block_size={BLOCK_BYTES};format_version=5;checksum=kXXH3;\
+             filter_policy=ribbonfilter:10;data_block_index_type=kDataBlockBinaryAndHash;\
+             data_block_hash_table_util_ratio=0.75;}}"
         );
         let db = Db::open(dir, &options)?;
         db.load(dir, rows, &options);
+        let held = db.number("rocksdb.estimate-table-readers-mem");
+        assert!(held <= ram_bytes, "index and filters take {held} bytes of a budget of {ram_bytes}");
         // SAFETY: makes a value.
         let read = unsafe { (db.calls.readoptions_create)() };
-        let version = "RocksDB";
-        let what = format!("{version} (direct reads, blocks of {block_bytes}, MultiGet on {THREADS} threads)");
-        Ok(Self { db, read, what })
+        Ok(Self { db, read })
     }
 }
 
 impl FetchStore for Fetches {
     fn what(&self) -> String {
-        self.what.clone()
+        format!("{} (direct reads, blocks of {BLOCK_BYTES}, sorted MultiGet on {THREADS} threads)", version())
     }
 
-    /// Direct reads leave nothing there; the block cache, whose bytes are in the budget, stays.
+    /// Direct reads leave nothing there.
     fn cool(&mut self) {}
 
     fn fetch(&mut self, ids: &[i64], out: &mut [u8]) {
@@ -272,7 +279,7 @@ impl Rewrites {
              compression=kNoCompression;max_background_jobs=4;max_subcompactions=4;\
              write_buffer_size={memtable};max_write_buffer_number=4;level0_file_num_compaction_trigger=4;\
              target_file_size_base={FILE_BYTES};max_bytes_for_level_base={};level_compaction_dynamic_level_bytes=true;\
-             block_based_table_factory={{block_size=4096;format_version=5;checksum=kXXH3;}}",
+             block_based_table_factory={{block_size={BLOCK_BYTES};format_version=5;checksum=kXXH3;}}",
             ram_bytes * 2
         );
         let db = Db::open(dir, &options)?;
@@ -319,7 +326,7 @@ impl Drop for Rewrites {
 
 impl RewriteStore for Rewrites {
     fn what(&self) -> String {
-        "RocksDB (no log, direct I/O, drained)".to_owned()
+        format!("{} (no log, direct I/O, {WRITERS} writing threads, drained)", version())
     }
 
     fn write(&mut self, ids: &[i64]) {
