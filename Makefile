@@ -66,7 +66,8 @@ test-rust: $(NATIVE)
 		cargo test --quiet --locked; \
 	fi
 
-# Every interleaving of planners and evictors on a slot's pins. Apart, because the flag rebuilds what it reaches.
+# Every interleaving of a few threads on a slot's pins, and (of two preemptions) in the SSD tier and a table. Apart, because the flag
+# rebuilds what it reaches.
 test-loom:
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --locked -p embcache --lib loom
 

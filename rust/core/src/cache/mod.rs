@@ -28,3 +28,6 @@ pub use table::{Table, TableStats, device_row_bytes, host_row_bytes};
 
 #[cfg(test)]
 mod resident;
+
+#[cfg(all(test, loom))]
+mod models;

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::lookup::Shape;
 use super::place::{PlanMode, TablePlan};
@@ -537,7 +537,7 @@ impl Inner {
 impl Drop for Plan {
     fn drop(&mut self) {
         #[cfg(not(loom))]
-        self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).release();
+        self.inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).release();
         #[cfg(loom)]
         self.release();
     }

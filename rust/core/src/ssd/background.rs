@@ -5,6 +5,7 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
+#[cfg(not(loom))]
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
@@ -16,8 +17,10 @@ use crate::error::{Error, Kind, Result};
 use crate::sync::{Condvar, Mutex, lock, wait};
 
 /// Threads that write blocks and footers. Two, so that a footer is sorted while the next segment's blocks are written.
+#[cfg(not(loom))]
 const FLUSHERS: usize = 2;
 /// Threads that submit the reads of plans; each submission is as deep as the engine likes.
+#[cfg(not(loom))]
 const FETCHERS: usize = 4;
 
 /// The threads' inboxes.
@@ -32,29 +35,38 @@ pub(super) struct Background {
 /// Tasks that wait for a thread.
 #[derive(Debug)]
 struct Inbox<T> {
-    waiting: Mutex<VecDeque<T>>,
+    queue: Mutex<Queue<T>>,
     arrived: Condvar,
+}
+
+#[derive(Debug)]
+struct Queue<T> {
+    waiting: VecDeque<T>,
+    /// Never of a process; a model's threads have to end.
+    closed: bool,
 }
 
 impl<T> Default for Inbox<T> {
     fn default() -> Self {
-        Self { waiting: Mutex::new(VecDeque::new()), arrived: Condvar::new() }
+        Self { queue: Mutex::new(Queue { waiting: VecDeque::new(), closed: false }), arrived: Condvar::new() }
     }
 }
 
 impl<T> Inbox<T> {
     fn send(&self, task: T) {
-        lock(&self.waiting).push_back(task);
+        lock(&self.queue).waiting.push_back(task);
         self.arrived.notify_one();
     }
 
-    fn next(&self) -> T {
-        let mut waiting = lock(&self.waiting);
+    /// The next task, waited for; `None` when there will be none.
+    fn next(&self) -> Option<T> {
+        let mut queue = lock(&self.queue);
         loop {
-            if let Some(task) = waiting.pop_front() {
+            let task = queue.waiting.pop_front();
+            if task.is_some() || queue.closed {
                 return task;
             }
-            waiting = wait(&self.arrived, waiting);
+            queue = wait(&self.arrived, queue);
         }
     }
 }
@@ -114,6 +126,41 @@ impl Background {
     }
 }
 
+/// What the threads do, for a model's threads to do until the inboxes are closed, or for a model to do itself.
+#[cfg(loom)]
+impl Background {
+    pub(super) fn work_as_flusher(&self) {
+        while let Some(segment) = self.flush.next() {
+            segment.run_jobs();
+        }
+    }
+
+    /// What waits to be read, after `before` has looked at it.
+    pub(super) fn fetch_waiting(&self, before: impl Fn(&FetchJob)) {
+        while let Some(jobs) = { lock(&self.fetch.queue).waiting.pop_front() } {
+            jobs.iter().for_each(&before);
+            FetchJob::run(jobs);
+        }
+    }
+
+    pub(super) fn compact_waiting(&self) {
+        while let Some(tier) = { lock(&self.compact.queue).waiting.pop_front() } {
+            compact_tier(&tier);
+        }
+    }
+
+    pub(super) fn flush_waiting(&self) {
+        while let Some(segment) = { lock(&self.flush.queue).waiting.pop_front() } {
+            segment.run_jobs();
+        }
+    }
+
+    pub(super) fn end_flusher(&self) {
+        lock(&self.flush.queue).closed = true;
+        self.flush.arrived.notify_all();
+    }
+}
+
 fn compact_tier(tier: &Weak<Shared>) {
     if let Some(tier) = tier.upgrade() {
         tier.contain("compaction", || compact::run(&tier));
@@ -127,6 +174,7 @@ pub(super) fn panicked(what: &str, panic: &(dyn Any + Send)) -> Error {
     Error::new(Kind::State, format!("{what} ended in a panic ({said}): this is a bug of torchrec-embcache, report it"))
 }
 
+#[cfg(not(loom))]
 fn start<T: Send + 'static>(
     name: &str,
     count: usize,
@@ -136,8 +184,7 @@ fn start<T: Send + 'static>(
     for _ in 0..count {
         let inbox = Arc::clone(inbox);
         let worker = move || {
-            loop {
-                let task = inbox.next();
+            while let Some(task) = inbox.next() {
                 // The task's own panics are contained where their owner is known; the thread goes on in any case.
                 let _ = catch_unwind(AssertUnwindSafe(|| work(task)));
             }

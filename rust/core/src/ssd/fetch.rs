@@ -150,6 +150,14 @@ impl Shared {
     }
 }
 
+#[cfg(loom)]
+impl FetchJob {
+    /// The files that it is to read.
+    pub(super) fn files(&self) -> impl Iterator<Item = &std::path::Path> {
+        self.segments.iter().map(|segment| segment.path())
+    }
+}
+
 impl FetchJob {
     /// Look every id up; copy what is in buffers, list what is in files.
     fn resolve(&mut self) -> Result<()> {

@@ -25,6 +25,8 @@ mod footers;
 mod format;
 pub mod index;
 mod manifest;
+#[cfg(all(test, loom))]
+pub(crate) mod models;
 mod open;
 mod publish;
 mod record;

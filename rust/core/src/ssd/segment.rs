@@ -334,9 +334,10 @@ impl Job {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        let held = self.held_bytes();
+        // The last values, which loom, that does not know of the holders' count, finds by changing them.
+        let held = self.bytes.fetch_add(0, Ordering::Relaxed);
         // A file that cannot be removed goes on holding its bytes; the next open removes it.
-        let doomed = self.doomed.load(Ordering::Relaxed);
+        let doomed = self.doomed.fetch_or(false, Ordering::Relaxed);
         let gone = doomed && self.space.remove(|| self.engine.remove_file(self.path()));
         self.space.release(self.slot, held, gone);
     }

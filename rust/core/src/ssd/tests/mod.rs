@@ -34,23 +34,23 @@ fn identity() -> Identity {
     }
 }
 
-fn config(bytes: u64, reopen: Reopen) -> SsdConfig {
+pub(super) fn config(bytes: u64, reopen: Reopen) -> SsdConfig {
     SsdConfig { dir: "/embcache-test/item".into(), bytes, reopen, resume_token: None }
 }
 
 /// Segments of 32 KiB filled through buffers of 12 KiB, and tags that collide.
-const SMALL: Tuning =
+pub(super) const SMALL: Tuning =
     Tuning { segment_bytes: Some(32 << 10), block_bytes: Some(12 << 10), index_bits: Some((1, 5)), threads: Some(2) };
 
 /// Segments of 8 KiB, each one buffer: the cap is reached soon.
-const TINY: Tuning =
+pub(super) const TINY: Tuning =
     Tuning { segment_bytes: Some(8 << 10), block_bytes: None, index_bits: Some((1, 5)), threads: Some(2) };
 
 fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Option<StateCounters>)> {
     open_tuned(engine, config, SMALL)
 }
 
-fn open_tuned(
+pub(super) fn open_tuned(
     engine: &Arc<dyn IoEngine>,
     config: &SsdConfig,
     tuning: Tuning,
@@ -61,13 +61,13 @@ fn open_tuned(
 
 /// A row that its id and version determine.
 #[derive(Clone, Debug, PartialEq)]
-struct Row {
-    header: RowHeader,
+pub(super) struct Row {
+    pub(super) header: RowHeader,
     vector: Vec<f32>,
 }
 
 impl Row {
-    fn new(id: Id, version: u32) -> Self {
+    pub(super) fn new(id: Id, version: u32) -> Self {
         let bits = hash_id(id ^ (i64::from(version) << 32));
         let vector = (0..DIM).map(|at| f32::from((bits >> (at * 8)) as u8) - 100.0).collect();
         let header = RowHeader {
@@ -81,7 +81,7 @@ impl Row {
         Self { header, vector }
     }
 
-    fn empty() -> Self {
+    pub(super) fn empty() -> Self {
         Self { header: RowHeader::default(), vector: vec![f32::NAN; DIM] }
     }
 
@@ -89,12 +89,12 @@ impl Row {
         RowRef { header: &self.header, vector: &self.vector }
     }
 
-    fn as_mut(&mut self) -> RowMut {
+    pub(super) fn as_mut(&mut self) -> RowMut {
         RowMut { header: &raw mut self.header, vector: self.vector.as_mut_ptr() }
     }
 }
 
-fn append(tier: &SsdTier, rows: &[Row], known: impl Fn(Id) -> bool) -> Result<()> {
+pub(super) fn append(tier: &SsdTier, rows: &[Row], known: impl Fn(Id) -> bool) -> Result<()> {
     let refs: Vec<RowRef<'_>> = rows.iter().map(Row::as_ref).collect();
     let known: Vec<bool> = rows.iter().map(|row| known(row.header.id)).collect();
     tier.append(&refs, &known)

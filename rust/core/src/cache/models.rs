@@ -1,0 +1,114 @@
+//! Every interleaving, up to two preemptions, of a few threads in the table's own code: `make test-loom`.
+
+use std::sync::Arc;
+
+use super::{Chunk, Lookup, Plan, RowBlock, Table};
+use crate::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use crate::io::{IoEngine, MemoryEngine};
+use crate::kernels::Hyperparameters;
+use crate::rows::{Initializer, RowHeader};
+use crate::ssd::models::{model, read_waiting, spawn};
+use crate::types::Id;
+
+const DIM: usize = 2;
+
+/// A table with rows 1 and 2 on SSD, in a file, and room for four rows in RAM.
+fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let mut config = TableConfig {
+        name: "t".into(),
+        key: 1,
+        dim: DIM,
+        optimizer: OptimizerKind::Sgd,
+        initializer: Initializer::Constant { value: 0.0 },
+        seed: 0,
+        total_num_buckets: 1,
+        buckets: 0..1,
+        host_bytes: 0,
+        device_rows: None,
+        ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 20, reopen: Reopen::Never, resume_token: None }),
+        policy: PolicyKind::Lru,
+        on_full: OnFull::Error,
+    };
+    config.host_bytes = 4 * super::host_row_bytes(&config.layout(), config.policy);
+    let table = Table::open(config, None, Arc::clone(&engine)).unwrap();
+    let ids: [Id; 6] = [11, 12, 13, 14, 1, 2];
+    let headers = ids.map(|id| RowHeader { id, ..RowHeader::default() });
+    let vectors: Vec<f32> = ids.iter().flat_map(|&id| [id as f32; DIM]).collect();
+    // The first four take the slots, the others go to SSD.
+    table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).unwrap();
+    table.shared.ssd.as_ref().unwrap().settle();
+    let lookup = Arc::new(Lookup::new(std::slice::from_ref(&table), &[0]).unwrap());
+    (table, lookup, engine)
+}
+
+fn plan(lookup: &Lookup, ids: &[Id]) -> Plan {
+    lookup.plan(ids, &[0, ids.len() as i64], true, true, false).unwrap()
+}
+
+fn forward(plan: &Plan, bags: usize) -> Vec<f32> {
+    let offsets: Vec<i64> = (0..=bags as i64).collect();
+    let mut out = vec![0.0; bags * DIM];
+    plan.forward_pooled(&offsets, None, &[false], &mut out, &mut [], 1).unwrap();
+    out
+}
+
+fn at_rest(table: &Table) {
+    assert_eq!(table.stats().unwrap().pinned_rows, 0, "a pin was not returned");
+    table.shared.ssd.as_ref().unwrap().settle();
+}
+
+/// A row whose read is under way is planned again, and the first plan is dropped before, amid or after the read.
+#[test]
+fn loom_a_row_that_is_being_read_for_a_plan_that_is_dropped_is_there_for_the_other() {
+    model(|| {
+        let (table, lookup, engine) = table();
+        let dropped = plan(&lookup, &[1, 11]);
+        let other = {
+            let (lookup, reads) = (Arc::clone(&lookup), Arc::clone(&engine));
+            spawn(move || {
+                let plan = plan(&lookup, &[1, 12]);
+                // What it asked for itself, if the first plan's read was over and given up.
+                read_waiting(&*reads);
+                plan.wait().unwrap();
+                forward(&plan, 2)
+            })
+        };
+        let reading = {
+            let engine = Arc::clone(&engine);
+            spawn(move || read_waiting(&*engine))
+        };
+        drop(dropped);
+        reading.join().unwrap();
+        assert_eq!(other.join().unwrap(), [1.0, 1.0, 12.0, 12.0]);
+        at_rest(&table);
+    });
+}
+
+/// An export sees a row's weights and metadata both from before a training step or both from after it.
+#[test]
+fn loom_an_export_beside_a_training_step_gives_rows_that_are_whole_or_an_error() {
+    model(|| {
+        let (table, lookup, _engine) = table();
+        let plan = plan(&lookup, &[11]);
+        plan.wait().unwrap();
+        forward(&plan, 1);
+        let training = spawn(move || {
+            let numbers = Hyperparameters { lr: 1.0, eps: 0.0, beta1: 0.0, beta2: 0.0, weight_decay: 0.0 };
+            plan.backward_pooled(&[1.0; DIM], &[numbers], None, &mut [], 1).unwrap();
+        });
+        let exported = table.for_each_chunk(10, &mut |chunk: Chunk| {
+            let at = chunk.headers.iter().position(|header| header.id == 11);
+            if let Some(at) = at {
+                let (count, weight) = (chunk.headers[at].count, chunk.vectors[at * DIM]);
+                assert!((count, weight) == (0, 11.0) || (count, weight) == (1, 10.0), "{count} steps give {weight}");
+            }
+            Ok(())
+        });
+        assert!(exported.is_ok() || exported.is_err_and(|error| error.kind() == crate::Kind::State));
+        training.join().unwrap();
+        let row = table.read_rows(&[11]).unwrap();
+        assert_eq!((row.headers[0].count, row.vectors[0].to_bits()), (1, 10.0_f32.to_bits()));
+        at_rest(&table);
+    });
+}

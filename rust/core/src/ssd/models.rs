@@ -1,0 +1,198 @@
+//! Every interleaving, up to two preemptions, of a few threads in the tier's own code: `make test-loom`.
+//!
+//! Waits have no time limits here: a wake-up that is lost is a deadlock, which loom reports.
+
+use std::sync::Arc;
+
+use loom::thread::{Builder, JoinHandle};
+
+use super::background::Background;
+use super::open::Tuning;
+use super::shared::Stream;
+use super::tests::{Row, SMALL, TINY, append, config, open_tuned};
+use super::{Fetch, SsdTier};
+use crate::config::Reopen;
+use crate::io::{IoEngine, MemoryEngine};
+use crate::types::Id;
+
+/// Room for frames of code that is not optimised.
+const STACK_WORDS: usize = 64 << 10;
+
+/// Explore `body` and the threads it starts.
+pub(crate) fn model(body: impl Fn() + Send + Sync + Copy + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(2);
+    builder.max_branches = 100_000;
+    builder.check(move || spawn(body).join().unwrap());
+}
+
+pub(crate) fn spawn<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
+    Builder::new().stack_size(STACK_WORDS).spawn(body).unwrap()
+}
+
+/// Do the reads that wait; the file of each must be there.
+pub(crate) fn read_waiting(engine: &dyn IoEngine) {
+    Background::shared().unwrap().fetch_waiting(|job| {
+        for path in job.files() {
+            assert!(engine.exists(path), "{} is gone before it is read", path.display());
+        }
+    });
+}
+
+impl SsdTier {
+    /// Put everything so far into files.
+    pub(crate) fn settle(&self) {
+        {
+            let mut state = self.shared.state();
+            for stream in [Stream::Fresh, Stream::Moved, Stream::Tombstones] {
+                state.seal(stream);
+            }
+        }
+        Background::shared().unwrap().flush_waiting();
+    }
+}
+
+fn tier(bytes: u64, tuning: Tuning) -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let (tier, _) = open_tuned(&engine, &config(bytes, Reopen::Never), tuning).unwrap();
+    (Arc::new(tier), engine)
+}
+
+fn rows(ids: std::ops::Range<Id>, version: u32) -> Vec<Row> {
+    ids.map(|id| Row::new(id, version)).collect()
+}
+
+/// The versions of `ids` now, each row whole.
+fn versions(tier: &SsdTier, engine: &dyn IoEngine, ids: &[Id]) -> Vec<Option<u32>> {
+    let mut found: Vec<Row> = ids.iter().map(|_| Row::empty()).collect();
+    let fetch: Arc<Fetch> = tier.fetch(ids.iter().copied().zip(found.iter_mut().map(Row::as_mut)).collect());
+    read_waiting(engine);
+    let missing = fetch.wait().unwrap();
+    let versions = found.into_iter().enumerate().map(|(at, row)| {
+        let version = row.header.count;
+        let there = !missing.contains(&(at as u32));
+        there.then(|| {
+            assert_eq!(row, Row::new(ids[at], version));
+            version
+        })
+    });
+    versions.collect()
+}
+
+/// Nothing is counted that is not there, and the other way round; what is open is closed, so that nobody waits for the flusher.
+fn check_counts(tier: &SsdTier) {
+    tier.settle();
+    let space = &tier.shared.home.space;
+    let state = tier.shared.view();
+    let live: u32 = state.current().map(|segment| segment.live.load(crate::sync::Ordering::Relaxed)).sum();
+    assert_eq!(u64::from(live), state.index.len() as u64);
+    let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
+    assert_eq!(space.used_bytes(), held, "of files that are gone the bytes are free");
+}
+
+/// A full buffer goes to the flusher, is written, and is let go of, while its rows are read: from buffer, block or file.
+#[test]
+fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() {
+    model(|| {
+        let (tier, engine) = tier(256 << 10, SMALL);
+        // One more fills the buffer.
+        append(&tier, &rows(0..191, 1), |_| false).unwrap();
+        let background = Background::shared().unwrap();
+        let flusher = spawn(move || background.work_as_flusher());
+        let appending = {
+            let tier = Arc::clone(&tier);
+            spawn(move || append(&tier, &rows(191..192, 1), |_| false).unwrap())
+        };
+        assert_eq!(versions(&tier, &*engine, &[0, 190]), [Some(1); 2]);
+        appending.join().unwrap();
+        assert_eq!(versions(&tier, &*engine, &[1, 191]), [Some(1); 2]);
+        background.end_flusher();
+        flusher.join().unwrap();
+        check_counts(&tier);
+    });
+}
+
+/// Newer versions empty a segment, whose file goes, while a fetch that found it is about to read.
+#[test]
+fn loom_a_segment_that_is_let_go_of_keeps_its_file_as_long_as_a_read_needs_it() {
+    model(|| {
+        let (tier, engine) = tier(256 << 10, SMALL);
+        append(&tier, &rows(0..2, 1), |_| false).unwrap();
+        tier.settle();
+        let files = engine.list(&config(0, Reopen::Never).dir).unwrap().len();
+        let overwriting = {
+            let tier = Arc::clone(&tier);
+            spawn(move || append(&tier, &rows(0..2, 2), |_| true).unwrap())
+        };
+        for version in versions(&tier, &*engine, &[0, 1]) {
+            assert!(version == Some(1) || version == Some(2), "{version:?}");
+        }
+        overwriting.join().unwrap();
+        check_counts(&tier);
+        assert_eq!(engine.list(&config(0, Reopen::Never).dir).unwrap().len(), files, "one came, one went");
+    });
+}
+
+/// Half of a segment is dead, and the cap is short enough for compaction to take it.
+fn with_a_victim() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
+    let (tier, engine) = tier(88 << 10, TINY);
+    for first in 0..6 {
+        append(&tier, &rows(first * 4..first * 4 + 4, 1), |_| false).unwrap();
+        tier.settle();
+    }
+    append(&tier, &rows(2..4, 2), |_| true).unwrap();
+    let state = tier.shared.view();
+    assert!(super::compact::victim(&tier.shared, &state).is_some(), "compaction would have nothing to do");
+    drop(state);
+    (tier, engine)
+}
+
+/// The compactor's thread, which finds the tier in its inbox.
+fn compact(tier: &Arc<SsdTier>) -> JoinHandle<()> {
+    tier.shared.schedule_compaction();
+    spawn(|| Background::shared().unwrap().compact_waiting())
+}
+
+/// Of compaction, which moves a row, and an append or a removal of the same id, the newer one stays.
+#[test]
+fn loom_a_row_that_compaction_moves_is_not_older_than_what_is_written_meanwhile() {
+    model(|| {
+        let (tier, engine) = with_a_victim();
+        let compacting = compact(&tier);
+        append(&tier, &rows(0..1, 3), |_| true).unwrap();
+        compacting.join().unwrap();
+        assert_eq!(versions(&tier, &*engine, &[0, 1, 2]), [Some(3), Some(1), Some(2)]);
+        check_counts(&tier);
+    });
+}
+
+#[test]
+fn loom_a_row_that_compaction_moves_stays_removed() {
+    model(|| {
+        let (tier, engine) = with_a_victim();
+        let compacting = compact(&tier);
+        tier.remove(&[0]).unwrap();
+        compacting.join().unwrap();
+        assert_eq!(versions(&tier, &*engine, &[0, 1]), [None, Some(1)]);
+        check_counts(&tier);
+    });
+}
+
+/// A scan, which reads a list of segments, misses no row that compaction moves and gives none twice.
+#[test]
+fn loom_a_scan_beside_compaction_gives_every_row_once() {
+    model(|| {
+        let (tier, _engine) = with_a_victim();
+        let compacting = compact(&tier);
+        let mut ids = Vec::new();
+        tier.scan(&mut |row| {
+            ids.push(row.header.id);
+            Ok(())
+        })
+        .unwrap();
+        compacting.join().unwrap();
+        ids.sort_unstable();
+        assert_eq!(ids, (0..24).collect::<Vec<Id>>());
+        check_counts(&tier);
+    });
+}
