@@ -12,7 +12,7 @@ system_library() {
 }
 
 apt() {
-	timeout 300 "$@" -o Dir::State="$folder/apt/state" -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache="$folder/apt/cache" \
+	timeout 90 "$@" -o Dir::State="$folder/apt/state" -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache="$folder/apt/cache" \
 		-o APT::Sandbox::User=root -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 }
 
