@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::buffer::Pool;
+use super::classes::Classes;
 use super::footers::read_entries;
 use super::format::{Content, Entry};
 use super::index::Location;
@@ -32,10 +33,12 @@ impl Shared {
             if self.home.space.has_failed() {
                 self.check_writable()?;
             }
+            let end = rows.len().min(done + AT_ONCE);
             let mut state = self.state();
-            if !self.ready(&mut state, Stream::Fresh)? {
+            let taken = self.append_some(&mut state, &rows[done..end], &known[done..end])?;
+            if taken == 0 {
                 drop(state);
-                let room = self.wait_for_room(Stream::Fresh);
+                let room = self.wait_for_room();
                 if let (Err(error), true) = (&room, done > 0) {
                     // Some rows are taken and not all can be: only damaged segments that cannot be compacted get here.
                     self.home.space.fail(error.clone());
@@ -43,8 +46,7 @@ impl Shared {
                 room?;
                 continue;
             }
-            let end = rows.len().min(done + AT_ONCE);
-            done += self.append_some(&mut state, &rows[done..end], &known[done..end]);
+            done += taken;
             state.reap();
             self.compact_if_worthwhile(&state);
         }
@@ -72,29 +74,46 @@ impl Shared {
         }
     }
 
-    /// Take rows as long as the open segment has room; how many.
-    fn append_some(&self, state: &mut State, rows: &[RowRef<'_>], known: &[bool]) -> usize {
-        let mut open = state.open[Stream::Fresh as usize].take().expect("made ready by the caller");
+    /// Take rows as long as there is room in the open segments, or for new ones; how many.
+    fn append_some(&self, state: &mut State, rows: &[RowRef<'_>], known: &[bool]) -> Result<usize> {
+        if self.home.space.free_bytes() < self.bytes_kept() {
+            return Ok(0);
+        }
+        let ids: Vec<Id> = rows.iter().map(|row| row.header.id).collect();
+        let mut older = vec![None; ids.len()];
+        state.index.get_batch(&ids, &mut older);
+        let classes = self.classes(state);
+        let dither = state.next_dither();
         let mut taken = 0;
-        for (row, known) in rows.iter().zip(known) {
-            if open.is_full() {
+        for ((row, known), older) in rows.iter().zip(known).zip(older) {
+            let class = match older.filter(|_| *known).and_then(|older| state.segments[older.segment as usize].as_ref())
+            {
+                Some(segment) => {
+                    let interval = state.next_seq.saturating_sub(segment.mean_seq());
+                    classes.of_rewritten(segment.class.min(classes.count - 1), interval, dither)
+                }
+                None => Classes::of_new(),
+            };
+            let stream = Stream::Rows(class);
+            if state.open[stream.index()].as_ref().is_none_or(OpenSegment::is_full) && !self.ready(state, stream)? {
                 break;
             }
             let header = row.header;
-            let (record, bytes) = open.push(header.id, state.next_seq, header.modified_epoch);
-            encode_row(bytes, header, row.vector, self.layout.scalar_slot, state.next_seq);
-            state.next_seq += 1;
-            state.highest_epoch = state.highest_epoch.max(header.modified_epoch);
+            let seq = state.next_seq;
+            let open = state.open[stream.index()].as_mut().expect("just made ready");
+            let (record, bytes) = open.push(header.id, seq, header.modified_epoch);
+            encode_row(bytes, header, row.vector, self.layout.scalar_slot, seq);
             open.segment.live.fetch_add(1, Ordering::Relaxed);
             let location = open.segment.location(record);
+            state.next_seq += 1;
+            state.highest_epoch = state.highest_epoch.max(header.modified_epoch);
             match if *known { state.index.replace(header.id, location) } else { None } {
                 Some(older) => state.bury(older),
                 None => state.index.insert(header.id, location),
             }
             taken += 1;
         }
-        state.open[Stream::Fresh as usize] = Some(open);
-        taken
+        Ok(taken)
     }
 
     /// Where buffers are scarce, keep none that is half filled.
@@ -117,7 +136,7 @@ impl Shared {
             let mut state = self.state();
             if !self.ready(&mut state, Stream::Tombstones)? {
                 drop(state);
-                let room = self.wait_for_room(Stream::Tombstones);
+                let room = self.wait_for_room();
                 if let (Err(error), true) = (&room, done > 0) {
                     // Some ids are gone and not all can be: as in `append`.
                     self.home.space.fail(error.clone());
@@ -125,7 +144,7 @@ impl Shared {
                 room?;
                 continue;
             }
-            let mut open = state.open[Stream::Tombstones as usize].take().expect("just made ready");
+            let mut open = state.open[Stream::Tombstones.index()].take().expect("just made ready");
             for (at, &id) in ids.iter().enumerate().skip(done).take(AT_ONCE) {
                 if open.is_full() {
                     break;
@@ -141,7 +160,7 @@ impl Shared {
                 state.next_seq += 1;
                 gone.push(id);
             }
-            state.open[Stream::Tombstones as usize] = Some(open);
+            state.open[Stream::Tombstones.index()] = Some(open);
             state.reap();
             self.compact_if_worthwhile(&state);
         }
@@ -158,8 +177,8 @@ impl Shared {
         state.emptied.clear();
         state.tombstones.clear();
         // The flusher finds the dropped segments doomed and gives their buffers back.
-        for stream in [Stream::Fresh, Stream::Moved, Stream::Tombstones] {
-            if let Some(open) = state.open[stream as usize].take() {
+        for stream in Stream::all() {
+            if let Some(open) = state.open[stream.index()].take() {
                 open.abandon();
             }
         }

@@ -1,24 +1,30 @@
-//! Compaction: the live records of a segment move to the open segment of moved rows, byte for byte, and the segment goes.
+//! Compaction: the live records of a segment move to the open segments of their classes, byte for byte and in order, and the segment goes.
 //!
 //! One thread a process serves all tiers. It works as late as it can (what waits longer has more dead records), and picks, in this order:
 //!
-//! 1. where room is short, segments that no published state names: their room is free at once. By cost and benefit, age counting
-//!    for up to a factor of two (Rosenblum, Ousterhout: The design and implementation of a log-structured file system, 1992);
+//! 1. where room is short, segments that no published state names: their room is free at once. By cost and benefit (Rosenblum,
+//!    Ousterhout: The design and implementation of a log-structured file system, 1992), which with rows apart by class waits for
+//!    segments whose records are about to die;
 //! 2. where tombstones pile up, the oldest segment with dead records, which is what keeps them;
 //! 3. where there is room to keep both copies, named segments with many dead records, so that the next publishes free theirs;
 //! 4. where frequent publishes leave many small segments, the smallest.
 
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, LazyLock};
 
 use super::buffer::Pool;
+use super::classes::MOST_CLASSES;
 use super::format::Content;
 use super::record::{decode, le_u64};
 use super::segment::Segment;
-use super::shared::{Counters, Shared, State, Stream};
+use super::shared::{Counters, Shared, State};
 use crate::error::Result;
+use crate::io::{ALIGNMENT, BufPool, PooledBuf};
 use crate::sync::{Ordering, lock};
 use crate::types::Id;
 
+/// Segments kept free for what is written while a victim is moved.
+const KEPT_FREE: u64 = 5;
 /// Bytes read at once from a victim.
 const CHUNK_BYTES: usize = 1 << 20;
 /// Small segments (of a quarter of the usual size at most) that may lie about.
@@ -38,7 +44,7 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
     let (space, unit) = (&tier.home.space, tier.home.geometry.segment_bytes);
     let cap = tier.home.geometry.cap_bytes;
     let free = space.free_bytes();
-    let open_for_moved = state.open[Stream::Moved as usize].is_some();
+    let open_for_moved = state.open[..MOST_CLASSES as usize].iter().any(Option::is_some);
     if state.closed || space.has_failed() || (free < tier.home.geometry.smallest_segment() && !open_for_moved) {
         return None;
     }
@@ -53,16 +59,18 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
     let live_share =
         |s: &Segment| f64::from(s.live.load(Ordering::Relaxed)) / f64::from(s.records.load(Ordering::Relaxed).max(1));
     let retained = if state.published.is_empty() { 0 } else { state.retained_bytes() };
-    if free < (cap / 8).max(4 * unit) {
+    // A publish holds every segment of its moment: a tier that is published keeps room for what is written until the next.
+    let short = if state.last_token.is_some() { (cap / 8).max(4 * unit) } else { KEPT_FREE * unit };
+    if free < short {
         let most = match (free < 3 * unit, !state.published.is_empty()) {
+            (_, false) if state.last_token.is_none() => 1.0,
             (true, false) => 1.0,
             (true, true) => 0.75,
             (false, _) => 0.5,
         };
         let score = |s: &Segment| {
-            let age = state.next_seq.saturating_sub(s.sealed().map_or(0, |sealed| sealed.trailer.highest_seq));
-            let age = age as f64 / state.next_seq as f64;
-            (1.0 - live_share(s)) / (1.0 + live_share(s)) * (1.0 + age)
+            let age = state.next_seq.saturating_sub(s.made_seq).max(1) as f64;
+            (1.0 - live_share(s)) / (1.0 + live_share(s)) * age
         };
         let best = candidates()
             .filter(|s| s.holds() == 1 && s.dead() > 0 && live_share(s) <= most)
@@ -124,63 +132,122 @@ impl Shared {
 
     /// Move the live records of `victim` as far as there is room. An error means that bytes of it cannot be read.
     fn move_rows(self: &Arc<Self>, victim: &Arc<Segment>) -> Result<()> {
-        let record_bytes = victim.record_bytes;
-        let records = victim.records.load(Ordering::Relaxed);
-        let at_once = (CHUNK_BYTES / record_bytes).max(1) as u32;
-        let mut bytes = vec![0; at_once as usize * record_bytes];
-        let mut ids: Vec<Id> = Vec::with_capacity(at_once as usize);
-        for first in (0..records).step_by(at_once as usize) {
-            if victim.live.load(Ordering::Relaxed) == 0 {
-                break;
-            }
-            let count = at_once.min(records - first);
-            let chunk = &mut bytes[..count as usize * record_bytes];
-            victim.file.read_at(victim.offset(first), chunk)?;
-            ids.clear();
-            ids.extend(chunk.chunks_exact(record_bytes).map(|record| le_u64(record, 8) as Id));
+        each_chunk(victim, |chunk| {
             Pool::shared().throttle();
-            if !self.move_chunk(victim, first, chunk, &ids)? {
-                break;
-            }
-        }
-        Ok(())
+            Ok(self.move_chunk(victim, &chunk)? && victim.live.load(Ordering::Relaxed) > 0)
+        })
     }
 
-    /// Move the live ones of the records from number `first` on; false when there is no more room.
-    fn move_chunk(self: &Arc<Self>, victim: &Segment, first: u32, chunk: &[u8], ids: &[Id]) -> Result<bool> {
+    /// Move the live ones of the records of a chunk; false when there is no more room.
+    fn move_chunk(self: &Arc<Self>, victim: &Segment, chunk: &Chunk) -> Result<bool> {
+        let records = chunk.records(victim);
+        let ids: Vec<Id> = records.clone().map(|(_, record)| le_u64(record, 8) as Id).collect();
+        let mut locations = vec![None; ids.len()];
         let mut state = self.state();
         if state.closed || self.home.space.has_failed() {
             return Ok(false);
         }
-        let mut locations = vec![None; ids.len()];
-        state.index.get_batch(ids, &mut locations);
-        let mut damage = None;
-        for (at, bytes) in chunk.chunks_exact(victim.record_bytes).enumerate() {
-            let from = victim.location(first + at as u32);
-            if locations[at] != Some(from) {
+        state.index.get_batch(&ids, &mut locations);
+        let classes = self.classes(&state);
+        let mut moved_bytes = 0;
+        let (mut room_left, mut damage) = (true, None);
+        for ((number, bytes), location) in records.zip(locations) {
+            let from = victim.location(number);
+            if location != Some(from) {
                 continue;
             }
-            let record = match decode(bytes, victim.path(), victim.offset(first + at as u32)) {
+            let record = match decode(bytes, victim.path(), victim.offset(number)) {
                 Ok(record) => record,
                 Err(error) => {
                     damage.get_or_insert(error);
                     continue;
                 }
             };
+            let age = state.next_seq.saturating_sub(record.write_seq);
+            let class = classes.of_moved(victim.class.min(classes.count - 1), age);
             // An error here is a failed write, kept by the space: the segment is not to blame.
-            if !self.ready(&mut state, Stream::Moved).unwrap_or(false) {
-                return Ok(false);
-            }
-            let mut open = state.open[Stream::Moved as usize].take().expect("just made ready");
+            let Some(stream) = self.ready_for_moved(&mut state, class).unwrap_or(None) else {
+                room_left = false;
+                break;
+            };
+            let open = state.open[stream.index()].as_mut().expect("just made ready");
             let (number, room) = open.push(record.id, record.write_seq, record.modified_epoch);
             room.copy_from_slice(bytes);
             let to = open.segment.location(number);
             open.segment.live.fetch_add(1, Ordering::Relaxed);
-            state.open[Stream::Moved as usize] = Some(open);
             state.index.replace(record.id, to);
             state.bury(from);
-            Counters::add(&self.counters.compaction_bytes, bytes.len() as u64);
+            moved_bytes += bytes.len() as u64;
         }
-        damage.map_or(Ok(true), Err)
+        drop(state);
+        Counters::add(&self.counters.compaction_bytes, moved_bytes);
+        damage.map_or(Ok(room_left), Err)
+    }
+}
+
+/// Hand the records of a segment to `work`, chunk by chunk in order, each while the next is read, until it says false.
+#[cfg(not(loom))]
+fn each_chunk(segment: &Segment, mut work: impl FnMut(Chunk) -> Result<bool>) -> Result<()> {
+    std::thread::scope(|scope| {
+        let (sender, chunks) = std::sync::mpsc::sync_channel(1);
+        scope.spawn(move || {
+            for (first, count) in chunks_of(segment) {
+                if sender.send(Chunk::read(segment, first, count)).is_err() {
+                    return;
+                }
+            }
+        });
+        for chunk in chunks {
+            if !work(chunk?)? {
+                break;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The same by one thread: a model knows all its threads.
+#[cfg(loom)]
+fn each_chunk(segment: &Segment, mut work: impl FnMut(Chunk) -> Result<bool>) -> Result<()> {
+    for (first, count) in chunks_of(segment) {
+        if !work(Chunk::read(segment, first, count)?)? {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The first record of each chunk, and how many it has.
+fn chunks_of(segment: &Segment) -> impl Iterator<Item = (u32, u32)> + use<> {
+    let records = segment.records.load(Ordering::Relaxed);
+    let at_once = (CHUNK_BYTES / segment.record_bytes).max(1) as u32;
+    (0..records).step_by(at_once as usize).map(move |first| (first, at_once.min(records - first)))
+}
+
+/// Some consecutive records of a segment, as they lie on disk.
+struct Chunk {
+    first: u32,
+    bytes: PooledBuf,
+    /// Where in `bytes` the records are.
+    place: Range<usize>,
+}
+
+impl Chunk {
+    /// Read `count` records from number `first` on, in whole sectors where the file has them.
+    fn read(segment: &Segment, first: u32, count: u32) -> Result<Self> {
+        static BUFFERS: LazyLock<Arc<BufPool>> =
+            LazyLock::new(|| Arc::new(BufPool::new(CHUNK_BYTES + 2 * ALIGNMENT, 3)));
+        let (start, end) = (segment.offset(first), segment.offset(first + count));
+        let from = start - start % ALIGNMENT as u64;
+        let whole = end.next_multiple_of(ALIGNMENT as u64);
+        let to = segment.sealed().filter(|sealed| whole <= sealed.file_bytes).map_or(end, |_| whole);
+        let mut bytes = BUFFERS.take_at_least((to - from) as usize)?;
+        segment.file.read_at(from, &mut bytes[..(to - from) as usize])?;
+        Ok(Self { first, bytes, place: (start - from) as usize..(end - from) as usize })
+    }
+
+    /// The records and their numbers.
+    fn records(&self, segment: &Segment) -> impl Iterator<Item = (u32, &[u8])> + Clone {
+        (self.first..).zip(self.bytes[self.place.clone()].chunks_exact(segment.record_bytes))
     }
 }

@@ -13,12 +13,13 @@
 //! and everything handed over so far can still be fetched (rows whose write failed stay in their buffers).
 //!
 //! The parts: `record` and `format` (bytes on disk), `segment` and `buffer` (files, open and sealed), `background` (the process's
-//! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `compact`, `scan`, `publish`, and `manifest`,
-//! `footers`, `recover`, `open` (published states and the way back from them).
+//! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `classes`, `compact`, `scan`, `publish`, and
+//! `manifest`, `footers`, `recover`, `open` (published states and the way back from them).
 
 mod append;
 mod background;
 mod buffer;
+mod classes;
 mod compact;
 mod fetch;
 mod footers;

@@ -11,7 +11,7 @@ use super::manifest::{Published, StateFile, is_temporary, state_path, state_toke
 use super::recover::{Opened, restore};
 use super::segment::{Home, segment_serial};
 use super::shared::{Shared, State};
-use super::space::{Geometry, SPARE_SEGMENTS, Space};
+use super::space::{Geometry, Space};
 use super::{Identity, StateCounters};
 use crate::config::{Reopen, SsdConfig};
 use crate::error::{Error, Kind, Result};
@@ -230,7 +230,7 @@ fn check_room(config: &SsdConfig, home: &Home, state: &State) -> Result<()> {
     }
     let overhead = config.bytes - geometry.cap_bytes;
     let records = rows * geometry.segment_bytes.div_ceil(u64::from(geometry.rows_per_segment));
-    let least = held.max(records + records / 8) + (SPARE_SEGMENTS + 1) * geometry.segment_bytes + overhead;
+    let least = held.max(records + records / 8) + geometry.spare_bytes() + geometry.segment_bytes + overhead;
     Err(Error::new(
         Kind::Config,
         format!(

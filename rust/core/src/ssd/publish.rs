@@ -1,8 +1,10 @@
 //! Publishing: everything so far, durable as one state; and giving published states up where their files are in the way.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::StateCounters;
+use super::background::panicked;
 use super::manifest::{Named, Published, StateFile, state_path};
 use super::segment::Segment;
 use super::shared::{Shared, State, Stream, read_only};
@@ -14,7 +16,7 @@ const STATES: usize = 2;
 
 impl Shared {
     /// 1. Close the open segments and name the current set, which fixes the state.
-    /// 2. Wait until the flusher has written and synced all of it.
+    /// 2. Wait until the flusher has written all of it, and sync it.
     /// 3. Sync the directory, then publish the state file.
     /// 4. Remove the state before the one before, then let go of its files.
     pub(super) fn publish(self: &Arc<Self>, token: u64, counters: StateCounters) -> Result<()> {
@@ -30,20 +32,26 @@ impl Shared {
                 let message = format!("token = {token}: a state has the token {last} already, give a larger one");
                 return Err(Error::new(Kind::Input, message));
             }
-            for stream in [Stream::Fresh, Stream::Moved, Stream::Tombstones] {
+            for stream in Stream::all() {
                 state.seal(stream);
             }
             state.reap();
             let segments = state.current().cloned().collect();
             (Published::hold(token, segments), state.next_seq - 1, state.index.len() as u64)
         };
-        match self.make_durable(&published, write_seq, rows, counters) {
-            Ok(()) => {}
-            Err(error) => {
-                // Its file may be there and may last (a rename whose sync failed): what it names stays held, and so on disk.
-                self.home.space.fail(error.clone());
-                return Err(error);
+        let durable = catch_unwind(AssertUnwindSafe(|| self.make_durable(&published, write_seq, rows, counters)));
+        let failed = match durable {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some((error.clone(), error)),
+            Err(panic) => {
+                let cause = panicked("publishing", &*panic);
+                Some((read_only(&cause), cause))
             }
+        };
+        if let Some((error, cause)) = failed {
+            // Its file may be there and may last (a rename whose sync failed): what it names stays held, and so on disk.
+            self.home.space.fail(cause);
+            return Err(error);
         }
         let mut state = self.state();
         state.last_token = Some(token);
@@ -61,7 +69,11 @@ impl Shared {
     fn make_durable(&self, published: &Published, write_seq: u64, rows: u64, counters: StateCounters) -> Result<()> {
         let mut named = Vec::with_capacity(published.segments.len());
         for segment in &published.segments {
-            named.push(self.wait_sealed(segment)?);
+            named.push(self.wait_for(|| Named::of(segment))?);
+            segment.sync(self.home.background);
+        }
+        for segment in &published.segments {
+            self.wait_for(|| segment.is_synced().then_some(()))?;
         }
         self.home.engine.sync_dir(&self.home.dir)?;
         let file = StateFile {
@@ -77,11 +89,12 @@ impl Shared {
         file.write(&*self.home.engine, &self.home.dir)
     }
 
-    fn wait_sealed(&self, segment: &Segment) -> Result<Named> {
+    /// Wait for something that the flusher does.
+    fn wait_for<T>(&self, done: impl Fn() -> Option<T>) -> Result<T> {
         loop {
             let generation = self.home.space.generation();
-            if let Some(named) = Named::of(segment) {
-                return Ok(named);
+            if let Some(done) = done() {
+                return Ok(done);
             }
             if let Some(cause) = self.home.space.failed() {
                 return Err(read_only(&cause));
@@ -134,7 +147,7 @@ impl Shared {
                 return Ok(());
             }
             state.closed = true;
-            for stream in [Stream::Fresh, Stream::Moved, Stream::Tombstones] {
+            for stream in Stream::all() {
                 state.seal(stream);
             }
         }

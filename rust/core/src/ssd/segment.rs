@@ -10,6 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::background::{Background, panicked};
 use super::buffer::{BLOCK_BYTES, Block, Pool};
+use super::classes::Classes;
 use super::format::{Content, ENTRY_BYTES, Entry, Schema, TRAILER_BYTES, Trailer, encode_footer};
 use super::index::Location;
 use super::manifest::number_of;
@@ -31,7 +32,7 @@ pub(super) fn segment_serial(path: &Path) -> Option<u64> {
     number_of(path, SUFFIX)
 }
 
-/// What is known of a segment once its footer is written and synced.
+/// What is known of a segment once its footer is written.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sealed {
     pub(super) trailer: Trailer,
@@ -42,6 +43,7 @@ pub(super) struct Sealed {
 pub(super) enum Job {
     Write(Arc<Block>),
     Seal { tail: Arc<Block>, entries: Vec<Entry> },
+    Sync,
 }
 
 #[derive(Debug, Default)]
@@ -87,6 +89,14 @@ pub(super) struct Segment {
     pub(super) live: AtomicU32,
     /// Records in it (changed under the table's lock).
     pub(super) records: AtomicU32,
+    /// The class of its rows; see `classes`.
+    pub(super) class: u8,
+    /// The tier's next `write_seq` when the segment was made.
+    pub(super) made_seq: u64,
+    /// The sum of its records' `write_seq` (changed under the table's lock).
+    seq_sum: AtomicU64,
+    /// Whether all of it is durable.
+    synced: AtomicBool,
     /// A scan that has not come to it yet: compaction must not empty it.
     pub(super) scans: AtomicU32,
     /// Compaction met bytes in it that it could not read: it stays as it is,
@@ -94,6 +104,9 @@ pub(super) struct Segment {
     /// for this reason.
     damage: Mutex<Option<Error>>,
 }
+
+/// What a segment is made for: content, class, and the tier's next `write_seq`.
+type What = (Content, u8, u64);
 
 /// What every segment of a table shares.
 #[derive(Clone, Debug)]
@@ -127,14 +140,21 @@ impl Segment {
         sealed: Sealed,
     ) -> Result<Self> {
         let held = sealed.file_bytes.next_multiple_of(ALIGNMENT as u64);
-        let segment = Self::make(home, serial, content, file, held)?;
+        // What its class was is not kept: what nothing is known of.
+        let what = (content, Classes::of_new(), sealed.trailer.highest_seq);
+        let segment = Self::make(home, serial, what, file, held)?;
+        let middle = u64::midpoint(sealed.trailer.lowest_seq, sealed.trailer.highest_seq);
+        let records = u64::from(sealed.trailer.records);
+        segment.seq_sum.store(middle.saturating_mul(records), Ordering::Relaxed);
+        segment.synced.store(true, Ordering::Relaxed);
         segment.written.store(sealed.file_bytes, Ordering::Release);
         segment.records.store(sealed.trailer.records, Ordering::Relaxed);
         segment.sealed.set(sealed).expect("just made");
         Ok(segment)
     }
 
-    fn make(home: &Home, serial: u64, content: Content, file: Arc<dyn IoFile>, bytes: u64) -> Result<Self> {
+    fn make(home: &Home, serial: u64, what: What, file: Arc<dyn IoFile>, bytes: u64) -> Result<Self> {
+        let (content, class, made_seq) = what;
         Ok(Self {
             serial,
             slot: home.space.take(bytes)?,
@@ -153,6 +173,10 @@ impl Segment {
             doomed: AtomicBool::new(false),
             live: AtomicU32::new(0),
             records: AtomicU32::new(0),
+            class,
+            made_seq,
+            seq_sum: AtomicU64::new(0),
+            synced: AtomicBool::new(false),
             scans: AtomicU32::new(0),
             damaged: AtomicBool::new(false),
             damage: Mutex::default(),
@@ -181,9 +205,15 @@ impl Segment {
         Location { segment: self.slot, record: number }
     }
 
-    /// The footer's summary, once it is durable.
+    /// The footer's summary, once it is written.
     pub(super) fn sealed(&self) -> Option<&Sealed> {
         self.sealed.get()
+    }
+
+    /// The mean `write_seq` of its records.
+    #[inline]
+    pub(super) fn mean_seq(&self) -> u64 {
+        self.seq_sum.load(Ordering::Relaxed) / u64::from(self.records.load(Ordering::Relaxed).max(1))
     }
 
     /// Bytes of the cap it holds.
@@ -255,8 +285,25 @@ impl Segment {
 
     fn submit(self: &Arc<Self>, block: &Arc<Block>, job: Job, background: &Background) {
         lock(&self.blocks).push(block.clone());
-        self.space.begin();
         Pool::shared().submitted();
+        self.enqueue(job, background);
+    }
+
+    /// Have the flusher make a sealed segment durable, if it is not; see [`Segment::is_synced`]. Nothing needs that but a state that names
+    /// it: a segment goes only when no state needs it, and what the current set has instead is durable before it is published.
+    pub(super) fn sync(self: &Arc<Self>, background: &Background) {
+        if !self.is_synced() {
+            self.enqueue(Job::Sync, background);
+        }
+    }
+
+    /// Whether all of it is durable.
+    pub(super) fn is_synced(&self) -> bool {
+        self.synced.load(Ordering::Acquire)
+    }
+
+    fn enqueue(self: &Arc<Self>, job: Job, background: &Background) {
+        self.space.begin();
         let mut queue = lock(&self.queue);
         queue.jobs.push_back(job);
         if !std::mem::replace(&mut queue.scheduled, true) {
@@ -275,17 +322,20 @@ impl Segment {
                 };
                 job
             };
+            let with_block = job.block().is_some();
             // What cannot be written stays in its block, to be read from there.
             let run = || {
                 if self.doomed.load(Ordering::Relaxed) {
-                    self.drop_block(job.block());
+                    job.block().into_iter().for_each(|block| self.drop_block(block));
                     return Ok(());
                 }
                 if self.space.has_failed() { Ok(()) } else { self.run(job) }
             };
             let result = catch_unwind(AssertUnwindSafe(run))
                 .unwrap_or_else(|panic| Err(panicked(&format!("writing {}", self.path().display()), &*panic)));
-            Pool::shared().done();
+            if with_block {
+                Pool::shared().done();
+            }
             self.space.end(result);
         }
     }
@@ -307,13 +357,16 @@ impl Segment {
                 self.space.wrote(bytes.len());
                 let file_bytes = tail.start + (tail.filled + footer) as u64;
                 self.file.set_len(file_bytes)?;
-                self.file.sync()?;
                 self.written.store(file_bytes, Ordering::Release);
                 self.drop_block(&tail);
                 let held = file_bytes.next_multiple_of(ALIGNMENT as u64);
                 let before = self.bytes.swap(held, Ordering::Relaxed);
                 self.sealed.get_or_init(|| Sealed { trailer, file_bytes });
                 self.space.resize(before, held);
+            }
+            Job::Sync => {
+                self.file.sync()?;
+                self.synced.store(true, Ordering::Release);
             }
         }
         Ok(())
@@ -325,9 +378,10 @@ impl Segment {
 }
 
 impl Job {
-    fn block(&self) -> &Arc<Block> {
+    fn block(&self) -> Option<&Arc<Block>> {
         match self {
-            Self::Write(block) | Self::Seal { tail: block, .. } => block,
+            Self::Write(block) | Self::Seal { tail: block, .. } => Some(block),
+            Self::Sync => None,
         }
     }
 }
@@ -359,11 +413,12 @@ pub(super) struct OpenSegment {
 
 impl OpenSegment {
     /// Make the file of segment `serial`, which takes at most `room` bytes.
-    pub(super) fn create(home: &Home, serial: u64, content: Content, room: u64) -> Result<Self> {
+    pub(super) fn create(home: &Home, serial: u64, what: What, room: u64) -> Result<Self> {
+        let content = what.0;
         let path = segment_path(&home.dir, serial);
         let preallocate = home.geometry.segment_bytes.min(room);
         let file = home.engine.open(&path, Open::Create { preallocate })?;
-        let segment = Segment::make(home, serial, content, file, preallocate)?;
+        let segment = Segment::make(home, serial, what, file, preallocate)?;
         segment.hold();
         let header = home.schema.header(serial, content);
         let mut buffer = AlignedBuf::zeroed(header.len().next_multiple_of(ALIGNMENT));
@@ -394,6 +449,8 @@ impl OpenSegment {
         let record = self.entries.len() as u32;
         self.entries.push(Entry { id, write_seq, modified_epoch, record });
         self.segment.records.store(record + 1, Ordering::Relaxed);
+        let sum = self.segment.seq_sum.load(Ordering::Relaxed).saturating_add(write_seq);
+        self.segment.seq_sum.store(sum, Ordering::Relaxed);
         let at = self.filled;
         self.filled += len;
         (record, &mut self.buffer[at..at + len])

@@ -5,6 +5,7 @@ use std::sync::{Arc, PoisonError};
 
 use super::Identity;
 use super::background::panicked;
+use super::classes::{Classes, MOST_CLASSES};
 use super::compact;
 use super::format::Content;
 use super::index::{Location, TagIndex};
@@ -15,19 +16,38 @@ use crate::io::DirLock;
 use crate::rows::RowLayout;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, was_torn};
 
-/// Which open segment a record goes to. Rows that compaction moves are cold and stay apart from those that come from RAM.
+/// Which open segment a record goes to: that of its class of rows (see `classes`), or that of tombstones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stream {
-    Fresh = 0,
-    Moved = 1,
-    Tombstones = 2,
+    Rows(u8),
+    Tombstones,
 }
 
 impl Stream {
+    pub(super) const COUNT: usize = MOST_CLASSES as usize + 1;
+
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        (0..MOST_CLASSES).map(Self::Rows).chain([Self::Tombstones])
+    }
+
+    pub(super) fn index(self) -> usize {
+        match self {
+            Self::Rows(class) => class as usize,
+            Self::Tombstones => MOST_CLASSES as usize,
+        }
+    }
+
     fn content(self) -> Content {
         match self {
-            Self::Fresh | Self::Moved => Content::Rows,
+            Self::Rows(_) => Content::Rows,
             Self::Tombstones => Content::Tombstones,
+        }
+    }
+
+    fn class(self) -> u8 {
+        match self {
+            Self::Rows(class) => class,
+            Self::Tombstones => 0,
         }
     }
 }
@@ -45,8 +65,8 @@ pub(super) struct State {
     pub(super) index: TagIndex,
     /// The current set by segment number: what the index points to, what a publish would name.
     pub(super) segments: Vec<Option<Arc<Segment>>>,
-    /// By [`Stream`].
-    pub(super) open: [Option<OpenSegment>; 3],
+    /// By [`Stream::index`].
+    pub(super) open: [Option<OpenSegment>; Stream::COUNT],
     pub(super) tombstones: Vec<Tombstones>,
     /// Oldest first, at most two.
     pub(super) published: Vec<Published>,
@@ -59,6 +79,8 @@ pub(super) struct State {
     pub(super) emptied: Vec<u32>,
     /// Whether compaction is moving a segment's rows now.
     pub(super) moving: bool,
+    /// See [`Classes::of_rewritten`].
+    dither: f32,
     pub(super) given_up: bool,
     pub(super) closed: bool,
 }
@@ -102,7 +124,7 @@ impl State {
         Self {
             index,
             segments: Vec::new(),
-            open: [None, None, None],
+            open: Default::default(),
             tombstones: Vec::new(),
             published: Vec::new(),
             next_seq: 1,
@@ -111,9 +133,16 @@ impl State {
             highest_epoch: 0,
             emptied: Vec::new(),
             moving: false,
+            dither: 0.0,
             given_up: false,
             closed: false,
         }
+    }
+
+    /// The next of a series that is spread evenly over 0 to 1 (multiples of the golden ratio).
+    pub(super) fn next_dither(&mut self) -> f32 {
+        self.dither = (self.dither + 0.618_034).fract();
+        self.dither
     }
 
     /// Add a segment to the current set.
@@ -218,15 +247,24 @@ impl State {
     /// be all that stands in the way. Whether there was one.
     fn seal_one_with_dead(&mut self) -> bool {
         let with_dead =
-            |stream: &Stream| self.open[*stream as usize].as_ref().is_some_and(|open| open.segment.dead() > 0);
-        let Some(stream) = [Stream::Moved, Stream::Fresh].into_iter().find(with_dead) else { return false };
+            |stream: &Stream| self.open[stream.index()].as_ref().is_some_and(|open| open.segment.dead() > 0);
+        let rows = (0..MOST_CLASSES).rev().map(Stream::Rows);
+        let Some(stream) = rows.into_iter().find(with_dead) else { return false };
         self.seal(stream);
         true
     }
 
+    /// Whether `stream` has an open segment with room; a full one is closed.
+    fn takes(&mut self, stream: Stream) -> bool {
+        if self.open[stream.index()].as_ref().is_some_and(OpenSegment::is_full) {
+            self.seal(stream);
+        }
+        self.open[stream.index()].is_some()
+    }
+
     /// Close the open segment of a stream; the flusher finishes it.
     pub(super) fn seal(&mut self, stream: Stream) {
-        if let Some(open) = self.open[stream as usize].take() {
+        if let Some(open) = self.open[stream.index()].take() {
             let segment = open.seal();
             if stream == Stream::Tombstones {
                 self.tombstones.push(Tombstones { segment, before: self.next_serial });
@@ -297,37 +335,56 @@ impl Shared {
         Ok(())
     }
 
-    /// Bytes that must be free before a segment is made. One whole segment stays free for compaction, which takes what there is:
-    /// as rows move, the room in its open segment and the free bytes together do not shrink by more than the segments emptied give.
-    fn bytes_to_open(&self, stream: Stream) -> u64 {
-        let geometry = &self.home.geometry;
-        if stream == Stream::Moved { geometry.smallest_segment() } else { 2 * geometry.segment_bytes }
+    /// Bytes that must be free before a row from RAM, or a tombstone, is taken: one whole segment, so that compaction can always move
+    /// a victim. It takes what there is: as rows move, the room in open segments and the free bytes together do not shrink by more
+    /// than the segments emptied give. A segment for such a row is made where another one stays free.
+    pub(super) fn bytes_kept(&self) -> u64 {
+        self.home.geometry.segment_bytes
     }
 
-    /// Whether a record can be pushed to `stream`; makes a segment where there is none and the space has room.
+    /// The classes of rows, as many rows as there are now.
+    pub(super) fn classes(&self, state: &State) -> Classes {
+        Classes { count: self.home.geometry.classes, rows: state.index.len() as u64 }
+    }
+
+    /// Whether a row from RAM, or a tombstone, can be pushed to `stream`; makes a segment where there is none and the space has room.
     pub(super) fn ready(&self, state: &mut State, stream: Stream) -> Result<bool> {
-        if state.open[stream as usize].as_ref().is_some_and(OpenSegment::is_full) {
-            state.seal(stream);
-        }
-        if state.open[stream as usize].is_some() {
-            return Ok(true);
-        }
         let free = self.home.space.free_bytes();
-        if free < self.bytes_to_open(stream) {
+        if free < self.bytes_kept() {
             return Ok(false);
         }
-        let open = OpenSegment::create(&self.home, state.next_serial, stream.content(), free).inspect_err(|error| {
+        Ok(state.takes(stream) || (free >= 2 * self.bytes_kept() && self.open_segment(state, stream, free)?))
+    }
+
+    /// As [`Shared::ready`], for a row that compaction moves: the stream that can take it, its own class's where there is room for a
+    /// segment of it.
+    pub(super) fn ready_for_moved(&self, state: &mut State, class: u8) -> Result<Option<Stream>> {
+        let own = Stream::Rows(class);
+        if state.takes(own) {
+            return Ok(Some(own));
+        }
+        let free = self.home.space.free_bytes();
+        if free >= self.home.geometry.smallest_segment() && self.open_segment(state, own, free)? {
+            return Ok(Some(own));
+        }
+        Ok((0..MOST_CLASSES).map(Stream::Rows).find(|stream| state.takes(*stream)))
+    }
+
+    /// Make an open segment of at most `room` bytes for `stream`.
+    fn open_segment(&self, state: &mut State, stream: Stream, room: u64) -> Result<bool> {
+        let what = (stream.content(), stream.class(), state.next_seq);
+        let open = OpenSegment::create(&self.home, state.next_serial, what, room).inspect_err(|error| {
             self.home.space.fail(error.clone());
         })?;
         state.next_serial += 1;
         state.adopt(open.segment.clone());
-        state.open[stream as usize] = Some(open);
+        state.open[stream.index()] = Some(open);
         Ok(true)
     }
 
-    /// Wait until `stream` can take records: for compaction, for readers of files that are gone, and when neither helps by giving up
+    /// Wait until rows from RAM can be taken: for compaction, for readers of files that are gone, and when neither helps by giving up
     /// what only published states need. To be called without any lock.
-    pub(super) fn wait_for_room(self: &Arc<Self>, stream: Stream) -> Result<()> {
+    pub(super) fn wait_for_room(self: &Arc<Self>) -> Result<()> {
         // A disk that failed to read for compaction may read again: one more try for each who waits.
         self.view().current().filter(|segment| segment.is_damaged()).for_each(|segment| segment.forgive());
         loop {
@@ -336,7 +393,7 @@ impl Shared {
             let mut state = self.state();
             state.reap();
             state.prune_tombstones();
-            if self.home.space.free_bytes() >= self.bytes_to_open(stream) {
+            if self.home.space.free_bytes() >= 2 * self.bytes_kept() {
                 return Ok(());
             }
             if state.moving || compact::victim(self, &state).is_some() {

@@ -3,6 +3,7 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
+use super::classes::MOST_CLASSES;
 use super::format::{Content, ENTRY_BYTES, MAX_HEADER_BYTES, Schema, TRAILER_BYTES};
 use super::index::Location;
 use crate::error::{Error, Kind, Result};
@@ -11,15 +12,24 @@ use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering, lock, wait};
 
 const LARGEST_SEGMENT: u64 = 64 << 20;
 const SMALLEST_SEGMENT: u64 = 8 << 10;
-/// Segments that a cap is divided into, where the segments are neither the largest nor the smallest.
-const SEGMENTS_A_CAP: u64 = 64;
-/// Segments kept for the open files (rows fresh from RAM, rows moved by compaction, tombstones) and for compaction to write into.
-pub(super) const SPARE_SEGMENTS: u64 = 4;
+/// Segments that a cap is divided into, where the segments are neither the largest nor the smallest. Many, because some of them are
+/// kept free or are half full; segments below [`WORTHWHILE_SEGMENT`] cost too much each.
+const SEGMENTS_A_CAP: u64 = 512;
+const FEWEST_SEGMENTS_A_CAP: u64 = 64;
+const WORTHWHILE_SEGMENT: u64 = 4 << 20;
+/// Classes of rows where segments are few.
+const FEW_CLASSES: u8 = 2;
+/// Segments kept beside the open ones of rows: that of tombstones, one for compaction to write into and one to be opened.
+const SPARE_SEGMENTS: u64 = 3;
 /// One part in this many of the cap is kept for records that are dead and not yet compacted, and for tombstones.
 const DEAD_SHARE: u64 = 16;
 /// Bytes of a state file: those of its fields, and those for each segment it names.
 const STATE_BYTES: u64 = 1024;
 const STATE_BYTES_A_SEGMENT: u64 = 64;
+
+fn spare_segments(classes: u8) -> u64 {
+    SPARE_SEGMENTS + u64::from(classes)
+}
 
 /// How a table's files are laid out. `segment_bytes` is the most a segment file takes.
 #[derive(Clone, Copy, Debug)]
@@ -30,6 +40,8 @@ pub(super) struct Geometry {
     pub(super) row_bytes: usize,
     pub(super) rows_per_segment: u32,
     pub(super) tombstones_per_segment: u32,
+    /// Classes of rows; see `classes`.
+    pub(super) classes: u8,
     /// Rows that fit with the headroom left free.
     pub(super) capacity_rows: u64,
 }
@@ -43,7 +55,10 @@ impl Geometry {
         let frame = header_bytes + TRAILER_BYTES;
         let one_row = (frame + row_bytes + ENTRY_BYTES).next_multiple_of(ALIGNMENT) as u64;
         let target = segment_bytes
-            .unwrap_or((cap_bytes / SEGMENTS_A_CAP).clamp(SMALLEST_SEGMENT, LARGEST_SEGMENT))
+            .unwrap_or_else(|| {
+                let few = (cap_bytes / FEWEST_SEGMENTS_A_CAP).min(WORTHWHILE_SEGMENT);
+                (cap_bytes / SEGMENTS_A_CAP).max(few).clamp(SMALLEST_SEGMENT, LARGEST_SEGMENT)
+            })
             .max(one_row)
             .next_multiple_of(ALIGNMENT as u64);
         let fit = |bytes: u64, content: Content| {
@@ -58,12 +73,14 @@ impl Geometry {
         let state = STATE_BYTES + STATE_BYTES_A_SEGMENT * (segments + 64);
         // Two states and the one being published; the lock file.
         let fixed = 3 * state.next_multiple_of(ALIGNMENT as u64) + ALIGNMENT as u64;
-        let usable = cap_bytes.saturating_sub(fixed + SPARE_SEGMENTS * segment_bytes);
+        let classes = if segments < 2 * FEWEST_SEGMENTS_A_CAP { FEW_CLASSES } else { MOST_CLASSES };
+        let spare = spare_segments(classes);
+        let usable = cap_bytes.saturating_sub(fixed + spare * segment_bytes);
         let usable = u128::from(usable - usable / DEAD_SHARE);
         let capacity_rows = (usable * u128::from(rows_per_segment) / u128::from(segment_bytes)) as u64;
         if capacity_rows == 0 {
             let rows_bytes = segment_bytes.div_ceil(u64::from(rows_per_segment));
-            let least = (fixed + (SPARE_SEGMENTS + 1) * segment_bytes + 2 * rows_bytes).next_multiple_of(64 << 10);
+            let least = (fixed + (spare + 1) * segment_bytes + 2 * rows_bytes).next_multiple_of(64 << 10);
             return Err(Error::new(
                 Kind::Config,
                 format!(
@@ -79,6 +96,7 @@ impl Geometry {
             row_bytes,
             rows_per_segment,
             tombstones_per_segment: fit(segment_bytes, Content::Tombstones),
+            classes,
             capacity_rows,
         })
     }
@@ -92,6 +110,11 @@ impl Geometry {
         let room = room - room % ALIGNMENT as u64;
         let fit = room.saturating_sub((self.header_bytes + TRAILER_BYTES) as u64) / (record_bytes + ENTRY_BYTES) as u64;
         usual.min(fit.min(u64::from(usual)) as u32)
+    }
+
+    /// Bytes that no row can count on: those of open segments, and those kept free.
+    pub(super) fn spare_bytes(&self) -> u64 {
+        spare_segments(self.classes) * self.segment_bytes
     }
 
     /// Bytes of a segment of one row.
@@ -313,7 +336,7 @@ mod tests {
                 };
                 assert!(g.segment_bytes % ALIGNMENT as u64 == 0 && g.rows_per_segment >= 1);
                 let segments = g.capacity_rows.div_ceil(u64::from(g.rows_per_segment));
-                assert!((segments + SPARE_SEGMENTS) * g.segment_bytes <= g.cap_bytes + g.segment_bytes, "{g:?}");
+                assert!(segments * g.segment_bytes + g.spare_bytes() <= g.cap_bytes + g.segment_bytes, "{g:?}");
                 assert!(
                     g.rows_per_segment <= Location::MAX_RECORDS && g.tombstones_per_segment <= Location::MAX_RECORDS
                 );

@@ -21,8 +21,9 @@ fn tier() -> (SsdTier, FaultEngine) {
     (open(&engine, &config(Path::new("/t"), 160 << 10, Reopen::Never)).unwrap().0, faults)
 }
 
-/// Append, so that segments are full of live and dead records, until it is refused (or the watchdog bites).
-fn append_until_refused(tier: &SsdTier, held: &mut Versions) -> embcache::Error {
+/// Append, so that segments are full of live and dead records, and `publish` now and then or not, until it is refused (or the watchdog
+/// bites).
+fn write_until_refused(tier: &SsdTier, publish: bool, held: &mut Versions) -> embcache::Error {
     let all: Vec<Id> = (0..IDS).collect();
     if let Err(error) = append(tier, &all, 1, held) {
         return error;
@@ -31,6 +32,9 @@ fn append_until_refused(tier: &SsdTier, held: &mut Versions) -> embcache::Error 
         let some: Vec<Id> =
             all.iter().copied().filter(|id| hash_id(id ^ i64::from(version) << 20).is_multiple_of(4)).collect();
         if let Err(error) = append(tier, &some, version, held) {
+            return error;
+        }
+        if publish && let Err(error) = tier.publish(u64::from(version), StateCounters::default()) {
             return error;
         }
     }
@@ -42,7 +46,8 @@ fn a_tier_only_reads_after_a_panic(operation: Operation) {
         let (tier, faults) = tier();
         let mut held = Versions::new();
         faults.panic_at(operation, passing);
-        let error = append_until_refused(&tier, &mut held);
+        // Nothing is synced but for a publish.
+        let error = write_until_refused(&tier, operation == Operation::Sync, &mut held);
         assert!(!faults.will_panic());
         assert_eq!(error.kind(), Kind::ReadOnly, "{error}");
         assert!(error.to_string().contains("panic"), "{error}");

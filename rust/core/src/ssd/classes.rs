@@ -1,0 +1,91 @@
+//! Which rows lie together: those that are expected to be rewritten at about the same rate.
+//!
+//! A segment whose records die together costs compaction little: it waits until most are dead, or it is left alone. A segment has a
+//! class, and a row's class is that of the segment it lies in: no byte a row is kept. Class `c` is for rows rewritten about every
+//! `2^(c - FIRST)` times as many writes as the tier has rows. A rewritten row moves from its class towards that of the interval seen
+//! (exponential smoothing, as of counts by class only whole steps can be kept, with the fraction of a step turned into a share of calls);
+//! a row that compaction meets long after it should have been rewritten moves to the next class. Intervals as predictors: Wang et al.,
+//! Separating data via block invalidation time inference for write amplification reduction in log-structured storage, FAST 2022.
+
+/// The most classes that a tier has.
+pub(super) const MOST_CLASSES: u8 = 4;
+/// The class of rows that nothing is known of.
+const FIRST: u8 = 1;
+/// The share of the difference between what was seen and what was expected by which the expectation changes.
+const SMOOTHING: f32 = 0.25;
+/// A row stays in its class until this many times the class's interval have passed.
+const PATIENCE: f64 = 2.0;
+
+/// The classes of one tier: numbers below `count`, which is 2 to [`MOST_CLASSES`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Classes {
+    pub(super) count: u8,
+    /// Rows in the tier.
+    pub(super) rows: u64,
+}
+
+impl Classes {
+    /// Of a row that the tier did not have.
+    pub(super) fn of_new() -> u8 {
+        FIRST
+    }
+
+    /// Of a row that is written again `interval` writes after its older version, which was in `class`. `dither`, 0 to 1, decides
+    /// where the step is not whole: the same for rows written together, so that they stay together.
+    #[inline]
+    pub(super) fn of_rewritten(self, class: u8, interval: u64, dither: f32) -> u8 {
+        let relative = (interval.max(1) as f32 / self.rows.max(1) as f32).log2();
+        let seen = (relative + f32::from(FIRST)).clamp(0.0, f32::from(self.count - 1));
+        let expected = f32::from(class) + SMOOTHING * (seen - f32::from(class));
+        ((expected + dither) as u8).min(self.count - 1)
+    }
+
+    /// Of a row of `class` that is alive `age` writes after its own.
+    #[inline]
+    pub(super) fn of_moved(self, class: u8, age: u64) -> u8 {
+        let interval = self.rows as f64 * f64::from(i32::from(class) - i32::from(FIRST)).exp2();
+        (class + u8::from(age as f64 > PATIENCE * interval)).min(self.count - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CLASSES: Classes = Classes { count: MOST_CLASSES, rows: 1000 };
+
+    /// The share of calls, with dithers spread evenly, that send a row to each class.
+    fn shares(class: u8, interval: u64) -> [f32; MOST_CLASSES as usize] {
+        let mut shares = [0.0; MOST_CLASSES as usize];
+        for dither in 0..100 {
+            shares[CLASSES.of_rewritten(class, interval, dither as f32 / 100.0) as usize] += 0.01;
+        }
+        shares
+    }
+
+    #[test]
+    fn a_row_rewritten_as_expected_stays() {
+        for (class, interval) in [(0, 500), (1, 1000), (2, 2000), (3, 4000)] {
+            assert!(shares(class, interval)[class as usize] > 0.98, "{class}");
+        }
+    }
+
+    #[test]
+    fn a_row_rewritten_early_or_late_moves_by_shares_of_a_step() {
+        let early = shares(3, 500);
+        assert!(early[2] > 0.7 && early[3] > 0.2, "{early:?}");
+        let late = shares(0, 1 << 40);
+        assert!(late[0] > 0.2 && late[1] > 0.7, "{late:?}");
+        assert!(shares(0, 0)[0] > 0.98);
+    }
+
+    #[test]
+    fn a_row_that_outlives_its_class_moves_to_the_next_and_never_past_the_last() {
+        assert_eq!(CLASSES.of_moved(0, 1000), 0);
+        assert_eq!(CLASSES.of_moved(0, 1001), 1);
+        assert_eq!(CLASSES.of_moved(1, 1500), 1);
+        assert_eq!(CLASSES.of_moved(3, u64::MAX), 3);
+        assert_eq!(Classes { count: 2, rows: 10 }.of_moved(1, u64::MAX), 1);
+        assert_eq!(Classes { count: 2, rows: 0 }.of_rewritten(1, u64::MAX, 0.99), 1);
+    }
+}
