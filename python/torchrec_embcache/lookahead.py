@@ -83,9 +83,9 @@ class Lookahead:
 
     def settle(self) -> None:
         """Until what was announced to the thread beside is planned."""
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.result()
+        while self._jobs:
+            self._jobs[0].result()
+            del self._jobs[0]
 
     def take(self, ids: I64, splits: I64, *, train: bool, recomputed: bool) -> tuple[Plan | None, int]:
         """The plan of the batch of this forward, if it was announced and planned, and how many batches announced before it were
