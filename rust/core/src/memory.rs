@@ -129,6 +129,13 @@ pub(crate) fn reserve<T>(all: &mut Vec<T>, what: &str, more: usize) -> Result<()
     all.try_reserve(more).map_err(|_| refused(what, (all.len().saturating_add(more)).saturating_mul(size_of::<T>())))
 }
 
+/// An empty vector with room for `len`; without it where the system refuses: what really comes asks again.
+pub(crate) fn room_for<T>(len: usize) -> Vec<T> {
+    let mut all = Vec::new();
+    let _ = all.try_reserve_exact(len);
+    all
+}
+
 /// The error of `bytes` that an allocator refuses.
 pub(crate) fn refused(what: &str, bytes: usize) -> Error {
     Error::memory(what, bytes, &io::Error::from_raw_os_error(libc::ENOMEM))

@@ -15,7 +15,7 @@ use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, IoEngine, Open, PooledBuf, publish};
 use crate::kernels::threads::{for_each, sort};
-use crate::memory;
+use crate::memory::{self, room_for};
 use crate::rows::RowHeader;
 use crate::types::{Id, bucket_of};
 
@@ -188,8 +188,8 @@ impl<'a> Group<'a> {
             capacity,
             vector_floats,
             // At once: growing would hold a group twice, and what is not filled is not resident.
-            headers: Vec::with_capacity(capacity),
-            vectors: Vec::with_capacity(capacity * vector_floats),
+            headers: room_for(capacity),
+            vectors: room_for(capacity * vector_floats),
             images: None,
         }
     }

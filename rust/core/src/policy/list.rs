@@ -3,17 +3,11 @@
 
 use std::collections::TryReserveError;
 
+use crate::memory::room_for;
 use crate::prefetch::prefetch;
 use crate::types::CacheSlot;
 
 const END: CacheSlot = CacheSlot::MAX;
-
-/// An empty vector with room for `slots`; without it where the system refuses: rows that really come ask again.
-fn room_for<T>(slots: u32) -> Vec<T> {
-    let mut all = Vec::new();
-    let _ = all.try_reserve_exact(slots as usize);
-    all
-}
 
 /// The links of all slots of a policy.
 #[derive(Debug, Default)]
@@ -53,7 +47,7 @@ impl Links {
 
     /// Room for `slots`, where the system gives it at once.
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(room_for(slots))
+        Self(room_for(slots as usize))
     }
 
     /// Make sure that slots below `slots` take no more memory.
@@ -124,7 +118,7 @@ pub(super) struct PerSlot<T>(Vec<T>);
 impl<T: Copy + Default> PerSlot<T> {
     /// See [`Links::with_capacity`].
     pub(super) fn with_capacity(slots: u32) -> Self {
-        Self(room_for(slots))
+        Self(room_for(slots as usize))
     }
 
     /// See [`Links::reserve`].

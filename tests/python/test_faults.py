@@ -1,0 +1,368 @@
+"""What the system refuses: memory, disk, files, threads, io_uring. Typed errors, a process that lives, rows to save elsewhere.
+
+Each scenario runs in a child of its own, forked by one process that has imported everything: limits are for the whole process.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from errno import EMFILE, ENOSPC, ENOSYS, EPERM
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tables import make_bag, ssd_tiers
+from torchrec_embcache import TierBudgets
+from torchrec_embcache.exceptions import EmbCacheError, HostMemoryError, ReadOnlyError, StorageError
+from torchrec_embcache.saver import Saver
+
+MIB = 1 << 20
+
+
+def ids_of(step: int) -> torch.Tensor:
+    return torch.randint(0, 1 << 40, (500, 4), generator=torch.Generator().manual_seed(step))
+
+
+def a_bag(**settings: Any) -> Any:
+    return make_bag(embedding_dim=64, **settings)
+
+
+def train(bag: Any, steps: range) -> int:
+    """Steps that were done before the first error of the package, or of torch where it has no memory."""
+    for step in steps:
+        try:
+            bag(ids_of(step)).sum().backward()
+        except (EmbCacheError, RuntimeError) as error:
+            bag.failure = error
+            return step
+    return steps.stop
+
+
+def contents(bag: Any) -> bytes:
+    """Every bit of every row, and the step."""
+    chunks = list(bag.export())
+    order = torch.cat([chunk.ids for chunk in chunks]).argsort()
+    assert len(order) == len(bag)
+    digest = hashlib.sha256(str(bag.stats().step).encode())
+    for column in (
+        [chunk.ids for chunk in chunks],
+        [chunk.weights for chunk in chunks],
+        *([chunk.slots[name] for chunk in chunks] for name in chunks[0].slots),
+        *([getattr(chunk.metadata, name) for chunk in chunks] for name in ("count", "last_step", "score")),
+    ):
+        digest.update(torch.cat(column)[order].numpy().tobytes())
+    return digest.digest()
+
+
+def straight(steps: int) -> bytes:
+    with a_bag(tiers=TierBudgets(host_bytes="1GiB")) as bag:
+        assert train(bag, range(steps)) == steps
+        return contents(bag)
+
+
+def loaded_from(path: str) -> bytes:
+    with a_bag(tiers=TierBudgets(host_bytes="1GiB")) as bag:
+        Saver(0).load(bag, path)
+        return contents(bag)
+
+
+# ---- scenarios: run in a child
+
+
+def memory(root: str, tiers: str, extra: int) -> str:
+    budgets = {
+        "ram": TierBudgets(host_bytes="1GiB"),
+        "ssd": ssd_tiers(Path(root, "ssd"), host_bytes="64MiB", ssd_bytes="1GiB"),
+        "device": ssd_tiers(Path(root, "ssd"), host_bytes="64MiB", device_bytes="1MiB", ssd_bytes="1GiB"),
+    }[tiers]
+    bag = a_bag(tiers=budgets)
+    assert train(bag, range(2)) == 2
+    Saver(0).save(bag, f"{root}/before")
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + extra, resource.RLIM_INFINITY))
+    done = train(bag, range(2, 40))
+    try:
+        Saver(0).save(bag, f"{root}/limited")
+        saved = True
+    except MemoryError:
+        saved = False
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    expected = straight(done)
+    assert contents(bag) == expected, "the step that failed changed something"
+    if saved:
+        assert loaded_from(f"{root}/limited") == expected
+    Saver(0).save(bag, f"{root}/after")
+    assert loaded_from(f"{root}/after") == expected
+    assert train(bag, range(done, done + 2)) == done + 2
+    assert contents(bag) == straight(done + 2)
+    return type(getattr(bag, "failure", None)).__name__
+
+
+def disk_full(root: str, small: str) -> str:
+    bag = a_bag(tiers=ssd_tiers(Path(small, "ssd"), host_bytes="1MiB", ssd_bytes="64MiB"))
+    assert train(bag, range(2)) == 2
+    bag.flush()
+    done = train(bag, range(2, 200))
+    assert isinstance(bag.failure, StorageError), bag.failure
+    assert bag.failure.errno == ENOSPC
+    expected = straight(done)
+    with warnings.catch_warnings(), torch.no_grad():
+        # Nothing asks for a larger host_bytes, which would not help.
+        warnings.simplefilter("error")
+        bag.eval()
+        for step in range(done):
+            bag(ids_of(step))
+        bag.train()
+    assert contents(bag) == expected
+    for refused in (bag.flush, lambda: bag(ids_of(done)).sum().backward()):
+        with pytest.raises(ReadOnlyError) as caught:
+            refused()
+        assert caught.value.errno == ENOSPC
+    with pytest.raises(StorageError) as caught_save:
+        Saver(0).save(bag, f"{small}/saved")
+    assert caught_save.value.errno == ENOSPC
+    Saver(0).save(bag, f"{root}/elsewhere")
+    assert loaded_from(f"{root}/elsewhere") == expected
+    with pytest.raises(ReadOnlyError):
+        bag.close()
+    with a_bag(tiers=ssd_tiers(Path(small, "ssd"), host_bytes="1MiB", ssd_bytes="64MiB", reopen="resume")) as bag:
+        assert contents(bag) == straight(2)
+    return f"{done}"
+
+
+def save_on_full_disk(_root: str, small: str) -> str:
+    with a_bag(tiers=TierBudgets(host_bytes="1GiB")) as bag:
+        assert train(bag, range(1)) == 1
+        Saver(0).save(bag, f"{small}/saved")
+        first = contents(bag)
+        assert train(bag, range(1, 8)) == 8
+        for _ in range(2):
+            with pytest.raises(StorageError) as caught:
+                Saver(0).save(bag, f"{small}/saved")
+            assert caught.value.errno == ENOSPC
+            assert loaded_from(f"{small}/saved") == first
+            assert len(os.listdir(f"{small}/saved")) == 2, "what was written of the save is removed"
+        assert train(bag, range(8, 9)) == 9
+        assert contents(bag) == straight(9)
+    return ""
+
+
+def few_files(root: str) -> str:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (48, hard))
+    with a_bag(tiers=ssd_tiers(Path(root, "first"), host_bytes="1MiB", ssd_bytes="64MiB")) as bag:
+        assert train(bag, range(1)) == 1
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 48, "the limit is raised when an SSD tier is opened"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+    bag = a_bag(tiers=ssd_tiers(Path(root, "second"), host_bytes="1MiB", ssd_bytes="64MiB"))
+    done = train(bag, range(60))
+    assert isinstance(bag.failure, StorageError), bag.failure
+    assert bag.failure.errno == EMFILE
+    assert bag.failure.filename
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+    assert contents(bag) == straight(done)
+    Saver(0).save(bag, f"{root}/elsewhere")
+    assert loaded_from(f"{root}/elsewhere") == straight(done)
+    return f"{done}"
+
+
+def no_threads(root: str) -> str:
+    if os.geteuid() == 0:  # whose threads are not counted
+        os.chown(root, 65_534, 65_534)
+        os.setresgid(65_534, 65_534, 65_534)
+        os.setresuid(65_534, 65_534, 65_534)
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    with pytest.raises(StorageError, match="thread"):
+        a_bag(tiers=ssd_tiers(Path(root, "ssd"), host_bytes="1MiB")).table.open()
+    with a_bag(tiers=TierBudgets(host_bytes="1GiB")) as bag:
+        assert train(bag, range(3)) == 3
+        expected = contents(bag) if can_start_a_thread() else None
+        Saver(0).save(bag, f"{root}/saved")
+        again = a_bag(tiers=TierBudgets(host_bytes="1GiB"))
+        Saver(0).load(again, f"{root}/saved")
+        found = again.read_rows(ids_of(2).flatten())
+        assert bool(found.found.all())
+        assert torch.equal(found.weights, bag.read_rows(ids_of(2).flatten()).weights)
+    return "threads" if expected is not None else "none"
+
+
+def can_start_a_thread() -> bool:
+    import threading
+
+    try:
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+    except RuntimeError:
+        return False
+    thread.join()
+    return True
+
+
+IO_URING_SETUP, IO_URING_ENTER, SECCOMP = 425, 426, 317
+
+
+def forbid(call: int, errno: int) -> None:
+    """Let `call` fail with `errno` in every thread of this process from now on, as a container's rules do."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    load, equal, give = 0x20, 0x15, 0x06
+    program = b"".join(
+        struct.pack("HBBI", *instruction)
+        for instruction in (
+            (load, 0, 0, 0),
+            (equal, 0, 1, call),
+            (give, 0, 0, 0x0005_0000 | errno),
+            (give, 0, 0, 0x7FFF_0000),
+        )
+    )
+    code = ctypes.create_string_buffer(program)
+    header = struct.pack("HxxxxxxP", 4, ctypes.addressof(code))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    for_all_threads = 1
+    done = libc.syscall(SECCOMP, 1, for_all_threads, ctypes.create_string_buffer(header))
+    assert done == 0, os.strerror(ctypes.get_errno())
+
+
+def uring_refused(root: str, when: str, errno: int) -> str:
+    if when == "from the start":
+        forbid(IO_URING_SETUP, errno)
+    bag = a_bag(tiers=ssd_tiers(Path(root, "ssd"), host_bytes="1MiB", ssd_bytes="64MiB"))
+    assert train(bag, range(4)) == 4
+    bag.flush()
+    engine: str = bag.stats().ssd.io_engine
+    if when == "later":
+        forbid(IO_URING_SETUP, errno)
+        forbid(IO_URING_ENTER, errno)
+    assert train(bag, range(8)) == 8
+    bag.flush()
+    with a_bag(tiers=TierBudgets(host_bytes="1GiB")) as oracle:
+        assert train(oracle, range(4)) == 4
+        assert train(oracle, range(8)) == 8
+        assert contents(bag) == contents(oracle)
+    return engine
+
+
+# ---- the process that forks them
+
+SCENARIOS: dict[str, Callable[..., str]] = {
+    scenario.__name__: scenario
+    for scenario in (memory, disk_full, save_on_full_disk, few_files, no_threads, uring_refused)
+}
+
+
+def serve() -> None:
+    """Run scenarios that come by name, one a line, each in a child; answer with its status and words."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.optim.SGD([torch.zeros(1)])  # torch imports more with the first optimizer
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                said = SCENARIOS[name](*arguments)
+                failed = 0
+            except BaseException:  # pytest's own too
+                said, failed = traceback.format_exc()[-4000:], 1
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            os.write(write, said.encode())
+            os._exit(failed)
+        os.close(write)
+        with os.fdopen(read) as words:
+            said = words.read()
+        print(json.dumps([os.waitpid(child, 0)[1], said]), flush=True)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., str]]:
+    folder = Path(__file__).parent
+    server = subprocess.Popen(
+        [sys.executable, "-c", "import test_faults; test_faults.serve()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(folder), "RUST_BACKTRACE": "0", "OMP_NUM_THREADS": "1"},
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+
+    def run(name: str, *arguments: object) -> str:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps([name, *arguments]) + "\n")
+        server.stdin.flush()
+        status, said = json.loads(server.stdout.readline())
+        assert status == 0, f"{name}{arguments} ended with status {status}: {said}"
+        return str(said)
+
+    yield run
+    server.stdin.close()
+    server.stdout.close()
+    server.wait()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[str]:
+    """A file system of 6 MiB; skips where none may be mounted."""
+    with tempfile.TemporaryDirectory() as place:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", place], capture_output=True, check=False
+        )
+        if made.returncode:
+            pytest.skip(f"a small file system cannot be mounted here: {made.stderr.decode().strip()}")
+        try:
+            yield place
+        finally:
+            subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize("tiers", ["ram", "ssd", "device"])
+def test_memory_that_is_refused_is_an_error_and_not_the_end(
+    tiers: str, tmp_path: Path, run: Callable[..., str]
+) -> None:
+    assert run("memory", str(tmp_path), tiers, MIB) in (HostMemoryError.__name__, "RuntimeError"), "no limit was met"
+
+
+def test_a_full_disk_leaves_every_row_readable_and_savable(
+    tmp_path: Path, small_disk: str, run: Callable[..., str]
+) -> None:
+    assert int(run("disk_full", str(tmp_path), small_disk)) > 2
+
+
+def test_a_save_on_a_full_disk_leaves_the_checkpoint_before(
+    tmp_path: Path, small_disk: str, run: Callable[..., str]
+) -> None:
+    run("save_on_full_disk", str(tmp_path), small_disk)
+
+
+def test_too_many_open_files_are_an_error_that_names_the_file(tmp_path: Path, run: Callable[..., str]) -> None:
+    assert int(run("few_files", str(tmp_path))) > 0
+
+
+def test_without_threads_tables_in_ram_train_and_are_saved(run: Callable[..., str]) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        if run("no_threads", root) == "threads":
+            pytest.skip("this system gives threads whatever RLIMIT_NPROC says")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of the system calls are x86-64's")
+@pytest.mark.parametrize("errno", [EPERM, ENOSYS])
+@pytest.mark.parametrize("when", ["from the start", "later"])
+def test_where_io_uring_is_refused_reads_are_plain_ones(
+    when: str, errno: int, tmp_path: Path, run: Callable[..., str]
+) -> None:
+    engine = run("uring_refused", str(tmp_path), when, errno)
+    if when == "from the start":
+        assert engine.startswith("pread")
