@@ -3,7 +3,7 @@
 use super::place::{SLOTS_AHEAD, TablePlan};
 use super::table::State;
 use crate::slots::{RowState, SlotMap};
-use crate::types::NO_SLOT;
+use crate::types::{CacheSlot, NO_SLOT};
 
 impl TablePlan {
     /// One training step: the table's counter advances, the batch's rows are dirty and born.
@@ -13,6 +13,17 @@ impl TablePlan {
         let (step, epoch) = (state.step, state.epoch);
         let mut born = 0;
         for (position, &slot) in self.index.slots.iter().enumerate() {
+            if let Some(&later) = self.index.slots.get(position + SLOTS_AHEAD)
+                && later != NO_SLOT
+            {
+                if let Some(device) = &state.device {
+                    device.prefetch_header(later);
+                    device.slots.prefetch_state(later);
+                } else {
+                    state.host.prefetch_header(later);
+                    state.host.slots.prefetch_state(later);
+                }
+            }
             if slot == NO_SLOT {
                 continue;
             }
@@ -35,6 +46,8 @@ impl TablePlan {
     /// Take back every pin. Rows that were never trained vanish with their last pin.
     pub(crate) fn release(&mut self, state: &mut State) {
         let host = std::mem::take(&mut self.host);
+        let together = self.host_group.take().is_some_and(|group| state.host.slots.unpin_group(&group));
+        let host: &[CacheSlot] = if together { &[] } else { &host };
         for (position, &slot) in host.iter().enumerate() {
             if let Some(&later) = host.get(position + SLOTS_AHEAD) {
                 state.host.slots.prefetch(later);

@@ -142,12 +142,13 @@ impl Shared {
             return Ok(());
         }
         let capacity = state.host.slots.capacity();
-        let idle: Vec<CacheSlot> = state
+        let mut idle: Vec<CacheSlot> = state
             .host
             .slots
             .occupied_from(capacity)
-            .filter(|&slot| state.host.slots.state(slot).is_current() && !state.host.slots.is_pinned(slot))
+            .filter(|&slot| state.host.slots.state(slot).is_current())
             .collect();
+        idle.retain(|&slot| !state.host.slots.is_pinned(slot));
         let mut failed = Ok(());
         for slot in idle {
             if let Some(to) = state.host.slots.take() {

@@ -7,7 +7,7 @@ use super::load::Loading;
 use super::table::{Shared, State};
 use crate::error::Result;
 use crate::kernels::TransposedIndex;
-use crate::slots::RowState;
+use crate::slots::{PinGroup, RowState};
 use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
@@ -41,7 +41,9 @@ pub(crate) struct TablePlan {
     /// For each occurrence its slot in the tier that kernels run on: `[N]`, filled when the rows are in place.
     pub(crate) occurrence_slots: Vec<CacheSlot>,
     /// Host slots pinned, by position in `unique`; `NO_SLOT` where none.
-    pub(crate) host: Vec<CacheSlot>,
+    pub(crate) host: Arc<Vec<CacheSlot>>,
+    /// Where they were all pinned together.
+    pub(crate) host_group: Option<PinGroup>,
     /// Device slots pinned, by position in `unique`; `NO_SLOT` where none.
     pub(crate) device: Vec<CacheSlot>,
     /// Reads that rows of this plan wait for.
@@ -67,7 +69,8 @@ impl TablePlan {
             index,
             inverse,
             occurrence_slots: Vec::new(),
-            host: vec![NO_SLOT; count],
+            host: Arc::new(vec![NO_SLOT; count]),
+            host_group: None,
             device: Vec::new(),
             loads: Vec::new(),
             unplaced: Vec::new(),
@@ -99,15 +102,23 @@ impl TablePlan {
 
     /// Pin or bring into host slots every id of the plan.
     fn place_all_in_host(&mut self, state: &mut State, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
-        state.host.slots.get_batch(&self.unique, &mut self.host);
+        let host = Arc::make_mut(&mut self.host);
+        state.host.slots.get_batch(&self.unique, host);
+        if state.host.slots.all_settled() && !host.contains(&NO_SLOT) {
+            state.host.slots.accessed(host);
+            state.host_stats.hits += host.len() as u64;
+            self.host_group = Some(state.host.slots.pin_group(Arc::clone(&self.host)));
+            return Ok(());
+        }
         let all = 0..self.unique.len() as u32;
         self.pin_found(state, all, mode, batch)
     }
 
     /// Pin or bring into host slots the ids at `positions`.
     fn place_in_host(&mut self, state: &mut State, positions: &[u32], mode: PlanMode) -> Result<()> {
+        let host = Arc::make_mut(&mut self.host);
         for &position in positions {
-            self.host[position as usize] = state.host.slots.get(self.unique[position as usize]);
+            host[position as usize] = state.host.slots.get(self.unique[position as usize]);
         }
         let mut batch = FetchBatch::default();
         let placed = self.pin_found(state, positions.iter().copied(), mode, &mut batch);
@@ -129,11 +140,12 @@ impl TablePlan {
         let mut seen = RowState::default();
         let mut ahead = positions.clone().skip(SLOTS_AHEAD);
         let mut rest = positions;
+        let host = Arc::make_mut(&mut self.host);
         while let Some(position) = rest.next() {
             if let Some(later) = ahead.next() {
-                state.host.slots.prefetch(self.host[later as usize]);
+                state.host.slots.prefetch(host[later as usize]);
             }
-            let slot = self.host[position as usize];
+            let slot = host[position as usize];
             if slot == NO_SLOT {
                 missing.push(position);
                 continue;
@@ -141,8 +153,8 @@ impl TablePlan {
             let row = state.host.slots.state(slot);
             if row.has(RowState::FAILED) {
                 // Slots not pinned must not stand in the plan: its release would unpin them.
-                self.host[position as usize] = NO_SLOT;
-                rest.for_each(|unpinned| self.host[unpinned as usize] = NO_SLOT);
+                host[position as usize] = NO_SLOT;
+                rest.for_each(|unpinned| host[unpinned as usize] = NO_SLOT);
                 return Err(shared.unread_row(self.unique[position as usize]));
             }
             seen = seen.with(row);
@@ -208,6 +220,7 @@ impl TablePlan {
         let mut reads = Vec::new();
         let mut refused = Ok(());
         let mut born = Vec::new();
+        let host = Arc::make_mut(&mut self.host);
         for (number, ((&position, &id), &there)) in missing.iter().zip(&ids).zip(&on_ssd).enumerate() {
             if let Some(&later) = ids.get(number + INSERTS_AHEAD) {
                 state.host.slots.prefetch_insert(later);
@@ -237,7 +250,7 @@ impl TablePlan {
                 state.provisional += 1;
             }
             state.host.slots.pin(slot);
-            self.host[position as usize] = slot;
+            host[position as usize] = slot;
         }
         shared.bear(state, &born, mode.threads);
         if !reads.is_empty() {
@@ -271,7 +284,7 @@ impl TablePlan {
 
     /// Count the rows that are past the budget of the tier that kernels run on.
     fn note_overflow(&mut self, state: &mut State, capacity: u32) {
-        let slots = if state.device.is_some() { &self.device } else { &self.host };
+        let slots: &[CacheSlot] = if state.device.is_some() { &self.device } else { &self.host };
         self.overflow_rows = slots.iter().filter(|&&slot| slot != NO_SLOT && slot >= capacity).count() as u32;
         state.overflow_plans += u64::from(self.overflow_rows > 0);
     }

@@ -64,7 +64,7 @@ impl TablePlan {
             }
             waits |= state.host.slots.state(slot).has(RowState::LOADING);
             state.host.slots.pin(slot);
-            self.host[position as usize] = slot;
+            Arc::make_mut(&mut self.host)[position as usize] = slot;
         }
         if waits {
             self.wait_for_all(state);
@@ -92,7 +92,7 @@ impl TablePlan {
             state.host.header_mut(slot).id = id;
             state.host.slots.insert(slot, id, RowState::LOADING.with(RowState::ON_SSD));
             state.host.slots.pin(slot);
-            self.host[position as usize] = slot;
+            Arc::make_mut(&mut self.host)[position as usize] = slot;
             rows.push((id, slot));
         }
         if !rows.is_empty() {
@@ -171,7 +171,7 @@ impl TablePlan {
             let slot = state.host.slots.get(id);
             if slot != NO_SLOT && self.host[position as usize] == NO_SLOT {
                 state.host.slots.pin(slot);
-                self.host[position as usize] = slot;
+                Arc::make_mut(&mut self.host)[position as usize] = slot;
             }
             if slot == NO_SLOT {
                 reads.push(position);
@@ -276,7 +276,7 @@ impl TablePlan {
             if row.state.has(RowState::PROVISIONAL) && !row.counted {
                 state.provisional += 1;
             }
-            let host_slot = std::mem::replace(&mut self.host[row.position as usize], NO_SLOT);
+            let host_slot = std::mem::replace(&mut Arc::make_mut(&mut self.host)[row.position as usize], NO_SLOT);
             if host_slot != NO_SLOT {
                 if state.host.slots.unpin(host_slot) {
                     state.host.remove(host_slot, false);
@@ -323,11 +323,9 @@ impl Shared {
     pub(crate) fn make_device_room(&self, state: &mut State, wanted: u32) -> Result<()> {
         let tier = device(state);
         let capacity = tier.slots.capacity();
-        let idle: Vec<CacheSlot> = tier
-            .slots
-            .occupied_from(capacity)
-            .filter(|&slot| tier.slots.state(slot).is_current() && !tier.slots.is_pinned(slot))
-            .collect();
+        let mut idle: Vec<CacheSlot> =
+            tier.slots.occupied_from(capacity).filter(|&slot| tier.slots.state(slot).is_current()).collect();
+        idle.retain(|&slot| !tier.slots.is_pinned(slot));
         for &slot in &idle {
             // Out of the policy's lists like every victim.
             let id = tier.id(slot);

@@ -89,7 +89,7 @@ impl Table {
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock_any()?;
         self.shared.finish_loads(&mut state)?;
-        self.shared.refuse_rows_in_use(&state, block.headers.iter().map(|header| header.id))?;
+        self.shared.refuse_rows_in_use(&mut state, block.headers.iter().map(|header| header.id))?;
         // Where rows may leave a full table, those of one part can make room for those of the next.
         let at_once = match self.shared.config.on_full {
             OnFull::Evict => (self.shared.capacity_rows(&state) / 2).clamp(1, ROWS_PER_CALL as u64) as usize,
@@ -107,7 +107,7 @@ impl Table {
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock()?;
         self.shared.finish_loads(&mut state)?;
-        self.shared.refuse_rows_in_use(&state, ids.iter().copied())?;
+        self.shared.refuse_rows_in_use(&mut state, ids.iter().copied())?;
         let distinct: Vec<Id> = crate::index::dedupe(ids).unique;
         let mut removed = 0;
         for ids in distinct.chunks(ROWS_PER_CALL) {
@@ -119,7 +119,7 @@ impl Table {
 
     /// `State` while a batch in flight uses any row.
     pub fn check_idle(&self) -> Result<()> {
-        self.shared.refuse_in_use(&*self.shared.lock_any()?)
+        self.shared.refuse_in_use(&mut *self.shared.lock_any()?)
     }
 
     /// Forget every row. `State` while a batch in flight uses any.
@@ -128,7 +128,7 @@ impl Table {
         let mut state = self.shared.lock_any()?;
         // A failed read of a row that is to be forgotten does not matter.
         let _ = self.shared.finish_loads(&mut state);
-        self.shared.refuse_in_use(&state)?;
+        self.shared.refuse_in_use(&mut state)?;
         if let Some(ssd) = &self.shared.ssd {
             ssd.clear()?;
         }
@@ -161,20 +161,20 @@ impl Shared {
         )
     }
 
-    fn refuse_in_use(&self, state: &State) -> Result<()> {
-        let pinned = state.host.slots.pinned() + state.device.as_ref().map_or(0, |device| device.slots.pinned());
+    fn refuse_in_use(&self, state: &mut State) -> Result<()> {
+        let pinned = state.host.slots.pinned() + state.device.as_mut().map_or(0, |device| device.slots.pinned());
         if pinned > 0 {
             return Err(self.in_use(format!("{pinned} rows are used by batches in flight")));
         }
         Ok(())
     }
 
-    fn refuse_rows_in_use(&self, state: &State, ids: impl Iterator<Item = Id>) -> Result<()> {
+    fn refuse_rows_in_use(&self, state: &mut State, ids: impl Iterator<Item = Id>) -> Result<()> {
         for id in ids {
             let host = state.host.slots.get(id);
             let device = state.device.as_ref().map_or(NO_SLOT, |device| device.slots.get(id));
             if host != NO_SLOT && state.host.slots.is_pinned(host)
-                || device != NO_SLOT && state.device.as_ref().is_some_and(|tier| tier.slots.is_pinned(device))
+                || device != NO_SLOT && state.device.as_mut().is_some_and(|tier| tier.slots.is_pinned(device))
             {
                 return Err(self.in_use(format!("the row of id {id} is used by a batch in flight")));
             }

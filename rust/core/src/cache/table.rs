@@ -255,7 +255,9 @@ impl Table {
 
     /// Counters of the table and its tiers.
     pub fn stats(&self) -> Result<TableStats> {
-        let state = self.shared.lock_any()?;
+        let mut state = self.shared.lock_any()?;
+        let on_device = state.device.as_mut().map_or(0, |device| device.slots.pinned());
+        let pinned_rows = u64::from(state.host.slots.pinned() + on_device);
         let ssd = self.shared.ssd.as_ref().map(|ssd| {
             let mut stats = ssd.stats();
             stats.tier.hits = state.ssd_hits;
@@ -279,7 +281,7 @@ impl Table {
         Ok(TableStats {
             rows: state.rows,
             step: state.step,
-            pinned_rows: u64::from(host.slots.pinned() + state.device.as_ref().map_or(0, |d| d.slots.pinned())),
+            pinned_rows,
             overflow_plans: state.overflow_plans,
             dropped_rows: state.dropped_rows,
             device,

@@ -4,6 +4,7 @@
 use crate::config::PolicyKind;
 use crate::error::Result;
 use crate::memory;
+use crate::prefetch::prefetch;
 use crate::rows::RowHeader;
 use crate::slots::SlotMap;
 use crate::types::{CacheSlot, Id};
@@ -60,6 +61,12 @@ impl DeviceTier {
     /// Forget every row; none is pinned.
     pub(crate) fn clear(&mut self, policy: PolicyKind) {
         *self = Self::new(self.slots.capacity(), policy);
+    }
+
+    /// Start loading the header of a row.
+    #[inline]
+    pub(crate) fn prefetch_header(&self, slot: CacheSlot) {
+        prefetch(&self.headers, slot as usize);
     }
 
     /// Slots that the tensors must have: the budget's, and the overflow in use.

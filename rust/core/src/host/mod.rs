@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::config::PolicyKind;
 use crate::error::{Error, Kind, Result};
+use crate::prefetch::prefetch_address;
 use crate::rows::{Arena, RowHeader, RowLayout, RowRef};
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};
@@ -73,6 +74,12 @@ impl HostTier {
     pub(crate) fn rows_beside_index(&self, index_bytes: u64, indexed_rows: u64) -> u64 {
         let charged = Self::charged_bytes(index_bytes, indexed_rows);
         (self.budget_bytes.saturating_sub(charged) / self.bytes_per_row).min(u64::from(self.slots.capacity()))
+    }
+
+    /// Start loading the header of a row.
+    #[inline]
+    pub(crate) fn prefetch_header(&self, slot: CacheSlot) {
+        prefetch_address(self.arena.row(slot).header);
     }
 
     /// The header of a row. The caller holds the table's lock, or a pin.

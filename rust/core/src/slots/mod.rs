@@ -6,6 +6,8 @@
 
 mod pins;
 
+use std::sync::Arc;
+
 pub use pins::PinTable;
 
 use crate::config::PolicyKind;
@@ -15,6 +17,9 @@ use crate::memory;
 use crate::policy::{Policy, new_policy};
 use crate::prefetch::prefetch;
 use crate::types::{CacheSlot, Id};
+
+/// How many slots ahead the pins of a group are asked for.
+const GROUP_AHEAD: usize = 24;
 
 /// The state of the row in a slot, as bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,6 +41,9 @@ impl RowState {
     /// Its read failed: it vanishes with its last pin, and the copy on SSD stays the newest.
     pub const FAILED: Self = Self(64);
 
+    /// States of a row that is not simply there: its last unpin, or its next plan, has work to do.
+    const UNSETTLED: Self = Self::PROVISIONAL.with(Self::LOADING).with(Self::SHADOW).with(Self::FAILED);
+
     /// Both sets of bits.
     #[must_use]
     pub const fn with(self, other: Self) -> Self {
@@ -52,17 +60,25 @@ impl RowState {
     }
     /// Whether the row belongs to the table: born, here, and current.
     pub const fn is_current(self) -> bool {
-        self.has(Self::OCCUPIED)
-            && !self.has(Self::PROVISIONAL.with(Self::LOADING).with(Self::SHADOW).with(Self::FAILED))
+        self.has(Self::OCCUPIED) && !self.has(Self::UNSETTLED)
     }
 }
+
+/// The pins of a plan's rows taken together, see [`SlotMap::pin_group`].
+#[derive(Debug, PartialEq, Eq)]
+pub struct PinGroup(u64);
 
 /// See the module.
 #[derive(Debug)]
 pub struct SlotMap {
     index: HostIndex,
     states: Vec<RowState>,
+    /// Slots whose state is `UNSETTLED`.
+    unsettled: u32,
     pins: PinTable,
+    /// Plans whose pins are not counted by slot yet. They are before anybody looks at, or takes back, the pins of a slot.
+    groups: Vec<(PinGroup, Arc<Vec<CacheSlot>>)>,
+    next_group: u64,
     policy: Box<dyn Policy>,
     free: Vec<CacheSlot>,
     /// Empty slots above the limit, for when it rises again.
@@ -82,7 +98,10 @@ impl SlotMap {
         Self {
             index: HostIndex::new(capacity as usize),
             states: Vec::new(),
+            unsettled: 0,
             pins: PinTable::new(0),
+            groups: Vec::new(),
+            next_group: 0,
             policy: new_policy(policy, capacity),
             free: Vec::new(),
             parked: Vec::new(),
@@ -124,7 +143,8 @@ impl SlotMap {
         self.overflow_used
     }
     /// Slots with at least one pin.
-    pub fn pinned(&self) -> u32 {
+    pub fn pinned(&mut self) -> u32 {
+        self.count_groups();
         self.pinned
     }
     /// One past the highest slot ever handed out, overflow included.
@@ -146,24 +166,33 @@ impl SlotMap {
     }
     /// Change the state of an occupied slot.
     pub fn set_state(&mut self, slot: CacheSlot, state: RowState) {
-        self.states[slot as usize] = state;
+        let before = std::mem::replace(&mut self.states[slot as usize], state);
+        self.unsettled += u32::from(state.has(RowState::UNSETTLED));
+        self.unsettled -= u32::from(before.has(RowState::UNSETTLED));
     }
     /// Set bits.
     pub fn mark(&mut self, slot: CacheSlot, bits: RowState) {
-        let state = &mut self.states[slot as usize];
-        *state = state.with(bits);
+        self.set_state(slot, self.states[slot as usize].with(bits));
     }
     /// Clear bits.
     pub fn unmark(&mut self, slot: CacheSlot, bits: RowState) {
-        let state = &mut self.states[slot as usize];
-        *state = state.without(bits);
+        self.set_state(slot, self.states[slot as usize].without(bits));
+    }
+    /// Whether every row is born, here, current and read without error, so that a plan need not look at states.
+    pub fn all_settled(&self) -> bool {
+        self.unsettled == 0
     }
 
     /// Fetch what is known of a slot into the processor's cache. Any value will do.
     #[inline]
     pub fn prefetch(&self, slot: CacheSlot) {
-        prefetch(&self.states, slot as usize);
+        self.prefetch_state(slot);
         self.pins.prefetch(slot);
+    }
+    /// Fetch the state of a slot into the processor's cache. Any value will do.
+    #[inline]
+    pub fn prefetch_state(&self, slot: CacheSlot) {
+        prefetch(&self.states, slot as usize);
     }
 
     /// Protect a slot from eviction.
@@ -176,8 +205,33 @@ impl SlotMap {
         }
         assert!(self.pins.pin(slot), "slot {slot} is pinned while it is evicted");
     }
+    /// Pin distinct slots, all of rows that are settled ([`SlotMap::all_settled`]), at once: nothing is counted by slot, and the
+    /// whole group may be unpinned at once, unless somebody asks for the pins of single slots meanwhile.
+    pub fn pin_group(&mut self, slots: Arc<Vec<CacheSlot>>) -> PinGroup {
+        self.next_group += 1;
+        self.groups.push((PinGroup(self.next_group), slots));
+        PinGroup(self.next_group)
+    }
+    /// Take the pins of a group back; false where they were counted by slot meanwhile, so that each must be unpinned.
+    #[must_use]
+    pub fn unpin_group(&mut self, group: &PinGroup) -> bool {
+        let found = self.groups.iter().position(|(other, _)| other == group);
+        found.map(|at| self.groups.swap_remove(at)).is_some()
+    }
+    /// Count the pins of all groups by slot.
+    fn count_groups(&mut self) {
+        for (_, slots) in std::mem::take(&mut self.groups) {
+            for (at, &slot) in slots.iter().enumerate() {
+                if let Some(&later) = slots.get(at + GROUP_AHEAD) {
+                    self.pins.prefetch(later);
+                }
+                self.pin(slot);
+            }
+        }
+    }
     /// Take one pin back; whether it was the last.
     pub fn unpin(&mut self, slot: CacheSlot) -> bool {
+        self.count_groups();
         let last = self.pins.unpin(slot);
         if last {
             self.pinned -= 1;
@@ -185,7 +239,8 @@ impl SlotMap {
         last
     }
     /// Whether a plan uses the slot.
-    pub fn is_pinned(&self, slot: CacheSlot) -> bool {
+    pub fn is_pinned(&mut self, slot: CacheSlot) -> bool {
+        self.count_groups();
         self.pins.is_pinned(slot)
     }
 
@@ -263,7 +318,7 @@ impl SlotMap {
 
     /// Give an empty slot back.
     pub fn give_back(&mut self, slot: CacheSlot) {
-        self.states[slot as usize] = RowState::default();
+        self.set_state(slot, RowState::default());
         if slot < self.capacity {
             self.used -= 1;
             self.free.push(slot);
@@ -287,7 +342,7 @@ impl SlotMap {
 
     /// Put a row into a taken slot.
     pub fn insert(&mut self, slot: CacheSlot, id: Id, state: RowState) {
-        self.states[slot as usize] = state.with(RowState::OCCUPIED);
+        self.set_state(slot, state.with(RowState::OCCUPIED));
         self.index.insert(id, slot);
         self.policy.inserted(slot, id);
     }
@@ -306,7 +361,7 @@ impl SlotMap {
         self.policy.removed(from, id, false);
         self.policy.inserted(to, id);
         self.give_back(from);
-        self.states[to as usize] = state;
+        self.set_state(to, state);
     }
 
     /// The row to evict next, already out of the policy's lists: follow with `evict`, or `spare` to put it back.
@@ -314,6 +369,7 @@ impl SlotMap {
     /// # Panics
     /// When the policy proposes a slot that it was told is in use.
     pub fn victim(&mut self, id_of: impl Fn(CacheSlot) -> Id) -> Option<CacheSlot> {
+        self.count_groups();
         let (pins, states) = (&self.pins, &self.states);
         let slot = self.policy.victim(&mut |slot| {
             !states[slot as usize].has(RowState::LOADING.with(RowState::SHADOW)) && !pins.is_pinned(slot)
@@ -326,6 +382,7 @@ impl SlotMap {
     /// # Panics
     /// When the slot is pinned.
     pub fn unlist(&mut self, slot: CacheSlot, id: Id) {
+        self.count_groups();
         assert!(self.pins.try_claim(slot), "slot {slot} is in use and cannot be evicted");
         self.policy.removed(slot, id, true);
     }
@@ -400,6 +457,39 @@ mod tests {
         assert_eq!(slots.victim(i64::from), None);
         assert!(slots.unpin(slots.get(0)), "the last pin");
         assert_eq!(slots.victim(i64::from), Some(slots.get(0)));
+    }
+
+    #[test]
+    fn a_group_protects_its_rows_and_counts_only_when_single_pins_are_asked_for() {
+        let mut slots = filled(4, 4);
+        let of = |slots: &SlotMap, ids: [i64; 2]| Arc::new(ids.map(|id| slots.get(id)).to_vec());
+        let (first, second) = (of(&slots, [0, 1]), of(&slots, [1, 2]));
+        let group = slots.pin_group(Arc::clone(&first));
+        assert!(slots.unpin_group(&group), "nobody asked");
+        assert_eq!(slots.pinned(), 0);
+        let groups = [slots.pin_group(Arc::clone(&first)), slots.pin_group(Arc::clone(&second))];
+        assert_eq!(slots.victim(i64::from), Some(slots.get(3)));
+        assert_eq!((slots.victim(i64::from), slots.pinned()), (None, 3));
+        for (group, held) in groups.iter().zip([first, second]) {
+            assert!(!slots.unpin_group(group), "the victim's search counted them");
+            let last: Vec<bool> = held.iter().map(|&slot| slots.unpin(slot)).collect();
+            assert_eq!(last[0], held[0] == slots.get(0) || !slots.is_pinned(held[0]));
+        }
+        assert_eq!(slots.pinned(), 0);
+    }
+
+    #[test]
+    fn rows_are_settled_when_none_is_loading_unborn_shadowed_or_failed() {
+        let mut slots = filled(4, 3);
+        assert!(slots.all_settled());
+        let slot = slots.take().expect("an empty slot");
+        slots.insert(slot, 9, RowState::LOADING);
+        assert!(!slots.all_settled());
+        slots.mark(slot, RowState::SHADOW);
+        slots.unmark(slot, RowState::LOADING);
+        assert!(!slots.all_settled());
+        slots.remove(slot, 9, false);
+        assert!(slots.all_settled());
     }
 
     #[test]
