@@ -119,6 +119,18 @@ pub fn hyperparameters() -> Hyperparameters {
     Hyperparameters { lr: 0.1, eps: 1e-6, beta1: 0.9, beta2: 0.99, weight_decay: 0.01 }
 }
 
+/// Whether an error says all that is to be said of damage: where, what should be there, and what is.
+pub fn tells_of_damage(error: &embcache::Error) -> bool {
+    let message = error.to_string();
+    let place = error.path().is_some_and(|path| message.contains(&path.display().to_string()));
+    place && ["is damaged at byte ", " should be ", " and is "].iter().all(|part| message.contains(part))
+}
+
+/// Every `usual`-th byte of a file is flipped in tests; each of them where `EMBCACHE_EVERY_BYTE` is set.
+pub fn flips(usual: usize) -> usize {
+    if std::env::var_os("EMBCACHE_EVERY_BYTE").is_some() { 1 } else { usual }
+}
+
 /// Every row of a table by id: header, and the bits of its vector part.
 pub type Contents = BTreeMap<Id, (RowHeader, Vec<u32>)>;
 

@@ -75,7 +75,16 @@ impl Latest {
         }
         let bytes = read_file(engine, &path, 256)?;
         let line = std::str::from_utf8(&bytes).ok().and_then(|text| text.strip_suffix('\n')).unwrap_or_default();
-        line.parse().map_err(|e: Error| e.context(path.display()).at(&path))
+        line.parse().map_err(|_| {
+            let found = String::from_utf8_lossy(&bytes);
+            Error::corruption(
+                &path,
+                0,
+                "the name of a checkpoint",
+                "ten digits, '-', sixteen hexadecimal digits",
+                format!("{found:?}"),
+            )
+        })
     }
 
     /// As [`Latest::read`], with `None` where there is no checkpoint.

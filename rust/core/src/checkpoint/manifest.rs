@@ -379,7 +379,10 @@ pub(super) fn unseal(sealed: &[u8], path: &Path) -> Result<Vec<u8>> {
         return Ok(rendered);
     }
     let found = checksum(&rendered);
-    Err(Error::corruption(path, 0, "the manifest's checksum", found, "another"))
+    let said = String::from_utf8_lossy(&sealed[at.map_or(sealed.len(), |at| at + SEAL.len())..]);
+    let said = said.trim_end_matches(END).trim();
+    let said = if said.is_empty() { "none".to_owned() } else { format!("{said:.40}") };
+    Err(Error::corruption(path, at.unwrap_or(0) as u64, "the manifest's checksum", said, found))
 }
 
 impl Manifest {

@@ -9,6 +9,8 @@ use embcache::ssd::StateCounters;
 use embcache::types::Id;
 use embcache::{Error, Kind};
 
+use embcache_tests::{flips, tells_of_damage};
+
 use crate::made::{Versions, append, config, fetch, open};
 
 const DIR: &str = "/embcache-damage/tier";
@@ -56,7 +58,7 @@ fn a_flipped_bit_anywhere_is_found_or_does_no_harm() {
     for path in files(&*original) {
         let bytes = read_file(&*original, &path, 1 << 20).unwrap();
         let is_state = path.extension().is_some_and(|extension| extension == "state");
-        for at in (0..bytes.len()).step_by(if is_state { 1 } else { 11 }) {
+        for at in (0..bytes.len()).step_by(if is_state { 1 } else { flips(11) }) {
             let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
             let mut flipped = bytes.clone();
             flipped[at] ^= 1 << (at % 8);
@@ -69,6 +71,7 @@ fn a_flipped_bit_anywhere_is_found_or_does_no_harm() {
                     let expected = error.kind() == Kind::Corruption || (is_state && error.kind() == Kind::Mismatch);
                     assert!(expected, "byte {at} of {}: {error:?}", path.display());
                     assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
+                    assert!(error.kind() != Kind::Corruption || tells_of_damage(&error), "{error}");
                 }
             }
         }
