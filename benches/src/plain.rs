@@ -30,8 +30,9 @@ fn mix(id: Id) -> u64 {
 /// Unique ids and inverse of a batch: one pass over a hash table of twice the batch's size or more.
 #[derive(Debug)]
 pub struct PlainDedupe {
-    /// The place in `unique` plus one; 0 where there is none.
+    /// `base` plus the place in `unique`; below `base` is what earlier batches left, which is nothing.
     table: Vec<u32>,
+    base: u32,
     shift: u32,
     mostly_new: bool,
     /// The distinct ids are the first `found`: `[batch]`.
@@ -48,6 +49,7 @@ impl PlainDedupe {
         let bits = (batch * 2).next_power_of_two().trailing_zeros();
         Self {
             table: vec![0; 1 << bits],
+            base: 1,
             shift: 64 - bits,
             mostly_new,
             unique: vec![0; batch + 1],
@@ -62,29 +64,32 @@ impl PlainDedupe {
     /// When `ids` is not as long as said.
     pub fn dedupe(&mut self, ids: &[Id]) {
         assert_eq!(ids.len(), self.inverse.len(), "batches of one size");
-        self.table.fill(0);
-        let mask = self.table.len() - 1;
+        if self.base > u32::MAX - ids.len() as u32 {
+            self.table.fill(0);
+            self.base = 1;
+        }
+        let (mask, base) = (self.table.len() - 1, self.base);
         let mut found = 0;
         for (position, &id) in ids.iter().enumerate() {
             let ahead = ids[(position + AHEAD).min(ids.len() - 1)];
             prefetch(self.table.as_ptr().wrapping_add((mix(ahead) >> self.shift) as usize));
             let mut at = (mix(id) >> self.shift) as usize;
             // SAFETY: `at` is below the table's length by the shift or the mask; `found` is at most `position`, and `unique` has one
-            // place more than there are positions; the table holds numbers up to `found`.
+            // place more than there are positions; the table holds `base` plus numbers below `found`, or less than `base`.
             let index = unsafe {
                 *self.unique.get_unchecked_mut(found as usize) = id;
                 loop {
                     let held = *self.table.get_unchecked(at);
-                    if self.mostly_new && held == 0 {
+                    if self.mostly_new && held < base {
+                        *self.table.get_unchecked_mut(at) = base + found;
                         found += 1;
-                        *self.table.get_unchecked_mut(at) = found;
                         break found - 1;
                     }
-                    let place = select_unpredictable(held == 0, found + 1, held);
-                    if *self.unique.get_unchecked(place as usize - 1) == id {
-                        *self.table.get_unchecked_mut(at) = place;
-                        found += u32::from(held == 0);
-                        break place - 1;
+                    let place = select_unpredictable(held < base, found, held.wrapping_sub(base));
+                    if *self.unique.get_unchecked(place as usize) == id {
+                        *self.table.get_unchecked_mut(at) = base + place;
+                        found += u32::from(held < base);
+                        break place;
                     }
                     at = (at + 1) & mask;
                 }
@@ -92,51 +97,63 @@ impl PlainDedupe {
             self.inverse[position] = index;
         }
         self.found = found as usize;
+        self.base += found;
     }
 }
 
-/// Id to slot: open addressing, one entry of 16 bytes a key, a power of two of them.
+/// Id to slot: open addressing, one entry of 16 bytes a key, twice as many as keys, in huge pages.
 #[derive(Debug)]
 pub struct PlainIndex {
     entries: Vec<[u64; 2]>,
-    shift: u32,
 }
 
 impl PlainIndex {
     /// The slots of `ids` are 0, 1, 2 and so on.
     pub fn new(ids: &[Id]) -> Self {
-        let bits = (ids.len() * 3 / 2).next_power_of_two().trailing_zeros();
-        let mut entries = vec![[0; 2]; 1 << bits];
+        let mut entries = vec![[0; 2]; (ids.len() * 2).max(1)];
         huge_pages(&entries);
-        let shift = 64 - bits;
         for (slot, &id) in ids.iter().enumerate() {
-            let mut at = (mix(id) >> shift) as usize;
+            let mut at = Self::home(entries.len(), id);
             while entries[at][1] != 0 {
-                at = (at + 1) & (entries.len() - 1);
+                at = if at + 1 == entries.len() { 0 } else { at + 1 };
             }
             entries[at] = [id as u64, slot as u64 + 1];
         }
-        Self { entries, shift }
+        Self { entries }
     }
 
-    /// The slots of `ids`, which are all here.
+    #[inline]
+    fn home(entries: usize, id: Id) -> usize {
+        ((u128::from(mix(id)) * entries as u128) >> 64) as usize
+    }
+
+    /// The slots of `ids`, which are all here: in blocks, the homes of the next block are asked for while those of this one are looked at.
     ///
     /// # Panics
     /// When `slots` is shorter than `ids`.
     pub fn get(&self, ids: &[Id], slots: &mut [u32]) {
         assert!(slots.len() >= ids.len(), "a slot for each id");
-        let mask = self.entries.len() - 1;
-        for (position, &id) in ids.iter().enumerate() {
-            let ahead = ids[(position + AHEAD).min(ids.len() - 1)];
-            prefetch(self.entries.as_ptr().wrapping_add((mix(ahead) >> self.shift) as usize));
-            let mut at = (mix(id) >> self.shift) as usize;
-            // SAFETY: `at` is below the number of entries by the shift or the mask.
-            slots[position] = unsafe {
-                while self.entries.get_unchecked(at)[0] != id as u64 {
-                    at = (at + 1) & mask;
-                }
-                self.entries.get_unchecked(at)[1] as u32 - 1
-            };
+        let count = self.entries.len();
+        let mut homes = [0; AHEAD];
+        for (id, home) in ids.iter().zip(&mut homes) {
+            *home = Self::home(count, *id);
+            prefetch(self.entries.as_ptr().wrapping_add(*home));
+        }
+        for (block, slots) in slots[..ids.len()].chunks_mut(AHEAD).enumerate() {
+            let begin = block * AHEAD;
+            for (turn, slot) in slots.iter_mut().enumerate() {
+                let (id, mut at) = (ids[begin + turn], homes[turn]);
+                let ahead = Self::home(count, ids[(begin + turn + AHEAD).min(ids.len() - 1)]);
+                homes[turn] = ahead;
+                prefetch(self.entries.as_ptr().wrapping_add(ahead));
+                // SAFETY: homes and the places after them, around the end, are below `count`.
+                *slot = unsafe {
+                    while self.entries.get_unchecked(at)[0] != id as u64 {
+                        at = if at + 1 == count { 0 } else { at + 1 };
+                    }
+                    self.entries.get_unchecked(at)[1] as u32 - 1
+                };
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // What is not inlined into a version for an instruction set is compiled for the baseline.
 
-use crate::plain::prefetch;
+use crate::plain::{huge_pages, prefetch};
 
 /// Columns of a row.
 pub const DIM: usize = 64;
@@ -165,7 +165,9 @@ unsafe fn backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], gr
 impl PlainTable {
     /// Over `count` rows at `rows`.
     pub fn new(rows: *mut f32, stride: usize, count: usize) -> Self {
-        Self { rows, stride, sums: vec![0.0; count], starts: Vec::new(), ranks: Vec::new(), occurrences: Vec::new() }
+        let sums = vec![0.0; count];
+        huge_pages(&sums);
+        Self { rows, stride, sums, starts: Vec::new(), ranks: Vec::new(), occurrences: Vec::new() }
     }
 
     #[inline(always)]
