@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::format::{ENTRY_BYTES, Entry};
+use super::format::{Entry, EntryFormat, MOST_ENTRY_BYTES};
 use super::segment::Segment;
 use crate::error::{Error, Result};
 use crate::io::{IoEngine, Read};
@@ -13,14 +13,18 @@ use crate::sync::Ordering;
 use crate::types::hash_id;
 
 /// Entries read at once while a place in a footer is searched for: a page.
-const SEARCH_ENTRIES: u32 = 4096 / ENTRY_BYTES as u32;
+const SEARCH_ENTRIES: u32 = 4096 / MOST_ENTRY_BYTES as u32;
 
 fn entry_offset(segment: &Segment, entry: u32) -> u64 {
-    segment.footer_offset() + u64::from(entry) * ENTRY_BYTES as u64
+    segment.footer_offset() + u64::from(entry) * segment.entry_format().bytes() as u64
 }
 
 fn read(segment: &Segment, first: u32, count: u32) -> Read {
-    Read { file: segment.file.clone(), offset: entry_offset(segment, first), len: count as usize * ENTRY_BYTES }
+    Read {
+        file: segment.file.clone(),
+        offset: entry_offset(segment, first),
+        len: count as usize * segment.entry_format().bytes(),
+    }
 }
 
 /// A batch of reads, each handed to `sink` with its number; the first error of a read or of `sink`.
@@ -67,8 +71,9 @@ impl Cursor<'_> {
         self.crc = crc32c::crc32c_append(self.crc, bytes);
         self.ahead.drain(..std::mem::take(&mut self.at));
         let records = self.segment.records.load(Ordering::Relaxed);
-        for entry in bytes.chunks_exact(ENTRY_BYTES) {
-            let entry: Entry = bytemuck::pod_read_unaligned(entry);
+        let format = self.segment.entry_format();
+        for entry in bytes.chunks_exact(format.bytes()) {
+            let entry = format.decode(entry);
             if entry.record >= records {
                 let (at, expected) = (entry_offset(self.segment, self.next), format!("below {records}"));
                 return Err(Error::corruption(self.segment.path(), at, "a record number", expected, entry.record));
@@ -157,7 +162,7 @@ impl<'a> Footers<'a> {
                 return Err(unordered(cursor.segment, cursor.end - 1));
             }
             let after = cursor.segment.records.load(Ordering::Relaxed) - cursor.end;
-            Ok(crc32c::crc32c_combine(cursor.crc, 0, after as usize * ENTRY_BYTES))
+            Ok(crc32c::crc32c_combine(cursor.crc, 0, after as usize * cursor.segment.entry_format().bytes()))
         });
         parts.collect()
     }
@@ -213,12 +218,9 @@ impl Search {
     }
 
     /// Narrow the bracket by the entries read from `first` on.
-    fn narrow(&mut self, first: u32, bytes: &[u8]) {
+    fn narrow(&mut self, first: u32, bytes: &[u8], format: EntryFormat) {
         self.steps += 1;
-        let hashes = bytes.chunks_exact(ENTRY_BYTES).map(|entry| {
-            let entry: Entry = bytemuck::pod_read_unaligned(entry);
-            hash_id(entry.id)
-        });
+        let hashes = bytes.chunks_exact(format.bytes()).map(|entry| hash_id(format.decode(entry).id));
         let hashes: Vec<u64> = hashes.collect();
         let (Some(&least), Some(&greatest)) = (hashes.first(), hashes.last()) else { return };
         let below = hashes.iter().take_while(|hash| **hash < self.bound).count() as u32;
@@ -252,7 +254,8 @@ pub(super) fn places(engine: &dyn IoEngine, segments: &[Arc<Segment>], bounds: &
         let reads: Vec<Read> = reads.collect();
         read_all(engine, &reads, |number, bytes| {
             let (at, (first, _)) = open[number];
-            searches[at].narrow(first, bytes);
+            let format = segments[searches[at].segment].entry_format();
+            searches[at].narrow(first, bytes, format);
             Ok(())
         })?;
     }

@@ -4,8 +4,9 @@
 //! header   "EMBCSEG1" | header bytes u32 | content u8 (1 rows, 2 tombstones) | field count u8 | 0 u16 | record bytes u32
 //!          | serial u64 | table key u64 | fields: name bytes u8, name, dtype u8 (1 = f32), width u32 | crc32c u32
 //! records  n × record bytes
-//! entries  n × (id i64 | write_seq u64 | modified_epoch u32 | record number u32), sorted by `hash_id(id)`, then write_seq
-//! trailer  "EMBCFOOT" | n u32 | highest epoch u32 | lowest write_seq u64 | highest write_seq u64 | serial u64
+//! entries  n × (id i64 | write_seq - lowest write_seq | highest epoch - modified_epoch | record number), sorted by `hash_id(id)`, then
+//!          write_seq; the last three in as many bytes as the widest of the segment takes, 0 to 8, 0 to 4 and 0 to 3
+//! trailer  "EMBCFOOT" | n u24 | bytes of an entry's epoch u8 | highest epoch u32 | lowest write_seq u64 | highest write_seq u64 | serial u64
 //!          | crc32c of the entries u32 | crc32c of the trailer so far u32
 //! ```
 //!
@@ -24,8 +25,8 @@ const TRAILER_MAGIC: &[u8; 8] = b"EMBCFOOT";
 const FIXED_HEADER_BYTES: usize = 36;
 const DTYPE_F32: u8 = 1;
 
-/// Bytes of an entry of the footer.
-pub(super) const ENTRY_BYTES: usize = size_of::<Entry>();
+/// An entry of a footer takes no more bytes.
+pub(super) const MOST_ENTRY_BYTES: usize = 8 + 8 + 4 + 3;
 /// Bytes of the trailer.
 pub(super) const TRAILER_BYTES: usize = 48;
 /// No header is longer.
@@ -115,8 +116,7 @@ impl Schema {
 }
 
 /// An entry of the footer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) id: Id,
     pub(super) write_seq: u64,
@@ -139,25 +139,103 @@ pub(super) struct Trailer {
     pub(super) lowest_seq: u64,
     pub(super) highest_seq: u64,
     pub(super) entries_crc: u32,
+    /// Bytes of an entry's epoch.
+    epoch_bytes: u8,
     /// Checksum of the trailer, by which a state names it.
     pub(super) crc: u32,
 }
 
-/// Sort `entries` and write them and the trailer into `into`, which has exactly their length.
-pub(super) fn encode_footer(entries: &mut [Entry], serial: u64, into: &mut [u8]) -> Trailer {
+/// How the entries of one footer lie in it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EntryFormat {
+    lowest_seq: u64,
+    highest_epoch: u32,
+    seq_bytes: usize,
+    epoch_bytes: usize,
+    record_bytes: usize,
+}
+
+/// The bytes that `value` takes.
+fn width(value: u64) -> usize {
+    (u64::BITS - value.leading_zeros()).div_ceil(8) as usize
+}
+
+fn le_uint(bytes: &[u8]) -> u64 {
+    let mut word = [0; 8];
+    word[..bytes.len()].copy_from_slice(bytes);
+    u64::from_le_bytes(word)
+}
+
+impl EntryFormat {
+    /// Bytes of an entry.
+    #[inline]
+    pub(super) fn bytes(&self) -> usize {
+        8 + self.seq_bytes + self.epoch_bytes + self.record_bytes
+    }
+
+    fn encode(&self, entry: &Entry, into: &mut [u8]) {
+        let (id, rest) = into.split_at_mut(8);
+        let (seq, rest) = rest.split_at_mut(self.seq_bytes);
+        let (epoch, record) = rest.split_at_mut(self.epoch_bytes);
+        id.copy_from_slice(&entry.id.to_le_bytes());
+        seq.copy_from_slice(&(entry.write_seq - self.lowest_seq).to_le_bytes()[..seq.len()]);
+        epoch.copy_from_slice(&(self.highest_epoch - entry.modified_epoch).to_le_bytes()[..epoch.len()]);
+        record.copy_from_slice(&entry.record.to_le_bytes()[..record.len()]);
+    }
+
+    /// The entry in `bytes`, which has the length of one. What the bytes say is not checked.
+    #[inline]
+    pub(super) fn decode(&self, bytes: &[u8]) -> Entry {
+        let (id, rest) = bytes.split_at(8);
+        let (seq, rest) = rest.split_at(self.seq_bytes);
+        let (epoch, record) = rest.split_at(self.epoch_bytes);
+        Entry {
+            id: le_uint(id) as Id,
+            write_seq: self.lowest_seq.saturating_add(le_uint(seq)),
+            modified_epoch: self.highest_epoch.saturating_sub(le_uint(epoch) as u32),
+            record: le_uint(record) as u32,
+        }
+    }
+}
+
+impl Trailer {
+    /// How the entries before it lie.
+    pub(super) fn entries(&self) -> EntryFormat {
+        EntryFormat {
+            lowest_seq: self.lowest_seq,
+            highest_epoch: self.highest_epoch,
+            seq_bytes: width(self.highest_seq.saturating_sub(self.lowest_seq)),
+            epoch_bytes: self.epoch_bytes as usize,
+            record_bytes: width(u64::from(self.records.saturating_sub(1))),
+        }
+    }
+}
+
+/// Sort `entries` and append them and the trailer to `into`.
+pub(super) fn encode_footer(entries: &mut [Entry], serial: u64, into: &mut Vec<u8>) -> Trailer {
     entries.sort_unstable_by_key(Entry::key);
-    let (body, tail) = into.split_at_mut(entries.len() * ENTRY_BYTES);
-    body.copy_from_slice(bytemuck::cast_slice(entries));
+    let (lowest_epoch, highest_epoch) = bounds(entries.iter().map(|entry| entry.modified_epoch));
+    let (lowest_seq, highest_seq) = bounds(entries.iter().map(|entry| entry.write_seq));
     let mut trailer = Trailer {
         records: entries.len() as u32,
-        highest_epoch: entries.iter().map(|entry| entry.modified_epoch).max().unwrap_or(0),
-        lowest_seq: entries.iter().map(|entry| entry.write_seq).min().unwrap_or(0),
-        highest_seq: entries.iter().map(|entry| entry.write_seq).max().unwrap_or(0),
-        entries_crc: crc32c::crc32c(body),
+        highest_epoch,
+        lowest_seq,
+        highest_seq,
+        entries_crc: 0,
+        epoch_bytes: width(u64::from(highest_epoch - lowest_epoch)) as u8,
         crc: 0,
     };
+    let format = trailer.entries();
+    let start = into.len();
+    into.resize(start + entries.len() * format.bytes() + TRAILER_BYTES, 0);
+    let (body, tail) = into[start..].split_at_mut(entries.len() * format.bytes());
+    for (entry, bytes) in entries.iter().zip(body.chunks_exact_mut(format.bytes())) {
+        format.encode(entry, bytes);
+    }
+    trailer.entries_crc = crc32c::crc32c(body);
     tail[..8].copy_from_slice(TRAILER_MAGIC);
     tail[8..12].copy_from_slice(&trailer.records.to_le_bytes());
+    tail[11] = trailer.epoch_bytes;
     tail[12..16].copy_from_slice(&trailer.highest_epoch.to_le_bytes());
     tail[16..24].copy_from_slice(&trailer.lowest_seq.to_le_bytes());
     tail[24..32].copy_from_slice(&trailer.highest_seq.to_le_bytes());
@@ -166,6 +244,10 @@ pub(super) fn encode_footer(entries: &mut [Entry], serial: u64, into: &mut [u8])
     trailer.crc = crc32c::crc32c(&tail[..44]);
     tail[44..48].copy_from_slice(&trailer.crc.to_le_bytes());
     trailer
+}
+
+fn bounds<T: Ord + Copy + Default>(values: impl Iterator<Item = T> + Clone) -> (T, T) {
+    (values.clone().min().unwrap_or_default(), values.max().unwrap_or_default())
 }
 
 /// Check and take apart the trailer in `bytes`, which lie at `offset` of `path` and have [`TRAILER_BYTES`].
@@ -181,8 +263,12 @@ pub(super) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64
     if le_u64(bytes, 32) != serial {
         return Err(Error::corruption(path, offset + 32, "the segment's serial", serial, le_u64(bytes, 32)));
     }
+    if bytes[11] > 4 {
+        return Err(Error::corruption(path, offset + 11, "the bytes of an entry's epoch", "at most 4", bytes[11]));
+    }
     Ok(Trailer {
-        records: le_u32(bytes, 8),
+        records: le_u32(bytes, 8) & 0xff_ffff,
+        epoch_bytes: bytes[11],
         highest_epoch: le_u32(bytes, 12),
         lowest_seq: le_u64(bytes, 16),
         highest_seq: le_u64(bytes, 24),
@@ -217,14 +303,31 @@ mod tests {
     }
 
     #[test]
+    fn entries_take_the_bytes_that_their_segment_needs_and_come_back() {
+        let far = |step: u64| (0..300_u32).map(move |i| (u64::from(i) * step, i * (step >> 40) as u32));
+        for (step, bytes) in [(0, 10), (1, 12), (1 << 12, 13), (1 << 24, 15), (1 << 55, 8 + 8 + 3 + 2)] {
+            let entry = |(record, (seq, epoch))| Entry { id: -7, write_seq: 5 + seq, modified_epoch: epoch, record };
+            let mut entries: Vec<Entry> = (0..).zip(far(step)).map(entry).collect();
+            let mut footer = Vec::new();
+            let format = encode_footer(&mut entries, 1, &mut footer).entries();
+            assert_eq!(format.bytes(), bytes, "{step}");
+            assert!(footer.chunks(bytes).zip(&entries).all(|(bytes, entry)| format.decode(bytes) == *entry));
+        }
+        assert_eq!(encode_footer(&mut [], 1, &mut Vec::new()).entries().bytes(), 8);
+    }
+
+    #[test]
     fn a_footer_is_sorted_by_hash_and_every_flipped_bit_of_its_trailer_is_found() {
         let mut entries: Vec<Entry> = (0..50)
             .map(|i| Entry { id: 25 - i, write_seq: 100 + i as u64, modified_epoch: i as u32 % 7, record: i as u32 })
             .collect();
-        let mut bytes = vec![0; 50 * ENTRY_BYTES + TRAILER_BYTES];
+        let mut bytes = Vec::new();
         let trailer = encode_footer(&mut entries, 9, &mut bytes);
         assert!(entries.is_sorted_by_key(|entry| hash_id(entry.id)));
-        let tail = &bytes[50 * ENTRY_BYTES..];
+        let format = trailer.entries();
+        assert_eq!(format.bytes(), 8 + 1 + 1 + 1);
+        let (body, tail) = bytes.split_at(50 * format.bytes());
+        assert!(body.chunks(format.bytes()).map(|bytes| format.decode(bytes)).eq(entries.iter().copied()));
         assert_eq!(decode_trailer(tail, Path::new("x"), 0, 9).unwrap(), trailer);
         assert_eq!(
             (trailer.records, trailer.highest_epoch, trailer.lowest_seq, trailer.highest_seq),

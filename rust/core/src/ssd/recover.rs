@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use super::footers::{Footers, Hashes, check_crc, places};
-use super::format::{Content, ENTRY_BYTES, MAX_HEADER_BYTES, TRAILER_BYTES, decode_trailer};
+use super::format::{Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, TRAILER_BYTES, decode_trailer};
 use super::index::{Filler, Location, TagIndex};
 use super::manifest::{Named, StateFile};
 use super::segment::{Home, Sealed, Segment, segment_path};
@@ -64,7 +64,7 @@ fn open_segment(home: &Home, named: &Named) -> Result<Segment> {
         let (expected, got) = (format!("{:08x}", named.crc), format!("{:08x}", trailer.crc));
         return Err(Error::corruption(&path, at, "the footer's checksum named by the state", expected, got));
     }
-    let records = u64::from(trailer.records) * (home.schema.record_bytes(content) + ENTRY_BYTES) as u64;
+    let records = u64::from(trailer.records) * (home.schema.record_bytes(content) + trailer.entries().bytes()) as u64;
     if trailer.records > Location::MAX_RECORDS || least + records != file_bytes {
         let expected = format!("that of {file_bytes} bytes");
         return Err(Error::corruption(&path, at + 8, "the number of records", expected, trailer.records));
@@ -268,7 +268,7 @@ pub(super) fn restore(
         engine: &*home.engine,
         segments,
         write_seq: file.write_seq,
-        read_ahead: read_bytes as u32 / ENTRY_BYTES as u32,
+        read_ahead: read_bytes as u32 / MOST_ENTRY_BYTES as u32,
         tables_at_once,
         filler,
         index: Mutex::new(&mut state.index),

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use super::background::{Background, panicked};
 use super::buffer::{BLOCK_BYTES, Block, Pool};
 use super::classes::Classes;
-use super::format::{Content, ENTRY_BYTES, Entry, Schema, TRAILER_BYTES, Trailer, encode_footer};
+use super::format::{Content, Entry, EntryFormat, Schema, Trailer, encode_footer};
 use super::index::Location;
 use super::manifest::number_of;
 use super::space::{Geometry, Space};
@@ -199,6 +199,11 @@ impl Segment {
         self.offset(self.records.load(Ordering::Relaxed))
     }
 
+    /// How the entries of its footer lie; it must be sealed.
+    pub(super) fn entry_format(&self) -> EntryFormat {
+        self.sealed().map(|sealed| sealed.trailer.entries()).expect("only sealed segments have a footer")
+    }
+
     /// The location of record `number`.
     #[inline]
     pub(super) fn location(&self, number: u32) -> Location {
@@ -349,13 +354,15 @@ impl Segment {
                 self.drop_block(&block);
             }
             Job::Seal { tail, mut entries } => {
-                let footer = entries.len() * ENTRY_BYTES + TRAILER_BYTES;
-                let mut bytes = AlignedBuf::zeroed((tail.filled + footer).next_multiple_of(ALIGNMENT));
+                let mut footer = Vec::new();
+                let trailer = encode_footer(&mut entries, self.serial, &mut footer);
+                let end = tail.filled + footer.len();
+                let mut bytes = AlignedBuf::zeroed(end.next_multiple_of(ALIGNMENT));
                 bytes[..tail.filled].copy_from_slice(&tail.bytes()[..tail.filled]);
-                let trailer = encode_footer(&mut entries, self.serial, &mut bytes[tail.filled..tail.filled + footer]);
+                bytes[tail.filled..end].copy_from_slice(&footer);
                 self.file.write_at(tail.start, &bytes)?;
                 self.space.wrote(bytes.len());
-                let file_bytes = tail.start + (tail.filled + footer) as u64;
+                let file_bytes = tail.start + end as u64;
                 self.file.set_len(file_bytes)?;
                 self.written.store(file_bytes, Ordering::Release);
                 self.drop_block(&tail);

@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::classes::MOST_CLASSES;
-use super::format::{Content, ENTRY_BYTES, MAX_HEADER_BYTES, Schema, TRAILER_BYTES};
+use super::format::{Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, Schema, TRAILER_BYTES};
 use super::index::Location;
 use crate::error::{Error, Kind, Result};
 use crate::io::ALIGNMENT;
@@ -53,7 +53,7 @@ impl Geometry {
         let header_bytes = schema.header_bytes();
         debug_assert!(header_bytes <= MAX_HEADER_BYTES);
         let frame = header_bytes + TRAILER_BYTES;
-        let one_row = (frame + row_bytes + ENTRY_BYTES).next_multiple_of(ALIGNMENT) as u64;
+        let one_row = (frame + row_bytes + MOST_ENTRY_BYTES).next_multiple_of(ALIGNMENT) as u64;
         let target = segment_bytes
             .unwrap_or_else(|| {
                 let few = (cap_bytes / FEWEST_SEGMENTS_A_CAP).min(WORTHWHILE_SEGMENT);
@@ -62,12 +62,12 @@ impl Geometry {
             .max(one_row)
             .next_multiple_of(ALIGNMENT as u64);
         let fit = |bytes: u64, content: Content| {
-            let records = (bytes - frame as u64) / (schema.record_bytes(content) + ENTRY_BYTES) as u64;
+            let records = (bytes - frame as u64) / (schema.record_bytes(content) + MOST_ENTRY_BYTES) as u64;
             records.min(u64::from(Location::MAX_RECORDS)) as u32
         };
         let rows_per_segment = fit(target, Content::Rows);
         // Where a segment is full of records before it is full of bytes, it is smaller.
-        let full = frame as u64 + u64::from(rows_per_segment) * (row_bytes + ENTRY_BYTES) as u64;
+        let full = frame as u64 + u64::from(rows_per_segment) * (row_bytes + MOST_ENTRY_BYTES) as u64;
         let segment_bytes = full.next_multiple_of(ALIGNMENT as u64);
         let segments = cap_bytes / segment_bytes;
         let state = STATE_BYTES + STATE_BYTES_A_SEGMENT * (segments + 64);
@@ -108,7 +108,8 @@ impl Geometry {
             Content::Tombstones => self.tombstones_per_segment,
         };
         let room = room - room % ALIGNMENT as u64;
-        let fit = room.saturating_sub((self.header_bytes + TRAILER_BYTES) as u64) / (record_bytes + ENTRY_BYTES) as u64;
+        let fit =
+            room.saturating_sub((self.header_bytes + TRAILER_BYTES) as u64) / (record_bytes + MOST_ENTRY_BYTES) as u64;
         usual.min(fit.min(u64::from(usual)) as u32)
     }
 
@@ -119,7 +120,7 @@ impl Geometry {
 
     /// Bytes of a segment of one row.
     pub(super) fn smallest_segment(&self) -> u64 {
-        ((self.header_bytes + TRAILER_BYTES + self.row_bytes + ENTRY_BYTES).next_multiple_of(ALIGNMENT)) as u64
+        ((self.header_bytes + TRAILER_BYTES + self.row_bytes + MOST_ENTRY_BYTES).next_multiple_of(ALIGNMENT)) as u64
     }
 }
 

@@ -93,24 +93,27 @@ fn set_crc(bytes: &mut [u8], over: std::ops::Range<usize>, at: usize) {
 /// Make the checksums of a segment right, and with `sorted` the order of its entries too.
 fn reseal_segment(bytes: &mut [u8], sorted: bool) {
     const TRAILER: usize = 48;
-    const ENTRY: usize = 24;
     let (header, record) = (le(bytes, 8), le(bytes, 16).max(44));
     if header < 4 || header + TRAILER > bytes.len() {
         return;
     }
     set_crc(bytes, 0..header - 4, header - 4);
     let trailer = bytes.len() - TRAILER;
-    let count = le(bytes, trailer + 8).min((trailer - header) / (record + ENTRY));
+    let width = |value: u64| (u64::BITS - value.leading_zeros()).div_ceil(8) as usize;
+    let long = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let count = le(bytes, trailer + 8) & 0xff_ffff;
+    let seq = width(long(trailer + 24).saturating_sub(long(trailer + 16)));
+    let entry = 8 + seq + usize::from(bytes[trailer + 11]) + width(count.saturating_sub(1) as u64);
+    let count = count.min((trailer - header) / (record + entry));
     for number in 0..count {
         let at = header + number * record;
         set_crc(bytes, at + 4..at + record, at);
     }
-    let entries = trailer - count * ENTRY;
+    let entries = trailer - count * entry;
     if sorted {
-        let mut all: Vec<[u8; ENTRY]> =
-            bytes[entries..trailer].chunks(ENTRY).map(|entry| entry.try_into().unwrap()).collect();
-        let word = |entry: &[u8; ENTRY], at: usize| u64::from_le_bytes(entry[at..at + 8].try_into().unwrap());
-        all.sort_by_key(|entry| (hash_id(word(entry, 0) as Id), word(entry, 8)));
+        let mut all: Vec<Vec<u8>> = bytes[entries..trailer].chunks(entry).map(<[u8]>::to_vec).collect();
+        let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
+        all.sort_by_key(|entry| (hash_id(number(&entry[..8]) as Id), number(&entry[8..8 + seq])));
         bytes[entries..trailer].copy_from_slice(&all.concat());
     }
     set_crc(bytes, entries..trailer, trailer + 40);
