@@ -4,12 +4,13 @@
 //! steady. A round goes on with the trace, and times what brings a batch's rows into RAM (plan and wait); the rest of the step is not
 //! timed. The rate is of distinct rows that were not in RAM. The limit is raw reads of the same files at random offsets.
 //!
-//! `EMBCACHE_BENCH_SSD_ROWS` sets the rows (10M), `EMBCACHE_BENCH_SSD_WARM` the batches before the first round (120).
+//! `EMBCACHE_BENCH_SSD_ROWS` sets the rows (10M), `EMBCACHE_BENCH_SSD_WARM` the batches before the first round (120). The store is half full.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use embcache::cache::{Lookup, Plan, Table};
+use embcache::cache::{Lookup, Plan, Table, TableStats};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::Initializer;
@@ -26,6 +27,8 @@ const MISSED: usize = 20;
 const EXPONENT: f64 = 1.05;
 /// Ids of a group of the sessions.
 const GROUP: u64 = 16;
+/// After so many draws with probability one half all but an eighth of the ids have been present.
+const DRAWS: u64 = 3;
 
 fn main() {
     let limit =
@@ -57,21 +60,27 @@ impl Trace {
         Self { rows, batch, zipf: Zipf::new(rows / GROUP, EXPONENT), random: SplitMix64(5), sessions: true }
     }
 
-    /// Hand every rank to `born` once, in an order that says nothing of how often it will be drawn. Sessions are born as their trace
-    /// would have it: the ids present at a group's first draw together, then those new at its second, and so on.
-    fn births(&mut self, born: &mut dyn FnMut(u64)) {
+    /// The ranks in the order in which the table comes to know them, which says nothing of how often each will be drawn. Sessions have a
+    /// history: each group was drawn as often as it takes until most of its ids have been present, and once more with the others.
+    fn history(&mut self, seen: &mut dyn FnMut(u64)) {
         if !self.sessions {
-            (0..self.rows).for_each(|at| born(scattered_slot(at, self.rows) as u64));
+            (0..self.rows).for_each(|at| seen(scattered_slot(at, self.rows) as u64));
             return;
         }
         let groups = self.rows / GROUP;
         let mut unborn = vec![u16::MAX; groups as usize];
-        while unborn.iter().any(|&left| left != 0) {
+        for draw in 0..=DRAWS {
             for at in 0..groups {
-                let group = scattered_slot(at, groups) as u64;
-                let present = self.random.next_u64() as u16 & unborn[group as usize];
+                // Another order each time.
+                let group = (0..=draw).fold(at, |at, _| scattered_slot(at, groups) as u64);
+                let drawn = self.random.next_u64() as u16;
+                let present = match (draw, unborn[group as usize]) {
+                    (DRAWS, 0) => 0,
+                    (DRAWS, left) => drawn | left,
+                    _ => drawn,
+                };
                 unborn[group as usize] &= !present;
-                (0..GROUP).filter(|member| present >> member & 1 == 1).for_each(|member| born(group * GROUP + member));
+                (0..GROUP).filter(|member| present >> member & 1 == 1).for_each(|member| seen(group * GROUP + member));
             }
         }
     }
@@ -123,6 +132,9 @@ struct Placed {
     rows: u64,
     /// Rows read a batch in the last round.
     read: usize,
+    /// Counters before the first round.
+    begin: Option<TableStats>,
+    batches: usize,
     /// Ids that batches before the first round read from SSD, for stores that keep no rows in RAM.
     missed: Ids,
     host_bytes: u64,
@@ -133,14 +145,15 @@ impl Placed {
     fn make(scale: Scale, trace: fn(u64, usize) -> Trace) -> Box<dyn Rounds> {
         let rows = setting("EMBCACHE_BENCH_SSD_ROWS", scale.pick(10_000_000, 100_000));
         let store = rows * RECORD_BYTES as u64;
-        let (host_bytes, ssd_bytes) = (store / 8, store * 13 / 10 + scale.pick(0, 16 << 20));
+        let (host_bytes, ssd_bytes) = (store / 8, store * 2 + scale.pick(0, 16 << 20));
         let scratch = Scratch::new(ssd_bytes).unwrap_or_else(|why| panic!("{why}"));
         let config = config(rows, Some(&scratch.path().join("tier")), host_bytes, ssd_bytes);
         let table = Table::open(config, None, default_engine().expect("an engine")).expect("a table");
         let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("one feature");
         let trace = trace(rows, scale.pick(BATCH_IDS, BATCH_IDS / 100));
         let missed = Ids { values: Vec::new(), batch: 0 };
-        let mut this = Self { table, lookup, trace, rows, read: 0, missed, host_bytes, scratch };
+        let mut this =
+            Self { table, lookup, trace, rows, read: 0, begin: None, batches: 0, missed, host_bytes, scratch };
         this.load();
         this.warm(setting("EMBCACHE_BENCH_SSD_WARM", scale.pick(120, 8)));
         Box::new(this)
@@ -172,7 +185,7 @@ impl Placed {
             ids.clear();
         };
         let batch = self.trace.batch;
-        self.trace.births(&mut |rank| {
+        self.trace.history(&mut |rank| {
             ids.push(scattered_id(rank));
             if ids.len() == batch {
                 train(&mut ids);
@@ -186,14 +199,22 @@ impl Placed {
         self.lookup.plan(ids, &[0, ids.len() as i64], true, false, false).expect("a plan")
     }
 
+    fn stats(&self) -> TableStats {
+        self.table.stats().expect("an open table")
+    }
+
     /// Rows that plans read from SSD so far.
     fn rows_read(&self) -> u64 {
-        self.table.stats().expect("an open table").ssd.expect("an SSD tier").tier.hits
+        self.stats().ssd.expect("an SSD tier").tier.hits
     }
 }
 
 impl Rounds for Placed {
     fn ours(&mut self) -> f64 {
+        if self.begin.is_none() {
+            self.begin = Some(self.stats());
+        }
+        self.batches += BATCHES;
         let before = self.rows_read();
         let mut spent = Duration::ZERO;
         for _ in 0..BATCHES {
@@ -220,6 +241,21 @@ impl Rounds for Placed {
             spent += begin.elapsed();
         }
         Some((BATCHES * self.read) as f64 / spent.as_secs_f64())
+    }
+
+    fn figures(&self) -> BTreeMap<&'static str, f64> {
+        let (Some(begin), now) = (&self.begin, self.stats()) else { return BTreeMap::new() };
+        let (Some(ssd_begin), Some(ssd)) = (&begin.ssd, &now.ssd) else { return BTreeMap::new() };
+        let batches = self.batches as f64;
+        let rows = (ssd.tier.hits - ssd_begin.tier.hits) as f64;
+        BTreeMap::from([
+            ("rows_a_batch", rows / batches),
+            ("rows_a_read", rows / (ssd.reads - ssd_begin.reads) as f64),
+            (
+                "bytes_a_read",
+                (ssd.tier.read_bytes - ssd_begin.tier.read_bytes) as f64 / (ssd.reads - ssd_begin.reads) as f64,
+            ),
+        ])
     }
 
     fn data(&self) -> Option<(&Ids, u64)> {

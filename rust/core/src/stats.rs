@@ -30,6 +30,8 @@ pub struct SsdStats {
     pub tier: TierStats,
     /// Which I/O engine runs: `io_uring` or `pread`, with `+direct` where `O_DIRECT` is in use.
     pub io_engine: String,
+    /// Reads sent to the disk to serve plans: one brings all rows that lie near each other.
+    pub reads: u64,
     /// Bytes of rows given to the tier (header included).
     pub row_bytes_given: u64,
     /// Bytes written by compaction.

@@ -75,7 +75,7 @@ fn a_panic_while_a_plan_is_read_is_the_plans_error_and_the_batch_can_be_trained_
             rig.train(&ids(batch), 4, batch as u32).expect("a step");
         }
         rig.table.flush(1).expect("a flush, so that rows are read from disk");
-        faults.panic_at(Operation::Read, 1);
+        faults.panic_at(Operation::Read, 0);
         let error = rig.train(&ids(0), 4, 0).expect_err("its reads panicked");
         assert_eq!(error.kind(), Kind::State, "{error}");
         assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);

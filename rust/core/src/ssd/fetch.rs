@@ -219,6 +219,7 @@ impl FetchJob {
         for (number, job) in jobs.iter_mut().enumerate() {
             job.items.sort_unstable_by_key(|item| (item.segment, item.offset));
             let (mut reads, groups) = job.reads();
+            Counters::add(&job.tier.counters.reads, reads.len() as u64);
             Counters::add(&job.tier.counters.read_bytes, reads.iter().map(|read| read.len as u64).sum());
             serves.extend(groups.windows(2).map(|pair| (number, pair[0] as usize..pair[1] as usize)));
             all.append(&mut reads);

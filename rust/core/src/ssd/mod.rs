@@ -230,6 +230,7 @@ impl SsdTier {
                 time_ns: counters.fetch_ns.load(Relaxed),
             },
             io_engine: self.shared.home.engine.name(),
+            reads: counters.reads.load(Relaxed),
             row_bytes_given: counters.row_bytes_given.load(Relaxed),
             compaction_bytes: counters.compaction_bytes.load(Relaxed),
             live_share: Shared::live_share(&state),

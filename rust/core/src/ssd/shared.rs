@@ -92,6 +92,7 @@ pub(super) struct Counters {
     pub(super) dropped_rows: AtomicU64,
     pub(super) hits: AtomicU64,
     pub(super) misses: AtomicU64,
+    pub(super) reads: AtomicU64,
     pub(super) read_bytes: AtomicU64,
     pub(super) fetch_ns: AtomicU64,
 }
