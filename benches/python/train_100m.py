@@ -66,6 +66,8 @@ def train(table: EmbCacheEmbeddingBag, batches: Iterator[torch.Tensor]) -> int:
     """Trains on each batch, with the one after it fetched meanwhile; how many ids."""
     count = 0
     waiting = next(batches, None)
+    if waiting is not None:
+        table.prefetch(waiting)
     while waiting is not None:
         ids, waiting = waiting, next(batches, None)
         if waiting is not None:
