@@ -47,7 +47,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "100M rows": {
         "train_100m_rows_peak_rss_bytes": "most bytes resident in a process that trains a table of 100M rows from its first row on",
-        "train_ssd_zipf105_1m": "that training on zipf-drawn ids at 1M rows (3 GiB for rows and indexes, 2 threads)",
+        "train_ssd_zipf105_1m": "that training on zipf-drawn ids at 1M rows (2.5 GiB for rows and indexes, 2 threads)",
         "train_ssd_zipf105_10m": "the same, 10M rows",
         "train_ssd_zipf105_100m": "the same, 100M rows",
         "ram_bytes_per_ssd_id": "growth of a process's resident bytes for each row on SSD, worst from 10M to 100M rows",

@@ -72,6 +72,7 @@ impl Cursor<'_> {
         self.ahead.drain(..std::mem::take(&mut self.at));
         let records = self.segment.records.load(Ordering::Relaxed);
         let format = self.segment.entry_format();
+        self.ahead.reserve_exact(bytes.len() / format.bytes());
         for entry in bytes.chunks_exact(format.bytes()) {
             let entry = format.decode(entry);
             if entry.record >= records {

@@ -22,15 +22,13 @@ use crate::sync::{Ordering, lock};
 /// Entries handled at once by a thread, about.
 const RANGE_ENTRIES: u64 = 1 << 16;
 /// Bytes of read-ahead for all footers and threads together,
-const READ_AHEAD_BYTES: u64 = 128 << 20;
+const READ_AHEAD_BYTES: u64 = 64 << 20;
 /// of which a read takes no more than these (a disk reads little faster by more), nor fewer than a page.
 const READ_BYTES: u64 = 60 << 10;
 /// A thread for so many entries,
 const ENTRIES_A_THREAD: u64 = 1 << 18;
-/// for each core this many, as they wait for reads in between,
-const THREADS_A_CORE: u64 = 2;
-/// and no more than these.
-const MOST_THREADS: u64 = 6;
+/// and no more than these, which keep the disk busy: each waits for its reads, and sorts what it read while others wait.
+const MOST_THREADS: u64 = 4;
 
 /// Open the segment that a state names, and check all of it but entries and records.
 fn open_segment(home: &Home, named: &Named) -> Result<Segment> {
@@ -245,8 +243,7 @@ impl Restore<'_> {
 
 /// How many threads reopen a store of `entries`, where `threads` does not say it.
 fn threads_for(entries: u64, tables: usize, threads: Option<usize>) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
-    let usual = (entries / ENTRIES_A_THREAD).clamp(1, MOST_THREADS.min(cores * THREADS_A_CORE));
+    let usual = (entries / ENTRIES_A_THREAD).clamp(1, MOST_THREADS);
     threads.unwrap_or(usual as usize).clamp(1, tables)
 }
 
