@@ -10,7 +10,7 @@
 //! 4. where frequent publishes leave many small segments, the smallest.
 
 use std::ops::Range;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use super::buffer::Pool;
 use super::classes::MOST_CLASSES;
@@ -20,6 +20,7 @@ use super::segment::Segment;
 use super::shared::{Counters, Shared, State};
 use crate::error::Result;
 use crate::io::{ALIGNMENT, BufPool, PooledBuf};
+use crate::process::PerProcess;
 use crate::sync::{Ordering, lock};
 use crate::types::Id;
 
@@ -235,13 +236,13 @@ struct Chunk {
 impl Chunk {
     /// Read `count` records from number `first` on, in whole sectors where the file has them.
     fn read(segment: &Segment, first: u32, count: u32) -> Result<Self> {
-        static BUFFERS: LazyLock<Arc<BufPool>> =
-            LazyLock::new(|| Arc::new(BufPool::new(CHUNK_BYTES + 2 * ALIGNMENT, 3)));
+        static BUFFERS: PerProcess<Arc<BufPool>> = PerProcess::new();
         let (start, end) = (segment.offset(first), segment.offset(first + count));
         let from = start - start % ALIGNMENT as u64;
         let whole = end.next_multiple_of(ALIGNMENT as u64);
         let to = segment.sealed().filter(|sealed| whole <= sealed.file_bytes).map_or(end, |_| whole);
-        let mut bytes = BUFFERS.take_at_least((to - from) as usize)?;
+        let buffers = BUFFERS.get(|| Ok(Arc::new(BufPool::new(CHUNK_BYTES + 2 * ALIGNMENT, 3))))?;
+        let mut bytes = buffers.take_at_least((to - from) as usize)?;
         segment.file.read_at(from, &mut bytes[..(to - from) as usize])?;
         Ok(Self { first, bytes, place: (start - from) as usize..(end - from) as usize })
     }

@@ -44,7 +44,7 @@ impl SsdTier {
     pub(crate) fn settle(&self) {
         {
             let mut state = self.shared.state();
-            for stream in [Stream::Fresh, Stream::Moved, Stream::Tombstones] {
+            for stream in Stream::all() {
                 state.seal(stream);
             }
         }
