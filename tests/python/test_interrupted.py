@@ -11,8 +11,10 @@ import pytest
 from tables import jagged, make_bag
 
 BEFORE = """
-import gc, os, signal, sys, threading
+import gc, itertools, os, signal, sys, threading
+import numpy as np
 import torch
+from torchrec_embcache import _native
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
 
@@ -61,14 +63,20 @@ def test_an_interpreter_can_end_with_plans_reads_and_graphs_in_flight(tmp_path: 
         export = bag.export(chunk_rows=64)
         next(export)
 
-        def work():
-            step = 100
-            while True:
-                with torch.no_grad():
-                    bag(ids(step), offsets)
-                step += 1
+        # Torch's operators end the process when the interpreter ends under a daemon thread in them; the core's calls do not. With a
+        # device tier these call torch.
+        lookup = _native.Lookup([bag.table.native], [0])
+        batches = [ids(step).numpy() for step in range(100, 200)]
+        splits = np.array([0, len(batches[0])])
 
-        threading.Thread(target=work, daemon=True).start()
+        def work():
+            for batch in itertools.cycle(batches):
+                plan = lookup.plan(batch, splits, False, False, False, 2)
+                plan.wait()
+                plan.release()
+
+        if not {device_bytes!r}:
+            threading.Thread(target=work, daemon=True).start()
         cycle = [held, export]
         cycle.append(cycle)
         print("ends")
