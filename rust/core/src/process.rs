@@ -1,20 +1,23 @@
 //! Values of which a process has one, made when first asked for and never freed.
 //!
 //! A forked child has its parent's memory but none of its threads, and a lock that another thread held at the fork stays locked in
-//! the child: so a child makes values of its own, and there is no lock here.
+//! the child: so a child makes values, and the lock that they are made under, of its own.
 #![allow(unsafe_code)]
 
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, OnceLock};
 
 use crate::error::Result;
+use crate::sync::lock;
 
 /// A place for one value a process. For statics: what is made is leaked.
-pub(crate) struct PerProcess<T>(AtomicPtr<Made<T>>);
+pub(crate) struct PerProcess<T>(AtomicPtr<Place<T>>);
 
-struct Made<T> {
+struct Place<T> {
     process: u32,
-    value: T,
+    making: Mutex<()>,
+    value: OnceLock<T>,
 }
 
 impl<T: Send + Sync + 'static> PerProcess<T> {
@@ -23,25 +26,39 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
         Self(AtomicPtr::new(null_mut()))
     }
 
-    /// This process's value. Of several threads that make one at the same time, one wins and the others' values are dropped.
+    /// This process's value. Of several threads that ask first at the same time, one makes it and the others wait; what could not be
+    /// made is tried again when next asked for.
     pub(crate) fn get(&'static self, make: impl FnOnce() -> Result<T>) -> Result<&'static T> {
+        let place = self.place();
+        if let Some(value) = place.value.get() {
+            return Ok(value);
+        }
+        let _making = lock(&place.making);
+        if let Some(value) = place.value.get() {
+            return Ok(value);
+        }
+        let value = make()?;
+        Ok(place.value.get_or_init(|| value))
+    }
+
+    fn place(&'static self) -> &'static Place<T> {
         let process = std::process::id();
         let seen = self.0.load(Ordering::Acquire);
-        // SAFETY: null, or a value that was published below and is never freed.
-        if let Some(made) = unsafe { seen.as_ref() }
-            && made.process == process
+        // SAFETY: null, or a place that was published below and is never freed.
+        if let Some(place) = unsafe { seen.as_ref() }
+            && place.process == process
         {
-            return Ok(&made.value);
+            return place;
         }
-        let fresh = Box::into_raw(Box::new(Made { process, value: make()? }));
+        let fresh = Box::into_raw(Box::new(Place { process, making: Mutex::new(()), value: OnceLock::new() }));
         match self.0.compare_exchange(seen, fresh, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: published just now, and never freed from here on.
-            Ok(_) => Ok(&unsafe { &*fresh }.value),
+            Ok(_) => unsafe { &*fresh },
             Err(other) => {
                 // SAFETY: `fresh` comes from the box above and nobody else has seen it.
                 drop(unsafe { Box::from_raw(fresh) });
                 // SAFETY: another thread of this process published it, and it is never freed.
-                Ok(&unsafe { &*other }.value)
+                unsafe { &*other }
             }
         }
     }
@@ -49,21 +66,30 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::Barrier;
+    use std::sync::atomic::AtomicU32;
 
     use super::*;
     use crate::error::{Error, Kind};
 
     #[test]
-    fn threads_that_ask_at_once_get_the_same_value() {
-        static ONE: PerProcess<Arc<AtomicUsize>> = PerProcess::new();
-        let values: Vec<Arc<AtomicUsize>> = std::thread::scope(|scope| {
-            let asking: Vec<_> =
-                (0..8).map(|_| scope.spawn(|| ONE.get(|| Ok(Arc::default())).unwrap().clone())).collect();
-            asking.into_iter().map(|thread| thread.join().unwrap()).collect()
+    fn of_threads_that_ask_at_once_one_makes_the_value() {
+        static ONE: PerProcess<u32> = PerProcess::new();
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let asking = Barrier::new(8);
+        let ask = || {
+            asking.wait();
+            *ONE.get(|| {
+                std::thread::yield_now();
+                Ok(MADE.fetch_add(1, Ordering::Relaxed))
+            })
+            .unwrap()
+        };
+        let values: Vec<u32> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        assert!(values.iter().all(|value| Arc::ptr_eq(value, &values[0])));
+        assert_eq!((values, MADE.load(Ordering::Relaxed)), (vec![0; 8], 1));
     }
 
     #[test]

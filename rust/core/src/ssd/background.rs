@@ -42,7 +42,7 @@ struct Inbox<T> {
 #[derive(Debug)]
 struct Queue<T> {
     waiting: VecDeque<T>,
-    /// Never of a process; a model's threads have to end.
+    /// Never where all threads of a process started; a model's threads have to end.
     closed: bool,
 }
 
@@ -56,6 +56,11 @@ impl<T> Inbox<T> {
     fn send(&self, task: T) {
         lock(&self.queue).waiting.push_back(task);
         self.arrived.notify_one();
+    }
+
+    fn close(&self) {
+        lock(&self.queue).closed = true;
+        self.arrived.notify_all();
     }
 
     /// The next task, waited for; `None` when there will be none.
@@ -82,11 +87,24 @@ impl Background {
         static BACKGROUND: crate::process::PerProcess<Background> = crate::process::PerProcess::new();
         BACKGROUND.get(|| {
             let background = Self::idle();
-            start("embcache-flush", FLUSHERS, &background.flush, |segment| segment.run_jobs())?;
-            start("embcache-fetch", FETCHERS, &background.fetch, FetchJob::run)?;
-            start("embcache-compact", 1, &background.compact, |tier| compact_tier(&tier))?;
-            Ok(background)
+            match background.start() {
+                Ok(()) => Ok(background),
+                Err(error) => {
+                    // Those that did start would wait for ever.
+                    background.flush.close();
+                    background.fetch.close();
+                    background.compact.close();
+                    Err(error)
+                }
+            }
         })
+    }
+
+    #[cfg(not(loom))]
+    fn start(&self) -> Result<()> {
+        start("embcache-flush", FLUSHERS, &self.flush, |segment| segment.run_jobs())?;
+        start("embcache-fetch", FETCHERS, &self.fetch, FetchJob::run)?;
+        start("embcache-compact", 1, &self.compact, |tier| compact_tier(&tier))
     }
 
     /// The inboxes; a model's threads do the work.
@@ -156,8 +174,7 @@ impl Background {
     }
 
     pub(super) fn end_flusher(&self) {
-        lock(&self.flush.queue).closed = true;
-        self.flush.arrived.notify_all();
+        self.flush.close();
     }
 }
 
