@@ -8,21 +8,21 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::config::Reopen;
 use embcache::io::default_engine;
 use embcache::rows::{RowHeader, RowMut, RowRef};
-use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::ssd::{SsdTier, StateCounters};
 use embcache_benches::{
-    Better, Row, Scale, Scratch, cpu_seconds, die_with_parent, forget_cached, resident, scattered_id, uniform_ranks,
+    Better, DIM, RECORD_BYTES, Row, Scale, Scratch, cpu_seconds, die_with_parent, forget_cached, open_tier, resident,
+    scattered_id, uniform_ranks,
 };
 
-const DIM: usize = 64;
 const BATCH: usize = 16_384;
 /// Fetches of a round.
 const BATCHES: usize = 10;
 const ROUNDS: usize = 5;
 /// Bytes of a record and of its footer's entry, and a margin for a cap with headroom.
-const BYTES_A_ROW: u64 = 304 + 24 + 40;
+const BYTES_A_ROW: u64 = RECORD_BYTES as u64 + 14 + 50;
 
 const RAM: &str = "ram_bytes_per_ssd_id";
 const REOPEN: &str = "reopen_100m_rows_seconds";
@@ -51,25 +51,8 @@ fn main() {
     }
 }
 
-fn identity() -> Identity {
-    Identity {
-        table: "big".into(),
-        key: 1,
-        dim: DIM as u64,
-        optimizer: "rowwise_adagrad".into(),
-        seed: 0,
-        initializer: "Constant(0)".into(),
-        total_num_buckets: 1,
-        bucket_begin: 0,
-        bucket_end: 1,
-    }
-}
-
 fn open(dir: &Path, rows: u64, reopen: Reopen) -> SsdTier {
-    let config = SsdConfig { dir: dir.join("tier"), bytes: cap_bytes(rows), reopen, resume_token: None };
-    let layout = OptimizerKind::RowWiseAdagrad.layout(DIM);
-    let engine = default_engine().expect("an engine");
-    SsdTier::open(&config, &identity(), layout, engine).expect("a tier that opens").0
+    open_tier(dir, &default_engine().expect("an engine"), cap_bytes(rows), reopen)
 }
 
 fn cap_bytes(rows: u64) -> u64 {

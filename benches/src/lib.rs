@@ -32,6 +32,6 @@ pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, residen
 pub use raw_disk::{RawReads, RawRecords, RecordPlace, write_sequentially};
 pub use scratch::Scratch;
 pub use store::StoreWork;
-pub use tier::{APPEND_ROWS, CountedEngine, RECORD_BYTES, ROW_BYTES, TierRows, new_tier, tier_layout};
+pub use tier::{APPEND_ROWS, CountedEngine, RECORD_BYTES, ROW_BYTES, TierRows, new_tier, open_tier, tier_layout};
 pub use windows::{RAW_WRITE, raw_write_bytes, raw_write_rate, setting, settle, window};
 pub use workload::{BATCH_IDS, Ids, SplitMix64, Zipf, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

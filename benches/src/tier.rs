@@ -32,7 +32,15 @@ pub fn tier_layout() -> RowLayout {
 /// # Panics
 /// When it cannot be made.
 pub fn new_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64) -> SsdTier {
-    let config = SsdConfig { dir: dir.join("tier"), bytes, reopen: Reopen::Never, resume_token: None };
+    open_tier(dir, engine, bytes, Reopen::Never)
+}
+
+/// A tier of `bytes` in the folder `tier` of `dir`, new or as published there.
+///
+/// # Panics
+/// When it cannot be opened.
+pub fn open_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64, reopen: Reopen) -> SsdTier {
+    let config = SsdConfig { dir: dir.join("tier"), bytes, reopen, resume_token: None };
     let identity = Identity {
         table: "bench".into(),
         key: 1,
@@ -44,7 +52,7 @@ pub fn new_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64) -> SsdTier {
         bucket_begin: 0,
         bucket_end: 1,
     };
-    SsdTier::open(&config, &identity, tier_layout(), engine.clone()).expect("a new tier").0
+    SsdTier::open(&config, &identity, tier_layout(), engine.clone()).expect("a tier that opens").0
 }
 
 /// Rows to hand to the tier, with ids to be set.

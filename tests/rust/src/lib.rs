@@ -1,5 +1,6 @@
-//! What the test files share: a table with everything around it that a caller has to bring.
+//! What the test files share: a table with everything around it that a caller has to bring, and an SSD tier alone.
 
+pub mod ssd;
 mod watch;
 
 use std::collections::BTreeMap;

@@ -2,105 +2,45 @@
 //! readable as long as the process lives.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::config::{Reopen, SsdConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
-use embcache::rows::{RowHeader, RowLayout, RowMut, RowRef};
-use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Kind, Result};
+use embcache_tests::ssd::{Versions, append, config, fetch};
 
-const DIM: usize = 16;
 const DIR: &str = "/embcache-crash/module/item/0-of-1";
 /// Small enough that the workload needs compaction, large enough for two states beside the rows.
 const CAP: u64 = 352 << 10;
 /// The rows fit, but published states may have to be given up.
 const TIGHT_CAP: u64 = 208 << 10;
-const IDS: Id = 500;
+const IDS: Id = 700;
 const STEPS: u32 = 30;
-
-/// What a table holds: the version of each id, which with the id determines the row.
-type Rows = BTreeMap<Id, u32>;
 
 #[derive(Clone, Debug)]
 struct State {
     token: u64,
-    rows: Rows,
+    rows: Versions,
     counters: StateCounters,
-}
-
-fn layout() -> RowLayout {
-    OptimizerKind::RowWiseAdagrad.layout(DIM)
 }
 
 fn open(
     engine: &Arc<dyn IoEngine>,
     bytes: u64,
     reopen: Reopen,
-    token: Option<u64>,
+    resume_token: Option<u64>,
 ) -> Result<(SsdTier, Option<StateCounters>)> {
-    let config = SsdConfig { dir: DIR.into(), bytes, reopen, resume_token: token };
-    let identity = Identity {
-        table: "item".into(),
-        key: 7,
-        dim: DIM as u64,
-        optimizer: "rowwise_adagrad".into(),
-        seed: 1,
-        initializer: "Uniform(-1, 1)".into(),
-        total_num_buckets: 10,
-        bucket_begin: 0,
-        bucket_end: 10,
-    };
-    SsdTier::open(&config, &identity, layout(), engine.clone())
-}
-
-fn header(id: Id, version: u32) -> RowHeader {
-    let bits = hash_id(id ^ (i64::from(version) << 32));
-    RowHeader {
-        id,
-        last_step: bits,
-        count: version,
-        score: (bits >> 40) as f32,
-        scalar: f32::from((bits >> 20) as u16),
-        modified_epoch: version % 5,
-    }
-}
-
-fn vector(id: Id, version: u32) -> Vec<f32> {
-    (0..DIM as i64).map(|at| f32::from((hash_id(id * 64 + at) >> (version % 32)) as u16)).collect()
-}
-
-fn append(tier: &SsdTier, ids: &[Id], version: u32, rows: &Rows) -> Result<()> {
-    let made: Vec<(RowHeader, Vec<f32>)> = ids.iter().map(|&id| (header(id, version), vector(id, version))).collect();
-    let refs: Vec<RowRef<'_>> = made.iter().map(|(header, vector)| RowRef { header, vector }).collect();
-    let known: Vec<bool> = ids.iter().map(|id| rows.contains_key(id)).collect();
-    tier.append(&refs, &known)
-}
-
-/// The version of each id that the tier has, every bit of the row checked.
-fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
-    let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
-    let places =
-        found.iter_mut().map(|(header, vector)| RowMut { header: &raw mut *header, vector: vector.as_mut_ptr() });
-    let missing = tier.fetch(ids.iter().copied().zip(places).collect()).wait()?;
-    let versions = found.into_iter().enumerate().map(|(at, (found, floats))| {
-        if missing.contains(&(at as u32)) {
-            return None;
-        }
-        let version = found.count;
-        assert_eq!((found, floats), (header(ids[at], version), vector(ids[at], version)), "id {}", ids[at]);
-        Some(version)
-    });
-    Ok(versions.collect())
+    let config = SsdConfig { resume_token, ..config(Path::new(DIR), bytes, reopen) };
+    embcache_tests::ssd::open(engine, &config)
 }
 
 /// A run of the workload: what the tier holds, and what it said it published.
 #[derive(Debug, Default)]
 struct Run {
-    rows: Rows,
+    rows: Versions,
     /// Ids of the call that failed, if one did: each may have been taken or not.
     doubtful: Vec<Id>,
     published: Vec<State>,
@@ -119,8 +59,7 @@ impl Run {
         for step in 0..STEPS {
             let ids = ids_of(step);
             self.doubtful.clone_from(&ids);
-            append(tier, &ids, step + 1, &self.rows)?;
-            self.rows.extend(ids.iter().map(|id| (*id, step + 1)));
+            append(tier, &ids, step + 1, &mut self.rows)?;
             self.doubtful.clear();
             if step % 4 == 1 {
                 let gone: Vec<Id> = self.rows.keys().copied().filter(|id| id % 23 == i64::from(step) % 23).collect();
@@ -175,8 +114,7 @@ impl Run {
             check_rows(&tier, &state.rows, &[], context);
             let mut rows = state.rows.clone();
             let ids: Vec<Id> = (0..60).collect();
-            append(&tier, &ids, 900, &rows).unwrap();
-            rows.extend(ids.into_iter().map(|id| (id, 900)));
+            append(&tier, &ids, 900, &mut rows).unwrap();
             tier.publish(1000, StateCounters::default()).unwrap();
             drop(tier);
             let engine: Arc<dyn IoEngine> = Arc::new(copy.crash());
@@ -187,7 +125,7 @@ impl Run {
 }
 
 /// Every id is as in `rows`, and no other is here; the `doubtful` may be of any version.
-fn check_rows(tier: &SsdTier, rows: &Rows, doubtful: &[Id], context: &str) {
+fn check_rows(tier: &SsdTier, rows: &Versions, doubtful: &[Id], context: &str) {
     let ids: Vec<Id> = (-IDS..IDS).collect();
     let found = fetch(tier, &ids).unwrap_or_else(|e| panic!("{context}: {e}"));
     for (id, found) in ids.iter().zip(found) {
@@ -195,7 +133,7 @@ fn check_rows(tier: &SsdTier, rows: &Rows, doubtful: &[Id], context: &str) {
     }
     if doubtful.is_empty() {
         assert_eq!(tier.rows(), rows.len() as u64, "{context}");
-        let mut scanned = Rows::new();
+        let mut scanned = Versions::new();
         tier.scan(&mut |row| {
             assert!(scanned.insert(row.header.id, row.header.count).is_none(), "{context}: scanned twice");
             Ok(())
@@ -297,9 +235,11 @@ fn after_an_error_at_any_operation_the_rows_are_readable_and_the_states_whole() 
         if let Err(error) = outcome {
             assert!(is_of_storage(&error) && error.errno() == Some(errno), "{context}: {error:?}");
             // What failed stays failed: no later write may pretend that the store is whole.
-            for outcome in
-                [append(&tier, &[1], 99, &run.rows), tier.remove(&[1]), tier.publish(500, StateCounters::default())]
-            {
+            for outcome in [
+                append(&tier, &[1], 99, &mut run.rows.clone()),
+                tier.remove(&[1]),
+                tier.publish(500, StateCounters::default()),
+            ] {
                 let error = outcome.expect_err(&context);
                 assert_eq!((error.kind(), error.errno()), (Kind::ReadOnly, Some(errno)), "{context}: {error}");
             }

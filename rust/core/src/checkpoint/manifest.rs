@@ -54,57 +54,6 @@ pub struct OptimizerSpec {
     pub hyperparameters: BTreeMap<String, f64>,
 }
 
-/// How rows are born.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", tag = "name", deny_unknown_fields)]
-pub enum InitializerSpec {
-    /// [`Initializer::Constant`].
-    Constant {
-        /// The value.
-        value: f32,
-    },
-    /// [`Initializer::Uniform`].
-    Uniform {
-        /// Lower bound.
-        low: f32,
-        /// Upper bound.
-        high: f32,
-    },
-    /// [`Initializer::Normal`].
-    Normal {
-        /// Mean.
-        mean: f32,
-        /// Standard deviation.
-        std: f32,
-    },
-    /// [`Initializer::TruncatedNormal`].
-    TruncatedNormal {
-        /// Mean.
-        mean: f32,
-        /// Standard deviation before truncation.
-        std: f32,
-    },
-    /// [`Initializer::Linear`].
-    Linear {
-        /// Value of the first column.
-        low: f32,
-        /// Value of the last column.
-        high: f32,
-    },
-}
-
-impl From<Initializer> for InitializerSpec {
-    fn from(initializer: Initializer) -> Self {
-        match initializer {
-            Initializer::Constant { value } => Self::Constant { value },
-            Initializer::Uniform { low, high } => Self::Uniform { low, high },
-            Initializer::Normal { mean, std } => Self::Normal { mean, std },
-            Initializer::TruncatedNormal { mean, std } => Self::TruncatedNormal { mean, std },
-            Initializer::Linear { low, high } => Self::Linear { low, high },
-        }
-    }
-}
-
 /// What a checkpoint says of a table as a whole: the same on every rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -126,7 +75,7 @@ pub struct TableSpec {
     /// Seed of births.
     pub seed: u64,
     /// How rows are born.
-    pub initializer: InitializerSpec,
+    pub initializer: Initializer,
     /// Buckets of the table.
     pub total_num_buckets: u32,
 }
@@ -143,7 +92,7 @@ impl TableSpec {
             optimizer: OptimizerSpec { name: config.optimizer.name().to_owned(), hyperparameters },
             step,
             seed: config.seed,
-            initializer: config.initializer.into(),
+            initializer: config.initializer,
             total_num_buckets: config.total_num_buckets,
         }
     }

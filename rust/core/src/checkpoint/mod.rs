@@ -33,9 +33,7 @@ mod tables;
 mod writer;
 
 pub use latest::{CheckpointName, Latest};
-pub use manifest::{
-    CheckpointKind, InitializerSpec, Manifest, OptimizerSpec, Parent, RankDigest, TableEntry, TableSpec,
-};
+pub use manifest::{CheckpointKind, Manifest, OptimizerSpec, Parent, RankDigest, TableEntry, TableSpec};
 pub use reader::{Checkpoint, TableReader};
 pub use save::{Published, Save};
 pub use writer::{RankWriter, RowSource};

@@ -1,9 +1,11 @@
 //! How a row is born: a counter-based random function of (seed, table key, id, column).
 //!
 //! Everything here is IEEE addition, multiplication, division and square root in a fixed order, so a row has the same bits on every
-//! machine. Golden vectors (`tests/fixtures/v1/births.json`) hold it fixed for ever.
+//! machine. Golden vectors (`tests/fixtures/v1/births.txt`) hold it fixed for ever.
 
 #![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
+
+use serde::{Deserialize, Serialize};
 
 use super::philox::{BLOCKS, philox4x32_10};
 use super::quantile::{NORMAL_CDF_AT_TWO, normal_quantile};
@@ -12,7 +14,10 @@ use crate::simd::{Isa, Job};
 use crate::types::{Id, hash_id};
 
 /// The distribution of initial weights. Optimizer slots are born zero.
-#[derive(Clone, Copy, Debug, PartialEq)]
+///
+/// Its serde form is part of a checkpoint's manifest.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "name", deny_unknown_fields)]
 pub enum Initializer {
     /// Every weight `value`.
     Constant {

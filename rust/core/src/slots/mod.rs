@@ -49,15 +49,18 @@ impl RowState {
     pub const fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
+
     /// Without the bits of `other`.
     #[must_use]
     pub const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
+
     /// Whether any bit of `other` is set.
     pub const fn has(self, other: Self) -> bool {
         self.0 & other.0 != 0
     }
+
     /// Whether the row belongs to the table: born, here, and current.
     pub const fn is_current(self) -> bool {
         self.has(Self::OCCUPIED) && !self.has(Self::UNSETTLED)
@@ -124,29 +127,35 @@ impl SlotMap {
     pub fn capacity(&self) -> u32 {
         self.capacity
     }
+
     /// Slots that may be used now: at most `capacity`.
     pub fn limit(&self) -> u32 {
         self.limit
     }
+
     /// Change how many slots may be used; rows above stay until they are moved.
     pub fn set_limit(&mut self, limit: u32) {
         self.limit = limit.min(self.capacity);
         let limit = self.limit;
         self.free.extend(self.parked.extract_if(.., |slot| *slot < limit));
     }
+
     /// Slots in use within the budget.
     pub fn used(&self) -> u32 {
         self.used
     }
+
     /// Overflow slots in use.
     pub fn overflow_used(&self) -> u32 {
         self.overflow_used
     }
+
     /// Slots with at least one pin.
     pub fn pinned(&mut self) -> u32 {
         self.count_groups();
         self.pinned
     }
+
     /// One past the highest slot ever handed out, overflow included.
     pub fn high_water(&self) -> u32 {
         self.states.len() as u32
@@ -156,28 +165,34 @@ impl SlotMap {
     pub fn get(&self, id: Id) -> CacheSlot {
         self.index.get(id)
     }
+
     /// The slots of many ids.
     pub fn get_batch(&self, ids: &[Id], slots: &mut [CacheSlot]) {
         self.index.get_batch(ids, slots);
     }
+
     /// The state of a slot.
     pub fn state(&self, slot: CacheSlot) -> RowState {
         self.states.get(slot as usize).copied().unwrap_or_default()
     }
+
     /// Change the state of an occupied slot.
     pub fn set_state(&mut self, slot: CacheSlot, state: RowState) {
         let before = std::mem::replace(&mut self.states[slot as usize], state);
         self.unsettled += u32::from(state.has(RowState::UNSETTLED));
         self.unsettled -= u32::from(before.has(RowState::UNSETTLED));
     }
+
     /// Set bits.
     pub fn mark(&mut self, slot: CacheSlot, bits: RowState) {
         self.set_state(slot, self.states[slot as usize].with(bits));
     }
+
     /// Clear bits.
     pub fn unmark(&mut self, slot: CacheSlot, bits: RowState) {
         self.set_state(slot, self.states[slot as usize].without(bits));
     }
+
     /// Whether every row is born, here, current and read without error, so that a plan need not look at states.
     pub fn all_settled(&self) -> bool {
         self.unsettled == 0
@@ -189,6 +204,7 @@ impl SlotMap {
         self.prefetch_state(slot);
         self.pins.prefetch(slot);
     }
+
     /// Fetch the state of a slot into the processor's cache. Any value will do.
     #[inline]
     pub fn prefetch_state(&self, slot: CacheSlot) {
@@ -205,6 +221,7 @@ impl SlotMap {
         }
         assert!(self.pins.pin(slot), "slot {slot} is pinned while it is evicted");
     }
+
     /// Pin distinct slots, all of rows that are settled ([`SlotMap::all_settled`]), at once: nothing is counted by slot, and the
     /// whole group may be unpinned at once, unless somebody asks for the pins of single slots meanwhile.
     pub fn pin_group(&mut self, slots: Arc<Vec<CacheSlot>>) -> PinGroup {
@@ -212,12 +229,14 @@ impl SlotMap {
         self.groups.push((PinGroup(self.next_group), slots));
         PinGroup(self.next_group)
     }
+
     /// Take the pins of a group back; false where they were counted by slot meanwhile, so that each must be unpinned.
     #[must_use]
     pub fn unpin_group(&mut self, group: &PinGroup) -> bool {
         let found = self.groups.iter().position(|(other, _)| other == group);
         found.map(|at| self.groups.swap_remove(at)).is_some()
     }
+
     /// Count the pins of all groups by slot.
     fn count_groups(&mut self) {
         for (_, slots) in std::mem::take(&mut self.groups) {
@@ -229,6 +248,7 @@ impl SlotMap {
             }
         }
     }
+
     /// Take one pin back; whether it was the last.
     pub fn unpin(&mut self, slot: CacheSlot) -> bool {
         self.count_groups();
@@ -238,6 +258,7 @@ impl SlotMap {
         }
         last
     }
+
     /// Whether a plan uses the slot.
     pub fn is_pinned(&mut self, slot: CacheSlot) -> bool {
         self.count_groups();
@@ -377,6 +398,7 @@ impl SlotMap {
         self.unlist(slot, id_of(slot));
         Some(slot)
     }
+
     /// Make a row of one's own choice a victim: out of the policy's lists, to be followed like `victim`.
     ///
     /// # Panics
@@ -386,12 +408,14 @@ impl SlotMap {
         assert!(self.pins.try_claim(slot), "slot {slot} is in use and cannot be evicted");
         self.policy.removed(slot, id, true);
     }
+
     /// Finish the eviction of a victim.
     pub fn evict(&mut self, slot: CacheSlot, id: Id) {
         self.index.remove(id);
         self.pins.unclaim(slot);
         self.give_back(slot);
     }
+
     /// A victim stays after all.
     pub fn spare(&mut self, slot: CacheSlot, id: Id) {
         self.pins.unclaim(slot);

@@ -91,15 +91,6 @@ impl PinTable {
         assert!(before == CLAIMED, "slot {slot} is not claimed");
     }
 
-    /// Make the claim of a slot its first pin: the evictor's row is out and a planner's goes in.
-    ///
-    /// # Panics
-    /// When it is not claimed.
-    pub fn claim_to_pin(&self, slot: CacheSlot) {
-        let before = self.states[slot as usize].swap(1, Ordering::Release);
-        assert!(before == CLAIMED, "slot {slot} is not claimed");
-    }
-
     /// Fetch the slot's pins into the processor's cache. Any value will do.
     #[inline]
     pub(crate) fn prefetch(&self, slot: CacheSlot) {

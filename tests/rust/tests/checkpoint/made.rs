@@ -5,12 +5,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::checkpoint::{
-    Checkpoint, InitializerSpec, Latest, OptimizerSpec, Published, RankWriter, RowSink, Save, TableSpec,
-};
+use embcache::checkpoint::{Checkpoint, Latest, OptimizerSpec, Published, RankWriter, RowSink, Save, TableSpec};
 use embcache::config::OptimizerKind;
 use embcache::io::IoEngine;
-use embcache::rows::RowHeader;
+use embcache::rows::{Initializer, RowHeader};
 use embcache::types::{Id, bucket_of, hash_id};
 use embcache::{Error, Result};
 
@@ -55,7 +53,7 @@ impl Table {
             },
             step: salt,
             seed: u64::MAX,
-            initializer: InitializerSpec::Uniform { low: -0.1, high: 0.1 },
+            initializer: Initializer::Uniform { low: -0.1, high: 0.1 },
             total_num_buckets: 7,
         };
         Self { spec, rows: ids.iter().map(|&id| row(id)).collect() }

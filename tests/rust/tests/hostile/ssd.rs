@@ -4,11 +4,12 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use embcache::Kind;
-use embcache::config::{OptimizerKind, Reopen, SsdConfig};
+use embcache::config::{Reopen, SsdConfig};
 use embcache::io::{IoEngine, MemoryEngine};
-use embcache::rows::{RowHeader, RowLayout, RowMut, RowRef};
-use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::rows::{RowHeader, RowMut};
+use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
+use embcache_tests::ssd::{DIM, Versions, append, config, header, vector};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use serde_json::Value;
@@ -16,38 +17,12 @@ use serde_json::Value;
 use crate::mutate::{Files, apply, engine_of, files, steps};
 use crate::{check_error, fuzz};
 
-pub(crate) const DIM: usize = 3;
 pub(crate) const IDS: Id = 300;
 const DIR: &str = "/t";
 
-fn layout() -> RowLayout {
-    OptimizerKind::RowWiseAdagrad.layout(DIM)
-}
-
 fn open(engine: &Arc<dyn IoEngine>, reopen: Reopen, resume_token: Option<u64>) -> embcache::Result<SsdTier> {
-    let identity = Identity {
-        table: "item".into(),
-        key: 7,
-        dim: DIM as u64,
-        optimizer: "rowwise_adagrad".into(),
-        seed: 1,
-        initializer: "Uniform(-1, 1)".into(),
-        total_num_buckets: 10,
-        bucket_begin: 0,
-        bucket_end: 10,
-    };
-    let config = SsdConfig { dir: DIR.into(), bytes: 512 << 10, reopen, resume_token };
-    SsdTier::open(&config, &identity, layout(), engine.clone()).map(|(tier, _)| tier)
-}
-
-fn row(id: Id, version: u32) -> (RowHeader, [f32; DIM]) {
-    (RowHeader { id, count: version, scalar: 0.5, ..RowHeader::default() }, [id as f32; DIM])
-}
-
-fn append(tier: &SsdTier, ids: impl Iterator<Item = Id>, version: u32, known: bool) -> embcache::Result<()> {
-    let rows: Vec<_> = ids.map(|id| row(id, version)).collect();
-    let rows: Vec<RowRef<'_>> = rows.iter().map(|(header, vector)| RowRef { header, vector }).collect();
-    tier.append(&rows, &vec![known; rows.len()])
+    let config = SsdConfig { resume_token, ..config(Path::new(DIR), 512 << 10, reopen) };
+    embcache_tests::ssd::open(engine, &config).map(|(tier, _)| tier)
 }
 
 /// The files of a tier with two states, dead records and tombstones.
@@ -56,9 +31,10 @@ pub(crate) fn seed() -> &'static Files {
     SEED.get_or_init(|| {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let tier = open(&engine, Reopen::Never, None).unwrap();
-        append(&tier, 0..IDS, 1, false).unwrap();
+        let mut held = Versions::new();
+        append(&tier, &(0..IDS).collect::<Vec<Id>>(), 1, &mut held).unwrap();
         tier.publish(1, StateCounters { step: 3, epoch: 1 }).unwrap();
-        append(&tier, (0..IDS).step_by(3), 2, true).unwrap();
+        append(&tier, &(0..IDS).step_by(3).collect::<Vec<Id>>(), 2, &mut held).unwrap();
         tier.remove(&(0..IDS).step_by(7).collect::<Vec<Id>>()).unwrap();
         tier.publish(2, StateCounters { step: 5, epoch: 2 }).unwrap();
         tier.close().unwrap();
@@ -159,7 +135,7 @@ fn reseal(files: &mut Files, changed: &[std::path::PathBuf], sorted: bool) {
     }
 }
 
-/// Open the tier that these files make and use it in every way. Rows that are not `original` fail unless `resealed`.
+/// Open the tier that these files make and use it in every way. A row that was never written fails unless `resealed`.
 pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestCaseResult {
     let engine = engine_of(files);
     if let Err(error) = SsdTier::published(Path::new(DIR), &*engine) {
@@ -176,15 +152,15 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
         }
     };
     let ids: Vec<Id> = (-5..IDS + 5).chain([i64::MIN, i64::MAX]).collect();
-    let mut found: Vec<(RowHeader, [f32; DIM])> = vec![(RowHeader::default(), [0.0; DIM]); ids.len()];
-    for (at, &id) in ids.iter().enumerate() {
-        let place = RowMut { header: &raw mut found[at].0, vector: found[at].1.as_mut_ptr() };
+    for &id in &ids {
+        let (mut found, mut floats) = (RowHeader::default(), vec![f32::NAN; DIM]);
+        let place = RowMut { header: &raw mut found, vector: floats.as_mut_ptr() };
         match tier.fetch(vec![(id, place)]).wait() {
             Ok(missing) if missing.is_empty() => {
-                prop_assert_eq!(found[at].0.id, id);
+                prop_assert_eq!(found.id, id);
                 if !resealed {
-                    let version = found[at].0.count;
-                    prop_assert_eq!(found[at], row(id, version), "a row that was never written is served");
+                    let written = (header(id, found.count), vector(id, found.count));
+                    prop_assert_eq!((found, floats), written, "a row that was never written is served");
                 }
             }
             Ok(_) => {}
@@ -202,8 +178,9 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
     }
     let mut maybe = vec![false; ids.len()];
     tier.maybe_contains(&ids, &mut maybe);
-    for (at, &id) in ids.iter().enumerate() {
-        if let Err(error) = append(&tier, std::iter::once(id), 9, maybe[at]) {
+    let mut held: Versions = ids.iter().zip(maybe).filter(|(_, maybe)| *maybe).map(|(id, _)| (*id, 1)).collect();
+    for &id in &ids {
+        if let Err(error) = append(&tier, &[id], 9, &mut held) {
             check_error(&error)?;
         }
     }

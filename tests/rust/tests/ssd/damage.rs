@@ -9,9 +9,8 @@ use embcache::ssd::StateCounters;
 use embcache::types::Id;
 use embcache::{Error, Kind};
 
+use embcache_tests::ssd::{Versions, append, config, fetch, open};
 use embcache_tests::{flips, tells_of_damage};
-
-use crate::made::{Versions, append, config, fetch, open};
 
 const DIR: &str = "/embcache-damage/tier";
 const CAP: u64 = 512 << 10;

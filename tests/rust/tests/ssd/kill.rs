@@ -8,8 +8,7 @@ use embcache::config::Reopen;
 use embcache::io::default_engine;
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
-
-use crate::made::{Versions, append, check, config, open};
+use embcache_tests::ssd::{Versions, append, check, config, open};
 
 const CAP: u64 = 4 << 20;
 const IDS: Id = 6000;

@@ -3,7 +3,6 @@
 
 mod damage;
 mod kill;
-mod made;
 mod panic;
 mod reopen;
 mod room;

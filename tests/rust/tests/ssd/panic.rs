@@ -9,9 +9,8 @@ use embcache::config::Reopen;
 use embcache::io::{FaultEngine, IoEngine, MemoryEngine, Operation};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
+use embcache_tests::ssd::{Versions, append, check, config, fetch, open};
 use embcache_tests::watched;
-
-use crate::made::{Versions, append, check, config, fetch, open};
 
 const IDS: Id = 400;
 

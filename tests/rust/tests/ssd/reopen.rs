@@ -8,8 +8,7 @@ use embcache::config::Reopen;
 use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, default_engine};
 use embcache::ssd::{Identity, SsdTier, StateCounters};
 use embcache::{Kind, Result};
-
-use crate::made::{Versions, append, check, config, identity, layout, open};
+use embcache_tests::ssd::{Versions, append, check, config, identity, layout, open};
 
 const DIR: &str = "/embcache-reopen/tier";
 const CAP: u64 = 512 << 10;

@@ -8,8 +8,7 @@ use embcache::config::Reopen;
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::Id;
-
-use crate::made::{Versions, append, check, config, fetch, open};
+use embcache_tests::ssd::{Versions, append, check, config, fetch, open};
 
 const DIR: &str = "/embcache-room/tier";
 

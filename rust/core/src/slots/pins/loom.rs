@@ -102,25 +102,3 @@ fn loom_exactly_one_of_two_who_unpin_hears_that_it_was_last() {
         slot.assert_free();
     });
 }
-
-#[test]
-fn loom_a_claim_turned_into_a_pin_lets_the_new_row_be_seen_and_no_evictor_between() {
-    loom::model(|| {
-        let slot = Slot::new();
-        let other = {
-            let slot = Arc::clone(&slot);
-            thread::spawn(move || {
-                slot.evict();
-                slot.plan();
-            })
-        };
-        if slot.pins.try_claim(0) {
-            slot.row.with_mut(|row| assert!(!row.is_null()));
-            slot.pins.claim_to_pin(0);
-            slot.row.with(|row| assert!(!row.is_null()));
-            slot.pins.unpin(0);
-        }
-        other.join().unwrap();
-        slot.assert_free();
-    });
-}

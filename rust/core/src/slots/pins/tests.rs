@@ -16,15 +16,6 @@ fn a_pinned_slot_is_not_claimed_and_a_claimed_slot_is_not_pinned() {
 }
 
 #[test]
-fn a_claim_becomes_a_pin() {
-    let pins = PinTable::new(1);
-    assert!(pins.try_claim(0));
-    pins.claim_to_pin(0);
-    assert!(pins.is_pinned(0) && !pins.try_claim(0));
-    assert!(pins.unpin(0));
-}
-
-#[test]
 fn growing_keeps_pins_and_never_shrinks() {
     let mut pins = PinTable::new(1);
     assert!(pins.pin(0));

@@ -1,4 +1,4 @@
-//! Tiers and rows that the tests share.
+//! An SSD tier and its rows, of which each is a function of its id and a version.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,16 +11,19 @@ use embcache::rows::{RowHeader, RowLayout, RowMut, RowRef};
 use embcache::ssd::{Identity, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 
-pub(crate) const DIM: usize = 8;
+/// Width of a row.
+pub const DIM: usize = 8;
 
 /// What a table holds: the version of each id, which with the id determines the row.
-pub(crate) type Versions = BTreeMap<Id, u32>;
+pub type Versions = BTreeMap<Id, u32>;
 
-pub(crate) fn layout() -> RowLayout {
+/// Rowwise Adagrad: a scalar slot, no vector slot.
+pub fn layout() -> RowLayout {
     OptimizerKind::RowWiseAdagrad.layout(DIM)
 }
 
-pub(crate) fn identity() -> Identity {
+/// The table that the tier is of.
+pub fn identity() -> Identity {
     Identity {
         table: "item".into(),
         key: 7,
@@ -34,15 +37,18 @@ pub(crate) fn identity() -> Identity {
     }
 }
 
-pub(crate) fn config(dir: &Path, bytes: u64, reopen: Reopen) -> SsdConfig {
+/// A tier of `bytes` in `dir`; a resume takes the newest state.
+pub fn config(dir: &Path, bytes: u64, reopen: Reopen) -> SsdConfig {
     SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_token: None }
 }
 
-pub(crate) fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Option<StateCounters>)> {
+/// Open or make the tier.
+pub fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Option<StateCounters>)> {
     SsdTier::open(config, &identity(), layout(), engine.clone())
 }
 
-pub(crate) fn header(id: Id, version: u32) -> RowHeader {
+/// The header of a row.
+pub fn header(id: Id, version: u32) -> RowHeader {
     let bits = hash_id(id ^ (i64::from(version) << 32));
     RowHeader {
         id,
@@ -54,12 +60,13 @@ pub(crate) fn header(id: Id, version: u32) -> RowHeader {
     }
 }
 
-pub(crate) fn vector(id: Id, version: u32) -> Vec<f32> {
-    (0..DIM as i64).map(|at| f32::from((hash_id(id * 64 + at) >> (version % 32)) as u16)).collect()
+/// The vector part of a row, `[DIM]`.
+pub fn vector(id: Id, version: u32) -> Vec<f32> {
+    (0..DIM as i64).map(|at| f32::from((hash_id(id.wrapping_mul(64) + at) >> (version % 32)) as u16)).collect()
 }
 
 /// Append version `version` of `ids`, and note it in `held`.
-pub(crate) fn append(tier: &SsdTier, ids: &[Id], version: u32, held: &mut Versions) -> Result<()> {
+pub fn append(tier: &SsdTier, ids: &[Id], version: u32, held: &mut Versions) -> Result<()> {
     let made: Vec<(RowHeader, Vec<f32>)> = ids.iter().map(|&id| (header(id, version), vector(id, version))).collect();
     let rows: Vec<RowRef<'_>> = made.iter().map(|(header, vector)| RowRef { header, vector }).collect();
     let known: Vec<bool> = ids.iter().map(|id| held.contains_key(id)).collect();
@@ -69,7 +76,10 @@ pub(crate) fn append(tier: &SsdTier, ids: &[Id], version: u32, held: &mut Versio
 }
 
 /// The version of each id that the tier has, with every bit of the row checked.
-pub(crate) fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
+///
+/// # Panics
+/// When a row is another than its id and version say.
+pub fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
     let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
     let places =
         found.iter_mut().map(|(header, vector)| RowMut { header: &raw mut *header, vector: vector.as_mut_ptr() });
@@ -85,18 +95,21 @@ pub(crate) fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
     Ok(versions.collect())
 }
 
-/// Check that the tier holds exactly `held`, by fetch and by scan.
-pub(crate) fn check(tier: &SsdTier, held: &Versions, ids: std::ops::Range<Id>) {
+/// Check that the tier holds exactly `held`, by fetch of `ids` and by scan.
+///
+/// # Panics
+/// When it does not.
+pub fn check(tier: &SsdTier, held: &Versions, ids: std::ops::Range<Id>) {
     let ids: Vec<Id> = ids.collect();
     let expected: Vec<Option<u32>> = ids.iter().map(|id| held.get(id).copied()).collect();
-    assert_eq!(fetch(tier, &ids).unwrap(), expected);
+    assert_eq!(fetch(tier, &ids).expect("rows that can be read"), expected);
     let mut scanned = Versions::new();
     tier.scan(&mut |row| {
         assert_eq!(row.vector, vector(row.header.id, row.header.count));
         assert_eq!(scanned.insert(row.header.id, row.header.count), None, "id {} twice", row.header.id);
         Ok(())
     })
-    .unwrap();
+    .expect("rows that can be read");
     assert_eq!(&scanned, held);
     assert_eq!(tier.rows(), held.len() as u64);
 }
