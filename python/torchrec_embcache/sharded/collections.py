@@ -62,6 +62,29 @@ class ShardedCacheModule(CacheModule):
     _create_input_dist: Callable[[list[str]], None]
     training: bool
 
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        self._prepare(module, table_name_to_parameter_sharding, env, fused_params, device)
+        with _without_optimizer_attributes(module.weights()):
+            super().__init__(  # type: ignore[call-arg]
+                module,
+                table_name_to_parameter_sharding,
+                env,
+                fused_params=None,
+                device=device,
+                qcomm_codecs_registry=qcomm_codecs_registry,
+                module_fqn=module_fqn,
+            )
+        self._finish()
+
     def _prepare(
         self,
         module: Any,
@@ -94,8 +117,9 @@ class ShardedCacheModule(CacheModule):
         state["_configs"] = {config.name: config for config in module.table_configs()}
         state["_weighted"] = module.is_weighted() if hasattr(module, "is_weighted") else False
 
-    def _finish(self, holder: nn.ModuleDict) -> None:
+    def _finish(self) -> None:
         """Every rank names every table's parameter, so that state dicts have the same keys for any plan."""
+        holder = getattr(self, self._prefix)
         for name, config in self._configs.items():
             if not hasattr(holder[name], "weight"):
                 holder[name].register_parameter(
@@ -318,31 +342,10 @@ class EmbCacheShardedEmbeddingBagCollection(ShardedCacheModule, ShardedEmbedding
 
     _prefix = "embedding_bags"
 
-    def __init__(
-        self,
-        module: Any,
-        table_name_to_parameter_sharding: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | None = None,
-        qcomm_codecs_registry: dict[str, Any] | None = None,
-        module_fqn: str | None = None,
-    ) -> None:
-        self._prepare(module, table_name_to_parameter_sharding, env, fused_params, device)
-        with _without_optimizer_attributes(module.weights()):
-            ShardedEmbeddingBagCollection.__init__(
-                self,
-                module,
-                table_name_to_parameter_sharding,
-                env,
-                fused_params=None,
-                device=device,
-                qcomm_codecs_registry=qcomm_codecs_registry,
-                module_fqn=module_fqn,
-            )
+    def _finish(self) -> None:
         # TorchRec's divisor is wrong where one collection mixes row-wise and table-wise; weights 1/L do the mean here.
         self._has_mean_pooling_callback = False
-        self._finish(self.embedding_bags)
+        super()._finish()
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -376,31 +379,10 @@ class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCol
 
     _prefix = "embeddings"
 
-    def __init__(
-        self,
-        module: Any,
-        table_name_to_parameter_sharding: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | None = None,
-        qcomm_codecs_registry: dict[str, Any] | None = None,
-        module_fqn: str | None = None,
-    ) -> None:
-        self._prepare(module, table_name_to_parameter_sharding, env, fused_params, device)
-        with _without_optimizer_attributes(module.weights()):
-            ShardedEmbeddingCollection.__init__(
-                self,
-                module,
-                table_name_to_parameter_sharding,
-                env,
-                fused_params=None,
-                device=device,
-                qcomm_codecs_registry=qcomm_codecs_registry,
-                module_fqn=module_fqn,
-            )
+    def _finish(self) -> None:
         if self._use_index_dedup:
             raise UnsupportedError("TorchRec's index dedup (set_ec_index_dedup) is not supported yet: turn it off")
-        self._finish(self.embeddings)
+        super()._finish()
 
     @classmethod
     def create_embedding_sharding(

@@ -1,7 +1,7 @@
 """The sharders that `DistributedModelParallel` and TorchRec's planner take."""
 
 import copy
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -14,17 +14,61 @@ from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection
 from torchrec_embcache.modules.optimizer_choice import choose_optimizer
 
-from .collections import EmbCacheShardedEmbeddingBagCollection, EmbCacheShardedEmbeddingCollection
+from .collections import EmbCacheShardedEmbeddingBagCollection, EmbCacheShardedEmbeddingCollection, ShardedCacheModule
 from .sharding import SHARDING_TYPES
 
 __all__ = ["EmbCacheEmbeddingBagCollectionSharder", "EmbCacheEmbeddingCollectionSharder"]
 
 
-class _CacheSharder:
-    """What both sharders share. The planner weighs a table by its budget in rows: how many ids there are says nothing of memory."""
+M = TypeVar("M")
+S = TypeVar("S", bound=ShardedCacheModule)
 
+
+class _CacheSharder(Generic[M, S]):
+    """What both sharders share, from module `M` to sharded module `S`. A mixin over TorchRec's class.
+
+    The planner weighs a table by its budget in rows: how many ids there are says nothing of memory.
+    """
+
+    _module_type: type[M]
+    _sharded_module_type: type[S]
     fused_params: dict[str, Any] | None
     qcomm_codecs_registry: dict[str, Any] | None
+
+    def __init__(
+        self, fused_params: dict[str, Any] | None = None, qcomm_codecs_registry: dict[str, Any] | None = None
+    ) -> None:
+        choose_optimizer("any", None, fused_params)
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)  # type: ignore[call-arg]
+
+    @property
+    def module_type(self) -> type[M]:
+        """What it shards."""
+        return self._module_type
+
+    @property
+    def sharded_module_type(self) -> type[S]:
+        """What it makes."""
+        return self._sharded_module_type
+
+    def shard(
+        self,
+        module: M,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> S:
+        """The sharded module. Rows that `module` has move: each rank takes those of its buckets; `module` is closed."""
+        return self._sharded_module_type(
+            module,
+            self._checked(module, params, env),
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Row-wise (by bucket) and table-wise, on any device."""
@@ -88,47 +132,22 @@ def _meta_parameter(module: Any, name: str, param: nn.Parameter) -> nn.Parameter
     return planned
 
 
-class EmbCacheEmbeddingBagCollectionSharder(_CacheSharder, EmbeddingBagCollectionSharder):
+class EmbCacheEmbeddingBagCollectionSharder(
+    _CacheSharder[EmbCacheEmbeddingBagCollection, EmbCacheShardedEmbeddingBagCollection], EmbeddingBagCollectionSharder
+):
     """Shards `EmbCacheEmbeddingBagCollection`. Optimizers are set as TorchRec's: by `fused_params`, or in the backward."""
 
-    def __init__(
-        self, fused_params: dict[str, Any] | None = None, qcomm_codecs_registry: dict[str, Any] | None = None
-    ) -> None:
-        choose_optimizer("any", None, fused_params)
-        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-
-    def shard(
-        self,
-        module: EmbCacheEmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> EmbCacheShardedEmbeddingBagCollection:
-        """The sharded module. Rows that `module` has move: each rank takes those of its buckets; `module` is closed."""
-        return EmbCacheShardedEmbeddingBagCollection(
-            module,
-            self._checked(module, params, env),
-            env,
-            fused_params=self.fused_params,
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
-
-    @property
-    def module_type(self) -> type[EmbCacheEmbeddingBagCollection]:
-        """What it shards."""
-        return EmbCacheEmbeddingBagCollection
-
-    @property
-    def sharded_module_type(self) -> type[EmbCacheShardedEmbeddingBagCollection]:
-        """What it makes."""
-        return EmbCacheShardedEmbeddingBagCollection
+    _module_type = EmbCacheEmbeddingBagCollection
+    _sharded_module_type = EmbCacheShardedEmbeddingBagCollection
 
 
-class EmbCacheEmbeddingCollectionSharder(_CacheSharder, EmbeddingCollectionSharder):
+class EmbCacheEmbeddingCollectionSharder(
+    _CacheSharder[EmbCacheEmbeddingCollection, EmbCacheShardedEmbeddingCollection], EmbeddingCollectionSharder
+):
     """Shards `EmbCacheEmbeddingCollection`. Optimizers are set as TorchRec's: by `fused_params`, or in the backward."""
+
+    _module_type = EmbCacheEmbeddingCollection
+    _sharded_module_type = EmbCacheShardedEmbeddingCollection
 
     def __init__(
         self,
@@ -140,34 +159,4 @@ class EmbCacheEmbeddingCollectionSharder(_CacheSharder, EmbeddingCollectionShard
             raise UnsupportedError(
                 "use_index_dedup=True is not supported yet: each rank removes duplicates before it looks up anyway"
             )
-        choose_optimizer("any", None, fused_params)
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-
-    def shard(
-        self,
-        module: EmbCacheEmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> EmbCacheShardedEmbeddingCollection:
-        """The sharded module. Rows that `module` has move: each rank takes those of its buckets; `module` is closed."""
-        return EmbCacheShardedEmbeddingCollection(
-            module,
-            self._checked(module, params, env),
-            env,
-            fused_params=self.fused_params,
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
-
-    @property
-    def module_type(self) -> type[EmbCacheEmbeddingCollection]:
-        """What it shards."""
-        return EmbCacheEmbeddingCollection
-
-    @property
-    def sharded_module_type(self) -> type[EmbCacheShardedEmbeddingCollection]:
-        """What it makes."""
-        return EmbCacheShardedEmbeddingCollection
