@@ -1,6 +1,6 @@
-"""What each bench measures, in the words of docs/benchmarks.md, and which of them show how a path behaves as the table grows."""
+"""What each bench measures, in the words of docs/benchmarks.md; the key ones, of README.md; those that show growth."""
 
-__all__ = ["GROWTH", "SECTIONS"]
+__all__ = ["GROWTH", "KEY", "SECTIONS"]
 
 # Section: its benches, each with what it measures.
 SECTIONS: dict[str, dict[str, str]] = {
@@ -59,6 +59,27 @@ SECTIONS: dict[str, dict[str, str]] = {
         "ssd_fetch_uniform_10m": "the same, 10M rows",
         "ssd_fetch_uniform_100m": "the same, 100M rows",
     },
+}
+
+# Of README.md's table.
+KEY: dict[str, str] = {
+    "dedupe_zipf105": "distinct ids of a batch and the inverse",
+    "host_hit_zipf105_10m": "dedupe, plan, gather; all rows in RAM",
+    "forward_pooled_zipf105_10m": "rows summed into bags",
+    "train_rowwise_adagrad_zipf105_10m": "forward, backward, update: rowwise Adagrad",
+    "train_adagrad_zipf105_10m": "the same, Adagrad",
+    "train_adam_zipf105_4m": "the same, Adam, 4M rows",
+    "train_rowwise_adagrad_two_threads": "rowwise Adagrad on 2 threads",
+    "ssd_fetch_uniform": "random rows from SSD",
+    "ssd_fetch_cpu_us_per_row": "CPU time of a row there",
+    "ssd_fetch_sessions": "rows from SSD that are used together",
+    "ssd_writeback": "dirty rows to SSD, half the cap live",
+    "ssd_writeback_80pct_full": "the same, 80% live, compaction keeping up",
+    "ssd_write_amplification_80pct_full": "bytes written / bytes given there",
+    "dlrm_step_ram10pct_zipf105": "a DLRM with a tenth of its tables in RAM, 2 threads",
+    "train_ssd_zipf105_100m": "100M rows trained within 4 GiB of RAM, 2 threads",
+    "ram_bytes_per_ssd_id": "RAM for a row on SSD",
+    "reopen_100m_rows_seconds": "100M rows reopened, until the first batch",
 }
 
 # Path: benches of it by millions of rows.

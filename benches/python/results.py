@@ -1,10 +1,11 @@
-"""results.json: one row a bench, merged by name, and what machine and versions a row was measured with."""
+"""results.json: one row a bench, merged by name, and what a row was measured with and when."""
 
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def merge(path: Path, row: Row) -> None:
 
 @cache
 def setting() -> dict[str, str]:
-    """Machine and versions."""
+    """Machine, versions, commit and day (UTC)."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
     rustc = subprocess.run(["rustc", "--version"], stdout=subprocess.PIPE, text=True, check=False).stdout.split()
@@ -82,6 +83,7 @@ def setting() -> dict[str, str]:
         "python": platform.python_version(),
         **versions,
         "commit": commit,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
 
 

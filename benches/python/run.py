@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from catalog import SECTIONS
 from results import Row, describe, merge, setting
 from rivals import RIVALS, Round
 from served import ROOT, Program, Served, programs, rows_of
@@ -140,10 +141,12 @@ def main() -> int:
     options = parser.parse_args()
     begin = time.monotonic()
     found = programs()
-    names = [*found, *(name for script in SCRIPTS.values() for name in script)]
+    names = sorted([*found, *(name for script in SCRIPTS.values() for name in script)])
     wanted = {name for name in options.only.split(",") if name}
     if unknown := sorted(wanted - {*names}):
         parser.error(f"no bench named {', '.join(unknown)}; there are {', '.join(names)}")
+    if uneven := {*names} ^ {name for section in SECTIONS.values() for name in section}:
+        raise SystemExit(f"benches and benches/python/catalog.py name each other, but for {', '.join(sorted(uneven))}")
     path = FOLDER / ("smoke.json" if options.smoke else "results.json")
     measured, failed = 0, 0
     for job in (todo := jobs(found, wanted)):

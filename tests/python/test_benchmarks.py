@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: made from results alone, by benches/python/document.py."""
+"""docs/benchmarks.md and README.md's figures: made from results alone, by benches/python/document.py."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "benches" / "python"
 
 
-def row(name, value, better="higher", limit=None, **rivals):
+def row(name, value, better="higher", limit=None, commit="abc1234", **rivals):
     return {
         "name": name,
         "unit": "rows/s",
@@ -22,14 +22,15 @@ def row(name, value, better="higher", limit=None, **rivals):
         "rivals": [{"what": what, "value": other} for what, other in rivals.items()],
         "rounds": 7,
         "run": {"cpu_us_per_row": 2.5},
-        "setting": {"cpu": "some processor", "torch": "2.0"},
+        "setting": {"cpu": "some processor", "cores": "4", "memory": "24 GiB", "torch": "2.0", "commit": commit},
     }
 
 
 def made(rows, folder):
     results = folder / "results.json"
     results.write_text(json.dumps(rows))
-    command = [sys.executable, str(SCRIPTS / "document.py"), str(results), "--out", str(folder)]
+    (folder / "README.md").write_text((ROOT / "README.md").read_text())
+    command = [sys.executable, str(SCRIPTS / "document.py"), str(results), "--root", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -38,27 +39,44 @@ def test_each_result_stands_in_a_table_with_its_spread_and_ratios_and_the_plots_
         row("ssd_fetch_uniform_1m", 4e6),
         row("ssd_fetch_uniform_100m", 1e5),
         row("dedupe_zipf105", 3e6, limit=4e6, torch=1e6),
+        row("ssd_writeback", 3e5, commit="def5678", **{"RocksDB 1.2 (with these settings)": 1e5}),
         row("ssd_fetch_cpu_us_per_row", 2.0, better="lower", limit=3.0),
         row("a_bench_that_the_catalog_lacks", 5.0),
     ]
     done = made(rows, tmp_path)
     assert done.returncode == 0, done.stderr
-    document = (tmp_path / "benchmarks.md").read_text()
+    document = (tmp_path / "docs" / "benchmarks.md").read_text()
     assert "| `dedupe_zipf105` |" in document
     assert "3 M rows/s [1.5 M .. 6 M] | 0.75 | 3.00 \N{MULTIPLICATION SIGN} torch |" in document
     assert "2 rows/s [1 .. 4] | 1.50 |" in document, "of a cost less is ahead"
     assert "| `a_bench_that_the_catalog_lacks` |" in document
+    assert "3.00 \N{MULTIPLICATION SIGN} RocksDB 1.2 | def5678 |" in document, "each row says where it was measured"
+    assert "- RocksDB 1.2 (with these settings): `ssd_writeback`." in document
     assert "some processor" in document
     assert "cpu_us_per_row 2.5" in document
     for plot in ("benchmarks-ratios.svg", "benchmarks-growth.svg"):
         assert plot in document
-        texts = [element.text for element in ET.parse(tmp_path / plot).iter() if element.tag.endswith("text")]
+        texts = [element.text for element in ET.parse(tmp_path / "docs" / plot).iter() if element.tag.endswith("text")]
         assert ("dedupe_zipf105" in texts) == (plot == "benchmarks-ratios.svg")
         assert ("fetch, uniform (SSD)" in texts) == (plot == "benchmarks-growth.svg")
+
+
+def test_the_readmes_figures_are_those_of_the_results_and_nothing_else_of_it_changes(tmp_path):
+    old = (ROOT / "README.md").read_text()
+    for value in (3e6, 5e6):
+        done = made([row("dedupe_zipf105", value, limit=4e6, torch=1e6), row("births_10m", 1.0)], tmp_path)
+        assert done.returncode == 0, done.stderr
+    new = (tmp_path / "README.md").read_text()
+    assert "5 M rows/s | 1.25 | 5.00 \N{MULTIPLICATION SIGN} torch |" in new
+    assert "births_10m" not in new, "it is no key path"
+    assert "some processor, 4 cores, 24 GiB of RAM; at abc1234." in new
+    for part in (0, -1):
+        assert old.split("make bench-docs writes from here")[part][:-1].split("to here")[part] in new
 
 
 def test_without_results_nothing_is_written(tmp_path):
     done = made([], tmp_path)
     assert done.returncode == 2
     assert "run make bench first" in done.stderr
-    assert [path.name for path in Path(tmp_path).iterdir()] == ["results.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "results.json"]
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
