@@ -527,7 +527,7 @@ impl OpenSegment {
         Pool::shared().give(self.buffer);
     }
 
-    /// No more records: the flusher writes the rest, the footer, and syncs. The segment is [`Segment::sealed`] when that is done.
+    /// No more records: the flusher writes the rest and the footer. The segment is [`Segment::sealed`] when that is done.
     pub(super) fn seal(self) -> Arc<Segment> {
         let tail = Arc::new(Block::new(self.buffer, self.start, self.filled, 0));
         self.segment.submit(&tail, Job::Seal { tail: tail.clone(), entries: self.entries }, self.background);
