@@ -1,5 +1,5 @@
-//! A store of 100M rows of one table's SSD tier: resident bytes an id while it is loaded, what appending and fetching cost at 1M, 10M
-//! and 100M rows, and how long it takes to reopen. One store serves all, so this program prints rows and takes no turns.
+//! A store of 100M rows of one table's SSD tier: resident bytes an id while it is loaded, what appending and fetching cost at 1M,
+//! 10M and 100M rows, and how long it takes to reopen. One store serves all, so this program prints rows and takes no turns.
 //!
 //! `EMBCACHE_BENCH_BIG_ROWS` sets another number of rows.
 
@@ -137,10 +137,6 @@ impl Load {
     }
 }
 
-fn print(row: &Row<'_>) {
-    println!("{}", serde_json::to_string(row).expect("names and numbers"));
-}
-
 fn measure(wanted: &[&str], scale: Scale) {
     let setting = std::env::var("EMBCACHE_BENCH_BIG_ROWS").ok().and_then(|text| text.parse().ok());
     let rows: u64 = setting.unwrap_or(scale.pick(100_000_000, 60_000));
@@ -157,7 +153,8 @@ fn measure(wanted: &[&str], scale: Scale) {
         // The rate of the last tenth of the way, so that it is one of a store of about that size.
         let mut rates = Vec::new();
         if at == 1 {
-            // What every store takes whatever its size is resident by now, the fetch's buffers, or soon: those on their way to disk.
+            // What every store takes whatever its size is resident by now (the fetch's buffers) or soon: those on their way to
+            // disk.
             let mut base = 0;
             load.append(size / 10 * 3, |_| base = base.max(resident().now));
             load.base = (load.rows, base);
@@ -179,7 +176,7 @@ fn measure(wanted: &[&str], scale: Scale) {
         let median = Row::new(APPEND[at], "rows/s", Better::Higher, rates.clone()).value;
         eprintln!("{size} rows: {median:.0} rows/s, {} MiB resident", resident().now >> 20);
         if wanted.contains(&APPEND[at]) {
-            print(&Row::new(APPEND[at], "rows/s", Better::Higher, rates));
+            Row::new(APPEND[at], "rows/s", Better::Higher, rates).print();
         }
         if wanted.contains(&FETCH[at]) || at == 0 {
             let (rates, cpu) = load.fetch(scale.pick(ROUNDS, 1), scale.pick(BATCHES, 1));
@@ -187,7 +184,7 @@ fn measure(wanted: &[&str], scale: Scale) {
             if wanted.contains(&FETCH[at]) {
                 let mut row = Row::new(FETCH[at], "rows/s", Better::Higher, rates);
                 row.run.insert("cpu_us_per_row", cpu);
-                print(&row);
+                row.print();
             }
         }
     }
@@ -201,7 +198,7 @@ fn measure(wanted: &[&str], scale: Scale) {
             ("resident_bytes_before", before as f64),
             ("index_bytes_per_id", index as f64 / rows as f64),
         ]);
-        print(&row);
+        row.print();
     }
     if wanted.contains(&REOPEN) {
         let begin = Instant::now();
@@ -227,7 +224,7 @@ fn reopened(dir: &Path, rows: u64, publish_seconds: f64, rounds: usize) {
     }
     let mut row = Row::new(REOPEN, "s", Better::Lower, seconds);
     row.run.extend([("peak_resident_bytes", peak), ("publish_seconds", publish_seconds)]);
-    print(&row);
+    row.print();
 }
 
 /// Open the store and fetch a batch: seconds, and the process's peak of resident bytes.

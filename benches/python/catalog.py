@@ -4,7 +4,7 @@ __all__ = ["GROWTH", "KEY", "SECTIONS"]
 
 # Section: its benches, each with what it measures.
 SECTIONS: dict[str, dict[str, str]] = {
-    "Ids, rows in RAM (one thread)": {
+    "Ids, rows in RAM (one thread unless the name says more)": {
         "dedupe_zipf105": "distinct ids of a batch and the inverse",
         "dedupe_uniform": "the same, nearly all ids distinct",
         "index_lookup_zipf105_10m": "slots of a batch's ids, from the host tier's index",
@@ -13,7 +13,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "host_hit_zipf105_10m": "the whole path of a batch in RAM: dedupe, plan with pins and policy, gather",
         "host_hit_uniform_10m": "the same, uniform ids",
         "host_hit_zipf105_1m": "the same, 1M rows",
-        "births_10m": "rows born",
+        "births_uniform": "new rows planned, born with uniform weights and committed",
+        "births_uniform_two_threads": "the same, two threads",
+        "births_normal_two_threads": "the same, normally distributed weights",
     },
     "Kernels (one thread unless the name says more)": {
         "forward_pooled_zipf105_10m": "rows summed into bags",

@@ -42,6 +42,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.models.dlrm import DLRM, DLRMTrain
 
+from results import row
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagCollectionSharder,
@@ -243,9 +244,8 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
     stream = Stream(Batches(scale))
     model, pipeline = make_ours(scale, folder)
     note("ours has its rows")
-    uncounted = (
-        scale.lookahead + 2
-    )  # at the start of a round: what was read ahead while the other side ran is not its gain
+    # At the start of a round: what was read ahead while the other side ran is not its gain.
+    uncounted = scale.lookahead + 2
     ours = Side(pipeline, stream, uncounted)
     rival = Side(make_rival(scale), stream, uncounted)
     note("the rival has its rows")
@@ -268,25 +268,20 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
     after = tier_counters(model)
     counted = (scale.steps + uncounted) * scale.rounds
     per_step = {name: (after[name] - before[name]) / counted for name in after}
-    median = {what: statistics.median(values) for what, values in times.items()}
-    return {
-        "name": NAME,
-        "unit": "samples/s",
-        "better": "higher",
-        "value": median["ours"],
-        "low": min(times["ours"]),
-        "high": max(times["ours"]),
-        "limit": None,
-        "rivals": [{"what": RIVAL, "value": median[RIVAL]}],
-        "rounds": scale.rounds,
-        "run": {
+    return row(
+        NAME,
+        "samples/s",
+        "higher",
+        times["ours"],
+        rivals=[{"what": RIVAL, "value": statistics.median(times[RIVAL])}],
+        run={
             "samples": scale.samples,
             "lookahead": scale.lookahead,
             "step_ms": round(statistics.median(steps["ours"]) * 1e3, 1),
             "rival_step_ms": round(statistics.median(steps[RIVAL]) * 1e3, 1),
             **{f"{name}_per_step": round(value) for name, value in per_step.items()},
         },
-    }
+    )
 
 
 def tier_counters(model: DistributedModelParallel) -> dict[str, int]:
@@ -331,10 +326,10 @@ def main() -> int:
         tables = Path(folder) / "tables"
         tables.mkdir(mode=0o750)
         try:
-            row = measure(scale, tables, note)
+            measured = measure(scale, tables, note)
         finally:
             dist.destroy_process_group()
-    print(json.dumps(row))
+    print(json.dumps(measured))
     return 0
 
 

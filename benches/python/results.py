@@ -4,13 +4,15 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Row", "describe", "merge", "quantity", "ratio", "read", "setting"]
+__all__ = ["Row", "describe", "merge", "quantity", "ratio", "read", "row", "setting"]
 
 # name, unit, better ("higher" or "lower"), value (median), low, high, limit ({what, value} or null), rivals ([{what, value}]), and
 # beside these: missing (rivals that this machine does not have: why), rounds, run (figures of the same run that are not compared),
@@ -42,6 +44,31 @@ def describe(row: Row) -> str:
     for rival, why in row.get("missing", {}).items():
         text += f", {rival} MISSING: {why}"
     return text
+
+
+def row(
+    name: str,
+    unit: str,
+    better: str,
+    rounds: Sequence[float],
+    *,
+    limit: dict[str, Any] | None = None,
+    rivals: Sequence[dict[str, Any]] = (),
+    run: dict[str, Any] | None = None,
+) -> Row:
+    """A row: the median of our rounds, and their spread."""
+    return {
+        "name": name,
+        "unit": unit,
+        "better": better,
+        "value": statistics.median(rounds),
+        "low": min(rounds),
+        "high": max(rounds),
+        "limit": limit,
+        "rivals": list(rivals),
+        "rounds": len(rounds),
+        "run": run or {},
+    }
 
 
 def read(path: Path) -> list[Row]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from catalog import SECTIONS
-from results import Row, describe, merge, setting
+from results import Row, describe, merge, row, setting
 from rivals import RIVALS, Round
 from served import ROOT, Program, Served, programs, rows_of
 from stores import STORES, Store
@@ -86,19 +86,16 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
         for other in stores:
             other.close()
     median = {side: statistics.median(rounds) for side, rounds in values.items()}
-    return {
-        "name": name,
-        "unit": ready["unit"],
-        "better": ready["better"],
-        "value": median["ours"],
-        "low": min(values["ours"]),
-        "high": max(values["ours"]),
-        "limit": {"what": ready["limit"], "value": median["limit"]} if ready["limit"] else None,
-        "rivals": [{"what": what, "value": median[what]} for what in rivals] + [other.row() for other in here],
-        "missing": {other.what: other.missing for other in stores if other.missing},
-        "rounds": len(values["ours"]),
-        "run": figures,
-    }
+    made = row(
+        name,
+        ready["unit"],
+        ready["better"],
+        values["ours"],
+        limit={"what": ready["limit"], "value": median["limit"]} if ready["limit"] else None,
+        rivals=[{"what": what, "value": median[what]} for what in rivals] + [other.row() for other in here],
+        run=figures,
+    )
+    return made | {"missing": {other.what: other.missing for other in stores if other.missing}}
 
 
 def served_job(program: Path, name: str) -> Job:
@@ -157,10 +154,10 @@ def main() -> int:
         try:
             if left <= 0:
                 raise TimeoutError("left out: out of time")
-            for row in job.rows(options.smoke, left):
-                merge(path, row | {"setting": setting()})
-                print(f"{at} {row['name']}: {describe(row)}", flush=True)
-                missing.discard(row["name"])
+            for found_row in job.rows(options.smoke, left):
+                merge(path, found_row | {"setting": setting()})
+                print(f"{at} {found_row['name']}: {describe(found_row)}", flush=True)
+                missing.discard(found_row["name"])
                 measured += 1
             if missing:
                 raise RuntimeError("no row")

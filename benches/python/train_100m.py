@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from results import row
 from scratch import die_with_parent, scratch
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
 
@@ -36,7 +37,7 @@ STEPS = 20  # of a round
 THREADS = 2
 # With torch itself, the write buffers and the batches in flight beside it, below 4 GiB.
 HOST_BYTES = 5 << 29
-BYTES_A_ROW = 304 + 24 + 40  # record, footer's entry, headroom
+BYTES_A_ROW = 304 + 14 + 50  # record, footer's entry, headroom
 
 
 def scattered(ranks: NDArray[np.int64]) -> torch.Tensor:
@@ -84,21 +85,6 @@ def born(begin: int, end: int, bags: int) -> Iterator[torch.Tensor]:
         yield scattered(np.arange(first, min(end, first + bags * BAG), dtype=np.int64))
 
 
-def row(name: str, unit: str, better: str, rounds: list[float], run: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "unit": unit,
-        "better": better,
-        "value": statistics.median(rounds),
-        "low": min(rounds),
-        "high": max(rounds),
-        "limit": None,
-        "rivals": [],
-        "rounds": len(rounds),
-        "run": run,
-    }
-
-
 def measure(rows: int, bags: int, steps: int, folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of results.json, the peak last."""
     torch.set_num_threads(THREADS)
@@ -129,7 +115,7 @@ def measure(rows: int, bags: int, steps: int, folder: Path) -> Iterator[dict[str
             rates.append(train(table, iter(batches)) / (time.perf_counter() - begin))
         zipf.append(rates[1:])
         print(f"{size} rows: zipf {rates[-1]:.0f} rows/s, {resident()}", file=sys.stderr, flush=True)
-        yield row(RATES[len(zipf) - 1], "rows/s", "higher", zipf[-1], {"born_per_second": round(birth_rates[-1])})
+        yield row(RATES[len(zipf) - 1], "rows/s", "higher", zipf[-1], run={"born_per_second": round(birth_rates[-1])})
     begin = time.perf_counter()
     table.flush()
     flushed = time.perf_counter() - begin
@@ -148,7 +134,7 @@ def measure(rows: int, bags: int, steps: int, folder: Path) -> Iterator[dict[str
         "read_bytes": stats.ssd.read_bytes,
     }
     table.close()
-    yield row(PEAK, "bytes", "lower", [float(resident()["VmHWM"])], run)
+    yield row(PEAK, "bytes", "lower", [float(resident()["VmHWM"])], run=run)
 
 
 def main() -> int:

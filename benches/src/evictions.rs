@@ -2,8 +2,8 @@
 
 use crate::workload::{SplitMix64, Zipf};
 
-/// Ids are drawn by zipf's law and kept in an LRU of a tenth of them, all modified; the stream of the ranks that leave. Ids of the head hardly
-/// ever leave, so that this is the law's tail.
+/// Ids are drawn by zipf's law and kept in an LRU of a tenth of them, all modified; the stream of the ranks that leave. Ids of the
+/// head hardly ever leave, so that this is the law's tail.
 pub struct Evictions {
     random: SplitMix64,
     law: Zipf,

@@ -127,7 +127,8 @@ impl PlainIndex {
         ((u128::from(mix(id)) * entries as u128) >> 64) as usize
     }
 
-    /// The slots of `ids`, which are all here: in blocks, the homes of the next block are asked for while those of this one are looked at.
+    /// The slots of `ids`, which are all here: in blocks, the homes of the next block are asked for while those of this one are
+    /// looked at.
     ///
     /// # Panics
     /// When `slots` is shorter than `ids`.

@@ -21,15 +21,15 @@ def backend(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[World]:
-    """Two processes, started by the first test that asks: importing torchrec takes seconds a process."""
+    """Two processes, started by the first test that runs something on them: importing torchrec takes seconds a process."""
     world = World(2)
     yield world
     world.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[World]:
-    """Four processes."""
+    """Four processes, as `two_ranks`."""
     world = World(4)
     yield world
     world.stop()

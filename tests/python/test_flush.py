@@ -19,7 +19,6 @@ from torchrec_embcache.exceptions import (
     StateError,
     StorageError,
 )
-from world import World
 
 BATCHES = random_batches(12, 5, 150, seed=2)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit")
@@ -242,13 +241,9 @@ def refuse(_token):
     raise StorageError("no room for the state")
 
 
-def test_a_flush_that_fails_on_one_rank_raises_on_all_and_leaves_the_state_before(tmp_path):
-    world = World(2)
-    try:
-        rank_directory(tmp_path).mkdir(mode=0o700)
-        first, second = world.run(flush_on_ranks, str(tmp_path), 1)
-    finally:
-        world.stop()
+def test_a_flush_that_fails_on_one_rank_raises_on_all_and_leaves_the_state_before(two_ranks, tmp_path):
+    rank_directory(tmp_path).mkdir(mode=0o700)
+    first, second = two_ranks.run(flush_on_ranks, str(tmp_path), 1)
     assert first[0] == "rank 1: no room for the state"
     assert second[0] == "no room for the state"
     assert first[1]

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,6 @@ from tables import Contents, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, initializers, optimizers
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.saver import Saver
-from world import World
 
 BATCHES = random_batches(60, 40, 3000, seed=5)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit", "ignore:table .* has no room for both")
@@ -32,7 +32,7 @@ def a_bag(root, reopen=None):
 
 
 def train_until_killed(root):
-    """Steps from where the last flush was, with a flush every other step and a save every fourth; then all again, idle."""
+    """Steps from where the last flush was, with a flush every other step and a save every fourth; then nothing."""
     with a_bag(root, "resume") as bag:
         for done in range(bag.stats().step, len(BATCHES)):
             train(bag, BATCHES[done : done + 1], lookahead=1)
@@ -44,7 +44,7 @@ def train_until_killed(root):
                 Saver(0).save(bag, f"{root}/saved")
                 print("saved", done + 1, flush=True)
         print("ended", len(BATCHES), flush=True)
-        time.sleep(60)
+        signal.pause()
 
 
 def load_shard(rank, size, root):
@@ -73,7 +73,7 @@ def load_shard(rank, size, root):
     }, table.stats().step
 
 
-def test_a_training_process_killed_at_random_goes_on_bit_for_bit(tmp_path):
+def test_a_training_process_killed_at_random_goes_on_bit_for_bit(two_ranks, tmp_path):
     script = [sys.executable, "-c", TRAINS, str(Path(__file__).parent), str(tmp_path)]
     draw = random.Random(11)
     last = {"trained": 0, "flushed": 0, "saved": 0, "ended": 0}
@@ -109,11 +109,7 @@ def test_a_training_process_killed_at_random_goes_on_bit_for_bit(tmp_path):
         expected = Contents.of(straight)
         assert Contents.of(bag) == expected
 
-    world = World(2)
-    try:
-        shards = world.run(load_shard, str(tmp_path))
-    finally:
-        world.stop()
+    shards = two_ranks.run(load_shard, str(tmp_path))
     with make_bag() as straight:
         train(straight, BATCHES[:saved])
         rows = {row_id: row[:2] for row_id, row in Contents.of(straight).rows.items()}

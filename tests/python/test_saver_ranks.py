@@ -1,6 +1,6 @@
 """Checkpoints of several ranks: any number of ranks loads them, and an error on one rank is an error on all."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,37 +88,30 @@ def load(rank: int, size: int, path: str, total_num_buckets: int = BUCKETS) -> t
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    world = World(2)
-    yield world
-    world.stop()
-
-
-@pytest.fixture(scope="module")
-def saved(two: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks") / "sparse"
-    two.run(save, str(path))
+    two_ranks.run(save, str(path))
     return path
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_two_ranks_save_and_any_number_loads(size: int, two: World, saved: Path) -> None:
+def test_two_ranks_save_and_any_number_loads(size: int, two_ranks: World, four_ranks: World, saved: Path) -> None:
     if size == 1:
         loaded = [load(0, 1, str(saved))]
-    elif size == 2:
-        loaded = two.run(load, str(saved))
-    else:
-        world = World(size)
+    elif size == 3:
+        three = World(3)
         try:
-            loaded = world.run(load, str(saved))
+            loaded = three.run(load, str(saved))
         finally:
-            world.stop()
+            three.stop()
+    else:
+        loaded = {2: two_ranks, 4: four_ranks}[size].run(load, str(saved))
     assert sorted(row for contents, _ in loaded for row in contents) == EXPECTED
     assert [len(list(saved.rglob(f"{rank}-of-2.json"))) for rank in range(2)] == [1, 1], "one checkpoint is left"
 
 
-def test_ranks_take_the_number_of_buckets_of_the_file(two: World, saved: Path) -> None:
-    loaded = two.run(load, str(saved), 4093)
+def test_ranks_take_the_number_of_buckets_of_the_file(two_ranks: World, saved: Path) -> None:
+    loaded = two_ranks.run(load, str(saved), 4093)
     assert sorted(row for contents, _ in loaded for row in contents) == EXPECTED
     assert [changed for _, changed in loaded] == [1, 2], "the module hears of each table that changed"
 
@@ -159,13 +152,13 @@ def refusals(rank: int, size: int, path: str, damaged: str) -> None:
 
 
 def test_an_error_on_one_rank_is_raised_on_both_and_nothing_is_half_loaded(
-    two: World, saved: Path, tmp_path: Path
+    two_ranks: World, saved: Path, tmp_path: Path
 ) -> None:
     damaged = tmp_path / "damaged"
-    two.run(save, str(damaged))
+    two_ranks.run(save, str(damaged))
     (path,) = damaged.rglob("*+spread/1-of-2.0.safetensors")
     data = bytearray(path.read_bytes())
     header = int.from_bytes(data[:8], "little")
     data[8 + header] ^= 1  # the first id
     path.write_bytes(data)
-    two.run(refusals, str(saved), str(damaged))
+    two_ranks.run(refusals, str(saved), str(damaged))

@@ -1,10 +1,8 @@
 """Checkpoints of TorchRec's collections, unsharded and sharded: each loads what the other saved."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -140,31 +138,24 @@ def merged(parts: list[dict[Any, Any]]) -> dict[Any, Any]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    world = World(2)
-    yield world
-    world.stop()
-
-
-def test_sharded_and_unsharded_load_each_others_checkpoints(two: World, tmp_path: Path) -> None:
+def test_sharded_and_unsharded_load_each_others_checkpoints(two_ranks: World, tmp_path: Path) -> None:
     path = tmp_path / "sharded"
-    saved = merged(two.run(train_and_save, str(path)))
+    saved = merged(two_ranks.run(train_and_save, str(path)))
     assert {name for name, _ in saved} == {"spread", "whole", "rows"}
     model = make(1, sharded=False)
     Saver(0).load(model, path)  # before its optimizers were ever used
     assert contents(model) == saved
     unsharded = tmp_path / "unsharded"
     Saver(0).save(model, unsharded)
-    loaded = two.run(load_and_go_on, str(unsharded), 11)
+    loaded = two_ranks.run(load_and_go_on, str(unsharded), 11)
     assert merged([rows for rows, _, _ in loaded]) == saved
 
 
-def test_a_sharded_model_goes_on_with_the_buckets_of_the_file(two: World, tmp_path: Path) -> None:
+def test_a_sharded_model_goes_on_with_the_buckets_of_the_file(two_ranks: World, tmp_path: Path) -> None:
     path = tmp_path / "sharded"
-    saved = merged(two.run(train_and_save, str(path)))
-    same = two.run(load_and_go_on, str(path), 11)
-    other = two.run(load_and_go_on, str(path), 4093)
+    saved = merged(two_ranks.run(train_and_save, str(path)))
+    same = two_ranks.run(load_and_go_on, str(path), 11)
+    other = two_ranks.run(load_and_go_on, str(path), 4093)
     for run in (same, other):
         assert merged([rows for rows, _, _ in run]) == saved
     # Ids go to the owners of the file's buckets: the runs train the same rows, each on one rank.

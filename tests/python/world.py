@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-COLLECTIVE_TIMEOUT_S = 30
-ANSWER_TIMEOUT_S = 90
+# Generous: they only keep a hang from lasting for ever.
+COLLECTIVE_TIMEOUT_S = 120
+ANSWER_TIMEOUT_S = 300
 
 
 @contextlib.contextmanager
@@ -108,11 +109,9 @@ class World:
         for tasks in self._tasks:
             tasks.put(None)
         for process in self._processes:
-            process.join(timeout=5)
+            process.join(timeout=20)
             if process.is_alive():
                 process.kill()
                 process.join()
-        if self._processes:
-            self._folder.cleanup()
         self._processes = []
         self._folder.cleanup()

@@ -6,7 +6,8 @@ use std::time::Duration;
 /// Seconds that a watched test may take: a hang, not slowness, so many times what the slowest machine needs.
 const LIMIT_S: u64 = 600;
 
-/// Run `body`; if it is not done after [`LIMIT_S`] (`EMBCACHE_WATCHDOG_S`), print what `report` says and each thread's state, and abort.
+/// Run `body`; if it is not done after [`LIMIT_S`] (`EMBCACHE_WATCHDOG_S`), print what `report` says and each thread's state, and
+/// abort.
 pub fn watched<T>(report: impl Fn() -> String + Send + 'static, body: impl FnOnce() -> T) -> T {
     let limit = std::env::var("EMBCACHE_WATCHDOG_S").ok().and_then(|limit| limit.parse().ok()).unwrap_or(LIMIT_S);
     let (done, wait) = channel::<()>();

@@ -1,5 +1,5 @@
-//! A process forked while other threads of its parent are inside the table: typed errors, no hang, the parent untouched, and tables of the
-//! child's own work.
+//! A process forked while other threads of its parent are inside the table: typed errors, no hang, the parent untouched, and tables
+//! of the child's own work.
 #![allow(unsafe_code)]
 
 use std::path::PathBuf;

@@ -1,4 +1,5 @@
-//! The process's real memory under load: within `host_bytes` and the constants that docs/configuration.md gives, and flat over thousands of steps.
+//! The process's real memory under load: within `host_bytes` and the constants that docs/configuration.md gives, and flat over
+//! thousands of steps.
 //!
 //! Each case runs in a process of its own, so that what it holds is its own.
 #![allow(clippy::unwrap_used)]
@@ -17,8 +18,8 @@ use embcache_tests::{Rig, config};
 
 const CASE: &str = "EMBCACHE_TEST_MEMORY_CASE";
 const MIB: u64 = 1 << 20;
-/// What one table on SSD and one process take beyond `host_bytes`, as documented: write buffers, the engine's buffers, threads, the index's
-/// first pages and footers of segments that are open.
+/// What one table on SSD and one process take beyond `host_bytes`, as documented: write buffers, the engine's buffers, threads, the
+/// index's first pages and footers of segments that are open.
 const PROCESS_BYTES: u64 = 64 * MIB;
 /// A plan's own bytes for each distinct id, and for each occurrence.
 const PLAN_BYTES_PER_ID: u64 = 160;

@@ -1,8 +1,9 @@
-//! Planners, trainers, evaluations, imports, removals, exports and flushes all at once, over tiers so small that rows move all the time.
+//! Planners, trainers, evaluations, imports, removals, exports and flushes all at once, over tiers so small that rows move all the
+//! time.
 //!
-//! Every row tells by itself whether it is whole: each training step of an id has the gradient 1, so that after `n` of them weights, slot and
-//! count are a function of `n`, which lies between the steps done before it was read and those begun after. `EMBCACHE_STRESS=20` runs
-//! twenty times as long.
+//! Every row tells by itself whether it is whole: each training step of an id has the gradient 1, so that after `n` of them
+//! weights, slot and count are a function of `n`, which lies between the steps done before it was read and those begun after.
+//! `EMBCACHE_STRESS=20` runs twenty times as long.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;

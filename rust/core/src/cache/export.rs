@@ -20,8 +20,8 @@ pub struct Chunk {
 }
 
 impl Table {
-    /// Hand every row of every tier to `sink` once, in chunks of at most `chunk_rows`. The table may be read meanwhile; a training step,
-    /// an import or a removal ends it with `State`.
+    /// Hand every row of every tier to `sink` once, in chunks of at most `chunk_rows`. The table may be read meanwhile; a training
+    /// step, an import or a removal ends it with `State`.
     pub fn for_each_chunk(&self, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
         let version = self.shared.version();
         self.shared.export(version, chunk_rows.max(1), sink)

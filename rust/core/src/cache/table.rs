@@ -238,7 +238,8 @@ impl Table {
         self.shared.ssd.as_ref().is_some_and(SsdTier::is_read_only)
     }
 
-    /// Stop background work. Rows in RAM that were not flushed are gone. Harmless twice, and in a forked child, whose parent has the table.
+    /// Stop background work. Rows in RAM that were not flushed are gone. Harmless twice, and in a forked child, whose parent has
+    /// the table.
     pub fn close(&self) -> Result<()> {
         if self.shared.check_process().is_err() {
             return Ok(());
@@ -390,7 +391,8 @@ impl Shared {
         self.ssd.as_ref().map_or(u64::from(state.host.slots.limit()), SsdTier::capacity_rows)
     }
 
-    /// Check that `more` rows can be born, or make room for them by policy where the table is allowed to drop rows: others than `needed`.
+    /// Check that `more` rows can be born, or make room for them by policy where the table is allowed to drop rows: others than
+    /// `needed`.
     pub(crate) fn check_capacity(&self, state: &mut State, more: u64, needed: &[Id]) -> Result<()> {
         let capacity = self.capacity_rows(state);
         let wanted = state.rows + state.provisional + more;

@@ -97,7 +97,8 @@ impl HostTier {
 
     /// The vector part of a row that no kernel writes now.
     pub(crate) fn vector(&self, slot: CacheSlot) -> &[f32] {
-        // SAFETY: the slot is valid; the caller holds the table's lock and either the row is unpinned or the rows lock keeps kernels out.
+        // SAFETY: the slot is valid; the caller holds the table's lock and either the row is unpinned or the rows lock keeps
+        // kernels out.
         unsafe { std::slice::from_raw_parts(self.arena.row(slot).vector, self.layout.vector_floats()) }
     }
 

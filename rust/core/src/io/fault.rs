@@ -38,8 +38,8 @@ pub enum Operation {
 pub enum Fault {
     /// It fails with this `errno` and does nothing.
     Fail(i32),
-    /// A write does its first half, in whole units of the alignment, and fails with this `errno`; a read finds the file too short. Any other
-    /// operation fails with `errno`.
+    /// A write does its first half, in whole units of the alignment, and fails with this `errno`; a read finds the file too short.
+    /// Any other operation fails with `errno`.
     Tear(i32),
     /// A read gives, and a write writes, bytes of which one bit is flipped, and says nothing. Any other operation is done.
     Flip,

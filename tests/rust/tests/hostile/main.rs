@@ -1,8 +1,8 @@
 //! Bytes from disk are hostile: files made by the code, changed at random in bytes and in structure, most of them with every checksum
 //! made right again, so that what lies behind the checksums is met too.
 //!
-//! Whatever the files say: no panic, no hang, no allocation that the size of the files does not explain, and errors of kinds that tell what
-//! is wrong. `EMBCACHE_FUZZ_S=600` (`make fuzz FOR=600`) runs for that many seconds instead of a fixed number of cases.
+//! Whatever the files say: no panic, no hang, no allocation that the size of the files does not explain, and errors of kinds that
+//! tell what is wrong. `EMBCACHE_FUZZ_S=600` (`make fuzz FOR=600`) runs for that many seconds instead of a fixed number of cases.
 #![allow(clippy::unwrap_used)]
 
 mod checkpoint;
