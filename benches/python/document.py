@@ -68,13 +68,10 @@ def key_figures(rows: dict[str, Row]) -> Iterator[str]:
         if row := rows.get(name):
             yield f"| `{name}` | {what} | {quantity(row['value'])} {row['unit']} | {compared(row)} |"
     yield ""
-    machines = dict.fromkeys(
-        "{cpu}, {cores} cores, {memory} of RAM".format_map(row["setting"])
-        for row in rows.values()
-        if row.get("setting")
-    )
-    commits = dict.fromkeys(row["setting"].get("commit") for row in rows.values() if row.get("setting"))
-    yield f"Measured on {'; '.join(machines)}; at {', '.join(filter(None, commits))}."
+    settings = [row["setting"] for name in KEY if (row := rows.get(name)) and row.get("setting")]
+    machines = dict.fromkeys(f"{each['cpu']}, {each['cores']} cores, {each['memory']} of RAM" for each in settings)
+    commits = dict.fromkeys(each.get("commit") or each.get("date", "") for each in settings)
+    yield f"Measured on {'; '.join(machines)}, at {', '.join(commits)}."
 
 
 def with_key_figures(text: str, rows: dict[str, Row]) -> str:

@@ -76,13 +76,22 @@ class DeviceTier:
             self.scalars = _grown(self.scalars, more)
 
     def gather(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Rows of cache slots [n] for the core: vectors [n, V] and scalars [n], zeros where there is no scalar slot."""
-        index = torch.from_numpy(slots).to(self.device)
-        parts = [part.index_select(0, index) for part in (self.weights, *self.vector_slots)]
-        vectors = torch.cat(parts, 1).cpu().numpy()
-        if self.scalars is None:
-            return vectors, np.zeros(len(slots), np.float32)
-        return vectors, self.scalars.index_select(0, index).cpu().numpy()
+        """Rows of cache slots [n] for the core: vectors [n, V] and scalars [n], zeros where there is no scalar slot.
+
+        Raises `MemoryError` where torch has no memory.
+        """
+        try:
+            index = torch.from_numpy(slots).to(self.device)
+            parts = [part.index_select(0, index) for part in (self.weights, *self.vector_slots)]
+            vectors = torch.cat(parts, 1).cpu().numpy()
+            if self.scalars is None:
+                return vectors, np.zeros(len(slots), np.float32)
+            return vectors, self.scalars.index_select(0, index).cpu().numpy()
+        except RuntimeError as error:
+            # On the CPU torch has no class of its own for it.
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                raise MemoryError(str(error)) from error
+            raise
 
     def scatter(self, slots: NDArray[np.int64], vectors: NDArray[np.float32], scalars: NDArray[np.float32]) -> None:
         """Put rows in their cache slots [n]: vectors [n, V], scalars [n]."""

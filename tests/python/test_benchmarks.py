@@ -69,7 +69,7 @@ def test_the_readmes_figures_are_those_of_the_results_and_nothing_else_of_it_cha
     new = (tmp_path / "README.md").read_text()
     assert "5 M rows/s | 1.25 | 5.00 \N{MULTIPLICATION SIGN} torch |" in new
     assert "births_uniform" not in new, "it is no key path"
-    assert "some processor, 4 cores, 24 GiB of RAM; at abc1234." in new
+    assert "some processor, 4 cores, 24 GiB of RAM, at abc1234." in new
     for part in (0, -1):
         assert old.split("make bench-docs writes from here")[part][:-1].split("to here")[part] in new
 

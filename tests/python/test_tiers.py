@@ -20,6 +20,7 @@ from tables import (
     train,
 )
 from torchrec_embcache import EmbCacheWarning, TierBudgets
+from torchrec_embcache.exceptions import HostMemoryError
 
 POLICIES = ["lru", "lfu", "s3fifo"]
 BATCHES = random_batches(24, 6, 160, seed=1)
@@ -78,6 +79,22 @@ def test_training_gives_the_same_bits_for_every_budget_policy_lookahead_and_thre
         monkeypatch.setenv("EMBCACHE_THREADS", str(threads))
         tiers = budgets(name, tmp_path / f"{lookahead}-{threads}")
         assert trained(BATCHES, lookahead, tiers=tiers, policy=policy) == reference
+
+
+def test_memory_that_torch_refuses_as_rows_leave_the_device_is_a_typed_error_that_changes_nothing(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB")) as bag:
+        train(bag, [[[1, 2, 3, 4]], [[5, 6, 7, 8]]])
+        before = Contents.of(bag)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "cat", refuse)
+            with pytest.raises(HostMemoryError, match="device tier.*can't allocate memory"):
+                train(bag, [[list(range(20, 30))]])
+        assert Contents.of(bag) == before
+        train(bag, [[list(range(20, 30))]])
+        assert len(bag) == 18
 
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")

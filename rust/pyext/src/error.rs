@@ -1,6 +1,7 @@
 //! Errors of the core as the classes of `torchrec_embcache.exceptions`.
 
 use embcache::{Error, Kind};
+use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 
 fn class_name(kind: Kind) -> &'static str {
@@ -42,8 +43,9 @@ pub(crate) fn to_python(error: Error) -> PyErr {
 }
 
 /// A core error for a Python exception raised inside a callback.
-pub(crate) fn from_python(error: &PyErr, what: &str) -> Error {
-    Error::new(Kind::State, format!("{what}: {error}"))
+pub(crate) fn from_python(py: Python<'_>, error: &PyErr, what: &str) -> Error {
+    let kind = if error.is_instance_of::<PyMemoryError>(py) { Kind::Memory } else { Kind::State };
+    Error::new(kind, format!("{what}: {error}"))
 }
 
 /// An `InputError`.

@@ -47,7 +47,7 @@ impl DeviceRows for PythonGather {
                 scalars.copy_from_slice(scalar_slots);
                 Ok(())
             };
-            call().map_err(|error| from_python(&error, "reading rows of the device tier"))
+            call().map_err(|error| from_python(py, &error, "reading rows of the device tier"))
         })
     }
 }
