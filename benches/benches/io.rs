@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use embcache::io::{AlignedBuf, IoEngine, IoFile, Open, Read, default_engine};
-use embcache_benches::{Bench, Better, RawReads, Rounds, Scale, SplitMix64, cpu_seconds, run, write_sequentially};
+use embcache_benches::{
+    Bench, Better, RAW_DEPTH, RawReads, Rounds, Scale, SplitMix64, cpu_seconds, run, write_sequentially,
+};
 
 /// A row of 64 floats, its header, and the record's own fields.
 const READ_BYTES: usize = 308;
-const DEPTH: usize = 128;
 const CHUNK: usize = 1 << 20;
 
 fn directory() -> tempfile::TempDir {
@@ -47,7 +48,7 @@ impl Reads {
             (0..20 * scale.pick(8192, 256)).map(|_| random.next_below(bytes - READ_BYTES as u64)).collect();
         let read = |&offset: &u64| Read { file: file.clone(), offset, len: READ_BYTES };
         let batches = offsets.chunks(offsets.len() / 20).map(|batch| batch.iter().map(read).collect()).collect();
-        let raw = RawReads::new(&path, READ_BYTES, DEPTH);
+        let raw = RawReads::new(&path, READ_BYTES, RAW_DEPTH);
         Box::new(Self { engine, batches, offsets, raw, cost, _dir: dir })
     }
 
@@ -137,14 +138,14 @@ fn main() {
             name: "io_read_uniform",
             unit: "reads/s",
             better: Better::Higher,
-            limit: Some("raw io_uring, O_DIRECT, the same reads at depth 128"),
+            limit: Some("raw io_uring, O_DIRECT, the same reads at depth 256"),
             make: |scale| Reads::make(scale, false),
         },
         Bench {
             name: "io_read_cpu_us_per_read",
             unit: "us",
             better: Better::Lower,
-            limit: Some("raw io_uring, O_DIRECT, the same reads at depth 128"),
+            limit: Some("raw io_uring, O_DIRECT, the same reads at depth 256"),
             make: |scale| Reads::make(scale, true),
         },
         Bench {

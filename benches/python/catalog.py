@@ -31,8 +31,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     "SSD, reading": {
         "ssd_fetch_uniform": "random rows of a loaded, compacted, cold store",
         "ssd_fetch_cpu_us_per_row": "user and system time of a row there",
-        "ssd_fetch_zipf105": "misses of zipf-drawn ids, after the store evicted by its policy",
-        "ssd_fetch_sessions": "misses of a trace with co-access: rows evicted together lie together",
+        "ssd_fetch_zipf105": "misses of zipf-drawn ids after the policy evicted, store half full, a batch ahead",
+        "ssd_fetch_sessions": "the same of a trace with co-access: rows evicted together lie together",
         "io_read_uniform": "the I/O engine alone: random reads of one file",
         "io_read_cpu_us_per_read": "user and system time of a read there",
     },

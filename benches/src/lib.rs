@@ -29,7 +29,7 @@ pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, median, run, run_row
 pub use plain::{PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
 pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, resident};
-pub use raw_disk::{RawReads, RawRecords, RecordPlace, write_sequentially};
+pub use raw_disk::{RAW_DEPTH, RawReads, RawRecords, RecordPlace, write_sequentially};
 pub use scratch::Scratch;
 pub use store::StoreWork;
 pub use tier::{APPEND_ROWS, CountedEngine, RECORD_BYTES, ROW_BYTES, TierRows, new_tier, open_tier, tier_layout};

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use embcache::io::{ALIGNMENT, AlignedBuf};
 use io_uring::{IoUring, opcode, types};
@@ -13,6 +14,8 @@ use crate::workload::SplitMix64;
 
 /// What direct reads are aligned to.
 const SECTOR: usize = 512;
+/// Reads that the limits have in flight: as many as the project's engine. The disk's own queue has 256 places.
+pub const RAW_DEPTH: usize = 256;
 /// Completions waited for with one system call.
 const REAP: usize = 16;
 /// Records are read together when their blocks
@@ -21,6 +24,8 @@ const BLOCK: u64 = 4096;
 const MERGED_GAP: u64 = 8 << 10;
 /// up to this many bytes in all.
 const LARGEST_MERGED: usize = 128 << 10;
+/// What a segment's footer takes for a record, at most.
+const FOOTER_ENTRY_BYTES: u64 = 14;
 
 /// A ring with `O_DIRECT` on one file or several, which are registered, as is the memory where that is permitted.
 pub struct RawReads {
@@ -122,32 +127,34 @@ pub type RecordPlace = (usize, u64);
 /// close together are one read.
 pub struct RawRecords {
     reads: RawReads,
+    /// Bytes of the records of each file.
     lengths: Vec<u64>,
     random: SplitMix64,
     record_bytes: usize,
 }
 
 impl RawRecords {
-    /// Over the segments in a directory of files, `depth` reads in flight.
+    /// Over the segments in a directory of files, [`RAW_DEPTH`] reads in flight.
     ///
     /// # Panics
     /// When there are none, or as [`RawReads::new`].
-    pub fn over(dir: &Path, record_bytes: usize, depth: usize) -> Self {
+    pub fn over(dir: &Path, record_bytes: usize) -> Self {
         let files: Vec<(PathBuf, u64)> = std::fs::read_dir(dir)
             .expect("a directory of files")
             .map(|entry| entry.expect("a directory of files").path())
             .filter(|path| path.extension().is_some_and(|extension| extension == "seg"))
             // Compaction may have removed one since, or not have written it yet.
             .filter_map(|path| std::fs::metadata(&path).ok().map(|found| (path, found.len())))
+            .map(|(path, bytes)| (path, bytes * record_bytes as u64 / (record_bytes as u64 + FOOTER_ENTRY_BYTES)))
             .filter(|(_, bytes)| *bytes > record_bytes as u64)
             .collect();
         assert!(!files.is_empty(), "no segments in {}", dir.display());
         let (paths, lengths): (Vec<PathBuf>, Vec<u64>) = files.into_iter().unzip();
-        let reads = RawReads::over(&paths, LARGEST_MERGED, depth);
+        let reads = RawReads::over(&paths, LARGEST_MERGED, RAW_DEPTH);
         Self { reads, lengths, random: SplitMix64(9), record_bytes }
     }
 
-    /// `count` places, each byte of the files as likely.
+    /// `count` places, each record of the files as likely, dead ones too.
     ///
     /// # Panics
     /// Never: `over` has seen to it that there is a file.
@@ -163,23 +170,31 @@ impl RawRecords {
         (0..count).map(|_| place()).collect()
     }
 
-    /// Read a batch; the sum of a byte of each read.
-    pub fn read(&mut self, places: &mut [RecordPlace]) -> u64 {
-        places.sort_unstable();
-        let mut merged: Vec<(usize, u64, usize)> = Vec::with_capacity(places.len());
-        for &mut (file, offset) in places {
-            let end = offset + self.record_bytes as u64;
-            if let Some((last, begin, len)) = merged.last_mut()
-                && *last == file
-                && offset - offset % BLOCK <= (*begin + *len as u64).next_multiple_of(BLOCK) + MERGED_GAP
-                && end - *begin <= LARGEST_MERGED as u64
-            {
-                *len = (*len).max((end - *begin) as usize);
-            } else {
-                merged.push((file, offset, self.record_bytes));
+    /// Read batches, each sorted and merged by itself, the next one's reads following the last of the one before; how long it took.
+    ///
+    /// # Panics
+    /// As [`RawReads::read`].
+    pub fn read(&mut self, batches: &mut [Vec<RecordPlace>]) -> Duration {
+        let begin = Instant::now();
+        let mut merged: Vec<(usize, u64, usize)> = Vec::with_capacity(batches.iter().map(Vec::len).sum());
+        for places in batches {
+            places.sort_unstable();
+            let first = merged.len();
+            for &mut (file, offset) in places {
+                let end = offset + self.record_bytes as u64;
+                if let Some((last, begin, len)) = merged[first..].last_mut()
+                    && *last == file
+                    && offset - offset % BLOCK <= (*begin + *len as u64).next_multiple_of(BLOCK) + MERGED_GAP
+                    && end - *begin <= LARGEST_MERGED as u64
+                {
+                    *len = (*len).max((end - *begin) as usize);
+                } else {
+                    merged.push((file, offset, self.record_bytes));
+                }
             }
         }
-        self.reads.read_from(merged.len(), |at| merged[at])
+        self.reads.read_from(merged.len(), |at| merged[at]);
+        begin.elapsed()
     }
 }
 
