@@ -70,7 +70,7 @@ class Table:
     def forget_published(self, token: int) -> None: ...  # nothing where no state has it
     def close(self) -> None: ...  # stops background work; does not flush
     @staticmethod
-    def published(ssd_dir: str) -> list[int]: ...  # tokens that `resume_token` can name, oldest first
+    def published(ssd_dir: str) -> list[int]: ...  # tokens of the states there, whole or not, oldest first
 
 # count uint32 [n], last_step uint64 [n], score float32 [n], modified_epoch uint32 [n]
 Meta = tuple[NDArray[np.uint32], NDArray[np.uint64], F32, NDArray[np.uint32]]
@@ -81,6 +81,18 @@ class Export:
 
     def __iter__(self) -> Export: ...
     def __next__(self) -> tuple[I64, F32, F32, Meta]: ...  # ids [n], vectors [n, V], scalars [n], metadata; own memory
+
+@final
+class FlushRoot:
+    """A directory that tables' directories lie in (`ssd_dir`), and the marks of their flushes; `publish.py` has the order of calls."""
+
+    def __new__(cls, ssd_dir: str) -> FlushRoot: ...
+    def name(self, random: int) -> int: ...  # its name; `random` (64 bits) becomes it where there is none. Marks there are durable then
+    def is_named(self, name: int) -> bool: ...
+    def prepare(self, token: int, coordinator: str, name: int) -> None: ...  # that root, by absolute path and name, says whether `token` is complete
+    def commit(self, token: int) -> None: ...  # `token` is complete
+    def is_complete(self, token: int) -> bool: ...  # StateError where the coordinator has to say it and is not there
+    def forget(self, token: int) -> None: ...
 
 @final
 class Lookup:

@@ -6,6 +6,7 @@ Shapes: n rows, D the table's width, V = D * (1 + vector slots) floats of a row'
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,7 +28,7 @@ from .config import (
     check_int,
     check_name,
 )
-from .exceptions import ConfigError, EmbCacheError, InputError, StateError
+from .exceptions import ConfigError, EmbCacheError, EmbCacheWarning, InputError, StateError
 from .initializers import Initializer
 from .kernels import DeviceTier
 from .metrics import TableStats
@@ -279,8 +280,11 @@ class CacheTable:
         if self._native is not None:
             return
         directory, reopen = self.directory, "discard" if self._discard else self.tiers.reopen
-        if directory is not None and reopen == "resume" and resume_token is None:
-            resume_token = publish.resume_token(str(self.tiers.ssd_dir), directory, self.published())
+        published: list[int] = []
+        if directory is not None and reopen == "resume":
+            published = self.published()
+            if resume_token is None:
+                resume_token = publish.resume_token(str(self.tiers.ssd_dir), directory, published)
         tier = None
         if self.device_rows is not None:
             spec = self.spec
@@ -306,6 +310,13 @@ class CacheTable:
             on_full=self.on_full,
         )
         self._tier = tier
+        if resume_token is not None and published[0] < resume_token and self.published()[0] == resume_token:
+            warnings.warn(
+                f"table {self.name!r} goes on from its last flush; of the one before, files in {directory} are damaged or missing, "
+                "and it was dropped: check the disk",
+                EmbCacheWarning,
+                stacklevel=2,
+            )
         if self._unusable is not None:
             self._native.set_unusable(self._unusable)
 
@@ -426,7 +437,11 @@ class CacheTable:
     def flush_as(self, token: int) -> None:
         """Flush as the state named `token` (see `publish`); states that a flush of several tables left incomplete are forgotten."""
         for other in self.published():
-            if not publish.is_complete(str(self.tiers.ssd_dir), other):
+            try:
+                complete = publish.is_complete(str(self.tiers.ssd_dir), other)
+            except StateError:  # older than the one that was resumed: nobody needs it
+                complete = False
+            if not complete:
                 self.native.forget_published(other)
         self.native.flush(token)
 

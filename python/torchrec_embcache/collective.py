@@ -1,5 +1,6 @@
 """What ranks do together: exchange values, raise each other's errors. Without `torch.distributed` there is one rank."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -7,7 +8,7 @@ import torch.distributed as dist
 
 from .exceptions import EmbCacheError
 
-__all__ = ["all_gather", "is_distributed", "raise_on_every_rank"]
+__all__ = ["all_gather", "is_distributed", "raise_on_every_rank", "rank", "together"]
 
 T = TypeVar("T")
 
@@ -15,6 +16,11 @@ T = TypeVar("T")
 def is_distributed() -> bool:
     """Whether a default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's rank in the default process group; 0 without one."""
+    return dist.get_rank() if is_distributed() else 0
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -50,6 +56,18 @@ def raise_on_every_rank(
         if other is not None:
             other.message = f"rank {rank}: {other.message}"
             raise other
+
+
+def together(work: Callable[[], T]) -> T:
+    """`work()` on this rank; an error on any rank is raised on all. Collective."""
+    result: list[T] = []
+    error: Exception | None = None
+    try:
+        result.append(work())
+    except Exception as caught:
+        error = caught
+    raise_on_every_rank(error)
+    return result[0]
 
 
 def _portable(error: Exception | None) -> EmbCacheError | None:

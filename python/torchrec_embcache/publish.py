@@ -1,26 +1,35 @@
 """Tokens: which state of an SSD tier a resume takes.
 
 Each flush of a table publishes one state named by a token; the newest two are kept. A flush of several tables (of all ranks)
-publishes in each under one token and is complete only when a mark says so:
+publishes in each under one token and is complete only when a mark says so. Tables may lie below several roots (`ssd_dir`):
 
 1. every rank publishes the token in each of its tables;
-2. when all have, each makes `<ssd_dir>/.flushed/<token>`.
+2. each root learns which of them is the coordinator: the first of all ranks' that can be reached from it;
+3. the coordinator marks the token as complete; this decides for all roots that it coordinates;
+4. the others mark it too, and need the coordinator no longer.
 
-A kill before the first mark leaves the state before as the newest complete one of every table; the next flush forgets the one that
-did not finish, so that the two states kept are complete ones. A flush of one table needs no mark.
+A kill before 3 leaves the state before as the newest complete one of every table; the next flush forgets the one that did not
+finish, so that the two states kept are complete ones. Ranks on machines that see no directory of one another have a coordinator a
+machine. A flush of one table needs no mark.
 Tokens grow with time, so that no two flushes share one; the lowest bit tells the two kinds apart.
 """
 
+import logging
 import os
+import secrets
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
+from ._native import FlushRoot
 from .exceptions import StateError, StorageError
 
-__all__ = ["forget_marks", "is_complete", "is_shared", "mark_complete", "new_token", "resume_token"]
+__all__ = ["Mark", "is_complete", "is_shared", "known_roots", "marks_to_make", "new_token", "resume_token"]
 
-_MARKS = ".flushed"
+_log = logging.getLogger(__name__)
+
+# A root: absolute path and name.
+Root = tuple[str, int]
 
 
 def new_token(published: Iterable[int], *, shared: bool) -> int:
@@ -34,35 +43,70 @@ def is_shared(token: int) -> bool:
     return bool(token & 1)
 
 
-def mark_complete(ssd_dir: str, token: int) -> None:
-    """Say, durably, that every table has published `token`."""
-    marks = Path(ssd_dir, _MARKS)
-    try:
-        marks.mkdir(mode=0o750, exist_ok=True)
-        os.close(os.open(marks / str(token), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640))
-        for directory in (marks, Path(ssd_dir)):
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def known_roots(ssd_dirs: Iterable[str]) -> list[Root]:
+    """The roots of a rank's tables, named, in order of their paths. `StorageError`."""
+    paths = sorted({os.path.abspath(ssd_dir) for ssd_dir in ssd_dirs})
+    return [(path, FlushRoot(path).name(secrets.randbits(64))) for path in paths]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a rank does to one of its roots, of which it is the first rank."""
+
+    path: str
+    name: int
+    coordinator: Root
+
+    @property
+    def decides(self) -> bool:
+        """Whether this root is its own coordinator."""
+        return self.coordinator[1] == self.name
+
+    def prepare(self, token: int) -> None:
+        """Name the coordinator. `StorageError`."""
+        if not self.decides:
+            FlushRoot(self.path).prepare(token, *self.coordinator)
+
+    def decide(self, token: int) -> None:
+        """The coordinator's: the flush is complete. `StorageError`: the flush before stays the one to resume, or this one is."""
+        if self.decides:
             try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    except OSError as cause:
-        error = StorageError(
-            f"cannot mark the flush as complete in {marks}: {cause}; the flush before stays the one to resume"
-        )
-        error.errno, error.filename = cause.errno, str(marks)
-        raise error from cause
+                FlushRoot(self.path).commit(token)
+            except StorageError as error:
+                error.message = f"cannot mark the flush as complete: {error.message}"
+                raise
+
+    def follow(self, token: int) -> None:
+        """Where another root decided, say so here too; where this fails it goes on being asked."""
+        if not self.decides:
+            try:
+                FlushRoot(self.path).commit(token)
+            except StorageError as error:
+                _log.warning("a flush is complete, but %s cannot say so itself: %s", self.path, error)
+
+    def forget(self, tokens: Iterable[int]) -> None:
+        """Remove the marks of states that no table keeps; those of others stay. `StorageError`."""
+        for token in tokens:
+            FlushRoot(self.path).forget(token)
 
 
-def forget_marks(ssd_dir: str, tokens: Iterable[int]) -> None:
-    """Remove the marks of states that no table keeps; those of others stay."""
-    for token in tokens:
-        Path(ssd_dir, _MARKS, str(token)).unlink(missing_ok=True)
+def marks_to_make(rank: int, roots: Sequence[Sequence[Root]]) -> list[Mark]:
+    """The marks that `rank` makes, where `roots` are those of the ranks: those of roots that no rank before it has."""
+    before = {name for others in roots[:rank] for _, name in others}
+    reached = [root for others in roots for root in others if FlushRoot(root[0]).is_named(root[1])]
+    return [
+        Mark(path, name, coordinator=reached[0] if reached else (path, name))
+        for path, name in roots[rank]
+        if name not in before
+    ]
 
 
 def is_complete(ssd_dir: str, token: int) -> bool:
-    """Whether the state of `token` can be resumed: that of one table, or of several that have all published it."""
-    return not is_shared(token) or Path(ssd_dir, _MARKS, str(token)).exists()
+    """Whether the state of `token` can be resumed: that of one table, or of several that have all published it.
+
+    `StateError` where another root decides that and is not there.
+    """
+    return not is_shared(token) or FlushRoot(ssd_dir).is_complete(token)
 
 
 def resume_token(ssd_dir: str, table_dir: str, published: Sequence[int]) -> int | None:

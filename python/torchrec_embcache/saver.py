@@ -15,15 +15,15 @@ ranks have done so are tables touched. An error on one rank is raised on every r
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from . import _native
 from .cache import CacheTable
-from .collective import all_gather, is_distributed, raise_on_every_rank
+from .collective import all_gather, is_distributed, together
 from .config import check_int
 from .exceptions import ConfigError, EmbCacheError, InputError, MismatchError, PathError, UnsupportedError
 from .whole_model import CacheModule, cache_modules
@@ -31,7 +31,6 @@ from .whole_model import CacheModule, cache_modules
 __all__ = ["Saver"]
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # A table on this rank: its module's path in the model, the module, the table.
 _Shard = tuple[str, CacheModule, CacheTable]
@@ -54,7 +53,7 @@ class Saver:
         """
         rank, world_size = self._place()
         _refuse_incremental(incremental)
-        shards = _together(lambda: _shards(module))
+        shards = together(lambda: _shards(module))
         root = _agreed_path(path)
         epoch = max(all_gather(max((table.native.epoch() for _, _, table in shards), default=0))) + 1
         begun: _native.CheckpointSave | None = None
@@ -66,9 +65,9 @@ class Saver:
             return begun.name
 
         try:
-            name = all_gather(_together(begin if rank == 0 else str))[0]
-            digests = all_gather(_together(lambda: _write(shards, root, name, rank, world_size)))
-            left = _together(lambda: begun.publish(digests, epoch) if begun is not None else [])
+            name = all_gather(together(begin if rank == 0 else str))[0]
+            digests = all_gather(together(lambda: _write(shards, root, name, rank, world_size)))
+            left = together(lambda: begun.publish(digests, epoch) if begun is not None else [])
         except Exception:
             if begun is not None:
                 _abandon(begun)
@@ -91,11 +90,11 @@ class Saver:
         """
         self._place()
         _refuse_incremental(incremental)
-        shards = _together(lambda: _shards(module))
+        shards = together(lambda: _shards(module))
         root = _agreed_path(path)
         # All ranks load what one of them finds, whatever is saved meanwhile.
-        latest = all_gather(_together(lambda: _native.latest_checkpoint(_native.check_load_dir(root))))[0]
-        reader = _together(lambda: _native.CheckpointReader(_native.check_load_dir(root), latest))
+        latest = all_gather(together(lambda: _native.latest_checkpoint(_native.check_load_dir(root))))[0]
+        reader = together(lambda: _native.CheckpointReader(_native.check_load_dir(root), latest))
         names = {pair for pairs in all_gather([(place, table.name) for place, _, table in shards]) for pair in pairs}
         saved = {(entry["module"], entry["table"]): entry for entry in reader.tables()}
 
@@ -105,7 +104,7 @@ class Saver:
                 buckets = table.buckets_of(saved[place, table.name]["total_num_buckets"])
                 reader.check_table(place, table.native, *buckets)
 
-        _together(check)
+        together(check)
         reason = f"loading the checkpoint {reader.name} in {root} did not succeed; load one that is whole"
 
         def load() -> None:
@@ -119,7 +118,7 @@ class Saver:
                 reader.load_table(place, table.native)
                 table.native.set_epoch(reader.next_epoch)
 
-        _together(load)
+        together(load)
         for _, _, table in shards:
             table.set_unusable(None)
 
@@ -146,18 +145,6 @@ def _refuse_incremental(incremental: bool) -> None:
         raise UnsupportedError("incremental=True is not supported yet: save and load full checkpoints")
 
 
-def _together(work: Callable[[], T]) -> T:
-    """`work()` on this rank; an error on any rank is raised on all."""
-    result: list[T] = []
-    error: Exception | None = None
-    try:
-        result.append(work())
-    except Exception as caught:
-        error = caught
-    raise_on_every_rank(error)
-    return result[0]
-
-
 def _shards(module: nn.Module) -> list[_Shard]:
     """The tables of this rank, opened, by module path and name."""
     modules = cache_modules(module)
@@ -181,7 +168,7 @@ def _agreed_path(path: str | os.PathLike[str]) -> str:
             raise PathError(f"path={given!r} is not text: give a str")
         return given, os.path.abspath(given) if given else ""
 
-    given, absolute = _together(text)
+    given, absolute = together(text)
     everyone = all_gather(absolute)
     if len(set(everyone)) > 1:
         named = ", ".join(f"rank {rank}: {place!r}" for rank, place in enumerate(everyone))

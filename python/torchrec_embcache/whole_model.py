@@ -1,14 +1,14 @@
 """A model's cache modules, found and flushed together."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from . import publish
 from .cache import CacheTable
-from .collective import all_gather, raise_on_every_rank
+from .collective import all_gather, rank, together
 from .exceptions import InputError
 
 __all__ = ["CacheModule", "cache_modules", "flush"]
@@ -89,33 +89,40 @@ def flush(model: nn.Module) -> None:
     if not modules:
         raise InputError(f"{type(model).__name__} has no cache module: nothing to flush")
     tables = [table for module in modules.values() for table in module.tables.values() if table.directory is not None]
-    error: Exception | None = None
     published: list[int] = []
-    try:
+
+    def roots() -> list[publish.Root]:
+        return publish.known_roots(str(table.tiers.ssd_dir) for table in tables)
+
+    def look() -> None:
         for table in tables:
             table.open()
-            published += table.published()
-    except Exception as caught:
-        error = caught
-    raise_on_every_rank(error)
+            published.extend(table.published())
+        roots()
+
+    together(look)
+    # Looked at again: where two ranks name a new root at once both see both names, and agree.
+    everyone = all_gather(together(roots))
     token = publish.new_token((token for tokens in all_gather(published) for token in tokens), shared=True)
     # Clocks of ranks differ: the newest token is everyone's.
     token = max(all_gather(token))
-    try:
-        for table in tables:
-            table.flush_as(token)
-    except Exception as caught:
-        error = caught
-    raise_on_every_rank(error)
-    roots = sorted({str(table.tiers.ssd_dir) for table in tables})
-    try:
-        for root in roots:
-            publish.mark_complete(root, token)
-    except Exception as caught:
-        error = caught
-    raise_on_every_rank(error)
+    marks = together(lambda: publish.marks_to_make(rank(), everyone))
+
+    def each(work: Callable[[Any], None], of: Iterable[Any]) -> None:
+        """`work` for all of `of`, on every rank before any goes on."""
+
+        def all_of_them() -> None:
+            for one in of:
+                work(one)
+
+        together(all_of_them)
+
+    each(lambda table: table.flush_as(token), tables)
+    each(lambda mark: mark.prepare(token), marks)
+    each(lambda mark: mark.decide(token), marks)
+    each(lambda mark: mark.follow(token), marks)
     kept = {
         token for tokens in all_gather([token for table in tables for token in table.published()]) for token in tokens
     }
-    for root in roots:
-        publish.forget_marks(root, (token for token in published if publish.is_shared(token) and token not in kept))
+    old = {token for tokens in all_gather(published) for token in tokens if publish.is_shared(token)} - kept
+    each(lambda mark: mark.forget(old), marks)

@@ -1,5 +1,6 @@
 """Flush and resume: what a kill leaves, whose directory it is, one state of several tables."""
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
-from torchrec_embcache import CacheTable, cache_modules, flush, initializers, optimizers
+from torchrec_embcache import CacheTable, EmbCacheWarning, _native, cache_modules, flush, initializers, optimizers
 from torchrec_embcache.exceptions import (
+    CorruptionError,
     EmbCacheError,
     InputError,
     InUseError,
@@ -174,9 +176,7 @@ def test_a_flush_that_ends_between_two_tables_leaves_the_state_before_it(tmp_pat
     for bag in model.values():
         train(bag, BATCHES[3:6])
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "torchrec_embcache.publish.mark_complete", lambda *_: os._exit
-        )  # every table published, none marked
+        patch.setattr("torchrec_embcache.publish.Mark.decide", lambda *_: None)  # every table published, no mark made
         flush(model)
     for bag in model.values():
         bag.table.native.close()
@@ -189,7 +189,7 @@ def test_a_flush_that_ends_between_two_tables_leaves_the_state_before_it(tmp_pat
 def test_a_first_flush_of_a_model_that_never_finished_is_nothing_to_resume(tmp_path, monkeypatch):
     model = two_bags(tmp_path / "ssd")
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.mark_complete", lambda *_: None)
+        patch.setattr("torchrec_embcache.publish.Mark.decide", lambda *_: None)
         flush(model)
     for bag in model.values():
         bag.table.native.close()
@@ -204,10 +204,123 @@ def test_marks_of_states_that_nobody_keeps_are_removed(tmp_path):
             step(bag, bags)
         flush(model)
     kept = {token for bag in model.values() for token in bag.table.published()}
-    assert {int(path.name) for path in (tmp_path / "ssd" / ".flushed").iterdir()} == kept
+    marks = [path.name for path in (tmp_path / "ssd" / ".flushed").iterdir() if path.suffix != ".root"]
+    assert {int(mark) for mark in marks} == kept
     assert len(kept) == 2
     for bag in model.values():
         bag.close()
+
+
+ROOTS = ("one", "two")
+
+
+def bags_of_roots(directory, reopen=None):
+    """A table below each of two roots."""
+    return torch.nn.ModuleDict({name: bag_in(directory / name, name=name, reopen=reopen) for name in ROOTS})
+
+
+class Killed(BaseException):
+    pass
+
+
+def stop_at(patch, calls):
+    """End the process, as it were, at the call of this number to the marks."""
+    left = [calls]
+
+    class Counted:
+        def __init__(self, path):
+            self.root = _native.FlushRoot(path)
+
+        def __getattr__(self, name):
+            if name in ("name", "prepare", "commit", "forget"):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+            return getattr(self.root, name)
+
+    patch.setattr("torchrec_embcache.publish.FlushRoot", Counted)
+    return left
+
+
+def test_roots_agree_wherever_a_flush_of_a_model_is_cut_short(tmp_path, monkeypatch):
+    states = {"old": 0, "new": 0}
+    for calls in range(100):
+        directory = tmp_path / str(calls)
+        model = bags_of_roots(directory)
+        contents = []
+        for place, bags in enumerate(BATCHES[:3]):
+            for bag in model.values():
+                step(bag, bags)
+            contents.append({name: Contents.of(bag) for name, bag in model.items()})
+            if place < 2:
+                flush(model)
+        with monkeypatch.context() as patch:
+            left = stop_at(patch, calls)
+            with contextlib.suppress(Killed):
+                flush(model)
+        for bag in model.values():
+            bag.table.native.close()
+        model = bags_of_roots(directory, "resume")
+        found = {name: Contents.of(bag) for name, bag in model.items()}
+        assert found in contents[1:], f"roots differ where the flush ends at call {calls}"
+        states["old" if found == contents[1] else "new"] += 1
+        for bag in model.values():
+            step(bag, BATCHES[6])
+        flush(model)
+        flushed = {name: Contents.of(bag) for name, bag in model.items()}
+        for bag in model.values():
+            bag.table.native.close()
+        model = bags_of_roots(directory, "resume")
+        assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
+        for bag in model.values():
+            bag.close()
+        if left[0] > 0:
+            break
+    assert states["old"] >= 5, states
+    assert states["new"] >= 2, states
+
+
+def test_a_root_whose_coordinator_is_gone_says_where_it_was(tmp_path, monkeypatch):
+    model = bags_of_roots(tmp_path)
+    for bag in model.values():
+        train(bag, BATCHES[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrec_embcache.publish.Mark.follow", lambda *_: None)
+        flush(model)
+    for bag in model.values():
+        bag.table.native.close()
+    (tmp_path / "one").rename(tmp_path / "elsewhere")
+    with pytest.raises(StateError, match=f"{tmp_path / 'one'}, which says whether it was, is not there.*discard"):
+        bag_in(tmp_path / "two", name="two", reopen="resume")
+    (tmp_path / "one").mkdir(mode=0o700)  # another directory there says nothing
+    with pytest.raises(StateError, match="is not there"):
+        bag_in(tmp_path / "two", name="two", reopen="resume")
+    (tmp_path / "one").rmdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "one")
+    with bag_in(tmp_path / "two", name="two", reopen="resume") as bag:
+        assert len(bag) > 0
+
+
+def test_a_damaged_older_state_is_dropped_with_a_warning_and_a_damaged_newest_one_is_an_error(tmp_path):
+    bag = bag_in(tmp_path / "ssd")
+    for bags in (BATCHES[:2], BATCHES[2:4]):
+        train(bag, bags)
+        bag.flush()
+    flushed = Contents.of(bag)
+    bag.table.native.close()
+    older, newest = sorted(Path(bag.table.directory).glob("*.state"))
+    intact = newest.read_bytes()
+    for state in (older, newest):
+        state.write_bytes(state.read_bytes()[:-3])
+    with pytest.raises(CorruptionError, match=str(newest)):
+        bag_in(tmp_path / "ssd", reopen="resume")
+    assert older.exists()
+    newest.write_bytes(intact)
+    with pytest.warns(EmbCacheWarning, match="of the one before.*dropped"):
+        bag = bag_in(tmp_path / "ssd", reopen="resume")
+    assert Contents.of(bag) == flushed
+    train(bag, BATCHES[4:6])
+    bag.close()
 
 
 def rank_directory(root):
@@ -248,6 +361,32 @@ def test_a_flush_that_fails_on_one_rank_raises_on_all_and_leaves_the_state_befor
     assert second[0] == "no room for the state"
     assert first[1]
     assert second[1]
+
+
+def kill_on_ranks(rank, _size, root, follows):
+    """Two good flushes of ranks with a root each, the second cut short where ranks follow the coordinator: what a resume finds."""
+    settings = {"name": f"shard{rank}"}
+    directory = Path(root, f"disk{rank}")
+    bag = bag_in(directory, **settings)
+    train(bag, BATCHES[:2])
+    flush(bag)
+    before = Contents.of(bag)
+    train(bag, BATCHES[2:4])
+    flushed = Contents.of(bag)
+    with pytest.MonkeyPatch.context() as patch:
+        for cut in ("follow",) if follows else ("decide", "follow", "forget"):
+            patch.setattr(f"torchrec_embcache.publish.Mark.{cut}", lambda *_: None)
+        flush(bag)
+    bag.table.native.close()
+    torch.distributed.barrier()
+    with bag_in(directory, reopen="resume", **settings) as bag:
+        found = Contents.of(bag)
+    return "new" if found == flushed else "old" if found == before else "neither"
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_ranks_with_a_root_each_agree_where_a_flush_is_cut_short(two_ranks, tmp_path, follows):
+    assert two_ranks.run(kill_on_ranks, str(tmp_path), follows) == ["new" if follows else "old"] * 2
 
 
 def test_a_model_without_tables_has_nothing_to_flush():

@@ -52,7 +52,7 @@ PYTHON_IMPORTS = {
 # Package or module of it: who alone may import it.
 RESERVED = {
     "torchrec": {"modules", "sharded", "train_pipeline"},
-    "torchrec_embcache._native": {"cache", "kernels", "lookahead", "lookup", "saver", "cli"},
+    "torchrec_embcache._native": {"cache", "kernels", "lookahead", "lookup", "publish", "saver", "cli"},
     "torch.distributed.checkpoint": {"dcp"},
     "megatron": {"megatron"},
 }

@@ -36,6 +36,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<table::PyExport>()?;
     module.add_class::<lookup::PyLookup>()?;
     module.add_class::<plan::PyPlan>()?;
+    module.add_class::<paths::PyRoot>()?;
     module.add_class::<checkpoint::PySave>()?;
     module.add_class::<checkpoint::PyWriter>()?;
     module.add_class::<checkpoint::PyReader>()?;

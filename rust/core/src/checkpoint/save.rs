@@ -34,8 +34,8 @@ pub struct Published {
 }
 
 impl Save {
-    /// Make the directory of a new checkpoint in `root`, which exists, and sweep what unfinished saves left there. `random` tells
-    /// saves that run at the same time apart.
+    /// Make the directory of a new checkpoint in `root`, which exists, and sweep what unfinished saves left there, and what `LATEST`
+    /// superseded. `random` tells saves that run at the same time apart.
     pub fn begin(engine: Arc<dyn IoEngine>, root: &Path, random: u64) -> Result<Self> {
         // What cannot be removed does no harm to this save, and publishing reports it. Where LATEST is damaged nothing is removed.
         let _ = sweep(&*engine, root);
@@ -144,12 +144,20 @@ fn checkpoints(engine: &dyn IoEngine, root: &Path) -> Result<Vec<CheckpointName>
     Ok(entries.iter().filter_map(|entry| entry.file_name()?.to_str()?.parse().ok()).collect())
 }
 
-/// Remove every checkpoint that `LATEST` does not name and no save is writing. Returns what could not be removed.
+/// Remove every checkpoint that `LATEST` does not name and no save is writing; complete ones only if the one that `LATEST` names is
+/// complete: where that file is missing or lies, one of the others may be all there is. Returns what could not be removed.
 fn sweep(engine: &dyn IoEngine, root: &Path) -> Result<Vec<Error>> {
-    let is_latest = |name| Ok::<_, Error>(Latest::find(engine, root)?.is_some_and(|latest| latest.name == name));
+    let is_complete = |name: CheckpointName| engine.exists(&root.join(name.to_string()).join(MANIFEST_FILE));
+    let stays = |name: CheckpointName| {
+        Ok::<_, Error>(match Latest::find(engine, root)? {
+            Some(latest) if latest.name == name => true,
+            Some(latest) if is_complete(latest.name) => false,
+            _ => is_complete(name),
+        })
+    };
     let mut left = Vec::new();
     for name in checkpoints(engine, root)? {
-        if is_latest(name)? {
+        if stays(name)? {
             continue;
         }
         let dir = root.join(name.to_string());
@@ -162,7 +170,7 @@ fn sweep(engine: &dyn IoEngine, root: &Path) -> Result<Vec<Error>> {
             }
         };
         // Read under the lock: a save names its checkpoint before it lets go of it, and only then.
-        if is_latest(name)? {
+        if stays(name)? {
             continue;
         }
         left.extend(engine.remove_dir_all(&dir).err());

@@ -14,7 +14,7 @@
 //!
 //! The parts: `record` and `format` (bytes on disk), `segment` and `buffer` (files, open and sealed), `background` (the process's
 //! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `classes`, `compact`, `scan`, `publish`, and
-//! `manifest`, `footers`, `recover`, `open` (published states and the way back from them).
+//! `manifest`, `footers`, `recover`, `open` (published states and the way back from them), and `root` (flushes of several tables).
 
 mod append;
 mod background;
@@ -32,6 +32,7 @@ mod open;
 mod publish;
 mod record;
 mod recover;
+mod root;
 mod scan;
 mod segment;
 mod shared;
@@ -50,6 +51,7 @@ use crate::sync::Ordering::Relaxed;
 use crate::types::Id;
 
 pub use fetch::{Fetch, FetchBatch, Places};
+pub use root::Root;
 
 use format::Entry;
 use open::Tuning;
@@ -111,7 +113,8 @@ impl SsdTier {
         Ok((Self { shared }, counters))
     }
 
-    /// Tokens of the states that a directory can resume, oldest first (at most two); empty when there are none.
+    /// Tokens of the states that are in a directory, oldest first, by their files' names: whether one is whole is found when it is
+    /// resumed. Empty when there are none.
     pub fn published(dir: &std::path::Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
         open::published(dir, engine)
     }

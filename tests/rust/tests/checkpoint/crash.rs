@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::config::OptimizerKind::{Adagrad, RowWiseAdagrad};
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, publish, read_file};
 use embcache::types::Id;
 
 use crate::made::{ROOT, Table, load, memory, save};
@@ -91,6 +91,44 @@ fn the_first_save_to_a_directory_is_there_as_a_whole_or_not_at_all() {
         stops += 1;
     }
     assert!(stops > 20);
+}
+
+#[test]
+fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself() {
+    let latest = Path::new(ROOT).join("LATEST");
+    // It is missing, damaged, or names a checkpoint that is not there.
+    for now in [None, Some("000"), Some("0000000009-0123456789abcdef\n")] {
+        let (mut stops, mut kept) = (0, 0);
+        loop {
+            let memory = with_first();
+            let line = read_file(&memory, &latest, 256).expect("read");
+            match now {
+                None => memory.remove_file(&latest).expect("removed"),
+                Some(now) => publish(&memory, &latest, now.as_bytes()).expect("written"),
+            }
+            memory.sync_dir(Path::new(ROOT)).expect("synced");
+            let engine = FaultEngine::new(Arc::new(memory.clone()));
+            engine.hit_change(stops, Fault::Stop);
+            let result = save_to(engine.clone(), 2);
+            let stopped = engine.is_stopped();
+            for image in [memory.crash(), memory.kill(), memory.crash_torn(stops)] {
+                let again: Arc<dyn IoEngine> = Arc::new(image.clone());
+                if !load(&again, Path::new(ROOT), 1).is_ok_and(|found| found == tables(2)) {
+                    assert!(stopped && result.is_err(), "{now:?}");
+                    // Who puts the line back finds the checkpoint whole.
+                    publish(&image, &latest, &line).expect("written");
+                    assert_eq!(load_from(image), tables(1), "{now:?}: lost after {stops} changes");
+                    kept += 1;
+                }
+            }
+            if !stopped {
+                assert_eq!(memory.list(Path::new(ROOT)).expect("listed").len(), 2, "it is superseded by the new one");
+                break;
+            }
+            stops += 1;
+        }
+        assert!(kept > 60, "{kept} times kept in {stops} stops");
+    }
 }
 
 #[test]

@@ -1,0 +1,153 @@
+//! One decision about a flush of several tables, whose directories may lie below several roots (`ssd_dir`s), on several disks.
+//!
+//! Every table publishes the state under one token first. Then, in `<root>/.flushed`:
+//!
+//! 1. each root but one, the coordinator, gets `<token>.prepared`, which names the coordinator;
+//! 2. the coordinator gets `<token>`: from now on the flush is complete, everywhere;
+//! 3. the others get `<token>` too, and need the coordinator no longer.
+//!
+//! A root has a random name, the file `<name>.root`: of two machines with a disk each at the same path, neither takes the other's root
+//! for its own.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::error::{Error, Kind, Result};
+use crate::io::{IoEngine, Open, publish, read_file};
+
+const MARKS: &str = ".flushed";
+const TITLE: &str = "embcache-flush 1";
+/// Longer than any mark with a path of [`crate::paths::MAX_PATH_BYTES`].
+const LIMIT_BYTES: u64 = 4096;
+
+/// A directory that holds tables' directories, and the marks of their flushes.
+#[derive(Debug)]
+pub struct Root {
+    engine: Arc<dyn IoEngine>,
+    dir: PathBuf,
+    marks: PathBuf,
+}
+
+impl Root {
+    /// The root `dir`, which exists.
+    pub fn new(engine: Arc<dyn IoEngine>, dir: &Path) -> Self {
+        Self { engine, dir: dir.to_owned(), marks: dir.join(MARKS) }
+    }
+
+    /// A name of this root; `random` becomes it where there is none. Marks that are here are durable when this returns.
+    pub fn name(&self, random: u64) -> Result<u64> {
+        if !self.engine.exists(&self.marks) {
+            self.engine.create_dir_all(&self.marks)?;
+        }
+        let listing = self.engine.list(&self.marks)?;
+        let name = if let Some(name) = listing.iter().find_map(|path| root_name(path)) {
+            name
+        } else {
+            drop(self.engine.open(&self.name_path(random), Open::Create { preallocate: 0 })?);
+            random
+        };
+        self.sync()?;
+        Ok(name)
+    }
+
+    /// Whether this is the root that has (among others, where two processes made one at once) the name `name`.
+    pub fn is_named(&self, name: u64) -> bool {
+        self.engine.exists(&self.name_path(name))
+    }
+
+    /// Durably: whether the flush `token` is complete, the root at `dir` (absolute) with the name `name` says.
+    pub fn prepare(&self, token: u64, dir: &Path, name: u64) -> Result<()> {
+        let mut body = format!("{name:016x} ").into_bytes();
+        body.extend_from_slice(dir.as_os_str().as_bytes());
+        let mut text = format!("{TITLE} {:08x} ", crc32c::crc32c(&body)).into_bytes();
+        text.append(&mut body);
+        publish(&*self.engine, &self.prepared_path(token), &text)
+    }
+
+    /// Say, durably, that the flush `token` is complete.
+    pub fn commit(&self, token: u64) -> Result<()> {
+        let path = self.committed_path(token);
+        if !self.engine.exists(&path) {
+            drop(self.engine.open(&path, Open::Create { preallocate: 0 })?);
+        }
+        self.sync()
+    }
+
+    /// Whether the flush `token` is complete. `State` where its coordinator has to say that and is not there, `Corruption`.
+    pub fn is_complete(&self, token: u64) -> Result<bool> {
+        if self.engine.exists(&self.committed_path(token)) {
+            return Ok(true);
+        }
+        let path = self.prepared_path(token);
+        if !self.engine.exists(&path) {
+            return Ok(false);
+        }
+        let (name, dir) = coordinator(&read_file(&*self.engine, &path, LIMIT_BYTES)?, &path)?;
+        let coordinator = Self::new(self.engine.clone(), &dir);
+        if !coordinator.is_named(name) {
+            let message = format!(
+                "the last flush of {} ended before it was complete everywhere, and {}, which says whether it was, is not there: \
+                 mount it at this place again; or load a checkpoint made with Saver and open with reopen = \"discard\"",
+                self.dir.display(),
+                dir.display()
+            );
+            return Err(Error::new(Kind::State, message).at(&dir));
+        }
+        Ok(self.engine.exists(&coordinator.committed_path(token)))
+    }
+
+    /// Remove the marks of a flush whose states no table keeps.
+    pub fn forget(&self, token: u64) -> Result<()> {
+        for path in [self.prepared_path(token), self.committed_path(token)] {
+            if self.engine.exists(&path) {
+                self.engine.remove_file(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn name_path(&self, name: u64) -> PathBuf {
+        self.marks.join(format!("{name:016x}.root"))
+    }
+
+    fn prepared_path(&self, token: u64) -> PathBuf {
+        self.marks.join(format!("{token}.prepared"))
+    }
+
+    fn committed_path(&self, token: u64) -> PathBuf {
+        self.marks.join(token.to_string())
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.engine.sync_dir(&self.marks)?;
+        self.engine.sync_dir(&self.dir)
+    }
+}
+
+/// The name in a file name `<name>.root`.
+fn root_name(path: &Path) -> Option<u64> {
+    let digits = path.file_name()?.to_str()?.strip_suffix(".root")?;
+    let name = u64::from_str_radix(digits, 16).ok()?;
+    (format!("{name:016x}") == digits).then_some(name)
+}
+
+/// Name and path of the coordinator in a mark's bytes.
+fn coordinator(bytes: &[u8], path: &Path) -> Result<(u64, PathBuf)> {
+    let shown = || format!("{:?}", String::from_utf8_lossy(&bytes[..bytes.len().min(80)]));
+    let parse = || {
+        let rest = bytes.strip_prefix(TITLE.as_bytes())?.strip_prefix(b" ")?;
+        let (crc, rest) = rest.split_at_checked(8)?;
+        let body = rest.strip_prefix(b" ")?;
+        let (name, dir) = body.split_at_checked(16)?;
+        let dir = Path::new(OsStr::from_bytes(dir.strip_prefix(b" ")?));
+        let name = u64::from_str_radix(std::str::from_utf8(name).ok()?, 16).ok()?;
+        let whole = crc == format!("{:08x}", crc32c::crc32c(body)).as_bytes();
+        (whole && dir.is_absolute()).then(|| (name, dir.to_owned()))
+    };
+    parse().ok_or_else(|| {
+        let expected = format!("'{TITLE} <crc32c> <name> <absolute path>'");
+        Error::corruption(path, 0, "the mark of a flush", expected, shown())
+    })
+}
