@@ -24,17 +24,7 @@ pub fn layout() -> RowLayout {
 
 /// The table that the tier is of.
 pub fn identity() -> Identity {
-    Identity {
-        table: "item".into(),
-        key: 7,
-        dim: DIM as u64,
-        optimizer: "rowwise_adagrad".into(),
-        seed: 1,
-        initializer: "Uniform(-1, 1)".into(),
-        total_num_buckets: 10,
-        bucket_begin: 0,
-        bucket_end: 10,
-    }
+    Identity { table: "item".into(), ..Identity::of(&crate::config(DIM, OptimizerKind::RowWiseAdagrad, 1)) }
 }
 
 /// A tier of `bytes` in `dir`; a resume takes the newest state.

@@ -108,18 +108,7 @@ impl Table {
         let ssd = match &config.ssd {
             None => None,
             Some(ssd) => {
-                let identity = Identity {
-                    table: config.name.clone(),
-                    key: config.key,
-                    dim: config.dim as u64,
-                    optimizer: config.optimizer.name().to_owned(),
-                    seed: config.seed,
-                    initializer: format!("{:?}", config.initializer),
-                    total_num_buckets: config.total_num_buckets,
-                    bucket_begin: config.buckets.start,
-                    bucket_end: config.buckets.end,
-                };
-                let (tier, resumed) = SsdTier::open(ssd, &identity, layout, engine)?;
+                let (tier, resumed) = SsdTier::open(ssd, &Identity::of(&config), layout, engine)?;
                 counters = resumed.unwrap_or_default();
                 Some(tier)
             }

@@ -42,7 +42,7 @@ mod tests;
 
 use std::sync::Arc;
 
-use crate::config::SsdConfig;
+use crate::config::{SsdConfig, TableConfig};
 use crate::error::Result;
 use crate::io::IoEngine;
 use crate::rows::{RowLayout, RowMut, RowRef};
@@ -84,6 +84,23 @@ pub struct Identity {
     pub bucket_begin: u32,
     /// One past the last bucket of this shard.
     pub bucket_end: u32,
+}
+
+impl Identity {
+    /// Of the table that `config` describes.
+    pub fn of(config: &TableConfig) -> Self {
+        Self {
+            table: config.name.clone(),
+            key: config.key,
+            dim: config.dim as u64,
+            optimizer: config.optimizer.name().to_owned(),
+            seed: config.seed,
+            initializer: format!("{:?}", config.initializer),
+            total_num_buckets: config.total_num_buckets,
+            bucket_begin: config.buckets.start,
+            bucket_end: config.buckets.end,
+        }
+    }
 }
 
 /// Counters that belong to a published state.
