@@ -282,6 +282,10 @@ impl<R: BatchReader> DiskEngine<R> {
         options.read(true).custom_flags(libc::O_NOFOLLOW);
         let what = match how {
             Open::Read => "open",
+            Open::Write => {
+                options.write(true);
+                "open"
+            }
             Open::Create { .. } => {
                 options.write(true).create_new(true).mode(FILE_MODE);
                 "make"

@@ -322,7 +322,7 @@ impl IoEngine for FaultEngine {
 
     fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
         match how {
-            Open::Read => self.shared.check_running("open", path)?,
+            Open::Read | Open::Write => self.shared.check_running("open", path)?,
             Open::Create { .. } => self.shared.check(Operation::Create, "make", path)?,
         }
         Ok(Arc::new(FaultFile { inner: self.inner.open(path, how)?, shared: self.shared.clone() }))

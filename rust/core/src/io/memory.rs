@@ -321,9 +321,9 @@ impl IoEngine for MemoryEngine {
         let path = normal(path);
         let mut tree = locked(&self.tree);
         let content = match (how, tree.live.get(&path)) {
-            (Open::Read, Some(Node::File(content))) => content.clone(),
-            (Open::Read, Some(Node::Dir)) => return Err(Error::io("open", &path, &errno(libc::EISDIR))),
-            (Open::Read, None) => return Err(Error::io("open", &path, &errno(libc::ENOENT))),
+            (Open::Read | Open::Write, Some(Node::File(content))) => content.clone(),
+            (Open::Read | Open::Write, Some(Node::Dir)) => return Err(Error::io("open", &path, &errno(libc::EISDIR))),
+            (Open::Read | Open::Write, None) => return Err(Error::io("open", &path, &errno(libc::ENOENT))),
             (Open::Create { .. }, Some(_)) => return Err(Error::io("make", &path, &errno(libc::EEXIST))),
             (Open::Create { .. }, None) => {
                 tree.check_parent(&path).map_err(|e| Error::io("make", &path, &e))?;

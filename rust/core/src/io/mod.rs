@@ -34,6 +34,8 @@ pub use uring::UringEngine;
 pub enum Open {
     /// Read an existing file.
     Read,
+    /// Write and read an existing file, which keeps its bytes and its length.
+    Write,
     /// Make a new file (an existing one is an error) for writing and reading, with room for this many bytes set aside. Its
     /// length is 0 until something is written.
     Create {

@@ -15,8 +15,19 @@ use crate::rows::RowRef;
 use crate::sync::{Ordering, lock};
 use crate::types::Id;
 
-/// Records handled under one hold of the table's lock.
+/// Records handled under one hold of the table's lock,
 const AT_ONCE: usize = 2048;
+/// and bytes of them.
+const BYTES_AT_ONCE: usize = 1 << 20;
+
+/// Records of rows that are being appended, not yet in a segment.
+#[derive(Default)]
+struct Records {
+    bytes: Vec<u8>,
+    classes: Vec<u8>,
+    /// `write_seq` of the first one; those of the others follow.
+    first_seq: u64,
+}
 
 impl Shared {
     pub(super) fn append(self: &Arc<Self>, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
@@ -27,28 +38,39 @@ impl Shared {
         if new > 0 && held + new > self.home.geometry.capacity_rows {
             return Err(self.full(held, new));
         }
-        let mut done = 0;
-        while done < rows.len() {
-            Pool::shared().throttle();
-            if self.home.space.has_failed() {
-                self.check_writable()?;
-            }
-            let end = rows.len().min(done + AT_ONCE);
+        let at_once = (BYTES_AT_ONCE / self.home.geometry.row_bytes).clamp(1, AT_ONCE);
+        let (mut seq, dither) = {
             let mut state = self.state();
-            let taken = self.append_some(&mut state, &rows[done..end], &known[done..end])?;
-            if taken == 0 {
-                drop(state);
-                let room = self.wait_for_room();
-                if let (Err(error), true) = (&room, done > 0) {
-                    // Some rows are taken and not all can be: only damaged segments that cannot be compacted get here.
-                    self.home.space.fail(error.clone());
+            let first = state.next_seq;
+            state.next_seq += rows.len() as u64;
+            (first, state.next_dither())
+        };
+        let (mut done, mut records) = (0, Records::default());
+        for (rows, known) in rows.chunks(at_once).zip(known.chunks(at_once)) {
+            self.make_records(rows, known, (seq, dither), &mut records);
+            seq += rows.len() as u64;
+            let mut taken = 0;
+            while taken < rows.len() {
+                Pool::shared().throttle();
+                if self.home.space.has_failed() {
+                    self.check_writable()?;
                 }
-                room?;
-                continue;
+                let mut state = self.state();
+                let more = self.append_some(&mut state, rows, known, &records, taken)?;
+                if more == 0 {
+                    drop(state);
+                    let room = self.wait_for_room();
+                    if let (Err(error), true) = (&room, done > 0) {
+                        // Some rows are taken and not all can be: only damaged segments that cannot be compacted get here.
+                        self.home.space.fail(error.clone());
+                    }
+                    room?;
+                    continue;
+                }
+                (taken, done) = (taken + more, done + more);
+                state.reap();
+                self.compact_if_worthwhile(&state);
             }
-            done += taken;
-            state.reap();
-            self.compact_if_worthwhile(&state);
         }
         self.spill_if_short();
         Counters::add(&self.counters.row_bytes_given, (rows.len() * self.home.geometry.row_bytes) as u64);
@@ -74,46 +96,71 @@ impl Shared {
         }
     }
 
-    /// Take rows as long as there is room in the open segments, or for new ones; how many.
-    fn append_some(&self, state: &mut State, rows: &[RowRef<'_>], known: &[bool]) -> Result<usize> {
-        if self.home.space.free_bytes() < self.bytes_kept() {
+    /// Make the records of rows, the first with this `write_seq`, outside the table's lock.
+    fn make_records(&self, rows: &[RowRef<'_>], known: &[bool], (seqs, dither): (u64, f32), records: &mut Records) {
+        let row_bytes = self.home.geometry.row_bytes;
+        records.first_seq = seqs;
+        records.classes.clear();
+        records.classes.resize(rows.len(), Classes::of_new());
+        if known.contains(&true) {
+            let ids: Vec<Id> = rows.iter().map(|row| row.header.id).collect();
+            let mut older = vec![None; ids.len()];
+            let state = self.view();
+            state.index.get_batch(&ids, &mut older);
+            let classes = self.classes(&state);
+            for (((class, known), older), seq) in records.classes.iter_mut().zip(known).zip(older).zip(seqs..) {
+                if let (true, Some(older)) = (known, older) {
+                    let segment = state.segment(older);
+                    let interval = seq.saturating_sub(segment.mean_seq());
+                    *class = classes.of_rewritten(segment.class.min(classes.count - 1), interval, dither);
+                }
+            }
+        }
+        records.bytes.resize(rows.len() * row_bytes, 0);
+        for ((row, bytes), seq) in rows.iter().zip(records.bytes.chunks_exact_mut(row_bytes)).zip(seqs..) {
+            encode_row(bytes, row.header, row.vector, self.layout.scalar_slot, seq);
+        }
+    }
+
+    /// Take rows from number `first` on as long as there is room in the open segments, or for new ones; how many.
+    fn append_some(
+        &self,
+        state: &mut State,
+        rows: &[RowRef<'_>],
+        known: &[bool],
+        records: &Records,
+        first: usize,
+    ) -> Result<usize> {
+        if self.home.space.free_bytes() < self.bytes_kept(state) {
             return Ok(0);
         }
-        let ids: Vec<Id> = rows.iter().map(|row| row.header.id).collect();
-        let mut older = vec![None; ids.len()];
-        state.index.get_batch(&ids, &mut older);
-        let classes = self.classes(state);
-        let dither = state.next_dither();
-        let mut taken = 0;
-        for ((row, known), older) in rows.iter().zip(known).zip(older) {
-            let class = match older.filter(|_| *known).and_then(|older| state.segments[older.segment as usize].as_ref())
-            {
-                Some(segment) => {
-                    let interval = state.next_seq.saturating_sub(segment.mean_seq());
-                    classes.of_rewritten(segment.class.min(classes.count - 1), interval, dither)
+        let highest_epoch = rows.iter().map(|row| row.header.modified_epoch).max().unwrap_or(0);
+        state.highest_epoch = state.highest_epoch.max(highest_epoch);
+        let bytes = records.bytes.chunks_exact(self.home.geometry.row_bytes);
+        let each = rows.iter().zip(known).zip(records.classes.iter().zip(bytes)).zip(records.first_seq..);
+        let (mut taken, mut ready) = (0, Ok(true));
+        for (((row, known), (class, bytes)), seq) in each.skip(first) {
+            let stream = Stream::Rows(*class);
+            if state.is_full(stream) {
+                ready = self.ready(state, stream);
+                if !matches!(ready, Ok(true)) {
+                    break;
                 }
-                None => Classes::of_new(),
-            };
-            let stream = Stream::Rows(class);
-            if state.open[stream.index()].as_ref().is_none_or(OpenSegment::is_full) && !self.ready(state, stream)? {
-                break;
             }
             let header = row.header;
-            let seq = state.next_seq;
             let open = state.open[stream.index()].as_mut().expect("just made ready");
-            let (record, bytes) = open.push(header.id, seq, header.modified_epoch);
-            encode_row(bytes, header, row.vector, self.layout.scalar_slot, seq);
-            open.segment.live.fetch_add(1, Ordering::Relaxed);
+            let (record, room) = open.push(header.id, seq, header.modified_epoch);
+            room.copy_from_slice(bytes);
+            open.segment.add_live(1);
             let location = open.segment.location(record);
-            state.next_seq += 1;
-            state.highest_epoch = state.highest_epoch.max(header.modified_epoch);
             match if *known { state.index.replace(header.id, location) } else { None } {
-                Some(older) => state.bury(older),
+                Some(older) => state.bury_later(older),
                 None => state.index.insert(header.id, location),
             }
             taken += 1;
         }
-        Ok(taken)
+        state.count_buried();
+        ready.map(|_| taken)
     }
 
     /// Where buffers are scarce, keep none that is half filled.
@@ -146,7 +193,7 @@ impl Shared {
             }
             let mut open = state.open[Stream::Tombstones.index()].take().expect("just made ready");
             for (at, &id) in ids.iter().enumerate().skip(done).take(AT_ONCE) {
-                if open.is_full() {
+                if open.is_full(state.next_seq, state.highest_epoch) {
                     break;
                 }
                 done += 1;
@@ -154,13 +201,14 @@ impl Shared {
                     continue;
                 }
                 let Some(location) = state.index.remove(id) else { continue };
-                state.bury(location);
+                state.bury_later(location);
                 let (_, bytes) = open.push(id, state.next_seq, state.highest_epoch);
                 encode_tombstone(bytes, id, state.highest_epoch, state.next_seq);
                 state.next_seq += 1;
                 gone.push(id);
             }
             state.open[Stream::Tombstones.index()] = Some(open);
+            state.count_buried();
             state.reap();
             self.compact_if_worthwhile(&state);
         }
@@ -171,7 +219,7 @@ impl Shared {
     pub(super) fn clear(&self) -> Result<()> {
         self.check_writable()?;
         let _publishing = lock(&self.publishing);
-        let _compacting = lock(&self.compacting);
+        let _compacting = self.not_compacting();
         let mut state = self.state();
         state.index.clear();
         state.emptied.clear();

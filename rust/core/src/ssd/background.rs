@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
-use super::compact;
+use super::compact::{self, MOST_MOVING};
 use super::fetch::FetchJob;
 use super::segment::Segment;
 use super::shared::Shared;
@@ -104,7 +104,7 @@ impl Background {
     fn start(&self) -> Result<()> {
         start("embcache-flush", FLUSHERS, &self.flush, |segment| segment.run_jobs())?;
         start("embcache-fetch", FETCHERS, &self.fetch, FetchJob::run)?;
-        start("embcache-compact", 1, &self.compact, |tier| compact_tier(&tier))
+        start("embcache-compact", MOST_MOVING as usize, &self.compact, |tier| compact_tier(&tier))
     }
 
     /// The inboxes; a model's threads do the work.

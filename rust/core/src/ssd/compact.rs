@@ -1,6 +1,7 @@
 //! Compaction: the live records of a segment move to the open segments of their classes, byte for byte and in order, and the segment goes.
 //!
-//! One thread a process serves all tiers. It works as late as it can (what waits longer has more dead records), and picks, in this order:
+//! A few threads a process serve all tiers, each a segment at a time, so that as many reads are under way and files are removed beside
+//! them. They work as late as they can (what waits longer has more dead records), and pick, in this order:
 //!
 //! 1. where room is short, segments that no published state names: their room is free at once. By cost and benefit (Rosenblum,
 //!    Ousterhout: The design and implementation of a log-structured file system, 1992), which with rows apart by class waits for
@@ -21,7 +22,7 @@ use super::shared::{Counters, Shared, State};
 use crate::error::Result;
 use crate::io::{ALIGNMENT, BufPool, PooledBuf};
 use crate::process::PerProcess;
-use crate::sync::{Ordering, lock};
+use crate::sync::Ordering;
 use crate::types::Id;
 
 /// Segments kept free for what is written while a victim is moved.
@@ -33,7 +34,10 @@ const SMALL_SEGMENTS: usize = 16;
 /// Segments of tombstones that may lie about.
 const TOMBSTONE_SEGMENTS: usize = 8;
 
-/// Compact the tier as long as that is worthwhile. Called by the compactor.
+/// Segments of one tier that are moved at a time.
+pub(super) const MOST_MOVING: u32 = 2;
+
+/// Compact the tier as long as that is worthwhile. Called by the compactors.
 pub(super) fn run(tier: &Arc<Shared>) {
     tier.compaction_scheduled.store(false, Ordering::Release);
     while tier.compact_once() {}
@@ -49,11 +53,16 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
     if state.closed || space.has_failed() || (free < tier.home.geometry.smallest_segment() && !open_for_moved) {
         return None;
     }
+    // Of several at a time each must find its room: none could be finished if all of them were half moved when it ends.
+    if state.moving > 0 && (state.moving >= MOST_MOVING || free < u64::from(state.moving + 1) * unit) {
+        return None;
+    }
     let candidates = || {
         state.current().filter(|s| {
             s.content == Content::Rows
                 && s.sealed().is_some()
                 && s.scans.load(Ordering::Relaxed) == 0
+                && !s.moving.load(Ordering::Relaxed)
                 && !s.is_damaged()
         })
     };
@@ -95,8 +104,8 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
         return None;
     }
     if free < cap / 3 && retained < cap / 4 {
-        let emptiest =
-            candidates().filter(|s| live_share(s) < 0.6).min_by(|a, b| live_share(a).total_cmp(&live_share(b)));
+        let named = candidates().filter(|s| s.holds() > 1 && live_share(s) < 0.6);
+        let emptiest = named.min_by(|a, b| live_share(a).total_cmp(&live_share(b)));
         if emptiest.is_some() {
             return emptiest.cloned();
         }
@@ -108,17 +117,21 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
 impl Shared {
     /// Compact one segment; whether there may be more to do.
     pub(super) fn compact_once(self: &Arc<Self>) -> bool {
-        let _compacting = lock(&self.compacting);
+        let _compacting = self.compacting();
         let victim = {
             let mut state = self.state();
             state.reap();
             let Some(victim) = victim(self, &state) else { return false };
-            state.moving = true;
+            state.moving += 1;
+            victim.moving.store(true, Ordering::Relaxed);
+            // Another thread can take the next one meanwhile.
+            self.compact_if_worthwhile(&state);
             victim
         };
+        // Dropped before the victim, and so before its file is removed.
+        let _moving = Moving { tier: self, victim: &victim };
         let moved = self.move_rows(&victim);
         let mut state = self.state();
-        state.moving = false;
         let emptied = victim.live.load(Ordering::Relaxed) == 0;
         let failed = moved.is_err();
         if let Err(cause) = moved {
@@ -126,44 +139,48 @@ impl Shared {
         }
         state.reap();
         drop(state);
-        drop(victim);
-        self.home.space.poke();
         emptied || failed
     }
 
     /// Move the live records of `victim` as far as there is room. An error means that bytes of it cannot be read.
     fn move_rows(self: &Arc<Self>, victim: &Arc<Segment>) -> Result<()> {
-        each_chunk(victim, |chunk| {
+        for (first, count) in chunks_of(victim) {
+            let chunk = Chunk::read(victim, first, count)?;
             Pool::shared().throttle();
-            Ok(self.move_chunk(victim, &chunk)? && victim.live.load(Ordering::Relaxed) > 0)
-        })
+            if !self.move_chunk(victim, &chunk)? || victim.live.load(Ordering::Relaxed) == 0 {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Move the live ones of the records of a chunk; false when there is no more room.
     fn move_chunk(self: &Arc<Self>, victim: &Segment, chunk: &Chunk) -> Result<bool> {
-        let records = chunk.records(victim);
-        let ids: Vec<Id> = records.clone().map(|(_, record)| le_u64(record, 8) as Id).collect();
+        let numbered = chunk.records(victim);
+        let ids: Vec<Id> = numbered.clone().map(|(_, record)| le_u64(record, 8) as Id).collect();
         let mut locations = vec![None; ids.len()];
+        self.view().index.get_batch(&ids, &mut locations);
+        // A record that is not live now never will be.
+        let (mut records, mut damage) = (Vec::new(), None);
+        for ((number, bytes), location) in numbered.zip(locations) {
+            if location == Some(victim.location(number)) {
+                match decode(bytes, victim.path(), victim.offset(number)) {
+                    Ok(record) => records.push((number, bytes, record)),
+                    Err(error) => drop(damage.get_or_insert(error)),
+                }
+            }
+        }
         let mut state = self.state();
         if state.closed || self.home.space.has_failed() {
             return Ok(false);
         }
-        state.index.get_batch(&ids, &mut locations);
         let classes = self.classes(&state);
-        let mut moved_bytes = 0;
-        let (mut room_left, mut damage) = (true, None);
-        for ((number, bytes), location) in records.zip(locations) {
+        let (mut moved_bytes, mut room_left) = (0, true);
+        for (number, bytes, record) in records {
             let from = victim.location(number);
-            if location != Some(from) {
+            if !state.index.is_at(record.id, from) {
                 continue;
             }
-            let record = match decode(bytes, victim.path(), victim.offset(number)) {
-                Ok(record) => record,
-                Err(error) => {
-                    damage.get_or_insert(error);
-                    continue;
-                }
-            };
             let age = state.next_seq.saturating_sub(record.write_seq);
             let class = classes.of_moved(victim.class.min(classes.count - 1), age);
             // An error here is a failed write, kept by the space: the segment is not to blame.
@@ -175,47 +192,32 @@ impl Shared {
             let (number, room) = open.push(record.id, record.write_seq, record.modified_epoch);
             room.copy_from_slice(bytes);
             let to = open.segment.location(number);
-            open.segment.live.fetch_add(1, Ordering::Relaxed);
+            open.segment.add_live(1);
             state.index.replace(record.id, to);
-            state.bury(from);
+            state.bury_later(from);
             moved_bytes += bytes.len() as u64;
         }
+        state.count_buried();
         drop(state);
         Counters::add(&self.counters.compaction_bytes, moved_bytes);
         damage.map_or(Ok(room_left), Err)
     }
 }
 
-/// Hand the records of a segment to `work`, chunk by chunk in order, each while the next is read, until it says false.
-#[cfg(not(loom))]
-fn each_chunk(segment: &Segment, mut work: impl FnMut(Chunk) -> Result<bool>) -> Result<()> {
-    std::thread::scope(|scope| {
-        let (sender, chunks) = std::sync::mpsc::sync_channel(1);
-        scope.spawn(move || {
-            for (first, count) in chunks_of(segment) {
-                if sender.send(Chunk::read(segment, first, count)).is_err() {
-                    return;
-                }
-            }
-        });
-        for chunk in chunks {
-            if !work(chunk?)? {
-                break;
-            }
-        }
-        Ok(())
-    })
+/// A segment that is being moved, until it is dropped.
+struct Moving<'a> {
+    tier: &'a Shared,
+    victim: &'a Segment,
 }
 
-/// The same by one thread: a model knows all its threads.
-#[cfg(loom)]
-fn each_chunk(segment: &Segment, mut work: impl FnMut(Chunk) -> Result<bool>) -> Result<()> {
-    for (first, count) in chunks_of(segment) {
-        if !work(Chunk::read(segment, first, count)?)? {
-            break;
-        }
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        let mut state = self.tier.state();
+        state.moving -= 1;
+        self.victim.moving.store(false, Ordering::Relaxed);
+        drop(state);
+        self.tier.home.space.poke();
     }
-    Ok(())
 }
 
 /// The first record of each chunk, and how many it has.
@@ -241,7 +243,7 @@ impl Chunk {
         let from = start - start % ALIGNMENT as u64;
         let whole = end.next_multiple_of(ALIGNMENT as u64);
         let to = segment.sealed().filter(|sealed| whole <= sealed.file_bytes).map_or(end, |_| whole);
-        let buffers = BUFFERS.get(|| Ok(Arc::new(BufPool::new(CHUNK_BYTES + 2 * ALIGNMENT, 3))))?;
+        let buffers = BUFFERS.get(|| Ok(Arc::new(BufPool::new(CHUNK_BYTES + 2 * ALIGNMENT, MOST_MOVING as usize))))?;
         let mut bytes = buffers.take_at_least((to - from) as usize)?;
         segment.file.read_at(from, &mut bytes[..(to - from) as usize])?;
         Ok(Self { first, bytes, place: (start - from) as usize..(end - from) as usize })

@@ -6,6 +6,7 @@
 //! records  n × record bytes
 //! entries  n × (id i64 | write_seq - lowest write_seq | highest epoch - modified_epoch | record number), sorted by `hash_id(id)`, then
 //!          write_seq; the last three in as many bytes as the widest of the segment takes, 0 to 8, 0 to 4 and 0 to 3
+//! padding  zeros, so that the trailer ends with the file, whose length is a multiple of 4096
 //! trailer  "EMBCFOOT" | n u24 | bytes of an entry's epoch u8 | highest epoch u32 | lowest write_seq u64 | highest write_seq u64 | serial u64
 //!          | crc32c of the entries u32 | crc32c of the trailer so far u32
 //! ```
@@ -155,7 +156,14 @@ pub(super) struct EntryFormat {
     record_bytes: usize,
 }
 
+/// The most bytes that an entry takes in a footer of `records` records, of which none has a larger `write_seq` or epoch than these.
+#[inline]
+pub(super) fn most_entry_bytes(records: u32, highest_seq: u64, highest_epoch: u32) -> usize {
+    8 + width(highest_seq) + width(u64::from(highest_epoch)) + width(u64::from(records))
+}
+
 /// The bytes that `value` takes.
+#[inline]
 fn width(value: u64) -> usize {
     (u64::BITS - value.leading_zeros()).div_ceil(8) as usize
 }

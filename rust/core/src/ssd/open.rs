@@ -61,7 +61,7 @@ impl Shared {
             geometry,
             block_bytes,
             engine,
-            space: Arc::new(Space::new(geometry.cap_bytes)),
+            space: Arc::new(Space::new(geometry.cap_bytes, geometry.segment_bytes)),
             background,
         };
         let mut state = State::new(match tuning.index_bits {

@@ -24,7 +24,7 @@ impl Shared {
         self.check_writable()?;
         let (published, write_seq, rows) = {
             // No state names a segment that is being emptied beside the copies of its rows.
-            let _compacting = lock(&self.compacting);
+            let _compacting = self.not_compacting();
             let mut state = self.state();
             if let Some(last) = state.last_token
                 && token <= last
@@ -151,8 +151,9 @@ impl Shared {
                 state.seal(stream);
             }
         }
-        drop(lock(&self.compacting));
+        drop(self.not_compacting());
         self.home.space.wait_idle();
+        self.home.space.remove_spares(None, |path| self.home.engine.remove_file(path));
         self.home.space.close();
         drop(lock(&self.lock).take());
         self.home.space.failed().map_or(Ok(()), |cause| Err(read_only(&cause)))

@@ -13,7 +13,7 @@ use super::footers::{Footers, Hashes, check_crc, places};
 use super::format::{Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, TRAILER_BYTES, decode_trailer};
 use super::index::{Filler, Location, TagIndex};
 use super::manifest::{Named, StateFile};
-use super::segment::{Home, Sealed, Segment, segment_path};
+use super::segment::{Home, Sealed, Segment, most_padding, segment_path};
 use super::shared::{State, Tombstones};
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, Open};
@@ -63,9 +63,15 @@ fn open_segment(home: &Home, named: &Named) -> Result<Segment> {
         return Err(Error::corruption(&path, at, "the footer's checksum named by the state", expected, got));
     }
     let records = u64::from(trailer.records) * (home.schema.record_bytes(content) + trailer.entries().bytes()) as u64;
-    if trailer.records > Location::MAX_RECORDS || least + records != file_bytes {
+    let padded_from = header_bytes as u64 + records;
+    if trailer.records > Location::MAX_RECORDS || padded_from > at || at - padded_from > most_padding(file_bytes) {
         let expected = format!("that of {file_bytes} bytes");
         return Err(Error::corruption(&path, at + 8, "the number of records", expected, trailer.records));
+    }
+    let mut padding = vec![0; (at - padded_from) as usize];
+    file.read_at(padded_from, &mut padding)?;
+    if let Some(byte) = padding.iter().position(|byte| *byte != 0) {
+        return Err(Error::corruption(&path, padded_from + byte as u64, "a byte of padding", 0, padding[byte]));
     }
     Segment::reopened(home, named.serial, content, file, Sealed { trailer, file_bytes })
 }

@@ -13,7 +13,7 @@ use super::shared::Shared;
 use super::space::Space;
 use crate::error::Result;
 use crate::rows::{RowHeader, RowRef};
-use crate::sync::{Ordering, lock};
+use crate::sync::Ordering;
 
 const CHUNK_BYTES: usize = 1 << 20;
 
@@ -53,7 +53,7 @@ impl Shared {
     }
 
     fn parts(&self) -> Vec<Part> {
-        let _compacting = lock(&self.compacting);
+        let _compacting = self.not_compacting();
         let state = self.view();
         let rows = state.current().filter(|segment| segment.content == Content::Rows);
         rows.map(|segment| {

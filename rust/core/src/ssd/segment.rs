@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use super::background::{Background, panicked};
 use super::buffer::{BLOCK_BYTES, Block, Pool};
 use super::classes::Classes;
-use super::format::{Content, Entry, EntryFormat, Schema, Trailer, encode_footer};
+use super::format::{Content, Entry, EntryFormat, Schema, TRAILER_BYTES, Trailer, encode_footer, most_entry_bytes};
 use super::index::Location;
 use super::manifest::number_of;
 use super::space::{Geometry, Space};
@@ -21,6 +21,8 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering, lock};
 use crate::types::Id;
 
 const SUFFIX: &str = "seg";
+/// A segment with less than one part in this many of its room left is full.
+const WORTH_FILLING: u64 = 64;
 
 /// The file of segment `serial` in `dir`.
 pub(super) fn segment_path(dir: &Path, serial: u64) -> PathBuf {
@@ -30,6 +32,11 @@ pub(super) fn segment_path(dir: &Path, serial: u64) -> PathBuf {
 /// The serial of a segment file, `None` for any other file.
 pub(super) fn segment_serial(path: &Path) -> Option<u64> {
     number_of(path, SUFFIX)
+}
+
+/// The most bytes between entries and trailer of a file of `file_bytes`.
+pub(super) fn most_padding(file_bytes: u64) -> u64 {
+    file_bytes / WORTH_FILLING + ALIGNMENT as u64
 }
 
 /// What is known of a segment once its footer is written.
@@ -99,6 +106,8 @@ pub(super) struct Segment {
     synced: AtomicBool,
     /// A scan that has not come to it yet: compaction must not empty it.
     pub(super) scans: AtomicU32,
+    /// Whether compaction is moving its rows (changed under the table's lock).
+    pub(super) moving: AtomicBool,
     /// Compaction met bytes in it that it could not read: it stays as it is,
     damaged: AtomicBool,
     /// for this reason.
@@ -139,7 +148,7 @@ impl Segment {
         file: Arc<dyn IoFile>,
         sealed: Sealed,
     ) -> Result<Self> {
-        let held = sealed.file_bytes.next_multiple_of(ALIGNMENT as u64);
+        let held = sealed.file_bytes;
         // What its class was is not kept: what nothing is known of.
         let what = (content, Classes::of_new(), sealed.trailer.highest_seq);
         let segment = Self::make(home, serial, what, file, held)?;
@@ -178,6 +187,7 @@ impl Segment {
             seq_sum: AtomicU64::new(0),
             synced: AtomicBool::new(false),
             scans: AtomicU32::new(0),
+            moving: AtomicBool::new(false),
             damaged: AtomicBool::new(false),
             damage: Mutex::default(),
         })
@@ -229,6 +239,20 @@ impl Segment {
     /// Records that are not live.
     pub(super) fn dead(&self) -> u32 {
         self.records.load(Ordering::Relaxed) - self.live.load(Ordering::Relaxed)
+    }
+
+    /// Count records that the index points to. To be called under the table's lock: an atomic addition would wait for the stores before
+    /// it, those of the record, which are slow.
+    #[inline]
+    pub(super) fn add_live(&self, records: u32) {
+        self.live.store(self.live.load(Ordering::Relaxed) + records, Ordering::Relaxed);
+    }
+
+    /// Count records that it points to no longer; how many are left. As [`Segment::add_live`].
+    pub(super) fn remove_live(&self, records: u32) -> u32 {
+        let left = self.live.load(Ordering::Relaxed) - records;
+        self.live.store(left, Ordering::Relaxed);
+        left
     }
 
     /// How many of the current set and the published states name it.
@@ -356,20 +380,27 @@ impl Segment {
             Job::Seal { tail, mut entries } => {
                 let mut footer = Vec::new();
                 let trailer = encode_footer(&mut entries, self.serial, &mut footer);
-                let end = tail.filled + footer.len();
-                let mut bytes = AlignedBuf::zeroed(end.next_multiple_of(ALIGNMENT));
-                bytes[..tail.filled].copy_from_slice(&tail.bytes()[..tail.filled]);
-                bytes[tail.filled..end].copy_from_slice(&footer);
+                let (entries, trailer_bytes) = footer.split_at(footer.len() - TRAILER_BYTES);
+                let least = tail.start + (tail.filled + footer.len()).next_multiple_of(ALIGNMENT) as u64;
+                let room = self.held_bytes();
+                // A file that is all but full is filled, so that it is of the size to be written again.
+                let file_bytes =
+                    if room.saturating_sub(least) <= room / WORTH_FILLING { least.max(room) } else { least };
+                let mut bytes = AlignedBuf::zeroed((file_bytes - tail.start) as usize);
+                let (records, trailer_at) = (tail.filled, bytes.len() - TRAILER_BYTES);
+                bytes[..records].copy_from_slice(&tail.bytes()[..records]);
+                bytes[records..records + entries.len()].copy_from_slice(entries);
+                bytes[trailer_at..].copy_from_slice(trailer_bytes);
                 self.file.write_at(tail.start, &bytes)?;
                 self.space.wrote(bytes.len());
-                let file_bytes = tail.start + end as u64;
-                self.file.set_len(file_bytes)?;
+                if file_bytes < room {
+                    self.file.set_len(file_bytes)?;
+                }
                 self.written.store(file_bytes, Ordering::Release);
                 self.drop_block(&tail);
-                let held = file_bytes.next_multiple_of(ALIGNMENT as u64);
-                let before = self.bytes.swap(held, Ordering::Relaxed);
+                let before = self.bytes.swap(file_bytes, Ordering::Relaxed);
                 self.sealed.get_or_init(|| Sealed { trailer, file_bytes });
-                self.space.resize(before, held);
+                self.space.resize(before, file_bytes);
             }
             Job::Sync => {
                 self.file.sync()?;
@@ -399,7 +430,8 @@ impl Drop for Segment {
         let held = self.bytes.fetch_add(0, Ordering::Relaxed);
         // A file that cannot be removed goes on holding its bytes; the next open removes it.
         let doomed = self.doomed.fetch_or(false, Ordering::Relaxed);
-        let gone = doomed && self.space.remove(|| self.engine.remove_file(self.path()));
+        let remove = || self.engine.remove_file(self.path());
+        let gone = doomed && self.space.remove_or_keep(self.path(), held, remove);
         self.space.release(self.slot, held, gone);
     }
 }
@@ -413,7 +445,8 @@ pub(super) struct OpenSegment {
     buffer: AlignedBuf,
     start: u64,
     filled: usize,
-    max_records: u32,
+    /// Bytes that the file takes at most.
+    room: u64,
     block_bytes: usize,
     background: &'static Background,
 }
@@ -423,9 +456,17 @@ impl OpenSegment {
     pub(super) fn create(home: &Home, serial: u64, what: What, room: u64) -> Result<Self> {
         let content = what.0;
         let path = segment_path(&home.dir, serial);
-        let preallocate = home.geometry.segment_bytes.min(room);
-        let file = home.engine.open(&path, Open::Create { preallocate })?;
-        let segment = Segment::make(home, serial, what, file, preallocate)?;
+        let room = home.geometry.segment_bytes.min(room - room % ALIGNMENT as u64);
+        let spare = if room == home.geometry.segment_bytes { home.space.take_spare() } else { None };
+        let file = if let Some(spare) = spare {
+            // Its old records are named by no state and read by nobody; nothing of the new segment is believed before it is synced.
+            home.engine.rename(&spare, &path)?;
+            home.engine.open(&path, Open::Write)?
+        } else {
+            home.space.remove_spares(Some(room), |path| home.engine.remove_file(path));
+            home.engine.open(&path, Open::Create { preallocate: room })?
+        };
+        let segment = Segment::make(home, serial, what, file, room)?;
         segment.hold();
         let header = home.schema.header(serial, content);
         let mut buffer = AlignedBuf::zeroed(header.len().next_multiple_of(ALIGNMENT));
@@ -436,14 +477,20 @@ impl OpenSegment {
             buffer,
             start: 0,
             filled: header.len(),
-            max_records: home.geometry.max_records(content, home.schema.record_bytes(content), room),
+            room,
             block_bytes: home.block_bytes,
             background: home.background,
         })
     }
 
-    pub(super) fn is_full(&self) -> bool {
-        self.entries.len() as u32 >= self.max_records
+    /// Whether there is no room for one more record, where none has a larger `write_seq` or epoch than these.
+    #[inline]
+    pub(super) fn is_full(&self, highest_seq: u64, highest_epoch: u32) -> bool {
+        let records = self.entries.len() as u32 + 1;
+        let entry_bytes = most_entry_bytes(records, highest_seq, highest_epoch);
+        let frame = self.segment.header_bytes + TRAILER_BYTES;
+        let bytes = frame as u64 + u64::from(records) * (self.segment.record_bytes + entry_bytes) as u64;
+        records > Location::MAX_RECORDS || bytes > self.room
     }
 
     /// Room for one more record, and its number. The bytes are the caller's to fill, whole.
@@ -454,6 +501,9 @@ impl OpenSegment {
             self.make_room(len);
         }
         let record = self.entries.len() as u32;
+        if self.entries.len() == self.entries.capacity() {
+            self.make_room_for_entries();
+        }
         self.entries.push(Entry { id, write_seq, modified_epoch, record });
         self.segment.records.store(record + 1, Ordering::Relaxed);
         let sum = self.segment.seq_sum.load(Ordering::Relaxed).saturating_add(write_seq);
@@ -461,6 +511,14 @@ impl OpenSegment {
         let at = self.filled;
         self.filled += len;
         (record, &mut self.buffer[at..at + len])
+    }
+
+    /// Room for twice as many entries, as far as so many records fit the file.
+    #[cold]
+    fn make_room_for_entries(&mut self) {
+        let entries = self.entries.len();
+        let most = self.room as usize / (self.segment.record_bytes + most_entry_bytes(0, 0, 0)) + 1;
+        self.entries.reserve_exact(entries.max(64).min(most.saturating_sub(entries)).max(1));
     }
 
     #[cold]

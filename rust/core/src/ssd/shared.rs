@@ -77,8 +77,12 @@ pub(super) struct State {
     pub(super) highest_epoch: u32,
     /// Segments without live records, to be let go of.
     pub(super) emptied: Vec<u32>,
-    /// Whether compaction is moving a segment's rows now.
-    pub(super) moving: bool,
+    /// By segment number: records that are to be counted as dead; see [`State::bury_later`].
+    buried: Vec<u32>,
+    /// Segments that have some.
+    with_buried: Vec<u32>,
+    /// Segments whose rows compaction is moving now.
+    pub(super) moving: u32,
     /// See [`Classes::of_rewritten`].
     dither: f32,
     pub(super) given_up: bool,
@@ -113,8 +117,8 @@ pub(super) struct Shared {
     pub(super) identity: Identity,
     state: RwLock<State>,
     pub(super) publishing: Mutex<()>,
-    /// Held while a segment's rows are moved.
-    pub(super) compacting: Mutex<()>,
+    /// Held, together with others that do the same, while a segment's rows are moved.
+    compacting: RwLock<()>,
     pub(super) compaction_scheduled: AtomicBool,
     pub(super) counters: Counters,
     pub(super) lock: Mutex<Option<DirLock>>,
@@ -133,7 +137,9 @@ impl State {
             last_token: None,
             highest_epoch: 0,
             emptied: Vec::new(),
-            moving: false,
+            buried: Vec::new(),
+            with_buried: Vec::new(),
+            moving: 0,
             dither: 0.0,
             given_up: false,
             closed: false,
@@ -151,6 +157,7 @@ impl State {
         let slot = segment.slot as usize;
         if self.segments.len() <= slot {
             self.segments.resize(slot + 1, None);
+            self.buried.resize(slot + 1, 0);
         }
         self.segments[slot] = Some(segment);
     }
@@ -161,12 +168,25 @@ impl State {
         self.segments[location.segment as usize].as_ref().expect("the index points into the current set")
     }
 
-    /// The record at `location` is not the newest of its id any more.
+    /// The record at `location` is not the newest of its id any more. Counted by [`State::count_buried`], before the state's lock is given
+    /// up: the counts of segments that other threads changed are far from this one.
     #[inline]
-    pub(super) fn bury(&mut self, location: Location) {
-        let live = self.segment(location).live.fetch_sub(1, Ordering::Relaxed);
-        if live == 1 {
-            self.emptied.push(location.segment);
+    pub(super) fn bury_later(&mut self, location: Location) {
+        let buried = &mut self.buried[location.segment as usize];
+        *buried += 1;
+        if *buried == 1 {
+            self.with_buried.push(location.segment);
+        }
+    }
+
+    /// See [`State::bury_later`].
+    pub(super) fn count_buried(&mut self) {
+        while let Some(slot) = self.with_buried.pop() {
+            let buried = std::mem::take(&mut self.buried[slot as usize]);
+            let segment = self.segments[slot as usize].as_ref().expect("the index points into the current set");
+            if segment.remove_live(buried) == 0 {
+                self.emptied.push(slot);
+            }
         }
     }
 
@@ -255,9 +275,16 @@ impl State {
         true
     }
 
+    /// Whether `stream` has no open segment with room for one more record.
+    #[inline]
+    pub(super) fn is_full(&self, stream: Stream) -> bool {
+        let open = self.open[stream.index()].as_ref();
+        open.is_none_or(|open| open.is_full(self.next_seq, self.highest_epoch))
+    }
+
     /// Whether `stream` has an open segment with room; a full one is closed.
     fn takes(&mut self, stream: Stream) -> bool {
-        if self.open[stream.index()].as_ref().is_some_and(OpenSegment::is_full) {
+        if self.is_full(stream) {
             self.seal(stream);
         }
         self.open[stream.index()].is_some()
@@ -284,7 +311,7 @@ impl Shared {
             identity,
             state: RwLock::new(state),
             publishing: Mutex::new(()),
-            compacting: Mutex::new(()),
+            compacting: RwLock::new(()),
             compaction_scheduled: AtomicBool::new(false),
             counters: Counters::default(),
             lock: Mutex::new(Some(held)),
@@ -299,6 +326,16 @@ impl Shared {
     /// The state, to look things up.
     pub(super) fn view(&self) -> RwLockReadGuard<'_, State> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// To be held while a segment's rows are moved.
+    pub(super) fn compacting(&self) -> RwLockReadGuard<'_, ()> {
+        self.compacting.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wait until no segment's rows are being moved; none are as long as this is held.
+    pub(super) fn not_compacting(&self) -> RwLockWriteGuard<'_, ()> {
+        self.compacting.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Run a background task that changes this tier. Its panic counts as a failed write: from then on the tier only reads.
@@ -336,11 +373,17 @@ impl Shared {
         Ok(())
     }
 
-    /// Bytes that must be free before a row from RAM, or a tombstone, is taken: one whole segment, so that compaction can always move
-    /// a victim. It takes what there is: as rows move, the room in open segments and the free bytes together do not shrink by more
-    /// than the segments emptied give. A segment for such a row is made where another one stays free.
-    pub(super) fn bytes_kept(&self) -> u64 {
-        self.home.geometry.segment_bytes
+    /// Bytes that must be free before a row from RAM, or a tombstone, is taken: one whole segment for each that is being moved, and one
+    /// where none is, so that compaction can always move a victim. It takes what there is: as rows move, the room in open segments and
+    /// the free bytes together do not shrink by more than the segments emptied give. A segment for such a row is made where as much
+    /// stays free.
+    pub(super) fn bytes_kept(&self, state: &State) -> u64 {
+        self.home.geometry.segment_bytes * u64::from(state.moving.max(1))
+    }
+
+    /// Whether a segment for rows from RAM, or for tombstones, can be made.
+    fn has_room(&self, state: &State, free: u64) -> bool {
+        free >= self.bytes_kept(state) + self.home.geometry.segment_bytes
     }
 
     /// The classes of rows, as many rows as there are now.
@@ -351,10 +394,10 @@ impl Shared {
     /// Whether a row from RAM, or a tombstone, can be pushed to `stream`; makes a segment where there is none and the space has room.
     pub(super) fn ready(&self, state: &mut State, stream: Stream) -> Result<bool> {
         let free = self.home.space.free_bytes();
-        if free < self.bytes_kept() {
+        if free < self.bytes_kept(state) {
             return Ok(false);
         }
-        Ok(state.takes(stream) || (free >= 2 * self.bytes_kept() && self.open_segment(state, stream, free)?))
+        Ok(state.takes(stream) || (self.has_room(state, free) && self.open_segment(state, stream, free)?))
     }
 
     /// As [`Shared::ready`], for a row that compaction moves: the stream that can take it, its own class's where there is room for a
@@ -394,10 +437,10 @@ impl Shared {
             let mut state = self.state();
             state.reap();
             state.prune_tombstones();
-            if self.home.space.free_bytes() >= 2 * self.bytes_kept() {
+            if self.has_room(&state, self.home.space.free_bytes()) {
                 return Ok(());
             }
-            if state.moving || compact::victim(self, &state).is_some() {
+            if state.moving > 0 || compact::victim(self, &state).is_some() {
                 drop(state);
                 self.schedule_compaction();
             } else if state.seal_one_with_dead() {
@@ -448,7 +491,7 @@ impl Shared {
 
     /// Let the compactor look at this tier if there is something for it to do.
     pub(super) fn compact_if_worthwhile(self: &Arc<Self>, state: &State) {
-        if !state.moving && compact::victim(self, state).is_some() {
+        if compact::victim(self, state).is_some() {
             self.schedule_compaction();
         }
     }

@@ -1,5 +1,6 @@
 //! The cap: how a table's bytes are divided into segments, and who holds how many of them now.
 
+use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
 use std::time::Duration;
 
@@ -38,8 +39,8 @@ pub(super) struct Geometry {
     pub(super) segment_bytes: u64,
     pub(super) header_bytes: usize,
     pub(super) row_bytes: usize,
+    /// Rows that a segment has room for at least.
     pub(super) rows_per_segment: u32,
-    pub(super) tombstones_per_segment: u32,
     /// Classes of rows; see `classes`.
     pub(super) classes: u8,
     /// Rows that fit with the headroom left free.
@@ -61,11 +62,8 @@ impl Geometry {
             })
             .max(one_row)
             .next_multiple_of(ALIGNMENT as u64);
-        let fit = |bytes: u64, content: Content| {
-            let records = (bytes - frame as u64) / (schema.record_bytes(content) + MOST_ENTRY_BYTES) as u64;
-            records.min(u64::from(Location::MAX_RECORDS)) as u32
-        };
-        let rows_per_segment = fit(target, Content::Rows);
+        let fit = (target - frame as u64) / (row_bytes + MOST_ENTRY_BYTES) as u64;
+        let rows_per_segment = fit.min(u64::from(Location::MAX_RECORDS)) as u32;
         // Where a segment is full of records before it is full of bytes, it is smaller.
         let full = frame as u64 + u64::from(rows_per_segment) * (row_bytes + MOST_ENTRY_BYTES) as u64;
         let segment_bytes = full.next_multiple_of(ALIGNMENT as u64);
@@ -95,22 +93,9 @@ impl Geometry {
             header_bytes,
             row_bytes,
             rows_per_segment,
-            tombstones_per_segment: fit(segment_bytes, Content::Tombstones),
             classes,
             capacity_rows,
         })
-    }
-
-    /// Most records, of `record_bytes`, of a segment that takes at most `room` bytes.
-    pub(super) fn max_records(&self, content: Content, record_bytes: usize, room: u64) -> u32 {
-        let usual = match content {
-            Content::Rows => self.rows_per_segment,
-            Content::Tombstones => self.tombstones_per_segment,
-        };
-        let room = room - room % ALIGNMENT as u64;
-        let fit =
-            room.saturating_sub((self.header_bytes + TRAILER_BYTES) as u64) / (record_bytes + MOST_ENTRY_BYTES) as u64;
-        usual.min(fit.min(u64::from(usual)) as u32)
     }
 
     /// Bytes that no row can count on: those of open segments, and those kept free.
@@ -124,6 +109,9 @@ impl Geometry {
     }
 }
 
+/// Files of segments that are gone, kept to be written again.
+const MOST_SPARES: usize = 8;
+
 #[derive(Debug, Default)]
 struct Use {
     used_bytes: u64,
@@ -131,6 +119,8 @@ struct Use {
     lost_bytes: u64,
     /// and why the first of them could not.
     lost: Option<Error>,
+    /// Files of `segment_bytes` that hold nothing. Their bytes are free: they go before a new file would not fit beside them.
+    spares: Vec<PathBuf>,
     free_slots: Vec<u32>,
     slots: u32,
     /// Writes and seals handed to the flusher and not done.
@@ -144,6 +134,7 @@ struct Use {
 #[derive(Debug)]
 pub(super) struct Space {
     cap_bytes: u64,
+    segment_bytes: u64,
     inner: Mutex<Use>,
     changed: Condvar,
     written_bytes: AtomicU64,
@@ -152,9 +143,10 @@ pub(super) struct Space {
 }
 
 impl Space {
-    pub(super) fn new(cap_bytes: u64) -> Self {
+    pub(super) fn new(cap_bytes: u64, segment_bytes: u64) -> Self {
         Self {
             cap_bytes,
+            segment_bytes,
             inner: Mutex::default(),
             changed: Condvar::new(),
             written_bytes: AtomicU64::new(0),
@@ -187,6 +179,38 @@ impl Space {
             lock(&self.inner).lost.get_or_insert(error);
         }
         gone
+    }
+
+    /// As [`Space::remove`], but a file of a whole segment may be kept, to be written again: removing and making files makes a disk
+    /// that is told of free blocks much slower. Nothing may read it any more.
+    pub(super) fn remove_or_keep(&self, path: &Path, held: u64, remove: impl FnOnce() -> Result<()>) -> bool {
+        if held == self.segment_bytes {
+            let closed = lock(&self.closed);
+            let mut inner = lock(&self.inner);
+            if !*closed && inner.failed.is_none() && inner.spares.len() < MOST_SPARES {
+                inner.spares.push(path.to_owned());
+                return true;
+            }
+        }
+        self.remove(remove)
+    }
+
+    /// A file of a whole segment to write, which it is to be renamed for, if one is kept.
+    pub(super) fn take_spare(&self) -> Option<PathBuf> {
+        lock(&self.inner).spares.pop()
+    }
+
+    /// Remove files that are kept, as many as are in the way of `bytes` more; `None` for all.
+    pub(super) fn remove_spares(&self, bytes: Option<u64>, remove: impl Fn(&Path) -> Result<()>) {
+        let next = || {
+            let mut inner = lock(&self.inner);
+            let held = inner.used_bytes + inner.spares.len() as u64 * self.segment_bytes;
+            let in_the_way = bytes.is_none_or(|bytes| held + bytes > self.cap_bytes);
+            if in_the_way { inner.spares.pop() } else { None }
+        };
+        while let Some(path) = next() {
+            self.remove(|| remove(&path));
+        }
     }
 
     /// Why there is less room than there should be, if a file could not be removed.
@@ -338,9 +362,7 @@ mod tests {
                 assert!(g.segment_bytes % ALIGNMENT as u64 == 0 && g.rows_per_segment >= 1);
                 let segments = g.capacity_rows.div_ceil(u64::from(g.rows_per_segment));
                 assert!(segments * g.segment_bytes + g.spare_bytes() <= g.cap_bytes + g.segment_bytes, "{g:?}");
-                assert!(
-                    g.rows_per_segment <= Location::MAX_RECORDS && g.tombstones_per_segment <= Location::MAX_RECORDS
-                );
+                assert!(g.rows_per_segment <= Location::MAX_RECORDS);
             }
         }
     }

@@ -85,14 +85,14 @@ fn reseal_segment(bytes: &mut [u8], sorted: bool) {
         let at = header + number * record;
         set_crc(bytes, at + 4..at + record, at);
     }
-    let entries = trailer - count * entry;
+    let entries = header + count * record..header + count * (record + entry);
     if sorted {
-        let mut all: Vec<Vec<u8>> = bytes[entries..trailer].chunks(entry).map(<[u8]>::to_vec).collect();
+        let mut all: Vec<Vec<u8>> = bytes[entries.clone()].chunks(entry).map(<[u8]>::to_vec).collect();
         let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
         all.sort_by_key(|entry| (hash_id(number(&entry[..8]) as Id), number(&entry[8..8 + seq])));
-        bytes[entries..trailer].copy_from_slice(&all.concat());
+        bytes[entries.clone()].copy_from_slice(&all.concat());
     }
-    set_crc(bytes, entries..trailer, trailer + 40);
+    set_crc(bytes, entries, trailer + 40);
     set_crc(bytes, trailer..trailer + 44, trailer + 44);
 }
 
