@@ -126,6 +126,7 @@ class Plan:
     def fetched(self, table: int) -> tuple[I64, F32, F32]: ...  # slots [M], vectors [M, V], scalars [M] to scatter before the forward
     def slots(self, feature: int) -> I64: ...  # [N_f] cache slot of each occurrence; -1 for a row of zeros
     def transposed(self, table: int) -> tuple[I64, I64, I64]: ...  # slots [U], starts [U + 1], occurrences [N'] as positions in `ids`
+    def exclusively(self, work: Callable[[], None]) -> None: ...  # `work` (`wait` and scatter, or update and `commit`) while nobody else forwards, updates or copies rows; no kernels of the core in it
     def commit(self) -> None: ...  # device tables trained by torch ops: marks rows dirty, counts, unpins, advances the step
     # The core's kernels; `device[t]` gives the arrays of tables with a device tier, None for tables in place
     def forward_pooled(

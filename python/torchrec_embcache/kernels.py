@@ -317,8 +317,7 @@ class TorchBackend(KernelBackend):
                 rows = tier.weights.index_select(0, self._tensor(np.repeat(slots, np.diff(starts))))
                 out.index_copy_(0, positions, (rows * table_grad.index_select(0, index)).sum(1))
             updates.append((table, slots, _segment_sum(table_grad, index, self._tensor(starts), weights)))
-        self._update(updates, hyperparameters)
-        plan.commit()
+        self._update_and_commit(plan, updates, hyperparameters)
         return out
 
     def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
@@ -328,8 +327,18 @@ class TorchBackend(KernelBackend):
             slots, starts, occurrences = plan.transposed(table)
             summed = _segment_sum(grad, self._tensor(occurrences), self._tensor(starts), None)
             updates.append((table, slots, summed))
-        self._update(updates, hyperparameters)
-        plan.commit()
+        self._update_and_commit(plan, updates, hyperparameters)
+
+    def _update_and_commit(
+        self, plan: Plan, updates: list[tuple[int, NDArray[np.int64], Tensor]], hyperparameters: NDArray[np.float64]
+    ) -> None:
+        """Both, before anybody else copies rows: none is seen with new weights and the metadata from before."""
+
+        def work() -> None:
+            self._update(updates, hyperparameters)
+            plan.commit()
+
+        plan.exclusively(work)
 
     def _update(
         self, updates: list[tuple[int, NDArray[np.int64], Tensor]], hyperparameters: NDArray[np.float64]

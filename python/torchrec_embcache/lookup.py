@@ -203,12 +203,20 @@ class LookupGroup:
     def place(self, plan: _native.Plan) -> KernelBackend:
         """Wait for the plan's rows and put them where the kernels look for them."""
         _, backend = self._open()
-        plan.wait()
-        for place, table in enumerate(self.tables):
-            tier = table.tier
-            if tier is not None:
-                tier.ensure(plan.required_slots(place))
-                tier.scatter(*plan.fetched(place))
+        tiers = [table.tier for table in self.tables]
+
+        def bring() -> None:
+            plan.wait()
+            for place, tier in enumerate(tiers):
+                if tier is not None:
+                    tier.ensure(plan.required_slots(place))
+                    tier.scatter(*plan.fetched(place))
+
+        if any(tier is not None for tier in tiers):
+            # Whoever copies rows meanwhile must not read a slot before its row is there.
+            plan.exclusively(bring)
+        else:
+            plan.wait()
         for place, rows in enumerate(plan.overflow_rows()):
             # After a failed write rows read from SSD have nowhere else to go: no budget would help.
             if rows > self._warned_rows[place] and not self.tables[place].native.is_read_only():

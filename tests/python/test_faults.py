@@ -198,6 +198,22 @@ def no_threads(root: str) -> str:
     return "threads" if expected is not None else "none"
 
 
+def no_locked_memory(root: str) -> str:
+    if os.geteuid() == 0:  # who may lock as much as there is
+        os.chown(root, 65_534, 65_534)
+        os.setresgid(65_534, 65_534, 65_534)
+        os.setresuid(65_534, 65_534, 65_534)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+    with a_bag(tiers=ssd_tiers(Path(root, "ssd"), host_bytes="1MiB", ssd_bytes="64MiB")) as bag:
+        assert train(bag, range(6)) == 6
+        bag.flush()
+        assert contents(bag) == straight(6)
+        engine: str = bag.stats().ssd.io_engine
+    with a_bag(tiers=ssd_tiers(Path(root, "ssd"), host_bytes="1MiB", ssd_bytes="64MiB", reopen="resume")) as bag:
+        assert contents(bag) == straight(6)
+    return engine
+
+
 def can_start_a_thread() -> bool:
     import threading
 
@@ -257,7 +273,7 @@ def uring_refused(root: str, when: str, errno: int) -> str:
 
 SCENARIOS: dict[str, Callable[..., str]] = {
     scenario.__name__: scenario
-    for scenario in (memory, disk_full, save_on_full_disk, few_files, no_threads, uring_refused)
+    for scenario in (memory, disk_full, save_on_full_disk, few_files, no_threads, no_locked_memory, uring_refused)
 }
 
 
@@ -356,6 +372,11 @@ def test_without_threads_tables_in_ram_train_and_are_saved(run: Callable[..., st
     with tempfile.TemporaryDirectory() as root:
         if run("no_threads", root) == "threads":
             pytest.skip("this system gives threads whatever RLIMIT_NPROC says")
+
+
+def test_without_memory_that_may_be_locked_the_ssd_tier_works(run: Callable[..., str]) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        assert run("no_locked_memory", root)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of the system calls are x86-64's")

@@ -105,6 +105,12 @@ impl PyPlan {
         Ok((slots_to_python(py, &slots), positions_to_python(py, &starts), positions_to_python(py, &occurrences)))
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned callables")]
+    fn exclusively(&self, py: Python<'_>, work: Py<PyAny>) -> PyResult<()> {
+        let plan = self.plan()?;
+        py.detach(|| plan.exclusively(|| Python::attach(|py| work.call0(py).map(drop)))).map_err(to_python)?
+    }
+
     fn commit(&self, py: Python<'_>) -> PyResult<()> {
         let plan = self.plan()?;
         py.detach(|| plan.commit()).map_err(to_python)

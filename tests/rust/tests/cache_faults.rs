@@ -7,8 +7,9 @@ use std::sync::Arc;
 use embcache::Kind;
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{Fault, FaultEngine, MemoryEngine, Operation};
+use embcache::rows::RowHeader;
 use embcache::types::Id;
-use embcache_tests::{Rig, config};
+use embcache_tests::{Contents, Rig, config};
 
 const DIM: usize = 16;
 
@@ -198,5 +199,33 @@ fn a_full_table_may_drop_rows_by_policy_and_counts_them() {
         assert!(stats.dropped_rows > 0);
         assert_eq!(stats.rows + stats.dropped_rows, seen as u64, "rows that came back after they were dropped: none");
         assert_eq!(contents(&rig).len() as u64, stats.rows);
+    }
+}
+
+#[test]
+fn an_import_that_does_not_fit_changes_nothing_however_many_rows_it_has() {
+    // More rows than are taken at once; the first of them would fit.
+    const ROWS: i64 = 9000;
+    for (device_rows, ssd) in [(None, None), (Some(20), None), (None, Some(5 << 18)), (Some(20), Some(5 << 18))] {
+        let mut wanted = three_tiers(device_rows, if ssd.is_some() { 300 } else { 6000 }, ssd.unwrap_or_default());
+        if ssd.is_none() {
+            wanted.ssd = None;
+        }
+        let (rig, _) = rig(wanted);
+        rig.train(&(0..50).collect::<Vec<Id>>(), 4, 1).expect("a step");
+        let before = contents(&rig);
+        let floats = rig.table.config().layout().vector_floats();
+        let made = |ids: std::ops::Range<Id>| -> Contents {
+            ids.map(|id| (id, (RowHeader { id, ..RowHeader::default() }, vec![id as u32; floats]))).collect()
+        };
+        let error = rig.import(&made(20..ROWS)).expect_err("it does not fit");
+        assert_eq!(error.kind(), Kind::Capacity, "{error}");
+        assert_eq!(contents(&rig), before, "a part of it was taken");
+        assert_eq!(rig.table.len().expect("counted"), 50);
+        // What fits is taken, over rows that are there.
+        rig.import(&made(20..4500)).expect("it fits");
+        assert_eq!(rig.table.len().expect("counted"), 4500);
+        rig.import(&made(0..4500)).expect("all of them are there");
+        assert_eq!(rig.table.len().expect("counted"), 4500);
     }
 }

@@ -142,6 +142,17 @@ impl Plan {
         Ok(())
     }
 
+    /// Do `work`, which changes device tensors outside of the core, while nobody else forwards, updates or copies rows of this lookup's
+    /// tables: to wait and to scatter what was fetched, or to update rows and to commit. Not from within itself, and without kernels of
+    /// the core in it.
+    pub fn exclusively<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
+        let mut tables: Vec<_> = self.shape.tables.iter().collect();
+        // Two lookups may share tables: everybody who takes several takes them in one order.
+        tables.sort_unstable_by_key(|table| Arc::as_ptr(table));
+        let _writing = tables.into_iter().map(|table| table.writing_rows()).collect::<Result<Vec<_>>>()?;
+        Ok(work())
+    }
+
     /// Whether `wait` would not wait for the SSD.
     pub fn is_ready(&self) -> bool {
         lock(&self.inner).tables.iter().all(|table| table.loads.iter().all(|load| load.fetch.is_done()))

@@ -6,6 +6,7 @@ use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::{RowHeader, RowMut, RowRef};
 use crate::slots::RowState;
+use crate::ssd::SsdTier;
 use crate::types::{CacheSlot, Id, NO_SLOT, bucket_of};
 
 /// Rows handled under one hold of the table's lock.
@@ -90,6 +91,9 @@ impl Table {
         let mut state = self.shared.lock_any()?;
         self.shared.finish_loads(&mut state)?;
         self.shared.refuse_rows_in_use(&mut state, block.headers.iter().map(|header| header.id))?;
+        if self.shared.config.on_full == OnFull::Error && ids.len() > ROWS_PER_CALL {
+            self.shared.check_import(&mut state, &ids)?;
+        }
         // Where rows may leave a full table, those of one part can make room for those of the next.
         let at_once = match self.shared.config.on_full {
             OnFull::Evict => (self.shared.capacity_rows(&state) / 2).clamp(1, ROWS_PER_CALL as u64) as usize,
@@ -305,6 +309,30 @@ impl Shared {
             }
         }
         Ok(places)
+    }
+
+    /// Refuse rows that come in several parts where not all of them would be taken: `Capacity`, `Memory`.
+    fn check_import(&self, state: &mut State, ids: &[Id]) -> Result<()> {
+        let known = |state: &State| state.rows + state.provisional;
+        let indexed = self.ssd.as_ref().map_or(0, SsdTier::rows);
+        // An entry of the index takes no more than it is charged with at most.
+        let fits = |state: &State, new: u64| {
+            known(state) + new <= self.capacity_rows(state)
+                && (self.ssd.is_none() || state.host.rows_beside_index(u64::MAX, indexed + new) > 0)
+        };
+        if !fits(state, ids.len() as u64) {
+            let mut new = 0;
+            for ids in ids.chunks(ROWS_PER_CALL) {
+                new += self.places(state, ids)?.iter().filter(|place| matches!(place, Place::Nowhere)).count() as u64;
+            }
+            self.check_capacity(state, new, ids)?;
+            if !fits(state, new) {
+                return Err(self.index_full(state));
+            }
+        }
+        let homeless = ids.iter().filter(|&&id| state.host.slots.get(id) == NO_SLOT).count();
+        let free = state.host.slots.free_slots() as usize;
+        state.host.reserve(if self.ssd.is_some() { homeless.min(free) } else { homeless })
     }
 
     fn import_now(&self, state: &mut State, headers: &[RowHeader], vectors: &[f32]) -> Result<()> {

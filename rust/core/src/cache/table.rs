@@ -380,6 +380,17 @@ impl Shared {
         self.ssd.as_ref().map_or(u64::from(state.host.slots.limit()), SsdTier::capacity_rows)
     }
 
+    /// The error of rows whose index takes all that the rows in RAM have.
+    pub(crate) fn index_full(&self, state: &State) -> Error {
+        Error::new(
+            Kind::Capacity,
+            format!(
+                "table {:?}: the index of its {} rows on SSD fills host_bytes={}; raise host_bytes",
+                self.config.name, state.rows, self.config.host_bytes
+            ),
+        )
+    }
+
     /// Check that `more` rows can be born, or make room for them by policy where the table is allowed to drop rows: others than
     /// `needed`.
     pub(crate) fn check_capacity(&self, state: &mut State, more: u64, needed: &[Id]) -> Result<()> {
@@ -390,13 +401,7 @@ impl Shared {
             return Ok(());
         }
         if index_full && self.config.on_full == OnFull::Error {
-            return Err(Error::new(
-                Kind::Capacity,
-                format!(
-                    "table {:?}: the index of its {} rows on SSD fills host_bytes={}; raise host_bytes",
-                    self.config.name, state.rows, self.config.host_bytes
-                ),
-            ));
+            return Err(self.index_full(state));
         }
         match self.config.on_full {
             OnFull::Evict => self.drop_rows(state, wanted.saturating_sub(capacity).max(1), needed),

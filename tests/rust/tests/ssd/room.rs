@@ -167,3 +167,37 @@ fn fetches_appends_and_scans_of_many_tables_at_once_are_right() {
     let threads = std::fs::read_dir("/proc/self/task").unwrap().filter_map(Result::ok).filter(of_ours).count();
     assert!(threads < 16, "{threads} threads");
 }
+
+#[test]
+fn an_eviction_that_fails_halfway_says_which_rows_are_gone_and_counts_them() {
+    let mut halfway = 0;
+    for passing in 0.. {
+        let fault = FaultEngine::new(Arc::new(MemoryEngine::default()));
+        let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 512 << 10, Reopen::Never)).unwrap();
+        let mut held = Versions::new();
+        append(&tier, &(0..1000).collect::<Vec<_>>(), 1, &mut held).unwrap();
+        tier.publish(1, StateCounters::default()).unwrap();
+        // It reads the footer of one segment after the other, and drops the rows of each.
+        fault.hit_once(Operation::Read, passing, Fault::Fail(libc::EIO));
+        let gone = match tier.evict(600, &|_| false) {
+            Ok(gone) => gone,
+            Err(error) => {
+                assert_eq!(error.errno(), Some(libc::EIO), "{error}");
+                Vec::new()
+            }
+        };
+        fault.clear();
+        for id in &gone {
+            held.remove(id).expect("dropped once");
+        }
+        assert_eq!(tier.stats().dropped_rows, gone.len() as u64);
+        assert_eq!(tier.rows(), held.len() as u64, "rows are gone that nobody was told of");
+        check(&tier, &held, -5..1005);
+        if gone.len() == 600 {
+            break;
+        }
+        halfway += u64::from(!gone.is_empty());
+    }
+    assert!(halfway > 3, "{halfway}");
+}

@@ -1,0 +1,148 @@
+"""Rows of a device tier copied by other threads while one trains: whole ones, whichever kernels change them."""
+
+import threading
+
+import pytest
+import torch
+
+from tables import make_bag, ssd_tiers
+from torchrec_embcache import initializers, optimizers
+from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.kernels import DeviceTier, TorchBackend
+
+IDS = 120
+STEPS = 80
+# More than any id is trained in as many steps of 18 ids.
+LIFE = 45
+
+
+def made(directory, **budgets):
+    """Every step has the gradient 1 for each of its ids, so that a row is a function of its count."""
+    return make_bag(
+        tiers=ssd_tiers(directory, **{"host_bytes": "4KiB", "device_bytes": "3KiB", **budgets}),
+        initializer=initializers.Constant(1.0),
+        optimizer=optimizers.Adagrad(lr=0.1),
+    )
+
+
+def train(bag, ids):
+    bag(ids.view(-1, 1)).sum().backward()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_of_torch():
+    """The threads of these tests are enough."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory):
+    """Weights and slot after each number of steps."""
+    with made(tmp_path_factory.mktemp("life")) as bag:
+        rows = []
+        for _ in range(LIFE):
+            found = bag.read_rows(torch.tensor([0]))
+            rows.append((found.weights[0].clone(), found.slots["sum"][0].clone()))
+            train(bag, torch.tensor([0]))
+    assert len({bytes(weights.numpy()) for weights, _ in rows}) == len(rows)
+    return rows
+
+
+def check(life, chunk):
+    """Each row is as its count says."""
+    for at, count in enumerate(chunk.metadata.count.tolist()):
+        weights, total = life[count]
+        assert torch.equal(chunk.weights[at], weights), f"id {chunk.ids[at]}: other weights than after {count} steps"
+        assert torch.equal(chunk.slots["sum"][at], total), f"id {chunk.ids[at]}: another slot than after {count} steps"
+
+
+@pytest.fixture(params=["core", "torch"])
+def kernels(request, monkeypatch):
+    monkeypatch.setenv("EMBCACHE_KERNELS", request.param)
+    return request.param
+
+
+@pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
+def test_rows_are_whole_while_a_thread_trains_and_others_read_export_and_flush(kernels, life, tmp_path):
+    del kernels
+    with made(tmp_path) as bag:
+        train(bag, torch.arange(IDS))
+        done = threading.Event()
+        failures: list[BaseException] = []
+        counts = {"read": 0, "exported": 0, "flushed": 0}
+
+        def read():
+            check(life, bag.read_rows(torch.randint(0, IDS, (40,)).unique()))
+            counts["read"] += 1
+
+        def export():
+            try:
+                for chunk in bag.export(chunk_rows=50):
+                    check(life, chunk)
+                counts["exported"] += 1
+            except StateError as error:
+                assert "export again" in str(error)  # noqa: PT017
+
+        def flush():
+            bag.flush()
+            counts["flushed"] += 1
+
+        def go_on(work):
+            try:
+                while not done.is_set():
+                    work()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=go_on, args=(work,)) for work in (read, read, export, flush)]
+        for thread in threads:
+            thread.start()
+        try:
+            generator = torch.Generator().manual_seed(3)
+            for _ in range(STEPS):
+                train(bag, torch.randperm(IDS, generator=generator)[:18])
+                if failures:
+                    break
+            while not failures and min(counts["read"], counts["flushed"]) < 2:
+                pass
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+        assert not failures, failures[0]
+        check(life, bag.read_rows(torch.arange(IDS)))
+        assert bag.stats().device.evictions > 0
+        assert bag.stats().pinned_rows == 0
+
+
+@pytest.mark.parametrize(("owner", "name"), [(DeviceTier, "scatter"), (TorchBackend, "_update")])
+def test_a_reader_waits_until_device_rows_are_placed_and_committed(owner, name, life, tmp_path, monkeypatch):
+    """One that comes before the rows are scattered, or between their update and its commit."""
+    monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
+    real = getattr(owner, name)
+    found = []
+    readers = []
+
+    def amid(*arguments):
+        if name == "_update":
+            real(*arguments)
+        reader = threading.Thread(target=lambda: found.append(bag.read_rows(torch.arange(4))))
+        readers.append(reader)
+        reader.start()
+        reader.join(timeout=0.3)  # it would be done by then
+        if name == "scatter":
+            real(*arguments)
+
+    with made(tmp_path) as bag:
+        train(bag, torch.arange(4))
+        train(bag, torch.arange(50, 110))  # those before leave the device
+        monkeypatch.setattr(owner, name, amid)
+        train(bag, torch.arange(4))
+        for reader in readers:
+            reader.join()
+        assert found
+        for rows in found:
+            check(life, rows)
