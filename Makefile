@@ -16,6 +16,8 @@ export CARGO_TERM_PROGRESS_WHEN ?= never
 
 # fbgemm's flavour follows the machine: CUDA's does not import without a driver.
 FLAVOUR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# uv has certificates of its own; pip, and whoever runs a mirror, goes by the system's.
+SYSTEM_CERTS := $(if $(wildcard /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt /etc/ssl/cert.pem),--system-certs)
 # The environment is remade when a pin, the flavour or the folder (its scripts hold absolute paths) changes.
 REQUIREMENTS := requirements/uv.txt requirements/runtime.txt requirements/$(FLAVOUR).txt requirements/dev.txt
 ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | cksum | tr ' ' -)
@@ -44,7 +46,7 @@ $(ENVIRONMENT): $(REQUIREMENTS)
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) -m venv failed: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/uv.txt
-	@$(PY) -m uv pip install --quiet --python $(PY) --no-deps -r requirements/$(FLAVOUR).txt -r requirements/dev.txt
+	@$(PY) -m uv $(SYSTEM_CERTS) pip install --quiet --python $(PY) --no-deps -r requirements/$(FLAVOUR).txt -r requirements/dev.txt
 	@touch $@
 
 $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)

@@ -260,6 +260,10 @@ def check_offsets(offsets: I64, count: int, features: int) -> None:
     steps = np.diff(offsets)
     if len(steps) and steps.min() < 0:
         place = int(np.argmax(steps < 0))
+        if offsets[place] > count:
+            raise InputError(
+                f"offsets[{place}]={offsets[place]} and there are {count} ids: no bag starts past their end"
+            )
         raise InputError(
             f"offsets[{place + 1}]={offsets[place + 1]} is below offsets[{place}]={offsets[place]}: sort them"
         )

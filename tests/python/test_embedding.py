@@ -451,7 +451,7 @@ I = torch.tensor  # noqa: E741
         ((I([1, 2]), I([[0]])), r"offsets has shape \[1, 1\]"),
         ((I([1, 2]), I([1])), r"offsets\[0\]=1"),
         ((I([1, 2]), I([0, 2, 1])), r"offsets\[2\]=1 is below offsets\[1\]=2"),
-        ((I([1, 2]), I([0, 3])), r"offsets\[2\]=2 is below offsets\[1\]=3"),
+        ((I([1, 2]), I([0, 3])), r"offsets\[1\]=3 and there are 2 ids"),
         ((I([1, 2]), I([0, -1])), r"offsets\[1\]=-1"),
         ((I([1, 2]), I([0]), [1.0, 1.0]), "per_sample_weights is a list"),
         ((I([1, 2]), I([0]), I([1.0])), r"per_sample_weights has shape \[1\]"),

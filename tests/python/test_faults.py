@@ -110,6 +110,21 @@ def memory(root: str, tiers: str, extra: int) -> str:
     return type(getattr(bag, "failure", None)).__name__
 
 
+def memory_for_the_index_on_ssd(root: str) -> str:
+    bag = a_bag(tiers=ssd_tiers(Path(root, "ssd"), host_bytes="4MiB", ssd_bytes="1GiB"))
+    assert train(bag, range(2)) == 2
+    assert bag.stats().ssd.rows == 0
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 8 * MIB, resource.RLIM_INFINITY))
+    done = train(bag, range(2, 40))
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert contents(bag) == straight(done), "the step that failed changed something"
+    assert train(bag, range(done, done + 8)) == done + 8
+    assert bag.stats().ssd.rows > 0
+    assert contents(bag) == straight(done + 8)
+    return type(getattr(bag, "failure", None)).__name__
+
+
 def disk_full(root: str, small: str) -> str:
     bag = a_bag(tiers=ssd_tiers(Path(small, "ssd"), host_bytes="1MiB", ssd_bytes="64MiB"))
     assert train(bag, range(2)) == 2
@@ -126,7 +141,13 @@ def disk_full(root: str, small: str) -> str:
             bag(ids_of(step))
         bag.train()
     assert contents(bag) == expected
-    for refused in (bag.flush, lambda: bag(ids_of(done)).sum().backward()):
+    for refused in (
+        bag.flush,
+        lambda: bag(ids_of(done)).sum().backward(),
+        lambda: bag(torch.tensor([[1]])).sum().backward(),  # a row that would need no write
+        lambda: bag.import_rows(torch.tensor([1]), torch.zeros(1, 64)),
+        lambda: bag.remove_rows(ids_of(0).flatten()[:1]),
+    ):
         with pytest.raises(ReadOnlyError) as caught:
             refused()
         assert caught.value.errno == ENOSPC
@@ -273,7 +294,16 @@ def uring_refused(root: str, when: str, errno: int) -> str:
 
 SCENARIOS: dict[str, Callable[..., str]] = {
     scenario.__name__: scenario
-    for scenario in (memory, disk_full, save_on_full_disk, few_files, no_threads, no_locked_memory, uring_refused)
+    for scenario in (
+        memory,
+        memory_for_the_index_on_ssd,
+        disk_full,
+        save_on_full_disk,
+        few_files,
+        no_threads,
+        no_locked_memory,
+        uring_refused,
+    )
 }
 
 
@@ -350,6 +380,12 @@ def test_memory_that_is_refused_is_an_error_and_not_the_end(
 ) -> None:
     met = run("memory", str(tmp_path), tiers, MIB)
     assert met in (HostMemoryError.__name__, "RuntimeError", "MemoryError"), "no limit was met"
+
+
+def test_no_memory_for_the_first_rows_on_ssd_is_an_error_and_not_the_end(
+    tmp_path: Path, run: Callable[..., str]
+) -> None:
+    assert run("memory_for_the_index_on_ssd", str(tmp_path)) == HostMemoryError.__name__, "no limit was met"
 
 
 def test_a_full_disk_leaves_every_row_readable_and_savable(

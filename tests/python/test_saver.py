@@ -1,6 +1,7 @@
 """Checkpoints of a model's tables: what is saved is what is loaded, and nothing is half done."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,18 @@ def test_damaged_manifests_and_headers_leave_the_tables_as_they_were(root: Path)
         assert isinstance(caught.value, OSError)
         assert rows(bag) == before
         damage(path, offset)
+    for path in [*manifests, data]:
+        whole = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)  # nobody ever writes to it
+        with pytest.raises(CorruptionError, match="a regular file and is a pipe"):
+            Saver(0).load(bag, root)
+        path.unlink()
+        path.write_bytes(whole + bytes(9))
+        with pytest.raises(CorruptionError, match="damaged at byte [0-9]+: .* should be .* and is "):
+            Saver(0).load(bag, root)
+        assert rows(bag) == before
+        path.write_bytes(whole)
     Saver(0).load(bag, root)
 
 

@@ -53,6 +53,16 @@ impl Shared {
         Ok(victims.len())
     }
 
+    /// `ReadOnly` once a write of the SSD tier failed: nothing changes rows then, also where they are in RAM.
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        match &self.ssd {
+            Some(ssd) if ssd.is_read_only() => {
+                ssd.check_writable().map_err(|error| error.context(format!("table {:?}", self.config.name)))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Append rows to the SSD tier, whose error says which table it is of and what is safe.
     pub(crate) fn append(&self, ssd: &SsdTier, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
         ssd.append(rows, known).map_err(|error| {

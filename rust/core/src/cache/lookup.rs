@@ -109,6 +109,9 @@ impl Lookup {
         let shape = &self.shape;
         let splits = check_splits(ids.len(), feature_splits, shape.feature_tables.len())?;
         shape.tables.iter().try_for_each(|table| table.check_process())?;
+        if train {
+            shape.tables.iter().try_for_each(|table| table.check_writable())?;
+        }
         memory::check_room("plan a batch", ids.len() * PLAN_BYTES_AN_ID)?;
         let mode = PlanMode { train, ahead, unseen_zeros, threads };
         let mut tables = Vec::with_capacity(shape.tables.len());

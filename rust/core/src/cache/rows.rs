@@ -89,6 +89,7 @@ impl Table {
         }
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock_any()?;
+        self.shared.check_writable()?;
         self.shared.finish_loads(&mut state)?;
         self.shared.refuse_rows_in_use(&mut state, block.headers.iter().map(|header| header.id))?;
         if self.shared.config.on_full == OnFull::Error && ids.len() > ROWS_PER_CALL {
@@ -110,6 +111,7 @@ impl Table {
     pub fn remove_rows(&self, ids: &[Id]) -> Result<u64> {
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock()?;
+        self.shared.check_writable()?;
         self.shared.finish_loads(&mut state)?;
         self.shared.refuse_rows_in_use(&mut state, ids.iter().copied())?;
         let distinct: Vec<Id> = crate::index::dedupe(ids).unique;

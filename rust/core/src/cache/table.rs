@@ -208,7 +208,7 @@ impl Table {
         self.shared.finish_loads(&mut state)?;
         self.shared.write_down_all(&mut state)?;
         let counters = StateCounters { step: state.step, epoch: state.epoch };
-        ssd.publish(token, counters)
+        ssd.publish(token, counters).map_err(|error| error.context(format!("table {:?}", self.shared.config.name)))
     }
 
     /// Forget the published state named `token`, so that the next flush does not push out the state before it.

@@ -5,7 +5,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd as _, RawFd};
-use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -81,6 +81,32 @@ fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
             done => return done,
         }
     }
+}
+
+/// `Kind::Corruption` unless `file` is what this package writes: a regular file.
+fn check_regular(path: &Path, file: &File) -> Result<()> {
+    let kind = file.metadata().map_err(|e| Error::io("inspect", path, &e))?.file_type();
+    if kind.is_file() {
+        return Ok(());
+    }
+    let found = if kind.is_dir() {
+        "a directory"
+    } else if kind.is_fifo() {
+        "a pipe"
+    } else {
+        "a device"
+    };
+    Err(Error::corruption(path, 0, "what is there", "a regular file", found))
+}
+
+/// Take `O_NONBLOCK` off again: `io_uring` would hand back reads that have to wait for the disk.
+fn set_blocking(file: &File) -> io::Result<()> {
+    // SAFETY: both calls take an open descriptor and plain integers.
+    let done = unsafe {
+        let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
+        flags >= 0 && libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) == 0
+    };
+    if done { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 impl DiskFile {
@@ -281,9 +307,13 @@ impl<R: BatchReader> DiskEngine<R> {
         let mut options = File::options();
         options.read(true).custom_flags(libc::O_NOFOLLOW);
         let what = match how {
-            Open::Read => "open",
+            // A pipe in the file's place would wait for somebody who writes.
+            Open::Read => {
+                options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+                "open"
+            }
             Open::Write => {
-                options.write(true);
+                options.write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
                 "open"
             }
             Open::Create { .. } => {
@@ -292,6 +322,10 @@ impl<R: BatchReader> DiskEngine<R> {
             }
         };
         let file = uninterrupted(|| options.open(path)).map_err(|e| open_error(what, path, &e))?;
+        if !matches!(how, Open::Create { .. }) {
+            check_regular(path, &file)?;
+            set_blocking(&file).map_err(|e| open_error(what, path, &e))?;
+        }
         let align = if self.direct { DiskFile::turn_direct(&file) } else { None };
         if self.direct && align.is_none() {
             self.refused.store(true, Ordering::Relaxed);
@@ -426,6 +460,28 @@ mod tests {
             if let Ok(engine) = crate::io::UringEngine::new(direct) {
                 continued(&engine.with_call_bytes(ALIGNMENT));
             }
+        }
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let (pipe, inner, file) = (dir.path().join("pipe"), dir.path().join("inner"), dir.path().join("file"));
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        std::fs::create_dir(&inner).unwrap();
+        std::fs::write(&file, "x").unwrap();
+        for direct in [false, true] {
+            let engine = PsyncEngine::new(direct);
+            for (path, found) in [(&pipe, "a pipe"), (&inner, "a directory")] {
+                let error = engine.open(path, Open::Read).unwrap_err();
+                let expected = format!(
+                    "{} is damaged at byte 0: what is there should be a regular file and is {found}",
+                    path.display()
+                );
+                assert_eq!((error.kind(), error.to_string()), (Kind::Corruption, expected));
+            }
+            let flags = rustix::fs::fcntl_getfl(&engine.open_file(&file, Open::Read).unwrap().file).unwrap();
+            assert!(!flags.contains(rustix::fs::OFlags::NONBLOCK), "{flags:?}");
         }
     }
 

@@ -34,9 +34,14 @@ impl Shared {
         self.check_rows(rows, known)?;
         self.check_writable()?;
         let new = known.iter().filter(|known| !**known).count() as u64;
-        let held = self.view().index.len() as u64;
-        if new > 0 && held + new > self.home.geometry.capacity_rows {
-            return Err(self.full(held, new));
+        if new > 0 {
+            let mut state = self.state();
+            let held = state.index.len() as u64;
+            if held + new > self.home.geometry.capacity_rows {
+                drop(state);
+                return Err(self.full(held, new));
+            }
+            state.index.reserve(new as usize)?;
         }
         let at_once = (BYTES_AT_ONCE / self.home.geometry.row_bytes).clamp(1, AT_ONCE);
         let (mut seq, dither) = {

@@ -15,6 +15,8 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};
 
+use crate::error::Result;
+use crate::memory::zeros;
 use crate::prefetch::prefetch;
 use crate::types::{Id, hash_id};
 
@@ -154,7 +156,17 @@ impl TagIndex {
         }
     }
 
-    /// Add an id that is known to be absent. Panics at a location past 40 bits.
+    /// Ask for the memory of `more` entries to come, so that [`TagIndex::insert`] of them needs no large block.
+    ///
+    /// Errors: `Kind::Memory`, and nothing has changed.
+    pub fn reserve(&mut self, more: usize) -> Result<()> {
+        // Each sub-table that an entry comes to may grow by a step, and by what it was filled with.
+        let grown = 2 * self.tables.len().min(more) + more / (PAGE / 2) + self.pool.used as usize / 4;
+        self.pool.reserve(grown)
+    }
+
+    /// Add an id that is known to be absent. Panics at a location past 40 bits, and where the system refuses memory that was not
+    /// reserved.
     pub fn insert(&mut self, id: Id, location: Location) {
         let (table, tag) = self.print(id);
         match self.find(table, tag) {
@@ -371,6 +383,15 @@ impl Pool {
         &mut self.chunks[page as usize / PAGES_PER_CHUNK][start..start + PAGE]
     }
 
+    /// Have `pages` more to take.
+    fn reserve(&mut self, pages: usize) -> Result<()> {
+        while self.chunks.len() * PAGES_PER_CHUNK < self.used as usize + pages {
+            let chunk = zeros("hold the index of the rows on SSD", PAGES_PER_CHUNK * PAGE)?;
+            self.chunks.push(chunk.into_boxed_slice());
+        }
+        Ok(())
+    }
+
     fn take(&mut self) -> u32 {
         let page = self.take_as_it_is();
         self.page_mut(page).fill(EMPTY);
@@ -381,7 +402,7 @@ impl Pool {
     fn take_as_it_is(&mut self) -> u32 {
         let page = self.used;
         if page as usize == self.chunks.len() * PAGES_PER_CHUNK {
-            self.chunks.push(vec![0; PAGES_PER_CHUNK * PAGE].into_boxed_slice());
+            self.reserve(1).unwrap_or_else(|refused| panic!("{refused}"));
         }
         self.used += 1;
         page

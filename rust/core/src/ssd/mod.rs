@@ -232,6 +232,11 @@ impl SsdTier {
         self.shared.home.space.has_failed()
     }
 
+    /// `ReadOnly`, with the first error, after a failed write or sync; `State` when closed or in a forked process.
+    pub fn check_writable(&self) -> Result<()> {
+        self.shared.check_writable()
+    }
+
     /// Counters.
     pub fn stats(&self) -> SsdStats {
         let index_bytes = self.index_bytes();

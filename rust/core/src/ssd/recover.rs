@@ -210,7 +210,7 @@ impl Restore<'_> {
                 }
             }
             let filled = self.filler.fill(&rows);
-            lock(&self.index).adopt(&filled);
+            lock(&self.index).adopt(&filled)?;
             rows.clear();
         }
         Ok(Part { checksums: footers.finish()?, live, highest_epoch })

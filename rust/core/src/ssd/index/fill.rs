@@ -1,6 +1,7 @@
 //! Filling an empty index from ids in order of their hashes: sub-tables are made at their final size, by several threads.
 
 use super::{EMPTY, LOCATION_BITS, Location, PAGE, Shape, SubTable, TagIndex, size};
+use crate::error::Result;
 use crate::types::{Id, id_of_hash};
 
 /// Makes sub-tables for one index. Cheap to copy.
@@ -77,9 +78,12 @@ impl TagIndex {
 
     /// Put sub-tables made by its [`TagIndex::filler`] in the place of empty ones.
     ///
+    /// Errors: `Kind::Memory`, and nothing has changed.
+    ///
     /// # Panics
     /// When a sub-table of theirs is not empty.
-    pub fn adopt(&mut self, filled: &[Filled]) {
+    pub fn adopt(&mut self, filled: &[Filled]) -> Result<()> {
+        self.pool.reserve(filled.iter().map(|table| table.entries.len() / PAGE).sum())?;
         for Filled { table, sub_table, entries, exact } in filled {
             assert!(self.tables[*table].pages.is_empty(), "sub-table {table} is not empty");
             let mut pages = Vec::with_capacity(entries.len() / PAGE);
@@ -92,5 +96,6 @@ impl TagIndex {
             self.tables[*table] = SubTable { pages, ..*sub_table };
             self.exact.extend(exact.iter().copied());
         }
+        Ok(())
     }
 }

@@ -175,7 +175,7 @@ proptest! {
             let rows: Vec<_> = sorted.iter().copied().filter(|(hash, _)| {
                 filler.first_hash(table).is_some_and(|first| *hash >= first) && end.is_none_or(|end| *hash < end)
             }).collect();
-            index.adopt(&filler.fill(&rows));
+            index.adopt(&filler.fill(&rows)).unwrap();
         }
         check_structure(&index);
         for (number, id) in more.into_iter().enumerate() {
@@ -190,5 +190,29 @@ proptest! {
         for (id, place) in &model {
             prop_assert!(index.is_at(*id, *place));
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn entries_that_were_reserved_take_no_more_from_the_system(before in 0_usize..60_000, more in 1_usize..60_000, salt: u64) {
+        let mut index = TagIndex::new(24);
+        for number in 0..before as u64 {
+            index.insert((number ^ salt) as i64, at(number));
+        }
+        let promised = {
+            let pool = index.pool.used as usize;
+            index.reserve(more).unwrap();
+            let grown = 2 * index.tables.len().min(more) + more / (PAGE / 2) + pool / 4;
+            prop_assert!(index.pool.chunks.len() * PAGES_PER_CHUNK >= pool + grown);
+            pool + grown
+        };
+        for number in 0..more as u64 {
+            let number = before as u64 + number;
+            index.insert((number ^ salt) as i64, at(number));
+        }
+        prop_assert!(index.pool.used as usize <= promised, "{} pages and {promised} promised", index.pool.used);
+        check_structure(&index);
     }
 }
