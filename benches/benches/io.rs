@@ -138,14 +138,14 @@ fn main() {
             name: "io_read_uniform",
             unit: "reads/s",
             better: Better::Higher,
-            limit: Some("raw io_uring, O_DIRECT, the same reads at depth 256"),
+            limit: Some("raw io_uring, O_DIRECT, the same reads at depth 128"),
             make: |scale| Reads::make(scale, false),
         },
         Bench {
             name: "io_read_cpu_us_per_read",
             unit: "us",
             better: Better::Lower,
-            limit: Some("raw io_uring, O_DIRECT, the same reads at depth 256"),
+            limit: Some("raw io_uring, O_DIRECT, the same reads at depth 128"),
             make: |scale| Reads::make(scale, true),
         },
         Bench {

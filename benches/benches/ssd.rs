@@ -9,8 +9,8 @@ use embcache::io::default_engine;
 use embcache::rows::{RowHeader, RowMut};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, DIM, Ids, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, StoreWork, TierRows,
-    cpu_seconds, new_tier, run, scattered_id, setting, uniform_ranks,
+    BATCH_IDS, Bench, Better, DIM, Ids, RAW_DEPTH, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, StoreWork,
+    TierRows, cpu_seconds, new_tier, run, scattered_id, setting, uniform_ranks,
 };
 
 /// Batches of a round of fetches, and rounds.
@@ -19,7 +19,7 @@ const ROUNDS: usize = 5;
 
 fn main() {
     let reads =
-        "raw io_uring, O_DIRECT, depth 256, same read size, random offsets in the same files, sorted and merged";
+        "raw io_uring, O_DIRECT, depth 128, same read size, random offsets in the same files, sorted and merged";
     run(&[
         Bench {
             name: "ssd_fetch_uniform",
@@ -72,7 +72,7 @@ impl Fetches {
             next: 0,
             headers: vec![RowHeader::default(); batch],
             vectors: vec![0.0; batch * DIM],
-            raw: RawRecords::over(&scratch.path().join("tier"), RECORD_BYTES),
+            raw: RawRecords::over(&scratch.path().join("tier"), RECORD_BYTES, RAW_DEPTH),
             raw_rate: None,
             cost,
             _scratch: scratch,

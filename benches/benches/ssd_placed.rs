@@ -17,8 +17,8 @@ use embcache::io::default_engine;
 use embcache::rows::Initializer;
 use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
 use embcache_benches::{
-    BATCH_IDS, Bench, Better, DIM, Ids, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, SplitMix64, StoreWork, Zipf,
-    run, scattered_id, scattered_slot, setting,
+    BATCH_IDS, Bench, Better, DIM, Ids, RAW_DEPTH, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, SplitMix64,
+    StoreWork, Zipf, run, scattered_id, scattered_slot, setting,
 };
 
 /// Turns of a round, and batches of each.
@@ -237,8 +237,8 @@ impl Placed {
 
     /// A turn of the limit.
     fn read_raw(&self) -> Duration {
-        // Compaction makes and removes files between turns.
-        let mut raw = RawRecords::over(&self.scratch.path().join("tier"), RECORD_BYTES);
+        // Compaction makes and removes files between turns. Two submissions of a table are read at once.
+        let mut raw = RawRecords::over(&self.scratch.path().join("tier"), RECORD_BYTES, 2 * RAW_DEPTH);
         let mut batches: Vec<_> = (0..BATCHES).map(|_| raw.draw(self.read)).collect();
         raw.read(&mut batches)
     }

@@ -14,8 +14,8 @@ use crate::workload::SplitMix64;
 
 /// What direct reads are aligned to.
 const SECTOR: usize = 512;
-/// Reads that the limits have in flight: as many as the project's engine. The disk's own queue has 256 places.
-pub const RAW_DEPTH: usize = 256;
+/// Reads that the limits have in flight: as many as a ring of the project's engine.
+pub const RAW_DEPTH: usize = 128;
 /// Completions waited for with one system call.
 const REAP: usize = 16;
 /// Records are read together when their blocks
@@ -134,11 +134,11 @@ pub struct RawRecords {
 }
 
 impl RawRecords {
-    /// Over the segments in a directory of files, [`RAW_DEPTH`] reads in flight.
+    /// Over the segments in a directory of files, `depth` reads in flight.
     ///
     /// # Panics
     /// When there are none, or as [`RawReads::new`].
-    pub fn over(dir: &Path, record_bytes: usize) -> Self {
+    pub fn over(dir: &Path, record_bytes: usize, depth: usize) -> Self {
         let files: Vec<(PathBuf, u64)> = std::fs::read_dir(dir)
             .expect("a directory of files")
             .map(|entry| entry.expect("a directory of files").path())
@@ -150,7 +150,7 @@ impl RawRecords {
             .collect();
         assert!(!files.is_empty(), "no segments in {}", dir.display());
         let (paths, lengths): (Vec<PathBuf>, Vec<u64>) = files.into_iter().unzip();
-        let reads = RawReads::over(&paths, LARGEST_MERGED, RAW_DEPTH);
+        let reads = RawReads::over(&paths, LARGEST_MERGED, depth);
         Self { reads, lengths, random: SplitMix64(9), record_bytes }
     }
 

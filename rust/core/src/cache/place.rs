@@ -15,6 +15,8 @@ use crate::types::{CacheSlot, Id, NO_SLOT};
 pub(crate) const SLOTS_AHEAD: usize = 24;
 /// How many inserts ahead what an insert touches is.
 const INSERTS_AHEAD: usize = 12;
+/// Rows whose reads are submitted at once: the disk works on the first ones while room is made for the next.
+const ROWS_PER_SUBMISSION: usize = 4096;
 
 /// How a plan treats ids.
 #[derive(Clone, Copy, Debug)]
@@ -208,6 +210,23 @@ impl TablePlan {
             self.unplaced.extend_from_slice(missing);
             return Ok(());
         }
+        let parts = missing.chunks(ROWS_PER_SUBMISSION).zip(ids.chunks(ROWS_PER_SUBMISSION));
+        for ((missing, ids), on_ssd) in parts.zip(on_ssd.chunks(ROWS_PER_SUBMISSION)) {
+            self.bring_in_some(state, (missing, ids, on_ssd), mode, batch)?;
+            batch.submit_if_worthwhile(ROWS_PER_SUBMISSION);
+        }
+        Ok(())
+    }
+
+    /// Give host slots to some ids that are not in RAM: their positions in `unique`, themselves, and whether each may be on SSD.
+    fn bring_in_some(
+        &mut self,
+        state: &mut State,
+        (missing, ids, on_ssd): (&[u32], &[Id], &[bool]),
+        mode: PlanMode,
+        batch: &mut FetchBatch,
+    ) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
         if let Err(error) = shared.make_room(state, missing.len() as u32)
             && mode.train
         {
@@ -221,7 +240,7 @@ impl TablePlan {
         let mut refused = Ok(());
         let mut born = Vec::new();
         let host = Arc::make_mut(&mut self.host);
-        for (number, ((&position, &id), &there)) in missing.iter().zip(&ids).zip(&on_ssd).enumerate() {
+        for (number, ((&position, &id), &there)) in missing.iter().zip(ids).zip(on_ssd).enumerate() {
             if let Some(&later) = ids.get(number + INSERTS_AHEAD) {
                 state.host.slots.prefetch_insert(later);
             }

@@ -15,9 +15,8 @@ use super::{AlignedBuf, Read, ReadSink};
 use crate::error::{Error, Kind, Result};
 use crate::sync::lock;
 
-/// Reads in flight on one ring: as many as a block device's queue usually has places. Of reads too far apart to be merged such a disk gives a
-/// quarter more than at half of it, and no more at twice.
-const DEPTH: usize = 256;
+/// Reads in flight on one ring: two of them fill a block device's queue, which usually has 256 places.
+const DEPTH: usize = 128;
 /// Rings, so that several tables read at once.
 const RINGS: usize = 4;
 /// Completions waited for with one system call: few enough to keep the device's queue full.

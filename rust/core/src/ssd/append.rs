@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::buffer::Pool;
-use super::classes::Classes;
+use super::classes::{Classes, keep_neighbours_together};
 use super::footers::read_entries;
 use super::format::{Content, Entry};
 use super::index::Location;
@@ -113,13 +113,15 @@ impl Shared {
             let state = self.view();
             state.index.get_batch(&ids, &mut older);
             let classes = self.classes(&state);
-            for (((class, known), older), seq) in records.classes.iter_mut().zip(known).zip(older).zip(seqs..) {
-                if let (true, Some(older)) = (known, older) {
-                    let segment = state.segment(older);
+            older.iter_mut().zip(known).filter(|(_, known)| !**known).for_each(|(older, _)| *older = None);
+            for ((class, older), seq) in records.classes.iter_mut().zip(&older).zip(seqs..) {
+                if let Some(older) = older {
+                    let segment = state.segment(*older);
                     let interval = seq.saturating_sub(segment.mean_seq());
                     *class = classes.of_rewritten(segment.class.min(classes.count - 1), interval, dither);
                 }
             }
+            keep_neighbours_together(&mut records.classes, &older);
         }
         records.bytes.resize(rows.len() * row_bytes, 0);
         for ((row, bytes), seq) in rows.iter().zip(records.bytes.chunks_exact_mut(row_bytes)).zip(seqs..) {

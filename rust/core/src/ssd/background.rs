@@ -19,9 +19,10 @@ use crate::sync::{Condvar, Mutex, lock, wait};
 /// Threads that write blocks and footers. Two, so that a footer is sorted while the next segment's blocks are written.
 #[cfg(not(loom))]
 const FLUSHERS: usize = 2;
-/// Threads that submit the reads of plans; each submission is as deep as the engine likes.
+/// Threads that submit the reads of plans, each as deep as the engine likes. Two, so that the disk's queue is full while one of them ends
+/// its submission; more, where two fill the queue, make reads wait for a place in it.
 #[cfg(not(loom))]
-const FETCHERS: usize = 4;
+const FETCHERS: usize = 2;
 
 /// The threads' inboxes.
 #[derive(Debug)]

@@ -6,6 +6,11 @@
 //! (exponential smoothing, as of counts by class only whole steps can be kept, with the fraction of a step turned into a share of calls);
 //! a row that compaction meets long after it should have been rewritten moves to the next class. Intervals as predictors: Wang et al.,
 //! Separating data via block invalidation time inference for write amplification reduction in log-structured storage, FAST 2022.
+//!
+//! Rows that were written together and are again are used together, and are read with fewer reads where they lie together: they, and the
+//! rows between them, go to one class.
+
+use super::index::Location;
 
 /// The most classes that a tier has.
 pub(super) const MOST_CLASSES: u8 = 4;
@@ -13,6 +18,10 @@ pub(super) const MOST_CLASSES: u8 = 4;
 const FIRST: u8 = 1;
 /// The share of the difference between what was seen and what was expected by which the expectation changes.
 const SMOOTHING: f32 = 0.25;
+/// Rows of one call this close lie together when written,
+const NEIGHBOURS: usize = 8;
+/// as did those whose older versions are in one segment, this many records apart at most.
+const NEARBY_RECORDS: u32 = 32;
 /// A row stays in its class until this many times the class's interval have passed.
 const PATIENCE: f64 = 2.0;
 
@@ -45,6 +54,40 @@ impl Classes {
     pub(super) fn of_moved(self, class: u8, age: u64) -> u8 {
         let interval = self.rows as f64 * f64::from(i32::from(class) - i32::from(FIRST)).exp2();
         (class + u8::from(age as f64 > PATIENCE * interval)).min(self.count - 1)
+    }
+}
+
+/// Give neighbours among the rows of a call that were neighbours before, where their older versions lie, the class in the middle of
+/// theirs and of those between them.
+pub(super) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Location>]) {
+    let were_near = |one: Option<Location>, other: Option<Location>| {
+        one.zip(other).is_some_and(|(one, other)| {
+            one.segment == other.segment && one.record.abs_diff(other.record) <= NEARBY_RECORDS
+        })
+    };
+    let mut first = 0;
+    while first < classes.len() {
+        let (mut last, mut at) = (first, first);
+        while at <= last {
+            let ahead = (at + NEIGHBOURS).min(classes.len() - 1);
+            // What is joined already need not be looked at again.
+            if let Some(near) = (last.max(at) + 1..=ahead).rev().find(|&near| were_near(older[at], older[near])) {
+                last = near;
+            }
+            at += 1;
+        }
+        let run = &mut classes[first..=last];
+        let mut counts = [0_usize; MOST_CLASSES as usize];
+        for &class in &*run {
+            counts[class as usize] += 1;
+        }
+        let mut below = 0;
+        let middle = counts.iter().position(|count| {
+            below += count;
+            2 * below >= run.len()
+        });
+        run.fill(middle.map_or(FIRST, |class| class as u8));
+        first = last + 1;
     }
 }
 
@@ -87,5 +130,21 @@ mod tests {
         assert_eq!(CLASSES.of_moved(3, u64::MAX), 3);
         assert_eq!(Classes { count: 2, rows: 10 }.of_moved(1, u64::MAX), 1);
         assert_eq!(Classes { count: 2, rows: 0 }.of_rewritten(1, u64::MAX, 0.99), 1);
+    }
+
+    #[test]
+    fn rows_written_together_before_and_now_go_to_one_class_with_those_between_them() {
+        let at = |segment, record| Some(Location { segment, record });
+        // Two of a group, one between them, another of the group; then rows that nothing links; then two far apart in one segment.
+        let older = [at(1, 10), at(2, 7), at(1, 12), at(1, 30), None, at(3, 1), at(4, 0), at(4, 1000)];
+        let mut classes = [0, 3, 0, 1, 1, 2, 0, 3];
+        keep_neighbours_together(&mut classes, &older);
+        assert_eq!(classes, [0, 0, 0, 0, 1, 2, 0, 3]);
+        // Links that overlap join; a neighbour too many rows on does not.
+        let older = [at(1, 0), at(2, 0), at(1, 5), at(2, 5), None, None, None, None, None, None, None, None, at(2, 6)];
+        let mut classes = [1, 2, 3, 2, 0, 0, 0, 0, 0, 0, 0, 0, 3];
+        keep_neighbours_together(&mut classes, &older);
+        assert_eq!(classes, [2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 3]);
+        keep_neighbours_together(&mut [], &[]);
     }
 }

@@ -107,6 +107,13 @@ pub struct FetchBatch {
 }
 
 impl FetchBatch {
+    /// Start reading if `rows` or more are waiting for it.
+    pub fn submit_if_worthwhile(&mut self, rows: usize) {
+        if self.jobs.iter().map(|job| job.items.len()).sum::<usize>() >= rows {
+            std::mem::take(self).submit();
+        }
+    }
+
     /// Start reading.
     pub fn submit(self) {
         if let Some(first) = self.jobs.first() {
