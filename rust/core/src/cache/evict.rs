@@ -111,13 +111,14 @@ impl Shared {
     pub(crate) fn fit_host_to_index(&self, state: &mut State) -> Result<()> {
         let fits = self.host_rows_beside_index(state).max(1) as u32;
         let limit = state.host.slots.limit();
-        // Shrinking moves rows, so it waits until 64 KiB can be given back.
-        let step = ((64 * 1024 / state.host.row_bytes()) as u32).max(1);
-        if fits > limit || (fits < limit && limit - fits >= step.min(limit / 8 + 1)) {
-            state.host.slots.set_limit(fits);
-            if fits < limit {
-                self.move_below_limit(state)?;
-            }
+        // Shrinking moves rows, so it makes room for another 64 KiB of index at once.
+        let ahead = ((64 * 1024 / state.host.row_bytes()) as u32).clamp(1, fits / 8 + 1);
+        let target = if fits == state.host.slots.capacity() { fits } else { (fits - ahead.min(fits)).max(1) };
+        if fits < limit || target > limit {
+            state.host.slots.set_limit(target);
+        }
+        if fits < limit {
+            self.move_below_limit(state)?;
         }
         Ok(())
     }
