@@ -35,7 +35,7 @@ const SMALL_SEGMENTS: usize = 16;
 const TOMBSTONE_SEGMENTS: usize = 8;
 
 /// Segments of one tier that are moved at a time.
-pub(super) const MOST_MOVING: u32 = 2;
+pub(super) const MOST_MOVING: u32 = 3;
 
 /// Compact the tier as long as that is worthwhile. Called by the compactors.
 pub(super) fn run(tier: &Arc<Shared>) {

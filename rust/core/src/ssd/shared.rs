@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError};
 use super::Identity;
 use super::background::panicked;
 use super::classes::{Classes, MOST_CLASSES};
-use super::compact;
+use super::compact::{self, MOST_MOVING};
 use super::format::Content;
 use super::index::{Location, TagIndex};
 use super::manifest::Published;
@@ -373,12 +373,13 @@ impl Shared {
         Ok(())
     }
 
-    /// Bytes that must be free before a row from RAM, or a tombstone, is taken: one whole segment for each that is being moved, and one
-    /// where none is, so that compaction can always move a victim. It takes what there is: as rows move, the room in open segments and
-    /// the free bytes together do not shrink by more than the segments emptied give. A segment for such a row is made where as much
-    /// stays free.
+    /// Bytes that must be free before a row from RAM, or a tombstone, is taken: one whole segment, so that compaction can always move a
+    /// victim, and while it does, one for each that can be moved at a time, or rows from RAM would take the room that the others need.
+    /// It takes what there is: as rows move, the room in open segments and the free bytes together do not shrink by more than the
+    /// segments emptied give. A segment for such a row is made where as much stays free.
     pub(super) fn bytes_kept(&self, state: &State) -> u64 {
-        self.home.geometry.segment_bytes * u64::from(state.moving.max(1))
+        let segments = if state.moving == 0 { 1 } else { MOST_MOVING };
+        self.home.geometry.segment_bytes * u64::from(segments)
     }
 
     /// Whether a segment for rows from RAM, or for tombstones, can be made.
