@@ -64,12 +64,7 @@ impl Shared {
                 let more = self.append_some(&mut state, rows, known, &records, taken)?;
                 if more == 0 {
                     drop(state);
-                    let room = self.wait_for_room();
-                    if let (Err(error), true) = (&room, done > 0) {
-                        // Some rows are taken and not all can be: only damaged segments that cannot be compacted get here.
-                        self.home.space.fail(error.clone());
-                    }
-                    room?;
+                    self.wait_for_more_room(done > 0)?;
                     continue;
                 }
                 (taken, done) = (taken + more, done + more);
@@ -181,6 +176,16 @@ impl Shared {
         self.forget(ids, |_, _| true, &mut Vec::new())
     }
 
+    /// As [`Shared::wait_for_room`], for a call of which a part may be `begun`. Where there is none then, not all of it can be done, and
+    /// the tier only reads from now on: only damaged segments that cannot be compacted lead there.
+    fn wait_for_more_room(self: &Arc<Self>, begun: bool) -> Result<()> {
+        self.wait_for_room().inspect_err(|error| {
+            if begun {
+                self.home.space.fail(error.clone());
+            }
+        })
+    }
+
     /// Remove those of `ids` that are here and for which `still` says true, each with a tombstone; on an error too they are in `gone`.
     fn forget(self: &Arc<Self>, ids: &[Id], still: impl Fn(&State, usize) -> bool, gone: &mut Vec<Id>) -> Result<()> {
         self.check_writable()?;
@@ -190,12 +195,7 @@ impl Shared {
             let mut state = self.state();
             if !self.ready(&mut state, Stream::Tombstones)? {
                 drop(state);
-                let room = self.wait_for_room();
-                if let (Err(error), true) = (&room, done > 0) {
-                    // Some ids are gone and not all can be: as in `append`.
-                    self.home.space.fail(error.clone());
-                }
-                room?;
+                self.wait_for_more_room(done > 0)?;
                 continue;
             }
             let mut open = state.open[Stream::Tombstones.index()].take().expect("just made ready");
