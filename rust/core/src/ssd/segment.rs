@@ -452,8 +452,8 @@ pub(super) struct OpenSegment {
 }
 
 impl OpenSegment {
-    /// Make the file of segment `serial`, which takes at most `room` bytes.
-    pub(super) fn create(home: &Home, serial: u64, what: What, room: u64) -> Result<Self> {
+    /// Make the file of segment `serial`, which takes at most `room` bytes; `None` where files that could not be removed hold them.
+    pub(super) fn create(home: &Home, serial: u64, what: What, room: u64) -> Result<Option<Self>> {
         let content = what.0;
         let path = segment_path(&home.dir, serial);
         let room = home.geometry.segment_bytes.min(room - room % ALIGNMENT as u64);
@@ -463,7 +463,9 @@ impl OpenSegment {
             home.engine.rename(&spare, &path)?;
             home.engine.open(&path, Open::Write)?
         } else {
-            home.space.remove_spares(Some(room), |path| home.engine.remove_file(path));
+            if !home.space.remove_spares(Some(room), |path| home.engine.remove_file(path)) {
+                return Ok(None);
+            }
             home.engine.open(&path, Open::Create { preallocate: room })?
         };
         let segment = Segment::make(home, serial, what, file, room)?;
@@ -471,7 +473,7 @@ impl OpenSegment {
         let header = home.schema.header(serial, content);
         let mut buffer = AlignedBuf::zeroed(header.len().next_multiple_of(ALIGNMENT));
         buffer[..header.len()].copy_from_slice(&header);
-        Ok(Self {
+        Ok(Some(Self {
             segment: Arc::new(segment),
             entries: Vec::new(),
             buffer,
@@ -480,7 +482,7 @@ impl OpenSegment {
             room,
             block_bytes: home.block_bytes,
             background: home.background,
-        })
+        }))
     }
 
     /// Whether there is no room for one more record, where none has a larger `write_seq` or epoch than these.

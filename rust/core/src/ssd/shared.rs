@@ -415,12 +415,13 @@ impl Shared {
         Ok((0..MOST_CLASSES).map(Stream::Rows).find(|stream| state.takes(*stream)))
     }
 
-    /// Make an open segment of at most `room` bytes for `stream`.
+    /// Make an open segment of at most `room` bytes for `stream`; whether there was room for its file.
     fn open_segment(&self, state: &mut State, stream: Stream, room: u64) -> Result<bool> {
         let what = (stream.content(), stream.class(), state.next_seq);
         let open = OpenSegment::create(&self.home, state.next_serial, what, room).inspect_err(|error| {
             self.home.space.fail(error.clone());
         })?;
+        let Some(open) = open else { return Ok(false) };
         state.next_serial += 1;
         state.adopt(open.segment.clone());
         state.open[stream.index()] = Some(open);

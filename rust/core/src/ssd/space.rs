@@ -200,16 +200,25 @@ impl Space {
         lock(&self.inner).spares.pop()
     }
 
-    /// Remove files that are kept, as many as are in the way of `bytes` more; `None` for all.
-    pub(super) fn remove_spares(&self, bytes: Option<u64>, remove: impl Fn(&Path) -> Result<()>) {
-        let next = || {
-            let mut inner = lock(&self.inner);
-            let held = inner.used_bytes + inner.spares.len() as u64 * self.segment_bytes;
-            let in_the_way = bytes.is_none_or(|bytes| held + bytes > self.cap_bytes);
-            if in_the_way { inner.spares.pop() } else { None }
-        };
-        while let Some(path) = next() {
-            self.remove(|| remove(&path));
+    /// Remove files that are kept, as many as are in the way of `bytes` more (`None` for all); whether nothing is in their way now. What
+    /// could not be removed goes on holding its bytes.
+    pub(super) fn remove_spares(&self, bytes: Option<u64>, remove: impl Fn(&Path) -> Result<()>) -> bool {
+        loop {
+            let spare = {
+                let mut inner = lock(&self.inner);
+                let held = inner.used_bytes + inner.spares.len() as u64 * self.segment_bytes;
+                let in_the_way = bytes.is_none_or(|bytes| held + bytes > self.cap_bytes);
+                if !in_the_way {
+                    return true;
+                }
+                inner.spares.pop()
+            };
+            let Some(path) = spare else { return bytes.is_none() };
+            if !self.remove(|| remove(&path)) {
+                let mut inner = lock(&self.inner);
+                inner.used_bytes += self.segment_bytes;
+                inner.lost_bytes += self.segment_bytes;
+            }
         }
     }
 
@@ -372,6 +381,33 @@ mod tests {
         let schema = Schema::new(1, "rowwise_adagrad", &OptimizerKind::RowWiseAdagrad.layout(64));
         let g = Geometry::new(8 << 30, &schema, None).unwrap();
         assert!(g.capacity_rows * g.row_bytes as u64 > (8 << 30) / 5 * 4, "{g:?}");
+    }
+
+    #[test]
+    fn a_kept_file_that_cannot_be_removed_goes_on_holding_its_bytes() {
+        let space = Space::new(10 << 12, 1 << 12);
+        space.take(7 << 12).unwrap();
+        for name in ["a", "b", "c"] {
+            assert!(
+                space.remove_or_keep(Path::new(name), 1 << 12, || unreachable!("a file of a whole segment is kept"))
+            );
+        }
+        assert!(space.remove_spares(Some(0), |_| unreachable!("nothing is in the way")));
+        assert_eq!(space.free_bytes(), 3 << 12, "kept files count as free");
+        let refused = || Error::io("remove", Path::new("c"), &std::io::Error::from_raw_os_error(libc::EPERM));
+        assert!(space.remove_spares(Some(1 << 12), |path| if path == Path::new("c") {
+            Err(refused())
+        } else {
+            Ok(())
+        }));
+        assert_eq!(space.free_bytes(), 2 << 12, "c is still there");
+        assert_eq!(space.lost().and_then(|error| error.errno()), Some(libc::EPERM));
+        assert!(!space.remove_spares(Some(3 << 12), |_| Err(refused())), "nothing makes room for as much");
+        assert_eq!(
+            (space.free_bytes(), space.leaving_bytes(7 << 12)),
+            (1 << 12, 0),
+            "nobody will let go of what is lost"
+        );
     }
 
     #[test]

@@ -4,13 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::config::Reopen;
-use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Open, Operation, read_file};
 use embcache::{Error, Kind, Result};
 use embcache_tests::Rig;
 
 use crate::stop::{checkpoint_is_whole, every, resumes};
 use crate::workload::{
-    DEVICE, EVICTING, Kinds, PARTS, ROOMY, Run, STEPS, Snapshot, disk, do_part, is_of_storage, load, open, save,
+    DEVICE, EVICTING, Kinds, PARTS, ROOMY, Run, STEPS, Snapshot, directory, disk, do_part, is_of_storage, load, open,
+    save,
 };
 
 /// The tables after each number of parts of an undisturbed run.
@@ -209,23 +210,33 @@ fn a_disk_that_cannot_be_read_for_a_while_costs_no_room_for_ever() {
     assert_eq!(rows, rigs[0].table.len().unwrap(), "the count of rows follows what was dropped");
 }
 
+/// More segments than a table keeps to write again lose all their rows, time and again.
 #[test]
 fn files_that_cannot_be_removed_are_named_and_no_row_is_lost_count_of() {
+    let kinds = Kinds { ssd_bytes: 512 << 10, ids: 4000, ..ROOMY };
     let memory = disk();
     let fault = FaultEngine::new(Arc::new(memory.clone()));
     let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
-    let rigs = open(&engine, EVICTING, Reopen::Never, None).unwrap();
+    let rigs = open(&engine, kinds, Reopen::Never, None).unwrap();
+    let rig = &rigs[0];
     fault.hit_every(Operation::RemoveFile, Fault::Fail(libc::EPERM));
-    let mut refused = None;
-    for step in 0..200 {
-        if let Err(error) = do_part(&rigs[0], step, 0, 0, EVICTING) {
-            refused = Some(error);
-            break;
+    let all: Vec<_> = (-50..kinds.ids).collect();
+    let held_bytes = || -> u64 {
+        // A file that is renamed meanwhile is another one's bytes.
+        let files = memory.list(&directory(0)).unwrap();
+        files.iter().filter_map(|path| memory.open(path, Open::Read).ok()).map(|file| file.len().unwrap()).sum()
+    };
+    let round = |round: u64| -> Result<()> {
+        for step in 0..60 {
+            do_part(rig, round * 60 + step, 0, 0, kinds)?;
+            assert!(held_bytes() <= kinds.ssd_bytes, "{} bytes in round {round}, step {step}", held_bytes());
         }
-    }
-    let refused = refused.expect("the cap is reached with files that cannot go");
+        rig.table.remove_rows(&all).map(|_| ())
+    };
+    let refused = (0..20).find_map(|number| round(number).err()).expect("the cap is reached with files that cannot go");
     assert_eq!(refused.errno(), Some(libc::EPERM), "{refused:?}");
     assert!(refused.path().is_some() && refused.to_string().contains("could not be removed"), "{refused}");
+    assert_eq!(rig.contents().unwrap().len() as u64, rig.table.len().unwrap());
     can_be_saved_elsewhere(&rigs, "after files could not be removed");
     let path = refused.path().map(Path::to_owned).unwrap_or_default();
     assert!(read_file(&memory, &path, 1 << 20).is_ok(), "{} is there", path.display());
