@@ -1,30 +1,50 @@
 //! The index of a tier in RAM: id to slot.
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{_mm512_cmpeq_epi64_mask, _mm512_load_si512, _mm512_set1_epi64};
 use std::hint::select_unpredictable;
 
 use crate::error::Result;
 use crate::prefetch::prefetch;
 use crate::rows::Mapping;
+use crate::simd::Isa;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 const WIDTH: usize = 5;
 
-/// A cache line of entries. An entry with place 0 is empty, whatever its id: zeros are an empty line.
+/// A cache line of entries: those in use first.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 struct Line {
     ids: [Id; WIDTH],
-    /// Slots plus one.
-    places: [u32; WIDTH],
-    unused: u32,
+    /// Slots plus one; 0 where no entry is, whatever its id (zeros are an empty line), and in the last, which has no id.
+    places: [u32; WIDTH + 1],
 }
 
 impl Line {
-    /// The place of an id, 0 if it is not in this line. Without branches: which entry it is cannot be foreseen.
+    /// The place of an id, 0 if it is not in this line. Entry by entry and without branches: which one it is cannot be foreseen.
     #[inline]
     fn place(&self, id: Id) -> u32 {
-        (0..WIDTH).fold(0, |place, entry| place | select_unpredictable(self.ids[entry] == id, self.places[entry], 0))
+        // The first that matches: an entry in use comes before those with ids left over.
+        let entry =
+            (0..WIDTH).rev().fold(WIDTH, |found, entry| select_unpredictable(self.ids[entry] == id, entry, found));
+        // SAFETY: an entry, or the place after them.
+        unsafe { *self.places.get_unchecked(entry) }
+    }
+
+    /// [`Line::place`], all entries at once.
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn place_at_once(&self, id: Id) -> u32 {
+        // SAFETY: a line is 64 bytes, and aligned to as many.
+        let line = unsafe { _mm512_load_si512((&raw const *self).cast()) };
+        let equal = _mm512_cmpeq_epi64_mask(line, _mm512_set1_epi64(id));
+        // What follows the ids in the line may equal the id, too, but comes after the place of none.
+        let entry = (u32::from(equal) | 1 << WIDTH).trailing_zeros() as usize;
+        // SAFETY: bit WIDTH is set, so that this is an entry or the place after them.
+        unsafe { *self.places.get_unchecked(entry) }
     }
 
     #[inline]
@@ -32,9 +52,33 @@ impl Line {
         (0..WIDTH).find(|&entry| self.ids[entry] == id && self.places[entry] != 0)
     }
 
+    /// Entries in use.
     #[inline]
-    fn gap(&self) -> Option<usize> {
-        self.places.iter().position(|place| *place == 0)
+    fn len(&self) -> usize {
+        (0..WIDTH).filter(|&entry| self.places[entry] != 0).count()
+    }
+
+    #[inline]
+    fn is_full(&self) -> bool {
+        self.places[WIDTH - 1] != 0
+    }
+
+    /// Add an entry to a line that is not full.
+    #[inline]
+    fn push(&mut self, id: Id, place: u32) {
+        let gap = self.len();
+        self.ids[gap] = id;
+        self.places[gap] = place;
+    }
+
+    /// Take an entry out; the last comes in its place.
+    fn take(&mut self, entry: usize) -> (Id, u32) {
+        let taken = (self.ids[entry], self.places[entry]);
+        let last = self.len() - 1;
+        self.ids[entry] = self.ids[last];
+        self.places[entry] = self.places[last];
+        self.places[last] = 0;
+        taken
     }
 }
 
@@ -53,7 +97,7 @@ pub struct HostIndex {
 }
 
 /// How many ids ahead [`HostIndex::get_batch`] asks for lines.
-const AHEAD: usize = 32;
+const AHEAD: usize = 64;
 const LEAST_LINES: usize = 16;
 
 impl HostIndex {
@@ -108,20 +152,11 @@ impl HostIndex {
         if self.len == 0 {
             return slots.fill(NO_SLOT);
         }
-        let lines = self.lines();
-        let mut homes = [0; AHEAD];
-        for (id, ahead) in ids.iter().zip(&mut homes) {
-            *ahead = home(lines.len(), *id);
-            prefetch(lines, *ahead);
-        }
-        let mut turn = 0;
-        for (done, (&id, slot)) in ids.iter().zip(slots).enumerate() {
-            let line = homes[turn];
-            let ahead = home(lines.len(), ids[(done + AHEAD).min(ids.len() - 1)]);
-            prefetch(lines, ahead);
-            homes[turn] = ahead;
-            turn = (turn + 1) % AHEAD;
-            *slot = slot_from(lines, line, id);
+        match Isa::best() {
+            // SAFETY: the processor has AVX-512 F.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => unsafe { slots_at_once(self.lines(), ids, slots) },
+            _ => slots_ahead(self.lines(), ids, slots, Line::place),
         }
     }
 
@@ -156,30 +191,27 @@ impl HostIndex {
 
     /// Remove an id; its slot, or `NO_SLOT` if absent.
     pub fn remove(&mut self, id: Id) -> CacheSlot {
-        let Some((mut line, mut entry)) = self.find(id) else { return NO_SLOT };
+        let Some((mut line, entry)) = self.find(id) else { return NO_SLOT };
         let lines = self.lines_mut();
-        let slot = lines[line].places[entry] - 1;
-        let mut next = line;
         // Only past full lines are there ids whose home is at or before them; the first that may move back does.
-        let mut full = lines[line].gap().is_none();
-        lines[line].places[entry] = 0;
+        let mut full = lines[line].is_full();
+        let (_, place) = lines[line].take(entry);
+        let mut next = line;
         while full {
             next = following(next, lines.len());
-            full = lines[next].gap().is_none();
-            let moves = (0..WIDTH).find(|&other| {
-                let Line { ids, places, .. } = &lines[next];
-                places[other] != 0
-                    && distance(home(lines.len(), ids[other]), next, lines.len()) >= distance(line, next, lines.len())
+            full = lines[next].is_full();
+            let moves = (0..lines[next].len()).find(|&other| {
+                let home = home(lines.len(), lines[next].ids[other]);
+                distance(home, next, lines.len()) >= distance(line, next, lines.len())
             });
             if let Some(other) = moves {
-                lines[line].ids[entry] = lines[next].ids[other];
-                lines[line].places[entry] = lines[next].places[other];
-                lines[next].places[other] = 0;
-                (line, entry) = (next, other);
+                let (id, place) = lines[next].take(other);
+                lines[line].push(id, place);
+                line = next;
             }
         }
         self.len -= 1;
-        slot
+        place - 1
     }
 
     /// Line and entry of an id.
@@ -187,10 +219,10 @@ impl HostIndex {
         let lines = self.lines();
         let mut line = if self.len == 0 { return None } else { home(lines.len(), id) };
         loop {
-            match (lines[line].entry(id), lines[line].gap()) {
-                (Some(entry), _) => return Some((line, entry)),
-                (None, Some(_)) => return None,
-                (None, None) => line = following(line, lines.len()),
+            match lines[line].entry(id) {
+                Some(entry) => return Some((line, entry)),
+                None if !lines[line].is_full() => return None,
+                None => line = following(line, lines.len()),
             }
         }
     }
@@ -222,7 +254,7 @@ impl HostIndex {
         let old = std::mem::replace(self, grown);
         // Homes keep the order of hashes, so that this walks both sides from front to back.
         for line in old.lines() {
-            for entry in (0..WIDTH).filter(|entry| line.places[*entry] != 0) {
+            for entry in 0..line.len() {
                 put(self.lines_mut(), line.ids[entry], line.places[entry]);
             }
         }
@@ -254,24 +286,52 @@ fn slot_from(lines: &[Line], mut line: usize, id: Id) -> CacheSlot {
     loop {
         let here = &lines[line];
         let place = here.place(id);
-        if place != 0 || here.gap().is_some() {
+        if place != 0 || !here.is_full() {
             return place.wrapping_sub(1);
         }
         line = following(line, lines.len());
     }
 }
 
+/// The slots of `ids`, `NO_SLOT` where absent; `place` looks an id up in a line. The lines of ids [`AHEAD`] are asked for.
+#[inline(always)]
+#[allow(clippy::inline_always)] // It is compiled for the instruction set of who calls it.
+fn slots_ahead(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], place: impl Fn(&Line, Id) -> u32) {
+    let mut homes = [0; AHEAD];
+    for (id, ahead) in ids.iter().zip(&mut homes) {
+        *ahead = home(lines.len(), *id);
+        prefetch(lines, *ahead);
+    }
+    for (done, (&id, slot)) in ids.iter().zip(slots).enumerate() {
+        let ahead = home(lines.len(), ids[(done + AHEAD).min(ids.len() - 1)]);
+        prefetch(lines, ahead);
+        let line = std::mem::replace(&mut homes[done % AHEAD], ahead);
+        let here = &lines[line];
+        let place = place(here, id);
+        *slot = if place != 0 || !here.is_full() { place.wrapping_sub(1) } else { slot_past(lines, line, id) };
+    }
+}
+
+/// [`slots_ahead`] with AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn slots_at_once(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
+    slots_ahead(lines, ids, slots, |line, id| line.place_at_once(id));
+}
+
+/// The slot of an id that is not in `line`, its home, which is full.
+#[inline(never)]
+fn slot_past(lines: &[Line], line: usize, id: Id) -> CacheSlot {
+    slot_from(lines, following(line, lines.len()), id)
+}
+
 /// Enter an id that is absent.
 fn put(lines: &mut [Line], id: Id, place: u32) {
     let mut line = home(lines.len(), id);
-    let gap = loop {
-        match lines[line].gap() {
-            Some(gap) => break gap,
-            None => line = following(line, lines.len()),
-        }
-    };
-    lines[line].ids[gap] = id;
-    lines[line].places[gap] = place;
+    while lines[line].is_full() {
+        line = following(line, lines.len());
+    }
+    lines[line].push(id, place);
 }
 
 #[cfg(test)]
@@ -287,10 +347,11 @@ mod tests {
         let lines = index.lines();
         let mut len = 0;
         for (at, line) in lines.iter().enumerate() {
-            for entry in (0..WIDTH).filter(|entry| line.places[*entry] != 0) {
+            for entry in 0..line.len() {
                 assert_eq!(index.find(line.ids[entry]), Some((at, entry)));
-                len += 1;
             }
+            assert!(line.places[line.len()..].iter().all(|place| *place == 0), "those in use first");
+            len += line.len();
         }
         assert_eq!(len, index.len());
         assert!(len <= index.limit);
@@ -372,8 +433,13 @@ mod tests {
             let ids: Vec<Id> = (-520..520).collect();
             let mut slots = vec![0; ids.len()];
             index.get_batch(&ids, &mut slots);
-            for (id, slot) in ids.iter().zip(slots) {
-                prop_assert_eq!(slot, model.get(id).copied().unwrap_or(NO_SLOT));
+            for (id, slot) in ids.iter().zip(&slots) {
+                prop_assert_eq!(*slot, model.get(id).copied().unwrap_or(NO_SLOT));
+            }
+            let mut one_by_one = vec![0; ids.len()];
+            if !index.is_empty() {
+                slots_ahead(index.lines(), &ids, &mut one_by_one, Line::place);
+                prop_assert_eq!(slots, one_by_one, "on every instruction set");
             }
         }
     }
