@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{Plan, RowBlock};
+use embcache::cache::{Ancestor, Plan, RowBlock};
 use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
 use embcache::io::MemoryEngine;
 use embcache::rows::RowHeader;
@@ -39,6 +39,9 @@ enum Step {
     Export,
     Flush,
     Resume,
+    /// A checkpoint, or the begin of one that fails.
+    Save(bool),
+    Delta,
 }
 
 fn a_step() -> impl Strategy<Value = Step> {
@@ -55,6 +58,8 @@ fn a_step() -> impl Strategy<Value = Step> {
         2 => Just(Step::Flush),
         1 => Just(Step::Resume),
         1 => Just(Step::Clear),
+        2 => prop::bool::weighted(0.8).prop_map(Step::Save),
+        3 => Just(Step::Delta),
     ]
 }
 
@@ -87,6 +92,10 @@ fn some_tiers() -> impl Strategy<Value = Tiers> {
             optimizer,
         },
     )
+}
+
+fn ancestor(number: usize, next_epoch: u32) -> Ancestor {
+    Ancestor { name: format!("checkpoint {number}"), manifest_xxh3: number as u64, next_epoch }
 }
 
 type Contents = BTreeMap<Id, (Vec<u32>, u32, u32, u64)>;
@@ -140,6 +149,8 @@ struct Run {
     counts: BTreeMap<Id, u32>,
     waiting: VecDeque<(Plan, Vec<Id>)>,
     flushed: Option<Flushed>,
+    /// The contents of each checkpoint.
+    saved: Vec<Contents>,
     token: u64,
     salt: u32,
 }
@@ -172,6 +183,7 @@ impl Run {
             counts: BTreeMap::new(),
             waiting: VecDeque::new(),
             flushed: None,
+            saved: Vec::new(),
             token: 0,
             salt: 0,
         }
@@ -235,6 +247,41 @@ impl Run {
                 }
             }
             Step::Resume => self.resume(),
+            Step::Save(published) => {
+                let next_epoch = self.rig.table.epoch().expect("an epoch") + 1;
+                self.rig.table.set_epoch(next_epoch).expect("an epoch");
+                if published {
+                    self.rig.table.saved_as(ancestor(self.saved.len(), next_epoch)).expect("noted");
+                    self.saved.push(contents(&self.rig));
+                }
+            }
+            Step::Delta => self.compare_deltas(),
+        }
+    }
+
+    /// What a delta holds makes the table out of each checkpoint it can build on.
+    fn compare_deltas(&self) {
+        let table = &self.rig.table;
+        let floats = table.config().layout().vector_floats();
+        let now = contents(&self.rig);
+        for ancestor in table.ancestors().expect("ancestors") {
+            let mut rebuilt = self.saved[ancestor.manifest_xxh3 as usize].clone();
+            for id in table.left_since(&ancestor).expect("an ancestor") {
+                rebuilt.remove(&id);
+            }
+            let mut rows = 0;
+            let mut changed = Contents::new();
+            table
+                .for_each_modified(ancestor.next_epoch, 5, &mut |chunk| {
+                    assert!(chunk.headers.iter().all(|header| header.modified_epoch >= ancestor.next_epoch));
+                    rows += chunk.headers.len();
+                    changed.extend(bits(&chunk.headers, &chunk.vectors, floats));
+                    Ok(())
+                })
+                .expect("the rows of a table at rest");
+            assert_eq!(rows, changed.len(), "a row is there twice");
+            rebuilt.extend(changed);
+            assert_eq!(rebuilt, now);
         }
     }
 
@@ -272,7 +319,9 @@ impl Run {
         let read = self.rig.table.read_rows(&all).expect("rows by id");
         assert_eq!(read.found.iter().filter(|&&found| found).count(), mine.len());
         let expected = self.oracle.table.read_rows(&all).expect("the oracle's");
-        assert_eq!(read.headers, expected.headers);
+        // The oracle makes no checkpoints, so it has no epochs.
+        let without_epoch = |header: &RowHeader| RowHeader { modified_epoch: 0, ..*header };
+        assert!(read.headers.iter().map(without_epoch).eq(expected.headers.iter().map(without_epoch)));
         assert_eq!(out_bits(&read.vectors), out_bits(&expected.vectors));
     }
 
@@ -298,6 +347,7 @@ impl Run {
         self.rig = open(&self.tiers, &self.engine, Reopen::Resume).expect("a resumed table");
         assert_eq!(contents(&self.rig), expected);
         assert_eq!(self.rig.table.step().expect("a step"), step);
+        self.compare_deltas();
         self.oracle.table.clear().expect("a clear");
         self.oracle.table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("the flushed rows");
         self.oracle.table.set_step(step).expect("a step");

@@ -37,7 +37,7 @@ impl TablePlan {
             };
             let row = slots.state(slot);
             born += u64::from(row.has(RowState::PROVISIONAL));
-            slots.set_state(slot, row.without(RowState::PROVISIONAL).with(RowState::DIRTY));
+            slots.set_state(slot, row.without(RowState::PROVISIONAL).with(RowState::DIRTY).with(RowState::MODIFIED));
         }
         state.provisional -= born;
         state.rows += born;

@@ -189,11 +189,12 @@ impl Shared {
             let dropped = ssd.evict(rows, &|id| needed.contains(&id) || in_ram(id))?;
             state.rows -= dropped.len() as u64;
             state.dropped_rows += dropped.len() as u64;
+            self.note_left(state, &dropped)?;
         } else {
             let headers = std::sync::Arc::clone(state.host.arena());
-            let mut dropped = 0;
+            let mut dropped: Vec<Id> = Vec::new();
             let mut spared = Vec::new();
-            while dropped < rows {
+            while (dropped.len() as u64) < rows {
                 let Some(slot) = state.host.slots.victim(|slot| header_id(&headers, slot)) else { break };
                 let id = state.host.id(slot);
                 if needed.contains(&id) {
@@ -202,11 +203,11 @@ impl Shared {
                 }
                 state.host.slots.evict(slot, id);
                 state.host_stats.evictions += 1;
-                dropped += 1;
+                dropped.push(id);
             }
             spared.drain(..).for_each(|(slot, id)| state.host.slots.spare(slot, id));
             if let Some(device) = &mut state.device {
-                while dropped < rows {
+                while (dropped.len() as u64) < rows {
                     let Some(slot) = device.victim() else { break };
                     let id = device.id(slot);
                     if needed.contains(&id) {
@@ -215,15 +216,24 @@ impl Shared {
                     }
                     device.slots.evict(slot, id);
                     state.device_stats.evictions += 1;
-                    dropped += 1;
+                    dropped.push(id);
                 }
                 spared.drain(..).for_each(|(slot, id)| device.slots.spare(slot, id));
             }
-            state.rows -= dropped;
-            state.dropped_rows += dropped;
+            state.rows -= dropped.len() as u64;
+            state.dropped_rows += dropped.len() as u64;
+            self.note_left(state, &dropped)?;
         }
         self.contents_changed();
         Ok(())
+    }
+
+    /// Rows left the table.
+    pub(crate) fn note_left(&self, state: &mut State, ids: &[Id]) -> Result<()> {
+        let before = state.lineage.bytes();
+        state.lineage.note_left(state.epoch, ids);
+        // On SSD their ids take room of rows in RAM; without it they have room beside the budget.
+        if self.ssd.is_some() && state.lineage.bytes() > before { self.fit_host_to_index(state) } else { Ok(()) }
     }
 }
 

@@ -7,7 +7,6 @@ use super::table::{Shared, Table};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::RowHeader;
-use crate::slots::RowState;
 use crate::types::{CacheSlot, Id};
 
 /// Some rows of an export, in memory of their own.
@@ -92,7 +91,7 @@ impl Shared {
         )
     }
 
-    fn check_version(&self, version: u64) -> Result<()> {
+    pub(super) fn check_version(&self, version: u64) -> Result<()> {
         if self.version() == version { Ok(()) } else { Err(self.changed_meanwhile()) }
     }
 
@@ -134,7 +133,6 @@ impl Shared {
     fn newest_in_ram(&self) -> Result<Vec<Id>> {
         let mut state = self.lock()?;
         self.finish_loads(&mut state)?;
-        let newest = |row: RowState| row.is_current() && (row.has(RowState::DIRTY) || !row.has(RowState::ON_SSD));
         let host = &state.host;
         let most = (host.slots.used() + host.slots.overflow_used()) as usize;
         let on_device =
@@ -144,7 +142,7 @@ impl Shared {
         ids.extend(
             host.slots
                 .occupied_from(0)
-                .filter(|&slot: &CacheSlot| newest(host.slots.state(slot)))
+                .filter(|&slot: &CacheSlot| host.slots.state(slot).is_newest())
                 .map(|slot| host.id(slot)),
         );
         if let Some(device) = &state.device {
@@ -152,7 +150,7 @@ impl Shared {
                 device
                     .slots
                     .occupied_from(0)
-                    .filter(|&slot| newest(device.slots.state(slot)))
+                    .filter(|&slot| device.slots.state(slot).is_newest())
                     .map(|slot| device.id(slot)),
             );
         }

@@ -11,8 +11,10 @@ mod birth;
 mod commit;
 mod evict;
 mod export;
+mod lineage;
 mod load;
 mod lookup;
+mod modified;
 mod place;
 mod place_device;
 mod plan;
@@ -21,6 +23,7 @@ mod table;
 
 pub use crate::device::DeviceRows;
 pub use export::{Chunk, ExportStream};
+pub use lineage::Ancestor;
 pub use lookup::Lookup;
 pub use plan::{DeviceTensors, Plan};
 pub use rows::{FoundRows, RowBlock};

@@ -144,6 +144,7 @@ impl Table {
         }
         state.rows = 0;
         state.provisional = 0;
+        state.lineage.forget();
         self.shared.contents_changed();
         Ok(())
     }
@@ -339,6 +340,12 @@ impl Shared {
 
     fn import_now(&self, state: &mut State, headers: &[RowHeader], vectors: &[f32]) -> Result<()> {
         let floats = self.layout.vector_floats();
+        // What a checkpoint of before does not have was modified now.
+        let stamped = (!state.lineage.ancestors().is_empty()).then(|| {
+            let now = |header: &RowHeader| RowHeader { modified_epoch: state.epoch, ..*header };
+            headers.iter().map(now).collect::<Vec<RowHeader>>()
+        });
+        let headers = stamped.as_deref().unwrap_or(headers);
         let ids: Vec<Id> = headers.iter().map(|header| header.id).collect();
         let places = self.places(state, &ids)?;
         let new = places.iter().filter(|place| matches!(place, Place::Nowhere)).count() as u64;
@@ -375,14 +382,14 @@ impl Shared {
             }
             if index < fit {
                 let slot = state.host.take(true)?.expect("overflow always has a slot");
-                state.host.insert_row(slot, row(position), RowState::DIRTY.with(on_ssd));
+                state.host.insert_row(slot, row(position), RowState::DIRTY.with(RowState::MODIFIED).with(on_ssd));
             }
         }
         for (position, place) in places.iter().enumerate() {
             if let Place::Host(slot) = *place {
                 *state.host.header_mut(slot) = headers[position];
                 state.host.vector_mut(slot).copy_from_slice(row(position).vector);
-                state.host.slots.mark(slot, RowState::DIRTY);
+                state.host.slots.mark(slot, RowState::DIRTY.with(RowState::MODIFIED));
             }
         }
         state.rows += new;
@@ -409,7 +416,7 @@ impl Shared {
                 ssd.remove(&on_ssd)?;
             }
         }
-        let mut removed = 0;
+        let mut removed = Vec::new();
         for (&id, place) in ids.iter().zip(&places) {
             match (*place, &mut state.device) {
                 (Place::Device(slot), Some(device)) => device.slots.remove(slot, id, false),
@@ -417,9 +424,10 @@ impl Shared {
                 (Place::Ssd, _) => {}
                 _ => continue,
             }
-            removed += 1;
+            removed.push(id);
         }
-        state.rows -= removed;
-        Ok(removed)
+        state.rows -= removed.len() as u64;
+        self.note_left(state, &removed)?;
+        Ok(removed.len() as u64)
     }
 }

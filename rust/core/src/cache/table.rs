@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, PoisonError};
 
+use super::lineage::Lineage;
 use super::load::Loading;
 use crate::config::{OnFull, PolicyKind, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
@@ -17,6 +18,13 @@ use crate::sync::{
 };
 
 use crate::types::Id;
+
+/// Ids that left the table take one part in so many of the host budget at most,
+const LINEAGE_SHARE: u64 = 64;
+/// of a small one these bytes, which belong to a table's fixed overhead,
+const LEAST_LINEAGE_BYTES: u64 = 64 << 10;
+/// of the largest these.
+const MOST_LINEAGE_BYTES: u64 = 128 << 20;
 
 /// One table shard. Cheap to clone; the rows go with the last clone and the last plan.
 #[derive(Clone)]
@@ -58,6 +66,9 @@ pub(crate) struct State {
     pub(crate) provisional: u64,
     pub(crate) step: u64,
     pub(crate) epoch: u32,
+    /// Of the rows modified in this epoch or later, those that are newest in RAM are marked `MODIFIED`.
+    pub(crate) marked_since: u32,
+    pub(crate) lineage: Lineage,
     pub(crate) loading: Vec<Arc<Loading>>,
     pub(crate) unusable: Option<String>,
     pub(crate) host_stats: TierStats,
@@ -105,11 +116,13 @@ impl Table {
         let host = HostTier::new(&config.name, layout, config.policy, config.host_bytes)?;
         let device = config.device_rows.map(|rows| DeviceTier::new(rows, config.policy));
         let mut counters = StateCounters::default();
+        let mut lineage = Lineage::new(lineage_bytes(&config));
         let ssd = match &config.ssd {
             None => None,
             Some(ssd) => {
                 let (tier, resumed) = SsdTier::open(ssd, &Identity::of(&config), layout, engine)?;
                 counters = resumed.unwrap_or_default();
+                lineage.decode(&tier.take_note());
                 Some(tier)
             }
         };
@@ -120,6 +133,8 @@ impl Table {
             provisional: 0,
             step: counters.step,
             epoch: counters.epoch,
+            marked_since: counters.epoch,
+            lineage,
             loading: Vec::new(),
             unusable: None,
             host_stats: TierStats::default(),
@@ -187,9 +202,9 @@ impl Table {
         Ok(self.shared.lock()?.epoch)
     }
 
-    /// Set the checkpoint epoch.
+    /// Set the checkpoint epoch. It rises with the saves; after a load it is the checkpoint's `next_epoch`.
     pub fn set_epoch(&self, epoch: u32) -> Result<()> {
-        self.shared.lock_any()?.epoch = epoch;
+        self.shared.lock_any()?.begin_epoch(epoch);
         Ok(())
     }
 
@@ -208,7 +223,9 @@ impl Table {
         self.shared.finish_loads(&mut state)?;
         self.shared.write_down_all(&mut state)?;
         let counters = StateCounters { step: state.step, epoch: state.epoch };
-        ssd.publish(token, counters).map_err(|error| error.context(format!("table {:?}", self.shared.config.name)))
+        let lineage = state.lineage.encode(ssd.most_note_bytes());
+        ssd.publish_with(token, counters, lineage)
+            .map_err(|error| error.context(format!("table {:?}", self.shared.config.name)))
     }
 
     /// Forget the published state named `token`, so that the next flush does not push out the state before it.
@@ -256,7 +273,10 @@ impl Table {
             stats
         });
         let host = &state.host;
-        let charged = self.shared.ssd.as_ref().map_or(0, |ssd| HostTier::charged_bytes(ssd.index_bytes(), ssd.rows()));
+        let charged =
+            self.shared.ssd.as_ref().map_or(0, |ssd| {
+                HostTier::charged_bytes(ssd.index_bytes(), ssd.rows()) + charged_lineage_bytes(&state)
+            });
         let rows_here = u64::from(host.slots.used() + host.slots.overflow_used());
         let device = state.device.as_ref().map(|device| {
             let rows = u64::from(device.slots.used() + device.slots.overflow_used());
@@ -284,6 +304,17 @@ impl Table {
             ssd,
         })
     }
+}
+
+/// Ids that left since a save may take so many bytes of RAM, and as many with each flush.
+fn lineage_bytes(config: &TableConfig) -> u64 {
+    let most = (config.host_bytes / LINEAGE_SHARE).clamp(LEAST_LINEAGE_BYTES, MOST_LINEAGE_BYTES);
+    config.ssd.as_ref().map_or(most, |ssd| most.min(SsdTier::note_bytes_of(ssd.bytes) as u64))
+}
+
+/// What the host budget counts of the ids that left, where rows in RAM can make room for them.
+fn charged_lineage_bytes(state: &State) -> u64 {
+    state.lineage.bytes().saturating_sub(LEAST_LINEAGE_BYTES)
 }
 
 /// Bytes of the host budget that a row takes.
@@ -371,8 +402,9 @@ impl Shared {
 
     /// How many rows the host budget holds beside the index of the rows on SSD.
     pub(crate) fn host_rows_beside_index(&self, state: &State) -> u64 {
-        let (bytes, rows) = self.ssd.as_ref().map_or((0, 0), |ssd| (ssd.index_bytes(), ssd.rows()));
-        state.host.rows_beside_index(bytes, rows)
+        let Some(ssd) = &self.ssd else { return state.host.rows_beside_index(0, 0) };
+        let lineage = charged_lineage_bytes(state).div_ceil(state.host.row_bytes());
+        state.host.rows_beside_index(ssd.index_bytes(), ssd.rows()).saturating_sub(lineage)
     }
 
     /// How many rows the last tier can hold.

@@ -40,6 +40,8 @@ impl RowState {
     pub const SHADOW: Self = Self(32);
     /// Its read failed: it vanishes with its last pin, and the copy on SSD stays the newest.
     pub const FAILED: Self = Self(64);
+    /// Trained or imported since the marks were cleared last, where this is the newest copy: see [`SlotMap::clear_marks`].
+    pub const MODIFIED: Self = Self(128);
 
     /// States of a row that is not simply there: its last unpin, or its next plan, has work to do.
     const UNSETTLED: Self = Self::PROVISIONAL.with(Self::LOADING).with(Self::SHADOW).with(Self::FAILED);
@@ -64,6 +66,11 @@ impl RowState {
     /// Whether the row belongs to the table: born, here, and current.
     pub const fn is_current(self) -> bool {
         self.has(Self::OCCUPIED) && !self.has(Self::UNSETTLED)
+    }
+
+    /// Whether the row is current and no tier below has it as it is here.
+    pub const fn is_newest(self) -> bool {
+        self.is_current() && (self.has(Self::DIRTY) || !self.has(Self::ON_SSD))
     }
 }
 
@@ -420,6 +427,19 @@ impl SlotMap {
     pub fn spare(&mut self, slot: CacheSlot, id: Id) {
         self.pins.unclaim(slot);
         self.policy.inserted(slot, id);
+    }
+
+    /// Take [`RowState::MODIFIED`] off every row.
+    pub fn clear_marks(&mut self) {
+        for state in &mut self.states {
+            *state = state.without(RowState::MODIFIED);
+        }
+    }
+
+    /// Occupied slots of rows that are marked as modified, lowest first.
+    pub fn modified(&self) -> impl Iterator<Item = CacheSlot> + '_ {
+        let marked = |state: &RowState| state.has(RowState::MODIFIED) && state.has(RowState::OCCUPIED);
+        (0..).zip(&self.states).filter(move |(_, state)| marked(state)).map(|(slot, _)| slot)
     }
 
     /// Occupied slots at or above `from`, lowest first.

@@ -1,6 +1,6 @@
 //! Published states: small files that name the segments of one consistent state, their lengths and checksums.
 //!
-//! `<token>.state` is a line `embcache-ssd-state 1 <crc32c> <bytes>` and as many bytes of JSON. It is published whole (temporary file,
+//! `<token>.state` is a line `embcache-ssd-state 1 <crc32c> <bytes> <note bytes>`, as many bytes of JSON, and a note of the table's. It is published whole (temporary file,
 //! sync, rename, directory sync) after every segment it names is synced. Two are kept.
 
 use std::collections::HashSet;
@@ -17,8 +17,8 @@ use crate::rows::RowLayout;
 const SUFFIX: &str = "state";
 const TITLE: &str = "embcache-ssd-state";
 const FORMAT: u32 = 1;
-/// No state file is longer: 2²⁰ segments at under 128 bytes.
-const LIMIT_BYTES: u64 = 128 << 20;
+/// No state file is longer: 2²⁰ segments at under 128 bytes, and the longest note.
+const LIMIT_BYTES: u64 = 256 << 20;
 
 /// Counters larger than this are damage: no process gets there one by one, and what is added to them does not overflow.
 const MAX_COUNT: u64 = 1 << 62;
@@ -76,6 +76,9 @@ pub(super) struct StateFile {
     pub(super) write_seq: u64,
     pub(super) rows: u64,
     pub(super) segments: Vec<Named>,
+    /// The table's own; its length, and its checksum with the rest, are in the first line.
+    #[serde(skip)]
+    pub(super) note: Vec<u8>,
 }
 
 /// The file of state `token` in `dir`.
@@ -119,9 +122,10 @@ impl StateFile {
     pub(super) fn write(&self, engine: &dyn IoEngine, dir: &Path) -> Result<()> {
         let body = serde_json::to_string(self)
             .map_err(|e| Error::new(Kind::Storage, format!("cannot render the state of {}: {e}", dir.display())))?;
-        let crc = crc32c::crc32c(body.as_bytes());
-        let text = format!("{TITLE} {FORMAT} {crc:08x} {}\n{body}", body.len());
-        publish(engine, &state_path(dir, self.token), text.as_bytes())
+        let crc = crc32c::crc32c_append(crc32c::crc32c(body.as_bytes()), &self.note);
+        let mut bytes = format!("{TITLE} {FORMAT} {crc:08x} {} {}\n{body}", body.len(), self.note.len()).into_bytes();
+        bytes.extend_from_slice(&self.note);
+        publish(engine, &state_path(dir, self.token), &bytes)
     }
 
     /// Read and check the state `token` of `dir`.
@@ -133,8 +137,9 @@ impl StateFile {
         let line = String::from_utf8_lossy(&bytes[..line_end]);
         let body = &bytes[(line_end + 1).min(bytes.len())..];
         let parts: Vec<&str> = line.split(' ').collect();
-        let &[TITLE, format, crc, len] = parts.as_slice() else {
-            return Err(damaged("the first line", format!("'{TITLE} {FORMAT} <crc32c> <bytes>'"), format!("'{line}'")));
+        let &[TITLE, format, crc, len, note_len] = parts.as_slice() else {
+            let expected = format!("'{TITLE} {FORMAT} <crc32c> <bytes> <note bytes>'");
+            return Err(damaged("the first line", expected, format!("'{line}'")));
         };
         if format != FORMAT.to_string() {
             return Err(Error::new(
@@ -142,15 +147,19 @@ impl StateFile {
                 format!("{} has format {format} and this version reads format {FORMAT}", path.display()),
             ));
         }
-        if len != body.len().to_string() {
-            return Err(damaged("the length of the state", len.to_owned(), body.len().to_string()));
-        }
+        let lengths = len.parse::<usize>().ok().zip(note_len.parse::<usize>().ok());
+        let whole = lengths.filter(|(len, note_len)| len.checked_add(*note_len) == Some(body.len()));
+        let Some((len, _)) = whole else {
+            return Err(damaged("the length of the state", format!("{len} and {note_len}"), body.len().to_string()));
+        };
         let got = format!("{:08x}", crc32c::crc32c(body));
         if crc != got {
             return Err(damaged("the state's checksum", crc.to_owned(), got));
         }
-        let state: Self = serde_json::from_slice(body)
+        let (body, note) = body.split_at(len);
+        let mut state: Self = serde_json::from_slice(body)
             .map_err(|e| damaged("the state", "fields of format 1".to_owned(), format!("not readable ({e})")))?;
+        note.clone_into(&mut state.note);
         if state.token != token {
             return Err(damaged("the token", token.to_string(), state.token.to_string()));
         }

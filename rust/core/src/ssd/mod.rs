@@ -43,11 +43,12 @@ mod tests;
 use std::sync::Arc;
 
 use crate::config::{SsdConfig, TableConfig};
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::io::IoEngine;
 use crate::rows::{RowLayout, RowMut, RowRef};
 use crate::stats::{SsdStats, TierStats};
 use crate::sync::Ordering::Relaxed;
+use crate::sync::lock;
 use crate::types::Id;
 
 pub use fetch::{Fetch, FetchBatch, Places};
@@ -208,7 +209,31 @@ impl SsdTier {
     /// Make everything appended and removed so far durable as one state named `token` (larger than every earlier one), keep the
     /// state before it, and free what neither needs.
     pub fn publish(&self, token: u64, counters: StateCounters) -> Result<()> {
-        self.shared.publish(token, counters)
+        self.publish_with(token, counters, Vec::new())
+    }
+
+    /// As `publish`, with a note of the caller's that a resume of the state finds: at most [`SsdTier::most_note_bytes`].
+    pub fn publish_with(&self, token: u64, counters: StateCounters, note: Vec<u8>) -> Result<()> {
+        if note.len() > self.most_note_bytes() {
+            let message = format!("a note has at most {} bytes and this one {}", self.most_note_bytes(), note.len());
+            return Err(Error::new(Kind::Input, message));
+        }
+        self.shared.publish(token, counters, note)
+    }
+
+    /// The note of the state that was resumed, the first time; empty where there is none.
+    pub fn take_note(&self) -> Vec<u8> {
+        std::mem::take(&mut lock(&self.shared.note))
+    }
+
+    /// The most bytes of a note.
+    pub fn most_note_bytes(&self) -> usize {
+        self.shared.home.geometry.note_bytes
+    }
+
+    /// The most bytes of a note where the cap is `cap_bytes`.
+    pub fn note_bytes_of(cap_bytes: u64) -> usize {
+        space::note_bytes(cap_bytes)
     }
 
     /// Forget the state named `token`, if it is published: a flush of several tables that did not finish.
@@ -220,6 +245,11 @@ impl SsdTier {
     /// that compaction moves meanwhile are not missed.
     pub fn scan(&self, sink: &mut ScanSink<'_>) -> Result<()> {
         self.shared.scan(sink)
+    }
+
+    /// As [`SsdTier::scan`], of the rows whose `modified_epoch` is at least `since`, without reading those that are not.
+    pub fn scan_since(&self, since: u32, sink: &mut ScanSink<'_>) -> Result<()> {
+        self.shared.scan_since(since, sink)
     }
 
     /// Whether the states that a resume could take were given up for space since the last `publish`.

@@ -17,6 +17,7 @@ use crate::config::{Reopen, SsdConfig};
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, LOCK_FILE};
 use crate::rows::RowLayout;
+use crate::sync::lock;
 
 /// Permission bits that the tier's directory may have.
 const DIR_MODE: u32 = 0o750;
@@ -69,7 +70,7 @@ impl Shared {
             None => TagIndex::new(TAG_BITS),
         });
         let listing = list(&home)?;
-        let counters = match config.reopen {
+        let resumed = match config.reopen {
             Reopen::Never if listing.is_empty() => None,
             Reopen::Never => return Err(not_empty(&config.dir, listing.len())),
             Reopen::Discard => {
@@ -80,6 +81,10 @@ impl Shared {
             Reopen::Resume => Some(resume(config, identity, &layout, (&home, tuning.threads), &listing, &mut state)?),
         };
         let shared = Arc::new(Self::new(home, layout, identity.clone(), state, held));
+        let counters = resumed.map(|(counters, note)| {
+            *lock(&shared.note) = note;
+            counters
+        });
         Ok((shared, counters))
     }
 }
@@ -165,7 +170,7 @@ fn resume(
     (home, threads): (&Home, Option<usize>),
     listing: &[PathBuf],
     state: &mut State,
-) -> Result<StateCounters> {
+) -> Result<(StateCounters, Vec<u8>)> {
     let dir = &home.dir;
     let tokens = tokens(listing);
     let none = |what: String| {
@@ -217,7 +222,7 @@ fn resume(
         home.engine.remove_file(path)?;
     }
     state.reap();
-    Ok(file.counters)
+    Ok((file.counters, file.note))
 }
 
 /// `Config` when the cap has become smaller than what is there.

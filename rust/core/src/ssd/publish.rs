@@ -19,7 +19,7 @@ impl Shared {
     /// 2. Wait until the flusher has written all of it, and sync it.
     /// 3. Sync the directory, then publish the state file.
     /// 4. Remove the state before the one before, then let go of its files.
-    pub(super) fn publish(self: &Arc<Self>, token: u64, counters: StateCounters) -> Result<()> {
+    pub(super) fn publish(self: &Arc<Self>, token: u64, counters: StateCounters, note: Vec<u8>) -> Result<()> {
         let _publishing = lock(&self.publishing);
         self.check_writable()?;
         let (published, write_seq, rows) = {
@@ -39,7 +39,8 @@ impl Shared {
             let segments = state.current().cloned().collect();
             (Published::hold(token, segments), state.next_seq - 1, state.index.len() as u64)
         };
-        let durable = catch_unwind(AssertUnwindSafe(|| self.make_durable(&published, write_seq, rows, counters)));
+        let durable =
+            catch_unwind(AssertUnwindSafe(|| self.make_durable(&published, (write_seq, rows), counters, note)));
         let failed = match durable {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some((error.clone(), error)),
@@ -66,7 +67,13 @@ impl Shared {
         Ok(())
     }
 
-    fn make_durable(&self, published: &Published, write_seq: u64, rows: u64, counters: StateCounters) -> Result<()> {
+    fn make_durable(
+        &self,
+        published: &Published,
+        (write_seq, rows): (u64, u64),
+        counters: StateCounters,
+        note: Vec<u8>,
+    ) -> Result<()> {
         let mut named = Vec::with_capacity(published.segments.len());
         for segment in &published.segments {
             named.push(self.wait_for(|| Named::of(segment))?);
@@ -85,6 +92,7 @@ impl Shared {
             write_seq,
             rows,
             segments: named,
+            note,
         };
         file.write(&*self.home.engine, &self.home.dir)
     }

@@ -1,21 +1,32 @@
-//! Scans: every row once, segment by segment, in bounded memory.
+//! Scans: every row once, or every row modified since an epoch, segment by segment, in bounded memory.
 //!
 //! A scan lists the segments as they are and keeps compaction off those it has not come to yet, so that no row moves from one it
 //! has to read to one it does not know of.
 
 use std::sync::Arc;
 
+use std::ops::Range;
+
 use super::ScanSink;
-use super::format::Content;
+use super::footers::read_entries;
+use super::format::{Content, Entry};
+use super::index::Location;
 use super::record::{decode, le_u64};
 use super::segment::{Place, Segment};
 use super::shared::Shared;
 use super::space::Space;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::io::Read;
 use crate::rows::{RowHeader, RowRef};
 use crate::sync::Ordering;
 
 const CHUNK_BYTES: usize = 1 << 20;
+/// Records that are read one by one are read together where no more bytes than these lie between them,
+const GAP_BYTES: u64 = 16 << 10;
+/// as long as a read has no more bytes than these.
+const RUN_BYTES: u64 = 128 << 10;
+/// A segment of which one record in so many is wanted is read from its start to its end.
+const WANTED_OF_ALL: usize = 4;
 
 /// A segment to scan: its records up to `records`, those from `buffer_start` on in `buffer`.
 struct Part {
@@ -44,18 +55,90 @@ impl Shared {
     pub(super) fn scan(self: &Arc<Self>, sink: &mut ScanSink<'_>) -> Result<()> {
         self.check_usable()?;
         let _poke = Poke(&self.home.space);
-        for part in self.parts() {
-            self.scan_part(&part, sink)?;
+        for part in self.parts(0) {
+            self.scan_part(&part, 0, sink)?;
             drop(part);
             self.home.space.poke();
         }
         Ok(())
     }
 
-    fn parts(&self) -> Vec<Part> {
+    /// As `scan`, of rows whose `modified_epoch` is at least `since`: segments without any are not read, and of those that have few
+    /// only the footer and these.
+    pub(super) fn scan_since(self: &Arc<Self>, since: u32, sink: &mut ScanSink<'_>) -> Result<()> {
+        self.check_usable()?;
+        let _poke = Poke(&self.home.space);
+        for part in self.parts(since) {
+            let mut wanted = Vec::new();
+            if part.segment.sealed().is_some() {
+                wanted = read_entries(&*self.home.engine, &part.segment)?;
+                wanted.retain(|entry| entry.modified_epoch >= since);
+            }
+            if part.segment.sealed().is_none() || wanted.len() > part.records as usize / WANTED_OF_ALL {
+                drop(wanted);
+                self.scan_part(&part, since, sink)?;
+            } else {
+                self.scan_entries(&part.segment, wanted, sink)?;
+            }
+            drop(part);
+            self.home.space.poke();
+        }
+        Ok(())
+    }
+
+    /// Hand the live ones of these records of a sealed segment to `sink`.
+    fn scan_entries(&self, segment: &Segment, mut entries: Vec<Entry>, sink: &mut ScanSink<'_>) -> Result<()> {
+        entries.sort_unstable_by_key(|entry| entry.record);
+        let mut vector = vec![0.0; self.layout.vector_floats()];
+        for entries in entries.chunks((CHUNK_BYTES / segment.record_bytes).max(1)) {
+            let ids: Vec<i64> = entries.iter().map(|entry| entry.id).collect();
+            let mut here: Vec<Option<Location>> = vec![None; ids.len()];
+            self.view().index.get_batch(&ids, &mut here);
+            let here = entries.iter().zip(here);
+            let live: Vec<&Entry> = here
+                .filter(|(entry, location)| *location == Some(segment.location(entry.record)))
+                .map(|(entry, _)| entry)
+                .collect();
+            let runs = runs(segment, &live);
+            let read = |run: &Range<usize>| {
+                let offset = segment.offset(live[run.start].record);
+                let end = segment.offset(live[run.end - 1].record + 1);
+                Read { file: segment.file.clone(), offset, len: (end - offset) as usize }
+            };
+            let reads: Vec<Read> = runs.iter().map(read).collect();
+            let mut records = vec![0; live.len() * segment.record_bytes];
+            let mut outcome = Ok(());
+            self.home.engine.read_batch(&reads, &mut |number, bytes| {
+                let copied = bytes.map(|bytes| {
+                    for at in runs[number].clone() {
+                        let from = (segment.offset(live[at].record) - reads[number].offset) as usize;
+                        let to = &mut records[at * segment.record_bytes..][..segment.record_bytes];
+                        to.copy_from_slice(&bytes[from..from + segment.record_bytes]);
+                    }
+                });
+                if outcome.is_ok() {
+                    outcome = copied;
+                }
+            });
+            outcome?;
+            for (entry, bytes) in live.iter().zip(records.chunks_exact(segment.record_bytes)) {
+                let offset = segment.offset(entry.record);
+                let record = decode(bytes, segment.path(), offset)?;
+                if record.id != entry.id {
+                    return Err(Error::corruption(segment.path(), offset + 8, "the record's id", entry.id, record.id));
+                }
+                let header: RowHeader = record.unpack(&self.layout, &mut vector);
+                sink(RowRef { header: &header, vector: &vector })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is to be scanned: segments with rows modified in epoch `since` or later.
+    fn parts(&self, since: u32) -> Vec<Part> {
         let _compacting = self.not_compacting();
         let state = self.view();
-        let rows = state.current().filter(|segment| segment.content == Content::Rows);
+        let rows = state.current().filter(|s| s.content == Content::Rows && s.highest_epoch() >= since);
         rows.map(|segment| {
             segment.scans.fetch_add(1, Ordering::Relaxed);
             let open = state.open.iter().flatten().find(|open| Arc::ptr_eq(&open.segment, segment));
@@ -71,7 +154,8 @@ impl Shared {
         .collect()
     }
 
-    fn scan_part(&self, part: &Part, sink: &mut ScanSink<'_>) -> Result<()> {
+    /// Hand the live records of a part whose `modified_epoch` is at least `since` to `sink`.
+    fn scan_part(&self, part: &Part, since: u32, sink: &mut ScanSink<'_>) -> Result<()> {
         let segment = &part.segment;
         let record_bytes = segment.record_bytes;
         let at_once = (CHUNK_BYTES / record_bytes).max(1) as u32;
@@ -93,12 +177,33 @@ impl Shared {
                     continue;
                 }
                 let record = decode(record, segment.path(), segment.offset(number))?;
+                if record.modified_epoch < since {
+                    continue;
+                }
                 let header: RowHeader = record.unpack(&self.layout, &mut vector);
                 sink(RowRef { header: &header, vector: &vector })?;
             }
         }
         Ok(())
     }
+}
+
+/// Records that are read at once: positions in `entries`, which are in the order of the file.
+fn runs(segment: &Segment, entries: &[&Entry]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for (at, entry) in entries.iter().enumerate() {
+        let (start, end) = (segment.offset(entry.record), segment.offset(entry.record + 1));
+        match runs.last_mut() {
+            Some(run)
+                if start - segment.offset(entries[run.end - 1].record + 1) <= GAP_BYTES
+                    && end - segment.offset(entries[run.start].record) <= RUN_BYTES =>
+            {
+                run.end = at + 1;
+            }
+            _ => runs.push(at..at + 1),
+        }
+    }
+    runs
 }
 
 impl Part {

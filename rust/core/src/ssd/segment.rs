@@ -102,6 +102,8 @@ pub(super) struct Segment {
     pub(super) made_seq: u64,
     /// The sum of its records' `write_seq` (changed under the table's lock).
     seq_sum: AtomicU64,
+    /// The highest `modified_epoch` of its records (changed under the table's lock).
+    highest_epoch: AtomicU32,
     /// Whether all of it is durable.
     synced: AtomicBool,
     /// A scan that has not come to it yet: compaction must not empty it.
@@ -155,6 +157,7 @@ impl Segment {
         let middle = u64::midpoint(sealed.trailer.lowest_seq, sealed.trailer.highest_seq);
         let records = u64::from(sealed.trailer.records);
         segment.seq_sum.store(middle.saturating_mul(records), Ordering::Relaxed);
+        segment.highest_epoch.store(sealed.trailer.highest_epoch, Ordering::Relaxed);
         segment.synced.store(true, Ordering::Relaxed);
         segment.written.store(sealed.file_bytes, Ordering::Release);
         segment.records.store(sealed.trailer.records, Ordering::Relaxed);
@@ -185,6 +188,7 @@ impl Segment {
             class,
             made_seq,
             seq_sum: AtomicU64::new(0),
+            highest_epoch: AtomicU32::new(0),
             synced: AtomicBool::new(false),
             scans: AtomicU32::new(0),
             moving: AtomicBool::new(false),
@@ -229,6 +233,11 @@ impl Segment {
     #[inline]
     pub(super) fn mean_seq(&self) -> u64 {
         self.seq_sum.load(Ordering::Relaxed) / u64::from(self.records.load(Ordering::Relaxed).max(1))
+    }
+
+    /// The highest `modified_epoch` of its records.
+    pub(super) fn highest_epoch(&self) -> u32 {
+        self.highest_epoch.load(Ordering::Relaxed)
     }
 
     /// Bytes of the cap it holds.
@@ -510,6 +519,9 @@ impl OpenSegment {
         self.segment.records.store(record + 1, Ordering::Relaxed);
         let sum = self.segment.seq_sum.load(Ordering::Relaxed).saturating_add(write_seq);
         self.segment.seq_sum.store(sum, Ordering::Relaxed);
+        if modified_epoch > self.segment.highest_epoch() {
+            self.segment.highest_epoch.store(modified_epoch, Ordering::Relaxed);
+        }
         let at = self.filled;
         self.filled += len;
         (record, &mut self.buffer[at..at + len])

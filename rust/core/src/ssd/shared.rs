@@ -122,6 +122,8 @@ pub(super) struct Shared {
     pub(super) compaction_scheduled: AtomicBool,
     pub(super) counters: Counters,
     pub(super) lock: Mutex<Option<DirLock>>,
+    /// The note of the state that was resumed.
+    pub(super) note: Mutex<Vec<u8>>,
 }
 
 impl State {
@@ -315,6 +317,7 @@ impl Shared {
             compaction_scheduled: AtomicBool::new(false),
             counters: Counters::default(),
             lock: Mutex::new(Some(held)),
+            note: Mutex::default(),
         }
     }
 

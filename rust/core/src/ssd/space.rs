@@ -28,6 +28,16 @@ const DEAD_SHARE: u64 = 16;
 const STATE_BYTES: u64 = 1024;
 const STATE_BYTES_A_SEGMENT: u64 = 64;
 
+/// The caller's note in a state file takes one part in this many of the cap at most,
+const NOTE_SHARE: u64 = 2048;
+/// and no more than this.
+const MOST_NOTE_BYTES: u64 = 128 << 20;
+
+/// The most bytes of a note.
+pub(super) fn note_bytes(cap_bytes: u64) -> usize {
+    (cap_bytes / NOTE_SHARE).min(MOST_NOTE_BYTES) as usize
+}
+
 fn spare_segments(classes: u8) -> u64 {
     SPARE_SEGMENTS + u64::from(classes)
 }
@@ -45,6 +55,8 @@ pub(super) struct Geometry {
     pub(super) classes: u8,
     /// Rows that fit with the headroom left free.
     pub(super) capacity_rows: u64,
+    /// The most bytes of the caller's note in a state.
+    pub(super) note_bytes: usize,
 }
 
 impl Geometry {
@@ -68,7 +80,8 @@ impl Geometry {
         let full = frame as u64 + u64::from(rows_per_segment) * (row_bytes + MOST_ENTRY_BYTES) as u64;
         let segment_bytes = full.next_multiple_of(ALIGNMENT as u64);
         let segments = cap_bytes / segment_bytes;
-        let state = STATE_BYTES + STATE_BYTES_A_SEGMENT * (segments + 64);
+        let note_bytes = note_bytes(cap_bytes);
+        let state = STATE_BYTES + STATE_BYTES_A_SEGMENT * (segments + 64) + note_bytes as u64;
         // Two states and the one being published; the lock file.
         let fixed = 3 * state.next_multiple_of(ALIGNMENT as u64) + ALIGNMENT as u64;
         let classes = if segments < 2 * FEWEST_SEGMENTS_A_CAP { FEW_CLASSES } else { MOST_CLASSES };
@@ -95,6 +108,7 @@ impl Geometry {
             rows_per_segment,
             classes,
             capacity_rows,
+            note_bytes,
         })
     }
 

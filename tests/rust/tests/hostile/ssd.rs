@@ -98,7 +98,7 @@ fn reseal_segment(bytes: &mut [u8], sorted: bool) {
 
 /// A state file around this JSON.
 pub(crate) fn state_file(body: &[u8]) -> Vec<u8> {
-    let line = format!("embcache-ssd-state 1 {:08x} {}\n", crc32c::crc32c(body), body.len());
+    let line = format!("embcache-ssd-state 1 {:08x} {} 0\n", crc32c::crc32c(body), body.len());
     [line.as_bytes(), body].concat()
 }
 
