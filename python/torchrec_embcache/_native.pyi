@@ -5,7 +5,7 @@ Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids
 Every method that can block releases the GIL. Errors are the classes of `torchrec_embcache.exceptions`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
@@ -173,6 +173,13 @@ class CheckpointWriter:
 
     def __new__(cls, path: str, name: str, rank: int, world_size: int) -> CheckpointWriter: ...
     def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> int: ...  # rows written
+    def write_rows(
+        self,
+        spec: str,  # the table's entry in a manifest (`spec`), JSON
+        bucket_begin: int,
+        bucket_end: int,
+        chunks: Iterable[tuple[I64, F32, F32 | None, Meta | None]],  # distinct ids [n], vectors [n, V], scalars [n], metadata
+    ) -> int: ...  # rows written; what `chunks` raises is raised
     def finish(self) -> tuple[int, int]: ...  # digest for `publish`
 
 @final
@@ -185,6 +192,17 @@ class CheckpointReader:
     def tables(self) -> list[dict[str, Any]]: ...  # module, table, key, dim, optimizer, hyperparameters, step, seed, total_num_buckets, rows
     def check_table(self, module: str, table: Table, bucket_begin: int, bucket_end: int) -> None: ...  # fits, is not in use, files' headers
     def load_table(self, module: str, table: Table) -> int: ...  # after check_table, with the buckets it was given; rows loaded
+
+@final
+class CheckpointRows:
+    """A checkpoint whose rows are read without tables."""
+
+    def __new__(cls, path: str, latest: str) -> CheckpointRows: ...
+    def manifest(self) -> str: ...  # JSON
+    def read(
+        self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[I64, F32, F32, Meta], None] | None
+    ) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
+    def reshard(self, path: str, random: int, world_size: int) -> tuple[str, list[str]]: ...  # written again there: its name, and what could not be removed
 
 def io_engine_name() -> str: ...  # the engine this process uses
 def table_key(name: str) -> int: ...

@@ -12,6 +12,7 @@ use embcache::{Error, Kind};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::checkpoint_rows::GivenRows;
 use crate::error::to_python;
 use crate::table::PyTable;
 
@@ -112,6 +113,24 @@ impl PyWriter {
             let writer = writer.as_mut().ok_or_else(|| ended("writer"))?;
             writer.write_rows_of(module, &table.inner, hyperparameters).map_err(to_python)
         })
+    }
+
+    #[pyo3(signature = (spec, bucket_begin, bucket_end, chunks))]
+    fn write_rows(
+        &self,
+        py: Python<'_>,
+        spec: &str,
+        bucket_begin: u32,
+        bucket_end: u32,
+        chunks: &Bound<'_, PyAny>,
+    ) -> PyResult<u64> {
+        let mut source = GivenRows::new(spec, chunks)?;
+        let written = py.detach(|| {
+            let mut writer = lock(&self.inner);
+            let writer = writer.as_mut().ok_or_else(|| ended("writer"))?;
+            writer.write_table(source.spec(), bucket_begin..bucket_end, &mut source).map_err(to_python)
+        });
+        source.end(written)
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {

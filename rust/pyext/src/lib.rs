@@ -5,6 +5,7 @@
 
 mod buffers;
 mod checkpoint;
+mod checkpoint_rows;
 mod error;
 mod lookup;
 mod paths;
@@ -40,6 +41,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<checkpoint::PySave>()?;
     module.add_class::<checkpoint::PyWriter>()?;
     module.add_class::<checkpoint::PyReader>()?;
+    module.add_class::<checkpoint_rows::PyRows>()?;
     module.add_function(wrap_pyfunction!(checkpoint::check_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::check_load_dir, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::latest_checkpoint, module)?)?;

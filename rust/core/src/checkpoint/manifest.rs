@@ -97,6 +97,14 @@ impl TableSpec {
         }
     }
 
+    /// From its JSON, as a manifest has it; `Kind::Input` says what is missing, unknown or out of range.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let spec: Self = serde_json::from_str(text)
+            .map_err(|e| Error::new(Kind::Input, format!("the description of a table is not one: {e}")))?;
+        spec.check()?;
+        Ok(spec)
+    }
+
     /// The optimizer's kind.
     pub fn optimizer_kind(&self) -> Result<OptimizerKind> {
         OptimizerKind::from_name(&self.optimizer.name)
@@ -339,6 +347,11 @@ pub(super) fn unseal(sealed: &[u8], path: &Path) -> Result<Vec<u8>> {
 }
 
 impl Manifest {
+    /// As JSON.
+    pub fn to_json(&self) -> Result<Vec<u8>> {
+        render(self)
+    }
+
     /// What does not need the ranks' manifests.
     pub(super) fn check(&self, name: CheckpointName) -> Result<(), String> {
         if self.name != name.to_string() || self.seq != name.seq {

@@ -28,6 +28,7 @@ pub mod format;
 mod latest;
 mod manifest;
 mod reader;
+mod reshard;
 mod save;
 mod tables;
 mod writer;
@@ -35,6 +36,7 @@ mod writer;
 pub use latest::{CheckpointName, Latest};
 pub use manifest::{CheckpointKind, Manifest, OptimizerSpec, Parent, RankDigest, TableEntry, TableSpec};
 pub use reader::{Checkpoint, TableReader};
+pub use reshard::reshard;
 pub use save::{Published, Save};
 pub use writer::{RankWriter, RowSource};
 

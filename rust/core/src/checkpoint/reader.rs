@@ -78,6 +78,18 @@ impl Checkpoint {
         )
     }
 
+    /// The rank that had the whole of a table alone, where there were several ranks.
+    pub(super) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
+        let has = |rank: &&RankManifest| {
+            rank.tables.iter().any(|share| share.spec.module == module && share.spec.table == table)
+        };
+        let mut owners = self.ranks.iter().filter(has);
+        match (owners.next(), owners.next()) {
+            (Some(owner), None) if owner.world > 1 => Some(owner.rank),
+            _ => None,
+        }
+    }
+
     /// Check the headers and sizes of the files that hold rows of `buckets`, and get ready to read them.
     pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<TableReader> {
         let spec = self.table(module, table)?.spec.clone();

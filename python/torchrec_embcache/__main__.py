@@ -1,0 +1,8 @@
+"""`python -m torchrec_embcache` is `embcache`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

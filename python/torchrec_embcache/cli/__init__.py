@@ -1,0 +1,109 @@
+"""`embcache`: look at checkpoints, check, compare, convert and divide them. `embcache --help` has the commands.
+
+Exit status: 0 done; 1 damage (`verify`) or differences (`diff`) were found; 2 wrong usage; 3 it could not be done, standard error
+says why. `--json` gives programs all of it, errors too.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from torchrec_embcache.exceptions import EmbCacheError
+
+from .checkpoints import inspect, reshard, verify
+from .compare import diff
+from .convert import Settings, convert
+from .layouts import READERS
+from .report import FAILED, Report
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; `arguments` are the command line's by default. Returns the exit status."""
+    given = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], Report] = given.run
+    try:
+        report = run(given)
+        report.write(given.json)
+        sys.stdout.flush()
+        return report.code
+    except BrokenPipeError:
+        # Whoever read has enough; Python would complain once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (EmbCacheError, OSError) as error:
+        if given.json:
+            what = {"error": {"type": type(error).__name__, "message": str(error)}}
+            sys.stdout.write(json.dumps(what, indent=2, sort_keys=True) + "\n")
+        sys.stderr.write(f"embcache: {type(error).__name__}: {error}\n")
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="embcache",
+        description="Look at checkpoints of embedding tables, check, compare, convert and divide them.",
+        epilog="exit status: 0 done, 1 damage or differences found, 2 wrong usage, 3 it could not be done",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    checkpoint = "a directory of checkpoints (its newest is taken), or one checkpoint in it"
+
+    def command(name: str, about: str, run: Callable[[argparse.Namespace], Report]) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=about, description=about)
+        made.add_argument("--json", action="store_true", help="print JSON")
+        made.set_defaults(run=run)
+        return made
+
+    made = command("inspect", "show the checkpoints of a directory and the tables of one", lambda a: inspect(a.path))
+    made.add_argument("path", help=checkpoint)
+
+    made = command("verify", "hold every byte of a checkpoint against its checksums", lambda a: verify(a.path))
+    made.add_argument("path", help=checkpoint)
+
+    made = command(
+        "diff", "compare two checkpoints row by row", lambda a: diff(a.first, a.second, a.ids, a.ignore_metadata)
+    )
+    made.add_argument("first", help=checkpoint)
+    made.add_argument("second", help="the other")
+    made.add_argument("--ids", type=int, default=0, metavar="N", help="list up to N ids that differ, for each table")
+    made.add_argument("--ignore-metadata", action="store_true", help="counts, steps, scores and epochs may differ")
+
+    made = command(
+        "reshard",
+        "write a checkpoint again, divided between another number of ranks",
+        lambda a: reshard(a.source, a.target, a.world_size),
+    )
+    made.add_argument("source", help=checkpoint)
+    made.add_argument("target", help="another directory; made when missing")
+    made.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
+
+    made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)
+    made.add_argument("source", help="a checkpoint, or a directory in another layout")
+    made.add_argument("target", help="a directory; made when missing")
+    made.add_argument("--from", dest="from_layout", choices=["auto", "embcache", *READERS], default="auto")
+    made.add_argument("--to", dest="to_layout", choices=["embcache", "safetensors", "npy"], default="embcache")
+    made.add_argument("--module", default="", help="path in the model of the module that has the tables")
+    made.add_argument("--optimizer", help="whose slots the rows have; by default guessed from them")
+    made.add_argument("--step", type=int, default=0, help="training steps so far (Adam corrects its bias by it)")
+    made.add_argument("--buckets", type=int, default=Settings.total_num_buckets, metavar="N", help="total_num_buckets")
+    made.add_argument(
+        "--rename", action="append", default=[], type=_pair, metavar="OLD=NEW", help="another name for a table"
+    )
+    made.add_argument("--skip", action="append", default=[], metavar="SLOT", help="leave out a slot")
+    return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not (old and equals and new):
+        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
+    return old, new
+
+
+def _convert(given: argparse.Namespace) -> Report:
+    settings = Settings(given.module, given.optimizer, given.step, given.buckets, dict(given.rename), given.skip)
+    return convert(given.source, given.target, given.from_layout, given.to_layout, settings)

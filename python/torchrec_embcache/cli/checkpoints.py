@@ -1,0 +1,154 @@
+"""`inspect`, `verify` and `reshard`: what a checkpoint holds, whether it is whole, and the same divided between other ranks."""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrec_embcache import _native
+from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
+
+from .report import FOUND, Grid, Report
+
+__all__ = ["Opened", "inspect", "reshard", "verify"]
+
+#: What `inspect` shows of a table.
+_COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_buckets")
+_NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One checkpoint of a directory, its manifests checked."""
+
+    root: str
+    name: str
+    rows: _native.CheckpointRows
+    manifest: dict[str, Any]
+
+    @classmethod
+    def at(cls, path: str) -> "Opened":
+        """`path` is a directory of checkpoints, of which `LATEST` names one, or one checkpoint in it."""
+        directory = Path(_native.check_load_dir(path))
+        if _NAME.fullmatch(directory.name) and not (directory / "LATEST").exists():
+            root, name = str(directory.parent), directory.name
+        else:
+            root, name = str(directory), _native.latest_checkpoint(str(directory))
+        rows = _native.CheckpointRows(root, name)
+        return cls(root, name, rows, json.loads(rows.manifest()))
+
+    @property
+    def tables(self) -> list[dict[str, Any]]:
+        """What the manifest says of each table: `module`, `table`, `dim`, …, and `rows`."""
+        return [{**entry["spec"], "rows": entry["rows"]} for entry in self.manifest["tables"]]
+
+
+def _checkpoints(root: str) -> Iterator[dict[str, Any]]:
+    """Every checkpoint of a directory, oldest first, the unfinished ones too."""
+    latest = (Path(root) / "LATEST").read_text().strip() if (Path(root) / "LATEST").is_file() else None
+    for name in sorted(name for name in os.listdir(root) if _NAME.fullmatch(name)):
+        files = [Path(folder, file) for folder, _, files in os.walk(Path(root, name)) for file in files]
+        found: dict[str, Any] = {
+            "name": name,
+            "latest": name == latest,
+            "bytes": sum(file.lstat().st_size for file in files),
+            "files": len(files),
+        }
+        try:
+            manifest = json.loads(_native.CheckpointRows(root, name).manifest())
+        except EmbCacheError as error:
+            yield found | {"kind": None, "error": str(error)}
+            continue
+        yield found | {
+            "kind": manifest["kind"],
+            "parent": manifest["parent"]["name"] if manifest["parent"] else None,
+            "ranks": len(manifest["ranks"]),
+            "rows": sum(entry["rows"] for entry in manifest["tables"]),
+        }
+
+
+def inspect(path: str) -> Report:
+    """The checkpoints of a directory, and the tables of the newest (or of the one that `path` is)."""
+    opened = Opened.at(path)
+    found = list(_checkpoints(opened.root))
+    tables = opened.tables
+    for table in tables:
+        table["hyperparameters"] = table["optimizer"]["hyperparameters"]
+        table["optimizer"] = table["optimizer"]["name"]
+    grids = [
+        Grid(
+            f"Checkpoints in {opened.root}",
+            ("name", "kind", "parent", "ranks", "rows", "bytes", ""),
+            [
+                (
+                    entry["name"],
+                    entry["kind"] or "not whole",
+                    entry.get("parent") or "",
+                    entry.get("ranks", 0),
+                    entry.get("rows", 0),
+                    entry["bytes"],
+                    "LATEST" if entry["latest"] else "",
+                )
+                for entry in found
+            ],
+        ),
+        Grid(
+            f"Tables of {opened.name}",
+            _COLUMNS,
+            [tuple(table[name] for name in _COLUMNS) for table in tables],
+        ),
+    ]
+    manifest = {name: value for name, value in opened.manifest.items() if name not in ("ranks", "tables")}
+    data = {
+        "path": opened.root,
+        "checkpoint": manifest | {"ranks": len(opened.manifest["ranks"])},
+        "checkpoints": found,
+        "tables": tables,
+    }
+    notes = [f"{entry['name']}: {entry['error']}" for entry in found if "error" in entry]
+    return Report(data, grids, notes=notes)
+
+
+def verify(path: str) -> Report:
+    """Read every byte of every table of a checkpoint and hold it against its checksums. Damage is exit status 1."""
+    try:
+        opened = Opened.at(path)
+    except CorruptionError as error:
+        damaged: dict[str, Any] = {"path": path, "checkpoint": None, "whole": False, "tables": [], "error": str(error)}
+        return Report(damaged, lines=[f"DAMAGED: {error}"], code=FOUND)
+    results: list[dict[str, Any]] = []
+    for table in opened.tables:
+        result: dict[str, Any] = {
+            "module": table["module"],
+            "table": table["table"],
+            "rows": table["rows"],
+            "error": None,
+        }
+        try:
+            opened.rows.read(table["module"], table["table"], 0, table["total_num_buckets"], None)
+        except CorruptionError as error:
+            result["error"] = str(error)
+        results.append(result)
+    whole = all(result["error"] is None for result in results)
+    grid = Grid(
+        f"{opened.name} in {opened.root}",
+        ("module", "table", "rows", ""),
+        [(result["module"], result["table"], result["rows"], result["error"] or "whole") for result in results],
+    )
+    data = {"path": opened.root, "checkpoint": opened.name, "whole": whole, "tables": results, "error": None}
+    return Report(data, [grid], ["whole" if whole else "DAMAGED"], 0 if whole else FOUND)
+
+
+def reshard(source: str, target: str, world_size: int) -> Report:
+    """Write a checkpoint again to the directory `target`, divided as `world_size` ranks would have saved it."""
+    opened = Opened.at(source)
+    root = _native.check_save_dir(target)
+    if os.path.samefile(root, opened.root):
+        raise PathError(f"{target} holds the checkpoint itself: give another directory")
+    name, left = opened.rows.reshard(root, secrets.randbits(64), world_size)
+    data = {"source": opened.root, "target": root, "checkpoint": name, "ranks": world_size}
+    return Report(data, lines=[f"{name} in {root}: {world_size} ranks"], notes=left)

@@ -1,0 +1,163 @@
+"""`diff`: where two checkpoints differ, row by row, in bounded memory."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_embcache.exceptions import MismatchError
+
+from .checkpoints import Opened
+from .report import FOUND, Grid, Report
+
+__all__ = ["diff"]
+
+#: Bytes of the rows that are compared at a time.
+_WINDOW_BYTES = 128 << 20
+#: What must be equal for rows to be compared at all, and what is only told.
+_SHAPE = ("dim", "total_num_buckets")
+_SETTINGS = ("key", "optimizer", "step", "seed", "initializer")
+_METADATA = ("count", "last_step", "score", "modified_epoch")
+
+
+@dataclass
+class TableDiff:
+    """Counts of rows, by what is different of them; a row may count as several."""
+
+    module: str
+    table: str
+    settings: list[str] = field(default_factory=list)
+    rows_first: int = 0
+    rows_second: int = 0
+    only_first: int = 0
+    only_second: int = 0
+    weights: int = 0
+    slots: int = 0
+    metadata: int = 0
+    max_weight_difference: float = 0.0
+    ids: list[int] = field(default_factory=list)
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything does, settings included."""
+        return bool(self.settings or self.only_first or self.only_second or self.weights or self.slots or self.metadata)
+
+
+def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = False) -> Report:
+    """Compare two checkpoints: tables, settings and rows, bit for bit. Differences are exit status 1.
+
+    Args:
+        first: A directory of checkpoints, or one checkpoint in it.
+        second: The other.
+        show_ids: How many ids of rows that differ to list for each table.
+        ignore_metadata: Whether counts, steps, scores and epochs of rows may differ.
+    """
+    one, other = Opened.at(first), Opened.at(second)
+    tables = [{(entry["module"], entry["table"]): entry for entry in side.tables} for side in (one, other)]
+    missing = [sorted(tables[0].keys() - tables[1].keys()), sorted(tables[1].keys() - tables[0].keys())]
+    results = [
+        _table(one, other, tables[0][pair], tables[1][pair], show_ids, ignore_metadata)
+        for pair in sorted(tables[0].keys() & tables[1].keys())
+    ]
+    differs = any(missing) or any(result.differs for result in results)
+    data = {
+        "first": {"path": one.root, "checkpoint": one.name},
+        "second": {"path": other.root, "checkpoint": other.name},
+        "equal": not differs,
+        "only_first": [list(pair) for pair in missing[0]],
+        "only_second": [list(pair) for pair in missing[1]],
+        "tables": [asdict(result) for result in results],
+    }
+    columns = ("only_first", "only_second", "weights", "slots", "metadata", "max_weight_difference")
+    grid = Grid(
+        f"{one.name} in {one.root} | {other.name} in {other.root}",
+        ("module", "table", *(name.replace("_", " ") for name in columns), "settings"),
+        [
+            (result.module, result.table, *(getattr(result, name) for name in columns), ", ".join(result.settings))
+            for result in results
+        ],
+    )
+    lines = [f"only in the first: {module}/{table}" for module, table in missing[0]]
+    lines += [f"only in the second: {module}/{table}" for module, table in missing[1]]
+    lines += [f"{result.module}/{result.table}: ids {result.ids}" for result in results if result.ids]
+    lines.append("they differ" if differs else "equal")
+    return Report(data, [grid], lines, FOUND if differs else 0)
+
+
+def _table(
+    one: Opened, other: Opened, first: dict[str, Any], second: dict[str, Any], show_ids: int, ignore_metadata: bool
+) -> TableDiff:
+    for name in (*_SHAPE, "optimizer"):
+        values = (first[name], second[name]) if name != "optimizer" else (first[name]["name"], second[name]["name"])
+        if values[0] != values[1]:
+            raise MismatchError(
+                f"table {first['table']!r} of module {first['module']!r} has {name} {values[0]} in the first and {values[1]} in "
+                "the second: their rows cannot be compared"
+            )
+    result = TableDiff(first["module"], first["table"], rows_first=first["rows"], rows_second=second["rows"])
+    result.settings = [name for name in _SETTINGS if first[name] != second[name]]
+    # Weights, at most two slots, and what else belongs to a row.
+    row_bytes = first["dim"] * 4 * 3 + 64
+    windows = max(1, (first["rows"] + second["rows"]) * row_bytes // _WINDOW_BYTES)
+    step = max(1, first["total_num_buckets"] // windows)
+    for begin in range(0, first["total_num_buckets"], step):
+        end = min(begin + step, first["total_num_buckets"])
+        _window(
+            result, _Rows.of(one, first, begin, end), _Rows.of(other, second, begin, end), show_ids, ignore_metadata
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows by id."""
+
+    ids: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    slots: NDArray[np.float32]
+    metadata: list[NDArray[Any]]
+
+    @classmethod
+    def of(cls, side: Opened, table: dict[str, Any], begin: int, end: int) -> "_Rows":
+        chunks: list[tuple[Any, ...]] = []
+        side.rows.read(table["module"], table["table"], begin, end, lambda *chunk: chunks.append(chunk))
+        dim = table["dim"]
+        if not chunks:
+            nothing = np.empty((0, dim), np.float32)
+            return cls(np.empty(0, np.int64), nothing, nothing, [np.empty(0)] * len(_METADATA))
+        ids, vectors, scalars = (np.concatenate([chunk[part] for chunk in chunks]) for part in range(3))
+        order = np.argsort(ids, kind="stable")
+        metadata = [np.concatenate([chunk[3][part] for chunk in chunks])[order] for part in range(len(_METADATA))]
+        slots = np.concatenate([vectors[:, dim:], scalars[:, None]], axis=1)
+        return cls(ids[order], vectors[order, :dim], slots[order], metadata)
+
+
+def _window(result: TableDiff, one: _Rows, other: _Rows, show_ids: int, ignore_metadata: bool) -> None:
+    common, left, right = np.intersect1d(one.ids, other.ids, assume_unique=True, return_indices=True)
+    only = np.setxor1d(one.ids, other.ids, assume_unique=True)
+    result.only_first += len(one.ids) - len(common)
+    result.only_second += len(other.ids) - len(common)
+    weights = _differ(one.weights[left], other.weights[right])
+    slots = _differ(one.slots[left], other.slots[right])
+    metadata = np.zeros(len(common), bool)
+    if not ignore_metadata:
+        for mine, theirs in zip(one.metadata, other.metadata, strict=True):
+            metadata |= mine[left] != theirs[right]
+    result.weights += int(weights.sum())
+    result.slots += int(slots.sum())
+    result.metadata += int(metadata.sum())
+    if weights.any():
+        apart = np.abs(one.weights[left][weights] - other.weights[right][weights])
+        result.max_weight_difference = max(result.max_weight_difference, float(np.nanmax(apart, initial=0.0)))
+    room = show_ids - len(result.ids)
+    if room > 0:
+        ids = np.concatenate([only, common[weights | slots | metadata]])
+        result.ids += [int(row) for row in ids[:room]]
+
+
+def _differ(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Rows that are not the same bits."""
+    bits = [np.ascontiguousarray(side).view(np.uint32) for side in (one, other)]
+    differ: NDArray[np.bool_] = np.any(bits[0] != bits[1], axis=1)
+    return differ

@@ -1,0 +1,291 @@
+"""Layouts of embedding tables on disk that `convert` reads, each as tables of columns, rows in chunks.
+
+- `recsdk`: `<table>/key/slice.data` (int64), `<table>/embedding/slice.data`, `momentum1`'s and `momentum2`'s (fp32), each beside
+  a `slice.attribute` of int64: bytes an element, rows, width. Older ones have `<table>/rank<k>/` between.
+- `recis`: safetensors with a tensor `<table>.id/part_<i>_<n>` for each shard, beside it `.embedding` and one for each slot.
+- `safetensors`: `<table>/*.safetensors` (or the files of one table alone) with `id`, `weight` and one tensor for each slot.
+- `npy`: `<table>/id.npy`, `weight.npy` and one for each slot.
+
+The first two were read from the sources of RecSDK's torchrec_embcache and of RecIS 1.2.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
+
+__all__ = ["DESCRIPTION", "METADATA", "READERS", "StoredTable", "recognise"]
+
+Columns = dict[str, NDArray[Any]]
+
+#: Beside the columns of a table that we wrote: its entry in the manifest.
+DESCRIPTION = "table.json"
+METADATA = {"count": np.uint32, "last_step": np.uint64, "score": np.float32, "modified_epoch": np.uint32}
+#: Bytes of rows read at a time.
+_CHUNK_BYTES = 32 << 20
+_PART = re.compile(r"(?P<table>.+)\.(?P<column>[^./]+)/part_(?P<shard>\d+)_(?P<shards>\d+)")
+_SLICED = re.compile(r"(?P<table>.+)@(?P<column>[^@^]+)\^(?P<shard>.+)")
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A table in a foreign layout.
+
+    `slots`: width of each slot, by name: the embedding's, or 0 for one number a row. `chunks` gives columns `id` `[n]` int64,
+    `weight` `[n, D]`, each slot `[n, D]` or `[n]`, fp32, and what there is of the metadata. `description`: the manifest's entry
+    of a table that we wrote.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    slots: Mapping[str, int]
+    chunks: Callable[[], Iterator[Columns]]
+    description: dict[str, Any] | None = None
+    skipped: tuple[str, ...] = field(default=())
+
+
+def recognise(path: Path) -> str:
+    """The layout of a directory; `InputError` where it is none of those known."""
+    if (path / "LATEST").is_file() or (path / "manifest.json").is_file():
+        return "embcache"
+    for name, marks in {
+        "recsdk": ("*/key/slice.data", "*/rank*/key/slice.data"),
+        "npy": ("*/id.npy", "id.npy"),
+        "recis": ("torch_rank_weights_embs_table_multi_shard.json", "index"),
+        "safetensors": ("*.safetensors", "*/*.safetensors"),
+    }.items():
+        if any(next(path.glob(mark), None) for mark in marks):
+            return name
+    raise InputError(f"{path} is in no layout that is known: name it with --from {', '.join(READERS)}")
+
+
+def _chunk_rows(row_bytes: int) -> int:
+    return max(1, _CHUNK_BYTES // max(row_bytes, 1))
+
+
+def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    """A file of nothing but numbers, as an array that reads it where it is used."""
+    wanted = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if (found := path.stat().st_size) != wanted:
+        raise CorruptionError(f"{path}: offset 0: the file's length: expected {wanted}, found {found}")
+    return np.memmap(path, dtype, "r", shape=shape) if wanted else np.empty(shape, dtype)
+
+
+# ---- RecSDK
+
+
+def _attribute(path: Path, count: int) -> list[int]:
+    numbers = np.fromfile(path, np.int64)
+    if len(numbers) != count or (numbers < 0).any():
+        raise CorruptionError(
+            f"{path}: offset 0: the attribute: expected {count} numbers of 64 bits, found {numbers.tolist()}"
+        )
+    return [int(number) for number in numbers]
+
+
+def _recsdk_part(part: Path) -> tuple[Columns, int]:
+    _, rows = _attribute(part / "key/slice.attribute", 2)
+    columns: Columns = {"id": _mapped(part / "key/slice.data", np.int64, (rows,))}
+    dim = 0
+    for name, folder in (("weight", "embedding"), ("momentum1", "momentum1"), ("momentum2", "momentum2")):
+        if folder != "embedding" and not (part / folder / "slice.data").is_file():
+            continue
+        size, count, dim = _attribute(part / folder / "slice.attribute", 3)
+        if size != 4 or count != rows:
+            raise CorruptionError(
+                f"{part / folder / 'slice.attribute'}: offset 0: bytes an element and rows: expected 4 and {rows}, found {size} "
+                f"and {count}"
+            )
+        columns[name] = _mapped(part / folder / "slice.data", np.float32, (rows, dim))
+    return columns, dim
+
+
+def _recsdk(path: Path) -> Iterator[StoredTable]:
+    for folder in sorted(folder for folder in path.iterdir() if folder.is_dir()):
+        parts = [folder] if (folder / "key/slice.data").is_file() else sorted(folder.glob("rank*"))
+        found = [_recsdk_part(part) for part in parts if (part / "key/slice.data").is_file()]
+        if found:
+            yield _of_parts(folder.name, [columns for columns, _ in found], found[0][1])
+
+
+def _of_parts(name: str, parts: list[Columns], dim: int, description: dict[str, Any] | None = None) -> StoredTable:
+    """A table whose parts lie in arrays that are read where they are used."""
+    slots = {
+        column: (dim if values.ndim == 2 else 0)
+        for column, values in parts[0].items()
+        if column not in ("id", "weight", *METADATA)
+    }
+    for part in parts:
+        lengths = {column: len(values) for column, values in part.items()}
+        if len(set(lengths.values())) > 1 or part.keys() != parts[0].keys():
+            raise CorruptionError(f"table {name!r}: its columns do not belong together: rows {lengths}")
+        for column in ("weight", *slots):
+            if part[column].dtype != np.float32:
+                raise UnsupportedError(f"table {name!r}: {column} is {part[column].dtype}: only float32 is read")
+            if part[column].ndim == 2 and part[column].shape[1] != dim:
+                raise InputError(f"table {name!r}: {column} is {part[column].shape[1]} wide and the embedding {dim}")
+
+    def chunks() -> Iterator[Columns]:
+        step = _chunk_rows(4 * dim * (1 + len(slots)) + 8)
+        for part in parts:
+            for begin in range(0, len(part["id"]), step):
+                yield {column: np.ascontiguousarray(values[begin : begin + step]) for column, values in part.items()}
+
+    rows = sum(len(part["id"]) for part in parts)
+    return StoredTable(name, rows, dim, slots, chunks, description)
+
+
+# ---- safetensors: RecIS's, and plain
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor in a safetensors file, read by slices of rows."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        with _open(self.file) as file:
+            return np.ascontiguousarray(file.get_slice(self.name)[begin:end])
+
+
+def _open(path: Path) -> Any:
+    try:
+        import safetensors
+    except ImportError as missing:
+        raise UnsupportedError(
+            'this layout needs the safetensors package: pip install "torchrec-embcache[cli]"'
+        ) from missing
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except safetensors.SafetensorError as error:
+        raise CorruptionError(f"{path}: offset 0: the header: expected safetensors, found {error}") from error
+
+
+def _tensors(files: Iterable[Path]) -> Iterator[_Tensor]:
+    for path in files:
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                piece = file.get_slice(name)
+                yield _Tensor(path, name, piece.get_dtype(), tuple(piece.get_shape()))
+
+
+def _of_tensors(
+    name: str, parts: list[dict[str, _Tensor]], skipped: tuple[str, ...] = (), description: dict[str, Any] | None = None
+) -> StoredTable:
+    for part in parts:
+        if part.keys() != parts[0].keys() or not {"id", "weight"} <= part.keys():
+            raise CorruptionError(
+                f"table {name!r}: its parts have the columns {sorted(part)} and {sorted(parts[0])}: id and weight are needed, "
+                "and the same everywhere"
+            )
+        lengths = {column: tensor.shape[:1] for column, tensor in part.items()}
+        if len(set(lengths.values())) > 1:
+            raise CorruptionError(f"table {name!r}: its columns do not belong together: rows {lengths}")
+        if part["id"].dtype != "I64":
+            raise UnsupportedError(f"table {name!r}: id is {part['id'].dtype}: only I64 is read")
+    first = parts[0]
+    if len(first["weight"].shape) != 2:
+        raise InputError(f"table {name!r}: weight has shape {first['weight'].shape} and needs [rows, dim]")
+    dim = first["weight"].shape[1]
+    slots = {}
+    for column, tensor in first.items():
+        if column == "id" or column in METADATA:
+            continue
+        if tensor.dtype != "F32" or tensor.shape[1:] not in ((), (1,), (dim,)):
+            raise UnsupportedError(
+                f"table {name!r}: {column} is {tensor.dtype} {list(tensor.shape)}: only F32 as wide as the embedding, or one "
+                "number a row, is read; leave it out with --skip"
+            )
+        if column != "weight":
+            slots[column] = dim if tensor.shape[1:] == (dim,) and dim > 1 else 0
+
+    narrow = {slot for slot, width in slots.items() if width == 0}
+
+    def chunks() -> Iterator[Columns]:
+        step = _chunk_rows(4 * dim * (1 + len(slots)) + 8)
+        for part in parts:
+            rows = part["id"].shape[0]
+            for begin in range(0, rows, step):
+                columns = {column: tensor.read(begin, min(begin + step, rows)) for column, tensor in part.items()}
+                yield {
+                    name: values[:, 0] if name in narrow and values.ndim == 2 else values
+                    for name, values in columns.items()
+                }
+
+    rows = sum(part["id"].shape[0] for part in parts)
+    return StoredTable(name, rows, dim, slots, chunks, description, skipped)
+
+
+def _recis(path: Path) -> Iterator[StoredTable]:
+    tables: dict[str, dict[str, dict[str, _Tensor]]] = {}
+    skipped = []
+    for tensor in _tensors(sorted(path.glob("*.safetensors"))):
+        match = _PART.fullmatch(tensor.name) or _SLICED.fullmatch(tensor.name)
+        if match is None:
+            skipped.append(tensor.name)  # a dense tensor
+            continue
+        column = "weight" if match["column"] == "embedding" else match["column"]
+        # The slots of its optimizers are named after them: sparse_adam_exp_avg, sparse_adamw_tf_exp_avg_sq.
+        column = re.sub(r"^sparse_.+_(exp_avg|exp_avg_sq)$", r"\1", column)
+        tables.setdefault(match["table"], {}).setdefault(match["shard"], {})[column] = tensor
+    for at, (name, shards) in enumerate(sorted(tables.items())):
+        yield _of_tensors(name, [shards[shard] for shard in sorted(shards)], tuple(skipped) if at == 0 else ())
+
+
+def _described(folder: Path) -> dict[str, Any] | None:
+    path = folder / DESCRIPTION
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise CorruptionError(f"{path}: offset 0: the description: expected JSON, found {error}") from error
+    if not isinstance(found, dict):
+        raise CorruptionError(f"{path}: offset 0: the description: expected an object, found {type(found).__name__}")
+    return found
+
+
+def _safetensors(path: Path) -> Iterator[StoredTable]:
+    alone = [path] if next(path.glob("*.safetensors"), None) else []
+    for folder in alone or sorted(folder for folder in path.iterdir() if folder.is_dir()):
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            continue
+        parts: dict[Path, dict[str, _Tensor]] = {}
+        for tensor in _tensors(files):
+            parts.setdefault(tensor.file, {})[tensor.name] = tensor
+        yield _of_tensors(folder.name, [parts[file] for file in files if file in parts], description=_described(folder))
+
+
+def _npy(path: Path) -> Iterator[StoredTable]:
+    alone = [path] if (path / "id.npy").is_file() else []
+    for folder in alone or sorted(folder for folder in path.iterdir() if (folder / "id.npy").is_file()):
+        columns: Columns = {}
+        for file in sorted(folder.glob("*.npy")):
+            try:
+                columns[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
+            except ValueError as error:
+                raise CorruptionError(f"{file}: offset 0: the header: expected npy, found {error}") from error
+        if "weight" not in columns or columns["weight"].ndim != 2 or columns["id"].dtype != np.int64:
+            raise InputError(f"{folder}: id.npy must be int64 [rows] and weight.npy float32 [rows, dim]")
+        yield _of_parts(folder.name, [columns], columns["weight"].shape[1], _described(folder))
+
+
+READERS: dict[str, Callable[[Path], Iterator[StoredTable]]] = {
+    "recsdk": _recsdk,
+    "recis": _recis,
+    "safetensors": _safetensors,
+    "npy": _npy,
+}

@@ -1,0 +1,64 @@
+"""What a command found: for people as tables, for programs as JSON."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrec_embcache.exceptions import UnsupportedError
+
+__all__ = ["FAILED", "FOUND", "OK", "Grid", "Report"]
+
+OK = 0
+#: What was looked for is there: damage (`verify`), differences (`diff`).
+FOUND = 1
+#: The command could not be carried out. (2 is argparse's: wrong usage.)
+FAILED = 3
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table to show: a title, names of columns, and rows of as many cells."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """`data` is all of it, JSON-able; `grids` and `lines` are what people see; `code` becomes the exit status."""
+
+    data: dict[str, Any]
+    grids: Sequence[Grid] = ()
+    lines: Sequence[str] = ()
+    code: int = OK
+    notes: Sequence[str] = field(default=())  # to standard error
+
+    def write(self, as_json: bool) -> None:
+        """To standard output. Raises `UnsupportedError` where tables are to be shown and rich is missing."""
+        for note in self.notes:
+            sys.stderr.write(f"embcache: {note}\n")
+        if as_json:
+            sys.stdout.write(json.dumps(self.data, indent=2, sort_keys=True) + "\n")
+            return
+        try:
+            from rich import box
+            from rich.console import Console
+            from rich.markup import escape
+            from rich.table import Table
+        except ImportError as missing:
+            raise UnsupportedError(
+                'tables need rich: pip install "torchrec-embcache[cli]", or ask for --json'
+            ) from missing
+        console = Console(highlight=False)
+        for grid in self.grids:
+            table = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD)
+            for name, first in zip(grid.columns, grid.rows[0] if grid.rows else grid.columns, strict=True):
+                table.add_column(name, justify="right" if isinstance(first, int | float) else "left", overflow="fold")
+            for row in grid.rows:
+                table.add_row(*(escape(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
+            console.print(table)
+        for line in self.lines:
+            console.print(escape(line), soft_wrap=True)

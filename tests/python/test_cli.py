@@ -1,0 +1,285 @@
+"""The `embcache` command: what it shows, finds, converts and divides, and what its exit status says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from test_saver import OPTIMIZERS, make_bag, rows, train
+from torchrec_embcache import optimizers
+from torchrec_embcache.cli import main
+from torchrec_embcache.saver import Saver
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    """A directory of checkpoints: mode 0750, as `Saver` wants it."""
+    return tmp_path / "ckpt"
+
+
+def save(path: Path, **changes: Any) -> Any:
+    bag = make_bag(**changes)
+    train(bag)
+    Saver(0).save(nn.Sequential(bag), str(path))
+    return bag
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    code = main([str(argument) for argument in arguments] + ["--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, found
+
+
+def flip(path: Path) -> None:
+    file = max(path.rglob("*.safetensors"), key=lambda file: file.stat().st_size)
+    data = bytearray(file.read_bytes())
+    # Not in the header: in the middle of the columns.
+    data[4096 + (len(data) - 4096) // 8] ^= 1
+    file.write_bytes(data)
+
+
+def test_inspect_shows_the_checkpoints_of_a_directory_and_the_tables_of_the_newest(
+    ckpt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bag = save(ckpt)
+    code, found = run(capsys, "inspect", ckpt)
+    assert code == 0
+    (entry,) = found["checkpoints"]
+    assert entry["latest"]
+    assert entry["kind"] == "full"
+    assert entry["ranks"] == 1
+    assert entry["rows"] == len(bag)
+    assert entry["bytes"] == sum(file.stat().st_size for file in (ckpt / entry["name"]).rglob("*") if file.is_file())
+    (table,) = found["tables"]
+    assert (table["table"], table["dim"], table["optimizer"]) == ("item", 4, "rowwise_adagrad")
+    assert table["rows"] == len(bag)
+    assert table["step"] == 5
+    assert table["hyperparameters"]["lr"] == 0.1
+    assert run(capsys, "inspect", ckpt / entry["name"])[1]["tables"] == found["tables"]
+
+
+def test_people_see_tables(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(ckpt)
+    assert main(["inspect", str(ckpt)]) == 0
+    shown = capsys.readouterr().out
+    assert "LATEST" in shown
+    assert "rowwise_adagrad" in shown
+    assert "item" in shown
+
+
+def test_verify_reads_everything_and_damage_is_status_one(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(ckpt)
+    code, found = run(capsys, "verify", ckpt)
+    assert code == 0
+    assert found["whole"]
+    flip(ckpt)
+    code, found = run(capsys, "verify", ckpt)
+    assert code == 1
+    assert not found["whole"]
+    assert ".safetensors" in found["tables"][0]["error"]
+    assert "checksum" in found["tables"][0]["error"]
+    (manifest,) = ckpt.rglob("manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    code, found = run(capsys, "verify", ckpt)
+    assert code == 1
+    assert "manifest.json" in found["error"]
+
+
+def test_diff_counts_what_differs_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bag = save(tmp_path / "first")
+    Saver(0).save(nn.Sequential(bag), str(tmp_path / "same"))
+    code, found = run(capsys, "diff", tmp_path / "first", tmp_path / "same")
+    assert code == 0
+    assert found["equal"]
+    assert found["tables"][0]["rows_first"] == len(bag)
+
+    some = torch.tensor(sorted(rows(bag))[:3])
+    before = bag.read_rows(some)
+    bag.import_rows(some, before.weights + 0.5, slots=before.slots, metadata=before.metadata)
+    bag.remove_rows(torch.tensor([sorted(rows(bag))[7]]))
+    Saver(0).save(nn.Sequential(bag), str(tmp_path / "other"))
+    code, found = run(capsys, "diff", tmp_path / "first", tmp_path / "other", "--ids", 9)
+    (table,) = found["tables"]
+    assert code == 1
+    assert not found["equal"]
+    assert (table["only_first"], table["only_second"], table["weights"], table["slots"]) == (1, 0, 3, 0)
+    assert table["max_weight_difference"] == pytest.approx(0.5)
+    assert set(some.tolist()) < set(table["ids"])
+
+
+def test_diff_of_other_tables_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "first")
+    save(tmp_path / "second", name="user")
+    code, found = run(capsys, "diff", tmp_path / "first", tmp_path / "second")
+    assert code == 1
+    assert found["only_first"] == [["0", "item"]]
+    assert found["only_second"] == [["0", "user"]]
+    save(tmp_path / "wide", embedding_dim=8)
+    code, found = run(capsys, "diff", tmp_path / "first", tmp_path / "wide")
+    assert code == 3
+    assert found["error"]["type"] == "MismatchError"
+    assert "dim" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_a_resharded_checkpoint_holds_the_same_rows_and_loads(
+    tmp_path: Path, world_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bag = save(tmp_path / "one")
+    code, found = run(capsys, "reshard", tmp_path / "one", tmp_path / "many", "--world-size", world_size)
+    assert code == 0
+    assert len(list((tmp_path / "many" / found["checkpoint"]).glob("*-of-*.json"))) == world_size
+    assert run(capsys, "diff", tmp_path / "one", tmp_path / "many")[0] == 0
+    assert rows(loaded(tmp_path / "many")) == rows(bag)
+
+
+def test_reshard_refuses_its_own_directory_and_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "one")
+    code, found = run(capsys, "reshard", tmp_path / "one", tmp_path / "one", "--world-size", 2)
+    assert code == 3
+    assert found["error"]["type"] == "PathError"
+    code, found = run(capsys, "reshard", tmp_path / "one", tmp_path / "two", "--world-size", 0)
+    assert code == 3
+    assert found["error"]["type"] == "InputError"
+    assert not list((tmp_path / "two").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "npy"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
+def test_a_table_goes_out_to_plain_files_and_back_bit_for_bit(
+    tmp_path: Path, layout: str, optimizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bag = save(tmp_path / "ours", optimizer=optimizer)
+    assert run(capsys, "convert", tmp_path / "ours", tmp_path / "plain", "--to", layout)[0] == 0
+    code, found = run(capsys, "convert", tmp_path / "plain", tmp_path / "back")
+    assert code == 0
+    assert found["from"] == layout
+    assert found["tables"][0]["rows"] == len(bag)
+    assert run(capsys, "diff", tmp_path / "ours", tmp_path / "back")[1]["equal"]
+    assert rows(loaded(tmp_path / "back", optimizer=optimizer)) == rows(bag)
+
+
+def made(rows_: int = 50, dim: int = 4, seed: int = 0) -> tuple[NDArray[np.int64], list[NDArray[np.float32]]]:
+    random = np.random.default_rng(seed)
+    ids = random.choice(np.arange(-500, 500), rows_, replace=False)
+    return ids, [random.random((rows_, dim), np.float32) for _ in range(3)]
+
+
+def write_recsdk(folder: Path, ids: NDArray[np.int64], columns: dict[str, NDArray[np.float32]]) -> None:
+    """As RecSDK's EmbcacheManager::Save does."""
+    for name, values in {"key": ids, **columns}.items():
+        (folder / name).mkdir(parents=True)
+        attribute = [values.itemsize, *values.shape]
+        np.array(attribute, np.int64).tofile(folder / name / "slice.attribute")
+        values.tofile(folder / name / "slice.data")
+
+
+def loaded(path: Path, **changes: Any) -> Any:
+    bag = make_bag(**changes)
+    Saver(0).load(nn.Sequential(bag), str(path))
+    return bag
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_recsdks_layout_converts_merged_and_by_rank(
+    tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, (weight, one, two) = made()
+    parts = [slice(None)] if not ranks else [slice(0, 20), slice(20, None)]
+    for rank, part in enumerate(parts):
+        folder = tmp_path / "theirs" / "item" / (f"rank{rank}" if ranks else "")
+        columns = {"embedding": weight[part], "momentum1": one[part], "momentum2": two[part]}
+        write_recsdk(folder, ids[part], columns)
+    target = tmp_path / "ours"
+    code, found = run(capsys, "convert", tmp_path / "theirs", target, "--module", "0", "--step", 7)
+    assert code == 0
+    assert found["from"] == "recsdk"
+    assert found["tables"][0]["optimizer"] == "adam"
+    bag = loaded(target, optimizer=optimizers.Adam(lr=0.1))
+    kept = bag.read_rows(torch.from_numpy(ids))
+    assert len(bag) == len(ids)
+    assert bag.table.native.step() == 7
+    np.testing.assert_array_equal(kept.weights.numpy(), weight)
+    np.testing.assert_array_equal(kept.slots["exp_avg"].numpy(), one)
+    np.testing.assert_array_equal(kept.slots["exp_avg_sq"].numpy(), two)
+
+
+def test_reciss_layout_converts_and_dense_tensors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids, (weight, one, two) = made()
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for shard, part in enumerate((slice(0, 30), slice(30, None))):
+        suffix = f"/part_{shard}_2"
+        tensors = {
+            f"item.id{suffix}": ids[part],
+            f"item.embedding{suffix}": weight[part],
+            f"item.sparse_adamw_tf_exp_avg{suffix}": one[part],
+            f"item.sparse_adamw_tf_exp_avg_sq{suffix}": two[part],
+        }
+        if shard == 0:
+            tensors["top.0.weight^ "] = np.ones((2, 2), np.float32)
+        safetensors.numpy.save_file(tensors, theirs / f"model-{shard:06}-of-000002.safetensors")
+    (theirs / "index").write_text("{}")
+    code, found = run(
+        capsys, "convert", theirs, tmp_path / "ours", "--module", "0", "--optimizer", "adamw", "--rename", "item=user"
+    )
+    assert code == 0
+    assert found["from"] == "recis"
+    assert found["skipped"] == ["top.0.weight^ "]
+    bag = loaded(tmp_path / "ours", name="user", optimizer=optimizers.AdamW(lr=0.1))
+    kept = bag.read_rows(torch.from_numpy(ids))
+    assert len(bag) == len(ids)
+    np.testing.assert_array_equal(kept.weights.numpy(), weight)
+    np.testing.assert_array_equal(kept.slots["exp_avg_sq"].numpy(), two)
+
+
+def test_damaged_and_unfit_layouts_are_refused_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, (weight, one, _) = made()
+    write_recsdk(tmp_path / "cut/item", ids, {"embedding": weight, "momentum1": one})
+    with (tmp_path / "cut/item/embedding/slice.data").open("r+b") as file:
+        file.truncate(100)
+    code, found = run(capsys, "convert", tmp_path / "cut", tmp_path / "ours")
+    assert code == 3
+    assert found["error"]["type"] == "CorruptionError"
+    assert "slice.data" in found["error"]["message"]
+
+    write_recsdk(tmp_path / "twice/item", np.repeat(ids[:1], 50), {"embedding": weight})
+    code, found = run(capsys, "convert", tmp_path / "twice", tmp_path / "ours")
+    assert code == 3
+    assert "twice" in found["error"]["message"]
+
+    write_recsdk(tmp_path / "slots/item", ids, {"embedding": weight, "momentum1": one})
+    code, found = run(capsys, "convert", tmp_path / "slots", tmp_path / "ours", "--optimizer", "adam")
+    assert code == 3
+    assert found["error"]["type"] == "InputError"
+    assert "exp_avg" in found["error"]["message"]
+    code, found = run(capsys, "convert", tmp_path / "slots", tmp_path / "ours", "--skip", "momentum1", "--module", "0")
+    assert code == 0
+    assert found["tables"][0]["optimizer"] == "sgd"
+    assert len([path for path in (tmp_path / "ours").iterdir() if path.is_dir()]) == 1
+
+    (tmp_path / "empty").mkdir()
+    code, found = run(capsys, "convert", tmp_path / "empty", tmp_path / "other")
+    assert code == 3
+    assert "--from" in found["error"]["message"]
+
+
+def test_the_command_is_installed_and_errors_go_to_standard_error(tmp_path: Path) -> None:
+    embcache = Path(sys.executable).parent / "embcache"
+    missing = subprocess.run([embcache, "inspect", tmp_path / "nothing"], capture_output=True, text=True, check=False)
+    assert missing.returncode == 3
+    assert not missing.stdout
+    assert "PathError" in missing.stderr
+    wrong = subprocess.run([embcache, "frobnicate"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "inspect" in subprocess.run([embcache, "--help"], capture_output=True, text=True, check=True).stdout
