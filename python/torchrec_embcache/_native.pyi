@@ -156,6 +156,9 @@ class Plan:
 
 def check_save_dir(path: str) -> str: ...  # absolute; made (mode 0750) when missing; PathError, StoragePermissionError
 def check_load_dir(path: str) -> str: ...  # absolute; need not be writable
+def open_save_dir(path: str) -> tuple[str, int]: ...  # as check_save_dir, with the directory as an open descriptor, the caller's to close
+def open_load_dir(path: str) -> tuple[str, int]: ...  # as check_load_dir, likewise
+def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def latest_checkpoint(path: str) -> str: ...  # what CheckpointReader takes; PathError when there is none
 
 @final

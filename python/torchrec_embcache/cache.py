@@ -326,6 +326,11 @@ class CacheTable:
         if self._native is not None:
             self._native.set_unusable(reason)
 
+    @property
+    def unusable(self) -> str | None:
+        """Why every use is refused; None where it is not."""
+        return self._unusable
+
     def _refuse_unusable(self) -> None:
         if self._unusable is not None:
             raise StateError(f"table {self.name!r} cannot be used: {self._unusable}")

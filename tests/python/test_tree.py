@@ -45,14 +45,15 @@ PYTHON_IMPORTS = {
     "sharded": _CACHE | {"nn", "modules"},
     "train_pipeline": _CACHE | {"nn", "modules", "sharded"},
     "saver": _CACHE,
-    "serialize": _CACHE,
+    "blocks": _BASE | {"kernels", "cache"},
+    "serialize": _CACHE | {"nn", "blocks"},
     "dcp": _CACHE | {"saver"},
     "megatron": _CACHE | {"saver"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {
     "torchrec": {"modules", "sharded", "train_pipeline"},
-    "torchrec_embcache._native": {"cache", "kernels", "lookahead", "lookup", "publish", "saver", "cli"},
+    "torchrec_embcache._native": {"cache", "kernels", "lookahead", "lookup", "publish", "saver", "blocks", "cli"},
     "torch.distributed.checkpoint": {"dcp"},
     "megatron": {"megatron"},
 }

@@ -59,6 +59,17 @@ pub fn directory_to_load(path: &Path) -> Result<PathBuf> {
     check(path, Rules { field: "path", names: true, allowed_mode: CHECKPOINT_MODE, writable: false, create: false })
 }
 
+/// As [`directory_to_save`], with the directory open for reading: whoever works below this descriptor works in what was checked,
+/// whatever the path names by then.
+pub fn open_to_save(path: &Path) -> Result<(PathBuf, OwnedFd)> {
+    open(path, Rules { field: "path", names: true, allowed_mode: CHECKPOINT_MODE, writable: true, create: true })
+}
+
+/// As [`directory_to_load`], with the directory open, as in [`open_to_save`].
+pub fn open_to_load(path: &Path) -> Result<(PathBuf, OwnedFd)> {
+    open(path, Rules { field: "path", names: true, allowed_mode: CHECKPOINT_MODE, writable: false, create: false })
+}
+
 /// Check a user's `ssd_dir`: it must exist, be writable by the caller and by nobody else. Returns the absolute path.
 ///
 /// Errors: `Kind::Path` (length, `..`, symbolic link, missing, not a directory), `Kind::Permission` (group or others may write,
@@ -68,6 +79,18 @@ pub fn directory_for_ssd(path: &Path) -> Result<PathBuf> {
 }
 
 fn check(given: &Path, rules: Rules) -> Result<PathBuf> {
+    checked(given, rules).map(|(path, _)| path)
+}
+
+/// The directory itself, readable, whatever happened to the path since it was checked.
+fn open(given: &Path, rules: Rules) -> Result<(PathBuf, OwnedFd)> {
+    let (path, directory) = checked(given, rules)?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let readable = rustix::fs::openat(&directory, ".", flags, Mode::empty()).map_err(|e| os("open", &path, e))?;
+    Ok((path, readable))
+}
+
+fn checked(given: &Path, rules: Rules) -> Result<(PathBuf, OwnedFd)> {
     let refuse = |why: String| Error::new(Kind::Path, format!("{} '{}' {why}", rules.field, given.display())).at(given);
     let bytes = given.as_os_str().as_bytes();
     if bytes.is_empty() || bytes.len() > MAX_PATH_BYTES {
@@ -124,7 +147,7 @@ fn check(given: &Path, rules: Rules) -> Result<PathBuf> {
     let access = Access::EXEC_OK | if rules.writable { Access::WRITE_OK } else { Access::READ_OK };
     rustix::fs::accessat(&directory, ".", access, AtFlags::EACCESS)
         .map_err(|e| os(if rules.writable { "write to" } else { "read" }, &path, e).context(rules.field))?;
-    Ok(path)
+    Ok((path, directory))
 }
 
 /// Open `path` (absolute, without dots) component by component, checking each parent before anything below it is touched.

@@ -3,6 +3,7 @@
 //! Every call that can block, take a table's lock or run a kernel releases the GIL first: a core thread that holds a table's lock may
 //! be waiting for the GIL (to read rows from the device).
 
+mod blocks;
 mod buffers;
 mod checkpoint;
 mod checkpoint_rows;
@@ -44,6 +45,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<checkpoint_rows::PyRows>()?;
     module.add_function(wrap_pyfunction!(checkpoint::check_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::check_load_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(blocks::open_save_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(blocks::open_load_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(blocks::chunk_checksums, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::latest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(io_engine_name, module)?)?;
     module.add_function(wrap_pyfunction!(table_key, module)?)?;

@@ -1,0 +1,89 @@
+"""Which blocks a table has, as columns of its rows.
+
+Shapes: n rows, D the table's width, V = D * (1 + vector slots) floats of a row's vector part, weights first.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_embcache.cache import CacheTable
+
+from .files import TensorEntry
+
+__all__ = ["DTYPES", "ID", "Columns", "WriteBlock", "columns_of", "empty_rows", "slots_of"]
+
+# Values of rows by slot, one entry a row.
+Columns = dict[str, NDArray[Any]]
+
+# What RecIS calls the ids and the weights of a table.
+ID, WEIGHTS = "id", "embedding"
+# As safetensors names types.
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16",
+    torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WriteBlock:
+    """What a save would write: the ids or one slot of a table's shard, or a dense tensor.
+
+    `name`: of the table, or of the tensor. `slot`: None for a dense tensor. `dtype` as safetensors names it; `shape`.
+    """
+
+    name: str
+    slot: str | None
+    dtype: str
+    shape: tuple[int, ...]
+    source: CacheTable | Tensor = field(repr=False, compare=False)
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is a dense tensor."""
+        return self.slot is None
+
+    @property
+    def tensor_name(self) -> str:
+        """As RecIS calls it: `table@slot`, or the tensor's name."""
+        return self.name if self.slot is None else f"{self.name}@{self.slot}"
+
+
+def slots_of(table: CacheTable) -> dict[str, TensorEntry]:
+    """The blocks of a table, ids first, each with the shape of one row."""
+    spec = table.spec
+    entries = [TensorEntry(ID, "I64", ()), TensorEntry(WEIGHTS, "F32", (table.dim,))]
+    for place, name in enumerate(spec.slot_names):
+        entries.append(TensorEntry(name, "F32", (table.dim,) if place < spec.vector_slots else ()))
+    metadata = {"last_step": "U64", "count": "U32", "score": "F32", "modified_epoch": "U32"}
+    entries += [TensorEntry(name, dtype, ()) for name, dtype in metadata.items()]
+    return {entry.name: entry for entry in entries}
+
+
+def columns_of(table: CacheTable, rows: tuple[Any, ...]) -> Columns:
+    """Rows as the core gives and takes them (ids, vectors [n, V], scalars [n], metadata), by slot; views."""
+    ids, vectors, scalars, (count, last_step, score, epoch) = rows
+    spec = table.spec
+    columns = {ID: ids}
+    for place, name in enumerate((WEIGHTS, *spec.slot_names[: spec.vector_slots])):
+        columns[name] = vectors[:, place * table.dim : (place + 1) * table.dim]
+    if spec.scalar_slot():
+        columns[spec.slot_names[-1]] = scalars
+    return columns | {"last_step": last_step, "count": count, "score": score, "modified_epoch": epoch}
+
+
+def empty_rows(table: CacheTable, count: int) -> tuple[Any, ...]:
+    """Rows of zeros, to be filled by way of `columns_of`."""
+    zeros: Any = np.zeros
+    return (
+        zeros(count, np.int64),
+        zeros((count, table.spec.vector_floats(table.dim)), np.float32),
+        zeros(count, np.float32),
+        (zeros(count, np.uint32), zeros(count, np.uint64), zeros(count, np.float32), zeros(count, np.uint32)),
+    )

@@ -1,0 +1,146 @@
+"""Block-level checkpoints that are damaged, cut short, or changed while they are read."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tables import Contents, make_bag, random_batches, train
+from torchrec_embcache import serialize
+from torchrec_embcache.blocks import publication, writer
+from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError, StateError, UnsupportedError
+from torchrec_embcache.serialize import Loader, Saver
+
+BATCHES = random_batches(6, bags=8, ids=90, seed=3)
+
+
+def trained() -> Any:
+    bag = make_bag()
+    train(bag, BATCHES)
+    return bag
+
+
+def saved_folder(path: Path) -> Path:
+    return path / (path / "LATEST.blocks").read_text().split()[0]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "blocks"
+
+
+def test_every_changed_byte_is_found_and_the_tables_refuse_use_until_a_load_succeeds(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "RUN_BYTES", 900)
+    bag, dense = trained(), {"w": torch.randn(50)}
+    Saver(0, 1, 2, str(path), {"item": bag}, dense).save()
+    shutil.copytree(path, path.with_name("good"))
+    rng = np.random.default_rng(0)
+    files = sorted(
+        file for file in saved_folder(path).iterdir() if file.name not in ("begun.json", "index", "tensorkey.json")
+    )
+    files = [file for file in files if file.stat().st_size and file.suffix != ".lock"]
+    assert len(files) == 5
+    used = 0
+    for file in [*files, path / "LATEST.blocks"]:
+        good = file.read_bytes()
+        for at in {0, len(good) - 1, *rng.integers(0, len(good), 12).tolist()}:
+            bad = bytearray(good)
+            bad[at] ^= 1 << int(rng.integers(8))
+            file.write_bytes(bad)
+            other = make_bag()
+            with pytest.raises((CorruptionError, MismatchError, UnsupportedError)):
+                Loader(str(path), {"item": other}, {"w": torch.zeros(50)}).load()
+            try:
+                len(other)
+                list(other.export())
+            except StateError:
+                used += 1
+                Loader(str(path.with_name("good")), {"item": other}, {"w": torch.zeros(50)}).load()
+                assert Contents.of(other) == Contents.of(bag)
+            else:
+                assert len(other) == 0
+        file.write_bytes(good)
+    assert used > 5
+
+
+@pytest.mark.parametrize("what", ["symlink", "fifo", "device", "directory", "nothing", "shorter", "longer"])
+def test_files_replaced_by_something_else_are_refused_without_waiting(what: str, path: Path) -> None:
+    Saver(0, 1, 1, str(path), {"item": trained()}).save()
+    names = [
+        f.name
+        for f in saved_folder(path).iterdir()
+        if f.name.startswith(("model", "check", "shard-000000-of", "manifest"))
+    ]
+    for name in (*names, "../LATEST.blocks"):
+        file = saved_folder(path) / name
+        kept = path.with_name("kept")
+        file.rename(kept)
+        good = kept.read_bytes()
+        if what == "symlink":
+            file.symlink_to(kept)
+        elif what == "fifo":
+            os.mkfifo(file)
+        elif what == "device":
+            if os.geteuid() != 0:
+                pytest.skip("only root can make a device")
+            os.mknod(file, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero
+        elif what == "directory":
+            file.mkdir()
+        elif what == "shorter":
+            file.write_bytes(good[:-1])
+        elif what == "longer":
+            file.write_bytes(good + b" ")
+        bag = make_bag()
+        with pytest.raises((CorruptionError, PathError)):
+            Loader(str(path), {"item": bag}).load()
+        assert len(bag) == 0
+        if what == "directory":
+            file.rmdir()
+        elif what != "nothing":
+            file.unlink()
+        kept.rename(file)
+    Loader(str(path), {"item": make_bag()}).load()
+
+
+def test_a_save_that_fails_leaves_the_one_before_and_no_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bag = trained()
+    Saver(path=str(path), hashtables={"item": bag}).save()
+    before, content = saved_folder(path), Contents.of(bag)
+    train(bag, BATCHES[:2])
+    for module, name in ((writer, "write_at"), (writer, "sync"), (writer, "finish"), (publication, "crc32c")):
+
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, fail)
+            with pytest.raises(OSError, match="No space"):
+                Saver(path=str(path), hashtables={"item": bag}).save()
+        assert [entry for entry in path.iterdir() if entry.is_dir()] == [before]
+    other = make_bag()
+    Loader(str(path), {"item": other}).load()
+    assert Contents.of(other) == content
+
+
+def test_a_checkpoint_stays_while_it_is_loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bag = trained()
+    Saver(path=str(path), hashtables={"item": bag}).save()
+    content = Contents.of(bag)
+
+    plain = serialize._compare
+
+    def compare(*args: Any) -> Any:
+        train(bag, BATCHES[:1])
+        Saver(path=str(path), hashtables={"item": bag}).save()
+        return plain(*args)
+
+    monkeypatch.setattr(serialize, "_compare", compare)
+    other = make_bag()
+    Loader(str(path), {"item": other}).load()
+    assert Contents.of(other) == content
