@@ -8,16 +8,23 @@ use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
 use crate::memory;
+use crate::rows::Mapping;
 use crate::sync::lock;
 
 /// Alignment of direct I/O: offsets, lengths and memory.
 pub const ALIGNMENT: usize = 4096;
+
+/// Buffers from this size on are memory of their own from the system. Aligned blocks that come and go in the allocator's heap leave
+/// holes that the next does not fit, as the heap asks for more than the block to align it: the heap grows to a multiple of them.
+const MAPPED_FROM_BYTES: usize = 1 << 20;
 
 /// A byte buffer that starts at a multiple of [`ALIGNMENT`].
 #[derive(Debug)]
 pub struct AlignedBuf {
     start: NonNull<u8>,
     len: usize,
+    /// The memory, where it is not the allocator's.
+    mapping: Option<Mapping>,
 }
 
 impl AlignedBuf {
@@ -28,9 +35,14 @@ impl AlignedBuf {
 
     /// `len` zero bytes; `Kind::Memory` where the system refuses.
     pub fn try_zeroed(len: usize) -> Result<Self> {
-        // SAFETY: the layout's size is at least ALIGNMENT, so never zero.
-        let start = NonNull::new(unsafe { alloc_zeroed(Self::layout(len)) });
-        start.map(|start| Self { start, len }).ok_or_else(|| memory::refused("make a buffer", len))
+        let refused = || memory::refused("make a buffer", len);
+        let mapping = if len < MAPPED_FROM_BYTES { None } else { Some(Mapping::new(len).map_err(|_| refused())?) };
+        let start = match &mapping {
+            Some(mapping) => mapping.start(),
+            // SAFETY: the layout's size is at least ALIGNMENT, so never zero.
+            None => unsafe { alloc_zeroed(Self::layout(len)) },
+        };
+        NonNull::new(start).map(|start| Self { start, len, mapping }).ok_or_else(refused)
     }
 
     /// The first byte, without borrowing the bytes: the kernel may be writing to some of them.
@@ -46,8 +58,10 @@ impl AlignedBuf {
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
-        // SAFETY: allocated in `zeroed` with this very layout.
-        unsafe { dealloc(self.start.as_ptr(), Self::layout(self.len)) }
+        if self.mapping.is_none() {
+            // SAFETY: allocated in `try_zeroed` with this very layout.
+            unsafe { dealloc(self.start.as_ptr(), Self::layout(self.len)) }
+        }
     }
 }
 
@@ -159,7 +173,7 @@ mod tests {
 
     #[test]
     fn buffers_start_at_multiples_of_the_alignment_and_are_zero() {
-        for len in [0, 1, ALIGNMENT, 3 * ALIGNMENT + 5] {
+        for len in [0, 1, ALIGNMENT, 3 * ALIGNMENT + 5, MAPPED_FROM_BYTES, MAPPED_FROM_BYTES + 5] {
             let buf = AlignedBuf::zeroed(len);
             assert!(buf.as_ptr().addr().is_multiple_of(ALIGNMENT));
             assert!(buf.len() == len && buf.iter().all(|byte| *byte == 0));
