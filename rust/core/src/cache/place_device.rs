@@ -83,6 +83,8 @@ impl TablePlan {
         {
             return Err(error);
         }
+        // Before anything changes: what is begun below is carried through.
+        state.host.reserve(reads.len().min(state.host.slots.free_slots() as usize))?;
         let mut rows = Vec::new();
         for (position, id) in reads {
             let Some(slot) = state.host.take(false)? else {

@@ -1,16 +1,21 @@
 //! Damaged and hostile checkpoints are refused, typed, and never make a load allocate what the files do not hold.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
-use embcache::io::{IoEngine, PsyncEngine};
+use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, publish, read_file};
 use embcache::types::{Id, hash_id};
 
 use embcache_tests::{flips, tells_of_damage};
 
-use crate::made::{Table, kind, load, save};
+use crate::made::{ROOT, Table, kind, load, save};
+
+fn tables() -> Vec<Table> {
+    let ids: Vec<Id> = (-30..30).collect();
+    vec![Table::new("m", "a", RowWiseAdagrad, 4, &ids, 1), Table::new("m", "b", Sgd, 2, &ids[..9], 2)]
+}
 
 struct Saved {
     dir: tempfile::TempDir,
@@ -22,8 +27,7 @@ impl Saved {
     fn new() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
-        let ids: Vec<Id> = (-30..30).collect();
-        let tables = vec![Table::new("m", "a", RowWiseAdagrad, 4, &ids, 1), Table::new("m", "b", Sgd, 2, &ids[..9], 2)];
+        let tables = tables();
         save(&engine, dir.path(), &tables, 2, 1000, 7).expect("saved");
         Self { dir, engine, tables }
     }
@@ -83,37 +87,64 @@ impl Saved {
     }
 }
 
+/// Flip one bit in each `step`-th byte of a file of a checkpoint in memory, from byte `first` on; how many flips there were.
+fn flip_bits(memory: &MemoryEngine, path: &Path, first: usize, step: usize) -> u64 {
+    let good = read_file(memory, path, 1 << 20).expect("read");
+    let copy = memory.kill();
+    let engine: Arc<dyn IoEngine> = Arc::new(copy.clone());
+    let mut found = 0;
+    for position in (first..good.len()).step_by(step) {
+        let mut bad = good.clone();
+        bad[position] ^= 1 << (hash_id(position as i64) % 8);
+        publish(&copy, path, &bad).expect("written");
+        let Err(error) = load(&engine, Path::new(ROOT), 2) else {
+            panic!("byte {position} of {} may change unseen", path.display());
+        };
+        // A flip in a name in LATEST or a version is another kind of refusal, a refusal all the same.
+        assert!(
+            matches!(error.kind(), Kind::Corruption | Kind::Storage | Kind::Unsupported | Kind::Path),
+            "byte {position} of {}: {error}",
+            path.display()
+        );
+        assert!(error.kind() != Kind::Corruption || tells_of_damage(&error), "{error}");
+        found += 1;
+    }
+    found
+}
+
 #[test]
 fn a_flipped_bit_anywhere_is_found() {
-    let saved = Saved::new();
-    assert_eq!(saved.load().expect("whole"), saved.tables);
-    let mut found = 0;
-    for path in saved.files() {
-        let good = std::fs::read(&path).expect("read");
-        let is_data = path.extension().is_some_and(|ending| ending == "safetensors");
-        // One bit in each of many bytes: of all in LATEST, every 5th of the manifests, every 31st of the data.
-        let step = if is_data { 31 } else { (good.len() / 200).clamp(1, 5) };
-        for position in (0..good.len()).step_by(flips(step)) {
-            let mut bad = good.clone();
-            bad[position] ^= 1 << (hash_id((position + found) as i64) % 8);
-            std::fs::write(&path, &bad).expect("written");
-            match saved.load() {
-                Err(error) => {
-                    // A flip in a name in LATEST or a version is another kind of refusal, a refusal all the same.
-                    assert!(
-                        matches!(error.kind(), Kind::Corruption | Kind::Storage | Kind::Unsupported | Kind::Path),
-                        "{error}"
-                    );
-                    assert!(error.kind() != Kind::Corruption || tells_of_damage(&error), "{error}");
-                    found += 1;
-                }
-                Ok(_) => panic!("byte {position} of {} may change unseen", path.display()),
-            }
+    const THREADS: usize = 4;
+    let memory = MemoryEngine::default();
+    memory.create_dir_all(Path::new(ROOT)).expect("made");
+    let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+    let saved = tables();
+    save(&engine, Path::new(ROOT), &saved, 2, 1000, 7).expect("saved");
+    assert_eq!(load(&engine, Path::new(ROOT), 2).expect("whole"), saved);
+    let (mut files, mut dirs) = (Vec::new(), vec![PathBuf::from(ROOT)]);
+    while let Some(dir) = dirs.pop() {
+        for path in memory.list(&dir).expect("listed") {
+            if path.extension().is_some() || path.ends_with("LATEST") { files.push(path) } else { dirs.push(path) }
         }
-        std::fs::write(&path, &good).expect("written");
     }
+    assert!(files.len() > 8, "{files:?}");
+    let found: u64 = std::thread::scope(|scope| {
+        let (memory, files) = (&memory, &files);
+        let flip = |thread: usize| {
+            let flip = move |path: &PathBuf| {
+                let is_data = path.extension().is_some_and(|ending| ending == "safetensors");
+                // One bit in each of many bytes: of all in LATEST, every 5th of the manifests, every 31st of the data.
+                let len = read_file(memory, path, 1 << 20).expect("read").len();
+                let step = flips(if is_data { 31 } else { (len / 200).clamp(1, 5) });
+                flip_bits(memory, path, thread * step, THREADS * step)
+            };
+            scope.spawn(move || files.iter().map(flip).sum::<u64>())
+        };
+        let threads: Vec<_> = (0..THREADS).map(flip).collect();
+        threads.into_iter().map(|thread| thread.join().expect("every flip is found")).sum()
+    });
+    println!("{found} flips in {} files", files.len());
     assert!(found > 1000, "{found} flips");
-    assert_eq!(saved.load().expect("whole"), saved.tables);
 }
 
 #[test]

@@ -5,4 +5,5 @@ mod damage;
 mod kill;
 mod panic;
 mod reopen;
+mod reuse;
 mod room;

@@ -1,0 +1,194 @@
+//! Memory that the system refuses amid a batch: the batch is refused, no row is left half moved, and each can be read and trained again.
+//!
+//! Each case runs in a process of its own, because the limit is the process's.
+#![allow(unsafe_code)]
+#![allow(clippy::unwrap_used)]
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+
+use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::MemoryEngine;
+use embcache::types::Id;
+use embcache::{Error, Kind};
+use embcache_tests::{Contents, Rig, config, watched};
+
+const CASE: &str = "EMBCACHE_TEST_REFUSED_MEMORY_CASE";
+const MIB: u64 = 1 << 20;
+const BAG: usize = 8;
+
+/// Let this process map `more` bytes from now on, or as many as it likes.
+fn limit(more: Option<u64>) {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: u64 = statm.split(' ').next().unwrap().parse().unwrap();
+    // SAFETY: asks for a number.
+    let page = u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap();
+    let most = more.map_or(libc::RLIM_INFINITY, |more| pages * page + more);
+    let wanted = libc::rlimit { rlim_cur: most, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: reads a struct that lives here.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const wanted) }, 0);
+}
+
+fn three_tiers(dim: usize, device_rows: Option<u32>, host_rows: u64) -> TableConfig {
+    let mut wanted = config(dim, OptimizerKind::Adagrad, host_rows);
+    wanted.device_rows = device_rows;
+    wanted.ssd = Some(SsdConfig {
+        dir: PathBuf::from("/base/m/t/0-of-1"),
+        bytes: 256 * MIB,
+        reopen: Reopen::Never,
+        resume_token: None,
+    });
+    wanted
+}
+
+fn rig(wanted: TableConfig) -> Rig {
+    Rig::open(wanted, Arc::new(MemoryEngine::default())).unwrap()
+}
+
+/// What these batches leave in a table whose RAM has room for all.
+fn straight(dim: usize, batches: &[Vec<Id>]) -> (Rig, Contents) {
+    let oracle = rig(config(dim, OptimizerKind::Adagrad, 400_000));
+    for (salt, ids) in batches.iter().enumerate() {
+        oracle.train(ids, BAG, salt as u32).unwrap();
+    }
+    let contents = oracle.contents().unwrap();
+    (oracle, contents)
+}
+
+fn is_of_memory(error: &Error) -> bool {
+    error.kind() == Kind::Memory && error.errno() == Some(libc::ENOMEM)
+}
+
+/// A batch of more rows on SSD than the budget holds: for those past it memory is refused when reads of the others are under way.
+fn amid_reads() {
+    const DIM: usize = 256;
+    let rig = rig(three_tiers(DIM, None, 4300));
+    let mut done: Vec<Vec<Id>> = (0..4).map(|batch| (batch * 3000..(batch + 1) * 3000).collect()).collect();
+    for (salt, ids) in done.iter().enumerate() {
+        rig.train(ids, BAG, salt as u32).unwrap();
+    }
+    // Clean rows: nothing is written when they leave.
+    rig.table.flush(1).unwrap();
+    let (oracle, before) = straight(DIM, &done);
+    let wanted: Vec<Id> = (0..8192).collect();
+    rig.evaluate(&wanted[..4000], BAG, false).unwrap();
+
+    // Overflow comes in chunks of 2 MiB and more.
+    limit(Some(MIB * 7 / 4));
+    for train in [true, false] {
+        let Err(error) = rig.plan(&wanted, train, false, false) else {
+            panic!("there is memory for the rows past the budget");
+        };
+        assert!(is_of_memory(&error), "{error:?}");
+        for ids in wanted.chunks(1024) {
+            let read = rig.evaluate(ids, BAG, false).unwrap();
+            assert!(read == oracle.evaluate(ids, BAG, false).unwrap(), "a row whose read was begun is another one now");
+        }
+    }
+    limit(None);
+    assert_eq!(rig.table.stats().unwrap().pinned_rows, 0);
+    assert!(rig.contents().unwrap() == before, "the batch that was refused changed something");
+
+    done.push(wanted);
+    rig.train(&done[4], BAG, 4).unwrap();
+    assert!(rig.contents().unwrap() == straight(DIM, &done).1);
+}
+
+/// Rows that leave the device find no memory in the host tier: its index has to grow.
+fn below_the_device() {
+    const DIM: usize = 2;
+    const ROWS: Id = 400;
+    let rig = rig(three_tiers(DIM, Some(ROWS as u32), 300_000));
+    let batch = |number: Id| (number * ROWS..(number + 1) * ROWS).collect::<Vec<Id>>();
+    let mut done: Vec<Vec<Id>> = (0..100).map(batch).collect();
+    for (salt, ids) in done.iter().enumerate() {
+        rig.train(ids, BAG, salt as u32).unwrap();
+    }
+    // Its index doubles on the way to 300,000 rows, at last to several MiB.
+    limit(Some(MIB * 5 / 4));
+    let refused = loop {
+        let ids = batch(done.len() as Id);
+        match rig.train(&ids, BAG, done.len() as u32) {
+            Ok(_) => done.push(ids),
+            Err(error) => break error,
+        }
+        assert!(done.len() < 700, "no limit was met");
+    };
+    limit(None);
+    assert!(is_of_memory(&refused), "{refused:?}");
+    assert_eq!(rig.table.stats().unwrap().pinned_rows, 0);
+    assert!(rig.contents().unwrap() == straight(DIM, &done).1, "a row was lost on its way down");
+    for _ in 0..3 {
+        let ids = batch(done.len() as Id);
+        rig.train(&ids, BAG, done.len() as u32).unwrap();
+        done.push(ids);
+    }
+    assert!(rig.contents().unwrap() == straight(DIM, &done).1);
+}
+
+/// Rows are fetched ahead for the device into a host tier whose index has to grow: after a resume it is empty.
+fn ahead_of_the_device() {
+    const DIM: usize = 2;
+    const ROWS: Id = 400;
+    let engine = Arc::new(MemoryEngine::default());
+    let mut wanted = three_tiers(DIM, Some(ROWS as u32), 300_000);
+    let batches: Vec<Vec<Id>> = (0..300).map(|number| (number * ROWS..(number + 1) * ROWS).collect()).collect();
+    let first = Rig::open(wanted.clone(), engine.clone()).unwrap();
+    for (salt, ids) in batches.iter().enumerate() {
+        first.train(ids, BAG, salt as u32).unwrap();
+    }
+    first.table.flush(1).unwrap();
+    first.table.close().unwrap();
+    drop(first);
+    let (_, before) = straight(DIM, &batches);
+    wanted.ssd.as_mut().unwrap().reopen = Reopen::Resume;
+    let rig = Rig::open(wanted, engine).unwrap();
+    let mut plans: Vec<_> = batches[..50].iter().map(|ids| rig.plan(ids, true, true, false).unwrap()).collect();
+    limit(Some(MIB * 5 / 4));
+    let refused =
+        batches[50..].iter().find_map(|ids| rig.plan(ids, true, true, false).map(|plan| plans.push(plan)).err());
+    limit(None);
+    let refused = refused.expect("no limit was met");
+    assert!(is_of_memory(&refused), "{refused:?}");
+    drop(plans);
+    assert_eq!(rig.table.stats().unwrap().pinned_rows, 0);
+    assert!(rig.contents().unwrap() == before, "a plan that was refused changed something");
+}
+
+/// The other process of the tests below. Without the variable there is nothing to do.
+#[test]
+fn child() {
+    let Some(case) = std::env::var_os(CASE) else { return };
+    watched(String::new, || match case.to_str().unwrap() {
+        "reads" => amid_reads(),
+        "device" => below_the_device(),
+        "ahead" => ahead_of_the_device(),
+        other => panic!("no case {other}"),
+    });
+}
+
+fn run(case: &str) {
+    let done = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--nocapture"])
+        .envs([(CASE, case), ("EMBCACHE_WATCHDOG_S", "120")])
+        .output()
+        .unwrap();
+    let said = format!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    assert!(done.status.success(), "{said}");
+}
+
+#[test]
+fn rows_whose_read_was_begun_when_memory_was_refused_are_read() {
+    run("reads");
+}
+
+#[test]
+fn rows_that_leave_the_device_when_memory_is_refused_stay_there() {
+    run("device");
+}
+
+#[test]
+fn rows_fetched_ahead_for_the_device_when_memory_is_refused_are_still_on_ssd() {
+    run("ahead");
+}

@@ -1,0 +1,114 @@
+//! Files of segments that are gone are written again: within the cap, and none outlives the tier or its process.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use embcache::config::Reopen;
+use embcache::io::{FaultEngine, IoEngine, MemoryEngine, Open, Operation};
+use embcache::ssd::{SsdTier, StateCounters};
+use embcache::types::Id;
+use embcache_tests::ssd::{Versions, append, check, config, open};
+
+const DIR: &str = "/embcache-reuse/tier";
+
+fn is_segment(path: &Path) -> bool {
+    path.extension().is_some_and(|ending| ending == "seg")
+}
+
+fn segments(engine: &dyn IoEngine) -> BTreeSet<PathBuf> {
+    engine.list(Path::new(DIR)).unwrap().into_iter().filter(|path| is_segment(path)).collect()
+}
+
+fn segment_bytes(engine: &dyn IoEngine) -> u64 {
+    segments(engine).iter().map(|path| engine.open(path, Open::Read).unwrap().len().unwrap()).sum()
+}
+
+/// Segments made so far by renaming an older one's file, and by making a file.
+fn made(fault: &FaultEngine) -> (usize, usize) {
+    let log = fault.log();
+    let of = |wanted| log.iter().filter(|(operation, path)| *operation == wanted && is_segment(path)).count();
+    (of(Operation::Rename), of(Operation::Create))
+}
+
+/// A tier of `cap` bytes, and half of the ids it has room for.
+fn tier(cap: u64) -> (MemoryEngine, FaultEngine, SsdTier, Vec<Id>) {
+    let memory = MemoryEngine::default();
+    let fault = FaultEngine::new(Arc::new(memory.clone()));
+    let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
+    let (tier, _) = open(&engine, &config(Path::new(DIR), cap, Reopen::Never)).unwrap();
+    let ids = (0..tier.capacity_rows() as Id / 2).collect();
+    (memory, fault, tier, ids)
+}
+
+#[test]
+fn rows_rewritten_in_whole_segments_are_written_to_the_files_of_those_they_leave() {
+    const CAP: u64 = 1 << 20;
+    let (memory, fault, tier, ids) = tier(CAP);
+    let mut held = Versions::new();
+    for version in 1..30 {
+        append(&tier, &ids, version, &mut held).unwrap();
+        assert!(memory.live_bytes() <= CAP, "{} bytes", memory.live_bytes());
+    }
+    let (renamed, created) = made(&fault);
+    // Of each round the table keeps eight files, or as many as have room.
+    assert!(renamed > 100, "{renamed} files written again, {created} made");
+    check(&tier, &held, -5..ids.len() as Id + 5);
+    tier.publish(1, StateCounters::default()).unwrap();
+    tier.close().unwrap();
+    drop(tier);
+    let engine: Arc<dyn IoEngine> = Arc::new(memory.crash());
+    let (resumed, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Resume)).unwrap();
+    check(&resumed, &held, -5..ids.len() as Id + 5);
+}
+
+#[test]
+fn files_that_are_kept_go_when_the_tier_closes_and_are_swept_after_a_kill() {
+    const CAP: u64 = 1 << 20;
+    let (memory, _, tier, ids) = tier(CAP);
+    let mut held = Versions::new();
+    append(&tier, &ids, 1, &mut held).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    let named = segments(&memory);
+    // What is written and rewritten now is of no state: its files are kept.
+    for version in 2..6 {
+        append(&tier, &ids, version, &mut held.clone()).unwrap();
+    }
+    tier.remove(&ids).unwrap();
+    let killed = memory.kill();
+    assert!(segments(&killed).len() > named.len(), "a kill leaves files that nothing names");
+    let used = tier.stats().tier.bytes;
+    assert!(segment_bytes(&memory) > used, "no file is kept");
+    tier.close().unwrap();
+    assert!(segment_bytes(&memory) <= used, "kept files stay");
+
+    let engine: Arc<dyn IoEngine> = Arc::new(killed.clone());
+    let (resumed, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Resume)).unwrap();
+    assert_eq!(segments(&killed), named, "what no state names is swept");
+    check(&resumed, &held, -5..ids.len() as Id + 5);
+    for version in 10..20 {
+        append(&resumed, &ids, version, &mut held).unwrap();
+        assert!(killed.live_bytes() <= CAP, "{} bytes", killed.live_bytes());
+    }
+    check(&resumed, &held, -5..ids.len() as Id + 5);
+}
+
+#[test]
+fn kept_files_leave_the_cap_intact_where_all_of_it_is_in_use() {
+    for cap in [160 << 10, 208 << 10, 352 << 10] {
+        let (memory, fault, tier, _) = tier(cap);
+        let ids: Vec<Id> = (0..tier.capacity_rows() as Id).collect();
+        let mut held = Versions::new();
+        for version in 1..60 {
+            let some: Vec<Id> = ids.iter().copied().filter(|id| (id * 7 + i64::from(version)) % 3 > 0).collect();
+            append(&tier, &some, version, &mut held).unwrap();
+            assert!(memory.live_bytes() <= cap, "{} bytes of {cap}", memory.live_bytes());
+            if version % 10 == 0 {
+                tier.publish(u64::from(version), StateCounters::default()).unwrap();
+                assert!(memory.live_bytes() <= cap, "{} bytes of {cap}", memory.live_bytes());
+            }
+        }
+        check(&tier, &held, -5..ids.len() as Id + 5);
+        assert!(made(&fault).0 > 0, "no file was written again");
+    }
+}
