@@ -1,5 +1,5 @@
-//! Planners, trainers, evaluations, imports, removals, exports and flushes all at once, over tiers so small that rows move all the
-//! time.
+//! Planners, trainers, evaluations, imports, removals, exports, snapshots and flushes all at once, over tiers so small that rows
+//! move all the time.
 //!
 //! Every row tells by itself whether it is whole: each training step of an id has the gradient 1, so that after `n` of them
 //! weights, slot and count are a function of `n`, which lies between the steps done before it was read and those begun after.
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use embcache::cache::{Plan, RowBlock};
+use embcache::cache::{Plan, PreImages, RowBlock};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, UringEngine};
 use embcache::rows::{Initializer, RowHeader};
@@ -107,6 +107,7 @@ struct World {
     /// Counts of what the run is for.
     overflows: AtomicU64,
     exports: AtomicU64,
+    snapshots: AtomicU64,
     token: AtomicU64,
     failed: AtomicBool,
 }
@@ -224,6 +225,45 @@ impl World {
         }
     }
 
+    /// Snapshots, which nothing ends: every row whole, once, and as of the moment.
+    fn snapshot(&self, engine: &Arc<dyn IoEngine>, dir: &Path) {
+        let all: Vec<Id> = (0..IDS).collect();
+        let mut dice = Dice(1 << 63);
+        while self.running() {
+            let limit = if dice.roll(2) == 0 { 1 } else { 1 << 20 };
+            let images = Arc::new(PreImages::new(Arc::clone(engine), dir.with_extension("images"), limit, 1));
+            let least = World::count(&self.done, &all);
+            let snapshot = self.rig.table.snapshot(&images, 0).unwrap();
+            let most = World::count(&self.begun, &all);
+            if dice.roll(8) == 0 {
+                continue;
+            }
+            let mut seen = vec![false; (IDS + OWN) as usize];
+            let sink = &mut |chunk: embcache::cache::Chunk| {
+                for (at, header) in chunk.headers.iter().enumerate() {
+                    assert!(!std::mem::replace(&mut seen[header.id as usize], true), "id {} twice", header.id);
+                    let row = &chunk.vectors[at * 2 * DIM..][..2 * DIM];
+                    if header.id >= IDS {
+                        assert_eq!(row, vector(header.id, header.count), "id {}", header.id);
+                        continue;
+                    }
+                    assert_eq!(Some(header.count), self.life.steps(row), "the count of id {}", header.id);
+                    let (least, most) = (least[header.id as usize], most[header.id as usize]);
+                    let least = if self.on_full == OnFull::Evict { 0 } else { least };
+                    assert!(least <= header.count && header.count <= most, "id {}: {}", header.id, header.count);
+                }
+                if dice.roll(4) == 0 {
+                    std::thread::yield_now();
+                }
+                Ok(())
+            };
+            snapshot.for_each_chunk(32, sink).unwrap();
+            let there = |id: Id| seen[id as usize] || least[id as usize] == 0 || self.on_full == OnFull::Evict;
+            assert!(all.iter().all(|&id| there(id)), "a row is missing");
+            self.snapshots.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
     /// Imports, reads and removes rows that nobody else uses.
     fn import(&self) {
         let mut dice = Dice(1 << 61);
@@ -322,6 +362,7 @@ fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: O
         trainers: AtomicU64::new(TRAINERS),
         overflows: AtomicU64::new(0),
         exports: AtomicU64::new(0),
+        snapshots: AtomicU64::new(0),
         token: AtomicU64::new(0),
         failed: AtomicBool::new(false),
     });
@@ -349,6 +390,7 @@ fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: O
                 spawn(Box::new(|| world.evaluate(0)));
                 spawn(Box::new(|| world.evaluate(1)));
                 spawn(Box::new(|| world.export()));
+                spawn(Box::new(|| world.snapshot(engine, dir)));
                 spawn(Box::new(|| world.import()));
                 spawn(Box::new(|| world.flush()));
                 spawn(Box::new(|| world.watch()));
@@ -364,6 +406,7 @@ fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: Policy
     assert_eq!(stats.pinned_rows, 0, "a pin was not returned");
     let ssd = stats.ssd.unwrap();
     assert!(world.overflows.load(Ordering::Relaxed) > 0, "no plan overflowed");
+    assert!(world.snapshots.load(Ordering::Relaxed) > 0, "no snapshot ended");
     assert!(stats.host.evictions > 0 && ssd.tier.hits > 0, "nothing moved");
     assert!(world.on_full == OnFull::Error || stats.dropped_rows > 0, "nothing was dropped");
     let rows = rows_of(world, &world.rig);

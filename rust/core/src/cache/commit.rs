@@ -1,8 +1,13 @@
 //! The end of a batch: rows marked as trained, pins taken back.
 
+use std::sync::Arc;
+
 use super::place::{SLOTS_AHEAD, TablePlan};
 use super::table::State;
+use crate::error::Result;
+use crate::kernels::{Hyperparameters, OptimizerStep};
 use crate::slots::{RowState, SlotMap};
+use crate::sync::RwLockWriteGuard;
 use crate::types::{CacheSlot, NO_SLOT};
 
 impl TablePlan {
@@ -69,5 +74,24 @@ impl TablePlan {
             }
         }
         self.loads.clear();
+    }
+
+    /// Commit and take back the pins. Who copies rows is kept out by `writing` from the first update until the rows' metadata and the
+    /// table's step say so too.
+    pub(crate) fn end_step(&mut self, writing: Option<RwLockWriteGuard<'_, ()>>) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let mut state = shared.lock_any()?;
+        if writing.is_none() {
+            shared.keep_in_use(&mut state, &self.index.slots, None);
+        }
+        self.commit(&mut state);
+        drop(writing);
+        self.release(&mut state);
+        Ok(())
+    }
+
+    pub(crate) fn next_step(&self, hyperparameters: Hyperparameters) -> Result<OptimizerStep> {
+        let step = self.shared.lock_any()?.step + 1;
+        Ok(OptimizerStep { kind: self.shared.config.optimizer, hyperparameters, step })
     }
 }

@@ -36,6 +36,7 @@ impl Shared {
             let Some(slot) = state.host.slots.victim(|slot| header_id(&headers, slot)) else { break };
             victims.push(slot);
         }
+        state.keep_host(&victims);
         if let Err(error) = self.write_down(state, &victims) {
             for &slot in &victims {
                 let id = state.host.id(slot);
@@ -132,6 +133,7 @@ impl Shared {
             if !state.host.slots.state(slot).is_current() || state.host.slots.is_pinned(slot) {
                 continue;
             }
+            state.keep_host(&[slot]);
             if let Some(to) = state.host.slots.take() {
                 state.host.relocate(slot, to);
             } else if self.ssd.is_some() {
@@ -160,6 +162,7 @@ impl Shared {
             .filter(|&slot| state.host.slots.state(slot).is_current())
             .collect();
         idle.retain(|&slot| !state.host.slots.is_pinned(slot));
+        state.keep_host(&idle);
         let mut failed = Ok(());
         for slot in idle {
             if let Some(to) = state.host.slots.take() {
@@ -201,11 +204,13 @@ impl Shared {
                     spared.push((slot, id));
                     continue;
                 }
+                state.keep_host(&[slot]);
                 state.host.slots.evict(slot, id);
                 state.host_stats.evictions += 1;
                 dropped.push(id);
             }
             spared.drain(..).for_each(|(slot, id)| state.host.slots.spare(slot, id));
+            let mut leaving = Vec::new();
             if let Some(device) = &mut state.device {
                 while (dropped.len() as u64) < rows {
                     let Some(slot) = device.victim() else { break };
@@ -214,11 +219,17 @@ impl Shared {
                         spared.push((slot, id));
                         continue;
                     }
-                    device.slots.evict(slot, id);
-                    state.device_stats.evictions += 1;
+                    leaving.push(slot);
                     dropped.push(id);
                 }
                 spared.drain(..).for_each(|(slot, id)| device.slots.spare(slot, id));
+            }
+            self.keep_device(state, &leaving);
+            if let Some(device) = &mut state.device {
+                for &slot in &leaving {
+                    device.slots.evict(slot, device.id(slot));
+                }
+                state.device_stats.evictions += leaving.len() as u64;
             }
             state.rows -= dropped.len() as u64;
             state.dropped_rows += dropped.len() as u64;

@@ -18,7 +18,9 @@ mod modified;
 mod place;
 mod place_device;
 mod plan;
+mod preimages;
 mod rows;
+mod snapshot;
 mod table;
 
 pub use crate::device::DeviceRows;
@@ -26,7 +28,9 @@ pub use export::{Chunk, ExportStream};
 pub use lineage::Ancestor;
 pub use lookup::Lookup;
 pub use plan::{DeviceTensors, Plan};
+pub use preimages::PreImages;
 pub use rows::{FoundRows, RowBlock};
+pub use snapshot::TableSnapshot;
 pub use table::{Table, TableStats, device_row_bytes, host_row_bytes};
 
 #[cfg(test)]

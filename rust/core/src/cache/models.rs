@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Chunk, Lookup, Plan, RowBlock, Table};
+use super::{Chunk, Lookup, Plan, PreImages, RowBlock, Table};
 use crate::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use crate::io::{IoEngine, MemoryEngine};
 use crate::kernels::Hyperparameters;
@@ -109,6 +109,44 @@ fn loom_an_export_beside_a_training_step_gives_rows_that_are_whole_or_an_error()
         training.join().unwrap();
         let row = table.read_rows(&[11]).unwrap();
         assert_eq!((row.headers[0].count, row.vectors[0].to_bits()), (1, 10.0_f32.to_bits()));
+        at_rest(&table);
+    });
+}
+
+/// A snapshot has each row as of its moment, whichever comes first: the training step, the row's turn, or its leaving for SSD.
+#[test]
+fn loom_a_snapshot_beside_training_steps_and_evictions_gives_the_rows_of_its_moment() {
+    model(|| {
+        let (table, lookup, engine) = table();
+        let first = plan(&lookup, &[11]);
+        first.wait().unwrap();
+        forward(&first, 1);
+        let training = {
+            let reads = Arc::clone(&engine);
+            spawn(move || {
+                let numbers = Hyperparameters { lr: 1.0, eps: 0.0, beta1: 0.0, beta2: 0.0, weight_decay: 0.0 };
+                first.backward_pooled(&[1.0; DIM], &[numbers], None, &mut [], 1).unwrap();
+                // Makes row 12, the least recently used, leave.
+                let second = plan(&lookup, &[1]);
+                read_waiting(&*reads);
+                second.wait().unwrap();
+            })
+        };
+        let images = Arc::new(PreImages::new(Arc::clone(&engine), "/save/images".into(), 1 << 20, 1));
+        let snapshot = table.snapshot(&images, 1).unwrap();
+        let steps = snapshot.step() as u32;
+        let mut rows = Vec::new();
+        let sink = &mut |chunk: Chunk| {
+            for (at, header) in chunk.headers.iter().enumerate() {
+                rows.push((header.id, header.count, chunk.vectors[at * DIM] as i32));
+            }
+            Ok(())
+        };
+        snapshot.for_each_chunk(2, sink).unwrap();
+        training.join().unwrap();
+        rows.sort_unstable();
+        let expected = [(1, 0, 1), (2, 0, 2), (11, steps, 11 - steps as i32), (12, 0, 12), (13, 0, 13), (14, 0, 14)];
+        assert_eq!(rows, expected);
         at_rest(&table);
     });
 }

@@ -16,7 +16,7 @@ use crate::ssd::{FetchBatch, SsdTier};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Rows read from the device in one call at most.
-const ROWS_PER_GATHER: usize = 4096;
+pub(crate) const ROWS_PER_GATHER: usize = 4096;
 
 /// Rows to scatter into the device tensors before the forward.
 #[derive(Clone, Debug, Default)]
@@ -265,6 +265,8 @@ impl TablePlan {
 
     /// Give the staged rows device slots; their host slots are freed, or kept as shadows while other plans hold them.
     fn place_staged(&mut self, state: &mut State, staged: Staged) {
+        let leaving: Vec<CacheSlot> = staged.rows.iter().map(|row| self.host[row.position as usize]).collect();
+        state.keep_host(&leaving);
         let mut fetched = Fetched { vectors: staged.vectors, ..Fetched::default() };
         for (row, header) in staged.rows.iter().zip(&staged.headers) {
             let tier = device(state);
@@ -343,7 +345,10 @@ impl Shared {
         if victims.is_empty() {
             return Ok(());
         }
-        let moved = self.gather_device(state, &victims).and_then(|rows| self.demote(state, &victims, &rows));
+        let moved = self.gather_device(state, &victims).and_then(|rows| {
+            state.keep_gathered(&victims, &rows, self.layout.vector_floats());
+            self.demote(state, &victims, &rows)
+        });
         let tier = device(state);
         for &slot in &victims {
             let id = tier.id(slot);

@@ -14,7 +14,7 @@ use crate::kernels::{
 };
 use crate::rows::{Arena, RowLayout};
 use crate::ssd::FetchBatch;
-use crate::sync::{Mutex, MutexGuard, RwLockWriteGuard, lock};
+use crate::sync::{Mutex, MutexGuard, lock};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// One planned batch. Its rows are pinned until the backward, `release`, or its drop.
@@ -97,6 +97,16 @@ enum Rows {
     Tensors(TensorRows),
 }
 
+impl Rows {
+    /// The tensors of a device tier.
+    fn tensors(&self) -> Option<&TensorRows> {
+        match self {
+            Self::Arena(..) => None,
+            Self::Tensors(tensors) => Some(tensors),
+        }
+    }
+}
+
 /// Runs `$body` with `$rows` bound to the row store in `$where`.
 macro_rules! with_rows {
     ($where:expr, $rows:ident => $body:expr) => {
@@ -150,6 +160,12 @@ impl Plan {
         // Two lookups may share tables: everybody who takes several takes them in one order.
         tables.sort_unstable_by_key(|table| Arc::as_ptr(table));
         let _writing = tables.into_iter().map(|table| table.writing_rows()).collect::<Result<Vec<_>>>()?;
+        {
+            let inner = self.inner()?;
+            if inner.stage == Stage::Placed && self.mode.train {
+                inner.tables.iter().for_each(|table| table.keep_rows(None));
+            }
+        }
         Ok(work())
     }
 
@@ -323,6 +339,7 @@ impl Plan {
             let range = self.splits[table_features.start]..self.splits[table_features.end];
             let (places, step) = (&places[table], &steps[table]);
             let writing = self.shape.tables[table].writing_rows()?;
+            plan.keep_rows(stores[table].tensors());
             with_rows!(&stores[table], rows => {
                 if let Some(weight_grad) = &mut weight_grad {
                     // SAFETY: as in forward_pooled; the guard keeps every other kernel out.
@@ -358,6 +375,7 @@ impl Plan {
             let gradient = Gradient::Sequence { grad: &grad[range] };
             let step = &steps[table];
             let writing = self.shape.tables[table].writing_rows()?;
+            plan.keep_rows(stores[table].tensors());
             with_rows!(&stores[table], rows => {
                 // SAFETY: as in backward_pooled.
                 unsafe { backward(rows, &plan.index, &gradient, step, threads) }
@@ -562,24 +580,6 @@ impl Drop for Step<'_> {
         if std::thread::panicking() {
             self.0.iter().for_each(|table| table.tear());
         }
-    }
-}
-
-impl TablePlan {
-    /// Commit and take back the pins. Who copies rows is kept out by `writing` from the first update until the rows' metadata and the
-    /// table's step say so too.
-    fn end_step(&mut self, writing: Option<RwLockWriteGuard<'_, ()>>) -> Result<()> {
-        let shared = Arc::clone(&self.shared);
-        let mut state = shared.lock_any()?;
-        self.commit(&mut state);
-        drop(writing);
-        self.release(&mut state);
-        Ok(())
-    }
-
-    fn next_step(&self, hyperparameters: Hyperparameters) -> Result<OptimizerStep> {
-        let step = self.shared.lock_any()?.step + 1;
-        Ok(OptimizerStep { kind: self.shared.config.optimizer, hyperparameters, step })
     }
 }
 

@@ -128,10 +128,16 @@ impl Table {
         self.shared.refuse_in_use(&mut *self.shared.lock_any()?)
     }
 
-    /// Forget every row. `State` while a batch in flight uses any.
+    /// Forget every row, after a save beside training where one is under way. `State` while a batch in flight uses any.
     pub fn clear(&self) -> Result<()> {
-        let _rows = self.shared.reading_rows()?;
-        let mut state = self.shared.lock_any()?;
+        let (_rows, mut state) = loop {
+            self.shared.check_process()?;
+            self.shared.wait_for_snapshot();
+            let locked = (self.shared.reading_rows()?, self.shared.lock_any()?);
+            if locked.1.snapshot.is_none() {
+                break locked;
+            }
+        };
         // A failed read of a row that is to be forgotten does not matter.
         let _ = self.shared.finish_loads(&mut state);
         self.shared.refuse_in_use(&mut state)?;
@@ -314,6 +320,23 @@ impl Shared {
         Ok(places)
     }
 
+    /// Rows in RAM or on the device are about to change or to go: keep what a snapshot wants of them.
+    fn keep_places(&self, state: &mut State, places: &[Place]) {
+        if state.snapshot.is_none() {
+            return;
+        }
+        let (mut host, mut device) = (Vec::new(), Vec::new());
+        for place in places {
+            match place {
+                Place::Host(slot) => host.push(*slot),
+                Place::Device(slot) => device.push(*slot),
+                Place::Ssd | Place::Nowhere => {}
+            }
+        }
+        state.keep_host(&host);
+        self.keep_device(state, &device);
+    }
+
     /// Refuse rows that come in several parts where not all of them would be taken: `Capacity`, `Memory`.
     fn check_import(&self, state: &mut State, ids: &[Id]) -> Result<()> {
         let known = |state: &State| state.rows + state.provisional;
@@ -352,6 +375,7 @@ impl Shared {
         if new > 0 {
             self.check_capacity(state, new, &ids)?;
         }
+        self.keep_places(state, &places);
         let row =
             |position: usize| RowRef { header: &headers[position], vector: &vectors[position * floats..][..floats] };
         // Rows without a host slot take a free one; the rest goes straight to SSD, first, since only that can fail.
@@ -416,6 +440,7 @@ impl Shared {
                 ssd.remove(&on_ssd)?;
             }
         }
+        self.keep_places(state, &places);
         let mut removed = Vec::new();
         for (&id, place) in ids.iter().zip(&places) {
             match (*place, &mut state.device) {

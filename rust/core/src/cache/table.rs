@@ -4,6 +4,7 @@ use std::sync::{Arc, PoisonError};
 
 use super::lineage::Lineage;
 use super::load::Loading;
+use super::snapshot::Pending;
 use crate::config::{OnFull, PolicyKind, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
@@ -14,7 +15,7 @@ use crate::rows::{RowBirth, RowLayout};
 use crate::ssd::{Identity, SsdTier, StateCounters};
 use crate::stats::{SsdStats, TierStats};
 use crate::sync::{
-    AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock,
+    AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock,
 };
 
 use crate::types::Id;
@@ -48,6 +49,10 @@ pub(crate) struct Shared {
     /// Held for writing by a backward, for reading by a forward and by whoever copies pinned rows.
     pub(crate) rows_in_use: RwLock<()>,
     pub(crate) state: Mutex<State>,
+    /// Whether the state has a snapshot; changes while `rows_in_use` is held for reading.
+    pub(crate) has_snapshot: AtomicBool,
+    /// The state has a snapshot no more.
+    pub(crate) snapshot_gone: Condvar,
     /// Changes with every change of contents; moves between tiers do not count.
     version: AtomicU64,
     closed: AtomicBool,
@@ -78,6 +83,8 @@ pub(crate) struct State {
     pub(crate) ssd_time_ns: u64,
     pub(crate) dropped_rows: u64,
     pub(crate) overflow_plans: u64,
+    /// What is to be handed over of the moment of a save beside training.
+    pub(crate) snapshot: Option<Box<Pending>>,
 }
 
 /// Counters of a table and its tiers.
@@ -144,6 +151,7 @@ impl Table {
             ssd_time_ns: 0,
             dropped_rows: 0,
             overflow_plans: 0,
+            snapshot: None,
         };
         let shared = Shared {
             config,
@@ -153,6 +161,8 @@ impl Table {
             device_rows,
             rows_in_use: RwLock::new(()),
             state: Mutex::new(state),
+            has_snapshot: AtomicBool::new(false),
+            snapshot_gone: Condvar::new(),
             version: AtomicU64::new(0),
             closed: AtomicBool::new(false),
             torn: AtomicBool::new(false),
@@ -244,12 +254,13 @@ impl Table {
         self.shared.ssd.as_ref().is_some_and(SsdTier::is_read_only)
     }
 
-    /// Stop background work. Rows in RAM that were not flushed are gone. Harmless twice, and in a forked child, whose parent has
-    /// the table.
+    /// Stop background work, after a save beside training where one is under way. Rows in RAM that were not flushed are gone. Harmless
+    /// twice, and in a forked child, whose parent has the table.
     pub fn close(&self) -> Result<()> {
         if self.shared.check_process().is_err() {
             return Ok(());
         }
+        self.shared.wait_for_snapshot();
         if self.shared.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }

@@ -13,8 +13,8 @@
 //! and everything handed over so far can still be fetched (rows whose write failed stay in their buffers).
 //!
 //! The parts: `record` and `format` (bytes on disk), `segment` and `buffer` (files, open and sealed), `background` (the process's
-//! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `classes`, `compact`, `scan`, `publish`, and
-//! `manifest`, `footers`, `recover`, `open` (published states and the way back from them), and `root` (flushes of several tables).
+//! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `classes`, `compact`, `scan`, `moment`, `publish`,
+//! and `manifest`, `footers`, `recover`, `open` (published states and the way back from them), and `root` (flushes of several tables).
 
 mod append;
 mod background;
@@ -28,6 +28,7 @@ pub mod index;
 mod manifest;
 #[cfg(all(test, loom))]
 pub(crate) mod models;
+mod moment;
 mod open;
 mod publish;
 mod record;
@@ -52,6 +53,7 @@ use crate::sync::lock;
 use crate::types::Id;
 
 pub use fetch::{Fetch, FetchBatch, Places};
+pub use moment::{KeepRow, SsdMoment};
 pub use root::Root;
 
 use format::Entry;

@@ -13,6 +13,8 @@ use super::tests::{Row, SMALL, TINY, append, config, open_tuned};
 use super::{Fetch, SsdTier};
 use crate::config::Reopen;
 use crate::io::{IoEngine, MemoryEngine};
+use crate::rows::RowRef;
+use crate::sync::{Mutex, lock};
 use crate::types::Id;
 
 /// Room for frames of code that is not optimised.
@@ -193,6 +195,41 @@ fn loom_a_scan_beside_compaction_gives_every_row_once() {
         compacting.join().unwrap();
         ids.sort_unstable();
         assert_eq!(ids, (0..24).collect::<Vec<Id>>());
+        check_counts(&tier);
+    });
+}
+
+/// Of a moment every row is given once, in its version, while compaction moves it, it is overwritten, and segments are read early.
+#[test]
+fn loom_a_moment_has_its_rows_while_they_are_moved_overwritten_and_read_before_their_turn() {
+    model(|| {
+        let (tier, _engine) = with_a_victim();
+        let compacting = compact(&tier);
+        let early = Arc::new(Mutex::new(Vec::new()));
+        let keep = {
+            let early = Arc::clone(&early);
+            Box::new(move |row: RowRef<'_>| lock(&early).push((row.header.id, row.header.count)))
+        };
+        let moment = tier.moment(&mut [1].into_iter(), keep).unwrap();
+        let reading_early = {
+            let tier = Arc::clone(&tier);
+            spawn(move || tier.shared.read_for_moment())
+        };
+        append(&tier, &rows(0..1, 3), |_| true).unwrap();
+        let mut given = Vec::new();
+        moment
+            .for_each_row(&mut |row| {
+                given.push((row.header.id, row.header.count));
+                Ok(())
+            })
+            .unwrap();
+        reading_early.join().unwrap();
+        drop(moment);
+        compacting.join().unwrap();
+        given.append(&mut lock(&early));
+        given.sort_unstable();
+        let version = |id: Id| (id, if id == 2 || id == 3 { 2 } else { 1 });
+        assert_eq!(given, (0..24).filter(|id| *id != 1).map(version).collect::<Vec<_>>());
         check_counts(&tier);
     });
 }

@@ -13,7 +13,7 @@ use super::format::{Content, Entry};
 use super::index::Location;
 use super::record::{decode, le_u64};
 use super::segment::{Place, Segment};
-use super::shared::Shared;
+use super::shared::{Shared, State};
 use super::space::Space;
 use crate::error::{Error, Result};
 use crate::io::Read;
@@ -28,12 +28,10 @@ const RUN_BYTES: u64 = 128 << 10;
 /// A segment of which one record in so many is wanted is read from its start to its end.
 const WANTED_OF_ALL: usize = 4;
 
-/// A segment to scan: its records up to `records`, those from `buffer_start` on in `buffer`.
-struct Part {
-    segment: Arc<Segment>,
-    records: u32,
-    buffer_start: u64,
-    buffer: Vec<u8>,
+/// A segment to scan: its first `records` records. Compaction leaves it alone meanwhile, and it stays in the current set.
+pub(super) struct Part {
+    pub(super) segment: Arc<Segment>,
+    pub(super) records: u32,
 }
 
 /// Lets those who wait for compaction look again, however a scan ends: dropped after its parts.
@@ -56,7 +54,7 @@ impl Shared {
         self.check_usable()?;
         let _poke = Poke(&self.home.space);
         for part in self.parts(0) {
-            self.scan_part(&part, 0, sink)?;
+            self.scan_part(&part, 0, false, sink)?;
             drop(part);
             self.home.space.poke();
         }
@@ -76,7 +74,7 @@ impl Shared {
             }
             if part.segment.sealed().is_none() || wanted.len() > part.records as usize / WANTED_OF_ALL {
                 drop(wanted);
-                self.scan_part(&part, since, sink)?;
+                self.scan_part(&part, since, false, sink)?;
             } else {
                 self.scan_entries(&part.segment, wanted, sink)?;
             }
@@ -137,51 +135,83 @@ impl Shared {
     /// What is to be scanned: segments with rows modified in epoch `since` or later.
     fn parts(&self, since: u32) -> Vec<Part> {
         let _compacting = self.not_compacting();
-        let state = self.view();
+        Self::parts_of(&self.view(), since)
+    }
+
+    /// The segments as they are now with rows modified in epoch `since` or later.
+    pub(super) fn parts_of(state: &State, since: u32) -> Vec<Part> {
         let rows = state.current().filter(|s| s.content == Content::Rows && s.highest_epoch() >= since);
         rows.map(|segment| {
             segment.scans.fetch_add(1, Ordering::Relaxed);
-            let open = state.open.iter().flatten().find(|open| Arc::ptr_eq(&open.segment, segment));
-            let (buffer_start, buffer) = match open {
-                Some(open) => {
-                    let (start, bytes) = open.buffered();
-                    (start, bytes.to_vec())
-                }
-                None => (u64::MAX, Vec::new()),
-            };
-            Part { segment: segment.clone(), records: segment.records.load(Ordering::Relaxed), buffer_start, buffer }
+            Part { segment: segment.clone(), records: segment.records.load(Ordering::Relaxed) }
         })
         .collect()
     }
 
-    /// Hand the live records of a part whose `modified_epoch` is at least `since` to `sink`.
-    fn scan_part(&self, part: &Part, since: u32, sink: &mut ScanSink<'_>) -> Result<()> {
+    /// Hand the rows of a segment whose `modified_epoch` is at least `since` to `sink`: those that the index points to now, or those that
+    /// it pointed to at the tier's moment.
+    pub(super) fn scan_part(&self, part: &Part, since: u32, of_moment: bool, sink: &mut ScanSink<'_>) -> Result<()> {
         let segment = &part.segment;
         let record_bytes = segment.record_bytes;
         let at_once = (CHUNK_BYTES / record_bytes).max(1) as u32;
         let mut bytes = vec![0; at_once as usize * record_bytes];
         let mut vector = vec![0.0; self.layout.vector_floats()];
-        let (mut ids, mut here) = (Vec::new(), Vec::new());
+        let (mut ids, mut here, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for first in (0..part.records).step_by(at_once as usize) {
             let count = at_once.min(part.records - first);
             let chunk = &mut bytes[..count as usize * record_bytes];
-            part.read(first, chunk)?;
+            self.read_records(segment, first, chunk)?;
             ids.clear();
             ids.extend(chunk.chunks_exact(record_bytes).map(|record| le_u64(record, 8) as i64));
             here.clear();
             here.resize(ids.len(), None);
-            self.view().index.get_batch(&ids, &mut here);
+            wanted.clear();
+            {
+                let state = self.view();
+                state.index.get_batch(&ids, &mut here);
+                let moment = state.moment.as_ref().filter(|_| of_moment);
+                wanted.extend((first..).zip(&here).map(|(number, here)| {
+                    let location = segment.location(number);
+                    (*here == Some(location)) != moment.is_some_and(|moment| moment.is_marked(location))
+                }));
+            }
             for (at, record) in chunk.chunks_exact(record_bytes).enumerate() {
-                let number = first + at as u32;
-                if here[at] != Some(segment.location(number)) {
+                if !wanted[at] {
                     continue;
                 }
-                let record = decode(record, segment.path(), segment.offset(number))?;
+                let record = decode(record, segment.path(), segment.offset(first + at as u32))?;
                 if record.modified_epoch < since {
                     continue;
                 }
                 let header: RowHeader = record.unpack(&self.layout, &mut vector);
                 sink(RowRef { header: &header, vector: &vector })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Read the records from number `first` on. Those of a segment that was dropped with its buffer are zeros.
+    fn read_records(&self, segment: &Arc<Segment>, first: u32, into: &mut [u8]) -> Result<()> {
+        let start = segment.offset(first);
+        if segment.locate(start, into.len(), &mut |_| {}) == Place::File {
+            return segment.file.read_at(start, into);
+        }
+        for (at, record) in into.chunks_exact_mut(segment.record_bytes).enumerate() {
+            let offset = segment.offset(first + at as u32);
+            let state = self.view();
+            match segment.locate(offset, record.len(), &mut |bytes| record.copy_from_slice(bytes)) {
+                Place::Block => {}
+                Place::File => {
+                    drop(state);
+                    segment.file.read_at(offset, record)?;
+                }
+                Place::Buffer => {
+                    let open = state.open.iter().flatten().find(|open| Arc::ptr_eq(&open.segment, segment));
+                    match open.and_then(|open| open.get(offset)) {
+                        Some(bytes) => record.copy_from_slice(bytes),
+                        None => record.fill(0),
+                    }
+                }
             }
         }
         Ok(())
@@ -204,27 +234,4 @@ fn runs(segment: &Segment, entries: &[&Entry]) -> Vec<Range<usize>> {
         }
     }
     runs
-}
-
-impl Part {
-    /// The records from number `first` on.
-    fn read(&self, first: u32, into: &mut [u8]) -> Result<()> {
-        let segment = &self.segment;
-        let start = segment.offset(first);
-        if segment.locate(start, into.len(), &mut |_| {}) == Place::File {
-            return segment.file.read_at(start, into);
-        }
-        for (at, record) in into.chunks_exact_mut(segment.record_bytes).enumerate() {
-            let offset = segment.offset(first + at as u32);
-            match segment.locate(offset, record.len(), &mut |bytes| record.copy_from_slice(bytes)) {
-                Place::Block => {}
-                Place::File => segment.file.read_at(offset, record)?,
-                Place::Buffer => {
-                    let from = (offset - self.buffer_start) as usize;
-                    record.copy_from_slice(&self.buffer[from..from + record.len()]);
-                }
-            }
-        }
-        Ok(())
-    }
 }

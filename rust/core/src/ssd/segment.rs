@@ -589,11 +589,6 @@ impl OpenSegment {
         (end <= self.filled).then(|| &self.buffer[at..end])
     }
 
-    /// The buffer's bytes and where in the file they begin.
-    pub(super) fn buffered(&self) -> (u64, &[u8]) {
-        (self.start, &self.buffer[..self.filled])
-    }
-
     /// Give the buffer back; nothing of the segment is wanted any more.
     pub(super) fn abandon(self) {
         Pool::shared().give(self.buffer);

@@ -10,6 +10,7 @@ use super::compact::{self, MOST_MOVING};
 use super::format::Content;
 use super::index::{Location, TagIndex};
 use super::manifest::Published;
+use super::moment::Moment;
 use super::segment::{Home, OpenSegment, Segment};
 use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
@@ -87,6 +88,8 @@ pub(super) struct State {
     dither: f32,
     pub(super) given_up: bool,
     pub(super) closed: bool,
+    /// The moment whose rows are being read, if any.
+    pub(super) moment: Option<Moment>,
 }
 
 #[derive(Debug, Default)]
@@ -145,6 +148,7 @@ impl State {
             dither: 0.0,
             given_up: false,
             closed: false,
+            moment: None,
         }
     }
 
@@ -174,6 +178,9 @@ impl State {
     /// up: the counts of segments that other threads changed are far from this one.
     #[inline]
     pub(super) fn bury_later(&mut self, location: Location) {
+        if let Some(moment) = &mut self.moment {
+            moment.mark(location);
+        }
         let buried = &mut self.buried[location.segment as usize];
         *buried += 1;
         if *buried == 1 {
@@ -450,6 +457,11 @@ impl Shared {
                 self.schedule_compaction();
             } else if state.seal_one_with_dead() {
                 continue;
+            } else if state.moment.as_ref().is_some_and(Moment::is_unread) {
+                drop(state);
+                if self.read_for_moment() {
+                    continue;
+                }
             } else if state.published_is_in_the_way() {
                 self.give_up_oldest(&mut state)?;
                 continue;

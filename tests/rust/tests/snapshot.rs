@@ -1,0 +1,312 @@
+//! Snapshots: the rows of one moment, bit for bit, whatever is done to the table before they are handed over.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use embcache::Kind;
+use embcache::cache::{Chunk, Plan, PreImages, TableSnapshot};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
+use embcache::rows::RowHeader;
+use embcache::types::{Id, hash_id};
+use embcache_tests::{Contents, Rig, config, watched};
+
+const DIM: usize = 4;
+const IDS: u64 = 160;
+const SPILL: &str = "/save/0-of-1.preimages";
+
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 += 1;
+        hash_id(self.0 as Id) % sides
+    }
+
+    fn ids(&mut self, most: u64) -> Vec<Id> {
+        let count = 1 + self.roll(most);
+        let mut ids: Vec<Id> = (0..count).map(|_| self.roll(IDS) as Id).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}
+
+/// A table that things are done to, the same for the same dice.
+struct Run {
+    rig: Rig,
+    dice: Dice,
+    waiting: VecDeque<(Plan, Vec<Id>)>,
+    token: u64,
+}
+
+impl Run {
+    fn new(config: TableConfig, engine: &Arc<dyn IoEngine>, seed: u64) -> Self {
+        let rig = Rig::open(config, Arc::clone(engine)).unwrap();
+        Self { rig, dice: Dice(seed << 32), waiting: VecDeque::new(), token: 0 }
+    }
+
+    fn act(&mut self) {
+        let salt = self.dice.roll(100) as u32;
+        match self.dice.roll(12) {
+            0..4 => _ = self.rig.train(&self.dice.ids(20), 3, salt).unwrap(),
+            4..6 => {
+                let ids = self.dice.ids(12);
+                self.waiting.push_back((self.rig.plan(&ids, true, true, false).unwrap(), ids));
+            }
+            6..8 => {
+                if let Some((plan, ids)) = self.waiting.pop_front() {
+                    self.rig.finish(&plan, ids.len(), 3, salt).unwrap();
+                }
+            }
+            8 => {
+                let ids = self.dice.ids(10);
+                self.waiting.clear();
+                let floats = self.rig.table.config().layout().vector_floats();
+                let rows: Contents = ids
+                    .iter()
+                    .map(|&id| (id, (RowHeader { id, count: salt, ..RowHeader::default() }, vec![salt; floats])))
+                    .collect();
+                self.rig.import(&rows).unwrap();
+            }
+            9 => {
+                self.waiting.clear();
+                let ids = self.dice.ids(8);
+                self.rig.table.remove_rows(&ids).unwrap();
+            }
+            10 => {
+                self.token += 1;
+                self.rig.table.flush(self.token).unwrap();
+            }
+            _ => _ = self.rig.evaluate(&self.dice.ids(30), 4, salt > 50).unwrap(),
+        }
+    }
+}
+
+fn images(engine: &Arc<dyn IoEngine>, limit: usize) -> Arc<PreImages> {
+    engine.create_dir_all(Path::new("/save")).unwrap();
+    Arc::new(PreImages::new(Arc::clone(engine), SPILL.into(), limit, 1))
+}
+
+fn add(to: &mut Contents, chunk: &Chunk) {
+    let floats = chunk.vectors.len() / chunk.headers.len();
+    for (header, vector) in chunk.headers.iter().zip(chunk.vectors.chunks(floats)) {
+        let bits = vector.iter().map(|value| value.to_bits()).collect();
+        assert!(to.insert(header.id, (*header, bits)).is_none(), "row {} is there twice", header.id);
+    }
+}
+
+fn contents(snapshot: TableSnapshot) -> embcache::Result<Contents> {
+    let mut rows = Contents::new();
+    snapshot.for_each_chunk(7, &mut |chunk| {
+        add(&mut rows, &chunk);
+        Ok(())
+    })?;
+    Ok(rows)
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Tiers {
+    device_rows: Option<u32>,
+    host_rows: u64,
+    ssd: Option<u64>,
+    on_full: OnFull,
+}
+
+/// Rows born, trained, evicted, moved between all tiers and dropped.
+const TIERS: [Tiers; 7] = [
+    Tiers { device_rows: None, host_rows: 400, ssd: None, on_full: OnFull::Error },
+    Tiers { device_rows: None, host_rows: 90, ssd: None, on_full: OnFull::Evict },
+    Tiers { device_rows: Some(12), host_rows: 400, ssd: None, on_full: OnFull::Error },
+    Tiers { device_rows: Some(60), host_rows: 90, ssd: None, on_full: OnFull::Evict },
+    Tiers { device_rows: None, host_rows: 25, ssd: Some(4 << 20), on_full: OnFull::Error },
+    Tiers { device_rows: Some(20), host_rows: 12, ssd: Some(4 << 20), on_full: OnFull::Error },
+    Tiers { device_rows: None, host_rows: 1, ssd: Some(4 << 20), on_full: OnFull::Error },
+];
+
+fn table(tiers: Tiers, policy: PolicyKind, optimizer: OptimizerKind) -> TableConfig {
+    let mut wanted = config(DIM, optimizer, tiers.host_rows);
+    wanted.policy = policy;
+    wanted.host_bytes = tiers.host_rows * embcache::cache::host_row_bytes(&wanted.layout(), policy);
+    wanted.device_rows = tiers.device_rows;
+    wanted.on_full = tiers.on_full;
+    let dir = PathBuf::from("/base/m/t/0-of-1");
+    wanted.ssd = tiers.ssd.map(|bytes| SsdConfig { dir, bytes, reopen: Reopen::Discard, resume_token: None });
+    wanted
+}
+
+#[test]
+fn a_snapshot_has_the_rows_of_its_moment_and_changes_nothing_whatever_is_done_before_they_are_handed_over() {
+    let policies = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::S3Fifo];
+    let optimizers = [OptimizerKind::Sgd, OptimizerKind::RowWiseAdagrad, OptimizerKind::Adagrad, OptimizerKind::Adam];
+    let (mut spilled, mut changed) = (0, 0);
+    for seed in 0..84 {
+        let tiers = TIERS[seed % TIERS.len()];
+        let wanted = || table(tiers, policies[seed % 3], optimizers[seed % 4]);
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let mut run = Run::new(wanted(), &engine, seed as u64);
+        let mut twin = Run::new(wanted(), &(Arc::new(MemoryEngine::default()) as Arc<dyn IoEngine>), seed as u64);
+        for round in 0..3 {
+            for _ in 0..40 {
+                run.act();
+                twin.act();
+            }
+            let expected = run.rig.contents().unwrap();
+            let step = run.rig.table.step().unwrap();
+            let images = images(&engine, if seed % 2 == 0 { 1 << 20 } else { 1 });
+            let snapshot = run.rig.table.snapshot(&images, round + 1).unwrap();
+            twin.rig.table.set_epoch(round + 1).unwrap();
+            assert_eq!((snapshot.step(), snapshot.rows()), (step, expected.len() as u64));
+            for _ in 0..10 {
+                run.act();
+                twin.act();
+            }
+            let mut rows = Contents::new();
+            snapshot
+                .for_each_chunk(9, &mut |chunk| {
+                    add(&mut rows, &chunk);
+                    run.act();
+                    twin.act();
+                    Ok(())
+                })
+                .unwrap();
+            assert_eq!(rows, expected, "{tiers:?}, seed {seed}, round {round}");
+            spilled += images.file_bytes();
+            changed += u64::from(run.rig.contents().unwrap() != expected);
+            drop(images);
+            assert!(!engine.exists(Path::new(SPILL)), "the file of pre-images stays");
+        }
+        assert_eq!(run.rig.contents().unwrap(), twin.rig.contents().unwrap(), "{tiers:?}, seed {seed}");
+        run.waiting.clear();
+        assert_eq!(run.rig.table.stats().unwrap().pinned_rows, 0);
+    }
+    assert!(spilled > 50_000 && changed > 200, "{spilled} bytes spilled, {changed} rounds changed rows");
+}
+
+#[test]
+fn one_snapshot_of_a_table_at_a_time_and_one_that_is_dropped_lets_go() {
+    for tiers in TIERS {
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let mut run = Run::new(table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad), &engine, 1);
+        (0..50).for_each(|_| run.act());
+        let images = images(&engine, 1 << 20);
+        let first = run.rig.table.snapshot(&images, 1).unwrap();
+        assert_eq!(run.rig.table.snapshot(&images, 1).unwrap_err().kind(), Kind::State);
+        (0..20).for_each(|_| run.act());
+        drop(first);
+        (0..20).for_each(|_| run.act());
+        let expected = run.rig.contents().unwrap();
+        let second = run.rig.table.snapshot(&images, 2).unwrap();
+        (0..20).for_each(|_| run.act());
+        assert_eq!(contents(second).unwrap(), expected);
+    }
+}
+
+#[test]
+fn rows_that_cannot_be_kept_fail_the_snapshot_and_not_training() {
+    for (operation, tiers) in
+        [(Operation::Create, TIERS[0]), (Operation::Write, TIERS[0]), (Operation::Write, TIERS[2])]
+    {
+        let memory: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let faults = FaultEngine::new(Arc::clone(&memory));
+        let faulty: Arc<dyn IoEngine> = Arc::new(faults.clone());
+        let mut run = Run::new(table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad), &memory, 3);
+        (0..60).for_each(|_| run.act());
+        let images = images(&faulty, 1);
+        let snapshot = run.rig.table.snapshot(&images, 1).unwrap();
+        faults.hit_every(operation, Fault::Fail(libc::ENOSPC));
+        (0..400).for_each(|_| run.act());
+        let error = contents(snapshot).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOSPC), "{error}");
+        let images = self::images(&memory, 1 << 20);
+        let expected = run.rig.contents().unwrap();
+        assert_eq!(contents(run.rig.table.snapshot(&images, 2).unwrap()).unwrap(), expected);
+    }
+}
+
+#[test]
+fn clearing_and_closing_a_table_wait_for_its_snapshot() {
+    for close in [false, true] {
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let mut run = Run::new(table(TIERS[4], PolicyKind::Lru, OptimizerKind::Adagrad), &engine, 5);
+        (0..60).for_each(|_| run.act());
+        run.waiting.clear();
+        let expected = run.rig.contents().unwrap();
+        let snapshot = run.rig.table.snapshot(&images(&engine, 1 << 20), 1).unwrap();
+        let done = AtomicBool::new(false);
+        let rig = &run.rig;
+        watched(String::new, || {
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    if close {
+                        rig.table.close().unwrap();
+                    } else {
+                        rig.table.clear().unwrap();
+                    }
+                    done.store(true, Ordering::SeqCst);
+                });
+                let mut rows = Contents::new();
+                snapshot
+                    .for_each_chunk(10, &mut |chunk| {
+                        std::thread::sleep(Duration::from_millis(1));
+                        assert!(!done.load(Ordering::SeqCst), "it did not wait");
+                        add(&mut rows, &chunk);
+                        Ok(())
+                    })
+                    .unwrap();
+                assert_eq!(rows, expected);
+            });
+        });
+        assert!(done.load(Ordering::SeqCst));
+        assert!(close || run.rig.table.is_empty().unwrap());
+    }
+}
+
+/// Rows are written and compacted until all room is needed several times over, and nobody hands rows over meanwhile.
+#[test]
+fn a_full_ssd_tier_goes_on_under_a_snapshot_that_nobody_reads() {
+    for on_full in [OnFull::Error, OnFull::Evict] {
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let tiers = Tiers { device_rows: None, host_rows: 40, ssd: Some(256 << 10), on_full };
+        let rig = Rig::open(table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad), Arc::clone(&engine)).unwrap();
+        let capacity = {
+            let mut ids: Vec<Id> = Vec::new();
+            for first in (0..).step_by(16) {
+                ids.clear();
+                ids.extend(first..first + 16);
+                match rig.train(&ids, 4, 1) {
+                    Err(error) if error.kind() == Kind::Capacity => break,
+                    _ if first > 4000 => break,
+                    result => _ = result.unwrap(),
+                }
+            }
+            rig.table.len().unwrap() as Id
+        };
+        let mut dice = Dice(9);
+        watched(String::new, || {
+            let expected = rig.contents().unwrap();
+            let written = || rig.table.stats().unwrap().ssd.unwrap().tier.written_bytes;
+            let before = written();
+            let images = images(&engine, 16 << 10);
+            let snapshot = rig.table.snapshot(&images, 1).unwrap();
+            let mut token = 0;
+            while written() < before + (1 << 20) {
+                let mut ids: Vec<Id> = (0..16).map(|_| dice.roll(capacity as u64) as Id).collect();
+                ids.sort_unstable();
+                ids.dedup();
+                rig.train(&ids, 4, 2).unwrap();
+                if dice.roll(50) == 0 {
+                    token += 1;
+                    rig.table.flush(token).unwrap();
+                }
+            }
+            // More than the rows in RAM: segments were read before their turn.
+            assert!(images.file_bytes() > 8 << 10, "{}", images.file_bytes());
+            assert_eq!(contents(snapshot).unwrap(), expected);
+        });
+    }
+}
