@@ -44,6 +44,13 @@ SECTIONS: dict[str, dict[str, str]] = {
         "ssd_write_amplification_80pct_full": "the same, 80% live",
         "io_write_sequential": "the I/O engine alone: one file written in order",
     },
+    "Checkpoints": {
+        "save_full": "a full checkpoint of 2 GiB of rows in RAM, written and synced",
+        "save_full_cpu_seconds_per_gib": "user and system time of it",
+        "save_extra_ram_bytes": "the most bytes resident during it, less those before",
+        "load_full": "it loaded into a new table with nothing in the page cache",
+        "load_4_to_3_bytes_read_per_owned": "bytes read by a rank of three of what four saved / bytes of its rows, the worst rank",
+    },
     "A model": {
         "dlrm_step_ram10pct_zipf105": "training of a DLRM, its tables' RAM budget 10% of their bytes, lookahead on, 2 threads",
     },
@@ -78,6 +85,8 @@ KEY: dict[str, str] = {
     "ssd_writeback": "dirty rows to SSD, half the cap live",
     "ssd_writeback_80pct_full": "the same, 80% live, compaction keeping up",
     "ssd_write_amplification_80pct_full": "bytes written / bytes given there",
+    "save_full": "a full checkpoint of rows in RAM, synced",
+    "load_full": "it loaded, nothing cached",
     "dlrm_step_ram10pct_zipf105": "a DLRM with a tenth of its tables in RAM, 2 threads",
     "train_ssd_zipf105_100m": "100M rows trained within 4 GiB of RAM, 2 threads",
     "ram_bytes_per_ssd_id": "RAM for a row on SSD",

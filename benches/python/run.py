@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from catalog import SECTIONS
+from checkpoint_rivals import CHECKPOINT_RIVALS
 from results import Row, describe, merge, row, setting
 from rivals import RIVALS, Round
 from served import ROOT, Program, Served, programs, rows_of
@@ -66,8 +67,10 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
         ready = served.ready
         ids = batches(served) if ready["batch"] else None
         rivals: dict[str, Round] = {}
-        if ids is not None:
-            rivals = {what: make(ids, ready["rows"]) for what, make in RIVALS.get(name, {}).items()}
+        if ready["rows"]:
+            given = torch.empty(0, 0) if ids is None else ids
+            wanted = (RIVALS | CHECKPOINT_RIVALS).get(name, {})
+            rivals = {what: make(given, ready["rows"]) for what, make in wanted.items()}
         for store, count in STORES.get(name, {}).items() if ready["store"] else ():
             stores.append(Store(store, ready["store"], ids, 1 if smoke else count, seconds))
         here = [store for store in stores if not store.missing]

@@ -26,6 +26,14 @@ pub fn resident() -> Resident {
     Resident { now: bytes("VmRSS:"), peak: bytes("VmHWM:") }
 }
 
+/// Let [`Resident::peak`] count from now on.
+///
+/// # Panics
+/// Without `/proc`.
+pub fn forget_peak() {
+    std::fs::write("/proc/self/clear_refs", "5").expect("Linux with /proc");
+}
+
 /// User and system seconds of this process so far.
 ///
 /// # Panics

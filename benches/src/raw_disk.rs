@@ -214,3 +214,89 @@ pub fn write_sequentially(path: &Path, bytes: usize, chunk: usize) {
     }
     file.sync_data().expect("fdatasync");
 }
+
+/// Bytes of a request of the limits of whole files.
+const REQUEST_BYTES: usize = 8 << 20;
+/// Threads that they have, each with a file of its own.
+const WRITERS: usize = 4;
+
+/// The limits of whole files: four threads, each of which writes and syncs, or reads, its quarter of `bytes`, 8 MiB at a time, with
+/// `O_DIRECT`.
+#[derive(Debug)]
+pub struct RawFiles {
+    paths: Vec<PathBuf>,
+    file_bytes: usize,
+}
+
+impl RawFiles {
+    /// In a folder that is there, of `bytes` or a little more.
+    pub fn new(dir: &Path, bytes: usize) -> Self {
+        let paths = (0..WRITERS).map(|number| dir.join(format!("raw-{number}"))).collect();
+        Self { paths, file_bytes: bytes.div_ceil(WRITERS).next_multiple_of(ALIGNMENT) }
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> usize {
+        self.file_bytes * WRITERS
+    }
+
+    /// Write the files, which are not there yet; how long it took.
+    ///
+    /// # Panics
+    /// When the system refuses `O_DIRECT` or the disk is full.
+    pub fn write(&self) -> Duration {
+        let mut buffers: Vec<AlignedBuf> = self.paths.iter().map(|_| AlignedBuf::zeroed(REQUEST_BYTES)).collect();
+        let mut random = SplitMix64(5);
+        for bytes in buffers.iter_mut().flat_map(|buffer| buffer.chunks_exact_mut(8)) {
+            bytes.copy_from_slice(&random.next_u64().to_le_bytes());
+        }
+        self.at_once(buffers, |path, buffer| {
+            let file = File::options().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path);
+            let file = file.expect("O_DIRECT is permitted");
+            let bytes = self.file_bytes as libc::off_t;
+            // SAFETY: an open descriptor and plain integers.
+            let set_aside = unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, bytes) };
+            assert_eq!(set_aside, 0, "fallocate");
+            for offset in (0..self.file_bytes).step_by(REQUEST_BYTES) {
+                let part = &buffer[..REQUEST_BYTES.min(self.file_bytes - offset)];
+                file.write_all_at(part, offset as u64).expect("room on the disk");
+            }
+            file.sync_data().expect("fdatasync");
+        })
+    }
+
+    /// Read the files; how long it took.
+    ///
+    /// # Panics
+    /// When they are not there.
+    pub fn read(&self) -> Duration {
+        let buffers = self.paths.iter().map(|_| AlignedBuf::zeroed(REQUEST_BYTES)).collect();
+        self.at_once(buffers, |path, buffer| {
+            let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path);
+            let file = file.expect("O_DIRECT is permitted");
+            for offset in (0..self.file_bytes).step_by(REQUEST_BYTES) {
+                let part = &mut buffer[..REQUEST_BYTES.min(self.file_bytes - offset)];
+                file.read_exact_at(part, offset as u64).expect("the file is whole");
+            }
+        })
+    }
+
+    /// Remove the files.
+    ///
+    /// # Panics
+    /// When they are not there.
+    pub fn remove(&self) {
+        self.paths.iter().for_each(|path| std::fs::remove_file(path).expect("our own file"));
+    }
+
+    fn at_once(&self, buffers: Vec<AlignedBuf>, work: impl Fn(&Path, &mut AlignedBuf) + Sync) -> Duration {
+        let begin = Instant::now();
+        std::thread::scope(|scope| {
+            for (path, mut buffer) in self.paths.iter().zip(buffers) {
+                let work = &work;
+                scope.spawn(move || work(path, &mut buffer));
+            }
+        });
+        begin.elapsed()
+    }
+}

@@ -1,4 +1,4 @@
-//! An SSD tier to measure, the rows given to it, and an engine that counts what reaches the files.
+//! An SSD tier to measure, the rows given to it, and an engine that counts what is written to and read from files.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -97,23 +97,30 @@ impl TierRows {
     }
 }
 
-/// Another engine, and the bytes handed to its files' writes.
+/// Another engine, and the bytes handed to its files' writes and asked of their reads.
 #[derive(Debug)]
 pub struct CountedEngine {
     inner: Arc<dyn IoEngine>,
     written: Arc<AtomicU64>,
+    read: Arc<AtomicU64>,
 }
 
 #[derive(Debug)]
 struct CountedFile {
     inner: Arc<dyn IoFile>,
     written: Arc<AtomicU64>,
+    read: Arc<AtomicU64>,
 }
 
 impl CountedEngine {
-    /// Count what is written through `inner`.
+    /// Count what is written and read through `inner`.
     pub fn over(inner: Arc<dyn IoEngine>) -> Arc<Self> {
-        Arc::new(Self { inner, written: Arc::default() })
+        Arc::new(Self { inner, written: Arc::default(), read: Arc::default() })
+    }
+
+    /// Bytes asked of reads so far.
+    pub fn read_bytes(&self) -> u64 {
+        self.read.load(Ordering::Relaxed)
     }
 
     /// Bytes handed to writes so far.
@@ -128,9 +135,10 @@ impl IoEngine for CountedEngine {
     }
     fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
         let inner = self.inner.open(path, how)?;
-        Ok(Arc::new(CountedFile { inner, written: self.written.clone() }))
+        Ok(Arc::new(CountedFile { inner, written: self.written.clone(), read: self.read.clone() }))
     }
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+        self.read.fetch_add(reads.iter().map(|read| read.len as u64).sum(), Ordering::Relaxed);
         self.inner.read_batch(reads, sink);
     }
     fn create_dir_all(&self, path: &Path) -> Result<()> {
@@ -174,6 +182,7 @@ impl IoFile for CountedFile {
         self.inner.write_at(offset, data)
     }
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.read.fetch_add(into.len() as u64, Ordering::Relaxed);
         self.inner.read_at(offset, into)
     }
     fn set_len(&self, len: u64) -> Result<()> {

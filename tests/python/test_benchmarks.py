@@ -77,13 +77,14 @@ def test_the_readmes_figures_are_those_of_the_results_and_nothing_else_of_it_cha
 def test_every_bench_that_has_rivals_grows_or_is_a_key_one_is_in_the_catalog(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     from catalog import GROWTH, KEY, SECTIONS
+    from checkpoint_rivals import CHECKPOINT_RIVALS
     from rivals import RIVALS
     from stores import STORES
 
     names = [name for section in SECTIONS.values() for name in section]
     assert len(names) == len({*names})
     grown = {name for sizes in GROWTH.values() for name in sizes.values()}
-    assert {*KEY, *grown, *RIVALS, *STORES} <= {*names}
+    assert {*KEY, *grown, *RIVALS, *CHECKPOINT_RIVALS, *STORES} <= {*names}
 
 
 def test_without_results_nothing_is_written(tmp_path):

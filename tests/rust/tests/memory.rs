@@ -82,7 +82,7 @@ fn train_and_save(dir: &Path) {
     report("training", host_bytes + PROCESS_BYTES + plans, start);
     rig.table.flush(1).unwrap();
     report("flushing", host_bytes + PROCESS_BYTES + plans, start);
-    // A group being filled, and three images of one on their way to disk.
+    // Rows from SSD gathered to a group, and three images of one, filled and on their way to disk.
     let group = 4 * MIB;
     let engine = default_engine().unwrap();
     std::fs::create_dir(dir.join("saved")).unwrap();

@@ -90,6 +90,7 @@ impl Shared {
             let rows: Vec<RowRef<'_>> = dirty.iter().map(|&slot| state.host.row(slot)).collect();
             let known: Vec<bool> =
                 dirty.iter().map(|&slot| state.host.slots.state(slot).has(RowState::ON_SSD)).collect();
+            self.note_written_down(state, &dirty);
             self.append(ssd, &rows, &known)?;
             drop(rows);
             for slot in dirty {
@@ -134,7 +135,7 @@ impl Shared {
                 continue;
             }
             state.keep_host(&[slot]);
-            if let Some(to) = state.host.slots.take() {
+            if let Some(to) = self.free_slot_to_move_to(state) {
                 state.host.relocate(slot, to);
             } else if self.ssd.is_some() {
                 self.write_down(state, &[slot])?;
@@ -165,7 +166,7 @@ impl Shared {
         state.keep_host(&idle);
         let mut failed = Ok(());
         for slot in idle {
-            if let Some(to) = state.host.slots.take() {
+            if let Some(to) = self.free_slot_to_move_to(state) {
                 state.host.relocate(slot, to);
             } else if self.ssd.is_some() {
                 if let Err(error) = self.write_down(state, &[slot]) {

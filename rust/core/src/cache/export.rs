@@ -1,13 +1,20 @@
-//! Every row of a table, in chunks, as of one moment.
+//! Every row of a table, as of one moment: in groups where they lie, or copied in chunks.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 
-use super::table::{Shared, Table};
+use super::groups::{Gather, GroupSink};
+use super::table::{Shared, State, Table};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
-use crate::rows::RowHeader;
+use crate::rows::{RowHeader, RowRef};
+use crate::slots::RowState;
+use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
+
+/// Bytes of the rows that are copied at a time for a group (one row at least): they stay in a core's cache until they are copied again.
+const COPIED_BYTES: usize = 512 << 10;
 
 /// Some rows of an export, in memory of their own.
 #[derive(Clone, Debug, Default)]
@@ -18,12 +25,74 @@ pub struct Chunk {
     pub vectors: Vec<f32>,
 }
 
+impl Chunk {
+    fn push(&mut self, row: RowRef<'_>) {
+        self.headers.push(*row.header);
+        self.vectors.extend_from_slice(row.vector);
+    }
+}
+
+/// An export under way of a table without a device tier, as the table's state knows of it. Its rows in RAM are handed over by slot: while
+/// there is one, none moves from slot to slot, and of those that are written down is noted which were handed over.
+#[derive(Debug)]
+pub(crate) struct Export {
+    number: u64,
+    /// Of the table's contents. Once it is another's, the export will end with an error.
+    version: u64,
+    /// Newest rows in slots below were handed over.
+    cursor: CacheSlot,
+    written_down: WrittenDown,
+}
+
+/// Ids of rows that were handed over and have their newest copy on SSD since. Its lock is taken with or without the table's, which nobody
+/// may wait for amid a scan of the SSD tier: the holder may wait for room there, and so for the scan's end.
+type WrittenDown = Arc<Mutex<HashSet<Id>>>;
+
+/// Keeps an [`Export`] among the table's.
+struct Walk<'a> {
+    shared: &'a Shared,
+    version: u64,
+    number: u64,
+    /// Ids of rows that were handed over with an older copy on SSD.
+    outdated: Vec<Id>,
+    written_down: WrittenDown,
+}
+
+impl Drop for Walk<'_> {
+    fn drop(&mut self) {
+        lock(&self.shared.state).exports.retain(|export| export.number != self.number);
+    }
+}
+
 impl Table {
     /// Hand every row of every tier to `sink` once, in chunks of at most `chunk_rows`. The table may be read meanwhile; a training
     /// step, an import or a removal ends it with `State`.
     pub fn for_each_chunk(&self, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
         let version = self.shared.version();
         self.shared.export(version, chunk_rows.max(1), sink)
+    }
+
+    /// The same in groups, rows in RAM where they lie: the table waits while the sink takes a group, and not while it makes room for one.
+    pub fn for_each_group(&self, sink: &mut dyn GroupSink) -> Result<()> {
+        let version = self.shared.version();
+        let row_bytes = self.shared.layout.vector_floats() * 4 + size_of::<RowHeader>();
+        let chunk_rows = (COPIED_BYTES / row_bytes).max(1);
+        if self.shared.config.device_rows.is_some() {
+            let mut gather = Gather::new(sink);
+            let all = &mut |chunk: Chunk| gather.add(&chunk.headers, &chunk.vectors);
+            self.shared.export(version, chunk_rows, all)?;
+            return gather.finish();
+        }
+        let mut walk = self.shared.begin_export(version)?;
+        loop {
+            let most = sink.room()?;
+            if !walk.next_rows(most, &mut |rows| sink.take(rows))? {
+                break;
+            }
+        }
+        let mut gather = Gather::new(sink);
+        walk.rows_on_ssd(chunk_rows, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;
+        gather.finish()
     }
 
     /// The same as a stream: a thread reads ahead by at most two chunks.
@@ -79,6 +148,69 @@ impl Iterator for ExportStream {
     }
 }
 
+impl Walk<'_> {
+    /// Hand over the next rows in RAM, at most `most`; false when there was none left.
+    fn next_rows(&mut self, most: usize, take: &mut dyn FnMut(&[RowRef<'_>]) -> Result<()>) -> Result<bool> {
+        let _rows = self.shared.reading_rows()?;
+        let mut state = self.shared.lock()?;
+        self.shared.check_version(self.version)?;
+        let number = self.number;
+        let cursor = state.exports.iter().find(|export| export.number == number).map_or(0, |export| export.cursor);
+        let slots = &state.host.slots;
+        let mut rows = Vec::new();
+        memory::reserve(
+            &mut rows,
+            "list rows",
+            most.min((slots.high_water() - cursor.min(slots.high_water())) as usize),
+        )?;
+        if self.shared.ssd.is_some() {
+            memory::reserve(&mut self.outdated, "list rows", rows.capacity())?;
+        }
+        let mut after = slots.high_water();
+        for slot in slots.occupied_from(cursor).filter(|&slot| slots.state(slot).is_newest()) {
+            if rows.len() == most {
+                after = slot;
+                break;
+            }
+            let row = state.host.row(slot);
+            if slots.state(slot).has(RowState::ON_SSD) {
+                self.outdated.push(row.header.id);
+            }
+            rows.push(row);
+        }
+        let any = !rows.is_empty();
+        if any {
+            take(&rows)?;
+        }
+        drop(rows);
+        if let Some(export) = state.exports.iter_mut().find(|export| export.number == number) {
+            export.cursor = after;
+        }
+        Ok(any)
+    }
+
+    /// Hand over the rows that were on SSD when those in RAM had been handed over.
+    fn rows_on_ssd(&mut self, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
+        let Some(ssd) = &self.shared.ssd else { return Ok(()) };
+        self.outdated.sort_unstable();
+        let mut chunk = Chunk::default();
+        ssd.scan(&mut |row| {
+            let id = row.header.id;
+            if self.outdated.binary_search(&id).is_ok() || lock(&self.written_down).contains(&id) {
+                return Ok(());
+            }
+            chunk.push(row);
+            if chunk.headers.len() == chunk_rows {
+                self.shared.check_version(self.version)?;
+                sink(std::mem::take(&mut chunk))?;
+            }
+            Ok(())
+        })?;
+        self.shared.check_version(self.version)?;
+        if chunk.headers.is_empty() { Ok(()) } else { sink(chunk) }
+    }
+}
+
 impl Shared {
     fn changed_meanwhile(&self) -> Error {
         Error::new(
@@ -95,7 +227,60 @@ impl Shared {
         if self.version() == version { Ok(()) } else { Err(self.changed_meanwhile()) }
     }
 
+    /// A free slot for a row to move to; none while an export is under way.
+    pub(crate) fn free_slot_to_move_to(&self, state: &mut State) -> Option<CacheSlot> {
+        let version = self.version();
+        if state.exports.iter().any(|export| export.version == version) { None } else { state.host.slots.take() }
+    }
+
+    /// Note for the exports under way that the newest copies of the rows in these slots are to be on SSD: before a scan can meet them.
+    pub(crate) fn note_written_down(&self, state: &State, slots: &[CacheSlot]) {
+        let version = self.version();
+        for export in state.exports.iter().filter(|export| export.version == version) {
+            let handed_over = slots.iter().filter(|&&slot| slot < export.cursor);
+            lock(&export.written_down).extend(handed_over.map(|&slot| state.host.id(slot)));
+        }
+    }
+
+    fn begin_export(&self, version: u64) -> Result<Walk<'_>> {
+        let mut state = self.lock()?;
+        state.next_export += 1;
+        let number = state.next_export;
+        let written_down = WrittenDown::default();
+        state.exports.push(Export { number, version, cursor: 0, written_down: Arc::clone(&written_down) });
+        Ok(Walk { shared: self, version, number, outdated: Vec::new(), written_down })
+    }
+
     fn export(&self, version: u64, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
+        if self.device_rows.is_some() {
+            return self.export_with_device(version, chunk_rows, sink);
+        }
+        let mut walk = self.begin_export(version)?;
+        loop {
+            let mut chunk = Chunk::default();
+            let copy = &mut |rows: &[RowRef<'_>]| {
+                memory::reserve(&mut chunk.headers, "copy rows", rows.len())?;
+                memory::reserve(&mut chunk.vectors, "copy rows", rows.len() * self.layout.vector_floats())?;
+                for row in rows {
+                    chunk.push(*row);
+                }
+                Ok(())
+            };
+            if !walk.next_rows(chunk_rows, copy)? {
+                break;
+            }
+            sink(chunk)?;
+        }
+        walk.rows_on_ssd(chunk_rows, sink)
+    }
+
+    /// Rows move between a device and the host tier in both directions, so what was handed over of them is known by id.
+    fn export_with_device(
+        &self,
+        version: u64,
+        chunk_rows: usize,
+        sink: &mut dyn FnMut(Chunk) -> Result<()>,
+    ) -> Result<()> {
         let mut in_ram = self.newest_in_ram()?;
         for ids in in_ram.chunks(chunk_rows) {
             let rows = {
@@ -114,8 +299,7 @@ impl Shared {
             if in_ram.binary_search(&row.header.id).is_ok() {
                 return Ok(());
             }
-            chunk.headers.push(*row.header);
-            chunk.vectors.extend_from_slice(row.vector);
+            chunk.push(row);
             if chunk.headers.len() == chunk_rows {
                 self.check_version(version)?;
                 sink(std::mem::take(&mut chunk))?;

@@ -8,9 +8,11 @@
 //! must see one state (device placement, import, export chunks).
 
 mod birth;
+mod columns;
 mod commit;
 mod evict;
 mod export;
+mod groups;
 mod lineage;
 mod load;
 mod lookup;
@@ -24,7 +26,9 @@ mod snapshot;
 mod table;
 
 pub use crate::device::DeviceRows;
+pub use columns::RowColumns;
 pub use export::{Chunk, ExportStream};
+pub use groups::{Gather, GroupSink};
 pub use lineage::Ancestor;
 pub use lookup::Lookup;
 pub use plan::{DeviceTensors, Plan};

@@ -2,7 +2,7 @@
 
 use super::export::Chunk;
 use super::lineage::Ancestor;
-use super::table::{Shared, State, Table};
+use super::table::{Held, Shared, State, Table};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::RowHeader;
@@ -91,6 +91,7 @@ impl Shared {
         let Some(ssd) = &self.ssd else { return Ok(()) };
         in_ram.sort_unstable();
         let mut chunk = Chunk::default();
+        let mut later = Vec::new();
         ssd.scan_since(since, &mut |row| {
             if in_ram.binary_search(&row.header.id).is_ok() {
                 return Ok(());
@@ -99,17 +100,25 @@ impl Shared {
             chunk.vectors.extend_from_slice(row.vector);
             if chunk.headers.len() == chunk_rows {
                 self.check_version(version)?;
-                sink(self.newest_on_ssd(std::mem::take(&mut chunk))?)?;
+                let chunk = std::mem::take(&mut chunk);
+                // Whoever holds the lock may wait for room on SSD, and so for this scan's end.
+                match self.try_lock()? {
+                    Some(state) => sink(self.newest_on_ssd(state, chunk))?,
+                    None => later.push(chunk),
+                }
             }
             Ok(())
         })?;
-        self.check_version(version)?;
-        if chunk.headers.is_empty() { Ok(()) } else { sink(self.newest_on_ssd(chunk)?) }
+        later.push(chunk);
+        for chunk in later.into_iter().filter(|chunk| !chunk.headers.is_empty()) {
+            self.check_version(version)?;
+            sink(self.newest_on_ssd(self.lock()?, chunk))?;
+        }
+        self.check_version(version)
     }
 
     /// Those of rows read from SSD that no other tier has newer. (An imported row may say that it was modified later than its training.)
-    fn newest_on_ssd(&self, mut chunk: Chunk) -> Result<Chunk> {
-        let state = self.lock()?;
+    fn newest_on_ssd(&self, state: Held<'_>, mut chunk: Chunk) -> Chunk {
         let newer = |slots: &SlotMap, id: Id| {
             let slot = slots.get(id);
             slot != NO_SLOT && slots.state(slot).is_newest()
@@ -127,7 +136,7 @@ impl Shared {
             let mut at = newer.iter();
             chunk.headers.retain(|_| !at.next().copied().unwrap_or(false));
         }
-        Ok(chunk)
+        chunk
     }
 
     /// Ids of rows modified in epoch `since` or later whose newest copy is in RAM or on the device.

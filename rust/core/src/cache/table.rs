@@ -1,7 +1,8 @@
 //! One table shard: opening, budgets, counters.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, TryLockError};
 
+use super::export::Export;
 use super::lineage::Lineage;
 use super::load::Loading;
 use super::snapshot::Pending;
@@ -85,6 +86,8 @@ pub(crate) struct State {
     pub(crate) overflow_plans: u64,
     /// What is to be handed over of the moment of a save beside training.
     pub(crate) snapshot: Option<Box<Pending>>,
+    pub(crate) exports: Vec<Export>,
+    pub(crate) next_export: u64,
 }
 
 /// Counters of a table and its tiers.
@@ -152,6 +155,8 @@ impl Table {
             dropped_rows: 0,
             overflow_plans: 0,
             snapshot: None,
+            exports: Vec::new(),
+            next_export: 0,
         };
         let shared = Shared {
             config,
@@ -341,20 +346,42 @@ pub fn device_row_bytes(layout: &RowLayout, policy: PolicyKind) -> u64 {
 impl Shared {
     /// The table's state; `State` errors when it is closed, unusable after a failed load or a panic, or used in a forked child.
     pub(crate) fn lock(&self) -> Result<Held<'_>> {
-        let state = self.lock_any()?;
+        self.usable(self.lock_any()?)
+    }
+
+    /// As `lock`, also of a table that waits for a load.
+    pub(crate) fn lock_any(&self) -> Result<Held<'_>> {
+        self.check_open()?;
+        self.held(lock(&self.state))
+    }
+
+    /// As `lock`; `None` where another thread holds it now.
+    pub(crate) fn try_lock(&self) -> Result<Option<Held<'_>>> {
+        self.check_open()?;
+        let state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(state)) => state.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(None),
+        };
+        self.usable(self.held(state)?).map(Some)
+    }
+
+    fn usable<'a>(&self, state: Held<'a>) -> Result<Held<'a>> {
         if let Some(reason) = &state.unusable {
             return Err(Error::new(Kind::State, format!("table {:?} cannot be used: {reason}", self.config.name)));
         }
         Ok(state)
     }
 
-    /// As `lock`, also of a table that waits for a load.
-    pub(crate) fn lock_any(&self) -> Result<Held<'_>> {
+    fn check_open(&self) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::new(Kind::State, format!("table {:?} is closed", self.config.name)));
         }
-        self.check_process()?;
-        let state = Held { torn: &self.torn, unwinding: std::thread::panicking(), state: lock(&self.state) };
+        self.check_process()
+    }
+
+    fn held<'a>(&'a self, state: MutexGuard<'a, State>) -> Result<Held<'a>> {
+        let state = Held { torn: &self.torn, unwinding: std::thread::panicking(), state };
         if self.torn.load(Ordering::Acquire) {
             return Err(Error::new(
                 Kind::State,

@@ -11,10 +11,11 @@
 //! | `weight` | F32 `[n, D]` | |
 //! | optimizer slots, torch's names | F32 `[n, D]`, rowwise `sum` `[n]` | |
 //! | `count`, `score`, `modified_epoch` | U32, F32, U32 `[n]` | |
-//! | `checksums` | U32 | CRC-32C of each 256 KiB of each tensor above, from its start, in file order |
+//! | `checksums` | U32 | CRC-32C of each 32 KiB of each tensor above, from its start, in file order |
 //! | `__pad` | U8 | fills the file to a multiple of 4096; zeros |
 //!
-//! The header is padded with blanks so that the data start at a multiple of 4096.
+//! The header is padded with blanks so that weights start at a multiple of 64, and slots with them where `D` is one of 16; the file's
+//! length is a multiple of 4096.
 
 use std::ops::Range;
 
@@ -32,9 +33,11 @@ pub const FORMAT: &str = "torchrec-embcache";
 /// The version of the format.
 pub const VERSION: u32 = 1;
 /// Bytes of a column under one checksum.
-pub const CHUNK_BYTES: usize = 256 << 10;
+pub const CHUNK_BYTES: usize = 32 << 10;
 /// Rows of a group take at most this (one row at least).
-pub const GROUP_BYTES: usize = 64 << 20;
+pub const GROUP_BYTES: usize = 32 << 20;
+/// Weights start at a multiple of this.
+const LINE_BYTES: usize = 64;
 /// Headers larger than this are refused before they are read.
 pub(super) const MAX_HEADER_BYTES: usize = 1 << 20;
 
@@ -122,8 +125,10 @@ fn width(dtype: Dtype) -> usize {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FileLayout {
     pub(super) columns: Vec<Column>,
-    /// Bytes of the data, padding included: a multiple of [`ALIGNMENT`].
+    /// Bytes of the data, padding included.
     pub(super) data_bytes: usize,
+    /// Bytes of the header past a multiple of [`ALIGNMENT`].
+    pub(super) lead: usize,
 }
 
 impl FileLayout {
@@ -157,7 +162,9 @@ impl FileLayout {
             start = start.checked_add(bytes)?;
             checksums += bytes.div_ceil(CHUNK_BYTES);
         }
-        let end = start.checked_add(checksums * 4)?;
+        let weights = columns.iter().find(|column: &&Column| column.field == Field::Vector(0))?.start;
+        let lead = weights.checked_next_multiple_of(LINE_BYTES)? - weights;
+        let end = start.checked_add(checksums * 4)?.checked_add(lead)?;
         let pad = end.checked_next_multiple_of(ALIGNMENT)? - end;
         for (field, name, dtype, elements) in
             [(Field::Checksums, "checksums", Dtype::U32, checksums), (Field::Pad, "__pad", Dtype::U8, pad)]
@@ -166,7 +173,7 @@ impl FileLayout {
             columns.push(Column { field, name, dtype, shape: vec![elements], start, bytes, first_checksum: checksums });
             start = start.checked_add(bytes)?;
         }
-        Some(Self { columns, data_bytes: start })
+        Some(Self { columns, data_bytes: start, lead })
     }
 
     pub(super) fn column(&self, field: Field) -> &Column {
@@ -178,7 +185,7 @@ impl FileLayout {
         self.columns.iter().filter(|column| column.field.is_checked())
     }
 
-    /// The safetensors header, length field included; a multiple of [`ALIGNMENT`] long.
+    /// The safetensors header, length field included; with the data a multiple of [`ALIGNMENT`] long.
     pub(super) fn header(&self, spec: &TableSpec, buckets: &Range<u32>) -> Vec<u8> {
         let mut tensors = Map::new();
         let about = [
@@ -203,7 +210,8 @@ impl FileLayout {
             );
         }
         let text = Value::Object(tensors).to_string();
-        let mut header = vec![b' '; (8 + text.len()).next_multiple_of(ALIGNMENT)];
+        let whole = (8 + text.len()).saturating_sub(self.lead).next_multiple_of(ALIGNMENT);
+        let mut header = vec![b' '; whole + self.lead];
         let length = header.len() as u64 - 8;
         header[..8].copy_from_slice(&length.to_le_bytes());
         header[8..8 + text.len()].copy_from_slice(text.as_bytes());

@@ -7,7 +7,7 @@
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
 //! ```
 //!
-//! A data file holds one group of rows of at most 64 MiB, sorted by (bucket, `uint64(id)`), one tensor a column (see [`format`]).
+//! A data file holds one group of rows of at most 32 MiB, sorted by (bucket, `uint64(id)`), one tensor a column (see [`format`]).
 //!
 //! Saving, by whom:
 //!
@@ -25,20 +25,28 @@
 //! 3. [`TableReader::read`] hands over the rows of the buckets that the rank owns, verified as they arrive.
 
 pub mod format;
+mod group;
+mod input;
 mod latest;
 mod manifest;
+mod order;
+mod output;
 mod reader;
 mod reshard;
 mod save;
+mod source;
+mod stream;
 mod tables;
 mod writer;
 
+pub use crate::cache::{Gather, GroupSink};
 pub use latest::{CheckpointName, Latest};
 pub use manifest::{CheckpointKind, Manifest, OptimizerSpec, Parent, RankDigest, TableEntry, TableSpec};
 pub use reader::{Checkpoint, TableReader};
 pub use reshard::reshard;
 pub use save::{Published, Save};
-pub use writer::{RankWriter, RowSource};
+pub use source::RowSource;
+pub use writer::RankWriter;
 
 /// Takes rows: headers `[n]` and their vector parts `[n × V]`, one behind the other.
 pub type RowSink<'a> = dyn FnMut(&[crate::rows::RowHeader], &[f32]) -> crate::Result<()> + 'a;

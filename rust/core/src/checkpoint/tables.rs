@@ -2,16 +2,30 @@
 
 use std::collections::BTreeMap;
 
+use super::RowSink;
 use super::manifest::TableSpec;
 use super::reader::TableReader;
+use super::source::RowSource;
 use super::writer::RankWriter;
-use crate::cache::{RowBlock, Table};
+use crate::cache::{GroupSink, Table};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
-use crate::rows::RowHeader;
 
-/// Bytes of the chunks in which a table's rows are read (one row at least): they stay in a core's cache until they are copied.
-const CHUNK_BYTES: usize = 512 << 10;
+/// Rows of the chunks in which a table's rows are copied.
+const CHUNK_ROWS: usize = 1024;
+
+/// Every row of a table, as of now.
+struct TableRows<'a>(&'a Table);
+
+impl RowSource for TableRows<'_> {
+    fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> Result<()> {
+        self.0.for_each_chunk(CHUNK_ROWS, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
+    }
+
+    fn for_each_group(&mut self, sink: &mut dyn GroupSink) -> Result<()> {
+        self.0.for_each_group(sink)
+    }
+}
 
 impl RankWriter {
     /// Write every row of a table, as of now; returns how many they were. `module` is the path of its module in the model.
@@ -26,11 +40,7 @@ impl RankWriter {
         let config = table.config();
         let step = table.step()?;
         let spec = TableSpec::new(module, config, hyperparameters, step);
-        let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
-        let chunk_rows = (CHUNK_BYTES / row_bytes).max(1);
-        let rows = self.write_table(spec, config.buckets.clone(), &mut |sink: &mut super::RowSink<'_>| {
-            table.for_each_chunk(chunk_rows, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
-        })?;
+        let rows = self.write_table(spec, config.buckets.clone(), &mut TableRows(table))?;
         if table.step()? != step {
             return Err(Error::new(
                 Kind::State,
@@ -67,9 +77,12 @@ impl TableReader {
     pub fn load_into(&self, table: &Table) -> Result<()> {
         self.check_fits(table.config())?;
         table.clear()?;
-        self.read(&mut |headers, vectors| table.import_rows(RowBlock { headers, vectors }))?;
-        let rows = table.stats()?.rows;
-        if rows != self.rows() {
+        table.reserve_rows(self.rows())?;
+        let dropped = table.stats()?.dropped_rows;
+        self.read_columns(&mut |rows| table.import_columns(rows))?;
+        let stats = table.stats()?;
+        let rows = stats.rows;
+        if rows + (stats.dropped_rows - dropped) != self.rows() {
             return Err(Error::new(
                 Kind::Corruption,
                 format!(

@@ -98,26 +98,16 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
     Some(pool)
 }
 
-/// A pool of as many threads as the machine runs at once; `None` where the system gives no threads. (Rayon's own ends in a panic
-/// there, and is of no use in a forked child.)
-fn machine_pool() -> Option<Arc<ThreadPool>> {
-    pool(std::thread::available_parallelism().map_or(1, usize::from))
-}
-
-/// Do independent tasks on the machine's threads, in any order.
+/// Do independent tasks on half of the threads that the machine runs at once, in any order: what moves rows to and from disk is so
+/// ahead of the disk, and more threads would mostly wait for the same memory. (Rayon's own pool ends in a panic where the system gives
+/// no threads, and is of no use in a forked child.)
 pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     let tasks: Vec<T> = tasks.collect();
-    match machine_pool() {
-        Some(pool) if tasks.len() > 1 => pool.install(|| tasks.into_par_iter().for_each(&work)),
-        _ => tasks.into_iter().for_each(work),
-    }
-}
-
-/// Sort on the machine's threads.
-pub(crate) fn sort<T: Ord + Send>(values: &mut [T]) {
-    match machine_pool() {
-        Some(pool) => pool.install(|| values.par_sort_unstable()),
-        None => values.sort_unstable(),
+    let threads = std::thread::available_parallelism().map_or(1, usize::from) / 2;
+    let pool = if threads > 1 && tasks.len() > 1 { pool(threads) } else { None };
+    match pool {
+        Some(pool) => pool.install(|| tasks.into_par_iter().for_each(&work)),
+        None => tasks.into_iter().for_each(work),
     }
 }
 

@@ -444,7 +444,8 @@ impl SlotMap {
 
     /// Occupied slots at or above `from`, lowest first.
     pub fn occupied_from(&self, from: CacheSlot) -> impl Iterator<Item = CacheSlot> + '_ {
-        (from..self.high_water()).filter(|&slot| self.state(slot).has(RowState::OCCUPIED))
+        let states = self.states.get(from as usize..).unwrap_or_default();
+        (from..).zip(states).filter(|(_, state)| state.has(RowState::OCCUPIED)).map(|(slot, _)| slot)
     }
 }
 

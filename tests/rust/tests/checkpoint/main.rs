@@ -2,5 +2,6 @@
 
 mod crash;
 mod damage;
+mod elastic;
 mod made;
 mod round_trip;

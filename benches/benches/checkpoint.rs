@@ -1,0 +1,325 @@
+//! Full checkpoints of a table whose rows are all in RAM, of 2 GiB: saved and synced, loaded into a new table with nothing in the page
+//! cache.
+//!
+//! `EMBCACHE_BENCH_SAVE_ROWS` sets the rows (7.5M).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use embcache::cache::{RowBlock, Table, host_row_bytes};
+use embcache::checkpoint::{Checkpoint, Latest, RankWriter, Save};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::io::{IoEngine, default_engine};
+use embcache::rows::{Initializer, RowHeader};
+use embcache::types::{DEFAULT_TOTAL_NUM_BUCKETS, bucket_of};
+use embcache_benches::{
+    Bench, Better, CountedEngine, DIM, Ids, RawFiles, Rounds, Scale, Scratch, SplitMix64, cpu_seconds, forget_cached,
+    forget_peak, resident, run, scattered_id, setting,
+};
+
+const ROUNDS: usize = 5;
+const IMPORT_ROWS: usize = 65_536;
+const MODULE: &str = "model.ebc";
+const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
+/// Ranks that save, and ranks that load.
+const RESHARD: (u32, u32) = (4, 3);
+
+fn main() {
+    let row = |name, unit, better, limit, make| Bench { name, unit, better, limit, make };
+    let written = "raw O_DIRECT, four threads, a file each, 8 MiB at a time, fdatasync";
+    let read = "raw O_DIRECT, four threads, a file each, 8 MiB at a time";
+    run(&[
+        row("save_full", "bytes/s", Better::Higher, Some(written), |scale| Saves::make(scale, Figure::Rate)),
+        row("save_full_cpu_seconds_per_gib", "s", Better::Lower, None, |scale| Saves::make(scale, Figure::Cpu)),
+        row("save_extra_ram_bytes", "bytes", Better::Lower, None, |scale| Saves::make(scale, Figure::Ram)),
+        row("load_full", "bytes/s", Better::Higher, Some(read), Loads::make),
+        row("load_4_to_3_bytes_read_per_owned", "ratio", Better::Lower, None, Reshards::make),
+    ]);
+}
+
+/// A table with room for `rows`, of the share of `rank` in `world`.
+fn table(rows: u64, rank: u32, world: u32) -> Table {
+    let policy = PolicyKind::S3Fifo;
+    let total = DEFAULT_TOTAL_NUM_BUCKETS;
+    let config = TableConfig {
+        name: "rows".into(),
+        key: 1,
+        dim: DIM,
+        optimizer: OPTIMIZER,
+        initializer: Initializer::Constant { value: 0.0 },
+        seed: 0,
+        total_num_buckets: total,
+        buckets: share(total, rank, world),
+        host_bytes: (rows + rows / 50 + 4096) * host_row_bytes(&OPTIMIZER.layout(DIM), policy),
+        device_rows: None,
+        ssd: None,
+        policy,
+        on_full: OnFull::Error,
+    };
+    Table::open(config, None, default_engine().expect("an engine")).expect("a table")
+}
+
+/// The buckets of a rank: the first ranks have one more.
+fn share(total: u32, rank: u32, world: u32) -> std::ops::Range<u32> {
+    let (each, more) = (total / world, total % world);
+    let begin = rank * each + rank.min(more);
+    begin..begin + each + u32::from(rank < more)
+}
+
+/// Give a table those of `rows` rows that are its own; values differ from row to row.
+fn fill(table: &Table, rows: u64) {
+    let config = table.config();
+    let mut random = SplitMix64(3);
+    let values: Vec<f32> = (0..IMPORT_ROWS * DIM + 4096).map(|_| random.next_f64() as f32).collect();
+    let owned = (0..rows).map(scattered_id);
+    let owned = owned.filter(|&id| config.buckets.contains(&bucket_of(id, config.total_num_buckets)));
+    let ids: Vec<i64> = owned.collect();
+    for (turn, ids) in ids.chunks(IMPORT_ROWS).enumerate() {
+        let header = |&id: &i64| RowHeader {
+            id,
+            last_step: id as u64 % 1000,
+            count: id as u32 % 100,
+            score: 0.5,
+            scalar: 0.25,
+            modified_epoch: 0,
+        };
+        let headers: Vec<RowHeader> = ids.iter().map(header).collect();
+        let vectors = &values[turn % 4096..][..ids.len() * DIM];
+        table.import_rows(RowBlock { headers: &headers, vectors }).expect("room for all rows");
+    }
+}
+
+fn rows_of(scale: Scale) -> u64 {
+    setting("EMBCACHE_BENCH_SAVE_ROWS", scale.pick(7_500_000, 20_000))
+}
+
+/// Save the tables of all ranks into a new folder; bytes of the files with rows.
+fn save(engine: &Arc<dyn IoEngine>, root: &Path, tables: &[Table]) -> u64 {
+    std::fs::create_dir(root).expect("a folder of our own");
+    let save = Save::begin(engine.clone(), root, 7).expect("begun");
+    let world = tables.len() as u32;
+    let digest = |(rank, table)| {
+        let mut writer = RankWriter::new(engine.clone(), root, save.name(), rank, world).expect("made");
+        writer.write_rows_of(MODULE, table, BTreeMap::new()).expect("written");
+        writer.finish().expect("finished")
+    };
+    let digests: Vec<_> = (0..).zip(tables).map(digest).collect();
+    let published = save.publish(&digests, 1).expect("published");
+    let dir = root.join(published.latest.name.to_string()).join(format!("{MODULE}+rows"));
+    files(&dir).map(|file| file.metadata().expect("a file").len()).sum()
+}
+
+fn files(dir: &Path) -> impl Iterator<Item = std::fs::File> {
+    let paths = std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("a folder").path());
+    paths.map(|path| std::fs::File::open(path).expect("a file"))
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Figure {
+    Rate,
+    Cpu,
+    Ram,
+}
+
+struct Saves {
+    table: Table,
+    rows: u64,
+    /// Rivals are told how many rows, and no ids.
+    no_ids: Ids,
+    engine: Arc<dyn IoEngine>,
+    raw: RawFiles,
+    figure: Figure,
+    done: u32,
+    last: BTreeMap<&'static str, f64>,
+    scratch: Scratch,
+}
+
+impl Saves {
+    fn make(scale: Scale, figure: Figure) -> Box<dyn Rounds> {
+        let rows = rows_of(scale);
+        let bytes = rows * 300;
+        let scratch = Scratch::new(2 * bytes + (64 << 20)).unwrap_or_else(|why| panic!("{why}"));
+        let table = table(rows, 0, 1);
+        fill(&table, rows);
+        let engine = default_engine().expect("an engine");
+        let raw = RawFiles::new(scratch.path(), rows as usize * 288);
+        let no_ids = Ids { values: Vec::new(), batch: 0 };
+        Box::new(Self { table, rows, no_ids, engine, raw, figure, done: 0, last: BTreeMap::new(), scratch })
+    }
+}
+
+impl Rounds for Saves {
+    fn ours(&mut self) -> f64 {
+        self.done += 1;
+        let root = self.scratch.path().join(format!("save-{}", self.done));
+        forget_peak();
+        let (before, cpu, begin) = (resident().now, cpu_seconds(), Instant::now());
+        let bytes = save(&self.engine, &root, std::slice::from_ref(&self.table)) as f64;
+        let (seconds, cpu) = (begin.elapsed().as_secs_f64(), cpu_seconds() - cpu);
+        let extra = resident().peak.saturating_sub(before) as f64;
+        std::fs::remove_dir_all(&root).expect("our own folder");
+        self.last =
+            BTreeMap::from([("rows", self.rows as f64), ("bytes", bytes), ("seconds", seconds), ("cpu_seconds", cpu)]);
+        match self.figure {
+            Figure::Rate => bytes / seconds,
+            Figure::Cpu => cpu / (bytes / f64::from(1 << 30)),
+            Figure::Ram => extra,
+        }
+    }
+
+    fn limit(&mut self) -> Option<f64> {
+        if self.figure != Figure::Rate {
+            return None;
+        }
+        let seconds = self.raw.write().as_secs_f64();
+        self.raw.remove();
+        Some(self.raw.bytes() as f64 / seconds)
+    }
+
+    fn data(&self) -> Option<(&Ids, u64)> {
+        Some((&self.no_ids, self.rows))
+    }
+
+    fn rounds(&self) -> usize {
+        ROUNDS
+    }
+
+    fn figures(&self) -> BTreeMap<&'static str, f64> {
+        self.last.clone()
+    }
+}
+
+struct Loads {
+    rows: u64,
+    no_ids: Ids,
+    bytes: u64,
+    engine: Arc<dyn IoEngine>,
+    root: PathBuf,
+    raw: RawFiles,
+    cpu: f64,
+    _scratch: Scratch,
+}
+
+impl Loads {
+    fn make(scale: Scale) -> Box<dyn Rounds> {
+        let rows = rows_of(scale);
+        let scratch = Scratch::new(2 * rows * 300 + (64 << 20)).unwrap_or_else(|why| panic!("{why}"));
+        let engine = default_engine().expect("an engine");
+        let saved = table(rows, 0, 1);
+        fill(&saved, rows);
+        let root = scratch.path().join("save");
+        let bytes = save(&engine, &root, &[saved]);
+        let raw = RawFiles::new(scratch.path(), bytes as usize);
+        raw.write();
+        let no_ids = Ids { values: Vec::new(), batch: 0 };
+        Box::new(Self { rows, no_ids, bytes, engine, root, raw, cpu: 0.0, _scratch: scratch })
+    }
+
+    /// Load into a new table; how long the load took.
+    fn load(&mut self) -> (Table, Duration) {
+        let table = table(self.rows, 0, 1);
+        let latest = Latest::read(&*self.engine, &self.root).expect("a checkpoint");
+        let dir = self.root.join(latest.name.to_string()).join(format!("{MODULE}+rows"));
+        files(&dir).for_each(|file| forget_cached(&file));
+        let (cpu, begin) = (cpu_seconds(), Instant::now());
+        let checkpoint = Checkpoint::open(self.engine.clone(), &self.root, latest).expect("a checkpoint");
+        let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
+        reader.load_into(&table).expect("whole");
+        let took = begin.elapsed();
+        self.cpu = cpu_seconds() - cpu;
+        (table, took)
+    }
+}
+
+impl Rounds for Loads {
+    fn ours(&mut self) -> f64 {
+        let (_table, took) = self.load();
+        self.bytes as f64 / took.as_secs_f64()
+    }
+
+    fn limit(&mut self) -> Option<f64> {
+        Some(self.raw.bytes() as f64 / self.raw.read().as_secs_f64())
+    }
+
+    fn data(&self) -> Option<(&Ids, u64)> {
+        Some((&self.no_ids, self.rows))
+    }
+
+    fn rounds(&self) -> usize {
+        ROUNDS
+    }
+
+    fn figures(&self) -> BTreeMap<&'static str, f64> {
+        let gib = self.bytes as f64 / f64::from(1 << 30);
+        BTreeMap::from([("rows", self.rows as f64), ("cpu_seconds_per_gib", self.cpu / gib)])
+    }
+
+    fn check(&mut self) {
+        let ids: Vec<i64> = (0..1000).map(scattered_id).collect();
+        let expected = {
+            let saved = table(self.rows, 0, 1);
+            fill(&saved, self.rows);
+            saved.read_rows(&ids).expect("rows")
+        };
+        let found = self.load().0.read_rows(&ids).expect("rows");
+        assert!(found.found.iter().all(|found| *found) && found.headers == expected.headers);
+        assert!(found.vectors == expected.vectors, "rows as they were saved");
+    }
+}
+
+/// A checkpoint of four ranks that three load; the worst of them.
+struct Reshards {
+    rows: u64,
+    root: PathBuf,
+    per_rank: Vec<f64>,
+    _scratch: Scratch,
+}
+
+impl Reshards {
+    fn make(scale: Scale) -> Box<dyn Rounds> {
+        let rows = rows_of(scale);
+        let scratch = Scratch::new(rows * 300 + (64 << 20)).unwrap_or_else(|why| panic!("{why}"));
+        let engine = default_engine().expect("an engine");
+        let root = scratch.path().join("save");
+        let tables: Vec<Table> =
+            (0..RESHARD.0).map(|rank| table(rows / u64::from(RESHARD.0), rank, RESHARD.0)).collect();
+        for table in &tables {
+            fill(table, rows);
+        }
+        save(&engine, &root, &tables);
+        Box::new(Self { rows, root, per_rank: Vec::new(), _scratch: scratch })
+    }
+}
+
+impl Rounds for Reshards {
+    fn ours(&mut self) -> f64 {
+        let per_rank = (0..RESHARD.1).map(|rank| {
+            let engine = CountedEngine::over(default_engine().expect("an engine"));
+            let shared: Arc<dyn IoEngine> = engine.clone();
+            let table = table(self.rows / u64::from(RESHARD.1), rank, RESHARD.1);
+            let latest = Latest::read(&*shared, &self.root).expect("a checkpoint");
+            let checkpoint = Checkpoint::open(shared, &self.root, latest).expect("a checkpoint");
+            let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
+            reader.load_into(&table).expect("whole");
+            let row_bytes = OPTIMIZER.layout(DIM).floats() * 4 + 28;
+            engine.read_bytes() as f64 / (reader.rows() * row_bytes as u64) as f64
+        });
+        self.per_rank = per_rank.collect();
+        self.per_rank.iter().copied().fold(0.0, f64::max)
+    }
+
+    fn limit(&mut self) -> Option<f64> {
+        None
+    }
+
+    // The same each time.
+    fn rounds(&self) -> usize {
+        1
+    }
+
+    fn figures(&self) -> BTreeMap<&'static str, f64> {
+        ["rank_0", "rank_1", "rank_2"].into_iter().zip(self.per_rank.iter().copied()).collect()
+    }
+}

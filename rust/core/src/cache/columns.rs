@@ -1,0 +1,177 @@
+//! Many new rows at once, as columns: a load.
+#![allow(unsafe_code)]
+
+use super::rows::RowBlock;
+use super::table::{Shared, State, Table};
+use crate::config::OnFull;
+use crate::error::Result;
+use crate::kernels::threads::for_each;
+use crate::memory;
+use crate::rows::RowHeader;
+use crate::slots::RowState;
+use crate::types::{CacheSlot, Id, NO_SLOT, bucket_of};
+
+/// Rows placed under one hold of the table's lock.
+const ROWS_PER_CALL: usize = 32_768;
+/// Rows that one thread copies at a time.
+const ROWS_PER_TASK: usize = 2048;
+/// How many rows ahead an insert asks for memory.
+const INSERTS_AHEAD: usize = 12;
+
+/// `n` rows of `D` columns, a slice for each field.
+#[derive(Clone, Debug)]
+pub struct RowColumns<'a> {
+    /// `[n]`
+    pub ids: &'a [Id],
+    /// `[n]`
+    pub last_steps: &'a [u64],
+    /// `[n]`
+    pub counts: &'a [u32],
+    /// `[n]`
+    pub scores: &'a [f32],
+    /// `[n]`, for optimizers with a scalar slot.
+    pub scalars: Option<&'a [f32]>,
+    /// `[n]`
+    pub modified_epochs: &'a [u32],
+    /// `[n, D]` each: weights, then vector slots.
+    pub parts: Vec<&'a [f32]>,
+}
+
+impl RowColumns<'_> {
+    /// How many rows.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// The header of a row.
+    pub fn header(&self, row: usize) -> RowHeader {
+        RowHeader {
+            id: self.ids[row],
+            last_step: self.last_steps[row],
+            count: self.counts[row],
+            score: self.scores[row],
+            scalar: self.scalars.map_or(0.0, |scalars| scalars[row]),
+            modified_epoch: self.modified_epochs[row],
+        }
+    }
+
+    /// Copy the vector part of a row.
+    pub fn copy_vector(&self, row: usize, into: &mut [f32]) {
+        let dim = into.len() / self.parts.len();
+        for (part, into) in self.parts.iter().zip(into.chunks_exact_mut(dim)) {
+            into.copy_from_slice(&part[row * dim..(row + 1) * dim]);
+        }
+    }
+
+    /// Rows one behind the other.
+    fn block(&self, rows: impl ExactSizeIterator<Item = usize>, floats: usize) -> Result<(Vec<RowHeader>, Vec<f32>)> {
+        let mut vectors = memory::zeros("copy rows", rows.len() * floats)?;
+        let mut headers = Vec::with_capacity(rows.len());
+        for (row, vector) in rows.zip(vectors.chunks_exact_mut(floats)) {
+            headers.push(self.header(row));
+            self.copy_vector(row, vector);
+        }
+        Ok((headers, vectors))
+    }
+}
+
+impl Table {
+    /// Make room for so many rows at once, as far as the host budget has it.
+    pub fn reserve_rows(&self, rows: u64) -> Result<()> {
+        let mut state = self.shared.lock_any()?;
+        let free = u64::from(state.host.slots.free_slots());
+        state.host.reserve(rows.min(free) as usize)
+    }
+
+    /// Add or overwrite rows, each given once. As [`Table::import_rows`], which says what is an error; rows that the table has not, and
+    /// that fit the host budget, go straight to their places.
+    pub fn import_columns(&self, rows: &RowColumns<'_>) -> Result<()> {
+        let floats = self.shared.layout.vector_floats();
+        let mut begin = 0;
+        while begin < rows.len() {
+            let end = rows.len().min(begin + ROWS_PER_CALL);
+            let placed = self.place_new(rows, begin..end)?;
+            if placed < end - begin {
+                // Known rows, or a full tier: one part the usual way.
+                let (headers, vectors) = rows.block(begin + placed..end, floats)?;
+                self.import_rows(RowBlock { headers: &headers, vectors: &vectors })?;
+            }
+            begin = end;
+        }
+        Ok(())
+    }
+
+    /// Put rows that are new into free slots of the host tier, as many from the first on as possible; how many.
+    fn place_new(&self, rows: &RowColumns<'_>, range: std::ops::Range<usize>) -> Result<usize> {
+        memory::check()?;
+        let shared = &self.shared;
+        let _rows = shared.reading_rows()?;
+        let mut state = shared.lock_any()?;
+        shared.check_writable()?;
+        let ids = &rows.ids[range.clone()];
+        let fit = shared.new_rows_that_fit(&state, ids);
+        state.host.reserve(fit)?;
+        let mut slots: Vec<CacheSlot> = Vec::new();
+        memory::reserve(&mut slots, "place rows", fit)?;
+        for (at, &id) in ids[..fit].iter().enumerate() {
+            if let Some(&later) = ids.get(at + INSERTS_AHEAD) {
+                state.host.slots.prefetch_insert(later);
+            }
+            // Given twice, or a free slot less than thought: what comes is not new.
+            if state.host.slots.get(id) != NO_SLOT {
+                break;
+            }
+            let Some(slot) = state.host.slots.take() else { break };
+            state.host.slots.insert(slot, id, RowState::DIRTY.with(RowState::MODIFIED));
+            slots.push(slot);
+        }
+        let floats = shared.layout.vector_floats();
+        let arena = state.host.arena();
+        for_each(slots.chunks(ROWS_PER_TASK).enumerate(), |(task, slots)| {
+            for (at, &slot) in slots.iter().enumerate() {
+                let (row, to) = (range.start + task * ROWS_PER_TASK + at, arena.row(slot));
+                // SAFETY: the slot was free and is this row's alone; nobody reads it before the table's lock is given up.
+                unsafe {
+                    *to.header = rows.header(row);
+                    rows.copy_vector(row, std::slice::from_raw_parts_mut(to.vector, floats));
+                }
+            }
+        });
+        state.rows += slots.len() as u64;
+        shared.contents_changed();
+        shared.fit_host_to_index(&mut state)?;
+        Ok(slots.len())
+    }
+}
+
+impl Shared {
+    /// How many of `ids`, from the first on, are new to the table, belong to it, and have a free slot in the host tier each.
+    fn new_rows_that_fit(&self, state: &State, ids: &[Id]) -> usize {
+        let room = self.capacity_rows(state).saturating_sub(state.rows + state.provisional);
+        let on_device = state.device.as_ref().map_or(0, |device| device.slots.used() + device.slots.overflow_used());
+        // Rows of a table that descends from a checkpoint are marked as modified now.
+        let descends = !state.lineage.ancestors().is_empty();
+        if descends || on_device > 0 || self.config.on_full == OnFull::Evict && room < ids.len() as u64 {
+            return 0;
+        }
+        let fit = (ids.len() as u64).min(room).min(u64::from(state.host.slots.free_slots())) as usize;
+        let mut new = fit;
+        let (buckets, total) = (&self.config.buckets, self.config.total_num_buckets);
+        if let Some(foreign) = ids[..new].iter().position(|&id| !buckets.contains(&bucket_of(id, total))) {
+            new = foreign;
+        }
+        if let Some(ssd) = &self.ssd
+            && ssd.rows() > 0
+        {
+            let mut known = vec![false; new];
+            ssd.maybe_contains(&ids[..new], &mut known);
+            new = known.iter().position(|&known| known).unwrap_or(new);
+        }
+        new
+    }
+}

@@ -1,0 +1,177 @@
+//! Files on their way to disk: images of whole files in a few buffers, each written by several threads and synced once.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::thread::{Builder, Scope, ScopedJoinHandle};
+
+use crate::error::{Error, Kind, Result};
+use crate::io::{AlignedBuf, IoEngine, Open};
+use crate::sync::lock;
+
+/// Images that there are at once: one is filled while the others are written.
+const IMAGES: usize = 3;
+/// Threads that write a file.
+const WRITERS: usize = 4;
+/// Bytes of one write request.
+const WRITE_BYTES: usize = 4 << 20;
+
+/// A file to write: its path, the buffer that begins with its bytes, and how many they are.
+struct Image {
+    path: PathBuf,
+    buffer: AlignedBuf,
+    len: usize,
+}
+
+/// Writes images in the background, as long as its scope lasts.
+pub(super) struct Output<'s> {
+    engine: &'s dyn IoEngine,
+    images: Sender<Image>,
+    /// Buffers of written images, or why one could not be written.
+    written: Receiver<Result<AlignedBuf>>,
+    free: Vec<AlignedBuf>,
+    under_way: usize,
+    threads: Vec<ScopedJoinHandle<'s, ()>>,
+}
+
+impl<'s> Output<'s> {
+    /// Threads that write until the output is dropped. `waiting` is theirs, and outlives them.
+    pub(super) fn new<'e>(scope: &'s Scope<'s, 'e>, engine: &'s dyn IoEngine, waiting: &'s Waiting) -> Self {
+        let (images, receiver) = channel();
+        let (done, written) = channel();
+        *lock(&waiting.0) = Some(receiver);
+        let start = |number: usize| {
+            let done = done.clone();
+            let write = move || {
+                while let Some(Image { path, buffer, len }) = waiting.next() {
+                    let outcome = catch_unwind(AssertUnwindSafe(|| write_file(engine, &path, &buffer[..len])));
+                    // Nobody listens any more when the save failed.
+                    let _ = match outcome {
+                        Ok(outcome) => done.send(outcome.map(|()| buffer)),
+                        Err(panic) => {
+                            let _ = done.send(Err(ended()));
+                            resume_unwind(panic)
+                        }
+                    };
+                }
+            };
+            Builder::new().name(format!("embcache-save-{number}")).spawn_scoped(scope, write).ok()
+        };
+        // Without threads nothing is written beside.
+        let threads = (1..IMAGES).map_while(start).collect();
+        Self { engine, images, written, free: Vec::new(), under_way: 0, threads }
+    }
+
+    /// Wait until there is a buffer for an image of `len` bytes, which the next [`Output::buffer`] gives. `Kind::Memory` where the system
+    /// refuses one and none is under way.
+    pub(super) fn wait_for_buffer(&mut self, len: usize) -> Result<()> {
+        self.free.retain(|buffer| buffer.len() >= len);
+        while self.free.is_empty() {
+            let written = match self.written.try_recv() {
+                Ok(written) => written,
+                Err(_) if self.under_way < IMAGES => match AlignedBuf::try_zeroed(len) {
+                    Ok(buffer) => {
+                        self.free.push(buffer);
+                        continue;
+                    }
+                    Err(refused) if self.under_way == 0 => return Err(refused),
+                    Err(_) => self.wait_for_one(),
+                },
+                Err(_) => self.wait_for_one(),
+            };
+            self.under_way -= 1;
+            self.free.extend(Some(written?).filter(|buffer| buffer.len() >= len));
+        }
+        Ok(())
+    }
+
+    /// A buffer for an image of `len` bytes.
+    pub(super) fn buffer(&mut self, len: usize) -> Result<AlignedBuf> {
+        self.wait_for_buffer(len)?;
+        Ok(self.free.pop().expect("waited for"))
+    }
+
+    /// Give back a buffer that was not used.
+    pub(super) fn give_back(&mut self, buffer: AlignedBuf) {
+        self.free.push(buffer);
+    }
+
+    /// Write a file of the first `len` bytes of `buffer`.
+    pub(super) fn write(&mut self, path: PathBuf, buffer: AlignedBuf, len: usize) -> Result<()> {
+        if self.threads.is_empty() {
+            write_file(self.engine, &path, &buffer[..len])?;
+            self.free.push(buffer);
+            return Ok(());
+        }
+        self.under_way += 1;
+        self.images.send(Image { path, buffer, len }).map_err(|_| ended())
+    }
+
+    /// Wait until an image is written; its buffer.
+    fn wait_for_one(&self) -> Result<AlignedBuf> {
+        self.written.recv().unwrap_or_else(|_| Err(ended()))
+    }
+
+    /// Wait until every image is written and synced.
+    pub(super) fn finish(mut self) -> Result<()> {
+        while self.under_way > 0 {
+            self.under_way -= 1;
+            drop(self.wait_for_one()?);
+        }
+        Ok(())
+    }
+}
+
+fn ended() -> Error {
+    Error::new(Kind::Storage, "the writing threads ended")
+}
+
+/// Where the writing threads find their next image.
+#[derive(Default)]
+pub(super) struct Waiting(Mutex<Option<Receiver<Image>>>);
+
+impl Waiting {
+    fn next(&self) -> Option<Image> {
+        let receiver = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        receiver.as_ref()?.recv().ok()
+    }
+}
+
+/// Make a file, durably but for its name.
+pub(super) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Result<()> {
+    let file = engine.open(path, Open::Create { preallocate: bytes.len() as u64 })?;
+    // Writes that make a file longer exclude each other.
+    file.set_len(bytes.len() as u64)?;
+    let pieces = bytes.chunks(WRITE_BYTES).enumerate();
+    each_piece(WRITERS, pieces.collect(), |(number, piece)| file.write_at((number * WRITE_BYTES) as u64, piece))?;
+    file.sync()
+}
+
+/// Do `work` with every piece on up to `threads` threads, this one among them, until the first error.
+pub(super) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+    let helpers = threads.min(pieces.len()).saturating_sub(1);
+    let pieces = Mutex::new(pieces.into_iter());
+    let failed = Mutex::new(None);
+    let run = || {
+        loop {
+            let next = lock(&pieces).next();
+            let Some(piece) = next else { return };
+            if let Err(error) = work(piece) {
+                lock(&pieces).by_ref().for_each(drop);
+                lock(&failed).get_or_insert(error);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..helpers {
+            // With fewer threads it takes longer.
+            if Builder::new().name("embcache-piece".into()).spawn_scoped(scope, run).is_err() {
+                break;
+            }
+        }
+        run();
+    });
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    failed.map_or(Ok(()), Err)
+}

@@ -1,0 +1,181 @@
+//! Tables of the cache saved by some ranks and loaded by others: every row, slot and metadata, whatever tiers either have.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::Result;
+use embcache::cache::GroupSink;
+use embcache::checkpoint::{Checkpoint, Latest, RankWriter, Save};
+use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::IoEngine;
+use embcache::rows::RowRef;
+use embcache::types::{Id, bucket_of, hash_id};
+use embcache_tests::{Contents, Rig, config};
+
+use crate::made::{ROOT, memory, split};
+
+const ROWS: Id = 3000;
+
+fn ids() -> Vec<Id> {
+    (0..ROWS).map(|n| hash_id(n) as Id).collect()
+}
+
+/// The part of `rank` in `world`, whose tiers are such and such by turns: RAM, RAM and SSD, all three.
+fn rank_of(rank: u32, world: u32, dim: usize, optimizer: OptimizerKind, place: &str) -> TableConfig {
+    let kind = (rank + world) % 3;
+    let mut config = config(dim, optimizer, if kind == 0 { 2 * ROWS as u64 } else { 150 });
+    config.buckets = split(config.total_num_buckets, rank, world);
+    if kind > 0 {
+        let dir = format!("/ssd/{place}/{rank}-of-{world}").into();
+        config.ssd = Some(SsdConfig { dir, bytes: 8 << 20, reopen: Reopen::Never, resume_token: None });
+    }
+    config.device_rows = (kind == 2).then_some(40);
+    config
+}
+
+fn ranks(engine: &Arc<dyn IoEngine>, world: u32, dim: usize, optimizer: OptimizerKind, place: &str) -> Vec<Rig> {
+    let open = |rank| Rig::open(rank_of(rank, world, dim, optimizer, place), Arc::clone(engine)).expect("opened");
+    (0..world).map(open).collect()
+}
+
+/// Train every rank's own ids in batches, some of them twice.
+fn train(ranks: &[Rig]) -> Contents {
+    for rig in ranks {
+        let config = rig.table.config();
+        let own = |id: &Id| config.buckets.contains(&bucket_of(*id, config.total_num_buckets));
+        let mine: Vec<Id> = ids().into_iter().filter(own).collect();
+        for (salt, batch) in mine.chunks(30).chain(mine.chunks(30).step_by(3)).enumerate() {
+            rig.train(batch, 2, salt as u32).expect("trained");
+        }
+        rig.table.set_step(77).expect("set");
+    }
+    all(ranks)
+}
+
+fn all(ranks: &[Rig]) -> Contents {
+    ranks.iter().flat_map(|rig| rig.contents().expect("every row")).collect()
+}
+
+fn save(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize) {
+    let save = Save::begin(Arc::clone(engine), Path::new(ROOT), 7).expect("begun");
+    let digest = |(rank, rig): (u32, &Rig)| {
+        let world = ranks.len() as u32;
+        let writer = RankWriter::new(Arc::clone(engine), Path::new(ROOT), save.name(), rank, world)?;
+        let mut writer = writer.with_group_bytes(group_bytes);
+        writer.write_rows_of("m", &rig.table, BTreeMap::new())?;
+        writer.finish()
+    };
+    let digests: Result<Vec<_>> = (0..).zip(ranks).map(digest).collect();
+    save.publish(&digests.expect("written"), 3).expect("published");
+}
+
+fn load(engine: &Arc<dyn IoEngine>, ranks: &[Rig]) {
+    let latest = Latest::read(&**engine, Path::new(ROOT)).expect("a checkpoint");
+    for rig in ranks {
+        let checkpoint = Checkpoint::open(Arc::clone(engine), Path::new(ROOT), latest).expect("opened");
+        let reader = checkpoint.table_reader("m", "t", rig.table.config().buckets.clone()).expect("its files");
+        reader.load_into(&rig.table).expect("loaded");
+        assert_eq!(rig.table.len().expect("counted"), reader.rows());
+    }
+}
+
+#[test]
+fn any_number_of_ranks_loads_the_tables_of_any_other_into_any_tiers() {
+    // Rows of 64 bytes are copied past the caches, those of 20 are not.
+    for (dim, optimizer) in [(16, OptimizerKind::Adam), (5, OptimizerKind::RowWiseAdagrad)] {
+        for writers in 1..=4 {
+            let engine: Arc<dyn IoEngine> = Arc::new(memory());
+            let saved = ranks(&engine, writers, dim, optimizer, "saved");
+            let expected = train(&saved);
+            assert_eq!(expected.len(), ROWS as usize);
+            save(&engine, &saved, 20_000);
+            for readers in 1..=4 {
+                let loaded = ranks(&engine, readers, dim, optimizer, &format!("loaded-{writers}"));
+                // What was there goes.
+                loaded[0].train(&[loaded_id(&loaded[0])], 1, 5).expect("trained");
+                load(&engine, &loaded);
+                assert!(all(&loaded) == expected, "{writers} to {readers} ranks, dim {dim}");
+                assert!(loaded.iter().all(|rig| rig.table.step().expect("counted") == 77));
+            }
+        }
+    }
+}
+
+/// An id of a rank's own that no test saves.
+fn loaded_id(rig: &Rig) -> Id {
+    let config = rig.table.config();
+    let own = |id: &Id| config.buckets.contains(&bucket_of(*id, config.total_num_buckets));
+    (1..).find(own).expect("one of some buckets")
+}
+
+#[test]
+fn a_loaded_table_trains_on_as_the_one_that_was_saved() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let saved = ranks(&engine, 1, 16, OptimizerKind::Adam, "saved");
+    train(&saved);
+    save(&engine, &saved, 64 << 20);
+    let loaded = ranks(&engine, 2, 16, OptimizerKind::Adam, "loaded");
+    load(&engine, &loaded);
+    let batch: Vec<Id> = ids().into_iter().step_by(7).take(100).collect();
+    for rig in saved.iter().chain(&loaded) {
+        let config = rig.table.config();
+        for (salt, id) in batch.iter().enumerate() {
+            if config.buckets.contains(&bucket_of(*id, config.total_num_buckets)) {
+                rig.table.set_step(100 + salt as u64).expect("set");
+                rig.train(&[*id], 1, salt as u32).expect("trained");
+            }
+        }
+    }
+    assert!(all(&loaded) == all(&saved));
+}
+
+/// Looks rows up, so that others leave for the SSD tier, whenever an export asks whether there is room.
+struct Reading<'a> {
+    rig: &'a Rig,
+    turn: i64,
+    found: Contents,
+}
+
+impl GroupSink for Reading<'_> {
+    fn vector_floats(&self) -> usize {
+        self.rig.table.config().layout().vector_floats()
+    }
+
+    fn room(&mut self) -> Result<usize> {
+        self.turn += 1;
+        let wanted: Vec<Id> = (0..60).map(|n| hash_id((self.turn * 97 + n * 31) % ROWS) as Id).collect();
+        self.rig.evaluate(&wanted, 1, false)?;
+        if self.turn % 50 == 0 {
+            self.rig.table.flush(self.turn as u64)?;
+        }
+        Ok(23)
+    }
+
+    fn take(&mut self, rows: &[RowRef<'_>]) -> Result<()> {
+        assert!((1..=23).contains(&rows.len()), "{} rows", rows.len());
+        for row in rows {
+            let bits = row.vector.iter().map(|value| value.to_bits()).collect();
+            assert!(self.found.insert(row.header.id, (*row.header, bits)).is_none(), "row {} twice", row.header.id);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn an_export_gives_every_row_once_while_lookups_move_rows_between_tiers() {
+    for kind in 0..3 {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        // The tiers of rank `kind` of three.
+        let mut config = rank_of(kind, 3, 16, OptimizerKind::Adam, "tiers");
+        config.buckets = 0..config.total_num_buckets;
+        let rigs = [Rig::open(config, engine).expect("opened")];
+        let expected = train(&rigs);
+        let before = rigs[0].table.stats().expect("counted").host.evictions;
+        let mut sink = Reading { rig: &rigs[0], turn: 0, found: Contents::new() };
+        rigs[0].table.for_each_group(&mut sink).expect("every row");
+        assert!(sink.found == expected, "tiers {kind}");
+        let evicted = rigs[0].table.stats().expect("counted").host.evictions - before;
+        assert!((evicted > 100) == (kind > 0), "{evicted} rows left RAM");
+    }
+}
