@@ -1,5 +1,5 @@
-//! The SSD tier of one table beside raw system calls: rows fetched at random, batch by batch in turns, because what a disk of a virtual
-//! machine gives changes within seconds.
+//! The SSD tier of one table beside raw system calls: rows fetched at random, batch by batch in turns (other stores take theirs between
+//! rounds, of a batch too), because what a disk of a virtual machine gives changes within seconds.
 //!
 //! `EMBCACHE_BENCH_SSD_ROWS` sets the rows (10M).
 
@@ -13,9 +13,8 @@ use embcache_benches::{
     TierRows, cpu_seconds, new_tier, run, scattered_id, setting, uniform_ranks,
 };
 
-/// Batches of a round of fetches, and rounds.
-const BATCHES: usize = 4;
-const ROUNDS: usize = 5;
+/// Rounds, of a batch each.
+const ROUNDS: usize = 20;
 
 fn main() {
     let reads =
@@ -48,7 +47,7 @@ struct Fetches {
     headers: Vec<RowHeader>,
     vectors: Vec<f32>,
     raw: RawRecords,
-    /// What raw reads between the batches of the last round reached.
+    /// What raw reads reached in the last round.
     raw_rate: Option<f64>,
     cost: bool,
     _scratch: Scratch,
@@ -64,7 +63,7 @@ impl Fetches {
         TierRows::default().load(&tier, rows);
         tier.publish(1, StateCounters::default()).expect("a sync");
         let batch = scale.pick(BATCH_IDS, BATCH_IDS / 100);
-        let ranks = uniform_ranks(4, ROUNDS * BATCHES * batch, rows);
+        let ranks = uniform_ranks(4, ROUNDS * batch, rows);
         Box::new(Self {
             tier,
             rows,
@@ -94,26 +93,22 @@ impl Fetches {
 
 impl Rounds for Fetches {
     fn ours(&mut self) -> f64 {
-        let (mut spent, mut cpu, mut raw) = (Duration::ZERO, 0.0, Duration::ZERO);
-        let rows = (BATCHES * self.ids.batch) as f64;
-        // Ours, raw, raw, ours: neither always comes first.
-        for ours in (0..BATCHES).flat_map(|turn| [turn % 2 == 0, turn % 2 == 1]) {
+        let (mut spent, mut cpu) = (Duration::ZERO, 0.0);
+        let rows = self.ids.batch as f64;
+        // Neither always comes first.
+        let first = self.next.is_multiple_of(2);
+        for ours in [first, !first] {
             if ours {
                 let (begin, before) = (Instant::now(), cpu_seconds());
                 self.fetch(self.next);
-                spent += begin.elapsed();
-                cpu += cpu_seconds() - before;
-                self.next = (self.next + 1) % self.ids.batches().len();
+                (spent, cpu) = (begin.elapsed(), cpu_seconds() - before);
             } else if !self.cost {
                 let places = self.raw.draw(self.ids.batch);
-                raw += self.raw.read(&mut [places]);
+                self.raw_rate = Some(rows / self.raw.read(&mut [places]).as_secs_f64());
             }
         }
-        if self.cost {
-            return cpu * 1e6 / rows;
-        }
-        self.raw_rate = Some(rows / raw.as_secs_f64());
-        rows / spent.as_secs_f64()
+        self.next = (self.next + 1) % ROUNDS;
+        if self.cost { cpu * 1e6 / rows } else { rows / spent.as_secs_f64() }
     }
 
     fn limit(&mut self) -> Option<f64> {

@@ -21,9 +21,9 @@ use embcache_benches::{
     StoreWork, Zipf, run, scattered_id, scattered_slot, setting,
 };
 
-/// Turns of a round, and batches of each.
-const TURNS: usize = 2;
+/// Batches of a round, which is a turn of each side, and rounds.
 const BATCHES: usize = 10;
+const ROUNDS: usize = 14;
 /// Batches of misses noted for other stores.
 const MISSED: usize = 20;
 const EXPONENT: f64 = 1.05;
@@ -134,7 +134,7 @@ struct Placed {
     rows: u64,
     /// Rows read a batch in the last turn.
     read: usize,
-    /// What raw reads between the turns of the last round reached.
+    /// What raw reads reached in the last round.
     raw_rate: Option<f64>,
     /// Counters before the first round.
     begin: Option<TableStats>,
@@ -258,24 +258,26 @@ impl Rounds for Placed {
         if self.begin.is_none() {
             self.begin = Some(self.stats());
         }
-        let (mut read, mut raw_read) = (0, 0);
-        let (mut spent, mut raw_spent) = (Duration::ZERO, Duration::ZERO);
-        // Ours, raw, raw, ours: neither always comes first.
-        for ours in (0..TURNS).flat_map(|turn| [turn % 2 == 0, turn % 2 == 1]) {
+        let mut rate = 0.0;
+        // Neither always comes first.
+        let first = (self.batches / BATCHES).is_multiple_of(2);
+        for ours in [first, !first] {
             if ours {
                 let (rows, took) = self.train();
-                (read, spent) = (read + rows, spent + took);
+                rate = rows as f64 / took.as_secs_f64();
             } else {
-                raw_spent += self.read_raw();
-                raw_read += BATCHES * self.read;
+                self.raw_rate = Some((BATCHES * self.read) as f64 / self.read_raw().as_secs_f64());
             }
         }
-        self.raw_rate = Some(raw_read as f64 / raw_spent.as_secs_f64());
-        read as f64 / spent.as_secs_f64()
+        rate
     }
 
     fn limit(&mut self) -> Option<f64> {
         self.raw_rate
+    }
+
+    fn rounds(&self) -> usize {
+        ROUNDS
     }
 
     fn figures(&self) -> BTreeMap<&'static str, f64> {

@@ -71,8 +71,8 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
             given = torch.empty(0, 0) if ids is None else ids
             wanted = (RIVALS | CHECKPOINT_RIVALS).get(name, {})
             rivals = {what: make(given, ready["rows"]) for what, make in wanted.items()}
-        for store, count in STORES.get(name, {}).items() if ready["store"] else ():
-            stores.append(Store(store, ready["store"], ids, 1 if smoke else count, seconds))
+        for store, every in STORES.get(name, {}).items() if ready["store"] else ():
+            stores.append(Store(store, ready["store"], ids, every, seconds))
         here = [store for store in stores if not store.missing]
         values: dict[str, list[float]] = {"ours": []}
         for _ in range(1 if smoke else ready["rounds"]):

@@ -21,7 +21,7 @@ const REAP: usize = 16;
 /// Records are read together when their blocks
 const BLOCK: u64 = 4096;
 /// are no further apart than this: about what the disk transfers in the time of one more request,
-const MERGED_GAP: u64 = 8 << 10;
+const MERGED_GAP: u64 = 16 << 10;
 /// up to this many bytes in all.
 const LARGEST_MERGED: usize = 128 << 10;
 /// What a segment's footer takes for a record, at most.
@@ -57,7 +57,7 @@ impl RawReads {
         let slot_bytes = largest.next_multiple_of(SECTOR) + SECTOR;
         let ring = IoUring::builder().setup_coop_taskrun().build(depth as u32);
         let ring = ring.or_else(|_| IoUring::new(depth as u32)).expect("io_uring is permitted");
-        let mut memory = AlignedBuf::zeroed(depth * slot_bytes);
+        let mut memory = AlignedBuf::try_contiguous(depth * slot_bytes).expect("memory");
         let slots: Vec<libc::iovec> = memory
             .chunks_exact_mut(slot_bytes)
             .map(|slot| libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot_bytes })

@@ -32,10 +32,8 @@ struct Request {
     work: StoreWork,
     /// Of `StoreWork::Fetch`: a file of int64 ids, little-endian.
     ids: Option<PathBuf>,
-    /// Ids of a batch.
+    /// Ids of a batch; a round of `StoreWork::Fetch` is one.
     batch: usize,
-    /// Of `StoreWork::Fetch`: batches of a round.
-    batches: usize,
 }
 
 #[derive(Serialize)]
@@ -105,7 +103,7 @@ fn make(request: &Request, dir: &Path) -> Result<(String, Round), Missing> {
                 .chunks_exact(8)
                 .map(|bytes| i64::from_le_bytes(bytes.try_into().expect("eight bytes")))
                 .collect();
-            Ok((store.what(), fetch_rounds(store, ids, request.batch, request.batches)))
+            Ok((store.what(), fetch_rounds(store, ids, request.batch)))
         }
         StoreWork::Rewrite { rows, ram_bytes, batch, seconds } => {
             let store: Box<dyn RewriteStore> = match &request.store[..] {
@@ -117,7 +115,7 @@ fn make(request: &Request, dir: &Path) -> Result<(String, Round), Missing> {
     }
 }
 
-fn fetch_rounds(mut store: Box<dyn FetchStore>, ids: Vec<i64>, batch: usize, batches: usize) -> Round {
+fn fetch_rounds(mut store: Box<dyn FetchStore>, ids: Vec<i64>, batch: usize) -> Round {
     let mut out = vec![0; batch * VALUE_BYTES];
     let mut fetch = move |ids: &[i64], check: bool| {
         store.cool();
@@ -131,15 +129,9 @@ fn fetch_rounds(mut store: Box<dyn FetchStore>, ids: Vec<i64>, batch: usize, bat
     fetch(&ids[..batch], true);
     let mut at = 0;
     Box::new(move || {
-        let (mut seconds, mut cpu) = (0.0, 0.0);
-        for _ in 0..batches {
-            let took = fetch(&ids[at..at + batch], false);
-            seconds += took.0;
-            cpu += took.1;
-            at = if at + 2 * batch <= ids.len() { at + batch } else { 0 };
-        }
-        let rows = (batches * batch) as f64;
-        Answer { value: rows / seconds, cpu_us_per_row: cpu * 1e6 / rows }
+        let (seconds, cpu) = fetch(&ids[at..at + batch], false);
+        at = if at + 2 * batch <= ids.len() { at + batch } else { 0 };
+        Answer { value: batch as f64 / seconds, cpu_us_per_row: cpu * 1e6 / batch as f64 }
     })
 }
 

@@ -45,6 +45,15 @@ impl AlignedBuf {
         NonNull::new(start).map(|start| Self { start, len, mapping }).ok_or_else(refused)
     }
 
+    /// `len` zero bytes in huge pages where the system has them, so that long stretches are in one piece for devices, too. `Kind::Memory`
+    /// where the system refuses.
+    pub fn try_contiguous(len: usize) -> Result<Self> {
+        let refused = || memory::refused("make a buffer", len);
+        let mapping = Mapping::huge(len).map_err(|_| refused())?;
+        let start = NonNull::new(mapping.start()).ok_or_else(refused)?;
+        Ok(Self { start, len, mapping: Some(mapping) })
+    }
+
     /// The first byte, without borrowing the bytes: the kernel may be writing to some of them.
     pub(super) fn start_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
@@ -174,9 +183,10 @@ mod tests {
     #[test]
     fn buffers_start_at_multiples_of_the_alignment_and_are_zero() {
         for len in [0, 1, ALIGNMENT, 3 * ALIGNMENT + 5, MAPPED_FROM_BYTES, MAPPED_FROM_BYTES + 5] {
-            let buf = AlignedBuf::zeroed(len);
-            assert!(buf.as_ptr().addr().is_multiple_of(ALIGNMENT));
-            assert!(buf.len() == len && buf.iter().all(|byte| *byte == 0));
+            for buf in [AlignedBuf::zeroed(len), AlignedBuf::try_contiguous(len).unwrap()] {
+                assert!(buf.as_ptr().addr().is_multiple_of(ALIGNMENT));
+                assert!(buf.len() == len && buf.iter().all(|byte| *byte == 0));
+            }
         }
     }
 }

@@ -9,6 +9,8 @@ use std::sync::Arc;
 use crate::error::{Error, Kind, Result};
 
 mod aligned;
+#[cfg(target_os = "linux")]
+mod arena;
 mod cover;
 mod disk;
 mod fault;

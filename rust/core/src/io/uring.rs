@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use io_uring::{IoUring, opcode, types};
 
+use super::arena::Arena;
 use super::cover::{Cover, Step};
 use super::disk::{BatchReader, DiskEngine, DiskFile};
 use super::psync::one_by_one;
@@ -21,8 +22,10 @@ const DEPTH: usize = 128;
 const RINGS: usize = 4;
 /// Completions waited for with one system call: few enough to keep the device's queue full.
 const REAP: usize = 16;
-/// A read whose sectors fit this uses its slot's own memory,
-const SLOT_BYTES: usize = 8 << 10;
+/// Memory of a ring's reads in flight: 32 KiB for each of as many as there may be.
+const ARENA_BYTES: usize = 4 << 20;
+/// A read whose sectors fit this uses the ring's memory,
+const LARGEST_PIECE: usize = 256 << 10;
 /// a larger one a buffer of its own; reads of a batch in flight hold at most this much in such buffers, or one read.
 const LARGE_BYTES: usize = 16 << 20;
 /// Large buffers kept for the next batch hold at most this much.
@@ -49,8 +52,7 @@ pub struct UringReader {
 /// One ring and the memory that its requests read into.
 struct Ring {
     queues: IoUring,
-    /// `DEPTH` times `SLOT_BYTES`.
-    slots: AlignedBuf,
+    arena: Arena,
     spare: Vec<AlignedBuf>,
 }
 
@@ -59,8 +61,14 @@ struct Flight<'a> {
     position: usize,
     file: &'a DiskFile,
     cover: Cover,
-    /// Where its sectors go when they do not fit the slot.
-    large: Option<AlignedBuf>,
+    memory: Memory,
+}
+
+/// Where the sectors of a request go.
+enum Memory {
+    /// In the ring's, from here on.
+    Piece(usize),
+    Large(AlignedBuf),
 }
 
 impl std::fmt::Debug for Ring {
@@ -78,7 +86,8 @@ impl Ring {
             .build(entries)
             // Kernels before 5.19 know no cooperative task running.
             .or_else(|_| IoUring::builder().dontfork().build(entries))?;
-        Ok(Self { queues, slots: AlignedBuf::zeroed(DEPTH * SLOT_BYTES), spare: Vec::new() })
+        let arena = Arena::new(ARENA_BYTES).map_err(io::Error::other)?;
+        Ok(Self { queues, arena, spare: Vec::new() })
     }
 
     fn large_buffer(&mut self, bytes: usize) -> AlignedBuf {
@@ -112,6 +121,8 @@ struct Run<'a, 'r> {
 impl<'a, 'r> Run<'a, 'r> {
     fn new(ring: &'r mut Ring, reads: usize) -> Self {
         let depth = reads.min(DEPTH) as u32;
+        // A run whose sink panicked gave nothing back; nothing of it is in flight.
+        ring.arena.clear();
         Self {
             ring,
             flights: (0..depth).map(|_| None).collect(),
@@ -124,17 +135,17 @@ impl<'a, 'r> Run<'a, 'r> {
     }
 
     /// Where the sectors of a flight lie.
-    fn memory(ring: &Ring, slot: u32, flight: &Flight<'_>) -> *mut u8 {
-        match &flight.large {
-            Some(buffer) => buffer.start_ptr(),
-            None => ring.slots.start_ptr().wrapping_add(slot as usize * SLOT_BYTES),
+    fn memory(ring: &Ring, flight: &Flight<'_>) -> *mut u8 {
+        match &flight.memory {
+            Memory::Piece(start) => ring.arena.at(*start),
+            Memory::Large(buffer) => buffer.start_ptr(),
         }
     }
 
     /// Put what is left of a flight into the submission queue.
     fn push(&mut self, slot: u32) {
         let Some(flight) = &mut self.flights[slot as usize] else { return };
-        let memory = Self::memory(self.ring, slot, flight).wrapping_add(flight.cover.got);
+        let memory = Self::memory(self.ring, flight).wrapping_add(flight.cover.got);
         let bytes = (flight.cover.span - flight.cover.got).min(flight.file.call_bytes());
         let entry = opcode::Read::new(types::Fd(flight.file.fd()), memory, bytes as u32)
             .offset(flight.cover.start + flight.cover.got as u64)
@@ -172,7 +183,7 @@ impl<'a, 'r> Run<'a, 'r> {
         self.pending -= self.taken.len();
     }
 
-    /// Start reads until the slots, or the bytes of large buffers, are used up.
+    /// Start reads until the slots, the ring's memory, or the bytes of large buffers are used up.
     fn fill(&mut self, reads: &'a [Read], next: &mut usize, sink: &mut ReadSink<'_>) {
         while let (Some(&slot), Some(read)) = (self.free.last(), reads.get(*next)) {
             let Some(file) = read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_of(self.process))
@@ -190,17 +201,19 @@ impl<'a, 'r> Run<'a, 'r> {
                 continue;
             }
             let cover = Cover::new(read.offset, read.len, file.align());
-            let large = if cover.span > SLOT_BYTES {
+            let memory = if cover.span > LARGEST_PIECE {
                 if self.large_bytes > 0 && self.large_bytes + cover.span > LARGE_BYTES {
                     return;
                 }
                 let buffer = self.ring.large_buffer(cover.span);
                 self.large_bytes += buffer.len();
-                Some(buffer)
+                Memory::Large(buffer)
             } else {
-                None
+                // There is room for one at least when nothing is in flight.
+                let Some(start) = self.ring.arena.take(cover.span) else { return };
+                Memory::Piece(start)
             };
-            self.flights[slot as usize] = Some(Flight { position: *next, file, cover, large });
+            self.flights[slot as usize] = Some(Flight { position: *next, file, cover, memory });
             self.free.pop();
             self.push(slot);
             *next += 1;
@@ -224,8 +237,8 @@ impl<'a, 'r> Run<'a, 'r> {
         let cover = &flight.cover;
         let outcome = if step == Step::Done {
             let (skip, len) = (cover.skip, cover.len);
-            let memory = Self::memory(self.ring, slot, &flight).wrapping_add(skip).cast_const();
-            // SAFETY: the kernel has written these bytes and completed the request, so nobody writes to them until this slot or
+            let memory = Self::memory(self.ring, &flight).wrapping_add(skip).cast_const();
+            // SAFETY: the kernel has written these bytes and completed the request, so nobody writes to them until this piece or
             // buffer is used again, which is after the sink has returned.
             Ok(unsafe { std::slice::from_raw_parts(memory, len) })
         } else if result < 0 {
@@ -234,9 +247,12 @@ impl<'a, 'r> Run<'a, 'r> {
             Err(flight.file.short(cover))
         };
         sink(flight.position, outcome);
-        if let Some(buffer) = flight.large {
-            self.large_bytes -= buffer.len();
-            self.ring.keep(buffer);
+        match flight.memory {
+            Memory::Piece(start) => self.ring.arena.give(start),
+            Memory::Large(buffer) => {
+                self.large_bytes -= buffer.len();
+                self.ring.keep(buffer);
+            }
         }
     }
 
@@ -246,7 +262,8 @@ impl<'a, 'r> Run<'a, 'r> {
         loop {
             self.fill(reads, &mut next, sink);
             if self.pending == 0 {
-                return Ok(());
+                // Something is left where the ring's memory had to be abandoned.
+                return if next == reads.len() { Ok(()) } else { Err(io::ErrorKind::OutOfMemory.into()) };
             }
             self.enter(self.pending.min(REAP))?;
             self.take();
@@ -264,12 +281,11 @@ impl Drop for Run<'_, '_> {
         while self.pending > 0 {
             if self.enter(self.pending).is_err() {
                 // Nobody can tell when the kernel is done with this memory: it stays mapped for ever.
-                let slots = std::mem::replace(&mut self.ring.slots, AlignedBuf::zeroed(0));
-                std::mem::forget(slots);
+                self.ring.arena.abandon();
                 std::mem::take(&mut self.flights)
                     .into_iter()
                     .flatten()
-                    .for_each(|flight| std::mem::forget(flight.large));
+                    .for_each(|flight| std::mem::forget(flight.memory));
                 return;
             }
             self.take();
@@ -312,7 +328,7 @@ impl UringReader {
 fn probe(ring: &mut Ring) -> io::Result<()> {
     use std::os::fd::AsRawFd as _;
     let zeros = std::fs::File::open("/dev/zero")?;
-    let entry = opcode::Read::new(types::Fd(zeros.as_raw_fd()), ring.slots.start_ptr(), 8).build();
+    let entry = opcode::Read::new(types::Fd(zeros.as_raw_fd()), ring.arena.at(0), 8).build();
     // SAFETY: the memory and the descriptor live until the completion is taken below.
     unsafe { ring.queues.submission().push(&entry) }.map_err(io::Error::other)?;
     while let Err(e) = ring.queues.submit_and_wait(1) {

@@ -27,8 +27,16 @@ pub(crate) struct Mapping {
 impl Mapping {
     /// `bytes` zeros, or more. `Kind::Memory` where the system refuses.
     pub(crate) fn new(bytes: usize) -> Result<Self> {
+        Self::map(bytes, bytes >= HUGE_PAGES_FROM_BYTES)
+    }
+
+    /// As [`Mapping::new`], in huge pages whatever its size.
+    pub(crate) fn huge(bytes: usize) -> Result<Self> {
+        Self::map(bytes, true)
+    }
+
+    fn map(bytes: usize, huge: bool) -> Result<Self> {
         let bytes = Self::rounded(bytes);
-        let huge = bytes >= HUGE_PAGES_FROM_BYTES;
         // With room to move the start onto a huge page; what is before and after it is unmapped again.
         let asked = if huge { bytes + HUGE_PAGE_BYTES } else { bytes };
         // SAFETY: a fresh anonymous mapping at an address of the system's choice.

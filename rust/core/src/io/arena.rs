@@ -1,0 +1,113 @@
+//! Memory that reads in flight go to: pieces of one buffer, taken round and round.
+
+use std::collections::VecDeque;
+
+use super::{ALIGNMENT, AlignedBuf};
+use crate::error::Result;
+
+/// A piece that is taken, or given back while an older one is not.
+#[derive(Debug)]
+struct Piece {
+    start: usize,
+    taken: bool,
+}
+
+/// Pieces lie one behind the other in the order of taking, which is about the order in which a disk completes reads, and room is free
+/// again once the oldest piece is given back. One buffer of huge pages, because a read whose memory is in one piece for the device, too,
+/// is one transfer: a KiB of a read that was scattered over pages of 4 KiB was measured to cost 1.4 us, and 0.9 us in one piece.
+#[derive(Debug)]
+pub(super) struct Arena {
+    memory: AlignedBuf,
+    /// Where the next piece starts, if there is room.
+    head: usize,
+    /// Oldest first.
+    pieces: VecDeque<Piece>,
+}
+
+impl Arena {
+    /// Of `bytes`, a multiple of the alignment. `Kind::Memory` where the system refuses.
+    pub(super) fn new(bytes: usize) -> Result<Self> {
+        Ok(Self { memory: AlignedBuf::try_contiguous(bytes)?, head: 0, pieces: VecDeque::new() })
+    }
+
+    /// The start of a piece of `bytes` or a little more, aligned; `None` while there is no room.
+    pub(super) fn take(&mut self, bytes: usize) -> Option<usize> {
+        let bytes = bytes.next_multiple_of(ALIGNMENT);
+        let whole = self.memory.len();
+        let start = match self.pieces.front() {
+            None => (bytes <= whole).then_some(0),
+            Some(oldest) if self.head > oldest.start => {
+                let at_end = (bytes <= whole - self.head).then_some(self.head);
+                at_end.or_else(|| (bytes <= oldest.start).then_some(0))
+            }
+            Some(oldest) => (bytes <= oldest.start - self.head).then_some(self.head),
+        }?;
+        self.head = start + bytes;
+        self.pieces.push_back(Piece { start, taken: true });
+        Some(start)
+    }
+
+    /// Take back the piece that starts at `start`.
+    pub(super) fn give(&mut self, start: usize) {
+        if let Some(piece) = self.pieces.iter_mut().find(|piece| piece.start == start) {
+            piece.taken = false;
+        }
+        while self.pieces.front().is_some_and(|oldest| !oldest.taken) {
+            self.pieces.pop_front();
+        }
+    }
+
+    /// Take all pieces back.
+    pub(super) fn clear(&mut self) {
+        self.pieces.clear();
+    }
+
+    /// The memory from `start` on, without borrowing the bytes: the kernel may be writing to some of them.
+    pub(super) fn at(&self, start: usize) -> *mut u8 {
+        self.memory.start_ptr().wrapping_add(start)
+    }
+
+    /// Give the memory up without unmapping it, because the kernel may go on writing to it.
+    pub(super) fn abandon(&mut self) {
+        std::mem::forget(std::mem::replace(&mut self.memory, AlignedBuf::zeroed(0)));
+        self.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_in_use_never_overlap_and_all_room_comes_back() {
+        let pages = 16;
+        let mut arena = Arena::new(pages * ALIGNMENT).unwrap();
+        let mut held: Vec<(usize, usize)> = Vec::new();
+        let (mut state, mut refused) = (1_u64, 0);
+        for _ in 0..10_000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let drawn = (state >> 33) as usize;
+            if drawn.is_multiple_of(2) {
+                let bytes = 1 + drawn / 2 % (5 * ALIGNMENT);
+                match arena.take(bytes) {
+                    Some(start) => {
+                        assert!(start.is_multiple_of(ALIGNMENT) && start + bytes <= pages * ALIGNMENT);
+                        assert!(held.iter().all(|(other, len)| start + bytes <= *other || other + len <= start));
+                        held.push((start, bytes));
+                    }
+                    None => refused += 1,
+                }
+            } else if !held.is_empty() {
+                let (start, _) = held.swap_remove(drawn / 2 % held.len());
+                arena.give(start);
+            }
+        }
+        assert!(refused > 0);
+        held.drain(..).for_each(|(start, _)| arena.give(start));
+        assert_eq!(arena.take(pages * ALIGNMENT), Some(0));
+        assert_eq!(arena.take(1), None);
+        arena.clear();
+        assert_eq!(arena.take(pages * ALIGNMENT + 1), None);
+        assert_eq!(arena.take(1), Some(0));
+    }
+}
