@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use embcache::cache::{RowBlock, Table, host_row_bytes};
-use embcache::checkpoint::{Checkpoint, Latest, RankWriter, Save};
+use embcache::checkpoint::{Chain, Latest, RankWriter, Save};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::rows::{Initializer, RowHeader};
@@ -224,7 +224,7 @@ impl Loads {
         let dir = self.root.join(latest.name.to_string()).join(format!("{MODULE}+rows"));
         files(&dir).for_each(|file| forget_cached(&file));
         let (cpu, begin) = (cpu_seconds(), Instant::now());
-        let checkpoint = Checkpoint::open(self.engine.clone(), &self.root, latest).expect("a checkpoint");
+        let checkpoint = Chain::open(&self.engine, &self.root, latest).expect("a checkpoint");
         let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
         reader.load_into(&table).expect("whole");
         let took = begin.elapsed();
@@ -300,11 +300,11 @@ impl Rounds for Reshards {
             let shared: Arc<dyn IoEngine> = engine.clone();
             let table = table(self.rows / u64::from(RESHARD.1), rank, RESHARD.1);
             let latest = Latest::read(&*shared, &self.root).expect("a checkpoint");
-            let checkpoint = Checkpoint::open(shared, &self.root, latest).expect("a checkpoint");
+            let checkpoint = Chain::open(&shared, &self.root, latest).expect("a checkpoint");
             let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
             reader.load_into(&table).expect("whole");
             let row_bytes = OPTIMIZER.layout(DIM).floats() * 4 + 28;
-            engine.read_bytes() as f64 / (reader.rows() * row_bytes as u64) as f64
+            engine.read_bytes() as f64 / (reader.most_rows() * row_bytes as u64) as f64
         });
         self.per_rank = per_rank.collect();
         self.per_rank.iter().copied().fold(0.0, f64::max)

@@ -57,6 +57,8 @@ class Table:
     def advance_step(self) -> None: ...  # a backward without ids on this rank
     def epoch(self) -> int: ...  # checkpoint epoch that rows trained now are marked with
     def set_epoch(self, epoch: int) -> None: ...
+    def ancestors(self) -> list[Ancestor]: ...  # checkpoints that a delta can build on, oldest first
+    def saved_as(self, ancestor: Ancestor) -> None: ...  # once it is published on all ranks, or loaded
     def set_unusable(self, reason: str | None) -> None: ...  # refuse every use (StateError with the reason) until set to None
     def stats(self) -> dict[str, Any]: ...  # {"rows", "step", "pinned_rows", "overflow_plans", "dropped_rows", "device": {...} | None, "host": {...}, "ssd": {...} | None}
     def export(self, chunk_rows: int) -> Export: ...
@@ -74,6 +76,10 @@ class Table:
 
 # count uint32 [n], last_step uint64 [n], score float32 [n], modified_epoch uint32 [n]
 Meta = tuple[NDArray[np.uint32], NDArray[np.uint64], F32, NDArray[np.uint32]]
+
+# A checkpoint: its name, the XXH3 of its manifest; and the first epoch whose modifications it does not have.
+Identity = tuple[str, int]
+Ancestor = tuple[str, int, int]
 
 @final
 class Export:
@@ -160,13 +166,17 @@ def open_save_dir(path: str) -> tuple[str, int]: ...  # as check_save_dir, with 
 def open_load_dir(path: str) -> tuple[str, int]: ...  # as check_load_dir, likewise
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def latest_checkpoint(path: str) -> str: ...  # what CheckpointReader takes; PathError when there is none
+def newest_checkpoint(path: str) -> dict[str, Any] | None: ...  # identity, merged, next_epoch, kind, tables; None when there is none
 
 @final
 class CheckpointSave:
     """The coordinator's part of a save. Other saves leave its directory alone for as long as it lives."""
 
-    def __new__(cls, path: str, random: int) -> CheckpointSave: ...  # random: 64 bits that tell saves at the same time apart
+    def __new__(
+        cls, path: str, random: int, keep: int = 1, parent: Identity | None = None, merged: Identity | None = None
+    ) -> CheckpointSave: ...  # random: 64 bits that tell saves at the same time apart; parent: of a delta; merged: the delta it replaces
     name: str
+    identity: Identity  # after publish()
     def publish(self, digests: Sequence[tuple[int, int]], next_epoch: int) -> list[str]: ...  # by rank; what old checkpoints could not be removed
     def abandon(self) -> None: ...
 
@@ -183,18 +193,41 @@ class CheckpointWriter:
         bucket_end: int,
         chunks: Iterable[tuple[I64, F32, F32 | None, Meta | None]],  # distinct ids [n], vectors [n, V], scalars [n], metadata
     ) -> int: ...  # rows written; what `chunks` raises is raised
+    def write_changes(
+        self, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor
+    ) -> tuple[int, int]: ...  # rows and tombstones written
     def finish(self) -> tuple[int, int]: ...  # digest for `publish`
 
 @final
+class CheckpointCompaction:
+    """One rank's part of merging a chain of deltas."""
+
+    @staticmethod
+    def open(path: str, latest: str) -> CheckpointCompaction | None: ...  # None where it is full already
+    identity: Identity
+    next_epoch: int
+    rows: int
+    links: int
+    def write(
+        self, name: str, rank: int, world_size: int, progress: Callable[[int], object] | None = None
+    ) -> tuple[int, int]: ...  # digest for `publish`; progress is told of rows
+
+@final
 class CheckpointReader:
-    """A checkpoint whose manifests are checked."""
+    """A checkpoint and those it builds on, whose manifests are checked."""
 
     def __new__(cls, path: str, latest: str) -> CheckpointReader: ...
     name: str
+    identity: Identity
+    links: list[str]  # names, newest first
     next_epoch: int
     def tables(self) -> list[dict[str, Any]]: ...  # module, table, key, dim, optimizer, hyperparameters, step, seed, total_num_buckets, rows
-    def check_table(self, module: str, table: Table, bucket_begin: int, bucket_end: int) -> None: ...  # fits, is not in use, files' headers
-    def load_table(self, module: str, table: Table) -> int: ...  # after check_table, with the buckets it was given; rows loaded
+    def check_table(
+        self, module: str, table: Table, bucket_begin: int, bucket_end: int, saved: tuple[str, str] | None = None
+    ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded; saved: module and table there, where others
+    def load_table(
+        self, module: str, table: Table, progress: Callable[[int], object] | None = None
+    ) -> int: ...  # after check_table, with the buckets it was given; rows loaded; progress is told of rows
 
 @final
 class CheckpointRows:

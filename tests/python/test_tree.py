@@ -38,17 +38,18 @@ PYTHON_IMPORTS = {
     "kernels": _BASE,
     "cache": _BASE | {"kernels"},
     "lookahead": set(),
+    "progress": {"exceptions"},
     "lookup": _BASE | {"kernels", "cache", "lookahead"},
     "whole_model": _BASE | {"cache"},
     "nn": _CACHE,
     "modules": _CACHE | {"nn"},
     "sharded": _CACHE | {"nn", "modules"},
     "train_pipeline": _CACHE | {"nn", "modules", "sharded"},
-    "saver": _CACHE,
+    "saver": _CACHE | {"progress"},
     "blocks": _BASE | {"kernels", "cache"},
     "serialize": _CACHE | {"nn", "blocks"},
-    "dcp": _CACHE | {"saver"},
-    "megatron": _CACHE | {"saver"},
+    "dcp": _CACHE | {"progress", "saver"},
+    "megatron": _CACHE | {"progress", "saver"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {

@@ -5,7 +5,11 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use embcache::checkpoint::{Checkpoint, CheckpointName, Latest, RankDigest, RankWriter, Save, TableReader};
+use embcache::cache::Ancestor;
+use embcache::checkpoint::{
+    Chain, ChainReader, Checkpoint, CheckpointKind, CheckpointName, Compaction, Latest, Manifest, Parent, Published,
+    RankDigest, RankWriter, Save, SaveOptions,
+};
 use embcache::io::default_engine;
 use embcache::paths::{directory_to_load, directory_to_save};
 use embcache::{Error, Kind};
@@ -52,8 +56,20 @@ pub(crate) fn latest_checkpoint(py: Python<'_>, path: PathBuf) -> PyResult<Strin
 #[pyclass(frozen, name = "CheckpointSave", module = "torchrec_embcache._native")]
 pub(crate) struct PySave {
     inner: Mutex<Option<Save>>,
+    published: Mutex<Option<Published>>,
     #[pyo3(get)]
     name: String,
+}
+
+/// A checkpoint's name and the XXH3 of its manifest.
+type Identity = (String, u64);
+
+fn parent((name, manifest_xxh3): Identity) -> Parent {
+    Parent { name, manifest_xxh3 }
+}
+
+fn identity(parent: &Parent) -> Identity {
+    (parent.name.clone(), parent.manifest_xxh3)
 }
 
 impl PySave {
@@ -65,17 +81,37 @@ impl PySave {
 #[pymethods]
 impl PySave {
     #[new]
+    #[pyo3(signature = (path, random, keep=1, parent=None, merged=None))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn new(py: Python<'_>, path: PathBuf, random: u64) -> PyResult<Self> {
-        let save = py.detach(|| Save::begin(default_engine()?, &path, random)).map_err(to_python)?;
-        Ok(Self { name: save.name().to_string(), inner: Mutex::new(Some(save)) })
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        random: u64,
+        keep: usize,
+        parent: Option<Identity>,
+        merged: Option<Identity>,
+    ) -> PyResult<Self> {
+        let options = SaveOptions { parent: parent.map(self::parent), merged: merged.map(self::parent), keep };
+        let save = py.detach(|| Save::begin_with(default_engine()?, &path, random, options)).map_err(to_python)?;
+        Ok(Self { name: save.name().to_string(), inner: Mutex::new(Some(save)), published: Mutex::default() })
+    }
+
+    /// What was published, as a delta on it names it.
+    #[getter]
+    fn identity(&self) -> PyResult<Identity> {
+        lock(&self.published)
+            .as_ref()
+            .map(|published| identity(&published.identity))
+            .ok_or_else(|| to_python(Error::new(Kind::State, "publish() comes before identity")))
     }
 
     fn publish(&self, py: Python<'_>, digests: Vec<(u64, u64)>, next_epoch: u32) -> PyResult<Vec<String>> {
         let save = self.take()?;
         let digests: Vec<RankDigest> = digests.into_iter().map(|(bytes, xxh3)| RankDigest { bytes, xxh3 }).collect();
         let published = py.detach(|| save.publish(&digests, next_epoch)).map_err(to_python)?;
-        Ok(published.left.iter().map(Error::to_string).collect())
+        let left = published.left.iter().map(Error::to_string).collect();
+        *lock(&self.published) = Some(published);
+        Ok(left)
     }
 
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
@@ -133,6 +169,22 @@ impl PyWriter {
         source.end(written)
     }
 
+    fn write_changes(
+        &self,
+        py: Python<'_>,
+        module: &str,
+        table: &PyTable,
+        hyperparameters: BTreeMap<String, f64>,
+        ancestor: (String, u64, u32),
+    ) -> PyResult<(u64, u64)> {
+        let ancestor = self::ancestor(ancestor);
+        py.detach(|| {
+            let mut writer = lock(&self.inner);
+            let writer = writer.as_mut().ok_or_else(|| ended("writer"))?;
+            writer.write_changes_of(module, &table.inner, hyperparameters, &ancestor).map_err(to_python)
+        })
+    }
+
     fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
         py.detach(|| {
             let writer = lock(&self.inner).take().ok_or_else(|| ended("writer"))?;
@@ -141,12 +193,108 @@ impl PyWriter {
     }
 }
 
+pub(crate) fn ancestor((name, manifest_xxh3, next_epoch): (String, u64, u32)) -> Ancestor {
+    Ancestor { name, manifest_xxh3, next_epoch }
+}
+
+/// What a rank's callable is told: rows that are done. Its exception ends the work.
+fn report(progress: Option<&Py<PyAny>>, failed: &mut Option<PyErr>, rows: u64) -> embcache::Result<()> {
+    let Some(progress) = progress else { return Ok(()) };
+    Python::attach(|py| progress.call1(py, (rows,))).map(|_| ()).map_err(|error| {
+        *failed = Some(error);
+        Error::new(Kind::State, "progress raised an exception")
+    })
+}
+
+/// What the newest checkpoint of a directory says of itself, if there is one.
+#[pyfunction]
+#[pyo3(signature = (path))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
+pub(crate) fn newest_checkpoint(py: Python<'_>, path: PathBuf) -> PyResult<Option<Bound<'_, PyDict>>> {
+    let newest = py.detach(|| {
+        let engine = default_engine()?;
+        let Some(latest) = Latest::find(&*engine, &path)? else { return Ok(None) };
+        Checkpoint::open(engine, &path, latest).map(Some)
+    });
+    newest.map_err(to_python)?.map(|newest| about(py, newest.manifest(), &newest.identity())).transpose()
+}
+
+fn about<'py>(py: Python<'py>, manifest: &Manifest, own: &Parent) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("identity", identity(own))?;
+    dict.set_item("merged", manifest.merged.as_ref().map(identity))?;
+    dict.set_item("next_epoch", manifest.next_epoch)?;
+    dict.set_item("kind", if manifest.kind == CheckpointKind::Full { "full" } else { "delta" })?;
+    let names = manifest.tables.iter().map(|entry| (entry.spec.module.clone(), entry.spec.table.clone()));
+    dict.set_item("tables", names.collect::<Vec<(String, String)>>())?;
+    Ok(dict)
+}
+
+/// One rank's part of merging a chain of deltas.
+#[pyclass(frozen, name = "CheckpointCompaction", module = "torchrec_embcache._native")]
+pub(crate) struct PyCompaction {
+    inner: Compaction,
+    path: PathBuf,
+}
+
+#[pymethods]
+impl PyCompaction {
+    /// None where the checkpoint is full already.
+    #[staticmethod]
+    fn open(py: Python<'_>, path: PathBuf, latest: &str) -> PyResult<Option<Self>> {
+        let latest: Latest = latest.parse().map_err(to_python)?;
+        let inner = py.detach(|| Compaction::open(&default_engine()?, &path, latest)).map_err(to_python)?;
+        Ok(inner.map(|inner| Self { inner, path }))
+    }
+
+    #[getter]
+    fn identity(&self) -> Identity {
+        identity(&self.inner.chain().identity())
+    }
+
+    #[getter]
+    fn next_epoch(&self) -> u32 {
+        self.inner.chain().manifest().next_epoch
+    }
+
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.inner.chain().manifest().tables.iter().map(|entry| entry.total_rows).sum()
+    }
+
+    #[getter]
+    fn links(&self) -> usize {
+        self.inner.chain().links().len()
+    }
+
+    /// Write this rank's share to the checkpoint that was begun; its digest.
+    #[pyo3(signature = (name, rank, world_size, progress=None))]
+    #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
+    fn write(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        rank: u32,
+        world_size: u32,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<(u64, u64)> {
+        let name: CheckpointName = name.parse().map_err(to_python)?;
+        let mut failed = None;
+        let written = py.detach(|| {
+            let mut told = |rows| report(progress.as_ref(), &mut failed, rows);
+            self.inner.write(&default_engine()?, &self.path, name, (rank, world_size), &mut told)
+        });
+        failed.map_or(Ok(()), Err)?;
+        written.map(|digest| (digest.bytes, digest.xxh3)).map_err(to_python)
+    }
+}
+
 /// A checkpoint whose manifests are checked.
 #[pyclass(frozen, name = "CheckpointReader", module = "torchrec_embcache._native")]
 pub(crate) struct PyReader {
-    inner: Checkpoint,
-    /// By module and table: what `check_table` made ready.
-    readers: Mutex<HashMap<(String, String), TableReader>>,
+    inner: Chain,
+    /// By the table's own module and name: what `check_table` made ready.
+    readers: Mutex<HashMap<(String, String), ChainReader>>,
 }
 
 #[pymethods]
@@ -155,13 +303,25 @@ impl PyReader {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn new(py: Python<'_>, path: PathBuf, latest: &str) -> PyResult<Self> {
         let latest: Latest = latest.parse().map_err(to_python)?;
-        let inner = py.detach(|| Checkpoint::open(default_engine()?, &path, latest)).map_err(to_python)?;
+        let inner = py.detach(|| Chain::open(&default_engine()?, &path, latest)).map_err(to_python)?;
         Ok(Self { inner, readers: Mutex::default() })
     }
 
     #[getter]
     fn name(&self) -> &str {
         &self.inner.manifest().name
+    }
+
+    /// Name and manifest hash of the newest checkpoint of the chain.
+    #[getter]
+    fn identity(&self) -> Identity {
+        identity(&self.inner.identity())
+    }
+
+    /// Names of the checkpoints it consists of, newest first.
+    #[getter]
+    fn links(&self) -> Vec<String> {
+        self.inner.names().map(str::to_owned).collect()
     }
 
     #[getter]
@@ -184,12 +344,14 @@ impl PyReader {
                 dict.set_item("step", spec.step)?;
                 dict.set_item("seed", spec.seed)?;
                 dict.set_item("total_num_buckets", spec.total_num_buckets)?;
-                dict.set_item("rows", entry.rows)?;
+                dict.set_item("rows", entry.total_rows)?;
                 Ok(dict)
             })
             .collect()
     }
 
+    /// `saved` is the module and name of the table in the checkpoint, where they are others there.
+    #[pyo3(signature = (module, table, bucket_begin, bucket_end, saved=None))]
     fn check_table(
         &self,
         py: Python<'_>,
@@ -197,26 +359,40 @@ impl PyReader {
         table: &PyTable,
         bucket_begin: u32,
         bucket_end: u32,
-    ) -> PyResult<()> {
+        saved: Option<(String, String)>,
+    ) -> PyResult<u64> {
         let name = table.inner.config().name.clone();
+        let saved = saved.unwrap_or_else(|| (module.clone(), name.clone()));
         let reader = py
             .detach(|| {
-                let entry = self.inner.table(&module, &name)?;
+                let entry = self.inner.table(&saved.0, &saved.1)?;
                 entry.spec.check_fits(table.inner.config())?;
                 table.inner.check_idle()?;
-                self.inner.table_reader(&module, &name, bucket_begin..bucket_end)
+                self.inner.table_reader(&saved.0, &saved.1, bucket_begin..bucket_end)
             })
             .map_err(to_python)?;
+        let rows = reader.most_rows();
         lock(&self.readers).insert((module, name), reader);
-        Ok(())
+        Ok(rows)
     }
 
-    fn load_table(&self, py: Python<'_>, module: String, table: &PyTable) -> PyResult<u64> {
+    #[pyo3(signature = (module, table, progress=None))]
+    #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
+    fn load_table(
+        &self,
+        py: Python<'_>,
+        module: String,
+        table: &PyTable,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<u64> {
         let name = table.inner.config().name.clone();
         let reader = lock(&self.readers).remove(&(module, name)).ok_or_else(|| {
             to_python(Error::new(Kind::State, "check_table() comes before load_table(), once for each"))
         })?;
-        py.detach(|| reader.load_into(&table.inner)).map_err(to_python)?;
-        Ok(reader.rows())
+        let mut failed = None;
+        let loaded =
+            py.detach(|| reader.load_with(&table.inner, &mut |rows| report(progress.as_ref(), &mut failed, rows)));
+        failed.map_or(Ok(()), Err)?;
+        loaded.map_err(to_python)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use embcache::checkpoint::{Checkpoint, Latest, RowSink, RowSource, TableSpec, reshard};
+use embcache::checkpoint::{Chain, Latest, RowSink, RowSource, TableSpec, reshard};
 use embcache::io::default_engine;
 use embcache::rows::RowHeader;
 use embcache::{Error, Kind};
@@ -85,7 +85,7 @@ impl RowSource for GivenRows {
 /// A checkpoint to be read without tables.
 #[pyclass(frozen, name = "CheckpointRows", module = "torchrec_embcache._native")]
 pub(crate) struct PyRows {
-    inner: Checkpoint,
+    inner: Chain,
 }
 
 #[pymethods]
@@ -94,7 +94,7 @@ impl PyRows {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn new(py: Python<'_>, path: PathBuf, latest: &str) -> PyResult<Self> {
         let latest: Latest = latest.parse().map_err(to_python)?;
-        py.detach(|| Checkpoint::open(default_engine()?, &path, latest)).map(|inner| Self { inner }).map_err(to_python)
+        py.detach(|| Chain::open(&default_engine()?, &path, latest)).map(|inner| Self { inner }).map_err(to_python)
     }
 
     fn manifest(&self) -> PyResult<String> {

@@ -43,12 +43,14 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<checkpoint::PyWriter>()?;
     module.add_class::<checkpoint::PyReader>()?;
     module.add_class::<checkpoint_rows::PyRows>()?;
+    module.add_class::<checkpoint::PyCompaction>()?;
     module.add_function(wrap_pyfunction!(checkpoint::check_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::check_load_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::open_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::open_load_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::chunk_checksums, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::latest_checkpoint, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint::newest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(io_engine_name, module)?)?;
     module.add_function(wrap_pyfunction!(table_key, module)?)?;
     module.add_function(wrap_pyfunction!(table::row_bytes, module)?)?;

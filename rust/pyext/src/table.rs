@@ -189,6 +189,13 @@ impl PyTable {
     fn set_epoch(&self, py: Python<'_>, epoch: u32) -> PyResult<()> {
         py.detach(|| self.inner.set_epoch(epoch)).map_err(to_python)
     }
+    fn ancestors(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, u32)>> {
+        let ancestors = py.detach(|| self.inner.ancestors()).map_err(to_python)?;
+        Ok(ancestors.into_iter().map(|one| (one.name, one.manifest_xxh3, one.next_epoch)).collect())
+    }
+    fn saved_as(&self, py: Python<'_>, ancestor: (String, u64, u32)) -> PyResult<()> {
+        py.detach(|| self.inner.saved_as(crate::checkpoint::ancestor(ancestor))).map_err(to_python)
+    }
     #[pyo3(signature = (reason))]
     fn set_unusable(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
         py.detach(|| self.inner.set_unusable(reason)).map_err(to_python)

@@ -262,19 +262,45 @@ impl GroupReader {
         Err(Error::corruption(&self.path, offset, &what, expected, found))
     }
 
+    pub(super) fn tombstones(&self) -> u64 {
+        self.layout.column(Field::Tombstone).shape[0] as u64
+    }
+
+    /// The tombstones of the wanted buckets.
+    pub(super) fn read_tombstones(&self, engine: &dyn IoEngine, total_num_buckets: u32) -> Result<Vec<Id>> {
+        let column = self.layout.column(Field::Tombstone);
+        let once = Arc::new(BufPool::new(0, 0));
+        let staged = self.read_columns(&once, &self.reopen(engine)?, &[(column, 0..column.bytes)])?;
+        let ids: &[Id] = staged.values(column, 0..column.bytes);
+        self.check_sorted((Field::Tombstone, 0), ids, total_num_buckets, &(0..total_num_buckets))?;
+        let wanted = ids.iter().filter(|&&id| self.buckets.contains(&bucket_of(id, total_num_buckets)));
+        Ok(wanted.copied().collect())
+    }
+
     /// Whether the ids are those of the wanted buckets, sorted, each once.
     fn check_order(&self, ids: &[Id], total_num_buckets: u32) -> Result<()> {
+        self.check_sorted((Field::Id, self.rows.start), ids, total_num_buckets, &self.buckets)
+    }
+
+    /// Whether ids of a column, from number `first` on, are of `buckets`, sorted, each once.
+    fn check_sorted(
+        &self,
+        (field, first): (Field, usize),
+        ids: &[Id],
+        total_num_buckets: u32,
+        buckets: &Range<u32>,
+    ) -> Result<()> {
         let mut before = None;
         for (row, &id) in ids.iter().enumerate() {
             let place = (bucket_of(id, total_num_buckets), id as u64);
-            if !self.buckets.contains(&place.0) || before.is_some_and(|before| before >= place) {
-                let column = self.layout.column(Field::Id);
-                let offset = self.header_bytes + column.start + (self.rows.start + row) * 8;
+            if !buckets.contains(&place.0) || before.is_some_and(|before| before >= place) {
+                let column = self.layout.column(field);
+                let offset = self.header_bytes + column.start + (first + row) * 8;
                 return Err(Error::corruption(
                     &self.path,
                     offset as u64,
                     "the id",
-                    format!("of buckets {:?} and in order", self.buckets),
+                    format!("of buckets {buckets:?} and in order"),
                     id,
                 ));
             }

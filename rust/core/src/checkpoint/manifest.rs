@@ -167,6 +167,8 @@ pub struct TableEntry {
     pub rows: u64,
     /// Tombstones of all ranks; 0 in a full checkpoint.
     pub tombstones: u64,
+    /// Rows of the table: in a full checkpoint `rows`, in a delta those not in it as well.
+    pub total_rows: u64,
 }
 
 /// What identifies a rank's manifest: made by [`super::RankWriter::finish`], checked by [`super::Save::publish`].
@@ -195,6 +197,9 @@ pub struct Manifest {
     pub kind: CheckpointKind,
     /// What a delta builds on; none of a full checkpoint.
     pub parent: Option<Parent>,
+    /// The delta that this full checkpoint was merged from, with all before it; rows, steps and epochs are the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merged: Option<Parent>,
     /// Rows whose `modified_epoch` is at least this were modified after this checkpoint.
     pub next_epoch: u32,
     /// [`CHUNK_BYTES`].
@@ -227,6 +232,8 @@ pub(super) struct Share {
     /// The buckets that the rank owns.
     pub(super) bucket_begin: u32,
     pub(super) bucket_end: u32,
+    /// Rows of the share; in a delta those not in it as well.
+    pub(super) total_rows: u64,
     pub(super) files: Vec<DataFile>,
 }
 
@@ -262,6 +269,9 @@ impl Share {
             if kind == CheckpointKind::Full && file.tombstones > 0 {
                 return Err("a full checkpoint has tombstones".into());
             }
+        }
+        if self.total_rows > MAX_COUNT || (kind == CheckpointKind::Full && self.total_rows != self.rows()) {
+            return Err(format!("a share of {} rows has {} in its files", self.total_rows, self.rows()));
         }
         if self.files.len() as u64 > u64::from(u32::MAX) || (self.bucket_begin == self.bucket_end && self.rows() > 0) {
             return Err("the number of files or rows is out of range".into());
@@ -360,6 +370,9 @@ impl Manifest {
         if (self.kind == CheckpointKind::Full) != self.parent.is_none() {
             return Err("a full checkpoint has no parent and a delta has one".into());
         }
+        if self.merged.is_some() && self.kind != CheckpointKind::Full {
+            return Err("what was merged is full".into());
+        }
         if self.chunk_bytes != CHUNK_BYTES as u64 {
             return Err(format!("chunk_bytes is {}", self.chunk_bytes));
         }
@@ -439,6 +452,7 @@ pub(super) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<
                 spec: first.spec.clone(),
                 rows: shares.iter().map(|(_, share)| share.rows()).sum(),
                 tombstones: shares.iter().map(|(_, share)| share.tombstones()).sum(),
+                total_rows: shares.iter().map(|(_, share)| share.total_rows).sum(),
             })
         })
         .collect()

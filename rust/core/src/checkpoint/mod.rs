@@ -24,6 +24,9 @@
 //!    (headers and sizes of the files it needs are checked here). No table is touched before all ranks have done so.
 //! 3. [`TableReader::read`] hands over the rows of the buckets that the rank owns, verified as they arrive.
 
+mod chain;
+mod compact;
+mod delta;
 pub mod format;
 mod group;
 mod input;
@@ -33,6 +36,7 @@ mod order;
 mod output;
 mod reader;
 mod reshard;
+mod retention;
 mod save;
 mod source;
 mod stream;
@@ -40,11 +44,14 @@ mod tables;
 mod writer;
 
 pub use crate::cache::{Gather, GroupSink};
+pub use chain::{Chain, ChainReader};
+pub use compact::Compaction;
+pub use delta::Changes;
 pub use latest::{CheckpointName, Latest};
 pub use manifest::{CheckpointKind, Manifest, OptimizerSpec, Parent, RankDigest, TableEntry, TableSpec};
 pub use reader::{Checkpoint, TableReader};
 pub use reshard::reshard;
-pub use save::{Published, Save};
+pub use save::{Published, Save, SaveOptions};
 pub use source::RowSource;
 pub use writer::RankWriter;
 

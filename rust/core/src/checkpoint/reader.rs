@@ -10,7 +10,7 @@ use super::format::{data_file, table_dir};
 use super::input::{GroupReader, Staged};
 use super::latest::Latest;
 use super::manifest::{
-    DataFile, MAX_MANIFEST_BYTES, Manifest, RankManifest, Share, TableEntry, TableSpec, parse, unseal,
+    DataFile, MAX_MANIFEST_BYTES, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec, checksum, parse, unseal,
 };
 use super::output::each_piece;
 use super::save::{MANIFEST_FILE, read_ranks};
@@ -19,6 +19,7 @@ use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, IoEngine, read_file};
 use crate::rows::RowHeader;
+use crate::types::Id;
 
 /// Groups that are read ahead, each by a thread and its helpers.
 const AHEAD: usize = 2;
@@ -32,6 +33,7 @@ const EMIT_BYTES: usize = 4 << 20;
 pub struct Checkpoint {
     engine: Arc<dyn IoEngine>,
     dir: PathBuf,
+    manifest_xxh3: u64,
     manifest: Manifest,
     ranks: Vec<RankManifest>,
 }
@@ -47,13 +49,24 @@ impl Checkpoint {
             let what = format!("LATEST of {}", root.display());
             return Err(Error::corruption(root, 0, &what, "the name of a checkpoint that is there", latest.name));
         }
-        let bytes = unseal(&read_file(&*engine, &path, MAX_MANIFEST_BYTES)?, &path)?;
+        let sealed = read_file(&*engine, &path, MAX_MANIFEST_BYTES)?;
+        let bytes = unseal(&sealed, &path)?;
         let damaged = |what: String| Error::corruption(&path, 0, "the manifest", "consistent", format!("not: {what}"));
         let manifest: Manifest = parse(&bytes, &path)?;
         manifest.check(latest.name).map_err(damaged)?;
         let ranks = read_ranks(&*engine, &dir, &manifest.ranks)?;
         manifest.check_ranks(&ranks).map_err(damaged)?;
-        Ok(Self { engine, dir, manifest, ranks })
+        Ok(Self { engine, dir, manifest_xxh3: checksum(&sealed), manifest, ranks })
+    }
+
+    /// What a delta that builds on it names as its parent.
+    pub fn identity(&self) -> Parent {
+        Parent { name: self.manifest.name.clone(), manifest_xxh3: self.manifest_xxh3 }
+    }
+
+    /// Its directory.
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
     }
 
     /// The coordinator's manifest.
@@ -160,6 +173,19 @@ impl TableReader {
     /// Rows that [`TableReader::read`] will hand over.
     pub fn rows(&self) -> u64 {
         self.groups.iter().map(|group| group.rows.len() as u64).sum()
+    }
+
+    /// Tombstones of the files that hold some of the buckets: no fewer than [`TableReader::read_tombstones`] will hand over.
+    pub fn tombstones(&self) -> u64 {
+        self.groups.iter().map(GroupReader::tombstones).sum()
+    }
+
+    /// Read the tombstones of the buckets, verify them, and hand them to `sink`, file by file. Errors as [`TableReader::read`].
+    pub fn read_tombstones(&self, sink: &mut dyn FnMut(&[Id]) -> Result<()>) -> Result<()> {
+        for group in self.groups.iter().filter(|group| group.tombstones() > 0) {
+            sink(&group.read_tombstones(&*self.engine, self.spec.total_num_buckets)?)?;
+        }
+        Ok(())
     }
 
     /// Read every row of the buckets, verify it, and hand it to `sink`, in chunks of about 4 MiB. Three groups are held at most, read

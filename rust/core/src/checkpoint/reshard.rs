@@ -4,31 +4,25 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::RowSink;
-use super::reader::Checkpoint;
+use super::chain::Chain;
 use super::save::{Published, Save};
 use super::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
 use crate::io::IoEngine;
 
 /// The buckets of `rank` of `world`: shares differ by one at most, the first ranks have more.
-fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u32> {
+pub(super) fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u32> {
     let (each, more) = (buckets / world, buckets % world);
     let start = |rank: u32| rank * each + rank.min(more);
     start(rank)..start(rank + 1)
 }
 
-/// Write the rows of `from` to the directory `root`, which exists, as `world` ranks would have saved them: a table that one rank of
+/// Write the rows of `from`, deltas merged, to the directory `root`, which exists, as `world` ranks would have saved them: a table that one rank of
 /// several had alone stays with one rank, every other is divided by bucket. Epochs, steps and settings are kept. Any number of ranks
 /// loads any checkpoint; one divided as they are lets each read whole files.
 ///
 /// Errors: `Input` (no rank, or more ranks than a divided table has buckets), `Corruption` of what is read, `Storage`.
-pub fn reshard(
-    engine: &Arc<dyn IoEngine>,
-    from: &Checkpoint,
-    root: &Path,
-    random: u64,
-    world: u32,
-) -> Result<Published> {
+pub fn reshard(engine: &Arc<dyn IoEngine>, from: &Chain, root: &Path, random: u64, world: u32) -> Result<Published> {
     let tables = &from.manifest().tables;
     let owners: Vec<Option<u32>> =
         tables.iter().map(|entry| from.only_rank(&entry.spec.module, &entry.spec.table)).collect();
@@ -51,7 +45,8 @@ pub fn reshard(
                 Some(_) => continue,
             };
             let rows = from.table_reader(&entry.spec.module, &entry.spec.table, buckets.clone())?;
-            writer.write_table(entry.spec.clone(), buckets, &mut |sink: &mut RowSink<'_>| rows.read(sink))?;
+            writer
+                .write_table(entry.spec.clone(), buckets, &mut |sink: &mut RowSink<'_>| rows.read(sink).map(|_| ()))?;
         }
         writer.finish()
     });

@@ -5,14 +5,27 @@ use std::sync::Arc;
 
 use super::format::{CHUNK_BYTES, FORMAT, VERSION, rank_file};
 use super::latest::{CheckpointName, LATEST_FILE, Latest};
+use super::manifest::Parent;
 use super::manifest::{
     CheckpointKind, MAX_MANIFEST_BYTES, Manifest, RankDigest, RankManifest, checksum, merge, parse, render, seal,
 };
+use super::retention::{checkpoints, lock_root, sweep};
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, AlignedBuf, DirLock, IoEngine, LOCK_FILE, Open, publish, read_file};
 
 /// The coordinator's manifest, written when all ranks are done.
 pub(super) const MANIFEST_FILE: &str = "manifest.json";
+
+/// What a save is to be. The default: full, and it alone stays.
+#[derive(Clone, Debug, Default)]
+pub struct SaveOptions {
+    /// The checkpoint that it builds on, of which it holds the changes; it must still be the newest when this one is published.
+    pub parent: Option<Parent>,
+    /// The delta that it holds the rows of, merged with all that it builds on; that, too, must still be the newest.
+    pub merged: Option<Parent>,
+    /// So many of the newest checkpoints stay, this one included (one at least), and those that they build on.
+    pub keep: usize,
+}
 
 /// A save under way. Dropped without [`Save::publish`], it leaves a directory that the next save sweeps.
 #[derive(Debug)]
@@ -20,6 +33,7 @@ pub struct Save {
     engine: Arc<dyn IoEngine>,
     root: PathBuf,
     name: CheckpointName,
+    options: SaveOptions,
     /// While this is held no other save sweeps the directory.
     _lock: DirLock,
 }
@@ -29,6 +43,8 @@ pub struct Save {
 pub struct Published {
     /// The checkpoint that loads now find.
     pub latest: Latest,
+    /// As a delta that builds on it names it.
+    pub identity: Parent,
     /// Older checkpoints that could not be removed; the next save tries again.
     pub left: Vec<Error>,
 }
@@ -37,8 +53,13 @@ impl Save {
     /// Make the directory of a new checkpoint in `root`, which exists, and sweep what unfinished saves left there, and what `LATEST`
     /// superseded. `random` tells saves that run at the same time apart.
     pub fn begin(engine: Arc<dyn IoEngine>, root: &Path, random: u64) -> Result<Self> {
+        Self::begin_with(engine, root, random, SaveOptions::default())
+    }
+
+    /// As [`Save::begin`], of a delta, of a merged checkpoint, or where older ones are to stay.
+    pub fn begin_with(engine: Arc<dyn IoEngine>, root: &Path, random: u64, options: SaveOptions) -> Result<Self> {
         // What cannot be removed does no harm to this save, and publishing reports it. Where LATEST is damaged nothing is removed.
-        let _ = sweep(&*engine, root);
+        let _ = sweep(&*engine, root, options.keep);
         let latest = Latest::find(&*engine, root).ok().flatten().map(|latest| latest.name);
         let highest = checkpoints(&*engine, root)?.into_iter().chain(latest).map(|name| name.seq).max();
         let seq = highest.unwrap_or(0).checked_add(1).ok_or_else(|| {
@@ -49,7 +70,7 @@ impl Save {
         engine.create_dir_all(&dir)?;
         let lock = engine.lock_dir(&dir)?;
         engine.sync_dir(root)?;
-        Ok(Self { engine, root: root.to_owned(), name, _lock: lock })
+        Ok(Self { engine, root: root.to_owned(), name, options, _lock: lock })
     }
 
     /// The new checkpoint's name, for the ranks' writers.
@@ -66,14 +87,16 @@ impl Save {
         let dir = self.root.join(self.name.to_string());
         let ranks = read_ranks(engine, &dir, digests)?;
         let refuse = |why: String| Error::new(Kind::State, format!("cannot publish {}: {why}", dir.display()));
-        let kind = CheckpointKind::Full;
+        let SaveOptions { parent, merged, keep } = self.options.clone();
+        let kind = if parent.is_some() { CheckpointKind::Delta } else { CheckpointKind::Full };
         let manifest = Manifest {
             format: FORMAT.to_owned(),
             version: VERSION,
             name: self.name.to_string(),
             seq: self.name.seq,
             kind,
-            parent: None,
+            parent: parent.clone(),
+            merged: merged.clone(),
             next_epoch,
             chunk_bytes: CHUNK_BYTES as u64,
             ranks: digests.to_vec(),
@@ -81,13 +104,39 @@ impl Save {
         };
         manifest.check(self.name).map_err(refuse)?;
         manifest.check_ranks(&ranks).map_err(refuse)?;
-        publish(engine, &dir.join(MANIFEST_FILE), &seal(&render(&manifest)?))?;
+        let sealed = seal(&render(&manifest)?);
         let latest = Latest { name: self.name };
-        self.name_latest(&dir, latest)?;
+        {
+            let _naming = lock_root(engine, &self.root)?;
+            if let Some(named) = parent.or(merged) {
+                self.check_newest(&named)?;
+            }
+            publish(engine, &dir.join(MANIFEST_FILE), &sealed)?;
+            self.name_latest(&dir, latest)?;
+        }
         // Nobody sweeps what LATEST names, so the lock's file has done its work; where it stays it does no harm.
         let _ = engine.remove_file(&dir.join(LOCK_FILE));
-        let left = sweep(engine, &self.root).unwrap_or_else(|error| vec![error]);
-        Ok(Published { latest, left })
+        let left = sweep(engine, &self.root, keep).unwrap_or_else(|error| vec![error]);
+        let identity = Parent { name: self.name.to_string(), manifest_xxh3: checksum(&sealed) };
+        Ok(Published { latest, identity, left })
+    }
+
+    /// `State` unless `named` is the newest checkpoint: what builds on another would take back what was saved since.
+    fn check_newest(&self, named: &Parent) -> Result<()> {
+        let newest = Latest::find(&*self.engine, &self.root)?.map(|latest| latest.name.to_string());
+        if newest.as_deref() == Some(named.name.as_str()) {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::State,
+            format!(
+                "cannot publish {}: it builds on {} and the newest checkpoint in {} is {} by now; save again",
+                self.name,
+                named.name,
+                self.root.display(),
+                newest.as_deref().unwrap_or("none")
+            ),
+        ))
     }
 
     /// Replace `LATEST`, from a temporary file in the checkpoint's own directory: two saves at once do not meet.
@@ -136,44 +185,4 @@ fn read_digested(engine: &dyn IoEngine, path: &Path, digest: &RankDigest) -> Res
         ));
     }
     Ok(bytes)
-}
-
-/// Names of the checkpoints in a directory, complete or not.
-fn checkpoints(engine: &dyn IoEngine, root: &Path) -> Result<Vec<CheckpointName>> {
-    let entries = engine.list(root)?;
-    Ok(entries.iter().filter_map(|entry| entry.file_name()?.to_str()?.parse().ok()).collect())
-}
-
-/// Remove every checkpoint that `LATEST` does not name and no save is writing; complete ones only if the one that `LATEST` names is
-/// complete: where that file is missing or lies, one of the others may be all there is. Returns what could not be removed.
-fn sweep(engine: &dyn IoEngine, root: &Path) -> Result<Vec<Error>> {
-    let is_complete = |name: CheckpointName| engine.exists(&root.join(name.to_string()).join(MANIFEST_FILE));
-    let stays = |name: CheckpointName| {
-        Ok::<_, Error>(match Latest::find(engine, root)? {
-            Some(latest) if latest.name == name => true,
-            Some(latest) if is_complete(latest.name) => false,
-            _ => is_complete(name),
-        })
-    };
-    let mut left = Vec::new();
-    for name in checkpoints(engine, root)? {
-        if stays(name)? {
-            continue;
-        }
-        let dir = root.join(name.to_string());
-        let _lock = match engine.lock_dir(&dir) {
-            Ok(lock) => lock,
-            Err(error) if error.kind() == Kind::InUse => continue,
-            Err(error) => {
-                left.push(error);
-                continue;
-            }
-        };
-        // Read under the lock: a save names its checkpoint before it lets go of it, and only then.
-        if stays(name)? {
-            continue;
-        }
-        left.extend(engine.remove_dir_all(&dir).err());
-    }
-    Ok(left)
 }

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 
 use super::RowSink;
+use super::chain::ChainReader;
 use super::manifest::TableSpec;
 use super::reader::TableReader;
 use super::source::RowSource;
 use super::writer::RankWriter;
-use crate::cache::{GroupSink, Table};
+use crate::cache::{GroupSink, RowBlock, Table};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
 
@@ -71,27 +72,45 @@ impl TableReader {
         }
         Ok(())
     }
+}
 
-    /// Replace the contents of a table, its step included. After an error the contents are of no use: the caller marks the table
-    /// unusable before ([`Table::set_unusable`]) and usable when every table of every rank is loaded.
-    pub fn load_into(&self, table: &Table) -> Result<()> {
+impl ChainReader {
+    /// Replace the contents of a table, its step included; how many rows it has then. After an error the contents are of no use: the
+    /// caller marks the table unusable before ([`Table::set_unusable`]) and usable when every table of every rank is loaded.
+    pub fn load_into(&self, table: &Table) -> Result<u64> {
+        self.load_with(table, &mut |_| Ok(()))
+    }
+
+    /// As [`ChainReader::load_into`]; `progress` is told of rows as they are in place, and its error ends the load.
+    pub fn load_with(&self, table: &Table, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<u64> {
         self.check_fits(table.config())?;
         table.clear()?;
-        table.reserve_rows(self.rows())?;
         let dropped = table.stats()?.dropped_rows;
-        self.read_columns(&mut |rows| table.import_columns(rows))?;
+        let read = if let Some(full) = self.only() {
+            table.reserve_rows(full.rows())?;
+            full.read_columns(&mut |rows| {
+                table.import_columns(rows)?;
+                progress(rows.len() as u64)
+            })?;
+            full.rows()
+        } else {
+            self.read(&mut |headers, vectors| {
+                table.import_rows(RowBlock { headers, vectors })?;
+                progress(headers.len() as u64)
+            })?
+        };
         let stats = table.stats()?;
         let rows = stats.rows;
-        if rows + (stats.dropped_rows - dropped) != self.rows() {
+        if rows + (stats.dropped_rows - dropped) != read {
             return Err(Error::new(
                 Kind::Corruption,
                 format!(
-                    "the checkpoint of table {:?} has {} rows and only {rows} distinct ids",
-                    table.config().name,
-                    self.rows()
+                    "the checkpoint of table {:?} has {read} rows and only {rows} distinct ids",
+                    table.config().name
                 ),
             ));
         }
-        table.set_step(self.spec().step)
+        table.set_step(self.spec().step)?;
+        Ok(read)
     }
 }

@@ -8,11 +8,11 @@ use super::format::{FORMAT, GROUP_BYTES, VERSION, data_file, rank_file, table_di
 use super::group::GroupFormat;
 use super::latest::CheckpointName;
 use super::manifest::{DataFile, RankDigest, RankManifest, Share, TableSpec, checksum, render};
-use super::output::{Output, Waiting};
+use super::output::{Output, Waiting, write_file};
 use super::source::RowSource;
 use crate::cache::GroupSink;
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, publish};
+use crate::io::{AlignedBuf, IoEngine, publish};
 use crate::rows::RowRef;
 
 /// A group that the system has no memory for is made smaller, down to this.
@@ -82,10 +82,34 @@ impl RankWriter {
             files.output.finish().map(|()| files.made)
         })?;
         self.engine.sync_dir(&dir)?;
-        let share = Share { spec, bucket_begin: buckets.start, bucket_end: buckets.end, files };
-        let rows = share.rows();
-        self.manifest.tables.push(share);
-        Ok(rows)
+        let total_rows = files.iter().map(|file| file.rows).sum();
+        self.manifest.tables.push(Share {
+            spec,
+            bucket_begin: buckets.start,
+            bucket_end: buckets.end,
+            total_rows,
+            files,
+        });
+        Ok(total_rows)
+    }
+
+    /// Add a file to the table written last: its image and what the manifest says of it.
+    pub(super) fn append_file(
+        &mut self,
+        make: impl FnOnce(&TableSpec, &Range<u32>) -> Result<(AlignedBuf, DataFile)>,
+    ) -> Result<()> {
+        let share = self.manifest.tables.last_mut().expect("a table was written");
+        let (image, file) = make(&share.spec, &(share.bucket_begin..share.bucket_end))?;
+        let dir = self.dir.join(table_dir(&share.spec.module, &share.spec.table));
+        let name = data_file(self.manifest.rank, self.manifest.world, share.files.len());
+        write_file(&*self.engine, &dir.join(name), &image)?;
+        share.files.push(file);
+        self.engine.sync_dir(&dir)
+    }
+
+    /// How many rows the share written last has, those that are in none of its files included.
+    pub(super) fn set_total_rows(&mut self, rows: u64) {
+        self.manifest.tables.last_mut().expect("a table was written").total_rows = rows;
     }
 
     /// Make this rank's part durable. The digest goes to the coordinator.

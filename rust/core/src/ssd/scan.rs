@@ -140,7 +140,8 @@ impl Shared {
 
     /// The segments as they are now with rows modified in epoch `since` or later.
     pub(super) fn parts_of(state: &State, since: u32) -> Vec<Part> {
-        let rows = state.current().filter(|s| s.content == Content::Rows && s.highest_epoch() >= since);
+        let rows =
+            state.current().filter(|s| s.content == Content::Rows && s.highest_epoch.load(Ordering::Relaxed) >= since);
         rows.map(|segment| {
             segment.scans.fetch_add(1, Ordering::Relaxed);
             Part { segment: segment.clone(), records: segment.records.load(Ordering::Relaxed) }

@@ -103,7 +103,7 @@ pub(super) struct Segment {
     /// The sum of its records' `write_seq` (changed under the table's lock).
     seq_sum: AtomicU64,
     /// The highest `modified_epoch` of its records (changed under the table's lock).
-    highest_epoch: AtomicU32,
+    pub(super) highest_epoch: AtomicU32,
     /// Whether all of it is durable.
     synced: AtomicBool,
     /// A scan that has not come to it yet: compaction must not empty it.
@@ -233,11 +233,6 @@ impl Segment {
     #[inline]
     pub(super) fn mean_seq(&self) -> u64 {
         self.seq_sum.load(Ordering::Relaxed) / u64::from(self.records.load(Ordering::Relaxed).max(1))
-    }
-
-    /// The highest `modified_epoch` of its records.
-    pub(super) fn highest_epoch(&self) -> u32 {
-        self.highest_epoch.load(Ordering::Relaxed)
     }
 
     /// Bytes of the cap it holds.
@@ -519,9 +514,8 @@ impl OpenSegment {
         self.segment.records.store(record + 1, Ordering::Relaxed);
         let sum = self.segment.seq_sum.load(Ordering::Relaxed).saturating_add(write_seq);
         self.segment.seq_sum.store(sum, Ordering::Relaxed);
-        if modified_epoch > self.segment.highest_epoch() {
-            self.segment.highest_epoch.store(modified_epoch, Ordering::Relaxed);
-        }
+        let highest_epoch = self.segment.highest_epoch.load(Ordering::Relaxed).max(modified_epoch);
+        self.segment.highest_epoch.store(highest_epoch, Ordering::Relaxed);
         let at = self.filled;
         self.filled += len;
         (record, &mut self.buffer[at..at + len])

@@ -4,11 +4,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
+use embcache::checkpoint::{Chain, Latest};
 use embcache::config::OptimizerKind::{Adagrad, RowWiseAdagrad};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, publish, read_file};
 use embcache::types::Id;
 
-use crate::made::{ROOT, Table, load, memory, save};
+use crate::delta::{compact, moments, save_chain};
+use crate::made::{ROOT, Table, load, memory, on, save, save_delta};
 
 fn tables(salt: u64) -> Vec<Table> {
     let ids: Vec<Id> = (0..20 + salt as i64).collect();
@@ -60,7 +62,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one() {
             // And saving goes on from there.
             save_to(image.clone(), 3).expect("saved");
             assert_eq!(load_from(image.clone()), tables(3));
-            assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 2, "orphans are swept");
+            assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 3, "orphans are swept");
         }
         stops += 1;
     }
@@ -122,7 +124,7 @@ fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself(
                 }
             }
             if !stopped {
-                assert_eq!(memory.list(Path::new(ROOT)).expect("listed").len(), 2, "it is superseded by the new one");
+                assert_eq!(memory.list(Path::new(ROOT)).expect("listed").len(), 3, "it is superseded by the new one");
                 break;
             }
             stops += 1;
@@ -178,4 +180,66 @@ fn a_read_that_fails_while_loading_is_reported() {
         passing += 1;
     }
     assert!(passing > 20);
+}
+
+/// Stop `work` at every operation that changes the disk, on a chain of the first `links` moments: a load then finds the last of them, or
+/// the moment `after`; the save that follows a stop goes on from there.
+fn stop_everywhere(
+    links: usize,
+    after: usize,
+    work: impl Fn(&Arc<dyn IoEngine>) -> embcache::Result<()>,
+) -> (u64, u64) {
+    let moments = moments(4);
+    let (mut stops, mut kept) = (0, 0);
+    loop {
+        let memory = memory();
+        let direct: Arc<dyn IoEngine> = Arc::new(memory.clone());
+        let saved = save_chain(&direct, &moments[..links], &[2]);
+        let engine = FaultEngine::new(Arc::new(memory.clone()));
+        engine.hit_change(stops, Fault::Stop);
+        let result = work(&(Arc::new(engine.clone()) as Arc<dyn IoEngine>));
+        if !engine.is_stopped() {
+            result.expect("nothing stopped it");
+            return (stops, kept);
+        }
+        let images =
+            [memory.crash(), memory.kill()].into_iter().chain((0..2).map(|seed| memory.crash_torn(stops * 4 + seed)));
+        for image in images {
+            let found = load_from(image.clone());
+            assert!(found == moments[links - 1] || found == moments[after], "neither, after {stops} changes");
+            assert!(result.is_err() || found == moments[after], "lost after {stops} changes");
+            let again: Arc<dyn IoEngine> = Arc::new(image.clone());
+            if found == moments[links - 1]
+                && Latest::read(&image, Path::new(ROOT)).ok() == Some(saved[links - 1].latest)
+            {
+                kept += 1;
+                // What the next delta builds on is there whole.
+                let pair = (&*moments[links - 1], &*moments[3]);
+                let options = on(&saved[links - 1].identity);
+                save_delta(&again, Path::new(ROOT), pair, (1, 400), 9, options).expect("a delta");
+                assert_eq!(load_from(image.clone()), moments[3]);
+                assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), links + 3, "orphans are swept");
+            }
+            save(&again, Path::new(ROOT), &moments[1], 1, 400, 10).expect("saved");
+            assert_eq!(load_from(image.clone()), moments[1]);
+            assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 3, "the chain is swept");
+        }
+        stops += 1;
+    }
+}
+
+#[test]
+fn a_stop_at_every_operation_of_a_delta_leaves_the_chain_as_it_was_or_one_longer() {
+    let moments = moments(3);
+    let (stops, kept) = stop_everywhere(2, 2, |engine| {
+        let parent = Chain::open(engine, Path::new(ROOT), Latest::read(&**engine, Path::new(ROOT))?)?.identity();
+        save_delta(engine, Path::new(ROOT), (&moments[1], &moments[2]), (2, 400), 5, on(&parent)).map(|_| ())
+    });
+    assert!(stops > 30 && kept > 60, "{stops} stops, {kept} kept");
+}
+
+#[test]
+fn a_stop_at_every_operation_of_a_compaction_loses_nothing() {
+    let (stops, kept) = stop_everywhere(3, 2, |engine| compact(engine, 2, 6).map(|_| ()));
+    assert!(stops > 30 && kept > 60, "{stops} stops, {kept} kept");
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
-use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, publish, read_file};
+use embcache::io::{IoEngine, LOCK_FILE, MemoryEngine, PsyncEngine, publish, read_file};
 use embcache::types::{Id, hash_id};
 
 use embcache_tests::{flips, tells_of_damage};
@@ -45,7 +45,7 @@ impl Saved {
                 let path = entry.expect("an entry").path();
                 if path.is_dir() {
                     dirs.push(path);
-                } else {
+                } else if path.file_name().is_some_and(|name| name != LOCK_FILE) {
                     files.push(path);
                 }
             }
@@ -124,6 +124,9 @@ fn a_flipped_bit_anywhere_is_found() {
     let (mut files, mut dirs) = (Vec::new(), vec![PathBuf::from(ROOT)]);
     while let Some(dir) = dirs.pop() {
         for path in memory.list(&dir).expect("listed") {
+            if path.ends_with(LOCK_FILE) {
+                continue;
+            }
             if path.extension().is_some() || path.ends_with("LATEST") { files.push(path) } else { dirs.push(path) }
         }
     }

@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use embcache::checkpoint::{Checkpoint, Latest, OptimizerSpec, Published, RankWriter, RowSink, Save, TableSpec};
+use embcache::checkpoint::{
+    Chain, Changes, Latest, OptimizerSpec, Parent, Published, RankWriter, RowSink, Save, SaveOptions, TableSpec,
+};
 use embcache::config::OptimizerKind;
 use embcache::io::IoEngine;
 use embcache::rows::{Initializer, RowHeader};
@@ -100,7 +102,19 @@ pub(crate) fn save(
     group_bytes: usize,
     random: u64,
 ) -> Result<Published> {
-    let save = Save::begin(Arc::clone(engine), root, random)?;
+    save_with(engine, root, tables, (world, group_bytes), random, SaveOptions::default())
+}
+
+/// As `save`, with options.
+pub(crate) fn save_with(
+    engine: &Arc<dyn IoEngine>,
+    root: &Path,
+    tables: &[Table],
+    (world, group_bytes): (u32, usize),
+    random: u64,
+    options: SaveOptions,
+) -> Result<Published> {
+    let save = Save::begin_with(Arc::clone(engine), root, random, options)?;
     let digests = (0..world)
         .map(|rank| {
             let mut writer =
@@ -116,12 +130,62 @@ pub(crate) fn save(
     save.publish(&digests, 1)
 }
 
+/// Save what changed from `before` to `now`, split over `world` ranks, on top of `parent`.
+pub(crate) fn save_delta(
+    engine: &Arc<dyn IoEngine>,
+    root: &Path,
+    (before, now): (&[Table], &[Table]),
+    (world, group_bytes): (u32, usize),
+    random: u64,
+    options: SaveOptions,
+) -> Result<Published> {
+    let save = Save::begin_with(Arc::clone(engine), root, random, options)?;
+    let digests = (0..world)
+        .map(|rank| {
+            let mut writer =
+                RankWriter::new(Arc::clone(engine), root, save.name(), rank, world)?.with_group_bytes(group_bytes);
+            for (before, now) in before.iter().zip(now) {
+                let buckets = now.buckets_of(rank, world);
+                let (was, is) = (before.part(&buckets), now.part(&buckets));
+                let mut changed = now.clone();
+                changed.rows.retain(|id, row| was.get(id) != Some(row));
+                // A tombstone of a row that is there again, or never was, does no harm.
+                let mut left: Vec<Id> = was.keys().copied().filter(|id| is.get(id) != was.get(id)).collect();
+                left.extend((1000..1005).filter(|&id| buckets.contains(&bucket_of(id, now.spec.total_num_buckets))));
+                let changes = Changes { left: &left, total_rows: is.len() as u64 };
+                let mut source = changed.source(&buckets, 5);
+                writer.write_changes(now.spec.clone(), buckets, &mut source, changes)?;
+            }
+            writer.finish()
+        })
+        .collect::<Result<Vec<_>>>()?;
+    save.publish(&digests, 1)
+}
+
+/// What is built on this checkpoint.
+pub(crate) fn on(parent: &Parent) -> SaveOptions {
+    SaveOptions { parent: Some(parent.clone()), ..SaveOptions::default() }
+}
+
 /// Load what `LATEST` names as `world` ranks, each of which must get its own buckets and nothing else.
 pub(crate) fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Result<Vec<Table>> {
-    let latest = Latest::read(&**engine, root)?;
+    load_chain(engine, root, world, Latest::read(&**engine, root)?, None)
+}
+
+/// As `load`, of any checkpoint, holding at most so many ids of deltas.
+pub(crate) fn load_chain(
+    engine: &Arc<dyn IoEngine>,
+    root: &Path,
+    world: u32,
+    latest: Latest,
+    ids_at_once: Option<u64>,
+) -> Result<Vec<Table>> {
     let mut tables: Vec<Table> = Vec::new();
     for rank in 0..world {
-        let checkpoint = Checkpoint::open(Arc::clone(engine), root, latest)?;
+        let mut checkpoint = Chain::open(engine, root, latest)?;
+        if let Some(ids) = ids_at_once {
+            checkpoint = checkpoint.with_ids_at_once(ids);
+        }
         for (n, entry) in checkpoint.manifest().tables.iter().enumerate() {
             let spec = &entry.spec;
             if rank == 0 {
@@ -131,7 +195,7 @@ pub(crate) fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Resul
             let reader = checkpoint.table_reader(&spec.module, &spec.table, buckets.clone())?;
             let floats = spec.optimizer_kind()?.layout(spec.dim as usize).vector_floats();
             let mut rows = Rows::new();
-            reader.read(&mut |headers, vectors| {
+            let read = reader.read(&mut |headers, vectors| {
                 assert_eq!(vectors.len(), headers.len() * floats);
                 for (header, vector) in headers.iter().zip(vectors.chunks(floats)) {
                     assert!(buckets.contains(&bucket_of(header.id, spec.total_num_buckets)));
@@ -139,10 +203,11 @@ pub(crate) fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Resul
                 }
                 Ok(())
             })?;
-            assert_eq!(rows.len() as u64, reader.rows());
+            assert_eq!(rows.len() as u64, read);
+            assert!(reader.most_rows() >= read);
             tables[n].rows.extend(rows);
         }
-        let counted: u64 = checkpoint.manifest().tables.iter().map(|entry| entry.rows).sum();
+        let counted: u64 = checkpoint.manifest().tables.iter().map(|entry| entry.total_rows).sum();
         if rank + 1 == world {
             assert_eq!(counted, tables.iter().map(|table| table.rows.len() as u64).sum::<u64>());
         }

@@ -2,6 +2,7 @@
 
 mod crash;
 mod damage;
+mod delta;
 mod elastic;
 mod made;
 mod round_trip;

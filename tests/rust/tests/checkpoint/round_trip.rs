@@ -60,7 +60,7 @@ fn a_second_save_replaces_the_first_and_leaves_nothing_of_it() {
     assert!(second.left.is_empty());
     assert_eq!(load(&engine, root, 1).expect("loaded"), tables);
     let entries = engine.list(root).expect("listed");
-    assert_eq!(entries, [root.join(second.latest.name.to_string()), root.join("LATEST")]);
+    assert_eq!(entries, [root.join(second.latest.name.to_string()), root.join("LATEST"), root.join("lock")]);
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn what_an_abandoned_save_left_is_swept_but_not_a_save_under_way() {
     save(&engine, root, &tables, 1, 4096, 7).expect("saved");
     drop(Save::begin(Arc::clone(&engine), root, 8).expect("begun"));
     let under_way = Save::begin(Arc::clone(&engine), root, 9).expect("begun");
-    assert_eq!(engine.list(root).expect("listed").len(), 3, "the dropped save's directory is gone");
+    assert_eq!(engine.list(root).expect("listed").len(), 4, "the dropped save's directory is gone");
     let published = save(&engine, root, &tables, 1, 4096, 10).expect("saved");
     assert!(published.left.is_empty());
     assert!(engine.exists(&root.join(under_way.name().to_string())));
@@ -82,7 +82,7 @@ fn what_an_abandoned_save_left_is_swept_but_not_a_save_under_way() {
     under_way.publish(&[digest], 1).expect("published");
     assert_eq!(load(&engine, root, 1).expect("loaded"), tables[2..3]);
     Save::begin(Arc::clone(&engine), root, 11).expect("begun").abandon().expect("removed");
-    assert_eq!(engine.list(root).expect("listed").len(), 2);
+    assert_eq!(engine.list(root).expect("listed").len(), 3);
 }
 
 #[test]

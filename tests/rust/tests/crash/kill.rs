@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use embcache::cache::Table;
-use embcache::checkpoint::{Checkpoint, Latest, RankWriter, Save};
+use embcache::checkpoint::{Chain, Latest, RankWriter, Save};
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, UringEngine};
 use embcache::ssd::SsdTier;
@@ -115,7 +115,7 @@ impl Straight {
 fn check_saved(engine: &Arc<dyn IoEngine>, root: &Path, straight: &mut Straight) -> u64 {
     let root = root.join("saved");
     let Some(latest) = Latest::find(&**engine, &root).unwrap() else { return 0 };
-    let checkpoint = Checkpoint::open(engine.clone(), &root, latest).unwrap();
+    let checkpoint = Chain::open(engine, &root, latest).unwrap();
     let rig = Straight::new().rig;
     checkpoint.table_reader("m", "t", rig.table.config().buckets.clone()).unwrap().load_into(&rig.table).unwrap();
     let steps = rig.table.step().unwrap();

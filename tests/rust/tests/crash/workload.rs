@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::cache::Table;
-use embcache::checkpoint::{Checkpoint, Latest, RankWriter, Save};
+use embcache::checkpoint::{Chain, Latest, RankWriter, Save};
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine};
 use embcache::ssd::SsdTier;
@@ -140,7 +140,7 @@ pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
         Err(error) if error.kind() == Kind::Path => return Ok(None),
         latest => latest?,
     };
-    let checkpoint = Checkpoint::open(engine.clone(), Path::new(CHECKPOINTS), latest)?;
+    let checkpoint = Chain::open(engine, Path::new(CHECKPOINTS), latest)?;
     let empty = Snapshot(vec![(Contents::new(), 0), (Contents::new(), 0)]).in_ram();
     for rig in &empty {
         let config = rig.table.config();

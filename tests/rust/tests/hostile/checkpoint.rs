@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use embcache::checkpoint::{Checkpoint, Latest};
+use embcache::checkpoint::{Chain, Latest};
 use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
 use embcache::io::IoEngine;
 use embcache::types::{Id, bucket_of};
@@ -12,7 +12,7 @@ use proptest::test_runner::TestCaseResult;
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::made::{ROOT, Table, memory, save};
+use crate::made::{ROOT, Table, memory, on, save, save_delta};
 use crate::mutate::{Files, apply, engine_of, files, steps};
 use crate::{check_error, fuzz};
 
@@ -21,12 +21,30 @@ fn tables() -> Vec<Table> {
     vec![Table::new("m", "a", RowWiseAdagrad, 4, &ids, 1), Table::new("m", "b", Sgd, 2, &ids[..9], 2)]
 }
 
-/// A checkpoint of two tables by two ranks, in several data files each.
+/// The tables before the last checkpoint: some rows were others, some are gone, some were not there.
+fn before() -> Vec<Table> {
+    let mut before = tables();
+    for table in &mut before {
+        let changed: Vec<Id> = table.rows.keys().copied().filter(|id| id % 4 == 0).collect();
+        let Table { spec, rows } = table;
+        let others = Table::new("m", &spec.table, spec.optimizer_kind().unwrap(), spec.dim as usize, &changed, 9);
+        rows.extend(others.rows);
+        rows.retain(|id, _| id % 7 != 0);
+        let gone =
+            Table::new("m", &spec.table, spec.optimizer_kind().unwrap(), spec.dim as usize, &[90, 91, 92, 93], 8);
+        rows.extend(gone.rows);
+    }
+    before
+}
+
+/// A checkpoint of two tables by two ranks, in several data files each, and a delta on it.
 pub(crate) fn seed() -> &'static Files {
     static SEED: OnceLock<Files> = OnceLock::new();
     SEED.get_or_init(|| {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
-        save(&engine, Path::new(ROOT), &tables(), 2, 1000, 7).unwrap();
+        let full = save(&engine, Path::new(ROOT), &before(), 2, 1000, 7).unwrap();
+        let pair = (&*before(), &*tables());
+        save_delta(&engine, Path::new(ROOT), pair, (2, 1000), 8, on(&full.identity)).unwrap();
         files(&*engine, Path::new(ROOT))
     })
 }
@@ -116,6 +134,8 @@ fn reseal(files: &mut Files) {
         *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
         digests.push((path.clone(), bytes.len(), xxh3_64(bytes)));
     }
+    // By name, so that what a delta builds on is sealed before it.
+    let mut sealed_as: Vec<(String, u64)> = Vec::new();
     for (path, bytes) in files.iter_mut().filter(|(path, _)| path.ends_with("manifest.json")) {
         let Some(mut manifest) = value(bytes) else { continue };
         let Some(fields) = manifest.as_object_mut() else { continue };
@@ -130,7 +150,15 @@ fn reseal(files: &mut Files) {
                 digest["xxh3"] = (*xxh3).into();
             }
         }
+        if let Some(parent) = fields.get_mut("parent").and_then(Value::as_object_mut)
+            && let Some((_, xxh3)) =
+                sealed_as.iter().find(|(name, _)| parent.get("name") == Some(&Value::from(&**name)))
+        {
+            parent.insert("manifest_xxh3".into(), (*xxh3).into());
+        }
         *bytes = sealed(&manifest);
+        let name = path.parent().and_then(Path::file_name).and_then(|name| name.to_str()).unwrap_or_default();
+        sealed_as.push((name.to_owned(), xxh3_64(bytes)));
     }
 }
 
@@ -144,8 +172,8 @@ fn sealed(manifest: &Value) -> Vec<u8> {
 /// Load every table as one rank and as the second of three. Rows that are not `original` fail.
 fn load(files: &Files, original: bool) -> TestCaseResult {
     let engine = engine_of(files);
-    let opened = Latest::read(&*engine, Path::new(ROOT))
-        .and_then(|latest| Checkpoint::open(Arc::clone(&engine), Path::new(ROOT), latest));
+    let opened =
+        Latest::read(&*engine, Path::new(ROOT)).and_then(|latest| Chain::open(&engine, Path::new(ROOT), latest));
     let checkpoint = match opened {
         Ok(checkpoint) => checkpoint,
         Err(error) => return check_error(&error),
@@ -179,7 +207,7 @@ fn load(files: &Files, original: bool) -> TestCaseResult {
             });
             prop_assert_eq!(wrong, None, "a row that was never saved, or of another bucket, is handed over");
             match read {
-                Ok(()) => prop_assert_eq!(rows, reader.rows()),
+                Ok(read) => prop_assert_eq!(rows, read),
                 Err(error) => check_error(&error)?,
             }
         }
@@ -222,7 +250,7 @@ fn a_manifest_whose_counters_cannot_go_on_is_refused() {
         reseal(&mut files);
         let engine = engine_of(&files);
         let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
-        let error = Checkpoint::open(engine, Path::new(ROOT), latest).unwrap_err();
+        let error = Chain::open(&engine, Path::new(ROOT), latest).unwrap_err();
         assert_eq!(error.kind(), embcache::Kind::Corruption, "{error}");
     }
 }
@@ -234,8 +262,7 @@ fn the_seed_loads_and_so_does_what_is_sealed_again() {
     reseal(&mut files);
     let engine = engine_of(&files);
     let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
-    let checkpoint = Checkpoint::open(engine, Path::new(ROOT), latest).unwrap();
+    let checkpoint = Chain::open(&engine, Path::new(ROOT), latest).unwrap();
     let reader = checkpoint.table_reader("m", "a", 0..7).unwrap();
-    assert_eq!(reader.rows(), 60);
-    reader.read(&mut |_, _| Ok(())).unwrap();
+    assert_eq!(reader.read(&mut |_, _| Ok(())).unwrap(), 60);
 }

@@ -3,6 +3,7 @@
 
 mod damage;
 mod kill;
+mod modified;
 mod panic;
 mod reopen;
 mod reuse;

@@ -1,0 +1,130 @@
+//! A delta of a table whose rows are all in RAM, one row in a hundred modified since its parent, beside a full save of the same table:
+//! both synced, in the same round. The value is the delta's time as a share of the full save's.
+//!
+//! `EMBCACHE_BENCH_SAVE_ROWS` sets the rows (7.5M: 2 GiB).
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use embcache::cache::{Ancestor, RowBlock, Table, host_row_bytes};
+use embcache::checkpoint::{RankDigest, RankWriter, Save, SaveOptions};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::io::{IoEngine, default_engine};
+use embcache::rows::{Initializer, RowHeader};
+use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
+use embcache_benches::{Bench, Better, DIM, Rounds, Scale, Scratch, run, scattered_id, setting};
+
+const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
+const IMPORT_ROWS: u64 = 65_536;
+/// One row in so many is modified.
+const MODIFIED: u64 = 100;
+const ROUNDS: usize = 5;
+
+fn main() {
+    run(&[Bench {
+        name: "save_delta_1pct_of_full_time",
+        unit: "ratio",
+        better: Better::Lower,
+        limit: None,
+        make: Deltas::make,
+    }]);
+}
+
+struct Deltas {
+    table: Table,
+    rows: u64,
+    engine: Arc<dyn IoEngine>,
+    rounds: u64,
+    last: BTreeMap<&'static str, f64>,
+    scratch: Scratch,
+}
+
+impl Deltas {
+    fn make(scale: Scale) -> Box<dyn Rounds> {
+        let rows = setting("EMBCACHE_BENCH_SAVE_ROWS", scale.pick(7_500_000, 20_000));
+        let scratch = Scratch::new(2 * rows * 300 + (64 << 20)).unwrap_or_else(|why| panic!("{why}"));
+        let policy = PolicyKind::S3Fifo;
+        let config = TableConfig {
+            name: "rows".into(),
+            key: 1,
+            dim: DIM,
+            optimizer: OPTIMIZER,
+            initializer: Initializer::Constant { value: 0.0 },
+            seed: 0,
+            total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
+            buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
+            host_bytes: (rows + rows / 50 + 4096) * host_row_bytes(&OPTIMIZER.layout(DIM), policy),
+            device_rows: None,
+            ssd: None,
+            policy,
+            on_full: OnFull::Error,
+        };
+        let engine = default_engine().expect("an engine");
+        let table = Table::open(config, None, engine.clone()).expect("a table in RAM");
+        let deltas = Self { table, rows, engine, rounds: 0, last: BTreeMap::new(), scratch };
+        for first in (0..rows).step_by(IMPORT_ROWS as usize) {
+            deltas.give(first..(first + IMPORT_ROWS).min(rows));
+        }
+        Box::new(deltas)
+    }
+
+    /// Write rows by their numbers.
+    fn give(&self, numbers: impl Iterator<Item = u64>) {
+        let header = |number| RowHeader { id: scattered_id(number), scalar: 0.25, ..RowHeader::default() };
+        let headers: Vec<RowHeader> = numbers.map(header).collect();
+        let vectors: Vec<f32> = (0..headers.len() * DIM).map(|at| (at as u64 + self.rounds) as f32).collect();
+        self.table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("room for all rows");
+    }
+
+    /// Save, and go on from there; seconds, and the rows written.
+    fn save(&self, root: &Path, ancestor: Option<&Ancestor>) -> (f64, u64, Ancestor) {
+        let begin = Instant::now();
+        let parent = ancestor
+            .map(|one| embcache::checkpoint::Parent { name: one.name.clone(), manifest_xxh3: one.manifest_xxh3 });
+        let options = SaveOptions { parent, ..SaveOptions::default() };
+        let save = Save::begin_with(self.engine.clone(), root, 7, options).expect("begun");
+        let mut writer = RankWriter::new(self.engine.clone(), root, save.name(), 0, 1).expect("made");
+        let rows = match ancestor {
+            None => writer.write_rows_of("m", &self.table, BTreeMap::new()).expect("written"),
+            Some(one) => writer.write_changes_of("m", &self.table, BTreeMap::new(), one).expect("written").0,
+        };
+        let digests: [RankDigest; 1] = [writer.finish().expect("finished")];
+        let next_epoch = self.table.epoch().expect("open") + 1;
+        let published = save.publish(&digests, next_epoch).expect("published");
+        let identity = published.identity;
+        let ancestor = Ancestor { name: identity.name, manifest_xxh3: identity.manifest_xxh3, next_epoch };
+        self.table.set_epoch(next_epoch).expect("open");
+        self.table.saved_as(ancestor.clone()).expect("open");
+        (begin.elapsed().as_secs_f64(), rows, ancestor)
+    }
+}
+
+impl Rounds for Deltas {
+    fn ours(&mut self) -> f64 {
+        self.rounds += 1;
+        let root = self.scratch.path().join(self.rounds.to_string());
+        std::fs::create_dir(&root).expect("a folder of our own");
+        let (full, all, parent) = self.save(&root, None);
+        assert_eq!(all, self.rows);
+        self.give((self.rounds % MODIFIED..self.rows).step_by(MODIFIED as usize));
+        let (delta, some, _) = self.save(&root, Some(&parent));
+        assert_eq!(some, (self.rows - self.rounds % MODIFIED).div_ceil(MODIFIED), "the modified rows and no others");
+        std::fs::remove_dir_all(&root).expect("removed");
+        self.last = BTreeMap::from([("save_full_seconds", full), ("save_delta_seconds", delta), ("rows", all as f64)]);
+        delta / full
+    }
+
+    fn limit(&mut self) -> Option<f64> {
+        None
+    }
+
+    fn rounds(&self) -> usize {
+        ROUNDS
+    }
+
+    fn figures(&self) -> BTreeMap<&'static str, f64> {
+        self.last.clone()
+    }
+}

@@ -1,0 +1,75 @@
+"""How far long work is: told to a callable, or shown as a bar."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from .exceptions import ConfigError
+
+__all__ = ["Progress", "ProgressWanted", "Tracker"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What this rank has done of a piece of work."""
+
+    work: str
+    """"save", "load" or "compact"."""
+    table: str
+    """The table at hand, as `module/table`; "" for all of them together."""
+    rows: int
+    """Rows done, of all tables."""
+    total_rows: int | None
+    """How many there are at most; None where that is not known before."""
+
+
+ProgressWanted = Callable[[Progress], object] | bool | None
+
+
+class Tracker:
+    """Counts rows for one piece of work; a context manager. What the callable raises ends the work, and is raised."""
+
+    def __init__(self, wanted: ProgressWanted, work: str, total_rows: int | None = None, *, shown: bool = True) -> None:
+        """`wanted`: a callable, True for a bar (only where `shown`; it needs tqdm), or None or False. `ConfigError`."""
+        self._call: Callable[[Progress], object] | None = None
+        self._bar: Any = None
+        self._work, self._table, self._rows, self.total_rows = work, "", 0, total_rows
+        if wanted is True:
+            if shown:
+                try:
+                    from tqdm.auto import tqdm
+                except ImportError as cause:
+                    raise ConfigError("progress=True needs tqdm: install it, or give a callable") from cause
+                total = total_rows if total_rows is not None else math.inf
+                self._bar = tqdm(total=total, desc=work, unit=" rows", unit_scale=True)
+        elif callable(wanted):
+            self._call = wanted
+        elif wanted not in (None, False):
+            raise ConfigError(f"progress={wanted!r} is not known: give a callable, or True for a bar")
+
+    def table(self, name: str) -> None:
+        """What follows is of this table."""
+        self._table = name
+        self.advance(0)
+
+    def advance(self, rows: int) -> None:
+        """So many more rows are done."""
+        self._rows += rows
+        if self._call is not None:
+            self._call(Progress(self._work, self._table, self._rows, self.total_rows))
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._table, refresh=False)
+            self._bar.update(rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()

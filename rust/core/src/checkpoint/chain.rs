@@ -1,0 +1,279 @@
+//! A checkpoint with all it builds on: a full one and the deltas after it, read as one, newest wins.
+
+use std::collections::{BTreeMap, HashSet};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::RowSink;
+use super::latest::Latest;
+use super::manifest::{Manifest, Parent, TableEntry, TableSpec};
+use super::reader::{Checkpoint, TableReader};
+use crate::config::TableConfig;
+use crate::error::{Error, Result};
+use crate::io::IoEngine;
+use crate::memory;
+use crate::rows::RowHeader;
+use crate::types::{Id, hash_id};
+
+/// Ids of deltas that are held at once, about (16 bytes each at most): beyond, buckets are read part by part.
+const IDS_AT_ONCE: u64 = 2 << 20;
+
+/// A checkpoint and those it builds on, whose manifests are checked.
+#[derive(Clone, Debug)]
+pub struct Chain {
+    /// Newest first, the last one full.
+    links: Arc<Vec<Checkpoint>>,
+    ids_at_once: u64,
+}
+
+impl Chain {
+    /// Read and check the manifests of the checkpoint that `latest` names in `root`, and of those it builds on.
+    ///
+    /// Errors: those of [`Checkpoint::open`]; `Corruption` where one is missing, is another than it was when the next was built on
+    /// it, or they do not fit each other.
+    pub fn open(engine: &Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Self> {
+        let mut links = vec![Checkpoint::open(Arc::clone(engine), root, latest)?];
+        while let Some(parent) = &links[links.len() - 1].manifest().parent {
+            let child = &links[links.len() - 1];
+            let next = open_parent(engine, root, child, parent)?;
+            links.push(next);
+        }
+        Ok(Self { links: Arc::new(links), ids_at_once: IDS_AT_ONCE })
+    }
+
+    /// Hold about so many ids of deltas at once, where the buckets are many enough.
+    #[must_use]
+    pub fn with_ids_at_once(mut self, ids: u64) -> Self {
+        self.ids_at_once = ids.max(1);
+        self
+    }
+
+    /// The newest manifest: tables, settings and steps are as it says.
+    pub fn manifest(&self) -> &Manifest {
+        self.links[0].manifest()
+    }
+
+    /// What a delta that builds on it names as its parent.
+    pub fn identity(&self) -> Parent {
+        self.links[0].identity()
+    }
+
+    /// Names of the checkpoints, newest first.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.links.iter().map(|link| link.manifest().name.as_str())
+    }
+
+    /// The checkpoints, newest first.
+    pub fn links(&self) -> &[Checkpoint] {
+        &self.links
+    }
+
+    /// A table of the newest, or `Kind::Mismatch` with the names of those that are there.
+    pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
+        self.links[0].table(module, table)
+    }
+
+    /// The rank that had the whole of a table alone when the newest was saved, where there were several ranks.
+    pub(super) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
+        self.links[0].only_rank(module, table)
+    }
+
+    /// Check the headers and sizes of the files that hold rows of `buckets`, and get ready to read them.
+    pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<ChainReader> {
+        let entry = self.table(module, table)?;
+        let (spec, total_rows) = (entry.spec.clone(), entry.total_rows);
+        let whole = (buckets == (0..spec.total_num_buckets)).then_some(total_rows);
+        let open = |link: &Checkpoint| link.table_reader(module, table, buckets.clone());
+        let readers = self.links.iter().map(open).collect::<Result<Vec<_>>>()?;
+        Ok(ChainReader { chain: self.clone(), spec, buckets, whole, readers })
+    }
+}
+
+/// The checkpoint that `child` builds on.
+fn open_parent(engine: &Arc<dyn IoEngine>, root: &Path, child: &Checkpoint, named: &Parent) -> Result<Checkpoint> {
+    let (path, manifest) = (child.dir(), child.manifest());
+    let damaged = |what: &str, expected: String, got: String| Error::corruption(path, 0, what, expected, got);
+    let name = named.name.parse().map_err(|e: Error| damaged("its parent", "a checkpoint".into(), e.to_string()))?;
+    let latest = Latest { name };
+    if name.seq >= manifest.seq {
+        return Err(damaged("the number of its parent", format!("below {}", manifest.seq), name.seq.to_string()));
+    }
+    if !engine.exists(&root.join(&named.name)) {
+        let expected = format!("{} in {}", named.name, root.display());
+        return Err(damaged("the checkpoint that this delta builds on", expected, "missing".into()));
+    }
+    let parent = Checkpoint::open(Arc::clone(engine), root, latest)?;
+    if parent.identity() != *named {
+        let (was, is) = (named.manifest_xxh3, parent.identity().manifest_xxh3);
+        let what = format!("the manifest of {}, which this delta builds on", named.name);
+        return Err(damaged(&what, format!("{was:016x}"), format!("another, {is:016x}")));
+    }
+    let (older, newer) = (parent.manifest(), manifest);
+    if older.next_epoch > newer.next_epoch {
+        return Err(damaged(
+            "next_epoch",
+            format!("at least its parent's, {}", older.next_epoch),
+            newer.next_epoch.to_string(),
+        ));
+    }
+    let fixed = |entry: &TableEntry| {
+        let TableSpec { module, table, optimizer, .. } = entry.spec.clone();
+        // Steps and hyperparameters change as training goes on.
+        let spec = TableSpec {
+            step: 0,
+            optimizer: super::OptimizerSpec { hyperparameters: BTreeMap::new(), ..optimizer },
+            ..entry.spec.clone()
+        };
+        ((module, table), spec)
+    };
+    let differing = newer.tables.iter().zip(&older.tables).find(|(new, old)| fixed(new) != fixed(old));
+    if older.tables.len() != newer.tables.len() || differing.is_some() {
+        let of =
+            differing.map_or_else(|| "another number".to_owned(), |(new, _)| format!("another {:?}", new.spec.table));
+        return Err(damaged("the tables", "those of its parent, settings included".into(), of));
+    }
+    Ok(parent)
+}
+
+/// Reads the rows of some buckets of one table as of the newest checkpoint of a chain.
+#[derive(Debug)]
+pub struct ChainReader {
+    chain: Chain,
+    spec: TableSpec,
+    buckets: Range<u32>,
+    /// The table's rows, where they are all read.
+    whole: Option<u64>,
+    /// Of each link, newest first.
+    readers: Vec<TableReader>,
+}
+
+impl ChainReader {
+    /// The table as it was saved.
+    pub fn spec(&self) -> &TableSpec {
+        &self.spec
+    }
+
+    /// The buckets it reads.
+    pub fn buckets(&self) -> &Range<u32> {
+        &self.buckets
+    }
+
+    /// No fewer rows than [`ChainReader::read`] will hand over: without deltas exactly as many.
+    pub fn most_rows(&self) -> u64 {
+        self.readers.iter().map(TableReader::rows).sum()
+    }
+
+    /// The reader of a full checkpoint, where nothing was saved on top of it.
+    pub(super) fn only(&self) -> Option<&TableReader> {
+        if let [only] = self.readers.as_slice() { Some(only) } else { None }
+    }
+
+    /// Whether the rows can go into a table of this configuration; `Kind::Mismatch` names what differs.
+    pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
+        self.readers[0].check_fits(config)
+    }
+
+    /// Read every row of the buckets once, verify it, and hand it to `sink`, in chunks of about 4 MiB; how many they were.
+    ///
+    /// Errors: those of [`TableReader::read`]; `Corruption` where they are not as many as the newest manifest says.
+    pub fn read(&self, sink: &mut RowSink<'_>) -> Result<u64> {
+        let mut rows = 0;
+        let mut counted = |headers: &[RowHeader], vectors: &[f32]| {
+            rows += headers.len() as u64;
+            sink(headers, vectors)
+        };
+        if let Some(only) = self.only() {
+            only.read(&mut counted)?;
+        } else {
+            let newer = &self.readers[..self.readers.len() - 1];
+            let ids: u64 = newer.iter().map(|reader| reader.rows() + reader.tombstones()).sum();
+            let parts = ids
+                .div_ceil(self.chain.ids_at_once)
+                .clamp(1, u64::from((self.buckets.end - self.buckets.start).max(1)));
+            if parts == 1 {
+                merge(&self.readers, &mut counted)?;
+            } else {
+                let (start, len) = (self.buckets.start, u64::from(self.buckets.end - self.buckets.start));
+                let bound = |part: u64| start + (len * part / parts) as u32;
+                for part in 0..parts {
+                    let readers = self.chain.links.iter().map(|link| {
+                        link.table_reader(&self.spec.module, &self.spec.table, bound(part)..bound(part + 1))
+                    });
+                    merge(&readers.collect::<Result<Vec<_>>>()?, &mut counted)?;
+                }
+            }
+        }
+        match self.whole {
+            Some(whole) if whole != rows => {
+                let what = format!("the rows of table {:?} in {}", self.spec.table, self.chain.manifest().name);
+                Err(Error::corruption(self.chain.links[0].dir(), 0, &what, whole, rows))
+            }
+            _ => Ok(rows),
+        }
+    }
+}
+
+/// An id's hash, which is spread as well as any.
+#[derive(Default)]
+struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = hash_id((self.0 ^ u64::from(byte)) as Id);
+        }
+    }
+    fn write_i64(&mut self, id: i64) {
+        self.0 = hash_id(id);
+    }
+}
+
+type Ids = HashSet<Id, BuildHasherDefault<IdHasher>>;
+
+/// Hand each row over as the newest reader that knows of it has it, unless a newer one has its tombstone.
+fn merge(readers: &[TableReader], sink: &mut RowSink<'_>) -> Result<()> {
+    let mut known = Ids::default();
+    let refused = |_| memory::refused("keep the ids of deltas", IDS_AT_ONCE as usize * 16);
+    let (mut kept_headers, mut kept_vectors): (Vec<RowHeader>, Vec<f32>) = (Vec::new(), Vec::new());
+    for (age, reader) in readers.iter().enumerate() {
+        let is_oldest = age + 1 == readers.len();
+        let mut own: Vec<Id> = Vec::new();
+        reader.read(&mut |headers, vectors| {
+            let fresh = headers.iter().filter(|header| !known.contains(&header.id)).count();
+            if !is_oldest {
+                memory::reserve(&mut own, "keep the ids of deltas", headers.len())?;
+                own.extend(headers.iter().map(|header| header.id));
+            }
+            if fresh == headers.len() {
+                return sink(headers, vectors);
+            }
+            let floats = vectors.len() / headers.len();
+            kept_headers.clear();
+            kept_vectors.clear();
+            for (header, vector) in headers.iter().zip(vectors.chunks_exact(floats)) {
+                if !known.contains(&header.id) {
+                    kept_headers.push(*header);
+                    kept_vectors.extend_from_slice(vector);
+                }
+            }
+            if fresh == 0 { Ok(()) } else { sink(&kept_headers, &kept_vectors) }
+        })?;
+        if is_oldest {
+            break;
+        }
+        known.try_reserve(own.len()).map_err(refused)?;
+        known.extend(own);
+        // A row of this link is back: its tombstone is of the links before.
+        reader.read_tombstones(&mut |ids| {
+            known.try_reserve(ids.len()).map_err(refused)?;
+            known.extend(ids);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,115 @@
+//! A table's part of a delta: the rows modified since an ancestor, and tombstones of the ids that left.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::RowSink;
+use super::format::{CHUNK_BYTES, DataShape, Field, FileLayout};
+use super::manifest::{DataFile, TableSpec};
+use super::source::RowSource;
+use super::writer::RankWriter;
+use crate::cache::{Ancestor, Table};
+use crate::error::{Error, Kind, Result};
+use crate::io::AlignedBuf;
+use crate::rows::RowHeader;
+use crate::types::{Id, bucket_of};
+
+/// Tombstones of a file at most.
+pub(super) const TOMBSTONES_A_FILE: usize = 1 << 20;
+/// Bytes of the chunks in which modified rows are read (one row at least).
+const READ_BYTES: usize = 512 << 10;
+
+/// What a delta holds of one rank's share of a table, beside its rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Changes<'a> {
+    /// Ids that left since the parent, in any order; one whose row is in the delta too is back.
+    pub left: &'a [Id],
+    /// Rows of the whole share, unchanged ones included.
+    pub total_rows: u64,
+}
+
+impl RankWriter {
+    /// As [`RankWriter::write_table`], in a delta: `rows` are those modified since the parent.
+    pub fn write_changes(
+        &mut self,
+        spec: TableSpec,
+        buckets: Range<u32>,
+        rows: &mut dyn RowSource,
+        changes: Changes<'_>,
+    ) -> Result<u64> {
+        let total_num_buckets = spec.total_num_buckets;
+        let written = self.write_table(spec, buckets.clone(), rows)?;
+        let mut left: Vec<(u32, u64)> =
+            changes.left.iter().map(|&id| (bucket_of(id, total_num_buckets), id as u64)).collect();
+        left.sort_unstable();
+        left.dedup();
+        if let Some((bucket, id)) = left.iter().find(|(bucket, _)| !buckets.contains(bucket)) {
+            let what = format!("tombstone {} is of bucket {bucket}, which is not within {buckets:?}", *id as Id);
+            return Err(Error::new(Kind::Input, what));
+        }
+        for left in left.chunks(TOMBSTONES_A_FILE) {
+            let ids: Vec<Id> = left.iter().map(|(_, id)| *id as Id).collect();
+            self.append_file(|spec, buckets| tombstone_file(spec, buckets, &ids))?;
+        }
+        self.set_total_rows(changes.total_rows);
+        Ok(written)
+    }
+
+    /// Write what changed in a table since `ancestor`, as of now; how many rows and tombstones. `module` is the path of its module in the
+    /// model.
+    ///
+    /// Errors: those of [`RankWriter::write_table`], and `State` where it is not known what changed (a full save is wanted), or when the
+    /// table is trained or changed meanwhile.
+    pub fn write_changes_of(
+        &mut self,
+        module: &str,
+        table: &Table,
+        hyperparameters: BTreeMap<String, f64>,
+        ancestor: &Ancestor,
+    ) -> Result<(u64, u64)> {
+        let config = table.config();
+        let step = table.step()?;
+        let spec = TableSpec::new(module, config, hyperparameters, step);
+        let left = table.left_since(ancestor)?;
+        let changes = Changes { left: &left, total_rows: table.len()? };
+        let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
+        let chunk_rows = (READ_BYTES / row_bytes).max(1);
+        let mut modified = |sink: &mut RowSink<'_>| {
+            table.for_each_modified(ancestor.next_epoch, chunk_rows, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
+        };
+        let rows = self.write_changes(spec, config.buckets.clone(), &mut modified, changes)?;
+        if table.step()? != step {
+            return Err(Error::new(
+                Kind::State,
+                format!("table {:?} was trained while it was saved: save between steps", config.name),
+            ));
+        }
+        Ok((rows, left.len() as u64))
+    }
+}
+
+/// The file of some tombstones, which are in the order of the file, and no rows.
+fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<(AlignedBuf, DataFile)> {
+    let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
+    let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, shape)
+        .ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
+    let header = layout.header(spec, buckets);
+    let mut image = AlignedBuf::zeroed(header.len() + layout.data_bytes);
+    let (head, data) = image.split_at_mut(header.len());
+    head.copy_from_slice(&header);
+    data[layout.column(Field::Tombstone).range()].copy_from_slice(bytemuck::cast_slice(ids));
+    let mut checksums: Vec<u32> = Vec::new();
+    for column in layout.checked_columns() {
+        checksums.extend(data[column.range()].chunks(CHUNK_BYTES).map(crc32c::crc32c));
+    }
+    let checksums: &[u8] = bytemuck::cast_slice(&checksums);
+    data[layout.column(Field::Checksums).range()].copy_from_slice(checksums);
+    let file = DataFile {
+        rows: 0,
+        tombstones: ids.len() as u64,
+        bytes: image.len() as u64,
+        header_crc32c: crc32c::crc32c(&header),
+        checksums_crc32c: crc32c::crc32c(checksums),
+    };
+    Ok((image, file))
+}

@@ -1,0 +1,102 @@
+//! Which checkpoints of a directory stay: the newest ones, and whatever those build on.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use super::latest::{CheckpointName, Latest};
+use super::manifest::{MAX_MANIFEST_BYTES, Manifest, parse, unseal};
+use super::save::MANIFEST_FILE;
+use crate::error::{Error, Kind, Result};
+use crate::io::{DirLock, IoEngine, read_file};
+
+/// How long a save waits for another one to name its checkpoint: a few file operations.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Hold the directory while `LATEST` is replaced: what it names is compared with what it should name before.
+pub(super) fn lock_root(engine: &dyn IoEngine, root: &Path) -> Result<DirLock> {
+    let began = Instant::now();
+    loop {
+        match engine.lock_dir(root) {
+            Err(error) if error.kind() == Kind::InUse && began.elapsed() < PATIENCE => {
+                sleep(Duration::from_millis(5));
+            }
+            held => return held,
+        }
+    }
+}
+
+/// Names of the checkpoints in a directory, complete or not.
+pub(super) fn checkpoints(engine: &dyn IoEngine, root: &Path) -> Result<Vec<CheckpointName>> {
+    let entries = engine.list(root)?;
+    Ok(entries.iter().filter_map(|entry| entry.file_name()?.to_str()?.parse().ok()).collect())
+}
+
+fn is_complete(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> bool {
+    engine.exists(&root.join(name.to_string()).join(MANIFEST_FILE))
+}
+
+/// What a checkpoint builds on.
+fn parent(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> Result<Option<CheckpointName>> {
+    let path = root.join(name.to_string()).join(MANIFEST_FILE);
+    let bytes = unseal(&read_file(engine, &path, MAX_MANIFEST_BYTES)?, &path)?;
+    let manifest: Manifest = parse(&bytes, &path)?;
+    manifest.parent.map(|parent| parent.name.parse()).transpose()
+}
+
+/// The complete checkpoints that stay: the `keep` newest up to the one that `LATEST` names, and all that these build on. `None` where
+/// every complete one stays: `LATEST` is missing or names none that is complete, or it cannot be told what one builds on, so that one
+/// of the others may be all there is.
+fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeSet<CheckpointName>>> {
+    let Some(latest) = Latest::find(engine, root)?.map(|latest| latest.name) else { return Ok(None) };
+    if !is_complete(engine, root, latest) {
+        return Ok(None);
+    }
+    let mut complete = checkpoints(engine, root)?;
+    complete.retain(|&name| name != latest && name.seq < latest.seq && is_complete(engine, root, name));
+    complete.sort_unstable();
+    let mut stay = BTreeSet::new();
+    for &name in [latest].iter().chain(complete.iter().rev()).take(keep.max(1)) {
+        let mut next = Some(name);
+        while let Some(name) = next.filter(|&name| stay.insert(name)) {
+            let Ok(parent) = parent(engine, root, name) else { return Ok(None) };
+            next = parent;
+        }
+    }
+    Ok(Some(stay))
+}
+
+/// Remove every checkpoint that no save is writing and that does not stay. Returns what could not be removed.
+pub(super) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Vec<Error>> {
+    let mut left = Vec::new();
+    let stays = |name: CheckpointName| {
+        Ok::<_, Error>(match kept(engine, root, keep)? {
+            Some(kept) => kept.contains(&name),
+            None => is_complete(engine, root, name),
+        })
+    };
+    // Deltas go before what they build on: whenever this stops, each that is there has all it needs.
+    let mut names = checkpoints(engine, root)?;
+    names.sort_unstable_by(|a, b| b.cmp(a));
+    for name in names {
+        if stays(name)? {
+            continue;
+        }
+        let dir = root.join(name.to_string());
+        let _lock = match engine.lock_dir(&dir) {
+            Ok(lock) => lock,
+            Err(error) if error.kind() == Kind::InUse => continue,
+            Err(error) => {
+                left.push(error);
+                continue;
+            }
+        };
+        // Looked at again under the lock: a save names its checkpoint before it lets go of it, and only then.
+        if stays(name)? {
+            continue;
+        }
+        left.extend(engine.remove_dir_all(&dir).err());
+    }
+    Ok(left)
+}

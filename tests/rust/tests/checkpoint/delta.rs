@@ -1,0 +1,291 @@
+//! A full checkpoint and the deltas after it load as the rows that there were at the last one, and nothing else does.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::checkpoint::{
+    Chain, CheckpointKind, CheckpointName, Compaction, Latest, Parent, Published, RankDigest, Save, SaveOptions,
+};
+use embcache::config::OptimizerKind::{Adam, RowWiseAdagrad};
+use embcache::io::{IoEngine, MemoryEngine, Open, read_file};
+use embcache::types::Id;
+use proptest::prelude::*;
+
+use crate::made::{ROOT, Table, kind, load, load_chain, memory, on, save, save_delta, save_with};
+
+fn root() -> &'static Path {
+    Path::new(ROOT)
+}
+
+/// Tables at some moments: rows change, come, leave and come back.
+pub(crate) fn moments(count: u64) -> Vec<Vec<Table>> {
+    let at = |salt: u64| {
+        let table = |name: &str, optimizer, dim| {
+            let mut now = Table::new("m", name, optimizer, dim, &(0..60).collect::<Vec<Id>>(), 0);
+            for moment in 1..=salt {
+                // Of the ids, one in eight changes; one in nine leaves, to be back at the next moment but one.
+                let ids: Vec<Id> = (0..90 + moment as Id).filter(|id| (*id + moment as Id) % 8 == 0).collect();
+                now.rows.extend(Table::new("m", name, optimizer, dim, &ids, moment).rows);
+                now.rows.retain(|id, _| (*id + moment as Id) % 9 != 0);
+                let back: Vec<Id> = (0..60).filter(|id| (*id + moment as Id) % 9 == 2).collect();
+                now.rows.extend(Table::new("m", name, optimizer, dim, &back, 100 + moment).rows);
+            }
+            now.spec.step = salt;
+            now
+        };
+        vec![table("a", RowWiseAdagrad, 3), table("b", Adam, 2)]
+    };
+    (0..count).map(at).collect()
+}
+
+/// Save the moments as a full checkpoint and deltas, by so many ranks each.
+pub(crate) fn save_chain(engine: &Arc<dyn IoEngine>, moments: &[Vec<Table>], worlds: &[u32]) -> Vec<Published> {
+    let mut saved = vec![save(engine, root(), &moments[0], worlds[0], 400, 7).expect("saved")];
+    for (n, pair) in moments.windows(2).enumerate() {
+        let world = worlds[(n + 1) % worlds.len()];
+        let options = on(&saved[n].identity);
+        let made = save_delta(engine, root(), (&pair[0], &pair[1]), (world, 400), n as u64, options);
+        saved.push(made.expect("a delta"));
+    }
+    saved
+}
+
+/// Merge what `LATEST` names, by `world` ranks.
+pub(crate) fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> embcache::Result<Published> {
+    let latest = Latest::read(&**engine, root())?;
+    let merged = Compaction::open(engine, root(), latest)?.expect("a chain");
+    let options = SaveOptions { merged: Some(merged.chain().identity()), ..SaveOptions::default() };
+    let save = Save::begin_with(Arc::clone(engine), root(), random, options)?;
+    let digests = (0..world)
+        .map(|rank| merged.write(engine, root(), save.name(), (rank, world), &mut |_| Ok(())))
+        .collect::<embcache::Result<Vec<RankDigest>>>()?;
+    save.publish(&digests, merged.chain().manifest().next_epoch)
+}
+
+fn in_memory() -> (MemoryEngine, Arc<dyn IoEngine>) {
+    let memory = memory();
+    (memory.clone(), Arc::new(memory))
+}
+
+#[test]
+fn any_world_size_loads_deltas_that_others_saved() {
+    let moments = moments(5);
+    for worlds in [[1, 1, 1], [2, 3, 1], [4, 1, 3]] {
+        let (_, engine) = in_memory();
+        for last in 1..moments.len() {
+            let (_, fresh) = in_memory();
+            save_chain(&fresh, &moments[..=last], &worlds);
+            for readers in 1..=4 {
+                assert_eq!(load(&fresh, root(), readers).expect("loaded"), moments[last], "{worlds:?} to {readers}");
+            }
+        }
+        let saved = save_chain(&engine, &moments, &worlds);
+        let newest = saved.last().expect("saved").latest;
+        for ids_at_once in [1, 7, 50] {
+            let loaded = load_chain(&engine, root(), 2, newest, Some(ids_at_once));
+            assert_eq!(loaded.expect("loaded in parts"), moments[4]);
+        }
+        // Every link is there, and loads.
+        for (published, moment) in saved.iter().zip(&moments) {
+            assert_eq!(load_chain(&engine, root(), 3, published.latest, None).expect("loaded"), *moment);
+        }
+    }
+}
+
+#[test]
+fn a_delta_holds_what_changed_and_says_what_it_builds_on() {
+    let (_, engine) = in_memory();
+    let moments = moments(3);
+    let saved = save_chain(&engine, &moments, &[2]);
+    let chain = Chain::open(&engine, root(), saved[2].latest).expect("opened");
+    let manifest = chain.manifest();
+    assert_eq!((manifest.kind, manifest.parent.as_ref()), (CheckpointKind::Delta, Some(&saved[1].identity)));
+    assert_eq!(chain.identity(), saved[2].identity);
+    assert_eq!(chain.names().count(), 3);
+    for (entry, table) in manifest.tables.iter().zip(&moments[2]) {
+        assert_eq!(entry.total_rows, table.rows.len() as u64);
+        assert!(entry.rows > 0 && entry.rows < entry.total_rows / 2, "{} of {}", entry.rows, entry.total_rows);
+        assert!(entry.tombstones > 0);
+    }
+}
+
+#[test]
+fn a_merged_chain_is_the_full_checkpoint_of_its_last_moment() {
+    let moments = moments(5);
+    for world in [1, 3] {
+        let (_, engine) = in_memory();
+        let saved = save_chain(&engine, &moments[..4], &[2, 1]);
+        let merged = compact(&engine, world, 9).expect("merged");
+        assert_eq!(load(&engine, root(), 2).expect("loaded"), moments[3]);
+        let chain = Chain::open(&engine, root(), merged.latest).expect("opened");
+        assert!(chain.links().len() == 1 && chain.manifest().kind == CheckpointKind::Full);
+        assert_eq!(chain.manifest().merged.as_ref(), Some(&saved[3].identity), "a run goes on from it");
+        assert_eq!(engine.list(root()).expect("listed").len(), 3, "LATEST, its lock and the merged one");
+        assert!(Compaction::open(&engine, root(), merged.latest).expect("opened").is_none());
+        let next = save_delta(&engine, root(), (&moments[3], &moments[4]), (2, 400), 1, on(&merged.identity));
+        next.expect("a delta on the merged one");
+        assert_eq!(load(&engine, root(), 1).expect("loaded"), moments[4]);
+    }
+}
+
+#[test]
+fn a_missing_link_and_another_in_its_place_are_refused() {
+    let moments = moments(4);
+    for broken in 0..3 {
+        let (memory, engine) = in_memory();
+        let saved = save_chain(&engine, &moments, &[1]);
+        let dir = root().join(&saved[broken].identity.name);
+        memory.remove_dir_all(&dir).expect("removed");
+        let error = load(&engine, root(), 1).expect_err("a gap");
+        assert_eq!(error.kind(), Kind::Corruption);
+        assert!(error.to_string().contains(&saved[broken].identity.name), "{error}");
+        // One of the same name, as whole as any, of another run.
+        let (other, foreign) = in_memory();
+        let options = [SaveOptions::default(), on(&saved[0].identity), on(&saved[1].identity)];
+        let name: CheckpointName = saved[broken].identity.name.parse().expect("a name");
+        place_before(&other, name.seq, &saved, broken);
+        let again = save_delta_or_full(&foreign, &moments, broken, name, options[broken].clone());
+        assert_eq!(again.latest.name, name);
+        copy(&other, &memory, &dir);
+        let error = load(&engine, root(), 1).expect_err("another's");
+        assert_eq!(error.kind(), Kind::Corruption);
+        assert!(error.to_string().contains("builds on"), "{error}");
+    }
+}
+
+/// Make the next save to `memory` be number `seq`, on a `LATEST` that names what it is to build on.
+fn place_before(memory: &MemoryEngine, seq: u64, saved: &[Published], broken: usize) {
+    if broken > 0 {
+        let before = saved[broken - 1].latest;
+        embcache::io::publish(memory, &root().join("LATEST"), format!("{before}\n").as_bytes()).expect("written");
+    } else {
+        assert_eq!(seq, 1);
+    }
+}
+
+/// Save another moment's rows under the name that the moment `broken` had.
+fn save_delta_or_full(
+    engine: &Arc<dyn IoEngine>,
+    moments: &[Vec<Table>],
+    broken: usize,
+    name: CheckpointName,
+    options: SaveOptions,
+) -> Published {
+    let mut other = moments[broken].clone();
+    other[0].rows.remove(&3);
+    match options.parent {
+        None => save(engine, root(), &other, 1, 400, name.random).expect("saved"),
+        Some(_) => {
+            save_delta(engine, root(), (&moments[broken - 1], &other), (1, 400), name.random, options).expect("saved")
+        }
+    }
+}
+
+/// Copy a directory's files.
+fn copy(from: &MemoryEngine, to: &MemoryEngine, dir: &Path) {
+    to.create_dir_all(dir).expect("made");
+    for path in from.list(dir).expect("listed") {
+        if from.list(&path).is_ok() {
+            copy(from, to, &path);
+        } else {
+            let bytes = read_file(from, &path, 1 << 30).expect("read");
+            let file = to.open(&path, Open::Create { preallocate: 0 }).expect("made");
+            let mut padded = embcache::io::AlignedBuf::zeroed(bytes.len().next_multiple_of(4096));
+            padded[..bytes.len()].copy_from_slice(&bytes);
+            file.write_at(0, &padded).expect("written");
+            file.set_len(bytes.len() as u64).expect("cut");
+        }
+    }
+}
+
+#[test]
+fn a_delta_on_what_is_no_longer_the_newest_is_not_published() {
+    let moments = moments(3);
+    let (_, engine) = in_memory();
+    let saved = save_chain(&engine, &moments[..2], &[1]);
+    // Two deltas at once on the same: the first wins, and what it builds on stays.
+    let second = Save::begin_with(Arc::clone(&engine), root(), 1, on(&saved[1].identity)).expect("begun");
+    save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 2, on(&saved[1].identity)).expect("published");
+    assert_eq!(kind(second.publish(&[], 1)), Kind::State, "without ranks there is nothing to publish");
+    let stale = save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 3, on(&saved[1].identity));
+    let error = stale.expect_err("something was saved since");
+    assert_eq!(error.kind(), Kind::State);
+    assert!(error.to_string().contains("save again"), "{error}");
+    let nothing = Parent { name: "0000000099-0000000000000000".into(), manifest_xxh3: 1 };
+    assert_eq!(kind(save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 4, on(&nothing))), Kind::State);
+    assert_eq!(load(&engine, root(), 2).expect("loaded"), moments[2]);
+}
+
+#[test]
+fn so_many_stay_as_are_asked_for_and_all_that_they_build_on() {
+    let moments = moments(6);
+    let (_, engine) = in_memory();
+    let keeping = |keep, parent: Option<&Parent>| SaveOptions { parent: parent.cloned(), merged: None, keep };
+    let there = |saved: &[Published]| -> Vec<bool> {
+        saved.iter().map(|one| engine.exists(&root().join(&one.identity.name))).collect()
+    };
+    let full = |n: usize, keep| {
+        save_with(&engine, root(), &moments[n], (1, 400), 50 + n as u64, keeping(keep, None)).expect("saved")
+    };
+    let delta = |n: usize, keep, parent: &Published| {
+        let options = keeping(keep, Some(&parent.identity));
+        save_delta(&engine, root(), (&moments[n - 1], &moments[n]), (1, 400), n as u64, options).expect("a delta")
+    };
+    let mut saved = vec![full(0, 2)];
+    saved.push(delta(1, 2, &saved[0]));
+    saved.push(delta(2, 2, &saved[1]));
+    assert_eq!(there(&saved), [true; 3], "what a delta builds on stays");
+    saved.push(full(3, 2));
+    assert_eq!(there(&saved), [true; 4], "the last two are a full one and a delta with all before it");
+    saved.push(delta(4, 2, &saved[3]));
+    assert_eq!(there(&saved), [false, false, false, true, true]);
+    saved.push(full(5, 3));
+    assert_eq!(there(&saved), [false, false, false, true, true, true]);
+    for n in [3, 4, 5] {
+        assert_eq!(load_chain(&engine, root(), 2, saved[n].latest, None).expect("loaded"), moments[n]);
+    }
+    saved.push(full(5, 1));
+    assert_eq!(there(&saved), [false, false, false, false, false, false, true]);
+}
+
+#[test]
+fn where_it_cannot_be_told_what_one_builds_on_nothing_complete_is_removed() {
+    let moments = moments(3);
+    let (memory, engine) = in_memory();
+    let saved = save_chain(&engine, &moments, &[1]);
+    let path = root().join(&saved[1].identity.name).join("manifest.json");
+    let whole = read_file(&memory, &path, 1 << 20).expect("read");
+    embcache::io::publish(&memory, &path, b"damaged").expect("written");
+    drop(Save::begin(Arc::clone(&engine), root(), 9).expect("begun"));
+    embcache::io::publish(&memory, &path, &whole).expect("written");
+    assert_eq!(load(&engine, root(), 1).expect("loaded"), moments[2]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_changes_come_back(
+        steps in prop::collection::vec((prop::collection::btree_set(-20_i64..40, 0..30), prop::collection::btree_set(-20_i64..40, 0..20)), 1..6),
+        worlds in prop::collection::vec(1_u32..5, 1..4),
+        (readers, ids_at_once, merging) in (1_u32..5, 1_u64..40, prop::option::of(1_u32..4)),
+    ) {
+        let mut now = Table::new("m", "t", RowWiseAdagrad, 2, &(-10..20).collect::<Vec<Id>>(), 0);
+        let mut moments = vec![vec![now.clone()]];
+        for (salt, (changed, left)) in (1..).zip(steps) {
+            let changed: Vec<Id> = changed.into_iter().collect();
+            now.rows.extend(Table::new("m", "t", RowWiseAdagrad, 2, &changed, salt).rows);
+            now.rows.retain(|id, _| !left.contains(id));
+            now.spec.step = salt;
+            moments.push(vec![now.clone()]);
+        }
+        let (_, engine) = in_memory();
+        let mut newest = save_chain(&engine, &moments, &worlds).last().expect("saved").latest;
+        if let Some(world) = merging {
+            newest = compact(&engine, world, 77).expect("merged").latest;
+        }
+        let loaded = load_chain(&engine, root(), readers, newest, Some(ids_at_once)).expect("loaded");
+        prop_assert_eq!(&loaded[0], &now);
+    }
+}
