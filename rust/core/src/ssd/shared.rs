@@ -455,6 +455,9 @@ impl Shared {
             if state.moving > 0 || compact::victim(self, &state).is_some() {
                 drop(state);
                 self.schedule_compaction();
+            } else if let Some(cause) = self.home.space.failed() {
+                // Since it was looked at above: then nothing is compacted, and nothing is to be given up for that.
+                return Err(read_only(&cause));
             } else if state.seal_one_with_dead() {
                 continue;
             } else if state.moment.as_ref().is_some_and(Moment::is_unread) {
