@@ -1,5 +1,6 @@
 """A model's cache modules, found and flushed together."""
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 from . import publish
 from .cache import CacheTable
 from .collective import all_gather, rank, together
-from .exceptions import InputError
+from .exceptions import EmbCacheWarning, InputError
 
 __all__ = ["CacheModule", "cache_modules", "flush"]
 
@@ -117,6 +118,15 @@ def flush(model: nn.Module) -> None:
 
         together(all_of_them)
 
+    coordinators = {mark.coordinator for others in all_gather(marks) for mark in others}
+    if len(coordinators) > 1 and rank() == 0:
+        places = ", ".join(sorted(path for path, _ in coordinators))
+        warnings.warn(
+            f"no ssd_dir can be reached from all ranks, so that {len(coordinators)} of them ({places}) complete a flush each: "
+            "a kill between two may leave it complete for some ranks alone; give one table an ssd_dir that every machine mounts",
+            EmbCacheWarning,
+            stacklevel=2,
+        )
     each(lambda table: table.flush_as(token), tables)
     each(lambda mark: mark.prepare(token), marks)
     each(lambda mark: mark.decide(token), marks)

@@ -192,6 +192,7 @@ def few_files(root: str) -> str:
     assert isinstance(bag.failure, StorageError), bag.failure
     assert bag.failure.errno == EMFILE
     assert bag.failure.filename
+    assert "may have 40 files open (RLIMIT_NOFILE)" in str(bag.failure)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
     assert contents(bag) == straight(done)
     Saver(0).save(bag, f"{root}/elsewhere")

@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -387,6 +388,43 @@ def kill_on_ranks(rank, _size, root, follows):
 @pytest.mark.parametrize("follows", [False, True])
 def test_ranks_with_a_root_each_agree_where_a_flush_is_cut_short(two_ranks, tmp_path, follows):
     assert two_ranks.run(kill_on_ranks, str(tmp_path), follows) == ["new" if follows else "old"] * 2
+
+
+def flush_on_machines(rank, _size, root):
+    """The words of warnings of two flushes of ranks that see no directory but their own."""
+    bag = bag_in(Path(root, f"disk{rank}"), name=f"shard{rank}")
+    mine = os.path.abspath(Path(root, f"disk{rank}"))
+
+    class OfOneMachine:
+        def __init__(self, path):
+            self.path, self.root = path, _native.FlushRoot(path)
+
+        def __getattr__(self, name):
+            return getattr(self.root, name)
+
+        def is_named(self, name):
+            return self.path == mine and self.root.is_named(name)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr("torchrec_embcache.publish.FlushRoot", OfOneMachine)
+        train(bag, BATCHES[:2])
+        flush(bag)
+    flushed = Contents.of(bag)
+    bag.table.native.close()
+    with bag_in(Path(root, f"disk{rank}"), name=f"shard{rank}", reopen="resume") as bag:
+        same = Contents.of(bag) == flushed
+    return [str(warning.message) for warning in caught if issubclass(warning.category, EmbCacheWarning)], same
+
+
+def test_ranks_that_see_no_directory_of_one_another_are_told_what_a_kill_may_do(two_ranks, tmp_path):
+    (first, first_same), (second, second_same) = two_ranks.run(flush_on_machines, str(tmp_path))
+    assert first_same
+    assert second_same
+    (told,) = [words for words in first if "complete a flush each" in words]
+    assert str(tmp_path / "disk0") in told
+    assert str(tmp_path / "disk1") in told
+    assert not [words for words in second if "complete a flush each" in words]
 
 
 def test_a_model_without_tables_has_nothing_to_flush():

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use rustix::process::{Resource, getrlimit};
+
 /// What went wrong, as far as a caller can act on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -59,9 +61,16 @@ impl Error {
             std::io::ErrorKind::PermissionDenied => Kind::Permission,
             _ => Kind::Storage,
         };
+        let mut message = format!("cannot {what} {}: {source}", path.display());
+        if source.raw_os_error() == Some(libc::EMFILE) {
+            let limit = getrlimit(Resource::Nofile).current.map_or("any number of".to_owned(), |files| files.to_string());
+            let limited = format!("; this process may have {limit} files open (RLIMIT_NOFILE), and every segment is one");
+            message.push_str(&limited);
+            message.push_str(": raise it (ulimit -n), or use fewer or smaller SSD tiers");
+        }
         Self {
             kind,
-            message: format!("cannot {what} {}: {source}", path.display()),
+            message,
             path: Some(path.to_owned()),
             errno: source.raw_os_error(),
         }

@@ -1,0 +1,144 @@
+"""Both ranks of a sharded model are killed at random, one a moment after the other; they resume one flush of both, whole."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from torchrec_embcache import TierBudgets, cache_modules, flush
+from torchrec_models import MIXED, Model, Rows, Settings, batches, rows_of, sharded
+from world import process_group
+
+FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+STEPS = 40
+RAM = TierBudgets(host_bytes="4MiB")
+pytestmark = pytest.mark.filterwarnings("ignore:table .* did not fit", "ignore:table .* has no room for both")
+
+TRAINS = """
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+import test_kill_ranks
+warnings.simplefilter("ignore")
+test_kill_ranks.train_until_killed(int(sys.argv[2]), sys.argv[3], sys.argv[4])
+"""
+
+
+def a_model(tiers: TierBudgets) -> Any:
+    """Its linear layer stays as it is, so that the tables alone are all that training changes."""
+    return sharded(Model(Settings(tiers=tiers)), MIXED, FUSED)
+
+
+def on_ssd(folder: str) -> TierBudgets:
+    return TierBudgets(host_bytes="2KiB", ssd_bytes="8MiB", ssd_dir=folder, reopen="resume")
+
+
+def train(model: Any, rank: int, steps: range) -> None:
+    for batch in list(batches(steps.stop, rank, 2))[steps.start :]:
+        loss, _ = model(batch)
+        loss.backward()
+
+
+def steps_done(model: Any) -> int:
+    """The step of all tables of this rank, which is one."""
+    (done,) = {table.stats().step for module in cache_modules(model).values() for table in module.tables.values()}
+    return int(done)
+
+
+def train_until_killed(rank: int, folder: str, store: str) -> None:
+    """Steps from where the last flush was, with a flush after every other one; then nothing."""
+    with process_group(rank, 2, store):
+        model = a_model(on_ssd(folder))
+        for done in range(steps_done(model), STEPS):
+            train(model, rank, range(done, done + 1))
+            print("trained", done + 1, flush=True)
+            if done % 2:
+                flush(model)
+                print("flushed", done + 1, flush=True)
+        print("ended", STEPS, flush=True)
+        signal.pause()
+
+
+def _resumed(_rank: int, _world: int, folder: str) -> tuple[int, Rows]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = a_model(on_ssd(folder))
+        found = steps_done(model), rows_of(model)
+    for module in cache_modules(model).values():
+        for table in module.tables.values():
+            table.native.close()  # without a flush: the next finds what this one did
+    return found
+
+
+def _straight(rank: int, _world: int, steps: int) -> Rows:
+    model = a_model(RAM)
+    train(model, rank, range(steps))
+    return rows_of(model)
+
+
+def _to_the_end(rank: int, _world: int, folder: str) -> Rows:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = a_model(on_ssd(folder))
+        train(model, rank, range(steps_done(model), STEPS))
+        return rows_of(model)
+
+
+def test_two_ranks_killed_at_random_resume_one_flush_of_both(two_ranks, tmp_path):
+    folder = tmp_path / "ssd"
+    folder.mkdir(mode=0o700)
+    draw = random.Random(5)
+    flushed, progress = 0, set()
+    for number in range(int(os.environ.get("EMBCACHE_PYTHON_KILLS", "2"))):
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    TRAINS,
+                    str(Path(__file__).parent),
+                    str(rank),
+                    folder,
+                    tmp_path / f"store{number}",
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        said: list[list[str]] = [[], []]
+        first = draw.randrange(2)
+        assert ranks[first].stdout is not None
+        for _line in range(draw.randrange(5, 12)):
+            said[first].append(ranks[first].stdout.readline())
+            if not said[first][-1].startswith(("trained", "flushed")):
+                break
+        time.sleep(draw.random() * 0.02)
+        for place in (first, 1 - first):
+            ranks[place].kill()
+            time.sleep(draw.random() * 0.005)
+        for place, process in enumerate(ranks):
+            assert process.stdout is not None
+            said[place].extend(process.stdout)
+            process.stdout.close()
+            # The second may have found the first gone and be on its way out.
+            assert process.wait() == -9 or place != first, "a rank ended by itself"
+        # What one rank's call returned for is complete for both.
+        told = [int(line.split()[1]) for lines in said for line in lines if line.startswith("flushed")]
+        flushed = max([flushed, *told])
+        found = two_ranks.run(_resumed, str(folder))
+        (done,) = {steps for steps, _ in found}
+        assert done >= flushed > 0
+        assert done % 2 == 0
+        assert [rows for _, rows in found] == two_ranks.run(_straight, done)
+        progress.add(done)
+    assert len(progress) > 1, "each process goes on from where the one before was"
+    assert two_ranks.run(_to_the_end, str(folder)) == two_ranks.run(_straight, STEPS)
