@@ -1,5 +1,5 @@
-"""What saving and loading a table is compared with: the same columns as torch tensors, saved and synced, or loaded into tensors that
-are there, with nothing in the page cache.
+"""What saving and loading a table is compared with: the same columns as torch tensors, saved and synced, or loaded into tensors
+that are there, with nothing in the page cache.
 
 A rival is made from (ids, R): R rows of D = 64 columns; the ids are not looked at. A round returns bytes of tensors a second.
 """
@@ -15,8 +15,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from rivals import DIM, Rival, Round
 from served import ROOT
@@ -71,10 +73,10 @@ def sync(path: Path, forget: bool = False) -> None:
 def save_with_dcp(threads: int) -> Save:
     def save(state: Tensors, path: Path) -> None:
         # It syncs its files.
-        writer = dcp.FileSystemWriter(path, thread_count=threads)
+        writer = FileSystemWriter(path, thread_count=threads)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that there is one process
-            dcp.save(dict(state), storage_writer=writer)
+            dcp_save(dict(state), storage_writer=writer)
 
     return save
 
@@ -116,7 +118,7 @@ def loaded_by_dcp(_ids: torch.Tensor, rows: int) -> Round:
             begin = time.perf_counter()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                dcp.load(dict(state), storage_reader=dcp.FileSystemReader(path))
+                dcp_load(dict(state), storage_reader=FileSystemReader(path))
             return bytes_of(state) / (time.perf_counter() - begin)
 
     return run

@@ -82,8 +82,8 @@ fn train_and_save(dir: &Path) {
     report("training", host_bytes + PROCESS_BYTES + plans, start);
     rig.table.flush(1).unwrap();
     report("flushing", host_bytes + PROCESS_BYTES + plans, start);
-    // Rows from SSD gathered to a group, and three images of one, filled and on their way to disk.
-    let group = 4 * MIB;
+    // Rows from SSD gathered to a group, and six images of one, filled and on their way to disk.
+    let group = 2 * MIB;
     let engine = default_engine().unwrap();
     std::fs::create_dir(dir.join("saved")).unwrap();
     let save = Save::begin(engine.clone(), &dir.join("saved"), 1).unwrap();
@@ -92,7 +92,7 @@ fn train_and_save(dir: &Path) {
     assert_eq!(writer.write_rows_of("m", &rig.table, BTreeMap::new()).unwrap(), stats.rows);
     writer.finish().unwrap();
     let in_ram = 8 * host_bytes / host_row_bytes(&rig.table.config().layout(), rig.table.config().policy);
-    report("saving", host_bytes + PROCESS_BYTES + plans + 4 * group + in_ram, start);
+    report("saving", host_bytes + PROCESS_BYTES + plans + 7 * group + in_ram, start);
 }
 
 /// So many rows on SSD that their index takes most of the budget: rows in RAM make place for it.

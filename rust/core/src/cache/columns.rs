@@ -1,18 +1,20 @@
 //! Many new rows at once, as columns: a load.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
+
 use super::rows::RowBlock;
 use super::table::{Shared, State, Table};
 use crate::config::OnFull;
 use crate::error::Result;
-use crate::kernels::threads::for_each;
+use crate::kernels::threads::beside;
 use crate::memory;
 use crate::rows::RowHeader;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT, bucket_of};
 
 /// Rows placed under one hold of the table's lock.
-const ROWS_PER_CALL: usize = 32_768;
+const ROWS_PER_CALL: usize = 65_536;
 /// Rows that one thread copies at a time.
 const ROWS_PER_TASK: usize = 2048;
 /// How many rows ahead an insert asks for memory.
@@ -118,21 +120,10 @@ impl Table {
         state.host.reserve(fit)?;
         let mut slots: Vec<CacheSlot> = Vec::new();
         memory::reserve(&mut slots, "place rows", fit)?;
-        for (at, &id) in ids[..fit].iter().enumerate() {
-            if let Some(&later) = ids.get(at + INSERTS_AHEAD) {
-                state.host.slots.prefetch_insert(later);
-            }
-            // Given twice, or a free slot less than thought: what comes is not new.
-            if state.host.slots.get(id) != NO_SLOT {
-                break;
-            }
-            let Some(slot) = state.host.slots.take() else { break };
-            state.host.slots.insert(slot, id, RowState::DIRTY.with(RowState::MODIFIED));
-            slots.push(slot);
-        }
+        slots.extend((0..fit).map_while(|_| state.host.slots.take()));
         let floats = shared.layout.vector_floats();
-        let arena = state.host.arena();
-        for_each(slots.chunks(ROWS_PER_TASK).enumerate(), |(task, slots)| {
+        let arena = Arc::clone(state.host.arena());
+        let copy = |(task, slots): (usize, &[CacheSlot])| {
             for (at, &slot) in slots.iter().enumerate() {
                 let (row, to) = (range.start + task * ROWS_PER_TASK + at, arena.row(slot));
                 // SAFETY: the slot was free and is this row's alone; nobody reads it before the table's lock is given up.
@@ -141,11 +132,27 @@ impl Table {
                     rows.copy_vector(row, std::slice::from_raw_parts_mut(to.vector, floats));
                 }
             }
+        };
+        let placed = beside(slots.chunks(ROWS_PER_TASK).enumerate(), copy, || {
+            for (at, (&id, &slot)) in ids.iter().zip(&slots).enumerate() {
+                if let Some(&later) = ids.get(at + INSERTS_AHEAD) {
+                    state.host.slots.prefetch_insert(later);
+                }
+                // What comes is not new.
+                if state.host.slots.get(id) != NO_SLOT {
+                    return at;
+                }
+                state.host.slots.insert(slot, id, RowState::DIRTY.with(RowState::MODIFIED));
+            }
+            slots.len()
         });
-        state.rows += slots.len() as u64;
+        for &slot in &slots[placed..] {
+            state.host.slots.give_back(slot);
+        }
+        state.rows += placed as u64;
         shared.contents_changed();
         shared.fit_host_to_index(&mut state)?;
-        Ok(slots.len())
+        Ok(placed)
     }
 }
 

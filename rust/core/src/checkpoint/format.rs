@@ -11,7 +11,7 @@
 //! | `weight` | F32 `[n, D]` | |
 //! | optimizer slots, torch's names | F32 `[n, D]`, rowwise `sum` `[n]` | |
 //! | `count`, `score`, `modified_epoch` | U32, F32, U32 `[n]` | |
-//! | `checksums` | U32 | CRC-32C of each 32 KiB of each tensor above, from its start, in file order |
+//! | `checksums` | U32 | CRC-32C of each 16 KiB of each tensor above, from its start, in file order |
 //! | `__pad` | U8 | fills the file to a multiple of 4096; zeros |
 //!
 //! The header is padded with blanks so that weights start at a multiple of 64, and slots with them where `D` is one of 16; the file's
@@ -33,9 +33,9 @@ pub const FORMAT: &str = "torchrec-embcache";
 /// The version of the format.
 pub const VERSION: u32 = 1;
 /// Bytes of a column under one checksum.
-pub const CHUNK_BYTES: usize = 32 << 10;
+pub const CHUNK_BYTES: usize = 16 << 10;
 /// Rows of a group take at most this (one row at least).
-pub const GROUP_BYTES: usize = 32 << 20;
+pub const GROUP_BYTES: usize = 16 << 20;
 /// Weights start at a multiple of this.
 const LINE_BYTES: usize = 64;
 /// Headers larger than this are refused before they are read.

@@ -2,26 +2,21 @@
 
 use std::ops::Range;
 
-use super::format::{CHUNK_BYTES, Column, DataShape, Field, FileLayout, group_rows};
+use super::format::{CHUNK_BYTES, DataShape, Field, FileLayout, group_rows};
 use super::manifest::{DataFile, TableSpec};
-use super::order::{Misplaced, Order};
+use super::order::{Metadata, Misplaced, Order};
 use super::stream::{Shift, scatter};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
-use crate::kernels::threads::for_each;
+use crate::kernels::threads::for_each_on_half;
 use crate::memory;
-use crate::prefetch::{prefetch, prefetch_range};
+use crate::prefetch::prefetch_range;
 use crate::rows::RowRef;
-use crate::types::Id;
 
-/// Rows whose metadata one thread copies at a time: whole chunks of every such column.
-const METADATA_ROWS: usize = CHUNK_BYTES / 4;
-/// Chunks of weights or slots that one thread copies at a time.
+/// Chunks of a column that one thread fills or checks at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
-/// How many rows ahead a copy asks for memory, of weights and slots,
+/// How many rows ahead a copy asks for memory.
 const AHEAD: usize = 8;
-/// and of metadata.
-const METADATA_AHEAD: usize = 40;
 
 /// How the rows of one rank's part of a table become files.
 #[derive(Debug)]
@@ -66,19 +61,22 @@ impl<'a> GroupFormat<'a> {
     /// Make the file of `rows`, in any order, at the start of `image`, which has room for it.
     pub(super) fn write(&mut self, rows: &[RowRef<'_>], image: &mut [u8]) -> Result<DataFile> {
         memory::room("order rows for a file", rows.len() * (Order::ROW_BYTES + 4 * self.sums.len()))?;
-        let made = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.total_num_buckets);
-        made.map_err(|misplaced| self.refuse(misplaced))?;
-        self.sums.iter_mut().for_each(|sums| sums.resize(rows.len(), 0));
         let layout = self.layout(rows.len())?;
         let header = layout.header(self.spec, &self.buckets);
         let len = header.len() + layout.data_bytes;
         let (head, data) = image[..len].split_at_mut(header.len());
         head.copy_from_slice(&header);
-        let mut checksums = vec![0; layout.column(Field::Checksums).shape[0]];
-        self.fill(&layout, rows, data, &mut checksums);
+        let (columns, rest) = Columns::of(&layout, data);
+        let sums = self.fill(rows, columns)?;
+        let mut checksums: Vec<u32> = Vec::with_capacity(layout.column(Field::Checksums).shape[0]);
+        for column in layout.checked_columns() {
+            let of_column = sums.iter().find(|(field, _)| *field == column.field);
+            checksums.extend(of_column.map_or(&[][..], |(_, sums)| sums.as_slice()));
+        }
         let checksums: &[u8] = bytemuck::cast_slice(&checksums);
-        data[layout.column(Field::Checksums).range()].copy_from_slice(checksums);
-        data[layout.column(Field::Pad).range()].fill(0);
+        let (to, pad) = rest.split_at_mut(checksums.len());
+        to.copy_from_slice(checksums);
+        pad.fill(0);
         Ok(DataFile {
             rows: rows.len() as u64,
             tombstones: 0,
@@ -99,50 +97,37 @@ impl<'a> GroupFormat<'a> {
         Error::new(Kind::Input, format!("table {:?}: {what}", self.spec.table))
     }
 
-    /// Fill the checked columns and `checksums`. A column's bytes are aligned for its type: wider columns lie first, in a buffer
-    /// aligned for all.
-    fn fill(&mut self, layout: &FileLayout, rows: &[RowRef<'_>], data: &mut [u8], checksums: &mut [u32]) {
-        let (mut vectors, mut vector_sums, mut metadata) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut data, mut checksums) = (data, checksums);
-        for column in layout.checked_columns() {
-            let (bytes, rest) = data.split_at_mut(column.bytes);
-            let (sums, rest_sums) = checksums.split_at_mut(column.bytes.div_ceil(CHUNK_BYTES));
-            (data, checksums) = (rest, rest_sums);
-            match column.field {
-                Field::Vector(_) => {
-                    vectors.push(bytes);
-                    vector_sums.push(sums);
-                }
-                field if field.is_of_rows() => metadata.push((column, bytes, sums)),
-                field => {
-                    if field == Field::BucketOffsets {
-                        bytes.copy_from_slice(bytemuck::cast_slice(&self.order.starts));
-                    }
-                    take_checksums(bytes, sums);
-                }
-            }
+    /// Fill the columns; the checksums of each.
+    fn fill(&mut self, rows: &[RowRef<'_>], columns: Columns<'_>) -> Result<Vec<(Field, Vec<u32>)>> {
+        let Columns { mut vectors, mut metadata, starts } = columns;
+        let (wanted, total) = (self.vector_floats, self.spec.total_num_buckets);
+        let made = self.order.make(rows, wanted, &self.buckets, total, values_of(&mut metadata));
+        made.map_err(|misplaced| self.refuse(misplaced))?;
+        starts.copy_from_slice(bytemuck::cast_slice(&self.order.starts));
+        for sums in &mut self.sums {
+            sums.resize(rows.len(), 0);
         }
         let dim = self.spec.dim as usize;
         let placed = scatter(rows, &self.order.places, &mut vectors, dim, &mut self.sums);
-        let vectors = vectors.into_iter().zip(vector_sums).enumerate().flat_map(|(part, (bytes, sums))| {
-            let tasks = bytes.chunks_mut(CHUNKS_PER_TASK * CHUNK_BYTES).zip(sums.chunks_mut(CHUNKS_PER_TASK));
-            tasks.enumerate().map(move |(task, (bytes, sums))| Task::Vectors {
-                part,
-                start: task * CHUNKS_PER_TASK * CHUNK_BYTES,
-                bytes,
-                sums,
-            })
+        let vectors = (0..).zip(vectors).map(|(part, bytes)| (Field::Vector(part), bytes));
+        let columns: Vec<(Field, &mut [u8])> =
+            vectors.chain(metadata).chain([(Field::BucketOffsets, starts)]).collect();
+        let mut sums: Vec<(Field, Vec<u32>)> =
+            columns.iter().map(|(field, bytes)| (*field, vec![0; bytes.len().div_ceil(CHUNK_BYTES)])).collect();
+        let tasks = columns.into_iter().zip(&mut sums).flat_map(|((field, bytes), (_, sums))| {
+            let parts = bytes.chunks_mut(CHUNKS_PER_TASK * CHUNK_BYTES).zip(sums.chunks_mut(CHUNKS_PER_TASK));
+            parts.enumerate().map(move |(task, part)| (field, task * CHUNKS_PER_TASK * CHUNK_BYTES, part))
         });
-        for_each(vectors.chain(metadata_tasks(&self.order.rows, metadata)), |task| match task {
-            Task::Vectors { part, start, bytes, sums } if placed => match self.sums.get(part) {
-                Some(of_rows) => self.join_checksums(&of_rows[start / (dim * 4)..][..bytes.len() / (dim * 4)], sums),
-                None => take_checksums(bytes, sums),
-            },
-            Task::Vectors { part, start, bytes, sums } => {
+        for_each_on_half(tasks, |(field, start, (bytes, sums))| match field {
+            Field::Vector(part) if !placed => {
                 self.fill_vectors(rows, part * dim..(part + 1) * dim, start, bytes, sums);
             }
-            Task::Metadata { rows, columns } => self.fill_metadata(rows, columns),
+            Field::Vector(part) if part < self.sums.len() => {
+                self.join_checksums(&self.sums[part][start / (dim * 4)..][..bytes.len() / (dim * 4)], sums);
+            }
+            _ => take_checksums(bytes, sums),
         });
+        Ok(sums)
     }
 
     /// Checksums of chunks from those of their rows.
@@ -182,93 +167,52 @@ impl<'a> GroupFormat<'a> {
             *sum = crc32c::crc32c(chunk);
         }
     }
+}
 
-    /// Fill the columns of metadata for `rows`, by their numbers.
-    fn fill_metadata(&self, rows: &[u32], columns: Vec<MetadataPart<'_>>) {
-        fn values<T: bytemuck::Pod>(bytes: &mut [u8]) -> &mut [T] {
-            bytemuck::cast_slice_mut(bytes)
-        }
-        let mut to = Metadata::default();
-        let mut checked = Vec::with_capacity(columns.len());
-        for (field, bytes, sums) in columns {
-            checked.push((field, sums));
-            match field {
-                Field::Id => to.ids = values(bytes),
-                Field::LastStep => to.last_steps = values(bytes),
-                Field::Count => to.counts = values(bytes),
-                Field::Score => to.scores = values(bytes),
-                Field::Scalar => to.scalars = values(bytes),
-                Field::ModifiedEpoch => to.modified_epochs = values(bytes),
-                Field::BucketOffsets | Field::Tombstone | Field::Vector(_) | Field::Checksums | Field::Pad => {}
+/// The checked columns of a file that is made. Their bytes are aligned for their types: wider columns lie first, in a buffer aligned for
+/// all.
+struct Columns<'a> {
+    vectors: Vec<&'a mut [u8]>,
+    metadata: Vec<(Field, &'a mut [u8])>,
+    starts: &'a mut [u8],
+}
+
+impl<'a> Columns<'a> {
+    /// Of a file without tombstones; and what comes after them.
+    fn of(layout: &FileLayout, mut data: &'a mut [u8]) -> (Self, &'a mut [u8]) {
+        let mut columns = Self { vectors: Vec::new(), metadata: Vec::new(), starts: &mut [] };
+        for column in layout.checked_columns() {
+            let (bytes, rest) = data.split_at_mut(column.bytes);
+            data = rest;
+            match column.field {
+                Field::Vector(_) => columns.vectors.push(bytes),
+                Field::BucketOffsets => columns.starts = bytes,
+                field if field.is_of_rows() => columns.metadata.push((field, bytes)),
+                _ => {}
             }
         }
-        let headers = &self.order.headers;
-        for (at, &row) in rows.iter().enumerate() {
-            if let Some(&later) = rows.get(at + METADATA_AHEAD) {
-                prefetch(headers, later as usize);
-            }
-            let header = &headers[row as usize].0;
-            to.ids[at] = header.id;
-            to.last_steps[at] = header.last_step;
-            to.counts[at] = header.count;
-            to.scores[at] = header.score;
-            if let Some(scalar) = to.scalars.get_mut(at) {
-                *scalar = header.scalar;
-            }
-            to.modified_epochs[at] = header.modified_epoch;
-        }
-        for (field, sums) in checked {
-            take_checksums(to.bytes(field), sums);
-        }
+        (columns, data)
     }
 }
 
-/// Columns of metadata as values; no scalars where the optimizer has none.
-#[derive(Default)]
-struct Metadata<'a> {
-    ids: &'a mut [Id],
-    last_steps: &'a mut [u64],
-    counts: &'a mut [u32],
-    scores: &'a mut [f32],
-    scalars: &'a mut [f32],
-    modified_epochs: &'a mut [u32],
-}
-
-impl Metadata<'_> {
-    fn bytes(&self, field: Field) -> &[u8] {
+/// Columns of metadata as values.
+fn values_of<'a>(columns: &'a mut [(Field, &mut [u8])]) -> Metadata<'a> {
+    fn values<T: bytemuck::Pod>(bytes: &mut [u8]) -> &mut [T] {
+        bytemuck::cast_slice_mut(bytes)
+    }
+    let mut to = Metadata::default();
+    for (field, bytes) in columns {
         match field {
-            Field::Id => bytemuck::cast_slice(self.ids),
-            Field::LastStep => bytemuck::cast_slice(self.last_steps),
-            Field::Count => bytemuck::cast_slice(self.counts),
-            Field::Score => bytemuck::cast_slice(self.scores),
-            Field::Scalar => bytemuck::cast_slice(self.scalars),
-            Field::ModifiedEpoch => bytemuck::cast_slice(self.modified_epochs),
-            Field::BucketOffsets | Field::Tombstone | Field::Vector(_) | Field::Checksums | Field::Pad => &[],
+            Field::Id => to.ids = values(bytes),
+            Field::LastStep => to.last_steps = values(bytes),
+            Field::Count => to.counts = values(bytes),
+            Field::Score => to.scores = values(bytes),
+            Field::Scalar => to.scalars = values(bytes),
+            Field::ModifiedEpoch => to.modified_epochs = values(bytes),
+            Field::BucketOffsets | Field::Tombstone | Field::Vector(_) | Field::Checksums | Field::Pad => {}
         }
     }
-}
-
-/// Some rows' part of a column of metadata, and the place of its checksums.
-type MetadataPart<'a> = (Field, &'a mut [u8], &'a mut [u32]);
-
-/// A part of the columns, and the place of its checksums.
-enum Task<'a> {
-    /// Whole chunks from byte `start` on of a part of the rows' vector parts: weights, or a slot.
-    Vectors { part: usize, start: usize, bytes: &'a mut [u8], sums: &'a mut [u32] },
-    /// The metadata of some rows, in all of their columns.
-    Metadata { rows: &'a [u32], columns: Vec<MetadataPart<'a>> },
-}
-
-fn metadata_tasks<'a>(rows: &'a [u32], columns: Vec<(&Column, &'a mut [u8], &'a mut [u32])>) -> Vec<Task<'a>> {
-    let mut tasks: Vec<_> = rows.chunks(METADATA_ROWS).map(|rows| (rows, Vec::with_capacity(columns.len()))).collect();
-    for (column, bytes, sums) in columns {
-        let bytes_per_task = METADATA_ROWS * column.bytes_per_row();
-        let parts = bytes.chunks_mut(bytes_per_task).zip(sums.chunks_mut(bytes_per_task / CHUNK_BYTES));
-        for ((_, columns), (bytes, sums)) in tasks.iter_mut().zip(parts) {
-            columns.push((column.field, bytes, sums));
-        }
-    }
-    tasks.into_iter().map(|(rows, columns)| Task::Metadata { rows, columns }).collect()
+    to
 }
 
 fn take_checksums(bytes: &[u8], sums: &mut [u32]) {

@@ -19,7 +19,7 @@ use crate::types::{Id, bucket_of};
 /// Bytes of one read request.
 const READ_BYTES: usize = 4 << 20;
 /// Threads that read a file.
-const READERS: usize = 4;
+const READERS: usize = 2;
 /// Chunks that one thread verifies at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
 

@@ -7,7 +7,7 @@
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
 //! ```
 //!
-//! A data file holds one group of rows of at most 32 MiB, sorted by (bucket, `uint64(id)`), one tensor a column (see [`format`]).
+//! A data file holds one group of rows of at most 16 MiB, sorted by (bucket, `uint64(id)`), one tensor a column (see [`format`]).
 //!
 //! Saving, by whom:
 //!

@@ -1,10 +1,10 @@
-//! The order of a group's rows in their file: by bucket, then by `uint64(id)`.
+//! The order of a group's rows in their file, by bucket, then by `uint64(id)`; and their metadata in that order.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use crate::kernels::threads::for_each;
+use crate::kernels::threads::for_each_on_half;
 use crate::rows::{RowHeader, RowRef};
 use crate::simd::{Isa, Job};
 use crate::sync::lock;
@@ -22,18 +22,54 @@ const LANES: usize = 8;
 #[repr(align(32))]
 pub(super) struct Header(pub(super) RowHeader);
 
-/// An id, and which row it is of those that came.
-#[derive(Clone, Copy, Debug, Default)]
-struct Placed {
-    id: u64,
-    position: u32,
+/// Columns of metadata of some rows; no scalars where the optimizer has none.
+#[derive(Debug, Default)]
+pub(super) struct Metadata<'a> {
+    pub(super) ids: &'a mut [Id],
+    pub(super) last_steps: &'a mut [u64],
+    pub(super) counts: &'a mut [u32],
+    pub(super) scores: &'a mut [f32],
+    pub(super) scalars: &'a mut [f32],
+    pub(super) modified_epochs: &'a mut [u32],
+}
+
+impl Metadata<'_> {
+    /// Those of the first `rows` rows, and of the rest.
+    fn split(self, rows: usize) -> (Self, Self) {
+        let (ids, later_ids) = self.ids.split_at_mut(rows);
+        let (last_steps, later_steps) = self.last_steps.split_at_mut(rows);
+        let (counts, later_counts) = self.counts.split_at_mut(rows);
+        let (scores, later_scores) = self.scores.split_at_mut(rows);
+        let (scalars, later_scalars) = self.scalars.split_at_mut(rows.min(self.scalars.len()));
+        let (modified_epochs, later_epochs) = self.modified_epochs.split_at_mut(rows);
+        let later = Self {
+            ids: later_ids,
+            last_steps: later_steps,
+            counts: later_counts,
+            scores: later_scores,
+            scalars: later_scalars,
+            modified_epochs: later_epochs,
+        };
+        (Self { ids, last_steps, counts, scores, scalars, modified_epochs }, later)
+    }
+
+    #[allow(clippy::inline_always)] // Compiled for each instruction set.
+    #[inline(always)]
+    fn write(&mut self, row: usize, header: &RowHeader) {
+        self.ids[row] = header.id;
+        self.last_steps[row] = header.last_step;
+        self.counts[row] = header.count;
+        self.scores[row] = header.score;
+        if let Some(scalar) = self.scalars.get_mut(row) {
+            *scalar = header.scalar;
+        }
+        self.modified_epochs[row] = header.modified_epoch;
+    }
 }
 
 /// The order of a group, and memory for that of the next one.
 #[derive(Debug, Default)]
 pub(super) struct Order {
-    /// The rows' headers as they came: read once, in one go.
-    pub(super) headers: Vec<Header>,
     /// By row of the file, which row that is of those that came.
     pub(super) rows: Vec<u32>,
     /// The inverse.
@@ -41,8 +77,10 @@ pub(super) struct Order {
     /// Where the rows of each bucket start, and the last one's end.
     pub(super) starts: Vec<i64>,
     buckets: Vec<u32>,
-    /// By bucket, not ordered within.
-    placed: Vec<Placed>,
+    /// Headers by bucket, not ordered within,
+    headers: Vec<Header>,
+    /// and which row each is of those that came.
+    positions: Vec<u32>,
     ends: Vec<u32>,
 }
 
@@ -59,27 +97,27 @@ pub(super) enum Misplaced {
 
 impl Order {
     /// Bytes of memory that a row takes.
-    pub(super) const ROW_BYTES: usize = size_of::<Header>() + size_of::<Placed>() + 3 * 4;
+    pub(super) const ROW_BYTES: usize = size_of::<Header>() + 4 * 4;
 
-    /// Order `rows`, fewer than 2³², of `floats` each.
+    /// Order `rows`, fewer than 2³², of `floats` each, and fill in their metadata.
     pub(super) fn make(
         &mut self,
         rows: &[RowRef<'_>],
         floats: usize,
         owned: &Range<u32>,
         total_num_buckets: u32,
+        metadata: Metadata<'_>,
     ) -> Result<(), Misplaced> {
         let n = rows.len();
         self.headers.resize(n, Header::default());
+        self.positions.resize(n, 0);
         self.buckets.resize(n, 0);
         self.rows.resize(n, 0);
         self.places.resize_with(n, AtomicU32::default);
-        self.placed.resize(n, Placed::default());
         let misplaced = Mutex::new(None);
-        let tasks = self.headers.chunks_mut(ROWS_PER_TASK).zip(self.buckets.chunks_mut(ROWS_PER_TASK));
-        for_each(tasks.zip(rows.chunks(ROWS_PER_TASK)), |((headers, buckets), rows)| {
-            for ((header, bucket), row) in headers.iter_mut().zip(buckets).zip(rows) {
-                *header = Header(*row.header);
+        let tasks = self.buckets.chunks_mut(ROWS_PER_TASK).zip(rows.chunks(ROWS_PER_TASK));
+        for_each_on_half(tasks, |(buckets, rows)| {
+            for (bucket, row) in buckets.iter_mut().zip(rows) {
                 // Below the first bucket it wraps, past all of them.
                 *bucket = bucket_of(row.header.id, total_num_buckets).wrapping_sub(owned.start);
                 if row.vector.len() != floats {
@@ -88,17 +126,17 @@ impl Order {
             }
         });
         misplaced.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)?;
-        self.count(owned)?;
-        self.order_buckets()
+        self.count(rows, owned)?;
+        self.order_buckets(metadata)
     }
 
     /// Rows counted into their buckets.
-    fn count(&mut self, owned: &Range<u32>) -> Result<(), Misplaced> {
+    fn count(&mut self, rows: &[RowRef<'_>], owned: &Range<u32>) -> Result<(), Misplaced> {
         self.ends.clear();
         self.ends.resize(owned.len(), 0);
         for (row, &bucket) in self.buckets.iter().enumerate() {
             let Some(count) = self.ends.get_mut(bucket as usize) else {
-                return Err(Misplaced::Foreign(self.headers[row].0.id, bucket.wrapping_add(owned.start)));
+                return Err(Misplaced::Foreign(rows[row].header.id, bucket.wrapping_add(owned.start)));
             };
             *count += 1;
         }
@@ -110,30 +148,33 @@ impl Order {
             (row, *end) = (row + *end, row);
         }
         self.starts.push(i64::from(row));
-        for ((position, &bucket), header) in (0..).zip(&self.buckets).zip(&self.headers) {
+        for ((position, &bucket), row) in (0..).zip(&self.buckets).zip(rows) {
             let place = &mut self.ends[bucket as usize];
-            self.placed[*place as usize] = Placed { id: header.0.id as u64, position };
+            self.headers[*place as usize] = Header(*row.header);
+            self.positions[*place as usize] = position;
             *place += 1;
         }
         Ok(())
     }
 
     /// The order within each bucket.
-    fn order_buckets(&mut self) -> Result<(), Misplaced> {
-        let (starts, placed, places) = (&self.starts, &self.placed, &self.places);
+    fn order_buckets(&mut self, mut metadata: Metadata<'_>) -> Result<(), Misplaced> {
+        let (starts, headers, positions, places) = (&self.starts, &self.headers, &self.positions, &self.places);
         let mut tasks = Vec::new();
         let (mut begin, mut rest) = (0, &mut self.rows[..]);
         for end in 1..starts.len() {
             let count = (starts[end] - starts[begin]) as usize;
             if count >= ROWS_PER_TASK || end + 1 == starts.len() {
                 let (rows, later) = rest.split_at_mut(count);
-                tasks.push(BucketsJob { starts: &starts[begin..=end], placed, rows, places });
-                (begin, rest) = (end, later);
+                let (mine, later_metadata) = metadata.split(count);
+                let starts = &starts[begin..=end];
+                tasks.push(BucketsJob { starts, headers, positions, places, rows, metadata: mine });
+                (begin, rest, metadata) = (end, later, later_metadata);
             }
         }
         let twice = Mutex::new(None);
         let isa = Isa::best();
-        for_each(tasks.into_iter(), |task| {
+        for_each_on_half(tasks.into_iter(), |task| {
             if let Some(id) = isa.run(task) {
                 *lock(&twice) = Some(id);
             }
@@ -150,10 +191,12 @@ struct BucketsJob<'a> {
     /// Of the buckets, and the end of the last.
     starts: &'a [i64],
     /// Of all buckets.
-    placed: &'a [Placed],
+    headers: &'a [Header],
+    positions: &'a [u32],
+    places: &'a [AtomicU32],
     /// Of these buckets.
     rows: &'a mut [u32],
-    places: &'a [AtomicU32],
+    metadata: Metadata<'a>,
 }
 
 impl Job for BucketsJob<'_> {
@@ -161,28 +204,32 @@ impl Job for BucketsJob<'_> {
 
     #[allow(clippy::inline_always)] // Compiled for each instruction set.
     #[inline(always)]
-    fn run(self) -> Option<Id> {
+    fn run(mut self) -> Option<Id> {
         let first = self.starts[0] as usize;
         let (mut ids, mut ranks) = ([0; COUNTED], [0; COUNTED]);
+        let mut order: Vec<u32> = Vec::new();
         for bounds in self.starts.windows(2) {
             let bucket = bounds[0] as usize..bounds[1] as usize;
-            let placed = &self.placed[bucket.clone()];
-            let rows = &mut self.rows[bucket.start - first..bucket.end - first];
+            let (headers, positions) = (&self.headers[bucket.clone()], &self.positions[bucket.clone()]);
             // Two rows of one id take one place, so that another is left.
-            rows.fill(u32::MAX);
-            if placed.len() <= COUNTED {
-                rank(placed, &mut ids, &mut ranks);
-                for (&rank, row) in ranks.iter().zip(placed) {
-                    rows[rank as usize] = row.position;
+            order.clear();
+            order.resize(headers.len(), u32::MAX);
+            if headers.len() <= COUNTED {
+                rank(headers, &mut ids, &mut ranks);
+                for (at, &rank) in (0..headers.len() as u32).zip(&ranks) {
+                    order[rank as usize] = at;
                 }
             } else {
-                sort(placed, rows);
+                sort(headers, &mut order);
             }
-            for (place, &row) in (bucket.start..).zip(&*rows) {
-                let Some(to) = self.places.get(row as usize) else {
-                    return Some(twice(placed));
+            for (place, &at) in (bucket.start..).zip(&order) {
+                let Some(header) = headers.get(at as usize) else {
+                    return Some(twice(headers));
                 };
-                to.store(place as u32, Ordering::Relaxed);
+                let position = positions[at as usize];
+                self.places[position as usize].store(place as u32, Ordering::Relaxed);
+                self.rows[place - first] = position;
+                self.metadata.write(place - first, &header.0);
             }
         }
         None
@@ -192,10 +239,10 @@ impl Job for BucketsJob<'_> {
 /// How many rows have ids below each; whole blocks of `ids` and `ranks` are written.
 #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for each instruction set; plain loops over lanes.
 #[inline(always)]
-fn rank(placed: &[Placed], ids: &mut [u64; COUNTED], ranks: &mut [u64; COUNTED]) {
-    let count = placed.len();
-    for (id, row) in ids.iter_mut().zip(placed) {
-        *id = row.id;
+fn rank(headers: &[Header], ids: &mut [u64; COUNTED], ranks: &mut [u64; COUNTED]) {
+    let count = headers.len();
+    for (id, header) in ids.iter_mut().zip(headers) {
+        *id = header.0.id as u64;
     }
     ids[count..count.next_multiple_of(LANES)].fill(u64::MAX);
     let blocks = ids.chunks_exact(LANES).zip(ranks.chunks_exact_mut(LANES));
@@ -211,18 +258,18 @@ fn rank(placed: &[Placed], ids: &mut [u64; COUNTED], ranks: &mut [u64; COUNTED])
 }
 
 /// Of two rows with one id the second is left out.
-fn sort(placed: &[Placed], rows: &mut [u32]) {
-    let mut sorted = placed.to_vec();
-    sorted.sort_unstable_by_key(|row| row.id);
-    sorted.dedup_by_key(|row| row.id);
-    for (row, Placed { position, .. }) in rows.iter_mut().zip(sorted) {
-        *row = position;
+fn sort(headers: &[Header], order: &mut [u32]) {
+    let mut sorted: Vec<(u64, u32)> = (0..).zip(headers).map(|(at, header)| (header.0.id as u64, at)).collect();
+    sorted.sort_unstable();
+    sorted.dedup_by_key(|row| row.0);
+    for (to, (_, at)) in order.iter_mut().zip(sorted) {
+        *to = at;
     }
 }
 
 /// An id that is there twice.
-fn twice(placed: &[Placed]) -> Id {
-    let mut sorted: Vec<u64> = placed.iter().map(|row| row.id).collect();
+fn twice(headers: &[Header]) -> Id {
+    let mut sorted: Vec<u64> = headers.iter().map(|header| header.0.id as u64).collect();
     sorted.sort_unstable();
     sorted.windows(2).find(|pair| pair[0] == pair[1]).map_or(0, |pair| pair[0]) as Id
 }
@@ -232,21 +279,49 @@ mod tests {
     use super::*;
 
     fn header(id: Id) -> RowHeader {
-        RowHeader { id, ..RowHeader::default() }
+        let bits = crate::types::hash_id(id);
+        let (count, modified_epoch) = (bits as u32, (bits >> 32) as u32);
+        RowHeader { id, last_step: bits, count, score: count as f32, scalar: modified_epoch as f32, modified_epoch }
     }
 
+    /// Ids and bucket starts in order, once whatever else is ordered with them is as it should be.
     fn order_of(ids: &[Id], owned: Range<u32>, total: u32) -> Result<(Vec<Id>, Vec<i64>), Misplaced> {
         let headers: Vec<RowHeader> = ids.iter().map(|&id| header(id)).collect();
         let rows: Vec<RowRef<'_>> = headers.iter().map(|header| RowRef { header, vector: &[] }).collect();
         let mut order = Order::default();
+        let (mut found, mut last_steps, mut epochs) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut counts, mut scores, mut scalars) = (Vec::new(), Vec::new(), Vec::new());
         // What it was used for before changes nothing.
-        order.make(&rows[..rows.len() / 2], 0, &owned, total)?;
-        order.make(&rows, 0, &owned, total)?;
-        for (place, &row) in (0..).zip(&order.rows) {
-            assert_eq!(order.places[row as usize].load(Ordering::Relaxed), place);
-            assert_eq!(order.headers[row as usize].0.id, ids[row as usize]);
+        for n in [rows.len() / 2, rows.len()] {
+            found.resize(n, 0);
+            last_steps.resize(n, 0);
+            epochs.resize(n, 0);
+            counts.resize(n, 0);
+            scores.resize(n, 0.0);
+            scalars.resize(n, 0.0);
+            let metadata = Metadata {
+                ids: &mut found,
+                last_steps: &mut last_steps,
+                counts: &mut counts,
+                scores: &mut scores,
+                scalars: &mut scalars,
+                modified_epochs: &mut epochs,
+            };
+            order.make(&rows[..n], 0, &owned, total, metadata)?;
         }
-        Ok((order.rows.iter().map(|&row| ids[row as usize]).collect(), order.starts))
+        for (place, &row) in order.rows.iter().enumerate() {
+            assert_eq!(order.places[row as usize].load(Ordering::Relaxed) as usize, place);
+            let written = RowHeader {
+                id: found[place],
+                last_step: last_steps[place],
+                count: counts[place],
+                score: scores[place],
+                scalar: scalars[place],
+                modified_epoch: epochs[place],
+            };
+            assert_eq!(written, headers[row as usize]);
+        }
+        Ok((found, order.starts))
     }
 
     #[test]
@@ -276,6 +351,6 @@ mod tests {
         }
         assert_eq!(order_of(&[-1, 5, -1], 0..1, 1), Err(Misplaced::Twice(-1)));
         let row = RowRef { header: &header(7), vector: &[] };
-        assert_eq!(Order::default().make(&[row], 1, &(0..1), 1), Err(Misplaced::Floats(7)));
+        assert_eq!(Order::default().make(&[row], 1, &(0..1), 1, Metadata::default()), Err(Misplaced::Floats(7)));
     }
 }

@@ -10,10 +10,11 @@ use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, Open};
 use crate::sync::lock;
 
-/// Images that there are at once: one is filled while the others are written.
-const IMAGES: usize = 3;
+/// Images that there are at once: one is filled while the others are written, each by a thread and its helpers. Some of them are being
+/// synced at any time, which leaves the disk to the rest.
+const IMAGES: usize = 6;
 /// Threads that write a file.
-const WRITERS: usize = 4;
+const WRITERS: usize = 2;
 /// Bytes of one write request.
 const WRITE_BYTES: usize = 4 << 20;
 

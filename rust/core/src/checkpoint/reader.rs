@@ -22,7 +22,7 @@ use crate::rows::RowHeader;
 use crate::types::Id;
 
 /// Groups that are read ahead, each by a thread and its helpers.
-const AHEAD: usize = 2;
+const AHEAD: usize = 4;
 /// Files whose headers are read at once.
 const HEADERS: usize = 8;
 /// Bytes of the chunks that a sink is given (one row at least).
@@ -188,8 +188,8 @@ impl TableReader {
         Ok(())
     }
 
-    /// Read every row of the buckets, verify it, and hand it to `sink`, in chunks of about 4 MiB. Three groups are held at most, read
-    /// ahead (96 MiB).
+    /// Read every row of the buckets, verify it, and hand it to `sink`, in chunks of about 4 MiB. Five groups are held at most, read
+    /// ahead (80 MiB).
     ///
     /// Errors: `Corruption` with file and place (what came before has been handed over), `Storage`, and the sink's own.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<()> {

@@ -60,7 +60,7 @@ mod x86 {
     use std::arch::x86_64::{_mm_crc32_u64, _mm_loadu_ps, _mm_sfence, _mm_stream_ps};
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use crate::kernels::threads::{Shared, for_each};
+    use crate::kernels::threads::{Shared, for_each_on_half};
     use crate::rows::RowRef;
 
     /// What is written past the caches at once, in floats.
@@ -85,7 +85,7 @@ mod x86 {
         assert!(sums.iter().all(|sums| sums.len() == rows.len()), "a checksum a row");
         let columns: Vec<Shared<u8>> = columns.iter_mut().map(|column| Shared(column.as_mut_ptr())).collect();
         let sums: Vec<Shared<u32>> = sums.iter_mut().map(|sums| Shared(sums.as_mut_ptr())).collect();
-        for_each(rows.chunks(ROWS_PER_TASK).zip(places.chunks(ROWS_PER_TASK)), |(some, places)| {
+        for_each_on_half(rows.chunks(ROWS_PER_TASK).zip(places.chunks(ROWS_PER_TASK)), |(some, places)| {
             // SAFETY: SSE 4.2 is there; columns and checksums are borrowed by this call alone and as long as `rows` says; no two rows
             // have one place, so no two tasks write the same.
             unsafe {

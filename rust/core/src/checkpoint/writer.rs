@@ -19,7 +19,7 @@ use crate::rows::RowRef;
 const FEWEST_ROWS: usize = 256;
 /// Writes one rank's tables into a checkpoint that [`super::Save::begin`] made.
 ///
-/// It holds the files of three groups at most: one is filled while two are written (96 MiB with the default size).
+/// It holds the files of six groups at most: one is filled while the others are written (96 MiB with the default size).
 #[derive(Debug)]
 pub struct RankWriter {
     engine: Arc<dyn IoEngine>,

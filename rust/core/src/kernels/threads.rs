@@ -98,17 +98,49 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
     Some(pool)
 }
 
-/// Do independent tasks on half of the threads that the machine runs at once, in any order: what moves rows to and from disk is so
-/// ahead of the disk, and more threads would mostly wait for the same memory. (Rayon's own pool ends in a panic where the system gives
-/// no threads, and is of no use in a forked child.)
+/// So many threads as the machine runs at once, or a share of them; `None` where one is no more than the caller's, or the system gives
+/// none. (Rayon's own pool ends in a panic there, and is of no use in a forked child.)
+fn machine_pool(share: usize) -> Option<Arc<ThreadPool>> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from) / share;
+    if threads > 1 { pool(threads) } else { None }
+}
+
+/// Do independent tasks on the machine's threads, in any order.
 pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
-    let tasks: Vec<T> = tasks.collect();
-    let threads = std::thread::available_parallelism().map_or(1, usize::from) / 2;
-    let pool = if threads > 1 && tasks.len() > 1 { pool(threads) } else { None };
+    do_all(tasks.collect(), work, 1);
+}
+
+/// The same on half of them: what gathers rows for the disk is so ahead of it, and more threads would mostly wait for the same memory.
+pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
+    do_all(tasks.collect(), work, 2);
+}
+
+fn do_all<T: Send>(tasks: Vec<T>, work: impl Fn(T) + Sync, share: usize) {
+    let pool = if tasks.len() > 1 { machine_pool(share) } else { None };
     match pool {
         Some(pool) => pool.install(|| tasks.into_par_iter().for_each(&work)),
         None => tasks.into_iter().for_each(work),
     }
+}
+
+/// Do independent tasks on the machine's threads while this one does something of its own.
+pub(crate) fn beside<T: Send, R>(
+    tasks: impl Iterator<Item = T>,
+    work: impl Fn(T) + Sync,
+    own: impl FnOnce() -> R,
+) -> R {
+    let tasks: Vec<T> = tasks.collect();
+    let Some(pool) = machine_pool(1) else {
+        tasks.into_iter().for_each(&work);
+        return own();
+    };
+    pool.in_place_scope(|scope| {
+        let work = &work;
+        for task in tasks {
+            scope.spawn(move |_| work(task));
+        }
+        own()
+    })
 }
 
 #[cfg(test)]

@@ -192,7 +192,7 @@ fn forged_manifests_are_refused_before_anything_is_allocated() {
         ("manifest.json", "\"kind\": \"full\"", "\"kind\": \"half\"", Kind::Corruption),
         ("manifest.json", "\"seq\": 1", "\"seq\": 2", Kind::Corruption),
         ("manifest.json", "\"parent\": null", "\"parent\": null, \"extra\": 1", Kind::Corruption),
-        ("manifest.json", "\"chunk_bytes\": 32768", "\"chunk_bytes\": 0", Kind::Corruption),
+        ("manifest.json", "\"chunk_bytes\": 16384", "\"chunk_bytes\": 0", Kind::Corruption),
         ("manifest.json", "rowwise_adagrad", "rowwise_adagrab", Kind::Corruption),
         ("manifest.json", "\"rows\": 60", "\"rows\": 61", Kind::Corruption),
         ("manifest.json", "\"table\": \"b\"", "\"table\": \"a\"", Kind::Corruption),

@@ -126,7 +126,7 @@ fn the_safetensors_library_alone_reads_the_files_and_direct_io_could_write_them(
 
 #[test]
 fn a_rank_reads_its_own_byte_ranges_only() {
-    // One group of 14,000 rows, its weights over 438 chunks; a rank of seven owns one bucket of seven.
+    // One group of 14,000 rows, its weights over 875 chunks; a rank of seven owns one bucket of seven.
     let dir = tempfile::tempdir().expect("a directory");
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
     let table = Table::new("m", "t", Sgd, 256, &(0..14_000).collect::<Vec<Id>>(), 1);
@@ -140,7 +140,7 @@ fn a_rank_reads_its_own_byte_ranges_only() {
     let start = weights.as_ptr() as usize - bytes.as_ptr() as usize;
     let end = start + weights.len();
     assert!(start > header && weights.len() == 14_000 * 1024);
-    let shared = (2000 * 1024_usize).next_multiple_of(32 << 10);
+    let shared = (2000 * 1024_usize).next_multiple_of(16 << 10);
     bytes[start + shared..end].iter_mut().for_each(|byte| *byte = !*byte);
     std::fs::write(&path, bytes).expect("written");
     let checkpoint = Checkpoint::open(Arc::clone(&engine), dir.path(), latest).expect("opened");
