@@ -152,6 +152,24 @@ def test_reshard_refuses_its_own_directory_and_no_ranks(tmp_path: Path, capsys: 
     assert not list((tmp_path / "two").rglob("*.safetensors"))
 
 
+def test_compact_merges_a_chain_and_the_rows_stay(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bag = save(ckpt)
+    train(bag, steps=1, seed=9)
+    Saver(0).save(nn.Sequential(bag), str(ckpt), incremental=True)
+    code, found = run(capsys, "inspect", ckpt)
+    assert code == 0
+    assert [entry["kind"] for entry in found["checkpoints"]] == ["full", "delta"]
+    assert run(capsys, "convert", ckpt, ckpt.parent / "plain", "--to", "npy")[0] == 0
+    assert run(capsys, "convert", ckpt.parent / "plain", ckpt.parent / "back")[1]["tables"][0]["rows"] == len(bag)
+    assert run(capsys, "diff", ckpt, ckpt.parent / "back")[1]["equal"]
+    code, found = run(capsys, "compact", ckpt)
+    assert code == 0
+    assert found["rows"] == len(bag)
+    (entry,) = run(capsys, "inspect", ckpt)[1]["checkpoints"]
+    assert (entry["kind"], entry["name"]) == ("full", found["checkpoint"])
+    assert rows(loaded(ckpt)) == rows(bag)
+
+
 @pytest.mark.parametrize("layout", ["safetensors", "npy"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.kind)
 def test_a_table_goes_out_to_plain_files_and_back_bit_for_bit(

@@ -1,4 +1,4 @@
-"""`embcache`: look at checkpoints, check, compare, convert and divide them. `embcache --help` has the commands.
+"""`embcache`: look at checkpoints, check, compare, merge, convert and divide them. `embcache --help` has the commands.
 
 Exit status: 0 done; 1 damage (`verify`) or differences (`diff`) were found; 2 wrong usage; 3 it could not be done, standard error
 says why. `--json` gives programs all of it, errors too.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from torchrec_embcache.exceptions import EmbCacheError
 
-from .checkpoints import inspect, reshard, verify
+from .checkpoints import compact, inspect, reshard, verify
 from .compare import diff
 from .convert import Settings, convert
 from .layouts import READERS
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="embcache",
-        description="Look at checkpoints of embedding tables, check, compare, convert and divide them.",
+        description="Look at checkpoints of embedding tables, check, compare, merge, convert and divide them.",
         epilog="exit status: 0 done, 1 damage or differences found, 2 wrong usage, 3 it could not be done",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -80,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("source", help=checkpoint)
     made.add_argument("target", help="another directory; made when missing")
     made.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
+
+    made = command(
+        "compact", "merge the newest checkpoint and all it builds on into a full one", lambda a: compact(a.path, a.keep)
+    )
+    made.add_argument("path", help="a directory of checkpoints; a run that saves there goes on from the merged one")
+    made.add_argument("--keep", type=int, default=1, metavar="N", help="checkpoints that stay, the merged one included")
 
     made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)
     made.add_argument("source", help="a checkpoint, or a directory in another layout")

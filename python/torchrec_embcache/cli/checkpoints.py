@@ -1,4 +1,4 @@
-"""`inspect`, `verify` and `reshard`: what a checkpoint holds, whether it is whole, and the same divided between other ranks."""
+"""`inspect`, `verify`, `reshard` and `compact`: what a checkpoint holds, whether it is whole, and its rows written again."""
 
 import json
 import os
@@ -11,10 +11,11 @@ from typing import Any
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
+from torchrec_embcache.saver import Saver
 
 from .report import FOUND, Grid, Report
 
-__all__ = ["Opened", "inspect", "reshard", "verify"]
+__all__ = ["Opened", "compact", "inspect", "reshard", "verify"]
 
 #: What `inspect` shows of a table.
 _COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_buckets")
@@ -43,8 +44,8 @@ class Opened:
 
     @property
     def tables(self) -> list[dict[str, Any]]:
-        """What the manifest says of each table: `module`, `table`, `dim`, …, and `rows`."""
-        return [{**entry["spec"], "rows": entry["rows"]} for entry in self.manifest["tables"]]
+        """What the manifest says of each table: `module`, `table`, `dim`, …, and `rows`, those of its parents included."""
+        return [{**entry["spec"], "rows": entry["total_rows"]} for entry in self.manifest["tables"]]
 
 
 def _checkpoints(root: str) -> Iterator[dict[str, Any]]:
@@ -152,3 +153,11 @@ def reshard(source: str, target: str, world_size: int) -> Report:
     name, left = opened.rows.reshard(root, secrets.randbits(64), world_size)
     data = {"source": opened.root, "target": root, "checkpoint": name, "ranks": world_size}
     return Report(data, lines=[f"{name} in {root}: {world_size} ranks"], notes=left)
+
+
+def compact(path: str, keep: int) -> Report:
+    """Merge the newest checkpoint of a directory and all it builds on into a full one; see `Saver.compact`."""
+    done = Saver(0).compact(path, keep=keep)
+    rows = sum(entry["rows"] for entry in Opened.at(path).tables)
+    data = {"path": path, "checkpoint": done.checkpoint, "rows": rows}
+    return Report(data, lines=[f"{done.checkpoint} in {path}: full, {rows:,} rows"])
