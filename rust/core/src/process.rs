@@ -4,12 +4,33 @@
 //! the child: so a child makes values, and the lock that they are made under, of its own.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use crate::error::Result;
 use crate::sync::lock;
+
+thread_local! {
+    static BEHIND: Cell<bool> = const { Cell::new(false) };
+}
+
+/// From now on this thread works while others leave it time: it, and threads that it starts, have the lowest priority, and it asks no
+/// other threads for help.
+pub fn work_behind() {
+    BEHIND.set(true);
+    #[cfg(target_os = "linux")]
+    // SAFETY: changes the calling thread's priority (0, on Linux) and touches no memory. Where it is refused the priority stays.
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, 19);
+    }
+}
+
+/// Whether this thread is to work alone; see [`work_behind`].
+pub(crate) fn works_behind() -> bool {
+    BEHIND.get()
+}
 
 /// A place for one value a process. For statics: what is made is leaked.
 pub(crate) struct PerProcess<T>(AtomicPtr<Place<T>>);

@@ -17,6 +17,8 @@
 //! 3. The coordinator calls [`Save::publish`]: from then on a load finds this checkpoint, and the one before is removed. Until then,
 //!    whatever happens, a load finds the one before.
 //!
+//! Beside training, a [`RankSnapshot`] takes the [`RankWriter`]'s place: the rows are those of when it began.
+//!
 //! Loading:
 //!
 //! 1. One rank calls [`Latest::read`] and tells the others, so that all load the same checkpoint.
@@ -24,6 +26,7 @@
 //!    (headers and sizes of the files it needs are checked here). No table is touched before all ranks have done so.
 //! 3. [`TableReader::read`] hands over the rows of the buckets that the rank owns, verified as they arrive.
 
+mod beside;
 mod chain;
 mod compact;
 mod delta;
@@ -44,6 +47,7 @@ mod tables;
 mod writer;
 
 pub use crate::cache::{Gather, GroupSink};
+pub use beside::{BesideOptions, IMAGE_BYTES, RankSnapshot, TableToSave, work_behind};
 pub use chain::{Chain, ChainReader};
 pub use compact::Compaction;
 pub use delta::Changes;

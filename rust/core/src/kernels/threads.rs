@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use crate::process::PerProcess;
+use crate::process::{PerProcess, works_behind};
 use crate::sync::lock;
 
 /// Parts a thread, so that a thread that is late has few of them.
@@ -116,7 +116,7 @@ pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: im
 }
 
 fn do_all<T: Send>(tasks: Vec<T>, work: impl Fn(T) + Sync, share: usize) {
-    let pool = if tasks.len() > 1 { machine_pool(share) } else { None };
+    let pool = if tasks.len() > 1 && !works_behind() { machine_pool(share) } else { None };
     match pool {
         Some(pool) => pool.install(|| tasks.into_par_iter().for_each(&work)),
         None => tasks.into_iter().for_each(work),

@@ -1,0 +1,203 @@
+//! Saves beside training: the files are those of a blocking save at the same moment, and no stop or error costs the checkpoint before.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use embcache::cache::Table;
+use embcache::checkpoint::{BesideOptions, CheckpointName, RankSnapshot, RankWriter, Save, TableToSave};
+use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
+use embcache::types::Id;
+use embcache::{Kind, Result};
+use embcache_tests::{Contents, Rig, config};
+
+use crate::made::{ROOT, Rows, load, memory};
+
+const RANDOM: u64 = 5;
+
+/// A table in RAM, one with a device tier, and one on all tiers, trained.
+fn rigs() -> Vec<Rig> {
+    let tiers = [(None, 400, false), (Some(20), 400, false), (Some(15), 20, true)];
+    let rigs = tiers.into_iter().enumerate().map(|(number, (device_rows, host_rows, ssd))| {
+        let mut wanted = config(3, OptimizerKind::Adagrad, host_rows);
+        wanted.name = format!("t{number}");
+        wanted.policy = PolicyKind::S3Fifo;
+        wanted.device_rows = device_rows;
+        let dir = PathBuf::from("/base/m/t/0-of-1");
+        wanted.ssd = ssd.then_some(SsdConfig { dir, bytes: 4 << 20, reopen: Reopen::Never, resume_token: None });
+        let rig = Rig::open(wanted, Arc::new(MemoryEngine::default())).unwrap();
+        train(&rig, 0);
+        rig
+    });
+    rigs.collect()
+}
+
+fn train(rig: &Rig, salt: Id) {
+    for step in 0..6 {
+        let ids: Vec<Id> = (0..60).map(|at| (at * 7 + step * 31 + salt * 11) % 190).collect();
+        rig.train(&ids, 4, salt as u32).unwrap();
+    }
+}
+
+fn to_save(rigs: &[Rig]) -> Vec<TableToSave> {
+    let numbers = BTreeMap::from([("lr".to_owned(), 0.1)]);
+    rigs.iter().map(|rig| ("m".to_owned(), rig.table.clone(), numbers.clone())).collect()
+}
+
+/// A save beside training: `between` happens after the moment, `within` after each table.
+fn save_beside(
+    engine: &Arc<dyn IoEngine>,
+    rigs: &[Rig],
+    between: impl FnOnce(),
+    within: impl Fn(),
+    image_bytes: usize,
+) -> Result<CheckpointName> {
+    let save = Save::begin(Arc::clone(engine), Path::new(ROOT), RANDOM)?;
+    let name = save.name();
+    let options = BesideOptions { next_epoch: 2, image_bytes, bytes_per_second: None };
+    let mut snapshot = RankSnapshot::begin(Arc::clone(engine), Path::new(ROOT), name, (0, 1), to_save(rigs), options)?;
+    between();
+    while snapshot.write_next()?.is_some() {
+        within();
+    }
+    let digest = snapshot.finish()?;
+    save.publish(&[digest], 2)?;
+    Ok(name)
+}
+
+fn save_blocking(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Result<CheckpointName> {
+    let save = Save::begin(Arc::clone(engine), Path::new(ROOT), RANDOM)?;
+    let name = save.name();
+    let mut writer = RankWriter::new(Arc::clone(engine), Path::new(ROOT), name, 0, 1)?;
+    for (module, table, numbers) in to_save(rigs) {
+        writer.write_rows_of(&module, &table, numbers)?;
+    }
+    save.publish(&[writer.finish()?], 2)?;
+    Ok(name)
+}
+
+fn files(engine: &MemoryEngine, dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for path in engine.list(dir).unwrap() {
+        match read_file(engine, &path, 1 << 30) {
+            Ok(bytes) => _ = found.insert(path, bytes),
+            Err(_) => found.extend(files(engine, &path)),
+        }
+    }
+    found
+}
+
+fn rows_of(rigs: &[Rig]) -> Vec<Rows> {
+    let floats = |(id, (header, bits)): (Id, (embcache::rows::RowHeader, Vec<u32>))| {
+        (id, (header, bits.into_iter().map(f32::from_bits).collect()))
+    };
+    let rows = |contents: Contents| contents.into_iter().map(floats).collect();
+    rigs.iter().map(|rig| rows(rig.contents().unwrap())).collect()
+}
+
+fn loaded(engine: MemoryEngine) -> Vec<Rows> {
+    let engine: Arc<dyn IoEngine> = Arc::new(engine);
+    load(&engine, Path::new(ROOT), 2).expect("a whole checkpoint").into_iter().map(|table| table.rows).collect()
+}
+
+fn train_all(rigs: &[Rig], salt: Id) {
+    for rig in rigs {
+        train(rig, salt);
+    }
+}
+
+#[test]
+fn the_files_are_those_of_a_blocking_save_at_the_moment_whatever_is_trained_meanwhile() {
+    let rigs = rigs();
+    let (before, beside) = (memory(), memory());
+    let engine = |memory: &MemoryEngine| Arc::new(memory.clone()) as Arc<dyn IoEngine>;
+    save_blocking(&engine(&before), &rigs).unwrap();
+    let rows = rows_of(&rigs);
+    let name = save_beside(&engine(&beside), &rigs, || train_all(&rigs, 1), || train_all(&rigs, 2), 1).unwrap();
+    assert!(rows_of(&rigs) != rows);
+    let dir = Path::new(ROOT).join(name.to_string());
+    let (before, beside) = (files(&before, &dir), files(&beside, &dir));
+    assert_eq!(before.keys().collect::<Vec<_>>(), beside.keys().collect::<Vec<_>>());
+    assert!(before.len() >= 5 && before == beside, "the same bytes");
+}
+
+#[test]
+fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one_and_training_goes_on() {
+    let (mut stops, mut kept, mut replaced) = (0, 0, 0);
+    let all = rigs();
+    loop {
+        let memory = memory();
+        let plain: Arc<dyn IoEngine> = Arc::new(memory.clone());
+        save_blocking(&plain, &all).unwrap();
+        let old = rows_of(&all);
+        train_all(&all, 3);
+        let new = rows_of(&all);
+        let faults = FaultEngine::new(Arc::new(memory.clone()));
+        faults.hit_change(stops, Fault::Stop);
+        let faulty: Arc<dyn IoEngine> = Arc::new(faults.clone());
+        let result = save_beside(&faulty, &all, || train_all(&all, 4), || train_all(&all, 5), 1);
+        train_all(&all, 6);
+        if !faults.is_stopped() {
+            result.unwrap();
+            break;
+        }
+        for image in [memory.crash(), memory.kill(), memory.crash_torn(stops)] {
+            let found = loaded(image.clone());
+            assert!(found == old || found == new, "neither, after {stops} changes");
+            assert!(result.is_err() || found == new, "a save that succeeded is lost after {stops} changes");
+            if found == old {
+                kept += 1;
+            } else {
+                replaced += 1;
+            }
+            let again: Arc<dyn IoEngine> = Arc::new(image.clone());
+            save_blocking(&again, &all).unwrap();
+            assert_eq!(image.list(Path::new(ROOT)).unwrap().len(), 3, "orphans are swept");
+        }
+        stops += 1;
+    }
+    assert!(stops > 30 && kept > 60 && replaced > 0, "{stops} stops, {kept} kept, {replaced} replaced");
+}
+
+#[test]
+fn a_failed_operation_fails_the_save_typed_and_neither_training_nor_the_old_checkpoint() {
+    let all = rigs();
+    for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::Rename] {
+        let mut passing = 0;
+        loop {
+            let memory = memory();
+            let plain: Arc<dyn IoEngine> = Arc::new(memory.clone());
+            save_blocking(&plain, &all).unwrap();
+            let old = rows_of(&all);
+            let faults = FaultEngine::new(Arc::new(memory.clone()));
+            faults.hit_once(operation, passing, Fault::Fail(libc::ENOSPC));
+            let faulty: Arc<dyn IoEngine> = Arc::new(faults);
+            let result = save_beside(&faulty, &all, || train_all(&all, 7), || train_all(&all, 8), 1);
+            train_all(&all, 9);
+            let Err(error) = result else { break };
+            assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)), "{error}");
+            assert_eq!(loaded(memory.kill()), old, "{operation:?} {passing}");
+            assert_eq!(loaded(memory.crash()), old, "{operation:?} {passing}");
+            passing += 1;
+        }
+        assert!(passing > 0, "{operation:?} is never done");
+    }
+}
+
+#[test]
+fn a_save_that_cannot_hold_every_table_holds_none() {
+    let all = rigs();
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let save = Save::begin(Arc::clone(&engine), Path::new(ROOT), RANDOM).unwrap();
+    let options = BesideOptions { next_epoch: 1, image_bytes: 1 << 20, bytes_per_second: Some(1 << 40) };
+    let begin =
+        |tables| RankSnapshot::begin(Arc::clone(&engine), Path::new(ROOT), save.name(), (0, 1), tables, options);
+    let twice: Vec<TableToSave> = to_save(&all).into_iter().chain(to_save(&all[..1])).collect();
+    assert_eq!(begin(twice).unwrap_err().kind(), Kind::State);
+    let snapshot = begin(to_save(&all)).unwrap();
+    assert_eq!(snapshot.finish().unwrap_err().kind(), Kind::State, "nothing was written");
+    drop(begin(to_save(&all)).unwrap());
+    all.iter().map(|rig| &rig.table).for_each(|table: &Table| table.clear().unwrap());
+}
