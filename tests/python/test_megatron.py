@@ -1,0 +1,321 @@
+"""Tables in Megatron-Core's distributed checkpoints, beside tensors and objects, on one rank and on several."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch import nn
+
+from tables import Contents, make_bag, random_batches, train
+from torchrec_embcache import TierBudgets, initializers, megatron, optimizers
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.exceptions import EmbCacheWarning, InputError, MismatchError, StorageError, UnsupportedError
+from torchrec_embcache.whole_model import CacheModule
+from world import World, process_group
+
+BATCHES = random_batches(4, bags=8, ids=90, seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    megatron.register()
+    with process_group(0, 1, str(tmp_path_factory.mktemp("group") / "store")):
+        yield
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    return path
+
+
+class Model(nn.Module):
+    """A dense part and a table."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.dense = nn.Linear(6, 5)
+        self.bag = make_bag()
+
+    def state(self) -> dict[str, Any]:
+        """As megatron's models give it, with the tables."""
+        tensors = {
+            name: ShardedTensor.from_rank_offsets(f"dense.{name}", t) for name, t in self.dense.state_dict().items()
+        }
+        return {"model": tensors, "sparse": megatron.sharded_tables(self)}
+
+
+def trained() -> Model:
+    model = Model()
+    train(model.bag, BATCHES)
+    return model
+
+
+def extra(value: object) -> dict[str, Any]:
+    return {"rng": ShardedObject("rng", value, (1,), (0,)), "iteration": 12}
+
+
+def run_beside(request: Any) -> None:
+    """As megatron's caller runs it, in a fork of the trainer."""
+    args = list(request.async_fn_args)
+    args[1] = request.preload_fn()
+    process = mp.get_context("fork").Process(target=request.async_fn, args=args, kwargs=request.async_fn_kwargs)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tables_tensors_objects_and_common_state_come_back(asynchronous: bool, path: Path) -> None:
+    model = trained()
+    content, weight = Contents.of(model.bag), model.dense.weight.detach().clone()
+    state = model.state() | extra({"seed": 4})
+    request = dist_checkpointing.save(state, str(path), megatron.STRATEGY, async_sharded_save=asynchronous)
+    if asynchronous:
+        train(model.bag, BATCHES)
+        assert not dist_checkpointing.check_is_distributed_checkpoint(str(path))
+        run_beside(request)
+        for finalize in request.finalize_fns:
+            finalize()
+    other = Model(seed=8)
+    loaded = dist_checkpointing.load(other.state() | extra(None), str(path))
+    assert loaded["sparse"]["embcache"] is other
+    assert loaded["rng"] == {"seed": 4}
+    assert loaded["iteration"] == 12
+    assert torch.equal(loaded["model"]["weight"], weight)
+    assert Contents.of(other.bag) == content
+    config = json.loads((path / "metadata.json").read_text())
+    assert (config["sharded_backend"], config["sharded_backend_version"]) == megatron.STRATEGY
+
+
+def test_tables_alone_come_back(path: Path) -> None:
+    model = trained()
+    dist_checkpointing.save(megatron.sharded_tables(model), str(path), megatron.STRATEGY)
+    other = Model()
+    dist_checkpointing.load(megatron.sharded_tables(other), str(path))
+    assert Contents.of(other.bag) == Contents.of(model.bag)
+
+
+def test_metadata_names_tensors_objects_and_tables(path: Path) -> None:
+    model = trained()
+    dist_checkpointing.save(model.state() | extra(1), str(path), megatron.STRATEGY)
+    tensors = dist_checkpointing.load_tensors_metadata(str(path))
+    assert {key: (tuple(t.global_shape), t.dtype) for key, t in tensors.items()} == {
+        "dense.weight": ((5, 6), torch.float32),
+        "dense.bias": ((5,), torch.float32),
+    }
+    everything = dist_checkpointing.serialization.load_sharded_metadata(str(path))
+    assert {each.key for each in everything.values()} == {"dense.weight", "dense.bias", "rng", "embcache"}
+    assert all(each.data is None for each in everything.values())
+    plain = dist_checkpointing.load_plain_tensors(str(path))
+    assert torch.equal(plain["dense.weight"], model.dense.weight)
+
+
+def test_missing_and_unexpected_keys_are_reported_as_megatron_does(path: Path) -> None:
+    model = trained()
+    dist_checkpointing.save(model.state(), str(path), megatron.STRATEGY)
+    other = Model()
+    state = {"model": other.state()["model"], "sparse": megatron.sharded_tables(other, key="renamed")}
+    _, missing, unexpected = dist_checkpointing.load(state, str(path), strict="return_all")
+    assert (missing, unexpected) == ({"embcache"}, {"renamed"})
+    assert len(other.bag) == 0
+    with pytest.raises(MismatchError, match=r"no tables of the key \['renamed'\]; it has \['embcache'\]"):
+        dist_checkpointing.load({"sparse": megatron.sharded_tables(other, key="renamed")}, str(path))
+
+
+def test_tables_and_tensors_are_removed_by_the_prefix_of_their_key(path: Path) -> None:
+    model = trained()
+    strategy = megatron.SaveShardedStrategy(separation_hint="dense")
+    state = {
+        "model": model.state()["model"],
+        "kept": ShardedTensor.from_rank_offsets("kept", torch.ones(3)),
+        "a": megatron.sharded_tables(model, key="user/new"),
+        "b": megatron.sharded_tables(model, key="item"),
+    }
+    dist_checkpointing.save(state, str(path), strategy)
+    dist_checkpointing.remove_sharded_tensors(str(path), "user")
+    keys = {each.key for each in dist_checkpointing.serialization.load_sharded_metadata(str(path)).values()}
+    assert keys == {"dense.weight", "dense.bias", "kept", "item"}
+    dist_checkpointing.remove_sharded_tensors(str(path), "dense")
+    keys = {each.key for each in dist_checkpointing.serialization.load_sharded_metadata(str(path)).values()}
+    assert keys == {"kept", "item"}
+    assert not list(path.glob("dense*"))
+    other = Model()
+    with pytest.raises(MismatchError):
+        dist_checkpointing.load({"a": megatron.sharded_tables(other, key="user/new")}, str(path))
+    kept = {
+        "kept": ShardedTensor.from_rank_offsets("kept", torch.zeros(3)),
+        "b": megatron.sharded_tables(other, key="item"),
+    }
+    loaded = dist_checkpointing.load(kept, str(path))
+    assert torch.equal(loaded["kept"], torch.ones(3))
+    assert Contents.of(other.bag) == Contents.of(model.bag)
+    with pytest.warns(EmbCacheWarning, match="begins with 'nothing'"):
+        dist_checkpointing.remove_sharded_tensors(str(path), "nothing")
+
+
+class OnlyTensorsSave(megatron.SaveShardedStrategy):
+    """Leaves objects to the common strategy."""
+
+    can_handle_sharded_objects = False  # type: ignore[assignment]
+
+
+class OnlyTensorsLoad(megatron.LoadShardedStrategy):
+    """Leaves objects to the common strategy."""
+
+    can_handle_sharded_objects = False  # type: ignore[assignment]
+
+
+def test_the_common_strategies_take_the_tables_where_the_other_leaves_objects_to_them(path: Path) -> None:
+    model = trained()
+    dist_checkpointing.save(model.state() | extra({"seed": 4}), str(path), OnlyTensorsSave())
+    assert (path / "rng" / "shard_0_1.pt").exists()
+    other = Model(seed=8)
+    loaded = dist_checkpointing.load(other.state() | extra(None), str(path), OnlyTensorsLoad())
+    assert loaded["rng"] == {"seed": 4}
+    assert torch.equal(loaded["model"]["weight"], model.dense.weight)
+    assert Contents.of(other.bag) == Contents.of(model.bag)
+    found = dist_checkpointing.serialization.load_sharded_metadata(str(path), OnlyTensorsLoad())
+    assert {each.key for each in found.values()} == {"dense.weight", "dense.bias", "rng", "embcache"}
+
+
+def test_checkpoints_of_megatrons_own_strategy_are_read_and_others_refused(path: Path) -> None:
+    tensor = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
+    dist_checkpointing.save(tensor, str(path), megatron.SaveShardedStrategy("torch_dist", 1))
+    into = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+    assert torch.equal(dist_checkpointing.load(into, str(path))["w"], torch.arange(4.0))  # megatron's own
+    into = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+    loaded = dist_checkpointing.load(into, str(path), megatron.LoadShardedStrategy())
+    assert torch.equal(loaded["w"], torch.arange(4.0))
+    config = json.loads((path / "metadata.json").read_text())
+    for change in ({"sharded_backend": "zarr"}, {"sharded_backend_version": 2}):
+        (path / "metadata.json").write_text(json.dumps(config | change))
+        with pytest.raises(UnsupportedError, match="this strategy reads"):
+            dist_checkpointing.load(into, str(path), megatron.LoadShardedStrategy())
+
+
+def test_tensors_that_cannot_be_written_are_an_error_and_leave_no_checkpoint(path: Path) -> None:
+    model = trained()
+    request = dist_checkpointing.save(model.state(), str(path), megatron.STRATEGY, async_sharded_save=True)
+    for entry in path.iterdir():
+        if entry.is_file():
+            entry.unlink()
+    path.rename(path.with_name("moved"))
+    with pytest.raises(StorageError, match="rank 0: Worker failure"):
+        request.execute_sync()
+    assert not (path.with_name("moved") / "metadata.json").exists()
+
+
+def test_wrong_arguments_are_refused(path: Path) -> None:
+    model = Model()
+    with pytest.raises(InputError, match="no cache module"):
+        megatron.sharded_tables(nn.Linear(1, 1))
+    with pytest.raises(InputError, match="shorter"):
+        megatron.sharded_tables(model, key="/" * 100)
+    tables = megatron.sharded_tables(model)["embcache"]
+    with pytest.raises(InputError, match="in a list"):
+        dist_checkpointing.save({"a": [tables]}, str(path), megatron.STRATEGY)
+    strategy = megatron.SaveShardedStrategy()
+    with pytest.raises(InputError, match="one key"):
+        strategy.save({"a": tables, "b": {"c": tables}}, path)
+
+
+def test_without_megatron_the_error_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["megatron"] = None
+import torchrec_embcache
+from torchrec_embcache.exceptions import UnsupportedError
+try:
+    import torchrec_embcache.megatron
+except UnsupportedError as error:
+    assert "pip install" in str(error), error
+else:
+    raise SystemExit("imported")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
+
+
+class Shard(CacheModule, nn.Module):
+    """A table as one of several ranks has it."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        self.table = CacheTable(
+            name="item", dim=4, tiers=TierBudgets(host_bytes="1MiB"), seed=7, rank=rank, world_size=world,
+            initializer=initializers.Uniform(-0.5, 0.5), optimizer=optimizers.Adagrad(lr=0.1),
+        )  # fmt: skip
+
+    @property
+    def tables(self) -> Mapping[str, CacheTable]:
+        return {"item": self.table}
+
+    def owned(self) -> torch.Tensor:
+        """Those of 400 ids that this rank owns."""
+        begin, end = self.table.buckets
+        return torch.tensor([i for i in range(-200, 200) if begin <= i % 2**64 % self.table.total_num_buckets < end])
+
+
+def values(ids: torch.Tensor) -> torch.Tensor:
+    return torch.stack([ids * k for k in (1, 2, 3, 4)], 1).float()
+
+
+def state_of(shard: Shard, rank: int, world: int, fill: bool) -> dict[str, Any]:
+    part = torch.arange(12.0).chunk(world)[rank] if fill else torch.zeros(12 // world)
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", part.clone(), (0, rank, world)),
+        "same": ShardedTensor.from_rank_offsets("same", torch.ones(3) * fill, replica_id=rank),
+        "rng": ShardedObject("rng", rank if fill else None, (world,), (rank,)),
+        "step": 3,
+        "sparse": megatron.sharded_tables(shard),
+    }
+
+
+def check_loaded(shard: Shard, loaded: dict[str, Any], rank: int, world: int) -> None:
+    assert torch.equal(loaded["w"], torch.arange(12.0).chunk(world)[rank])
+    assert torch.equal(loaded["same"], torch.ones(3))
+    ids = shard.owned()
+    found = shard.table.read_rows(ids)
+    assert found.found.all()
+    assert torch.equal(found.weights, values(ids))
+    assert len(shard.table) == len(ids)
+
+
+def _save_and_load(rank: int, world: int, where: str, asynchronous: bool) -> None:
+    megatron.register()
+    # Megatron writes by processes of its own, which the test's, as daemons, may not start.
+    mp.current_process()._config["daemon"] = False
+    shard = Shard(rank, world)
+    shard.table.import_rows(ids := shard.owned(), values(ids))
+    request = dist_checkpointing.save(
+        state_of(shard, rank, world, True), where, megatron.STRATEGY, async_sharded_save=asynchronous
+    )
+    if asynchronous:
+        shard.table.remove_rows(ids)
+        request.execute_sync()
+    other = Shard(rank, world)
+    loaded = dist_checkpointing.load(state_of(other, rank, world, False), where)
+    assert loaded["rng"] == rank
+    check_loaded(other, loaded, rank, world)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_save_and_load_together_and_one_rank_loads_what_two_saved(
+    two_ranks: World, asynchronous: bool, path: Path
+) -> None:
+    two_ranks.run(_save_and_load, str(path), asynchronous)
+    shard = Shard(0, 1)
+    state = state_of(shard, 0, 1, False)
+    del state["rng"]  # megatron's objects are of as many ranks as saved them
+    check_loaded(shard, dist_checkpointing.load(state, str(path)), 0, 1)
