@@ -1,7 +1,10 @@
 """Block-level checkpoints that are damaged, cut short, or changed while they are read."""
 
+import json
 import os
 import shutil
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch
 from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import serialize
 from torchrec_embcache.blocks import publication, writer
+from torchrec_embcache.blocks.files import Directory, crc32c
+from torchrec_embcache.blocks.reader import SavedBlocks
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError, StateError, UnsupportedError
 from torchrec_embcache.serialize import Loader, Saver
 
@@ -144,3 +149,73 @@ def test_a_checkpoint_stays_while_it_is_loaded(path: Path, monkeypatch: pytest.M
     other = make_bag()
     Loader(str(path), {"item": other}).load()
     assert Contents.of(other) == content
+
+
+def reseal(path: Path) -> None:
+    """Make the checksums of the manifests right again, from the shards' up to LATEST."""
+    folder = saved_folder(path)
+    shards = sorted(folder.glob("shard-*-of-*.json"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"] = [crc32c(shard.read_bytes()) for shard in shards]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    checksum = crc32c((folder / "manifest.json").read_bytes())
+    (path / "LATEST.blocks").write_text(f"{folder.name} {checksum:08x}\n")
+
+
+def places(value: object, *at: Any) -> Iterator[tuple[Any, ...]]:
+    """Where the numbers of a JSON value are."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield from places(below, *at, name)
+    elif isinstance(value, list):
+        for place, below in enumerate(value):
+            yield from places(below, *at, place)
+    elif isinstance(value, int):
+        yield at
+
+
+@pytest.mark.parametrize("wrong", [2**20, 2**31 - 1, 2**40, 2**62, -1, 10**30, None, "x", [], {}, 0.5, True])
+def test_no_value_of_a_manifest_makes_a_load_allocate_more_than_the_files_are_large_or_end_untyped(
+    wrong: object, path: Path
+) -> None:
+    Saver(0, 1, 2, str(path), {"item": trained()}, {"w": torch.randn(50)}).save()
+    shard = next(saved_folder(path).glob("shard-*-of-*.json"))
+    good = json.loads(shard.read_text())
+    sizes = sum(file.stat().st_size for file in saved_folder(path).iterdir())
+    bag = make_bag()
+    refused = 0
+    for at in places(good):
+        bad = json.loads(json.dumps(good))
+        owner = bad
+        for part in at[:-1]:
+            owner = owner[part]
+        owner[at[-1]] = wrong
+        shard.write_text(json.dumps(bad))
+        reseal(path)
+        tracemalloc.start()
+        try:
+            with Directory.to_load(str(path)) as root, SavedBlocks(root):
+                pass
+        except (CorruptionError, UnsupportedError):
+            refused += 1
+        finally:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        assert peak < 4 * sizes + (1 << 20), at
+    assert refused > 20
+    assert len(bag) == 0
+
+
+def test_a_header_that_says_it_is_huge_is_refused_without_room_for_it(path: Path) -> None:
+    Saver(0, 1, 1, str(path), {"item": trained()}).save()
+    for name in ("model-000000-of-000001.safetensors", "check-000000-of-000001.safetensors"):
+        file = saved_folder(path) / name
+        good = file.read_bytes()
+        file.write_bytes((1 << 62).to_bytes(8, "little") + good[8:])
+        tracemalloc.start()
+        with pytest.raises(CorruptionError):
+            Loader(str(path), {"item": make_bag()}).load()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 4 << 20
+        file.write_bytes(good)

@@ -49,7 +49,7 @@ PYTHON_IMPORTS = {
     "blocks": _BASE | {"kernels", "cache"},
     "serialize": _CACHE | {"nn", "blocks"},
     "dcp": _CACHE | {"progress", "saver"},
-    "megatron": _CACHE | {"progress", "saver"},
+    "megatron": _CACHE | {"progress", "saver", "blocks"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {

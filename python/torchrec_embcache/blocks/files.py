@@ -35,6 +35,7 @@ __all__ = [
     "read_at",
     "render_json",
     "sync",
+    "whole",
     "write_at",
 ]
 
@@ -330,4 +331,11 @@ def parse_json(data: bytes, path: str) -> Any:
         raise corruption(path, "the manifest", "JSON", cause) from cause
     if not isinstance(value, dict):
         raise corruption(path, "the manifest", "an object", type(value).__name__)
+    return value
+
+
+def whole(value: object, low: int, high: int) -> int:
+    """`value` as an int within bounds; `ValueError` for anything else that JSON can hold."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{value!r} is no integer from {low} to {high}")
     return value

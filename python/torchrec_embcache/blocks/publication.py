@@ -210,6 +210,8 @@ def newest(root: Directory) -> tuple[Directory, list[dict[str, Any]], int]:
         manifests = []
         for number, expected in enumerate(shards):
             file = shard_file(number, len(shards))
+            if isinstance(expected, bool) or not isinstance(expected, int):
+                raise corruption(path, "the checksum of a shard", "a number", expected)
             manifests.append(parse_json(folder.read(file, expected=expected), folder.at(file)))
         undo.pop_all()
         return folder, manifests, held

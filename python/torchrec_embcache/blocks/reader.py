@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import EmbCacheError
 
-from .files import CHUNK_BYTES, DTYPE_BYTES, BlockFile, Directory, TensorEntry, corruption, read_at
+from .files import CHUNK_BYTES, DTYPE_BYTES, BlockFile, Directory, TensorEntry, corruption, read_at, whole
 from .publication import newest
 from .schema import ID
 from .writer import check_entry, check_file, data_file, part_name
@@ -207,7 +207,7 @@ class SavedBlocks:
             files[file] = (path, fd, layout)
         # From here on shapes are those of files that are there: nothing larger is allocated.
         pieces = {name: [whole(rows, 1, 1 << 62) for rows in table["runs"]] for name, table in tables.items()}
-        checks = self._checks(shard, shards, manifest["check"], entries, tables, pieces)
+        checks = self._checks(shard, shards, whole(manifest["check"], 0, (1 << 32) - 1), entries, tables, pieces)
         stored: dict[str, dict[str, _Stored]] = {name: {} for name in tables}
         for name, slot, file, entry in entries:
             path, fd, layout = files[file]
@@ -276,7 +276,9 @@ class SavedBlocks:
             or [int(last) for last in starts[:, -1]] != runs
         ):
             raise corruption(where, f"the counts of table {name!r}", "consistent", "others")
-        step, epoch, key = (whole(about[field], 0, (1 << 64) - 1) for field in ("step", "epoch", "key"))
+        # The last ones of their kinds cannot go on.
+        step, epoch = whole(about["step"], 0, (1 << 63) - 1), whole(about["epoch"], 0, (1 << 32) - 2)
+        key = whole(about["key"], 0, (1 << 64) - 1)
         table = self.tables.setdefault(name, SavedTable(name, dim, key, step, epoch, total, slots, []))
         if (table.dim, table.key, table.step, table.total_num_buckets, table.slots) != (dim, key, step, total, slots):
             raise corruption(where, f"table {name!r}", "as on the other shards", "another")
@@ -291,10 +293,3 @@ class SavedBlocks:
             at = share.buckets[1]
         if at != table.total_num_buckets:
             raise corruption(self.folder.path, f"the buckets of table {table.name!r}", table.total_num_buckets, at)
-
-
-def whole(value: object, low: int, high: int) -> int:
-    """`value` as an int within bounds; `ValueError` for anything else that JSON can hold."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{value!r} is no integer from {low} to {high}")
-    return value

@@ -114,6 +114,14 @@ impl Error {
         self
     }
 
+    /// The same error about `to`, where it speaks of `from` or of what lies below.
+    #[must_use]
+    pub fn renamed(mut self, from: &Path, to: &Path) -> Self {
+        self.message = self.message.replace(&*from.to_string_lossy(), &to.to_string_lossy());
+        self.path = self.path.map(|path| path.strip_prefix(from).map_or_else(|_| path.clone(), |below| to.join(below)));
+        self
+    }
+
     /// The same error with `context` in front of its message.
     #[must_use]
     pub fn context(mut self, context: impl std::fmt::Display) -> Self {

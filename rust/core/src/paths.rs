@@ -169,7 +169,10 @@ fn walk(path: &Path, rules: Rules, refuse: &dyn Fn(String) -> Error) -> Result<O
             }
             found => found,
         };
-        directory = found.map_err(|e| os("open", &here, e))?;
+        directory = found.map_err(|e| match e {
+            Errno::NAMETOOLONG => refuse(format!("has a component that no file system takes: {}", shortened(&here))),
+            e => os("open", &here, e),
+        })?;
         let stat = rustix::fs::fstat(&directory).map_err(|e| os("inspect", &here, e))?;
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory => {}
@@ -180,6 +183,11 @@ fn walk(path: &Path, rules: Rules, refuse: &dyn Fn(String) -> Error) -> Result<O
         }
     }
     Ok(directory)
+}
+
+/// A path for a message about its last component, which may be of any length.
+fn shortened(path: &Path) -> String {
+    path.display().to_string().chars().take(200).collect()
 }
 
 fn check_parent(directory: &OwnedFd, path: &Path) -> Result<()> {

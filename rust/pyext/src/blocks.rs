@@ -1,15 +1,31 @@
-//! What block-level checkpoints, whose files Python writes, need of the core: checked directories and checksums.
+//! Directories of checkpoints, checked and held; and what block-level checkpoints, whose files Python writes, need besides.
 
 use std::ffi::OsString;
 use std::os::fd::{IntoRawFd as _, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use embcache::io::{BeneathEngine, IoEngine, default_engine};
 use embcache::paths::{open_to_load, open_to_save};
 use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 
 use crate::buffers::slice;
 use crate::error::{input, to_python};
+
+/// Check a directory that is saved to; its absolute path, and an engine that works in it whatever becomes of the path.
+pub(crate) fn saving_in(path: &Path) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
+    let (path, directory) = open_to_save(path)?;
+    let engine = BeneathEngine::engine(default_engine()?, &path, directory);
+    Ok((path, engine))
+}
+
+/// Check a directory that is loaded from, as [`saving_in`].
+pub(crate) fn loading_from(path: &Path) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
+    let (path, directory) = open_to_load(path)?;
+    let engine = BeneathEngine::engine(default_engine()?, &path, directory);
+    Ok((path, engine))
+}
 
 fn opened((path, directory): (PathBuf, OwnedFd)) -> (OsString, i32) {
     (path.into_os_string(), directory.into_raw_fd())

@@ -3,19 +3,20 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use embcache::cache::Ancestor;
 use embcache::checkpoint::{
     Chain, ChainReader, Checkpoint, CheckpointKind, CheckpointName, Compaction, Latest, Manifest, Parent, Published,
     RankDigest, RankWriter, Save, SaveOptions,
 };
-use embcache::io::default_engine;
+use embcache::io::IoEngine;
 use embcache::paths::{directory_to_load, directory_to_save};
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::blocks::{loading_from, saving_in};
 use crate::checkpoint_rows::GivenRows;
 use crate::error::to_python;
 use crate::table::PyTable;
@@ -49,7 +50,11 @@ pub(crate) fn check_load_dir(py: Python<'_>, path: PathBuf) -> PyResult<OsString
 #[pyo3(signature = (path))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
 pub(crate) fn latest_checkpoint(py: Python<'_>, path: PathBuf) -> PyResult<String> {
-    py.detach(|| Latest::read(&*default_engine()?, &path)).map(|latest| latest.to_string()).map_err(to_python)
+    let read = || {
+        let (path, engine) = loading_from(&path)?;
+        Latest::read(&*engine, &path)
+    };
+    py.detach(read).map(|latest| latest.to_string()).map_err(to_python)
 }
 
 /// The coordinator's part of a save.
@@ -92,7 +97,11 @@ impl PySave {
         merged: Option<Identity>,
     ) -> PyResult<Self> {
         let options = SaveOptions { parent: parent.map(self::parent), merged: merged.map(self::parent), keep };
-        let save = py.detach(|| Save::begin_with(default_engine()?, &path, random, options)).map_err(to_python)?;
+        let begin = || {
+            let (path, engine) = saving_in(&path)?;
+            Save::begin_with(engine, &path, random, options)
+        };
+        let save = py.detach(begin).map_err(to_python)?;
         Ok(Self { name: save.name().to_string(), inner: Mutex::new(Some(save)), published: Mutex::default() })
     }
 
@@ -132,8 +141,11 @@ impl PyWriter {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn new(py: Python<'_>, path: PathBuf, name: &str, rank: u32, world_size: u32) -> PyResult<Self> {
         let name: CheckpointName = name.parse().map_err(to_python)?;
-        let writer =
-            py.detach(|| RankWriter::new(default_engine()?, &path, name, rank, world_size)).map_err(to_python)?;
+        let make = || {
+            let (path, engine) = saving_in(&path)?;
+            RankWriter::new(engine, &path, name, rank, world_size)
+        };
+        let writer = py.detach(make).map_err(to_python)?;
         Ok(Self { inner: Mutex::new(Some(writer)) })
     }
 
@@ -212,7 +224,7 @@ fn report(progress: Option<&Py<PyAny>>, failed: &mut Option<PyErr>, rows: u64) -
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
 pub(crate) fn newest_checkpoint(py: Python<'_>, path: PathBuf) -> PyResult<Option<Bound<'_, PyDict>>> {
     let newest = py.detach(|| {
-        let engine = default_engine()?;
+        let (path, engine) = saving_in(&path)?;
         let Some(latest) = Latest::find(&*engine, &path)? else { return Ok(None) };
         Checkpoint::open(engine, &path, latest).map(Some)
     });
@@ -235,6 +247,7 @@ fn about<'py>(py: Python<'py>, manifest: &Manifest, own: &Parent) -> PyResult<Bo
 pub(crate) struct PyCompaction {
     inner: Compaction,
     path: PathBuf,
+    engine: Arc<dyn IoEngine>,
 }
 
 #[pymethods]
@@ -243,8 +256,12 @@ impl PyCompaction {
     #[staticmethod]
     fn open(py: Python<'_>, path: PathBuf, latest: &str) -> PyResult<Option<Self>> {
         let latest: Latest = latest.parse().map_err(to_python)?;
-        let inner = py.detach(|| Compaction::open(&default_engine()?, &path, latest)).map_err(to_python)?;
-        Ok(inner.map(|inner| Self { inner, path }))
+        let open = || {
+            let (path, engine) = saving_in(&path)?;
+            let inner = Compaction::open(&engine, &path, latest)?;
+            Ok(inner.map(|inner| Self { inner, path, engine }))
+        };
+        py.detach(open).map_err(to_python)
     }
 
     #[getter]
@@ -282,7 +299,7 @@ impl PyCompaction {
         let mut failed = None;
         let written = py.detach(|| {
             let mut told = |rows| report(progress.as_ref(), &mut failed, rows);
-            self.inner.write(&default_engine()?, &self.path, name, (rank, world_size), &mut told)
+            self.inner.write(&self.engine, &self.path, name, (rank, world_size), &mut told)
         });
         failed.map_or(Ok(()), Err)?;
         written.map(|digest| (digest.bytes, digest.xxh3)).map_err(to_python)
@@ -303,7 +320,11 @@ impl PyReader {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn new(py: Python<'_>, path: PathBuf, latest: &str) -> PyResult<Self> {
         let latest: Latest = latest.parse().map_err(to_python)?;
-        let inner = py.detach(|| Chain::open(&default_engine()?, &path, latest)).map_err(to_python)?;
+        let open = || {
+            let (path, engine) = loading_from(&path)?;
+            Chain::open(&engine, &path, latest)
+        };
+        let inner = py.detach(open).map_err(to_python)?;
         Ok(Self { inner, readers: Mutex::default() })
     }
 

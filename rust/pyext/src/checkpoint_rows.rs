@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use embcache::checkpoint::{Chain, Latest, RowSink, RowSource, TableSpec, reshard};
-use embcache::io::default_engine;
 use embcache::rows::RowHeader;
 use embcache::{Error, Kind};
 use numpy::{IntoPyArray, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
 
+use crate::blocks::{loading_from, saving_in};
 use crate::buffers::{GivenMeta, headers_from_python, matrix, meta_to_python, scalars_to_python, slice, slice2};
 use crate::error::{input, to_python};
 
@@ -94,7 +94,11 @@ impl PyRows {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn new(py: Python<'_>, path: PathBuf, latest: &str) -> PyResult<Self> {
         let latest: Latest = latest.parse().map_err(to_python)?;
-        py.detach(|| Chain::open(&default_engine()?, &path, latest)).map(|inner| Self { inner }).map_err(to_python)
+        let open = || {
+            let (path, engine) = loading_from(&path)?;
+            Chain::open(&engine, &path, latest)
+        };
+        py.detach(open).map(|inner| Self { inner }).map_err(to_python)
     }
 
     fn manifest(&self) -> PyResult<String> {
@@ -145,8 +149,11 @@ impl PyRows {
     /// Write it again to another directory, divided between `world_size` ranks; its name there.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn reshard(&self, py: Python<'_>, path: PathBuf, random: u64, world_size: u32) -> PyResult<(String, Vec<String>)> {
-        let published =
-            py.detach(|| reshard(&default_engine()?, &self.inner, &path, random, world_size)).map_err(to_python)?;
+        let write = || {
+            let (path, engine) = saving_in(&path)?;
+            reshard(&engine, &self.inner, &path, random, world_size)
+        };
+        let published = py.detach(write).map_err(to_python)?;
         Ok((published.latest.to_string(), published.left.iter().map(Error::to_string).collect()))
     }
 }

@@ -11,6 +11,7 @@ use crate::error::{Error, Kind, Result};
 mod aligned;
 #[cfg(target_os = "linux")]
 mod arena;
+mod beneath;
 mod cover;
 mod disk;
 mod fault;
@@ -22,6 +23,7 @@ mod select;
 mod uring;
 
 pub use aligned::{ALIGNMENT, AlignedBuf, BufPool, PooledBuf};
+pub use beneath::BeneathEngine;
 pub use disk::DiskEngine;
 pub use fault::{Fault, FaultEngine, Operation};
 pub use lock::{DirLock, LOCK_FILE};

@@ -49,7 +49,7 @@ pub(crate) fn seed() -> &'static Files {
     })
 }
 
-fn json(bytes: &[u8]) -> Option<(usize, usize)> {
+pub(crate) fn json(bytes: &[u8]) -> Option<(usize, usize)> {
     if bytes.first() == Some(&b'{') {
         return Some((0, bytes.len()));
     }
@@ -58,12 +58,12 @@ fn json(bytes: &[u8]) -> Option<(usize, usize)> {
     Some((8, end))
 }
 
-fn value(bytes: &[u8]) -> Option<Value> {
+pub(crate) fn value(bytes: &[u8]) -> Option<Value> {
     let (start, end) = json(bytes)?;
     serde_json::from_slice(&bytes[start..end]).ok()
 }
 
-fn is_data(path: &Path) -> bool {
+pub(crate) fn is_data(path: &Path) -> bool {
     path.extension().is_some_and(|found| found == "safetensors")
 }
 
@@ -92,7 +92,7 @@ fn reseal_columns(bytes: &mut [u8]) {
 }
 
 /// Make every checksum right, from the data files up to the coordinator's manifest.
-fn reseal(files: &mut Files) {
+pub(crate) fn reseal(files: &mut Files) {
     files.iter_mut().filter(|(path, _)| is_data(path)).for_each(|(_, bytes)| reseal_columns(bytes));
     let data: Vec<(PathBuf, usize, u32, Option<u32>)> = files
         .iter()

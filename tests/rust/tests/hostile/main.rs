@@ -5,6 +5,7 @@
 //! tell what is wrong. `EMBCACHE_FUZZ_S=600` (`make fuzz FOR=600`) runs for that many seconds instead of a fixed number of cases.
 #![allow(clippy::unwrap_used)]
 
+mod amounts;
 mod checkpoint;
 #[path = "../checkpoint/made.rs"]
 #[allow(dead_code)]

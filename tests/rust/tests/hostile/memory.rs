@@ -1,10 +1,15 @@
-//! How much is allocated at once, by any thread.
+//! How much is allocated at once, by any thread and by one.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 static LARGEST: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static LARGEST_HERE: Cell<usize> = const { Cell::new(0) };
+}
 
 /// The system's allocator, with a note of the largest request.
 struct Noting;
@@ -14,6 +19,8 @@ static ALLOCATOR: Noting = Noting;
 
 fn note(bytes: usize) {
     LARGEST.fetch_max(bytes, Ordering::Relaxed);
+    // A thread that ends has none any more.
+    let _ = LARGEST_HERE.try_with(|largest| largest.set(largest.get().max(bytes)));
 }
 
 // SAFETY: every call goes to the system's allocator unchanged.
@@ -42,4 +49,11 @@ unsafe impl GlobalAlloc for Noting {
 /// The largest request so far.
 pub(crate) fn largest() -> usize {
     LARGEST.load(Ordering::Relaxed)
+}
+
+/// What `work` gives, and the largest request that this thread made meanwhile.
+pub(crate) fn largest_of<T>(work: impl FnOnce() -> T) -> (T, usize) {
+    LARGEST_HERE.with(|largest| largest.set(0));
+    let result = work();
+    (result, LARGEST_HERE.with(Cell::get))
 }

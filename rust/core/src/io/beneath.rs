@@ -1,0 +1,206 @@
+//! A directory that was checked, and nothing but it: whoever exchanges a component of its path for a link meanwhile, or of a path
+//! below it, changes nothing that is read or written.
+
+use std::any::Any;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use super::{DirLock, IoEngine, IoFile, Open, Read, ReadSink};
+use crate::error::{Error, Kind, Result};
+
+/// An engine that holds one directory by its descriptor: an operation on a path below walks from there, one `openat` without
+/// following links a component, and is done by the engine within through `/proc/self/fd`. Other paths are that engine's own.
+#[derive(Debug)]
+pub struct BeneathEngine {
+    inner: Arc<dyn IoEngine>,
+    root: PathBuf,
+    directory: OwnedFd,
+}
+
+/// A directory below, open for as long as an operation takes, and what it is called meanwhile.
+struct Held<'a> {
+    _directory: Option<OwnedFd>,
+    alias: PathBuf,
+    real: &'a Path,
+}
+
+impl Held<'_> {
+    /// An error with the name that the user knows.
+    fn named(&self, error: Error) -> Error {
+        error.renamed(&self.alias, self.real)
+    }
+}
+
+fn alias(directory: &OwnedFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()))
+}
+
+impl BeneathEngine {
+    /// An engine for what lies in `root`, which is open as `directory`, as [`crate::paths::open_to_save`] gives it. Where `/proc` is not
+    /// mounted this is `inner` itself.
+    pub fn engine(inner: Arc<dyn IoEngine>, root: &Path, directory: OwnedFd) -> Arc<dyn IoEngine> {
+        let same = |found: rustix::fs::Stat, open: rustix::fs::Stat| {
+            (found.st_dev, found.st_ino) == (open.st_dev, open.st_ino)
+        };
+        match (rustix::fs::stat(alias(&directory)), rustix::fs::fstat(&directory)) {
+            (Ok(found), Ok(open)) if same(found, open) => Arc::new(Self { inner, root: root.to_owned(), directory }),
+            _ => inner,
+        }
+    }
+
+    /// Open the directory `path`, the root or below.
+    fn directory<'a>(&self, path: &'a Path) -> Result<Held<'a>> {
+        let Ok(below) = path.strip_prefix(&self.root) else {
+            return Ok(Held { _directory: None, alias: path.to_owned(), real: path });
+        };
+        let mut held: Option<OwnedFd> = None;
+        let mut here = self.root.clone();
+        for component in below.components() {
+            let Component::Normal(name) = component else {
+                return Err(Error::new(Kind::Path, format!("{} is not a plain path", path.display())).at(path));
+            };
+            here.push(name);
+            let from = held.as_ref().unwrap_or(&self.directory);
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            held = Some(rustix::fs::openat(from, name, flags, Mode::empty()).map_err(|errno| {
+                match errno {
+                    // What a link or a file in a directory's place gives, by whatever kernel.
+                    Errno::NOTDIR | Errno::LOOP | Errno::MLINK => Error::new(
+                        Kind::Path,
+                        format!(
+                            "{} is a symbolic link or no directory: put the directory itself in its place",
+                            here.display()
+                        ),
+                    )
+                    .at(&here),
+                    errno => Error::io("open", &here, &errno.into()),
+                }
+            })?);
+        }
+        let alias = alias(held.as_ref().unwrap_or(&self.directory));
+        Ok(Held { _directory: held, alias, real: path })
+    }
+
+    /// Do something to `path`, below the root by a name that leads nowhere else.
+    fn at<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+        let parent = path.parent().unwrap_or(path);
+        let held = self.directory(parent)?;
+        let name = path.file_name().unwrap_or_default();
+        work(&held.alias.join(name)).map_err(|error| held.named(error))
+    }
+
+    /// Do something to the directory `path`.
+    fn within<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+        let held = self.directory(path)?;
+        work(&held.alias).map_err(|error| held.named(error))
+    }
+}
+
+/// An open file under the name that the user knows.
+#[derive(Debug)]
+struct BeneathFile {
+    inner: Arc<dyn IoFile>,
+    path: PathBuf,
+}
+
+impl BeneathFile {
+    fn named(&self, error: Error) -> Error {
+        error.renamed(self.inner.path(), &self.path)
+    }
+}
+
+impl IoFile for BeneathFile {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+    fn len(&self) -> Result<u64> {
+        self.inner.len().map_err(|error| self.named(error))
+    }
+    fn is_direct(&self) -> bool {
+        self.inner.is_direct()
+    }
+    fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
+        self.inner.write_at(offset, data).map_err(|error| self.named(error))
+    }
+    fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.inner.read_at(offset, into).map_err(|error| self.named(error))
+    }
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.inner.set_len(len).map_err(|error| self.named(error))
+    }
+    fn sync(&self) -> Result<()> {
+        self.inner.sync().map_err(|error| self.named(error))
+    }
+    fn as_any(&self) -> &dyn Any {
+        // The engine within knows its own files.
+        self.inner.as_any()
+    }
+}
+
+impl IoEngine for BeneathEngine {
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
+        let inner = self.at(path, |alias| self.inner.open(alias, how))?;
+        Ok(Arc::new(BeneathFile { inner, path: path.to_owned() }))
+    }
+
+    fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
+        self.inner.read_batch(reads, &mut |position, result| {
+            // The file's own name says which alias it was opened by: the error has that one.
+            sink(
+                position,
+                result.map_err(|error| match error.path().map(Path::to_owned) {
+                    Some(alias) => error.renamed(&alias, reads[position].file.path()),
+                    None => error,
+                }),
+            );
+        });
+    }
+
+    fn create_dir_all(&self, path: &Path) -> Result<()> {
+        let Ok(below) = path.strip_prefix(&self.root) else { return self.inner.create_dir_all(path) };
+        let mut here = self.root.clone();
+        for component in below.components() {
+            here.push(component);
+            self.at(&here, |alias| self.inner.create_dir_all(alias))?;
+        }
+        // What was there may be a link.
+        self.directory(path).map(drop)
+    }
+
+    fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
+        let entries = self.within(path, |alias| self.inner.list(alias))?;
+        Ok(entries.iter().filter_map(|entry| Some(path.join(entry.file_name()?))).collect())
+    }
+
+    fn exists(&self, path: &Path) -> bool {
+        self.at(path, |alias| Ok(self.inner.exists(alias))).unwrap_or(false)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        self.at(from, |from| self.at(to, |to| self.inner.rename(from, to)))
+    }
+
+    fn remove_file(&self, path: &Path) -> Result<()> {
+        self.at(path, |alias| self.inner.remove_file(alias))
+    }
+
+    fn remove_dir_all(&self, path: &Path) -> Result<()> {
+        self.at(path, |alias| self.inner.remove_dir_all(alias))
+    }
+
+    fn sync_dir(&self, path: &Path) -> Result<()> {
+        self.within(path, |alias| self.inner.sync_dir(alias))
+    }
+
+    fn lock_dir(&self, path: &Path) -> Result<DirLock> {
+        self.within(path, |alias| self.inner.lock_dir(alias))
+    }
+}

@@ -1,0 +1,236 @@
+"""Somebody changes a checkpoint's path, or what lies there, between check and use: typed errors, and nothing made elsewhere."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tables import Contents, make_bag, random_batches, train
+from torchrec_embcache import _native, serialize
+from torchrec_embcache.blocks import publication
+from torchrec_embcache.exceptions import CorruptionError, PathError, StateError, StorageError
+from torchrec_embcache.saver import Saver
+
+BATCHES = random_batches(3, bags=8, ids=60, seed=3)
+
+
+def save(bag: Any, path: Path) -> None:
+    Saver(0).save(bag, path)
+
+
+def load(bag: Any, path: Path) -> None:
+    Saver(0).load(bag, path)
+
+
+def save_blocks(bag: Any, path: Path) -> None:
+    serialize.Saver(path=str(path), hashtables={"item": bag}, parallel=2).save()
+
+
+def load_blocks(bag: Any, path: Path) -> None:
+    serialize.Loader(str(path), hashtables={"item": bag}).load()
+
+
+DOORS = [pytest.param((save, load), id="Saver"), pytest.param((save_blocks, load_blocks), id="blocks")]
+Door = tuple[Callable[[Any, Path], None], Callable[[Any, Path], None]]
+
+
+class Place:
+    """A checkpoint's directory, and one of somebody else's that nothing may appear in."""
+
+    def __init__(self, base: Path) -> None:
+        self.root, self.victim, self.moved = base / "checkpoint", base / "victim", base / "moved"
+        for folder in (self.root, self.victim):
+            folder.mkdir(mode=0o750)
+
+    def swap(self) -> None:
+        """Put a link to the victim in the directory's place, once."""
+        if not self.moved.exists():
+            self.root.rename(self.moved)
+            self.root.symlink_to(self.victim)
+
+    def back(self) -> None:
+        self.root.unlink()
+        self.moved.rename(self.root)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def trained() -> Any:
+    bag = make_bag()
+    train(bag, BATCHES)
+    return bag
+
+
+def swapping(monkeypatch: pytest.MonkeyPatch, place: Place, owner: Any, name: str, after: bool) -> None:
+    """Swap the directory for a link right before or after the first call of `owner.name`."""
+    plain = getattr(owner, name)
+
+    def call(*args: Any, **named: Any) -> Any:
+        if not after:
+            place.swap()
+        result = plain(*args, **named)
+        place.swap()
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+SAVE_STAGES = [
+    (save, _native, "check_save_dir"), (save, _native, "CheckpointSave"), (save, _native, "CheckpointWriter"),
+    (save_blocks, _native, "open_save_dir"), (save_blocks, publication, "_join"),
+    (save_blocks, serialize, "write_shard"), (save_blocks, publication, "_sweep"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("door", "owner", "name"), SAVE_STAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_directory_swapped_for_a_link_at_any_step_of_a_save_gets_nothing_written_through_it(
+    door: Any, owner: Any, name: str, after: bool, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bag = trained()
+    with monkeypatch.context() as patched:
+        swapping(patched, place, owner, name, after)
+        try:
+            door(bag, place.root)
+            saved = True
+        except PathError:
+            saved = False
+    assert place.moved.exists(), "the step was not reached"
+    assert not list(place.victim.iterdir())
+    place.back()
+    other = make_bag()
+    if saved:  # where the directory is now
+        (load if door is save else load_blocks)(other, place.root)
+        assert Contents.of(other) == Contents.of(bag)
+
+
+LOAD_STAGES = [
+    (load, _native, "check_load_dir"), (load, _native, "latest_checkpoint"), (load, _native, "CheckpointReader"),
+    (load_blocks, _native, "open_load_dir"), (load_blocks, serialize, "SavedBlocks"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("door", "owner", "name"), LOAD_STAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_directory_swapped_for_a_link_at_any_step_of_a_load_is_not_read_from(
+    door: Any, owner: Any, name: str, after: bool, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bag, planted = trained(), make_bag()
+    planted.import_rows(torch.arange(5), torch.ones(5, 4))
+    for path, source in ((place.root, bag), (place.victim, planted)):
+        (save if door is load else save_blocks)(source, path)
+    other = make_bag()
+    with monkeypatch.context() as patched:
+        swapping(patched, place, owner, name, after)
+        try:
+            door(other, place.root)
+            found = Contents.of(bag)
+        except PathError:
+            found = Contents(0)
+    assert Contents.of(other) == found
+    assert place.moved.exists(), "the step was not reached"
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_paths_of_pipes_devices_files_and_names_too_long_are_refused_at_once(door: Door, tmp_path: Path) -> None:
+    bag = make_bag()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("")
+    wrong = [
+        tmp_path / "pipe",
+        tmp_path / "file",
+        tmp_path / "file" / "below",
+        tmp_path / ("x" * 256),
+        tmp_path / "pipe" / "x",
+    ]
+    if os.geteuid() == 0:
+        os.mknod(tmp_path / "device", 0o600 | 0o020000, os.makedev(1, 5))
+        wrong.append(tmp_path / "device")
+    before = sorted(tmp_path.iterdir())
+    for path in wrong:
+        for use in door:
+            with pytest.raises(PathError):
+                use(bag, path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("what", ["link", "pipe", "device", "directory", "nothing"])
+def test_whatever_stands_in_the_place_of_a_checkpoints_files_and_directories_is_refused(
+    what: str, door: Door, place: Place, tmp_path: Path
+) -> None:
+    if what == "device" and os.geteuid() != 0:
+        pytest.skip("only root can make a device")
+    save_it, load_it = door
+    bag = trained()
+    save_it(bag, place.root)
+    kept = tmp_path / "kept"
+    ignored = {"begun.json", "index", "tensorkey.json"}  # other programs' and other shards', not read by a load
+    paths = [path for path in sorted(place.root.rglob("*")) if path.name not in ignored and path.suffix != ".lock"]
+    assert len(paths) > 4
+    for path in paths:
+        path.rename(kept)
+        if what == "link":
+            path.symlink_to(kept)
+        elif what == "pipe":
+            os.mkfifo(path)
+        elif what == "device":
+            os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # zeros without end
+        elif what == "directory":
+            path.mkdir()
+        other = make_bag()
+        with pytest.raises((PathError, CorruptionError, StorageError)) as caught:
+            load_it(other, place.root)
+        assert "/proc/self" not in str(caught.value)
+        assert len(other) == 0
+        if what == "directory":
+            path.rmdir()
+        elif what != "nothing":
+            path.unlink()
+        kept.rename(path)
+    other = make_bag()
+    load_it(other, place.root)
+    assert Contents.of(other) == Contents.of(bag)
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "directory", "shorter"])
+def test_data_files_replaced_after_the_headers_were_checked_leave_no_usable_half(
+    what: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bag = trained()
+    save(bag, place.root)
+    data = next(path for path in place.root.rglob("*.safetensors"))
+    kept = tmp_path / "kept"
+    plain = type(bag.table).set_unusable
+
+    def replace(table: Any, reason: str | None) -> None:
+        plain(table, reason)
+        if kept.exists() or reason is None:
+            return
+        data.rename(kept)
+        if what == "link":
+            data.symlink_to(kept)
+        elif what == "pipe":
+            os.mkfifo(data)
+        elif what == "directory":
+            data.mkdir()
+        else:
+            data.write_bytes(kept.read_bytes()[:-4096])
+
+    other = make_bag()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(bag.table), "set_unusable", replace)
+        with pytest.raises((PathError, CorruptionError)):
+            load(other, place.root)
+    with pytest.raises(StateError, match="did not succeed"):
+        len(other.read_rows(torch.arange(3)))
+    data.rmdir() if what == "directory" else data.unlink()
+    kept.rename(data)
+    load(other, place.root)
+    assert Contents.of(other) == Contents.of(bag)

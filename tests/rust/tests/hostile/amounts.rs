@@ -1,0 +1,142 @@
+//! Numbers of a checkpoint that ask for memory: none gets more than the files are large.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use embcache::checkpoint::{Checkpoint, Latest};
+use serde_json::Value;
+
+use crate::checkpoint::{is_data, json, reseal, seed, value};
+use crate::made::ROOT;
+use crate::memory::largest_of;
+use crate::mutate::{Files, engine_of};
+
+const LARGE: [u64; 8] = [1 << 16, 1 << 24, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, 1 << 53, 1 << 62, u64::MAX];
+/// What is allocated whatever the files say: errors, maps of tables.
+const FIXED: usize = 16 << 10;
+
+/// Where the numbers of a JSON value are, as pointers.
+fn numbers(value: &Value, at: &str, found: &mut Vec<String>) {
+    match value {
+        Value::Number(_) => found.push(at.to_owned()),
+        Value::Array(values) => {
+            values.iter().enumerate().for_each(|(n, value)| numbers(value, &format!("{at}/{n}"), found));
+        }
+        Value::Object(fields) => fields.iter().for_each(|(name, value)| numbers(value, &format!("{at}/{name}"), found)),
+        _ => {}
+    }
+}
+
+fn is_rank(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().contains("-of-")) && !is_data(path)
+}
+
+/// Make the coordinator's manifest say of the tables what the ranks say, so that what lies behind that comparison is met.
+fn agree(files: &mut Files) {
+    let ranks: Vec<Value> =
+        files.iter().filter(|(path, _)| is_rank(path)).map(|(_, bytes)| value(bytes).unwrap()).collect();
+    let (_, bytes) = files.iter_mut().find(|(path, _)| path.ends_with("manifest.json")).unwrap();
+    let mut manifest = value(bytes).unwrap();
+    for (n, table) in manifest["tables"].as_array_mut().unwrap().iter_mut().enumerate() {
+        let shares: Vec<&Value> = ranks.iter().map(|rank| &rank["tables"][n]).collect();
+        table["spec"] = shares[0]["spec"].clone();
+        for count in ["rows", "tombstones"] {
+            let all = shares.iter().flat_map(|share| share["files"].as_array().unwrap());
+            let sum = all.map(|file| file[count].as_u64().unwrap_or(0)).fold(0_u64, u64::wrapping_add);
+            table[count] = sum.into();
+        }
+    }
+    *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
+}
+
+/// The largest request of opening every table, and whether all of them were refused.
+fn open(files: &Files) -> (bool, usize) {
+    let engine = engine_of(files);
+    largest_of(|| {
+        let opened = Latest::read(&*engine, Path::new(ROOT))
+            .and_then(|latest| Checkpoint::open(Arc::clone(&engine), Path::new(ROOT), latest));
+        let Ok(checkpoint) = opened else { return true };
+        let tables = checkpoint.manifest().tables.clone();
+        tables.iter().all(|entry| {
+            let all = 0..entry.spec.total_num_buckets;
+            checkpoint.table_reader(&entry.spec.module, &entry.spec.table, all).is_err()
+        })
+    })
+}
+
+fn limit(files: &Files) -> usize {
+    // Lists of what a file holds grow by doubling.
+    2 * files.values().map(Vec::len).max().unwrap() + FIXED
+}
+
+#[test]
+fn no_number_of_a_manifest_makes_a_load_allocate_more_than_the_files_are_large() {
+    let (_, whole) = open(seed());
+    assert!(whole > 0);
+    let mut refused = 0;
+    let manifests: Vec<PathBuf> =
+        seed().keys().filter(|path| path.extension().is_some_and(|end| end == "json")).cloned().collect();
+    for path in &manifests {
+        let mut pointers = Vec::new();
+        numbers(&value(&seed()[path]).unwrap(), "", &mut pointers);
+        assert!(!pointers.is_empty());
+        for pointer in pointers {
+            for large in LARGE {
+                let mut files = seed().clone();
+                // What describes a table is the same on all ranks.
+                let same =
+                    |other: &Path| other == path || (is_rank(other) && is_rank(path) && pointer.contains("/spec/"));
+                for (_, bytes) in files.iter_mut().filter(|(other, _)| same(other)) {
+                    let mut manifest = value(bytes).unwrap();
+                    *manifest.pointer_mut(&pointer).unwrap() = large.into();
+                    *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
+                }
+                if is_rank(path) {
+                    agree(&mut files);
+                }
+                reseal(&mut files);
+                let (all_refused, largest) = open(&files);
+                refused += usize::from(all_refused);
+                assert!(largest <= limit(&files), "{largest} bytes for {pointer} = {large} of {}", path.display());
+            }
+        }
+    }
+    assert!(refused > 100, "{refused} refused");
+}
+
+#[test]
+fn no_number_of_a_safetensors_header_makes_a_load_allocate_more_than_the_file_is_large() {
+    let data: Vec<PathBuf> = seed().keys().filter(|path| is_data(path)).cloned().collect();
+    let mut seen = 0;
+    for path in [&data[0], data.last().unwrap()] {
+        let bytes = &seed()[path];
+        let (start, end) = json(bytes).unwrap();
+        let header = value(bytes).unwrap();
+        let mut pointers = Vec::new();
+        numbers(&header, "", &mut pointers);
+        for pointer in pointers {
+            for large in LARGE {
+                let mut header = header.clone();
+                *header.pointer_mut(&pointer).unwrap() = large.into();
+                let text = header.to_string().into_bytes();
+                let mut changed = bytes.clone();
+                changed[start..end].fill(b' ');
+                changed[start..start + text.len()].copy_from_slice(&text);
+                let mut files = seed().clone();
+                files.insert(path.clone(), changed);
+                reseal(&mut files);
+                let (_, largest) = open(&files);
+                assert!(largest <= limit(&files), "{largest} bytes for {pointer} = {large}");
+                seen += 1;
+            }
+        }
+        for length in LARGE {
+            let mut files = seed().clone();
+            files.get_mut(path).unwrap()[..8].copy_from_slice(&length.to_le_bytes());
+            reseal(&mut files);
+            let (_, largest) = open(&files);
+            assert!(largest <= limit(&files), "{largest} bytes for a header of {length}");
+        }
+    }
+    assert!(seen > 100);
+}
