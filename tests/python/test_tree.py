@@ -15,7 +15,7 @@ CRATE = ROOT / "rust" / "core" / "src"
 # A module imports from the layers below its own, never from its own or above.
 RUST_LAYERS = [
     {"error", "types", "sync", "prefetch"},
-    {"memory", "process", "simd"},
+    {"mapping", "memory", "process", "simd"},
     {"paths", "stats", "io", "rows"},
     {"config"},
     {"kernels", "index", "policy"},
@@ -54,7 +54,17 @@ PYTHON_IMPORTS = {
 # Package or module of it: who alone may import it.
 RESERVED = {
     "torchrec": {"modules", "sharded", "train_pipeline"},
-    "torchrec_embcache._native": {"cache", "kernels", "lookahead", "lookup", "publish", "saver", "blocks", "cli"},
+    "torchrec_embcache._native": {
+        "cache",
+        "kernels",
+        "lookahead",
+        "lookup",
+        "publish",
+        "saver",
+        "blocks",
+        "dcp",
+        "cli",
+    },
     "torch.distributed.checkpoint": {"dcp"},
     "megatron": {"megatron"},
 }

@@ -63,17 +63,14 @@ impl Error {
         };
         let mut message = format!("cannot {what} {}: {source}", path.display());
         if source.raw_os_error() == Some(libc::EMFILE) {
-            let limit = getrlimit(Resource::Nofile).current.map_or("any number of".to_owned(), |files| files.to_string());
-            let limited = format!("; this process may have {limit} files open (RLIMIT_NOFILE), and every segment is one");
+            let limit =
+                getrlimit(Resource::Nofile).current.map_or("any number of".to_owned(), |files| files.to_string());
+            let limited =
+                format!("; this process may have {limit} files open (RLIMIT_NOFILE), and every segment is one");
             message.push_str(&limited);
             message.push_str(": raise it (ulimit -n), or use fewer or smaller SSD tiers");
         }
-        Self {
-            kind,
-            message,
-            path: Some(path.to_owned()),
-            errno: source.raw_os_error(),
-        }
+        Self { kind, message, path: Some(path.to_owned()), errno: source.raw_os_error() }
     }
 
     /// Memory the system refuses: `what` is the operation, in the infinitive ("map rows").

@@ -21,6 +21,7 @@ pub mod types;
 
 mod device;
 mod host;
+mod mapping;
 mod prefetch;
 mod process;
 mod simd;

@@ -6,8 +6,8 @@ use std::arch::x86_64::{_mm512_cmpeq_epi64_mask, _mm512_load_si512, _mm512_set1_
 use std::hint::select_unpredictable;
 
 use crate::error::Result;
+use crate::mapping::Mapping;
 use crate::prefetch::prefetch;
-use crate::rows::Mapping;
 use crate::simd::Isa;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 

@@ -7,8 +7,8 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
+use crate::mapping::Mapping;
 use crate::memory;
-use crate::rows::Mapping;
 use crate::sync::lock;
 
 /// Alignment of direct I/O: offsets, lengths and memory.

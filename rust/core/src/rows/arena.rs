@@ -7,8 +7,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::layout::{RowHeader, RowLayout, RowMut};
-use super::mapping::{Mapping, page_bytes};
 use crate::error::{Error, Kind, Result};
+use crate::mapping::{Mapping, page_bytes};
 use crate::sync::lock;
 
 /// Both parts of a mapping start on a cache line.

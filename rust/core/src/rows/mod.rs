@@ -6,11 +6,9 @@
 mod arena;
 mod init;
 mod layout;
-mod mapping;
 mod philox;
 mod quantile;
 
 pub use arena::Arena;
 pub use init::{Initializer, RowBirth};
 pub use layout::{RowHeader, RowLayout, RowMut, RowRef};
-pub(crate) use mapping::Mapping;
