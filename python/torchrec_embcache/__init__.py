@@ -1,7 +1,6 @@
 """A multi-level (device, host RAM, SSD) embedding cache for PyTorch and TorchRec.
 
-Importing the package imports torch and numpy only. The names that need TorchRec, or torch's DCP, are
-imported on first use.
+Importing the package imports torch and numpy only. The names that need TorchRec are imported on first use.
 """
 
 from importlib import import_module
@@ -16,7 +15,6 @@ from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .whole_model import cache_modules, flush
 
 if TYPE_CHECKING:
-    from .dcp import EmbCacheStorageReader, EmbCacheStorageWriter
     from .modules import (
         EmbCacheEmbeddingBagCollection,
         EmbCacheEmbeddingBagConfig,
@@ -44,8 +42,6 @@ __all__ = [
     "EmbCacheError",
     "EmbCacheShardedEmbeddingBagCollection",
     "EmbCacheShardedEmbeddingCollection",
-    "EmbCacheStorageReader",
-    "EmbCacheStorageWriter",
     "EmbCacheTrainPipelineSparseDist",
     "EmbCacheWarning",
     "FoundRows",
@@ -62,7 +58,7 @@ __all__ = [
     "optimizers",
 ]
 
-# Public names by the module that has them: imported on first use, because they need TorchRec or DCP.
+# Public names by the module that has them: imported on first use, because they need TorchRec.
 _LAZY: dict[str, str] = {
     "EmbCacheEmbeddingBagCollection": "modules",
     "EmbCacheEmbeddingBagCollectionSharder": "sharded",
@@ -72,8 +68,6 @@ _LAZY: dict[str, str] = {
     "EmbCacheEmbeddingConfig": "modules",
     "EmbCacheShardedEmbeddingBagCollection": "sharded",
     "EmbCacheShardedEmbeddingCollection": "sharded",
-    "EmbCacheStorageReader": "dcp",
-    "EmbCacheStorageWriter": "dcp",
     "EmbCacheTrainPipelineSparseDist": "train_pipeline",
 }
 

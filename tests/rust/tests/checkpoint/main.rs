@@ -4,7 +4,6 @@ mod beside;
 mod crash;
 mod damage;
 mod delta;
-mod dense;
 mod elastic;
 mod made;
 mod round_trip;
