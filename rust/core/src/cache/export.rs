@@ -10,6 +10,7 @@ use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
+use crate::ssd::SsdTier;
 use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
 
@@ -166,6 +167,8 @@ impl Walk<'_> {
         if self.shared.ssd.is_some() {
             memory::reserve(&mut self.outdated, "list rows", rows.capacity())?;
         }
+        // Where a write failed, SSD may have rows of a batch whose other rows it has not: none is marked as being there.
+        let half_written = self.shared.ssd.as_ref().is_some_and(SsdTier::is_read_only);
         let mut after = slots.high_water();
         for slot in slots.occupied_from(cursor).filter(|&slot| slots.state(slot).is_newest()) {
             if rows.len() == most {
@@ -173,7 +176,7 @@ impl Walk<'_> {
                 break;
             }
             let row = state.host.row(slot);
-            if slots.state(slot).has(RowState::ON_SSD) {
+            if half_written || slots.state(slot).has(RowState::ON_SSD) {
                 self.outdated.push(row.header.id);
             }
             rows.push(row);

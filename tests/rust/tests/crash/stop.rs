@@ -125,7 +125,7 @@ pub(crate) fn checkpoint_is_whole(run: &Run, image: &MemoryEngine, context: &str
     let tables: Vec<_> = rigs.iter().map(|rig| &rig.table).collect();
     save(&engine, &tables, 99).unwrap_or_else(|e| panic!("{context}: {e}"));
     assert!(load(&engine).unwrap() == Some(Snapshot::of(&rigs).unwrap()), "{context}");
-    assert_eq!(engine.list(Path::new(CHECKPOINTS)).unwrap().len(), 2, "{context}: LATEST and one checkpoint");
+    assert_eq!(engine.list(Path::new(CHECKPOINTS)).unwrap().len(), 3, "{context}: LATEST, the lock and one checkpoint");
 }
 
 /// Stop after 0, `step`, 2 `step`, … changes, from `first` on, until the workload comes to its end.
