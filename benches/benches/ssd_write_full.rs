@@ -80,7 +80,8 @@ impl Writer<'_> {
 }
 
 fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> [Row<'static>; 2] {
-    let cap = rows * RECORD_BYTES as u64 * 100 / full.percent;
+    // A small tier has less room in proportion: segments, and the note of its checkpoints.
+    let cap = rows * RECORD_BYTES as u64 * 100 / full.percent + scale.pick(0, 1 << 20);
     let scratch = Scratch::new(cap + raw_write_bytes(scale) as u64).unwrap_or_else(|why| panic!("{why}"));
     let engine = CountedEngine::over(default_engine().expect("an engine"));
     let tier = new_tier(scratch.path(), &(engine.clone() as _), cap);
