@@ -174,7 +174,9 @@ def save_on_full_disk(_root: str, small: str) -> str:
                 Saver(0).save(bag, f"{small}/saved")
             assert caught.value.errno == ENOSPC
             assert loaded_from(f"{small}/saved") == first
-            assert len(os.listdir(f"{small}/saved")) == 3, "what was written of the save is removed: LATEST, lock, one checkpoint"
+            assert len(os.listdir(f"{small}/saved")) == 3, (
+                "what was written of the save is removed: LATEST, lock, one checkpoint"
+            )
         assert train(bag, range(8, 9)) == 9
         assert contents(bag) == straight(9)
     return ""
