@@ -1,6 +1,7 @@
 """A multi-level (device, host RAM, SSD) embedding cache for PyTorch and TorchRec.
 
-Importing the package imports torch and numpy only. The names that need TorchRec are imported on first use.
+Importing the package imports torch and numpy only. The names that need TorchRec, or torch's DCP, are
+imported on first use.
 """
 
 from importlib import import_module
@@ -15,6 +16,7 @@ from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .whole_model import cache_modules, flush
 
 if TYPE_CHECKING:
+    from .dcp import EmbCacheStorageReader, EmbCacheStorageWriter
     from .modules import (
         EmbCacheEmbeddingBagCollection,
         EmbCacheEmbeddingBagConfig,
@@ -42,6 +44,8 @@ __all__ = [
     "EmbCacheError",
     "EmbCacheShardedEmbeddingBagCollection",
     "EmbCacheShardedEmbeddingCollection",
+    "EmbCacheStorageReader",
+    "EmbCacheStorageWriter",
     "EmbCacheTrainPipelineSparseDist",
     "EmbCacheWarning",
     "FoundRows",
@@ -58,7 +62,7 @@ __all__ = [
     "optimizers",
 ]
 
-# Public names by the module that has them: imported on first use, because they need TorchRec.
+# Public names by the module that has them: imported on first use, because they need TorchRec or DCP.
 _LAZY: dict[str, str] = {
     "EmbCacheEmbeddingBagCollection": "modules",
     "EmbCacheEmbeddingBagCollectionSharder": "sharded",
@@ -68,6 +72,8 @@ _LAZY: dict[str, str] = {
     "EmbCacheEmbeddingConfig": "modules",
     "EmbCacheShardedEmbeddingBagCollection": "sharded",
     "EmbCacheShardedEmbeddingCollection": "sharded",
+    "EmbCacheStorageReader": "dcp",
+    "EmbCacheStorageWriter": "dcp",
     "EmbCacheTrainPipelineSparseDist": "train_pipeline",
 }
 

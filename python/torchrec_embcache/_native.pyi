@@ -165,6 +165,7 @@ def check_load_dir(path: str) -> str: ...  # absolute; need not be writable
 def open_save_dir(path: str) -> tuple[str, int]: ...  # as check_save_dir, with the directory as an open descriptor, the caller's to close
 def open_load_dir(path: str) -> tuple[str, int]: ...  # as check_load_dir, likewise
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
+def sweep_parts(path: str) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
 def latest_checkpoint(path: str) -> str: ...  # what CheckpointReader takes; PathError when there is none
 def newest_checkpoint(path: str) -> dict[str, Any] | None: ...  # identity, merged, next_epoch, kind, tables; None when there is none
 
@@ -177,6 +178,8 @@ class CheckpointSave:
     ) -> CheckpointSave: ...  # random: 64 bits that tell saves at the same time apart; parent: of a delta; merged: the delta it replaces
     name: str
     identity: Identity  # after publish()
+    def adopt(self, rank: int, world_size: int, parts: Sequence[tuple[str, str, tuple[int, int]]]) -> tuple[int, int]: ...  # directory, name, digest of each; the rank's digest
+    def write_dense_metadata(self, metadata: bytes) -> None: ...  # what the ranks' extents mean
     def publish(self, digests: Sequence[tuple[int, int]], next_epoch: int) -> list[str]: ...  # by rank; what old checkpoints could not be removed
     def abandon(self) -> None: ...
 
@@ -213,6 +216,20 @@ class CheckpointCompaction:
     ) -> tuple[int, int]: ...  # digest for `publish`; progress is told of rows
 
 @final
+class CheckpointPart:
+    """What one rank writes of a save whose ranks agree on nothing before its end. Nobody sweeps it for as long as it lives."""
+
+    def __new__(cls, path: str, random: int, expected_bytes: int) -> CheckpointPart: ...  # expected_bytes: of all extents
+    name: str
+    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> int: ...  # rows written
+    def hold_tables(self, tables: Sequence[tuple[str, Table, Mapping[str, float]]], next_epoch: int) -> None: ...  # as of now; rows trained from now on carry next_epoch
+    def write_held_tables(self) -> int: ...  # while training goes on; rows written
+    def append(self, data: NDArray[np.uint8]) -> None: ...  # to the extent that is being written
+    def end_extent(self) -> tuple[int, int]: ...  # where it is in this rank's stream, and its length
+    def finish(self) -> tuple[int, int]: ...  # digest for `adopt`
+    def abandon(self) -> None: ...  # harmless twice
+
+@final
 class CheckpointReader:
     """A checkpoint and those it builds on, whose manifests are checked."""
 
@@ -228,6 +245,9 @@ class CheckpointReader:
     def load_table(
         self, module: str, table: Table, progress: Callable[[int], object] | None = None
     ) -> int: ...  # after check_table, with the buckets it was given; rows loaded; progress is told of rows
+    def dense_metadata(self) -> bytes | None: ...  # as `write_dense_metadata` was given it
+    def stream_bytes(self) -> list[int]: ...  # of each rank's stream of extents
+    def read_extent(self, rank: int, offset: int, into: NDArray[np.uint8]) -> None: ...  # any part of a stream, verified
 
 @final
 class CheckpointRows:

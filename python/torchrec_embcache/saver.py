@@ -126,7 +126,7 @@ class Saver:
         """
         rank, world_size = self._place()
         keep = check_int("keep", keep, 1, 1 << 20)
-        shards = together(lambda: _shards(module))
+        shards = together(lambda: shards_of(module))
         root = _agreed_path(path)
         epoch = max(all_gather(max((table.native.epoch() for _, _, table in shards), default=0))) + 1
         base, reason = _base(shards, root, rank) if incremental else (None, None)
@@ -199,7 +199,7 @@ class Saver:
         (`StorageError`), the tables refuse use on every rank until a load succeeds.
         """
         rank, _ = self._place()
-        shards = together(lambda: _shards(module))
+        shards = together(lambda: shards_of(module))
         root = _agreed_path(path)
         if checkpoint is not None and not re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", checkpoint):
             raise InputError(f"checkpoint={checkpoint!r} is not the name of one: give SaveReport.checkpoint")
@@ -319,7 +319,7 @@ class Saver:
         return 0, 1
 
 
-def _shards(module: nn.Module) -> list[_Shard]:
+def shards_of(module: nn.Module) -> list[_Shard]:
     """The tables of this rank, opened, by module path and name."""
     modules = cache_modules(module)
     if not modules:
@@ -390,7 +390,7 @@ def _write(
     writer = _native.CheckpointWriter(_native.check_save_dir(root), name, *place_of)
     rows = tombstones = 0
     for place, owner, table in shards:
-        pair, numbers = (place, table.name), dict(_numbers(owner.hyperparameters(table.name)))
+        pair, numbers = (place, table.name), dict(numbers_of(owner.hyperparameters(table.name)))
         tracker.table(_shown(pair))
         if base is None:
             written, left = writer.write_table(place, table.native, numbers), 0
@@ -401,7 +401,7 @@ def _write(
     return writer.finish(), rows, tombstones
 
 
-def _numbers(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def numbers_of(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Hyperparameters one by one: a pair `betas` becomes `beta1` and `beta2`."""
     for name, value in group.items():
         if name == "betas":

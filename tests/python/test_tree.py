@@ -54,7 +54,17 @@ PYTHON_IMPORTS = {
 # Package or module of it: who alone may import it.
 RESERVED = {
     "torchrec": {"modules", "sharded", "train_pipeline"},
-    "torchrec_embcache._native": {"cache", "kernels", "lookahead", "lookup", "publish", "saver", "blocks", "cli"},
+    "torchrec_embcache._native": {
+        "cache",
+        "kernels",
+        "lookahead",
+        "lookup",
+        "publish",
+        "saver",
+        "blocks",
+        "dcp",
+        "cli",
+    },
     "torch.distributed.checkpoint": {"dcp"},
     "megatron": {"megatron"},
 }

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
 from torchrec_embcache.saver import Saver
@@ -19,6 +21,7 @@ __all__ = ["Opened", "compact", "inspect", "reshard", "verify"]
 
 #: What `inspect` shows of a table.
 _COLUMNS = ("module", "table", "rows", "dim", "optimizer", "step", "total_num_buckets")
+_WINDOW_BYTES = 8 << 20
 _NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
 
 
@@ -114,8 +117,22 @@ def inspect(path: str) -> Report:
     return Report(data, grids, notes=notes)
 
 
+def _dense_damage(opened: Opened) -> str | None:
+    """What is wrong with the tensors and objects beside the tables, if anything: each of their bytes is read."""
+    window = np.empty(_WINDOW_BYTES, np.uint8)
+    try:
+        reader = _native.CheckpointReader(opened.root, opened.name)
+        reader.dense_metadata()
+        for rank, stream_bytes in enumerate(reader.stream_bytes()):
+            for start in range(0, stream_bytes, _WINDOW_BYTES):
+                reader.read_extent(rank, start, window[: min(_WINDOW_BYTES, stream_bytes - start)])
+    except CorruptionError as error:
+        return str(error)
+    return None
+
+
 def verify(path: str) -> Report:
-    """Read every byte of every table of a checkpoint and hold it against its checksums. Damage is exit status 1."""
+    """Read every byte of a checkpoint and hold it against its checksums. Damage is exit status 1."""
     try:
         opened = Opened.at(path)
     except CorruptionError as error:
@@ -134,14 +151,21 @@ def verify(path: str) -> Report:
         except CorruptionError as error:
             result["error"] = str(error)
         results.append(result)
-    whole = all(result["error"] is None for result in results)
+    dense = opened.manifest.get("dense")
+    if dense is not None:
+        dense = {"bytes": dense["bytes"], "error": _dense_damage(opened)}
+    whole = all(result["error"] is None for result in results) and not (dense and dense["error"])
     grid = Grid(
         f"{opened.name} in {opened.root}",
         ("module", "table", "rows", ""),
         [(result["module"], result["table"], result["rows"], result["error"] or "whole") for result in results],
     )
     data = {"path": opened.root, "checkpoint": opened.name, "whole": whole, "tables": results, "error": None}
-    return Report(data, [grid], ["whole" if whole else "DAMAGED"], 0 if whole else FOUND)
+    lines = ["whole" if whole else "DAMAGED"]
+    if dense is not None:
+        data["dense"] = dense
+        lines.insert(0, f"{dense['bytes']} bytes beside the tables: {dense['error'] or 'whole'}")
+    return Report(data, [grid], lines, 0 if whole else FOUND)
 
 
 def reshard(source: str, target: str, world_size: int) -> Report:
@@ -151,6 +175,8 @@ def reshard(source: str, target: str, world_size: int) -> Report:
     if os.path.samefile(root, opened.root):
         raise PathError(f"{target} holds the checkpoint itself: give another directory")
     name, left = opened.rows.reshard(root, secrets.randbits(64), world_size)
+    if opened.manifest.get("dense") is not None:
+        left.append("the tensors and objects beside the tables, which DCP saved, are not in it")
     data = {"source": opened.root, "target": root, "checkpoint": name, "ranks": world_size}
     return Report(data, lines=[f"{name} in {root}: {world_size} ranks"], notes=left)
 

@@ -7,21 +7,23 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use embcache::cache::Ancestor;
 use embcache::checkpoint::{
-    Chain, ChainReader, Checkpoint, CheckpointKind, CheckpointName, Compaction, Latest, Manifest, Parent, Published,
-    RankDigest, RankWriter, Save, SaveOptions,
+    Chain, ChainReader, Checkpoint, CheckpointKind, CheckpointName, Compaction, Extent, ExtentReader, Latest, Manifest,
+    Parent, Published, RankDigest, RankWriter, Save, SaveOptions,
 };
 use embcache::io::IoEngine;
 use embcache::paths::{directory_to_load, directory_to_save};
 use embcache::{Error, Kind};
+use numpy::PyReadwriteArray1;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::blocks::{loading_from, saving_in};
+use crate::buffers::slice_mut;
 use crate::checkpoint_rows::GivenRows;
 use crate::error::to_python;
 use crate::table::PyTable;
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -112,6 +114,32 @@ impl PySave {
             .as_ref()
             .map(|published| identity(&published.identity))
             .ok_or_else(|| to_python(Error::new(Kind::State, "publish() comes before identity")))
+    }
+
+    /// Take over the parts of a rank: directory, name and digest of each.
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        rank: u32,
+        world_size: u32,
+        parts: Vec<(PathBuf, String, (u64, u64))>,
+    ) -> PyResult<(u64, u64)> {
+        let digest = py
+            .detach(|| {
+                let parts = parts
+                    .into_iter()
+                    .map(|(root, name, (bytes, xxh3))| Ok((root, name.parse()?, RankDigest { bytes, xxh3 })));
+                let parts = parts.collect::<embcache::Result<Vec<_>>>()?;
+                let ended = || Error::new(Kind::State, "the save has ended: make another");
+                lock(&self.inner).as_ref().ok_or_else(ended)?.adopt(rank, world_size, &parts)
+            })
+            .map_err(to_python)?;
+        Ok((digest.bytes, digest.xxh3))
+    }
+
+    fn write_dense_metadata(&self, py: Python<'_>, metadata: &[u8]) -> PyResult<()> {
+        let ended = || Error::new(Kind::State, "the save has ended: make another");
+        py.detach(|| lock(&self.inner).as_mut().ok_or_else(ended)?.write_dense_metadata(metadata)).map_err(to_python)
     }
 
     fn publish(&self, py: Python<'_>, digests: Vec<(u64, u64)>, next_epoch: u32) -> PyResult<Vec<String>> {
@@ -313,6 +341,8 @@ pub(crate) struct PyReader {
     inner: Chain,
     /// By the table's own module and name: what `check_table` made ready.
     readers: Mutex<HashMap<(String, String), ChainReader>>,
+    /// Of the newest checkpoint.
+    extents: ExtentReader,
 }
 
 #[pymethods]
@@ -326,7 +356,7 @@ impl PyReader {
             Chain::open(&engine, &path, latest)
         };
         let inner = py.detach(open).map_err(to_python)?;
-        Ok(Self { inner, readers: Mutex::default() })
+        Ok(Self { extents: inner.links()[0].extent_reader(), inner, readers: Mutex::default() })
     }
 
     #[getter]
@@ -349,6 +379,21 @@ impl PyReader {
     #[getter]
     fn next_epoch(&self) -> u32 {
         self.inner.manifest().next_epoch
+    }
+
+    fn dense_metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let metadata = py.detach(|| self.inner.links()[0].dense_metadata()).map_err(to_python)?;
+        Ok(metadata.map(|metadata| PyBytes::new(py, &metadata)))
+    }
+
+    fn stream_bytes(&self) -> Vec<u64> {
+        self.extents.stream_bytes()
+    }
+
+    fn read_extent(&self, py: Python<'_>, rank: u32, offset: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
+        let into = slice_mut("into", &mut into)?;
+        let extent = Extent { offset, bytes: into.len() as u64 };
+        py.detach(|| self.extents.read(rank, extent, into)).map_err(to_python)
     }
 
     fn tables<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {

@@ -9,6 +9,7 @@ mod checkpoint;
 mod checkpoint_rows;
 mod error;
 mod lookup;
+mod part;
 mod paths;
 mod plan;
 mod table;
@@ -44,6 +45,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<checkpoint::PyReader>()?;
     module.add_class::<checkpoint_rows::PyRows>()?;
     module.add_class::<checkpoint::PyCompaction>()?;
+    module.add_class::<part::PyPart>()?;
+    module.add_function(wrap_pyfunction!(part::sweep, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::check_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::check_load_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::open_save_dir, module)?)?;

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::dense::{DenseEntry, DenseShare};
 use super::format::{CHUNK_BYTES, DataShape, FORMAT, VERSION};
 use super::latest::CheckpointName;
 use crate::config::{OptimizerKind, TableConfig};
@@ -208,6 +209,9 @@ pub struct Manifest {
     pub ranks: Vec<RankDigest>,
     /// The tables, by (module, table).
     pub tables: Vec<TableEntry>,
+    /// Tensors and objects beside the tables.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dense: Option<DenseEntry>,
 }
 
 /// A data file in a rank's manifest.
@@ -290,6 +294,15 @@ pub(super) struct RankManifest {
     pub(super) rank: u32,
     pub(super) world: u32,
     pub(super) tables: Vec<Share>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) dense: Option<DenseShare>,
+}
+
+impl RankManifest {
+    pub(super) fn new(name: String, rank: u32, world: u32) -> Self {
+        let (tables, dense) = (Vec::new(), None);
+        Self { format: FORMAT.to_owned(), version: VERSION, name, rank, world, tables, dense }
+    }
 }
 
 /// Version first, so that a newer format is called that, whatever else it holds.
@@ -405,12 +418,27 @@ impl Manifest {
                 ));
             }
         }
-        if merge(ranks, self.kind)? == self.tables {
+        if merge(ranks, self.kind)? != self.tables {
+            return Err("the ranks' manifests hold other tables, settings or counts".into());
+        }
+        for (rank, manifest) in ranks.iter().enumerate() {
+            let checked = manifest.dense.as_ref().map_or(Ok(()), DenseShare::check);
+            checked.map_err(|what| format!("rank {rank}: {what}"))?;
+            if manifest.dense.is_some() != self.dense.is_some() {
+                return Err(format!("one of rank {rank} and the coordinator has extents"));
+            }
+        }
+        if dense_bytes(ranks) == self.dense.map_or(0, |dense| dense.bytes) {
             Ok(())
         } else {
-            Err("the ranks' manifests hold other tables, settings or counts".into())
+            Err("the ranks' manifests have other extents".into())
         }
     }
+}
+
+/// Bytes of all ranks' extents.
+pub(super) fn dense_bytes(ranks: &[RankManifest]) -> u64 {
+    ranks.iter().filter_map(|manifest| manifest.dense.as_ref()).map(DenseShare::bytes).sum()
 }
 
 /// The tables of all ranks together; the message says what does not fit.

@@ -6,6 +6,8 @@ use std::sync::{Arc, mpsc};
 use std::thread::Builder;
 
 use super::RowSink;
+use super::dense::{DENSE_FILE, DenseEntry};
+use super::dense_reader::ExtentReader;
 use super::format::{data_file, table_dir};
 use super::input::{GroupReader, Staged};
 use super::latest::Latest;
@@ -13,7 +15,7 @@ use super::manifest::{
     DataFile, MAX_MANIFEST_BYTES, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec, checksum, parse, unseal,
 };
 use super::output::each_piece;
-use super::save::{MANIFEST_FILE, read_ranks};
+use super::save::{MANIFEST_FILE, read_digested, read_ranks};
 use crate::cache::RowColumns;
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
@@ -106,6 +108,18 @@ impl Checkpoint {
             (Some(owner), None) if owner.world > 1 => Some(owner.rank),
             _ => None,
         }
+    }
+
+    /// What the extents mean, as [`super::Save::write_dense_metadata`] was given it; `None` where there is no dense part.
+    pub fn dense_metadata(&self) -> Result<Option<Vec<u8>>> {
+        let read = |entry: &DenseEntry| read_digested(&*self.engine, &self.dir.join(DENSE_FILE), &entry.metadata);
+        self.manifest.dense.as_ref().map(read).transpose()
+    }
+
+    /// Get ready to read extents of any rank.
+    pub fn extent_reader(&self) -> ExtentReader {
+        let shares = self.ranks.iter().map(|rank| rank.dense.as_ref());
+        ExtentReader::new(Arc::clone(&self.engine), &self.dir, shares)
     }
 
     /// Check the headers and sizes of the files that hold rows of `buckets`, and get ready to read them.

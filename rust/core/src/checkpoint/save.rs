@@ -3,12 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::dense::{DENSE_FILE, DenseEntry};
 use super::format::{CHUNK_BYTES, FORMAT, VERSION, rank_file};
 use super::latest::{CheckpointName, LATEST_FILE, Latest};
 use super::manifest::Parent;
 use super::manifest::{
-    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, RankDigest, RankManifest, checksum, merge, parse, render, seal,
+    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, RankDigest, RankManifest, checksum, dense_bytes, merge, parse,
+    render, seal,
 };
+use super::part::sweep_parts;
 use super::retention::{checkpoints, lock_root, sweep};
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, AlignedBuf, DirLock, IoEngine, LOCK_FILE, Open, publish, read_file};
@@ -30,10 +33,12 @@ pub struct SaveOptions {
 /// A save under way. Dropped without [`Save::publish`], it leaves a directory that the next save sweeps.
 #[derive(Debug)]
 pub struct Save {
-    engine: Arc<dyn IoEngine>,
-    root: PathBuf,
-    name: CheckpointName,
+    pub(super) engine: Arc<dyn IoEngine>,
+    pub(super) root: PathBuf,
+    pub(super) name: CheckpointName,
     options: SaveOptions,
+    /// What identifies `dense.json`, where the checkpoint has extents.
+    dense: Option<RankDigest>,
     /// While this is held no other save sweeps the directory.
     _lock: DirLock,
 }
@@ -70,12 +75,28 @@ impl Save {
         engine.create_dir_all(&dir)?;
         let lock = engine.lock_dir(&dir)?;
         engine.sync_dir(root)?;
-        Ok(Self { engine, root: root.to_owned(), name, options, _lock: lock })
+        Ok(Self { engine, root: root.to_owned(), name, options, dense: None, _lock: lock })
     }
 
     /// The new checkpoint's name, for the ranks' writers.
     pub fn name(&self) -> CheckpointName {
         self.name
+    }
+
+    /// The checkpoint's directory.
+    pub(super) fn dir(&self) -> PathBuf {
+        self.root.join(self.name.to_string())
+    }
+
+    /// Write what the ranks' extents mean, in the caller's terms; with it the checkpoint has a dense part.
+    pub fn write_dense_metadata(&mut self, metadata: &[u8]) -> Result<()> {
+        if metadata.len() as u64 > MAX_MANIFEST_BYTES {
+            let what = format!("{} bytes describe the extents: at most {MAX_MANIFEST_BYTES} can", metadata.len());
+            return Err(Error::new(Kind::Input, what));
+        }
+        publish(&*self.engine, &self.dir().join(DENSE_FILE), metadata)?;
+        self.dense = Some(RankDigest { bytes: metadata.len() as u64, xxh3: checksum(metadata) });
+        Ok(())
     }
 
     /// Make the checkpoint the newest one; `digests` are the ranks', by rank. Rows modified from now on carry `next_epoch`.
@@ -84,7 +105,7 @@ impl Save {
     /// finds either, whole.
     pub fn publish(self, digests: &[RankDigest], next_epoch: u32) -> Result<Published> {
         let engine = &*self.engine;
-        let dir = self.root.join(self.name.to_string());
+        let dir = self.dir();
         let ranks = read_ranks(engine, &dir, digests)?;
         let refuse = |why: String| Error::new(Kind::State, format!("cannot publish {}: {why}", dir.display()));
         let SaveOptions { parent, merged, keep } = self.options.clone();
@@ -101,6 +122,7 @@ impl Save {
             chunk_bytes: CHUNK_BYTES as u64,
             ranks: digests.to_vec(),
             tables: merge(&ranks, kind).map_err(refuse)?,
+            dense: self.dense.map(|metadata| DenseEntry { metadata, bytes: dense_bytes(&ranks) }),
         };
         manifest.check(self.name).map_err(refuse)?;
         manifest.check_ranks(&ranks).map_err(refuse)?;
@@ -116,7 +138,8 @@ impl Save {
         }
         // Nobody sweeps what LATEST names, so the lock's file has done its work; where it stays it does no harm.
         let _ = engine.remove_file(&dir.join(LOCK_FILE));
-        let left = sweep(engine, &self.root, keep).unwrap_or_else(|error| vec![error]);
+        let mut left = sweep(engine, &self.root, keep).unwrap_or_else(|error| vec![error]);
+        left.extend(sweep_parts(engine, &self.root).unwrap_or_else(|error| vec![error]));
         let identity = Parent { name: self.name.to_string(), manifest_xxh3: checksum(&sealed) };
         Ok(Published { latest, identity, left })
     }
@@ -155,7 +178,7 @@ impl Save {
 
     /// Give the save up and remove what it wrote.
     pub fn abandon(self) -> Result<()> {
-        self.engine.remove_dir_all(&self.root.join(self.name.to_string()))
+        self.engine.remove_dir_all(&self.dir())
     }
 }
 
@@ -172,7 +195,7 @@ pub(super) fn read_ranks(engine: &dyn IoEngine, dir: &Path, digests: &[RankDiges
         .collect()
 }
 
-fn read_digested(engine: &dyn IoEngine, path: &Path, digest: &RankDigest) -> Result<Vec<u8>> {
+pub(super) fn read_digested(engine: &dyn IoEngine, path: &Path, digest: &RankDigest) -> Result<Vec<u8>> {
     let bytes = read_file(engine, path, digest.bytes.min(MAX_MANIFEST_BYTES))?;
     let found = RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) };
     if found != *digest {

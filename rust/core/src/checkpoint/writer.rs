@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::format::{FORMAT, GROUP_BYTES, VERSION, data_file, rank_file, table_dir};
+use super::dense::DenseShare;
+use super::format::{GROUP_BYTES, data_file, rank_file, table_dir};
 use super::group::GroupFormat;
 use super::latest::CheckpointName;
 use super::manifest::{DataFile, RankDigest, RankManifest, Share, TableSpec, checksum, render};
@@ -34,15 +35,17 @@ impl RankWriter {
         if rank >= world {
             return Err(Error::new(Kind::Input, format!("rank {rank} is not within a world of {world}")));
         }
-        let manifest = RankManifest {
-            format: FORMAT.to_owned(),
-            version: VERSION,
-            name: name.to_string(),
-            rank,
-            world,
-            tables: Vec::new(),
-        };
-        Ok(Self { engine, dir: root.join(name.to_string()), group_bytes: GROUP_BYTES, manifest })
+        Ok(Self::in_dir(engine, root.join(name.to_string()), name.to_string(), rank, world))
+    }
+
+    /// The part of `rank` (of `world`) in the directory `dir`, of a checkpoint or of a part of one, that is called `name`.
+    pub(super) fn in_dir(engine: Arc<dyn IoEngine>, dir: PathBuf, name: String, rank: u32, world: u32) -> Self {
+        Self { engine, dir, group_bytes: GROUP_BYTES, manifest: RankManifest::new(name, rank, world) }
+    }
+
+    /// The rank's extents, which are in the same directory.
+    pub(super) fn set_dense(&mut self, dense: DenseShare) {
+        self.manifest.dense = Some(dense);
     }
 
     /// Make groups of at most `bytes`, and of one row at least; the default and the most is [`GROUP_BYTES`].

@@ -71,7 +71,11 @@ impl Table {
         self.rows.iter().filter(|(id, _)| owned(**id)).map(|(id, row)| (*id, row.clone())).collect()
     }
 
-    fn source(&self, buckets: &Range<u32>, chunk_rows: usize) -> impl FnMut(&mut RowSink<'_>) -> Result<()> + use<> {
+    pub(crate) fn source(
+        &self,
+        buckets: &Range<u32>,
+        chunk_rows: usize,
+    ) -> impl FnMut(&mut RowSink<'_>) -> Result<()> + use<> {
         // Not in the order of the file.
         let mut rows: Vec<(RowHeader, Vec<f32>)> = self.part(buckets).into_values().collect();
         rows.sort_by_key(|(header, _)| hash_id(header.id));

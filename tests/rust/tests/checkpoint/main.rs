@@ -4,6 +4,7 @@ mod beside;
 mod crash;
 mod damage;
 mod delta;
+mod dense;
 mod elastic;
 mod made;
 mod round_trip;

@@ -1,0 +1,176 @@
+"""The storage reader."""
+
+import io
+import os
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchrec_embcache import _native
+from torchrec_embcache.exceptions import MismatchError, StateError
+
+from .metadata import Extent, from_json
+from .paths import is_path, rank_directory
+from .tables import TableReader
+from .tensors import load_whole, read_box
+
+__all__ = ["EmbCacheStorageReader"]
+
+
+@dataclass
+class _Load:
+    """A checkpoint that is being loaded."""
+
+    root: str
+    reader: _native.CheckpointReader
+    stream_bytes: list[int]
+    # Whether this rank saved it alone.
+    is_own: bool
+    tables: TableReader | None = None
+
+
+class EmbCacheStorageReader(StorageReader):
+    """Reads for `dcp.load` what `EmbCacheStorageWriter` saved: into any sharding, dtype and device, tables into any budgets.
+
+    Tensors go into place as they are read, verified, without a copy where their place is contiguous host memory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+        """`path`: the checkpoints' directory. `model`: its tables are loaded too; without it the checkpoint's are left alone.
+
+        Load before a pipeline takes its first batches. Where the checkpoint does not fit the model (`MismatchError`) or its
+        manifests are damaged (`CorruptionError`) nothing is changed; DCP raises its `CheckpointException` with these.
+        """
+        super().__init__()
+        self.path = path
+        self.model = model
+        self.load_id = str(uuid.uuid4())
+        self.storage_data: dict[MetadataIndex, Extent] = {}
+        self._load: _Load | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Load from `checkpoint_id`, a path, from now on."""
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self.load_id = str(uuid.uuid4())
+        self.storage_data = {}
+        self._load = None
+
+    def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the newest checkpoint; with `rank`, of the one that this rank saved with `use_collectives=False`."""
+        rank = kwargs.get("rank")
+        path = os.fspath(self.path)
+        root = _native.check_load_dir(path if rank is None else rank_directory(path, rank))
+        reader = _native.CheckpointReader(root, _native.latest_checkpoint(root))
+        document = reader.dense_metadata()
+        if document is None:
+            raise MismatchError(f"the checkpoint {reader.name} in {root} has tables only: load it with Saver")
+        self._load = _Load(root, reader, reader.stream_bytes(), is_own=rank is not None)
+        metadata = from_json(document, os.path.join(root, reader.name, "dense.json"), self._load.stream_bytes)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **kwargs: Any) -> None:  # noqa: ARG002
+        """Take the places of the items from `metadata`, which `read_metadata` gave."""
+        self.storage_data = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Check that the model's tables fit, before any rank changes anything."""
+        load = self._current()
+        if self.model is not None:
+            load.tables = TableReader(self.model, load.root, load.reader)
+            load.tables.check()
+        plan.storage_data = None if load.is_own else load.reader.name
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Check that all ranks found the same checkpoint: a save may have replaced it meanwhile."""
+        names = {str(plan.storage_data) for plan in plans}
+        if len(names) > 1:
+            raise StateError(
+                f"a save replaced the checkpoint in {self.checkpoint_id} while ranks opened it ({sorted(names)}): load again"
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items and tables."""
+        load = self._current()
+        for item in sorted(plan.items, key=self._place):
+            self._read_item(load.reader, item, planner)
+        if load.tables is not None:
+            load.tables.load()
+        self._load = None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _current(self) -> _Load:
+        if self._load is None:
+            raise StateError("read_metadata() comes before the other calls of a load")
+        return self._load
+
+    def _place(self, item: ReadItem) -> tuple[int, int]:
+        extent = self.storage_data[item.storage_index]
+        return extent.rank, extent.offset
+
+    def _read_item(self, reader: _native.CheckpointReader, item: ReadItem, planner: LoadPlanner) -> None:
+        extent = self.storage_data[item.storage_index]
+
+        def read(start: int, into: NDArray[np.uint8]) -> None:
+            reader.read_extent(extent.rank, extent.offset + start, into)
+
+        def whole() -> NDArray[np.uint8]:
+            into = np.empty(extent.bytes, np.uint8)
+            read(0, into)
+            return into
+
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(whole().data))
+            return
+        target = planner.resolve_tensor(item)
+        # Narrowed as torch does it: a dimension whose length is that of the saved tensor starts at 0.
+        if extent.kind == "raw" and extent.dtype is not None:
+            self._check_box(item, extent.shape, target)
+            read_box(read, extent.dtype, extent.shape, tuple(item.storage_offsets), target.detach())
+        else:
+            saved = load_whole(whole())
+            self._check_box(item, saved.shape, target)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                if length < saved.size(dim):
+                    saved = saved.narrow(dim, offset, length)
+            with torch.no_grad():
+                target.copy_(saved)
+        planner.commit_tensor(item, target)
+
+    def _check_box(self, item: ReadItem, shape: tuple[int, ...], target: torch.Tensor) -> None:
+        """`MismatchError` unless the item is a box within a saved tensor of this shape, and its target has the box's shape."""
+        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        within = len(offsets) == len(lengths) == len(shape) and all(
+            offset >= 0 and length >= 0 and offset + length <= whole
+            for offset, length, whole in zip(offsets, lengths, shape, strict=True)
+        )
+        if not within or tuple(target.shape) != lengths:
+            raise MismatchError(
+                f"{item.storage_index.fqn!r}: {list(lengths)} at {list(offsets)} of {list(shape)} cannot go into "
+                f"{list(target.shape)}"
+            )
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path that is loaded from."""
+        return os.fspath(self.path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, and not the address of another storage."""
+        return is_path(checkpoint_id)

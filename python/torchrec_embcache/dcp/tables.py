@@ -1,0 +1,173 @@
+"""A model's tables in DCP's saves and loads."""
+
+import logging
+import secrets
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchrec_embcache import _native
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, StateError
+from torchrec_embcache.saver import numbers_of, shards_of
+from torchrec_embcache.whole_model import CacheModule
+
+__all__ = ["PartResult", "TableReader", "TableWriter", "abandon", "warn_of"]
+
+_log = logging.getLogger("torchrec_embcache.dcp")
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What a rank tells the coordinator of a part that it wrote.
+
+    Directory, name, digest, and the epoch of rows trained from then on (None without tables).
+    """
+
+    root: str
+    part: str
+    digest: tuple[int, int]
+    epoch: int | None
+
+
+class TableWriter:
+    """Writes the tables of a model into parts. Pickled, it is what was staged, without the model."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.model = model
+        self.expected = model is not None
+        self._staged: Future[PartResult] | PartResult | None = None
+        # Held until the next save, so that no other save sweeps it.
+        self._held: _native.CheckpointPart | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """DCP pickles a writer in a thread beside training: there it waits until what was staged is written."""
+        staged = self._staged.result() if isinstance(self._staged, Future) else self._staged
+        return {**self.__dict__, "model": None, "_staged": staged, "_held": None}
+
+    def stage(self, root: str) -> None:
+        """Hold the rows as of now; a thread writes them to a part that a save of this writer, here or unpickled, takes over."""
+        if not self.expected:
+            return
+        self.close()
+        shards, epoch = self._shards()
+        root = _native.check_save_dir(root)
+        part = self._held = _native.CheckpointPart(root, secrets.randbits(64), 0)
+        tables = [(place, table.native, _numbers(owner, table)) for place, owner, table in shards]
+        try:
+            part.hold_tables(tables, epoch)
+        except BaseException:
+            part.abandon()
+            raise
+
+        def write() -> PartResult:
+            try:
+                part.write_held_tables()
+                return PartResult(root, part.name, part.finish(), epoch)
+            except BaseException:
+                part.abandon()
+                raise
+
+        executor = ThreadPoolExecutor(1, thread_name_prefix="embcache-stage")
+        self._staged = executor.submit(write)
+        executor.shutdown(wait=False)
+
+    def take_staged(self) -> PartResult | None:
+        """What was staged, once, when it is written."""
+        staged, self._staged = self._staged, None
+        return staged.result() if isinstance(staged, Future) else staged
+
+    def write(self, part: _native.CheckpointPart) -> int | None:
+        """Write the rows, as of now; the epoch of rows trained from now on, None where there are no tables.
+
+        `StateError` where the model is in another process, or is trained meanwhile.
+        """
+        if not self.expected:
+            return None
+        shards, epoch = self._shards()
+        for place, owner, table in shards:
+            part.write_table(place, table.native, _numbers(owner, table))
+        for _, _, table in shards:
+            table.native.set_epoch(epoch)
+        return epoch
+
+    def close(self) -> None:
+        """Forget what was staged, when it is written."""
+        if isinstance(self._staged, Future):
+            self._staged.exception()
+        self._staged = self._held = None
+
+    def _shards(self) -> tuple[list[tuple[str, CacheModule, CacheTable]], int]:
+        """This rank's tables, and the epoch after theirs."""
+        if self.model is None:
+            raise StateError(
+                "the tables are in the process that trains: leave async_stager out, so that the writer stages them"
+            )
+        shards = shards_of(self.model)
+        return shards, max((table.native.epoch() for _, _, table in shards), default=0) + 1
+
+
+def _numbers(owner: CacheModule, table: CacheTable) -> dict[str, float]:
+    return dict(numbers_of(owner.hyperparameters(table.name)))
+
+
+class TableReader:
+    """Loads the tables of a model from a checkpoint."""
+
+    def __init__(self, model: nn.Module, root: str, reader: _native.CheckpointReader) -> None:
+        self._root = root
+        self._reader = reader
+        self._saved = {(entry["module"], entry["table"]): entry for entry in reader.tables()}
+        self._shards = shards_of(model)
+        self._rows: dict[tuple[str, str], int] = {}
+
+    def check(self) -> None:
+        """Whether the checkpoint has the model's tables, fitting, and its headers are whole. No table is touched."""
+        # Each rank sees its own tables: those of other ranks are in the checkpoint and not here.
+        for place, _, table in self._shards:
+            saved = self._saved.get((place, table.name))
+            if saved is None:
+                there = ", ".join(f"{name!r} of module {module!r}" for module, name in sorted(self._saved)) or "none"
+                raise MismatchError(
+                    f"the checkpoint in {self._root} has no table {table.name!r} of module {place!r}; it has {there}: "
+                    "leave model out, or give the one that was saved"
+                )
+            buckets = table.buckets_of(saved["total_num_buckets"])
+            self._rows[place, table.name] = self._reader.check_table(place, table.native, *buckets)
+
+    def load(self) -> None:
+        """Replace the tables' contents. After an error they refuse use until a load succeeds."""
+        reason = f"loading the checkpoint {self._reader.name} in {self._root} did not succeed; load one that is whole"
+        for _, _, table in self._shards:
+            table.set_unusable(reason)
+        for place, owner, table in self._shards:
+            entry = self._saved[place, table.name]
+            if table.adopt(entry["total_num_buckets"], entry["key"]):
+                owner.buckets_changed()
+        for place, _, table in self._shards:
+            loaded, expected = self._reader.load_table(place, table.native), self._rows[place, table.name]
+            if loaded != expected:
+                raise CorruptionError(
+                    f"the checkpoint {self._reader.name} in {self._root} is damaged: table {table.name!r} of module "
+                    f"{place!r} should have {expected} rows here and has {loaded}"
+                )
+            table.native.set_epoch(self._reader.next_epoch)
+        for _, _, table in self._shards:
+            table.set_unusable(None)
+
+
+def abandon(begun: _native.CheckpointSave | _native.CheckpointPart) -> None:
+    """Remove an unfinished checkpoint or part; the error that ended it is on its way, so one here is only logged."""
+    try:
+        begun.abandon()
+    except EmbCacheError as error:
+        _log.info("an unfinished checkpoint stays until the next save: %s", error)
+
+
+def warn_of(left: Iterable[str], root: str) -> None:
+    """Say what older checkpoints could not be removed."""
+    for what in left:
+        _log.warning("an older checkpoint in %s could not be removed: %s", root, what)

@@ -1,0 +1,104 @@
+"""Tensors to bytes and back, in bounded windows: no tensor is copied whole."""
+
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["is_raw", "load_whole", "read_box", "save_whole", "windows"]
+
+# A window of a tensor that is not in host memory in row-major order.
+WINDOW_BYTES = 8 << 20
+# Rows wider than this are not read whole where only some of their columns are wanted.
+WIDE_ROW_BYTES = 1 << 20
+
+# Reads bytes of an extent: their place in it, and where they go.
+ReadBytes = Callable[[int, NDArray[np.uint8]], None]
+
+
+def is_raw(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements, in row-major order, are all that is to be said of it."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
+
+
+def windows(tensor: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of a tensor's elements in row-major order, in windows of at most 8 MiB where they have to be copied."""
+    if tensor.numel() == 0:
+        return
+    if _is_in_place(tensor):
+        yield _bytes_of(tensor)
+    elif tensor.nbytes <= WINDOW_BYTES or tensor.dim() == 0:
+        yield _bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous())
+    else:
+        rows = WINDOW_BYTES // (tensor.nbytes // len(tensor))
+        for start in range(0, len(tensor), max(rows, 1)):
+            yield from windows(tensor.narrow(0, start, min(rows, len(tensor) - start)) if rows else tensor[start])
+
+
+def read_box(
+    read: ReadBytes,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    target: torch.Tensor,
+    start: int = 0,
+) -> None:
+    """Copy a box of a saved tensor into `target`, whose shape is the box's.
+
+    The saved tensor has `dtype` and `shape`, and starts at byte `start` of what `read` reads; `offsets` is the box's corner.
+    `target` may be on any device, of any strides and dtype.
+    """
+    if target.numel() == 0:
+        return
+    lengths = target.shape
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    full_rows = list(lengths[1:]) == list(shape[1:])
+    begin = start + offsets[0] * row_bytes if shape else start
+    if full_rows and target.dtype == dtype and _is_in_place(target):
+        read(begin, _bytes_of(target))
+    elif full_rows and target.nbytes // target.itemsize * dtype.itemsize <= WINDOW_BYTES:
+        window = torch.empty(lengths, dtype=dtype)
+        read(begin, _bytes_of(window))
+        target.copy_(window)
+    elif row_bytes <= (WINDOW_BYTES if full_rows else WIDE_ROW_BYTES):
+        rows = WINDOW_BYTES // row_bytes
+        for row in range(0, lengths[0], rows):
+            part = target.narrow(0, row, min(rows, lengths[0] - row))
+            window = torch.empty([len(part), *shape[1:]], dtype=dtype)
+            read(begin + row * row_bytes, _bytes_of(window))
+            for dim, (offset, length) in enumerate(zip(offsets[1:], lengths[1:], strict=True), 1):
+                window = window.narrow(dim, offset, length)
+            part.copy_(window)
+    else:
+        for row in range(lengths[0]):
+            read_box(read, dtype, shape[1:], offsets[1:], target[row], begin + row * row_bytes)
+
+
+def save_whole(tensor: torch.Tensor) -> bytes:
+    """A tensor whose elements are not all (sparse, quantized, a subclass that wraps others) as `torch.save` writes it."""
+    stream = io.BytesIO()
+    torch.save(tensor.cpu(), stream)
+    return stream.getvalue()
+
+
+def load_whole(saved: NDArray[np.uint8]) -> torch.Tensor:
+    """What `save_whole` made; types that torch does not take for safe are refused by `torch.load`."""
+    tensor = torch.load(io.BytesIO(saved.data), map_location="cpu", weights_only=True)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a {type(tensor).__name__} is stored in place of a tensor")
+    return tensor
+
+
+def _is_in_place(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory holds its elements, and nothing else, in row-major order."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The memory of a tensor that is in place."""
+    array: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array

@@ -1,0 +1,224 @@
+"""The storage writer."""
+
+import dataclasses
+import io
+import math
+import os
+import secrets
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from torchrec_embcache import _native
+from torchrec_embcache.exceptions import StateError, UnsupportedError
+
+from .metadata import Extent, to_json
+from .paths import holds_checkpoint, is_path, rank_directory
+from .tables import PartResult, TableWriter, abandon, warn_of
+from .tensors import is_raw, save_whole, windows
+
+__all__ = ["EmbCacheStorageWriter"]
+
+# The version of DCP's metadata that torch's own storage writes.
+_DCP_VERSION = "1.0.0"
+
+
+@dataclass
+class _Save:
+    """What one save has on this rank."""
+
+    rank: int
+    use_collectives: bool
+    # Held until the save is over, so that no other save sweeps it.
+    part: _native.CheckpointPart | None = None
+
+
+class EmbCacheStorageWriter(BlockingAsyncStager, StorageWriter):
+    """Writes what `dcp.save` and `dcp.async_save` are given, and a model's tables, as one checkpoint of this package.
+
+    One save at a time goes through a writer; it may be used for any number of saves, each of which replaces the checkpoint before.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module | None = None,
+        *,
+        overwrite: bool = True,
+        cache_staged_state_dict: bool = False,
+    ) -> None:
+        """`path`: the checkpoints' directory, the same on every rank, by the rules of `Saver`. `model`: its tables are saved too.
+
+        `overwrite=False` refuses a `path` that holds a checkpoint (`StateError`). `cache_staged_state_dict` keeps the memory that
+        `dcp.async_save` copies dense tensors into for the next one, pinned where there is a device.
+        """
+        super().__init__(cache_staged_state_dict=cache_staged_state_dict)
+        self.path = path
+        self.model = model
+        self.overwrite = overwrite
+        self.save_id = str(uuid.uuid4())
+        self._tables = TableWriter(model)
+        self._save: _Save | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The configuration, and the name of the part with the tables that were staged: for the process that saves."""
+        return {**self.__dict__, "model": None, "state_dict_cache": None, "_save": None}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Save to `checkpoint_id`, a path, from now on."""
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self.save_id = str(uuid.uuid4())
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """For `dcp.async_save`: a copy of `state_dict` in host memory, and the tables' rows, as of now."""
+        staged: dict[str, Any] = super().stage(state_dict)
+        self._tables.stage(os.fspath(self.path))
+        return staged
+
+    def close(self) -> None:
+        """Forget what was staged and not saved."""
+        self._tables.close()
+        self.state_dict_cache = None
+
+    def storage_meta(self) -> StorageMeta:
+        """The checkpoint's path and this save's id."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Begin a save, as `rank` of those that save together."""
+        self._save = _Save(kwargs.get("rank") or 0, kwargs.get("use_collectives", True))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator, before any rank writes: check the directory and sweep what saves left there that were killed."""
+        save = self._current()
+        if not save.use_collectives:
+            if self._tables.expected and dist.is_initialized() and dist.get_world_size() > 1:
+                raise UnsupportedError(
+                    "use_collectives=False saves each rank alone, and tables are whole over all: leave model out"
+                )
+            if holds_checkpoint(os.fspath(self.path)):
+                raise StateError(
+                    f"{os.fspath(self.path)!r} holds a checkpoint of all ranks, which a load would find first: "
+                    "give use_collectives=False a path of its own"
+                )
+        root = _native.check_save_dir(self._root(save))
+        if not self.overwrite and holds_checkpoint(root):
+            raise StateError(f"Checkpoint already exists in {root!r} and overwrite=False: give another path")
+        _native.sweep_parts(root)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items and tables, durably, under a name that the coordinator takes over in `finish`."""
+        save = self._current()
+        root = _native.check_save_dir(self._root(save))
+        expected_bytes = sum(_tensor_bytes(item) for item in plan.items)
+        part = _native.CheckpointPart(root, secrets.randbits(64), expected_bytes)
+        save.part = part
+        try:
+            results = [_write_item(part, item, planner) for item in plan.items]
+            staged = self._tables.take_staged()
+            epoch = self._tables.write(part) if staged is None else None
+            parts = [PartResult(root, part.name, part.finish(), epoch), *([] if staged is None else [staged])]
+        except BaseException:
+            part.abandon()
+            raise
+        results += [WriteResult(MetadataIndex(name.part), 0, name) for name in parts]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Gather the ranks' parts into a checkpoint and publish it. Until then a load finds the one before."""
+        save = self._current()
+        try:
+            self._publish(self._root(save), metadata, results)
+        except BaseException:
+            if save.part is not None:
+                abandon(save.part)
+            raise
+        finally:
+            self._save = None
+
+    def _publish(self, path: str, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        root = _native.check_save_dir(path)
+        written = [[result.storage_data for result in of_rank] for of_rank in results]
+        parts = [[entry for entry in of_rank if isinstance(entry, PartResult)] for of_rank in written]
+        metadata.version = _DCP_VERSION
+        metadata.storage_meta = self.storage_meta()
+        metadata.storage_data = {
+            result.index: dataclasses.replace(result.storage_data, rank=rank)
+            for rank, of_rank in enumerate(results)
+            for result in of_rank
+            if isinstance(result.storage_data, Extent)
+        }
+        document = to_json(metadata)
+        begun = _native.CheckpointSave(root, secrets.randbits(64))
+        try:
+            digests = [
+                begun.adopt(rank, len(parts), [(part.root, part.part, part.digest) for part in of_rank])
+                for rank, of_rank in enumerate(parts)
+            ]
+            begun.write_dense_metadata(document)
+            # The least: rows that any rank trains from now on must count as modified after this checkpoint.
+            epochs = [part.epoch for of_rank in parts for part in of_rank if part.epoch is not None]
+            left = begun.publish(digests, min(epochs, default=1))
+        except BaseException:
+            abandon(begun)
+            raise
+        warn_of(left, root)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path that is saved to."""
+        return os.fspath(self.path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, and not the address of another storage."""
+        return is_path(checkpoint_id)
+
+    def _current(self) -> _Save:
+        if self._save is None:
+            raise StateError("set_up_storage_writer() comes before the other calls of a save")
+        return self._save
+
+    def _root(self, save: _Save) -> str:
+        path = os.fspath(self.path)
+        return path if save.use_collectives else rank_directory(_native.check_save_dir(path), save.rank)
+
+
+def _write_item(part: _native.CheckpointPart, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    data = planner.resolve_data(item)
+    extent = Extent(0, 0, "bytes")
+    if isinstance(data, io.BytesIO):
+        part.append(np.frombuffer(data.getbuffer(), np.uint8))
+    elif is_raw(data):
+        extent = Extent(0, 0, "raw", data.dtype, tuple(data.shape))
+        for window in windows(data.detach()):
+            part.append(window)
+    else:
+        extent = Extent(0, 0, "saved")
+        part.append(np.frombuffer(save_whole(data.detach()), np.uint8))
+    offset, size = part.end_extent()
+    return WriteResult(item.index, size, dataclasses.replace(extent, offset=offset, bytes=size))
+
+
+def _tensor_bytes(item: WriteItem) -> int:
+    """Bytes of an item's tensor; 0 for one that is none."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

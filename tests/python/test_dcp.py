@@ -1,0 +1,273 @@
+"""DCP through this package's storage, in one process."""
+
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from dcp_cases import Model, blank, dense_state, held, load, rows, same, save, stageable
+from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter
+from torchrec_embcache.cli.checkpoints import verify
+from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError, StateError, UnsupportedError
+from torchrec_embcache.saver import Saver
+
+# DCP says so whenever there is no process group.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+def causes(raised: pytest.ExceptionInfo[BaseException]) -> list[BaseException]:
+    """The errors of the ranks in DCP's exception."""
+    assert isinstance(raised.value, CheckpointException)
+    return [error for error, _ in raised.value.failures.values()]
+
+
+def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
+    metadata = save(dense_state(1), tmp_path / "ckpt")
+    assert metadata.storage_meta.checkpoint_id == str(tmp_path / "ckpt")
+    assert metadata.storage_meta.save_id
+    assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(1))
+
+
+def test_a_state_dict_that_is_not_flattened_comes_back(tmp_path: Path) -> None:
+    state = {"a": torch.arange(5), "nested": {"b": torch.ones(2), "c": 3}}
+    save(state, tmp_path / "ckpt", planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+    loaded = load(
+        {"a": torch.zeros(5, dtype=torch.int64), "nested": None},
+        tmp_path / "ckpt",
+        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
+    assert same(loaded, state)
+
+
+def test_a_state_dict_is_rebuilt_from_the_checkpoint_alone(tmp_path: Path) -> None:
+    state = dense_state(1)
+    del state["sparse"]  # DCP makes a strided tensor in its place
+    save(state, tmp_path / "ckpt")
+    reader = EmbCacheStorageReader(tmp_path / "ckpt")
+    rebuilt = _load_state_dict_from_keys(storage_reader=reader)
+    assert same({**rebuilt, "transposed": rebuilt["transposed"]}, state)
+    only = _load_state_dict_from_keys({"weight", "optimizer"}, storage_reader=reader)
+    assert same(only, {key: state[key] for key in ("weight", "optimizer")})
+
+
+def test_tensors_are_cast_and_copied_into_any_strides(tmp_path: Path) -> None:
+    weight, wide = torch.randn(300, 7), torch.randn(1500, 1600)
+    save({"weight": weight, "wide": wide}, tmp_path / "ckpt")
+    target = {
+        "weight": torch.zeros(7, 300, dtype=torch.float64).t(),
+        "wide": torch.zeros(1600, 1500, dtype=torch.bfloat16).t(),
+    }
+    loaded = load(target, tmp_path / "ckpt")
+    assert torch.equal(loaded["weight"], weight.double())
+    assert torch.equal(loaded["wide"], wide.bfloat16())
+
+
+def test_each_save_to_one_path_replaces_the_one_before(tmp_path: Path) -> None:
+    writer = EmbCacheStorageWriter(tmp_path / "ckpt")
+    for salt in range(3):
+        dcp.save(dense_state(salt), storage_writer=writer)
+        assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(salt))
+    assert len(held(tmp_path / "ckpt")) == 2, "LATEST and one checkpoint"
+    other = str(tmp_path / "other")
+    metadata = dcp.save(dense_state(7), checkpoint_id=other, storage_writer=writer)
+    assert metadata.storage_meta.checkpoint_id == writer.checkpoint_id == other
+    reader = EmbCacheStorageReader(tmp_path / "ckpt")
+    state = blank(dense_state())
+    before = reader.load_id
+    dcp.load(state, checkpoint_id=other, storage_reader=reader)
+    assert same(state, dense_state(7))
+    assert reader.checkpoint_id == other
+    assert reader.load_id != before
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save(dense_state(), storage_writer=EmbCacheStorageWriter(other, overwrite=False))
+    assert [type(error) for error in causes(raised)] == [StateError]
+
+
+def test_cached_plans_save_what_is_in_the_state_now(tmp_path: Path) -> None:
+    for cache in (
+        "_cached_save_plan",
+        "_cached_all_plans",
+        "_cached_global_plan",
+        "_cached_metadata",
+        "_cached_final_save_plan",
+    ):
+        getattr(SavePlanner, cache).clear()
+    for salt, path in enumerate(["a", "b", "b", "a"]):
+        state = dense_state(salt)
+        save(state, tmp_path / path, planner=DefaultSavePlanner(enable_plan_caching=True))
+        assert same(load(blank(dense_state()), tmp_path / path), state)
+    assert SavePlanner._cached_final_save_plan, "plans were cached"
+
+
+def test_dense_and_tables_are_saved_and_loaded_together(tmp_path: Path) -> None:
+    model = Model(salt=1)
+    save(dense_state(1), tmp_path / "ckpt", model)
+    loaded = Model()
+    assert same(load(blank(dense_state()), tmp_path / "ckpt", loaded), dense_state(1))
+    assert sorted(loaded.contents()) == rows(1)
+    assert loaded.tables["spread"].native.step() == 43
+    # Without the model its tables are left alone; and Saver reads the tables of such a checkpoint.
+    assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(1))
+    alone = Model()
+    Saver(0).load(alone, tmp_path / "ckpt")
+    assert sorted(alone.contents()) == rows(1)
+    # Rows that are trained from now on count as modified after this checkpoint.
+    assert model.tables["spread"].native.epoch() == loaded.tables["spread"].native.epoch()
+
+
+def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path: Path) -> None:
+    for missing in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(CheckpointException, match="LATEST is missing|there is no"):
+            load(dense_state(), missing)
+    Saver(0).save(Model(salt=1), tmp_path / "tables")
+    with pytest.raises(CheckpointException, match="tables only"):
+        load(dense_state(), tmp_path / "tables")
+    save({"a": torch.ones(2)}, tmp_path / "dense")
+    with pytest.raises(CheckpointException) as raised:
+        load({"a": torch.zeros(2)}, tmp_path / "dense", Model())
+    assert [type(error) for error in causes(raised)] == [MismatchError]
+    with pytest.raises(CheckpointException, match="Missing key"):
+        load({"b": torch.zeros(2)}, tmp_path / "dense")
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        load({"a": torch.zeros(3)}, tmp_path / "dense")
+    with pytest.raises(CheckpointException) as raised:
+        save({"a": torch.ones(2)}, tmp_path / "api_key")
+    assert [type(error) for error in causes(raised)] == [PathError]
+
+
+def check_staged(path: Path) -> None:
+    """Whether the checkpoint is the state at the call of an asynchronous save."""
+    expected, loaded = stageable(dense_state(1)), Model()
+    assert same(load(blank(expected), path, loaded), expected)
+    assert sorted(loaded.contents()) == rows(1)
+
+
+def test_a_save_in_a_thread_is_the_state_at_the_call(tmp_path: Path) -> None:
+    state, model = stageable(dense_state(1)), Model(salt=1)
+    writer = EmbCacheStorageWriter(tmp_path / "ckpt", model)
+    for _ in range(2):
+        future = dcp.async_save(state, storage_writer=writer)
+        state["weight"].zero_()
+        model.fill(5)
+        assert future.result().storage_meta.save_id == writer.save_id
+        check_staged(tmp_path / "ckpt")
+        state["weight"].copy_(dense_state(1)["weight"])
+        model.fill(1)
+    assert len(held(tmp_path / "ckpt")) == 2
+
+
+def test_a_save_in_a_process_is_the_state_at_the_call(tmp_path: Path) -> None:
+    script = [sys.executable, str(Path(__file__).with_name("dcp_process.py")), str(tmp_path / "ckpt")]
+    subprocess.run(script, check=True, timeout=240)
+    check_staged(tmp_path / "ckpt")
+    assert len(held(tmp_path / "ckpt")) == 2
+
+
+def test_a_pickled_writer_is_its_configuration(tmp_path: Path) -> None:
+    writer = EmbCacheStorageWriter(tmp_path / "ckpt", Model(salt=1), overwrite=False)
+    copy = pickle.loads(pickle.dumps(writer))
+    assert (copy.checkpoint_id, copy.overwrite, copy.save_id) == (writer.checkpoint_id, False, writer.save_id)
+    # It has no tables, and says so instead of saving without them.
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save({"a": torch.ones(1)}, storage_writer=copy)
+    assert [type(error) for error in causes(raised)] == [StateError]
+    assert not os.path.exists(tmp_path / "ckpt" / "LATEST")
+
+
+def test_a_save_without_collectives_loads_by_rank(tmp_path: Path) -> None:
+    for salt in (1, 2):
+        save(dense_state(salt), tmp_path / "ckpt", use_collectives=False)
+        assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(salt))
+    assert held(tmp_path / "ckpt") == ["rank-0"]
+    save(dense_state(3), tmp_path / "ckpt")
+    assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(3))
+    with pytest.raises(StateError, match="a path of its own"):
+        save(dense_state(4), tmp_path / "ckpt", use_collectives=False)
+
+
+def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path) -> None:
+    state = {"a": torch.arange(100_000), "b": [1, "two"]}
+    save(state, tmp_path / "ckpt", Model(salt=1))
+    files = [path for path in (tmp_path / "ckpt").rglob("*") if path.is_file() and path.name != "lock"]
+    assert len(files) >= 6
+    for path in files:
+        whole = path.read_bytes()
+        for at in {0, len(whole) // 3, len(whole) // 2, len(whole) - 1}:
+            damaged = bytearray(whole)
+            damaged[at] ^= 4
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointException):
+                load(blank(state), tmp_path / "ckpt", Model())
+        path.write_bytes(whole)
+    model = Model()
+    assert same(load(blank(state), tmp_path / "ckpt", model), state)
+    assert verify(str(tmp_path / "ckpt")).data["whole"]
+    (extents,) = (tmp_path / "ckpt").rglob("*.extents")
+    damaged = bytearray(extents.read_bytes())
+    damaged[4096] ^= 1
+    extents.write_bytes(damaged)
+    with pytest.raises(CheckpointException) as raised:
+        load(blank(state), tmp_path / "ckpt", model)
+    assert [type(error) for error in causes(raised)] == [CorruptionError]
+    assert str(extents) in str(raised.value)
+    damage = verify(str(tmp_path / "ckpt"))
+    assert not damage.data["whole"]
+    assert str(extents) in damage.data["dense"]["error"]
+    assert sorted(model.contents()) == rows(1), "nothing was loaded into the tables"
+
+
+class Unplain(DefaultSavePlanner):
+    """A planner whose data no file can hold."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = object()
+        return plans, metadata
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Path) -> None:
+    save(dense_state(1), tmp_path / "ckpt")
+    before = held(tmp_path / "ckpt")
+    with pytest.raises(CheckpointException) as raised:
+        save(dense_state(2), tmp_path / "ckpt", planner=Unplain())
+    assert [type(error) for error in causes(raised)] == [UnsupportedError]
+
+    class Unpicklable:
+        def __reduce__(self) -> Any:
+            raise TypeError("not for pickling")
+
+    with pytest.raises(CheckpointException, match="not for pickling"):
+        save({**dense_state(2), "z": Unpicklable()}, tmp_path / "ckpt")
+    assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(1))
+    save(dense_state(3), tmp_path / "ckpt")
+    after = held(tmp_path / "ckpt")
+    assert len(after) == len(before) == 2
+    assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(3))
+
+
+def test_a_kill_during_saves_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    script = [sys.executable, str(Path(__file__).with_name("dcp_killed.py")), str(tmp_path / "ckpt")]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        # It says when each save begins, which is when it is killed: some saves in, amid one.
+        last = max(int(line) for line in itertools.islice(child.stdout, 4))
+        child.send_signal(signal.SIGKILL)
+    model = Model()
+    state = load({"salt": -1, "a": torch.zeros(1 << 20)}, tmp_path / "ckpt", model)
+    assert state["salt"] >= last - 1
+    assert torch.equal(state["a"], torch.full((1 << 20,), float(state["salt"])))
+    assert sorted(model.contents()) == rows(state["salt"])
+    save({"salt": 99}, tmp_path / "ckpt")
+    assert len(held(tmp_path / "ckpt")) == 2, "what the killed process left is swept"

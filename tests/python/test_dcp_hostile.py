@@ -1,0 +1,138 @@
+"""Metadata that lies, with checksums that fit: refused, typed, before anything is allocated by it."""
+
+import copy
+import json
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import default_planner as torch_dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+
+from dcp_cases import dense_state
+from torchrec_embcache.dcp.metadata import Extent, from_json, to_json
+from torchrec_embcache.exceptions import CorruptionError, UnsupportedError
+
+STREAMS = [1 << 20, 0, 4096]
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    4097,
+    1 << 62,
+    1 << 64,
+    10**400,
+    0.5,
+    math.inf,
+    "",
+    "raw",
+    "torch.float32",
+    [],
+    {},
+    [[]],
+]
+VALUES += [{"tuple": [1]}, {"size": [-1]}, {"what": 1}, [1 << 40] * 3, [0] * 100, "\udfff"]
+
+
+def document() -> dict[str, Any]:
+    """Metadata of a state dict with one of everything, whose tensors lie behind each other in rank 0's stream."""
+    state, mappings = torch_dcp.flatten_state_dict(dense_state(1))
+    plan = torch_dcp.create_default_local_save_plan(state, True)
+    _, metadata = torch_dcp.create_default_global_save_plan([plan])
+    storage, offset = {}, 0
+    for item in plan.items:
+        value = state[item.index.fqn]
+        if isinstance(value, torch.Tensor) and not value.is_sparse and value.nbytes < 10_000:
+            extent = Extent(offset, value.nbytes, "raw", value.dtype, tuple(value.shape))
+        else:
+            extent = Extent(offset, 100, "bytes")
+        storage[item.index] = extent
+        offset += -(-extent.bytes // 4096) * 4096
+    metadata.storage_data, metadata.planner_data = storage, mappings
+    metadata.storage_meta = StorageMeta(checkpoint_id="/path", save_id="save")
+    loaded: dict[str, Any] = json.loads(to_json(metadata))
+    return loaded
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container of a document with each of its keys."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from places(value[key])
+
+
+def check(document: Any) -> Metadata | None:
+    """Reads it; None where it is refused. What is not refused lies within its streams."""
+    try:
+        metadata = from_json(json.dumps(document).encode(), "dense.json", STREAMS)
+    except (CorruptionError, UnsupportedError):
+        return None
+    for index, extent in metadata.storage_data.items():
+        assert isinstance(index, MetadataIndex)
+        assert 0 <= extent.offset <= extent.offset + extent.bytes <= STREAMS[extent.rank]
+        assert extent.kind != "raw" or math.prod(extent.shape) * extent.dtype.itemsize == extent.bytes
+    for item in metadata.state_dict_metadata.values():
+        if isinstance(item, TensorStorageMetadata):
+            for chunk in item.chunks:
+                bounds = zip(chunk.offsets, chunk.sizes, item.size, strict=True)
+                assert all(offset >= 0 and offset + length <= whole for offset, length, whole in bounds)
+    return metadata
+
+
+def test_metadata_comes_back_as_it_was() -> None:
+    made = document()
+    metadata = check(made)
+    assert metadata is not None
+    assert json.loads(to_json(metadata)) == made
+    assert metadata.planner_data["optimizer.state.1.step"] == ("optimizer", "state", 1, "step")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_change_is_refused_or_harmless(seed: int) -> None:
+    rng = random.Random(seed)
+    whole = document()
+    refused = 0
+    for _ in range(250):
+        changed = copy.deepcopy(whole)
+        for _ in range(rng.randint(1, 3)):
+            container, key = rng.choice(list(places(changed)))
+            if rng.random() < 0.2:
+                del container[key]
+            else:
+                container[key] = copy.deepcopy(rng.choice(VALUES))
+        refused += check(changed) is None
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{}", b"[1]", b"null", b"[" * 100_000, b"\xff\xfe", b'{"format": "torchrec-embcache dense"}']
+)
+def test_what_is_no_metadata_is_refused(text: bytes) -> None:
+    with pytest.raises(CorruptionError, match="dense.json is damaged"):
+        from_json(text, "dense.json", STREAMS)
+
+
+def test_a_newer_version_is_called_that() -> None:
+    with pytest.raises(UnsupportedError, match="version 2"):
+        from_json(json.dumps({**document(), "version": 2}).encode(), "dense.json", STREAMS)
+
+
+def test_an_extent_past_its_stream_is_refused() -> None:
+    for rank, offset, length in [
+        (0, 1 << 20, 1),
+        (1, 0, 1),
+        (3, 0, 0),
+        (-1, 0, 0),
+        (2, 4096, 1),
+        (0, -4096, 8),
+        (0, 0, -1),
+    ]:
+        lying = document()
+        lying["storage"][0][3].update(rank=rank, offset=offset, bytes=length, kind="bytes")
+        assert check(lying) is None

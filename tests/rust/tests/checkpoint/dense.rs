@@ -1,0 +1,239 @@
+//! Extents and parts: bytes come back as they were written, damage is found, and stops leave the checkpoint before or the new one.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use embcache::checkpoint::{Checkpoint, Extent, Latest, Part, PartName, RankDigest, Save, sweep_parts};
+use embcache::config::OptimizerKind::RowWiseAdagrad;
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, PsyncEngine};
+use embcache::types::{Id, hash_id};
+use embcache::{Kind, Result};
+
+use crate::made::{ROOT, Table, kind, load, memory};
+
+const WORLD: u32 = 2;
+const META: &[u8] = b"what the extents mean";
+
+/// Bytes that follow from their place and `salt`.
+fn bytes(len: usize, salt: u64) -> Vec<u8> {
+    (0..len).map(|at| hash_id((at as u64 / 8) as i64 ^ (salt << 40) as i64).to_le_bytes()[at % 8]).collect()
+}
+
+/// What a rank writes: empty, small, and larger than files and pieces.
+fn contents(rank: u32, salt: u64, large: usize) -> Vec<Vec<u8>> {
+    let salt = salt * 100 + u64::from(rank) * 10;
+    [0, 1, 4096, 4097, 70_000, large].iter().enumerate().map(|(n, &len)| bytes(len, salt + n as u64)).collect()
+}
+
+fn tables(salt: u64) -> Vec<Table> {
+    let ids: Vec<Id> = (0..30 + salt as i64).collect();
+    vec![Table::new("m", "a", RowWiseAdagrad, 3, &ids, salt)]
+}
+
+/// What [`Save::adopt`] takes of a rank.
+type Named = Vec<(PathBuf, PartName, RankDigest)>;
+
+/// One rank's parts: tables in one, extents in the other.
+fn write(
+    engine: &Arc<dyn IoEngine>,
+    root: &Path,
+    rank: u32,
+    salt: u64,
+    large: usize,
+) -> Result<(Vec<Extent>, Vec<Part>, Named)> {
+    let random = salt * 1000 + u64::from(rank) * 2;
+    let mut sparse = Part::begin(Arc::clone(engine), root, random, 0)?;
+    for table in tables(salt) {
+        let buckets = table.buckets_of(rank, WORLD);
+        let mut source = table.source(&buckets, 5);
+        sparse.tables()?.write_table(table.spec.clone(), buckets, &mut source)?;
+    }
+    let mut dense = Part::begin(Arc::clone(engine), root, random + 1, 3 * large as u64)?.with_file_bytes(50_000);
+    let mut extents = Vec::new();
+    for content in contents(rank, salt, large) {
+        for window in content.chunks(1 << 16) {
+            dense.extents()?.append(window)?;
+        }
+        extents.push(dense.extents()?.end_extent()?);
+    }
+    let named = |part: &mut Part| Ok((root.to_owned(), part.name(), part.finish()?));
+    let digests = vec![named(&mut sparse)?, named(&mut dense)?];
+    Ok((extents, vec![sparse, dense], digests))
+}
+
+/// A save by two ranks; each rank's extents.
+fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Result<Vec<Vec<Extent>>> {
+    sweep_parts(&**engine, root)?;
+    let (mut extents, mut held, mut named) = (Vec::new(), Vec::new(), Vec::new());
+    for rank in 0..WORLD {
+        let (of_rank, parts, digests) = write(engine, root, rank, salt, large)?;
+        extents.push(of_rank);
+        held.push(parts);
+        named.push(digests);
+    }
+    let mut save = Save::begin(Arc::clone(engine), root, salt)?;
+    let digests = named.iter().zip(0..).map(|(parts, rank)| save.adopt(rank, WORLD, parts));
+    let digests = digests.collect::<Result<Vec<_>>>()?;
+    save.write_dense_metadata(META)?;
+    save.publish(&digests, 1)?;
+    drop(held);
+    Ok(extents)
+}
+
+/// Every byte of what `LATEST` names, by rank and extent.
+fn read(engine: &Arc<dyn IoEngine>, root: &Path, extents: &[Vec<Extent>]) -> Result<Vec<Vec<Vec<u8>>>> {
+    let checkpoint = Checkpoint::open(Arc::clone(engine), root, Latest::read(&**engine, root)?)?;
+    assert_eq!(checkpoint.dense_metadata()?.as_deref(), Some(META));
+    let reader = checkpoint.extent_reader();
+    let read = |rank: u32, extent: &Extent| {
+        let mut into = vec![0; extent.bytes as usize];
+        reader.read(rank, *extent, &mut into).map(|()| into)
+    };
+    extents.iter().zip(0..).map(|(of_rank, rank)| of_rank.iter().map(|extent| read(rank, extent)).collect()).collect()
+}
+
+fn written(salt: u64, large: usize) -> Vec<Vec<Vec<u8>>> {
+    (0..WORLD).map(|rank| contents(rank, salt, large)).collect()
+}
+
+#[test]
+fn extents_come_back_whole_and_in_parts_across_files_and_pieces() {
+    let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+    let dir = tempfile::tempdir().expect("a directory");
+    // Larger than two pieces: threads write, and files are larger than a piece.
+    let large = (9 << 20) + 5;
+    let extents = save(&engine, dir.path(), 1, large).expect("saved");
+    assert!(extents.iter().flatten().all(|extent| extent.offset % 4096 == 0));
+    assert_eq!(read(&engine, dir.path(), &extents).expect("read"), written(1, large));
+    assert_eq!(load(&engine, dir.path(), 3).expect("loaded"), tables(1));
+    let latest = Latest::read(&*engine, dir.path()).expect("there");
+    let reader = Checkpoint::open(engine, dir.path(), latest).expect("whole").extent_reader();
+    let whole = &extents[1][5];
+    let content = &contents(1, 1, large)[5];
+    for (start, len) in [(0, 1), (1, 49_999), (49_999, 2), (262_143, 300_000), (large - 1, 1), (large, 0)] {
+        let mut into = vec![0; len];
+        let part = Extent { offset: whole.offset + start as u64, bytes: len as u64 };
+        reader.read(1, part, &mut into).expect("read");
+        assert_eq!(into, content[start..start + len], "{len} bytes at {start}");
+    }
+    for outside in [
+        Extent { offset: reader.stream_bytes()[1], bytes: 1 },
+        Extent { offset: u64::MAX, bytes: 1 },
+        Extent { offset: 0, bytes: u64::MAX },
+    ] {
+        assert_eq!(kind(reader.read(1, outside, &mut [0])), Kind::Corruption);
+    }
+    assert_eq!(kind(reader.read(2, Extent { offset: 0, bytes: 1 }, &mut [0])), Kind::Corruption);
+}
+
+#[test]
+fn a_flipped_bit_anywhere_is_found() {
+    let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+    let dir = tempfile::tempdir().expect("a directory");
+    let extents = save(&engine, dir.path(), 1, 60_000).expect("saved");
+    let mut dirs = vec![dir.path().to_owned()];
+    let (mut files, mut flips) = (0, 0);
+    while let Some(from) = dirs.pop() {
+        for entry in std::fs::read_dir(from).expect("listed") {
+            let path = entry.expect("an entry").path();
+            if path.is_dir() {
+                dirs.push(path);
+                continue;
+            }
+            // The lock is the savers'; a load does not read it.
+            if path.file_name().is_some_and(|name| name == "lock") {
+                continue;
+            }
+            files += 1;
+            let bytes = std::fs::read(&path).expect("read");
+            for at in (0..bytes.len()).step_by(1 + bytes.len() / 40).chain([bytes.len() - 1]) {
+                let mut flipped = bytes.clone();
+                flipped[at] ^= 1 << (at % 8);
+                std::fs::write(&path, &flipped).expect("written");
+                let found = read(&engine, dir.path(), &extents).and_then(|_| load(&engine, dir.path(), 1));
+                let error = found.err().unwrap_or_else(|| panic!("{}: byte {at} changed unseen", path.display()));
+                assert!(matches!(error.kind(), Kind::Corruption | Kind::Unsupported | Kind::Storage), "{error}");
+                flips += 1;
+            }
+            std::fs::write(&path, &bytes).expect("written");
+        }
+    }
+    assert!(files > 10 && flips > 300, "{flips} flips in {files} files");
+    assert_eq!(read(&engine, dir.path(), &extents).expect("whole again"), written(1, 60_000));
+}
+
+#[test]
+fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one() {
+    const LARGE: usize = 60_000;
+    let made = |salt| {
+        let disk = memory();
+        let extents =
+            save(&(Arc::new(disk.clone()) as Arc<dyn IoEngine>), Path::new(ROOT), salt, LARGE).expect("saved");
+        (disk, extents)
+    };
+    let found = |image: MemoryEngine, extents: &[Vec<Extent>]| {
+        let image: Arc<dyn IoEngine> = Arc::new(image);
+        let dense = read(&image, Path::new(ROOT), extents).expect("a whole checkpoint");
+        (dense, load(&image, Path::new(ROOT), 1).expect("a whole checkpoint"))
+    };
+    let (old, new) = ((written(1, LARGE), tables(1)), (written(2, LARGE), tables(2)));
+    let (mut stops, mut kept, mut replaced) = (0, 0, 0);
+    loop {
+        let (disk, extents) = made(1);
+        let engine = FaultEngine::new(Arc::new(disk.clone()));
+        engine.hit_change(stops, Fault::Stop);
+        let result = save(&(Arc::new(engine.clone()) as Arc<dyn IoEngine>), Path::new(ROOT), 2, LARGE);
+        if !engine.is_stopped() {
+            assert_eq!(result.expect("nothing stopped it"), extents, "extents are where they were");
+            break;
+        }
+        for image in [disk.crash(), disk.kill(), disk.crash_torn(stops)] {
+            let found_now = found(image.clone(), &extents);
+            assert!(found_now == old || found_now == new, "neither, after {stops} changes");
+            assert!(result.is_err() || found_now == new, "a save that succeeded is lost after {stops} changes");
+            if found_now == old {
+                kept += 1;
+            } else {
+                replaced += 1;
+            }
+            let again: Arc<dyn IoEngine> = Arc::new(image.clone());
+            save(&again, Path::new(ROOT), 3, LARGE).expect("saved");
+            assert_eq!(found(image.clone(), &extents), (written(3, LARGE), tables(3)));
+            assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 3, "orphans are swept");
+        }
+        stops += 1;
+    }
+    assert!(stops > 60 && kept > 150 && replaced > 0, "{stops} stops, {kept} kept, {replaced} replaced");
+}
+
+#[test]
+fn a_failed_write_fails_the_part_and_parts_that_are_held_are_not_swept() {
+    let disk = memory();
+    let plain: Arc<dyn IoEngine> = Arc::new(disk.clone());
+    for large in [60_000, 9 << 20] {
+        let mut passing = 0;
+        loop {
+            let engine = FaultEngine::new(plain.clone());
+            engine.hit_once(embcache::io::Operation::Write, passing, Fault::Fail(libc::ENOSPC));
+            let engine: Arc<dyn IoEngine> = Arc::new(engine);
+            let mut part = Part::begin(engine, Path::new(ROOT), 1, large).expect("begun").with_file_bytes(6 << 20);
+            let content = bytes(large as usize, 1);
+            let result = part.extents().and_then(|extents| extents.append(&content)).and_then(|()| part.finish());
+            let failed = result.as_ref().err().map(embcache::Error::errno);
+            assert!(failed.is_none() || failed == Some(Some(libc::ENOSPC)), "{result:?}");
+            assert!(part.finish().is_err(), "it is finished, or failed");
+            part.abandon().expect("removed");
+            if failed.is_none() {
+                break;
+            }
+            passing += 1;
+        }
+        assert!(passing > 2, "{passing} writes");
+    }
+    let held = Part::begin(plain.clone(), Path::new(ROOT), 7, 0).expect("begun");
+    drop(Part::begin(plain.clone(), Path::new(ROOT), 8, 0).expect("begun"));
+    assert!(sweep_parts(&*plain, Path::new(ROOT)).expect("swept").is_empty());
+    let left: Vec<PathBuf> = disk.list(Path::new(ROOT)).expect("listed");
+    assert!(left.contains(&Path::new(ROOT).join(held.name().to_string())), "{left:?}");
+    assert!(!left.contains(&Path::new(ROOT).join(PartName(8).to_string())), "{left:?}");
+}
