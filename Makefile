@@ -9,7 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
-unexport CONDA_PREFIX PYTHONHOME PYTHONPATH
+# Without byte code beside the sources every process compiles torchrec and what it needs again: 17 s instead of 7.
+unexport CONDA_PREFIX PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 # One interpreter for every cargo command, or pyo3 is rebuilt in turn.
 export PYO3_PYTHON := $(CURDIR)/$(PY)
 export CARGO_TERM_PROGRESS_WHEN ?= never

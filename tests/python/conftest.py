@@ -1,12 +1,18 @@
 """Fixtures that several test files share."""
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tables import AMPLE
-from torchrec_embcache import TierBudgets
-from world import World
+# As in Makefile: every process that is started would compile torch again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+from tables import AMPLE  # noqa: E402
+from torchrec_embcache import TierBudgets  # noqa: E402
+from world import World  # noqa: E402
 
 
 @pytest.fixture(params=["in_place", "device_tier", "torch_kernels"])

@@ -3,8 +3,7 @@
 import contextlib
 import gc
 import os
-import subprocess
-import sys
+import signal
 import warnings
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from torchrec_embcache.exceptions import (
     StateError,
     StorageError,
 )
+from world import Child
 
 BATCHES = random_batches(12, 5, 150, seed=2)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit")
@@ -71,27 +71,18 @@ def test_a_deleted_module_frees_its_directory_at_once(tmp_path):
         gc.enable()
 
 
-KILLED = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from tables import make_bag, random_batches, ssd_tiers, train
-from pathlib import Path
-import warnings
-warnings.simplefilter("ignore")
-bag = make_bag(tiers=ssd_tiers(Path(sys.argv[2]), host_bytes="4KiB"))
-batches = random_batches(12, 5, 150, seed=2)
-train(bag, batches[:6])
-bag.flush()
-train(bag, batches[6:])
-os.kill(os.getpid(), 9)
-"""
+def killed(_say, directory):
+    warnings.simplefilter("ignore")
+    bag = make_bag(tiers=ssd_tiers(directory, host_bytes="4KiB"))
+    train(bag, BATCHES[:6])
+    bag.flush()
+    train(bag, BATCHES[6:])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_process_leaves_its_last_flush_and_no_lock(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "ssd")], check=False
-    )
-    assert ended.returncode == -9
+    _, status = Child(killed, tmp_path / "ssd").ended()
+    assert status == -signal.SIGKILL
     with make_bag() as straight:
         train(straight, BATCHES[:6])
         expected = Contents.of(straight)

@@ -3,9 +3,8 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,36 +13,30 @@ from tables import Contents, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, initializers, optimizers
 from torchrec_embcache.config import TierBudgets
 from torchrec_embcache.saver import Saver
+from world import Child
 
 BATCHES = random_batches(60, 40, 3000, seed=5)
 pytestmark = pytest.mark.filterwarnings("ignore:table '.*' did not fit", "ignore:table .* has no room for both")
-
-TRAINS = """
-import sys, warnings
-sys.path.insert(0, sys.argv[1])
-import test_kill
-warnings.simplefilter("ignore")
-test_kill.train_until_killed(sys.argv[2])
-"""
 
 
 def a_bag(root, reopen=None):
     return make_bag(tiers=ssd_tiers(Path(root, "ssd"), host_bytes="24KiB", reopen=reopen))
 
 
-def train_until_killed(root):
+def train_until_killed(say, root):
     """Steps from where the last flush was, with a flush every other step and a save every fourth; then nothing."""
+    warnings.simplefilter("ignore")
     with a_bag(root, "resume") as bag:
         for done in range(bag.stats().step, len(BATCHES)):
             train(bag, BATCHES[done : done + 1], lookahead=1)
-            print("trained", done + 1, flush=True)
+            say(("trained", done + 1))
             if done % 2:
                 bag.flush()
-                print("flushed", done + 1, flush=True)
+                say(("flushed", done + 1))
             if done % 4 == 3:
                 Saver(0).save(bag, f"{root}/saved")
-                print("saved", done + 1, flush=True)
-        print("ended", len(BATCHES), flush=True)
+                say(("saved", done + 1))
+        say(("ended", len(BATCHES)))
         signal.pause()
 
 
@@ -74,24 +67,20 @@ def load_shard(rank, size, root):
 
 
 def test_a_training_process_killed_at_random_goes_on_bit_for_bit(two_ranks, tmp_path):
-    script = [sys.executable, "-c", TRAINS, str(Path(__file__).parent), str(tmp_path)]
     draw = random.Random(11)
     last = {"trained": 0, "flushed": 0, "saved": 0, "ended": 0}
     for _round in range(int(os.environ.get("EMBCACHE_PYTHON_KILLS", "2"))):
-        child = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        for _line in range(draw.randrange(8, 18)):
-            what, number = child.stdout.readline().split()
-            last[what] = int(number)
+        child = Child(train_until_killed, str(tmp_path))
+        for _word in range(draw.randrange(8, 18)):
+            what, number = child.hear()
+            last[what] = number
             if what == "ended":
                 break
         time.sleep(draw.random() * 0.02)
         child.kill()
-        for line in child.stdout:
-            what, number = line.split()
-            last[what] = int(number)
-        child.stdout.close()
-        assert child.wait() == -9, "the process ended by itself"
+        said, status = child.ended()
+        assert status == -9, "the process ended by itself"
+        last.update(said)
         with a_bag(tmp_path, "resume") as bag, make_bag() as straight:
             done = bag.stats().step
             assert done >= last["flushed"]

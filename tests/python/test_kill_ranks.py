@@ -3,11 +3,9 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,20 +13,12 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from torchrec_embcache import TierBudgets, cache_modules, flush
 from torchrec_models import MIXED, Model, Rows, Settings, batches, rows_of, sharded
-from world import process_group
+from world import Child, process_group
 
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
 STEPS = 40
 RAM = TierBudgets(host_bytes="4MiB")
 pytestmark = pytest.mark.filterwarnings("ignore:table .* did not fit", "ignore:table .* has no room for both")
-
-TRAINS = """
-import sys, warnings
-sys.path.insert(0, sys.argv[1])
-import test_kill_ranks
-warnings.simplefilter("ignore")
-test_kill_ranks.train_until_killed(int(sys.argv[2]), sys.argv[3], sys.argv[4])
-"""
 
 
 def a_model(tiers: TierBudgets) -> Any:
@@ -52,17 +42,18 @@ def steps_done(model: Any) -> int:
     return int(done)
 
 
-def train_until_killed(rank: int, folder: str, store: str) -> None:
+def train_until_killed(say: Callable[[tuple[str, int]], None], rank: int, folder: str, store: str) -> None:
     """Steps from where the last flush was, with a flush after every other one; then nothing."""
+    warnings.simplefilter("ignore")
     with process_group(rank, 2, store):
         model = a_model(on_ssd(folder))
         for done in range(steps_done(model), STEPS):
             train(model, rank, range(done, done + 1))
-            print("trained", done + 1, flush=True)
+            say(("trained", done + 1))
             if done % 2:
                 flush(model)
-                print("flushed", done + 1, flush=True)
-        print("ended", STEPS, flush=True)
+                say(("flushed", done + 1))
+        say(("ended", STEPS))
         signal.pause()
 
 
@@ -97,42 +88,24 @@ def test_two_ranks_killed_at_random_resume_one_flush_of_both(two_ranks, tmp_path
     draw = random.Random(5)
     flushed, progress = 0, set()
     for number in range(int(os.environ.get("EMBCACHE_PYTHON_KILLS", "2"))):
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    TRAINS,
-                    str(Path(__file__).parent),
-                    str(rank),
-                    folder,
-                    tmp_path / f"store{number}",
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        said: list[list[str]] = [[], []]
+        ranks = [Child(train_until_killed, rank, str(folder), str(tmp_path / f"store{number}")) for rank in range(2)]
+        said: list[list[tuple[str, int]]] = [[], []]
         first = draw.randrange(2)
-        assert ranks[first].stdout is not None
-        for _line in range(draw.randrange(5, 12)):
-            said[first].append(ranks[first].stdout.readline())
-            if not said[first][-1].startswith(("trained", "flushed")):
+        for _word in range(draw.randrange(5, 12)):
+            said[first].append(ranks[first].hear())
+            if said[first][-1][0] == "ended":
                 break
         time.sleep(draw.random() * 0.02)
         for place in (first, 1 - first):
             ranks[place].kill()
             time.sleep(draw.random() * 0.005)
-        for place, process in enumerate(ranks):
-            assert process.stdout is not None
-            said[place].extend(process.stdout)
-            process.stdout.close()
+        for place, child in enumerate(ranks):
+            rest, status = child.ended()
+            said[place].extend(rest)
             # The second may have found the first gone and be on its way out.
-            assert process.wait() == -9 or place != first, "a rank ended by itself"
+            assert status == -9 or place != first, "a rank ended by itself"
         # What one rank's call returned for is complete for both.
-        told = [int(line.split()[1]) for lines in said for line in lines if line.startswith("flushed")]
+        told = [done for words in said for what, done in words if what == "flushed"]
         flushed = max([flushed, *told])
         found = two_ranks.run(_resumed, str(folder))
         (done,) = {steps for steps, _ in found}

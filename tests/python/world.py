@@ -1,4 +1,4 @@
-"""Worlds of processes for tests: started once, then given functions of test files to run on every rank."""
+"""Processes for tests: worlds, started once and given functions of test files to run on every rank, and such as are killed."""
 
 import contextlib
 import importlib.util
@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Children are forked from one process that has imported these: that takes each of them seconds.
+IMPORTED_ONCE = ["torchrec_embcache.sharded", "torchrec_embcache.saver", "torchrec_embcache.train_pipeline"]
 # Generous: they only keep a hang from lasting for ever.
 COLLECTIVE_TIMEOUT_S = 120
 ANSWER_TIMEOUT_S = 300
@@ -38,6 +40,13 @@ def process_group(rank: int, size: int, store: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def processes() -> Any:
+    """Where to get processes, queues and pipes from."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    return context
 
 
 def _load(file: str) -> Any:
@@ -63,6 +72,44 @@ def _serve(rank: int, size: int, store: str, tasks: Any, answers: Any) -> None:
                 answers.put((rank, None, traceback.format_exc()))
 
 
+class Child:
+    """`function(say, *args)` in a process of its own; `say` hands a small object to the parent, in one write."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        context = processes()
+        self._said, say = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_tell, args=(inspect.getsourcefile(function), function.__name__, say, args), daemon=True
+        )
+        self._process.start()
+        say.close()
+
+    def hear(self) -> Any:
+        """What it says next; `EOFError` when it has ended."""
+        if not self._said.poll(ANSWER_TIMEOUT_S):
+            raise TimeoutError("the process says nothing")
+        return self._said.recv()
+
+    def kill(self) -> None:
+        """SIGKILL, at once."""
+        self._process.kill()
+
+    def ended(self) -> tuple[list[Any], int]:
+        """When it has ended: what it had said until then, and its exit status, which is minus the signal that killed it."""
+        rest = []
+        with contextlib.suppress(EOFError):
+            while True:
+                rest.append(self.hear())
+        self._said.close()
+        self._process.join()
+        return rest, self._process.exitcode
+
+
+def _tell(file: str, name: str, say: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    getattr(_load(file), name)(say.send, *args)
+
+
 class World:
     """`size` processes with a gloo group over them."""
 
@@ -71,7 +118,7 @@ class World:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = processes()
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._answers = context.Queue()
