@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{Ancestor, Plan, RowBlock};
+use embcache::cache::{Ancestor, GroupSink, Plan, RowBlock};
 use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
 use embcache::io::MemoryEngine;
-use embcache::rows::RowHeader;
+use embcache::rows::{RowHeader, RowRef};
 use embcache::types::{Id, RowMeta};
 use embcache_tests::{Rig, config};
 use proptest::prelude::*;
@@ -23,6 +23,39 @@ fn an_id() -> impl Strategy<Value = Id> {
 
 fn some_ids() -> impl Strategy<Value = Vec<Id>> {
     prop::collection::vec(an_id(), 0..14)
+}
+
+/// Takes the rows of a delta, three at a time.
+struct Modified {
+    since: u32,
+    floats: usize,
+    rows: usize,
+    contents: Contents,
+}
+
+impl Modified {
+    fn add(&mut self, headers: &[RowHeader], vectors: &[f32]) {
+        assert!(headers.iter().all(|header| header.modified_epoch >= self.since));
+        self.rows += headers.len();
+        self.contents.extend(bits(headers, vectors, self.floats));
+    }
+}
+
+impl GroupSink for Modified {
+    fn vector_floats(&self) -> usize {
+        self.floats
+    }
+
+    fn room(&mut self) -> embcache::Result<usize> {
+        Ok(3)
+    }
+
+    fn take(&mut self, rows: &[RowRef<'_>]) -> embcache::Result<()> {
+        assert!(!rows.is_empty() && rows.len() <= 3);
+        let headers: Vec<RowHeader> = rows.iter().map(|row| *row.header).collect();
+        self.add(&headers, &rows.iter().flat_map(|row| row.vector.iter().copied()).collect::<Vec<f32>>());
+        Ok(())
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -269,17 +302,19 @@ impl Run {
             for id in table.left_since(&ancestor).expect("an ancestor") {
                 rebuilt.remove(&id);
             }
-            let mut rows = 0;
-            let mut changed = Contents::new();
+            let since = ancestor.next_epoch;
+            let mut changed = Modified { since, floats, rows: 0, contents: Contents::new() };
             table
-                .for_each_modified(ancestor.next_epoch, 5, &mut |chunk| {
-                    assert!(chunk.headers.iter().all(|header| header.modified_epoch >= ancestor.next_epoch));
-                    rows += chunk.headers.len();
-                    changed.extend(bits(&chunk.headers, &chunk.vectors, floats));
+                .for_each_modified(since, 5, &mut |chunk| {
+                    changed.add(&chunk.headers, &chunk.vectors);
                     Ok(())
                 })
                 .expect("the rows of a table at rest");
-            assert_eq!(rows, changed.len(), "a row is there twice");
+            assert_eq!(changed.rows, changed.contents.len(), "a row is there twice");
+            let mut grouped = Modified { since, floats, rows: 0, contents: Contents::new() };
+            table.for_each_modified_group(since, &mut grouped).expect("the rows of a table at rest");
+            assert_eq!((grouped.rows, &grouped.contents), (changed.rows, &changed.contents), "in groups the same");
+            let changed = changed.contents;
             rebuilt.extend(changed);
             assert_eq!(rebuilt, now);
         }

@@ -15,7 +15,7 @@ use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
 
 /// Bytes of the rows that are copied at a time for a group (one row at least): they stay in a core's cache until they are copied again.
-const COPIED_BYTES: usize = 512 << 10;
+pub(super) const COPIED_BYTES: usize = 512 << 10;
 
 /// Some rows of an export, in memory of their own.
 #[derive(Clone, Debug, Default)]
@@ -50,13 +50,13 @@ pub(crate) struct Export {
 type WrittenDown = Arc<Mutex<HashSet<Id>>>;
 
 /// Keeps an [`Export`] among the table's.
-struct Walk<'a> {
-    shared: &'a Shared,
-    version: u64,
+pub(super) struct Walk<'a> {
+    pub(super) shared: &'a Shared,
+    pub(super) version: u64,
     number: u64,
     /// Ids of rows that were handed over with an older copy on SSD.
-    outdated: Vec<Id>,
-    written_down: WrittenDown,
+    pub(super) outdated: Vec<Id>,
+    pub(super) written_down: WrittenDown,
 }
 
 impl Drop for Walk<'_> {
@@ -186,10 +186,15 @@ impl Walk<'_> {
             take(&rows)?;
         }
         drop(rows);
-        if let Some(export) = state.exports.iter_mut().find(|export| export.number == number) {
+        self.handed_over(&mut state, after);
+        Ok(any)
+    }
+
+    /// What is to be handed over of the rows in slots below `after` was.
+    pub(super) fn handed_over(&self, state: &mut State, after: CacheSlot) {
+        if let Some(export) = state.exports.iter_mut().find(|export| export.number == self.number) {
             export.cursor = after;
         }
-        Ok(any)
     }
 
     /// Hand over the rows that were on SSD when those in RAM had been handed over.
@@ -245,7 +250,7 @@ impl Shared {
         }
     }
 
-    fn begin_export(&self, version: u64) -> Result<Walk<'_>> {
+    pub(super) fn begin_export(&self, version: u64) -> Result<Walk<'_>> {
         let mut state = self.lock()?;
         state.next_export += 1;
         let number = state.next_export;

@@ -8,6 +8,10 @@ use crate::rows::{RowHeader, RowRef};
 pub trait GroupSink {
     /// Floats of a row's vector part.
     fn vector_floats(&self) -> usize;
+    /// About so many rows are to come, as far as is known (`usize::MAX` where it is not): groups may be smaller for it.
+    fn expect(&mut self, rows: usize) {
+        let _ = rows;
+    }
     /// Wait until there is room for a group; the most rows that it may have, at least one.
     fn room(&mut self) -> Result<usize>;
     /// Take a group of at most as many rows as there is room for; they are as they are during the call only. Whoever hands over rows where

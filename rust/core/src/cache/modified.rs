@@ -1,13 +1,19 @@
 //! What changed in a table since a checkpoint: the rows modified since, and the ids that left.
 
-use super::export::Chunk;
+use super::export::{COPIED_BYTES, Chunk, Walk};
+use super::groups::{Gather, GroupSink};
 use super::lineage::Ancestor;
 use super::table::{Held, Shared, State, Table};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::RowHeader;
-use crate::slots::SlotMap;
+use crate::slots::{RowState, SlotMap};
+use crate::ssd::SsdTier;
+use crate::sync::lock;
 use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// How many rows ahead a walk asks for headers.
+const HEADERS_AHEAD: usize = 16;
 
 impl Table {
     /// The checkpoints that a delta of this table can build on, oldest first.
@@ -49,6 +55,38 @@ impl Table {
         let version = self.shared.version();
         self.shared.export_modified(version, since, chunk_rows.max(1), sink)
     }
+
+    /// The same in groups, rows in RAM where they lie, as [`Table::for_each_group`] hands over all.
+    pub fn for_each_modified_group(&self, since: u32, sink: &mut dyn GroupSink) -> Result<()> {
+        let shared = &*self.shared;
+        let version = shared.version();
+        let chunk_rows = (COPIED_BYTES / (shared.layout.vector_floats() * 4 + size_of::<RowHeader>())).max(1);
+        if shared.config.device_rows.is_some() {
+            let mut gather = Gather::new(sink);
+            let all = &mut |chunk: Chunk| gather.add(&chunk.headers, &chunk.vectors);
+            shared.export_modified(version, since, chunk_rows, all)?;
+            return gather.finish();
+        }
+        let mut walk = shared.begin_export(version)?;
+        let slots = shared.modified_slots(since)?;
+        sink.expect(slots.len());
+        let mut rest = slots.as_slice();
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(rest.len().min(sink.room()?));
+            walk.modified_rows(now, since, sink)?;
+            rest = later;
+        }
+        drop(slots);
+        sink.expect(usize::MAX);
+        let mut gather = Gather::new(sink);
+        walk.outdated.sort_unstable();
+        let (outdated, written_down) = (&walk.outdated, &walk.written_down);
+        let were_handed_over = |id| outdated.binary_search(&id).is_ok() || lock(written_down).contains(&id);
+        shared.modified_on_ssd(version, since, chunk_rows, &were_handed_over, &mut |chunk| {
+            gather.add(&chunk.headers, &chunk.vectors)
+        })?;
+        gather.finish()
+    }
 }
 
 impl State {
@@ -66,6 +104,46 @@ impl State {
         if let Some(device) = &mut self.device {
             device.slots.clear_marks();
         }
+    }
+}
+
+impl Walk<'_> {
+    /// Hand over those of the rows in these slots, which are above all before, that were modified in epoch `since` or later and have
+    /// their newest copy there. (Of the others the newest copy went to SSD since the slots were listed.)
+    fn modified_rows(&mut self, slots: &[CacheSlot], since: u32, sink: &mut dyn GroupSink) -> Result<()> {
+        let _rows = self.shared.reading_rows()?;
+        let mut state = self.shared.lock()?;
+        self.shared.check_version(self.version)?;
+        let mut rows = Vec::new();
+        memory::reserve(&mut rows, "list the rows that were modified", slots.len())?;
+        if self.shared.ssd.is_some() {
+            memory::reserve(&mut self.outdated, "list the rows that were modified", slots.len())?;
+        }
+        // As in `next_rows`.
+        let half_written = self.shared.ssd.as_ref().is_some_and(SsdTier::is_read_only);
+        let host = &state.host;
+        for (at, &slot) in slots.iter().enumerate() {
+            if let Some(&later) = slots.get(at + HEADERS_AHEAD)
+                && host.slots.state(later).is_newest()
+            {
+                host.prefetch_header(later);
+            }
+            let found = host.slots.state(slot);
+            if !found.is_newest() || host.header(slot).modified_epoch < since {
+                continue;
+            }
+            let row = host.row(slot);
+            if half_written || found.has(RowState::ON_SSD) {
+                self.outdated.push(row.header.id);
+            }
+            rows.push(row);
+        }
+        if !rows.is_empty() {
+            sink.take(&rows)?;
+        }
+        drop(rows);
+        self.handed_over(&mut state, slots.last().map_or(0, |&slot| slot + 1));
+        Ok(())
     }
 }
 
@@ -88,12 +166,24 @@ impl Shared {
             debug_assert!(rows.found.iter().all(|&found| found));
             sink(Chunk { headers: rows.headers, vectors: rows.vectors })?;
         }
-        let Some(ssd) = &self.ssd else { return Ok(()) };
         in_ram.sort_unstable();
+        self.modified_on_ssd(version, since, chunk_rows, &|id| in_ram.binary_search(&id).is_ok(), sink)
+    }
+
+    /// Hand over the rows on SSD, modified in epoch `since` or later, but those that `were_handed_over` before.
+    fn modified_on_ssd(
+        &self,
+        version: u64,
+        since: u32,
+        chunk_rows: usize,
+        were_handed_over: &dyn Fn(Id) -> bool,
+        sink: &mut dyn FnMut(Chunk) -> Result<()>,
+    ) -> Result<()> {
+        let Some(ssd) = &self.ssd else { return Ok(()) };
         let mut chunk = Chunk::default();
         let mut later = Vec::new();
         ssd.scan_since(since, &mut |row| {
-            if in_ram.binary_search(&row.header.id).is_ok() {
+            if were_handed_over(row.header.id) {
                 return Ok(());
             }
             chunk.headers.push(*row.header);
@@ -145,29 +235,37 @@ impl Shared {
         self.finish_loads(&mut state)?;
         let all = since < state.marked_since;
         let mut ids: Vec<Id> = Vec::new();
-        collect(&mut ids, &state.host.slots, all, since, |slot| state.host.header(slot))?;
+        let host = |slot| (state.host.header(slot).modified_epoch >= since).then(|| state.host.id(slot));
+        collect(&mut ids, &state.host.slots, all, host)?;
         if let Some(device) = &state.device {
-            collect(&mut ids, &device.slots, all, since, |slot| device.header(slot))?;
+            let on_device = |slot| (device.header(slot).modified_epoch >= since).then(|| device.id(slot));
+            collect(&mut ids, &device.slots, all, on_device)?;
         }
         Ok(ids)
     }
+
+    /// Slots of the host tier, lowest first, with the newest copies of rows: of all that were modified in epoch `since` or later, and
+    /// maybe of others.
+    fn modified_slots(&self, since: u32) -> Result<Vec<CacheSlot>> {
+        let mut state = self.lock()?;
+        self.finish_loads(&mut state)?;
+        let mut slots: Vec<CacheSlot> = Vec::new();
+        collect(&mut slots, &state.host.slots, since < state.marked_since, Some)?;
+        Ok(slots)
+    }
 }
 
-/// Add the ids of rows of one tier, modified in epoch `since` or later, that are the newest copies; `all` where their marks do not tell.
-fn collect<'a>(
-    ids: &mut Vec<Id>,
-    slots: &SlotMap,
-    all: bool,
-    since: u32,
-    header: impl Fn(CacheSlot) -> &'a RowHeader,
-) -> Result<()> {
+/// Add what `of` gives for the slots of one tier that are marked as modified and have the newest copies; for `all` such where their marks
+/// do not tell.
+fn collect<T>(found: &mut Vec<T>, slots: &SlotMap, all: bool, of: impl Fn(CacheSlot) -> Option<T>) -> Result<()> {
     let mut add = |slot: CacheSlot| {
-        let (state, header) = (slots.state(slot), header(slot));
-        if state.is_newest() && header.modified_epoch >= since {
-            if ids.len() == ids.capacity() {
-                memory::reserve(ids, "list the rows that were modified", ids.len().max(1024))?;
+        if slots.state(slot).is_newest()
+            && let Some(one) = of(slot)
+        {
+            if found.len() == found.capacity() {
+                memory::reserve(found, "list the rows that were modified", found.len().max(1024))?;
             }
-            ids.push(header.id);
+            found.push(one);
         }
         Ok(())
     };

@@ -8,7 +8,7 @@ use super::format::{CHUNK_BYTES, DataShape, Field, FileLayout};
 use super::manifest::{DataFile, TableSpec};
 use super::source::RowSource;
 use super::writer::RankWriter;
-use crate::cache::{Ancestor, Table};
+use crate::cache::{Ancestor, GroupSink, Table};
 use crate::error::{Error, Kind, Result};
 use crate::io::AlignedBuf;
 use crate::rows::RowHeader;
@@ -26,6 +26,24 @@ pub struct Changes<'a> {
     pub left: &'a [Id],
     /// Rows of the whole share, unchanged ones included.
     pub total_rows: u64,
+}
+
+/// The rows of a table modified in an epoch or later, as of now.
+struct Modified<'a> {
+    table: &'a Table,
+    since: u32,
+}
+
+impl RowSource for Modified<'_> {
+    fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> Result<()> {
+        let row_bytes = self.table.config().layout().vector_floats() * 4 + size_of::<RowHeader>();
+        let chunk_rows = (READ_BYTES / row_bytes).max(1);
+        self.table.for_each_modified(self.since, chunk_rows, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
+    }
+
+    fn for_each_group(&mut self, sink: &mut dyn GroupSink) -> Result<()> {
+        self.table.for_each_modified_group(self.since, sink)
+    }
 }
 
 impl RankWriter {
@@ -72,11 +90,7 @@ impl RankWriter {
         let spec = TableSpec::new(module, config, hyperparameters, step);
         let left = table.left_since(ancestor)?;
         let changes = Changes { left: &left, total_rows: table.len()? };
-        let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
-        let chunk_rows = (READ_BYTES / row_bytes).max(1);
-        let mut modified = |sink: &mut RowSink<'_>| {
-            table.for_each_modified(ancestor.next_epoch, chunk_rows, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
-        };
+        let mut modified = Modified { table, since: ancestor.next_epoch };
         let rows = self.write_changes(spec, config.buckets.clone(), &mut modified, changes)?;
         if table.step()? != step {
             return Err(Error::new(

@@ -11,10 +11,11 @@ use super::manifest::{
     CheckpointKind, MAX_MANIFEST_BYTES, Manifest, RankDigest, RankManifest, checksum, dense_bytes, merge, parse,
     render, seal,
 };
+use super::output::each_piece;
 use super::part::sweep_parts;
 use super::retention::{checkpoints, lock_root, sweep};
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, AlignedBuf, DirLock, IoEngine, LOCK_FILE, Open, publish, read_file};
+use crate::io::{DirLock, IoEngine, LOCK_FILE, publish, read_file, write_whole};
 
 /// The coordinator's manifest, written when all ranks are done.
 pub(super) const MANIFEST_FILE: &str = "manifest.json";
@@ -74,7 +75,6 @@ impl Save {
         let dir = root.join(name.to_string());
         engine.create_dir_all(&dir)?;
         let lock = engine.lock_dir(&dir)?;
-        engine.sync_dir(root)?;
         Ok(Self { engine, root: root.to_owned(), name, options, dense: None, _lock: lock })
     }
 
@@ -133,8 +133,7 @@ impl Save {
             if let Some(named) = parent.or(merged) {
                 self.check_newest(&named)?;
             }
-            publish(engine, &dir.join(MANIFEST_FILE), &sealed)?;
-            self.name_latest(&dir, latest)?;
+            self.name_latest(&dir, &sealed, latest)?;
         }
         // Nobody sweeps what LATEST names, so the lock's file has done its work; where it stays it does no harm.
         let _ = engine.remove_file(&dir.join(LOCK_FILE));
@@ -162,18 +161,19 @@ impl Save {
         ))
     }
 
-    /// Replace `LATEST`, from a temporary file in the checkpoint's own directory: two saves at once do not meet.
-    fn name_latest(&self, dir: &Path, latest: Latest) -> Result<()> {
-        let line = format!("{latest}\n");
-        let temporary = dir.join(LATEST_FILE);
-        let file = self.engine.open(&temporary, Open::Create { preallocate: 0 })?;
-        let mut padded = AlignedBuf::zeroed(ALIGNMENT);
-        padded[..line.len()].copy_from_slice(line.as_bytes());
-        file.write_at(0, &padded)?;
-        file.set_len(line.len() as u64)?;
-        file.sync()?;
-        self.engine.rename(&temporary, &self.root.join(LATEST_FILE))?;
-        self.engine.sync_dir(&self.root)
+    /// Put the manifest in its place, then replace `LATEST`, from temporary files in the checkpoint's own directory: two saves at once do
+    /// not meet. What each step builds on is durable before it; what is independent is synced together.
+    fn name_latest(&self, dir: &Path, manifest: &[u8], latest: Latest) -> Result<()> {
+        let engine = &*self.engine;
+        let unnamed = dir.join(MANIFEST_FILE).with_extension("json.tmp");
+        let line = dir.join(LATEST_FILE);
+        let files =
+            [write_whole(engine, &unnamed, manifest)?, write_whole(engine, &line, format!("{latest}\n").as_bytes())?];
+        each_piece(2, files.into(), |file| file.sync())?;
+        engine.rename(&unnamed, &dir.join(MANIFEST_FILE))?;
+        each_piece(2, vec![dir, &self.root], |dir| engine.sync_dir(dir))?;
+        engine.rename(&line, &self.root.join(LATEST_FILE))?;
+        engine.sync_dir(&self.root)
     }
 
     /// Give the save up and remove what it wrote.

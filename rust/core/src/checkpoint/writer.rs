@@ -5,19 +5,25 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::dense::DenseShare;
-use super::format::{GROUP_BYTES, data_file, rank_file, table_dir};
+use super::format::{GROUP_BYTES, data_file, group_rows, rank_file, table_dir};
 use super::group::GroupFormat;
 use super::latest::CheckpointName;
 use super::manifest::{DataFile, RankDigest, RankManifest, Share, TableSpec, checksum, render};
-use super::output::{Output, Waiting, write_file};
+use super::output::{Output, Waiting, each_piece, write_file};
 use super::source::RowSource;
 use crate::cache::GroupSink;
 use crate::error::{Error, Kind, Result};
-use crate::io::{AlignedBuf, IoEngine, publish};
+use crate::io::{AlignedBuf, IoEngine, write_whole};
 use crate::rows::RowRef;
 
 /// A group that the system has no memory for is made smaller, down to this.
 const FEWEST_ROWS: usize = 256;
+/// Files of rows whose number is known are so many at least, as long as they are no smaller than this.
+const FILES_SIDE_BY_SIDE: usize = 6;
+const SMALL_FILE_BYTES: usize = 2 << 20;
+/// Threads that make names durable: what a file system does for one of them it mostly does for all.
+const SYNCS: usize = 4;
+
 /// Writes one rank's tables into a checkpoint that [`super::Save::begin`] made.
 ///
 /// It holds the files of six groups at most: one is filled while the others are written (96 MiB with the default size).
@@ -76,15 +82,15 @@ impl RankWriter {
         self.engine.create_dir_all(&dir)?;
         let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
         let format = GroupFormat::new(&spec, optimizer, buckets.clone(), self.group_bytes);
+        let (most, small) = (format.capacity, group_rows(optimizer, spec.dim as usize, SMALL_FILE_BYTES));
         let waiting = Waiting::default();
         let files = std::thread::scope(|scope| {
             let output = Output::new(scope, &*self.engine, &waiting);
             let mut files =
-                Files { output, at_once: format.capacity, image_bytes: None, format, path, made: Vec::new() };
+                Files { output, small, most, at_once: most, image_bytes: None, format, path, made: Vec::new() };
             rows.for_each_group(&mut files)?;
             files.output.finish().map(|()| files.made)
         })?;
-        self.engine.sync_dir(&dir)?;
         let total_rows = files.iter().map(|file| file.rows).sum();
         self.manifest.tables.push(Share {
             spec,
@@ -107,7 +113,7 @@ impl RankWriter {
         let name = data_file(self.manifest.rank, self.manifest.world, share.files.len());
         write_file(&*self.engine, &dir.join(name), &image)?;
         share.files.push(file);
-        self.engine.sync_dir(&dir)
+        Ok(())
     }
 
     /// How many rows the share written last has, those that are in none of its files included.
@@ -118,7 +124,16 @@ impl RankWriter {
     /// Make this rank's part durable. The digest goes to the coordinator.
     pub fn finish(self) -> Result<RankDigest> {
         let bytes = render(&self.manifest)?;
-        publish(&*self.engine, &self.dir.join(rank_file(self.manifest.rank, self.manifest.world)), &bytes)?;
+        // Nobody believes it before the coordinator's manifest names its checksum: it needs no other name meanwhile.
+        let manifest = self.dir.join(rank_file(self.manifest.rank, self.manifest.world));
+        let manifest = write_whole(&*self.engine, &manifest, &bytes)?;
+        let dirs =
+            self.manifest.tables.iter().map(|share| self.dir.join(table_dir(&share.spec.module, &share.spec.table)));
+        let dirs = dirs.chain([self.dir.clone()]).map(Some);
+        each_piece(SYNCS, [None].into_iter().chain(dirs).collect(), |dir: Option<PathBuf>| match dir {
+            None => manifest.sync(),
+            Some(dir) => self.engine.sync_dir(&dir),
+        })?;
         Ok(RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
     }
 }
@@ -128,7 +143,11 @@ struct Files<'a, 's, P> {
     format: GroupFormat<'a>,
     output: Output<'s>,
     path: P,
-    /// Rows of a group, fewer than the format's where the system has no memory for those,
+    /// Rows of a small group.
+    small: usize,
+    /// Rows of a group at most, fewer than the format's where the system has no memory for those;
+    most: usize,
+    /// of the next group,
     at_once: usize,
     /// and what their file takes.
     image_bytes: Option<usize>,
@@ -148,6 +167,7 @@ impl<P> Files<'_, '_, P> {
             return Err(refused);
         }
         self.at_once /= 2;
+        self.most = self.at_once;
         self.image_bytes = None;
         Ok(())
     }
@@ -156,6 +176,11 @@ impl<P> Files<'_, '_, P> {
 impl<P: Fn(usize) -> PathBuf> GroupSink for Files<'_, '_, P> {
     fn vector_floats(&self) -> usize {
         self.format.vector_floats
+    }
+
+    fn expect(&mut self, rows: usize) {
+        self.at_once = rows.div_ceil(FILES_SIDE_BY_SIDE).max(self.small).min(self.most);
+        self.image_bytes = None;
     }
 
     fn room(&mut self) -> Result<usize> {

@@ -156,15 +156,19 @@ pub fn publish(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
     if engine.exists(&temporary) {
         engine.remove_file(&temporary)?;
     }
-    let file = engine.open(&temporary, Open::Create { preallocate: 0 })?;
+    write_whole(engine, &temporary, data)?.sync()?;
+    engine.rename(&temporary, path)?;
+    engine.sync_dir(dir)
+}
+
+/// Make a file that holds `data`. Nothing of it is durable yet.
+pub(crate) fn write_whole(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<Arc<dyn IoFile>> {
+    let file = engine.open(path, Open::Create { preallocate: 0 })?;
     let mut padded = AlignedBuf::zeroed(data.len().next_multiple_of(ALIGNMENT));
     padded[..data.len()].copy_from_slice(data);
     file.write_at(0, &padded)?;
     file.set_len(data.len() as u64)?;
-    file.sync()?;
-    drop(file);
-    engine.rename(&temporary, path)?;
-    engine.sync_dir(dir)
+    Ok(file)
 }
 
 /// Read a whole file, refusing one larger than `limit_bytes` before anything is allocated.

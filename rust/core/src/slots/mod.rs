@@ -20,6 +20,8 @@ use crate::types::{CacheSlot, Id};
 
 /// How many slots ahead the pins of a group are asked for.
 const GROUP_AHEAD: usize = 24;
+/// Slots whose marks are looked at together.
+const MARKS_AT_ONCE: usize = 16;
 
 /// The state of the row in a slot, as bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -439,7 +441,18 @@ impl SlotMap {
     /// Occupied slots of rows that are marked as modified, lowest first.
     pub fn modified(&self) -> impl Iterator<Item = CacheSlot> + '_ {
         let marked = |state: &RowState| state.has(RowState::MODIFIED) && state.has(RowState::OCCUPIED);
-        (0..).zip(&self.states).filter(move |(_, state)| marked(state)).map(|(slot, _)| slot)
+        let any = |block: &[RowState; MARKS_AT_ONCE]| block.iter().fold(0, |bits, state| bits | state.0);
+        let blocks = self.states.chunks_exact(MARKS_AT_ONCE);
+        let rest = (self.states.len() - blocks.remainder().len()) as CacheSlot..self.states.len() as CacheSlot;
+        (0..)
+            .step_by(MARKS_AT_ONCE)
+            .zip(blocks)
+            .filter(move |(_, block)| {
+                block.first_chunk().is_some_and(|block| RowState(any(block)).has(RowState::MODIFIED))
+            })
+            .flat_map(|(first, block)| (first..).zip(block).map(|(slot, _)| slot))
+            .chain(rest)
+            .filter(move |&slot| marked(&self.states[slot as usize]))
     }
 
     /// Occupied slots at or above `from`, lowest first.
@@ -465,6 +478,20 @@ mod tests {
             slots.insert(slot, id.into(), RowState::DIRTY);
         }
         slots
+    }
+
+    #[test]
+    fn marked_rows_are_found_among_any_number_of_others() {
+        for rows in [0, 1, 15, 16, 17, 100] {
+            let mut slots = filled(128, rows);
+            let marked: Vec<CacheSlot> = (0..rows).filter(|slot| slot % 7 == 3 || slot + 1 == rows).collect();
+            for &slot in &marked {
+                slots.mark(slot, RowState::MODIFIED);
+            }
+            assert_eq!(slots.modified().collect::<Vec<_>>(), marked, "of {rows}");
+            slots.clear_marks();
+            assert_eq!(slots.modified().count(), 0);
+        }
     }
 
     #[test]
