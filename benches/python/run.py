@@ -72,7 +72,7 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
             wanted = (RIVALS | CHECKPOINT_RIVALS).get(name, {})
             rivals = {what: make(given, ready["rows"]) for what, make in wanted.items()}
         for store, every in STORES.get(name, {}).items() if ready["store"] else ():
-            stores.append(Store(store, ready["store"], ids, every, seconds))
+            stores.append(Store(store, ready["store"], ids, every, smoke, seconds))
         here = [store for store in stores if not store.missing]
         values: dict[str, list[float]] = {"ours": []}
         for _ in range(1 if smoke else ready["rounds"]):
@@ -140,7 +140,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     begin = time.monotonic()
-    found = programs()
+    found = programs(options.smoke)
     names = sorted([*found, *(name for script in SCRIPTS.values() for name in script)])
     wanted = {name for name in options.only.split(",") if name}
     if unknown := sorted(wanted - {*names}):

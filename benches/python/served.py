@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,30 @@ class Program:
     prints_rows: bool
 
 
-def built(package: str) -> list[Path]:
-    """The bench programs of a package, made first."""
-    command = ["cargo", "bench", "--locked", "-p", package, "--no-run", "--message-format=json-render-diagnostics"]
+# Whose features are united: those that the tests are built with, so that a smoke run finds the core built by them.
+PACKAGES = ("embcache", "embcache-tests", "embcache-benches", "embcache-rivals")
+
+
+@cache
+def built(smoke: bool) -> dict[str, list[Path]]:
+    """Folder of a package: its bench programs, made first; for a smoke run in the tests' profile, which is built the sooner."""
+    command = ["cargo", "bench", "--locked", "--no-run", "--message-format=json-render-diagnostics"]
+    command += [argument for package in PACKAGES for argument in ("-p", package)]
+    command += ["--profile", "dev"] if smoke else []
     told = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     messages = [json.loads(line) for line in told.splitlines()]
-    return [
-        Path(message["executable"])
-        for message in messages
-        if message["reason"] == "compiler-artifact" and "bench" in message["target"]["kind"] and message["executable"]
-    ]
+    found: dict[str, list[Path]] = {}
+    for message in messages:
+        if message["reason"] == "compiler-artifact" and "bench" in message["target"]["kind"] and message["executable"]:
+            package = Path(message["manifest_path"]).parent.name
+            found.setdefault(package, []).append(Path(message["executable"]))
+    return found
 
 
-def programs() -> dict[str, Program]:
+def programs(smoke: bool) -> dict[str, Program]:
     """Bench name: the program that has it. Builds them first."""
     found: dict[str, Program] = {}
-    for path in built("embcache-benches"):
+    for path in built(smoke)["benches"]:
         listed = subprocess.run([path, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout
         for line in listed.splitlines():
             name, *how = line.split()

@@ -7,15 +7,13 @@ import json
 import os
 import statistics
 import tempfile
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from served import ROOT, Child, built
 
-__all__ = ["STORES", "Store", "program"]
+__all__ = ["STORES", "Store"]
 
 LIBRARIES = ROOT / "target" / "rivals" / "lib"
 # Bench: the stores that it is measured beside, and after how many rounds of ours each has one. Of fetches a round is a batch, as
@@ -27,21 +25,17 @@ STORES: dict[str, dict[str, int]] = {
 }
 
 
-@cache
-def program() -> Path:
-    """Builds it first."""
-    [path] = built("embcache-rivals")
-    return path
-
-
 class Store:
     """A store that is loaded with the rows of `work` (see benches/src/store.rs) and fetches ids int64 [K, N]."""
 
-    def __init__(self, store: str, work: dict[str, Any], ids: torch.Tensor | None, every: int, seconds: float) -> None:
+    def __init__(
+        self, store: str, work: dict[str, Any], ids: torch.Tensor | None, every: int, smoke: bool, seconds: float
+    ) -> None:
         self._every = every
         self._asked = 0
         path = ":".join(part for part in (str(LIBRARIES), os.environ.get("LD_LIBRARY_PATH")) if part)
-        self._child = Child([str(program()), "--serve"], seconds, env={"LD_LIBRARY_PATH": path})
+        [program] = built(smoke)["rivals"]
+        self._child = Child([str(program), "--serve"], seconds, env={"LD_LIBRARY_PATH": path})
         with tempfile.NamedTemporaryFile() as file:
             request: dict[str, Any] = {"store": store, "work": work, "batch": 0}
             if ids is not None:

@@ -92,6 +92,7 @@ def test_ctrl_c_at_any_moment_of_a_step_leaves_a_table_that_trains_on(tmp_path: 
         bag = make(sys.argv[1])
         for step in range(20):
             train(bag, step)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
         interrupted = 0
         main = threading.main_thread().ident
         for step in range(300):
