@@ -34,6 +34,14 @@ def two_ranks() -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
+def three_ranks() -> Iterator[World]:
+    """Three processes, as `two_ranks`."""
+    world = World(3)
+    yield world
+    world.stop()
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[World]:
     """Four processes, as `two_ranks`."""
     world = World(4)

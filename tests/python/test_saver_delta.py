@@ -350,7 +350,7 @@ def merge(rank: int, size: int, path: str) -> str:
 
 @pytest.mark.parametrize("merging", [False, True])
 def test_two_ranks_save_deltas_that_three_load_and_go_on_from(
-    merging: bool, two_ranks: World, four_ranks: World, tmp_path: Path
+    merging: bool, two_ranks: World, three_ranks: World, four_ranks: World, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "sparse")
     assert two_ranks.run(save_in_steps, path) == [["full", "delta", "delta"]] * 2
@@ -364,10 +364,6 @@ def test_two_ranks_save_deltas_that_three_load_and_go_on_from(
     )
     if merging:
         assert len(set(four_ranks.run(merge, path))) == 1
-    three = World(3)
-    try:
-        results = three.run(load_and_go_on, path)
-    finally:
-        three.stop()
+    results = three_ranks.run(load_and_go_on, path)
     assert sorted(row for contents, _ in results for row in contents) == expected
     assert [kind for _, kind in results] == ["delta"] * 3

@@ -95,17 +95,11 @@ def saved(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_two_ranks_save_and_any_number_loads(size: int, two_ranks: World, four_ranks: World, saved: Path) -> None:
-    if size == 1:
-        loaded = [load(0, 1, str(saved))]
-    elif size == 3:
-        three = World(3)
-        try:
-            loaded = three.run(load, str(saved))
-        finally:
-            three.stop()
-    else:
-        loaded = {2: two_ranks, 4: four_ranks}[size].run(load, str(saved))
+def test_two_ranks_save_and_any_number_loads(
+    size: int, two_ranks: World, three_ranks: World, four_ranks: World, saved: Path
+) -> None:
+    worlds = {2: two_ranks, 3: three_ranks, 4: four_ranks}
+    loaded = [load(0, 1, str(saved))] if size == 1 else worlds[size].run(load, str(saved))
     assert sorted(row for contents, _ in loaded for row in contents) == EXPECTED
     assert [len(list(saved.rglob(f"{rank}-of-2.json"))) for rank in range(2)] == [1, 1], "one checkpoint is left"
 

@@ -73,13 +73,16 @@ def _serve(rank: int, size: int, store: str, tasks: Any, answers: Any) -> None:
 
 
 class Child:
-    """`function(say, *args)` in a process of its own; `say` hands a small object to the parent, in one write."""
+    """`function(say, *args)` in a process of its own; `say` hands a small object to the parent, in one write.
 
-    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+    Only one that is no daemon can have processes of its own, which then end with it.
+    """
+
+    def __init__(self, function: Callable[..., None], *args: Any, daemon: bool = True) -> None:
         context = processes()
         self._said, say = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_tell, args=(inspect.getsourcefile(function), function.__name__, say, args), daemon=True
+            target=_tell, args=(inspect.getsourcefile(function), function.__name__, say, args), daemon=daemon
         )
         self._process.start()
         say.close()

@@ -15,9 +15,12 @@ from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, Mismatc
 from torchrec_embcache.saver import numbers_of, shards_of
 from torchrec_embcache.whole_model import CacheModule
 
-__all__ = ["PartResult", "TableReader", "TableWriter", "abandon", "warn_of"]
+__all__ = ["PartResult", "Staged", "TableReader", "TableWriter", "abandon", "warn_of"]
 
 _log = logging.getLogger("torchrec_embcache.dcp")
+
+# A table of this rank: its module's path in the model, the module, the table.
+_Shard = tuple[str, CacheModule, CacheTable]
 
 
 @dataclass(frozen=True)
@@ -33,34 +36,65 @@ class PartResult:
     epoch: int | None
 
 
+@dataclass(frozen=True)
+class Staged:
+    """Tables of the moment of `stage()`, on their way into a part: what becomes of them, in this process or another."""
+
+    outcome: Future[PartResult] | PartResult | EmbCacheError
+
+    def __getstate__(self) -> dict[str, Any]:
+        """DCP pickles a writer in a thread beside training: there it waits until they are written."""
+        outcome: PartResult | EmbCacheError
+        try:
+            outcome = self.result()
+        except EmbCacheError as error:
+            outcome = error
+        return {"outcome": outcome}
+
+    def result(self) -> PartResult:
+        """The part, when it is written; or why it is not."""
+        outcome = self.outcome.result() if isinstance(self.outcome, Future) else self.outcome
+        if isinstance(outcome, EmbCacheError):
+            raise outcome
+        return outcome
+
+
 class TableWriter:
-    """Writes the tables of a model into parts. Pickled, it is what was staged, without the model."""
+    """Writes the tables of a model into parts. Pickled, it is what was staged, handed over, without the model."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.expected = model is not None
-        self._staged: Future[PartResult] | PartResult | None = None
+        self._staged: Staged | None = None
         # Held until the next save, so that no other save sweeps it.
         self._held: _native.CheckpointPart | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """DCP pickles a writer in a thread beside training: there it waits until what was staged is written."""
-        staged = self._staged.result() if isinstance(self._staged, Future) else self._staged
+        """What was staged goes to whoever unpickles this, and is no longer here."""
+        staged, self._staged = self._staged, None
         return {**self.__dict__, "model": None, "_staged": staged, "_held": None}
 
     def stage(self, root: str) -> None:
-        """Hold the rows as of now; a thread writes them to a part that a save of this writer, here or unpickled, takes over."""
+        """Hold the rows as of now; a thread writes them to a part, for the next save of this writer, here or unpickled.
+
+        What fails, as it may on one rank alone, fails that save, on every rank. Raises `PathError`.
+        """
         if not self.expected:
             return
         self.close()
         shards, epoch = self._shards()
         root = _native.check_save_dir(root)
-        part = self._held = _native.CheckpointPart(root, secrets.randbits(64), 0)
-        tables = [(place, table.native, _numbers(owner, table)) for place, owner, table in shards]
         try:
-            part.hold_tables(tables, epoch)
+            self._staged = Staged(self._hold(root, shards, epoch))
+        except EmbCacheError as error:
+            self._staged = Staged(error)
+
+    def _hold(self, root: str, shards: list[_Shard], epoch: int) -> Future[PartResult]:
+        part = _native.CheckpointPart(root, secrets.randbits(64), 0)
+        try:
+            part.hold_tables([(place, table.native, _numbers(owner, table)) for place, owner, table in shards], epoch)
         except BaseException:
-            part.abandon()
+            abandon(part)
             raise
 
         def write() -> PartResult:
@@ -68,17 +102,21 @@ class TableWriter:
                 part.write_held_tables()
                 return PartResult(root, part.name, part.finish(), epoch)
             except BaseException:
-                part.abandon()
+                abandon(part)
                 raise
 
         executor = ThreadPoolExecutor(1, thread_name_prefix="embcache-stage")
-        self._staged = executor.submit(write)
+        written = executor.submit(write)
         executor.shutdown(wait=False)
+        self._held = part
+        return written
 
-    def take_staged(self) -> PartResult | None:
-        """What was staged, once, when it is written."""
+    def take_staged(self) -> Staged | None:
+        """What was staged, once: for the save that begins."""
         staged, self._staged = self._staged, None
-        return staged.result() if isinstance(staged, Future) else staged
+        if staged is None:
+            self._held = None
+        return staged
 
     def write(self, part: _native.CheckpointPart) -> int | None:
         """Write the rows, as of now; the epoch of rows trained from now on, None where there are no tables.
@@ -96,11 +134,11 @@ class TableWriter:
 
     def close(self) -> None:
         """Forget what was staged, when it is written."""
-        if isinstance(self._staged, Future):
-            self._staged.exception()
+        if self._staged is not None and isinstance(self._staged.outcome, Future):
+            self._staged.outcome.exception()
         self._staged = self._held = None
 
-    def _shards(self) -> tuple[list[tuple[str, CacheModule, CacheTable]], int]:
+    def _shards(self) -> tuple[list[_Shard], int]:
         """This rank's tables, and the epoch after theirs."""
         if self.model is None:
             raise StateError(

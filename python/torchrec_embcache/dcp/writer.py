@@ -23,7 +23,7 @@ from torchrec_embcache.exceptions import StateError, UnsupportedError
 
 from .metadata import Extent, to_json
 from .paths import holds_checkpoint, is_path, rank_directory
-from .tables import PartResult, TableWriter, abandon, warn_of
+from .tables import PartResult, Staged, TableWriter, abandon, warn_of
 from .tensors import is_raw, save_whole, windows
 
 __all__ = ["EmbCacheStorageWriter"]
@@ -38,6 +38,7 @@ class _Save:
 
     rank: int
     use_collectives: bool
+    staged: Staged | None
     # Held until the save is over, so that no other save sweeps it.
     part: _native.CheckpointPart | None = None
 
@@ -86,8 +87,9 @@ class EmbCacheStorageWriter(BlockingAsyncStager, StorageWriter):
         return staged
 
     def close(self) -> None:
-        """Forget what was staged and not saved."""
+        """Forget what was staged and not saved, and let go of what a save that failed has written: a later one removes it."""
         self._tables.close()
+        self._save = None
         self.state_dict_cache = None
 
     def storage_meta(self) -> StorageMeta:
@@ -96,7 +98,8 @@ class EmbCacheStorageWriter(BlockingAsyncStager, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin a save, as `rank` of those that save together."""
-        self._save = _Save(kwargs.get("rank") or 0, kwargs.get("use_collectives", True))
+        staged = self._tables.take_staged()
+        self._save = _Save(kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
@@ -130,11 +133,12 @@ class EmbCacheStorageWriter(BlockingAsyncStager, StorageWriter):
         save.part = part
         try:
             results = [_write_item(part, item, planner) for item in plan.items]
-            staged = self._tables.take_staged()
-            epoch = self._tables.write(part) if staged is None else None
-            parts = [PartResult(root, part.name, part.finish(), epoch), *([] if staged is None else [staged])]
+            epoch = self._tables.write(part) if save.staged is None else None
+            parts = [PartResult(root, part.name, part.finish(), epoch)]
+            if save.staged is not None:
+                parts.append(save.staged.result())
         except BaseException:
-            part.abandon()
+            abandon(part)
             raise
         results += [WriteResult(MetadataIndex(name.part), 0, name) for name in parts]
         future: Future[list[WriteResult]] = Future()
