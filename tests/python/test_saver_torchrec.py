@@ -25,20 +25,20 @@ from torchrec_embcache.sharded import EmbCacheEmbeddingBagCollectionSharder, Emb
 from world import World
 
 FEATURES = ["a", "b"]
+RAM = TierBudgets(host_bytes="4MiB")
 SHARDING = {"spread": "row_wise", "whole": "table_wise", "rows": "row_wise"}
 
 
 class Model(nn.Module):
     """Bags of two tables and sequences of one, of which the first is spread and the second whole when sharded."""
 
-    def __init__(self, total_num_buckets: int) -> None:
+    def __init__(self, total_num_buckets: int, tiers: TierBudgets) -> None:
         super().__init__()
         common: dict[str, Any] = {
             "num_embeddings": 1000,
             "initializer": initializers.Uniform(-1.0, 1.0),
             "total_num_buckets": total_num_buckets,
         }
-        tiers = TierBudgets(host_bytes="4MiB")
         self.ebc = EmbCacheEmbeddingBagCollection(
             tables=[
                 EmbCacheEmbeddingBagConfig(
@@ -74,8 +74,8 @@ def batch_of(seed: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=FEATURES, values=values, lengths=lengths)
 
 
-def make(size: int, sharded: bool, total_num_buckets: int = 11) -> nn.Module:
-    model = Model(total_num_buckets)
+def make(size: int, sharded: bool, total_num_buckets: int = 11, tiers: TierBudgets = RAM) -> nn.Module:
+    model = Model(total_num_buckets, tiers)
     if not sharded:
         return model
     sharders: list[Any] = [EmbCacheEmbeddingBagCollectionSharder(), EmbCacheEmbeddingCollectionSharder()]
