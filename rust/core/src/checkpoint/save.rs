@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
 
 use super::dense::{DENSE_FILE, DenseEntry};
 use super::format::{CHUNK_BYTES, FORMAT, VERSION, rank_file};
@@ -11,7 +12,6 @@ use super::manifest::{
     CheckpointKind, MAX_MANIFEST_BYTES, Manifest, RankDigest, RankManifest, checksum, dense_bytes, merge, parse,
     render, seal,
 };
-use super::output::each_piece;
 use super::part::sweep_parts;
 use super::retention::{checkpoints, lock_root, sweep};
 use crate::error::{Error, Kind, Result};
@@ -40,8 +40,38 @@ pub struct Save {
     options: SaveOptions,
     /// What identifies `dense.json`, where the checkpoint has extents.
     dense: Option<RankDigest>,
+    early: Early,
     /// While this is held no other save sweeps the directory.
     _lock: DirLock,
+}
+
+/// The line that is to be `LATEST`, and the name of the checkpoint's directory: they become durable while rows are written.
+#[derive(Debug)]
+struct Early(Option<JoinHandle<Result<()>>>);
+
+impl Early {
+    fn begin(sync: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<Self> {
+        let sync = Arc::new(sync);
+        let beside = Arc::clone(&sync);
+        match Builder::new().name("embcache-name".into()).spawn(move || beside()) {
+            Ok(thread) => Ok(Self(Some(thread))),
+            Err(_) => sync().map(|()| Self(None)),
+        }
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        let ended = self.0.take().map_or(Ok(Ok(())), JoinHandle::join);
+        ended.unwrap_or_else(|_| {
+            Err(Error::new(Kind::Storage, "the thread that syncs a checkpoint's name ended in a panic"))
+        })
+    }
+}
+
+impl Drop for Early {
+    fn drop(&mut self) {
+        // Nothing is published that needs it.
+        let _ = self.wait();
+    }
 }
 
 /// What a save did besides.
@@ -75,7 +105,12 @@ impl Save {
         let dir = root.join(name.to_string());
         engine.create_dir_all(&dir)?;
         let lock = engine.lock_dir(&dir)?;
-        Ok(Self { engine, root: root.to_owned(), name, options, dense: None, _lock: lock })
+        let line = write_whole(&*engine, &dir.join(LATEST_FILE), format!("{}\n", Latest { name }).as_bytes())?;
+        let early = {
+            let (engine, root) = (Arc::clone(&engine), root.to_owned());
+            Early::begin(move || line.sync().and_then(|()| engine.sync_dir(&root)))?
+        };
+        Ok(Self { engine, root: root.to_owned(), name, options, dense: None, early, _lock: lock })
     }
 
     /// The new checkpoint's name, for the ranks' writers.
@@ -103,7 +138,7 @@ impl Save {
     ///
     /// When it fails, a load finds the checkpoint before, except when making the new name durable failed at the very end: then it
     /// finds either, whole.
-    pub fn publish(self, digests: &[RankDigest], next_epoch: u32) -> Result<Published> {
+    pub fn publish(mut self, digests: &[RankDigest], next_epoch: u32) -> Result<Published> {
         let engine = &*self.engine;
         let dir = self.dir();
         let ranks = read_ranks(engine, &dir, digests)?;
@@ -133,7 +168,8 @@ impl Save {
             if let Some(named) = parent.or(merged) {
                 self.check_newest(&named)?;
             }
-            self.name_latest(&dir, &sealed, latest)?;
+            self.early.wait()?;
+            self.name_latest(&dir, &sealed)?;
         }
         // Nobody sweeps what LATEST names, so the lock's file has done its work; where it stays it does no harm.
         let _ = engine.remove_file(&dir.join(LOCK_FILE));
@@ -162,22 +198,18 @@ impl Save {
     }
 
     /// Put the manifest in its place, then replace `LATEST`, from temporary files in the checkpoint's own directory: two saves at once do
-    /// not meet. What each step builds on is durable before it; what is independent is synced together.
-    fn name_latest(&self, dir: &Path, manifest: &[u8], latest: Latest) -> Result<()> {
+    /// not meet. What each step builds on is durable before it.
+    fn name_latest(&self, dir: &Path, manifest: &[u8]) -> Result<()> {
         let engine = &*self.engine;
-        let unnamed = dir.join(MANIFEST_FILE).with_extension("json.tmp");
-        let line = dir.join(LATEST_FILE);
-        let files =
-            [write_whole(engine, &unnamed, manifest)?, write_whole(engine, &line, format!("{latest}\n").as_bytes())?];
-        each_piece(2, files.into(), |file| file.sync())?;
-        engine.rename(&unnamed, &dir.join(MANIFEST_FILE))?;
-        each_piece(2, vec![dir, &self.root], |dir| engine.sync_dir(dir))?;
-        engine.rename(&line, &self.root.join(LATEST_FILE))?;
+        publish(engine, &dir.join(MANIFEST_FILE), manifest)?;
+        engine.rename(&dir.join(LATEST_FILE), &self.root.join(LATEST_FILE))?;
         engine.sync_dir(&self.root)
     }
 
     /// Give the save up and remove what it wrote.
-    pub fn abandon(self) -> Result<()> {
+    pub fn abandon(mut self) -> Result<()> {
+        // A failed sync is no reason to leave anything behind.
+        let _ = self.early.wait();
         self.engine.remove_dir_all(&self.dir())
     }
 }

@@ -70,9 +70,15 @@ impl DirLock {
                 _ => return Err(Error::io("lock", &path, &error)),
             }
         }
-        file.set_len(0)
-            .and_then(|()| writeln!(file, "{}", std::process::id()))
-            .map_err(|e| Error::io("write the pid to", &path, &e))?;
+        let line = format!("{}\n", std::process::id());
+        let mut found = String::new();
+        // What this process wrote before stays: changing the file may wait for a disk that is being synced.
+        if (&file).take(line.len() as u64 + 1).read_to_string(&mut found).is_err() || found != line {
+            file.set_len(0)
+                .and_then(|()| file.rewind())
+                .and_then(|()| file.write_all(line.as_bytes()))
+                .map_err(|e| Error::io("write the pid to", &path, &e))?;
+        }
         Ok(Self::held(dir, Flock { file, process: std::process::id() }))
     }
 
