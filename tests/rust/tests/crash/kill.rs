@@ -1,15 +1,16 @@
-//! A process that trains, flushes, compacts and saves is killed at random, hundreds of times, on a real disk; each time the next one
-//! goes on from what was flushed, and what was saved loads.
+//! A process that trains, flushes, compacts and saves (in full, deltas, and merges them) is killed at random, hundreds of times, on a
+//! real disk; each time the next one goes on from what was flushed, and what was saved loads.
 //!
 //! `EMBCACHE_KILLS` sets how often (by default 60 for each way to do I/O).
 
+use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use embcache::cache::Table;
-use embcache::checkpoint::{Chain, Latest, RankWriter, Save};
+use embcache::cache::{Ancestor, Table};
+use embcache::checkpoint::{Chain, Compaction, Latest, Parent, RankWriter, Save, SaveOptions};
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, UringEngine};
 use embcache::ssd::SsdTier;
@@ -22,10 +23,10 @@ const CHILD: &str = "kill::child_that_trains_until_it_is_killed";
 const DIM: usize = 32;
 /// Of the SSD tier: rows and two states fit, and what compaction leaves behind for a while.
 const CAP: u64 = 6 << 20;
-/// Steps between flushes.
+/// Steps between saves, each with a flush after it, which remembers it.
 const FLUSH: u64 = 3;
-/// Flushes between saves.
-const SAVE: u64 = 4;
+/// Checkpoints of a chain that is merged.
+const CHAIN: usize = 3;
 
 fn engine(name: &str) -> Option<Arc<dyn IoEngine>> {
     match name {
@@ -58,11 +59,44 @@ fn go(rig: &Rig, step: u64) {
     rig.table.remove_rows(&gone).unwrap();
 }
 
-fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) {
-    let save = Save::begin(engine.clone(), root, random).unwrap();
+/// A delta where the table knows what it changed since the newest checkpoint, else a full save; which.
+fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> &'static str {
+    let newest = Latest::find(&**engine, root).unwrap().map(|latest| Chain::open(engine, root, latest).unwrap());
+    let ancestor = newest.as_ref().and_then(|chain| {
+        let identities = [Some(chain.identity()), chain.manifest().merged.clone()];
+        let known = table.ancestors().unwrap();
+        known.into_iter().find(|one| {
+            let same = |identity: &Parent| identity.name == one.name && identity.manifest_xxh3 == one.manifest_xxh3;
+            identities.iter().flatten().any(same) && one.next_epoch == chain.manifest().next_epoch
+        })
+    });
+    let parent = newest.filter(|_| ancestor.is_some()).map(|chain| chain.identity());
+    let next_epoch = table.epoch().unwrap() + 1;
+    let save =
+        Save::begin_with(engine.clone(), root, random, SaveOptions { parent, ..SaveOptions::default() }).unwrap();
     let mut writer = RankWriter::new(engine.clone(), root, save.name(), 0, 1).unwrap().with_group_bytes(100_000);
-    writer.write_rows_of("m", table, std::collections::BTreeMap::new()).unwrap();
-    save.publish(&[writer.finish().unwrap()], 1).unwrap();
+    match &ancestor {
+        None => writer.write_rows_of("m", table, BTreeMap::new()).map(|_| ()).unwrap(),
+        Some(ancestor) => writer.write_changes_of("m", table, BTreeMap::new(), ancestor).map(|_| ()).unwrap(),
+    }
+    let Parent { name, manifest_xxh3 } = save.publish(&[writer.finish().unwrap()], next_epoch).unwrap().identity;
+    table.set_epoch(next_epoch).unwrap();
+    table.saved_as(Ancestor { name, manifest_xxh3, next_epoch }).unwrap();
+    if ancestor.is_some() { "delta" } else { "saved" }
+}
+
+/// Merge the newest checkpoint with what it builds on, where that is many; whether it was.
+fn merge(engine: &Arc<dyn IoEngine>, root: &Path, random: u64) -> bool {
+    let latest = Latest::read(&**engine, root).unwrap();
+    let Some(chain) = Compaction::open(engine, root, latest).unwrap() else { return false };
+    if chain.chain().links().len() < CHAIN {
+        return false;
+    }
+    let options = SaveOptions { merged: Some(chain.chain().identity()), ..SaveOptions::default() };
+    let save = Save::begin_with(engine.clone(), root, random, options).unwrap();
+    let digest = chain.write(engine, root, save.name(), (0, 1), &mut |_| Ok(())).unwrap();
+    save.publish(&[digest], chain.chain().manifest().next_epoch).unwrap();
+    true
 }
 
 #[test]
@@ -79,15 +113,24 @@ fn child_that_trains_until_it_is_killed() {
         go(&rig, step);
         writeln!(out, "trained {step}").unwrap();
         if step % FLUSH == FLUSH - 1 {
+            let saved = root.join("saved");
+            writeln!(out, "{} {}", save(&engine, &saved, &rig.table, step), step + 1).unwrap();
+            out.flush().unwrap();
+            if merge(&engine, &saved, !step) {
+                writeln!(out, "merged {}", step + 1).unwrap();
+            }
             rig.table.flush(step + 1).unwrap();
             writeln!(out, "flushed {}", step + 1).unwrap();
-            if step / FLUSH % SAVE == SAVE - 1 {
-                save(&engine, &root.join("saved"), &rig.table, step);
-                writeln!(out, "saved {}", step + 1).unwrap();
-            }
         }
         out.flush().unwrap();
     }
+}
+
+/// Every row; but for the epoch of its last change, which says what was saved meanwhile.
+fn contents(rig: &Rig) -> Contents {
+    let mut rows = rig.contents().unwrap();
+    rows.values_mut().for_each(|(header, _)| header.modified_epoch = 0);
+    rows
 }
 
 /// The table as it is after each number of steps, made as far as it is asked for.
@@ -105,7 +148,7 @@ impl Straight {
     fn after(&mut self, steps: u64) -> &Contents {
         while self.after.len() as u64 <= steps {
             go(&self.rig, self.after.len() as u64 - 1);
-            self.after.push(self.rig.contents().unwrap());
+            self.after.push(contents(&self.rig));
         }
         &self.after[steps as usize]
     }
@@ -119,7 +162,7 @@ fn check_saved(engine: &Arc<dyn IoEngine>, root: &Path, straight: &mut Straight)
     let rig = Straight::new().rig;
     checkpoint.table_reader("m", "t", rig.table.config().buckets.clone()).unwrap().load_into(&rig.table).unwrap();
     let steps = rig.table.step().unwrap();
-    assert!(rig.contents().unwrap() == *straight.after(steps), "the checkpoint of {steps} steps has other rows");
+    assert!(contents(&rig) == *straight.after(steps), "the checkpoint of {steps} steps has other rows");
     steps
 }
 
@@ -134,6 +177,7 @@ fn kill_again_and_again(name: &str) {
     std::fs::create_dir(root.join("saved")).unwrap();
     let mut straight = Straight::new();
     let (mut flushed, mut saved, mut resumed) = (0, 0, 0);
+    let (mut deltas, mut merges) = (0, 0);
     for round in 0..kills {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args([CHILD, "--exact", "--ignored", "--nocapture"])
@@ -143,32 +187,34 @@ fn kill_again_and_again(name: &str) {
             .unwrap();
         // Anywhere within the work that follows a line; in one round of eight as soon as it is there.
         let lines = if round % 8 == 7 { 0 } else { 1 + hash_id(round as i64) % 12 };
-        let mut seen = 0;
         let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
-        while seen < lines {
-            let line = said.next().expect("the child ended by itself").unwrap();
-            let (what, number) = line.split_once(' ').unwrap_or_default();
-            match (what, number.parse::<u64>()) {
-                ("flushed", Ok(number)) => flushed = number,
-                ("saved", Ok(number)) => saved = number,
-                ("trained", Ok(_)) => {}
-                _ => continue,
+        // Whether a line is of the child's own.
+        let mut hear = |line: String| {
+            let Some((what, number)) = line.split_once(' ') else { return false };
+            let Ok(number) = number.parse::<u64>() else { return false };
+            deltas += u64::from(what == "delta");
+            merges += u64::from(what == "merged");
+            match what {
+                "flushed" => flushed = number,
+                "saved" | "delta" => saved = number,
+                "trained" | "merged" => {}
+                _ => return false,
             }
-            seen += 1;
+            true
+        };
+        let mut seen = 0;
+        while seen < lines {
+            seen += u64::from(hear(said.next().expect("the child ended by itself").unwrap()));
         }
         // Some way into what comes next: the work of a step takes about as long as these turns of a loop.
         let turns = hash_id(!(round as i64)) % 400_000;
         assert_eq!((0..turns).map(std::hint::black_box).count() as u64, turns);
         child.kill().unwrap();
         child.wait().unwrap();
-        for line in said {
-            // What it said before it died, and was not read.
-            match line.unwrap().split_once(' ') {
-                Some(("flushed", number)) => flushed = number.parse().unwrap_or(flushed),
-                Some(("saved", number)) => saved = number.parse().unwrap_or(saved),
-                _ => {}
-            }
-        }
+        // What it said before it died, and was not read.
+        said.map_while(Result::ok).for_each(|line| {
+            hear(line);
+        });
 
         let found = check_saved(&engine, root, &mut straight);
         assert!(found >= saved, "round {round}: {saved} steps were saved, {found} are there");
@@ -180,17 +226,18 @@ fn kill_again_and_again(name: &str) {
         assert!(token >= flushed, "round {round}: {flushed} steps were flushed, {token} are there");
         let rig = Rig::open(table_config(root, round % 2 == 0, Reopen::Resume), engine.clone()).unwrap();
         assert_eq!(rig.table.step().unwrap(), token, "round {round}");
-        assert!(rig.contents().unwrap() == *straight.after(token), "round {round}: other rows after {token} steps");
+        assert!(contents(&rig) == *straight.after(token), "round {round}: other rows after {token} steps");
         rig.table.close().unwrap();
         let held: u64 = engine.list(&directory(root)).unwrap().iter().map(|path| path.metadata().unwrap().len()).sum();
         assert!(held <= CAP, "round {round}: {held} bytes");
         resumed += 1;
     }
     let checkpoints = engine.list(&root.join("saved")).unwrap().len();
-    assert!(checkpoints <= 3, "{checkpoints} entries where checkpoints are: orphans stay");
+    // LATEST, its lock, a chain, and what the last process was at.
+    assert!(checkpoints <= CHAIN + 3, "{checkpoints} entries where checkpoints are: orphans stay");
     assert!(
-        resumed * 10 >= kills * 8 && saved > 0 && flushed > 20,
-        "{resumed} of {kills}, {saved} saved, {flushed} flushed"
+        resumed * 10 >= kills * 8 && saved > 0 && flushed > 20 && deltas > kills / 10 && merges > kills / 30,
+        "{resumed} of {kills}, {saved} saved, {flushed} flushed, {deltas} deltas, {merges} merges"
     );
 }
 
