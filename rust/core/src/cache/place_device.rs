@@ -383,8 +383,9 @@ impl Shared {
             if self.ssd.is_some() { (state.host.slots.free_slots() as usize).min(moving.len()) } else { moving.len() };
         state.host.reserve(fit)?;
         if let Some(ssd) = &self.ssd {
+            // In one call: where there is no room for all, either none is taken or the tier only reads from then on.
             let past: Vec<_> = moving[fit..].iter().filter(|(_, row)| row.has(RowState::DIRTY)).collect();
-            for past in past.chunks(ROWS_PER_GATHER) {
+            if !past.is_empty() {
                 let refs: Vec<RowRef<'_>> = past.iter().map(|(position, _)| rows.row(*position, floats)).collect();
                 let known: Vec<bool> = past.iter().map(|(_, row)| row.has(RowState::ON_SSD)).collect();
                 self.append(ssd, &refs, &known)?;
