@@ -1,17 +1,23 @@
 """Somebody changes a checkpoint's path, or what lies there, between check and use: typed errors, and nothing made elsewhere."""
 
+import contextlib
 import os
-from collections.abc import Callable
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tables import Contents, make_bag, random_batches, train
-from torchrec_embcache import _native, serialize
+from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, _native, serialize
 from torchrec_embcache.blocks import publication
-from torchrec_embcache.exceptions import CorruptionError, PathError, StateError, StorageError
+from torchrec_embcache.cli.checkpoints import reshard, verify
+from torchrec_embcache.exceptions import CorruptionError, PathError, StateError, StorageError, StoragePermissionError
 from torchrec_embcache.saver import Saver
 
 BATCHES = random_batches(3, bags=8, ids=60, seed=3)
@@ -33,7 +39,50 @@ def load_blocks(bag: Any, path: Path) -> None:
     serialize.Loader(str(path), hashtables={"item": bag}).load()
 
 
-DOORS = [pytest.param((save, load), id="Saver"), pytest.param((save_blocks, load_blocks), id="blocks")]
+def save_by_command(bag: Any, path: Path) -> None:
+    with tempfile.TemporaryDirectory() as source:
+        save(bag, Path(source, "saved"))
+        reshard(str(Path(source, "saved")), str(path), 2)
+
+
+def load_by_command(bag: Any, path: Path) -> None:
+    report = verify(str(path))
+    if report.code:
+        raise CorruptionError("\n".join(report.lines))
+    load(bag, path)
+
+
+def state() -> dict[str, Any]:
+    return {"weight": torch.arange(6.0), "note": "x"}
+
+
+@contextlib.contextmanager
+def errors_of_dcp() -> Iterator[None]:
+    """Without `torch.distributed` it has one rank, whose error is wrapped."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        try:
+            yield
+        except CheckpointException as raised:
+            [(error, _)] = raised.failures.values()
+            raise error from None
+
+
+def save_by_dcp(bag: Any, path: Path) -> None:
+    with errors_of_dcp():
+        dcp.save(state(), storage_writer=EmbCacheStorageWriter(path, bag))
+
+
+def load_by_dcp(bag: Any, path: Path) -> None:
+    EmbCacheStorageReader(path, bag).read_metadata()  # of its errors DCP keeps the words alone
+    with errors_of_dcp():
+        dcp.load(state(), storage_reader=EmbCacheStorageReader(path, bag))
+
+
+DOORS = [
+    pytest.param((save, load), id="Saver"), pytest.param((save_blocks, load_blocks), id="blocks"),
+    pytest.param((save_by_command, load_by_command), id="command"), pytest.param((save_by_dcp, load_by_dcp), id="dcp"),
+]  # fmt: skip
 Door = tuple[Callable[[Any, Path], None], Callable[[Any, Path], None]]
 
 
@@ -158,6 +207,50 @@ def test_paths_of_pipes_devices_files_and_names_too_long_are_refused_at_once(doo
             with pytest.raises(PathError):
                 use(bag, path)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_paths_that_lead_elsewhere_or_name_what_they_should_not_are_refused(door: Door, tmp_path: Path) -> None:
+    bag = make_bag()
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    before = sorted(tmp_path.iterdir())
+    wrong = ["link", "link/below", "nowhere", "a/../b", "..", "api_key", "a/password/b", "x" * 1025]
+    for path in [*(Path(f"{tmp_path}/{name}") for name in wrong), Path("/etc/embcache"), Path("/proc/x"), Path("/usr")]:
+        for use in door:
+            with pytest.raises(PathError):
+                use(bag, path)
+    assert sorted(tmp_path.iterdir()) == before
+    assert not list((tmp_path / "real").iterdir())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_directories_that_others_may_change_or_own_are_refused(door: Door, place: Place) -> None:
+    save_it, load_it = door
+    bag = trained()
+    save_it(bag, place.root)
+    before = sorted(place.root.rglob("*"))
+    for mode in (0o755, 0o770, 0o707, 0o2770):
+        place.root.chmod(mode)
+        for use in door:
+            with pytest.raises(StoragePermissionError, match="chmod"):
+                use(bag, place.root)
+    place.root.chmod(0o750)
+    place.root.parent.chmod(0o777)
+    with pytest.raises(StoragePermissionError, match="chmod o-w"):
+        save_it(bag, place.root)
+    place.root.parent.chmod(0o700)
+    if os.geteuid() == 0:  # only root can give a directory away
+        os.chown(place.root, 12345, -1)
+        for use in door:
+            with pytest.raises((StoragePermissionError, PathError), match="own"):
+                use(bag, place.root)
+        os.chown(place.root, 0, -1)
+    assert sorted(place.root.rglob("*")) == before
+    other = make_bag()
+    load_it(other, place.root)
+    assert Contents.of(other) == Contents.of(bag)
 
 
 @pytest.mark.parametrize("door", DOORS)
