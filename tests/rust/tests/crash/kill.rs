@@ -129,7 +129,9 @@ fn child_that_trains_until_it_is_killed() {
 /// Every row; but for the epoch of its last change, which says what was saved meanwhile.
 fn contents(rig: &Rig) -> Contents {
     let mut rows = rig.contents().unwrap();
-    rows.values_mut().for_each(|(header, _)| header.modified_epoch = 0);
+    for (header, _) in rows.values_mut() {
+        header.modified_epoch = 0;
+    }
     rows
 }
 
@@ -212,9 +214,9 @@ fn kill_again_and_again(name: &str) {
         child.kill().unwrap();
         child.wait().unwrap();
         // What it said before it died, and was not read.
-        said.map_while(Result::ok).for_each(|line| {
+        for line in said.map_while(Result::ok) {
             hear(line);
-        });
+        }
 
         let found = check_saved(&engine, root, &mut straight);
         assert!(found >= saved, "round {round}: {saved} steps were saved, {found} are there");
