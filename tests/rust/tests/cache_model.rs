@@ -8,7 +8,7 @@ use embcache::Kind;
 use embcache::cache::{Ancestor, GroupSink, Plan, RowBlock};
 use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
 use embcache::io::MemoryEngine;
-use embcache::rows::{RowHeader, RowRef};
+use embcache::rows::{RowHeader, RowList};
 use embcache::types::{Id, RowMeta};
 use embcache_tests::{Rig, config};
 use proptest::prelude::*;
@@ -50,7 +50,7 @@ impl GroupSink for Modified {
         Ok(3)
     }
 
-    fn take(&mut self, rows: &[RowRef<'_>]) -> embcache::Result<()> {
+    fn take(&mut self, rows: RowList<'_>) -> embcache::Result<()> {
         assert!(!rows.is_empty() && rows.len() <= 3);
         let headers: Vec<RowHeader> = rows.iter().map(|row| *row.header).collect();
         self.add(&headers, &rows.iter().flat_map(|row| row.vector.iter().copied()).collect::<Vec<f32>>());

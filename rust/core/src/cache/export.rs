@@ -8,7 +8,7 @@ use super::groups::{Gather, GroupSink};
 use super::table::{Shared, State, Table};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
-use crate::rows::{RowHeader, RowRef};
+use crate::rows::{RowHeader, RowList, RowRef};
 use crate::slots::RowState;
 use crate::ssd::SsdTier;
 use crate::sync::{Mutex, lock};
@@ -151,41 +151,39 @@ impl Iterator for ExportStream {
 
 impl Walk<'_> {
     /// Hand over the next rows in RAM, at most `most`; false when there was none left.
-    fn next_rows(&mut self, most: usize, take: &mut dyn FnMut(&[RowRef<'_>]) -> Result<()>) -> Result<bool> {
+    fn next_rows(&mut self, most: usize, take: &mut dyn FnMut(RowList<'_>) -> Result<()>) -> Result<bool> {
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock()?;
         self.shared.check_version(self.version)?;
         let number = self.number;
         let cursor = state.exports.iter().find(|export| export.number == number).map_or(0, |export| export.cursor);
         let slots = &state.host.slots;
-        let mut rows = Vec::new();
+        let mut found = Vec::new();
         memory::reserve(
-            &mut rows,
+            &mut found,
             "list rows",
             most.min((slots.high_water() - cursor.min(slots.high_water())) as usize),
         )?;
         if self.shared.ssd.is_some() {
-            memory::reserve(&mut self.outdated, "list rows", rows.capacity())?;
+            memory::reserve(&mut self.outdated, "list rows", found.capacity())?;
         }
         // Where a write failed, SSD may have rows of a batch whose other rows it has not: none is marked as being there.
         let half_written = self.shared.ssd.as_ref().is_some_and(SsdTier::is_read_only);
         let mut after = slots.high_water();
         for slot in slots.occupied_from(cursor).filter(|&slot| slots.state(slot).is_newest()) {
-            if rows.len() == most {
+            if found.len() == most {
                 after = slot;
                 break;
             }
-            let row = state.host.row(slot);
             if half_written || slots.state(slot).has(RowState::ON_SSD) {
-                self.outdated.push(row.header.id);
+                self.outdated.push(state.host.id(slot));
             }
-            rows.push(row);
+            found.push(slot);
         }
-        let any = !rows.is_empty();
+        let any = !found.is_empty();
         if any {
-            take(&rows)?;
+            take(state.host.rows(&found))?;
         }
-        drop(rows);
         self.handed_over(&mut state, after);
         Ok(any)
     }
@@ -266,11 +264,11 @@ impl Shared {
         let mut walk = self.begin_export(version)?;
         loop {
             let mut chunk = Chunk::default();
-            let copy = &mut |rows: &[RowRef<'_>]| {
+            let copy = &mut |rows: RowList<'_>| {
                 memory::reserve(&mut chunk.headers, "copy rows", rows.len())?;
                 memory::reserve(&mut chunk.vectors, "copy rows", rows.len() * self.layout.vector_floats())?;
-                for row in rows {
-                    chunk.push(*row);
+                for row in rows.iter() {
+                    chunk.push(row);
                 }
                 Ok(())
             };

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Kind, Result};
 use crate::memory;
-use crate::rows::{RowHeader, RowRef};
+use crate::rows::{RowHeader, RowList};
 
 /// Takes rows in groups, each as large as the sink has room for.
 pub trait GroupSink {
@@ -16,7 +16,7 @@ pub trait GroupSink {
     fn room(&mut self) -> Result<usize>;
     /// Take a group of at most as many rows as there is room for; they are as they are during the call only. Whoever hands over rows where
     /// they lie holds their table's lock meanwhile, so this does work and waits for nothing.
-    fn take(&mut self, rows: &[RowRef<'_>]) -> Result<()>;
+    fn take(&mut self, rows: RowList<'_>) -> Result<()>;
 }
 
 /// Makes groups of rows that come in small parts, by copying them.
@@ -90,16 +90,7 @@ impl<'a> Gather<'a> {
         if self.headers.is_empty() {
             return Ok(());
         }
-        let mut rows = Vec::new();
-        memory::reserve(&mut rows, "gather rows for a file", self.headers.len())?;
-        rows.extend(
-            self.headers
-                .iter()
-                .enumerate()
-                .map(|(at, header)| RowRef { header, vector: &self.vectors[at * self.floats..][..self.floats] }),
-        );
-        self.sink.take(&rows)?;
-        drop(rows);
+        self.sink.take(RowList::block(&self.headers, &self.vectors, self.floats))?;
         self.headers.clear();
         self.vectors.clear();
         Ok(())

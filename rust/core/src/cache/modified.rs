@@ -114,8 +114,8 @@ impl Walk<'_> {
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock()?;
         self.shared.check_version(self.version)?;
-        let mut rows = Vec::new();
-        memory::reserve(&mut rows, "list the rows that were modified", slots.len())?;
+        let mut modified = Vec::new();
+        memory::reserve(&mut modified, "list the rows that were modified", slots.len())?;
         if self.shared.ssd.is_some() {
             memory::reserve(&mut self.outdated, "list the rows that were modified", slots.len())?;
         }
@@ -132,16 +132,14 @@ impl Walk<'_> {
             if !found.is_newest() || host.header(slot).modified_epoch < since {
                 continue;
             }
-            let row = host.row(slot);
             if half_written || found.has(RowState::ON_SSD) {
-                self.outdated.push(row.header.id);
+                self.outdated.push(host.id(slot));
             }
-            rows.push(row);
+            modified.push(slot);
         }
-        if !rows.is_empty() {
-            sink.take(&rows)?;
+        if !modified.is_empty() {
+            sink.take(host.rows(&modified))?;
         }
-        drop(rows);
         self.handed_over(&mut state, slots.last().map_or(0, |&slot| slot + 1));
         Ok(())
     }

@@ -4,17 +4,19 @@ use std::ops::Range;
 
 use super::format::{CHUNK_BYTES, DataShape, Field, FileLayout, group_rows};
 use super::manifest::{DataFile, TableSpec};
-use super::order::{Metadata, Misplaced, Order};
-use super::stream::{Shift, scatter};
+use super::order::{BLOCK_ROWS, Metadata, Misplaced, Order};
+use super::stream::{Shift, copy_past_caches, scatter};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::threads::for_each_on_half;
 use crate::memory;
 use crate::prefetch::prefetch_range;
-use crate::rows::RowRef;
+use crate::rows::RowList;
 
 /// Chunks of a column that one thread fills or checks at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
+/// Rows whose metadata one thread fills in at a time: whole chunks of every column.
+const ROWS_PER_TASK: usize = CHUNK_BYTES / 4;
 /// How many rows ahead a copy asks for memory.
 const AHEAD: usize = 8;
 
@@ -59,20 +61,16 @@ impl<'a> GroupFormat<'a> {
     }
 
     /// Make the file of `rows`, in any order, at the start of `image`, which has room for it.
-    pub(super) fn write(&mut self, rows: &[RowRef<'_>], image: &mut [u8]) -> Result<DataFile> {
+    pub(super) fn write(&mut self, rows: RowList<'_>, image: &mut [u8]) -> Result<DataFile> {
         memory::room("order rows for a file", rows.len() * (Order::ROW_BYTES + 4 * self.sums.len()))?;
         let layout = self.layout(rows.len())?;
         let header = layout.header(self.spec, &self.buckets);
         let len = header.len() + layout.data_bytes;
         let (head, data) = image[..len].split_at_mut(header.len());
         head.copy_from_slice(&header);
-        let (columns, rest) = Columns::of(&layout, data);
-        let sums = self.fill(rows, columns)?;
-        let mut checksums: Vec<u32> = Vec::with_capacity(layout.column(Field::Checksums).shape[0]);
-        for column in layout.checked_columns() {
-            let of_column = sums.iter().find(|(field, _)| *field == column.field);
-            checksums.extend(of_column.map_or(&[][..], |(_, sums)| sums.as_slice()));
-        }
+        let mut checksums: Vec<u32> = vec![0; layout.column(Field::Checksums).shape[0]];
+        let (checked, rest) = data.split_at_mut(layout.column(Field::Checksums).start);
+        self.fill(rows, Columns::of(&layout, checked, &mut checksums))?;
         let checksums: &[u8] = bytemuck::cast_slice(&checksums);
         let (to, pad) = rest.split_at_mut(checksums.len());
         to.copy_from_slice(checksums);
@@ -97,37 +95,47 @@ impl<'a> GroupFormat<'a> {
         Error::new(Kind::Input, format!("table {:?}: {what}", self.spec.table))
     }
 
-    /// Fill the columns; the checksums of each.
-    fn fill(&mut self, rows: &[RowRef<'_>], columns: Columns<'_>) -> Result<Vec<(Field, Vec<u32>)>> {
+    /// Fill the columns and their checksums.
+    fn fill(&mut self, rows: RowList<'_>, columns: Columns<'_>) -> Result<()> {
         let Columns { mut vectors, mut metadata, starts } = columns;
-        let (wanted, total) = (self.vector_floats, self.spec.total_num_buckets);
-        let made = self.order.make(rows, wanted, &self.buckets, total, values_of(&mut metadata));
+        let made = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.total_num_buckets);
         made.map_err(|misplaced| self.refuse(misplaced))?;
-        starts.copy_from_slice(bytemuck::cast_slice(&self.order.starts));
+        starts.bytes.copy_from_slice(bytemuck::cast_slice(&self.order.starts));
         for sums in &mut self.sums {
             sums.resize(rows.len(), 0);
         }
         let dim = self.spec.dim as usize;
-        let placed = scatter(rows, &self.order.places, &mut vectors, dim, &mut self.sums);
-        let vectors = (0..).zip(vectors).map(|(part, bytes)| (Field::Vector(part), bytes));
-        let columns: Vec<(Field, &mut [u8])> =
-            vectors.chain(metadata).chain([(Field::BucketOffsets, starts)]).collect();
-        let mut sums: Vec<(Field, Vec<u32>)> =
-            columns.iter().map(|(field, bytes)| (*field, vec![0; bytes.len().div_ceil(CHUNK_BYTES)])).collect();
-        let tasks = columns.into_iter().zip(&mut sums).flat_map(|((field, bytes), (_, sums))| {
-            let parts = bytes.chunks_mut(CHUNKS_PER_TASK * CHUNK_BYTES).zip(sums.chunks_mut(CHUNKS_PER_TASK));
-            parts.enumerate().map(move |(task, part)| (field, task * CHUNKS_PER_TASK * CHUNK_BYTES, part))
+        let mut bytes: Vec<&mut [u8]> = vectors.iter_mut().map(|column| &mut *column.bytes).collect();
+        let placed = scatter(rows, &self.order.places, &mut bytes, dim, &mut self.sums);
+        let widths: Vec<usize> = metadata.iter().map(|column| column.bytes.len() / rows.len().max(1)).collect();
+        let metadata = (0..rows.len()).step_by(ROWS_PER_TASK).map(|first| {
+            let parts = metadata.iter_mut().zip(&widths).map(|(column, width)| column.take(ROWS_PER_TASK * width));
+            Task::Metadata(first, parts.collect())
         });
-        for_each_on_half(tasks, |(field, start, (bytes, sums))| match field {
-            Field::Vector(part) if !placed => {
-                self.fill_vectors(rows, part * dim..(part + 1) * dim, start, bytes, sums);
+        let parts = vectors.into_iter().chain([starts]).flat_map(Part::tasks);
+        for_each_on_half(metadata.chain(parts), |task| match task {
+            Task::Metadata(first, mut parts) => {
+                let mut block = Metadata::new();
+                for begin in (0..ROWS_PER_TASK.min(rows.len() - first)).step_by(BLOCK_ROWS) {
+                    let count = self.order.metadata(rows, first + begin, &mut block);
+                    for part in &mut parts {
+                        let bytes = block.column(part.field, count);
+                        part.put(begin * (bytes.len() / count), bytes);
+                    }
+                }
             }
-            Field::Vector(part) if part < self.sums.len() => {
-                self.join_checksums(&self.sums[part][start / (dim * 4)..][..bytes.len() / (dim * 4)], sums);
-            }
-            _ => take_checksums(bytes, sums),
+            Task::Chunks(start, mut part) => match part.field {
+                Field::Vector(column) if !placed => {
+                    self.fill_vectors(rows, column * dim..(column + 1) * dim, start, part.bytes, part.sums);
+                }
+                Field::Vector(column) if column < self.sums.len() => {
+                    let first = start / (dim * 4);
+                    self.join_checksums(&self.sums[column][first..first + part.bytes.len() / (dim * 4)], part.sums);
+                }
+                _ => part.take_checksums(),
+            },
         });
-        Ok(sums)
+        Ok(())
     }
 
     /// Checksums of chunks from those of their rows.
@@ -139,16 +147,9 @@ impl<'a> GroupFormat<'a> {
     }
 
     /// Fill chunks of weights or of a slot whose rows share lines.
-    fn fill_vectors(
-        &self,
-        rows: &[RowRef<'_>],
-        floats: Range<usize>,
-        start: usize,
-        bytes: &mut [u8],
-        sums: &mut [u32],
-    ) {
+    fn fill_vectors(&self, rows: RowList<'_>, floats: Range<usize>, start: usize, bytes: &mut [u8], sums: &mut [u32]) {
         let row_bytes = floats.len() * 4;
-        let part = |row: &u32| &rows[*row as usize].vector[floats.clone()];
+        let part = |row: &u32| &rows.get(*row as usize).vector[floats.clone()];
         let mut at = start;
         for (sum, chunk) in sums.iter_mut().zip(bytes.chunks_mut(CHUNK_BYTES)) {
             let mut rest = &mut *chunk;
@@ -169,54 +170,73 @@ impl<'a> GroupFormat<'a> {
     }
 }
 
+/// A column of a file that is made, or whole chunks of one, and the checksums of its chunks.
+struct Part<'a> {
+    field: Field,
+    bytes: &'a mut [u8],
+    sums: &'a mut [u32],
+}
+
+/// What one thread does at a time.
+enum Task<'a> {
+    /// Fill in metadata, of the rows of the file from this number on.
+    Metadata(usize, Vec<Part<'a>>),
+    /// Take, or join, the checksums of chunks from this byte of their column on; where vectors could not be placed, fill those in too.
+    Chunks(usize, Part<'a>),
+}
+
+impl<'a> Part<'a> {
+    /// The first `bytes`, whole chunks, or what is left if that is less.
+    fn take(&mut self, bytes: usize) -> Part<'a> {
+        let end = bytes.min(self.bytes.len());
+        let (bytes, later) = std::mem::take(&mut self.bytes).split_at_mut(end);
+        let (sums, later_sums) = std::mem::take(&mut self.sums).split_at_mut(bytes.len().div_ceil(CHUNK_BYTES));
+        (self.bytes, self.sums) = (later, later_sums);
+        Part { field: self.field, bytes, sums }
+    }
+
+    fn tasks(mut self) -> impl Iterator<Item = Task<'a>> {
+        let starts = (0..self.bytes.len()).step_by(CHUNKS_PER_TASK * CHUNK_BYTES);
+        starts.map(move |start| Task::Chunks(start, self.take(CHUNKS_PER_TASK * CHUNK_BYTES)))
+    }
+
+    /// Fill in bytes that are part of one chunk, after those before.
+    fn put(&mut self, at: usize, bytes: &[u8]) {
+        let sum = &mut self.sums[at / CHUNK_BYTES];
+        *sum = crc32c::crc32c_append(*sum, bytes);
+        copy_past_caches(&mut self.bytes[at..][..bytes.len()], bytes);
+    }
+
+    fn take_checksums(&mut self) {
+        for (sum, chunk) in self.sums.iter_mut().zip(self.bytes.chunks(CHUNK_BYTES)) {
+            *sum = crc32c::crc32c(chunk);
+        }
+    }
+}
+
 /// The checked columns of a file that is made. Their bytes are aligned for their types: wider columns lie first, in a buffer aligned for
 /// all.
 struct Columns<'a> {
-    vectors: Vec<&'a mut [u8]>,
-    metadata: Vec<(Field, &'a mut [u8])>,
-    starts: &'a mut [u8],
+    vectors: Vec<Part<'a>>,
+    metadata: Vec<Part<'a>>,
+    starts: Part<'a>,
 }
 
 impl<'a> Columns<'a> {
-    /// Of a file without tombstones; and what comes after them.
-    fn of(layout: &FileLayout, mut data: &'a mut [u8]) -> (Self, &'a mut [u8]) {
-        let mut columns = Self { vectors: Vec::new(), metadata: Vec::new(), starts: &mut [] };
+    /// Of a file without tombstones.
+    fn of(layout: &FileLayout, bytes: &'a mut [u8], sums: &'a mut [u32]) -> Self {
+        let mut all = Part { field: Field::Pad, bytes, sums };
+        let starts = Part { field: Field::BucketOffsets, bytes: &mut [], sums: &mut [] };
+        let mut columns = Self { vectors: Vec::new(), metadata: Vec::new(), starts };
         for column in layout.checked_columns() {
-            let (bytes, rest) = data.split_at_mut(column.bytes);
-            data = rest;
+            let part = Part { field: column.field, ..all.take(column.bytes) };
             match column.field {
-                Field::Vector(_) => columns.vectors.push(bytes),
-                Field::BucketOffsets => columns.starts = bytes,
-                field if field.is_of_rows() => columns.metadata.push((field, bytes)),
+                Field::Vector(_) => columns.vectors.push(part),
+                Field::BucketOffsets => columns.starts = part,
+                field if field.is_of_rows() => columns.metadata.push(part),
                 _ => {}
             }
         }
-        (columns, data)
-    }
-}
-
-/// Columns of metadata as values.
-fn values_of<'a>(columns: &'a mut [(Field, &mut [u8])]) -> Metadata<'a> {
-    fn values<T: bytemuck::Pod>(bytes: &mut [u8]) -> &mut [T] {
-        bytemuck::cast_slice_mut(bytes)
-    }
-    let mut to = Metadata::default();
-    for (field, bytes) in columns {
-        match field {
-            Field::Id => to.ids = values(bytes),
-            Field::LastStep => to.last_steps = values(bytes),
-            Field::Count => to.counts = values(bytes),
-            Field::Score => to.scores = values(bytes),
-            Field::Scalar => to.scalars = values(bytes),
-            Field::ModifiedEpoch => to.modified_epochs = values(bytes),
-            Field::BucketOffsets | Field::Tombstone | Field::Vector(_) | Field::Checksums | Field::Pad => {}
-        }
-    }
-    to
-}
-
-fn take_checksums(bytes: &[u8], sums: &mut [u32]) {
-    for (sum, chunk) in sums.iter_mut().zip(bytes.chunks(CHUNK_BYTES)) {
-        *sum = crc32c::crc32c(chunk);
+        columns
     }
 }

@@ -2,68 +2,67 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
 
-use crate::kernels::threads::for_each_on_half;
-use crate::rows::{RowHeader, RowRef};
+use super::format::{CHUNK_BYTES, Field};
+use crate::prefetch::{prefetch, prefetch_address};
+use crate::rows::{RowHeader, RowList};
 use crate::simd::{Isa, Job};
-use crate::sync::lock;
 use crate::types::{Id, bucket_of};
 
-/// Rows that one thread handles at a time.
-const ROWS_PER_TASK: usize = 8192;
 /// In buckets of at most this many rows a row's place is counted, in larger ones found by sorting.
 const COUNTED: usize = 128;
 /// Rows that are counted at once.
 const LANES: usize = 8;
+/// How many rows ahead metadata are asked for.
+const AHEAD: usize = 16;
 
-/// A header that lies within one cache line.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(align(32))]
-pub(super) struct Header(pub(super) RowHeader);
+/// Rows whose metadata are gathered at once; what they take of a column is part of one chunk.
+pub(super) const BLOCK_ROWS: usize = 1024;
+const _: () = assert!(CHUNK_BYTES.is_multiple_of(BLOCK_ROWS * 8));
 
-/// Columns of metadata of some rows; no scalars where the optimizer has none.
-#[derive(Debug, Default)]
-pub(super) struct Metadata<'a> {
-    pub(super) ids: &'a mut [Id],
-    pub(super) last_steps: &'a mut [u64],
-    pub(super) counts: &'a mut [u32],
-    pub(super) scores: &'a mut [f32],
-    pub(super) scalars: &'a mut [f32],
-    pub(super) modified_epochs: &'a mut [u32],
+/// Metadata of some rows, column by column, small enough for a core's innermost cache.
+#[derive(Debug)]
+pub(super) struct Metadata {
+    ids: [Id; BLOCK_ROWS],
+    last_steps: [u64; BLOCK_ROWS],
+    counts: [u32; BLOCK_ROWS],
+    scores: [f32; BLOCK_ROWS],
+    scalars: [f32; BLOCK_ROWS],
+    modified_epochs: [u32; BLOCK_ROWS],
 }
 
-impl Metadata<'_> {
-    /// Those of the first `rows` rows, and of the rest.
-    fn split(self, rows: usize) -> (Self, Self) {
-        let (ids, later_ids) = self.ids.split_at_mut(rows);
-        let (last_steps, later_steps) = self.last_steps.split_at_mut(rows);
-        let (counts, later_counts) = self.counts.split_at_mut(rows);
-        let (scores, later_scores) = self.scores.split_at_mut(rows);
-        let (scalars, later_scalars) = self.scalars.split_at_mut(rows.min(self.scalars.len()));
-        let (modified_epochs, later_epochs) = self.modified_epochs.split_at_mut(rows);
-        let later = Self {
-            ids: later_ids,
-            last_steps: later_steps,
-            counts: later_counts,
-            scores: later_scores,
-            scalars: later_scalars,
-            modified_epochs: later_epochs,
-        };
-        (Self { ids, last_steps, counts, scores, scalars, modified_epochs }, later)
+impl Metadata {
+    pub(super) fn new() -> Self {
+        Self {
+            ids: [0; BLOCK_ROWS],
+            last_steps: [0; BLOCK_ROWS],
+            counts: [0; BLOCK_ROWS],
+            scores: [0.0; BLOCK_ROWS],
+            scalars: [0.0; BLOCK_ROWS],
+            modified_epochs: [0; BLOCK_ROWS],
+        }
     }
 
-    #[allow(clippy::inline_always)] // Compiled for each instruction set.
-    #[inline(always)]
-    fn write(&mut self, row: usize, header: &RowHeader) {
+    fn put(&mut self, row: usize, header: &RowHeader) {
         self.ids[row] = header.id;
         self.last_steps[row] = header.last_step;
         self.counts[row] = header.count;
         self.scores[row] = header.score;
-        if let Some(scalar) = self.scalars.get_mut(row) {
-            *scalar = header.scalar;
-        }
+        self.scalars[row] = header.scalar;
         self.modified_epochs[row] = header.modified_epoch;
+    }
+
+    /// The first `rows` of a column; none of what is no column of metadata.
+    pub(super) fn column(&self, field: Field, rows: usize) -> &[u8] {
+        match field {
+            Field::Id => bytemuck::cast_slice(&self.ids[..rows]),
+            Field::LastStep => bytemuck::cast_slice(&self.last_steps[..rows]),
+            Field::Count => bytemuck::cast_slice(&self.counts[..rows]),
+            Field::Score => bytemuck::cast_slice(&self.scores[..rows]),
+            Field::Scalar => bytemuck::cast_slice(&self.scalars[..rows]),
+            Field::ModifiedEpoch => bytemuck::cast_slice(&self.modified_epochs[..rows]),
+            Field::BucketOffsets | Field::Tombstone | Field::Vector(_) | Field::Checksums | Field::Pad => &[],
+        }
     }
 }
 
@@ -76,9 +75,10 @@ pub(super) struct Order {
     pub(super) places: Vec<AtomicU32>,
     /// Where the rows of each bucket start, and the last one's end.
     pub(super) starts: Vec<i64>,
-    buckets: Vec<u32>,
-    /// Headers by bucket, not ordered within,
-    headers: Vec<Header>,
+    /// The ids and their buckets, in the order in which they came.
+    came: Vec<(u64, u32)>,
+    /// Ids by bucket, not ordered within, and a block more,
+    ids: Vec<u64>,
     /// and which row each is of those that came.
     positions: Vec<u32>,
     ends: Vec<u32>,
@@ -91,54 +91,42 @@ pub(super) enum Misplaced {
     Foreign(Id, u32),
     /// A row that is there twice.
     Twice(Id),
-    /// A row whose vector part is not as long as all others.
+    /// Rows, this one first, whose vector parts are not as long as they are to be.
     Floats(Id),
 }
 
 impl Order {
     /// Bytes of memory that a row takes.
-    pub(super) const ROW_BYTES: usize = size_of::<Header>() + 4 * 4;
+    pub(super) const ROW_BYTES: usize = size_of::<(u64, u32)>() + 8 + 3 * 4;
 
-    /// Order `rows`, fewer than 2³², of `floats` each, and fill in their metadata.
+    /// Order `rows`, fewer than 2³², of `floats` each. By one thread, whose caches hold all of it: this is far less than copying them.
     pub(super) fn make(
         &mut self,
-        rows: &[RowRef<'_>],
+        rows: RowList<'_>,
         floats: usize,
         owned: &Range<u32>,
         total_num_buckets: u32,
-        metadata: Metadata<'_>,
     ) -> Result<(), Misplaced> {
         let n = rows.len();
-        self.headers.resize(n, Header::default());
+        if n > 0 && rows.floats() != floats {
+            return Err(Misplaced::Floats(rows.get(0).header.id));
+        }
+        self.ids.resize(n + LANES, 0);
         self.positions.resize(n, 0);
-        self.buckets.resize(n, 0);
         self.rows.resize(n, 0);
         self.places.resize_with(n, AtomicU32::default);
-        let misplaced = Mutex::new(None);
-        let tasks = self.buckets.chunks_mut(ROWS_PER_TASK).zip(rows.chunks(ROWS_PER_TASK));
-        for_each_on_half(tasks, |(buckets, rows)| {
-            for (bucket, row) in buckets.iter_mut().zip(rows) {
-                // Below the first bucket it wraps, past all of them.
-                *bucket = bucket_of(row.header.id, total_num_buckets).wrapping_sub(owned.start);
-                if row.vector.len() != floats {
-                    *lock(&misplaced) = Some(Misplaced::Floats(row.header.id));
-                }
-            }
-        });
-        misplaced.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)?;
-        self.count(rows, owned)?;
-        self.order_buckets(metadata)
-    }
-
-    /// Rows counted into their buckets.
-    fn count(&mut self, rows: &[RowRef<'_>], owned: &Range<u32>) -> Result<(), Misplaced> {
         self.ends.clear();
         self.ends.resize(owned.len(), 0);
-        for (row, &bucket) in self.buckets.iter().enumerate() {
+        self.came.clear();
+        for row in rows.iter() {
+            let id = row.header.id;
+            // Below the first bucket it wraps, past all of them.
+            let bucket = bucket_of(id, total_num_buckets).wrapping_sub(owned.start);
             let Some(count) = self.ends.get_mut(bucket as usize) else {
-                return Err(Misplaced::Foreign(rows[row].header.id, bucket.wrapping_add(owned.start)));
+                return Err(Misplaced::Foreign(id, bucket.wrapping_add(owned.start)));
             };
             *count += 1;
+            self.came.push((id as u64, bucket));
         }
         self.starts.clear();
         let mut row = 0;
@@ -148,128 +136,109 @@ impl Order {
             (row, *end) = (row + *end, row);
         }
         self.starts.push(i64::from(row));
-        for ((position, &bucket), row) in (0..).zip(&self.buckets).zip(rows) {
+        for (position, &(id, bucket)) in (0..).zip(&self.came) {
+            if let Some(&(_, later)) = self.came.get(position as usize + AHEAD) {
+                // Where it goes, or near by.
+                let place = self.ends[later as usize] as usize;
+                prefetch(&self.ids, place);
+                prefetch(&self.positions, place);
+            }
             let place = &mut self.ends[bucket as usize];
-            self.headers[*place as usize] = Header(*row.header);
+            self.ids[*place as usize] = id;
             self.positions[*place as usize] = position;
             *place += 1;
         }
-        Ok(())
+        let (starts, ids, positions) = (&self.starts, &self.ids, &self.positions);
+        let twice = Isa::best().run(Ranking { starts, ids, positions, places: &self.places, rows: &mut self.rows });
+        twice.map_or(Ok(()), |id| Err(Misplaced::Twice(id)))
     }
 
-    /// The order within each bucket.
-    fn order_buckets(&mut self, mut metadata: Metadata<'_>) -> Result<(), Misplaced> {
-        let (starts, headers, positions, places) = (&self.starts, &self.headers, &self.positions, &self.places);
-        let mut tasks = Vec::new();
-        let (mut begin, mut rest) = (0, &mut self.rows[..]);
-        for end in 1..starts.len() {
-            let count = (starts[end] - starts[begin]) as usize;
-            if count >= ROWS_PER_TASK || end + 1 == starts.len() {
-                let (rows, later) = rest.split_at_mut(count);
-                let (mine, later_metadata) = metadata.split(count);
-                let starts = &starts[begin..=end];
-                tasks.push(BucketsJob { starts, headers, positions, places, rows, metadata: mine });
-                (begin, rest, metadata) = (end, later, later_metadata);
+    /// The metadata of the next rows of the file from number `first` on; of how many.
+    pub(super) fn metadata(&self, rows: RowList<'_>, first: usize, to: &mut Metadata) -> usize {
+        let count = BLOCK_ROWS.min(self.rows.len() - first);
+        for (place, &row) in self.rows[first..][..count].iter().enumerate() {
+            if let Some(&later) = self.rows.get(first + place + AHEAD) {
+                prefetch_address(rows.get(later as usize).header);
             }
+            to.put(place, rows.get(row as usize).header);
         }
-        let twice = Mutex::new(None);
-        let isa = Isa::best();
-        for_each_on_half(tasks.into_iter(), |task| {
-            if let Some(id) = isa.run(task) {
-                *lock(&twice) = Some(id);
-            }
-        });
-        match twice.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some(id) => Err(Misplaced::Twice(id)),
-            None => Ok(()),
-        }
+        count
     }
 }
 
-/// The order within some buckets; gives an id that is there twice, if any.
-struct BucketsJob<'a> {
+/// The place of each row; gives an id that is there twice, if any.
+struct Ranking<'a> {
     /// Of the buckets, and the end of the last.
     starts: &'a [i64],
-    /// Of all buckets.
-    headers: &'a [Header],
+    /// By bucket, and a block more.
+    ids: &'a [u64],
     positions: &'a [u32],
     places: &'a [AtomicU32],
-    /// Of these buckets.
     rows: &'a mut [u32],
-    metadata: Metadata<'a>,
 }
 
-impl Job for BucketsJob<'_> {
+impl Job for Ranking<'_> {
     type Output = Option<Id>;
 
     #[allow(clippy::inline_always)] // Compiled for each instruction set.
     #[inline(always)]
-    fn run(mut self) -> Option<Id> {
-        let first = self.starts[0] as usize;
-        let (mut ids, mut ranks) = ([0; COUNTED], [0; COUNTED]);
-        let mut order: Vec<u32> = Vec::new();
+    fn run(self) -> Option<Id> {
+        let mut sorted = Vec::new();
         for bounds in self.starts.windows(2) {
-            let bucket = bounds[0] as usize..bounds[1] as usize;
-            let (headers, positions) = (&self.headers[bucket.clone()], &self.positions[bucket.clone()]);
-            // Two rows of one id take one place, so that another is left.
-            order.clear();
-            order.resize(headers.len(), u32::MAX);
-            if headers.len() <= COUNTED {
-                rank(headers, &mut ids, &mut ranks);
-                for (at, &rank) in (0..headers.len() as u32).zip(&ranks) {
-                    order[rank as usize] = at;
+            let (start, end) = (bounds[0] as usize, bounds[1] as usize);
+            let (ids, positions) = (&self.ids[start..end], &self.positions[start..end]);
+            let rows = &mut self.rows[start..end];
+            if ids.len() <= COUNTED {
+                let mut below_all = 0;
+                for (block, positions) in self.ids[start..].chunks_exact(LANES).zip(positions.chunks(LANES)) {
+                    let ranks = ranks(ids, block);
+                    for (&position, &rank) in positions.iter().zip(&ranks) {
+                        rows[rank as usize] = position;
+                        self.places[position as usize].store(start as u32 + rank as u32, Ordering::Relaxed);
+                        below_all += rank as usize;
+                    }
+                }
+                // Of two rows with one id each would be above the other.
+                if below_all != ids.len() * ids.len().saturating_sub(1) / 2 {
+                    return Some(twice(ids));
                 }
             } else {
-                sort(headers, &mut order);
-            }
-            for (place, &at) in (bucket.start..).zip(&order) {
-                let Some(header) = headers.get(at as usize) else {
-                    return Some(twice(headers));
-                };
-                let position = positions[at as usize];
-                self.places[position as usize].store(place as u32, Ordering::Relaxed);
-                self.rows[place - first] = position;
-                self.metadata.write(place - first, &header.0);
+                sort(ids, positions, &mut sorted);
+                if sorted.windows(2).any(|pair| pair[0].0 == pair[1].0) {
+                    return Some(twice(ids));
+                }
+                for ((place, row), &(_, position)) in (start as u32..).zip(rows).zip(&sorted) {
+                    *row = position;
+                    self.places[position as usize].store(place, Ordering::Relaxed);
+                }
             }
         }
         None
     }
 }
 
-/// How many rows have ids below each; whole blocks of `ids` and `ranks` are written.
+/// How many of `ids` are below each of a block.
 #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for each instruction set; plain loops over lanes.
 #[inline(always)]
-fn rank(headers: &[Header], ids: &mut [u64; COUNTED], ranks: &mut [u64; COUNTED]) {
-    let count = headers.len();
-    for (id, header) in ids.iter_mut().zip(headers) {
-        *id = header.0.id as u64;
-    }
-    ids[count..count.next_multiple_of(LANES)].fill(u64::MAX);
-    let blocks = ids.chunks_exact(LANES).zip(ranks.chunks_exact_mut(LANES));
-    for (block, ranks) in blocks.take(count.div_ceil(LANES)) {
-        let mut below = [0_u64; LANES];
-        for &id in &ids[..count] {
-            for lane in 0..LANES {
-                below[lane] += u64::from(id < block[lane]);
-            }
+fn ranks(ids: &[u64], block: &[u64]) -> [u64; LANES] {
+    let mut below = [0_u64; LANES];
+    for &id in ids {
+        for lane in 0..LANES {
+            below[lane] += u64::from(id < block[lane]);
         }
-        ranks.copy_from_slice(&below);
     }
+    below
 }
 
-/// Of two rows with one id the second is left out.
-fn sort(headers: &[Header], order: &mut [u32]) {
-    let mut sorted: Vec<(u64, u32)> = (0..).zip(headers).map(|(at, header)| (header.0.id as u64, at)).collect();
+fn sort(ids: &[u64], positions: &[u32], sorted: &mut Vec<(u64, u32)>) {
+    sorted.clear();
+    sorted.extend(ids.iter().copied().zip(positions.iter().copied()));
     sorted.sort_unstable();
-    sorted.dedup_by_key(|row| row.0);
-    for (to, (_, at)) in order.iter_mut().zip(sorted) {
-        *to = at;
-    }
 }
 
 /// An id that is there twice.
-fn twice(headers: &[Header]) -> Id {
-    let mut sorted: Vec<u64> = headers.iter().map(|header| header.0.id as u64).collect();
+fn twice(ids: &[u64]) -> Id {
+    let mut sorted = ids.to_vec();
     sorted.sort_unstable();
     sorted.windows(2).find(|pair| pair[0] == pair[1]).map_or(0, |pair| pair[0]) as Id
 }
@@ -287,39 +256,31 @@ mod tests {
     /// Ids and bucket starts in order, once whatever else is ordered with them is as it should be.
     fn order_of(ids: &[Id], owned: Range<u32>, total: u32) -> Result<(Vec<Id>, Vec<i64>), Misplaced> {
         let headers: Vec<RowHeader> = ids.iter().map(|&id| header(id)).collect();
-        let rows: Vec<RowRef<'_>> = headers.iter().map(|header| RowRef { header, vector: &[] }).collect();
+        let rows = RowList::block(&headers, &[], 0);
         let mut order = Order::default();
-        let (mut found, mut last_steps, mut epochs) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut counts, mut scores, mut scalars) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut block, mut found) = (Metadata::new(), Vec::new());
         // What it was used for before changes nothing.
         for n in [rows.len() / 2, rows.len()] {
-            found.resize(n, 0);
-            last_steps.resize(n, 0);
-            epochs.resize(n, 0);
-            counts.resize(n, 0);
-            scores.resize(n, 0.0);
-            scalars.resize(n, 0.0);
-            let metadata = Metadata {
-                ids: &mut found,
-                last_steps: &mut last_steps,
-                counts: &mut counts,
-                scores: &mut scores,
-                scalars: &mut scalars,
-                modified_epochs: &mut epochs,
-            };
-            order.make(&rows[..n], 0, &owned, total, metadata)?;
-        }
-        for (place, &row) in order.rows.iter().enumerate() {
-            assert_eq!(order.places[row as usize].load(Ordering::Relaxed) as usize, place);
-            let written = RowHeader {
-                id: found[place],
-                last_step: last_steps[place],
-                count: counts[place],
-                score: scores[place],
-                scalar: scalars[place],
-                modified_epoch: epochs[place],
-            };
-            assert_eq!(written, headers[row as usize]);
+            order.make(rows.range(0..n), 0, &owned, total)?;
+            found.clear();
+            while found.len() < n {
+                let first = found.len();
+                let count = order.metadata(rows.range(0..n), first, &mut block);
+                for (at, place) in (first..first + count).enumerate() {
+                    let written = RowHeader {
+                        id: block.ids[at],
+                        last_step: block.last_steps[at],
+                        count: block.counts[at],
+                        score: block.scores[at],
+                        scalar: block.scalars[at],
+                        modified_epoch: block.modified_epochs[at],
+                    };
+                    let row = order.rows[place];
+                    assert_eq!(order.places[row as usize].load(Ordering::Relaxed) as usize, place);
+                    assert_eq!(written, headers[row as usize]);
+                    found.push(written.id);
+                }
+            }
         }
         Ok((found, order.starts))
     }
@@ -350,7 +311,8 @@ mod tests {
             assert_eq!(order_of(&ids, 0..1, 1), Err(Misplaced::Twice(id)), "{rows} rows");
         }
         assert_eq!(order_of(&[-1, 5, -1], 0..1, 1), Err(Misplaced::Twice(-1)));
-        let row = RowRef { header: &header(7), vector: &[] };
-        assert_eq!(Order::default().make(&[row], 1, &(0..1), 1, Metadata::default()), Err(Misplaced::Floats(7)));
+        let headers = [header(7)];
+        let row = RowList::block(&headers, &[], 0);
+        assert_eq!(Order::default().make(row, 1, &(0..1), 1), Err(Misplaced::Floats(7)));
     }
 }

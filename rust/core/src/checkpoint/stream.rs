@@ -4,7 +4,7 @@
 
 use std::sync::atomic::AtomicU32;
 
-use crate::rows::RowRef;
+use crate::rows::RowList;
 
 /// Turns a checksum of some bytes into that of the bytes with `n` zeros behind them, for a fixed `n`: CRC-32C is linear, so the checksum of
 /// a row and what follows is made of those of both.
@@ -43,7 +43,7 @@ impl Shift {
 /// # Panics
 /// When a place is outside its column.
 pub(super) fn scatter(
-    rows: &[RowRef<'_>],
+    rows: RowList<'_>,
     places: &[AtomicU32],
     columns: &mut [&mut [u8]],
     dim: usize,
@@ -55,21 +55,39 @@ pub(super) fn scatter(
     return false;
 }
 
+/// Copy bytes that nobody reads soon: past the caches, where the processor can do that.
+///
+/// # Panics
+/// When they are not as many as there is room for.
+pub(super) fn copy_past_caches(to: &mut [u8], from: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    x86::copy_past_caches(to, from);
+    #[cfg(not(target_arch = "x86_64"))]
+    to.copy_from_slice(from);
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use std::arch::x86_64::{_mm_crc32_u64, _mm_loadu_ps, _mm_sfence, _mm_stream_ps};
+    use std::arch::x86_64::{
+        _mm_crc32_u64, _mm_loadu_ps, _mm_sfence, _mm_stream_ps, _mm512_loadu_ps, _mm512_stream_ps,
+    };
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use crate::kernels::threads::{Shared, for_each_on_half};
-    use crate::rows::RowRef;
+    use crate::prefetch::prefetch_range;
+    use crate::rows::RowList;
 
     /// What is written past the caches at once, in floats.
     const LINE: usize = 16;
     /// Rows that one thread copies at a time.
     const ROWS_PER_TASK: usize = 2048;
+    /// Rows that are copied side by side: each step of a checksum waits for the one before, of another row for none.
+    const ABREAST: usize = 4;
+    /// How many rows ahead a copy asks for memory.
+    const AHEAD: usize = 16;
 
     pub(super) fn scatter(
-        rows: &[RowRef<'_>],
+        rows: RowList<'_>,
         places: &[AtomicU32],
         columns: &mut [&mut [u8]],
         dim: usize,
@@ -83,65 +101,142 @@ mod x86 {
         assert!(columns.iter().all(|column| column.len() == bytes), "columns of {} rows", rows.len());
         assert!(sums.is_empty() || sums.len() == columns.len(), "checksums of each column, or of none");
         assert!(sums.iter().all(|sums| sums.len() == rows.len()), "a checksum a row");
+        let all = rows.len();
         let columns: Vec<Shared<u8>> = columns.iter_mut().map(|column| Shared(column.as_mut_ptr())).collect();
         let sums: Vec<Shared<u32>> = sums.iter_mut().map(|sums| Shared(sums.as_mut_ptr())).collect();
-        for_each_on_half(rows.chunks(ROWS_PER_TASK).zip(places.chunks(ROWS_PER_TASK)), |(some, places)| {
-            // SAFETY: SSE 4.2 is there; columns and checksums are borrowed by this call alone and as long as `rows` says; no two rows
-            // have one place, so no two tasks write the same.
-            unsafe {
-                if sums.is_empty() {
-                    place::<false>(some, places, rows.len(), &columns, &sums, dim);
-                } else {
-                    place::<true>(some, places, rows.len(), &columns, &sums, dim);
-                }
-            }
+        let to = Target { all, dim, columns: &columns, sums: &sums };
+        let wide = is_x86_feature_detected!("avx512f");
+        for_each_on_half((0..all).step_by(ROWS_PER_TASK), |begin| {
+            // What comes after is asked for at the end.
+            let later = rows.range(begin..all.min(begin + ROWS_PER_TASK + AHEAD));
+            let places = &places[begin..all.min(begin + ROWS_PER_TASK)];
+            // SAFETY: the instructions are there; columns and checksums are borrowed by this call alone and as long as `rows` says; no
+            // two rows have one place, so no two tasks write the same.
+            unsafe { if wide { to.place_wide(later, places) } else { to.place(later, places) } }
         });
         true
     }
 
-    /// # Safety
-    /// Columns start at lines and have room for `all` rows, `sums`, where wanted, for as many; nobody else uses the rows' places there.
-    #[target_feature(enable = "sse4.2")]
-    unsafe fn place<const SUM: bool>(
-        rows: &[RowRef<'_>],
-        places: &[AtomicU32],
+    pub(super) fn copy_past_caches(to: &mut [u8], from: &[u8]) {
+        assert_eq!(to.len(), from.len(), "as many bytes as there is room for");
+        let before = to.as_ptr().align_offset(LINE * 4).min(to.len());
+        let (head, lines) = to.split_at_mut(before);
+        let (head_from, lines_from) = from.split_at(before);
+        head.copy_from_slice(head_from);
+        let mut lines = lines.chunks_exact_mut(LINE * 4);
+        let mut lines_from = lines_from.chunks_exact(LINE * 4);
+        for (line, from) in lines.by_ref().zip(lines_from.by_ref()) {
+            let (line, from): (*mut f32, *const f32) = (line.as_mut_ptr().cast(), from.as_ptr().cast());
+            for at in (0..LINE).step_by(4) {
+                // SAFETY: every processor of this architecture has it; both are of a line, the first aligned to one.
+                unsafe { _mm_stream_ps(line.add(at), _mm_loadu_ps(from.add(at))) };
+            }
+        }
+        lines.into_remainder().copy_from_slice(lines_from.remainder());
+        // SAFETY: as above. What was written is seen before anything that comes after.
+        unsafe { _mm_sfence() };
+    }
+
+    /// Columns that start at lines and have room for `all` rows of `dim` floats, and checksums of as many, or none.
+    struct Target<'a> {
         all: usize,
-        columns: &[Shared<u8>],
-        sums: &[Shared<u32>],
         dim: usize,
-    ) {
-        for (row, place) in rows.iter().zip(places) {
-            let place = place.load(Ordering::Relaxed) as usize;
-            assert!(place < all, "a place among the rows");
-            for (part, (from, column)) in row.vector.chunks_exact(dim).zip(columns).enumerate() {
+        columns: &'a [Shared<u8>],
+        sums: &'a [Shared<u32>],
+    }
+
+    impl Target<'_> {
+        /// # Safety
+        /// Nobody else uses the rows' places.
+        #[target_feature(enable = "sse4.2")]
+        unsafe fn place(&self, rows: RowList<'_>, places: &[AtomicU32]) {
+            // SAFETY: the caller's promise; both addresses are of a line.
+            unsafe {
+                self.each(rows, places, |from, to| {
+                    let parts = [0, 4, 8, 12].map(|at| _mm_loadu_ps(from.add(at)));
+                    for (at, part) in parts.into_iter().enumerate() {
+                        _mm_stream_ps(to.add(at * 4), part);
+                    }
+                });
+            }
+        }
+
+        /// # Safety
+        /// Nobody else uses the rows' places.
+        #[target_feature(enable = "sse4.2,avx512f")]
+        unsafe fn place_wide(&self, rows: RowList<'_>, places: &[AtomicU32]) {
+            // SAFETY: the caller's promise; both addresses are of a line.
+            unsafe { self.each(rows, places, |from, to| _mm512_stream_ps(to, _mm512_loadu_ps(from))) }
+        }
+
+        /// The first of `rows`, as many as there are places. `copy` is given where a line is, and where it goes.
+        ///
+        /// # Safety
+        /// Nobody else uses the rows' places.
+        #[allow(clippy::inline_always)] // Compiled for the instruction set of who calls it.
+        #[inline(always)]
+        unsafe fn each(&self, rows: RowList<'_>, places: &[AtomicU32], copy: impl Fn(*const f32, *mut f32)) {
+            let whole = places.len() / ABREAST * ABREAST;
+            for begin in (0..whole).step_by(ABREAST) {
+                // SAFETY: the caller's promise.
+                unsafe { self.some::<ABREAST>(rows, places, begin, &copy) };
+            }
+            for begin in whole..places.len() {
+                // SAFETY: the caller's promise.
+                unsafe { self.some::<1>(rows, places, begin, &copy) };
+            }
+            // SAFETY: every processor with SSE 4.2 has it. What was written past the caches is seen before anything that comes after.
+            unsafe { _mm_sfence() };
+        }
+
+        /// `N` rows from number `begin` on.
+        ///
+        /// # Safety
+        /// Nobody else uses the rows' places.
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // As above; plain loops over rows.
+        #[inline(always)]
+        unsafe fn some<const N: usize>(
+            &self,
+            rows: RowList<'_>,
+            places: &[AtomicU32],
+            begin: usize,
+            copy: &impl Fn(*const f32, *mut f32),
+        ) {
+            for ahead in begin + AHEAD..rows.len().min(begin + AHEAD + N) {
+                let vector = rows.get(ahead).vector;
+                prefetch_range(vector.as_ptr().cast(), size_of_val(vector));
+            }
+            let rows: [&[f32]; N] = std::array::from_fn(|n| rows.get(begin + n).vector);
+            let places: [usize; N] = std::array::from_fn(|n| places[begin + n].load(Ordering::Relaxed) as usize);
+            assert!(places.iter().all(|&place| place < self.all), "places among the rows");
+            for (part, column) in self.columns.iter().enumerate() {
+                let from: [&[f32]; N] = rows.map(|row| &row[part * self.dim..(part + 1) * self.dim]);
                 #[allow(clippy::cast_ptr_alignment)] // Rows are whole lines, and columns start at one.
-                let mut to: *mut f32 = column.at(place * dim * 4).cast();
-                let mut sum = u64::from(u32::MAX);
-                for line in from.chunks_exact(LINE) {
-                    let from = line.as_ptr();
-                    // SAFETY: all is within `line`, and `to` is a line of this row's place.
-                    unsafe {
-                        let parts = [0, 4, 8, 12].map(|at| _mm_loadu_ps(from.add(at)));
-                        for (at, part) in parts.into_iter().enumerate() {
-                            _mm_stream_ps(to.add(at * 4), part);
+                let to: [*mut f32; N] = places.map(|place| column.at(place * self.dim * 4).cast());
+                let mut checksums = [u64::from(u32::MAX); N];
+                for at in (0..self.dim).step_by(LINE) {
+                    for n in 0..N {
+                        copy(from[n][at..].as_ptr(), to[n].wrapping_add(at));
+                    }
+                    if self.sums.is_empty() {
+                        continue;
+                    }
+                    for word in (0..LINE).step_by(2) {
+                        for n in 0..N {
+                            let words: *const u64 = from[n][at + word..].as_ptr().cast();
+                            // SAFETY: SSE 4.2 is there, as both callers have it; two floats are there.
+                            checksums[n] = unsafe { _mm_crc32_u64(checksums[n], words.read_unaligned()) };
                         }
-                        if SUM {
-                            let words: *const u64 = from.cast();
-                            for at in 0..LINE / 2 {
-                                sum = _mm_crc32_u64(sum, words.add(at).read_unaligned());
-                            }
-                        }
-                        to = to.add(LINE);
                     }
                 }
-                if SUM {
-                    // SAFETY: the place is within `sums`, and this row's alone.
-                    unsafe { sums[part].at(place).write(!(sum as u32)) };
+                if let Some(sums) = self.sums.get(part) {
+                    for n in 0..N {
+                        // SAFETY: the place is within `sums`, and this row's alone.
+                        unsafe { sums.at(places[n]).write(!(checksums[n] as u32)) };
+                    }
                 }
             }
         }
-        // What was written past the caches is seen before anything that comes after.
-        _mm_sfence();
     }
 }
 
@@ -153,20 +248,30 @@ mod tests {
     use crate::types::hash_id;
 
     #[test]
+    fn bytes_are_copied_whatever_their_number_and_place() {
+        let from: Vec<u8> = (0..1000_u16).map(|n| n as u8).collect();
+        for (start, end) in [(0, 0), (0, 1000), (7, 9), (3, 67), (64, 192), (61, 200)] {
+            let mut to = AlignedBuf::zeroed(1000);
+            copy_past_caches(&mut to[start..end], &from[1000 - (end - start)..]);
+            assert!(to[start..end] == from[1000 - (end - start)..]);
+            assert!(to[..start].iter().chain(&to[end..]).all(|&byte| byte == 0));
+        }
+    }
+
+    #[test]
     fn rows_come_to_their_places_with_their_checksums_which_join_to_those_of_many() {
         for dim in [16, 64, 48] {
             let (count, parts) = (5000_usize, 2);
-            let header = RowHeader::default();
             let values: Vec<f32> = (0..count * dim * parts).map(|n| hash_id(n as i64) as i32 as f32).collect();
-            let rows: Vec<RowRef<'_>> =
-                values.chunks(dim * parts).map(|vector| RowRef { header: &header, vector }).collect();
+            let headers = vec![RowHeader::default(); count];
+            let rows = RowList::block(&headers, &values, dim * parts);
             let places: Vec<AtomicU32> = (0..count).map(|n| AtomicU32::new((n * 1237 % count) as u32)).collect();
             let mut columns: Vec<AlignedBuf> = (0..parts).map(|_| AlignedBuf::zeroed(count * dim * 4)).collect();
             let mut slices: Vec<&mut [u8]> = columns.iter_mut().map(|column| &mut column[..]).collect();
             let mut sums = vec![vec![0; count]; parts];
-            let done = scatter(&rows, &places, &mut slices, dim, &mut sums);
+            let done = scatter(rows, &places, &mut slices, dim, &mut sums);
             assert_eq!(done, cfg!(target_arch = "x86_64"));
-            assert!(!scatter(&rows, &places, &mut [&mut [][..]], dim + 1, &mut []), "no whole lines");
+            assert!(!scatter(rows, &places, &mut [&mut [][..]], dim + 1, &mut []), "no whole lines");
             if !done {
                 return;
             }

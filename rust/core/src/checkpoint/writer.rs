@@ -14,7 +14,7 @@ use super::source::RowSource;
 use crate::cache::GroupSink;
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, write_whole};
-use crate::rows::RowRef;
+use crate::rows::RowList;
 
 /// A group that the system has no memory for is made smaller, down to this.
 const FEWEST_ROWS: usize = 256;
@@ -193,10 +193,10 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for Files<'_, '_, P> {
         }
     }
 
-    fn take(&mut self, rows: &[RowRef<'_>]) -> Result<()> {
-        let mut rest = rows;
-        while !rest.is_empty() {
-            let (part, later) = rest.split_at(rest.len().min(self.at_once));
+    fn take(&mut self, rows: RowList<'_>) -> Result<()> {
+        let mut begin = 0;
+        while begin < rows.len() {
+            let part = rows.range(begin..rows.len().min(begin + self.at_once));
             let bytes = self.image_bytes()?;
             let made = self.output.buffer(bytes).and_then(|mut image| match self.format.write(part, &mut image) {
                 Ok(file) => Ok((image, file)),
@@ -209,7 +209,7 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for Files<'_, '_, P> {
                 Ok((image, file)) => {
                     self.output.write((self.path)(self.made.len()), image, file.bytes as usize)?;
                     self.made.push(file);
-                    rest = later;
+                    begin += part.len();
                 }
                 // A smaller group, then.
                 Err(refused) => self.shrink(refused)?,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::config::PolicyKind;
 use crate::error::{Error, Kind, Result};
 use crate::prefetch::prefetch_address;
-use crate::rows::{Arena, RowHeader, RowLayout, RowRef};
+use crate::rows::{Arena, RowHeader, RowLayout, RowList, RowRef};
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};
 
@@ -111,6 +111,12 @@ impl HostTier {
     /// Header and vector part together.
     pub(crate) fn row(&self, slot: CacheSlot) -> RowRef<'_> {
         RowRef { header: self.header(slot), vector: self.vector(slot) }
+    }
+
+    /// Rows that no kernel writes now.
+    pub(crate) fn rows<'a>(&'a self, slots: &'a [CacheSlot]) -> RowList<'a> {
+        // SAFETY: as in `header` and `vector`, of each.
+        unsafe { RowList::in_slots(&self.arena, slots, self.layout.vector_floats()) }
     }
 
     pub(crate) fn id(&self, slot: CacheSlot) -> Id {

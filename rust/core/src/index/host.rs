@@ -174,6 +174,31 @@ impl HostIndex {
         self.len += 1;
     }
 
+    /// Add an id at a slot that is not `NO_SLOT` if it is absent; whether it was.
+    ///
+    /// # Panics
+    /// As [`HostIndex::insert`].
+    pub fn insert_new(&mut self, id: Id, slot: CacheSlot) -> bool {
+        debug_assert!(slot != NO_SLOT, "a row is in a slot");
+        if self.len >= self.limit {
+            self.reserve(1).unwrap_or_else(|refused| panic!("{refused}"));
+        }
+        let lines = self.lines_mut();
+        let mut line = home(lines.len(), id);
+        loop {
+            let here = &mut lines[line];
+            if here.place(id) != 0 {
+                return false;
+            }
+            if !here.is_full() {
+                here.push(id, slot + 1);
+                self.len += 1;
+                return true;
+            }
+            line = following(line, lines.len());
+        }
+    }
+
     /// Make sure that `more` ids can be added without more memory. `Kind::Memory`, and nothing changed, where the system refuses.
     pub fn reserve(&mut self, more: usize) -> Result<()> {
         if self.len + more > self.limit { self.grow(self.len + more) } else { Ok(()) }
@@ -365,7 +390,7 @@ mod tests {
         index.get_batch(&ids, &mut slots);
         assert_eq!(slots, [NO_SLOT; 4]);
         for (slot, &id) in ids.iter().enumerate() {
-            index.insert(id, slot as u32);
+            assert!(index.insert_new(id, slot as u32) && !index.insert_new(id, 9));
             assert_eq!(index.get(0), 0);
         }
         index.get_batch(&ids, &mut slots);
@@ -384,7 +409,7 @@ mod tests {
         }
         assert!(index.bytes() <= 10_000 * HostIndex::bytes_per_entry());
         for id in 10_000..20_000 {
-            index.insert(id * 3, id as u32);
+            assert!(index.insert_new(id * 3, id as u32) && !index.insert_new(id * 3, 1));
         }
         assert!((0..20_000).all(|id| index.get(id * 3) == id as u32 && index.get(id * 3 + 1) == NO_SLOT));
         check_structure(&index);

@@ -98,29 +98,48 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
     Some(pool)
 }
 
-/// So many threads as the machine runs at once, or a share of them; `None` where one is no more than the caller's, or the system gives
-/// none. (Rayon's own pool ends in a panic there, and is of no use in a forked child.)
-fn machine_pool(share: usize) -> Option<Arc<ThreadPool>> {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from) / share;
+fn machine_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// So many threads as the machine runs at once; `None` where one is no more than the caller's, or the system gives none. (Rayon's own
+/// pool ends in a panic there, and is of no use in a forked child.)
+fn machine_pool() -> Option<Arc<ThreadPool>> {
+    let threads = machine_threads();
     if threads > 1 { pool(threads) } else { None }
 }
 
 /// Do independent tasks on the machine's threads, in any order.
 pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
-    do_all(tasks.collect(), work, 1);
-}
-
-/// The same on half of them: what gathers rows for the disk is so ahead of it, and more threads would mostly wait for the same memory.
-pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
-    do_all(tasks.collect(), work, 2);
-}
-
-fn do_all<T: Send>(tasks: Vec<T>, work: impl Fn(T) + Sync, share: usize) {
-    let pool = if tasks.len() > 1 && !works_behind() { machine_pool(share) } else { None };
-    match pool {
+    let tasks: Vec<T> = tasks.collect();
+    match if tasks.len() > 1 && !works_behind() { machine_pool() } else { None } {
         Some(pool) => pool.install(|| tasks.into_par_iter().for_each(&work)),
         None => tasks.into_iter().for_each(work),
     }
+}
+
+/// The same on half of them, this one among them: what gathers rows for the disk is so ahead of it, and more threads would mostly wait
+/// for the same memory. Tasks are begun in their order, and work with what the caller has in its caches.
+pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
+    let tasks: Vec<T> = tasks.collect();
+    let helpers = (machine_threads() / 2).min(tasks.len()).saturating_sub(1);
+    let Some(pool) = (if helpers > 0 && !works_behind() { pool(helpers) } else { None }) else {
+        return tasks.into_iter().for_each(work);
+    };
+    let tasks = Mutex::new(tasks.into_iter());
+    let take = || {
+        loop {
+            let next = lock(&tasks).next();
+            let Some(task) = next else { return };
+            work(task);
+        }
+    };
+    pool.in_place_scope(|scope| {
+        for _ in 0..helpers {
+            scope.spawn(|_| take());
+        }
+        take();
+    });
 }
 
 /// Do independent tasks on the machine's threads while this one does something of its own.
@@ -130,7 +149,7 @@ pub(crate) fn beside<T: Send, R>(
     own: impl FnOnce() -> R,
 ) -> R {
     let tasks: Vec<T> = tasks.collect();
-    let Some(pool) = machine_pool(1) else {
+    let Some(pool) = machine_pool() else {
         tasks.into_iter().for_each(&work);
         return own();
     };

@@ -62,7 +62,9 @@ impl Ghost {
 
     /// Start loading what is looked at for `id`.
     pub(super) fn prefetch(&self, id: Id) {
-        prefetch(&self.entries, self.start(id));
+        if !self.entries.is_empty() {
+            prefetch(&self.entries, self.start(id));
+        }
     }
 
     /// Where the bucket of `id` starts.

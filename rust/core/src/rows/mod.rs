@@ -6,9 +6,11 @@
 mod arena;
 mod init;
 mod layout;
+mod list;
 mod philox;
 mod quantile;
 
 pub use arena::Arena;
 pub use init::{Initializer, RowBirth};
 pub use layout::{RowHeader, RowLayout, RowMut, RowRef};
+pub use list::RowList;

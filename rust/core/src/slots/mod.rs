@@ -377,6 +377,16 @@ impl SlotMap {
         self.policy.inserted(slot, id);
     }
 
+    /// Put a row into a taken slot if there is none of its id; whether there was none.
+    pub fn insert_new(&mut self, slot: CacheSlot, id: Id, state: RowState) -> bool {
+        let new = self.index.insert_new(id, slot);
+        if new {
+            self.set_state(slot, state.with(RowState::OCCUPIED));
+            self.policy.inserted(slot, id);
+        }
+        new
+    }
+
     /// Take a row out of its slot and free the slot.
     pub fn remove(&mut self, slot: CacheSlot, id: Id, evicted: bool) {
         self.index.remove(id);

@@ -9,7 +9,7 @@ use embcache::cache::GroupSink;
 use embcache::checkpoint::{Chain, Latest, RankWriter, Save};
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
-use embcache::rows::RowRef;
+use embcache::rows::RowList;
 use embcache::types::{Id, bucket_of, hash_id};
 use embcache_tests::{Contents, Rig, config};
 
@@ -152,9 +152,9 @@ impl GroupSink for Reading<'_> {
         Ok(23)
     }
 
-    fn take(&mut self, rows: &[RowRef<'_>]) -> Result<()> {
+    fn take(&mut self, rows: RowList<'_>) -> Result<()> {
         assert!((1..=23).contains(&rows.len()), "{} rows", rows.len());
-        for row in rows {
+        for row in rows.iter() {
             let bits = row.vector.iter().map(|value| value.to_bits()).collect();
             assert!(self.found.insert(row.header.id, (*row.header, bits)).is_none(), "row {} twice", row.header.id);
         }

@@ -1,0 +1,133 @@
+//! Rows to be read together, where they lie.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+
+use super::arena::Arena;
+use super::layout::{RowHeader, RowRef};
+use crate::types::CacheSlot;
+
+/// Some rows, by their numbers: in slots of an arena, or one behind the other. What lists them is small beside them.
+#[derive(Clone, Copy, Debug)]
+pub struct RowList<'a> {
+    place: Place<'a>,
+    floats: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Place<'a> {
+    Slots(&'a Arena, &'a [CacheSlot]),
+    Block(&'a [RowHeader], &'a [f32]),
+}
+
+impl<'a> RowList<'a> {
+    /// Headers `[n]` and vector parts `[n, floats]`.
+    ///
+    /// # Panics
+    /// When the vector parts are not as long as that.
+    pub fn block(headers: &'a [RowHeader], vectors: &'a [f32], floats: usize) -> Self {
+        assert_eq!(vectors.len(), headers.len() * floats, "a vector part for each header");
+        Self { place: Place::Block(headers, vectors), floats }
+    }
+
+    /// Rows of an arena, with vector parts of `floats`.
+    ///
+    /// # Safety
+    /// The slots are valid in the arena, whose rows are as wide, and nobody writes those rows during `'a`.
+    pub(crate) unsafe fn in_slots(arena: &'a Arena, slots: &'a [CacheSlot], floats: usize) -> Self {
+        Self { place: Place::Slots(arena, slots), floats }
+    }
+
+    /// How many rows.
+    #[inline]
+    pub fn len(&self) -> usize {
+        match self.place {
+            Place::Slots(_, slots) => slots.len(),
+            Place::Block(headers, _) => headers.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Floats of a row's vector part.
+    #[inline]
+    pub fn floats(&self) -> usize {
+        self.floats
+    }
+
+    /// A row.
+    ///
+    /// # Panics
+    /// When there is none of that number.
+    #[allow(clippy::inline_always)] // Called for each row.
+    #[inline(always)]
+    pub fn get(&self, row: usize) -> RowRef<'a> {
+        match self.place {
+            Place::Slots(arena, slots) => {
+                let row = arena.row(slots[row]);
+                // SAFETY: the promise of `in_slots`.
+                unsafe { RowRef { header: &*row.header, vector: std::slice::from_raw_parts(row.vector, self.floats) } }
+            }
+            Place::Block(headers, vectors) => {
+                RowRef { header: &headers[row], vector: &vectors[row * self.floats..][..self.floats] }
+            }
+        }
+    }
+
+    /// Those of a range of numbers.
+    ///
+    /// # Panics
+    /// When some of them are not there.
+    #[must_use]
+    pub fn range(&self, rows: Range<usize>) -> Self {
+        let place = match self.place {
+            Place::Slots(arena, slots) => Place::Slots(arena, &slots[rows]),
+            Place::Block(headers, vectors) => {
+                let floats = rows.start * self.floats..rows.end * self.floats;
+                Place::Block(&headers[rows], &vectors[floats])
+            }
+        };
+        Self { place, ..*self }
+    }
+
+    /// All of them, in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = RowRef<'a>> + use<'a> {
+        let all = *self;
+        (0..all.len()).map(move |row| all.get(row))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::OptimizerKind;
+
+    #[test]
+    fn rows_in_slots_and_one_behind_the_other_are_the_same_rows() {
+        let layout = OptimizerKind::RowWiseAdagrad.layout(3);
+        let arena = Arena::new(layout, 8).unwrap();
+        arena.reserve_overflow(2).unwrap();
+        let slots = [7, 0, 9, 3];
+        let headers: Vec<RowHeader> = (0..4).map(|id| RowHeader { id, ..RowHeader::default() }).collect();
+        let vectors: Vec<f32> = (0..12_u8).map(f32::from).collect();
+        for (n, &slot) in slots.iter().enumerate() {
+            let row = arena.row(slot);
+            // SAFETY: the slot is valid, and nobody else knows of the arena.
+            unsafe {
+                row.header.write(headers[n]);
+                row.vector.copy_from_nonoverlapping(vectors[n * 3..].as_ptr(), 3);
+            }
+        }
+        // SAFETY: the slots are valid, and nobody writes any more.
+        let in_slots = unsafe { RowList::in_slots(&arena, &slots, 3) };
+        let block = RowList::block(&headers, &vectors, 3);
+        for (one, other) in [(in_slots, block), (in_slots.range(1..3), block.range(1..3))] {
+            assert_eq!((one.len(), one.floats()), (other.len(), 3));
+            assert!(one.iter().zip(other.iter()).all(|(a, b)| a.header == b.header && a.vector == b.vector));
+        }
+        assert!(block.range(2..2).is_empty());
+    }
+}
