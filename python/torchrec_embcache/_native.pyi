@@ -59,6 +59,7 @@ class Table:
     def set_epoch(self, epoch: int) -> None: ...
     def ancestors(self) -> list[Ancestor]: ...  # checkpoints that a delta can build on, oldest first
     def saved_as(self, ancestor: Ancestor) -> None: ...  # once it is published on all ranks, or loaded
+    def saved_beside(self, next_epoch: int, ancestor: Ancestor | None = None) -> None: ...  # as saved_as, of a CheckpointSnapshot's moment; None: its save failed
     def set_unusable(self, reason: str | None) -> None: ...  # refuse every use (StateError with the reason) until set to None
     def stats(self) -> dict[str, Any]: ...  # {"rows", "step", "pinned_rows", "overflow_plans", "dropped_rows", "device": {...} | None, "host": {...}, "ssd": {...} | None}
     def export(self, chunk_rows: int) -> Export: ...
@@ -200,6 +201,26 @@ class CheckpointWriter:
         self, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor
     ) -> tuple[int, int]: ...  # rows and tombstones written
     def finish(self) -> tuple[int, int]: ...  # digest for `publish`
+
+@final
+class CheckpointSnapshot:
+    """One rank's part of a save beside training: the tables as they were when it was made, held until it is released or dropped."""
+
+    def __new__(
+        cls,
+        path: str,
+        name: str,
+        rank: int,
+        world_size: int,
+        tables: Sequence[tuple[str, Table, Mapping[str, float], Ancestor | None]],  # module, table, hyperparameters, what a delta builds on
+        next_epoch: int,  # of rows trained from now on
+        bytes_per_second: int | None,
+    ) -> CheckpointSnapshot: ...  # StateError while another snapshot of a table is held
+    def write_table(self) -> tuple[int, int] | None: ...  # the next one's rows and tombstones; None when there was none left
+    def finish(self) -> tuple[int, int]: ...  # digest for `publish`
+    def release(self) -> None: ...  # harmless twice
+
+def work_behind() -> None: ...  # the calling thread gets the lowest priority, for good
 
 @final
 class CheckpointCompaction:

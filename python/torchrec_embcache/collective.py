@@ -1,14 +1,15 @@
 """What ranks do together: exchange values, raise each other's errors. Without `torch.distributed` there is one rank."""
 
+import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .exceptions import EmbCacheError
+from .exceptions import EmbCacheError, StateError
 
-__all__ = ["all_gather", "is_distributed", "raise_on_every_rank", "rank", "together"]
+__all__ = ["Group", "all_gather", "is_distributed", "raise_on_every_rank", "rank", "together"]
 
 T = TypeVar("T")
 
@@ -52,10 +53,7 @@ def raise_on_every_rank(
             raise error
         finally:
             del error  # no cycle with this frame: what the traceback holds is freed with the error
-    for rank, other in enumerate(errors):
-        if other is not None:
-            other.message = f"rank {rank}: {other.message}"
-            raise other
+    _raise_first(errors)
 
 
 def together(work: Callable[[], T]) -> T:
@@ -68,6 +66,61 @@ def together(work: Callable[[], T]) -> T:
         error = caught
     raise_on_every_rank(error)
     return result[0]
+
+
+class Group:
+    """The ranks as one thread of each knows them: its collectives meet none of other threads, and outlive the default group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """`group`: a gloo group for this alone; None where there is one rank."""
+        self._group = group
+        self.broken = False
+        """Whether ranks are gone, or in step no more."""
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """What `work()` is on each rank, in rank order; an error on any rank is raised on all. Collective; values are pickled."""
+        result: list[T] = []
+        error: Exception | None = None
+        try:
+            result.append(work())
+        except Exception as caught:
+            error = caught
+        outcomes: list[tuple[list[T], EmbCacheError | None]] = [(result, None)]
+        if self._group is not None and self._group.size() > 1:
+            try:
+                outcomes = _exchange((result, _portable(error)), self._group)
+            except Exception as lost:
+                self.broken = True
+                if error is None:
+                    error = StateError(f"the ranks lost each other in a save: one of them has ended ({lost})")
+                    error.__cause__ = lost
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+        _raise_first([other for _, other in outcomes])
+        return [value for values, _ in outcomes for value in values]
+
+
+def _exchange(value: T, group: dist.ProcessGroup) -> list[T]:
+    """As `all_gather`, by the group itself: it needs no default group."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(data)])]).wait()
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    padded[: len(data)] = data
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    group.allgather([everyone], [padded]).wait()
+    return [pickle.loads(data[: int(size)].numpy().tobytes()) for data, size in zip(everyone, sizes, strict=True)]
+
+
+def _raise_first(errors: list[EmbCacheError | None]) -> None:
+    """Raise the first of other ranks' errors, by rank."""
+    for rank, other in enumerate(errors):
+        if other is not None:
+            other.message = f"rank {rank}: {other.message}"
+            raise other
 
 
 def _portable(error: Exception | None) -> EmbCacheError | None:

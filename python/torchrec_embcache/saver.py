@@ -2,6 +2,7 @@
 
     Saver().save(model, "ckpt/sparse")  # with torch.distributed: on every rank
     Saver().save(model, "ckpt/sparse", incremental=True)  # rows modified since the checkpoint that is there
+    future = Saver().save_async(model, "ckpt/sparse")  # the state of now, written while training goes on
     Saver(0).load(model, "ckpt/sparse")  # without torch.distributed: the one rank is 0
 
 A checkpoint holds the rows of every cache module in the model, sharded or not, with their optimizer slots and metadata; the dense
@@ -20,6 +21,7 @@ import os
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,11 +29,13 @@ import torch.distributed as dist
 from torch import nn
 
 from . import _native
+from .beside import HeldTables, TableToSave, Written, finish_saves, own_group, start
 from .cache import CacheTable
 from .collective import all_gather, is_distributed, together
-from .config import check_int
-from .exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, MismatchError, PathError
+from .config import check_int, parse_bytes
+from .exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, PathError
 from .progress import Progress, ProgressWanted, Tracker
+from .table_names import Pair, check_names, check_rows, shown, sources_of
 from .whole_model import CacheModule, cache_modules
 
 __all__ = ["LoadReport", "Progress", "SaveReport", "Saver"]
@@ -40,8 +44,6 @@ _log = logging.getLogger(__name__)
 
 # A table on this rank: its module's path in the model, the module, the table.
 _Shard = tuple[str, CacheModule, CacheTable]
-# A table of a model or checkpoint: its module's path and its name.
-_Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class _Base:
     """What a delta builds on: the newest checkpoint, and what each table knows it by (before a compaction another name)."""
 
     identity: _native.Identity
-    ancestors: dict[_Pair, _native.Ancestor]
+    ancestors: dict[Pair, _native.Ancestor]
 
 
 class Saver:
@@ -119,26 +121,22 @@ class Saver:
         that is given a `Progress` after each table, on every rank, or True for a bar (rank 0).
 
         `path` is made (mode 0750) when missing. Until the new checkpoint is complete and durable a load finds the one before.
-        A save that fails loses nothing for the next delta. Training is not to go on meanwhile. Raises `PathError` (length,
+        A save that fails loses nothing for the next delta. Training is not to go on meanwhile: `save_async` is for that, and one
+        that is under way is waited for. Raises `PathError` (length,
         `..`, symbolic links, a word such as "key", a system directory, ranks that disagree), `StoragePermissionError`,
         `StorageError` (a full disk), `StateError` (of a delta: another process saved to `path` meanwhile), `InputError` (no
         cache module in `module`, or two of one path).
         """
         rank, world_size = self._place()
         keep = check_int("keep", keep, 1, 1 << 20)
-        shards = together(lambda: shards_of(module))
+        shards = together(lambda: _at_rest(module))
         root = _agreed_path(path)
-        epoch = max(all_gather(max((table.native.epoch() for _, _, table in shards), default=0))) + 1
-        base, reason = _base(shards, root, rank) if incremental else (None, None)
-        if reason is not None:
-            _log.warning("%s is saved in full, not as a delta: %s", root, reason)
+        epoch, base, reason = self._plan(shards, root, incremental)
         begun: _native.CheckpointSave | None = None
 
         def begin() -> str:
             nonlocal begun
-            checked = _native.check_save_dir(root)
-            parent = None if base is None else base.identity
-            begun = _native.CheckpointSave(checked, secrets.randbits(64), keep, parent)
+            begun = _begin(root, keep, base)
             return begun.name
 
         def write(name: str) -> tuple[tuple[int, int], int, int]:
@@ -155,19 +153,115 @@ class Saver:
                 _abandon(begun)
             raise
         identity = all_gather(begun.identity if begun is not None else ("", 0))[0]
-        for what in left:
-            _log.warning("an older checkpoint in %s could not be removed: %s", root, what)
+        _warn_of(left, root)
         for _, _, table in shards:
             table.native.set_epoch(epoch)
             table.native.saved_as((*identity, epoch))
-        return SaveReport(
-            checkpoint=name,
-            kind="full" if base is None else "delta",
-            parent=None if base is None else base.identity[0],
-            reason=reason,
-            rows=sum(rows for _, rows, _ in written),
-            tombstones=sum(tombstones for _, _, tombstones in written),
-        )
+        rows, tombstones = sum(rows for _, rows, _ in written), sum(tombstones for _, _, tombstones in written)
+        return _report(name, base, reason, rows, tombstones)
+
+    def save_async(
+        self,
+        module: nn.Module,
+        path: str | os.PathLike[str],
+        incremental: bool = False,
+        *,
+        keep: int = 1,
+        progress: ProgressWanted = None,
+        max_bytes_per_second: int | str | None = None,
+    ) -> Future[SaveReport]:
+        """As `save`, in a thread, while training goes on: the checkpoint is the state at the call, bit for bit.
+
+        Returns when every rank holds that state. The future, on every rank, gives the report, or the error that `save` would
+        raise, of whichever rank; an error leaves the checkpoint before as it is, and never ends training. The next delta builds on
+        the checkpoint, once it is there: it holds what was trained, and what left, after the call.
+
+        Rows that training changes before they are written are copied first, in 32 MiB of memory on each rank, and past that in a
+        file in the checkpoint's directory. `max_bytes_per_second`: on each rank, in bytes or as "200MiB"; by default as fast as
+        the disk and idle processors allow. The thread has the lowest priority, calls `progress` and the future's callbacks, and
+        has a process group of its own, which the first call makes: training's collectives never wait for it.
+
+        One at a time: `save`, `save_async` and `load` wait for the one under way, and so does closing a table. The future cannot be
+        cancelled. The process ends when the save has ended. Errors at the call as `save`'s; `ConfigError` for the rate.
+        """
+        rank, world_size = self._place()
+        keep = check_int("keep", keep, 1, 1 << 20)
+        rate = None
+        if max_bytes_per_second is not None:
+            rate = parse_bytes("max_bytes_per_second", max_bytes_per_second)
+            check_int("max_bytes_per_second", rate, 1, (1 << 63) - 1)
+        together(finish_saves)
+        shards = together(lambda: shards_of(module))
+        root = _agreed_path(path)
+        group = own_group()
+        epoch, base, reason = self._plan(shards, root, incremental)
+        total = sum(len(table) for _, _, table in shards) if base is None else None
+        begun: _native.CheckpointSave | None = None
+        held: HeldTables | None = None
+
+        def begin() -> str:
+            nonlocal begun
+            begun = _begin(root, keep, base)
+            return begun.name
+
+        def hold(name: str) -> Tracker:
+            nonlocal held
+            tables = [
+                TableToSave(
+                    place,
+                    table,
+                    numbers_of(owner.hyperparameters(table.name)),
+                    None if base is None else base.ancestors[place, table.name],
+                )
+                for place, owner, table in shards
+            ]
+            held = HeldTables(root, name, (rank, world_size), tables, epoch, rate)
+            return Tracker(progress, "save", total, shown=rank == 0)
+
+        def give_up() -> None:
+            if held is not None:
+                held.given_up()
+            if begun is not None:
+                _abandon(begun)
+
+        def write(held: HeldTables, tracker: Tracker) -> Written:
+            with tracker:
+
+                def told(one: TableToSave, rows: int | None) -> None:
+                    if rows is None:
+                        tracker.table(shown((one.module, one.table.name)))
+                    else:
+                        tracker.advance(rows)
+
+                return held.write(told)
+
+        def publish(digests: list[tuple[int, int]]) -> tuple[_native.Identity, list[str]]:
+            if begun is None:
+                return ("", 0), []
+            left = begun.publish(digests, epoch)
+            return begun.identity, left
+
+        def save(held: HeldTables, tracker: Tracker) -> SaveReport:
+            try:
+                written = group.together(lambda: write(held, tracker))
+                identity, left = group.together(lambda: publish([one.digest for one in written]))[0]
+            except BaseException:
+                give_up()
+                raise
+            held.published(identity)
+            _warn_of(left, root)
+            rows, tombstones = sum(one.rows for one in written), sum(one.tombstones for one in written)
+            return _report(identity[0], base, reason, rows, tombstones)
+
+        try:
+            name = all_gather(together(begin if rank == 0 else str))[0]
+            tracker = together(lambda: hold(name))
+        except BaseException:
+            give_up()
+            raise
+        holding = held
+        assert holding is not None
+        return start([table for _, _, table in shards], lambda: save(holding, tracker))
 
     def load(
         self,
@@ -199,7 +293,7 @@ class Saver:
         (`StorageError`), the tables refuse use on every rank until a load succeeds.
         """
         rank, _ = self._place()
-        shards = together(lambda: shards_of(module))
+        shards = together(lambda: _at_rest(module))
         root = _agreed_path(path)
         if checkpoint is not None and not re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", checkpoint):
             raise InputError(f"checkpoint={checkpoint!r} is not the name of one: give SaveReport.checkpoint")
@@ -210,12 +304,12 @@ class Saver:
         saved = {(entry["module"], entry["table"]): entry for entry in reader.tables()}
         most_rows = 0
 
-        def check() -> tuple[dict[_Pair, _Pair], set[_Pair]]:
+        def check() -> tuple[dict[Pair, Pair], set[Pair]]:
             nonlocal most_rows
-            sources = _sources(names, set(saved), tables, rename)
+            sources = sources_of(names, set(saved), tables, rename)
             unexpected = set(saved) - set(sources.values()) if tables is None else set()
             if strict:
-                _check_names(names, sources, tables, unexpected, set(saved), root)
+                check_names(names, sources, tables, unexpected, set(saved), root)
             for place, _, table in shards:
                 source = sources.get((place, table.name))
                 if source is not None:
@@ -225,7 +319,7 @@ class Saver:
 
         sources, unexpected = together(check)
         reason = f"loading the checkpoint {reader.name} in {root} did not succeed; load one that is whole"
-        loaded: dict[_Pair, int] = {}
+        loaded: dict[Pair, int] = {}
 
         def load() -> None:
             wanted = [shard for shard in shards if (shard[0], shard[2].name) in sources]
@@ -237,7 +331,7 @@ class Saver:
                     owner.buckets_changed()
             with Tracker(progress, "load", most_rows, shown=rank == 0) as tracker:
                 for place, _, table in wanted:
-                    tracker.table(_shown((place, table.name)))
+                    tracker.table(shown((place, table.name)))
                     loaded[place, table.name] = reader.load_table(place, table.native, tracker.advance)
                     table.native.set_epoch(reader.next_epoch)
 
@@ -246,7 +340,7 @@ class Saver:
         for of_rank in all_gather(loaded):
             for pair, count in of_rank.items():
                 rows[pair] += count
-        _check_rows({pair: (count, saved[sources[pair]]["rows"]) for pair, count in rows.items()}, reader.name, root)
+        check_rows({pair: (count, saved[sources[pair]]["rows"]) for pair, count in rows.items()}, reader.name, root)
         for place, _, table in shards:
             if (place, table.name) in sources:
                 table.native.saved_as((*reader.identity, reader.next_epoch))
@@ -254,10 +348,10 @@ class Saver:
         return LoadReport(
             checkpoint=reader.name,
             deltas=len(reader.links) - 1,
-            rows={_shown(pair): count for pair, count in rows.items()},
-            missing=tuple(_shown(pair) for pair in sorted(names - set(sources))) if tables is None else (),
-            unexpected=tuple(_shown(pair) for pair in sorted(unexpected)),
-            renamed={_shown(source): _shown(pair) for pair, source in sorted(sources.items()) if pair != source},
+            rows={shown(pair): count for pair, count in rows.items()},
+            missing=tuple(shown(pair) for pair in sorted(names - set(sources))) if tables is None else (),
+            unexpected=tuple(shown(pair) for pair in sorted(unexpected)),
+            renamed={shown(source): shown(pair) for pair, source in sorted(sources.items()) if pair != source},
         )
 
     def compact(self, path: str | os.PathLike[str], *, keep: int = 1, progress: ProgressWanted = None) -> SaveReport:
@@ -297,9 +391,16 @@ class Saver:
             if begun is not None:
                 _abandon(begun)
             raise
-        for what in left:
-            _log.warning("an older checkpoint in %s could not be removed: %s", root, what)
+        _warn_of(left, root)
         return SaveReport(name, "full", None, None, merged.rows, 0)
+
+    def _plan(self, shards: list[_Shard], root: str, incremental: bool) -> tuple[int, _Base | None, str | None]:
+        """The epoch after a save, what a delta builds on, and why a save that was to be incremental is full. Collective."""
+        epoch = max(all_gather(max((table.native.epoch() for _, _, table in shards), default=0))) + 1
+        base, reason = _base(shards, root, self._place()[0]) if incremental else (None, None)
+        if reason is not None:
+            _log.warning("%s is saved in full, not as a delta: %s", root, reason)
+        return epoch, base, reason
 
     def _place(self) -> tuple[int, int]:
         """This process's rank, and how many there are."""
@@ -330,6 +431,13 @@ def shards_of(module: nn.Module) -> list[_Shard]:
     found.sort(key=lambda shard: (shard[0], shard[2].name))
     for _, _, table in found:
         table.open()
+    return found
+
+
+def _at_rest(module: nn.Module) -> list[_Shard]:
+    """As `shards_of`, when no save beside training has them."""
+    found = shards_of(module)
+    finish_saves([table for _, _, table in found])
     return found
 
 
@@ -377,7 +485,7 @@ def _base(shards: list[_Shard], root: str, rank: int) -> tuple[_Base | None, str
     unknown = [pair for pairs in all_gather(unknown) for pair in pairs]
     if unknown:
         return None, (
-            f"what changed in table {_shown(unknown[0])} since {found['identity'][0]} is not known: another run saved that, "
+            f"what changed in table {shown(unknown[0])} since {found['identity'][0]} is not known: another run saved that, "
             "or too long ago, or more rows left since than are remembered"
         )
     return _Base(found["identity"], {pair: one for pair, one in ancestors.items() if one is not None}), None
@@ -390,8 +498,8 @@ def _write(
     writer = _native.CheckpointWriter(_native.check_save_dir(root), name, *place_of)
     rows = tombstones = 0
     for place, owner, table in shards:
-        pair, numbers = (place, table.name), dict(numbers_of(owner.hyperparameters(table.name)))
-        tracker.table(_shown(pair))
+        pair, numbers = (place, table.name), numbers_of(owner.hyperparameters(table.name))
+        tracker.table(shown(pair))
         if base is None:
             written, left = writer.write_table(place, table.native, numbers), 0
         else:
@@ -401,13 +509,32 @@ def _write(
     return writer.finish(), rows, tombstones
 
 
-def numbers_of(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def numbers_of(group: dict[str, Any]) -> dict[str, float]:
     """Hyperparameters one by one: a pair `betas` becomes `beta1` and `beta2`."""
-    for name, value in group.items():
-        if name == "betas":
-            yield from (("beta1", float(value[0])), ("beta2", float(value[1])))
-        elif name != "params":
-            yield name, float(value)
+
+    def each() -> Iterator[tuple[str, float]]:
+        for name, value in group.items():
+            if name == "betas":
+                yield from (("beta1", float(value[0])), ("beta2", float(value[1])))
+            elif name != "params":
+                yield name, float(value)
+
+    return dict(each())
+
+
+def _begin(root: str, keep: int, base: _Base | None) -> _native.CheckpointSave:
+    parent = None if base is None else base.identity
+    return _native.CheckpointSave(_native.check_save_dir(root), secrets.randbits(64), keep, parent)
+
+
+def _report(name: str, base: _Base | None, reason: str | None, rows: int, tombstones: int) -> SaveReport:
+    kind: Literal["full", "delta"] = "full" if base is None else "delta"
+    return SaveReport(name, kind, None if base is None else base.identity[0], reason, rows, tombstones)
+
+
+def _warn_of(left: list[str], root: str) -> None:
+    for what in left:
+        _log.warning("an older checkpoint in %s could not be removed: %s", root, what)
 
 
 def _abandon(begun: _native.CheckpointSave) -> None:
@@ -416,73 +543,3 @@ def _abandon(begun: _native.CheckpointSave) -> None:
         begun.abandon()
     except EmbCacheError as error:
         _log.info("an unfinished checkpoint stays until the next save: %s", error)
-
-
-def _shown(pair: _Pair) -> str:
-    """A table as users name it."""
-    return f"{pair[0]}/{pair[1]}" if pair[0] else pair[1]
-
-
-def _named(name: object, pairs: Collection[_Pair], field: str, where: str) -> _Pair:
-    """The table of `pairs` that a user names; `InputError`."""
-    found = [pair for pair in pairs if _shown(pair) == name] or [pair for pair in pairs if pair[1] == name]
-    if len(found) == 1:
-        return found[0]
-    listed = ", ".join(sorted(_shown(pair) for pair in (found or pairs)))
-    problem = f"names several tables of {where}" if found else f"is no table of {where}"
-    raise InputError(f"{field}: {name!r} {problem}: give one of {listed}")
-
-
-def _sources(
-    model: set[_Pair], saved: set[_Pair], tables: Collection[str] | None, rename: Mapping[str, str] | None
-) -> dict[_Pair, _Pair]:
-    """Which table of the checkpoint each table of the model is loaded from, where there is one. `InputError`."""
-    if isinstance(tables, str):
-        raise InputError(f"tables={tables!r} is text: give a collection of names")
-    if not isinstance(rename, Mapping | None):
-        raise InputError(f"rename is a {type(rename).__name__}: give names in the model by names in the checkpoint")
-    renamed: dict[_Pair, _Pair] = {}
-    for old, new in (rename or {}).items():
-        source = _named(old, saved, "rename", "the checkpoint")
-        target = _named(new, model, "rename", "the model")
-        if target in renamed:
-            raise InputError(f"rename: {new!r} is named twice")
-        renamed[target] = source
-    wanted = model if tables is None else {_named(name, model, "tables", "the model") for name in tables}
-    taken = set(renamed.values())
-    own = {pair: pair for pair in wanted if pair in saved and pair not in taken}
-    return {**own, **{pair: source for pair, source in renamed.items() if pair in wanted}}
-
-
-def _check_names(
-    model: set[_Pair],
-    sources: Mapping[_Pair, _Pair],
-    tables: Collection[str] | None,
-    unexpected: set[_Pair],
-    saved: set[_Pair],
-    root: str,
-) -> None:
-    def listed(pairs: set[_Pair]) -> str:
-        return ", ".join(f"{table!r} of module {module!r}" for module, table in sorted(pairs))
-
-    wanted = model if tables is None else {_named(name, model, "tables", "the model") for name in tables}
-    missing = wanted - set(sources)
-    if missing:
-        raise MismatchError(
-            f"the checkpoint in {root} has no table {listed(missing)}; it has {listed(saved)}: give rename=, or strict=False "
-            "to leave tables as they are"
-        )
-    if unexpected:
-        raise MismatchError(
-            f"the model has no table {listed(unexpected)}, which the checkpoint in {root} holds: give rename=, tables=, or "
-            "strict=False to leave them out"
-        )
-
-
-def _check_rows(counts: Mapping[_Pair, tuple[int, int]], name: str, root: str) -> None:
-    """Whether all ranks together loaded the rows that there should be."""
-    for pair, (loaded, expected) in counts.items():
-        if loaded != expected:
-            raise CorruptionError(
-                f"the checkpoint {name} in {root} is damaged: table {_shown(pair)} should have {expected} rows and has {loaded}"
-            )

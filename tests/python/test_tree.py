@@ -45,11 +45,13 @@ PYTHON_IMPORTS = {
     "modules": _CACHE | {"nn"},
     "sharded": _CACHE | {"nn", "modules"},
     "train_pipeline": _CACHE | {"nn", "modules", "sharded"},
-    "saver": _CACHE | {"progress"},
+    "beside": _BASE | {"kernels", "cache"},
+    "table_names": {"exceptions"},
+    "saver": _CACHE | {"progress", "beside", "table_names"},
     "blocks": _BASE | {"kernels", "cache"},
     "serialize": _CACHE | {"nn", "blocks"},
-    "dcp": _CACHE | {"progress", "saver"},
-    "megatron": _CACHE | {"progress", "saver", "blocks"},
+    "dcp": _CACHE | {"progress", "beside", "saver", "table_names"},
+    "megatron": _CACHE | {"progress", "beside", "saver", "table_names", "blocks"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {
@@ -60,6 +62,7 @@ RESERVED = {
         "lookahead",
         "lookup",
         "publish",
+        "beside",
         "saver",
         "blocks",
         "dcp",

@@ -149,7 +149,7 @@ class TableWriter:
 
 
 def _numbers(owner: CacheModule, table: CacheTable) -> dict[str, float]:
-    return dict(numbers_of(owner.hyperparameters(table.name)))
+    return numbers_of(owner.hyperparameters(table.name))
 
 
 class TableReader:

@@ -12,6 +12,7 @@ mod lookup;
 mod part;
 mod paths;
 mod plan;
+mod snapshot;
 mod table;
 
 use embcache::memory::ReservingAllocator;
@@ -47,6 +48,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<checkpoint::PyCompaction>()?;
     module.add_class::<part::PyPart>()?;
     module.add_function(wrap_pyfunction!(part::sweep, module)?)?;
+    module.add_class::<snapshot::PySnapshot>()?;
+    module.add_function(wrap_pyfunction!(snapshot::work_behind, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::check_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::check_load_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::open_save_dir, module)?)?;

@@ -193,6 +193,10 @@ impl PyTable {
         let ancestors = py.detach(|| self.inner.ancestors()).map_err(to_python)?;
         Ok(ancestors.into_iter().map(|one| (one.name, one.manifest_xxh3, one.next_epoch)).collect())
     }
+    #[pyo3(signature = (next_epoch, ancestor=None))]
+    fn saved_beside(&self, py: Python<'_>, next_epoch: u32, ancestor: Option<(String, u64, u32)>) {
+        py.detach(|| self.inner.saved_beside(next_epoch, ancestor.map(crate::checkpoint::ancestor)));
+    }
     fn saved_as(&self, py: Python<'_>, ancestor: (String, u64, u32)) -> PyResult<()> {
         py.detach(|| self.inner.saved_as(crate::checkpoint::ancestor(ancestor))).map_err(to_python)
     }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use embcache::Kind;
-use embcache::cache::{Chunk, Plan, PreImages, TableSnapshot};
+use embcache::cache::{Ancestor, Chunk, Plan, PreImages, TableSnapshot};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
 use embcache::rows::RowHeader;
@@ -143,13 +143,14 @@ fn table(tiers: Tiers, policy: PolicyKind, optimizer: OptimizerKind) -> TableCon
 fn a_snapshot_has_the_rows_of_its_moment_and_changes_nothing_whatever_is_done_before_they_are_handed_over() {
     let policies = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::S3Fifo];
     let optimizers = [OptimizerKind::Sgd, OptimizerKind::RowWiseAdagrad, OptimizerKind::Adagrad, OptimizerKind::Adam];
-    let (mut spilled, mut changed) = (0, 0);
+    let (mut spilled, mut changed, mut of_all, mut of_changes) = (0, 0, 0, 0);
     for seed in 0..84 {
         let tiers = TIERS[seed % TIERS.len()];
         let wanted = || table(tiers, policies[seed % 3], optimizers[seed % 4]);
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let mut run = Run::new(wanted(), &engine, seed as u64);
         let mut twin = Run::new(wanted(), &(Arc::new(MemoryEngine::default()) as Arc<dyn IoEngine>), seed as u64);
+        let mut before = Contents::new();
         for round in 0..3 {
             for _ in 0..40 {
                 run.act();
@@ -158,13 +159,22 @@ fn a_snapshot_has_the_rows_of_its_moment_and_changes_nothing_whatever_is_done_be
             let expected = run.rig.contents().unwrap();
             let step = run.rig.table.step().unwrap();
             let images = images(&engine, if seed % 2 == 0 { 1 << 20 } else { 1 });
-            let snapshot = run.rig.table.snapshot(&images, round + 1).unwrap();
+            let checkpoint = |round| Ancestor { name: "c".into(), manifest_xxh3: 0, next_epoch: round + 1 };
+            let is_delta = round > 0 && (seed as u32 + round) % 3 > 0;
+            let snapshot = if is_delta {
+                run.rig.table.snapshot_of_changes(&images, round + 1, &checkpoint(round - 1)).unwrap()
+            } else {
+                run.rig.table.snapshot(&images, round + 1).unwrap()
+            };
             twin.rig.table.set_epoch(round + 1).unwrap();
+            twin.rig.table.saved_as(checkpoint(round)).unwrap();
             assert_eq!((snapshot.step(), snapshot.rows()), (step, expected.len() as u64));
             for _ in 0..10 {
                 run.act();
                 twin.act();
             }
+            let left = snapshot.left().map(<[Id]>::to_vec);
+            assert_eq!(left.is_some(), is_delta);
             let mut rows = Contents::new();
             snapshot
                 .for_each_chunk(9, &mut |chunk| {
@@ -174,17 +184,28 @@ fn a_snapshot_has_the_rows_of_its_moment_and_changes_nothing_whatever_is_done_be
                     Ok(())
                 })
                 .unwrap();
-            assert_eq!(rows, expected, "{tiers:?}, seed {seed}, round {round}");
+            of_all += if is_delta { expected.len() } else { 0 };
+            of_changes += if is_delta { rows.len() } else { 0 };
+            if let Some(left) = left {
+                assert!(rows.values().all(|(header, _)| header.modified_epoch >= round));
+                before.retain(|id, _| left.binary_search(id).is_err());
+                before.extend(rows);
+                rows = before;
+            }
+            assert!(rows == expected, "{tiers:?}, seed {seed}, round {round}");
+            before = expected.clone();
+            run.rig.table.saved_beside(round + 1, Some(checkpoint(round)));
             spilled += images.file_bytes();
             changed += u64::from(run.rig.contents().unwrap() != expected);
             drop(images);
             assert!(!engine.exists(Path::new(SPILL)), "the file of pre-images stays");
         }
-        assert_eq!(run.rig.contents().unwrap(), twin.rig.contents().unwrap(), "{tiers:?}, seed {seed}");
+        assert!(run.rig.contents().unwrap() == twin.rig.contents().unwrap(), "{tiers:?}, seed {seed}");
         run.waiting.clear();
         assert_eq!(run.rig.table.stats().unwrap().pinned_rows, 0);
     }
     assert!(spilled > 50_000 && changed > 200, "{spilled} bytes spilled, {changed} rounds changed rows");
+    assert!(of_changes > 1000 && of_changes < of_all * 9 / 10, "{of_changes} changes of {of_all} rows");
 }
 
 #[test]

@@ -160,7 +160,7 @@ impl Shared {
         let room = self.capacity_rows(state).saturating_sub(state.rows + state.provisional);
         let on_device = state.device.as_ref().map_or(0, |device| device.slots.used() + device.slots.overflow_used());
         // Rows of a table that descends from a checkpoint are marked as modified now.
-        let descends = !state.lineage.ancestors().is_empty();
+        let descends = state.lineage.is_wanted();
         if descends || on_device > 0 || self.config.on_full == OnFull::Evict && room < ids.len() as u64 {
             return 0;
         }

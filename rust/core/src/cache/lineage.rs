@@ -28,6 +28,8 @@ pub(crate) struct Lineage {
     left: Vec<(u32, Vec<Id>)>,
     left_ids: usize,
     most_ids: usize,
+    /// `next_epoch` of a save beside training that is to be an ancestor: ids that leave from then on are kept for it.
+    awaited: Option<u32>,
 }
 
 /// What stands before the ids where a lineage is kept in a file.
@@ -41,7 +43,8 @@ struct Head {
 impl Lineage {
     /// Of no checkpoint, with at most `bytes` of ids.
     pub(crate) fn new(bytes: u64) -> Self {
-        Self { ancestors: Vec::new(), left: Vec::new(), left_ids: 0, most_ids: bytes as usize / size_of::<Id>() }
+        let most_ids = bytes as usize / size_of::<Id>();
+        Self { ancestors: Vec::new(), left: Vec::new(), left_ids: 0, most_ids, awaited: None }
     }
 
     pub(crate) fn ancestors(&self) -> &[Ancestor] {
@@ -67,13 +70,41 @@ impl Lineage {
         self.prune();
     }
 
+    /// The contents of now are being saved beside training; see [`Lineage::saved_beside`]. One such save is waited for, the last.
+    pub(crate) fn await_save(&mut self, next_epoch: u32) {
+        self.awaited = Some(next_epoch);
+        self.prune();
+    }
+
+    /// The save that was waited for is over: the table was saved as `ancestor`, or not (`None`). Nothing where it is waited for no more,
+    /// because another is, or too many ids left since, or the contents are others.
+    pub(crate) fn saved_beside(&mut self, next_epoch: u32, ancestor: Option<Ancestor>) {
+        if self.awaited != Some(next_epoch) {
+            return;
+        }
+        self.awaited = None;
+        match ancestor {
+            Some(ancestor) => self.saved_as(ancestor),
+            None => self.prune(),
+        }
+    }
+
+    /// Whether there is a checkpoint, or is to be one, that deltas build on: for it ids that leave are kept, and imported rows are modified.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.awaited.is_some() || !self.ancestors.is_empty()
+    }
+
     /// Ids left the table in `epoch`, the table's. Where they become too many the oldest ancestors are forgotten.
     pub(crate) fn note_left(&mut self, epoch: u32, ids: &[Id]) {
-        while !self.ancestors.is_empty() && self.left_ids + ids.len() > self.most_ids {
-            self.ancestors.remove(0);
+        while self.is_wanted() && self.left_ids + ids.len() > self.most_ids {
+            if self.ancestors.is_empty() {
+                self.awaited = None;
+            } else {
+                self.ancestors.remove(0);
+            }
             self.prune();
         }
-        if self.ancestors.is_empty() || ids.is_empty() {
+        if !self.is_wanted() || ids.is_empty() {
             return;
         }
         self.left_ids += ids.len();
@@ -85,7 +116,8 @@ impl Lineage {
 
     /// Forget ids that left before every ancestor.
     fn prune(&mut self) {
-        let oldest = self.ancestors.iter().map(|ancestor| ancestor.next_epoch).min().unwrap_or(u32::MAX);
+        let wanted = self.ancestors.iter().map(|ancestor| ancestor.next_epoch).chain(self.awaited);
+        let oldest = wanted.min().unwrap_or(u32::MAX);
         self.left.retain(|(epoch, _)| *epoch >= oldest);
         self.left_ids = self.left.iter().map(|(_, ids)| ids.len()).sum();
     }
@@ -178,6 +210,34 @@ mod tests {
         assert_eq!(lineage.left_since(&ancestor(2)), Some((6..12).collect()));
         lineage.note_left(2, &[0; 11]);
         assert_eq!((lineage.ancestors().len(), lineage.bytes()), (0, 0));
+    }
+
+    #[test]
+    fn ids_that_leave_while_a_save_runs_are_kept_for_it_if_it_succeeds() {
+        let mut lineage = Lineage::new(4 * 8);
+        lineage.await_save(1);
+        lineage.note_left(1, &[7, 8]);
+        lineage.saved_beside(2, Some(ancestor(2)));
+        assert!(lineage.ancestors().is_empty(), "another save");
+        lineage.saved_beside(1, Some(ancestor(1)));
+        assert_eq!(lineage.left_since(&ancestor(1)), Some(vec![7, 8]));
+        // One that failed leaves what older ones need.
+        lineage.await_save(2);
+        lineage.note_left(2, &[9]);
+        lineage.saved_beside(2, None);
+        lineage.saved_beside(2, Some(ancestor(2)));
+        assert_eq!(lineage.left_since(&ancestor(1)), Some(vec![7, 8, 9]));
+        // Too many while it ran: first the oldest checkpoint is given up, then this save.
+        lineage.await_save(3);
+        lineage.note_left(3, &[1, 2, 3]);
+        assert_eq!((lineage.ancestors().len(), lineage.bytes()), (0, 24));
+        lineage.note_left(3, &[4, 5]);
+        lineage.saved_beside(3, Some(ancestor(3)));
+        assert_eq!((lineage.ancestors().len(), lineage.bytes()), (0, 0));
+        lineage.await_save(4);
+        lineage.forget();
+        lineage.saved_beside(4, Some(ancestor(4)));
+        assert!(lineage.ancestors().is_empty(), "other contents");
     }
 
     #[test]

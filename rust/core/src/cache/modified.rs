@@ -29,19 +29,18 @@ impl Table {
         Ok(())
     }
 
+    /// As [`Table::saved_as`], of the rows of a [`Table::snapshot`] whose rows trained later are of `next_epoch`; `None` where its save
+    /// failed. Where ids left meanwhile that are not all remembered, the checkpoint is no ancestor. A closed table has no use for it.
+    pub fn saved_beside(&self, next_epoch: u32, ancestor: Option<Ancestor>) {
+        if let Ok(mut state) = self.shared.lock_any() {
+            state.lineage.saved_beside(next_epoch, ancestor);
+        }
+    }
+
     /// Ids that left the table since `ancestor`, each once, in rising order; some may be back, as rows modified since. `State` where
     /// that is not known: a full save is wanted.
     pub fn left_since(&self, ancestor: &Ancestor) -> Result<Vec<Id>> {
-        self.shared.lock()?.lineage.left_since(ancestor).ok_or_else(|| {
-            Error::new(
-                Kind::State,
-                format!(
-                    "table {:?}: what changed since the checkpoint {} is not known (it was saved too long ago or by another run, or \
-                     more rows left since than are remembered): save a full checkpoint",
-                    self.shared.config.name, ancestor.name
-                ),
-            )
-        })
+        self.shared.left_since(&*self.shared.lock()?, ancestor)
     }
 
     /// As [`Table::for_each_chunk`], of the rows whose `modified_epoch` is at least `since`, at the cost of those rows: in RAM a byte
@@ -146,6 +145,20 @@ impl Walk<'_> {
 }
 
 impl Shared {
+    /// See [`Table::left_since`].
+    pub(super) fn left_since(&self, state: &State, ancestor: &Ancestor) -> Result<Vec<Id>> {
+        state.lineage.left_since(ancestor).ok_or_else(|| {
+            Error::new(
+                Kind::State,
+                format!(
+                    "table {:?}: what changed since the checkpoint {} is not known (it was saved too long ago or by another run, or \
+                     more rows left since than are remembered): save a full checkpoint",
+                    self.config.name, ancestor.name
+                ),
+            )
+        })
+    }
+
     fn export_modified(
         &self,
         version: u64,
@@ -255,7 +268,12 @@ impl Shared {
 
 /// Add what `of` gives for the slots of one tier that are marked as modified and have the newest copies; for `all` such where their marks
 /// do not tell.
-fn collect<T>(found: &mut Vec<T>, slots: &SlotMap, all: bool, of: impl Fn(CacheSlot) -> Option<T>) -> Result<()> {
+pub(super) fn collect<T>(
+    found: &mut Vec<T>,
+    slots: &SlotMap,
+    all: bool,
+    of: impl Fn(CacheSlot) -> Option<T>,
+) -> Result<()> {
     let mut add = |slot: CacheSlot| {
         if slots.state(slot).is_newest()
             && let Some(one) = of(slot)

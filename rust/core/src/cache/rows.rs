@@ -364,7 +364,7 @@ impl Shared {
     fn import_now(&self, state: &mut State, headers: &[RowHeader], vectors: &[f32]) -> Result<()> {
         let floats = self.layout.vector_floats();
         // What a checkpoint of before does not have was modified now.
-        let stamped = (!state.lineage.ancestors().is_empty()).then(|| {
+        let stamped = state.lineage.is_wanted().then(|| {
             let now = |header: &RowHeader| RowHeader { modified_epoch: state.epoch, ..*header };
             headers.iter().map(now).collect::<Vec<RowHeader>>()
         });

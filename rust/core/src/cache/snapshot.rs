@@ -9,6 +9,8 @@
 use std::sync::Arc;
 
 use super::export::Chunk;
+use super::lineage::Ancestor;
+use super::modified::collect;
 use super::place::TablePlan;
 use super::place_device::{Gathered, ROWS_PER_GATHER};
 use super::preimages::{Keeping, PreImages};
@@ -32,13 +34,13 @@ const LINE_BYTES: usize = 64;
 struct Marks(Vec<u64>);
 
 impl Marks {
-    /// Of the slots whose newest rows these are.
-    fn newest(slots: &SlotMap) -> Result<Self> {
-        let mut words = memory::zeros("mark rows to be saved", slots.high_water().div_ceil(64) as usize)?;
-        for slot in slots.occupied_from(0).filter(|&slot| is_newest(slots.state(slot))) {
-            words[slot as usize / 64] |= 1_u64 << (slot % 64);
-        }
-        Ok(Self(words))
+    /// Of none of these slots.
+    fn none(slots: &SlotMap) -> Result<Self> {
+        memory::zeros("mark rows to be saved", slots.high_water().div_ceil(64) as usize).map(Self)
+    }
+
+    fn set(&mut self, slot: CacheSlot) {
+        self.0[slot as usize / 64] |= 1 << (slot % 64);
     }
 
     /// Take a mark back; whether it was there.
@@ -71,11 +73,6 @@ impl Marks {
     }
 }
 
-/// Whether RAM or the device has the newest version of a row, and not the SSD an equal one.
-fn is_newest(row: RowState) -> bool {
-    row.is_current() && (row.has(RowState::DIRTY) || !row.has(RowState::ON_SSD))
-}
-
 /// What a table's state holds of its snapshot.
 pub(crate) struct Pending {
     host: Marks,
@@ -91,7 +88,8 @@ impl Pending {
     }
 }
 
-/// The rows of a table at one moment, with its step and checkpoint epoch. Dropping it lets go of what is kept for it.
+/// The rows of a table at one moment, or those modified before it since a checkpoint, with its step. Dropping it lets go of what is kept
+/// for it.
 pub struct TableSnapshot {
     shared: Arc<Shared>,
     images: Arc<PreImages>,
@@ -99,6 +97,8 @@ pub struct TableSnapshot {
     ssd: Option<SsdMoment>,
     rows: u64,
     step: u64,
+    /// Ids that left before the moment since the checkpoint; `None` where all rows are handed over.
+    left: Option<Vec<Id>>,
 }
 
 impl std::fmt::Debug for TableSnapshot {
@@ -113,6 +113,20 @@ impl Table {
     ///
     /// `State` while another snapshot of the table is held.
     pub fn snapshot(&self, images: &Arc<PreImages>, next_epoch: u32) -> Result<TableSnapshot> {
+        self.hold(images, next_epoch, None)
+    }
+
+    /// As [`Table::snapshot`], of the rows modified since `ancestor` and the ids that left; `State` where those are not known.
+    pub fn snapshot_of_changes(
+        &self,
+        images: &Arc<PreImages>,
+        next_epoch: u32,
+        ancestor: &Ancestor,
+    ) -> Result<TableSnapshot> {
+        self.hold(images, next_epoch, Some(ancestor))
+    }
+
+    fn hold(&self, images: &Arc<PreImages>, next_epoch: u32, ancestor: Option<&Ancestor>) -> Result<TableSnapshot> {
         let shared = &self.shared;
         memory::check()?;
         let _rows = shared.reading_rows()?;
@@ -123,8 +137,9 @@ impl Table {
                 format!("table {:?} is being saved beside training: wait until that save is done", shared.config.name),
             ));
         }
-        let host = Marks::newest(&state.host.slots)?;
-        let device = state.device.as_ref().map_or(Ok(Marks(Vec::new())), |tier| Marks::newest(&tier.slots))?;
+        let left = ancestor.map(|ancestor| shared.left_since(&state, ancestor)).transpose()?;
+        let since = ancestor.map_or(0, |ancestor| ancestor.next_epoch);
+        let (host, device) = state.marks(since)?;
         let table = images.add(&shared.layout);
         let ssd = match &shared.ssd {
             None => None,
@@ -133,7 +148,7 @@ impl Table {
                 let keep: Box<KeepRow> = Box::new(move |row: RowRef<'_>| {
                     kept.keep(table).row(row.header, |to| to.copy_from_slice(row.vector));
                 });
-                Some(ssd.moment(&mut state.stale_on_ssd(), keep)?)
+                Some(ssd.moment(&mut state.stale_on_ssd(), since, keep)?)
             }
         };
         let snapshot = TableSnapshot {
@@ -143,8 +158,10 @@ impl Table {
             ssd,
             rows: state.rows,
             step: state.step,
+            left,
         };
         state.begin_epoch(next_epoch);
+        state.lineage.await_save(next_epoch);
         state.snapshot = Some(Box::new(Pending { host, device, images: Arc::clone(images), table }));
         shared.has_snapshot.store(true, Ordering::Release);
         Ok(snapshot)
@@ -162,9 +179,14 @@ impl TableSnapshot {
         self.step
     }
 
-    /// Rows at the moment.
+    /// Rows at the moment, those that did not change included.
     pub fn rows(&self) -> u64 {
         self.rows
+    }
+
+    /// Of a snapshot of changes: the ids that left, each once, in rising order; some may be back.
+    pub fn left(&self) -> Option<&[Id]> {
+        self.left.as_deref()
     }
 
     /// Hand every row of the moment to `sink` once, in chunks of about `chunk_rows`. No lock is held while `sink` runs.
@@ -196,7 +218,7 @@ impl TableSnapshot {
             sink(chunk)?;
         }
         self.images.check()?;
-        if rows != self.rows {
+        if self.left.is_none() && rows != self.rows {
             return Err(Error::new(
                 Kind::State,
                 format!(
@@ -262,6 +284,31 @@ impl Drop for TableSnapshot {
 }
 
 impl State {
+    /// Marks of the host and the device tier: of the newest rows modified in epoch `since` or later.
+    fn marks(&self, since: u32) -> Result<(Marks, Marks)> {
+        let host = |slot| self.host.header(slot).modified_epoch;
+        let on_host = self.marks_of(&self.host.slots, since, host)?;
+        let on_device = self.device.as_ref().map_or(Ok(Marks(Vec::new())), |tier| {
+            self.marks_of(&tier.slots, since, |slot| tier.header(slot).modified_epoch)
+        })?;
+        Ok((on_host, on_device))
+    }
+
+    fn marks_of(&self, slots: &SlotMap, since: u32, modified_epoch: impl Fn(CacheSlot) -> u32) -> Result<Marks> {
+        let mut marks = Marks::none(slots)?;
+        if since == 0 {
+            slots.occupied_from(0).filter(|&slot| slots.state(slot).is_newest()).for_each(|slot| marks.set(slot));
+        } else {
+            let mut modified = Vec::new();
+            let wanted = |slot| (modified_epoch(slot) >= since).then_some(slot);
+            collect(&mut modified, slots, since < self.marked_since, wanted)?;
+            for slot in modified {
+                marks.set(slot);
+            }
+        }
+        Ok(marks)
+    }
+
     /// Ids of rows that are newer in RAM or on the device than on SSD.
     fn stale_on_ssd(&self) -> impl Iterator<Item = Id> + '_ {
         let is_stale = |row: RowState| row.is_current() && row.has(RowState::DIRTY) && row.has(RowState::ON_SSD);

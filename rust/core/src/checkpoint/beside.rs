@@ -6,14 +6,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::RowSink;
+use super::delta::Changes;
 use super::format::rank_file;
 use super::latest::CheckpointName;
 use super::manifest::{RankDigest, TableSpec};
 use super::writer::RankWriter;
-use crate::cache::{PreImages, Table, TableSnapshot};
+use crate::cache::{Ancestor, PreImages, Table, TableSnapshot};
 use crate::error::{Error, Kind, Result};
 use crate::io::IoEngine;
 use crate::rows::RowHeader;
+use crate::types::Id;
 
 pub use crate::process::work_behind;
 
@@ -33,8 +35,18 @@ pub struct BesideOptions {
     pub bytes_per_second: Option<u64>,
 }
 
-/// A table to save: its module's path in the model, itself, its optimizer's hyperparameters.
-pub type TableToSave = (String, Table, BTreeMap<String, f64>);
+/// A table to save.
+#[derive(Clone, Debug)]
+pub struct TableToSave {
+    /// Its module's path in the model.
+    pub module: String,
+    /// Itself.
+    pub table: Table,
+    /// Its optimizer's.
+    pub hyperparameters: BTreeMap<String, f64>,
+    /// The checkpoint that a delta builds on, as the table knows it; `None` in a full save.
+    pub ancestor: Option<Ancestor>,
+}
 
 /// The tables of one rank at one moment, and where they go. Dropping it lets go of them; what it wrote is swept by the next save.
 #[derive(Debug)]
@@ -61,30 +73,21 @@ impl RankSnapshot {
         let writer = RankWriter::new(Arc::clone(&engine), root, name, rank, world)?;
         let path = root.join(name.to_string()).join(rank_file(rank, world)).with_extension("preimages");
         let images = Arc::new(PreImages::new(engine, path, options.image_bytes, tables.len()));
-        let hold = |(module, table, hyperparameters): TableToSave| {
-            Ok((module, table.snapshot(&images, options.next_epoch)?, hyperparameters))
+        let hold = |TableToSave { module, table, hyperparameters, ancestor }| {
+            let snapshot = match ancestor {
+                None => table.snapshot(&images, options.next_epoch)?,
+                Some(ancestor) => table.snapshot_of_changes(&images, options.next_epoch, &ancestor)?,
+            };
+            Ok((module, snapshot, hyperparameters))
         };
         let tables = tables.into_iter().map(hold).collect::<Result<_>>()?;
         Ok(Self { writer, tables, images, pace: Pace::new(options.bytes_per_second) })
     }
 
-    /// Write the next table; how many rows it had, or `None` when there was none left.
-    pub fn write_next(&mut self) -> Result<Option<u64>> {
+    /// Write the next table; how many rows and tombstones that made, or `None` when there was none left.
+    pub fn write_next(&mut self) -> Result<Option<(u64, u64)>> {
         let Some((module, snapshot, hyperparameters)) = self.tables.pop_front() else { return Ok(None) };
-        let config = snapshot.config().clone();
-        let spec = TableSpec::new(&module, &config, hyperparameters, snapshot.step());
-        let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
-        let chunk_rows = (CHUNK_BYTES / row_bytes).max(1);
-        let (mut snapshot, pace) = (Some(snapshot), &mut self.pace);
-        let rows = self.writer.write_table(spec, config.buckets.clone(), &mut |sink: &mut RowSink<'_>| {
-            let once = || Error::new(Kind::State, "the rows of a snapshot are there once");
-            snapshot.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
-                sink(&chunk.headers, &chunk.vectors)?;
-                pace.wait((chunk.headers.len() * row_bytes) as u64);
-                Ok(())
-            })
-        })?;
-        Ok(Some(rows))
+        self.writer.write_snapshot(&module, snapshot, hyperparameters, &mut self.pace).map(Some)
     }
 
     /// Make this rank's part durable, when every table is written. The digest goes to the coordinator.
@@ -98,9 +101,38 @@ impl RankSnapshot {
     }
 }
 
+impl RankWriter {
+    /// Write the rows of a table's snapshot, at a pace; of a snapshot of changes, into a delta. How many rows and tombstones that made.
+    pub fn write_snapshot(
+        &mut self,
+        module: &str,
+        snapshot: TableSnapshot,
+        hyperparameters: BTreeMap<String, f64>,
+        pace: &mut Pace,
+    ) -> Result<(u64, u64)> {
+        let config = snapshot.config().clone();
+        let spec = TableSpec::new(module, &config, hyperparameters, snapshot.step());
+        let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
+        let chunk_rows = (CHUNK_BYTES / row_bytes).max(1);
+        let (left, total_rows) = (snapshot.left().map(<[Id]>::to_vec), snapshot.rows());
+        let mut snapshot = Some(snapshot);
+        let mut rows = |sink: &mut RowSink<'_>| {
+            let once = || Error::new(Kind::State, "the rows of a snapshot are there once");
+            snapshot.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
+                sink(&chunk.headers, &chunk.vectors)?;
+                pace.wait((chunk.headers.len() * row_bytes) as u64);
+                Ok(())
+            })
+        };
+        let Some(left) = left else { return Ok((self.write_table(spec, config.buckets, &mut rows)?, 0)) };
+        let changes = Changes { left: &left, total_rows };
+        Ok((self.write_changes(spec, config.buckets, &mut rows, changes)?, left.len() as u64))
+    }
+}
+
 /// Keeps to so many bytes a second.
 #[derive(Debug)]
-struct Pace {
+pub struct Pace {
     bytes_per_second: Option<u64>,
     /// When the bytes so far should have been written.
     due: Instant,
@@ -110,7 +142,8 @@ impl Pace {
     /// What a slow disk left of the rate is made up for in so much time.
     const CREDIT: Duration = Duration::from_millis(200);
 
-    fn new(bytes_per_second: Option<u64>) -> Self {
+    /// Of so many bytes a second, or any.
+    pub fn new(bytes_per_second: Option<u64>) -> Self {
         Self { bytes_per_second, due: Instant::now() }
     }
 

@@ -51,7 +51,7 @@ mod tables;
 mod writer;
 
 pub use crate::cache::{Gather, GroupSink};
-pub use beside::{BesideOptions, IMAGE_BYTES, RankSnapshot, TableToSave, work_behind};
+pub use beside::{BesideOptions, IMAGE_BYTES, Pace, RankSnapshot, TableToSave, work_behind};
 pub use chain::{Chain, ChainReader};
 pub use compact::Compaction;
 pub use delta::Changes;

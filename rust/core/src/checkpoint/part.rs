@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use super::beside::Pace;
 use super::dense::{DENSE_DIR, DenseShare, extents_file};
 use super::dense_writer::ExtentWriter;
 use super::format::{data_file, rank_file, table_dir};
@@ -124,7 +125,7 @@ impl Part {
         let writer = self.writer.as_mut().ok_or_else(finished)?;
         let mut rows = 0;
         for HeldTable { module, snapshot, hyperparameters } in self.held.drain(..) {
-            rows += writer.write_snapshot(&module, snapshot, hyperparameters)?;
+            rows += writer.write_snapshot(&module, snapshot, hyperparameters, &mut Pace::new(None))?.0;
         }
         Ok(rows)
     }

@@ -8,7 +8,7 @@ use super::manifest::TableSpec;
 use super::reader::TableReader;
 use super::source::RowSource;
 use super::writer::RankWriter;
-use crate::cache::{GroupSink, RowBlock, Table, TableSnapshot};
+use crate::cache::{GroupSink, RowBlock, Table};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
 
@@ -49,25 +49,6 @@ impl RankWriter {
             ));
         }
         Ok(rows)
-    }
-
-    /// Write the rows of a snapshot, while training goes on; returns how many they were.
-    ///
-    /// Errors: those of [`RankWriter::write_table`], and those of keeping the rows that training changed.
-    pub fn write_snapshot(
-        &mut self,
-        module: &str,
-        snapshot: TableSnapshot,
-        hyperparameters: BTreeMap<String, f64>,
-    ) -> Result<u64> {
-        let config = snapshot.config().clone();
-        let spec = TableSpec::new(module, &config, hyperparameters, snapshot.step());
-        let mut snapshot = Some(snapshot);
-        self.write_table(spec, config.buckets.clone(), &mut |sink: &mut RowSink<'_>| {
-            let read_twice = || Error::new(Kind::State, "a snapshot's rows are read once");
-            let snapshot = snapshot.take().ok_or_else(read_twice)?;
-            snapshot.for_each_chunk(CHUNK_ROWS, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
-        })
     }
 }
 

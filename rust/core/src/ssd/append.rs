@@ -43,6 +43,15 @@ impl Shared {
             }
             state.index.reserve(new as usize)?;
         }
+        let mut done = 0;
+        self.append_all(rows, known, &mut done).inspect_err(|_| {
+            let new = rows[..done].iter().zip(known).filter(|(_, known)| !**known);
+            self.state().half_written.extend(new.map(|(row, _)| row.header.id));
+        })
+    }
+
+    /// Append rows, of which `done` are done.
+    fn append_all(self: &Arc<Self>, rows: &[RowRef<'_>], known: &[bool], done: &mut usize) -> Result<()> {
         let at_once = (BYTES_AT_ONCE / self.home.geometry.row_bytes).clamp(1, AT_ONCE);
         let (mut seq, dither) = {
             let mut state = self.state();
@@ -50,7 +59,7 @@ impl Shared {
             state.next_seq += rows.len() as u64;
             (first, state.next_dither())
         };
-        let (mut done, mut records) = (0, Records::default());
+        let mut records = Records::default();
         for (rows, known) in rows.chunks(at_once).zip(known.chunks(at_once)) {
             self.make_records(rows, known, (seq, dither), &mut records);
             seq += rows.len() as u64;
@@ -61,13 +70,15 @@ impl Shared {
                     self.check_writable()?;
                 }
                 let mut state = self.state();
-                let more = self.append_some(&mut state, rows, known, &records, taken)?;
+                let (more, ready) = self.append_some(&mut state, rows, known, &records, taken);
+                *done += more;
+                ready?;
                 if more == 0 {
                     drop(state);
-                    self.wait_for_more_room(done > 0)?;
+                    self.wait_for_more_room(*done > 0)?;
                     continue;
                 }
-                (taken, done) = (taken + more, done + more);
+                taken += more;
                 state.reap();
                 self.compact_if_worthwhile(&state);
             }
@@ -132,9 +143,9 @@ impl Shared {
         known: &[bool],
         records: &Records,
         first: usize,
-    ) -> Result<usize> {
+    ) -> (usize, Result<()>) {
         if self.home.space.free_bytes() < self.bytes_kept(state) {
-            return Ok(0);
+            return (0, Ok(()));
         }
         let highest_epoch = rows.iter().map(|row| row.header.modified_epoch).max().unwrap_or(0);
         state.highest_epoch = state.highest_epoch.max(highest_epoch);
@@ -162,7 +173,7 @@ impl Shared {
             taken += 1;
         }
         state.count_buried();
-        ready.map(|_| taken)
+        (taken, ready.map(|_| ()))
     }
 
     /// Where buffers are scarce, keep none that is half filled.

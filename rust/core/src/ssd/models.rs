@@ -210,7 +210,7 @@ fn loom_a_moment_has_its_rows_while_they_are_moved_overwritten_and_read_before_t
             let early = Arc::clone(&early);
             Box::new(move |row: RowRef<'_>| lock(&early).push((row.header.id, row.header.count)))
         };
-        let moment = tier.moment(&mut [1].into_iter(), keep).unwrap();
+        let moment = tier.moment(&mut [1].into_iter(), 0, keep).unwrap();
         let reading_early = {
             let tier = Arc::clone(&tier);
             spawn(move || tier.shared.read_for_moment())

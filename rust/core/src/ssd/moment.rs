@@ -40,6 +40,8 @@ struct Marks {
 /// Segments whose rows are not read yet, and who takes rows of those that cannot wait.
 struct Unread {
     parts: Mutex<VecDeque<Part>>,
+    /// Rows modified before this epoch are not wanted.
+    since: u32,
     /// Why rows that were read before their turn are not all there.
     failed: Mutex<Option<Error>>,
     keep: Box<KeepRow>,
@@ -90,27 +92,30 @@ impl std::fmt::Debug for SsdMoment {
 }
 
 impl SsdTier {
-    /// Hold the rows of now, but for `stale` ids: those whose newest version is elsewhere. `keep` takes rows that had to be read before
-    /// their turn: to be asked for after [`SsdMoment::for_each_row`], it may be called until then, from any thread.
+    /// Hold the rows of now that were modified in epoch `since` or later, but for `stale` ids, which are here: those whose newest version
+    /// is elsewhere. `keep` takes rows that had to be read before their turn: to be asked for after [`SsdMoment::for_each_row`], it may be
+    /// called until then, from any thread.
     ///
     /// `State` while another moment is held.
-    pub fn moment(&self, mut stale: &mut dyn Iterator<Item = Id>, keep: Box<KeepRow>) -> Result<SsdMoment> {
+    pub fn moment(&self, stale: &mut dyn Iterator<Item = Id>, since: u32, keep: Box<KeepRow>) -> Result<SsdMoment> {
         self.shared.check_usable()?;
         let mut state = self.shared.state();
         if state.moment.is_some() {
             let message = "the rows of an earlier moment are still being read: wait for that";
             return Err(Error::new(Kind::State, message));
         }
-        let mut parts = Shared::parts_of(&state, 0);
+        let mut parts = Shared::parts_of(&state, since);
         parts.sort_unstable_by_key(|part| part.segment.serial);
         let mut marks: Vec<Option<Marks>> = Vec::new();
         marks.resize_with(state.segments.len(), || None);
         for part in &parts {
             marks[part.segment.slot as usize] = Some(Marks { records: part.records, bits: Vec::new() });
         }
-        let unread = Arc::new(Unread { parts: Mutex::new(parts.into()), failed: Mutex::default(), keep });
+        let unread = Arc::new(Unread { parts: Mutex::new(parts.into()), since, failed: Mutex::default(), keep });
         let mut moment = Moment { marks, unread: Arc::clone(&unread) };
         let mut locations = [None; IDS_AT_ONCE];
+        let half_written = state.half_written.clone();
+        let mut stale = stale.chain(half_written);
         loop {
             let ids: Vec<Id> = (&mut stale).take(IDS_AT_ONCE).collect();
             if ids.is_empty() {
@@ -132,7 +137,7 @@ impl SsdMoment {
         self.tier.check_usable()?;
         loop {
             let Some(part) = lock(&self.unread.parts).pop_front() else { break };
-            let read = self.tier.scan_part(&part, 0, true, sink);
+            let read = self.tier.scan_part(&part, self.unread.since, true, sink);
             self.tier.end_part(&self.unread, part);
             read?;
         }
@@ -188,7 +193,7 @@ impl Shared {
             soonest.and_then(|at| parts.remove(at))
         };
         let Some(part) = part else { return false };
-        let read = self.scan_part(&part, 0, true, &mut |row| {
+        let read = self.scan_part(&part, unread.since, true, &mut |row| {
             (unread.keep)(row);
             Ok(())
         });

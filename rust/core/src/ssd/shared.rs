@@ -16,6 +16,7 @@ use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
 use crate::rows::RowLayout;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, was_torn};
+use crate::types::Id;
 
 /// Which open segment a record goes to: that of its class of rows (see `classes`), or that of tombstones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +77,8 @@ pub(super) struct State {
     /// No state may have a smaller or equal token.
     pub(super) last_token: Option<u64>,
     pub(super) highest_epoch: u32,
+    /// Ids of an append that failed half way, whose caller knows of none of them as being here. From then on the tier only reads.
+    pub(super) half_written: Vec<Id>,
     /// Segments without live records, to be let go of.
     pub(super) emptied: Vec<u32>,
     /// By segment number: records that are to be counted as dead; see [`State::bury_later`].
@@ -141,6 +144,7 @@ impl State {
             next_serial: 1,
             last_token: None,
             highest_epoch: 0,
+            half_written: Vec::new(),
             emptied: Vec::new(),
             buried: Vec::new(),
             with_buried: Vec::new(),

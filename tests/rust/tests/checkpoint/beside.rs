@@ -43,7 +43,13 @@ fn train(rig: &Rig, salt: Id) {
 
 fn to_save(rigs: &[Rig]) -> Vec<TableToSave> {
     let numbers = BTreeMap::from([("lr".to_owned(), 0.1)]);
-    rigs.iter().map(|rig| ("m".to_owned(), rig.table.clone(), numbers.clone())).collect()
+    let to_save = |rig: &Rig| TableToSave {
+        module: "m".to_owned(),
+        table: rig.table.clone(),
+        hyperparameters: numbers.clone(),
+        ancestor: None,
+    };
+    rigs.iter().map(to_save).collect()
 }
 
 /// A save beside training: `between` happens after the moment, `within` after each table.
@@ -71,8 +77,8 @@ fn save_blocking(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Result<CheckpointN
     let save = Save::begin(Arc::clone(engine), Path::new(ROOT), RANDOM)?;
     let name = save.name();
     let mut writer = RankWriter::new(Arc::clone(engine), Path::new(ROOT), name, 0, 1)?;
-    for (module, table, numbers) in to_save(rigs) {
-        writer.write_rows_of(&module, &table, numbers)?;
+    for TableToSave { module, table, hyperparameters, .. } in to_save(rigs) {
+        writer.write_rows_of(&module, &table, hyperparameters)?;
     }
     save.publish(&[writer.finish()?], 2)?;
     Ok(name)

@@ -1,0 +1,84 @@
+"""Tables of models and checkpoints by the names that users give them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from .exceptions import CorruptionError, InputError, MismatchError
+
+__all__ = ["Pair", "check_names", "check_rows", "named", "shown", "sources_of"]
+
+# A table of a model or checkpoint: its module's path and its name.
+Pair = tuple[str, str]
+
+
+def shown(pair: Pair) -> str:
+    """A table as users name it."""
+    return f"{pair[0]}/{pair[1]}" if pair[0] else pair[1]
+
+
+def named(name: object, pairs: Collection[Pair], field: str, where: str) -> Pair:
+    """The table of `pairs` that a user names; `InputError`."""
+    found = [pair for pair in pairs if shown(pair) == name] or [pair for pair in pairs if pair[1] == name]
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(sorted(shown(pair) for pair in (found or pairs)))
+    problem = f"names several tables of {where}" if found else f"is no table of {where}"
+    raise InputError(f"{field}: {name!r} {problem}: give one of {listed}")
+
+
+def sources_of(
+    model: set[Pair], saved: set[Pair], tables: Collection[str] | None, rename: Mapping[str, str] | None
+) -> dict[Pair, Pair]:
+    """Which table of the checkpoint each table of the model is loaded from, where there is one. `InputError`."""
+    if isinstance(tables, str):
+        raise InputError(f"tables={tables!r} is text: give a collection of names")
+    if not isinstance(rename, Mapping | None):
+        raise InputError(f"rename is a {type(rename).__name__}: give names in the model by names in the checkpoint")
+    renamed: dict[Pair, Pair] = {}
+    for old, new in (rename or {}).items():
+        source = named(old, saved, "rename", "the checkpoint")
+        target = named(new, model, "rename", "the model")
+        if target in renamed:
+            raise InputError(f"rename: {new!r} is named twice")
+        renamed[target] = source
+    wanted = model if tables is None else {named(name, model, "tables", "the model") for name in tables}
+    taken = set(renamed.values())
+    own = {pair: pair for pair in wanted if pair in saved and pair not in taken}
+    return {**own, **{pair: source for pair, source in renamed.items() if pair in wanted}}
+
+
+def check_names(
+    model: set[Pair],
+    sources: Mapping[Pair, Pair],
+    tables: Collection[str] | None,
+    unexpected: set[Pair],
+    saved: set[Pair],
+    root: str,
+) -> None:
+    """`MismatchError` where a wanted table is missing, or the checkpoint has some that the model has not."""
+
+    def listed(pairs: set[Pair]) -> str:
+        return ", ".join(f"{table!r} of module {module!r}" for module, table in sorted(pairs))
+
+    wanted = model if tables is None else {named(name, model, "tables", "the model") for name in tables}
+    missing = wanted - set(sources)
+    if missing:
+        raise MismatchError(
+            f"the checkpoint in {root} has no table {listed(missing)}; it has {listed(saved)}: give rename=, or strict=False "
+            "to leave tables as they are"
+        )
+    if unexpected:
+        raise MismatchError(
+            f"the model has no table {listed(unexpected)}, which the checkpoint in {root} holds: give rename=, tables=, or "
+            "strict=False to leave them out"
+        )
+
+
+def check_rows(counts: Mapping[Pair, tuple[int, int]], name: str, root: str) -> None:
+    """Whether all ranks together loaded the rows that there should be."""
+    for pair, (loaded, expected) in counts.items():
+        if loaded != expected:
+            raise CorruptionError(
+                f"the checkpoint {name} in {root} is damaged: table {shown(pair)} should have {expected} rows and has {loaded}"
+            )

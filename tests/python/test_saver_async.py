@@ -1,0 +1,389 @@
+"""Saves beside training: the checkpoint is the state at the call, deltas go on from it, an error is told by the future."""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from test_saver import make_bag, root, rows, train
+from test_saver_delta import loaded, tiers
+from test_saver_ranks import IDS, Shards, weights_of
+from torchrec_embcache import beside, optimizers
+from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, PathError, StateError, StorageError
+from torchrec_embcache.saver import Progress, Saver, SaveReport
+from world import World
+
+__all__ = ["root"]  # the fixture
+
+SECONDS = 120.0
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Saves beside training write nothing until this is set."""
+    go = threading.Event()
+    monkeypatch.setattr(beside._native, "work_behind", lambda: go.wait(SECONDS))
+    yield go
+    go.set()
+
+
+def files(root: Path, report: SaveReport) -> dict[str, bytes]:
+    """What a checkpoint consists of, but for its manifests, which have its name."""
+    return {path.name: path.read_bytes() for path in (root / report.checkpoint).rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels"), [("ram", "core"), ("ssd", "core"), ("device", "core"), ("device", "torch")]
+)
+def test_the_checkpoint_is_the_state_at_the_call_and_deltas_go_on_from_it(
+    kind: str, kernels: str, root: Path, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMBCACHE_KERNELS", kernels)
+    bag = make_bag(optimizer=optimizers.Adagrad(lr=0.1), tiers=tiers(kind, tmp_path))
+    train(bag, 10)
+    blocking = Saver(0).save(bag, tmp_path / "blocking", keep=9)
+    before = rows(bag)
+    future = Saver(0).save_async(bag, root, keep=9)
+    train(bag, 10, seed=1, ids=90)
+    bag.remove_rows(torch.tensor([3, -4, 5]))
+    assert rows(bag) != before
+    assert not future.done()
+    held.set()
+    report = future.result(SECONDS)
+    assert (report.kind, report.parent, report.rows, report.tombstones) == ("full", None, len(before), 0)
+    if kind == "ram":
+        assert files(root, report) == files(tmp_path / "blocking", blocking), "the same bytes"
+    other = make_bag(optimizer=optimizers.Adagrad(lr=0.1))
+    Saver(0).load(other, root)
+    assert rows(other) == before
+    assert other.table.native.step() == 10
+    # What was trained, and what left, since the call is in the next delta; that may be beside training too.
+    bag.remove_rows(torch.tensor([7]))
+    left = 4 - sum(row_id in rows(bag) for row_id in (3, -4, 5, 7))
+    first = Saver(0).save(bag, root, incremental=True, keep=9)
+    assert (first.kind, first.parent, first.reason) == ("delta", report.checkpoint, None)
+    assert first.tombstones >= left > 0
+    assert first.rows < len(before) + 180
+    after = rows(bag)
+    assert loaded(root, optimizer=optimizers.Adagrad(lr=0.1)) == after
+    held.clear()
+    train(bag, 2, seed=2, ids=20)
+    bag.remove_rows(torch.tensor([11, -12]))
+    changed = rows(bag)
+    future = Saver(0).save_async(bag, root, incremental=True, keep=9)
+    train(bag, 3, seed=3, ids=90)
+    bag.remove_rows(torch.tensor([13]))
+    held.set()
+    second = future.result(SECONDS)
+    assert (second.kind, second.parent) == ("delta", first.checkpoint)
+    assert second.rows <= 48
+    assert loaded(root, optimizer=optimizers.Adagrad(lr=0.1)) == changed
+    third = Saver(0).save(bag, root, incremental=True, keep=9)
+    assert (third.kind, third.parent) == ("delta", second.checkpoint)
+    assert loaded(root, optimizer=optimizers.Adagrad(lr=0.1)) == rows(bag)
+    assert not list(root.rglob("*.preimages"))
+
+
+def test_more_rows_than_its_memory_holds_are_kept_in_a_file_until_they_are_written(
+    root: Path, held: threading.Event
+) -> None:
+    bag = make_bag(embedding_dim=512, tiers=beside_ram())
+    ids = torch.arange(40_000)
+    bag.import_rows(ids, torch.arange(40_000.0)[:, None].expand(-1, 512))
+    future = Saver(0).save_async(bag, root)
+    bag.import_rows(ids, torch.zeros(40_000, 512))
+    (spilled,) = root.rglob("*.preimages")
+    assert spilled.stat().st_size > 30 << 20
+    held.set()
+    assert future.result(SECONDS).rows == 40_000
+    assert not spilled.exists()
+    again = make_bag(embedding_dim=512, tiers=beside_ram())
+    Saver(0).load(again, root)
+    found = again.read_rows(ids)
+    assert torch.equal(found.weights, torch.arange(40_000.0)[:, None].expand(-1, 512))
+
+
+def beside_ram() -> Any:
+    from torchrec_embcache import TierBudgets
+
+    return TierBudgets(host_bytes="128MiB")
+
+
+def test_saves_loads_and_closing_wait_for_the_one_under_way(root: Path, held: threading.Event) -> None:
+    bag, other = make_bag(), make_bag("other")
+    train(bag)
+    train(other)
+    first = Saver(0).save_async(bag, root)
+    train(bag, seed=1)
+    assert Saver(0).save(other, root.parent / "elsewhere").kind == "full", "other tables go on"
+    ended: list[tuple[str, bool]] = []
+
+    def note(name: str, call: Any) -> threading.Thread:
+        def run() -> None:
+            call()
+            ended.append((name, first.done()))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    calls = [
+        note("save", lambda: Saver(0).save(bag, root)),
+        note("save_async", lambda: Saver(0).save_async(other, root.parent / "elsewhere").result(SECONDS)),
+        note("close", other.table.native.epoch),
+    ]
+    calls[2].join(SECONDS)
+    assert ended == [("close", False)], "the others wait"
+    held.set()
+    for call in calls:
+        call.join(SECONDS)
+        assert not call.is_alive()
+    assert sorted(ended[1:]) == [("save", True), ("save_async", True)]
+    assert loaded(root) == rows(bag), "the later save is the newest"
+
+
+def test_a_table_that_is_closed_is_saved_first(root: Path, held: threading.Event) -> None:
+    bag = make_bag()
+    train(bag)
+    before = rows(bag)
+    future = Saver(0).save_async(bag, root)
+    train(bag, seed=1)
+    closing = threading.Thread(target=bag.close)
+    closing.start()
+    held.set()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    future.result(SECONDS)
+    assert loaded(root) == before
+
+
+def test_an_error_is_told_by_the_future_and_costs_nothing(root: Path, held: threading.Event) -> None:
+    bag = make_bag()
+    train(bag)
+    Saver(0).save(bag, root)
+    before = rows(bag)
+    train(bag, 1, seed=4)
+    future = Saver(0).save_async(bag, root, incremental=True)
+    train(bag, 1, seed=1)
+    bag.remove_rows(torch.tensor([5]))
+    latest = (root / "LATEST").read_text().strip()
+    (unfinished,) = (path for path in root.iterdir() if path.is_dir() and path.name != latest)
+    shutil.rmtree(unfinished)
+    unfinished.write_text("")
+    held.set()
+    assert isinstance(future.exception(SECONDS), StorageError | PathError)
+    unfinished.unlink(missing_ok=True)
+    assert loaded(root) == before
+    # What it would have held, and what changed since, is in the next delta.
+    report = Saver(0).save(bag, root, incremental=True)
+    assert (report.kind, report.parent, report.tombstones) == ("delta", latest, 1)
+    assert loaded(root) == rows(bag)
+
+
+def test_another_process_that_saves_meanwhile_fails_a_delta(root: Path, held: threading.Event) -> None:
+    bag, other = make_bag(), make_bag()
+    train(bag)
+    Saver(0).save(bag, root)
+    train(bag, 1, seed=1)
+    future = Saver(0).save_async(bag, root, incremental=True)
+    newest = Saver(0).save(other, root)
+    held.set()
+    with pytest.raises(StateError, match="save again"):
+        future.result(SECONDS)
+    assert (root / "LATEST").read_text().strip() == newest.checkpoint
+    assert loaded(root) == {}
+
+
+def test_what_is_wrong_at_the_call_is_raised_there(root: Path) -> None:
+    bag = make_bag()
+    train(bag)
+    for rate in (0, -1, "fast", 1.5):
+        with pytest.raises(ConfigError, match="max_bytes_per_second"):
+            Saver(0).save_async(bag, root, max_bytes_per_second=rate)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="progress"):
+        Saver(0).save_async(bag, root, progress=3)  # type: ignore[arg-type]
+    with pytest.raises(PathError):
+        Saver(0).save_async(bag, root / ".." / "x")
+    with pytest.raises(InputError):
+        Saver(0).save_async(nn.Linear(1, 1), root)
+    # None of them holds a table.
+    assert Saver(0).save_async(bag, root, max_bytes_per_second="1GiB").result(SECONDS).rows == len(bag)
+    assert sorted(path.name for path in root.iterdir() if not path.is_dir()) == ["LATEST", "lock"]
+    assert len([path for path in root.iterdir() if path.is_dir()]) == 1
+
+
+def test_progress_is_told_in_the_thread_and_can_end_the_save(root: Path) -> None:
+    two = nn.ModuleDict({"a": make_bag(), "b": make_bag("other")})
+    train(two["a"])  # type: ignore[arg-type]
+    told: list[tuple[str, int, int | None]] = []
+    Saver(0).save_async(two, root, progress=lambda p: told.append((p.table, p.rows, p.total_rows))).result(SECONDS)
+    total = len(two["a"])  # type: ignore[arg-type]
+    assert told == [
+        ("a/item", 0, total),
+        ("a/item", total, total),
+        ("b/other", total, total),
+        ("b/other", total, total),
+    ]
+    latest = (root / "LATEST").read_text()
+
+    def stop(progress: Progress) -> None:
+        if progress.table == "b/other":
+            Saver(0).save(two, root)  # it would wait for itself
+
+    future = Saver(0).save_async(two, root, progress=stop)
+    with pytest.raises(StateError, match="waits for this call"):
+        future.result(SECONDS)
+
+    def refuse(_progress: Progress) -> None:
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        Saver(0).save_async(two, root, progress=refuse).result(SECONDS)
+    assert (root / "LATEST").read_text() == latest
+    # A callback of the future may save: the save is over.
+    again: Future[SaveReport] = Future()
+    future = Saver(0).save_async(two, root)
+    future.add_done_callback(lambda _: again.set_result(Saver(0).save(two, root)))
+    assert again.result(SECONDS).checkpoint > future.result().checkpoint
+
+
+ENDS = """
+import sys, torch
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+from torchrec_embcache.saver import Saver
+bag = EmbCacheEmbeddingBag(
+    name="item", embedding_dim=4, mode="sum", tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1)
+)
+bag(torch.arange(500).reshape(100, 5)).sum().backward()
+Saver(0).save_async(bag, sys.argv[1], max_bytes_per_second=50_000)
+del bag
+if sys.argv[2] == "error":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("error", 3)])
+def test_a_process_ends_when_its_save_has_also_of_a_model_that_is_gone(how: str, code: int, root: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(ENDS), str(root), how], check=False, timeout=SECONDS)
+    assert run.returncode == code
+    assert len(loaded(root, optimizer=optimizers.SGD(lr=0.1))) == 500
+
+
+def save_beside_training(rank: int, size: int, path: str) -> list[str]:
+    go = threading.Event()
+    behind, beside._native.work_behind = beside._native.work_behind, lambda: go.wait(SECONDS)  # type: ignore[assignment]
+    try:
+        shards = Shards(rank, size)
+        model = nn.ModuleDict({"shards": shards})
+        shards.fill(IDS)
+        before = shards.contents()
+        future = Saver().save_async(model, path, keep=9)
+        # Training's collectives go on while no rank, or only one, has begun to write.
+        for table in shards.tables.values():
+            begin, end = table.buckets
+            mine = torch.tensor([begin <= row_id % (1 << 64) % 11 < end for row_id in range(300)])
+            table.import_rows(torch.arange(300)[mine], weights_of(torch.arange(300)[mine] + 1))
+        dist.barrier()
+        if rank == 0:
+            go.set()
+        for _ in range(20):
+            total = torch.ones(())
+            dist.all_reduce(total)
+            assert total == size
+        assert not future.done()
+        dist.barrier()
+        go.set()
+        report = future.result(SECONDS)
+        group = beside.own_group()
+        # What each rank changed is in the delta, built on a checkpoint that all ranks know.
+        delta = Saver().save_async(model, path, incremental=True, keep=9).result(SECONDS)
+        assert (delta.kind, delta.parent) == ("delta", report.checkpoint)
+        assert beside.own_group() is group, "one process group for all saves"
+        for checkpoint, expected in ((report.checkpoint, before), (delta.checkpoint, shards.contents())):
+            again = Shards(rank, size)
+            Saver().load(nn.ModuleDict({"shards": again}), path, checkpoint=checkpoint)
+            assert sorted(again.contents()) == sorted(expected)
+        # What only one rank finds is told on all: in the call, and by the future.
+        with pytest.raises(EmbCacheError):
+            Saver().save_async(model, path if rank == 0 else b"bytes")  # type: ignore[arg-type]
+
+        def fail(_progress: Progress) -> None:
+            if rank == 1:
+                raise ValueError("on one rank")
+
+        error = Saver().save_async(model, path, progress=fail).exception(SECONDS)
+        assert isinstance(error, ValueError if rank == 1 else EmbCacheError)
+        assert "on one rank" in str(error)
+        return [report.checkpoint, delta.checkpoint]
+    finally:
+        beside._native.work_behind = behind
+
+
+def test_ranks_save_beside_training_and_tell_each_other_of_errors(two_ranks: World, root: Path) -> None:
+    first, second = two_ranks.run(save_beside_training, str(root))
+    assert first == second
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == sorted(first), "what failed is gone"
+
+
+def outlive(rank: int, size: int, path: str, how: str) -> str:
+    """A save under way when the default group is destroyed, or one rank is gone."""
+    shards = Shards(rank, size)
+    shards.fill(IDS)
+    rate = 20_000 if rank == 0 else None
+    future = Saver().save_async(nn.ModuleDict({"shards": shards}), path, max_bytes_per_second=rate)
+    if how == "destroy":
+        dist.destroy_process_group()
+        return future.result(SECONDS).checkpoint
+    if rank == 1:
+        import os
+        import time
+
+        time.sleep(0.1)
+        os._exit(9)
+    return type(future.exception(SECONDS)).__name__
+
+
+ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import test_saver_async
+from world import process_group
+import os
+rank = int(sys.argv[3])
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+print(test_saver_async.outlive(rank, 2, sys.argv[4], sys.argv[5]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["destroy", "killed"])
+def test_a_save_outlives_the_default_group_and_notices_a_rank_that_is_gone(
+    how: str, root: Path, tmp_path: Path
+) -> None:
+    root.mkdir(mode=0o750, exist_ok=True)
+    script = [sys.executable, "-c", ALONE, str(Path(__file__).parent), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*script, str(rank), str(root), how], stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS)[0].strip() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    if how == "destroy":
+        assert said[0] == said[1] == (root / "LATEST").read_text().strip()
+    else:
+        assert said == ["StateError", ""]
+        assert not (root / "LATEST").exists()
