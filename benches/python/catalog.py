@@ -55,6 +55,10 @@ SECTIONS: dict[str, dict[str, str]] = {
     "A model": {
         "dlrm_step_ram10pct_zipf105": "training of a DLRM, its tables' RAM budget 10% of their bytes, lookahead on, 2 threads",
     },
+    "Saving beside training": {
+        "save_async_step_slowdown": "median step of that DLRM, all rows in RAM, while `save_async` runs / while it does not",
+        "save_async_extra_ram_bytes": "the most bytes resident while it runs, less the most in steps before it",
+    },
     "100M rows": {
         "train_100m_rows_peak_rss_bytes": "most bytes resident in a process that trains a table of 100M rows from its first row on",
         "train_ssd_zipf105_1m": "that training on zipf-drawn ids at 1M rows (2.5 GiB for rows and indexes, 2 threads)",
@@ -89,6 +93,7 @@ KEY: dict[str, str] = {
     "save_full": "a full checkpoint of rows in RAM, synced",
     "load_full": "it loaded, nothing cached",
     "dlrm_step_ram10pct_zipf105": "a DLRM with a tenth of its tables in RAM, 2 threads",
+    "save_async_step_slowdown": "a DLRM's step while a checkpoint is saved beside it",
     "train_ssd_zipf105_100m": "100M rows trained within 4 GiB of RAM, 2 threads",
     "ram_bytes_per_ssd_id": "RAM for a row on SSD",
     "reopen_100m_rows_seconds": "100M rows reopened, until the first batch",

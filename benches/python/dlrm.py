@@ -138,14 +138,15 @@ def dense_optimizer(model: DistributedModelParallel) -> torch.optim.Optimizer:
     return torch.optim.SGD(dense, lr=DENSE_LR)
 
 
-def make_ours(scale: Scale, ssd_dir: Path) -> tuple[DistributedModelParallel, Any]:
-    """A tenth of the bytes of the tables' weights in RAM, the index of the rows on SSD included; every row is in the table."""
+def a_tenth_in_ram(scale: Scale, ssd_dir: Path) -> TierBudgets:
+    """A tenth of the bytes of the tables' weights in RAM, the index of the rows on SSD included."""
+    weight_bytes = scale.rows // TABLES * DIM * 4
+    return TierBudgets(host_bytes=weight_bytes // 10, ssd_bytes=max(weight_bytes * 5 // 2, 64 << 20), ssd_dir=ssd_dir)
+
+
+def make_ours(scale: Scale, tiers: TierBudgets) -> tuple[DistributedModelParallel, Any]:
+    """Each table with these budgets; every row is in its table."""
     rows = scale.rows // TABLES
-    tiers = TierBudgets(
-        host_bytes=rows * DIM * 4 // 10,
-        ssd_bytes=max(rows * DIM * 4 * 5 // 2, 64 << 20),
-        ssd_dir=ssd_dir,
-    )
     configs = [
         EmbCacheEmbeddingBagConfig(
             name=f"t{table}",
@@ -242,7 +243,7 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
     """The bench's row of results.json."""
     torch.set_num_threads(THREADS)
     stream = Stream(Batches(scale))
-    model, pipeline = make_ours(scale, folder)
+    model, pipeline = make_ours(scale, a_tenth_in_ram(scale, folder))
     note("ours has its rows")
     # At the start of a round: what was read ahead while the other side ran is not its gain.
     uncounted = scale.lookahead + 2

@@ -1,0 +1,137 @@
+"""The step of a DLRM with all rows in RAM while a checkpoint is saved beside it, against the step while none is.
+
+The DLRM and the batches are those of dlrm.py. Steps without and with a save take turns; the first step of a save has the call in
+it. Prints two rows of results.json.
+
+    python benches/python/dlrm_async.py [--smoke]
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm import DIM, ROOT, SAMPLES, TABLES, THREADS, Batches, Scale, Side, Stream, make_ours
+from results import row
+from torchrec_embcache import TierBudgets
+from torchrec_embcache.saver import Saver
+
+SLOWDOWN = "save_async_step_slowdown"
+EXTRA_RAM = "save_async_extra_ram_bytes"
+# Of the host budget for a row of DIM floats, its metadata, index and policy, and some to spare.
+ROW_BYTES = DIM * 4 + 144
+# Batches that are there before a save begins; when they are used up more are made between two steps.
+BATCHES_AHEAD = 150
+
+
+def resident(what: str) -> int:
+    """Bytes that /proc/self/status gives as VmRSS (now) or VmHWM (the most since the peak was forgotten)."""
+    found = re.search(rf"{what}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def while_saving(side: Side, stream: Stream, model: torch.nn.Module, path: Path) -> tuple[list[float], float, int]:
+    """Seconds of each step while a save runs, seconds of the save, and the most bytes resident meanwhile."""
+    stream.make_until(side.next + BATCHES_AHEAD)
+    forget_peak()
+    begin = time.perf_counter()
+    future = Saver().save_async(model, path)
+    call = time.perf_counter() - begin
+    seconds = side.run(1)
+    seconds[0] += call
+    while not future.done():
+        seconds += side.run(1)
+    future.result()
+    return seconds, time.perf_counter() - begin, resident("VmHWM")
+
+
+def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """The bench's rows of results.json."""
+    torch.set_num_threads(THREADS)
+    stream = Stream(Batches(scale))
+    tiers = TierBudgets(host_bytes=scale.rows // TABLES * ROW_BYTES)
+    model, pipeline = make_ours(scale, tiers)
+    note("its rows are there")
+    side = Side(pipeline, stream, scale.lookahead + 2)
+    side.run(scale.warm_steps)
+    ratios, first, late, saves, extra, alone = [], [], [], [], [], []
+    for number in range(scale.rounds):
+        path = folder / f"save-{number}"
+        stream.make_until(side.next + BATCHES_AHEAD + scale.steps)
+        forget_peak()
+        usual = side.run(scale.steps)
+        before = resident("VmHWM")
+        steps, took, most = while_saving(side, stream, model, path)
+        more = most - before
+        shutil.rmtree(path)
+        usual += side.run(scale.steps)
+        stream.forget_before(side.next)
+        median = statistics.median(usual)
+        ratios.append(statistics.median(steps) / median)
+        alone.append(median)
+        first.append(steps[0])
+        late.append(sorted(steps)[int(len(steps) * 0.99)])
+        saves.append(took)
+        extra.append(more)
+        note(
+            f"{len(steps)} steps while saving for {took:.1f} s: {ratios[-1]:.3f} x {median * 1e3:.0f} ms, "
+            f"first {steps[0] * 1e3:.0f} ms, {more / 2**20:.0f} MiB more"
+        )
+    run = {
+        "step_ms": round(statistics.median(alone) * 1e3, 1),
+        "first_step_ms": round(statistics.median(first) * 1e3, 1),
+        "p99_step_ms": round(statistics.median(late) * 1e3, 1),
+        "save_seconds": round(statistics.median(saves), 1),
+    }
+    yield row(SLOWDOWN, "ratio", "lower", ratios, run=run)
+    yield row(EXTRA_RAM, "bytes", "lower", extra)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of benches; both are measured whatever they are")
+    parser.add_argument("--smoke", action="store_true", help="small tables, one round: shows that it runs")
+    parser.add_argument("--rows", type=int, default=10_000_000, help="of all tables together")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    lookahead = 2
+    if options.smoke:
+        scale = Scale(80_000, 256, 4, 3, 1, lookahead, "s3fifo")
+    else:
+        scale = Scale(options.rows, SAMPLES, 20, 15, options.rounds, lookahead, "s3fifo")
+    begin = time.monotonic()
+
+    def note(text: str) -> None:
+        print(f"{time.monotonic() - begin:.0f} s: {text}", file=sys.stderr, flush=True)
+
+    target = ROOT / "target" / "bench"
+    target.mkdir(parents=True, exist_ok=True)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    with tempfile.TemporaryDirectory(dir=target) as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            for measured in measure(scale, Path(folder), note):
+                print(json.dumps(measured), flush=True)
+        finally:
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
