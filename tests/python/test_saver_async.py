@@ -1,10 +1,14 @@
 """Saves beside training: the checkpoint is the state at the call, deltas go on from it, an error is told by the future."""
 
+import itertools
+import os
+import random
 import shutil
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -387,3 +391,47 @@ def test_a_save_outlives_the_default_group_and_notices_a_rank_that_is_gone(
     else:
         assert said == ["StateError", ""]
         assert not (root / "LATEST").exists()
+
+
+def save_until_killed(path: str) -> None:
+    """Steps from where the last checkpoint was, and saves beside them, one after the other, until somebody kills the process."""
+    bag, saver = make_bag(), Saver(0)
+    if (Path(path) / "LATEST").exists():
+        saver.load(bag, path)
+    future: Future[SaveReport] | None = None
+    for step in itertools.count(bag.table.native.step()):
+        train(bag, 1, seed=step, ids=400)
+        if future is None or future.done():
+            if future is not None:
+                print("saved", future.result().kind, flush=True)
+            # A full one takes some 20 ms.
+            future = saver.save_async(bag, path, step % 3 > 0, keep=2, max_bytes_per_second="1MiB")
+
+
+def test_what_latest_names_is_whole_whenever_a_process_is_killed_amid_its_saves(root: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_saver_async as t; t.save_until_killed(sys.argv[2])"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), str(root)]
+    draw, said = random.Random(5), ""
+    for _round in range(int(os.environ.get("EMBCACHE_PYTHON_KILLS", "2"))):
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        for _save in range(draw.randrange(4, 12)):
+            said += child.stdout.readline()
+        time.sleep(draw.random() * 0.04)
+        child.kill()
+        said += child.stdout.read()
+        child.stdout.close()
+        assert child.wait() == -9, "it ended by itself"
+        bag, straight = make_bag(), make_bag()
+        Saver(0).load(bag, root)
+        for step in range(bag.table.native.step()):
+            train(straight, 1, seed=step, ids=400)
+        found, expected = rows(bag), rows(straight)
+        assert found.keys() == expected.keys()
+        # But for the epoch, which says what was saved meanwhile.
+        assert all(
+            (*row[:-2], row[-1]) == (*expected[row_id][:-2], expected[row_id][-1]) for row_id, row in found.items()
+        )
+    assert {"saved full", "saved delta"} <= set(said.splitlines())
