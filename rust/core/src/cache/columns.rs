@@ -1,6 +1,8 @@
 //! Many new rows at once, as columns: a load.
 #![allow(unsafe_code)]
 
+use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::rows::RowBlock;
@@ -69,9 +71,60 @@ impl RowColumns<'_> {
             into.copy_from_slice(&part[row * dim..(row + 1) * dim]);
         }
     }
+}
+
+/// Some rows of columns.
+#[derive(Clone, Copy, Debug)]
+pub struct PickedRows<'a> {
+    columns: &'a RowColumns<'a>,
+    /// Their numbers there, rising; without them it is all rows.
+    numbers: Option<&'a [u32]>,
+}
+
+impl<'a> PickedRows<'a> {
+    /// All rows.
+    pub fn all(columns: &'a RowColumns<'a>) -> Self {
+        Self { columns, numbers: None }
+    }
+
+    /// Those with these numbers, each once.
+    pub fn some(columns: &'a RowColumns<'a>, numbers: &'a [u32]) -> Self {
+        Self { columns, numbers: Some(numbers) }
+    }
+
+    /// How many rows.
+    pub fn len(&self) -> usize {
+        self.numbers.map_or(self.columns.len(), <[u32]>::len)
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn number(&self, at: usize) -> usize {
+        self.numbers.map_or(at, |numbers| numbers[at] as usize)
+    }
+
+    fn ids(&self, range: Range<usize>) -> Cow<'a, [Id]> {
+        match self.numbers {
+            None => Cow::Borrowed(&self.columns.ids[range]),
+            Some(numbers) => Cow::Owned(numbers[range].iter().map(|&row| self.columns.ids[row as usize]).collect()),
+        }
+    }
+
+    /// The header of one of them.
+    pub fn header(&self, at: usize) -> RowHeader {
+        self.columns.header(self.number(at))
+    }
+
+    /// Copy the vector part of one of them.
+    pub fn copy_vector(&self, at: usize, into: &mut [f32]) {
+        self.columns.copy_vector(self.number(at), into);
+    }
 
     /// Rows one behind the other.
-    fn block(&self, rows: impl ExactSizeIterator<Item = usize>, floats: usize) -> Result<(Vec<RowHeader>, Vec<f32>)> {
+    fn block(&self, rows: Range<usize>, floats: usize) -> Result<(Vec<RowHeader>, Vec<f32>)> {
         let mut vectors = memory::zeros("copy rows", rows.len() * floats)?;
         let mut headers = Vec::with_capacity(rows.len());
         for (row, vector) in rows.zip(vectors.chunks_exact_mut(floats)) {
@@ -92,7 +145,7 @@ impl Table {
 
     /// Add or overwrite rows, each given once. As [`Table::import_rows`], which says what is an error; rows that the table has not, and
     /// that fit the host budget, go straight to their places.
-    pub fn import_columns(&self, rows: &RowColumns<'_>) -> Result<()> {
+    pub fn import_columns(&self, rows: PickedRows<'_>) -> Result<()> {
         let floats = self.shared.layout.vector_floats();
         let mut begin = 0;
         while begin < rows.len() {
@@ -109,13 +162,13 @@ impl Table {
     }
 
     /// Put rows that are new into free slots of the host tier, as many from the first on as possible; how many.
-    fn place_new(&self, rows: &RowColumns<'_>, range: std::ops::Range<usize>) -> Result<usize> {
+    fn place_new(&self, rows: PickedRows<'_>, range: Range<usize>) -> Result<usize> {
         memory::check()?;
         let shared = &self.shared;
         let _rows = shared.reading_rows()?;
         let mut state = shared.lock_any()?;
         shared.check_writable()?;
-        let ids = &rows.ids[range.clone()];
+        let ids = &*rows.ids(range.clone());
         let fit = shared.new_rows_that_fit(&state, ids);
         state.host.reserve(fit)?;
         let mut slots: Vec<CacheSlot> = Vec::new();

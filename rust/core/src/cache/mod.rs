@@ -26,7 +26,7 @@ mod snapshot;
 mod table;
 
 pub use crate::device::DeviceRows;
-pub use columns::RowColumns;
+pub use columns::{PickedRows, RowColumns};
 pub use export::{Chunk, ExportStream};
 pub use groups::{Gather, GroupSink};
 pub use lineage::Ancestor;

@@ -10,11 +10,11 @@ use super::RowSink;
 use super::latest::Latest;
 use super::manifest::{Manifest, Parent, TableEntry, TableSpec};
 use super::reader::{Checkpoint, TableReader};
+use crate::cache::PickedRows;
 use crate::config::TableConfig;
 use crate::error::{Error, Result};
 use crate::io::IoEngine;
 use crate::memory;
-use crate::rows::RowHeader;
 use crate::types::{Id, hash_id};
 
 /// Ids of deltas that are held at once, about (16 bytes each at most): beyond, buckets are read part by part.
@@ -165,9 +165,9 @@ impl ChainReader {
         self.readers.iter().map(TableReader::rows).sum()
     }
 
-    /// The reader of a full checkpoint, where nothing was saved on top of it.
-    pub(super) fn only(&self) -> Option<&TableReader> {
-        if let [only] = self.readers.as_slice() { Some(only) } else { None }
+    /// Rows that [`ChainReader::read`] hands over of the oldest checkpoint at most: in a chain nearly all.
+    pub(super) fn rows_of_oldest(&self) -> u64 {
+        self.readers.last().map_or(0, TableReader::rows)
     }
 
     /// Whether the rows can go into a table of this configuration; `Kind::Mismatch` names what differs.
@@ -179,30 +179,31 @@ impl ChainReader {
     ///
     /// Errors: those of [`TableReader::read`]; `Corruption` where they are not as many as the newest manifest says.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<u64> {
+        self.read_columns(&mut |rows| self.readers[0].emit(rows, sink))
+    }
+
+    /// As [`ChainReader::read`], as columns.
+    pub fn read_columns(&self, sink: &mut ColumnSink<'_>) -> Result<u64> {
         let mut rows = 0;
-        let mut counted = |headers: &[RowHeader], vectors: &[f32]| {
-            rows += headers.len() as u64;
-            sink(headers, vectors)
+        let mut counted = |some: PickedRows<'_>| {
+            rows += some.len() as u64;
+            sink(some)
         };
-        if let Some(only) = self.only() {
-            only.read(&mut counted)?;
+        let newer = &self.readers[..self.readers.len() - 1];
+        let ids: u64 = newer.iter().map(|reader| reader.rows() + reader.tombstones()).sum();
+        let parts =
+            ids.div_ceil(self.chain.ids_at_once).clamp(1, u64::from((self.buckets.end - self.buckets.start).max(1)));
+        if parts == 1 {
+            merge(&self.readers, &mut counted)?;
         } else {
-            let newer = &self.readers[..self.readers.len() - 1];
-            let ids: u64 = newer.iter().map(|reader| reader.rows() + reader.tombstones()).sum();
-            let parts = ids
-                .div_ceil(self.chain.ids_at_once)
-                .clamp(1, u64::from((self.buckets.end - self.buckets.start).max(1)));
-            if parts == 1 {
-                merge(&self.readers, &mut counted)?;
-            } else {
-                let (start, len) = (self.buckets.start, u64::from(self.buckets.end - self.buckets.start));
-                let bound = |part: u64| start + (len * part / parts) as u32;
-                for part in 0..parts {
-                    let readers = self.chain.links.iter().map(|link| {
+            let (start, len) = (self.buckets.start, u64::from(self.buckets.end - self.buckets.start));
+            let bound = |part: u64| start + (len * part / parts) as u32;
+            for part in 0..parts {
+                let readers =
+                    self.chain.links.iter().map(|link| {
                         link.table_reader(&self.spec.module, &self.spec.table, bound(part)..bound(part + 1))
                     });
-                    merge(&readers.collect::<Result<Vec<_>>>()?, &mut counted)?;
-                }
+                merge(&readers.collect::<Result<Vec<_>>>()?, &mut counted)?;
             }
         }
         match self.whole {
@@ -214,6 +215,9 @@ impl ChainReader {
         }
     }
 }
+
+/// Takes rows as columns.
+pub(super) type ColumnSink<'a> = dyn FnMut(PickedRows<'_>) -> Result<()> + 'a;
 
 /// An id's hash, which is spread as well as any.
 #[derive(Default)]
@@ -236,32 +240,25 @@ impl Hasher for IdHasher {
 type Ids = HashSet<Id, BuildHasherDefault<IdHasher>>;
 
 /// Hand each row over as the newest reader that knows of it has it, unless a newer one has its tombstone.
-fn merge(readers: &[TableReader], sink: &mut RowSink<'_>) -> Result<()> {
+fn merge(readers: &[TableReader], sink: &mut ColumnSink<'_>) -> Result<()> {
     let mut known = Ids::default();
     let refused = |_| memory::refused("keep the ids of deltas", IDS_AT_ONCE as usize * 16);
-    let (mut kept_headers, mut kept_vectors): (Vec<RowHeader>, Vec<f32>) = (Vec::new(), Vec::new());
+    let mut fresh: Vec<u32> = Vec::new();
     for (age, reader) in readers.iter().enumerate() {
         let is_oldest = age + 1 == readers.len();
         let mut own: Vec<Id> = Vec::new();
-        reader.read(&mut |headers, vectors| {
-            let fresh = headers.iter().filter(|header| !known.contains(&header.id)).count();
+        reader.read_columns(&mut |rows| {
             if !is_oldest {
-                memory::reserve(&mut own, "keep the ids of deltas", headers.len())?;
-                own.extend(headers.iter().map(|header| header.id));
+                memory::reserve(&mut own, "keep the ids of deltas", rows.len())?;
+                own.extend_from_slice(rows.ids);
             }
-            if fresh == headers.len() {
-                return sink(headers, vectors);
+            if known.is_empty() {
+                return sink(PickedRows::all(rows));
             }
-            let floats = vectors.len() / headers.len();
-            kept_headers.clear();
-            kept_vectors.clear();
-            for (header, vector) in headers.iter().zip(vectors.chunks_exact(floats)) {
-                if !known.contains(&header.id) {
-                    kept_headers.push(*header);
-                    kept_vectors.extend_from_slice(vector);
-                }
-            }
-            if fresh == 0 { Ok(()) } else { sink(&kept_headers, &kept_vectors) }
+            fresh.clear();
+            memory::reserve(&mut fresh, "merge deltas", rows.len())?;
+            fresh.extend((0..).zip(rows.ids).filter(|(_, id)| !known.contains(id)).map(|(row, _)| row));
+            if fresh.is_empty() { Ok(()) } else { sink(PickedRows::some(rows, &fresh)) }
         })?;
         if is_oldest {
             break;

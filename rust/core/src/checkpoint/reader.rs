@@ -16,7 +16,7 @@ use super::manifest::{
 };
 use super::output::each_piece;
 use super::save::{MANIFEST_FILE, read_digested, read_ranks};
-use crate::cache::RowColumns;
+use crate::cache::{PickedRows, RowColumns};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, IoEngine, read_file};
@@ -207,7 +207,7 @@ impl TableReader {
     ///
     /// Errors: `Corruption` with file and place (what came before has been handed over), `Storage`, and the sink's own.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<()> {
-        self.read_columns(&mut |rows| self.emit(rows, sink))
+        self.read_columns(&mut |rows| self.emit(PickedRows::all(rows), sink))
     }
 
     /// As [`TableReader::read`], whole groups, each as columns.
@@ -248,7 +248,8 @@ impl TableReader {
         group.stage(&*self.engine, staging, self.spec.total_num_buckets)
     }
 
-    fn emit(&self, rows: &RowColumns<'_>, sink: &mut RowSink<'_>) -> Result<()> {
+    /// Hand rows over one behind the other, in chunks.
+    pub(super) fn emit(&self, rows: PickedRows<'_>, sink: &mut RowSink<'_>) -> Result<()> {
         let floats = self.optimizer.layout(self.spec.dim as usize).vector_floats();
         let chunk_rows = (EMIT_BYTES / (floats * 4 + size_of::<RowHeader>())).max(1).min(rows.len().max(1));
         let mut headers = Vec::with_capacity(chunk_rows);

@@ -8,7 +8,7 @@ use super::manifest::TableSpec;
 use super::reader::TableReader;
 use super::source::RowSource;
 use super::writer::RankWriter;
-use crate::cache::{GroupSink, RowBlock, Table};
+use crate::cache::{GroupSink, Table};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
 
@@ -86,19 +86,11 @@ impl ChainReader {
         self.check_fits(table.config())?;
         table.clear()?;
         let dropped = table.stats()?.dropped_rows;
-        let read = if let Some(full) = self.only() {
-            table.reserve_rows(full.rows())?;
-            full.read_columns(&mut |rows| {
-                table.import_columns(rows)?;
-                progress(rows.len() as u64)
-            })?;
-            full.rows()
-        } else {
-            self.read(&mut |headers, vectors| {
-                table.import_rows(RowBlock { headers, vectors })?;
-                progress(headers.len() as u64)
-            })?
-        };
+        table.reserve_rows(self.rows_of_oldest())?;
+        let read = self.read_columns(&mut |rows| {
+            table.import_columns(rows)?;
+            progress(rows.len() as u64)
+        })?;
         let stats = table.stats()?;
         let rows = stats.rows;
         if rows + (stats.dropped_rows - dropped) != read {
