@@ -24,7 +24,8 @@ import pickle
 import shutil
 import urllib.parse
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from .blocks.files import Directory
 from .collective import is_distributed, together
 from .config import check_name
 from .exceptions import EmbCacheWarning, InputError, MismatchError, StateError, StorageError, UnsupportedError
-from .saver import Saver
+from .saver import Saver, SaveReport
 from .whole_model import cache_modules
 
 try:
@@ -223,8 +224,9 @@ def _check_version(loaded: int) -> None:
 class SaveShardedStrategy(TorchDistSaveShardedStrategy):
     """Megatron's strategy for tensors and objects, and tables beside; synchronous or asynchronous.
 
-    With `async_save` tensors are written when the request is executed, as megatron does; the tables are written before it returns,
-    and training goes on after that.
+    With `async_save` all is of the moment of the call. Tensors are written when the request is executed, as megatron does, tables
+    by `Saver.save_async`, from the call on, in a thread beside training. The first that finalizes the request waits for them: a
+    checkpoint whose tables could not be written is never published.
     """
 
     def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1], *args: Any, **named: Any) -> None:
@@ -232,10 +234,14 @@ class SaveShardedStrategy(TorchDistSaveShardedStrategy):
         super().__init__(backend, version, *args, **named)
 
     def async_save(self, sharded_state_dict: _State, checkpoint_dir: Path, *args: Any, **named: Any) -> AsyncRequest:
-        """Write the tables, and return the request that writes the rest. Collective. Raises what `Saver.save` does."""
+        """Hold the tables' rows, and return the request that writes the rest. Collective. Raises what `Saver.save_async` does."""
         rest, tables = _take(sharded_state_dict)
-        _save(tables, checkpoint_dir)
-        return super().async_save(rest, checkpoint_dir, *args, **named)
+        under_way = [
+            Saver().save_async(_model(each), os.path.join(checkpoint_dir, _folder(each.key)))
+            for each in tables.values()
+        ]
+        request = super().async_save(rest, checkpoint_dir, *args, **named)
+        return request._replace(finalize_fns=[partial(_wait_for, under_way), *request.finalize_fns])
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *more: Any) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
@@ -243,6 +249,11 @@ class SaveShardedStrategy(TorchDistSaveShardedStrategy):
             return request
         preload = request.preload_fn and partial(writer.preload_tensors, writer.write_buckets, False)
         return request._replace(preload_fn=preload, finalize_fns=[partial(_finish, *save_state_dict_ret)])
+
+
+def _wait_for(saves: Sequence[Future[SaveReport]]) -> None:
+    for save in saves:
+        save.result()
 
 
 def _finish(writer: Any, metadata: Any, ranks: Any) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from dcp_cases import Model, blank, dense_state, held, load, rows, same, save, stageable
+from dcp_cases import IDS, Model, blank, dense_state, held, load, rows, same, save, stageable, weights_of
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.cli.checkpoints import verify
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError, StateError, UnsupportedError
@@ -165,6 +165,30 @@ def test_a_save_in_a_thread_is_the_state_at_the_call(tmp_path: Path) -> None:
         state["weight"].copy_(dense_state(1)["weight"])
         model.fill(1)
     assert len(held(tmp_path / "ckpt")) == 2
+
+
+def test_deltas_of_a_saver_hold_what_changed_before_and_after_saves_through_dcp(tmp_path: Path) -> None:
+    model = Model(salt=1)
+    Saver(0).save(model, tmp_path / "saver")
+    table = model.tables["spread"]
+    writer = EmbCacheStorageWriter(tmp_path / "ckpt", model)
+    table.import_rows(IDS[:5], weights_of(IDS[:5], 7), {"sum": torch.zeros(5)})
+    table.remove_rows(IDS[5:7])
+    dcp.save({}, storage_writer=writer)
+    table.import_rows(IDS[7:9], weights_of(IDS[7:9], 8), {"sum": torch.zeros(2)})
+    future = dcp.async_save({}, storage_writer=writer)
+    table.import_rows(IDS[8:12], weights_of(IDS[8:12], 9), {"sum": torch.zeros(4)})
+    table.remove_rows(IDS[12:13])
+    # It waits until the tables are held no more.
+    report = Saver(0).save(model, tmp_path / "saver", incremental=True)
+    future.result()
+    assert (report.kind, report.rows, report.tombstones) == ("delta", 10, 3)
+    Saver(0).load(loaded := Model(), tmp_path / "saver")
+    assert sorted(loaded.contents()) == sorted(model.contents())
+    load({}, tmp_path / "ckpt", staged := Model())
+    after = {row_id: (weights, total) for row_id, weights, total in staged.contents()}
+    assert after[int(IDS[8])] == (weights_of(IDS[8:9], 8)[0].tolist(), 0.0)
+    assert int(IDS[12]) in after
 
 
 class Refusing(DefaultSavePlanner):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,19 @@ def test_tensors_that_cannot_be_written_are_an_error_and_leave_no_checkpoint(pat
     with pytest.raises(StorageError, match="rank 0: Worker failure"):
         request.execute_sync()
     assert not (path.with_name("moved") / "metadata.json").exists()
+
+
+def test_an_asynchronous_save_waits_for_tables_when_it_is_finalized_and_fails_with_them(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: Future[Any] = Future()
+    monkeypatch.setattr(megatron.Saver, "save_async", lambda *_: tables)
+    request = dist_checkpointing.save(trained().state(), str(path), megatron.STRATEGY, async_sharded_save=True)
+    run_beside(request)
+    tables.set_exception(StorageError("the disk is full"))
+    with pytest.raises(StorageError, match="the disk is full"):
+        request.finalize_fns[0]()
+    assert not (path / "metadata.json").exists()
 
 
 def test_wrong_arguments_are_refused(path: Path) -> None:

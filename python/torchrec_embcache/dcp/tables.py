@@ -3,13 +3,14 @@
 import logging
 import secrets
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from torchrec_embcache import _native
+from torchrec_embcache.beside import finish_saves, start
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, StateError
 from torchrec_embcache.saver import numbers_of, shards_of
@@ -75,13 +76,16 @@ class TableWriter:
         return {**self.__dict__, "model": None, "_staged": staged, "_held": None}
 
     def stage(self, root: str) -> None:
-        """Hold the rows as of now; a thread writes them to a part, for the next save of this writer, here or unpickled.
+        """Hold the rows as of now, when no save beside training is under way; a thread writes them to a part.
+
+        It is for the next save of this writer, here or unpickled.
 
         What fails, as it may on one rank alone, fails that save, on every rank. Raises `PathError`.
         """
         if not self.expected:
             return
         self.close()
+        finish_saves()
         shards, epoch = self._shards()
         root = _native.check_save_dir(root)
         try:
@@ -91,11 +95,11 @@ class TableWriter:
 
     def _hold(self, root: str, shards: list[_Shard], epoch: int) -> Future[PartResult]:
         part = _native.CheckpointPart(root, secrets.randbits(64), 0)
-        try:
-            part.hold_tables([(place, table.native, _numbers(owner, table)) for place, owner, table in shards], epoch)
-        except BaseException:
-            abandon(part)
-            raise
+
+        def release() -> None:
+            # No delta builds on this checkpoint: nothing is to be kept for one.
+            for _, _, table in shards:
+                table.native.saved_beside(epoch)
 
         def write() -> PartResult:
             try:
@@ -104,12 +108,17 @@ class TableWriter:
             except BaseException:
                 abandon(part)
                 raise
+            finally:
+                release()
 
-        executor = ThreadPoolExecutor(1, thread_name_prefix="embcache-stage")
-        written = executor.submit(write)
-        executor.shutdown(wait=False)
+        try:
+            part.hold_tables([(place, table.native, _numbers(owner, table)) for place, owner, table in shards], epoch)
+        except BaseException:
+            abandon(part)
+            release()
+            raise
         self._held = part
-        return written
+        return start([table for _, _, table in shards], write)
 
     def take_staged(self) -> Staged | None:
         """What was staged, once: for the save that begins."""
@@ -125,6 +134,7 @@ class TableWriter:
         """
         if not self.expected:
             return None
+        finish_saves()
         shards, epoch = self._shards()
         for place, owner, table in shards:
             part.write_table(place, table.native, _numbers(owner, table))
@@ -164,6 +174,7 @@ class TableReader:
 
     def check(self) -> None:
         """Whether the checkpoint has the model's tables, fitting, and its headers are whole. No table is touched."""
+        finish_saves()
         # Each rank sees its own tables: those of other ranks are in the checkpoint and not here.
         for place, _, table in self._shards:
             saved = self._saved.get((place, table.name))

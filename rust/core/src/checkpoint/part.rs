@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use super::beside::Pace;
+use super::beside::{IMAGE_BYTES, Pace};
 use super::dense::{DENSE_DIR, DenseShare, extents_file};
 use super::dense_writer::ExtentWriter;
 use super::format::{data_file, rank_file, table_dir};
@@ -47,9 +47,7 @@ impl FromStr for PartName {
     }
 }
 
-/// Memory for the rows that training changes before they are written; the rest goes to a file of the part.
-const PRE_IMAGE_BYTES: usize = 64 << 20;
-/// That file.
+/// Where rows go that training changes before they are written, past [`IMAGE_BYTES`].
 const PRE_IMAGES: &str = "pre-images";
 
 /// A table as of one moment, by the path of its module.
@@ -112,7 +110,7 @@ impl Part {
     /// with their hyperparameters.
     pub fn hold(&mut self, tables: Vec<(String, &Table, BTreeMap<String, f64>)>, next_epoch: u32) -> Result<()> {
         let path = self.dir.join(PRE_IMAGES);
-        let images = Arc::new(PreImages::new(Arc::clone(&self.engine), path, PRE_IMAGE_BYTES, tables.len()));
+        let images = Arc::new(PreImages::new(Arc::clone(&self.engine), path, IMAGE_BYTES, tables.len()));
         for (module, table, hyperparameters) in tables {
             let snapshot = table.snapshot(&images, next_epoch)?;
             self.held.push(HeldTable { module, snapshot, hyperparameters });
