@@ -103,11 +103,11 @@ impl<'a> RowList<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::OptimizerKind;
+    use crate::rows::RowLayout;
 
     #[test]
     fn rows_in_slots_and_one_behind_the_other_are_the_same_rows() {
-        let layout = OptimizerKind::RowWiseAdagrad.layout(3);
+        let layout = RowLayout { dim: 3, vector_slots: 0, scalar_slot: true };
         let arena = Arena::new(layout, 8).unwrap();
         arena.reserve_overflow(2).unwrap();
         let slots = [7, 0, 9, 3];
