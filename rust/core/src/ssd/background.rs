@@ -9,7 +9,9 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
-use super::compact::{self, MOST_MOVING};
+use super::compact;
+#[cfg(not(loom))]
+use super::compact::MOST_MOVING;
 use super::fetch::FetchJob;
 use super::segment::Segment;
 use super::shared::Shared;
