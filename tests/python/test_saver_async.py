@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from test_saver_ranks import IDS, Shards, weights_of
 from torchrec_embcache import beside, optimizers
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, PathError, StateError, StorageError
 from torchrec_embcache.saver import Progress, Saver, SaveReport
-from world import World
+from world import Child, World
 
 __all__ = ["root"]  # the fixture
 
@@ -339,91 +339,63 @@ def test_ranks_save_beside_training_and_tell_each_other_of_errors(two_ranks: Wor
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == sorted(first), "what failed is gone"
 
 
-def outlive(rank: int, size: int, path: str, how: str) -> str:
-    """A save under way when the default group is destroyed, or one rank is gone."""
-    shards = Shards(rank, size)
+def outlive(say: Callable[[str], None], rank: int, store: str, path: str, how: str) -> None:
+    """A save is under way when the default group is destroyed, or when one rank is gone."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    shards = Shards(rank, 2)
     shards.fill(IDS)
     rate = 20_000 if rank == 0 else None
     future = Saver().save_async(nn.ModuleDict({"shards": shards}), path, max_bytes_per_second=rate)
-    if how == "destroy":
+    if how == "destroyed":
         dist.destroy_process_group()
-        return future.result(SECONDS).checkpoint
-    if rank == 1:
-        import os
-        import time
-
-        time.sleep(0.1)
+        say(future.result(SECONDS).checkpoint)
+    elif rank == 1:
         os._exit(9)
-    return type(future.exception(SECONDS)).__name__
+    else:
+        say(type(future.exception(SECONDS)).__name__)
+        os._exit(0)  # a group that is broken waits for nobody
 
 
-ALONE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import test_saver_async
-from world import process_group
-import os
-rank = int(sys.argv[3])
-import torch.distributed as dist
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-print(test_saver_async.outlive(rank, 2, sys.argv[4], sys.argv[5]), flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.parametrize("how", ["destroy", "killed"])
+@pytest.mark.parametrize("how", ["destroyed", "gone"])
 def test_a_save_outlives_the_default_group_and_notices_a_rank_that_is_gone(
     how: str, root: Path, tmp_path: Path
 ) -> None:
     root.mkdir(mode=0o750, exist_ok=True)
-    script = [sys.executable, "-c", ALONE, str(Path(__file__).parent), str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*script, str(rank), str(root), how], stdout=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=SECONDS)[0].strip() for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    if how == "destroy":
-        assert said[0] == said[1] == (root / "LATEST").read_text().strip()
+    ranks = [Child(outlive, rank, str(tmp_path / "store"), str(root), how) for rank in range(2)]
+    said, status = zip(*(rank.ended() for rank in ranks), strict=True)
+    if how == "destroyed":
+        latest = (root / "LATEST").read_text().strip()
+        assert (said, status) == (([latest], [latest]), (0, 0))
     else:
-        assert said == ["StateError", ""]
+        assert (said, status) == ((["StateError"], []), (0, 9))
         assert not (root / "LATEST").exists()
 
 
-def save_until_killed(path: str) -> None:
-    """Steps from where the last checkpoint was, and saves beside them, one after the other, until somebody kills the process."""
+def save_until_killed(say: Callable[[str], None], path: str) -> None:
+    """Saves, and up to 15 steps beside each, from where the last checkpoint was, until somebody kills the process."""
     bag, saver = make_bag(), Saver(0)
     if (Path(path) / "LATEST").exists():
         saver.load(bag, path)
-    future: Future[SaveReport] | None = None
-    for step in itertools.count(bag.table.native.step()):
-        train(bag, 1, seed=step, ids=400)
-        if future is None or future.done():
-            if future is not None:
-                print("saved", future.result().kind, flush=True)
-            # A full one takes some 20 ms.
-            future = saver.save_async(bag, path, step % 3 > 0, keep=2, max_bytes_per_second="1MiB")
+    for save in itertools.count():
+        # A full one takes some 20 ms.
+        future = saver.save_async(bag, path, save % 3 > 0, keep=2, max_bytes_per_second="1MiB")
+        for _beside in range(15):
+            train(bag, 1, seed=bag.table.native.step(), ids=400)
+            if future.done():
+                break
+        say(future.result(SECONDS).kind)
 
 
 def test_what_latest_names_is_whole_whenever_a_process_is_killed_amid_its_saves(root: Path) -> None:
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_saver_async as t; t.save_until_killed(sys.argv[2])"
-    )
-    command = [sys.executable, "-c", program, str(Path(__file__).parent), str(root)]
-    draw, said = random.Random(5), ""
+    draw, said = random.Random(5), set()
     for _round in range(int(os.environ.get("EMBCACHE_PYTHON_KILLS", "2"))):
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        for _save in range(draw.randrange(4, 12)):
-            said += child.stdout.readline()
+        child = Child(save_until_killed, str(root))
+        said |= {child.hear() for _save in range(draw.randrange(4, 12))}
         time.sleep(draw.random() * 0.04)
         child.kill()
-        said += child.stdout.read()
-        child.stdout.close()
-        assert child.wait() == -9, "it ended by itself"
+        rest, status = child.ended()
+        assert status == -9, "it ended by itself"
+        said |= set(rest)
         bag, straight = make_bag(), make_bag()
         Saver(0).load(bag, root)
         for step in range(bag.table.native.step()):
@@ -434,4 +406,4 @@ def test_what_latest_names_is_whole_whenever_a_process_is_killed_amid_its_saves(
         assert all(
             (*row[:-2], row[-1]) == (*expected[row_id][:-2], expected[row_id][-1]) for row_id, row in found.items()
         )
-    assert {"saved full", "saved delta"} <= set(said.splitlines())
+    assert said == {"full", "delta"}

@@ -249,6 +249,31 @@ fn rows_that_cannot_be_kept_fail_the_snapshot_and_not_training() {
     }
 }
 
+/// An append goes on in another segment, whose file cannot be made: rows of it are on SSD that nobody knows of as being there.
+#[test]
+fn rows_that_a_failed_write_left_on_ssd_are_in_a_snapshot_once() {
+    let mut half_written = 0;
+    for passing in 0..8 {
+        let memory: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let faults = FaultEngine::new(Arc::clone(&memory));
+        let tiers = Tiers { device_rows: None, host_rows: 1500, ssd: Some(512 << 10), on_full: OnFull::Error };
+        let wanted = table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad);
+        let rig = Rig::open(wanted, Arc::new(faults.clone()) as Arc<dyn IoEngine>).unwrap();
+        let ids: Vec<Id> = (0..1400).collect();
+        rig.train(&ids, 4, 1).unwrap();
+        faults.hit_once(Operation::Create, passing, Fault::Fail(libc::EMFILE));
+        if rig.table.flush(1).is_ok() {
+            break;
+        }
+        let before = rig.table.stats().unwrap().ssd.unwrap().tier.rows;
+        half_written += u64::from(before > 0);
+        let expected = rig.contents().unwrap();
+        let snapshot = rig.table.snapshot(&images(&memory, 1 << 20), 1).unwrap();
+        assert!(contents(snapshot).unwrap() == expected, "after {passing} files");
+    }
+    assert!(half_written > 0, "no append failed half way");
+}
+
 #[test]
 fn clearing_and_closing_a_table_wait_for_its_snapshot() {
     for close in [false, true] {
