@@ -44,7 +44,11 @@ def short(what: str) -> str:
 def compared(row: Row) -> str:
     """The columns of limit and rivals."""
     limit = f"{ratio(row, row['limit']['value']):.2f}" if row["limit"] else ""
-    rivals = ", ".join(f"{ratio(row, rival['value']):.2f} {TIMES} {short(rival['what'])}" for rival in row["rivals"])
+    names = [short(rival["what"]) for rival in row["rivals"]]
+    shown = [rival["what"] if names.count(name) > 1 else name for rival, name in zip(row["rivals"], names, strict=True)]
+    rivals = ", ".join(
+        f"{ratio(row, rival['value']):.2f} {TIMES} {name}" for rival, name in zip(row["rivals"], shown, strict=True)
+    )
     return f"{limit} | {rivals}"
 
 
