@@ -337,7 +337,7 @@ fn a_full_ssd_tier_goes_on_under_a_snapshot_that_nobody_reads() {
             let expected = rig.contents().unwrap();
             let written = || rig.table.stats().unwrap().ssd.unwrap().tier.written_bytes;
             let before = written();
-            let images = images(&engine, 16 << 10);
+            let images = images(&engine, 8 << 10);
             let snapshot = rig.table.snapshot(&images, 1).unwrap();
             let mut token = 0;
             while written() < before + (1 << 20) {
