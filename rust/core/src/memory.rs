@@ -17,6 +17,9 @@ const RESERVE_BYTES: usize = 32 << 20;
 /// Less than this is left to the reserve.
 const SMALL_BYTES: usize = 1 << 20;
 
+/// Stacks, and what the system's allocator keeps for each thread.
+const ROOM_FOR_THREADS: usize = 64 << 20;
+
 static RESERVE: AtomicPtr<libc::c_void> = AtomicPtr::new(null_mut());
 static SPENT: AtomicBool = AtomicBool::new(false);
 
@@ -117,6 +120,11 @@ pub(crate) fn room(what: &str, bytes: usize) -> Result<()> {
     // SAFETY: mapped above, and nobody else has its address.
     unsafe { libc::munmap(made, bytes) };
     Ok(())
+}
+
+/// Whether there is memory for threads: one that begins and gets none for what is its own ends the process.
+pub(crate) fn room_for_threads() -> bool {
+    room("start threads", ROOM_FOR_THREADS).is_ok()
 }
 
 /// `len` zeros for `what` (in the infinitive); `Kind::Memory` where the system refuses.

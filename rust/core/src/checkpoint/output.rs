@@ -8,6 +8,7 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, Open};
+use crate::memory::room_for_threads;
 use crate::sync::lock;
 
 /// Images that there are at once: one is filled while the others are written, each by a thread and its helpers. Some of them are being
@@ -60,7 +61,7 @@ impl<'s> Output<'s> {
             Builder::new().name(format!("embcache-save-{number}")).spawn_scoped(scope, write).ok()
         };
         // Without threads nothing is written beside.
-        let threads = (1..IMAGES).map_while(start).collect();
+        let threads = (1..if room_for_threads() { IMAGES } else { 1 }).map_while(start).collect();
         Self { engine, images, written, free: Vec::new(), under_way: 0, threads }
     }
 
@@ -151,6 +152,7 @@ pub(super) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Re
 
 /// Do `work` with every piece on up to `threads` threads, this one among them, until the first error.
 pub(super) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+    let threads = if room_for_threads() { threads } else { 1 };
     let helpers = threads.min(pieces.len()).saturating_sub(1);
     let pieces = Mutex::new(pieces.into_iter());
     let failed = Mutex::new(None);

@@ -16,6 +16,7 @@ use super::part::sweep_parts;
 use super::retention::{checkpoints, lock_root, sweep};
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, IoEngine, LOCK_FILE, publish, read_file, write_whole};
+use crate::memory::room_for_threads;
 
 /// The coordinator's manifest, written when all ranks are done.
 pub(super) const MANIFEST_FILE: &str = "manifest.json";
@@ -51,6 +52,9 @@ struct Early(Option<JoinHandle<Result<()>>>);
 
 impl Early {
     fn begin(sync: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<Self> {
+        if !room_for_threads() {
+            return sync().map(|()| Self(None));
+        }
         let sync = Arc::new(sync);
         let beside = Arc::clone(&sync);
         match Builder::new().name("embcache-name".into()).spawn(move || beside()) {

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -92,8 +92,16 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
     if let Some(pool) = pools.iter().find(|pool| pool.current_num_threads() == size) {
         return Some(Arc::clone(pool));
     }
-    let builder = ThreadPoolBuilder::new().num_threads(size).thread_name(|which| format!("embcache-kernel-{which}"));
+    let (begun, all_begun) = mpsc::channel();
+    let builder = ThreadPoolBuilder::new()
+        .num_threads(size)
+        .thread_name(|which| format!("embcache-kernel-{which}"))
+        .start_handler(move |_| {
+            let _ = begun.send(());
+        });
     let pool = Arc::new(builder.build().ok()?);
+    // A thread that begins when the system has no memory left ends the process: it needs some of its own.
+    for () in all_begun.iter().take(size) {}
     pools.push(Arc::clone(&pool));
     Some(pool)
 }
