@@ -67,12 +67,16 @@ def test_inspect_shows_the_checkpoints_of_a_directory_and_the_tables_of_the_newe
 
 
 def test_people_see_tables(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(ckpt)
+    bag = save(ckpt)
+    train(bag, steps=1, seed=9)
+    Saver(0).save(nn.Sequential(bag), str(ckpt), incremental=True)
+    full, delta = (entry["name"] for entry in run(capsys, "inspect", ckpt)[1]["checkpoints"])
     assert main(["inspect", str(ckpt)]) == 0
     shown = capsys.readouterr().out
-    assert "LATEST" in shown
     assert "rowwise_adagrad" in shown
     assert "item" in shown
+    (line,) = (line for line in shown.splitlines() if "LATEST" in line)
+    assert line.split()[:3] == [delta, "delta", full]  # in a pipe one line each, however long
 
 
 def test_verify_reads_everything_and_damage_is_status_one(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ FOUND = 1
 #: The command could not be carried out. (2 is argparse's: wrong usage.)
 FAILED = 3
 
+_WIDE = 1_000  # characters
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -52,11 +54,17 @@ class Report:
             raise UnsupportedError(
                 'tables need rich: pip install "torchrec-embcache[cli]", or ask for --json'
             ) from missing
-        console = Console(highlight=False)
+        # A pipe or file has no width: what is read by other programs stands on one line.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
         for grid in self.grids:
             table = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD)
             for name, first in zip(grid.columns, grid.rows[0] if grid.rows else grid.columns, strict=True):
-                table.add_column(name, justify="right" if isinstance(first, int | float) else "left", overflow="fold")
+                table.add_column(
+                    name,
+                    justify="right" if isinstance(first, int | float) else "left",
+                    overflow="fold",
+                    min_width=max(map(len, name.split()), default=0),
+                )
             for row in grid.rows:
                 table.add_row(*(escape(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
             console.print(table)
