@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::cache::Table;
-use embcache::checkpoint::{BesideOptions, CheckpointName, RankSnapshot, RankWriter, Save, TableToSave};
+use embcache::cache::{Ancestor, Table};
+use embcache::checkpoint::{
+    BesideOptions, Parent, Published, RankSnapshot, RankWriter, Save, SaveOptions, TableToSave,
+};
 use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
 use embcache::types::Id;
@@ -18,7 +20,7 @@ use crate::made::{ROOT, Rows, load, memory};
 const RANDOM: u64 = 5;
 
 /// A table in RAM, one with a device tier, and one on all tiers, trained.
-fn rigs() -> Vec<Rig> {
+pub(crate) fn rigs() -> Vec<Rig> {
     let tiers = [(None, 400, false), (Some(20), 400, false), (Some(15), 20, true)];
     let rigs = tiers.into_iter().enumerate().map(|(number, (device_rows, host_rows, ssd))| {
         let mut wanted = config(3, OptimizerKind::Adagrad, host_rows);
@@ -27,11 +29,15 @@ fn rigs() -> Vec<Rig> {
         wanted.device_rows = device_rows;
         let dir = PathBuf::from("/base/m/t/0-of-1");
         wanted.ssd = ssd.then_some(SsdConfig { dir, bytes: 4 << 20, reopen: Reopen::Never, resume_token: None });
-        let rig = Rig::open(wanted, Arc::new(MemoryEngine::default())).unwrap();
-        train(&rig, 0);
-        rig
+        Rig::open(wanted, Arc::new(MemoryEngine::default())).unwrap()
     });
     rigs.collect()
+}
+
+fn trained() -> Vec<Rig> {
+    let rigs = rigs();
+    train_all(&rigs, 0);
+    rigs
 }
 
 fn train(rig: &Rig, salt: Id) {
@@ -41,47 +47,53 @@ fn train(rig: &Rig, salt: Id) {
     }
 }
 
-fn to_save(rigs: &[Rig]) -> Vec<TableToSave> {
+fn to_save(rigs: &[Rig], base: Option<&Ancestor>) -> Vec<TableToSave> {
     let numbers = BTreeMap::from([("lr".to_owned(), 0.1)]);
     let to_save = |rig: &Rig| TableToSave {
         module: "m".to_owned(),
         table: rig.table.clone(),
         hyperparameters: numbers.clone(),
-        ancestor: None,
+        ancestor: base.cloned(),
     };
     rigs.iter().map(to_save).collect()
 }
 
-/// A save beside training: `between` happens after the moment, `within` after each table.
-fn save_beside(
+/// What the next save is published with.
+pub(crate) fn next_epoch(rigs: &[Rig]) -> u32 {
+    rigs.iter().map(|rig| rig.table.epoch().unwrap()).max().unwrap() + 1
+}
+
+/// A save beside training, of what changed since `base` if there is one: `between` happens after the moment, `within` after each table.
+pub(crate) fn save_beside(
     engine: &Arc<dyn IoEngine>,
     rigs: &[Rig],
+    base: Option<&Ancestor>,
     between: impl FnOnce(),
     within: impl Fn(),
     image_bytes: usize,
-) -> Result<CheckpointName> {
-    let save = Save::begin(Arc::clone(engine), Path::new(ROOT), RANDOM)?;
-    let name = save.name();
-    let options = BesideOptions { next_epoch: 2, image_bytes, bytes_per_second: None };
-    let mut snapshot = RankSnapshot::begin(Arc::clone(engine), Path::new(ROOT), name, (0, 1), to_save(rigs), options)?;
+) -> Result<Published> {
+    let parent = base.map(|base| Parent { name: base.name.clone(), manifest_xxh3: base.manifest_xxh3 });
+    let options = SaveOptions { parent, ..SaveOptions::default() };
+    let save = Save::begin_with(Arc::clone(engine), Path::new(ROOT), RANDOM, options)?;
+    let next_epoch = next_epoch(rigs);
+    let options = BesideOptions { next_epoch, image_bytes, bytes_per_second: None };
+    let tables = to_save(rigs, base);
+    let mut snapshot = RankSnapshot::begin(Arc::clone(engine), Path::new(ROOT), save.name(), (0, 1), tables, options)?;
     between();
     while snapshot.write_next()?.is_some() {
         within();
     }
     let digest = snapshot.finish()?;
-    save.publish(&[digest], 2)?;
-    Ok(name)
+    save.publish(&[digest], next_epoch)
 }
 
-fn save_blocking(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Result<CheckpointName> {
+pub(crate) fn save_blocking(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Result<Published> {
     let save = Save::begin(Arc::clone(engine), Path::new(ROOT), RANDOM)?;
-    let name = save.name();
-    let mut writer = RankWriter::new(Arc::clone(engine), Path::new(ROOT), name, 0, 1)?;
-    for TableToSave { module, table, hyperparameters, .. } in to_save(rigs) {
+    let mut writer = RankWriter::new(Arc::clone(engine), Path::new(ROOT), save.name(), 0, 1)?;
+    for TableToSave { module, table, hyperparameters, .. } in to_save(rigs, None) {
         writer.write_rows_of(&module, &table, hyperparameters)?;
     }
-    save.publish(&[writer.finish()?], 2)?;
-    Ok(name)
+    save.publish(&[writer.finish()?], next_epoch(rigs))
 }
 
 fn files(engine: &MemoryEngine, dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
@@ -95,7 +107,7 @@ fn files(engine: &MemoryEngine, dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     found
 }
 
-fn rows_of(rigs: &[Rig]) -> Vec<Rows> {
+pub(crate) fn rows_of(rigs: &[Rig]) -> Vec<Rows> {
     let floats = |(id, (header, bits)): (Id, (embcache::rows::RowHeader, Vec<u32>))| {
         (id, (header, bits.into_iter().map(f32::from_bits).collect()))
     };
@@ -103,12 +115,12 @@ fn rows_of(rigs: &[Rig]) -> Vec<Rows> {
     rigs.iter().map(|rig| rows(rig.contents().unwrap())).collect()
 }
 
-fn loaded(engine: MemoryEngine) -> Vec<Rows> {
+pub(crate) fn loaded(engine: MemoryEngine) -> Vec<Rows> {
     let engine: Arc<dyn IoEngine> = Arc::new(engine);
     load(&engine, Path::new(ROOT), 2).expect("a whole checkpoint").into_iter().map(|table| table.rows).collect()
 }
 
-fn train_all(rigs: &[Rig], salt: Id) {
+pub(crate) fn train_all(rigs: &[Rig], salt: Id) {
     for rig in rigs {
         train(rig, salt);
     }
@@ -116,14 +128,14 @@ fn train_all(rigs: &[Rig], salt: Id) {
 
 #[test]
 fn the_files_are_those_of_a_blocking_save_at_the_moment_whatever_is_trained_meanwhile() {
-    let rigs = rigs();
+    let rigs = trained();
     let (before, beside) = (memory(), memory());
     let engine = |memory: &MemoryEngine| Arc::new(memory.clone()) as Arc<dyn IoEngine>;
     save_blocking(&engine(&before), &rigs).unwrap();
     let rows = rows_of(&rigs);
-    let name = save_beside(&engine(&beside), &rigs, || train_all(&rigs, 1), || train_all(&rigs, 2), 1).unwrap();
+    let saved = save_beside(&engine(&beside), &rigs, None, || train_all(&rigs, 1), || train_all(&rigs, 2), 1).unwrap();
     assert!(rows_of(&rigs) != rows);
-    let dir = Path::new(ROOT).join(name.to_string());
+    let dir = Path::new(ROOT).join(saved.identity.name);
     let (before, beside) = (files(&before, &dir), files(&beside, &dir));
     assert_eq!(before.keys().collect::<Vec<_>>(), beside.keys().collect::<Vec<_>>());
     assert!(before.len() >= 5 && before == beside, "the same bytes");
@@ -132,7 +144,7 @@ fn the_files_are_those_of_a_blocking_save_at_the_moment_whatever_is_trained_mean
 #[test]
 fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one_and_training_goes_on() {
     let (mut stops, mut kept, mut replaced) = (0, 0, 0);
-    let all = rigs();
+    let all = trained();
     loop {
         let memory = memory();
         let plain: Arc<dyn IoEngine> = Arc::new(memory.clone());
@@ -143,7 +155,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one_and_traini
         let faults = FaultEngine::new(Arc::new(memory.clone()));
         faults.hit_change(stops, Fault::Stop);
         let faulty: Arc<dyn IoEngine> = Arc::new(faults.clone());
-        let result = save_beside(&faulty, &all, || train_all(&all, 4), || train_all(&all, 5), 1);
+        let result = save_beside(&faulty, &all, None, || train_all(&all, 4), || train_all(&all, 5), 1);
         train_all(&all, 6);
         if !faults.is_stopped() {
             result.unwrap();
@@ -169,7 +181,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one_and_traini
 
 #[test]
 fn a_failed_operation_fails_the_save_typed_and_neither_training_nor_the_old_checkpoint() {
-    let all = rigs();
+    let all = trained();
     for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::Rename] {
         let mut passing = 0;
         loop {
@@ -180,7 +192,7 @@ fn a_failed_operation_fails_the_save_typed_and_neither_training_nor_the_old_chec
             let faults = FaultEngine::new(Arc::new(memory.clone()));
             faults.hit_once(operation, passing, Fault::Fail(libc::ENOSPC));
             let faulty: Arc<dyn IoEngine> = Arc::new(faults);
-            let result = save_beside(&faulty, &all, || train_all(&all, 7), || train_all(&all, 8), 1);
+            let result = save_beside(&faulty, &all, None, || train_all(&all, 7), || train_all(&all, 8), 1);
             train_all(&all, 9);
             let Err(error) = result else { break };
             assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)), "{error}");
@@ -194,16 +206,16 @@ fn a_failed_operation_fails_the_save_typed_and_neither_training_nor_the_old_chec
 
 #[test]
 fn a_save_that_cannot_hold_every_table_holds_none() {
-    let all = rigs();
+    let all = trained();
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let save = Save::begin(Arc::clone(&engine), Path::new(ROOT), RANDOM).unwrap();
     let options = BesideOptions { next_epoch: 1, image_bytes: 1 << 20, bytes_per_second: Some(1 << 40) };
     let begin =
         |tables| RankSnapshot::begin(Arc::clone(&engine), Path::new(ROOT), save.name(), (0, 1), tables, options);
-    let twice: Vec<TableToSave> = to_save(&all).into_iter().chain(to_save(&all[..1])).collect();
+    let twice: Vec<TableToSave> = to_save(&all, None).into_iter().chain(to_save(&all[..1], None)).collect();
     assert_eq!(begin(twice).unwrap_err().kind(), Kind::State);
-    let snapshot = begin(to_save(&all)).unwrap();
+    let snapshot = begin(to_save(&all, None)).unwrap();
     assert_eq!(snapshot.finish().unwrap_err().kind(), Kind::State, "nothing was written");
-    drop(begin(to_save(&all)).unwrap());
+    drop(begin(to_save(&all, None)).unwrap());
     all.iter().map(|rig| &rig.table).for_each(|table: &Table| table.clear().unwrap());
 }

@@ -1,6 +1,7 @@
 //! Checkpoints: round trips over world sizes, damage of every kind, and crashes at every operation.
 
 mod beside;
+mod beside_delta;
 mod crash;
 mod damage;
 mod delta;

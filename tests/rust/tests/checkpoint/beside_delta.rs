@@ -1,0 +1,123 @@
+//! Deltas saved beside training: no stop costs the chain they build on, and the next delta is right, of the same run and of another.
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::cache::Ancestor;
+use embcache::checkpoint::{Chain, Latest, Published};
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine};
+use embcache::types::Id;
+use embcache_tests::Rig;
+
+use crate::beside::{loaded, next_epoch, rigs, rows_of, save_beside, save_blocking, train_all};
+use crate::made::{ROOT, memory};
+
+/// Rows change, leave, and come back.
+fn change(rigs: &[Rig], salt: Id) {
+    for rig in rigs {
+        let gone: Vec<Id> = (0..190).filter(|id| (id + salt) % 11 == 0).collect();
+        rig.table.remove_rows(&gone).unwrap();
+    }
+    train_all(rigs, salt);
+}
+
+fn ancestor(saved: &Published, next_epoch: u32) -> Ancestor {
+    Ancestor { name: saved.identity.name.clone(), manifest_xxh3: saved.identity.manifest_xxh3, next_epoch }
+}
+
+/// Save every row; the tables descend from that.
+fn save_full(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Ancestor {
+    let next_epoch = next_epoch(rigs);
+    let made = ancestor(&save_blocking(engine, rigs).unwrap(), next_epoch);
+    for rig in rigs {
+        rig.table.set_epoch(next_epoch).unwrap();
+        rig.table.saved_as(made.clone()).unwrap();
+    }
+    made
+}
+
+/// Save what changed since `base` while rows change; whether it succeeded is told to the tables.
+fn save_changes(engine: &Arc<dyn IoEngine>, rigs: &[Rig], base: &Ancestor) -> embcache::Result<Ancestor> {
+    let next_epoch = next_epoch(rigs);
+    let result = save_beside(engine, rigs, Some(base), || change(rigs, 4), || change(rigs, 5), 1);
+    let result = result.map(|saved| ancestor(&saved, next_epoch));
+    for rig in rigs {
+        rig.table.saved_beside(next_epoch, result.as_ref().ok().cloned());
+    }
+    result
+}
+
+/// The next delta on `base`, and what is swept by it.
+fn goes_on(image: &MemoryEngine, rigs: &[Rig], base: &Ancestor) {
+    let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
+    let now = rows_of(rigs);
+    save_changes(&engine, rigs, base).unwrap();
+    assert!(loaded(image.clone()) == now, "the next delta is wrong");
+    let chain = Chain::open(&engine, Path::new(ROOT), Latest::read(image, Path::new(ROOT)).unwrap()).unwrap();
+    assert!(chain.names().any(|name| name == base.name));
+    assert_eq!(image.list(Path::new(ROOT)).unwrap().len(), 2 + chain.names().count(), "orphans are swept");
+}
+
+/// A run that begins with what `LATEST` names.
+fn resumed(image: &MemoryEngine) -> (Vec<Rig>, Ancestor) {
+    let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
+    let chain = Chain::open(&engine, Path::new(ROOT), Latest::read(image, Path::new(ROOT)).unwrap()).unwrap();
+    let (identity, next_epoch) = (chain.identity(), chain.manifest().next_epoch);
+    let base = Ancestor { name: identity.name, manifest_xxh3: identity.manifest_xxh3, next_epoch };
+    let rigs = rigs();
+    for rig in &rigs {
+        let config = rig.table.config();
+        chain.table_reader("m", &config.name, config.buckets.clone()).unwrap().load_into(&rig.table).unwrap();
+        rig.table.set_epoch(next_epoch).unwrap();
+        rig.table.saved_as(base.clone()).unwrap();
+    }
+    (rigs, base)
+}
+
+#[test]
+fn a_stop_at_every_operation_of_a_delta_beside_training_keeps_the_chain_and_the_next_delta_is_right() {
+    let all = rigs();
+    train_all(&all, 0);
+    let (mut stops, mut kept, mut replaced) = (0, 0, 0);
+    loop {
+        let memory = memory();
+        let plain: Arc<dyn IoEngine> = Arc::new(memory.clone());
+        let base = save_full(&plain, &all);
+        let old = rows_of(&all);
+        change(&all, 3);
+        let new = rows_of(&all);
+        let faults = FaultEngine::new(Arc::new(memory.clone()));
+        faults.hit_change(stops, Fault::Stop);
+        let result = save_changes(&(Arc::new(faults.clone()) as Arc<dyn IoEngine>), &all, &base);
+        change(&all, 6);
+        if !faults.is_stopped() {
+            assert!(loaded(memory.clone()) == new);
+            goes_on(&memory, &all, &result.unwrap());
+            break;
+        }
+        for image in [memory.crash(), memory.kill(), memory.crash_torn(stops)] {
+            let found = loaded(image.clone());
+            assert!(found == old || found == new, "neither, after {stops} changes");
+            assert!(result.is_err() || found == new, "a save that succeeded is lost after {stops} changes");
+            if found == old {
+                kept += 1;
+            } else {
+                replaced += 1;
+            }
+            // Of a process that loads what is there.
+            let (others, latest) = resumed(&image);
+            assert!(rows_of(&others) == found);
+            assert_eq!(latest == base, found == old);
+            change(&others, 7);
+            goes_on(&image, &others, &latest);
+        }
+        // Of the same process, when its disk is back.
+        let image = memory.kill();
+        if result.is_err() && loaded(image.clone()) == old {
+            goes_on(&image, &all, &base);
+        }
+        stops += 1;
+    }
+    assert!(stops > 30 && kept > 60 && replaced > 0, "{stops} stops, {kept} kept, {replaced} replaced");
+}
