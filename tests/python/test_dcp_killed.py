@@ -1,16 +1,21 @@
 """Saves through DCP that are killed, at random: the checkpoint before, or the new one, is there whole."""
 
 import itertools
+import os
 import random
+import signal
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_cases import Model, held, load, rows, save
 from torchrec_embcache import EmbCacheStorageWriter
@@ -66,3 +71,92 @@ def test_a_kill_during_saves_leaves_a_whole_checkpoint(tmp_path: Path, how: str,
     assert sorted(model.contents()) == rows(state["salt"])
     save({"salt": 99}, path)
     assert len(held(path)) == 2, "what the killed processes left is swept"
+
+
+class Halting(EmbCacheStorageWriter):
+    """Stands still at a step of its save, in the process that DCP saves in, and says so by a file."""
+
+    where = ""
+
+    def _halt(self, where: str) -> None:
+        if self.where == where:
+            Path(f"{self.checkpoint_id}.halted").touch()
+            signal.pause()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        resolve, left = planner.resolve_data, len(plan.items)
+
+        def resolve_data(item: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self._halt("amid its part")
+            return resolve(item)
+
+        planner.resolve_data = resolve_data
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        self._halt("after it published")
+
+
+def train_while_savers_are_killed(say: Callable[[Any], None], path: str) -> None:
+    """Says, of each save whose process is killed, the error of its future and what a load then finds."""
+    warnings.simplefilter("ignore")
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    model = Model()
+    writer, halted = Halting(path, model), Path(f"{path}.halted")
+    state = {"salt": 0, "a": torch.zeros(1 << 18)}
+
+    def fill(salt: int) -> None:
+        model.fill(salt)
+        state["salt"] = salt
+        state["a"].fill_(salt)
+
+    def begin(kind: AsyncCheckpointerType) -> Any:
+        return dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+
+    def found() -> int:
+        loaded = load({"salt": -1, "a": torch.zeros(1 << 18)}, path, other := Model())
+        assert torch.equal(loaded["a"], torch.full((1 << 18,), float(loaded["salt"])))
+        assert sorted(other.contents()) == rows(loaded["salt"])
+        return int(loaded["salt"])
+
+    with process_group(0, 1, f"{path}.store"):
+        fill(1)
+        dcp.save(state, storage_writer=writer)
+        for salt, writer.where in ((10, "amid its part"), (20, "after it published")):
+            fill(salt)
+            future = begin(AsyncCheckpointerType.PROCESS)
+            fill(-salt)
+            while not halted.exists():
+                assert not future.done(), future.exception()
+                time.sleep(0.01)
+            halted.unlink()
+            os.kill(_async_process_executor._CHECKPOINT_PROCESS._save_process.pid, signal.SIGKILL)
+            writer.where = ""
+            say((type(future.exception()).__name__, str(future.exception()), found()))
+            # DCP starts no other process of itself: a save in one fails, typed, and what it staged is given back.
+            fill(salt + 1)
+            say(str(begin(AsyncCheckpointerType.PROCESS).exception()))
+            begin(AsyncCheckpointerType.THREAD).result()
+            assert found() == salt + 1
+            fill(salt + 2)
+            dcp.save(state, storage_writer=writer)
+            assert found() == salt + 2
+            say(held(path))
+            _async_process_executor._CHECKPOINT_PROCESS = None
+
+
+def test_a_kill_of_the_process_that_saves_is_told_by_the_future_and_the_trainer_saves_on(tmp_path: Path) -> None:
+    said, status = Child(train_while_savers_are_killed, str(tmp_path / "ckpt"), daemon=False).ended()
+    assert status == 0
+    deaths, refusals, left = said[::3], said[1::3], said[2::3]
+    assert [found for _, _, found in deaths] == [1, 20], "the checkpoint before, until the new one is published"
+    for kind, message, _ in deaths:
+        assert (kind, "background process is dead" in message) == ("RuntimeError", True), message
+    for message in refusals:
+        assert "background process is dead" in message or "Broken pipe" in message, message
+    for names in left:
+        assert len(names) == 2, f"what the killed process left is swept: {names}"
