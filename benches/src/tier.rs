@@ -153,6 +153,9 @@ impl IoEngine for CountedEngine {
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         self.inner.rename(from, to)
     }
+    fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()> {
+        self.inner.link(file, to)
+    }
     fn remove_file(&self, path: &Path) -> Result<()> {
         self.inner.remove_file(path)
     }
@@ -190,6 +193,9 @@ impl IoFile for CountedFile {
     }
     fn sync(&self) -> Result<()> {
         self.inner.sync()
+    }
+    fn links(&self) -> Result<u64> {
+        self.inner.links()
     }
     fn as_any(&self) -> &dyn Any {
         self.inner.as_any()

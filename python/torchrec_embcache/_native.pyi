@@ -44,6 +44,7 @@ class Table:
         resume_token: int | None,
         policy: Literal["lru", "lfu", "s3fifo"],
         on_full: Literal["error", "evict"],
+        segments: SnapshotSegments | None = None,  # its contents, in place of whatever is in ssd_dir
     ) -> Table: ...
     name: str
     key: int
@@ -168,15 +169,21 @@ def open_load_dir(path: str) -> tuple[str, int]: ...  # as check_load_dir, likew
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def sweep_parts(path: str) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
 def latest_checkpoint(path: str) -> str: ...  # what CheckpointReader takes; PathError when there is none
-def newest_checkpoint(path: str) -> dict[str, Any] | None: ...  # identity, merged, next_epoch, kind, tables; None when there is none
+def newest_checkpoint(path: str) -> dict[str, Any] | None: ...  # identity, merged, next_epoch, kind (full, delta or snapshot), tables; None when there is none
 
 @final
 class CheckpointSave:
     """The coordinator's part of a save. Other saves leave its directory alone for as long as it lives."""
 
     def __new__(
-        cls, path: str, random: int, keep: int = 1, parent: Identity | None = None, merged: Identity | None = None
-    ) -> CheckpointSave: ...  # random: 64 bits that tell saves at the same time apart; parent: of a delta; merged: the delta it replaces
+        cls,
+        path: str,
+        random: int,  # 64 bits that tell saves at the same time apart
+        keep: int = 1,
+        parent: Identity | None = None,  # of a delta
+        merged: Identity | None = None,  # the delta or snapshot that it replaces
+        snapshot: bool = False,  # tables are written by `link_table`
+    ) -> CheckpointSave: ...
     name: str
     identity: Identity  # after publish()
     def adopt(self, rank: int, world_size: int, parts: Sequence[tuple[str, str, tuple[int, int]]]) -> tuple[int, int]: ...  # directory, name, digest of each; the rank's digest
@@ -190,6 +197,9 @@ class CheckpointWriter:
 
     def __new__(cls, path: str, name: str, rank: int, world_size: int) -> CheckpointWriter: ...
     def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> int: ...  # rows written
+    def link_table(
+        self, module: str, table: Table, hyperparameters: Mapping[str, float]
+    ) -> tuple[int, int, int]: ...  # rows; bytes of segments linked, and copied because they could not be; without an SSD tier as write_table
     def write_rows(
         self,
         spec: str,  # the table's entry in a manifest (`spec`), JSON
@@ -259,16 +269,30 @@ class CheckpointReader:
     identity: Identity
     links: list[str]  # names, newest first
     next_epoch: int
+    kind: Literal["full", "delta", "snapshot"]
     def tables(self) -> list[dict[str, Any]]: ...  # module, table, key, dim, optimizer, hyperparameters, step, seed, total_num_buckets, rows
     def check_table(
-        self, module: str, table: Table, bucket_begin: int, bucket_end: int, saved: tuple[str, str] | None = None
-    ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded; saved: module and table there, where others
+        self,
+        module: str,
+        table: Table,
+        bucket_begin: int,
+        bucket_end: int,
+        saved: tuple[str, str] | None = None,  # module and table there, where others
+        segments: bool = False,  # False: MismatchError where it would have to be opened from segments
+    ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded
+    def segments(self, module: str, table: str) -> SnapshotSegments | None: ...  # after check_table: not None: make a Table of these, no load_table
     def load_table(
         self, module: str, table: Table, progress: Callable[[int], object] | None = None
     ) -> int: ...  # after check_table, with the buckets it was given; rows loaded; progress is told of rows
     def dense_metadata(self) -> bytes | None: ...  # as `write_dense_metadata` was given it
     def stream_bytes(self) -> list[int]: ...  # of each rank's stream of extents
     def read_extent(self, rank: int, offset: int, into: NDArray[np.uint8]) -> None: ...  # any part of a stream, verified
+
+@final
+class SnapshotSegments:
+    """What a table's SSD tier consisted of when a snapshot was saved; checked as far as footers go."""
+
+    rows: int
 
 @final
 class CheckpointRows:

@@ -7,11 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use embcache::cache::Ancestor;
 use embcache::checkpoint::{
-    Chain, ChainReader, Checkpoint, CheckpointKind, CheckpointName, Compaction, Extent, ExtentReader, Latest, Manifest,
-    Parent, Published, RankDigest, RankWriter, Save, SaveOptions,
+    Chain, ChainReader, Checkpoint, CheckpointName, Compaction, Extent, ExtentReader, Latest, Manifest, Parent,
+    Published, RankDigest, RankWriter, Save, SaveOptions,
 };
 use embcache::io::IoEngine;
 use embcache::paths::{directory_to_load, directory_to_save};
+use embcache::ssd::StateCounters;
 use embcache::{Error, Kind};
 use numpy::PyReadwriteArray1;
 use pyo3::prelude::*;
@@ -21,6 +22,7 @@ use crate::blocks::{loading_from, saving_in};
 use crate::buffers::slice_mut;
 use crate::checkpoint_rows::GivenRows;
 use crate::error::to_python;
+use crate::segments::PySegments;
 use crate::table::PyTable;
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -88,7 +90,7 @@ impl PySave {
 #[pymethods]
 impl PySave {
     #[new]
-    #[pyo3(signature = (path, random, keep=1, parent=None, merged=None))]
+    #[pyo3(signature = (path, random, keep=1, parent=None, merged=None, snapshot=false))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn new(
         py: Python<'_>,
@@ -97,8 +99,10 @@ impl PySave {
         keep: usize,
         parent: Option<Identity>,
         merged: Option<Identity>,
+        snapshot: bool,
     ) -> PyResult<Self> {
-        let options = SaveOptions { parent: parent.map(self::parent), merged: merged.map(self::parent), keep };
+        let options =
+            SaveOptions { parent: parent.map(self::parent), merged: merged.map(self::parent), snapshot, keep };
         let begin = || {
             let (path, engine) = saving_in(&path)?;
             Save::begin_with(engine, &path, random, options)
@@ -191,6 +195,22 @@ impl PyWriter {
         })
     }
 
+    /// Rows of the table; bytes of its segments that were linked, and that were copied.
+    fn link_table(
+        &self,
+        py: Python<'_>,
+        module: &str,
+        table: &PyTable,
+        hyperparameters: BTreeMap<String, f64>,
+    ) -> PyResult<(u64, u64, u64)> {
+        py.detach(|| {
+            let mut writer = lock(&self.inner);
+            let writer = writer.as_mut().ok_or_else(|| ended("writer"))?;
+            let linked = writer.link_rows_of(module, &table.inner, hyperparameters).map_err(to_python)?;
+            Ok((linked.rows, linked.bytes.linked, linked.bytes.copied))
+        })
+    }
+
     #[pyo3(signature = (spec, bucket_begin, bucket_end, chunks))]
     fn write_rows(
         &self,
@@ -264,7 +284,7 @@ fn about<'py>(py: Python<'py>, manifest: &Manifest, own: &Parent) -> PyResult<Bo
     dict.set_item("identity", identity(own))?;
     dict.set_item("merged", manifest.merged.as_ref().map(identity))?;
     dict.set_item("next_epoch", manifest.next_epoch)?;
-    dict.set_item("kind", if manifest.kind == CheckpointKind::Full { "full" } else { "delta" })?;
+    dict.set_item("kind", manifest.kind.name())?;
     let names = manifest.tables.iter().map(|entry| (entry.spec.module.clone(), entry.spec.table.clone()));
     dict.set_item("tables", names.collect::<Vec<(String, String)>>())?;
     Ok(dict)
@@ -341,6 +361,8 @@ pub(crate) struct PyReader {
     inner: Chain,
     /// By the table's own module and name: what `check_table` made ready.
     readers: Mutex<HashMap<(String, String), ChainReader>>,
+    /// By the same: what tables can be opened from.
+    segments: Mutex<HashMap<(String, String), PySegments>>,
     /// Of the newest checkpoint.
     extents: ExtentReader,
 }
@@ -356,7 +378,12 @@ impl PyReader {
             Chain::open(&engine, &path, latest)
         };
         let inner = py.detach(open).map_err(to_python)?;
-        Ok(Self { extents: inner.links()[0].extent_reader(), inner, readers: Mutex::default() })
+        Ok(Self {
+            extents: inner.links()[0].extent_reader(),
+            inner,
+            readers: Mutex::default(),
+            segments: Mutex::default(),
+        })
     }
 
     #[getter]
@@ -368,6 +395,12 @@ impl PyReader {
     #[getter]
     fn identity(&self) -> Identity {
         identity(&self.inner.identity())
+    }
+
+    /// `full`, `delta` or `snapshot`.
+    #[getter]
+    fn kind(&self) -> &'static str {
+        self.inner.manifest().kind.name()
     }
 
     /// Names of the checkpoints it consists of, newest first.
@@ -417,8 +450,10 @@ impl PyReader {
             .collect()
     }
 
-    /// `saved` is the module and name of the table in the checkpoint, where they are others there.
-    #[pyo3(signature = (module, table, bucket_begin, bucket_end, saved=None))]
+    /// `saved` is the module and name of the table in the checkpoint, where they are others there; `segments` says whether the caller asks
+    /// for them afterwards.
+    #[pyo3(signature = (module, table, bucket_begin, bucket_end, saved=None, segments=false))]
+    #[expect(clippy::too_many_arguments, reason = "one call of Python")]
     fn check_table(
         &self,
         py: Python<'_>,
@@ -427,20 +462,39 @@ impl PyReader {
         bucket_begin: u32,
         bucket_end: u32,
         saved: Option<(String, String)>,
+        segments: bool,
     ) -> PyResult<u64> {
         let name = table.inner.config().name.clone();
         let saved = saved.unwrap_or_else(|| (module.clone(), name.clone()));
-        let reader = py
-            .detach(|| {
-                let entry = self.inner.table(&saved.0, &saved.1)?;
-                entry.spec.check_fits(table.inner.config())?;
-                table.inner.check_idle()?;
-                self.inner.table_reader(&saved.0, &saved.1, bucket_begin..bucket_end)
-            })
-            .map_err(to_python)?;
-        let rows = reader.most_rows();
-        lock(&self.readers).insert((module, name), reader);
-        Ok(rows)
+        let check = || {
+            let entry = self.inner.table(&saved.0, &saved.1)?;
+            entry.spec.check_fits(table.inner.config())?;
+            table.inner.check_idle()?;
+            let (newest, buckets) = (&self.inner.links()[0], bucket_begin..bucket_end);
+            let Some(files) = newest.segments_of(&saved.0, &saved.1, &buckets)? else {
+                let reader = self.inner.table_reader(&saved.0, &saved.1, buckets)?;
+                let rows = reader.most_rows();
+                lock(&self.readers).insert((module, name), reader);
+                return Ok(rows);
+            };
+            if !segments {
+                return Err(newest.only_for_same_ranks("only torchrec_embcache.Saver loads it"));
+            }
+            table.inner.check_takes(&files).map_err(|error| match error.kind() {
+                Kind::Mismatch => newest.only_for_same_ranks(&error.to_string()),
+                _ => error,
+            })?;
+            let counters = StateCounters { step: entry.spec.step, epoch: self.inner.manifest().next_epoch };
+            let rows = files.rows();
+            lock(&self.segments).insert((module, name), PySegments { files: Arc::new(files), counters });
+            Ok(rows)
+        };
+        py.detach(check).map_err(to_python)
+    }
+
+    /// What `check_table` found that the table is to be opened from, if it did; once.
+    fn segments(&self, module: String, table: String) -> Option<PySegments> {
+        lock(&self.segments).remove(&(module, table))
     }
 
     #[pyo3(signature = (module, table, progress=None))]

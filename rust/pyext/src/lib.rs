@@ -12,6 +12,7 @@ mod lookup;
 mod part;
 mod paths;
 mod plan;
+mod segments;
 mod snapshot;
 mod table;
 
@@ -49,6 +50,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<part::PyPart>()?;
     module.add_function(wrap_pyfunction!(part::sweep, module)?)?;
     module.add_class::<snapshot::PySnapshot>()?;
+    module.add_class::<segments::PySegments>()?;
     module.add_function(wrap_pyfunction!(snapshot::work_behind, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::check_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::check_load_dir, module)?)?;

@@ -19,6 +19,7 @@ use crate::buffers::{
     GivenMeta, Meta, headers_from_python, matrix, meta_to_python, scalars_to_python, slice, slice2, slots_to_python,
 };
 use crate::error::{from_python, to_python};
+use crate::segments::PySegments;
 
 /// Reads rows of the device tier by a Python callable.
 struct PythonGather {
@@ -86,8 +87,9 @@ pub(crate) struct PyTable {
 impl PyTable {
     #[new]
     #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_begin, bucket_end, host_bytes,
-        device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full))]
+        device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn new(
         py: Python<'_>,
         name: String,
@@ -108,6 +110,7 @@ impl PyTable {
         resume_token: Option<u64>,
         policy: &str,
         on_full: &str,
+        segments: Option<Py<PySegments>>,
     ) -> PyResult<Self> {
         let reopen = match reopen {
             None => Reopen::Never,
@@ -142,7 +145,12 @@ impl PyTable {
         let vector_floats = config.layout().vector_floats();
         let gather =
             device_gather.map(|callable| Arc::new(PythonGather { callable, vector_floats }) as Arc<dyn DeviceRows>);
-        let inner = py.detach(|| Table::open(config, gather, default_engine()?)).map_err(to_python)?;
+        let inner = py
+            .detach(|| {
+                let source = segments.as_ref().map(Py::get).map(|from| (&*from.files, from.counters));
+                Table::open_from(config, gather, default_engine()?, source)
+            })
+            .map_err(to_python)?;
         Ok(Self { inner })
     }
 

@@ -44,6 +44,9 @@ impl IoEngine for Counting {
     fn rename(&self, from: &Path, to: &Path) -> embcache::Result<()> {
         self.inner.rename(from, to)
     }
+    fn link(&self, file: &dyn IoFile, to: &Path) -> embcache::Result<()> {
+        self.inner.link(file, to)
+    }
     fn remove_file(&self, path: &Path) -> embcache::Result<()> {
         self.inner.remove_file(path)
     }

@@ -22,6 +22,7 @@ mod place_device;
 mod plan;
 mod preimages;
 mod rows;
+mod segments;
 mod snapshot;
 mod table;
 

@@ -13,7 +13,7 @@ use crate::host::HostTier;
 use crate::io::IoEngine;
 use crate::memory;
 use crate::rows::{RowBirth, RowLayout};
-use crate::ssd::{Identity, SsdTier, StateCounters};
+use crate::ssd::{Identity, SegmentFiles, SsdTier, StateCounters};
 use crate::stats::{SsdStats, TierStats};
 use crate::sync::{
     AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock,
@@ -120,6 +120,16 @@ impl Table {
         device_rows: Option<Arc<dyn DeviceRows>>,
         engine: Arc<dyn IoEngine>,
     ) -> Result<Self> {
+        Self::open_from(config, device_rows, engine, None)
+    }
+
+    /// As [`Table::open`]; with `source` its rows and counters are the contents, in place of whatever the SSD tier's directory has.
+    pub fn open_from(
+        config: TableConfig,
+        device_rows: Option<Arc<dyn DeviceRows>>,
+        engine: Arc<dyn IoEngine>,
+        source: Option<(&SegmentFiles, StateCounters)>,
+    ) -> Result<Self> {
         check(&config, device_rows.is_some())?;
         let layout = config.layout();
         let birth = RowBirth::new(config.initializer, config.seed, config.key)?;
@@ -129,6 +139,12 @@ impl Table {
         let mut lineage = Lineage::new(lineage_bytes(&config));
         let ssd = match &config.ssd {
             None => None,
+            Some(ssd) if source.is_some() => source
+                .map(|(files, saved)| {
+                    counters = saved;
+                    SsdTier::open_from(ssd, &Identity::of(&config), layout, engine, files)
+                })
+                .transpose()?,
             Some(ssd) => {
                 let (tier, resumed) = SsdTier::open(ssd, &Identity::of(&config), layout, engine)?;
                 counters = resumed.unwrap_or_default();

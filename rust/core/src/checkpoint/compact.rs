@@ -1,4 +1,4 @@
-//! A chain of deltas merged into a full checkpoint.
+//! A chain of deltas, or a snapshot, merged into a full checkpoint.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::RowSink;
 use super::chain::Chain;
 use super::latest::{CheckpointName, Latest};
-use super::manifest::RankDigest;
+use super::manifest::{CheckpointKind, RankDigest};
 use super::reshard::share_of;
 use super::writer::RankWriter;
 use crate::error::Result;
@@ -25,10 +25,10 @@ pub struct Compaction {
 }
 
 impl Compaction {
-    /// Open the chain; `None` where it is a full checkpoint already.
+    /// Open the chain, or snapshot; `None` where it is a full checkpoint already.
     pub fn open(engine: &Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Option<Self>> {
         let chain = Chain::open(engine, root, latest)?;
-        Ok(chain.manifest().parent.is_some().then_some(Self { chain }))
+        Ok((chain.manifest().kind != CheckpointKind::Full).then_some(Self { chain }))
     }
 
     /// The chain.

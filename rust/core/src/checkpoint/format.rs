@@ -57,6 +57,11 @@ pub(super) fn data_file(rank: u32, world: u32, n: usize) -> String {
     format!("{rank}-of-{world}.{n}.safetensors")
 }
 
+/// The file of a segment of a rank's SSD tier.
+pub(super) fn segment_file(rank: u32, world: u32, serial: u64) -> String {
+    format!("{rank}-of-{world}.{serial:016x}.seg")
+}
+
 /// Counts that fix the layout of a data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DataShape {

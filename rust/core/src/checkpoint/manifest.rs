@@ -11,6 +11,7 @@ use super::latest::CheckpointName;
 use crate::config::{OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
 use crate::rows::Initializer;
+use crate::ssd::SegmentSet;
 
 /// Manifests larger than this are refused before they are read.
 pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
@@ -25,7 +26,7 @@ pub(super) fn checksum(bytes: &[u8]) -> u64 {
     xxhash_rust::xxh3::xxh3_64(bytes)
 }
 
-/// Whether a checkpoint holds every row, or those modified since its parent.
+/// What a checkpoint holds, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckpointKind {
@@ -33,6 +34,19 @@ pub enum CheckpointKind {
     Full,
     /// Rows modified since the parent, and tombstones of those that left the table.
     Delta,
+    /// Every row, of tables with an SSD tier as the segments of that: for the same ranks.
+    Snapshot,
+}
+
+impl CheckpointKind {
+    /// As manifests have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Delta => "delta",
+            Self::Snapshot => "snapshot",
+        }
+    }
 }
 
 /// The checkpoint that a delta builds on.
@@ -166,9 +180,9 @@ pub struct TableEntry {
     pub spec: TableSpec,
     /// Rows of all ranks.
     pub rows: u64,
-    /// Tombstones of all ranks; 0 in a full checkpoint.
+    /// Tombstones of all ranks; 0 but in a delta.
     pub tombstones: u64,
-    /// Rows of the table: in a full checkpoint `rows`, in a delta those not in it as well.
+    /// Rows of the table: `rows`, in a delta those not in it as well.
     pub total_rows: u64,
 }
 
@@ -194,9 +208,9 @@ pub struct Manifest {
     pub name: String,
     /// Its number.
     pub seq: u64,
-    /// Full or delta.
+    /// What it holds.
     pub kind: CheckpointKind,
-    /// What a delta builds on; none of a full checkpoint.
+    /// What a delta builds on; none of others.
     pub parent: Option<Parent>,
     /// The delta that this full checkpoint was merged from, with all before it; rows, steps and epochs are the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -239,11 +253,15 @@ pub(super) struct Share {
     /// Rows of the share; in a delta those not in it as well.
     pub(super) total_rows: u64,
     pub(super) files: Vec<DataFile>,
+    /// In a snapshot, instead of data files: the segments of an SSD tier.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) segments: Option<SegmentSet>,
 }
 
 impl Share {
     pub(super) fn rows(&self) -> u64 {
-        self.files.iter().map(|file| file.rows).sum()
+        let in_files: u64 = self.files.iter().map(|file| file.rows).sum();
+        in_files + self.segments.as_ref().map_or(0, |set| set.rows)
     }
 
     fn tombstones(&self) -> u64 {
@@ -270,11 +288,17 @@ impl Share {
             if file.rows > u64::from(u32::MAX) || file.tombstones > u64::from(u32::MAX) || file.bytes > MAX_COUNT {
                 return Err("a file's counts are out of range".into());
             }
-            if kind == CheckpointKind::Full && file.tombstones > 0 {
-                return Err("a full checkpoint has tombstones".into());
+            if kind != CheckpointKind::Delta && file.tombstones > 0 {
+                return Err(format!("a {} checkpoint has tombstones", kind.name()));
             }
         }
-        if self.total_rows > MAX_COUNT || (kind == CheckpointKind::Full && self.total_rows != self.rows()) {
+        if let Some(set) = &self.segments {
+            if kind != CheckpointKind::Snapshot || !self.files.is_empty() {
+                return Err("segments are in snapshots only, and without files".into());
+            }
+            set.check()?;
+        }
+        if self.total_rows > MAX_COUNT || (kind != CheckpointKind::Delta && self.total_rows != self.rows()) {
             return Err(format!("a share of {} rows has {} in its files", self.total_rows, self.rows()));
         }
         if self.files.len() as u64 > u64::from(u32::MAX) || (self.bucket_begin == self.bucket_end && self.rows() > 0) {
@@ -380,8 +404,8 @@ impl Manifest {
         if self.name != name.to_string() || self.seq != name.seq {
             return Err(format!("it belongs to {:?}, number {}", self.name, self.seq));
         }
-        if (self.kind == CheckpointKind::Full) != self.parent.is_none() {
-            return Err("a full checkpoint has no parent and a delta has one".into());
+        if (self.kind == CheckpointKind::Delta) == self.parent.is_none() {
+            return Err("a delta has a parent, and no other checkpoint has one".into());
         }
         if self.merged.is_some() && self.kind != CheckpointKind::Full {
             return Err("what was merged is full".into());
@@ -403,25 +427,6 @@ impl Manifest {
             }
         }
         Ok(())
-    }
-
-    /// Whether a delta's rows and tombstones are changes of the tables of `parent`; the message says what does not fit.
-    pub(super) fn check_fits_parent(&self, parent: &Self) -> Result<(), String> {
-        if self.next_epoch < parent.next_epoch {
-            return Err(format!("of epochs up to {}, below its parent's {}", self.next_epoch, parent.next_epoch));
-        }
-        // How rows are trained, and how those that come are born, may change as training goes on.
-        let lasting = |TableEntry { spec, .. }: &TableEntry| {
-            let TableSpec { module, table, key, dim, dtype, optimizer, total_num_buckets, .. } = spec.clone();
-            (module, table, key, dim, dtype, optimizer.name, total_num_buckets)
-        };
-        match self.tables.iter().zip(&parent.tables).find(|(new, old)| lasting(new) != lasting(old)) {
-            Some((new, _)) => Err(format!("of a table {:?} that is not its parent's", new.spec.table)),
-            None if self.tables.len() != parent.tables.len() => {
-                Err(format!("of {} tables, of which its parent has {}", self.tables.len(), parent.tables.len()))
-            }
-            None => Ok(()),
-        }
     }
 
     /// Whether the ranks' manifests are of this checkpoint, agree with it, and together hold every bucket of every table once.

@@ -5,6 +5,7 @@
 //! path/<seq>-<random>/manifest.json                  written last, by the coordinator; names the ranks' manifests
 //! path/<seq>-<random>/<rank>-of-<world>.json         tables, files, counts and checksums of one rank
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
+//! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<serial>.seg            of a snapshot
 //! ```
 //!
 //! A data file holds one group of rows of at most 16 MiB, sorted by (bucket, `uint64(id)`), one tensor a column (see [`format`]).
@@ -45,6 +46,7 @@ mod reader;
 mod reshard;
 mod retention;
 mod save;
+mod segments;
 mod source;
 mod stream;
 mod tables;
@@ -64,6 +66,7 @@ pub use part::{Part, PartName, sweep_parts};
 pub use reader::{Checkpoint, TableReader};
 pub use reshard::reshard;
 pub use save::{Published, Save, SaveOptions};
+pub use segments::LinkedTable;
 pub use source::RowSource;
 pub use writer::RankWriter;
 

@@ -11,14 +11,18 @@ use super::dense_reader::ExtentReader;
 use super::format::{data_file, table_dir};
 use super::input::{GroupReader, Staged};
 use super::latest::Latest;
-use super::manifest::{DataFile, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec};
+use super::manifest::{
+    DataFile, MAX_MANIFEST_BYTES, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec, checksum, parse, unseal,
+};
 use super::output::each_piece;
-use super::save::{MANIFEST_FILE, read_digested, read_manifest, read_ranks};
+use super::save::{MANIFEST_FILE, read_digested, read_ranks};
+use super::segments::read_segments;
 use crate::cache::{PickedRows, RowColumns};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
-use crate::io::{BufPool, IoEngine};
+use crate::io::{BufPool, IoEngine, read_file};
 use crate::rows::RowHeader;
+use crate::ssd::SegmentFiles;
 use crate::types::Id;
 
 /// Groups that are read ahead, each by a thread and its helpers.
@@ -31,11 +35,11 @@ const EMIT_BYTES: usize = 4 << 20;
 /// A checkpoint whose manifests are checked.
 #[derive(Debug)]
 pub struct Checkpoint {
-    engine: Arc<dyn IoEngine>,
+    pub(super) engine: Arc<dyn IoEngine>,
     dir: PathBuf,
-    identity: Parent,
+    manifest_xxh3: u64,
     manifest: Manifest,
-    ranks: Vec<RankManifest>,
+    pub(super) ranks: Vec<RankManifest>,
 }
 
 impl Checkpoint {
@@ -49,17 +53,19 @@ impl Checkpoint {
             let what = format!("LATEST of {}", root.display());
             return Err(Error::corruption(root, 0, &what, "the name of a checkpoint that is there", latest.name));
         }
-        let (manifest, identity) = read_manifest(&*engine, &dir)?;
+        let sealed = read_file(&*engine, &path, MAX_MANIFEST_BYTES)?;
+        let bytes = unseal(&sealed, &path)?;
         let damaged = |what: String| Error::corruption(&path, 0, "the manifest", "consistent", format!("not: {what}"));
+        let manifest: Manifest = parse(&bytes, &path)?;
         manifest.check(latest.name).map_err(damaged)?;
         let ranks = read_ranks(&*engine, &dir, &manifest.ranks)?;
         manifest.check_ranks(&ranks).map_err(damaged)?;
-        Ok(Self { engine, dir, identity, manifest, ranks })
+        Ok(Self { engine, dir, manifest_xxh3: checksum(&sealed), manifest, ranks })
     }
 
     /// What a delta that builds on it names as its parent.
     pub fn identity(&self) -> Parent {
-        self.identity.clone()
+        Parent { name: self.manifest.name.clone(), manifest_xxh3: self.manifest_xxh3 }
     }
 
     /// Its directory.
@@ -130,18 +136,20 @@ impl Checkpoint {
         }
         let dir = self.dir.join(table_dir(module, table));
         let mut wanted = Vec::new();
+        let mut segments = Vec::new();
         for rank in &self.ranks {
             for share in rank.tables.iter().filter(|share| share.spec.module == module && share.spec.table == table) {
                 let owned = buckets.start.max(share.bucket_begin)..buckets.end.min(share.bucket_end);
                 if owned.is_empty() {
                     continue;
                 }
+                segments.extend(share.segments.as_ref().map(|set| self.segment_files(rank, share, set)).transpose()?);
                 let file = |(n, file)| (dir.join(data_file(rank.rank, rank.world, n)), share, file, owned.clone());
                 wanted.extend(share.files.iter().enumerate().map(file));
             }
         }
         let groups = self.open_groups(wanted)?;
-        Ok(TableReader { engine: Arc::clone(&self.engine), spec, optimizer, buckets, groups })
+        Ok(TableReader { engine: Arc::clone(&self.engine), spec, optimizer, buckets, groups, segments })
     }
 
     /// Check several files at once: each is a few small reads.
@@ -167,6 +175,8 @@ pub struct TableReader {
     optimizer: OptimizerKind,
     buckets: Range<u32>,
     groups: Vec<GroupReader>,
+    /// Segments with rows of the buckets, and of others.
+    segments: Vec<SegmentFiles>,
 }
 
 impl TableReader {
@@ -180,9 +190,10 @@ impl TableReader {
         &self.buckets
     }
 
-    /// Rows that [`TableReader::read`] will hand over.
+    /// Rows that [`TableReader::read`] will hand over, or more where it reads segments: in them rows are not in the order of buckets.
     pub fn rows(&self) -> u64 {
-        self.groups.iter().map(|group| group.rows.len() as u64).sum()
+        let in_files: u64 = self.groups.iter().map(|group| group.rows.len() as u64).sum();
+        in_files + self.segments.iter().map(SegmentFiles::rows).sum::<u64>()
     }
 
     /// Tombstones of the files that hold some of the buckets: no fewer than [`TableReader::read_tombstones`] will hand over.
@@ -208,6 +219,9 @@ impl TableReader {
 
     /// As [`TableReader::read`], whole groups, each as columns.
     pub fn read_columns(&self, sink: &mut dyn FnMut(&RowColumns<'_>) -> Result<()>) -> Result<()> {
+        for files in &self.segments {
+            read_segments(files, &self.buckets, self.spec.total_num_buckets, EMIT_BYTES, sink)?;
+        }
         let groups: Vec<&GroupReader> = self.groups.iter().filter(|group| !group.rows.is_empty()).collect();
         let largest = groups.iter().map(|group| group.staged_bytes()).max().unwrap_or(0);
         let staging = Arc::new(BufPool::new(largest, AHEAD + 1));

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::dense::DenseShare;
-use super::format::{GROUP_BYTES, data_file, group_rows, rank_file, table_dir};
+use super::format::{GROUP_BYTES, data_file, group_rows, rank_file, segment_file, table_dir};
 use super::group::GroupFormat;
 use super::latest::CheckpointName;
 use super::manifest::{DataFile, RankDigest, RankManifest, Share, TableSpec, checksum, render};
@@ -15,6 +15,7 @@ use crate::cache::GroupSink;
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, write_whole};
 use crate::rows::RowList;
+use crate::ssd::SegmentSet;
 
 /// A group that the system has no memory for is made smaller, down to this.
 const FEWEST_ROWS: usize = 256;
@@ -63,23 +64,8 @@ impl RankWriter {
 
     /// Write the rows of one table, all of which are in `buckets`; returns how many they were.
     pub fn write_table(&mut self, spec: TableSpec, buckets: Range<u32>, rows: &mut dyn RowSource) -> Result<u64> {
-        spec.check()?;
         let optimizer = spec.optimizer_kind()?;
-        if buckets.start > buckets.end || buckets.end > spec.total_num_buckets {
-            return Err(Error::new(
-                Kind::Input,
-                format!("table {:?}: buckets {buckets:?} are not within 0..{}", spec.table, spec.total_num_buckets),
-            ));
-        }
-        let same = |share: &&Share| share.spec.module == spec.module && share.spec.table == spec.table;
-        if self.manifest.tables.iter().find(same).is_some() {
-            return Err(Error::new(
-                Kind::Input,
-                format!("table {:?} of module {:?} is written twice", spec.table, spec.module),
-            ));
-        }
-        let dir = self.dir.join(table_dir(&spec.module, &spec.table));
-        self.engine.create_dir_all(&dir)?;
+        let dir = self.begin_table(&spec, &buckets)?;
         let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
         let format = GroupFormat::new(&spec, optimizer, buckets.clone(), self.group_bytes);
         let (most, small) = (format.capacity, group_rows(optimizer, spec.dim as usize, SMALL_FILE_BYTES));
@@ -98,8 +84,52 @@ impl RankWriter {
             bucket_end: buckets.end,
             total_rows,
             files,
+            segments: None,
         });
         Ok(total_rows)
+    }
+
+    /// Check that a table can be written, and make its directory.
+    fn begin_table(&self, spec: &TableSpec, buckets: &Range<u32>) -> Result<PathBuf> {
+        spec.check()?;
+        if buckets.start > buckets.end || buckets.end > spec.total_num_buckets {
+            return Err(Error::new(
+                Kind::Input,
+                format!("table {:?}: buckets {buckets:?} are not within 0..{}", spec.table, spec.total_num_buckets),
+            ));
+        }
+        let same = |share: &&Share| share.spec.module == spec.module && share.spec.table == spec.table;
+        if self.manifest.tables.iter().find(same).is_some() {
+            return Err(Error::new(
+                Kind::Input,
+                format!("table {:?} of module {:?} is written twice", spec.table, spec.module),
+            ));
+        }
+        let dir = self.dir.join(table_dir(&spec.module, &spec.table));
+        self.engine.create_dir_all(&dir)?;
+        Ok(dir)
+    }
+
+    /// Put a share of a table into the checkpoint as segments, which `link` puts where it is told to, by serial; what it gives.
+    pub(super) fn write_segments<T>(
+        &mut self,
+        spec: TableSpec,
+        buckets: Range<u32>,
+        set: SegmentSet,
+        link: impl FnOnce(&dyn IoEngine, &dyn Fn(u64) -> PathBuf) -> Result<T>,
+    ) -> Result<T> {
+        let dir = self.begin_table(&spec, &buckets)?;
+        let (rank, world) = (self.manifest.rank, self.manifest.world);
+        let linked = link(&*self.engine, &|serial| dir.join(segment_file(rank, world, serial)))?;
+        self.manifest.tables.push(Share {
+            spec,
+            bucket_begin: buckets.start,
+            bucket_end: buckets.end,
+            total_rows: set.rows,
+            files: Vec::new(),
+            segments: Some(set),
+        });
+        Ok(linked)
     }
 
     /// Add a file to the table written last: its image and what the manifest says of it.

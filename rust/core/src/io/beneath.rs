@@ -135,6 +135,9 @@ impl IoFile for BeneathFile {
     fn sync(&self) -> Result<()> {
         self.inner.sync().map_err(|error| self.named(error))
     }
+    fn links(&self) -> Result<u64> {
+        self.inner.links().map_err(|error| self.named(error))
+    }
     fn as_any(&self) -> &dyn Any {
         // The engine within knows its own files.
         self.inner.as_any()
@@ -186,6 +189,10 @@ impl IoEngine for BeneathEngine {
 
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         self.at(from, |from| self.at(to, |to| self.inner.rename(from, to)))
+    }
+
+    fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()> {
+        self.at(to, |to| self.inner.link(file, to))
     }
 
     fn remove_file(&self, path: &Path) -> Result<()> {

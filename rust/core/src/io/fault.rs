@@ -21,6 +21,8 @@ pub enum Operation {
     Sync,
     /// Rename a file or directory.
     Rename,
+    /// Give a file a second name.
+    Link,
     /// Remove a file.
     RemoveFile,
     /// Remove a directory and all in it.
@@ -310,6 +312,10 @@ impl IoFile for FaultFile {
         self.shared.check(Operation::Sync, "sync", self.path())?;
         self.inner.sync()
     }
+    fn links(&self) -> Result<u64> {
+        self.shared.check_running("inspect", self.path())?;
+        self.inner.links()
+    }
     fn as_any(&self) -> &dyn std::any::Any {
         self
     }
@@ -366,6 +372,10 @@ impl IoEngine for FaultEngine {
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         self.shared.check(Operation::Rename, "rename", from)?;
         self.inner.rename(from, to)
+    }
+    fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()> {
+        self.shared.check(Operation::Link, "link", to)?;
+        self.inner.link(file.as_any().downcast_ref::<FaultFile>().map_or(file, |file| &*file.inner), to)
     }
     fn remove_file(&self, path: &Path) -> Result<()> {
         self.shared.check(Operation::RemoveFile, "remove", path)?;

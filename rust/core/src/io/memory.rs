@@ -6,150 +6,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
-use std::io;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use super::memory_tree::{Change, Content, Edit, Entries, Node, SECTOR, Tree, errno, is_root, normal, write_into};
 use super::{DirLock, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, lock, short_file};
 use crate::error::{Error, Result};
 use crate::sync::lock as locked;
-
-/// Writes reach the medium in sectors: a torn write keeps or loses each of them as a whole.
-const SECTOR: usize = 512;
-
-#[derive(Clone, Debug)]
-enum Edit {
-    Write { offset: usize, data: Vec<u8> },
-    Len(usize),
-}
-
-impl Edit {
-    fn apply(&self, to: &mut Vec<u8>) {
-        match self {
-            Self::Write { offset, data } => write_into(to, *offset, data),
-            Self::Len(len) => to.resize(*len, 0),
-        }
-    }
-}
-
-fn write_into(content: &mut Vec<u8>, offset: usize, data: &[u8]) {
-    let end = offset + data.len();
-    if content.len() < end {
-        content.resize(end, 0);
-    }
-    content[offset..end].copy_from_slice(data);
-}
-
-#[derive(Debug, Default)]
-struct Content {
-    live: Vec<u8>,
-    durable: Vec<u8>,
-    /// What leads from `durable` to `live`, in order.
-    unsynced: Vec<Edit>,
-}
-
-impl Content {
-    fn edit(&mut self, edit: Edit) {
-        edit.apply(&mut self.live);
-        self.unsynced.push(edit);
-    }
-    fn sync(&mut self) {
-        for edit in std::mem::take(&mut self.unsynced) {
-            edit.apply(&mut self.durable);
-        }
-    }
-}
-
-#[derive(Clone, Debug)]
-enum Node {
-    Dir,
-    File(Arc<Mutex<Content>>),
-}
-
-type Entries = BTreeMap<PathBuf, Node>;
-
-/// A change of directory entries, done as a whole or not at all.
-#[derive(Clone, Debug)]
-enum Change {
-    Add(PathBuf, Node),
-    Remove(PathBuf),
-    Rename(PathBuf, PathBuf),
-}
-
-impl Change {
-    fn apply(&self, entries: &mut Entries) {
-        match self {
-            Self::Add(path, node) => {
-                entries.insert(path.clone(), node.clone());
-            }
-            Self::Remove(path) => {
-                entries.remove(path);
-            }
-            Self::Rename(from, to) => {
-                let moved: Vec<PathBuf> = entries.keys().filter(|path| path.starts_with(from)).cloned().collect();
-                for path in moved {
-                    let Some(node) = entries.remove(&path) else { continue };
-                    let target = match path.strip_prefix(from) {
-                        Ok(rest) if rest.as_os_str().is_empty() => to.clone(),
-                        Ok(rest) => to.join(rest),
-                        Err(_) => continue,
-                    };
-                    entries.insert(target, node);
-                }
-            }
-        }
-    }
-
-    fn touches(&self, dir: &Path) -> bool {
-        match self {
-            Self::Add(path, _) | Self::Remove(path) => path.parent() == Some(dir),
-            Self::Rename(from, to) => from.parent() == Some(dir) || to.parent() == Some(dir),
-        }
-    }
-}
-
-#[derive(Debug, Default)]
-struct Tree {
-    live: Entries,
-    durable: Entries,
-    /// Changes in `live` that are not in `durable`, in order.
-    unsynced: Vec<Change>,
-    held: BTreeSet<PathBuf>,
-}
-
-impl Tree {
-    fn change(&mut self, change: Change) {
-        change.apply(&mut self.live);
-        self.unsynced.push(change);
-    }
-
-    fn is_dir(&self, path: &Path) -> bool {
-        is_root(path) || matches!(self.live.get(path), Some(Node::Dir))
-    }
-
-    fn children(&self, path: &Path) -> Vec<PathBuf> {
-        self.live.keys().filter(|entry| entry.parent() == Some(path)).cloned().collect()
-    }
-
-    fn check_parent(&self, path: &Path) -> io::Result<()> {
-        match path.parent() {
-            Some(parent) if !self.is_dir(parent) => Err(errno(libc::ENOENT)),
-            _ => Ok(()),
-        }
-    }
-}
-
-fn is_root(path: &Path) -> bool {
-    path.as_os_str().is_empty() || path.parent().is_none()
-}
-
-fn errno(code: i32) -> io::Error {
-    io::Error::from_raw_os_error(code)
-}
-
-fn normal(path: &Path) -> PathBuf {
-    path.components().filter(|part| *part != Component::CurDir).collect()
-}
 
 /// Files in RAM. Clones share them.
 #[derive(Clone, Debug, Default)]
@@ -160,6 +23,7 @@ pub struct MemoryEngine {
 #[derive(Debug)]
 struct MemoryFile {
     path: PathBuf,
+    tree: Arc<Mutex<Tree>>,
     content: Arc<Mutex<Content>>,
     writable: bool,
 }
@@ -234,6 +98,7 @@ impl MemoryEngine {
         let reachable = |path: &Path| {
             path.ancestors().skip(1).filter(|dir| !is_root(dir)).all(|dir| matches!(entries.get(dir), Some(Node::Dir)))
         };
+        let mut copied = BTreeMap::new(); // A file with several names stays one.
         let copy: Entries = entries
             .iter()
             .filter(|(path, _)| reachable(path))
@@ -241,12 +106,11 @@ impl MemoryEngine {
                 let node = match node {
                     Node::Dir => Node::Dir,
                     Node::File(content) => {
-                        let bytes = bytes_of(&locked(content));
-                        Node::File(Arc::new(Mutex::new(Content {
-                            live: bytes.clone(),
-                            durable: bytes,
-                            unsynced: Vec::new(),
-                        })))
+                        let copy = copied.entry(Arc::as_ptr(content).addr()).or_insert_with(|| {
+                            let bytes = bytes_of(&locked(content));
+                            Arc::new(Mutex::new(Content { live: bytes.clone(), durable: bytes, unsynced: Vec::new() }))
+                        });
+                        Node::File(Arc::clone(copy))
                     }
                 };
                 (path.clone(), node)
@@ -301,6 +165,9 @@ impl IoFile for MemoryFile {
         locked(&self.content).sync();
         Ok(())
     }
+    fn links(&self) -> Result<u64> {
+        Ok(locked(&self.tree).names_of(&self.content))
+    }
     fn as_any(&self) -> &dyn std::any::Any {
         self
     }
@@ -332,7 +199,7 @@ impl IoEngine for MemoryEngine {
                 content
             }
         };
-        Ok(Arc::new(MemoryFile { path, content, writable: how != Open::Read }))
+        Ok(Arc::new(MemoryFile { path, tree: Arc::clone(&self.tree), content, writable: how != Open::Read }))
     }
 
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
@@ -395,6 +262,24 @@ impl IoEngine for MemoryEngine {
         if from != to {
             tree.change(Change::Rename(from, to));
         }
+        Ok(())
+    }
+
+    fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()> {
+        let to = normal(to);
+        let fail = |code| Err(Error::io("link", &to, &errno(code)));
+        let Some(file) = file.as_any().downcast_ref::<MemoryFile>().filter(|file| Arc::ptr_eq(&file.tree, &self.tree))
+        else {
+            return fail(libc::EXDEV);
+        };
+        let mut tree = locked(&self.tree);
+        if tree.names_of(&file.content) == 0 || tree.check_parent(&to).is_err() {
+            return fail(libc::ENOENT);
+        }
+        if tree.live.contains_key(&to) {
+            return fail(libc::EEXIST);
+        }
+        tree.change(Change::Add(to, Node::File(Arc::clone(&file.content))));
         Ok(())
     }
 

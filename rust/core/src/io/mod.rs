@@ -15,8 +15,10 @@ mod beneath;
 mod cover;
 mod disk;
 mod fault;
+mod link;
 mod lock;
 mod memory;
+mod memory_tree;
 mod psync;
 mod select;
 #[cfg(target_os = "linux")]
@@ -26,6 +28,7 @@ pub use aligned::{ALIGNMENT, AlignedBuf, BufPool, PooledBuf};
 pub use beneath::BeneathEngine;
 pub use disk::DiskEngine;
 pub use fault::{Fault, FaultEngine, Operation};
+pub use link::link_or_copy;
 pub use lock::{DirLock, LOCK_FILE};
 pub use memory::MemoryEngine;
 pub use psync::PsyncEngine;
@@ -82,6 +85,8 @@ pub trait IoFile: Send + Sync + fmt::Debug {
     fn set_len(&self, len: u64) -> Result<()>;
     /// Make data and length durable.
     fn sync(&self) -> Result<()>;
+    /// How many names it has: a file with others than ours is never written again.
+    fn links(&self) -> Result<u64>;
     /// For the engines' own use.
     fn as_any(&self) -> &dyn std::any::Any;
 }
@@ -106,6 +111,9 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     fn exists(&self, path: &Path) -> bool;
     /// Rename, replacing the target.
     fn rename(&self, from: &Path, to: &Path) -> Result<()>;
+    /// Give an open file of this engine, or of one that is over the same files, a second name, which nothing has. By the descriptor: whoever
+    /// exchanges what lies under its name meanwhile changes nothing. `EXDEV` where it is another engine's; `ENOENT` where it has no name left.
+    fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()>;
     /// Remove a file.
     fn remove_file(&self, path: &Path) -> Result<()>;
     /// Remove a directory and all in it.

@@ -21,7 +21,7 @@ const FORMAT: u32 = 1;
 const LIMIT_BYTES: u64 = 256 << 20;
 
 /// Counters larger than this are damage: no process gets there one by one, and what is added to them does not overflow.
-const MAX_COUNT: u64 = 1 << 62;
+pub(super) const MAX_COUNT: u64 = 1 << 62;
 
 /// A state that the directory can be resumed from, and what keeps its segments' files.
 #[derive(Debug)]
@@ -49,19 +49,19 @@ impl Published {
 
 /// A segment as a state names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Named {
+pub struct Named {
     /// Serial.
     #[serde(rename = "n")]
-    pub(super) serial: u64,
+    pub serial: u64,
     /// Whether it holds tombstones.
     #[serde(rename = "t")]
-    pub(super) tombstones: bool,
+    pub tombstones: bool,
     /// Length of the file.
     #[serde(rename = "b")]
-    pub(super) file_bytes: u64,
+    pub file_bytes: u64,
     /// Checksum of the trailer.
     #[serde(rename = "c")]
-    pub(super) crc: u32,
+    pub crc: u32,
 }
 
 /// The contents of a state file.

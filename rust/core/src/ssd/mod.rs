@@ -14,7 +14,7 @@
 //!
 //! The parts: `record` and `format` (bytes on disk), `segment` and `buffer` (files, open and sealed), `background` (the process's
 //! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `classes`, `compact`, `scan`, `moment`, `publish`,
-//! and `manifest`, `footers`, `recover`, `open` (published states and the way back from them), and `root` (flushes of several tables).
+//! `manifest`, `footers`, `recover`, `open` (published states and the way back from them), `linked` (segments in checkpoints), and `root` (flushes of several tables).
 
 mod append;
 mod background;
@@ -24,7 +24,9 @@ mod compact;
 mod fetch;
 mod footers;
 mod format;
+mod home;
 pub mod index;
+mod linked;
 mod manifest;
 #[cfg(all(test, loom))]
 pub(crate) mod models;
@@ -53,6 +55,8 @@ use crate::sync::lock;
 use crate::types::Id;
 
 pub use fetch::{Fetch, FetchBatch, Places};
+pub use linked::{HeldSegments, LinkedBytes, SegmentFiles, SegmentSet};
+pub use manifest::Named;
 pub use moment::{KeepRow, SsdMoment};
 pub use root::Root;
 
@@ -131,6 +135,19 @@ impl SsdTier {
     ) -> Result<(Self, Option<StateCounters>)> {
         let (shared, counters) = Shared::open(config, identity, layout, engine, Tuning::default())?;
         Ok((Self { shared }, counters))
+    }
+
+    /// Open the tier with the rows of `source`, in place of whatever is in the directory: its segments are linked there, or copied.
+    pub fn open_from(
+        config: &SsdConfig,
+        identity: &Identity,
+        layout: RowLayout,
+        engine: Arc<dyn IoEngine>,
+        source: &SegmentFiles,
+    ) -> Result<Self> {
+        let tuning = Tuning::default();
+        let (shared, _) = Shared::open_from(config, identity, layout, engine, tuning, Some(source))?;
+        Ok(Self { shared })
     }
 
     /// Tokens of the states that are in a directory, oldest first, by their files' names: whether one is whole is found when it is

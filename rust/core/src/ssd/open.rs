@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use super::background::Background;
 use super::format::Schema;
+use super::home::Home;
 use super::index::TagIndex;
+use super::linked::SegmentFiles;
 use super::manifest::{Published, StateFile, is_temporary, state_path, state_token, tokens};
-use super::recover::{Opened, restore};
-use super::segment::{Home, segment_serial};
+use super::recover::{Opened, Wanted, restore};
+use super::segment::segment_serial;
 use super::shared::{Shared, State};
 use super::space::{Geometry, Space};
 use super::{Identity, StateCounters};
@@ -33,7 +35,7 @@ pub(super) struct Tuning {
     pub(super) threads: Option<usize>,
 }
 
-const TAG_BITS: u32 = 24;
+pub(super) const TAG_BITS: u32 = 24;
 
 impl Shared {
     pub(super) fn open(
@@ -42,6 +44,18 @@ impl Shared {
         layout: RowLayout,
         engine: Arc<dyn IoEngine>,
         tuning: Tuning,
+    ) -> Result<(Arc<Self>, Option<StateCounters>)> {
+        Self::open_from(config, identity, layout, engine, tuning, None)
+    }
+
+    /// As [`Shared::open`]; with `source` its segments are the contents, in place of whatever is in the directory.
+    pub(super) fn open_from(
+        config: &SsdConfig,
+        identity: &Identity,
+        layout: RowLayout,
+        engine: Arc<dyn IoEngine>,
+        tuning: Tuning,
+        source: Option<&SegmentFiles>,
     ) -> Result<(Arc<Self>, Option<StateCounters>)> {
         let schema = Schema::new(identity.key, &identity.optimizer, &layout);
         let geometry = Geometry::new(config.bytes, &schema, tuning.segment_bytes)?;
@@ -71,6 +85,11 @@ impl Shared {
         });
         let listing = list(&home)?;
         let resumed = match config.reopen {
+            _ if source.is_some() => {
+                discard(&home, &listing)?;
+                source.map_or(Ok(()), |source| source.install(config, &home, tuning.threads, &mut state))?;
+                None
+            }
             Reopen::Never if listing.is_empty() => None,
             Reopen::Never => return Err(not_empty(&config.dir, listing.len())),
             Reopen::Discard => {
@@ -80,7 +99,7 @@ impl Shared {
             Reopen::Resume if listing.is_empty() && config.resume_token.is_none() => None,
             Reopen::Resume => Some(resume(config, identity, &layout, (&home, tuning.threads), &listing, &mut state)?),
         };
-        let shared = Arc::new(Self::new(home, layout, identity.clone(), state, held));
+        let shared = Arc::new(Self::new(home, layout, identity.clone(), state, Some(held)));
         let counters = resumed.map(|(counters, note)| {
             *lock(&shared.note) = note;
             counters
@@ -196,7 +215,8 @@ fn resume(
     file.check_identity(identity, layout, dir)?;
     let mut opened = Opened::default();
     let segments = opened.segments_of(home, &file)?;
-    restore(state, &file, &segments, home, threads)?;
+    let wanted = Wanted { write_seq: file.write_seq, rows: file.rows, path: &state_path(dir, token) };
+    restore(state, &wanted, &segments, home, threads)?;
     state.last_token = Some(token);
     // The state before it is kept if it is whole; nothing but another resume needs it.
     let before = tokens.iter().rev().find(|other| **other < token).copied();
@@ -210,7 +230,8 @@ fn resume(
     for segment in state.published.iter().flat_map(|published| &published.segments) {
         state.next_serial = state.next_serial.max(segment.serial + 1);
     }
-    check_room(config, home, state)?;
+    let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
+    check_room(config, &home.geometry, state.index.len() as u64, held)?;
     let kept: Vec<u64> = state.published.iter().map(|published| published.token).collect();
     for other in tokens.iter().filter(|other| !kept.contains(other)) {
         home.engine.remove_file(&state_path(dir, *other))?;
@@ -225,11 +246,8 @@ fn resume(
     Ok((file.counters, file.note))
 }
 
-/// `Config` when the cap has become smaller than what is there.
-fn check_room(config: &SsdConfig, home: &Home, state: &State) -> Result<()> {
-    let rows = state.index.len() as u64;
-    let geometry = &home.geometry;
-    let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
+/// `Config` when the cap is too small for `rows` in segments that hold `held` bytes.
+pub(super) fn check_room(config: &SsdConfig, geometry: &Geometry, rows: u64, held: u64) -> Result<()> {
     if rows <= geometry.capacity_rows && held <= geometry.cap_bytes {
         return Ok(());
     }
@@ -241,7 +259,7 @@ fn check_room(config: &SsdConfig, home: &Home, state: &State) -> Result<()> {
         format!(
             "ssd_bytes = {} is too small for the {rows} rows in {}: set it to {least} or more to resume",
             config.bytes,
-            home.dir.display()
+            config.dir.display()
         ),
     ))
 }

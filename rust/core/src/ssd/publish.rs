@@ -32,12 +32,8 @@ impl Shared {
                 let message = format!("token = {token}: a state has the token {last} already, give a larger one");
                 return Err(Error::new(Kind::Input, message));
             }
-            for stream in Stream::all() {
-                state.seal(stream);
-            }
-            state.reap();
-            let segments = state.current().cloned().collect();
-            (Published::hold(token, segments), state.next_seq - 1, state.index.len() as u64)
+            let (segments, write_seq, rows) = Self::name_current(&mut state);
+            (Published::hold(token, segments), write_seq, rows)
         };
         let durable =
             catch_unwind(AssertUnwindSafe(|| self.make_durable(&published, (write_seq, rows), counters, note)));
@@ -67,6 +63,28 @@ impl Shared {
         Ok(())
     }
 
+    /// Close the open segments; the current set, the last `write_seq` in it, and its rows.
+    pub(super) fn name_current(state: &mut State) -> (Vec<Arc<Segment>>, u64, u64) {
+        for stream in Stream::all() {
+            state.seal(stream);
+        }
+        state.reap();
+        (state.current().cloned().collect(), state.next_seq - 1, state.index.len() as u64)
+    }
+
+    /// Wait until the flusher has written these segments, which are closed and held, and sync them; how a state names them.
+    pub(super) fn make_segments_durable(&self, segments: &[Arc<Segment>]) -> Result<Vec<Named>> {
+        let mut named = Vec::with_capacity(segments.len());
+        for segment in segments {
+            named.push(self.wait_for(|| Named::of(segment))?);
+            segment.sync(self.home.background);
+        }
+        for segment in segments {
+            self.wait_for(|| segment.is_synced().then_some(()))?;
+        }
+        Ok(named)
+    }
+
     fn make_durable(
         &self,
         published: &Published,
@@ -74,14 +92,7 @@ impl Shared {
         counters: StateCounters,
         note: Vec<u8>,
     ) -> Result<()> {
-        let mut named = Vec::with_capacity(published.segments.len());
-        for segment in &published.segments {
-            named.push(self.wait_for(|| Named::of(segment))?);
-            segment.sync(self.home.background);
-        }
-        for segment in &published.segments {
-            self.wait_for(|| segment.is_synced().then_some(()))?;
-        }
+        let named = self.make_segments_durable(&published.segments)?;
         self.home.engine.sync_dir(&self.home.dir)?;
         let file = StateFile {
             token: published.token,

@@ -7,13 +7,15 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use super::footers::{Footers, Hashes, check_crc, places};
 use super::format::{Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, TRAILER_BYTES, decode_trailer};
+use super::home::Home;
 use super::index::{Filler, Location, TagIndex};
 use super::manifest::{Named, StateFile};
-use super::segment::{Home, Sealed, Segment, most_padding, segment_path};
+use super::segment::{Sealed, Segment, most_padding, segment_path};
 use super::shared::{State, Tombstones};
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, Open};
@@ -31,47 +33,46 @@ const ENTRIES_A_THREAD: u64 = 1 << 18;
 const MOST_THREADS: u64 = 4;
 
 /// Open the segment that a state names, and check all of it but entries and records.
-fn open_segment(home: &Home, named: &Named) -> Result<Segment> {
-    let path = segment_path(&home.dir, named.serial);
-    if !home.engine.exists(&path) {
-        return Err(Error::corruption(&path, 0, "a segment that the state names", "there", "missing"));
+pub(super) fn open_segment(home: &Home, named: &Named, path: &Path) -> Result<Segment> {
+    if !home.engine.exists(path) {
+        return Err(Error::corruption(path, 0, "a segment that the state names", "there", "missing"));
     }
-    let file = home.engine.open(&path, Open::Read)?;
+    let file = home.engine.open(path, Open::Read)?;
     let file_bytes = file.len()?;
     if file_bytes != named.file_bytes {
-        return Err(Error::corruption(&path, 0, "the file's length", named.file_bytes, file_bytes));
+        return Err(Error::corruption(path, 0, "the file's length", named.file_bytes, file_bytes));
     }
     let header_bytes = home.schema.header_bytes();
     let least = (header_bytes + TRAILER_BYTES) as u64;
     if file_bytes < least {
-        return Err(Error::corruption(&path, 0, "the file's length", format!("at least {least}"), file_bytes));
+        return Err(Error::corruption(path, 0, "the file's length", format!("at least {least}"), file_bytes));
     }
     debug_assert!(header_bytes <= MAX_HEADER_BYTES);
     let mut header = vec![0; header_bytes];
     file.read_at(0, &mut header)?;
-    let content = home.schema.check_header(&header, &path, named.serial)?;
+    let content = home.schema.check_header(&header, path, named.serial)?;
     if (content == Content::Tombstones) != named.tombstones {
         let expected = if named.tombstones { "tombstones" } else { "rows" };
-        return Err(Error::corruption(&path, 12, "the segment's content", expected, format!("{content:?}")));
+        return Err(Error::corruption(path, 12, "the segment's content", expected, format!("{content:?}")));
     }
     let mut trailer = [0; TRAILER_BYTES];
     let at = file_bytes - TRAILER_BYTES as u64;
     file.read_at(at, &mut trailer)?;
-    let trailer = decode_trailer(&trailer, &path, at, named.serial)?;
+    let trailer = decode_trailer(&trailer, path, at, named.serial)?;
     if trailer.crc != named.crc {
         let (expected, got) = (format!("{:08x}", named.crc), format!("{:08x}", trailer.crc));
-        return Err(Error::corruption(&path, at, "the footer's checksum named by the state", expected, got));
+        return Err(Error::corruption(path, at, "the footer's checksum named by the state", expected, got));
     }
     let records = u64::from(trailer.records) * (home.schema.record_bytes(content) + trailer.entries().bytes()) as u64;
     let padded_from = header_bytes as u64 + records;
     if trailer.records > Location::MAX_RECORDS || padded_from > at || at - padded_from > most_padding(file_bytes) {
         let expected = format!("that of {file_bytes} bytes");
-        return Err(Error::corruption(&path, at + 8, "the number of records", expected, trailer.records));
+        return Err(Error::corruption(path, at + 8, "the number of records", expected, trailer.records));
     }
     let mut padding = vec![0; (at - padded_from) as usize];
     file.read_at(padded_from, &mut padding)?;
     if let Some(byte) = padding.iter().position(|byte| *byte != 0) {
-        return Err(Error::corruption(&path, padded_from + byte as u64, "a byte of padding", 0, padding[byte]));
+        return Err(Error::corruption(path, padded_from + byte as u64, "a byte of padding", 0, padding[byte]));
     }
     Segment::reopened(home, named.serial, content, file, Sealed { trailer, file_bytes })
 }
@@ -89,7 +90,7 @@ impl Opened {
         for named in &state.segments {
             let segment = match self.by_serial.get(&named.serial) {
                 Some(segment) => segment.clone(),
-                None => Arc::new(open_segment(home, named)?),
+                None => Arc::new(open_segment(home, named, &segment_path(&home.dir, named.serial))?),
             };
             segments.push(segment);
         }
@@ -253,10 +254,17 @@ fn threads_for(entries: u64, tables: usize, threads: Option<usize>) -> usize {
     threads.unwrap_or(usual as usize).clamp(1, tables)
 }
 
-/// Fill `state` (its index empty) with what `file` says of `segments`.
+/// What segments are to hold, as the file at `path` says.
+pub(super) struct Wanted<'a> {
+    pub(super) write_seq: u64,
+    pub(super) rows: u64,
+    pub(super) path: &'a Path,
+}
+
+/// Fill `state` (its index empty) with what `wanted` says of `segments`.
 pub(super) fn restore(
     state: &mut State,
-    file: &StateFile,
+    wanted: &Wanted<'_>,
     segments: &[Arc<Segment>],
     home: &Home,
     threads: Option<usize>,
@@ -270,7 +278,7 @@ pub(super) fn restore(
     let restore = Restore {
         engine: &*home.engine,
         segments,
-        write_seq: file.write_seq,
+        write_seq: wanted.write_seq,
         read_ahead: read_bytes as u32 / MOST_ENTRY_BYTES as u32,
         tables_at_once,
         filler,
@@ -283,11 +291,10 @@ pub(super) fn restore(
     }
     state.highest_epoch = parts.iter().map(|part| part.highest_epoch).max().unwrap_or(0);
     let rows = state.index.len() as u64;
-    if rows != file.rows {
-        let path = super::manifest::state_path(&home.dir, file.token);
-        return Err(Error::corruption(&path, 0, "the rows that the footers hold", file.rows, rows));
+    if rows != wanted.rows {
+        return Err(Error::corruption(wanted.path, 0, "the rows that the footers hold", wanted.rows, rows));
     }
-    state.next_seq = file.write_seq + 1;
+    state.next_seq = wanted.write_seq + 1;
     state.next_serial = segments.iter().map(|segment| segment.serial).max().unwrap_or(0) + 1;
     for segment in segments {
         segment.hold();

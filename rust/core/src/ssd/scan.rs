@@ -34,6 +34,15 @@ pub(super) struct Part {
     pub(super) records: u32,
 }
 
+impl Part {
+    /// All of a segment; to be called under the table's lock.
+    pub(super) fn of(segment: Arc<Segment>) -> Self {
+        segment.scans.fetch_add(1, Ordering::Relaxed);
+        let records = segment.records.load(Ordering::Relaxed);
+        Self { segment, records }
+    }
+}
+
 /// Lets those who wait for compaction look again, however a scan ends: dropped after its parts.
 struct Poke<'a>(&'a Space);
 
@@ -142,11 +151,7 @@ impl Shared {
     pub(super) fn parts_of(state: &State, since: u32) -> Vec<Part> {
         let rows =
             state.current().filter(|s| s.content == Content::Rows && s.highest_epoch.load(Ordering::Relaxed) >= since);
-        rows.map(|segment| {
-            segment.scans.fetch_add(1, Ordering::Relaxed);
-            Part { segment: segment.clone(), records: segment.records.load(Ordering::Relaxed) }
-        })
-        .collect()
+        rows.cloned().map(Part::of).collect()
     }
 
     /// Hand the rows of a segment whose `modified_epoch` is at least `since` to `sink`: those that the index points to now, or those that

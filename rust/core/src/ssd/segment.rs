@@ -9,14 +9,15 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use super::background::{Background, panicked};
-use super::buffer::{BLOCK_BYTES, Block, Pool};
+use super::buffer::{Block, Pool};
 use super::classes::Classes;
-use super::format::{Content, Entry, EntryFormat, Schema, TRAILER_BYTES, Trailer, encode_footer, most_entry_bytes};
+use super::format::{Content, Entry, EntryFormat, TRAILER_BYTES, Trailer, encode_footer, most_entry_bytes};
+use super::home::Home;
 use super::index::Location;
 use super::manifest::number_of;
-use super::space::{Geometry, Space};
+use super::space::Space;
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, AlignedBuf, IoEngine, IoFile, Open};
+use crate::io::{ALIGNMENT, AlignedBuf, IoEngine, IoFile};
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering, lock};
 use crate::types::Id;
 
@@ -118,28 +119,6 @@ pub(super) struct Segment {
 
 /// What a segment is made for: content, class, and the tier's next `write_seq`.
 type What = (Content, u8, u64);
-
-/// What every segment of a table shares.
-#[derive(Clone, Debug)]
-pub(super) struct Home {
-    pub(super) dir: PathBuf,
-    pub(super) schema: Schema,
-    pub(super) geometry: Geometry,
-    /// Bytes of a write buffer.
-    pub(super) block_bytes: usize,
-    pub(super) engine: Arc<dyn IoEngine>,
-    pub(super) space: Arc<Space>,
-    pub(super) background: &'static Background,
-}
-
-impl Home {
-    /// Bytes of a write buffer for this geometry: a whole segment where it is small, several records where they are large.
-    pub(super) fn usual_block_bytes(geometry: &Geometry) -> usize {
-        let least = 2 * (geometry.row_bytes + ALIGNMENT);
-        let usual = if 8 * least > BLOCK_BYTES { 4 * least } else { BLOCK_BYTES };
-        usual.min(geometry.segment_bytes as usize).max(least).next_multiple_of(ALIGNMENT)
-    }
-}
 
 impl Segment {
     /// A sealed segment found on disk, checked by the caller.
@@ -257,6 +236,11 @@ impl Segment {
         let left = self.live.load(Ordering::Relaxed) - records;
         self.live.store(left, Ordering::Relaxed);
         left
+    }
+
+    /// Whether it is sealed, and no scan is to come to it.
+    pub(super) fn is_unneeded_by_scans(&self) -> bool {
+        self.sealed().is_some() && self.scans.load(Ordering::Relaxed) == 0
     }
 
     /// How many of the current set and the published states name it.
@@ -435,7 +419,9 @@ impl Drop for Segment {
         // A file that cannot be removed goes on holding its bytes; the next open removes it.
         let doomed = self.doomed.fetch_or(false, Ordering::Relaxed);
         let remove = || self.engine.remove_file(self.path());
-        let gone = doomed && self.space.remove_or_keep(self.path(), held, remove);
+        // A file with other names is somebody else's too.
+        let alone = || self.file.links().is_ok_and(|links| links == 1);
+        let gone = doomed && self.space.remove_or_keep(self.path(), held, alone, remove);
         self.space.release(self.slot, held, gone);
     }
 }
@@ -461,17 +447,7 @@ impl OpenSegment {
         let content = what.0;
         let path = segment_path(&home.dir, serial);
         let room = home.geometry.segment_bytes.min(room - room % ALIGNMENT as u64);
-        let spare = if room == home.geometry.segment_bytes { home.space.take_spare() } else { None };
-        let file = if let Some(spare) = spare {
-            // Its old records are named by no state and read by nobody; nothing of the new segment is believed before it is synced.
-            home.engine.rename(&spare, &path)?;
-            home.engine.open(&path, Open::Write)?
-        } else {
-            if !home.space.remove_spares(Some(room), |path| home.engine.remove_file(path)) {
-                return Ok(None);
-            }
-            home.engine.open(&path, Open::Create { preallocate: room })?
-        };
+        let Some(file) = home.make_file(&path, room)? else { return Ok(None) };
         let segment = Segment::make(home, serial, what, file, room)?;
         segment.hold();
         let header = home.schema.header(serial, content);

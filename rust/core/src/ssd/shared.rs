@@ -8,10 +8,11 @@ use super::background::panicked;
 use super::classes::{Classes, MOST_CLASSES};
 use super::compact::{self, MOST_MOVING};
 use super::format::Content;
+use super::home::Home;
 use super::index::{Location, TagIndex};
 use super::manifest::Published;
 use super::moment::Moment;
-use super::segment::{Home, OpenSegment, Segment};
+use super::segment::{OpenSegment, Segment};
 use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
 use crate::rows::RowLayout;
@@ -219,7 +220,7 @@ impl State {
             if segment.live.load(Ordering::Relaxed) > 0 {
                 continue;
             }
-            if segment.sealed().is_none() || segment.scans.load(Ordering::Relaxed) > 0 {
+            if !segment.is_unneeded_by_scans() {
                 kept.push(slot);
                 continue;
             }
@@ -250,7 +251,7 @@ impl State {
         let oldest = self.oldest_with_dead().map_or(u64::MAX, |segment| segment.serial);
         let (needless, needed) = std::mem::take(&mut self.tombstones)
             .into_iter()
-            .partition(|t| t.segment.sealed().is_some() && t.before <= oldest);
+            .partition(|t| t.segment.is_unneeded_by_scans() && t.before <= oldest);
         self.tombstones = needed;
         let needless: Vec<Tombstones> = needless;
         for tombstones in needless {
@@ -317,7 +318,7 @@ impl State {
 }
 
 impl Shared {
-    pub(super) fn new(home: Home, layout: RowLayout, identity: Identity, state: State, held: DirLock) -> Self {
+    pub(super) fn new(home: Home, layout: RowLayout, identity: Identity, state: State, held: Option<DirLock>) -> Self {
         Self {
             home,
             layout,
@@ -327,7 +328,7 @@ impl Shared {
             compacting: RwLock::new(()),
             compaction_scheduled: AtomicBool::new(false),
             counters: Counters::default(),
-            lock: Mutex::new(Some(held)),
+            lock: Mutex::new(held),
             note: Mutex::default(),
         }
     }

@@ -196,9 +196,15 @@ impl Space {
     }
 
     /// As [`Space::remove`], but a file of a whole segment may be kept, to be written again: removing and making files makes a disk
-    /// that is told of free blocks much slower. Nothing may read it any more.
-    pub(super) fn remove_or_keep(&self, path: &Path, held: u64, remove: impl FnOnce() -> Result<()>) -> bool {
-        if held == self.segment_bytes {
+    /// that is told of free blocks much slower. Nothing may read it any more: none is kept that is not `alone`, under this one name.
+    pub(super) fn remove_or_keep(
+        &self,
+        path: &Path,
+        held: u64,
+        alone: impl FnOnce() -> bool,
+        remove: impl FnOnce() -> Result<()>,
+    ) -> bool {
+        if held == self.segment_bytes && alone() {
             let closed = lock(&self.closed);
             let mut inner = lock(&self.inner);
             if !*closed && inner.failed.is_none() && inner.spares.len() < MOST_SPARES {
@@ -402,10 +408,20 @@ mod tests {
         let space = Space::new(10 << 12, 1 << 12);
         space.take(7 << 12).unwrap();
         for name in ["a", "b", "c"] {
-            assert!(
-                space.remove_or_keep(Path::new(name), 1 << 12, || unreachable!("a file of a whole segment is kept"))
+            let kept = space.remove_or_keep(
+                Path::new(name),
+                1 << 12,
+                || true,
+                || unreachable!("a file of a whole segment is kept"),
             );
+            assert!(kept);
         }
+        let mut removed = false;
+        let linked = || {
+            removed = true;
+            Ok(())
+        };
+        assert!(space.remove_or_keep(Path::new("linked"), 1 << 12, || false, linked) && removed);
         assert!(space.remove_spares(Some(0), |_| unreachable!("nothing is in the way")));
         assert_eq!(space.free_bytes(), 3 << 12, "kept files count as free");
         let refused = || Error::io("remove", Path::new("c"), &std::io::Error::from_raw_os_error(libc::EPERM));

@@ -7,5 +7,8 @@ mod damage;
 mod delta;
 mod dense;
 mod elastic;
+mod linked;
+mod linked_back;
+mod linked_paths;
 mod made;
 mod round_trip;

@@ -11,12 +11,13 @@ use crate::made::ROOT;
 use crate::memory::largest_of;
 use crate::mutate::{Files, engine_of};
 
-const LARGE: [u64; 8] = [1 << 16, 1 << 24, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, 1 << 53, 1 << 62, u64::MAX];
+pub(crate) const LARGE: [u64; 8] =
+    [1 << 16, 1 << 24, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, 1 << 53, 1 << 62, u64::MAX];
 /// What is allocated whatever the files say: errors, maps of tables.
 const FIXED: usize = 16 << 10;
 
 /// Where the numbers of a JSON value are, as pointers.
-fn numbers(value: &Value, at: &str, found: &mut Vec<String>) {
+pub(crate) fn numbers(value: &Value, at: &str, found: &mut Vec<String>) {
     match value {
         Value::Number(_) => found.push(at.to_owned()),
         Value::Array(values) => {
@@ -27,7 +28,7 @@ fn numbers(value: &Value, at: &str, found: &mut Vec<String>) {
     }
 }
 
-fn is_rank(path: &Path) -> bool {
+pub(crate) fn is_rank(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().contains("-of-")) && !is_data(path)
 }
 
@@ -64,7 +65,7 @@ fn open(files: &Files) -> (bool, usize) {
     })
 }
 
-fn limit(files: &Files) -> usize {
+pub(crate) fn limit(files: &Files) -> usize {
     // Lists of what a file holds grow by doubling.
     2 * files.values().map(Vec::len).max().unwrap() + FIXED
 }

@@ -13,6 +13,7 @@ mod made;
 mod memory;
 mod mutate;
 mod named;
+mod segments;
 mod ssd;
 
 use std::time::{Duration, Instant};

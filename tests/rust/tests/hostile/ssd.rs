@@ -55,7 +55,7 @@ fn json(bytes: &[u8]) -> Option<(usize, usize)> {
     bytes.starts_with(b"embcache").then_some((start, bytes.len()))
 }
 
-fn le(bytes: &[u8], at: usize) -> usize {
+pub(crate) fn le(bytes: &[u8], at: usize) -> usize {
     bytes.get(at..at + 4).map_or(0, |word| u32::from_le_bytes(word.try_into().unwrap()) as usize)
 }
 
@@ -67,7 +67,7 @@ fn set_crc(bytes: &mut [u8], over: std::ops::Range<usize>, at: usize) {
 }
 
 /// Make the checksums of a segment right, and with `sorted` the order of its entries too.
-fn reseal_segment(bytes: &mut [u8], sorted: bool) {
+pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
     const TRAILER: usize = 48;
     let (header, record) = (le(bytes, 8), le(bytes, 16).max(44));
     if header < 4 || header + TRAILER > bytes.len() {

@@ -1,0 +1,111 @@
+//! A file's bytes under a second name: the same file where the file system can do that, else a copy.
+
+use std::path::Path;
+
+use super::{ALIGNMENT, AlignedBuf, IoEngine, IoFile, Open};
+use crate::error::{Error, Result};
+
+/// Bytes copied at a time.
+const COPY_BYTES: usize = 4 << 20;
+
+/// Whether a link that failed so can be had as a copy: another file system (`EXDEV`), one without links or with too many of them, a file
+/// that the system lets nobody but its owner link, or one that cannot be reached by its descriptor (`ENOENT`).
+fn wants_copy(error: &Error) -> bool {
+    let errnos = [libc::EXDEV, libc::EPERM, libc::EMLINK, libc::EOPNOTSUPP, libc::ENOSYS, libc::ENOENT];
+    error.errno().is_some_and(|errno| errnos.contains(&errno))
+}
+
+/// Give an open file the second name `to`, which nothing has, or else copy it there, durably, but for the name; whether it was linked.
+/// Nobody writes to the file meanwhile, or afterwards.
+pub fn link_or_copy(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Result<bool> {
+    match engine.link(file, to) {
+        Err(error) if wants_copy(&error) => {}
+        linked => return linked.map(|()| true),
+    }
+    let len = file.len()?;
+    let copy = engine.open(to, Open::Create { preallocate: len })?;
+    let mut piece = AlignedBuf::zeroed(COPY_BYTES.min(len as usize).next_multiple_of(ALIGNMENT).max(ALIGNMENT));
+    let mut at = 0;
+    while at < len {
+        let bytes = (len - at).min(piece.len() as u64) as usize;
+        let whole = bytes.next_multiple_of(ALIGNMENT);
+        file.read_at(at, &mut piece[..bytes])?;
+        piece[bytes..whole].fill(0);
+        copy.write_at(at, &piece[..whole])?;
+        at += bytes as u64;
+    }
+    copy.set_len(len)?;
+    copy.sync()?;
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::io::{Fault, FaultEngine, MemoryEngine, Operation, PsyncEngine, publish, read_file};
+
+    #[test]
+    fn a_linked_file_has_two_names_and_a_copy_one_each() {
+        let dir = tempfile::tempdir().unwrap();
+        let engines: [Arc<dyn IoEngine>; 2] = [Arc::new(MemoryEngine::default()), Arc::new(PsyncEngine::default())];
+        for engine in engines {
+            engine.create_dir_all(dir.path()).unwrap();
+            let path = |name: &str| dir.path().join(name);
+            let bytes: Vec<u8> = (0..10_000_u16).map(|n| n as u8).collect();
+            publish(&*engine, &path("a"), &bytes).unwrap();
+            let open = |name: &str| engine.open(&path(name), Open::Read).unwrap();
+            assert_eq!(open("a").links().unwrap(), 1);
+            assert!(link_or_copy(&*engine, &*open("a"), &path("b")).unwrap());
+            assert_eq!((open("a").links().unwrap(), open("b").links().unwrap()), (2, 2));
+            for errno in [libc::EXDEV, libc::EPERM, libc::EMLINK] {
+                let faults = FaultEngine::new(Arc::clone(&engine));
+                faults.hit_once(Operation::Link, 0, Fault::Fail(errno));
+                assert!(!link_or_copy(&faults, &*open("a"), &path("c")).unwrap());
+                assert_eq!((open("a").links().unwrap(), open("c").links().unwrap()), (2, 1));
+                assert_eq!(read_file(&*engine, &path("c"), 1 << 20).unwrap(), bytes);
+                engine.remove_file(&path("c")).unwrap();
+            }
+            let error = link_or_copy(&*engine, &*open("a"), &path("b")).unwrap_err();
+            assert_eq!(error.errno(), Some(libc::EEXIST), "{error}");
+            // Another file under its name is not what was opened; nor is one without a name, which is copied.
+            let first = open("a");
+            engine.remove_file(&path("a")).unwrap();
+            publish(&*engine, &path("a"), b"another").unwrap();
+            assert!(link_or_copy(&*engine, &*first, &path("d")).unwrap());
+            assert_eq!(read_file(&*engine, &path("d"), 1 << 20).unwrap(), bytes);
+            engine.remove_file(&path("d")).unwrap();
+            let nameless = open("a");
+            engine.remove_file(&path("a")).unwrap();
+            assert!(!link_or_copy(&*engine, &*nameless, &path("e")).unwrap());
+            assert_eq!(read_file(&*engine, &path("e"), 1 << 20).unwrap(), b"another");
+            // Another engine's files are copied.
+            let foreign = MemoryEngine::default();
+            foreign.create_dir_all(Path::new("/f")).unwrap();
+            publish(&foreign, Path::new("/f/a"), &bytes).unwrap();
+            let file = foreign.open(Path::new("/f/a"), Open::Read).unwrap();
+            assert!(!link_or_copy(&*engine, &*file, &path("f")).unwrap());
+            assert_eq!(read_file(&*engine, &path("f"), 1 << 20).unwrap(), bytes);
+            assert_eq!((open("b").links().unwrap(), read_file(&*engine, &path("b"), 1 << 20).unwrap()), (1, bytes));
+        }
+    }
+
+    #[test]
+    fn a_link_lasts_when_its_directory_is_synced_and_stays_one_file_after_a_crash() {
+        let engine = MemoryEngine::default();
+        for dir in ["/d", "/e"] {
+            engine.create_dir_all(Path::new(dir)).unwrap();
+        }
+        engine.sync_dir(Path::new("/")).unwrap();
+        publish(&engine, Path::new("/d/a"), b"bytes").unwrap();
+        let file = engine.open(Path::new("/d/a"), Open::Read).unwrap();
+        engine.link(&*file, Path::new("/e/b")).unwrap();
+        assert!(!engine.crash().exists(Path::new("/e/b")));
+        engine.sync_dir(Path::new("/e")).unwrap();
+        let after = engine.crash();
+        assert_eq!(after.open(Path::new("/e/b"), Open::Read).unwrap().links().unwrap(), 2);
+        after.remove_file(Path::new("/d/a")).unwrap();
+        assert_eq!(read_file(&after, Path::new("/e/b"), 64).unwrap(), b"bytes");
+    }
+}

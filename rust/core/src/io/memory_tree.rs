@@ -1,0 +1,148 @@
+//! The entries and files of the memory engine: what they are now, and what of that is durable.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+/// Writes reach the medium in sectors: a torn write keeps or loses each of them as a whole.
+pub(super) const SECTOR: usize = 512;
+
+#[derive(Clone, Debug)]
+pub(super) enum Edit {
+    Write { offset: usize, data: Vec<u8> },
+    Len(usize),
+}
+
+impl Edit {
+    pub(super) fn apply(&self, to: &mut Vec<u8>) {
+        match self {
+            Self::Write { offset, data } => write_into(to, *offset, data),
+            Self::Len(len) => to.resize(*len, 0),
+        }
+    }
+}
+
+pub(super) fn write_into(content: &mut Vec<u8>, offset: usize, data: &[u8]) {
+    let end = offset + data.len();
+    if content.len() < end {
+        content.resize(end, 0);
+    }
+    content[offset..end].copy_from_slice(data);
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Content {
+    pub(super) live: Vec<u8>,
+    pub(super) durable: Vec<u8>,
+    /// What leads from `durable` to `live`, in order.
+    pub(super) unsynced: Vec<Edit>,
+}
+
+impl Content {
+    pub(super) fn edit(&mut self, edit: Edit) {
+        edit.apply(&mut self.live);
+        self.unsynced.push(edit);
+    }
+    pub(super) fn sync(&mut self) {
+        for edit in std::mem::take(&mut self.unsynced) {
+            edit.apply(&mut self.durable);
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Node {
+    Dir,
+    File(Arc<Mutex<Content>>),
+}
+
+pub(super) type Entries = BTreeMap<PathBuf, Node>;
+
+/// A change of directory entries, done as a whole or not at all.
+#[derive(Clone, Debug)]
+pub(super) enum Change {
+    Add(PathBuf, Node),
+    Remove(PathBuf),
+    Rename(PathBuf, PathBuf),
+}
+
+impl Change {
+    pub(super) fn apply(&self, entries: &mut Entries) {
+        match self {
+            Self::Add(path, node) => {
+                entries.insert(path.clone(), node.clone());
+            }
+            Self::Remove(path) => {
+                entries.remove(path);
+            }
+            Self::Rename(from, to) => {
+                let moved: Vec<PathBuf> = entries.keys().filter(|path| path.starts_with(from)).cloned().collect();
+                for path in moved {
+                    let Some(node) = entries.remove(&path) else { continue };
+                    let target = match path.strip_prefix(from) {
+                        Ok(rest) if rest.as_os_str().is_empty() => to.clone(),
+                        Ok(rest) => to.join(rest),
+                        Err(_) => continue,
+                    };
+                    entries.insert(target, node);
+                }
+            }
+        }
+    }
+
+    pub(super) fn touches(&self, dir: &Path) -> bool {
+        match self {
+            Self::Add(path, _) | Self::Remove(path) => path.parent() == Some(dir),
+            Self::Rename(from, to) => from.parent() == Some(dir) || to.parent() == Some(dir),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Tree {
+    pub(super) live: Entries,
+    pub(super) durable: Entries,
+    /// Changes in `live` that are not in `durable`, in order.
+    pub(super) unsynced: Vec<Change>,
+    pub(super) held: BTreeSet<PathBuf>,
+}
+
+impl Tree {
+    pub(super) fn change(&mut self, change: Change) {
+        change.apply(&mut self.live);
+        self.unsynced.push(change);
+    }
+
+    pub(super) fn is_dir(&self, path: &Path) -> bool {
+        is_root(path) || matches!(self.live.get(path), Some(Node::Dir))
+    }
+
+    pub(super) fn children(&self, path: &Path) -> Vec<PathBuf> {
+        self.live.keys().filter(|entry| entry.parent() == Some(path)).cloned().collect()
+    }
+
+    /// How many names a file has.
+    pub(super) fn names_of(&self, content: &Arc<Mutex<Content>>) -> u64 {
+        self.live.values().filter(|node| matches!(node, Node::File(file) if Arc::ptr_eq(file, content))).count() as u64
+    }
+
+    pub(super) fn check_parent(&self, path: &Path) -> io::Result<()> {
+        match path.parent() {
+            Some(parent) if !self.is_dir(parent) => Err(errno(libc::ENOENT)),
+            _ => Ok(()),
+        }
+    }
+}
+
+pub(super) fn is_root(path: &Path) -> bool {
+    path.as_os_str().is_empty() || path.parent().is_none()
+}
+
+pub(super) fn errno(code: i32) -> io::Error {
+    io::Error::from_raw_os_error(code)
+}
+
+pub(super) fn normal(path: &Path) -> PathBuf {
+    path.components().filter(|part| *part != Component::CurDir).collect()
+}

@@ -1,0 +1,21 @@
+//! Segments of a snapshot on their way into a table.
+
+use std::sync::Arc;
+
+use embcache::ssd::{SegmentFiles, StateCounters};
+use pyo3::prelude::*;
+
+/// What a table's SSD tier consisted of when a snapshot was saved.
+#[pyclass(frozen, name = "SnapshotSegments", module = "torchrec_embcache._native")]
+pub(crate) struct PySegments {
+    pub(crate) files: Arc<SegmentFiles>,
+    pub(crate) counters: StateCounters,
+}
+
+#[pymethods]
+impl PySegments {
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.files.rows()
+    }
+}

@@ -1,0 +1,198 @@
+//! Somebody changes what lies on the way between an SSD tier and its snapshot while files are linked: nothing is made elsewhere, and
+//! nothing else is linked.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use embcache::Kind;
+use embcache::cache::Table;
+use embcache::checkpoint::{Chain, Latest, LinkedTable, RankWriter, Save, SaveOptions};
+use embcache::config::{Reopen, SsdConfig, TableConfig};
+use embcache::io::{BeneathEngine, FaultEngine, Operation, PsyncEngine};
+use embcache::paths::{open_to_load, open_to_save};
+use embcache::ssd::{SegmentFiles, StateCounters};
+use embcache_tests::{Contents, Rig};
+
+use crate::linked::{contents, table_config, train};
+
+struct Place {
+    base: tempfile::TempDir,
+    root: PathBuf,
+    tier: PathBuf,
+    /// Somebody else's, with a file of each segment's name.
+    victim: PathBuf,
+    engine: FaultEngine,
+}
+
+impl Place {
+    fn new() -> Self {
+        let base = tempfile::Builder::new().prefix("embcache").tempdir().expect("made");
+        let dir = |name: &str| {
+            let path = base.path().join(name);
+            fs::create_dir(&path).expect("made");
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o750)).expect("set");
+            path
+        };
+        let (root, tier, victim) = (dir("checkpoint"), dir("tier"), dir("victim"));
+        Self { base, root, tier, victim, engine: FaultEngine::new(Arc::new(PsyncEngine::new(true))) }
+    }
+
+    fn config(&self, tier: &str) -> TableConfig {
+        let dir = self.base.path().join(tier);
+        let ssd = SsdConfig { dir, bytes: 1 << 20, reopen: Reopen::Discard, resume_token: None };
+        TableConfig { ssd: Some(ssd), ..table_config(Reopen::Discard) }
+    }
+
+    fn trained(&self) -> Rig {
+        let rig = Rig::open(self.config("tier"), Arc::new(PsyncEngine::new(true))).expect("opened");
+        train(&rig, 0..6);
+        rig
+    }
+
+    /// Save a snapshot; the paths as they were checked.
+    fn save(&self, table: &Table) -> embcache::Result<LinkedTable> {
+        let (root, directory) = open_to_save(&self.root)?;
+        let engine = BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory);
+        let options = SaveOptions { snapshot: true, keep: 1, ..SaveOptions::default() };
+        let save = Save::begin_with(Arc::clone(&engine), &root, 1, options)?;
+        let mut writer = RankWriter::new(Arc::clone(&engine), &root, save.name(), 0, 1)?;
+        let linked = writer.link_rows_of("m", table, BTreeMap::new())?;
+        save.publish(&[writer.finish()?], 1)?;
+        Ok(linked)
+    }
+
+    /// The snapshot's segments, wherever its directory is by now.
+    fn segments(&self, root: &Path) -> embcache::Result<SegmentFiles> {
+        let (root, directory) = open_to_load(root)?;
+        let engine = BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory);
+        let chain = Chain::open(&engine, &root, Latest::read(&*engine, &root)?)?;
+        Ok(chain.links()[0].segments_of("m", "t", &(0..13))?.expect("a snapshot"))
+    }
+
+    fn load(&self, root: &Path) -> Contents {
+        let files = self.segments(root).expect("whole");
+        let source = Some((&files, StateCounters::default()));
+        let table = Table::open_from(self.config("other"), None, Arc::new(PsyncEngine::new(true)), source);
+        contents(&table.expect("opened"))
+    }
+
+    /// Do something while the first file is about to be linked by `work`.
+    fn amid<T: Send>(&self, work: impl FnOnce() -> T + Send, attack: impl FnOnce()) -> T {
+        self.engine.hold(Operation::Link);
+        std::thread::scope(|scope| {
+            let working = scope.spawn(work);
+            self.engine.wait_until_held();
+            attack();
+            self.engine.release();
+            working.join().expect("no panic")
+        })
+    }
+}
+
+fn names(dir: &Path) -> Vec<PathBuf> {
+    let mut names: Vec<PathBuf> = fs::read_dir(dir).expect("listed").map(|entry| entry.expect("read").path()).collect();
+    names.sort();
+    names
+}
+
+fn segments_in(dir: &Path) -> Vec<PathBuf> {
+    names(dir).into_iter().filter(|path| path.extension().is_some_and(|found| found == "seg")).collect()
+}
+
+/// The directory of the checkpoint's one table.
+fn table_dir(root: &Path) -> PathBuf {
+    names(root).into_iter().map(|path| path.join("m+t")).find(|path| path.is_dir()).expect("there")
+}
+
+#[test]
+fn a_checkpoints_directory_swapped_for_a_link_gets_no_segment_elsewhere() {
+    let place = Place::new();
+    let rig = place.trained();
+    let moved = place.base.path().join("moved");
+    let swap = || {
+        fs::rename(&place.root, &moved).expect("renamed");
+        symlink(&place.victim, &place.root).expect("linked");
+    };
+    let linked = place.amid(|| place.save(&rig.table), swap).expect("saved where it was");
+    assert!(linked.bytes.linked > 0 && linked.bytes.copied == 0, "{linked:?}");
+    assert!(names(&place.victim).is_empty());
+    assert_eq!(place.load(&moved), rig.contents().expect("exported"));
+}
+
+#[test]
+fn a_tables_directory_swapped_for_a_link_amid_the_links_is_refused() {
+    let place = Place::new();
+    let rig = place.trained();
+    let swap = || {
+        let dir = table_dir(&place.root);
+        fs::rename(&dir, dir.with_extension("moved")).expect("renamed");
+        symlink(&place.victim, &dir).expect("linked");
+    };
+    let error = place.amid(|| place.save(&rig.table), swap).expect_err("a link is in the way");
+    assert_eq!(error.kind(), Kind::Path, "{error}");
+    assert!(names(&place.victim).is_empty() && !error.to_string().contains("/proc/self/fd"), "{error}");
+    // Nothing names what was begun.
+    assert!(!place.root.join("LATEST").exists());
+}
+
+#[test]
+fn what_takes_the_name_of_a_segment_is_not_linked() {
+    for kind in ["link", "file"] {
+        let place = Place::new();
+        let rig = place.trained();
+        let secret = place.victim.join("secret");
+        fs::write(&secret, b"not a segment").expect("written");
+        let swap = || {
+            let segments = segments_in(&place.tier);
+            assert!(segments.len() > 1);
+            for path in segments {
+                // As one who wants a file of his in the snapshot: the segment itself stays, under another name.
+                fs::rename(&path, path.with_extension("moved")).expect("renamed");
+                if kind == "link" {
+                    symlink(&secret, &path).expect("linked");
+                } else {
+                    fs::hard_link(&secret, &path).expect("linked");
+                }
+            }
+        };
+        let linked = place.amid(|| place.save(&rig.table), swap).expect("saved");
+        assert!(linked.bytes.linked > 0 && linked.bytes.copied == 0, "{linked:?}");
+        assert_eq!(place.load(&place.root), rig.contents().expect("exported"));
+    }
+}
+
+#[test]
+fn whatever_stands_in_the_place_of_a_linked_segment_is_refused_at_once() {
+    let place = Place::new();
+    let rig = place.trained();
+    place.save(&rig.table).expect("saved");
+    drop(rig);
+    let kept = place.base.path().join("kept");
+    for path in segments_in(&table_dir(&place.root)) {
+        for what in ["link", "pipe", "directory", "nothing"] {
+            fs::rename(&path, &kept).expect("renamed");
+            match what {
+                "link" => symlink(&kept, &path).expect("linked"),
+                "pipe" => {
+                    let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR);
+                    rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).expect("made");
+                }
+                "directory" => fs::create_dir(&path).expect("made"),
+                _ => {}
+            }
+            let error = place.segments(&place.root).expect_err("no segment");
+            let said = matches!(error.kind(), Kind::Path | Kind::Corruption | Kind::Storage);
+            assert!(said && !error.to_string().contains("/proc/self/fd"), "{what}: {error:?}");
+            if what == "directory" {
+                fs::remove_dir(&path).expect("removed");
+            } else if what != "nothing" {
+                fs::remove_file(&path).expect("removed");
+            }
+            fs::rename(&kept, &path).expect("renamed");
+        }
+    }
+    assert!(place.segments(&place.root).is_ok());
+}
