@@ -269,8 +269,9 @@ class CacheTable:
         """Whether the tiers are open."""
         return self._native is not None
 
-    def open(self, resume_token: int | None = None) -> None:
-        """Open the tiers; harmless twice. `resume_token` names the state to resume; by default the newest complete one.
+    def open(self, resume_token: int | None = None, segments: _native.SnapshotSegments | None = None) -> None:
+        """Open the tiers; harmless twice. `resume_token` names the state to resume; by default the newest complete one. `segments`
+        become the contents, in place of whatever is in the directory.
 
         Raises `ConfigError`, `InUseError` (another process holds the directory), `StateError` (closed), `MismatchError`,
         `StorageError`.
@@ -308,6 +309,7 @@ class CacheTable:
             resume_token=resume_token,
             policy=self.policy,
             on_full=self.on_full,
+            segments=segments,
         )
         self._tier = tier
         if resume_token is not None and published[0] < resume_token and self.published()[0] == resume_token:
@@ -345,14 +347,21 @@ class CacheTable:
         """Take the number of buckets and the key of a checkpoint, for a load into an open table. Where one of them is another the
         table is made anew, without its rows. Whether the number of buckets changed.
         """
+        return self._adopt(total_num_buckets, key, None)
+
+    def adopt_segments(self, total_num_buckets: int, key: int, segments: _native.SnapshotSegments) -> bool:
+        """As `adopt`; the table is made anew, with the rows, step and epoch of a snapshot's segments."""
+        return self._adopt(total_num_buckets, key, segments)
+
+    def _adopt(self, total_num_buckets: int, key: int, segments: _native.SnapshotSegments | None) -> bool:
         changed = total_num_buckets != self.total_num_buckets
-        if changed or key != self.native.key:
+        if changed or key != self.native.key or segments is not None:
             self.native.close()
             self._native = self._tier = None
             self._discard = True  # the rows of the table before
             self.buckets = self.buckets_of(total_num_buckets)
             self.total_num_buckets, self.key = total_num_buckets, key
-            self.open()
+            self.open(segments=segments)
         return changed
 
     def __bool__(self) -> bool:

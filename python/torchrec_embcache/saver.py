@@ -3,6 +3,7 @@
     Saver().save(model, "ckpt/sparse")  # with torch.distributed: on every rank
     Saver().save(model, "ckpt/sparse", incremental=True)  # rows modified since the checkpoint that is there
     future = Saver().save_async(model, "ckpt/sparse")  # the state of now, written while training goes on
+    Saver().save(model, "ckpt/sparse", snapshot=True)  # for a fast restart of the same ranks: SSD tiers linked, not written again
     Saver(0).load(model, "ckpt/sparse")  # without torch.distributed: the one rank is 0
 
 A checkpoint holds the rows of every cache module in the model, sharded or not, with their optimizer slots and metadata; the dense
@@ -35,6 +36,7 @@ from .collective import all_gather, is_distributed, together
 from .config import check_int, parse_bytes
 from .exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, PathError
 from .progress import Progress, ProgressWanted, Tracker
+from .reports import LoadReport, SaveReport
 from .table_names import Pair, check_names, check_rows, shown, sources_of
 from .whole_model import CacheModule, cache_modules
 
@@ -44,47 +46,6 @@ _log = logging.getLogger(__name__)
 
 # A table on this rank: its module's path in the model, the module, the table.
 _Shard = tuple[str, CacheModule, CacheTable]
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save, or a compaction, made. Counts are of all ranks."""
-
-    checkpoint: str
-    """Name of the checkpoint: its directory in the path."""
-    kind: Literal["full", "delta"]
-    """Whether it holds every row, or those modified since `parent`."""
-    parent: str | None
-    """Name of the checkpoint that a delta builds on."""
-    reason: str | None
-    """Why a save that was to be incremental is full."""
-    rows: int
-    """Rows in its files."""
-    tombstones: int
-    """Ids in it that left their table since the parent."""
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load did, the same on every rank. Tables are named `module/table`, as in the model."""
-
-    checkpoint: str
-    """Name of the newest checkpoint that was read."""
-    deltas: int
-    """Deltas that were read on top of the full one."""
-    rows: dict[str, int]
-    """Rows of each table that was loaded, all ranks together."""
-    missing: tuple[str, ...]
-    """Tables of the model that the checkpoint does not have: they are as they were."""
-    unexpected: tuple[str, ...]
-    """Tables of the checkpoint, by its names, that the model does not have."""
-    renamed: dict[str, str]
-    """Tables whose name in the checkpoint is another, that name first."""
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables that were loaded."""
-        return tuple(self.rows)
 
 
 @dataclass(frozen=True)
@@ -108,6 +69,7 @@ class Saver:
         path: str | os.PathLike[str],
         incremental: bool = False,
         *,
+        snapshot: bool = False,
         keep: int = 1,
         progress: ProgressWanted = None,
     ) -> SaveReport:
@@ -116,6 +78,11 @@ class Saver:
         `incremental`: only rows modified since the newest checkpoint in `path`, with slots and metadata, and the ids that left.
         That must be what these tables were last saved to `path` as, or loaded from; where it is not, or too much left since
         (see `docs/configuration.md`), the save is full, and says why in the log and in its report.
+
+        `snapshot`: for a fast restart. SSD tiers are not written again: what is in RAM is handed down to them, and the files of
+        their segments get a second name in the checkpoint (on another file system: copies, and the report says so). It loads into
+        tables with the same buckets (so many ranks as now) and an SSD tier; `embcache compact` makes it a checkpoint for any.
+        Tables without an SSD tier are in it as in any checkpoint. Deltas do not build on it.
 
         `keep`: so many of the newest checkpoints stay, and what those build on; older ones are removed. `progress`: a callable
         that is given a `Progress` after each table, on every rank, or True for a bar (rank 0).
@@ -129,6 +96,8 @@ class Saver:
         """
         rank, world_size = self._place()
         keep = check_int("keep", keep, 1, 1 << 20)
+        if snapshot and incremental:
+            raise ConfigError("incremental=True and snapshot=True: a snapshot has every row; give one of them")
         shards = together(lambda: _at_rest(module))
         root = _agreed_path(path)
         epoch, base, reason = self._plan(shards, root, incremental)
@@ -136,18 +105,18 @@ class Saver:
 
         def begin() -> str:
             nonlocal begun
-            begun = _begin(root, keep, base)
+            begun = _begin(root, keep, base, snapshot)
             return begun.name
 
-        def write(name: str) -> tuple[tuple[int, int], int, int]:
+        def write(name: str) -> _Part:
             total = sum(len(table) for _, _, table in shards) if base is None else None
             with Tracker(progress, "save", total, shown=rank == 0) as tracker:
-                return _write(shards, root, name, (rank, world_size), base, tracker)
+                return _write(shards, root, name, (rank, world_size), base, snapshot, tracker)
 
         try:
             name = all_gather(together(begin if rank == 0 else str))[0]
             written = all_gather(together(lambda: write(name)))
-            left = together(lambda: begun.publish([digest for digest, _, _ in written], epoch) if begun else [])
+            left = together(lambda: begun.publish([part.digest for part in written], epoch) if begun else [])
         except Exception:
             if begun is not None:
                 _abandon(begun)
@@ -156,9 +125,15 @@ class Saver:
         _warn_of(left, root)
         for _, _, table in shards:
             table.native.set_epoch(epoch)
-            table.native.saved_as((*identity, epoch))
-        rows, tombstones = sum(rows for _, rows, _ in written), sum(tombstones for _, _, tombstones in written)
-        return _report(name, base, reason, rows, tombstones)
+            if not snapshot:
+                table.native.saved_as((*identity, epoch))
+        rows, tombstones = sum(part.rows for part in written), sum(part.tombstones for part in written)
+        if not snapshot:
+            return _report(name, base, reason, rows, tombstones)
+        linked, copied = sum(part.linked_bytes for part in written), sum(part.copied_bytes for part in written)
+        if copied:
+            _log.warning("%s: %d bytes of segments were copied, as its file system cannot link them", root, copied)
+        return SaveReport(name, "snapshot", None, None, rows, 0, linked, copied)
 
     def save_async(
         self,
@@ -277,6 +252,9 @@ class Saver:
     ) -> LoadReport:
         """Replace the contents of every cache module in `module` by the checkpoint at `path`, which any world size saved.
 
+        Of a snapshot (`save(snapshot=True)`) SSD tiers are made anew, its segments linked into them; it fits tables with the same
+        buckets and an SSD tier (`MismatchError` says how to convert it for others).
+
         Deltas are read with all they build on, with `incremental` or without (it is there for RecSDK's signature).
 
         `tables`: load only these tables of the model. `rename`: the model's names of tables by those in the checkpoint. Names
@@ -284,10 +262,9 @@ class Saver:
         model and checkpoint has. `checkpoint`: the name of one that `save(keep=...)` kept; by default the newest. `progress`: a
         callable that is given a `Progress` as rows are in place, on every rank, or True for a bar (rank 0).
 
-        Tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`); budgets, policy, device, seed
-        and initializer may differ; the number of buckets and the table's key become the checkpoint's. Step counters are
-        restored. Deltas go on from the checkpoint, unless a table has another name in it: then the next save is full. Load before
-        a pipeline takes its first batches: those in flight went to the owners of the old buckets.
+        Tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`); budgets,
+        policy and device may differ; the number of buckets and the table's key become the checkpoint's. Step counters are
+        restored. Load before a pipeline takes its first batches: those in flight went to the owners of the old buckets.
 
         Nothing is changed when the checkpoint is missing (`PathError`), does not fit, one that it builds on is missing or
         another, or its manifests or headers are damaged (`CorruptionError`). When its rows turn out to be damaged, or reading fails
@@ -315,7 +292,7 @@ class Saver:
                 source = sources.get((place, table.name))
                 if source is not None:
                     buckets = table.buckets_of(saved[source]["total_num_buckets"])
-                    most_rows += reader.check_table(place, table.native, *buckets, source)
+                    most_rows += reader.check_table(place, table.native, *buckets, source, True)
             return sources, unexpected
 
         sources, unexpected = together(check)
@@ -328,11 +305,18 @@ class Saver:
                 table.set_unusable(reason)
             for place, owner, table in wanted:
                 entry = saved[sources[place, table.name]]
-                if table.adopt(entry["total_num_buckets"], entry["key"]):
+                numbers = entry["total_num_buckets"], entry["key"]
+                segments = reader.segments(place, table.name)
+                if table.adopt(*numbers) if segments is None else table.adopt_segments(*numbers, segments):
                     owner.buckets_changed()
+                if segments is not None:
+                    loaded[place, table.name] = table.stats().rows
             with Tracker(progress, "load", most_rows, shown=rank == 0) as tracker:
                 for place, _, table in wanted:
                     tracker.table(shown((place, table.name)))
+                    if (place, table.name) in loaded:
+                        tracker.advance(loaded[place, table.name])
+                        continue
                     loaded[place, table.name] = reader.load_table(place, table.native, tracker.advance)
                     table.native.set_epoch(reader.next_epoch)
 
@@ -343,11 +327,9 @@ class Saver:
                 rows[pair] += count
         check_rows({pair: (count, saved[sources[pair]]["rows"]) for pair, count in rows.items()}, reader.name, root)
         for place, _, table in shards:
-            source = sources.get((place, table.name))
-            if source == (place, table.name):
-                # Under another name it is not what a delta of this table builds on.
-                table.native.saved_as((*reader.identity, reader.next_epoch))
-            if source is not None:
+            if (place, table.name) in sources:
+                if reader.kind != "snapshot":
+                    table.native.saved_as((*reader.identity, reader.next_epoch))
                 table.set_unusable(None)
         return LoadReport(
             checkpoint=reader.name,
@@ -362,9 +344,9 @@ class Saver:
         """Merge the newest checkpoint in `path` and all it builds on into a full one, which loads find from then on.
 
         The rows are streamed: extra memory does not grow with them. A run that saves deltas to `path` goes on from the merged
-        checkpoint. Nothing is done where the newest is full. `keep` and `progress` as in `save`. Raises `PathError` (no
-        checkpoint), `CorruptionError`, `StorageError`, and `StateError` when something was saved to `path` meanwhile: that
-        stays, call again.
+        checkpoint. Nothing is done where the newest is full; a snapshot becomes full (its index takes 10 bytes of RAM a row
+        meanwhile). `keep` and `progress` as in `save`. Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and
+        `StateError` when something was saved to `path` meanwhile: that stays, call again.
         """
         rank, world_size = self._place()
         keep = check_int("keep", keep, 1, 1 << 20)
@@ -475,6 +457,8 @@ def _base(shards: list[_Shard], root: str, rank: int) -> tuple[_Base | None, str
     found, reason = all_gather(together(newest if rank == 0 else lambda: (None, None)))[0]
     if found is None:
         return None, reason
+    if found["kind"] == "snapshot":
+        return None, f"{found['identity'][0]} is a snapshot, and deltas build on checkpoints only"
     names = {(place, table.name) for place, _, table in shards}
     everyone = set().union(*all_gather(names))
     if everyone != set(found["tables"]):
@@ -495,22 +479,42 @@ def _base(shards: list[_Shard], root: str, rank: int) -> tuple[_Base | None, str
     return _Base(found["identity"], {pair: one for pair, one in ancestors.items() if one is not None}), None
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one rank wrote."""
+
+    digest: tuple[int, int]
+    rows: int
+    tombstones: int
+    linked_bytes: int
+    copied_bytes: int
+
+
 def _write(
-    shards: list[_Shard], root: str, name: str, place_of: tuple[int, int], base: _Base | None, tracker: Tracker
-) -> tuple[tuple[int, int], int, int]:
-    """This rank's part; its digest, rows and tombstones."""
+    shards: list[_Shard],
+    root: str,
+    name: str,
+    place_of: tuple[int, int],
+    base: _Base | None,
+    snapshot: bool,
+    tracker: Tracker,
+) -> _Part:
     writer = _native.CheckpointWriter(_native.check_save_dir(root), name, *place_of)
-    rows = tombstones = 0
+    rows = tombstones = linked = copied = 0
     for place, owner, table in shards:
         pair, numbers = (place, table.name), numbers_of(owner.hyperparameters(table.name))
         tracker.table(shown(pair))
-        if base is None:
-            written, left = writer.write_table(place, table.native, numbers), 0
+        left = 0
+        if snapshot:
+            written, more_linked, more_copied = writer.link_table(place, table.native, numbers)
+            linked, copied = linked + more_linked, copied + more_copied
+        elif base is None:
+            written = writer.write_table(place, table.native, numbers)
         else:
             written, left = writer.write_changes(place, table.native, numbers, base.ancestors[pair])
         tracker.advance(written)
         rows, tombstones = rows + written, tombstones + left
-    return writer.finish(), rows, tombstones
+    return _Part(writer.finish(), rows, tombstones, linked, copied)
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:
@@ -526,9 +530,9 @@ def numbers_of(group: dict[str, Any]) -> dict[str, float]:
     return dict(each())
 
 
-def _begin(root: str, keep: int, base: _Base | None) -> _native.CheckpointSave:
+def _begin(root: str, keep: int, base: _Base | None, snapshot: bool = False) -> _native.CheckpointSave:
     parent = None if base is None else base.identity
-    return _native.CheckpointSave(_native.check_save_dir(root), secrets.randbits(64), keep, parent)
+    return _native.CheckpointSave(_native.check_save_dir(root), secrets.randbits(64), keep, parent, None, snapshot)
 
 
 def _report(name: str, base: _Base | None, reason: str | None, rows: int, tombstones: int) -> SaveReport:

@@ -20,6 +20,7 @@ from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import TierBudgets, initializers, megatron, optimizers
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import EmbCacheWarning, InputError, MismatchError, StorageError, UnsupportedError
+from torchrec_embcache.saver import Saver
 from torchrec_embcache.whole_model import CacheModule
 from world import World, process_group
 
@@ -133,6 +134,31 @@ def test_missing_and_unexpected_keys_are_reported_as_megatron_does(path: Path) -
     assert len(other.bag) == 0
     with pytest.raises(MismatchError, match=r"no tables of the key \['renamed'\]; it has \['embcache'\]"):
         dist_checkpointing.load({"sparse": megatron.sharded_tables(other, key="renamed")}, str(path))
+
+
+def test_a_snapshot_in_the_tables_place_loads_where_it_fits_and_else_the_error_says_what_to_do(
+    path: Path, tmp_path: Path
+) -> None:
+    def model(name: str) -> Model:
+        (tmp_path / name).mkdir(mode=0o750)
+        made = Model()
+        made.bag = make_bag(tiers=TierBudgets(host_bytes=3000, ssd_bytes="4MiB", ssd_dir=tmp_path / name))
+        return made
+
+    saved = model("saved")
+    train(saved.bag, BATCHES)
+    dist_checkpointing.save(megatron.sharded_tables(saved), str(path), megatron.STRATEGY)
+    (tables,) = [found for found in path.iterdir() if (found / "LATEST").is_file()]
+    assert Saver().save(saved, tables, snapshot=True).linked_bytes > 0
+    fits = model("fits")
+    dist_checkpointing.load(megatron.sharded_tables(fits), str(path))
+    assert Contents.of(fits.bag) == Contents.of(saved.bag)
+    other = Model()
+    with pytest.raises(MismatchError, match=f"no SSD tier.*`embcache compact {tables}`"):
+        dist_checkpointing.load(megatron.sharded_tables(other), str(path))
+    Saver().compact(tables)
+    dist_checkpointing.load(megatron.sharded_tables(other), str(path))
+    assert Contents.of(other.bag) == Contents.of(saved.bag)
 
 
 def test_tables_and_tensors_are_removed_by_the_prefix_of_their_key(path: Path) -> None:

@@ -47,11 +47,12 @@ PYTHON_IMPORTS = {
     "train_pipeline": _CACHE | {"nn", "modules", "sharded"},
     "beside": _BASE | {"kernels", "cache"},
     "table_names": {"exceptions"},
-    "saver": _CACHE | {"progress", "beside", "table_names"},
+    "reports": set(),
+    "saver": _CACHE | {"progress", "beside", "table_names", "reports"},
     "blocks": _BASE | {"kernels", "cache"},
     "serialize": _CACHE | {"nn", "blocks"},
-    "dcp": _CACHE | {"progress", "beside", "saver", "table_names"},
-    "megatron": _CACHE | {"progress", "beside", "saver", "table_names", "blocks"},
+    "dcp": _CACHE | {"progress", "beside", "saver", "table_names", "reports"},
+    "megatron": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "blocks"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {
