@@ -39,6 +39,15 @@ def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
     assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(1))
 
 
+def test_the_writer_stands_in_for_torchs_by_its_name_alone(tmp_path: Path) -> None:
+    settings = {"single_file_per_rank": False, "sync_files": False, "thread_count": 3, "per_thread_copy_ahead": 1 << 20}
+    state = {"weight": torch.randn(7, 5), "step": 3}
+    for number, writer in enumerate((dcp.FileSystemWriter, EmbCacheStorageWriter)):
+        made = writer(tmp_path / str(number), **settings, overwrite=False, cache_staged_state_dict=True)
+        dcp.save(state, storage_writer=made)
+    assert same(load({"weight": torch.zeros(7, 5), "step": 0}, tmp_path / "1"), state)
+
+
 def test_a_state_dict_that_is_not_flattened_comes_back(tmp_path: Path) -> None:
     state = {"a": torch.arange(5), "nested": {"b": torch.ones(2), "c": 3}}
     save(state, tmp_path / "ckpt", planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False))

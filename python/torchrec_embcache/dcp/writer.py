@@ -56,11 +56,18 @@ class EmbCacheStorageWriter(BlockingAsyncStager, StorageWriter):
         *,
         overwrite: bool = True,
         cache_staged_state_dict: bool = False,
+        single_file_per_rank: bool = True,  # noqa: ARG002
+        sync_files: bool = True,  # noqa: ARG002
+        thread_count: int = 1,  # noqa: ARG002
+        per_thread_copy_ahead: int = 0,  # noqa: ARG002
     ) -> None:
         """`path`: the checkpoints' directory, the same on every rank, by the rules of `Saver`. `model`: its tables are saved too.
 
         `overwrite=False` refuses a `path` that holds a checkpoint (`StateError`). `cache_staged_state_dict` keeps the memory that
         `dcp.async_save` copies dense tensors into for the next one, pinned where there is a device.
+
+        `single_file_per_rank`, `sync_files`, `thread_count` and `per_thread_copy_ahead` are those of torch's `FileSystemWriter`, in
+        whose place this class can stand by its name alone. They change nothing: every save is synced, and divided by bytes.
         """
         super().__init__(cache_staged_state_dict=cache_staged_state_dict)
         self.path = path
