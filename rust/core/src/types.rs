@@ -18,6 +18,31 @@ pub fn bucket_of(id: Id, total_num_buckets: u32) -> u32 {
     (id as u64 % u64::from(total_num_buckets)) as u32
 }
 
+/// [`bucket_of`] of many ids: the remainder by a multiplication with the divisor's reciprocal (Barrett 1986).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BucketDivisor {
+    total_num_buckets: u32,
+    reciprocal: u64,
+}
+
+impl BucketDivisor {
+    /// # Panics
+    /// When there are no buckets.
+    pub(crate) fn new(total_num_buckets: u32) -> Self {
+        Self { total_num_buckets, reciprocal: u64::MAX / u64::from(total_num_buckets) }
+    }
+
+    /// See [`bucket_of`].
+    #[inline]
+    pub(crate) fn bucket_of(self, id: Id) -> u32 {
+        let (id, divisor) = (id as u64, u64::from(self.total_num_buckets));
+        // The quotient, or one less: the reciprocal is 2⁶⁴ / divisor less at most one.
+        let quotient = ((u128::from(id) * u128::from(self.reciprocal)) >> 64) as u64;
+        let rest = id - quotient * divisor;
+        (if rest < divisor { rest } else { rest - divisor }) as u32
+    }
+}
+
 /// The 64-bit hash of an id that indexes and footers use (the finaliser of `SplitMix64`, a bijection; Steele, Lea, Flood 2014).
 /// It is part of the SSD format: fixed for ever.
 #[inline]
@@ -62,6 +87,19 @@ pub const SCORE_HALF_LIFE_STEPS: u64 = 1024;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_divisor_gives_the_buckets_of_all_ids() {
+        for divisor in [1, 2, 3, 7, 641, DEFAULT_TOTAL_NUM_BUCKETS, 1 << 16, (1 << 31) - 1, 1 << 31, u32::MAX] {
+            let by = BucketDivisor::new(divisor);
+            let near = |id: i64| (-2..3).map(move |off| id.wrapping_add(off));
+            let multiples = [0, 1, 2, u64::MAX / u64::from(divisor)].map(|by| (by * u64::from(divisor)) as i64);
+            let ids = multiples.into_iter().chain([i64::MAX, i64::MIN, -1]).flat_map(near);
+            for id in ids.chain((0..1000).map(|n| hash_id(n) as i64)) {
+                assert_eq!(by.bucket_of(id), bucket_of(id, divisor), "{id} by {divisor}");
+            }
+        }
+    }
 
     #[test]
     fn a_hash_gives_its_id_back() {

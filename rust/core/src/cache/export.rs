@@ -10,7 +10,6 @@ use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::{RowHeader, RowList, RowRef};
 use crate::slots::RowState;
-use crate::ssd::SsdTier;
 use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
 
@@ -167,18 +166,12 @@ impl Walk<'_> {
         if self.shared.ssd.is_some() {
             memory::reserve(&mut self.outdated, "list rows", found.capacity())?;
         }
-        // Where a write failed, SSD may have rows of a batch whose other rows it has not: none is marked as being there.
-        let half_written = self.shared.ssd.as_ref().is_some_and(SsdTier::is_read_only);
-        let mut after = slots.high_water();
-        for slot in slots.occupied_from(cursor).filter(|&slot| slots.state(slot).is_newest()) {
-            if found.len() == most {
-                after = slot;
-                break;
-            }
-            if half_written || slots.state(slot).has(RowState::ON_SSD) {
-                self.outdated.push(state.host.id(slot));
-            }
-            found.push(slot);
+        let after = slots.newest_from(cursor, most, &mut found);
+        if let Some(ssd) = &self.shared.ssd {
+            // Where a write failed, SSD may have rows of a batch whose other rows it has not: none is marked as being there.
+            let half_written = ssd.is_read_only();
+            let on_ssd = found.iter().filter(|&&slot| half_written || slots.state(slot).has(RowState::ON_SSD));
+            self.outdated.extend(on_ssd.map(|&slot| state.host.id(slot)));
         }
         let any = !found.is_empty();
         if any {

@@ -42,6 +42,7 @@ mod manifest;
 mod order;
 mod output;
 mod part;
+mod ranks;
 mod reader;
 mod reshard;
 mod retention;

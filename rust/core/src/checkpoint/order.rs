@@ -1,19 +1,15 @@
 //! The order of a group's rows in their file, by bucket, then by `uint64(id)`; and their metadata in that order.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::format::{CHUNK_BYTES, Field};
+use super::ranks::{IDS_MORE, Ranking};
 use crate::prefetch::{prefetch, prefetch_address};
 use crate::rows::{RowHeader, RowList};
-use crate::simd::{Isa, Job};
-use crate::types::{Id, bucket_of};
+use crate::simd::Isa;
+use crate::types::{BucketDivisor, Id};
 
-/// In buckets of at most this many rows a row's place is counted, in larger ones found by sorting.
-const COUNTED: usize = 128;
-/// Rows that are counted at once.
-const LANES: usize = 8;
-/// How many rows ahead metadata are asked for.
+/// How many rows ahead memory is asked for.
 const AHEAD: usize = 16;
 
 /// Rows whose metadata are gathered at once; what they take of a column is part of one chunk.
@@ -72,12 +68,14 @@ pub(super) struct Order {
     /// By row of the file, which row that is of those that came.
     pub(super) rows: Vec<u32>,
     /// The inverse.
-    pub(super) places: Vec<AtomicU32>,
+    pub(super) places: Vec<u32>,
     /// Where the rows of each bucket start, and the last one's end.
     pub(super) starts: Vec<i64>,
-    /// The ids and their buckets, in the order in which they came.
-    came: Vec<(u64, u32)>,
-    /// Ids by bucket, not ordered within, and a block more,
+    /// The ids in the order in which they came,
+    came: Vec<u64>,
+    /// and their buckets, from the first of the rank's.
+    buckets: Vec<u32>,
+    /// Ids by bucket, not ordered within, and some more,
     ids: Vec<u64>,
     /// and which row each is of those that came.
     positions: Vec<u32>,
@@ -97,7 +95,7 @@ pub(super) enum Misplaced {
 
 impl Order {
     /// Bytes of memory that a row takes.
-    pub(super) const ROW_BYTES: usize = size_of::<(u64, u32)>() + 8 + 3 * 4;
+    pub(super) const ROW_BYTES: usize = 2 * 8 + 4 * 4;
 
     /// Order `rows`, fewer than 2³², of `floats` each. By one thread, whose caches hold all of it: this is far less than copying them.
     pub(super) fn make(
@@ -111,45 +109,48 @@ impl Order {
         if n > 0 && rows.floats() != floats {
             return Err(Misplaced::Floats(rows.get(0).header.id));
         }
-        self.ids.resize(n + LANES, 0);
+        self.came.resize(n, 0);
+        self.buckets.resize(n, 0);
+        self.ids.resize(n + IDS_MORE, 0);
         self.positions.resize(n, 0);
         self.rows.resize(n, 0);
-        self.places.resize_with(n, AtomicU32::default);
+        self.places.resize(n, 0);
         self.ends.clear();
         self.ends.resize(owned.len(), 0);
-        self.came.clear();
-        for row in rows.iter() {
+        let divisor = BucketDivisor::new(total_num_buckets);
+        let ends = &mut self.ends[..];
+        for ((row, came), in_bucket) in rows.iter().zip(&mut self.came).zip(&mut self.buckets) {
             let id = row.header.id;
             // Below the first bucket it wraps, past all of them.
-            let bucket = bucket_of(id, total_num_buckets).wrapping_sub(owned.start);
-            let Some(count) = self.ends.get_mut(bucket as usize) else {
+            let bucket = divisor.bucket_of(id).wrapping_sub(owned.start);
+            let Some(count) = ends.get_mut(bucket as usize) else {
                 return Err(Misplaced::Foreign(id, bucket.wrapping_add(owned.start)));
             };
             *count += 1;
-            self.came.push((id as u64, bucket));
+            (*came, *in_bucket) = (id as u64, bucket);
         }
         self.starts.clear();
         let mut row = 0;
-        for end in &mut self.ends {
+        for end in &mut *ends {
             self.starts.push(i64::from(row));
             // For now where the bucket's next row goes.
             (row, *end) = (row + *end, row);
         }
         self.starts.push(i64::from(row));
-        for (position, &(id, bucket)) in (0..).zip(&self.came) {
-            if let Some(&(_, later)) = self.came.get(position as usize + AHEAD) {
-                // Where it goes, or near by.
-                let place = self.ends[later as usize] as usize;
-                prefetch(&self.ids, place);
-                prefetch(&self.positions, place);
-            }
-            let place = &mut self.ends[bucket as usize];
-            self.ids[*place as usize] = id;
-            self.positions[*place as usize] = position;
+        let (ids, positions) = (&mut self.ids[..], &mut self.positions[..]);
+        for ((position, &id), &bucket) in (0..n).zip(&self.came).zip(&self.buckets) {
+            // Where a later row goes, or near by.
+            let place = ends[self.buckets[(position + AHEAD).min(n - 1)] as usize] as usize;
+            prefetch(ids, place);
+            prefetch(positions, place);
+            let place = &mut ends[bucket as usize];
+            ids[*place as usize] = id;
+            positions[*place as usize] = position as u32;
             *place += 1;
         }
-        let (starts, ids, positions) = (&self.starts, &self.ids, &self.positions);
-        let twice = Isa::best().run(Ranking { starts, ids, positions, places: &self.places, rows: &mut self.rows });
+        let (starts, ids, positions) = (&self.starts[..], &self.ids[..], &self.positions[..]);
+        let (places, rows) = (&mut self.places[..], &mut self.rows[..]);
+        let twice = Ranking { starts, ids, positions, places, rows }.run_on(Isa::best());
         twice.map_or(Ok(()), |id| Err(Misplaced::Twice(id)))
     }
 
@@ -166,86 +167,11 @@ impl Order {
     }
 }
 
-/// The place of each row; gives an id that is there twice, if any.
-struct Ranking<'a> {
-    /// Of the buckets, and the end of the last.
-    starts: &'a [i64],
-    /// By bucket, and a block more.
-    ids: &'a [u64],
-    positions: &'a [u32],
-    places: &'a [AtomicU32],
-    rows: &'a mut [u32],
-}
-
-impl Job for Ranking<'_> {
-    type Output = Option<Id>;
-
-    #[allow(clippy::inline_always)] // Compiled for each instruction set.
-    #[inline(always)]
-    fn run(self) -> Option<Id> {
-        let mut sorted = Vec::new();
-        for bounds in self.starts.windows(2) {
-            let (start, end) = (bounds[0] as usize, bounds[1] as usize);
-            let (ids, positions) = (&self.ids[start..end], &self.positions[start..end]);
-            let rows = &mut self.rows[start..end];
-            if ids.len() <= COUNTED {
-                let mut below_all = 0;
-                for (block, positions) in self.ids[start..].chunks_exact(LANES).zip(positions.chunks(LANES)) {
-                    let ranks = ranks(ids, block);
-                    for (&position, &rank) in positions.iter().zip(&ranks) {
-                        rows[rank as usize] = position;
-                        self.places[position as usize].store(start as u32 + rank as u32, Ordering::Relaxed);
-                        below_all += rank as usize;
-                    }
-                }
-                // Of two rows with one id each would be above the other.
-                if below_all != ids.len() * ids.len().saturating_sub(1) / 2 {
-                    return Some(twice(ids));
-                }
-            } else {
-                sort(ids, positions, &mut sorted);
-                if sorted.windows(2).any(|pair| pair[0].0 == pair[1].0) {
-                    return Some(twice(ids));
-                }
-                for ((place, row), &(_, position)) in (start as u32..).zip(rows).zip(&sorted) {
-                    *row = position;
-                    self.places[position as usize].store(place, Ordering::Relaxed);
-                }
-            }
-        }
-        None
-    }
-}
-
-/// How many of `ids` are below each of a block.
-#[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for each instruction set; plain loops over lanes.
-#[inline(always)]
-fn ranks(ids: &[u64], block: &[u64]) -> [u64; LANES] {
-    let mut below = [0_u64; LANES];
-    for &id in ids {
-        for lane in 0..LANES {
-            below[lane] += u64::from(id < block[lane]);
-        }
-    }
-    below
-}
-
-fn sort(ids: &[u64], positions: &[u32], sorted: &mut Vec<(u64, u32)>) {
-    sorted.clear();
-    sorted.extend(ids.iter().copied().zip(positions.iter().copied()));
-    sorted.sort_unstable();
-}
-
-/// An id that is there twice.
-fn twice(ids: &[u64]) -> Id {
-    let mut sorted = ids.to_vec();
-    sorted.sort_unstable();
-    sorted.windows(2).find(|pair| pair[0] == pair[1]).map_or(0, |pair| pair[0]) as Id
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::ranks::COUNTED;
     use super::*;
+    use crate::types::bucket_of;
 
     fn header(id: Id) -> RowHeader {
         let bits = crate::types::hash_id(id);
@@ -276,7 +202,7 @@ mod tests {
                         modified_epoch: block.modified_epochs[at],
                     };
                     let row = order.rows[place];
-                    assert_eq!(order.places[row as usize].load(Ordering::Relaxed) as usize, place);
+                    assert_eq!(order.places[row as usize] as usize, place);
                     assert_eq!(written, headers[row as usize]);
                     found.push(written.id);
                 }

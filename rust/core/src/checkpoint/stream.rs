@@ -2,8 +2,6 @@
 //! on the way.
 #![allow(unsafe_code)]
 
-use std::sync::atomic::AtomicU32;
-
 use crate::rows::RowList;
 
 /// Turns a checksum of some bytes into that of the bytes with `n` zeros behind them, for a fixed `n`: CRC-32C is linear, so the checksum of
@@ -44,7 +42,7 @@ impl Shift {
 /// When a place is outside its column.
 pub(super) fn scatter(
     rows: RowList<'_>,
-    places: &[AtomicU32],
+    places: &[u32],
     columns: &mut [&mut [u8]],
     dim: usize,
     sums: &mut [Vec<u32>],
@@ -71,7 +69,7 @@ mod x86 {
     use std::arch::x86_64::{
         _mm_crc32_u64, _mm_loadu_ps, _mm_sfence, _mm_stream_ps, _mm512_loadu_ps, _mm512_stream_ps,
     };
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::ptr;
 
     use crate::kernels::threads::{Shared, for_each_on_half};
     use crate::prefetch::prefetch_range;
@@ -88,7 +86,7 @@ mod x86 {
 
     pub(super) fn scatter(
         rows: RowList<'_>,
-        places: &[AtomicU32],
+        places: &[u32],
         columns: &mut [&mut [u8]],
         dim: usize,
         sums: &mut [Vec<u32>],
@@ -101,6 +99,8 @@ mod x86 {
         assert!(columns.iter().all(|column| column.len() == bytes), "columns of {} rows", rows.len());
         assert!(sums.is_empty() || sums.len() == columns.len(), "checksums of each column, or of none");
         assert!(sums.iter().all(|sums| sums.len() == rows.len()), "a checksum a row");
+        assert_eq!(places.len(), rows.len(), "a place a row");
+        assert!(rows.floats() >= columns.len() * dim, "rows as wide as all columns");
         let all = rows.len();
         let columns: Vec<Shared<u8>> = columns.iter_mut().map(|column| Shared(column.as_mut_ptr())).collect();
         let sums: Vec<Shared<u32>> = sums.iter_mut().map(|sums| Shared(sums.as_mut_ptr())).collect();
@@ -117,22 +117,48 @@ mod x86 {
         true
     }
 
+    /// A line.
+    type Line = [u8; LINE * 4];
+
+    /// # Safety
+    /// The first is aligned to lines.
+    unsafe fn each_line(to: &mut [Line], from: &[Line]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            let (to, from): (*mut f32, *const f32) = (to.as_mut_ptr().cast(), from.as_ptr().cast());
+            for at in (0..LINE).step_by(4) {
+                // SAFETY: every processor of this architecture has it; both are of a line, the first aligned to one.
+                unsafe { _mm_stream_ps(to.add(at), _mm_loadu_ps(from.add(at))) };
+            }
+        }
+    }
+
+    /// # Safety
+    /// AVX-512 F is there, and the first is aligned to lines.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn wide_lines(to: &mut [Line], from: &[Line]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            // SAFETY: both are of a line, the first aligned to one.
+            unsafe { _mm512_stream_ps(to.as_mut_ptr().cast(), _mm512_loadu_ps(from.as_ptr().cast())) };
+        }
+    }
+
     pub(super) fn copy_past_caches(to: &mut [u8], from: &[u8]) {
         assert_eq!(to.len(), from.len(), "as many bytes as there is room for");
         let before = to.as_ptr().align_offset(LINE * 4).min(to.len());
         let (head, lines) = to.split_at_mut(before);
         let (head_from, lines_from) = from.split_at(before);
         head.copy_from_slice(head_from);
-        let mut lines = lines.chunks_exact_mut(LINE * 4);
-        let mut lines_from = lines_from.chunks_exact(LINE * 4);
-        for (line, from) in lines.by_ref().zip(lines_from.by_ref()) {
-            let (line, from): (*mut f32, *const f32) = (line.as_mut_ptr().cast(), from.as_ptr().cast());
-            for at in (0..LINE).step_by(4) {
-                // SAFETY: every processor of this architecture has it; both are of a line, the first aligned to one.
-                unsafe { _mm_stream_ps(line.add(at), _mm_loadu_ps(from.add(at))) };
+        let (lines, tail) = lines.as_chunks_mut::<{ LINE * 4 }>();
+        let (lines_from, tail_from) = lines_from.as_chunks();
+        // SAFETY: the instructions are there.
+        unsafe {
+            if is_x86_feature_detected!("avx512f") {
+                wide_lines(lines, lines_from);
+            } else {
+                each_line(lines, lines_from);
             }
         }
-        lines.into_remainder().copy_from_slice(lines_from.remainder());
+        tail.copy_from_slice(tail_from);
         // SAFETY: as above. What was written is seen before anything that comes after.
         unsafe { _mm_sfence() };
     }
@@ -149,7 +175,7 @@ mod x86 {
         /// # Safety
         /// Nobody else uses the rows' places.
         #[target_feature(enable = "sse4.2")]
-        unsafe fn place(&self, rows: RowList<'_>, places: &[AtomicU32]) {
+        unsafe fn place(&self, rows: RowList<'_>, places: &[u32]) {
             // SAFETY: the caller's promise; both addresses are of a line.
             unsafe {
                 self.each(rows, places, |from, to| {
@@ -164,7 +190,7 @@ mod x86 {
         /// # Safety
         /// Nobody else uses the rows' places.
         #[target_feature(enable = "sse4.2,avx512f")]
-        unsafe fn place_wide(&self, rows: RowList<'_>, places: &[AtomicU32]) {
+        unsafe fn place_wide(&self, rows: RowList<'_>, places: &[u32]) {
             // SAFETY: the caller's promise; both addresses are of a line.
             unsafe { self.each(rows, places, |from, to| _mm512_stream_ps(to, _mm512_loadu_ps(from))) }
         }
@@ -175,7 +201,7 @@ mod x86 {
         /// Nobody else uses the rows' places.
         #[allow(clippy::inline_always)] // Compiled for the instruction set of who calls it.
         #[inline(always)]
-        unsafe fn each(&self, rows: RowList<'_>, places: &[AtomicU32], copy: impl Fn(*const f32, *mut f32)) {
+        unsafe fn each(&self, rows: RowList<'_>, places: &[u32], copy: impl Fn(*const f32, *mut f32)) {
             let whole = places.len() / ABREAST * ABREAST;
             for begin in (0..whole).step_by(ABREAST) {
                 // SAFETY: the caller's promise.
@@ -198,42 +224,49 @@ mod x86 {
         unsafe fn some<const N: usize>(
             &self,
             rows: RowList<'_>,
-            places: &[AtomicU32],
+            places: &[u32],
             begin: usize,
             copy: &impl Fn(*const f32, *mut f32),
         ) {
             for ahead in begin + AHEAD..rows.len().min(begin + AHEAD + N) {
-                let vector = rows.get(ahead).vector;
-                prefetch_range(vector.as_ptr().cast(), size_of_val(vector));
+                prefetch_range(rows.get(ahead).vector.as_ptr().cast(), self.columns.len() * self.dim * 4);
             }
-            let rows: [&[f32]; N] = std::array::from_fn(|n| rows.get(begin + n).vector);
-            let places: [usize; N] = std::array::from_fn(|n| places[begin + n].load(Ordering::Relaxed) as usize);
-            assert!(places.iter().all(|&place| place < self.all), "places among the rows");
+            let (mut from, mut place) = ([ptr::null::<f32>(); N], [0; N]);
+            for n in 0..N {
+                from[n] = rows.get(begin + n).vector.as_ptr();
+                place[n] = places[begin + n] as usize;
+                assert!(place[n] < self.all, "places among the rows");
+            }
             for (part, column) in self.columns.iter().enumerate() {
-                let from: [&[f32]; N] = rows.map(|row| &row[part * self.dim..(part + 1) * self.dim]);
-                #[allow(clippy::cast_ptr_alignment)] // Rows are whole lines, and columns start at one.
-                let to: [*mut f32; N] = places.map(|place| column.at(place * self.dim * 4).cast());
+                let mut to = [ptr::null_mut::<f32>(); N];
+                for n in 0..N {
+                    #[allow(clippy::cast_ptr_alignment)] // Rows are whole lines, and columns start at one.
+                    let at = column.at(place[n] * self.dim * 4).cast();
+                    to[n] = at;
+                }
+                let sums = self.sums.get(part);
                 let mut checksums = [u64::from(u32::MAX); N];
                 for at in (0..self.dim).step_by(LINE) {
                     for n in 0..N {
-                        copy(from[n][at..].as_ptr(), to[n].wrapping_add(at));
+                        copy(from[n].wrapping_add(at), to[n].wrapping_add(at));
                     }
-                    if self.sums.is_empty() {
+                    if sums.is_none() {
                         continue;
                     }
-                    for word in (0..LINE).step_by(2) {
+                    for word in (at..at + LINE).step_by(2) {
                         for n in 0..N {
-                            let words: *const u64 = from[n][at + word..].as_ptr().cast();
-                            // SAFETY: SSE 4.2 is there, as both callers have it; two floats are there.
+                            let words: *const u64 = from[n].wrapping_add(word).cast();
+                            // SAFETY: SSE 4.2 is there, as both callers have it; two floats are there, as rows are as wide as all columns.
                             checksums[n] = unsafe { _mm_crc32_u64(checksums[n], words.read_unaligned()) };
                         }
                     }
                 }
-                if let Some(sums) = self.sums.get(part) {
-                    for n in 0..N {
+                for n in 0..N {
+                    if let Some(sums) = sums {
                         // SAFETY: the place is within `sums`, and this row's alone.
-                        unsafe { sums.at(places[n]).write(!(checksums[n] as u32)) };
+                        unsafe { sums.at(place[n]).write(!(checksums[n] as u32)) };
                     }
+                    from[n] = from[n].wrapping_add(self.dim);
                 }
             }
         }
@@ -265,7 +298,7 @@ mod tests {
             let values: Vec<f32> = (0..count * dim * parts).map(|n| hash_id(n as i64) as i32 as f32).collect();
             let headers = vec![RowHeader::default(); count];
             let rows = RowList::block(&headers, &values, dim * parts);
-            let places: Vec<AtomicU32> = (0..count).map(|n| AtomicU32::new((n * 1237 % count) as u32)).collect();
+            let places: Vec<u32> = (0..count).map(|n| (n * 1237 % count) as u32).collect();
             let mut columns: Vec<AlignedBuf> = (0..parts).map(|_| AlignedBuf::zeroed(count * dim * 4)).collect();
             let mut slices: Vec<&mut [u8]> = columns.iter_mut().map(|column| &mut column[..]).collect();
             let mut sums = vec![vec![0; count]; parts];

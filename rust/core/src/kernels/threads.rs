@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -106,8 +106,10 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
     Some(pool)
 }
 
+/// Threads that the machine runs at once; asked for once, as the answer is in files.
 fn machine_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
 /// So many threads as the machine runs at once; `None` where one is no more than the caller's, or the system gives none. (Rayon's own

@@ -24,6 +24,8 @@ use crate::types::{CacheSlot, Id};
 const GROUP_AHEAD: usize = 24;
 /// Slots whose marks are looked at together.
 const MARKS_AT_ONCE: usize = 16;
+/// Slots that are listed at a time.
+const LISTED_AT_ONCE: usize = 1024;
 
 /// The pins of a plan's rows taken together, see [`SlotMap::pin_group`].
 #[derive(Debug, PartialEq, Eq)]
@@ -414,6 +416,27 @@ impl SlotMap {
             .filter(move |&slot| marked(&self.states[slot as usize]))
     }
 
+    /// Append to `found` slots of rows that no tier below has as they are here, lowest first, from `from` on, until they are `most`;
+    /// the slot after those that were looked at.
+    pub fn newest_from(&self, from: CacheSlot, most: usize, found: &mut Vec<CacheSlot>) -> CacheSlot {
+        let mut next = from;
+        while let Some(states) = self.states.get(next as usize..).filter(|states| !states.is_empty())
+            && found.len() < most
+        {
+            // Each is written down, and counts if it is one: nothing to guess for the processor.
+            let states = &states[..states.len().min(most - found.len()).min(LISTED_AT_ONCE)];
+            let mut end = found.len();
+            found.resize(end + states.len(), 0);
+            for (slot, state) in (next..).zip(states) {
+                found[end] = slot;
+                end += usize::from(state.is_newest());
+            }
+            found.truncate(end);
+            next += states.len() as CacheSlot;
+        }
+        next
+    }
+
     /// Occupied slots at or above `from`, lowest first.
     pub fn occupied_from(&self, from: CacheSlot) -> impl Iterator<Item = CacheSlot> + '_ {
         let states = self.states.get(from as usize..).unwrap_or_default();
@@ -437,6 +460,27 @@ mod tests {
             slots.insert(slot, id.into(), RowState::DIRTY);
         }
         slots
+    }
+
+    #[test]
+    fn newest_rows_are_listed_in_turn_however_many_at_a_time() {
+        for rows in [0, 1, 5, 3000] {
+            let mut slots = filled(4096, rows);
+            let newest: Vec<CacheSlot> = (0..rows).filter(|slot| slot % 7 != 3).collect();
+            (0..rows)
+                .filter(|slot| slot % 7 == 3)
+                .for_each(|slot| slots.set_state(slot, RowState::OCCUPIED.with(RowState::ON_SSD)));
+            for most in [1, 4, 1024, 5000] {
+                let (mut all, mut from) = (Vec::new(), 0);
+                while from < slots.high_water() {
+                    let mut some = Vec::new();
+                    from = slots.newest_from(from, most, &mut some);
+                    assert!(some.len() == most || from == slots.high_water(), "{} of {most}", some.len());
+                    all.extend(some);
+                }
+                assert_eq!(all, newest);
+            }
+        }
     }
 
     #[test]
