@@ -262,9 +262,10 @@ class Saver:
         model and checkpoint has. `checkpoint`: the name of one that `save(keep=...)` kept; by default the newest. `progress`: a
         callable that is given a `Progress` as rows are in place, on every rank, or True for a bar (rank 0).
 
-        Tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`); budgets,
-        policy and device may differ; the number of buckets and the table's key become the checkpoint's. Step counters are
-        restored. Load before a pipeline takes its first batches: those in flight went to the owners of the old buckets.
+        Tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`); budgets, policy, device, seed
+        and initializer may differ; the number of buckets and the table's key become the checkpoint's. Step counters are
+        restored. Deltas go on from the checkpoint, unless a table has another name in it: then the next save is full. Load before
+        a pipeline takes its first batches: those in flight went to the owners of the old buckets.
 
         Nothing is changed when the checkpoint is missing (`PathError`), does not fit, one that it builds on is missing or
         another, or its manifests or headers are damaged (`CorruptionError`). When its rows turn out to be damaged, or reading fails
@@ -327,9 +328,11 @@ class Saver:
                 rows[pair] += count
         check_rows({pair: (count, saved[sources[pair]]["rows"]) for pair, count in rows.items()}, reader.name, root)
         for place, _, table in shards:
-            if (place, table.name) in sources:
-                if reader.kind != "snapshot":
-                    table.native.saved_as((*reader.identity, reader.next_epoch))
+            source = sources.get((place, table.name))
+            if source == (place, table.name) and reader.kind != "snapshot":
+                # Neither a snapshot nor a table of another name is what a delta of this table builds on.
+                table.native.saved_as((*reader.identity, reader.next_epoch))
+            if source is not None:
                 table.set_unusable(None)
         return LoadReport(
             checkpoint=reader.name,

@@ -11,7 +11,7 @@ from torch import nn
 
 from test_saver import OPTIMIZERS, make_bag, root, rows, train
 from test_saver_ranks import IDS, Shards, weights_of
-from torchrec_embcache import TierBudgets, optimizers
+from torchrec_embcache import TierBudgets, initializers, optimizers
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, MismatchError, StateError
 from torchrec_embcache.saver import LoadReport, Progress, Saver
 from world import World
@@ -276,6 +276,43 @@ def test_loads_of_some_tables_under_other_names_report_what_they_did(root: Path)
     assert rows(one["a"]) == before
     assert rows(one["b"]) == rows(saved["b"])
     assert Saver(0).save(one, root, incremental=True).kind == "full", "the tables are of different checkpoints"
+
+
+def test_a_run_with_another_seed_and_initializer_goes_on_with_deltas_that_load(root: Path) -> None:
+    bag = make_bag()
+    train(bag)
+    Saver(0).save(bag, root)
+    changed = {"seed": 8, "initializer": initializers.Normal(0.0, 1.0)}
+    other = make_bag(**changed)
+    Saver(0).load(other, root)
+    train(other, 1, seed=1, ids=90)
+    assert Saver(0).save(other, root, incremental=True).kind == "delta"
+    assert loaded(root) == loaded(root, **changed) == rows(other)
+    Saver(0).compact(root)
+    assert loaded(root) == rows(other)
+
+
+def test_what_was_loaded_under_another_name_is_saved_in_full_and_loads(root: Path) -> None:
+    saved = model(a="one", b="two", c="three")
+    for seed, bag in enumerate(saved.values()):
+        train(bag, seed=seed)
+    Saver(0).save(saved, root)
+    # The first and the second table exchanged; and one's rows a second time, over those of a table that was saved.
+    for model_, arguments in (
+        (model(a="one", b="two", c="three"), {"rename": {"a/one": "b/two", "b/two": "a/one"}}),
+        (saved, {"tables": ["c/three"], "rename": {"a/one": "c/three"}}),
+    ):
+        Saver(0).load(model_, root, **arguments)
+        train(model_["c"], 1, seed=9)
+        before = {name: rows(bag) for name, bag in model_.items()}
+        report = Saver(0).save(model_, root, incremental=True)
+        assert (report.kind, "is not known" in str(report.reason)) == ("full", True)
+        again = model(a="one", b="two", c="three")
+        Saver(0).load(again, root)
+        assert {name: rows(bag) for name, bag in again.items()} == before
+        train(again["a"], 1)
+        assert Saver(0).save(again, root, incremental=True).kind == "delta"
+        Saver(0).save(saved, root)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 
 use super::export::Chunk;
 use crate::error::{Error, Result};
 use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::memory::room_for_threads;
 use crate::rows::{RowHeader, RowLayout};
 use crate::sync::{Condvar, Mutex, MutexGuard, lock, wait};
 
@@ -47,6 +48,8 @@ struct State {
     failed: Option<Error>,
     /// Whether blocks are written beside; otherwise whoever copies writes them.
     has_writer: Option<bool>,
+    /// Whether a block is being written: one at a time is.
+    writing: bool,
     closed: bool,
 }
 
@@ -196,15 +199,16 @@ impl PreImages {
         }
         if state.has_writer.is_none() {
             let kept = Arc::clone(shared);
-            let writer = std::thread::Builder::new().name("embcache-spill".into()).spawn(move || kept.write_beside());
-            state.has_writer = Some(writer.is_ok());
-            *lock(&self.writer) = writer.ok();
+            let begin = || Builder::new().name("embcache-spill".into()).spawn(move || kept.write_beside()).ok();
+            let writer = if room_for_threads() { begin() } else { None };
+            state.has_writer = Some(writer.is_some());
+            *lock(&self.writer) = writer;
         }
         shared.changed.notify_all();
         while state.held_bytes > shared.limit_bytes && state.failed.is_none() && !state.closed && state.may_shrink() {
             state = match state.has_writer {
-                Some(true) => wait(&shared.changed, state),
-                _ => shared.write_one(state),
+                Some(false) if !state.writing => shared.write_one(state),
+                _ => wait(&shared.changed, state),
             };
         }
     }
@@ -251,14 +255,16 @@ impl Kept {
     }
 
     /// Write one block to the file, without the lock.
-    fn write_one<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn write_one<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         let Some((table, number, block)) = state.last_in_memory() else { return state };
         let (file, offset) = (state.file.clone(), state.file_bytes);
+        state.writing = true;
         drop(state);
         let written = file
             .map_or_else(|| self.engine.open(&self.path, Open::Create { preallocate: 0 }), Ok)
             .and_then(|file| file.write_at(offset, &block.bytes).map(|()| file));
         let mut state = lock(&self.state);
+        state.writing = false;
         match written {
             Ok(file) => {
                 let bytes = block.bytes.len();
@@ -350,6 +356,48 @@ impl Drop for Keeping<'_> {
         } else {
             drop(state);
             self.images.put(self.table, block);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::io::MemoryEngine;
+
+    #[test]
+    fn where_there_is_no_thread_to_write_blocks_those_who_copy_write_each_of_them_once() {
+        const ROWS: i64 = 3000;
+        let layout = RowLayout { dim: 16, vector_slots: 0, scalar_slot: false };
+        let engine = MemoryEngine::default();
+        engine.create_dir_all(Path::new("/made")).unwrap();
+        let images = PreImages::new(Arc::new(engine), "/made/images".into(), 16 * ALIGNMENT, 4);
+        lock(&images.shared.state).has_writer = Some(false);
+        let tables: Vec<usize> = (0..4).map(|_| images.add(&layout)).collect();
+        std::thread::scope(|scope| {
+            for &table in &tables {
+                let images = &images;
+                scope.spawn(move || {
+                    for id in 0..ROWS {
+                        let header = RowHeader { id, ..RowHeader::default() };
+                        images.keep(table).row(&header, |to| to.fill((id * 4 + table as i64) as f32));
+                    }
+                });
+            }
+        });
+        assert!(images.file_bytes() > 0);
+        for table in tables {
+            let mut ids = Vec::new();
+            while let Some(chunk) = images.take(table).unwrap() {
+                for (header, vector) in chunk.headers.iter().zip(chunk.vectors.chunks(16)) {
+                    assert_eq!(vector, [(header.id * 4 + table as i64) as f32; 16]);
+                    ids.push(header.id);
+                }
+            }
+            ids.sort_unstable();
+            assert!(ids.into_iter().eq(0..ROWS), "table {table}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! A checkpoint with all it builds on: a full one and the deltas after it, read as one, newest wins.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::RowSink;
 use super::latest::Latest;
-use super::manifest::{CheckpointKind, Manifest, Parent, TableEntry, TableSpec};
+use super::manifest::{Manifest, Parent, TableEntry, TableSpec};
 use super::reader::{Checkpoint, TableReader};
 use crate::cache::PickedRows;
 use crate::config::TableConfig;
@@ -110,33 +110,9 @@ fn open_parent(engine: &Arc<dyn IoEngine>, root: &Path, child: &Checkpoint, name
         let what = format!("the manifest of {}, which this delta builds on", named.name);
         return Err(damaged(&what, format!("{was:016x}"), format!("another, {is:016x}")));
     }
-    let (older, newer) = (parent.manifest(), manifest);
-    if older.kind == CheckpointKind::Snapshot {
-        return Err(damaged("what this delta builds on", "full or a delta".into(), older.kind.name().into()));
-    }
-    if older.next_epoch > newer.next_epoch {
-        return Err(damaged(
-            "next_epoch",
-            format!("at least its parent's, {}", older.next_epoch),
-            newer.next_epoch.to_string(),
-        ));
-    }
-    let fixed = |entry: &TableEntry| {
-        let TableSpec { module, table, optimizer, .. } = entry.spec.clone();
-        // Steps and hyperparameters change as training goes on.
-        let spec = TableSpec {
-            step: 0,
-            optimizer: super::OptimizerSpec { hyperparameters: BTreeMap::new(), ..optimizer },
-            ..entry.spec.clone()
-        };
-        ((module, table), spec)
-    };
-    let differing = newer.tables.iter().zip(&older.tables).find(|(new, old)| fixed(new) != fixed(old));
-    if older.tables.len() != newer.tables.len() || differing.is_some() {
-        let of =
-            differing.map_or_else(|| "another number".to_owned(), |(new, _)| format!("another {:?}", new.spec.table));
-        return Err(damaged("the tables", "those of its parent, settings included".into(), of));
-    }
+    manifest
+        .check_fits_parent(parent.manifest())
+        .map_err(|what| damaged("what it holds", format!("changes of {}", named.name), what))?;
     Ok(parent)
 }
 

@@ -429,6 +429,28 @@ impl Manifest {
         Ok(())
     }
 
+    /// Whether a delta's rows and tombstones are changes of the tables of `parent`; the message says what does not fit.
+    pub(super) fn check_fits_parent(&self, parent: &Self) -> Result<(), String> {
+        if parent.kind == CheckpointKind::Snapshot {
+            return Err("on a snapshot, and a delta builds on a full checkpoint or a delta".into());
+        }
+        if self.next_epoch < parent.next_epoch {
+            return Err(format!("of epochs up to {}, below its parent's {}", self.next_epoch, parent.next_epoch));
+        }
+        // How rows are trained, and how those that come are born, may change as training goes on.
+        let lasting = |TableEntry { spec, .. }: &TableEntry| {
+            let TableSpec { module, table, key, dim, dtype, optimizer, total_num_buckets, .. } = spec.clone();
+            (module, table, key, dim, dtype, optimizer.name, total_num_buckets)
+        };
+        match self.tables.iter().zip(&parent.tables).find(|(new, old)| lasting(new) != lasting(old)) {
+            Some((new, _)) => Err(format!("of a table {:?} that is not its parent's", new.spec.table)),
+            None if self.tables.len() != parent.tables.len() => {
+                Err(format!("of {} tables, of which its parent has {}", self.tables.len(), parent.tables.len()))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Whether the ranks' manifests are of this checkpoint, agree with it, and together hold every bucket of every table once.
     pub(super) fn check_ranks(&self, ranks: &[RankManifest]) -> Result<(), String> {
         for (rank, manifest) in ranks.iter().enumerate() {

@@ -11,16 +11,14 @@ use super::dense_reader::ExtentReader;
 use super::format::{data_file, table_dir};
 use super::input::{GroupReader, Staged};
 use super::latest::Latest;
-use super::manifest::{
-    DataFile, MAX_MANIFEST_BYTES, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec, checksum, parse, unseal,
-};
+use super::manifest::{DataFile, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec};
 use super::output::each_piece;
-use super::save::{MANIFEST_FILE, read_digested, read_ranks};
+use super::save::{MANIFEST_FILE, read_digested, read_manifest, read_ranks};
 use super::segments::read_segments;
 use crate::cache::{PickedRows, RowColumns};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
-use crate::io::{BufPool, IoEngine, read_file};
+use crate::io::{BufPool, IoEngine};
 use crate::rows::RowHeader;
 use crate::ssd::SegmentFiles;
 use crate::types::Id;
@@ -37,7 +35,7 @@ const EMIT_BYTES: usize = 4 << 20;
 pub struct Checkpoint {
     pub(super) engine: Arc<dyn IoEngine>,
     dir: PathBuf,
-    manifest_xxh3: u64,
+    identity: Parent,
     manifest: Manifest,
     pub(super) ranks: Vec<RankManifest>,
 }
@@ -53,19 +51,17 @@ impl Checkpoint {
             let what = format!("LATEST of {}", root.display());
             return Err(Error::corruption(root, 0, &what, "the name of a checkpoint that is there", latest.name));
         }
-        let sealed = read_file(&*engine, &path, MAX_MANIFEST_BYTES)?;
-        let bytes = unseal(&sealed, &path)?;
+        let (manifest, identity) = read_manifest(&*engine, &dir)?;
         let damaged = |what: String| Error::corruption(&path, 0, "the manifest", "consistent", format!("not: {what}"));
-        let manifest: Manifest = parse(&bytes, &path)?;
         manifest.check(latest.name).map_err(damaged)?;
         let ranks = read_ranks(&*engine, &dir, &manifest.ranks)?;
         manifest.check_ranks(&ranks).map_err(damaged)?;
-        Ok(Self { engine, dir, manifest_xxh3: checksum(&sealed), manifest, ranks })
+        Ok(Self { engine, dir, identity, manifest, ranks })
     }
 
     /// What a delta that builds on it names as its parent.
     pub fn identity(&self) -> Parent {
-        Parent { name: self.manifest.name.clone(), manifest_xxh3: self.manifest_xxh3 }
+        self.identity.clone()
     }
 
     /// Its directory.

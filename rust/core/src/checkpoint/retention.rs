@@ -6,10 +6,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::latest::{CheckpointName, Latest};
-use super::manifest::{MAX_MANIFEST_BYTES, Manifest, parse, unseal};
-use super::save::MANIFEST_FILE;
+use super::save::{MANIFEST_FILE, read_manifest};
 use crate::error::{Error, Kind, Result};
-use crate::io::{DirLock, IoEngine, read_file};
+use crate::io::{DirLock, IoEngine};
 
 /// How long a save waits for another one to name its checkpoint: a few file operations.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -39,9 +38,7 @@ fn is_complete(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> bool
 
 /// What a checkpoint builds on.
 fn parent(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> Result<Option<CheckpointName>> {
-    let path = root.join(name.to_string()).join(MANIFEST_FILE);
-    let bytes = unseal(&read_file(engine, &path, MAX_MANIFEST_BYTES)?, &path)?;
-    let manifest: Manifest = parse(&bytes, &path)?;
+    let (manifest, _) = read_manifest(engine, &root.join(name.to_string()))?;
     manifest.parent.map(|parent| parent.name.parse()).transpose()
 }
 

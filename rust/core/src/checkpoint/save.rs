@@ -10,7 +10,7 @@ use super::latest::{CheckpointName, LATEST_FILE, Latest};
 use super::manifest::Parent;
 use super::manifest::{
     CheckpointKind, MAX_MANIFEST_BYTES, Manifest, RankDigest, RankManifest, checksum, dense_bytes, merge, parse,
-    render, seal,
+    render, seal, unseal,
 };
 use super::part::sweep_parts;
 use super::retention::{checkpoints, lock_root, sweep};
@@ -175,8 +175,15 @@ impl Save {
         let latest = Latest { name: self.name };
         {
             let _naming = lock_root(engine, &self.root)?;
-            if let Some(named) = parent.or(merged) {
-                self.check_newest(&named)?;
+            if let Some(named) = parent.as_ref().or(merged.as_ref()) {
+                self.check_newest(named)?;
+            }
+            if let Some(parent) = parent {
+                let (found, identity) = read_manifest(engine, &self.root.join(&parent.name))?;
+                if identity != parent {
+                    return Err(refuse(format!("{} is another than it was when this one was begun", parent.name)));
+                }
+                manifest.check_fits_parent(&found).map_err(refuse)?;
             }
             self.early.wait()?;
             self.name_latest(&dir, &sealed)?;
@@ -222,6 +229,15 @@ impl Save {
         let _ = self.early.wait();
         self.engine.remove_dir_all(&self.dir())
     }
+}
+
+/// The coordinator's manifest of the checkpoint in `dir`, whose seal is checked, and what identifies it.
+pub(super) fn read_manifest(engine: &dyn IoEngine, dir: &Path) -> Result<(Manifest, Parent)> {
+    let path = dir.join(MANIFEST_FILE);
+    let sealed = read_file(engine, &path, MAX_MANIFEST_BYTES)?;
+    let manifest: Manifest = parse(&unseal(&sealed, &path)?, &path)?;
+    let identity = Parent { name: manifest.name.clone(), manifest_xxh3: checksum(&sealed) };
+    Ok((manifest, identity))
 }
 
 /// The ranks' manifests, checked against their digests.

@@ -87,7 +87,7 @@ fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 }
 
 /// `Kind::Corruption` unless `file` is what this package writes: a regular file.
-fn check_regular(path: &Path, file: &File) -> Result<()> {
+pub(super) fn check_regular(path: &Path, file: &File) -> Result<()> {
     let kind = file.metadata().map_err(|e| Error::io("inspect", path, &e))?.file_type();
     if kind.is_file() {
         return Ok(());
@@ -496,6 +496,11 @@ mod tests {
                 );
                 assert_eq!((error.kind(), error.to_string()), (Kind::Corruption, expected));
             }
+            let locked = dir.path().join("locked").join(direct.to_string());
+            std::fs::create_dir_all(&locked).unwrap();
+            rustix::fs::mknodat(rustix::fs::CWD, locked.join("lock"), rustix::fs::FileType::Fifo, 0o600.into(), 0)
+                .unwrap();
+            assert_eq!(engine.lock_dir(&locked).unwrap_err().kind(), Kind::Corruption);
             let flags = rustix::fs::fcntl_getfl(&engine.open_file(&file, Open::Read).unwrap().file).unwrap();
             assert!(!flags.contains(rustix::fs::OFlags::NONBLOCK), "{flags:?}");
         }

@@ -9,6 +9,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use super::disk::check_regular;
 use crate::error::{Error, Kind, Result};
 
 /// The file in a locked directory that holds the lock and the pid of its owner. It stays when the lock is freed.
@@ -46,7 +47,7 @@ impl DirLock {
     /// Hold a directory that exists, by `flock` on its file `lock`, and write this process's pid into it.
     ///
     /// Errors: `InUse` at once when another table, in this process or another one, holds it; `Path` when `lock` is a symbolic
-    /// link; `Permission` and `Storage` as the file system says.
+    /// link, `Corruption` when it is no file; `Permission` and `Storage` as the file system says.
     pub fn acquire(dir: &Path) -> Result<Self> {
         let path = dir.join(LOCK_FILE);
         let mut file = File::options()
@@ -55,9 +56,11 @@ impl DirLock {
             .create(true)
             .truncate(false)
             .mode(0o640)
-            .custom_flags(libc::O_NOFOLLOW)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
             .open(&path)
             .map_err(|e| super::open_error("open the lock file", &path, &e))?;
+        // Of a pipe it would wait for what nobody writes.
+        check_regular(&path, &file)?;
         loop {
             // SAFETY: flock takes an open descriptor and flags; `file` is open for the length of the call.
             if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {

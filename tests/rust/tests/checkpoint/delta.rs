@@ -6,6 +6,7 @@ use std::sync::Arc;
 use embcache::Kind;
 use embcache::checkpoint::{
     Chain, CheckpointKind, CheckpointName, Compaction, Latest, Parent, Published, RankDigest, Save, SaveOptions,
+    TableSpec,
 };
 use embcache::config::OptimizerKind::{Adam, RowWiseAdagrad};
 use embcache::io::{IoEngine, MemoryEngine, Open, read_file};
@@ -144,7 +145,7 @@ fn a_missing_link_and_another_in_its_place_are_refused() {
         let (other, foreign) = in_memory();
         let options = [SaveOptions::default(), on(&saved[0].identity), on(&saved[1].identity)];
         let name: CheckpointName = saved[broken].identity.name.parse().expect("a name");
-        place_before(&other, name.seq, &saved, broken);
+        place_before((&memory, &other), name.seq, &saved, broken);
         let again = save_delta_or_full(&foreign, &moments, broken, name, options[broken].clone());
         assert_eq!(again.latest.name, name);
         copy(&other, &memory, &dir);
@@ -154,11 +155,12 @@ fn a_missing_link_and_another_in_its_place_are_refused() {
     }
 }
 
-/// Make the next save to `memory` be number `seq`, on a `LATEST` that names what it is to build on.
-fn place_before(memory: &MemoryEngine, seq: u64, saved: &[Published], broken: usize) {
+/// Make the next save to `other` be number `seq`, on what it is to build on, as it is in `memory`.
+fn place_before((memory, other): (&MemoryEngine, &MemoryEngine), seq: u64, saved: &[Published], broken: usize) {
     if broken > 0 {
         let before = saved[broken - 1].latest;
-        embcache::io::publish(memory, &root().join("LATEST"), format!("{before}\n").as_bytes()).expect("written");
+        copy(memory, other, &root().join(before.to_string()));
+        embcache::io::publish(other, &root().join("LATEST"), format!("{before}\n").as_bytes()).expect("written");
     } else {
         assert_eq!(seq, 1);
     }
@@ -215,6 +217,37 @@ fn a_delta_on_what_is_no_longer_the_newest_is_not_published() {
     let nothing = Parent { name: "0000000099-0000000000000000".into(), manifest_xxh3: 1 };
     assert_eq!(kind(save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 4, on(&nothing))), Kind::State);
     assert_eq!(load(&engine, root(), 2).expect("loaded"), moments[2]);
+}
+
+#[test]
+fn a_delta_of_other_tables_than_its_parents_is_not_published_and_one_of_other_settings_loads() {
+    let moments = moments(2);
+    let (_, engine) = in_memory();
+    let saved = save_chain(&engine, &moments[..1], &[1]);
+    let parent = &saved[0].identity;
+    let changed = |change: &dyn Fn(&mut TableSpec)| {
+        let mut tables = moments[1].clone();
+        change(&mut tables[0].spec);
+        tables
+    };
+    let strange = Parent { manifest_xxh3: parent.manifest_xxh3 ^ 1, ..parent.clone() };
+    for (tables, parent) in [
+        (changed(&|spec| spec.key ^= 1), parent),
+        (changed(&|spec| spec.table.push('x')), parent),
+        (vec![moments[1][0].clone()], parent),
+        (moments[1].clone(), &strange),
+    ] {
+        let error = save_delta(&engine, root(), (&moments[0], &tables), (1, 400), 1, on(parent));
+        assert_eq!(kind(error), Kind::State);
+        assert_eq!(load(&engine, root(), 1).expect("what was there"), moments[0]);
+    }
+    let tables = changed(&|spec| {
+        spec.seed ^= 1;
+        spec.initializer = embcache::rows::Initializer::Constant { value: 0.5 };
+        spec.optimizer.hyperparameters.insert("lr".into(), 0.75);
+    });
+    save_delta(&engine, root(), (&moments[0], &tables), (1, 400), 1, on(parent)).expect("published");
+    assert_eq!(load(&engine, root(), 1).expect("loaded"), tables);
 }
 
 #[test]
