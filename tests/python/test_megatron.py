@@ -19,7 +19,15 @@ from torch import nn
 from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import TierBudgets, initializers, megatron, optimizers
 from torchrec_embcache.cache import CacheTable
-from torchrec_embcache.exceptions import EmbCacheWarning, InputError, MismatchError, StorageError, UnsupportedError
+from torchrec_embcache.exceptions import (
+    EmbCacheWarning,
+    InputError,
+    MismatchError,
+    PathError,
+    StorageError,
+    StoragePermissionError,
+    UnsupportedError,
+)
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.whole_model import CacheModule
 from world import World, process_group
@@ -107,6 +115,48 @@ def test_tables_alone_come_back(path: Path) -> None:
     other = Model()
     dist_checkpointing.load(megatron.sharded_tables(other), str(path))
     assert Contents.of(other.bag) == Contents.of(model.bag)
+
+
+def test_a_directory_of_tables_that_is_a_link_a_pipe_or_open_to_others_is_refused(path: Path, tmp_path: Path) -> None:
+    bag = trained().bag
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o750)
+    save, load = megatron.SaveCommonStrategy(), megatron.LoadCommonStrategy()
+    save.save_sharded_objects(megatron.sharded_tables(bag), path)
+    folder, kept = path / "embcache-embcache", tmp_path / "kept"
+
+    def refused(*types: type[Exception], where: Path = path) -> None:
+        for use in (save.save_sharded_objects, load.load_sharded_objects):
+            with pytest.raises(types):
+                use(megatron.sharded_tables(other := make_bag()), where)
+            assert len(other) == 0
+
+    folder.rename(kept)
+    for make in (
+        lambda: folder.symlink_to(elsewhere),
+        lambda: folder.symlink_to(kept),
+        lambda: os.mkfifo(folder),
+        folder.touch,
+    ):
+        make()
+        refused(PathError, MismatchError)  # a load finds no directory of tables there
+        folder.unlink()
+    kept.rename(folder)
+    before = sorted(path.rglob("*"))
+    folder.chmod(0o770)
+    refused(StoragePermissionError)
+    folder.chmod(0o750)
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+        refused(StoragePermissionError, PathError)
+        os.chown(folder, 0, -1)
+    (tmp_path / "link").symlink_to(path)
+    for where in (tmp_path / "link", Path(f"{path}/../checkpoint")):
+        refused(PathError, where=where)
+    assert sorted(path.rglob("*")) == before
+    assert not list(elsewhere.iterdir())
+    load.load_sharded_objects(megatron.sharded_tables(other := make_bag()), path)
+    assert Contents.of(other) == Contents.of(bag)
 
 
 def test_metadata_names_tensors_objects_and_tables(path: Path) -> None:

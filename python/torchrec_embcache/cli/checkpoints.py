@@ -53,9 +53,13 @@ class Opened:
 
 def _checkpoints(root: str) -> Iterator[dict[str, Any]]:
     """Every checkpoint of a directory, oldest first, the unfinished ones too."""
-    latest = (Path(root) / "LATEST").read_text().strip() if (Path(root) / "LATEST").is_file() else None
+    try:
+        latest = _native.latest_checkpoint(root)
+    except EmbCacheError:
+        latest = None
     for name in sorted(name for name in os.listdir(root) if _NAME.fullmatch(name)):
-        files = [Path(folder, file) for folder, _, files in os.walk(Path(root, name)) for file in files]
+        walked = [] if os.path.islink(os.path.join(root, name)) else os.walk(os.path.join(root, name))
+        files = [Path(folder, file) for folder, _, files in walked for file in files]
         found: dict[str, Any] = {
             "name": name,
             "latest": name == latest,

@@ -1,6 +1,7 @@
 """`convert`: tables from other layouts into a checkpoint, and a checkpoint's into plain safetensors or npy files."""
 
 import json
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
+from torchrec_embcache.blocks.files import Directory, render_json
 from torchrec_embcache.exceptions import InputError, PathError, UnsupportedError
 from torchrec_embcache.optimizers import SGD, Adagrad, Adam, AdamW, OptimizerSpec, RowWiseAdagrad
 
@@ -59,7 +61,9 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
             "(`reshard` and `compact` write a checkpoint again)"
         )
     if from_layout == "embcache":
-        written = _export(Opened.at(source), _empty(target), to_layout)
+        opened = Opened.at(source)
+        with Directory.to_save(target) as empty:
+            written = _export(opened, empty, to_layout)
         skipped: list[str] = []
     else:
         # Its names and permissions are not ours to judge; what it holds is.
@@ -187,43 +191,37 @@ class _Sink(Protocol):
     ) -> None: ...
 
 
-def _empty(target: str) -> Path:
-    """The directory `target`, made when missing; `PathError` where it holds something."""
-    path = Path(_native.check_save_dir(target))
-    if any(path.iterdir()):
-        raise PathError(f"{target} is not empty: give a new directory")
-    return path
-
-
-def _export(opened: Opened, target: Path, layout: str) -> list[dict[str, Any]]:
+def _export(opened: Opened, target: Directory, layout: str) -> list[dict[str, Any]]:
+    if target.names():
+        raise PathError(f"{target.path} is not empty: give a new directory")
     written = []
     for entry in opened.tables:
         optimizer = _OPTIMIZERS[entry["optimizer"]["name"]]
-        folder = target / f"{entry['module']}.{entry['table']}".strip(".").replace("/", "_")
-        if folder.exists():
-            raise PathError(f"{folder}: two tables have names that are one directory's")
-        folder.mkdir(mode=0o750)
-        with _SINKS[layout](folder, entry, optimizer) as sink:
+        name = f"{entry['module']}.{entry['table']}".strip(".").replace("/", "_")
+        if target.has(name):
+            raise PathError(f"{target.at(name)}: two tables have names that are one directory's")
+        with target.below(name, make=True) as folder:
+            with _SINKS[layout](folder, entry, optimizer) as sink:
 
-            def take(
-                ids: NDArray[np.int64],
-                vectors: NDArray[np.float32],
-                scalars: NDArray[np.float32],
-                meta: Any,
-                entry: dict[str, Any] = entry,
-                optimizer: type[OptimizerSpec] = optimizer,
-                sink: _Sink = sink,
-            ) -> None:
-                dim = entry["dim"]
-                columns: Columns = {"id": ids, "weight": vectors[:, :dim]}
-                for at, name in enumerate(optimizer.slot_names):
-                    begin = dim * (1 + at)
-                    columns[name] = vectors[:, begin : begin + dim] if at < optimizer.vector_slots else scalars
-                sink.take(columns | dict(zip(METADATA, meta, strict=True)))
+                def take(
+                    ids: NDArray[np.int64],
+                    vectors: NDArray[np.float32],
+                    scalars: NDArray[np.float32],
+                    meta: Any,
+                    entry: dict[str, Any] = entry,
+                    optimizer: type[OptimizerSpec] = optimizer,
+                    sink: _Sink = sink,
+                ) -> None:
+                    dim = entry["dim"]
+                    columns: Columns = {"id": ids, "weight": vectors[:, :dim]}
+                    for at, name in enumerate(optimizer.slot_names):
+                        begin = dim * (1 + at)
+                        columns[name] = vectors[:, begin : begin + dim] if at < optimizer.vector_slots else scalars
+                    sink.take(columns | dict(zip(METADATA, meta, strict=True)))
 
-            opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], take)
-        described = {name: value for name, value in entry.items() if name != "rows"}
-        (folder / DESCRIPTION).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+                opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], take)
+            described = {name: value for name, value in entry.items() if name != "rows"}
+            folder.publish(DESCRIPTION, render_json(described))
         written.append(
             {name: entry[name] for name in ("module", "table", "rows", "dim")} | {"optimizer": optimizer.kind}
         )
@@ -233,7 +231,7 @@ def _export(opened: Opened, target: Path, layout: str) -> list[dict[str, Any]]:
 class _NpySink:
     """One file a column."""
 
-    def __init__(self, folder: Path, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
+    def __init__(self, folder: Directory, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
         rows, dim = entry["rows"], entry["dim"]
         shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
             "id": (np.int64, (rows,)),
@@ -243,10 +241,13 @@ class _NpySink:
             shapes[name] = (np.float32, (rows, dim) if at < optimizer.vector_slots else (rows,))
         shapes |= {name: (dtype, (rows,)) for name, dtype in METADATA.items()}
         self._at = 0
-        self._columns = {
-            name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", np.dtype(dtype), shape)
-            for name, (dtype, shape) in shapes.items()
-        }
+        self._columns: Columns = {}
+        for name, (dtype, shape) in shapes.items():
+            fd = folder.create(f"{name}.npy")
+            try:
+                self._columns[name] = np.lib.format.open_memmap(f"/proc/self/fd/{fd}", "w+", np.dtype(dtype), shape)
+            finally:
+                os.close(fd)
 
     def take(self, columns: Columns) -> None:
         end = self._at + len(columns["id"])
@@ -261,6 +262,7 @@ class _NpySink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for values in self._columns.values():
+            assert isinstance(values, np.memmap)
             values.flush()
         self._columns.clear()
 
@@ -268,7 +270,7 @@ class _NpySink:
 class _SafetensorsSink:
     """Files of at most 256 MiB of rows."""
 
-    def __init__(self, folder: Path, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
+    def __init__(self, folder: Directory, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
         try:
             from safetensors.numpy import save_file
         except ImportError as missing:
@@ -291,7 +293,8 @@ class _SafetensorsSink:
     def _write(self) -> None:
         names = self._waiting[0].keys()
         whole = {name: np.concatenate([columns[name] for columns in self._waiting]) for name in names}
-        self._save(whole, self._folder / f"part-{self._parts:05}.safetensors")
+        # It makes a new file beside, and renames that.
+        self._save(whole, f"/proc/self/fd/{self._folder.fd}/part-{self._parts:05}.safetensors")
         self._parts += 1
         self._waiting, self._count = [], 0
 

@@ -9,8 +9,11 @@
 The first two were read from the sources of RecSDK's torchrec_embcache and of RecIS 1.2.
 """
 
+import contextlib
 import json
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,19 +74,36 @@ def _chunk_rows(row_bytes: int) -> int:
     return max(1, _CHUNK_BYTES // max(row_bytes, 1))
 
 
+@contextlib.contextmanager
+def _regular(path: Path) -> Iterator[Path]:
+    """A path of the file while it is open. Nobody would end a read from a pipe or a device: `CorruptionError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise CorruptionError(
+                f"{path}: offset 0: what is there: expected a regular file, found {stat.filemode(mode)}"
+            )
+        yield Path(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
 def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     """A file of nothing but numbers, as an array that reads it where it is used."""
     wanted = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if (found := path.stat().st_size) != wanted:
-        raise CorruptionError(f"{path}: offset 0: the file's length: expected {wanted}, found {found}")
-    return np.memmap(path, dtype, "r", shape=shape) if wanted else np.empty(shape, dtype)
+    with _regular(path) as file:
+        if (found := file.stat().st_size) != wanted:
+            raise CorruptionError(f"{path}: offset 0: the file's length: expected {wanted}, found {found}")
+        return np.memmap(file, dtype, "r", shape=shape) if wanted else np.empty(shape, dtype)
 
 
 # ---- RecSDK
 
 
 def _attribute(path: Path, count: int) -> list[int]:
-    numbers = np.fromfile(path, np.int64)
+    with _regular(path) as file:
+        numbers = np.fromfile(file, np.int64)
     if len(numbers) != count or (numbers < 0).any():
         raise CorruptionError(
             f"{path}: offset 0: the attribute: expected {count} numbers of 64 bits, found {numbers.tolist()}"
@@ -168,7 +188,8 @@ def _open(path: Path) -> Any:
             'this layout needs the safetensors package: pip install "torchrec-embcache[cli]"'
         ) from missing
     try:
-        return safetensors.safe_open(path, framework="numpy")
+        with _regular(path) as file:
+            return safetensors.safe_open(file, framework="numpy")
     except safetensors.SafetensorError as error:
         raise CorruptionError(f"{path}: offset 0: the header: expected safetensors, found {error}") from error
 
@@ -246,10 +267,11 @@ def _recis(path: Path) -> Iterator[StoredTable]:
 
 def _described(folder: Path) -> dict[str, Any] | None:
     path = folder / DESCRIPTION
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     try:
-        found = json.loads(path.read_text())
+        with _regular(path) as file:
+            found = json.loads(file.read_text())
     except ValueError as error:
         raise CorruptionError(f"{path}: offset 0: the description: expected JSON, found {error}") from error
     if not isinstance(found, dict):
@@ -275,7 +297,8 @@ def _npy(path: Path) -> Iterator[StoredTable]:
         columns: Columns = {}
         for file in sorted(folder.glob("*.npy")):
             try:
-                columns[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
+                with _regular(file) as plain:
+                    columns[file.stem] = np.load(plain, mmap_mode="r", allow_pickle=False)
             except ValueError as error:
                 raise CorruptionError(f"{file}: offset 0: the header: expected npy, found {error}") from error
         if "weight" not in columns or columns["weight"].ndim != 2 or columns["id"].dtype != np.int64:
