@@ -15,6 +15,7 @@ use super::dense::{DENSE_DIR, DenseShare, extents_file};
 use super::dense_writer::ExtentWriter;
 use super::format::{data_file, rank_file, table_dir};
 use super::manifest::{RankDigest, RankManifest, checksum, parse, render};
+use super::retention::{hold_to_sweep, make_held};
 use super::save::{Save, read_digested};
 use super::writer::RankWriter;
 use crate::cache::{PreImages, Table, TableSnapshot};
@@ -76,8 +77,7 @@ impl Part {
     pub fn begin(engine: Arc<dyn IoEngine>, root: &Path, random: u64, expected_bytes: u64) -> Result<Self> {
         let name = PartName(random);
         let dir = root.join(name.to_string());
-        engine.create_dir_all(&dir)?;
-        let lock = engine.lock_dir(&dir)?;
+        let lock = make_held(&*engine, root, &dir)?;
         engine.sync_dir(root)?;
         let writer = RankWriter::in_dir(Arc::clone(&engine), dir.clone(), name.to_string(), RANK, WORLD);
         let extents = ExtentWriter::new(Arc::clone(&engine), &dir, RANK, WORLD, expected_bytes);
@@ -207,9 +207,9 @@ pub fn sweep_parts(engine: &dyn IoEngine, root: &Path) -> Result<Vec<Error>> {
     };
     let mut left = Vec::new();
     for dir in engine.list(root)?.into_iter().filter(is_part) {
-        match engine.lock_dir(&dir) {
-            Ok(_lock) => left.extend(engine.remove_dir_all(&dir).err()),
-            Err(error) if error.kind() == Kind::InUse => {}
+        match hold_to_sweep(engine, root, &dir) {
+            Ok(Some(_lock)) => left.extend(engine.remove_dir_all(&dir).err()),
+            Ok(None) => {}
             Err(error) => left.push(error),
         }
     }

@@ -13,7 +13,8 @@ use crate::io::{DirLock, IoEngine};
 /// How long a save waits for another one to name its checkpoint: a few file operations.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Hold the directory while `LATEST` is replaced: what it names is compared with what it should name before.
+/// Hold the directory of checkpoints, for a few file operations: while `LATEST` is replaced, as what it names is compared with what it
+/// should name before; and while a directory in it is made or swept.
 pub(super) fn lock_root(engine: &dyn IoEngine, root: &Path) -> Result<DirLock> {
     let began = Instant::now();
     loop {
@@ -23,6 +24,22 @@ pub(super) fn lock_root(engine: &dyn IoEngine, root: &Path) -> Result<DirLock> {
             }
             held => return held,
         }
+    }
+}
+
+/// Make the directory `dir` in `root` and hold it. Sweeps wait meanwhile: they see none that is made and not held yet.
+pub(super) fn make_held(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<DirLock> {
+    let _no_sweep = lock_root(engine, root)?;
+    engine.create_dir_all(dir)?;
+    engine.lock_dir(dir)
+}
+
+/// Hold the directory `dir` in `root` to remove it; `None` where a save holds it.
+pub(super) fn hold_to_sweep(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<Option<DirLock>> {
+    let _none_is_made = lock_root(engine, root)?;
+    match engine.lock_dir(dir) {
+        Err(error) if error.kind() == Kind::InUse => Ok(None),
+        held => held.map(Some),
     }
 }
 
@@ -81,9 +98,9 @@ pub(super) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<V
             continue;
         }
         let dir = root.join(name.to_string());
-        let _lock = match engine.lock_dir(&dir) {
-            Ok(lock) => lock,
-            Err(error) if error.kind() == Kind::InUse => continue,
+        let _lock = match hold_to_sweep(engine, root, &dir) {
+            Ok(Some(lock)) => lock,
+            Ok(None) => continue,
             Err(error) => {
                 left.push(error);
                 continue;

@@ -13,7 +13,7 @@ use super::manifest::{
     render, seal, unseal,
 };
 use super::part::sweep_parts;
-use super::retention::{checkpoints, lock_root, sweep};
+use super::retention::{checkpoints, lock_root, make_held, sweep};
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, IoEngine, LOCK_FILE, publish, read_file, write_whole};
 use crate::memory::room_for_threads;
@@ -109,8 +109,7 @@ impl Save {
         })?;
         let name = CheckpointName { seq, random };
         let dir = root.join(name.to_string());
-        engine.create_dir_all(&dir)?;
-        let lock = engine.lock_dir(&dir)?;
+        let lock = make_held(&*engine, root, &dir)?;
         let line = write_whole(&*engine, &dir.join(LATEST_FILE), format!("{}\n", Latest { name }).as_bytes())?;
         let early = {
             let (engine, root) = (Arc::clone(&engine), root.to_owned());

@@ -1,5 +1,6 @@
 //! Checkpoints: round trips over world sizes, damage of every kind, and crashes at every operation.
 
+mod at_once;
 mod beside;
 mod beside_delta;
 mod crash;
