@@ -18,7 +18,7 @@ const RESERVE_BYTES: usize = 32 << 20;
 const SMALL_BYTES: usize = 1 << 20;
 
 /// Stacks, and what the system's allocator keeps for each thread.
-const ROOM_FOR_THREADS: usize = 64 << 20;
+pub(crate) const ROOM_FOR_THREADS: usize = 64 << 20;
 
 static RESERVE: AtomicPtr<libc::c_void> = AtomicPtr::new(null_mut());
 static SPENT: AtomicBool = AtomicBool::new(false);

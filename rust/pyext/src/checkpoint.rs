@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use embcache::cache::Ancestor;
@@ -29,7 +29,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn ended(what: &str) -> PyErr {
+pub(crate) fn ended(what: &str) -> PyErr {
     to_python(Error::new(Kind::State, format!("the {what} has ended: make another")))
 }
 
@@ -128,22 +128,21 @@ impl PySave {
         world_size: u32,
         parts: Vec<(PathBuf, String, (u64, u64))>,
     ) -> PyResult<(u64, u64)> {
-        let digest = py
-            .detach(|| {
-                let parts = parts
-                    .into_iter()
-                    .map(|(root, name, (bytes, xxh3))| Ok((root, name.parse()?, RankDigest { bytes, xxh3 })));
-                let parts = parts.collect::<embcache::Result<Vec<_>>>()?;
-                let ended = || Error::new(Kind::State, "the save has ended: make another");
-                lock(&self.inner).as_ref().ok_or_else(ended)?.adopt(rank, world_size, &parts)
-            })
-            .map_err(to_python)?;
-        Ok((digest.bytes, digest.xxh3))
+        let parts =
+            parts.into_iter().map(|(root, name, (bytes, xxh3))| Ok((root, name.parse()?, RankDigest { bytes, xxh3 })));
+        let parts = parts.collect::<embcache::Result<Vec<_>>>().map_err(to_python)?;
+        py.detach(|| {
+            let save = lock(&self.inner);
+            let adopted = save.as_ref().ok_or_else(|| ended("save"))?.adopt(rank, world_size, &parts);
+            adopted.map(|digest| (digest.bytes, digest.xxh3)).map_err(to_python)
+        })
     }
 
     fn write_dense_metadata(&self, py: Python<'_>, metadata: &[u8]) -> PyResult<()> {
-        let ended = || Error::new(Kind::State, "the save has ended: make another");
-        py.detach(|| lock(&self.inner).as_mut().ok_or_else(ended)?.write_dense_metadata(metadata)).map_err(to_python)
+        py.detach(|| {
+            let mut save = lock(&self.inner);
+            save.as_mut().ok_or_else(|| ended("save"))?.write_dense_metadata(metadata).map_err(to_python)
+        })
     }
 
     fn publish(&self, py: Python<'_>, digests: Vec<(u64, u64)>, next_epoch: u32) -> PyResult<Vec<String>> {
@@ -355,6 +354,16 @@ impl PyCompaction {
     }
 }
 
+/// The checkpoint `latest` of a directory, with all it builds on.
+pub(crate) fn open_chain(py: Python<'_>, path: &Path, latest: &str) -> PyResult<Chain> {
+    let latest: Latest = latest.parse().map_err(to_python)?;
+    let open = || {
+        let (path, engine) = loading_from(path)?;
+        Chain::open(&engine, &path, latest)
+    };
+    py.detach(open).map_err(to_python)
+}
+
 /// A checkpoint whose manifests are checked.
 #[pyclass(frozen, name = "CheckpointReader", module = "torchrec_embcache._native")]
 pub(crate) struct PyReader {
@@ -372,12 +381,7 @@ impl PyReader {
     #[new]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn new(py: Python<'_>, path: PathBuf, latest: &str) -> PyResult<Self> {
-        let latest: Latest = latest.parse().map_err(to_python)?;
-        let open = || {
-            let (path, engine) = loading_from(&path)?;
-            Chain::open(&engine, &path, latest)
-        };
-        let inner = py.detach(open).map_err(to_python)?;
+        let inner = open_chain(py, &path, latest)?;
         Ok(Self {
             extents: inner.links()[0].extent_reader(),
             inner,

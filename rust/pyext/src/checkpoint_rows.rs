@@ -2,15 +2,16 @@
 
 use std::path::PathBuf;
 
-use embcache::checkpoint::{Chain, Latest, RowSink, RowSource, TableSpec, reshard};
+use embcache::checkpoint::{Chain, RowSink, RowSource, TableSpec, reshard};
 use embcache::rows::RowHeader;
 use embcache::{Error, Kind};
 use numpy::{IntoPyArray, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
 
-use crate::blocks::{loading_from, saving_in};
+use crate::blocks::saving_in;
 use crate::buffers::{GivenMeta, headers_from_python, matrix, meta_to_python, scalars_to_python, slice, slice2};
+use crate::checkpoint::open_chain;
 use crate::error::{input, to_python};
 
 /// ids `[n]`, vectors `[n, V]`, scalars `[n]` or none, metadata or none.
@@ -93,12 +94,7 @@ impl PyRows {
     #[new]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn new(py: Python<'_>, path: PathBuf, latest: &str) -> PyResult<Self> {
-        let latest: Latest = latest.parse().map_err(to_python)?;
-        let open = || {
-            let (path, engine) = loading_from(&path)?;
-            Chain::open(&engine, &path, latest)
-        };
-        py.detach(open).map(|inner| Self { inner }).map_err(to_python)
+        open_chain(py, &path, latest).map(|inner| Self { inner })
     }
 
     fn manifest(&self) -> PyResult<String> {

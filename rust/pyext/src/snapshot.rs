@@ -2,14 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use embcache::checkpoint::{BesideOptions, CheckpointName, IMAGE_BYTES, RankSnapshot, TableToSave};
-use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
 use crate::blocks::saving_in;
-use crate::checkpoint::ancestor;
+use crate::checkpoint::{ancestor, ended, lock};
 use crate::error::to_python;
 use crate::table::PyTable;
 
@@ -23,10 +22,6 @@ pub(crate) fn work_behind() {
 #[pyclass(frozen, name = "CheckpointSnapshot", module = "torchrec_embcache._native")]
 pub(crate) struct PySnapshot {
     inner: Mutex<Option<RankSnapshot>>,
-}
-
-fn ended() -> PyErr {
-    to_python(Error::new(Kind::State, "the snapshot has ended: make another"))
 }
 
 /// A table's module, itself, its hyperparameters, and the checkpoint that a delta of it builds on.
@@ -68,20 +63,19 @@ impl PySnapshot {
 
     fn write_table(&self, py: Python<'_>) -> PyResult<Option<(u64, u64)>> {
         py.detach(|| {
-            let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-            inner.as_mut().ok_or_else(ended)?.write_next().map_err(to_python)
+            let mut inner = lock(&self.inner);
+            inner.as_mut().ok_or_else(|| ended("snapshot"))?.write_next().map_err(to_python)
         })
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
         py.detach(|| {
-            let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let digest = inner.ok_or_else(ended)?.finish().map_err(to_python)?;
-            Ok((digest.bytes, digest.xxh3))
+            let snapshot = lock(&self.inner).take().ok_or_else(|| ended("snapshot"))?;
+            snapshot.finish().map(|digest| (digest.bytes, digest.xxh3)).map_err(to_python)
         })
     }
 
     fn release(&self, py: Python<'_>) {
-        py.detach(|| drop(self.inner.lock().unwrap_or_else(PoisonError::into_inner).take()));
+        py.detach(|| drop(lock(&self.inner).take()));
     }
 }

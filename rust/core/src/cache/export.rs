@@ -98,6 +98,7 @@ impl Table {
     /// The same as a stream: a thread reads ahead by at most two chunks.
     pub fn export(&self, chunk_rows: usize) -> Result<ExportStream> {
         drop(self.shared.lock()?);
+        memory::room("start the export's thread", memory::ROOM_FOR_THREADS)?;
         let (sender, receiver) = sync_channel(2);
         let shared = Arc::clone(&self.shared);
         let version = shared.version();

@@ -12,9 +12,6 @@ use super::writer::RankWriter;
 use crate::error::Result;
 use crate::io::IoEngine;
 
-/// Groups of a merged checkpoint are smaller than usual: the deltas' ids, and groups being read, are held beside them.
-const GROUP_BYTES: usize = 16 << 20;
-
 /// One rank's part of merging the chain that `LATEST` names.
 ///
 /// The coordinator tells all ranks what [`Latest::read`] gives and begins a [`super::Save`] that merges it; each rank writes its share
@@ -45,7 +42,7 @@ impl Compaction {
         (rank, world): (u32, u32),
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<RankDigest> {
-        let mut writer = RankWriter::new(Arc::clone(engine), root, name, rank, world)?.with_group_bytes(GROUP_BYTES);
+        let mut writer = RankWriter::new(Arc::clone(engine), root, name, rank, world)?;
         for entry in &self.chain.manifest().tables {
             let buckets = share_of(rank, world, entry.spec.total_num_buckets);
             let reader = self.chain.table_reader(&entry.spec.module, &entry.spec.table, buckets.clone())?;

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use super::dense::{
     CHUNK_BYTES, DENSE_DIR, DenseFile, DenseShare, Extent, PAGE_BYTES, PIECE_BYTES, THREADS, extents_file,
 };
+use super::output::each_piece;
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open, PooledBuf};
 use crate::sync::lock;
@@ -86,34 +87,7 @@ impl ExtentReader {
             let what = format!("{} bytes are to be read into {}", extent.bytes, into.len());
             return Err(Error::new(Kind::Input, what));
         }
-        let pieces = stream.pieces(rank as usize, extent.offset..end, into);
-        let threads = pieces.len().min(THREADS);
-        if threads < 2 {
-            return pieces.into_iter().try_for_each(|piece| self.read_piece(piece));
-        }
-        let pieces = Mutex::new(pieces.into_iter());
-        let failed = Mutex::new(None);
-        let work = || {
-            loop {
-                let piece = lock(&pieces).next();
-                let Some(piece) = piece else { return };
-                if lock(&failed).is_some() {
-                    return;
-                }
-                if let Err(error) = self.read_piece(piece) {
-                    lock(&failed).get_or_insert(error);
-                }
-            }
-        };
-        std::thread::scope(|scope| {
-            for _ in 1..threads {
-                // Where the system gives no thread, those that are there do its work.
-                let _ = std::thread::Builder::new().name("embcache-load".into()).spawn_scoped(scope, work);
-            }
-            work();
-        });
-        let failed = lock(&failed).take();
-        failed.map_or(Ok(()), Err)
+        each_piece(THREADS, stream.pieces(rank as usize, extent.offset..end, into), |piece| self.read_piece(piece))
     }
 
     fn read_piece(&self, wanted: Wanted<'_>) -> Result<()> {

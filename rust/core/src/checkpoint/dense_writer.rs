@@ -10,6 +10,7 @@ use super::dense::{
 };
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::memory::room_for_threads;
 use crate::sync::lock;
 
 /// Pieces that wait for a thread.
@@ -261,6 +262,7 @@ impl Pool {
         let (send, receive) = sync_channel(WAITING);
         let receive = Arc::new(Mutex::new(receive));
         let error = Arc::new(Mutex::new(None));
+        let threads = if threads > 0 && room_for_threads() { threads } else { 0 };
         let threads: Vec<_> = (0..threads)
             .filter_map(|_| {
                 let (receive, error) = (Arc::clone(&receive), Arc::clone(&error));

@@ -152,8 +152,8 @@ pub(super) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Re
 
 /// Do `work` with every piece on up to `threads` threads, this one among them, until the first error.
 pub(super) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
-    let threads = if room_for_threads() { threads } else { 1 };
     let helpers = threads.min(pieces.len()).saturating_sub(1);
+    let helpers = if helpers > 0 && room_for_threads() { helpers } else { 0 };
     let pieces = Mutex::new(pieces.into_iter());
     let failed = Mutex::new(None);
     let run = || {

@@ -19,6 +19,7 @@ use crate::cache::{PickedRows, RowColumns};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, IoEngine};
+use crate::memory::room_for_threads;
 use crate::rows::RowHeader;
 use crate::ssd::SegmentFiles;
 use crate::types::Id;
@@ -222,6 +223,7 @@ impl TableReader {
         let largest = groups.iter().map(|group| group.staged_bytes()).max().unwrap_or(0);
         let staging = Arc::new(BufPool::new(largest, AHEAD + 1));
         let mut hand_over = |staged: Staged<'_>| sink(&staged.columns(self.optimizer.layout(self.spec.dim as usize)));
+        let has_room = groups.len() > 1 && room_for_threads();
         std::thread::scope(|scope| {
             // Group n is the business of thread n mod AHEAD, so that groups come in order.
             let mut ahead = Vec::new();
@@ -238,7 +240,8 @@ impl TableReader {
                         }
                     }
                 };
-                if Builder::new().name(format!("embcache-load-{number}")).spawn_scoped(scope, read).is_err() {
+                let name = format!("embcache-load-{number}");
+                if !has_room || Builder::new().name(name).spawn_scoped(scope, read).is_err() {
                     // Without all threads nothing is read ahead; those there are end, as nobody listens.
                     drop(std::mem::take(&mut ahead));
                     return groups.iter().try_for_each(|group| hand_over(self.stage(group, staging)?));
