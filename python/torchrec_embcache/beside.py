@@ -72,9 +72,13 @@ class HeldTables:
         self.next_epoch = next_epoch
         self._tables = tuple(tables)
         natives = [(one.module, one.table.native, dict(one.hyperparameters), one.ancestor) for one in tables]
-        self._held = _native.CheckpointSnapshot(
-            _native.check_save_dir(path), name, *place, natives, next_epoch, max_bytes_per_second
-        )
+        try:
+            self._held = _native.CheckpointSnapshot(
+                _native.check_save_dir(path), name, *place, natives, next_epoch, max_bytes_per_second
+            )
+        except BaseException:
+            self._forget()
+            raise
 
     def write(self, told: Callable[[TableToSave, int | None], object] = lambda _table, _rows: None) -> Written:
         """Write and sync the rows. `told` is called with each table before it is written (None) and after, with its rows."""
@@ -102,6 +106,10 @@ class HeldTables:
     def given_up(self) -> None:
         """The checkpoint is not published, and the tables are held no more."""
         self.release()
+        self._forget()
+
+    def _forget(self) -> None:
+        """What leaves the tables from now on is kept for no delta on the checkpoint."""
         for one in self._tables:
             one.table.native.saved_beside(self.next_epoch)
 

@@ -58,14 +58,17 @@ def raise_on_every_rank(
 
 def together(work: Callable[[], T]) -> T:
     """`work()` on this rank; an error on any rank is raised on all. Collective."""
-    result: list[T] = []
-    error: Exception | None = None
-    try:
-        result.append(work())
-    except Exception as caught:
-        error = caught
+    result, error = _tried(work)
     raise_on_every_rank(error)
     return result[0]
+
+
+def _tried(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """What `work()` returns, or the error that it raises."""
+    try:
+        return [work()], None
+    except Exception as error:
+        return [], error
 
 
 class Group:
@@ -79,12 +82,7 @@ class Group:
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """What `work()` is on each rank, in rank order; an error on any rank is raised on all. Collective; values are pickled."""
-        result: list[T] = []
-        error: Exception | None = None
-        try:
-            result.append(work())
-        except Exception as caught:
-            error = caught
+        result, error = _tried(work)
         outcomes: list[tuple[list[T], EmbCacheError | None]] = [(result, None)]
         if self._group is not None and self._group.size() > 1:
             try:

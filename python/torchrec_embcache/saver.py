@@ -119,10 +119,10 @@ class Saver:
             left = together(lambda: begun.publish([part.digest for part in written], epoch) if begun else [])
         except Exception:
             if begun is not None:
-                _abandon(begun)
+                abandon(begun)
             raise
         identity = all_gather(begun.identity if begun is not None else ("", 0))[0]
-        _warn_of(left, root)
+        warn_of(left, root)
         for _, _, table in shards:
             table.native.set_epoch(epoch)
             if not snapshot:
@@ -197,7 +197,7 @@ class Saver:
             if held is not None:
                 held.given_up()
             if begun is not None:
-                _abandon(begun)
+                abandon(begun)
 
         def write(held: HeldTables, tracker: Tracker) -> Written:
             with tracker:
@@ -224,7 +224,7 @@ class Saver:
                 give_up()
                 raise
             held.published(identity)
-            _warn_of(left, root)
+            warn_of(left, root)
             rows, tombstones = sum(one.rows for one in written), sum(one.tombstones for one in written)
             return _report(identity[0], base, reason, rows, tombstones)
 
@@ -378,9 +378,9 @@ class Saver:
             left = together(lambda: begun.publish(digests, merged.next_epoch) if begun is not None else [])
         except Exception:
             if begun is not None:
-                _abandon(begun)
+                abandon(begun)
             raise
-        _warn_of(left, root)
+        warn_of(left, root)
         return SaveReport(name, "full", None, None, merged.rows, 0)
 
     def _plan(self, shards: list[_Shard], root: str, incremental: bool) -> tuple[int, _Base | None, str | None]:
@@ -543,13 +543,14 @@ def _report(name: str, base: _Base | None, reason: str | None, rows: int, tombst
     return SaveReport(name, kind, None if base is None else base.identity[0], reason, rows, tombstones)
 
 
-def _warn_of(left: list[str], root: str) -> None:
+def warn_of(left: list[str], root: str) -> None:
+    """Say which older checkpoints could not be removed."""
     for what in left:
         _log.warning("an older checkpoint in %s could not be removed: %s", root, what)
 
 
-def _abandon(begun: _native.CheckpointSave) -> None:
-    """Remove an unfinished checkpoint; the error that ended it is on its way, so one here is only logged."""
+def abandon(begun: _native.CheckpointSave | _native.CheckpointPart) -> None:
+    """Remove an unfinished checkpoint, or part of one; the error that ended it is on its way, so one here is only logged."""
     try:
         begun.abandon()
     except EmbCacheError as error:

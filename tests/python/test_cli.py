@@ -1,6 +1,7 @@
 """The `embcache` command: what it shows, finds, converts and divides, and what its exit status says."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from test_saver import OPTIMIZERS, make_bag, rows, train
-from torchrec_embcache import optimizers
+from torchrec_embcache import RowMetadata, _native, optimizers
 from torchrec_embcache.cli import main
 from torchrec_embcache.saver import Saver
 
@@ -117,6 +118,16 @@ def test_diff_counts_what_differs_row_by_row(tmp_path: Path, capsys: pytest.Capt
     assert (table["only_first"], table["only_second"], table["weights"], table["slots"]) == (1, 0, 3, 0)
     assert table["max_weight_difference"] == pytest.approx(0.5)
     assert set(some.tolist()) < set(table["ids"])
+
+
+def test_diff_compares_bits_also_of_what_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, scores in (("nan", [math.nan, 0.0]), ("again", [math.nan, 0.0]), ("zero", [math.nan, -0.0])):
+        bag, none = make_bag(), torch.zeros(2, dtype=torch.int64)
+        bag.import_rows(torch.arange(2), torch.ones(2, 4), metadata=RowMetadata(none, none, torch.tensor(scores), none))
+        Saver(0).save(nn.Sequential(bag), str(tmp_path / path))
+    assert run(capsys, "diff", tmp_path / "nan", tmp_path / "again")[0] == 0
+    code, found = run(capsys, "diff", tmp_path / "nan", tmp_path / "zero", "--ids", 9)
+    assert (code, found["tables"][0]["metadata"], found["tables"][0]["ids"]) == (1, 1, [1])
 
 
 def test_diff_of_other_tables_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,6 +305,30 @@ def test_damaged_and_unfit_layouts_are_refused_and_leave_nothing(
     code, found = run(capsys, "convert", tmp_path / "empty", tmp_path / "other")
     assert code == 3
     assert "--from" in found["error"]["message"]
+
+
+def test_what_a_conversion_could_not_publish_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forgetful:
+        """A writer that gives no right digest."""
+
+        def __init__(self, *arguments: Any) -> None:
+            self.made = made_by(*arguments)
+
+        def write_rows(self, *arguments: Any) -> int:
+            written: int = self.made.write_rows(*arguments)
+            return written
+
+        def finish(self) -> tuple[int, int]:
+            return self.made.finish()[0], 1
+
+    ids, (weight, *_) = made()
+    write_recsdk(tmp_path / "theirs/item", ids, {"embedding": weight})
+    made_by = _native.CheckpointWriter
+    monkeypatch.setattr(_native, "CheckpointWriter", Forgetful)
+    code, found = run(capsys, "convert", tmp_path / "theirs", tmp_path / "ours")
+    assert (code, found["error"]["type"]) == (3, "CorruptionError")
 
 
 def test_the_command_is_installed_and_errors_go_to_standard_error(tmp_path: Path) -> None:

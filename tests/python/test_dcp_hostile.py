@@ -5,14 +5,18 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import default_planner as torch_dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from dcp_cases import dense_state
+from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter, reader
 from torchrec_embcache.dcp.metadata import Extent, from_json, to_json
 from torchrec_embcache.exceptions import CorruptionError, UnsupportedError
 
@@ -121,6 +125,21 @@ def test_what_is_no_metadata_is_refused(text: bytes) -> None:
 def test_a_newer_version_is_called_that() -> None:
     with pytest.raises(UnsupportedError, match="version 2"):
         from_json(json.dumps({**document(), "version": 2}).encode(), "dense.json", STREAMS)
+
+
+def test_an_item_that_is_stored_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=EmbCacheStorageWriter(tmp_path / "x"), no_dist=True)
+
+    def forgetful(*arguments: Any) -> Metadata:
+        metadata = from_json(*arguments)
+        metadata.storage_data.clear()
+        return metadata
+
+    monkeypatch.setattr(reader, "from_json", forgetful)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"a": torch.zeros(3)}, storage_reader=EmbCacheStorageReader(tmp_path / "x"), no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, CorruptionError)
 
 
 def test_an_extent_past_its_stream_is_refused() -> None:

@@ -143,7 +143,7 @@ def _window(result: TableDiff, one: _Rows, other: _Rows, show_ids: int, ignore_m
     metadata = np.zeros(len(common), bool)
     if not ignore_metadata:
         for mine, theirs in zip(one.metadata, other.metadata, strict=True):
-            metadata |= mine[left] != theirs[right]
+            metadata |= _differ(mine[left, None], theirs[right, None])
     result.weights += int(weights.sum())
     result.slots += int(slots.sum())
     result.metadata += int(metadata.sum())
@@ -156,8 +156,8 @@ def _window(result: TableDiff, one: _Rows, other: _Rows, show_ids: int, ignore_m
         result.ids += [int(row) for row in ids[:room]]
 
 
-def _differ(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.bool_]:
+def _differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
     """Rows that are not the same bits."""
-    bits = [np.ascontiguousarray(side).view(np.uint32) for side in (one, other)]
+    bits = [np.ascontiguousarray(side).view(f"u{side.dtype.itemsize}") for side in (one, other)]
     differ: NDArray[np.bool_] = np.any(bits[0] != bits[1], axis=1)
     return differ

@@ -16,6 +16,7 @@ from torchrec_embcache import _native
 from torchrec_embcache.blocks.files import Directory, render_json
 from torchrec_embcache.exceptions import InputError, PathError, UnsupportedError
 from torchrec_embcache.optimizers import SGD, Adagrad, Adam, AdamW, OptimizerSpec, RowWiseAdagrad
+from torchrec_embcache.saver import abandon
 
 from .checkpoints import Opened
 from .layouts import DESCRIPTION, METADATA, READERS, Columns, StoredTable, recognise
@@ -104,7 +105,7 @@ def _import(tables: list[StoredTable], root: str, settings: Settings) -> list[di
         # No row was modified after this: nothing has a later epoch.
         begun.publish([writer.finish()], 1)
     except BaseException:
-        begun.abandon()
+        abandon(begun)
         raise
     return [
         {

@@ -2,12 +2,23 @@
 
 import os
 
-__all__ = ["holds_checkpoint", "is_path", "rank_directory"]
+__all__ = ["AtPath", "holds_checkpoint", "rank_directory"]
 
 
-def is_path(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether it is a path, and not the address of another storage."""
-    return isinstance(checkpoint_id, os.PathLike) or (bool(checkpoint_id) and "://" not in str(checkpoint_id))
+class AtPath:
+    """What DCP asks a reader and a writer about the path that they are for."""
+
+    path: str | os.PathLike[str]
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoints' directory."""
+        return os.fspath(self.path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, and not the address of another storage."""
+        return isinstance(checkpoint_id, os.PathLike) or (bool(checkpoint_id) and "://" not in str(checkpoint_id))
 
 
 def rank_directory(path: str, rank: int) -> str:

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchrec_embcache import _native
-from torchrec_embcache.exceptions import MismatchError, StateError
+from torchrec_embcache.exceptions import CorruptionError, MismatchError, StateError
 
 from .metadata import Extent, from_json
-from .paths import is_path, rank_directory
+from .paths import AtPath, rank_directory
 from .tables import TableReader
 from .tensors import load_whole, read_box
 
@@ -38,7 +38,7 @@ class _Load:
     tables: TableReader | None = None
 
 
-class EmbCacheStorageReader(StorageReader):
+class EmbCacheStorageReader(AtPath, StorageReader):
     """Reads for `dcp.load` what `EmbCacheStorageWriter` saved: into any sharding, dtype and device, tables into any budgets.
 
     Tensors go into place as they are read, verified, without a copy where their place is contiguous host memory.
@@ -119,12 +119,20 @@ class EmbCacheStorageReader(StorageReader):
             raise StateError("read_metadata() comes before the other calls of a load")
         return self._load
 
+    def _extent(self, item: ReadItem) -> Extent:
+        extent = self.storage_data.get(item.storage_index)
+        if extent is None:
+            raise CorruptionError(
+                f"the checkpoint in {self.checkpoint_id} does not say where {item.storage_index} is stored"
+            )
+        return extent
+
     def _place(self, item: ReadItem) -> tuple[int, int]:
-        extent = self.storage_data[item.storage_index]
+        extent = self._extent(item)
         return extent.rank, extent.offset
 
     def _read_item(self, reader: _native.CheckpointReader, item: ReadItem, planner: LoadPlanner) -> None:
-        extent = self.storage_data[item.storage_index]
+        extent = self._extent(item)
 
         def read(start: int, into: NDArray[np.uint8]) -> None:
             reader.read_extent(extent.rank, extent.offset + start, into)
@@ -164,13 +172,3 @@ class EmbCacheStorageReader(StorageReader):
                 f"{item.storage_index.fqn!r}: {list(lengths)} at {list(offsets)} of {list(shape)} cannot go into "
                 f"{list(target.shape)}"
             )
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The path that is loaded from."""
-        return os.fspath(self.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, and not the address of another storage."""
-        return is_path(checkpoint_id)

@@ -1,8 +1,6 @@
 """A model's tables in DCP's saves and loads."""
 
-import logging
 import secrets
-from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +11,10 @@ from torchrec_embcache import _native
 from torchrec_embcache.beside import finish_saves, start
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, StateError
-from torchrec_embcache.saver import numbers_of, shards_of
+from torchrec_embcache.saver import abandon, numbers_of, shards_of
 from torchrec_embcache.whole_model import CacheModule
 
-__all__ = ["PartResult", "Staged", "TableReader", "TableWriter", "abandon", "warn_of"]
-
-_log = logging.getLogger("torchrec_embcache.dcp")
+__all__ = ["PartResult", "Staged", "TableReader", "TableWriter"]
 
 # A table of this rank: its module's path in the model, the module, the table.
 _Shard = tuple[str, CacheModule, CacheTable]
@@ -206,17 +202,3 @@ class TableReader:
             table.native.set_epoch(self._reader.next_epoch)
         for _, _, table in self._shards:
             table.set_unusable(None)
-
-
-def abandon(begun: _native.CheckpointSave | _native.CheckpointPart) -> None:
-    """Remove an unfinished checkpoint or part; the error that ended it is on its way, so one here is only logged."""
-    try:
-        begun.abandon()
-    except EmbCacheError as error:
-        _log.info("an unfinished checkpoint stays until the next save: %s", error)
-
-
-def warn_of(left: Iterable[str], root: str) -> None:
-    """Say what older checkpoints could not be removed."""
-    for what in left:
-        _log.warning("an older checkpoint in %s could not be removed: %s", root, what)

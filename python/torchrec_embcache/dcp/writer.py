@@ -20,10 +20,11 @@ from torch.futures import Future
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import StateError, UnsupportedError
+from torchrec_embcache.saver import abandon, warn_of
 
 from .metadata import Extent, to_json
-from .paths import holds_checkpoint, is_path, rank_directory
-from .tables import PartResult, Staged, TableWriter, abandon, warn_of
+from .paths import AtPath, holds_checkpoint, rank_directory
+from .tables import PartResult, Staged, TableWriter
 from .tensors import is_raw, save_whole, windows
 
 __all__ = ["EmbCacheStorageWriter"]
@@ -43,7 +44,7 @@ class _Save:
     part: _native.CheckpointPart | None = None
 
 
-class EmbCacheStorageWriter(BlockingAsyncStager, StorageWriter):
+class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
     """Writes what `dcp.save` and `dcp.async_save` are given, and a model's tables, as one checkpoint of this package.
 
     One save at a time goes through a writer; it may be used for any number of saves, each of which replaces the checkpoint before.
@@ -191,16 +192,6 @@ class EmbCacheStorageWriter(BlockingAsyncStager, StorageWriter):
             abandon(begun)
             raise
         warn_of(left, root)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The path that is saved to."""
-        return os.fspath(self.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, and not the address of another storage."""
-        return is_path(checkpoint_id)
 
     def _current(self) -> _Save:
         if self._save is None:
