@@ -317,6 +317,24 @@ fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
 }
 
 #[test]
+fn a_delta_on_a_snapshot_is_not_published() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let rig = Rig::open(table_config(Reopen::Discard), Arc::clone(&engine)).expect("opened");
+    train(&rig, 0..5);
+    let moment = rig.contents().expect("exported");
+    let (snapshot, _) = save(&engine, &rig.table, 1, true).expect("saved");
+    let options = SaveOptions { parent: Some(snapshot.identity.clone()), ..SaveOptions::default() };
+    let save = Save::begin_with(Arc::clone(&engine), Path::new(ROOT), 2, options).expect("begun");
+    let mut writer = RankWriter::new(Arc::clone(&engine), Path::new(ROOT), save.name(), 0, 1).expect("made");
+    writer.write_rows_of("m", &rig.table, BTreeMap::new()).expect("written");
+    let epoch = rig.table.epoch().expect("open") + 1;
+    let error = save.publish(&[writer.finish().expect("finished")], epoch).expect_err("on a snapshot");
+    assert!(error.kind() == Kind::State && error.to_string().contains("snapshot"), "{error}");
+    assert_eq!(chain(&engine).expect("opened").manifest().name, snapshot.identity.name);
+    assert_eq!(read(&engine).expect("read"), moment);
+}
+
+#[test]
 fn a_table_without_an_ssd_tier_is_in_a_snapshot_as_in_any_checkpoint() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let config = TableConfig { ssd: None, ..config(4, OptimizerKind::RowWiseAdagrad, 1000) };
