@@ -1,0 +1,258 @@
+//! Linked snapshots of a table nine tenths of which are on SSD, beside full checkpoints of the same table in the same round: saved and
+//! synced with half the rows in RAM modified since, and loaded into a new table with the same budgets and nothing in the page cache. The
+//! values are shares of the full checkpoint's time.
+//!
+//! `EMBCACHE_BENCH_SNAPSHOT_ROWS` sets the rows (4M: 1.1 GiB).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use embcache::cache::{RowBlock, Table, host_row_bytes};
+use embcache::checkpoint::{Chain, Latest, LinkedTable, RankWriter, Save, SaveOptions};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{IoEngine, default_engine};
+use embcache::rows::{Initializer, RowHeader};
+use embcache::ssd::{LinkedBytes, StateCounters};
+use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
+use embcache_benches::{Bench, Better, DIM, Rounds, Scale, Scratch, forget_cached, run, scattered_id, setting};
+
+const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
+const MODULE: &str = "m";
+const IMPORT_ROWS: u64 = 65_536;
+/// One row in so many is modified between saves, always the same ones: they stay in RAM.
+const HOT: u64 = 20;
+const ROUNDS: usize = 5;
+
+fn main() {
+    let row = |name, make| Bench { name, unit: "ratio", better: Better::Lower, limit: None, make };
+    run(&[row("save_snapshot_of_full_time", Saves::make), row("load_snapshot_of_full_time", Loads::make)]);
+}
+
+fn rows_of(scale: Scale) -> u64 {
+    setting("EMBCACHE_BENCH_SNAPSHOT_ROWS", scale.pick(4_000_000, 20_000))
+}
+
+/// Room for a table on SSD, a full checkpoint of it, and another such table.
+fn scratch_for(rows: u64) -> Scratch {
+    Scratch::new(rows * 300 * 4 + (256 << 20)).unwrap_or_else(|why| panic!("{why}"))
+}
+
+fn config(rows: u64, dir: &Path) -> TableConfig {
+    let policy = PolicyKind::S3Fifo;
+    TableConfig {
+        name: "rows".into(),
+        key: 1,
+        dim: DIM,
+        optimizer: OPTIMIZER,
+        initializer: Initializer::Constant { value: 0.0 },
+        seed: 0,
+        total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
+        buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
+        // A tenth of the rows, and the index.
+        host_bytes: rows / 10 * host_row_bytes(&OPTIMIZER.layout(DIM), policy) + rows * 16 + (1 << 20),
+        device_rows: None,
+        ssd: Some(SsdConfig {
+            dir: dir.to_owned(),
+            bytes: rows * 300 * 3 / 2 + (64 << 20),
+            reopen: Reopen::Never,
+            resume_token: None,
+        }),
+        policy,
+        on_full: OnFull::Error,
+    }
+}
+
+/// Write rows by their numbers; values follow from the number and `salt`.
+fn give(table: &Table, numbers: impl Iterator<Item = u64>, salt: u64) {
+    let header = |number| RowHeader { id: scattered_id(number), scalar: 0.25, ..RowHeader::default() };
+    let headers: Vec<RowHeader> = numbers.map(header).collect();
+    for (turn, headers) in headers.chunks(IMPORT_ROWS as usize).enumerate() {
+        let first = turn as u64 * IMPORT_ROWS + salt;
+        let vectors: Vec<f32> = (0..headers.len() * DIM).map(|at| (at as u64 + first) as f32).collect();
+        table.import_rows(RowBlock { headers, vectors: &vectors }).expect("room for all rows");
+    }
+}
+
+fn filled(rows: u64, dir: &Path) -> Table {
+    let engine = default_engine().expect("an engine");
+    let table = Table::open(config(rows, dir), None, engine).expect("a table");
+    for first in (0..rows).step_by(IMPORT_ROWS as usize) {
+        give(&table, first..(first + IMPORT_ROWS).min(rows), first);
+    }
+    table
+}
+
+/// Save into a new folder; seconds, and what was linked.
+fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, snapshot: bool) -> (f64, LinkedTable) {
+    std::fs::create_dir(root).expect("a folder of our own");
+    let begin = Instant::now();
+    let options = SaveOptions { snapshot, ..SaveOptions::default() };
+    let save = Save::begin_with(engine.clone(), root, 7, options).expect("begun");
+    let mut writer = RankWriter::new(engine.clone(), root, save.name(), 0, 1).expect("made");
+    let linked = if snapshot {
+        writer.link_rows_of(MODULE, table, BTreeMap::new()).expect("linked")
+    } else {
+        let rows = writer.write_rows_of(MODULE, table, BTreeMap::new()).expect("written");
+        LinkedTable { rows, bytes: LinkedBytes::default() }
+    };
+    let next_epoch = table.epoch().expect("open") + 1;
+    save.publish(&[writer.finish().expect("finished")], next_epoch).expect("published");
+    table.set_epoch(next_epoch).expect("open");
+    (begin.elapsed().as_secs_f64(), linked)
+}
+
+struct Saves {
+    table: Table,
+    rows: u64,
+    engine: Arc<dyn IoEngine>,
+    done: u64,
+    last: BTreeMap<&'static str, f64>,
+    scratch: Scratch,
+}
+
+impl Saves {
+    fn make(scale: Scale) -> Box<dyn Rounds> {
+        let rows = rows_of(scale);
+        let scratch = scratch_for(rows);
+        let table = filled(rows, &scratch.path().join("tier"));
+        for salt in 0..4 {
+            give(&table, 0..rows / HOT, salt);
+        }
+        let engine = default_engine().expect("an engine");
+        Box::new(Self { table, rows, engine, done: 0, last: BTreeMap::new(), scratch })
+    }
+}
+
+impl Rounds for Saves {
+    fn ours(&mut self) -> f64 {
+        self.done += 1;
+        give(&self.table, 0..self.rows / HOT, self.done);
+        let root = |kind: &str| self.scratch.path().join(format!("{kind}-{}", self.done));
+        let (snapshot, linked) = save(&self.engine, &root("snapshot"), &self.table, true);
+        assert!(linked.rows == self.rows && linked.bytes.linked > 0 && linked.bytes.copied == 0, "{linked:?}");
+        let (full, written) = save(&self.engine, &root("full"), &self.table, false);
+        assert_eq!(written.rows, self.rows);
+        for kind in ["snapshot", "full"] {
+            std::fs::remove_dir_all(root(kind)).expect("our own folder");
+        }
+        self.last = BTreeMap::from([
+            ("rows", self.rows as f64),
+            ("save_snapshot_seconds", snapshot),
+            ("save_full_seconds", full),
+            ("linked_bytes", linked.bytes.linked as f64),
+        ]);
+        snapshot / full
+    }
+
+    fn limit(&mut self) -> Option<f64> {
+        None
+    }
+
+    fn rounds(&self) -> usize {
+        ROUNDS
+    }
+
+    fn figures(&self) -> BTreeMap<&'static str, f64> {
+        self.last.clone()
+    }
+}
+
+struct Loads {
+    rows: u64,
+    engine: Arc<dyn IoEngine>,
+    last: BTreeMap<&'static str, f64>,
+    scratch: Scratch,
+}
+
+impl Loads {
+    fn make(scale: Scale) -> Box<dyn Rounds> {
+        let rows = rows_of(scale);
+        let scratch = scratch_for(rows);
+        let engine = default_engine().expect("an engine");
+        let tier = scratch.path().join("tier");
+        let table = filled(rows, &tier);
+        for (kind, snapshot) in [("snapshot", true), ("full", false)] {
+            save(&engine, &scratch.path().join(kind), &table, snapshot);
+        }
+        drop(table);
+        std::fs::remove_dir_all(tier).expect("our own folder");
+        Box::new(Self { rows, engine, last: BTreeMap::new(), scratch })
+    }
+
+    fn tier(&self) -> PathBuf {
+        self.scratch.path().join("restarted")
+    }
+
+    /// Make a table of a checkpoint; seconds.
+    fn load(&self, kind: &str) -> (f64, Table) {
+        let root = self.scratch.path().join(kind);
+        let latest = Latest::read(&*self.engine, &root).expect("a checkpoint");
+        let dir = root.join(latest.name.to_string()).join(format!("{MODULE}+rows"));
+        for entry in std::fs::read_dir(dir).expect("a folder") {
+            forget_cached(&std::fs::File::open(entry.expect("a folder").path()).expect("a file"));
+        }
+        let config = config(self.rows, &self.tier());
+        let begin = Instant::now();
+        let checkpoint = Chain::open(&self.engine, &root, latest).expect("a checkpoint");
+        let found = checkpoint.links()[0].segments_of(MODULE, "rows", &config.buckets).expect("whole");
+        let table = if let Some(found) = found {
+            let counters = StateCounters { step: 0, epoch: checkpoint.manifest().next_epoch };
+            let source = Some((&found, counters));
+            Table::open_from(config, None, self.engine.clone(), source).expect("a table")
+        } else {
+            let buckets = config.buckets.clone();
+            let table = Table::open(config, None, self.engine.clone()).expect("a table");
+            checkpoint.table_reader(MODULE, "rows", buckets).expect("whole").load_into(&table).expect("whole");
+            table
+        };
+        (begin.elapsed().as_secs_f64(), table)
+    }
+
+    fn forget(&self, table: Table) {
+        drop(table);
+        std::fs::remove_dir_all(self.tier()).expect("our own folder");
+    }
+}
+
+impl Rounds for Loads {
+    fn ours(&mut self) -> f64 {
+        let [snapshot, full] = ["snapshot", "full"].map(|kind| {
+            let (seconds, table) = self.load(kind);
+            assert_eq!(table.stats().expect("open").rows, self.rows);
+            self.forget(table);
+            seconds
+        });
+        self.last = BTreeMap::from([
+            ("rows", self.rows as f64),
+            ("load_snapshot_seconds", snapshot),
+            ("load_full_seconds", full),
+        ]);
+        snapshot / full
+    }
+
+    fn limit(&mut self) -> Option<f64> {
+        None
+    }
+
+    fn rounds(&self) -> usize {
+        ROUNDS
+    }
+
+    fn figures(&self) -> BTreeMap<&'static str, f64> {
+        self.last.clone()
+    }
+
+    fn check(&mut self) {
+        let ids: Vec<i64> = (0..1000).map(scattered_id).collect();
+        let [snapshot, full] = ["snapshot", "full"].map(|kind| {
+            let (_, table) = self.load(kind);
+            let rows = table.read_rows(&ids).expect("rows");
+            self.forget(table);
+            rows
+        });
+        assert!(snapshot.found.iter().all(|found| *found) && snapshot.headers == full.headers);
+        assert!(snapshot.vectors == full.vectors, "the same rows by either");
+    }
+}
