@@ -10,6 +10,7 @@ Shapes: T tables, R rows of a table, B samples, L ids of a bag.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -300,6 +301,25 @@ def tier_counters(model: DistributedModelParallel) -> dict[str, int]:
     return counters
 
 
+@contextlib.contextmanager
+def one_rank() -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """A process group of this process alone: a directory for as long, and what writes a line with the time to standard error."""
+    begin = time.monotonic()
+
+    def note(text: str) -> None:
+        print(f"{time.monotonic() - begin:.0f} s: {text}", file=sys.stderr, flush=True)
+
+    target = ROOT / "target" / "bench"
+    target.mkdir(parents=True, exist_ok=True)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    with tempfile.TemporaryDirectory(dir=target) as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield Path(folder), note
+        finally:
+            dist.destroy_process_group()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of benches; there is one here, which is measured whatever they are")
@@ -314,22 +334,10 @@ def main() -> int:
         scale = Scale(80_000, 256, 4, 3, 1, options.lookahead, options.policy)
     else:
         scale = Scale(options.rows, SAMPLES, options.warm_steps, 20, options.rounds, options.lookahead, options.policy)
-    begin = time.monotonic()
-
-    def note(text: str) -> None:
-        print(f"{time.monotonic() - begin:.0f} s: {text}", file=sys.stderr, flush=True)
-
-    target = ROOT / "target" / "bench"
-    target.mkdir(parents=True, exist_ok=True)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    with tempfile.TemporaryDirectory(dir=target) as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        tables = Path(folder) / "tables"
+    with one_rank() as (folder, note):
+        tables = folder / "tables"
         tables.mkdir(mode=0o750)
-        try:
-            measured = measure(scale, tables, note)
-        finally:
-            dist.destroy_process_group()
+        measured = measure(scale, tables, note)
     print(json.dumps(measured))
     return 0
 

@@ -8,21 +8,18 @@ it. Prints two rows of results.json.
 
 import argparse
 import json
-import os
 import re
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from dlrm import DIM, ROOT, SAMPLES, TABLES, THREADS, Batches, Scale, Side, Stream, make_ours
+from dlrm import DIM, SAMPLES, TABLES, THREADS, Batches, Scale, Side, Stream, make_ours, one_rank
 from results import row
 from torchrec_embcache import TierBudgets
 from torchrec_embcache.saver import Saver
@@ -115,21 +112,9 @@ def main() -> int:
         scale = Scale(80_000, 256, 4, 3, 1, lookahead, "s3fifo")
     else:
         scale = Scale(options.rows, SAMPLES, 20, 15, options.rounds, lookahead, "s3fifo")
-    begin = time.monotonic()
-
-    def note(text: str) -> None:
-        print(f"{time.monotonic() - begin:.0f} s: {text}", file=sys.stderr, flush=True)
-
-    target = ROOT / "target" / "bench"
-    target.mkdir(parents=True, exist_ok=True)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    with tempfile.TemporaryDirectory(dir=target) as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            for measured in measure(scale, Path(folder), note):
-                print(json.dumps(measured), flush=True)
-        finally:
-            dist.destroy_process_group()
+    with one_rank() as (folder, note):
+        for measured in measure(scale, folder, note):
+            print(json.dumps(measured), flush=True)
     return 0
 
 

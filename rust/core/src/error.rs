@@ -114,7 +114,15 @@ impl Error {
     /// The same error about `to`, where it speaks of `from` or of what lies below.
     #[must_use]
     pub fn renamed(mut self, from: &Path, to: &Path) -> Self {
-        self.message = self.message.replace(&*from.to_string_lossy(), &to.to_string_lossy());
+        let (from_name, to_name) = (from.to_string_lossy(), to.to_string_lossy());
+        let mut parts = self.message.split(&*from_name);
+        let mut message = parts.next().unwrap_or_default().to_owned();
+        for part in parts {
+            // Not of what only begins with that name, as "/proc/self/fd/57" with "/proc/self/fd/5".
+            message.push_str(if part.starts_with(char::is_alphanumeric) { &from_name } else { &to_name });
+            message.push_str(part);
+        }
+        self.message = message;
         self.path = self.path.map(|path| path.strip_prefix(from).map_or_else(|_| path.clone(), |below| to.join(below)));
         self
     }
@@ -146,5 +154,27 @@ impl Error {
     /// The operating system's error number, where there is one.
     pub fn errno(&self) -> Option<i32> {
         self.errno
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_renamed_where_it_speaks_of_a_path_or_of_what_lies_below() {
+        let refused = std::io::Error::from_raw_os_error(libc::EIO);
+        let (five, fifty, user) = (Path::new("/fd/5"), Path::new("/fd/57"), Path::new("/user"));
+        let about = |path: &str, from: &Path| Error::io("open", Path::new(path), &refused).renamed(from, user);
+        for (path, from, expected) in [
+            ("/fd/5", five, "/user"),
+            ("/fd/5/x", five, "/user/x"),
+            ("/fd/57/x", five, "/fd/57/x"),
+            ("/fd/57/x", fifty, "/user/x"),
+        ] {
+            let error = about(path, from);
+            assert_eq!(error.path(), Some(Path::new(expected)));
+            assert!(error.to_string().starts_with(&format!("cannot open {expected}: ")), "{error}");
+        }
     }
 }

@@ -6,6 +6,9 @@
 //! path/<seq>-<random>/<rank>-of-<world>.json         tables, files, counts and checksums of one rank
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<serial>.seg            of a snapshot
+//! path/<seq>-<random>/dense.json, dense/<rank>-of-<world>.<n>.extents           beside the tables, see [`ExtentWriter`]
+//! path/part-<random>/                                what a rank wrote that is in no checkpoint yet, see [`Part`]
+//! path/lock                                          held while `LATEST` is replaced, and while a directory is made or swept
 //! ```
 //!
 //! A data file holds one group of rows of at most 16 MiB, sorted by (bucket, `uint64(id)`), one tensor a column (see [`format`]).
