@@ -16,7 +16,7 @@ use embcache::rows::{Initializer, RowHeader};
 use embcache::types::{DEFAULT_TOTAL_NUM_BUCKETS, bucket_of};
 use embcache_benches::{
     Bench, Better, CountedEngine, DIM, Ids, RawFiles, Rounds, Scale, Scratch, SplitMix64, cpu_seconds, forget_cached,
-    forget_peak, resident, run, scattered_id, setting,
+    run, scattered_id, setting,
 };
 
 const ROUNDS: usize = 5;
@@ -33,7 +33,6 @@ fn main() {
     run(&[
         row("save_full", "bytes/s", Better::Higher, Some(written), |scale| Saves::make(scale, Figure::Rate)),
         row("save_full_cpu_seconds_per_gib", "s", Better::Lower, None, |scale| Saves::make(scale, Figure::Cpu)),
-        row("save_extra_ram_bytes", "bytes", Better::Lower, None, |scale| Saves::make(scale, Figure::Ram)),
         row("load_full", "bytes/s", Better::Higher, Some(read), Loads::make),
         row("load_4_to_3_bytes_read_per_owned", "ratio", Better::Lower, None, Reshards::make),
     ]);
@@ -120,7 +119,6 @@ fn files(dir: &Path) -> impl Iterator<Item = std::fs::File> {
 enum Figure {
     Rate,
     Cpu,
-    Ram,
 }
 
 struct Saves {
@@ -154,18 +152,15 @@ impl Rounds for Saves {
     fn ours(&mut self) -> f64 {
         self.done += 1;
         let root = self.scratch.path().join(format!("save-{}", self.done));
-        forget_peak();
-        let (before, cpu, begin) = (resident().now, cpu_seconds(), Instant::now());
+        let (cpu, begin) = (cpu_seconds(), Instant::now());
         let bytes = save(&self.engine, &root, std::slice::from_ref(&self.table)) as f64;
         let (seconds, cpu) = (begin.elapsed().as_secs_f64(), cpu_seconds() - cpu);
-        let extra = resident().peak.saturating_sub(before) as f64;
         std::fs::remove_dir_all(&root).expect("our own folder");
         self.last =
             BTreeMap::from([("rows", self.rows as f64), ("bytes", bytes), ("seconds", seconds), ("cpu_seconds", cpu)]);
         match self.figure {
             Figure::Rate => bytes / seconds,
             Figure::Cpu => cpu / (bytes / f64::from(1 << 30)),
-            Figure::Ram => extra,
         }
     }
 

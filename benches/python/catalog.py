@@ -47,7 +47,6 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Checkpoints": {
         "save_full": "a full checkpoint of 2 GiB of rows in RAM, written and synced",
         "save_full_cpu_seconds_per_gib": "user and system time of it",
-        "save_extra_ram_bytes": "the most bytes resident during it, less those before",
         "load_full": "it loaded into a new table with nothing in the page cache",
         "load_4_to_3_bytes_read_per_owned": "bytes read by a rank of three of what four saved / bytes of its rows, the worst rank",
         "save_delta_1pct_of_full_time": "time of a delta with 1% of 7.5M rows in RAM modified / time of a full save of them",
@@ -59,7 +58,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Saving beside training": {
         "save_async_step_slowdown": "median step of that DLRM, all rows in RAM, while `save_async` runs / while it does not",
-        "save_async_extra_ram_bytes": "the most bytes resident while it runs, less the most in steps before it",
+        "save_extra_ram_bytes": "the most bytes resident while it or a blocking save runs, less those before; steps counted",
     },
     "100M rows": {
         "train_100m_rows_peak_rss_bytes": "most bytes resident in a process that trains a table of 100M rows from its first row on",

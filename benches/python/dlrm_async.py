@@ -1,19 +1,18 @@
 """The step of a DLRM with all rows in RAM while a checkpoint is saved beside it, against the step while none is.
 
 The DLRM and the batches are those of dlrm.py. Steps without and with a save take turns; the first step of a save has the call in
-it. Prints two rows of results.json.
+it. Prints one row of results.json.
 
     python benches/python/dlrm_async.py [--smoke]
 """
 
 import argparse
 import json
-import re
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,16 @@ from results import row
 from torchrec_embcache import TierBudgets
 from torchrec_embcache.saver import Saver
 
-SLOWDOWN = "save_async_step_slowdown"
-EXTRA_RAM = "save_async_extra_ram_bytes"
+NAME = "save_async_step_slowdown"
 # Of the host budget for a row of DIM floats, its metadata, index and policy, and some to spare.
 ROW_BYTES = DIM * 4 + 144
 # Batches that are there before a save begins; when they are used up more are made between two steps.
 BATCHES_AHEAD = 150
 
 
-def resident(what: str) -> int:
-    """Bytes that /proc/self/status gives as VmRSS (now) or VmHWM (the most since the peak was forgotten)."""
-    found = re.search(rf"{what}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def while_saving(side: Side, stream: Stream, model: torch.nn.Module, path: Path) -> tuple[list[float], float, int]:
-    """Seconds of each step while a save runs, seconds of the save, and the most bytes resident meanwhile."""
+def while_saving(side: Side, stream: Stream, model: torch.nn.Module, path: Path) -> tuple[list[float], float]:
+    """Seconds of each step while a save runs, and of the save."""
     stream.make_until(side.next + BATCHES_AHEAD)
-    forget_peak()
     begin = time.perf_counter()
     future = Saver().save_async(model, path)
     call = time.perf_counter() - begin
@@ -55,11 +41,11 @@ def while_saving(side: Side, stream: Stream, model: torch.nn.Module, path: Path)
     while not future.done():
         seconds += side.run(1)
     future.result()
-    return seconds, time.perf_counter() - begin, resident("VmHWM")
+    return seconds, time.perf_counter() - begin
 
 
-def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """The bench's rows of results.json."""
+def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
+    """The bench's row of results.json."""
     torch.set_num_threads(THREADS)
     stream = Stream(Batches(scale))
     tiers = TierBudgets(host_bytes=scale.rows // TABLES * ROW_BYTES)
@@ -67,15 +53,12 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> Iterator
     note("its rows are there")
     side = Side(pipeline, stream, scale.lookahead + 2)
     side.run(scale.warm_steps)
-    ratios, first, late, saves, extra, alone = [], [], [], [], [], []
+    ratios, first, late, saves, alone = [], [], [], [], []
     for number in range(scale.rounds):
         path = folder / f"save-{number}"
         stream.make_until(side.next + BATCHES_AHEAD + scale.steps)
-        forget_peak()
         usual = side.run(scale.steps)
-        before = resident("VmHWM")
-        steps, took, most = while_saving(side, stream, model, path)
-        more = most - before
+        steps, took = while_saving(side, stream, model, path)
         shutil.rmtree(path)
         usual += side.run(scale.steps)
         stream.forget_before(side.next)
@@ -85,10 +68,9 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> Iterator
         first.append(steps[0])
         late.append(sorted(steps)[int(len(steps) * 0.99)])
         saves.append(took)
-        extra.append(more)
         note(
             f"{len(steps)} steps while saving for {took:.1f} s: {ratios[-1]:.3f} x {median * 1e3:.0f} ms, "
-            f"first {steps[0] * 1e3:.0f} ms, {more / 2**20:.0f} MiB more"
+            f"first {steps[0] * 1e3:.0f} ms"
         )
     run = {
         "step_ms": round(statistics.median(alone) * 1e3, 1),
@@ -96,13 +78,12 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> Iterator
         "p99_step_ms": round(statistics.median(late) * 1e3, 1),
         "save_seconds": round(statistics.median(saves), 1),
     }
-    yield row(SLOWDOWN, "ratio", "lower", ratios, run=run)
-    yield row(EXTRA_RAM, "bytes", "lower", extra)
+    return row(NAME, "ratio", "lower", ratios, run=run)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="of benches; both are measured whatever they are")
+    parser.add_argument("names", nargs="*", help="of benches; there is one here, which is measured whatever they are")
     parser.add_argument("--smoke", action="store_true", help="small tables, one round: shows that it runs")
     parser.add_argument("--rows", type=int, default=10_000_000, help="of all tables together")
     parser.add_argument("--rounds", type=int, default=5)
@@ -113,8 +94,8 @@ def main() -> int:
     else:
         scale = Scale(options.rows, SAMPLES, 20, 15, options.rounds, lookahead, "s3fifo")
     with one_rank() as (folder, note):
-        for measured in measure(scale, folder, note):
-            print(json.dumps(measured), flush=True)
+        measured = measure(scale, folder, note)
+    print(json.dumps(measured))
     return 0
 
 

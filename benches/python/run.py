@@ -33,7 +33,8 @@ PROGRAM_SECONDS = 1200.0
 # Script beside this file: the rows it prints. It is given the names wanted, and --smoke.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "dlrm.py": ("dlrm_step_ram10pct_zipf105",),
-    "dlrm_async.py": ("save_async_step_slowdown", "save_async_extra_ram_bytes"),
+    "dlrm_async.py": ("save_async_step_slowdown",),
+    "save_ram.py": ("save_extra_ram_bytes",),
     "train_100m.py": (
         "train_100m_rows_peak_rss_bytes",
         "train_ssd_zipf105_1m",

@@ -9,11 +9,14 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, Open};
 use crate::memory::room_for_threads;
+use crate::process::works_behind;
 use crate::sync::lock;
 
 /// Images that there are at once: one is filled while the others are written, each by a thread and its helpers. Some of them are being
 /// synced at any time, which leaves the disk to the rest.
 const IMAGES: usize = 6;
+/// Where the save runs behind training: the disk may wait for it, and the memory is training's.
+const IMAGES_BEHIND: usize = 4;
 /// Threads that write a file.
 const WRITERS: usize = 2;
 /// Bytes of one write request.
@@ -33,6 +36,8 @@ pub(super) struct Output<'s> {
     /// Buffers of written images, or why one could not be written.
     written: Receiver<Result<AlignedBuf>>,
     free: Vec<AlignedBuf>,
+    /// Images that there may be at once.
+    most: usize,
     under_way: usize,
     threads: Vec<ScopedJoinHandle<'s, ()>>,
 }
@@ -61,8 +66,9 @@ impl<'s> Output<'s> {
             Builder::new().name(format!("embcache-save-{number}")).spawn_scoped(scope, write).ok()
         };
         // Without threads nothing is written beside.
-        let threads = (1..if room_for_threads() { IMAGES } else { 1 }).map_while(start).collect();
-        Self { engine, images, written, free: Vec::new(), under_way: 0, threads }
+        let most = if works_behind() { IMAGES_BEHIND } else { IMAGES };
+        let threads = (1..if room_for_threads() { most } else { 1 }).map_while(start).collect();
+        Self { engine, images, written, free: Vec::new(), most, under_way: 0, threads }
     }
 
     /// Wait until there is a buffer for an image of `len` bytes, which the next [`Output::buffer`] gives. `Kind::Memory` where the system
@@ -72,7 +78,7 @@ impl<'s> Output<'s> {
         while self.free.is_empty() {
             let written = match self.written.try_recv() {
                 Ok(written) => written,
-                Err(_) if self.under_way < IMAGES => match AlignedBuf::try_zeroed(len) {
+                Err(_) if self.under_way < self.most => match AlignedBuf::try_zeroed(len) {
                     Ok(buffer) => {
                         self.free.push(buffer);
                         continue;
