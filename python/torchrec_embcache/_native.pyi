@@ -167,9 +167,30 @@ def check_load_dir(path: str) -> str: ...  # absolute; need not be writable
 def open_save_dir(path: str) -> tuple[str, int]: ...  # as check_save_dir, with the directory as an open descriptor, the caller's to close
 def open_load_dir(path: str) -> tuple[str, int]: ...  # as check_load_dir, likewise
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
+def bucket_order(  # rows by (bucket, uint64(id)), and where in that order each bucket of [begin, end) starts, and the last one ends
+    ids: NDArray[np.int64], total_num_buckets: int, begin: int, end: int
+) -> list[NDArray[np.int64]]: ...
 def sweep_parts(path: str) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
 def latest_checkpoint(path: str) -> str: ...  # what CheckpointReader takes; PathError when there is none
 def newest_checkpoint(path: str) -> dict[str, Any] | None: ...  # identity, merged, next_epoch, kind (full, delta or snapshot), tables; None when there is none
+
+@final
+class BlockWriter:
+    """Data files of a shard's blocks, in a directory that is open. Tensors grow at the same time, each in order, by any threads."""
+
+    def __new__(
+        cls,
+        path: str,
+        directory: int,  # its descriptor
+        files: Sequence[tuple[str, bytes, int]],  # name, first bytes and length, in whole pages
+        blocks: Sequence[tuple[int, int, int]],  # number of the file, first byte there (a whole page) and length
+        chunk_bytes: int,  # under one checksum
+        threads: int,
+    ) -> BlockWriter: ...
+    def append(self, block: int, data: NDArray[np.uint8]) -> None: ...
+    def append_rows(self, block: int, rows: NDArray[np.uint8], order: NDArray[np.int64]) -> None: ...  # [n, bytes of a row]
+    def finish(self) -> list[NDArray[np.uint32]]: ...  # durable but for the files' names; checksums of each block, of whole pages
+    def close(self) -> None: ...  # writes no more, when what is under way is written
 
 @final
 class CheckpointSave:

@@ -8,7 +8,7 @@ Loader("ckpt/blocks", hashtables={"item": bag}, tensors=model.state_dict()).load
 ```
 
 A table is a block of ids and a block for each of its slots: the weights ("embedding"), the optimizer's, by torch's names, and the
-metadata. Rows lie in runs of at most 32 MiB, each sorted by (bucket, `uint64(id)`), so that a shard of any number of shards reads
+metadata. Rows lie in runs of at most 16 MiB, each sorted by (bucket, `uint64(id)`), so that a shard of any number of shards reads
 what it owns; `bucket = uint64(id) mod total_num_buckets`, as RecIS slices ids. `block_files` has the files. Every byte is under a
 checksum that a load verifies. Names with "@" or "^" are refused, because RecIS keeps them for itself.
 

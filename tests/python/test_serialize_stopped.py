@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tables import Contents, make_bag, random_batches, train
+from torchrec_embcache._native import BlockWriter
 from torchrec_embcache.blocks import files, publication, writer
 from torchrec_embcache.serialize import Loader, Saver
 
@@ -104,6 +105,36 @@ class Disk:
         self._change(lambda: [os.unlink(file) for file in sorted(folder.iterdir())[::2]])
         shutil.rmtree(name, dir_fd=dir_fd)
 
+    def writer(self, path: str, fd: int, made: Any, *rest: Any) -> Any:
+        """The core's writer of data files, for what it does to them."""
+        disk = self
+        for name, _, _ in made:
+            self._change()
+            self._names.append((path, lambda name=name: os.unlink(f"{path}/{name}")))
+        native = BlockWriter(path, fd, made, *rest)
+        inodes = {os.stat(name, dir_fd=fd).st_ino for name, _, _ in made}
+        self._unsynced |= inodes
+
+        class Watched:
+            def append(self, block: int, data: Any) -> None:
+                disk._change(lambda: native.append(block, data[: len(data) // 2]))
+                native.append(block, data)
+
+            def append_rows(self, block: int, rows: Any, order: Any) -> None:
+                disk._change(lambda: native.append_rows(block, rows, order[: len(order) // 2]))
+                native.append_rows(block, rows, order)
+
+            def finish(self) -> Any:
+                disk._change()
+                checks = native.finish()
+                disk._unsynced -= inodes
+                return checks
+
+            def close(self) -> None:
+                native.close()
+
+        return Watched()
+
     def lose_power(self, root: Path) -> None:
         """What was not synced is lost: entries as they were, content zeros."""
         for _, undo in reversed(self._names):
@@ -140,6 +171,7 @@ def test_a_save_that_is_stopped_at_any_operation_leaves_the_save_before_or_the_n
         with monkeypatch.context() as patched:
             for module, name in ((files, "os"), (publication, "os"), (files, "shutil")):
                 patched.setattr(module, name, disk)
+            patched.setattr(writer._native, "BlockWriter", disk.writer)
             try:
                 saver.save()
                 done = True

@@ -26,6 +26,7 @@ from torchrec_embcache.exceptions import (
 __all__ = [
     "CHUNK_BYTES",
     "DTYPE_BYTES",
+    "PAD",
     "BlockFile",
     "Directory",
     "TensorEntry",
@@ -36,6 +37,7 @@ __all__ = [
     "render_json",
     "sync",
     "whole",
+    "whole_pages",
     "write_at",
 ]
 
@@ -43,6 +45,8 @@ __all__ = [
 CHUNK_BYTES = 256 << 10
 # Data start at a multiple of this in a file, as direct I/O likes it.
 ALIGNMENT = 4096
+# What tensors of zeros are called, with a number behind.
+PAD = "__pad."
 MAX_MANIFEST_BYTES = 256 << 20
 DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -270,16 +274,22 @@ class TensorEntry:
         return size
 
 
-class BlockFile:
-    """The layout of a safetensors file: the widest types first, so that each tensor lies at a multiple of its own width."""
+def whole_pages(length: int) -> int:
+    """The next multiple of a page."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
-    def __init__(self, tensors: Sequence[TensorEntry]) -> None:
+
+class BlockFile:
+    """The layout of a safetensors file: the widest types first, so that each tensor lies at a multiple of its own width; with
+    `pages` each at a whole page, after tensors of zeros.
+    """
+
+    def __init__(self, tensors: Sequence[TensorEntry], *, pages: bool = False) -> None:
         ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])  # stable
-        self.tensors = {tensor.name: tensor for tensor in ordered}
         described: dict[str, Any] = {}
         at = 0
         starts: dict[str, int] = {}
-        for tensor in ordered:
+        for number, tensor in enumerate(ordered):
             starts[tensor.name] = at
             described[tensor.name] = {
                 "dtype": tensor.dtype,
@@ -287,8 +297,11 @@ class BlockFile:
                 "data_offsets": [at, at + tensor.bytes],
             }
             at += tensor.bytes
+            if pages and (zeros := whole_pages(tensor.bytes) - tensor.bytes):
+                described[f"{PAD}{number}"] = {"dtype": "U8", "shape": [zeros], "data_offsets": [at, at + zeros]}
+                at += zeros
         text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
-        length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+        length = whole_pages(8 + len(text))
         self.header = (length - 8).to_bytes(8, "little") + text.ljust(length - 8)
         self.starts = {name: length + start for name, start in starts.items()}
         self.bytes = length + at

@@ -16,10 +16,20 @@ from numpy.typing import NDArray
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import EmbCacheError
 
-from .files import CHUNK_BYTES, DTYPE_BYTES, BlockFile, Directory, TensorEntry, corruption, read_at, whole
+from .files import (
+    CHUNK_BYTES,
+    DTYPE_BYTES,
+    BlockFile,
+    Directory,
+    TensorEntry,
+    corruption,
+    read_at,
+    whole,
+    whole_pages,
+)
 from .publication import newest
 from .schema import ID
-from .writer import check_entry, check_file, data_file, part_name
+from .writer import check_entry, check_file, data_file, layout_of, part_name
 
 __all__ = ["SavedBlocks", "SavedRun", "SavedTable", "SavedTensor"]
 
@@ -37,19 +47,19 @@ class _Stored:
     entry: TensorEntry
     checks: NDArray[np.uint32]
 
-    def read(self, first_check: int, begin: int, end: int, piece: int, piece_bytes: int) -> NDArray[np.uint8]:
-        """Bytes [begin, end) of the piece at byte `piece` of the block, `piece_bytes` long, with checksums from `first_check`."""
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Bytes [begin, end) of the block, verified."""
         if begin == end:
             return np.empty(0, np.uint8)
         low = begin // CHUNK_BYTES * CHUNK_BYTES
-        high = min(-(-end // CHUNK_BYTES) * CHUNK_BYTES, piece_bytes)
-        data = read_at(self.fd, self.path, self.start + piece + low, high - low)
+        high = min(-(-end // CHUNK_BYTES) * CHUNK_BYTES, whole_pages(self.entry.bytes))
+        data = read_at(self.fd, self.path, self.start + low, high - low)
         found = _native.chunk_checksums(data, CHUNK_BYTES)
-        first = first_check + low // CHUNK_BYTES
+        first = low // CHUNK_BYTES
         expected = self.checks[first : first + len(found)]
         if not np.array_equal(found, expected):
             place = int(np.flatnonzero(found != expected)[0])
-            offset = self.start + piece + low + place * CHUNK_BYTES
+            offset = self.start + low + place * CHUNK_BYTES
             what = f"the checksum of {self.entry.name!r} at byte {offset}"
             raise corruption(self.path, what, int(expected[place]), int(found[place]))
         return data[begin - low : end - low]
@@ -64,7 +74,7 @@ class SavedTensor:
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Bytes [begin, end) of it, verified."""
-        return self.stored.read(0, begin, end, 0, self.entry.bytes)
+        return self.stored.read(begin, end)
 
 
 @dataclass(frozen=True)
@@ -79,16 +89,13 @@ class _Share:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Rows [begin, end), of `buckets`. `first`: the run's first row in its blocks; `checks`: its first checksums, by slot."""
+    """Rows [begin, end) of its share's blocks, of `buckets`."""
 
     table: "SavedTable"
     share: _Share
-    rows: int
-    first: int
     begin: int
     end: int
     buckets: tuple[int, int]
-    checks: dict[str, int]
 
     def submit(self, slots: list[str], pool: Executor) -> dict[str, Future[NDArray[Any]]]:
         """Start to read some slots."""
@@ -96,8 +103,7 @@ class SavedRun:
 
     def _column(self, slot: str) -> NDArray[Any]:
         entry, stored = self.table.slots[slot], self.share.blocks[slot]
-        begin, end = self.begin * entry.bytes, self.end * entry.bytes
-        data = stored.read(self.checks[slot], begin, end, self.first * entry.bytes, self.rows * entry.bytes)
+        data = stored.read(self.begin * entry.bytes, self.end * entry.bytes)
         values = np.ascontiguousarray(data).view(_NUMPY[entry.dtype]).reshape(self.end - self.begin, *entry.shape)
         if slot == ID:
             self._check_order(stored, values)
@@ -109,7 +115,7 @@ class SavedRun:
         buckets = unsigned % np.uint64(self.table.total_num_buckets)
         later = (buckets[1:] > buckets[:-1]) | ((buckets[1:] == buckets[:-1]) & (unsigned[1:] > unsigned[:-1]))
         if not later.all() or int(buckets[0]) < self.buckets[0] or int(buckets[-1]) >= self.buckets[1]:
-            what = f"the ids of {stored.entry.name!r} from row {self.first + self.begin} on"
+            what = f"the ids of {stored.entry.name!r} from row {self.begin} on"
             raise corruption(stored.path, what, f"of buckets {self.buckets}, in order", "others")
 
 
@@ -138,19 +144,16 @@ class SavedTable:
             if low >= high:
                 continue
             first = 0
-            checks = dict.fromkeys(self.slots, 0)
             for starts, rows in zip(share.starts, share.runs, strict=True):
                 begin, end = (int(starts[bucket - share.buckets[0]]) for bucket in (low, high))
                 if begin < end:
-                    yield SavedRun(self, share, rows, first, begin, end, (low, high), dict(checks))
-                for slot, entry in self.slots.items():
-                    checks[slot] += chunks(rows * entry.bytes)
+                    yield SavedRun(self, share, first + begin, first + end, (low, high))
                 first += rows
 
 
 def chunks(length: int) -> int:
-    """Checksums of a piece of that many bytes."""
-    return -(-length // CHUNK_BYTES)
+    """Checksums of a block of that many bytes."""
+    return -(-whole_pages(length) // CHUNK_BYTES)
 
 
 class SavedBlocks:
@@ -200,7 +203,7 @@ class SavedBlocks:
             entries.append((name, slot, whole(block["file"], 0, parallel - 1), TensorEntry(part, dtype, shape)))
         files = {}
         for file in sorted({file for _, _, file, _ in entries}):
-            layout = BlockFile([entry for _, _, of, entry in entries if of == file])
+            layout = layout_of([entry for _, _, of, entry in entries if of == file])
             path = data_file(shard, file, parallel, shards)
             fd = layout.open(self.folder, path)
             undo.callback(os.close, fd)
@@ -229,11 +232,7 @@ class SavedBlocks:
         pieces: dict[str, list[int]],
     ) -> dict[str, NDArray[Any]]:
         """The checksums of a shard's blocks, and where its buckets start."""
-        wanted = []
-        for name, slot, _, entry in entries:
-            row = entry.bytes // entry.shape[0] if slot is not None and entry.shape[0] else 0
-            lengths = [entry.bytes] if slot is None else [rows * row for rows in pieces[name]]
-            wanted.append(check_entry(entry.name + ".crc32c", (sum(map(chunks, lengths)),)))
+        wanted = [check_entry(entry.name + ".crc32c", (chunks(entry.bytes),)) for *_, entry in entries]
         for name, about in tables.items():
             begin, end = (whole(bucket, 0, (1 << 31) - 1) for bucket in about["buckets"])
             wanted.append(check_entry(f"{name}.bucket_offsets", (len(pieces[name]), end - begin + 1)))

@@ -1,9 +1,7 @@
 """One shard's part of a block-level save."""
 
-import os
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -15,15 +13,15 @@ from torchrec_embcache import _native
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import MismatchError, StateError
 
-from .files import CHUNK_BYTES, BlockFile, Directory, TensorEntry, render_json, sync, write_at
+from .files import CHUNK_BYTES, BlockFile, Directory, TensorEntry, render_json
 from .publication import Save, finish
 from .schema import WriteBlock, columns_of, slots_of
 
 __all__ = ["write_shard"]
 
 # Rows of a run take at most this.
-RUN_BYTES = 32 << 20
-# Bytes of a dense tensor that are copied and written at a time, a multiple of CHUNK_BYTES.
+RUN_BYTES = 16 << 20
+# Bytes of a dense tensor that are copied and written at a time.
 WINDOW_BYTES = 8 << 20
 
 
@@ -44,19 +42,19 @@ def part_name(name: str, slot: str, shard: int, shards: int) -> str:
     return f"{name}.{slot}/part_{shard}_{shards}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Block:
-    """A block with its place. `pieces`: checksums of the runs, in order."""
+    """A block with its place: `number` in the writer, `file`."""
 
+    number: int
     block: WriteBlock
     entry: TensorEntry
     file: int
-    pieces: list[Future[NDArray[np.uint32]]] = field(default_factory=list)
 
 
 class _ShardWriter:
-    """Blocks go to `parallel` files in turn. One thread reads a table's rows, run after run; others cut them into columns, take the
-    checksums and write. Two runs are held at most beside the one that is read.
+    """Blocks go to `parallel` files in turn. One thread reads a table's rows, run after run; others put them in order into columns
+    that the core writes. One run is held beside the one that is read.
     """
 
     def __init__(self, save: Save, parallel: int, blocks: list[WriteBlock]) -> None:
@@ -64,12 +62,28 @@ class _ShardWriter:
         self.blocks: list[_Block] = []
         for number, block in enumerate(blocks):
             name = block.name if block.slot is None else part_name(block.name, block.slot, save.shard, save.shards)
-            self.blocks.append(_Block(block, TensorEntry(name, block.dtype, block.shape), number % parallel))
-        self.layouts = {
-            file: BlockFile([block.entry for block in self.blocks if block.file == file])
-            for file in sorted({block.file for block in self.blocks})
-        }
-        self.open: dict[int, int] = {}
+            self.blocks.append(_Block(number, block, TensorEntry(name, block.dtype, block.shape), number % parallel))
+        files = sorted({block.file for block in self.blocks})
+        layouts = [layout_of([block.entry for block in self.blocks if block.file == file]) for file in files]
+        names = [data_file(save.shard, file, parallel, save.shards) for file in files]
+        for name in names:
+            if save.folder.has(name):
+                save.folder.remove(name)  # of this shard, which was cut short
+        self.native = _native.BlockWriter(
+            save.folder.path,
+            save.folder.fd,
+            [(name, layout.header, layout.bytes) for name, layout in zip(names, layouts, strict=True)],
+            [
+                (
+                    block.file,
+                    layouts[block.file].starts[block.entry.name],
+                    block.entry.bytes,
+                )  # files are numbered from 0 on
+                for block in self.blocks
+            ],
+            CHUNK_BYTES,
+            parallel,
+        )
         self.pool = ThreadPoolExecutor(parallel, "embcache-blocks")
 
     def __enter__(self) -> Self:
@@ -77,29 +91,21 @@ class _ShardWriter:
 
     def __exit__(self, *error: object) -> None:
         self.pool.shutdown(cancel_futures=True)
-        for fd in self.open.values():
-            os.close(fd)
-
-    def _path(self, file: int) -> str:
-        return self.save.folder.at(data_file(self.save.shard, file, self.parallel, self.save.shards))
+        self.native.close()
 
     def write(self) -> dict[str, Any]:
         """Everything; the shard's manifest."""
-        for file, layout in self.layouts.items():
-            self.open[file] = self.save.folder.create(os.path.basename(self._path(file)))
-            write_at(self.open[file], self._path(file), 0, np.frombuffer(layout.header, np.uint8))
-        dense = [block for block in self.blocks if block.block.dense]
-        for block in dense:
-            block.pieces.append(self.pool.submit(self._write_dense, block))
+        dense = [self.pool.submit(self._write_dense, block) for block in self.blocks if block.block.dense]
         tables, offsets = [], {}
         for name in dict.fromkeys(block.block.name for block in self.blocks if not block.block.dense):
             mine = [block for block in self.blocks if block.block.name == name and not block.block.dense]
             about, starts = self._write_table(name, mine)
             tables.append(about)
             offsets[f"{name}.bucket_offsets"] = starts
-        checks = {block.entry.name + ".crc32c": self._checks(block) for block in self.blocks} | offsets
-        for future in [self.pool.submit(sync, fd, self._path(file)) for file, fd in self.open.items()]:
+        for future in dense:
             future.result()
+        found = self.native.finish()
+        checks = {block.entry.name + ".crc32c": found[block.number] for block in self.blocks} | offsets
         layout = BlockFile([check_entry(name, array.shape) for name, array in checks.items()])
         check = check_file(self.save.shard, self.save.shards)
         return {
@@ -120,28 +126,21 @@ class _ShardWriter:
             "check": layout.write(self.save.folder, check, checks),
         }
 
-    @staticmethod
-    def _checks(block: _Block) -> NDArray[np.uint32]:
-        pieces = [piece.result() for piece in block.pieces]
-        return np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
-
-    def _put(self, block: _Block, at: int, data: NDArray[np.uint8]) -> NDArray[np.uint32]:
-        checks = _native.chunk_checksums(data, CHUNK_BYTES)
-        start = self.layouts[block.file].starts[block.entry.name]
-        write_at(self.open[block.file], self._path(block.file), start + at, data)
-        return checks
-
-    def _write_dense(self, block: _Block) -> NDArray[np.uint32]:
+    def _write_dense(self, block: _Block) -> None:
         tensor = block.block.source
         assert isinstance(tensor, Tensor)
         # A view where it can be one; windows of it are what is copied from a device.
         flat = tensor.detach().reshape(-1)
         step = WINDOW_BYTES // flat.element_size()
-        checks = [np.zeros(0, np.uint32)]
         for first in range(0, len(flat), step):
-            data = flat[first : first + step].cpu().contiguous().view(torch.uint8).numpy()
-            checks.append(self._put(block, first * flat.element_size(), data))
-        return np.concatenate(checks)
+            window = flat[first : first + step].cpu().contiguous()
+            self.native.append(block.number, window.view(torch.uint8).numpy())
+
+    def _append(self, number: int, column: NDArray[Any], order: NDArray[np.int64]) -> None:
+        if column.ndim == 1:
+            self.native.append(number, np.take(column, order).view(np.uint8))
+        else:
+            self.native.append_rows(number, column.view(np.uint8), order)
 
     def _write_table(self, name: str, blocks: list[_Block]) -> tuple[dict[str, Any], NDArray[np.int64]]:
         table = blocks[0].block.source
@@ -152,29 +151,24 @@ class _ShardWriter:
         step, begin, end = native.step(), *table.buckets
         runs: list[int] = []
         starts = []
-        waiting: deque[list[Future[NDArray[np.uint32]]]] = deque()
         done = 0
+        under_way: list[Future[None]] = []
         for rows in native.export(max(RUN_BYTES // row_bytes, 1)):
-            ids = rows[0]
-            done += len(ids)
+            done += len(rows[0])
             if done > total:
                 break
-            unsigned = ids.view(np.uint64)
-            buckets = unsigned % np.uint64(table.total_num_buckets)
-            order = np.lexsort((unsigned, buckets))
-            starts.append(np.searchsorted(buckets[order], np.arange(begin, end + 1, dtype=np.uint64)))
+            order, offsets = _native.bucket_order(rows[0], table.total_num_buckets, begin, end)
             columns = columns_of(table, rows)
-            submitted = []
-            for block in blocks:
-                assert block.block.slot is not None
-                column = columns[block.block.slot]
-                submitted.append(self.pool.submit(self._put_sorted, block, done - len(ids), column, order))
-                block.pieces.append(submitted[-1])
-            runs.append(len(ids))
-            waiting.append(submitted)
-            if len(waiting) > 2:
-                for future in waiting.popleft():
-                    future.result()
+            # Of one block one run after the other.
+            for future in under_way:
+                future.result()
+            under_way = [
+                self.pool.submit(self._append, block.number, columns[str(block.block.slot)], order) for block in blocks
+            ]
+            runs.append(len(rows[0]))
+            starts.append(offsets)
+        for future in under_way:
+            future.result()
         if done != total or native.step() != step:
             raise StateError(f"table {name!r} was trained or changed while it was saved: save between steps")
         about = {
@@ -189,14 +183,12 @@ class _ShardWriter:
             "buckets": [begin, end],
             "runs": runs,
         }
-        return about, np.stack(starts).astype(np.int64) if starts else np.zeros((0, end - begin + 1), np.int64)
+        return about, np.stack(starts) if starts else np.zeros((0, end - begin + 1), np.int64)
 
-    def _put_sorted(
-        self, block: _Block, first: int, column: NDArray[Any], order: NDArray[np.int64]
-    ) -> NDArray[np.uint32]:
-        data = np.take(column, order, axis=0)
-        width = data.dtype.itemsize * int(np.prod(data.shape[1:], dtype=np.int64))
-        return self._put(block, first * width, data.reshape(-1).view(np.uint8))
+
+def layout_of(entries: list[TensorEntry]) -> BlockFile:
+    """The layout of a data file."""
+    return BlockFile(entries, pages=True)
 
 
 def check_file(shard: int, shards: int) -> str:

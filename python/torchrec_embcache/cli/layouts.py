@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_embcache.blocks.files import PAD
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
 
 __all__ = ["DESCRIPTION", "METADATA", "READERS", "StoredTable", "recognise"]
@@ -253,6 +254,8 @@ def _recis(path: Path) -> Iterator[StoredTable]:
     tables: dict[str, dict[str, dict[str, _Tensor]]] = {}
     skipped = []
     for tensor in _tensors(sorted(path.glob("*.safetensors"))):
+        if tensor.name.startswith(PAD):
+            continue
         match = _PART.fullmatch(tensor.name) or _SLICED.fullmatch(tensor.name)
         if match is None:
             skipped.append(tensor.name)  # a dense tensor

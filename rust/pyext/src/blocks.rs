@@ -3,11 +3,13 @@
 use std::ffi::OsString;
 use std::os::fd::{IntoRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
+use embcache::checkpoint::{BlockFile, BlockPlace, BlockWriter as Writer};
 use embcache::io::{BeneathEngine, IoEngine, default_engine};
 use embcache::paths::{open_to_load, open_to_save};
-use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1};
+use embcache::types::{Id, bucket_of};
+use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 
 use crate::buffers::slice;
@@ -62,4 +64,129 @@ pub(crate) fn chunk_checksums<'py>(
     }
     let found: Vec<u32> = py.detach(|| bytes.chunks(chunk_bytes).map(crc32c::crc32c).collect());
     Ok(found.into_pyarray(py))
+}
+
+/// The order of rows by (bucket, `uint64(id)`), and where in it each of the buckets `[begin, end)` starts, and the last one ends.
+#[pyfunction]
+#[pyo3(signature = (ids, total_num_buckets, begin, end))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
+pub(crate) fn bucket_order<'py>(
+    py: Python<'py>,
+    ids: PyReadonlyArray1<'py, Id>,
+    total_num_buckets: u32,
+    begin: u32,
+    end: u32,
+) -> PyResult<[Bound<'py, PyArray1<i64>>; 2]> {
+    let ids = slice("ids", &ids)?;
+    if total_num_buckets == 0 || begin > end {
+        return Err(input(format!("buckets {begin} to {end} of {total_num_buckets}: give some, in order")));
+    }
+    let (order, starts) = py.detach(|| {
+        let keyed =
+            ids.iter().enumerate().map(|(row, &id)| (bucket_of(id, total_num_buckets), id.cast_unsigned(), row));
+        let mut keyed: Vec<(u32, u64, usize)> = keyed.collect();
+        keyed.sort_unstable();
+        let mut at = 0;
+        let start = |bucket: u32| {
+            at += keyed[at..].iter().take_while(|(of, ..)| *of < bucket).count();
+            at as i64
+        };
+        let starts: Vec<i64> = (begin..=end).map(start).collect();
+        (keyed.iter().map(|&(.., row)| row as i64).collect::<Vec<i64>>(), starts)
+    });
+    Ok([order.into_pyarray(py), starts.into_pyarray(py)])
+}
+
+/// Writes the data files of a shard's blocks.
+#[pyclass(frozen, module = "torchrec_embcache._native")]
+pub(crate) struct BlockWriter(RwLock<Option<Writer>>);
+
+impl BlockWriter {
+    fn append_with(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> embcache::Result<()> {
+        let writer = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        writer.as_ref().ok_or_else(closed)?.append(block, bytes, copy)
+    }
+
+    fn take(&self) -> Option<Writer> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+fn closed() -> embcache::Error {
+    embcache::Error::new(embcache::Kind::State, "these blocks are finished: make another writer")
+}
+
+#[pymethods]
+impl BlockWriter {
+    #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
+    #[pyo3(signature = (path, directory, files, blocks, chunk_bytes, threads))]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        directory: i32,
+        files: Vec<(PathBuf, Vec<u8>, u64)>,
+        blocks: Vec<(usize, u64, u64)>,
+        chunk_bytes: usize,
+        threads: usize,
+    ) -> PyResult<Self> {
+        let open = || {
+            // A descriptor of our own of the caller's directory.
+            let same = PathBuf::from(format!("/proc/self/fd/{directory}"));
+            let held = std::fs::File::open(same).map_err(|error| embcache::Error::io("open", &path, &error))?;
+            let engine = BeneathEngine::engine(default_engine()?, &path, held.into());
+            let file = |(name, header, bytes)| BlockFile { path: path.join::<PathBuf>(name), header, bytes };
+            let files: Vec<BlockFile> = files.into_iter().map(file).collect();
+            let blocks: Vec<BlockPlace> =
+                blocks.into_iter().map(|(file, start, bytes)| BlockPlace { file, start, bytes }).collect();
+            Writer::new(&*engine, &files, &blocks, chunk_bytes, threads)
+        };
+        py.detach(open).map(|writer| Self(RwLock::new(Some(writer)))).map_err(to_python)
+    }
+
+    /// Add bytes to a block.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
+    fn append(&self, py: Python<'_>, block: usize, data: PyReadonlyArray1<'_, u8>) -> PyResult<()> {
+        let data = slice("data", &data)?;
+        let copy = |at: usize, into: &mut [u8]| into.copy_from_slice(&data[at..at + into.len()]);
+        py.detach(|| self.append_with(block, data.len(), copy)).map_err(to_python)
+    }
+
+    /// Add rows `[n, bytes]`, whose bytes lie together, to a block, in this order.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
+    fn append_rows(
+        &self,
+        py: Python<'_>,
+        block: usize,
+        rows: PyReadonlyArray2<'_, u8>,
+        order: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<()> {
+        let (rows, order) = (rows.as_array(), slice("order", &order)?);
+        let width = rows.ncols();
+        let known = |&row: &i64| usize::try_from(row).is_ok_and(|row| row < rows.nrows());
+        if rows.strides()[1] != 1 || !py.detach(|| order.iter().all(known)) {
+            return Err(input("order has a row that is not there, or bytes of a row do not lie together"));
+        }
+        let copy = |at: usize, into: &mut [u8]| {
+            let (mut row, mut from, mut done) = (at / width, at % width, 0);
+            while done < into.len() {
+                let count = (width - from).min(into.len() - done);
+                let source = rows.row(order[row] as usize).to_slice().unwrap_or_default();
+                into[done..done + count].copy_from_slice(&source[from..from + count]);
+                (row, from, done) = (row + 1, 0, done + count);
+            }
+        };
+        py.detach(|| self.append_with(block, order.len() * width, copy)).map_err(to_python)
+    }
+
+    /// Make it durable; of each block the CRC-32C of its chunks.
+    fn finish<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyArray1<u32>>>> {
+        let finished = py.detach(|| self.take().ok_or_else(closed)?.finish()).map_err(to_python)?;
+        Ok(finished.into_iter().map(|checksums| checksums.into_pyarray(py)).collect())
+    }
+
+    /// Write no more, when what is under way is written. Harmless twice.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| drop(self.take()));
+    }
 }

@@ -57,6 +57,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(blocks::open_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::open_load_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::chunk_checksums, module)?)?;
+    module.add_function(wrap_pyfunction!(blocks::bucket_order, module)?)?;
+    module.add_class::<blocks::BlockWriter>()?;
     module.add_function(wrap_pyfunction!(checkpoint::latest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::newest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(io_engine_name, module)?)?;

@@ -14,7 +14,7 @@ use crate::memory::room_for_threads;
 use crate::sync::lock;
 
 /// Pieces that wait for a thread.
-const WAITING: usize = 3;
+pub(super) const WAITING: usize = 3;
 
 /// Writes one rank's stream. It holds eight pieces of 4 MiB at most: one that is filled, three that wait, four that are written.
 #[derive(Debug)]
@@ -177,7 +177,7 @@ impl ExtentWriter {
         }
         let file = Arc::clone(self.file());
         lock(&file.state).pending += 1;
-        self.pool.run(Task { file, piece: place.piece, len: place.filled, at: place.at })
+        self.pool.run(Task { to: file, piece: place.piece, len: place.filled, at: place.at })
     }
 }
 
@@ -198,11 +198,10 @@ struct OutState {
     sealed: Option<DenseFile>,
 }
 
-impl OutFile {
-    fn write(&self, task: &Task) -> Result<()> {
-        let data = &task.piece[..task.len];
-        self.io.write_at(task.at, data)?;
-        let first = (task.at / CHUNK_BYTES as u64) as usize;
+impl Target for OutFile {
+    fn write(&self, at: u64, data: &[u8]) -> Result<()> {
+        self.io.write_at(at, data)?;
+        let first = (at / CHUNK_BYTES as u64) as usize;
         let checksums: Vec<u32> = data.chunks(CHUNK_BYTES).map(crc32c::crc32c).collect();
         let mut state = lock(&self.state);
         let end = first + checksums.len();
@@ -214,7 +213,9 @@ impl OutFile {
         drop(state);
         self.seal_if_complete()
     }
+}
 
+impl OutFile {
     /// Write the page of checksums and sync, if this was the last piece.
     fn seal_if_complete(&self) -> Result<()> {
         let mut state = lock(&self.state);
@@ -240,17 +241,29 @@ impl OutFile {
     }
 }
 
+/// What pieces are written to, in any order.
+pub(super) trait Target: Send + Sync + std::fmt::Debug {
+    /// Write whole pages `at` a place, and take their checksums.
+    fn write(&self, at: u64, data: &[u8]) -> Result<()>;
+}
+
 #[derive(Debug)]
-struct Task {
-    file: Arc<OutFile>,
-    piece: PooledBuf,
-    len: usize,
-    at: u64,
+pub(super) struct Task {
+    pub(super) to: Arc<dyn Target>,
+    pub(super) piece: PooledBuf,
+    pub(super) len: usize,
+    pub(super) at: u64,
+}
+
+impl Task {
+    fn write(&self) -> Result<()> {
+        self.to.write(self.at, &self.piece[..self.len])
+    }
 }
 
 /// Threads that write pieces; the caller does it where there are none.
 #[derive(Debug)]
-struct Pool {
+pub(super) struct Pool {
     send: Option<SyncSender<Task>>,
     threads: Vec<JoinHandle<()>>,
     /// The first error; nothing is written after it.
@@ -258,7 +271,7 @@ struct Pool {
 }
 
 impl Pool {
-    fn start(threads: usize) -> Self {
+    pub(super) fn start(threads: usize) -> Self {
         let (send, receive) = sync_channel(WAITING);
         let receive = Arc::new(Mutex::new(receive));
         let error = Arc::new(Mutex::new(None));
@@ -274,7 +287,7 @@ impl Pool {
         Self { send, threads, error }
     }
 
-    fn fail(&self, error: &Error) {
+    pub(super) fn fail(&self, error: &Error) {
         lock(&self.error).get_or_insert_with(|| error.clone());
     }
 
@@ -282,12 +295,12 @@ impl Pool {
         lock(&self.error).clone().map_or(Ok(()), Err)
     }
 
-    fn run(&self, task: Task) -> Result<()> {
+    pub(super) fn run(&self, task: Task) -> Result<()> {
         self.check()?;
         match &self.send {
             // It fails only when every thread has ended in a panic, which end() hands on.
             Some(send) => send.send(task).map_err(|_| Error::new(Kind::Storage, "the writing threads ended")),
-            None => task.file.write(&task),
+            None => task.write(),
         }
     }
 
@@ -299,7 +312,7 @@ impl Pool {
     }
 
     /// Wait until everything is written.
-    fn end(&mut self) -> Result<()> {
+    pub(super) fn end(&mut self) -> Result<()> {
         drop(self.send.take());
         for thread in self.threads.drain(..) {
             if let Err(panic) = thread.join() {
@@ -327,7 +340,7 @@ fn work(receive: &Mutex<Receiver<Task>>, error: &Mutex<Option<Error>>) {
         if lock(error).is_some() {
             continue;
         }
-        if let Err(failed) = task.file.write(&task) {
+        if let Err(failed) = task.write() {
             lock(error).get_or_insert(failed);
         }
     }

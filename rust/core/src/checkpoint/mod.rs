@@ -31,6 +31,7 @@
 //! 3. [`TableReader::read`] hands over the rows of the buckets that the rank owns, verified as they arrive.
 
 mod beside;
+mod block_writer;
 mod chain;
 mod compact;
 mod delta;
@@ -58,6 +59,7 @@ mod writer;
 
 pub use crate::cache::{Gather, GroupSink};
 pub use beside::{BesideOptions, IMAGE_BYTES, Pace, RankSnapshot, TableToSave, work_behind};
+pub use block_writer::{BlockFile, BlockPlace, BlockWriter};
 pub use chain::{Chain, ChainReader};
 pub use compact::Compaction;
 pub use delta::Changes;
