@@ -172,6 +172,8 @@ impl Save {
         manifest.check_ranks(&ranks).map_err(refuse)?;
         let sealed = seal(&render(&manifest)?);
         let latest = Latest { name: self.name };
+        // Others that begin a save wait for who names one.
+        self.early.wait()?;
         {
             let _naming = lock_root(engine, &self.root)?;
             if let Some(named) = parent.as_ref().or(merged.as_ref()) {
@@ -184,7 +186,6 @@ impl Save {
                 }
                 manifest.check_fits_parent(&found).map_err(refuse)?;
             }
-            self.early.wait()?;
             self.name_latest(&dir, &sealed)?;
         }
         // Nobody sweeps what LATEST names, so the lock's file has done its work; where it stays it does no harm.
