@@ -5,10 +5,12 @@
 //!
 //! 1. where room is short, segments that no published state names: their room is free at once. By cost and benefit (Rosenblum,
 //!    Ousterhout: The design and implementation of a log-structured file system, 1992), which with rows apart by class waits for
-//!    segments whose records are about to die;
+//!    segments whose records are about to die; segments that publishes closed before they were full count as if the rest were dead;
 //! 2. where tombstones pile up, the oldest segment with dead records, which is what keeps them;
 //! 3. where there is room to keep both copies, named segments with many dead records, so that the next publishes free theirs;
 //! 4. where frequent publishes leave many small segments, the smallest.
+//!
+//! None is taken whose live records do not all fit what is open and free ([`rows_to_move`]): what is moved in part frees nothing.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,6 +21,7 @@ use super::format::Content;
 use super::record::{decode, le_u64};
 use super::segment::Segment;
 use super::shared::{Counters, Shared, State};
+use super::space::Geometry;
 use crate::error::Result;
 use crate::io::{ALIGNMENT, BufPool, PooledBuf};
 use crate::process::PerProcess;
@@ -29,8 +32,10 @@ use crate::types::Id;
 const KEPT_FREE: u64 = 5;
 /// Bytes read at once from a victim.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Small segments (of a quarter of the usual size at most) that may lie about.
-const SMALL_SEGMENTS: usize = 16;
+/// Small segments (with a quarter of the usual rows at most) that may lie about,
+const SMALL_SEGMENTS: u64 = 16;
+/// and no more than one in this many of those that the cap has room for.
+const SMALL_SHARE: u64 = 8;
 /// Segments of tombstones that may lie about.
 const TOMBSTONE_SEGMENTS: usize = 8;
 
@@ -49,14 +54,14 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
     let (space, unit) = (&tier.home.space, tier.home.geometry.segment_bytes);
     let cap = tier.home.geometry.cap_bytes;
     let free = space.free_bytes();
-    let open_for_moved = state.open[..MOST_CLASSES as usize].iter().any(Option::is_some);
-    if state.closed || space.has_failed() || (free < tier.home.geometry.smallest_segment() && !open_for_moved) {
+    if state.closed || space.has_failed() {
         return None;
     }
     // Of several at a time each must find its room: none could be finished if all of them were half moved when it ends.
     if state.moving > 0 && (state.moving >= MOST_MOVING || free < u64::from(state.moving + 1) * unit) {
         return None;
     }
+    let movable = rows_to_move(tier, state, free);
     let candidates = || {
         state.current().filter(|s| {
             s.content == Content::Rows
@@ -64,26 +69,25 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
                 && s.scans.load(Ordering::Relaxed) == 0
                 && !s.moving.load(Ordering::Relaxed)
                 && !s.is_damaged()
+                && u64::from(s.live.load(Ordering::Relaxed)) <= movable
         })
     };
-    let live_share =
-        |s: &Segment| f64::from(s.live.load(Ordering::Relaxed)) / f64::from(s.records.load(Ordering::Relaxed).max(1));
+    let share = |s: &Segment| share(s, &tier.home.geometry);
     let retained = if state.published.is_empty() { 0 } else { state.retained_bytes() };
     // A publish holds every segment of its moment: a tier that is published keeps room for what is written until the next.
     let short = if state.last_token.is_some() { (cap / 8).max(4 * unit) } else { KEPT_FREE * unit };
     if free < short {
-        let most = match (free < 3 * unit, !state.published.is_empty()) {
-            (_, false) if state.last_token.is_none() => 1.0,
-            (true, false) => 1.0,
-            (true, true) => 0.75,
-            (false, _) => 0.5,
+        let most = match (free < 3 * unit, state.last_token.is_some()) {
+            (true, true) if state.published_is_in_the_way(&tier.home.geometry) => 0.75,
+            (_, false) | (true, true) => 1.0,
+            (false, true) => 0.5,
         };
         let score = |s: &Segment| {
             let age = state.next_seq.saturating_sub(s.made_seq).max(1) as f64;
-            (1.0 - live_share(s)) / (1.0 + live_share(s)) * age
+            (1.0 - share(s)) / (1.0 + share(s)) * age
         };
         let best = candidates()
-            .filter(|s| s.holds() == 1 && s.dead() > 0 && live_share(s) <= most)
+            .filter(|s| s.holds() == 1 && share(s) < 1.0 && share(s) <= most)
             .max_by(|a, b| score(a).total_cmp(&score(b)));
         if best.is_some() {
             return best.cloned();
@@ -104,14 +108,40 @@ pub(super) fn victim(tier: &Shared, state: &State) -> Option<Arc<Segment>> {
         return None;
     }
     if free < cap / 3 && retained < cap / 4 {
+        let live_share = |s: &Segment| f64::from(s.live.load(Ordering::Relaxed)) / records_of(s);
         let named = candidates().filter(|s| s.holds() > 1 && live_share(s) < 0.6);
         let emptiest = named.min_by(|a, b| live_share(a).total_cmp(&live_share(b)));
         if emptiest.is_some() {
             return emptiest.cloned();
         }
     }
-    let small = || candidates().filter(|s| s.held_bytes() * 4 <= unit);
-    if small().count() > SMALL_SEGMENTS { small().min_by_key(|s| s.held_bytes()).cloned() } else { None }
+    let rows = |s: &Segment| s.records.load(Ordering::Relaxed);
+    let small = || candidates().filter(|s| rows(s) <= tier.home.geometry.rows_per_segment / 4);
+    let many = SMALL_SEGMENTS.min(cap / unit / SMALL_SHARE);
+    if small().count() as u64 > many { small().min_by_key(|s| rows(s)).cloned() } else { None }
+}
+
+/// Records of a segment, of which there is one at least.
+fn records_of(segment: &Segment) -> f64 {
+    f64::from(segment.records.load(Ordering::Relaxed).max(1))
+}
+
+/// How much of a segment is live: of its records, or of those that its bytes take in a full segment where these are more. It is below 1
+/// where moving its rows to full segments makes room.
+pub(super) fn share(segment: &Segment, geometry: &Geometry) -> f64 {
+    let live = f64::from(segment.live.load(Ordering::Relaxed));
+    let held = segment.held_bytes() as f64 * f64::from(geometry.rows_per_segment);
+    (live / records_of(segment)).min(live * geometry.segment_bytes as f64 / held.max(1.0))
+}
+
+/// Rows that fit what is open for rows and what can be opened in `free` bytes, beside those that are being moved.
+fn rows_to_move(tier: &Shared, state: &State, free: u64) -> u64 {
+    let geometry = &tier.home.geometry;
+    let rows_in = |room| geometry.rows_in(room, state.next_seq, state.highest_epoch);
+    let open = state.open[..MOST_CLASSES as usize].iter().flatten();
+    let left: u64 = open.map(|open| rows_in(open.room).saturating_sub(open.entries.len() as u64)).sum();
+    let segments = (free / geometry.segment_bytes).saturating_sub(u64::from(state.moving));
+    left + segments * rows_in(geometry.segment_bytes)
 }
 
 impl Shared {

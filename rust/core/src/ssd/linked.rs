@@ -127,7 +127,7 @@ impl SsdTier {
         let _publishing = lock(&tier.publishing);
         tier.check_writable()?;
         let mut held = {
-            let _compacting = tier.not_compacting();
+            let _compacting = tier.not_amid_compaction()?;
             let mut state = tier.state();
             let (segments, write_seq, rows) = Shared::name_current(&mut state);
             let parts = segments.into_iter().map(Part::of).collect();

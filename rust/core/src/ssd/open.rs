@@ -12,7 +12,7 @@ use super::linked::SegmentFiles;
 use super::manifest::{Published, StateFile, is_temporary, state_path, state_token, tokens};
 use super::recover::{Opened, Wanted, restore};
 use super::segment::segment_serial;
-use super::shared::{Shared, State};
+use super::shared::{KEPT_SEGMENTS, Shared, State};
 use super::space::{Geometry, Space};
 use super::{Identity, StateCounters};
 use crate::config::{Reopen, SsdConfig};
@@ -248,7 +248,9 @@ fn resume(
 
 /// `Config` when the cap is too small for `rows` in segments that hold `held` bytes.
 pub(super) fn check_room(config: &SsdConfig, geometry: &Geometry, rows: u64, held: u64) -> Result<()> {
-    if rows <= geometry.capacity_rows && held <= geometry.cap_bytes {
+    // What compaction needs is free whenever a state is made; see [`Shared::bytes_kept`].
+    if rows <= geometry.capacity_rows && held + u64::from(KEPT_SEGMENTS) * geometry.segment_bytes <= geometry.cap_bytes
+    {
         return Ok(());
     }
     let overhead = config.bytes - geometry.cap_bytes;

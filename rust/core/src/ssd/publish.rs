@@ -9,7 +9,7 @@ use super::manifest::{Named, Published, StateFile, state_path};
 use super::segment::Segment;
 use super::shared::{Shared, State, Stream, read_only};
 use crate::error::{Error, Kind, Result};
-use crate::sync::{Ordering, lock};
+use crate::sync::{Ordering, RwLockWriteGuard, lock};
 
 /// States kept.
 const STATES: usize = 2;
@@ -24,7 +24,7 @@ impl Shared {
         self.check_writable()?;
         let (published, write_seq, rows) = {
             // No state names a segment that is being emptied beside the copies of its rows.
-            let _compacting = self.not_compacting();
+            let _compacting = self.not_amid_compaction()?;
             let mut state = self.state();
             if let Some(last) = state.last_token
                 && token <= last
@@ -61,6 +61,23 @@ impl Shared {
         }
         self.compact_if_worthwhile(&state);
         Ok(())
+    }
+
+    /// Wait until no segment's rows are being moved and the room in open segments, which closing them gives up, is not what compaction
+    /// counts on; none are moved as long as this is held.
+    pub(super) fn not_amid_compaction(self: &Arc<Self>) -> Result<RwLockWriteGuard<'_, ()>> {
+        loop {
+            let still = self.not_compacting();
+            if self.home.space.free_bytes() >= self.bytes_kept(&self.view()) {
+                return Ok(still);
+            }
+            drop(still);
+            if self.wait_for_room().is_err() {
+                self.check_writable()?;
+                // What keeps the room, a segment that cannot be read, stands in the way of no state.
+                return Ok(self.not_compacting());
+            }
+        }
     }
 
     /// Close the open segments; the current set, the last `write_seq` in it, and its rows.

@@ -436,7 +436,7 @@ pub(super) struct OpenSegment {
     start: u64,
     filled: usize,
     /// Bytes that the file takes at most.
-    room: u64,
+    pub(super) room: u64,
     block_bytes: usize,
     background: &'static Background,
 }

@@ -13,11 +13,15 @@ use super::index::{Location, TagIndex};
 use super::manifest::Published;
 use super::moment::Moment;
 use super::segment::{OpenSegment, Segment};
+use super::space::Geometry;
 use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
 use crate::rows::RowLayout;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, was_torn};
 use crate::types::Id;
+
+/// Whole segments kept free for compaction while nothing is moved; see [`Shared::bytes_kept`].
+pub(super) const KEPT_SEGMENTS: u32 = 2;
 
 /// Which open segment a record goes to: that of its class of rows (see `classes`), or that of tombstones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -274,8 +278,10 @@ impl State {
     }
 
     /// Whether giving up published states would make room, now or by compaction.
-    fn published_is_in_the_way(&self) -> bool {
-        self.retained_bytes() > 0 || self.current().any(|segment| segment.holds() > 1 && segment.dead() > 0)
+    pub(super) fn published_is_in_the_way(&self, geometry: &Geometry) -> bool {
+        // What is being closed is not yet of the length that it will be.
+        let wasteful = |s: &Arc<Segment>| s.holds() > 1 && s.sealed().is_some() && compact::share(s, geometry) < 1.0;
+        !self.published.is_empty() && (self.retained_bytes() > 0 || self.current().any(wasteful))
     }
 
     /// Close an open segment of rows that holds dead records, so that compaction can take it: they, and the tombstones they keep, may
@@ -388,12 +394,15 @@ impl Shared {
         Ok(())
     }
 
-    /// Bytes that must be free before a row from RAM, or a tombstone, is taken: one whole segment, so that compaction can always move a
-    /// victim, and while it does, one for each that can be moved at a time, or rows from RAM would take the room that the others need.
-    /// It takes what there is: as rows move, the room in open segments and the free bytes together do not shrink by more than the
-    /// segments emptied give. A segment for such a row is made where as much stays free.
+    /// Bytes that must be free before a row from RAM, or a tombstone, is taken, and before the open segments are closed by a publish.
+    ///
+    /// While nothing is moved it is two whole segments, so that compaction can always move a victim: as rows move, the free bytes and the
+    /// room in open segments together do not shrink by more than the segments emptied give. So where less than a segment is free, more
+    /// than one is in the open segments, which takes the live rows of any victim; nothing but compaction goes on then. While something is
+    /// moved it is one for each that can be moved at a time, or rows from RAM would take the room that the others need. A segment for such
+    /// a row is made where as much stays free.
     pub(super) fn bytes_kept(&self, state: &State) -> u64 {
-        let segments = if state.moving == 0 { 1 } else { MOST_MOVING };
+        let segments = if state.moving == 0 { KEPT_SEGMENTS } else { MOST_MOVING };
         self.home.geometry.segment_bytes * u64::from(segments)
     }
 
@@ -413,26 +422,27 @@ impl Shared {
         if free < self.bytes_kept(state) {
             return Ok(false);
         }
-        Ok(state.takes(stream) || (self.has_room(state, free) && self.open_segment(state, stream, free)?))
+        Ok(state.takes(stream) || (self.has_room(state, free) && self.open_segment(state, stream)?))
     }
 
     /// As [`Shared::ready`], for a row that compaction moves: the stream that can take it, its own class's where there is room for a
-    /// segment of it.
+    /// whole segment of it, since a smaller one would be the next to be moved.
     pub(super) fn ready_for_moved(&self, state: &mut State, class: u8) -> Result<Option<Stream>> {
         let own = Stream::Rows(class);
         if state.takes(own) {
             return Ok(Some(own));
         }
         let free = self.home.space.free_bytes();
-        if free >= self.home.geometry.smallest_segment() && self.open_segment(state, own, free)? {
+        if free >= self.home.geometry.segment_bytes && self.open_segment(state, own)? {
             return Ok(Some(own));
         }
         Ok((0..MOST_CLASSES).map(Stream::Rows).find(|stream| state.takes(*stream)))
     }
 
-    /// Make an open segment of at most `room` bytes for `stream`; whether there was room for its file.
-    fn open_segment(&self, state: &mut State, stream: Stream, room: u64) -> Result<bool> {
+    /// Make an open segment for `stream`; whether there was room for its file.
+    fn open_segment(&self, state: &mut State, stream: Stream) -> Result<bool> {
         let what = (stream.content(), stream.class(), state.next_seq);
+        let room = self.home.geometry.segment_bytes;
         let open = OpenSegment::create(&self.home, state.next_serial, what, room).inspect_err(|error| {
             self.home.space.fail(error.clone());
         })?;
@@ -460,6 +470,9 @@ impl Shared {
             if state.moving > 0 || compact::victim(self, &state).is_some() {
                 drop(state);
                 self.schedule_compaction();
+            } else if self.home.space.generation() != generation {
+                // Files went between the looks at the free bytes: with more of them free fewer segments are worth compacting.
+                continue;
             } else if let Some(cause) = self.home.space.failed() {
                 // Since it was looked at above: then nothing is compacted, and nothing is to be given up for that.
                 return Err(read_only(&cause));
@@ -470,7 +483,7 @@ impl Shared {
                 if self.read_for_moment() {
                     continue;
                 }
-            } else if state.published_is_in_the_way() {
+            } else if state.published_is_in_the_way(&self.home.geometry) {
                 self.give_up_oldest(&mut state)?;
                 continue;
             } else {
@@ -483,8 +496,8 @@ impl Shared {
                         return Err(cause.context(stuck));
                     }
                     let unread = "the SSD tier has no room left, because a segment with dead records cannot be read";
-                    let damage =
-                        state.current().filter(|segment| segment.dead() > 0).find_map(|segment| segment.damage());
+                    let wasteful = |segment: &&Arc<Segment>| compact::share(segment, &self.home.geometry) < 1.0;
+                    let damage = state.current().filter(wasteful).find_map(|segment| segment.damage());
                     let full = || self.full(state.index.len() as u64, 0);
                     return Err(damage.map_or_else(full, |cause| cause.context(unread)));
                 }

@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::classes::MOST_CLASSES;
-use super::format::{Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, Schema, TRAILER_BYTES};
+use super::format::{Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, Schema, TRAILER_BYTES, most_entry_bytes};
 use super::index::Location;
 use crate::error::{Error, Kind, Result};
 use crate::io::ALIGNMENT;
@@ -22,7 +22,8 @@ const WORTHWHILE_SEGMENT: u64 = 4 << 20;
 const FEW_CLASSES: u8 = 2;
 /// Segments kept beside the open ones of rows: that of tombstones, one for compaction to write into and one to be opened.
 const SPARE_SEGMENTS: u64 = 3;
-/// One part in this many of the cap is kept for records that are dead and not yet compacted, and for tombstones.
+/// One part in this many of the cap is kept for records that are dead and not yet compacted, and for tombstones; and no less than the
+/// second segment that compaction needs.
 const DEAD_SHARE: u64 = 16;
 /// Bytes of a state file: those of its fields, and those for each segment it names.
 const STATE_BYTES: u64 = 1024;
@@ -87,7 +88,7 @@ impl Geometry {
         let classes = if segments < 2 * FEWEST_SEGMENTS_A_CAP { FEW_CLASSES } else { MOST_CLASSES };
         let spare = spare_segments(classes);
         let usable = cap_bytes.saturating_sub(fixed + spare * segment_bytes);
-        let usable = u128::from(usable - usable / DEAD_SHARE);
+        let usable = u128::from(usable.saturating_sub(segment_bytes.max(usable / DEAD_SHARE)));
         let capacity_rows = (usable * u128::from(rows_per_segment) / u128::from(segment_bytes)) as u64;
         if capacity_rows == 0 {
             let rows_bytes = segment_bytes.div_ceil(u64::from(rows_per_segment));
@@ -117,9 +118,11 @@ impl Geometry {
         spare_segments(self.classes) * self.segment_bytes
     }
 
-    /// Bytes of a segment of one row.
-    pub(super) fn smallest_segment(&self) -> u64 {
-        ((self.header_bytes + TRAILER_BYTES + self.row_bytes + MOST_ENTRY_BYTES).next_multiple_of(ALIGNMENT)) as u64
+    /// Rows that a file of `room` bytes takes at least, where none has a larger `write_seq` or epoch than these.
+    pub(super) fn rows_in(&self, room: u64, highest_seq: u64, highest_epoch: u32) -> u64 {
+        let most = (room / self.row_bytes as u64).min(u64::from(Location::MAX_RECORDS));
+        let each = self.row_bytes + most_entry_bytes(most as u32, highest_seq, highest_epoch);
+        most.min(room.saturating_sub((self.header_bytes + TRAILER_BYTES) as u64) / each as u64)
     }
 }
 
@@ -389,8 +392,10 @@ mod tests {
                     continue;
                 };
                 assert!(g.segment_bytes % ALIGNMENT as u64 == 0 && g.rows_per_segment >= 1);
-                let segments = g.capacity_rows.div_ceil(u64::from(g.rows_per_segment));
-                assert!(segments * g.segment_bytes + g.spare_bytes() <= g.cap_bytes + g.segment_bytes, "{g:?}");
+                // What is full of live rows when compaction can do no more.
+                let full = u128::from(g.cap_bytes - g.spare_bytes() - g.segment_bytes);
+                let (rows, bytes) = (u128::from(g.rows_per_segment), u128::from(g.segment_bytes));
+                assert!(u128::from(g.capacity_rows) * bytes <= full * rows, "{g:?}");
                 assert!(g.rows_per_segment <= Location::MAX_RECORDS);
             }
         }

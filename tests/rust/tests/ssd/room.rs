@@ -4,11 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::config::Reopen;
+use embcache::config::{OptimizerKind, Reopen};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
-use embcache::ssd::{SsdTier, StateCounters};
-use embcache::types::Id;
-use embcache_tests::ssd::{Versions, append, check, config, fetch, open};
+use embcache::rows::{RowHeader, RowRef};
+use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::types::{Id, hash_id};
+use embcache_tests::ssd::{Versions, append, check, config, fetch, header, open};
 
 const DIR: &str = "/embcache-room/tier";
 
@@ -37,6 +38,67 @@ fn every_row_of_the_capacity_fits_and_can_be_rewritten_and_one_more_is_refused_b
         check(&tier, &held, -5..rows + 5);
         tier.remove(&[0]).unwrap();
         append(&tier, &[rows], 1, &mut Versions::new()).unwrap();
+    }
+}
+
+#[test]
+fn every_row_of_the_capacity_fits_however_small_the_segments_that_publishes_left() {
+    for (cap, dim, most_at_once) in [
+        (144 << 10, 8, 7),
+        (144 << 10, 8, 1),
+        (208 << 10, 8, 7),
+        (512 << 10, 100, 3),
+        (1 << 20, 8, 61),
+        (1 << 20, 740, 3),
+        (1 << 20, 740, 2),
+        (1 << 20, 2000, 1),
+        (3 << 20, 8, 190),
+        (3 << 20, 1000, 4),
+    ] {
+        let what = |at: &dyn std::fmt::Display| format!("{at}, {cap} bytes for rows of {dim}, {most_at_once} at once");
+        let memory = MemoryEngine::default();
+        let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+        let kind = OptimizerKind::RowWiseAdagrad;
+        let identity = Identity::of(&embcache_tests::config(dim, kind, 1));
+        let config = config(Path::new(DIR), cap, Reopen::Never);
+        let (tier, _) = SsdTier::open(&config, &identity, kind.layout(dim), engine.clone()).unwrap();
+        let rows = tier.capacity_rows() as Id;
+        let (mut held, mut token) = (Versions::new(), 0);
+        let mut write = |ids: &[Id], version: u32| {
+            let vector: Vec<Vec<f32>> = ids.iter().map(|id| vec![(*id * 1000) as f32 + version as f32; dim]).collect();
+            let headers: Vec<RowHeader> = ids.iter().map(|id| header(*id, version)).collect();
+            let rows: Vec<RowRef<'_>> =
+                headers.iter().zip(&vector).map(|(header, vector)| RowRef { header, vector }).collect();
+            let known: Vec<bool> = ids.iter().map(|id| held.contains_key(id)).collect();
+            tier.append(&rows, &known).unwrap_or_else(|error| panic!("{}: {error}", what(&held.len())));
+            held.extend(ids.iter().map(|id| (*id, version)));
+            token += 1;
+            tier.publish(token, StateCounters::default()).unwrap();
+            assert!(memory.live_bytes() <= cap, "{}: {} bytes", what(&token), memory.live_bytes());
+        };
+        let mut next = 0;
+        while next < rows {
+            let many = (1 + (hash_id(next) % most_at_once) as Id).min(rows - next);
+            write(&(next..next + many).collect::<Vec<_>>(), 1);
+            next += many;
+        }
+        for version in 2..60 {
+            let chosen = |id: &Id| hash_id(id ^ (version << 20)).is_multiple_of(40);
+            write(&(0..rows).filter(chosen).collect::<Vec<_>>(), version as u32);
+        }
+        drop(tier);
+        let config = embcache_tests::ssd::config(Path::new(DIR), cap, Reopen::Resume);
+        let (tier, _) = SsdTier::open(&config, &identity, kind.layout(dim), engine.clone()).unwrap();
+        let mut scanned = Versions::new();
+        tier.scan(&mut |row| {
+            let (id, version) = (row.header.id, row.header.count);
+            let expected = vec![(id * 1000) as f32 + version as f32; dim];
+            assert!(row.vector == expected, "{}", what(&id));
+            scanned.insert(id, version);
+            Ok(())
+        })
+        .unwrap();
+        assert!(scanned == held && tier.rows() == rows as u64, "{}", what(&rows));
     }
 }
 
