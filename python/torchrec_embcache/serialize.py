@@ -325,6 +325,8 @@ def _dense(given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
 def _check_name(field: str, name: object) -> None:
     if not isinstance(name, str) or not name or "\0" in name or any(mark in name for mark in RESERVED):
         raise InputError(f"{field} has the name {name!r}: give text without '@' and '^', which RecIS keeps for itself")
+    if name == "__metadata__":
+        raise InputError(f"{field} has the name {name!r}, which safetensors keeps for itself: give another")
 
 
 def _names(modules: Mapping[str, Any]) -> list[str]:

@@ -122,6 +122,17 @@ def test_tensors_of_any_type_shape_and_stride_come_back(
         assert torch.equal(into[name], tensor), name
 
 
+def test_tensors_may_be_called_as_the_zeros_between_them_are(path: Path) -> None:
+    names = ("__pad.0", "__pad.1", "___pad.0", "a", "a.crc32c")
+    tensors = {name: torch.full((3,), number) for number, name in enumerate(names)}
+    Saver(parallel=1, path=str(path), tensors=tensors).save()
+    into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    Loader(str(path), tensors=into).load()
+    assert all(torch.equal(into[name], tensors[name]) for name in names)
+    found = safetensors.numpy.load_file(next(saved_folder(path).glob("model-*.safetensors")))
+    assert all((found[name] == tensors[name].numpy()).all() for name in names)
+
+
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 @pytest.mark.parametrize("loading", [1, 2, 3, 4])
 def test_any_number_of_shards_loads_what_any_number_saved(
@@ -425,6 +436,7 @@ def test_wrong_arguments_are_refused(path: Path) -> None:
         ({"": bag}, None),
         (None, [torch.ones(1)]),
         (None, {"a^": torch.ones(1)}),
+        (None, {"__metadata__": torch.ones(1)}),
         (None, {"a": 5}),
         ({"a": bag}, {"a": torch.ones(1)}),
     ):

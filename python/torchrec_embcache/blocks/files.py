@@ -26,7 +26,6 @@ from torchrec_embcache.exceptions import (
 __all__ = [
     "CHUNK_BYTES",
     "DTYPE_BYTES",
-    "PAD",
     "BlockFile",
     "Directory",
     "TensorEntry",
@@ -45,7 +44,7 @@ __all__ = [
 CHUNK_BYTES = 256 << 10
 # Data start at a multiple of this in a file, as direct I/O likes it.
 ALIGNMENT = 4096
-# What tensors of zeros are called, with a number behind.
+# What tensors of zeros are called, with a number behind; more "_" stand before it where a tensor is called so.
 PAD = "__pad."
 MAX_MANIFEST_BYTES = 256 << 20
 DTYPE_BYTES = {
@@ -289,6 +288,9 @@ class BlockFile:
         described: dict[str, Any] = {}
         at = 0
         starts: dict[str, int] = {}
+        pad = PAD
+        while any(tensor.name.startswith(pad) for tensor in ordered):
+            pad = "_" + pad
         for number, tensor in enumerate(ordered):
             starts[tensor.name] = at
             described[tensor.name] = {
@@ -298,7 +300,7 @@ class BlockFile:
             }
             at += tensor.bytes
             if pages and (zeros := whole_pages(tensor.bytes) - tensor.bytes):
-                described[f"{PAD}{number}"] = {"dtype": "U8", "shape": [zeros], "data_offsets": [at, at + zeros]}
+                described[f"{pad}{number}"] = {"dtype": "U8", "shape": [zeros], "data_offsets": [at, at + zeros]}
                 at += zeros
         text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
         length = whole_pages(8 + len(text))

@@ -133,8 +133,9 @@ fn twice(ids: &[u64]) -> Id {
 mod wide {
     use std::arch::x86_64::{
         _mm512_add_epi32, _mm512_castsi256_si512, _mm512_cmpgt_epu64_mask, _mm512_cvtepi64_epi32, _mm512_inserti64x4,
-        _mm512_loadu_si512, _mm512_mask_add_epi32, _mm512_mask_add_epi64, _mm512_mask_i32scatter_epi32,
-        _mm512_maskz_loadu_epi32, _mm512_reduce_add_epi32, _mm512_set1_epi32, _mm512_set1_epi64, _mm512_setzero_si512,
+        _mm512_loadu_si512, _mm512_mask_add_epi32, _mm512_mask_add_epi64, _mm512_mask_cmplt_epu32_mask,
+        _mm512_mask_i32scatter_epi32, _mm512_maskz_loadu_epi32, _mm512_reduce_add_epi32, _mm512_set1_epi32,
+        _mm512_set1_epi64, _mm512_setzero_si512,
     };
 
     use super::{Bucket, IDS_MORE};
@@ -143,17 +144,18 @@ mod wide {
     const LANES: usize = IDS_MORE;
 
     /// # Safety
-    /// AVX-512 F is there, and positions are numbers of places, of fewer than 2^31.
+    /// AVX-512 F is there, and places are fewer than 2^31.
     #[allow(clippy::inline_always)] // Compiled for the instruction set.
     #[inline(always)]
     pub(super) unsafe fn count(bucket: Bucket<'_>) -> usize {
         let Bucket { ids, positions, start, places, rows } = bucket;
         let len = positions.len();
         debug_assert!(ids.len() == len + LANES && rows.len() == len);
-        // SAFETY: the instructions are there. Blocks begin among the bucket's ids, and `LANES` more follow them; of positions, places and
-        // rows no lane past the bucket's end is touched. A rank is below `len`, as no id is below itself.
+        // SAFETY: the instructions are there. Blocks begin among the bucket's ids, and `LANES` more follow them; of positions and rows no
+        // lane past the bucket's end is touched, and of places none that is not among them. A rank is below `len`, as no id is below itself.
         unsafe {
             let (zero, one) = (_mm512_setzero_si512(), _mm512_set1_epi64(1));
+            let all = _mm512_set1_epi32(places.len() as i32);
             let mut below_all = zero;
             for block in (0..len).step_by(LANES) {
                 let low = _mm512_loadu_si512(ids.as_ptr().add(block).cast());
@@ -170,7 +172,8 @@ mod wide {
                 let positions = _mm512_maskz_loadu_epi32(lanes, positions.as_ptr().add(block).cast());
                 let place = _mm512_add_epi32(ranks, _mm512_set1_epi32(start as i32));
                 _mm512_mask_i32scatter_epi32::<4>(rows.as_mut_ptr().cast(), lanes, ranks, positions);
-                _mm512_mask_i32scatter_epi32::<4>(places.as_mut_ptr().cast(), lanes, positions, place);
+                let there = _mm512_mask_cmplt_epu32_mask(lanes, positions, all);
+                _mm512_mask_i32scatter_epi32::<4>(places.as_mut_ptr().cast(), there, positions, place);
                 below_all = _mm512_mask_add_epi32(below_all, lanes, below_all, ranks);
             }
             _mm512_reduce_add_epi32(below_all) as usize
