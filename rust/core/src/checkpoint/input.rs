@@ -17,9 +17,9 @@ use crate::sync::lock;
 use crate::types::{Id, bucket_of};
 
 /// Bytes of one read request.
-const READ_BYTES: usize = 4 << 20;
+const READ_BYTES: usize = 1 << 20;
 /// Threads that read a file.
-const READERS: usize = 2;
+const READERS: usize = 4;
 /// Chunks that one thread verifies at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
 

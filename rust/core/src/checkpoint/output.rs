@@ -20,7 +20,7 @@ const IMAGES_BEHIND: usize = 4;
 /// Threads that write a file.
 const WRITERS: usize = 2;
 /// Bytes of one write request.
-const WRITE_BYTES: usize = 4 << 20;
+const WRITE_BYTES: usize = 1 << 20;
 
 /// A file to write: its path, the buffer that begins with its bytes, and how many they are.
 struct Image {
