@@ -18,7 +18,7 @@ const IMAGES: usize = 6;
 /// Where the save runs behind training: the disk may wait for it, and the memory is training's.
 const IMAGES_BEHIND: usize = 4;
 /// Threads that write a file.
-const WRITERS: usize = 2;
+const WRITERS: usize = 4;
 /// Bytes of one write request.
 const WRITE_BYTES: usize = 1 << 20;
 
