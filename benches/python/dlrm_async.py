@@ -72,17 +72,21 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
             f"{len(steps)} steps while saving for {took:.1f} s: {ratios[-1]:.3f} x {median * 1e3:.0f} ms, "
             f"first {steps[0] * 1e3:.0f} ms"
         )
-    run = {
+    figures = {
         "step_ms": round(statistics.median(alone) * 1e3, 1),
         "first_step_ms": round(statistics.median(first) * 1e3, 1),
         "p99_step_ms": round(statistics.median(late) * 1e3, 1),
         "save_seconds": round(statistics.median(saves), 1),
     }
-    return row(NAME, "ratio", "lower", ratios, run=run)
+    return row(NAME, "ratio", "lower", ratios, run=figures)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(description: str | None, steps: tuple[int, int], measure: Callable[..., dict[str, Any]]) -> int:
+    """The command line of a bench of saves of this DLRM with all rows in RAM: prints the row that `measure` gives.
+
+    `steps`: two counts of steps of its `Scale`, where it is not a smoke run.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of benches; there is one here, which is measured whatever they are")
     parser.add_argument("--smoke", action="store_true", help="small tables, one round: shows that it runs")
     parser.add_argument("--rows", type=int, default=10_000_000, help="of all tables together")
@@ -92,7 +96,7 @@ def main() -> int:
     if options.smoke:
         scale = Scale(80_000, 256, 4, 3, 1, lookahead, "s3fifo")
     else:
-        scale = Scale(options.rows, SAMPLES, 20, 15, options.rounds, lookahead, "s3fifo")
+        scale = Scale(options.rows, SAMPLES, *steps, options.rounds, lookahead, "s3fifo")
     with one_rank() as (folder, note):
         measured = measure(scale, folder, note)
     print(json.dumps(measured))
@@ -100,4 +104,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, (20, 15), measure))

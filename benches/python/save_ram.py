@@ -6,9 +6,7 @@ both counts, what a training step takes for itself with it. Prints one row of re
     python benches/python/save_ram.py [--smoke]
 """
 
-import argparse
 import ctypes
-import json
 import re
 import shutil
 import statistics
@@ -19,8 +17,8 @@ from typing import Any
 
 import torch
 
-from dlrm import SAMPLES, TABLES, THREADS, Batches, Scale, Side, Stream, make_ours, one_rank
-from dlrm_async import BATCHES_AHEAD, ROW_BYTES
+from dlrm import TABLES, THREADS, Batches, Scale, Side, Stream, make_ours
+from dlrm_async import BATCHES_AHEAD, ROW_BYTES, run
 from results import row
 from torchrec_embcache import TierBudgets
 from torchrec_embcache.saver import Saver
@@ -83,32 +81,14 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
         extra.append(max(blocking[-1], beside[-1]))
         mib = [f"{most[-1] / 2**20:.0f} MiB more" for most in (blocking, beside, alone)]
         note(f"saving {mib[0]}, beside training {mib[1]}, steps alone {mib[2]}")
-    run = {
+    figures = {
         "blocking": round(statistics.median(blocking)),
         "beside_training": round(statistics.median(beside)),
         "steps_alone": round(statistics.median(alone)),
     }
-    return row(NAME, "bytes", "lower", extra, run=run)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="of benches; there is one here, which is measured whatever they are")
-    parser.add_argument("--smoke", action="store_true", help="small tables, one round: shows that it runs")
-    parser.add_argument("--rows", type=int, default=10_000_000, help="of all tables together")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    lookahead = 2
-    if options.smoke:
-        scale = Scale(80_000, 256, 4, 3, 1, lookahead, "s3fifo")
-    else:
-        scale = Scale(options.rows, SAMPLES, 10, 3, options.rounds, lookahead, "s3fifo")
-    keep_out_of_the_heap(1 << 20)
-    with one_rank() as (folder, note):
-        measured = measure(scale, folder, note)
-    print(json.dumps(measured))
-    return 0
+    return row(NAME, "bytes", "lower", extra, run=figures)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    keep_out_of_the_heap(1 << 20)
+    sys.exit(run(__doc__, (10, 3), measure))
