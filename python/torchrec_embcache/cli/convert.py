@@ -1,13 +1,13 @@
 """`convert`: tables from other layouts into a checkpoint, and a checkpoint's into plain safetensors or npy files."""
 
+import contextlib
 import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,18 @@ from torchrec_embcache.optimizers import SGD, Adagrad, Adam, AdamW, OptimizerSpe
 from torchrec_embcache.saver import abandon
 
 from .checkpoints import Opened
-from .layouts import DESCRIPTION, METADATA, READERS, Columns, StoredTable, recognise
+from .description import DESCRIPTION
+from .layouts import METADATA, READERS, Columns, StoredTable, recognise
 from .report import Grid, Report
+from .sinks import SINKS
 
 __all__ = ["Settings", "convert"]
 
 _OPTIMIZERS: dict[str, type[OptimizerSpec]] = {kind.kind: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW)}
 _DEFAULT_BUCKETS = 65_536
-#: Bytes of the rows in one safetensors file.
-_PART_BYTES = 256 << 20
+#: Longest name of a directory, in bytes, and what is kept of a longer one before its hash.
+_MAX_FOLDER_BYTES = 255
+_KEPT_FOLDER_BYTES = 200
 #: What layouts that do not name their slots call them, by how many there are.
 _UNNAMED = {("momentum1",): ("sum",), ("momentum1", "momentum2"): ("exp_avg", "exp_avg_sq")}
 
@@ -61,11 +64,18 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
             f"from {from_layout} to {to_layout}: one side must be a checkpoint of ours, and one not "
             "(`reshard` and `compact` write a checkpoint again)"
         )
+    skipped: list[str] = []
     if from_layout == "embcache":
         opened = Opened.at(source)
+        made = not os.path.lexists(target)
         with Directory.to_save(target) as empty:
-            written = _export(opened, empty, to_layout)
-        skipped: list[str] = []
+            try:
+                written = _export(opened, empty, to_layout)
+            except BaseException:
+                if made:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(target)
+                raise
     else:
         # Its names and permissions are not ours to judge; what it holds is.
         if not Path(source).is_dir():
@@ -99,11 +109,13 @@ def _import(tables: list[StoredTable], root: str, settings: Settings) -> list[di
     begun = _native.CheckpointSave(root, secrets.randbits(64))
     try:
         writer = _native.CheckpointWriter(root, begun.name, 0, 1)
+        last_epoch = 0
         for table, (spec, slots) in zip(tables, specs, strict=True):
-            chunks = _chunks(table, _OPTIMIZERS[spec["optimizer"]["name"]], slots)
-            writer.write_rows(json.dumps(spec), 0, spec["total_num_buckets"], chunks)
-        # No row was modified after this: nothing has a later epoch.
-        begun.publish([writer.finish()], 1)
+            chunks = _Chunks(table, _OPTIMIZERS[spec["optimizer"]["name"]], slots)
+            writer.write_rows(json.dumps(spec), 0, spec["total_num_buckets"], iter(chunks))
+            last_epoch = max(last_epoch, chunks.last_epoch)
+        # Rows that are trained from here on carry a later epoch than all that came in, so that the next delta has only those.
+        begun.publish([writer.finish()], last_epoch + 1)
     except BaseException:
         abandon(begun)
         raise
@@ -161,152 +173,80 @@ def _guess(table: StoredTable, present: tuple[str, ...], names: tuple[str, ...])
     return "adam"
 
 
-def _chunks(table: StoredTable, optimizer: type[OptimizerSpec], slots: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
-    """Rows as the core takes them: ids, vectors, scalars, metadata."""
-    for columns in table.chunks():
-        vectors = [columns["weight"]]
-        scalars = None
-        for at, name in enumerate(optimizer.slot_names):
-            values = columns[slots[name]]
-            if at < optimizer.vector_slots:
-                vectors.append(values.reshape(len(values), table.dim))
-            else:
-                scalars = np.ascontiguousarray(values.reshape(-1))
-        meta = None
-        if METADATA.keys() <= columns.keys():
-            meta = tuple(columns[name].astype(dtype, copy=False) for name, dtype in METADATA.items())
-        yield columns["id"], np.concatenate(vectors, axis=1), scalars, meta
+class _Chunks:
+    """Rows as the core takes them: ids, vectors, scalars, metadata. `last_epoch` is the greatest epoch of those handed over."""
+
+    def __init__(self, table: StoredTable, optimizer: type[OptimizerSpec], slots: Mapping[str, str]) -> None:
+        self._table = table
+        self._optimizer = optimizer
+        self._slots = slots
+        self.last_epoch = 0
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        for columns in self._table.chunks():
+            vectors = [columns["weight"]]
+            scalars = None
+            for at, name in enumerate(self._optimizer.slot_names):
+                values = columns[self._slots[name]]
+                if at < self._optimizer.vector_slots:
+                    vectors.append(values.reshape(len(values), self._table.dim))
+                else:
+                    scalars = np.ascontiguousarray(values.reshape(-1))
+            meta = None
+            if METADATA.keys() <= columns.keys():
+                meta = tuple(columns[name].astype(dtype, copy=False) for name, dtype in METADATA.items())
+                self.last_epoch = max(self.last_epoch, int(columns["modified_epoch"].max(initial=0)))
+            yield columns["id"], np.concatenate(vectors, axis=1), scalars, meta
 
 
 # ---- out of a checkpoint
 
 
-class _Sink(Protocol):
-    def take(self, columns: Columns) -> None:
-        """Some rows of the table."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
 def _export(opened: Opened, target: Directory, layout: str) -> list[dict[str, Any]]:
+    """Write every table to a directory of its own below `target`. Where one cannot be written nothing is left of any."""
     if target.names():
         raise PathError(f"{target.path} is not empty: give a new directory")
-    written = []
-    for entry in opened.tables:
-        optimizer = _OPTIMIZERS[entry["optimizer"]["name"]]
-        name = f"{entry['module']}.{entry['table']}".strip(".").replace("/", "_")
-        if target.has(name):
-            raise PathError(f"{target.at(name)}: two tables have names that are one directory's")
-        with target.below(name, make=True) as folder:
-            with _SINKS[layout](folder, entry, optimizer) as sink:
-
-                def take(
-                    ids: NDArray[np.int64],
-                    vectors: NDArray[np.float32],
-                    scalars: NDArray[np.float32],
-                    meta: Any,
-                    entry: dict[str, Any] = entry,
-                    optimizer: type[OptimizerSpec] = optimizer,
-                    sink: _Sink = sink,
-                ) -> None:
-                    dim = entry["dim"]
-                    columns: Columns = {"id": ids, "weight": vectors[:, :dim]}
-                    for at, name in enumerate(optimizer.slot_names):
-                        begin = dim * (1 + at)
-                        columns[name] = vectors[:, begin : begin + dim] if at < optimizer.vector_slots else scalars
-                    sink.take(columns | dict(zip(METADATA, meta, strict=True)))
-
-                opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], take)
-            described = {name: value for name, value in entry.items() if name != "rows"}
-            folder.publish(DESCRIPTION, render_json(described))
-        written.append(
-            {name: entry[name] for name in ("module", "table", "rows", "dim")} | {"optimizer": optimizer.kind}
-        )
-    return written
+    names = [_folder_name(entry["module"], entry["table"]) for entry in opened.tables]
+    if len(set(names)) < len(names):
+        raise PathError(f"{target.path}: two tables would share one directory below it; their directories are {names}")
+    try:
+        return [
+            _export_table(opened, target, name, entry, layout) for name, entry in zip(names, opened.tables, strict=True)
+        ]
+    except BaseException:
+        for begun in target.names():
+            target.remove(begun)
+        raise
 
 
-class _NpySink:
-    """One file a column."""
+def _export_table(opened: Opened, target: Directory, name: str, entry: dict[str, Any], layout: str) -> dict[str, Any]:
+    optimizer = _OPTIMIZERS[entry["optimizer"]["name"]]
+    dim = entry["dim"]
+    with target.below(name, make=True) as folder:
+        with SINKS[layout](folder, entry, optimizer) as sink:
 
-    def __init__(self, folder: Directory, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
-        rows, dim = entry["rows"], entry["dim"]
-        shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
-            "id": (np.int64, (rows,)),
-            "weight": (np.float32, (rows, dim)),
-        }
-        for at, name in enumerate(optimizer.slot_names):
-            shapes[name] = (np.float32, (rows, dim) if at < optimizer.vector_slots else (rows,))
-        shapes |= {name: (dtype, (rows,)) for name, dtype in METADATA.items()}
-        self._at = 0
-        self._columns: Columns = {}
-        for name, (dtype, shape) in shapes.items():
-            fd = folder.create(f"{name}.npy")
-            try:
-                self._columns[name] = np.lib.format.open_memmap(f"/proc/self/fd/{fd}", "w+", np.dtype(dtype), shape)
-            finally:
-                os.close(fd)
+            def take(
+                ids: NDArray[np.int64], vectors: NDArray[np.float32], scalars: NDArray[np.float32], meta: Any
+            ) -> None:
+                columns: Columns = {"id": ids, "weight": vectors[:, :dim]}
+                for at, slot in enumerate(optimizer.slot_names):
+                    begin = dim * (1 + at)
+                    columns[slot] = vectors[:, begin : begin + dim] if at < optimizer.vector_slots else scalars
+                sink.take(columns | dict(zip(METADATA, meta, strict=True)))
 
-    def take(self, columns: Columns) -> None:
-        end = self._at + len(columns["id"])
-        for name, values in columns.items():
-            self._columns[name][self._at : end] = values
-        self._at = end
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for values in self._columns.values():
-            assert isinstance(values, np.memmap)
-            values.flush()
-        self._columns.clear()
+            opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], take)
+        described = {field: value for field, value in entry.items() if field != "rows"}
+        folder.publish(DESCRIPTION, render_json(described))
+    return {field: entry[field] for field in ("module", "table", "rows", "dim")} | {"optimizer": optimizer.kind}
 
 
-class _SafetensorsSink:
-    """Files of at most 256 MiB of rows."""
-
-    def __init__(self, folder: Directory, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
-        try:
-            from safetensors.numpy import save_file
-        except ImportError as missing:
-            raise UnsupportedError(
-                'this layout needs the safetensors package: pip install "torchrec-embcache[cli]"'
-            ) from missing
-        self._save = save_file
-        self._folder = folder
-        self._rows = max(1, _PART_BYTES // (entry["dim"] * (1 + optimizer.vector_slots) * 4 + 32))
-        self._waiting: list[Columns] = []
-        self._count = 0
-        self._parts = 0
-
-    def take(self, columns: Columns) -> None:
-        self._waiting.append(columns)
-        self._count += len(columns["id"])
-        if self._count >= self._rows:
-            self._write()
-
-    def _write(self) -> None:
-        names = self._waiting[0].keys()
-        whole = {name: np.concatenate([columns[name] for columns in self._waiting]) for name in names}
-        # It makes a new file beside, and renames that.
-        self._save(whole, f"/proc/self/fd/{self._folder.fd}/part-{self._parts:05}.safetensors")
-        self._parts += 1
-        self._waiting, self._count = [], 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None and self._waiting:
-            self._write()
-
-
-_SINKS: dict[str, type[_NpySink] | type[_SafetensorsSink]] = {"npy": _NpySink, "safetensors": _SafetensorsSink}
+def _folder_name(module: str, table: str) -> str:
+    """A directory's name for a table: readable, and one component that is neither `.` nor `..`."""
+    name = (f"{module}.{table}" if module else table).replace("/", "_").replace("\0", "_")
+    if not name.strip("."):
+        return name.replace(".", "%2E")
+    encoded = name.encode()
+    if len(encoded) <= _MAX_FOLDER_BYTES:
+        return name
+    kept = encoded[:_KEPT_FOLDER_BYTES].decode(errors="ignore")
+    return f"{kept}~{_native.table_key(name):016x}"

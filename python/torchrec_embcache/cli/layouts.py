@@ -10,10 +10,11 @@ The first two were read from the sources of RecSDK's torchrec_embcache and of Re
 """
 
 import contextlib
-import json
+import math
 import os
 import re
 import stat
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,16 +26,24 @@ from numpy.typing import NDArray
 from torchrec_embcache.blocks.files import PAD
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
 
-__all__ = ["DESCRIPTION", "METADATA", "READERS", "StoredTable", "recognise"]
+from .description import DESCRIPTION, parse_description
+
+__all__ = ["METADATA", "READERS", "Columns", "StoredTable", "recognise"]
 
 Columns = dict[str, NDArray[Any]]
 
-#: Beside the columns of a table that we wrote: its entry in the manifest.
-DESCRIPTION = "table.json"
+#: Columns of the metadata, and their types.
 METADATA = {"count": np.uint32, "last_step": np.uint64, "score": np.float32, "modified_epoch": np.uint32}
+#: The columns of the metadata that are integers, and the greatest of each. The epoch after the greatest must fit too.
+_WHOLE_METADATA = {"count": (1 << 32) - 1, "last_step": (1 << 63) - 1, "modified_epoch": (1 << 32) - 2}
+#: The widest embedding that a table can have.
+_MAX_DIM = 65_536
 #: Bytes of rows read at a time.
 _CHUNK_BYTES = 32 << 20
-_PART = re.compile(r"(?P<table>.+)\.(?P<column>[^./]+)/part_(?P<shard>\d+)_(?P<shards>\d+)")
+#: What numpy raises for a header that is none: it evaluates the header as a Python literal.
+_NPY_ERRORS = (ValueError, EOFError, SyntaxError, tokenize.TokenError, RecursionError, OverflowError, TypeError)
+_PART = re.compile(r"(?P<table>.+)\.(?P<column>[^./]+)/part_(?P<shard>\d{1,9})_(?P<shards>\d{1,9})")
+_INTEGERS = frozenset({"I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8"})
 _SLICED = re.compile(r"(?P<table>.+)@(?P<column>[^@^]+)\^(?P<shard>.+)")
 
 
@@ -92,7 +101,7 @@ def _regular(path: Path) -> Iterator[Path]:
 
 def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     """A file of nothing but numbers, as an array that reads it where it is used."""
-    wanted = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    wanted = math.prod(shape) * np.dtype(dtype).itemsize  # Python's integers do not wrap around
     with _regular(path) as file:
         if (found := file.stat().st_size) != wanted:
             raise CorruptionError(f"{path}: offset 0: the file's length: expected {wanted}, found {found}")
@@ -125,6 +134,10 @@ def _recsdk_part(part: Path) -> tuple[Columns, int]:
                 f"{part / folder / 'slice.attribute'}: offset 0: bytes an element and rows: expected 4 and {rows}, found {size} "
                 f"and {count}"
             )
+        if not 1 <= dim <= _MAX_DIM:
+            raise CorruptionError(
+                f"{part / folder / 'slice.attribute'}: offset 16: the width: expected 1 to {_MAX_DIM}, found {dim}"
+            )
         columns[name] = _mapped(part / folder / "slice.data", np.float32, (rows, dim))
     return columns, dim
 
@@ -137,6 +150,36 @@ def _recsdk(path: Path) -> Iterator[StoredTable]:
             yield _of_parts(folder.name, [columns for columns, _ in found], found[0][1])
 
 
+def _check_array(table: str, column: str, values: NDArray[Any]) -> None:
+    """`InputError` unless a column has a shape, and metadata the kind of numbers, that is read."""
+    if column == "weight":
+        fits, shape = values.ndim == 2, "[rows, dim]"
+    elif column == "id" or column in METADATA:
+        fits, shape = values.ndim == 1, "[rows]"
+    else:
+        fits, shape = values.ndim in (1, 2), "[rows] or [rows, dim]"
+    if not fits:
+        raise InputError(f"table {table!r}: {column} has shape {list(values.shape)} and needs {shape}")
+    if column in METADATA:
+        _check_metadata(table, column, values)
+
+
+def _check_metadata(table: str, column: str, values: NDArray[Any]) -> None:
+    """`InputError` unless the numbers fit the metadata's type: a conversion must not change one in silence."""
+    whole = column in _WHOLE_METADATA
+    if values.dtype.kind not in ("iu" if whole else "f"):
+        raise InputError(
+            f"table {table!r}: {column} is {values.dtype} and needs {'integers' if whole else 'float32'}: leave all of "
+            f"{', '.join(METADATA)} out, and the rows count as never used"
+        )
+    if whole and len(values):
+        least, greatest = int(values.min()), int(values.max())
+        if least < 0 or greatest > _WHOLE_METADATA[column]:
+            raise InputError(
+                f"table {table!r}: {column} has {least if least < 0 else greatest}, and 0 to {_WHOLE_METADATA[column]} fit"
+            )
+
+
 def _of_parts(name: str, parts: list[Columns], dim: int, description: dict[str, Any] | None = None) -> StoredTable:
     """A table whose parts lie in arrays that are read where they are used."""
     slots = {
@@ -145,6 +188,8 @@ def _of_parts(name: str, parts: list[Columns], dim: int, description: dict[str, 
         if column not in ("id", "weight", *METADATA)
     }
     for part in parts:
+        for column, values in part.items():
+            _check_array(name, column, values)
         lengths = {column: len(values) for column, values in part.items()}
         if len(set(lengths.values())) > 1 or part.keys() != parts[0].keys():
             raise CorruptionError(f"table {name!r}: its columns do not belong together: rows {lengths}")
@@ -223,7 +268,16 @@ def _of_tensors(
     dim = first["weight"].shape[1]
     slots = {}
     for column, tensor in first.items():
-        if column == "id" or column in METADATA:
+        if column == "id":
+            continue
+        if column in METADATA:
+            integers = column in _WHOLE_METADATA
+            known = tensor.dtype in _INTEGERS if integers else tensor.dtype == "F32"
+            if not known or len(tensor.shape) != 1:
+                raise UnsupportedError(
+                    f"table {name!r}: {column} is {tensor.dtype} {list(tensor.shape)}: only "
+                    f"{'integers' if integers else 'F32'} of shape [rows] are read"
+                )
             continue
         if tensor.dtype != "F32" or tensor.shape[1:] not in ((), (1,), (dim,)):
             raise UnsupportedError(
@@ -241,6 +295,8 @@ def _of_tensors(
             rows = part["id"].shape[0]
             for begin in range(0, rows, step):
                 columns = {column: tensor.read(begin, min(begin + step, rows)) for column, tensor in part.items()}
+                for column in METADATA.keys() & columns.keys():
+                    _check_metadata(name, column, columns[column])
                 yield {
                     name: values[:, 0] if name in narrow and values.ndim == 2 else values
                     for name, values in columns.items()
@@ -252,6 +308,7 @@ def _of_tensors(
 
 def _recis(path: Path) -> Iterator[StoredTable]:
     tables: dict[str, dict[str, dict[str, _Tensor]]] = {}
+    counts: dict[str, set[int]] = {}
     skipped = []
     for tensor in _tensors(sorted(path.glob("*.safetensors"))):
         if tensor.name.startswith(PAD):
@@ -263,23 +320,38 @@ def _recis(path: Path) -> Iterator[StoredTable]:
         column = "weight" if match["column"] == "embedding" else match["column"]
         # The slots of its optimizers are named after them: sparse_adam_exp_avg, sparse_adamw_tf_exp_avg_sq.
         column = re.sub(r"^sparse_.+_(exp_avg|exp_avg_sq)$", r"\1", column)
-        tables.setdefault(match["table"], {}).setdefault(match["shard"], {})[column] = tensor
+        part = tables.setdefault(match["table"], {}).setdefault(match["shard"], {})
+        if column in part:
+            raise InputError(
+                f"table {match['table']!r}: {tensor.name} is in {part[column].file} and in {tensor.file}: keep the files of one "
+                "save only"
+            )
+        part[column] = tensor
+        if "shards" in match.re.groupindex:
+            counts.setdefault(match["table"], set()).add(int(match["shards"]))
     for at, (name, shards) in enumerate(sorted(tables.items())):
+        if name in counts:
+            _check_shards(name, counts[name], shards.keys())
         yield _of_tensors(name, [shards[shard] for shard in sorted(shards)], tuple(skipped) if at == 0 else ())
+
+
+def _check_shards(table: str, counts: set[int], shards: Iterable[str]) -> None:
+    """`CorruptionError` unless every part that the names promise (`part_<i>_<n>`) is there: fewer would lose rows in silence."""
+    found = {int(shard) for shard in shards}
+    wanted = max(counts)
+    if len(counts) > 1 or len(found) != wanted or max(found) >= wanted:
+        raise CorruptionError(
+            f"table {table!r}: expected all the parts of one save, found parts {sorted(found)} of {sorted(counts)}: the files of "
+            "every shard must be there"
+        )
 
 
 def _described(folder: Path) -> dict[str, Any] | None:
     path = folder / DESCRIPTION
     if not os.path.lexists(path):
         return None
-    try:
-        with _regular(path) as file:
-            found = json.loads(file.read_text())
-    except ValueError as error:
-        raise CorruptionError(f"{path}: offset 0: the description: expected JSON, found {error}") from error
-    if not isinstance(found, dict):
-        raise CorruptionError(f"{path}: offset 0: the description: expected an object, found {type(found).__name__}")
-    return found
+    with _regular(path) as file:
+        return parse_description(file.read_bytes(), str(path))
 
 
 def _safetensors(path: Path) -> Iterator[StoredTable]:
@@ -302,7 +374,7 @@ def _npy(path: Path) -> Iterator[StoredTable]:
             try:
                 with _regular(file) as plain:
                     columns[file.stem] = np.load(plain, mmap_mode="r", allow_pickle=False)
-            except ValueError as error:
+            except _NPY_ERRORS as error:
                 raise CorruptionError(f"{file}: offset 0: the header: expected npy, found {error}") from error
         if "weight" not in columns or columns["weight"].ndim != 2 or columns["id"].dtype != np.int64:
             raise InputError(f"{folder}: id.npy must be int64 [rows] and weight.npy float32 [rows, dim]")

@@ -1,0 +1,83 @@
+"""`table.json`, which lies beside the columns of a table that `convert` wrote out: what the columns do not say of it.
+
+Anybody can edit that file, so it is read as hostile input: every field is checked here before anything uses it.
+"""
+
+import json
+import math
+from typing import Any
+
+from torchrec_embcache.exceptions import CorruptionError
+
+__all__ = ["DESCRIPTION", "parse_description"]
+
+#: Name of the file. It holds the table's entry of the checkpoint's manifest.
+DESCRIPTION = "table.json"
+
+#: Fields that are integers, with the least and the greatest value of each.
+_INTEGERS = {
+    "key": (0, (1 << 64) - 1),
+    "seed": (0, (1 << 64) - 1),
+    "step": (0, (1 << 63) - 1),
+    "total_num_buckets": (1, (1 << 31) - 1),
+}
+
+
+def parse_description(data: bytes, path: str) -> dict[str, Any]:
+    """The fields of a `table.json`, each of its right type and range. Fields may be missing, and unknown ones stay.
+
+    Raises `CorruptionError`, which names `path`, the field, what was expected and what was found.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, "the description", "JSON", error) from error
+    if not isinstance(found, dict):
+        raise _wrong(path, "the description", "an object", type(found).__name__)
+    for name in ("module", "table"):
+        if name in found:
+            _check_text(path, name, found[name])
+    for name, (low, high) in _INTEGERS.items():
+        if name in found:
+            _check_integer(path, name, found[name], low, high)
+    if "initializer" in found:
+        _check_object(path, "initializer", found["initializer"])
+    if "optimizer" in found:
+        _check_optimizer(path, found["optimizer"])
+    return found
+
+
+def _wrong(path: str, field: str, expected: str, found: object) -> CorruptionError:
+    error = CorruptionError(f"{path}: offset 0: {field}: expected {expected}, found {found}")
+    error.filename = path
+    return error
+
+
+def _check_text(path: str, field: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise _wrong(path, field, "a string", repr(value))
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _wrong(path, field, "a string of Unicode characters", f"a lone surrogate: {error}") from error
+
+
+def _check_integer(path: str, field: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _wrong(path, field, f"an integer from {low} to {high}", repr(value))
+
+
+def _check_object(path: str, field: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise _wrong(path, field, "an object", repr(value))
+
+
+def _check_optimizer(path: str, optimizer: Any) -> None:
+    _check_object(path, "optimizer", optimizer)
+    _check_text(path, "optimizer.name", optimizer.get("name"))
+    hyperparameters = optimizer.get("hyperparameters", {})
+    _check_object(path, "optimizer.hyperparameters", hyperparameters)
+    for name, value in hyperparameters.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
+            raise _wrong(path, f"optimizer.hyperparameters.{name}", "a finite number", repr(value))

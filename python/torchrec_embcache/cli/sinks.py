@@ -1,0 +1,162 @@
+"""The plain files that `convert` writes a table to: `.npy`, one file a column, or safetensors."""
+
+import contextlib
+import io
+import os
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from torchrec_embcache.blocks.files import Directory, sync, write_at
+from torchrec_embcache.exceptions import EmbCacheError, StorageError, UnsupportedError
+from torchrec_embcache.optimizers import OptimizerSpec
+
+from .layouts import METADATA, Columns
+
+__all__ = ["SINKS", "Sink"]
+
+#: Bytes of the rows in one safetensors file.
+_PART_BYTES = 256 << 20
+
+
+class Sink(Protocol):
+    """Takes a table's rows, some at a time. Its files are whole and durable when the `with` block ends without an error."""
+
+    def take(self, columns: Columns) -> None:
+        """Some rows of the table: every column, of equal length."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class _NpyColumn:
+    """One `.npy` file whose rows are written one after the other.
+
+    The file is written and not mapped: where the file system is full a write returns an error, and a store to a mapping ends the
+    process with SIGBUS.
+    """
+
+    def __init__(self, folder: Directory, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+        header = io.BytesIO()
+        described = np.lib.format.header_data_from_array_1_0(np.empty((0,), dtype)) | {"shape": shape}
+        np.lib.format.write_array_header_1_0(header, described)
+        self._dtype = np.dtype(dtype)
+        self._path = folder.at(f"{name}.npy")
+        self._at = 0
+        self._fd = folder.create(f"{name}.npy")
+        try:
+            self._write(np.frombuffer(header.getvalue(), np.uint8))
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, values: np.ndarray[Any, Any]) -> None:
+        plain = np.ascontiguousarray(values, self._dtype)
+        self._write(plain.reshape(-1).view(np.uint8))
+
+    def _write(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        write_at(self._fd, self._path, self._at, data)
+        self._at += len(data)
+
+    def sync(self) -> None:
+        sync(self._fd, self._path)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _NpySink:
+    """One file a column."""
+
+    def __init__(self, folder: Directory, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
+        rows, dim = entry["rows"], entry["dim"]
+        shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
+            "id": (np.int64, (rows,)),
+            "weight": (np.float32, (rows, dim)),
+        }
+        for at, name in enumerate(optimizer.slot_names):
+            shapes[name] = (np.float32, (rows, dim) if at < optimizer.vector_slots else (rows,))
+        shapes |= {name: (dtype, (rows,)) for name, dtype in METADATA.items()}
+        with contextlib.ExitStack() as made:
+            self._columns = {}
+            for name, (dtype, shape) in shapes.items():
+                self._columns[name] = _NpyColumn(folder, name, dtype, shape)
+                made.callback(self._columns[name].close)
+            self._made = made.pop_all()
+
+    def take(self, columns: Columns) -> None:
+        for name, values in columns.items():
+            self._columns[name].append(values)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._made:
+            if kind is None:
+                for column in self._columns.values():
+                    column.sync()
+
+
+class _SafetensorsSink:
+    """Files of at most 256 MiB of rows."""
+
+    def __init__(self, folder: Directory, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
+        try:
+            from safetensors import SafetensorError
+            from safetensors.numpy import save_file
+        except ImportError as missing:
+            raise UnsupportedError(
+                'this layout needs the safetensors package: pip install "torchrec-embcache[cli]"'
+            ) from missing
+        self._save = save_file
+        self._save_error = SafetensorError
+        self._folder = folder
+        self._rows = max(1, _PART_BYTES // (entry["dim"] * (1 + optimizer.vector_slots) * 4 + 32))
+        self._waiting: list[Columns] = []
+        self._count = 0
+        self._parts = 0
+
+    def take(self, columns: Columns) -> None:
+        self._waiting.append(columns)
+        self._count += len(columns["id"])
+        if self._count >= self._rows:
+            self._write()
+
+    def _write(self) -> None:
+        names = self._waiting[0].keys()
+        whole = {name: np.concatenate([columns[name] for columns in self._waiting]) for name in names}
+        name = f"part-{self._parts:05}.safetensors"
+        path = self._folder.at(name)
+        try:
+            # It makes a new file beside, and renames that.
+            self._save(whole, f"/proc/self/fd/{self._folder.fd}/{name}")
+        except (self._save_error, OSError) as cause:
+            if isinstance(cause, EmbCacheError):
+                raise
+            raise StorageError(f"cannot write {path}: {cause}") from cause
+        fd, _ = self._folder.open(name)
+        try:
+            sync(fd, path)
+        finally:
+            os.close(fd)
+        self._parts += 1
+        self._waiting, self._count = [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._waiting:
+            self._write()
+
+
+SINKS: dict[str, type[_NpySink] | type[_SafetensorsSink]] = {"npy": _NpySink, "safetensors": _SafetensorsSink}
