@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -33,99 +32,14 @@ from .initializers import Initializer
 from .kernels import DeviceTier
 from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
+from .rows import FoundRows, RowChunk, RowExport, RowMetadata, float32_array, ids_array, row_ids
 
-__all__ = ["CacheTable", "FoundRows", "RowChunk", "RowMetadata", "ids_array"]
+__all__ = ["CacheTable", "FoundRows", "Ids", "RowChunk", "RowExport", "RowMetadata", "Values", "ids_array"]
 
-
-def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64]:
-    """Ids of any shape as a flat int64 array; `InputError` unless they are an int32 or int64 tensor on the CPU or on `device`."""
-    if not isinstance(ids, Tensor):
-        raise InputError(f"{field} is a {type(ids).__name__}: give a tensor of int64 or int32 ids")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"{field} has dtype {ids.dtype}: give int64 or int32")
-    if ids.device.type != "cpu" and ids.device != device:
-        raise InputError(f"{field} is on {ids.device} and the table on {device}: move one of them")
-    flat: NDArray[np.int64] = ids.detach().to("cpu", torch.int64).reshape(-1).contiguous().numpy()
-    return flat
-
-
-def check_float32(field: str, value: object, shape: tuple[int, ...]) -> None:
-    """`InputError` unless `value` is a float32 tensor of `shape`."""
-    if not isinstance(value, Tensor):
-        raise InputError(f"{field} is a {type(value).__name__}: give a float32 tensor {list(shape)}")
-    if value.dtype != torch.float32 or tuple(value.shape) != shape:
-        raise InputError(f"{field} has shape {list(value.shape)} and dtype {value.dtype}: give float32 {list(shape)}")
-
-
-@dataclass(frozen=True)
-class RowMetadata:
-    """What is known of rows beside their values.
-
-    `count` int64 [n]: occurrences in training batches. `last_step` int64 [n]: the table's step at the row's last training step.
-    `score` float32 [n]: decayed use. `modified_epoch` int64 [n]: the checkpoint epoch of the last training step.
-    """
-
-    count: Tensor
-    last_step: Tensor
-    score: Tensor
-    modified_epoch: Tensor
-
-    @classmethod
-    def of(cls, native: _native.Meta) -> Self:
-        """From the core's arrays."""
-        count, last_step, score, epoch = native
-        wide = [torch.from_numpy(column.astype(np.int64)) for column in (count, last_step, epoch)]
-        return cls(count=wide[0], last_step=wide[1], score=torch.from_numpy(score), modified_epoch=wide[2])
-
-    def native(self, rows: int) -> _native.Meta:
-        """As the core takes it; `InputError` for other lengths than `rows` or numbers out of range."""
-
-        def column(field: str, bits: int) -> NDArray[np.int64]:
-            values: Tensor = getattr(self, field)
-            if values.shape != (rows,) or values.is_floating_point():
-                raise InputError(
-                    f"metadata.{field} has shape {tuple(values.shape)} of {values.dtype}: give int64 [{rows}]"
-                )
-            if rows and (int(values.min()) < 0 or int(values.max()) >= 1 << bits):
-                raise InputError(
-                    f"metadata.{field} holds {int(values.min())} to {int(values.max())}: give 0 to 2^{bits} - 1"
-                )
-            return values.cpu().numpy()
-
-        if self.score.shape != (rows,) or self.score.dtype != torch.float32:
-            raise InputError(
-                f"metadata.score has shape {tuple(self.score.shape)} of {self.score.dtype}: give float32 [{rows}]"
-            )
-        return (
-            column("count", 32).astype(np.uint32),
-            column("last_step", 63).astype(np.uint64),
-            np.ascontiguousarray(self.score.cpu().numpy()),
-            column("modified_epoch", 32).astype(np.uint32),
-        )
-
-
-@dataclass(frozen=True)
-class RowChunk:
-    """Rows with everything that belongs to them, in CPU memory of their own.
-
-    `ids` int64 [n]; `weights` float32 [n, D]; `slots`: the optimizer's, by torch's names, float32 [n, D] each (rowwise Adagrad's
-    `sum` is [n]); `metadata`.
-    """
-
-    ids: Tensor
-    weights: Tensor
-    slots: dict[str, Tensor]
-    metadata: RowMetadata
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-@dataclass(frozen=True)
-class FoundRows(RowChunk):
-    """Rows that were asked for by id, in that order; where `found` (bool [n]) is False, the initial value."""
-
-    found: Tensor
+#: Ids [n]: integers of 64 bits.
+Ids = Tensor | NDArray[Any] | Sequence[int]
+#: Numbers of a row or of many; nested lists too.
+Values = Tensor | NDArray[Any] | Sequence[Any]
 
 
 class CacheTable:
@@ -381,56 +295,74 @@ class CacheTable:
         directory = self.directory
         return _native.Table.published(directory) if directory is not None and os.path.isdir(directory) else []
 
-    def export(self, chunk_rows: int = 65_536) -> Iterator[RowChunk]:
-        """Every row of every tier as of this call, in chunks; a step taken meanwhile ends it (`StateError`)."""
-        stream = self.native.export(check_int("chunk_rows", chunk_rows, 1, 1 << 30))
-        return (RowChunk(*self._parts(*chunk)) for chunk in stream)
+    def export(self, chunk_rows: int = 65_536) -> RowExport:
+        """Every row of every tier as of this call, in chunks; a step taken meanwhile ends it (`StateError`).
 
-    def read_rows(self, ids: Tensor) -> FoundRows:
-        """The rows of `ids` (int64 or int32 [n]), in that order; touches neither policy nor counters."""
-        array = ids_array(ids, "ids", self.device)
+        For example `table.export().to_numpy()["weights"]`, where all rows fit in RAM.
+        """
+        stream = self.native.export(check_int("chunk_rows", chunk_rows, 1, 1 << 30))
+        return RowExport((RowChunk(*self._parts(*chunk)) for chunk in stream), self._no_rows)
+
+    def _no_rows(self) -> RowChunk:
+        found = self.read_rows(torch.empty(0, dtype=torch.int64))
+        return RowChunk(found.ids, found.weights, found.slots, found.metadata)
+
+    def read_rows(self, ids: Ids) -> FoundRows:
+        """The rows of `ids` [n] (an int64 or int32 tensor, a numpy array or a list), in that order; touches neither policy nor
+        counters.
+        """
+        array = row_ids(ids, self.device)
         found, vectors, scalars, meta = self.native.read_rows(array)
         return FoundRows(*self._parts(array.copy(), vectors, scalars, meta), found=torch.from_numpy(found))
 
     def import_rows(
         self,
-        ids: Tensor,
-        weights: Tensor,
-        slots: Mapping[str, Tensor] | None = None,
+        ids: Ids,
+        weights: Values,
+        slots: Mapping[str, Values] | None = None,
         metadata: RowMetadata | None = None,
     ) -> None:
-        """Put rows in the table, over those that are there. `ids` [n] distinct; `weights` float32 [n, D].
+        """Put rows in the table, over those that are there. `ids` [n] distinct 64-bit integers; `weights` [n, D].
 
-        `slots` are those of the optimizer, as in `RowChunk`; None: zeros. `metadata` None: as never used. Raises `InputError`, and
-        `StateError` when a batch in flight uses one of the rows.
+        Tensors, numpy arrays and lists are taken; numbers of another type become float32. `slots` are those of the optimizer, as
+        in `RowChunk`; None: zeros. `metadata` None: as never used. Raises `InputError`, and `StateError` when a batch in flight
+        uses one of the rows.
+
+        For example `table.import_rows([7, 9], np.zeros((2, 64)))`.
         """
         self._refuse_unusable()
-        array = ids_array(ids, "ids", self.device)
-        spec, count = self.spec, len(array)
+        array = row_ids(ids, self.device)
         if not isinstance(metadata, RowMetadata | None):
             raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
+        vectors, scalars = self._vectors(len(array), weights, slots)
+        self.native.import_rows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
+
+    def _vectors(
+        self, count: int, weights: Values, slots: Mapping[str, Values] | None
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """The vector parts [n, V] and the scalar slot [n] of rows, as the core takes them."""
+        spec = self.spec
         if not isinstance(slots, Mapping | None):
-            raise InputError(f"slots is a {type(slots).__name__}: give tensors by name, or leave it out")
-        wanted: dict[str, tuple[int, ...]] = {"weights": (count, self.dim)}
-        for place, name in enumerate(spec.slot_names):
-            wanted[name] = (count, self.dim) if place < spec.vector_slots else (count,)
-        given = {"weights": weights, **(slots if slots is not None else {})}
+            raise InputError(
+                f"slots is a {type(slots).__name__}: give tensors by name, or arrays or lists, or leave it out"
+            )
         if slots is not None and set(slots) != set(spec.slot_names):
             raise InputError(f"slots has {sorted(slots)} and {spec.kind} has {sorted(spec.slot_names)}: give these")
-        for name, tensor in given.items():
-            check_float32(name, tensor, wanted[name])
         vectors = np.zeros((count, spec.vector_floats(self.dim)), np.float32)
-        for place, name in enumerate(("weights", *spec.slot_names[: spec.vector_slots])):
-            if name in given:
-                vectors[:, place * self.dim : (place + 1) * self.dim] = given[name].detach().cpu().numpy()
+        vectors[:, : self.dim] = float32_array("weights", weights, (count, self.dim))
         scalars = None
-        if spec.scalar_slot() and slots is not None:
-            scalars = np.ascontiguousarray(slots[spec.slot_names[-1]].detach().cpu().numpy())
-        self.native.import_rows(array, vectors, scalars, metadata.native(count) if metadata is not None else None)
+        for place, name in enumerate(spec.slot_names if slots is not None else ()):
+            assert slots is not None, "the loop is empty without slots"
+            if place < spec.vector_slots:
+                begin = self.dim * (1 + place)
+                vectors[:, begin : begin + self.dim] = float32_array(name, slots[name], (count, self.dim))
+            else:
+                scalars = float32_array(name, slots[name], (count,))
+        return vectors, scalars
 
-    def remove_rows(self, ids: Tensor) -> int:
-        """Forget the rows of `ids`: unseen from now on. How many there were."""
-        return self.native.remove_rows(ids_array(ids, "ids", self.device))
+    def remove_rows(self, ids: Ids) -> int:
+        """Forget the rows of `ids` [n] (a tensor, a numpy array or a list): unseen from now on. How many there were."""
+        return self.native.remove_rows(row_ids(ids, self.device))
 
     def _parts(
         self, ids: NDArray[np.int64], vectors: NDArray[np.float32], scalars: NDArray[np.float32], meta: _native.Meta

@@ -5,7 +5,7 @@ Shapes: N ids, B bags, D the embedding's width.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .cache import CacheTable, FoundRows, RowChunk, RowMetadata, check_float32, ids_array
+from .cache import CacheTable, FoundRows, Ids, RowExport, RowMetadata, Values
 from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets, Unseen, check_choice, check_int
 from .exceptions import ConfigError, EmbCacheWarning, InputError, UnsupportedError
 from .initializers import Initializer, Uniform
 from .lookup import LookupGroup, check_offsets
 from .metrics import TableStats
 from .optimizers import FusedOptimizer, OptimizerSpec
+from .rows import check_float32, ids_array
 from .whole_model import CacheModule
 
 __all__ = ["EmbCacheEmbedding", "EmbCacheEmbeddingBag"]
@@ -117,25 +118,25 @@ class _EmbeddingBase(CacheModule, nn.Module):
         """See `CacheTable.stats`."""
         return self.table.stats()
 
-    def export(self, chunk_rows: int = 65_536) -> Iterator[RowChunk]:
+    def export(self, chunk_rows: int = 65_536) -> RowExport:
         """See `CacheTable.export`."""
         return self.table.export(chunk_rows)
 
-    def read_rows(self, ids: Tensor) -> FoundRows:
+    def read_rows(self, ids: Ids) -> FoundRows:
         """See `CacheTable.read_rows`."""
         return self.table.read_rows(ids)
 
     def import_rows(
         self,
-        ids: Tensor,
-        weights: Tensor,
-        slots: Mapping[str, Tensor] | None = None,
+        ids: Ids,
+        weights: Values,
+        slots: Mapping[str, Values] | None = None,
         metadata: RowMetadata | None = None,
     ) -> None:
         """See `CacheTable.import_rows`."""
         self.table.import_rows(ids, weights, slots, metadata)
 
-    def remove_rows(self, ids: Tensor) -> int:
+    def remove_rows(self, ids: Ids) -> int:
         """See `CacheTable.remove_rows`."""
         return self.table.remove_rows(ids)
 

@@ -1,5 +1,6 @@
 """Rows by id: export, read, import, remove, over every tier."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,11 +119,21 @@ META = RowMetadata(count=torch.ones(1, dtype=torch.int64), last_step=ONE, score=
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (([1], torch.ones(1, 4)), "ids is a list"),
+        ((["a"], torch.ones(1, 4)), "ids is a list of .*: give numbers"),
+        (([1.5], torch.ones(1, 4)), "ids has dtype float64: give integers"),
+        (([True], torch.ones(1, 4)), "ids has dtype bool: give integers"),
+        (([1 << 64], torch.ones(1, 4)), "ids is"),
+        (([[1], [2, 3]], torch.ones(3, 4)), "ids is no array"),
+        (({1}, torch.ones(1, 4)), "ids is a set"),
         ((torch.tensor([1.0]), torch.ones(1, 4)), "ids has dtype torch.float32"),
         ((torch.tensor([1, 1]), torch.ones(2, 4)), "id 1 is given twice"),
         ((ONE, torch.ones(2, 4)), r"weights has shape \[2, 4\]"),
-        ((ONE, torch.ones(1, 4, dtype=torch.float64)), "weights has .*float64"),
+        ((ONE, torch.ones(1, 4, dtype=torch.float64)[:, :3]), r"weights has shape \[1, 3\] and dtype float64"),
+        ((ONE, [["a"] * 4]), "weights is a list of .*: give numbers"),
+        ((ONE, torch.ones(1, 4, dtype=torch.bool)), "weights has .*bool"),
+        ((ONE, torch.ones(1, 4, dtype=torch.complex64)), "weights has .*complex"),
+        ((ONE, [[1e39, 0, 0, 0]]), "weights holds numbers that float32 does not"),
+        ((ONE, None), "weights is a NoneType"),
         ((ONE, torch.ones(1, 4), {}), r"slots has \[\]"),
         ((ONE, torch.ones(1, 4), {"sum": torch.ones(1)}), r"sum has shape \[1\]"),
         ((ONE, torch.ones(1, 4), {"exp_avg": torch.ones(1, 4)}), r"slots has \['exp_avg'\]"),
@@ -147,6 +158,58 @@ def test_a_bad_import_is_refused_and_changes_nothing(arguments, words):
         with pytest.raises(InputError, match=words):
             bag.import_rows(*arguments)
         assert Contents.of(bag) == before
+
+
+WEIGHTS = [[1.0, 2.0, 3.0, 4.0], [5.5, 6.0, 7.0, 8.0]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "sums"),
+    [
+        ([5, -6], WEIGHTS, [1.0, 2.0]),
+        (np.array([5, -6]), np.array(WEIGHTS), np.array([1.0, 2.0])),
+        (np.array([5, -6], np.int16), np.array(WEIGHTS, np.float16), np.array([1, 2])),
+        (np.array([5, (1 << 64) - 6], np.uint64), np.asfortranarray(WEIGHTS), (1, 2)),
+        (torch.tensor([5, -6]), torch.tensor(WEIGHTS, dtype=torch.float64), torch.tensor([1, 2])),
+        ((5, -6), torch.tensor(WEIGHTS, dtype=torch.bfloat16), [1.0, 2.0]),
+    ],
+    ids=["lists", "float64 arrays", "narrow arrays", "unsigned and Fortran order", "float64 tensors", "bfloat16"],
+)
+def test_an_import_takes_tensors_arrays_and_lists_of_any_numbers(ids, weights, sums):
+    with make_bag(optimizer=optimizers.RowWiseAdagrad(lr=0.1)) as bag:
+        bag.import_rows(ids, weights, {"sum": sums})
+        found = bag.read_rows([5, -6, 7])
+        assert found.found.tolist() == [True, True, False]
+        assert found.weights[:2].tolist() == WEIGHTS
+        assert found.slots["sum"][:2].tolist() == [1.0, 2.0]
+        assert bag.remove_rows(np.array([5, 7])) == 1
+        bag.import_rows([], [])
+        assert len(bag) == 1
+
+
+def test_an_export_and_a_chunk_become_numpy_arrays_that_an_import_takes_back(tiers):
+    with make_bag(tiers=tiers) as bag:
+        assert {name: len(values) for name, values in bag.export().to_numpy().items()}.items() >= {
+            "ids": 0,
+            "weights": 0,
+        }.items()
+        step(bag, [[1, 2], [3, -4]])
+        step(bag, [[1, 5], [3, 6]])
+        whole = bag.export(chunk_rows=2).to_numpy()
+        assert whole["weights"].shape == (6, 4)
+        assert sorted(whole["ids"].tolist()) == [-4, 1, 2, 3, 5, 6]
+        first = next(bag.export(chunk_rows=2))
+        for name, values in first.to_numpy().items():
+            assert (whole[name][:2] == values).all()
+        before = Contents.of(bag)
+        slots = {name: whole[name] for name in first.slots}
+        ids = torch.from_numpy(whole["ids"])
+        metadata = bag.read_rows(ids).metadata
+        bag.remove_rows(whole["ids"])
+        assert len(bag) == 0
+        bag.import_rows(whole["ids"], whole["weights"], slots, metadata)
+        assert Contents.of(bag).rows == before.rows
+        assert bag.read_rows(whole["ids"]).to_numpy()["found"].all()
 
 
 def test_rows_of_a_batch_in_flight_cannot_be_replaced():

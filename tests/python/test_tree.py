@@ -26,7 +26,8 @@ RUST_LAYERS = [
 ]
 # Module: the modules of the package it may import, those that these import included.
 _BASE = {"exceptions", "config", "initializers", "optimizers", "metrics", "publish", "collective"}
-_CACHE = _BASE | {"kernels", "cache", "lookahead", "lookup", "whole_model"}
+_TABLE = _BASE | {"kernels", "rows", "cache"}
+_CACHE = _TABLE | {"lookahead", "lookup", "whole_model"}
 PYTHON_IMPORTS = {
     "exceptions": set(),
     "collective": {"exceptions"},
@@ -36,20 +37,21 @@ PYTHON_IMPORTS = {
     "initializers": {"exceptions", "config"},
     "optimizers": {"exceptions", "config"},
     "kernels": _BASE,
-    "cache": _BASE | {"kernels"},
+    "rows": {"exceptions"},
+    "cache": _BASE | {"kernels", "rows"},
     "lookahead": set(),
     "progress": {"exceptions"},
-    "lookup": _BASE | {"kernels", "cache", "lookahead"},
-    "whole_model": _BASE | {"cache"},
+    "lookup": _TABLE | {"lookahead"},
+    "whole_model": _TABLE,
     "nn": _CACHE,
     "modules": _CACHE | {"nn"},
     "sharded": _CACHE | {"nn", "modules"},
     "train_pipeline": _CACHE | {"nn", "modules", "sharded"},
-    "beside": _BASE | {"kernels", "cache"},
+    "beside": _TABLE,
     "table_names": {"exceptions"},
     "reports": set(),
     "saver": _CACHE | {"progress", "beside", "table_names", "reports"},
-    "blocks": _BASE | {"kernels", "cache"},
+    "blocks": _TABLE,
     "serialize": _CACHE | {"nn", "blocks"},
     "dcp": _CACHE | {"progress", "beside", "saver", "table_names", "reports"},
     "megatron": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "blocks"},
@@ -59,6 +61,7 @@ RESERVED = {
     "torchrec": {"modules", "sharded", "train_pipeline"},
     "torchrec_embcache._native": {
         "cache",
+        "rows",
         "kernels",
         "lookahead",
         "lookup",

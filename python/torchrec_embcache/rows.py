@@ -1,0 +1,200 @@
+"""Rows as Python code holds them: what an export yields, what an import takes, and how the given values become arrays.
+
+Shapes: n rows, D the table's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import _native
+from .exceptions import InputError
+
+__all__ = [
+    "FoundRows",
+    "RowChunk",
+    "RowExport",
+    "RowMetadata",
+    "check_float32",
+    "float32_array",
+    "ids_array",
+    "row_ids",
+]
+
+
+def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64]:
+    """Ids of any shape as a flat int64 array; `InputError` unless they are an int32 or int64 tensor on the CPU or on `device`."""
+    if not isinstance(ids, Tensor):
+        raise InputError(f"{field} is a {type(ids).__name__}: give a tensor of int64 or int32 ids")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"{field} has dtype {ids.dtype}: give int64 or int32")
+    if ids.device.type != "cpu" and ids.device != device:
+        raise InputError(f"{field} is on {ids.device} and the table on {device}: move one of them")
+    flat: NDArray[np.int64] = ids.detach().to("cpu", torch.int64).reshape(-1).contiguous().numpy()
+    return flat
+
+
+def row_ids(ids: object, device: torch.device) -> NDArray[np.int64]:
+    """The ids of rows as an int64 array [n], from a tensor, a numpy array or a list of integers.
+
+    A `uint64` array keeps its bits: an id is any 64-bit integer. `InputError` for anything that is not integers.
+    """
+    if isinstance(ids, Tensor):
+        return ids_array(ids, "ids", device)
+    array = _as_array("ids", ids)
+    if array.size == 0 and not isinstance(ids, np.ndarray):
+        return np.empty(0, np.int64)  # of an empty list numpy says that it holds floats
+    if array.dtype.kind not in "iu":
+        raise InputError(f"ids has dtype {array.dtype}: give integers, as an int64 tensor or array or a list of int")
+    return np.ascontiguousarray(array.reshape(-1)).astype(np.int64, casting="unsafe")
+
+
+def check_float32(field: str, value: object, shape: tuple[int, ...]) -> None:
+    """`InputError` unless `value` is a float32 tensor of `shape`."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{field} is a {type(value).__name__}: give a float32 tensor {list(shape)}")
+    if value.dtype != torch.float32 or tuple(value.shape) != shape:
+        raise InputError(f"{field} has shape {list(value.shape)} and dtype {value.dtype}: give float32 {list(shape)}")
+
+
+def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Numbers of `shape` as a float32 array, from a tensor, a numpy array or nested lists of any floating or integer type.
+
+    float64 is rounded to float32. `InputError` for another shape, for anything that is not numbers, and for a finite number that
+    float32 does not hold.
+    """
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu()
+        array = tensor.float().numpy() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.numpy()
+    else:
+        array = _as_array(field, value)
+    if array.size == 0 and 0 in shape and not isinstance(value, Tensor | np.ndarray):
+        array = array.reshape(shape)
+    if array.dtype.kind not in "fiu" or array.shape != shape:
+        raise InputError(
+            f"{field} has shape {list(array.shape)} and dtype {array.dtype}: give numbers {list(shape)}, as a float32 tensor, a "
+            "numpy array or lists"
+        )
+    with np.errstate(over="ignore"):
+        narrow = np.ascontiguousarray(array, np.float32)
+    if array.dtype != np.float32 and bool((np.isinf(narrow) & np.isfinite(array)).any()):
+        raise InputError(f"{field} holds numbers that float32 does not: give at most 3.4e38")
+    return narrow
+
+
+def _as_array(field: str, value: object) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as cause:
+        raise InputError(f"{field} is no array of numbers: {cause}") from cause
+    if array.dtype.kind in "OUSV":
+        raise InputError(f"{field} is a {type(value).__name__} of {array.dtype}: give numbers")
+    return array
+
+
+@dataclass(frozen=True)
+class RowMetadata:
+    """What is known of rows beside their values.
+
+    `count` int64 [n]: occurrences in training batches. `last_step` int64 [n]: the table's step at the row's last training step.
+    `score` float32 [n]: decayed use. `modified_epoch` int64 [n]: the checkpoint epoch of the last training step.
+    """
+
+    count: Tensor
+    last_step: Tensor
+    score: Tensor
+    modified_epoch: Tensor
+
+    @classmethod
+    def of(cls, native: _native.Meta) -> Self:
+        """From the core's arrays."""
+        count, last_step, score, epoch = native
+        wide = [torch.from_numpy(column.astype(np.int64)) for column in (count, last_step, epoch)]
+        return cls(count=wide[0], last_step=wide[1], score=torch.from_numpy(score), modified_epoch=wide[2])
+
+    def native(self, rows: int) -> _native.Meta:
+        """As the core takes it; `InputError` for other lengths than `rows` or numbers out of range."""
+
+        def column(field: str, bits: int) -> NDArray[np.int64]:
+            values: Tensor = getattr(self, field)
+            if values.shape != (rows,) or values.is_floating_point():
+                raise InputError(
+                    f"metadata.{field} has shape {tuple(values.shape)} of {values.dtype}: give int64 [{rows}]"
+                )
+            if rows and (int(values.min()) < 0 or int(values.max()) >= 1 << bits):
+                raise InputError(
+                    f"metadata.{field} holds {int(values.min())} to {int(values.max())}: give 0 to 2^{bits} - 1"
+                )
+            return values.cpu().numpy()
+
+        if self.score.shape != (rows,) or self.score.dtype != torch.float32:
+            raise InputError(
+                f"metadata.score has shape {tuple(self.score.shape)} of {self.score.dtype}: give float32 [{rows}]"
+            )
+        return (
+            column("count", 32).astype(np.uint32),
+            column("last_step", 63).astype(np.uint64),
+            np.ascontiguousarray(self.score.cpu().numpy()),
+            column("modified_epoch", 32).astype(np.uint32),
+        )
+
+
+@dataclass(frozen=True)
+class RowChunk:
+    """Rows with everything that belongs to them, in CPU memory of their own.
+
+    `ids` int64 [n]; `weights` float32 [n, D]; `slots`: the optimizer's, by torch's names, float32 [n, D] each (rowwise Adagrad's
+    `sum` is [n]); `metadata`.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    slots: dict[str, Tensor]
+    metadata: RowMetadata
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to_numpy(self) -> dict[str, NDArray[Any]]:
+        """The columns as numpy arrays of the same memory, by name: `ids`, `weights`, each slot, and each field of the metadata.
+
+        For example `np.savez("rows.npz", **chunk.to_numpy())`.
+        """
+        columns = {"ids": self.ids, "weights": self.weights, **self.slots}
+        columns |= {field.name: getattr(self.metadata, field.name) for field in fields(self.metadata)}
+        return {name: values.numpy() for name, values in columns.items()}
+
+
+@dataclass(frozen=True)
+class FoundRows(RowChunk):
+    """Rows that were asked for by id, in that order; where `found` (bool [n]) is False, the initial value."""
+
+    found: Tensor
+
+    def to_numpy(self) -> dict[str, NDArray[Any]]:
+        """As of `RowChunk`, and `found`."""
+        return super().to_numpy() | {"found": self.found.numpy()}
+
+
+class RowExport(Iterator[RowChunk]):
+    """The rows of a table, chunk by chunk; what `CacheTable.export` returns."""
+
+    def __init__(self, chunks: Iterator[RowChunk], empty: Callable[[], RowChunk]) -> None:
+        """`empty` makes a chunk without rows: it gives a table without rows its columns."""
+        self._chunks = chunks
+        self._empty = empty
+
+    def __next__(self) -> RowChunk:
+        return next(self._chunks)
+
+    def to_numpy(self) -> dict[str, NDArray[Any]]:
+        """The columns of all chunks that are left, as whole numpy arrays in RAM; see `RowChunk.to_numpy`."""
+        parts = [self._empty().to_numpy(), *(chunk.to_numpy() for chunk in self)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
