@@ -1,13 +1,16 @@
 """A multi-level (device, host RAM, SSD) embedding cache for PyTorch and TorchRec.
 
 Importing the package imports torch and numpy only. The names that need TorchRec, or torch's DCP, are
-imported on first use.
+imported on first use. Without TorchRec `__all__` leaves out the names that need it, so that
+`from torchrec_embcache import *` works there too.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import exceptions, initializers, optimizers
+from ._native import __version__ as __version__
 from .cache import CacheTable, FoundRows, RowChunk, RowMetadata
 from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
         EmbCacheEmbeddingCollection,
         EmbCacheEmbeddingConfig,
     )
+    from .saver import Saver
     from .sharded import (
         EmbCacheEmbeddingBagCollectionSharder,
         EmbCacheEmbeddingCollectionSharder,
@@ -51,6 +55,7 @@ __all__ = [
     "FoundRows",
     "RowChunk",
     "RowMetadata",
+    "Saver",
     "SsdStats",
     "TableStats",
     "TierBudgets",
@@ -62,7 +67,7 @@ __all__ = [
     "optimizers",
 ]
 
-# Public names by the module that has them: imported on first use, because they need TorchRec or DCP.
+# Public names by the module that has them. They are imported on first use, because they need TorchRec, DCP or torch.distributed.
 _LAZY: dict[str, str] = {
     "EmbCacheEmbeddingBagCollection": "modules",
     "EmbCacheEmbeddingBagCollectionSharder": "sharded",
@@ -75,15 +80,30 @@ _LAZY: dict[str, str] = {
     "EmbCacheStorageReader": "dcp",
     "EmbCacheStorageWriter": "dcp",
     "EmbCacheTrainPipelineSparseDist": "train_pipeline",
+    "Saver": "saver",
 }
+_NEED_TORCHREC = {"modules", "sharded", "train_pipeline"}
+
+# `from torchrec_embcache import *` asks for every name of `__all__`.
+if not all(map(find_spec, ("torchrec", "fbgemm_gpu"))):
+    __all__ = [name for name in __all__ if _LAZY.get(name) not in _NEED_TORCHREC]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
         value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("torchrec", "fbgemm_gpu"):
+            raise
+        raise ModuleNotFoundError(
+            f"{name} needs TorchRec, and there is no module {error.name!r}: pip install 'torchrec-embcache[torchrec]', or, "
+            "without an NVIDIA driver, what requirements/cpu.txt names",
+            name=error.name,
+        ) from error
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

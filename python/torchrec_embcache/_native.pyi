@@ -11,6 +11,8 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
+__version__: str  # of the package
+
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 

@@ -417,8 +417,68 @@ class CacheTable:
                 raise
             error.add_note(f"closing table {self.name!r} failed too: {failure}")
 
+    def describe(self, numbers: Mapping[str, Any] | None = None) -> str:
+        """Settings, optimizer, rows and budgets in one line. Opens nothing. `numbers`: the optimizer's as they are now."""
+        if self._closed:
+            rows = "closed"
+        elif self._unusable is not None:
+            rows = "unusable"
+        else:
+            rows = str(len(self)) if self.is_open else "not opened yet"
+        optimizer = "none"
+        if self._optimizer is not None:
+            lr = (numbers or self._optimizer.param_group()).get("lr")
+            optimizer = f"{type(self._optimizer).__name__}(lr={lr})"
+        return (
+            f"{self.name!r}, embedding_dim={self.dim}, optimizer={optimizer}, policy={self.policy}, rows={rows}, "
+            f"tiers=({self.tiers.describe()})"
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A table of its own in memory, with the same rows, slots, metadata, step and epoch. `StateError` with an SSD tier."""
+        if self.directory is not None:
+            raise StateError(
+                f"table {self.name!r} cannot be copied: the files of its SSD tier have one owner. Make a second module with "
+                "budgets of its own (in RAM, or another ssd_dir), and give it the rows: Saver(rank).save(model, path), then "
+                "Saver(rank).load(copy, path)"
+            )
+        if self._closed:
+            raise StateError(f"table {self.name!r} is closed: make a new module to use it again")
+        self._refuse_unusable()
+        made = type(self)(
+            name=self.name,
+            module=self.module,
+            dim=self.dim,
+            tiers=self.tiers,
+            initializer=self.initializer,
+            optimizer=self._optimizer,
+            seed=self.seed,
+            policy=self.policy,
+            on_full=self.on_full,
+            total_num_buckets=self.total_num_buckets,
+            buckets=self.buckets,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+            key=self.key,
+        )
+        memo[id(self)] = made
+        if self._native is not None:
+            made.open()
+            for chunk in self.export():
+                made.import_rows(chunk.ids, chunk.weights, chunk.slots, chunk.metadata)
+            made.native.set_step(self._native.step())
+            made.native.set_epoch(self._native.epoch())
+        return made
+
     def __reduce__(self) -> str:
-        raise StateError(f"table {self.name!r} cannot be copied or pickled: it owns files and memory; export its rows")
+        raise StateError(
+            f"table {self.name!r} cannot be pickled: it owns memory and files; save its rows with Saver(rank).save(model, path), "
+            "or export() them"
+        )
 
 
 def _check_optimizer(optimizer: object) -> OptimizerSpec | None:

@@ -54,6 +54,14 @@ def parse_bytes(field: str, value: int | str) -> int:
     return size
 
 
+def bytes_text(size: int) -> str:
+    """A number of bytes in the largest unit that it fills, such as "20 GiB" or "1.5 MiB"."""
+    unit = max(
+        (unit for unit in _UNITS.items() if unit[1] <= size and unit[0]), key=lambda unit: unit[1], default=("B", 1)
+    )
+    return f"{size / unit[1]:.4g} {unit[0]}"
+
+
 def check_choice(field: str, value: object, choices: Any) -> None:
     """`ConfigError` unless `value` is one of the strings of the Literal `choices`."""
     names = get_args(choices)
@@ -132,6 +140,11 @@ class TierBudgets:
     def host(self) -> int:
         """`host_bytes` in bytes."""
         return int(self.host_bytes)
+
+    def describe(self) -> str:
+        """The tiers and their budgets, for people, such as "host 256 MiB, ssd 20 GiB in cache"."""
+        parts = [("device", self.device, ""), ("host", self.host, ""), ("ssd", self.ssd, f" in {self.ssd_dir}")]
+        return ", ".join(f"{tier} {bytes_text(size)}{where}" for tier, size, where in parts if size)
 
     @property
     def ssd(self) -> int:

@@ -3,11 +3,12 @@
 Shapes: N ids, B bags, D the embedding's width.
 """
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from .lookup import LookupGroup, check_offsets
 from .metrics import TableStats
 from .optimizers import FusedOptimizer, OptimizerSpec
 from .rows import check_float32, ids_array
+from .tracing import as_one_call
 from .whole_model import CacheModule
 
 __all__ = ["EmbCacheEmbedding", "EmbCacheEmbeddingBag"]
@@ -30,7 +32,23 @@ I64 = NDArray[np.int64]
 Mode = Literal["sum", "mean", "max"]
 
 
-class _EmbeddingBase(CacheModule, nn.Module):
+class _ByName:
+    """Refuses the arguments of torch's classes that have no place here, with the call to write instead."""
+
+    def __new__(cls, *positional: object, **settings: object) -> Self:
+        """Any settings by name. Raises `ConfigError` for positional ones and for `num_embeddings`, as `torch.nn` takes them."""
+        if not positional and "num_embeddings" not in settings:
+            return super().__new__(cls)
+        given = [*map(repr, positional), *(f"{name}={value!r}" for name, value in settings.items())]
+        width = settings.get("embedding_dim", positional[1] if len(positional) > 1 else 64)
+        raise ConfigError(
+            f"{cls.__name__}({', '.join(given)}): settings are given by name, and there is no num_embeddings, because every "
+            f"64-bit id has a row and budgets in bytes say how many stay in memory. Write {cls.__name__}(name='item', "
+            f"embedding_dim={width!r}, tiers=TierBudgets(host_bytes='1GiB'), optimizer=optimizers.RowWiseAdagrad(lr=0.02))"
+        )
+
+
+class _EmbeddingBase(CacheModule, nn.Module, _ByName):
     """One table and its lookups. `weight`, empty [0, D], is what `parameters()` shows: freezing it freezes the table."""
 
     def __init__(
@@ -85,10 +103,8 @@ class _EmbeddingBase(CacheModule, nn.Module):
             device=device,
         )
         self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
-        fused = FusedOptimizer([self.weight], [optimizer])
-        self.optimizer = fused
-        # Not by way of `self`: without a cycle a deleted module frees its directory at once.
-        self._group = LookupGroup([self.table], [0], lambda: fused.param_groups, unseen=unseen)
+        self.optimizer = FusedOptimizer([self.weight], [optimizer])
+        self._group = _group_of(self.table, self.optimizer, unseen)
         self._warned_state_dict = False
         self.table.open()
 
@@ -180,10 +196,19 @@ class _EmbeddingBase(CacheModule, nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A module of its own with the same rows, slots, step and numbers. `StateError` where there is an SSD tier."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            if name != "_group":
+                made.__dict__[name] = copy.deepcopy(value, memo)
+        made.__dict__["_group"] = _group_of(made.table, made.optimizer, self._group.unseen)
+        return made
+
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
-        table = self.table
-        return f"{table.name!r}, embedding_dim={table.dim}, optimizer={table.spec.kind}, policy={table.policy}"
+        return self.table.describe(self.hyperparameters(self.table.name))
 
 
 class EmbCacheEmbedding(_EmbeddingBase):
@@ -196,6 +221,9 @@ class EmbCacheEmbedding(_EmbeddingBase):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input`: int64 or int32, any shape; gives float32 of that shape and D."""
+        traced = as_one_call(self, input)
+        if traced is not None:
+            return cast(Tensor, traced)
         ids, present = self._ids(input)
         out = self._group.sequence(ids, _splits(ids), train=self._trains, anchor=self.weight)
         if present is not None:
@@ -223,20 +251,67 @@ class EmbCacheEmbeddingBag(_EmbeddingBase):
     Ids equal to `padding_idx` are left out of their bags, of the mean's divisor too.
     """
 
-    def __init__(self, *, mode: Mode = "mean", include_last_offset: bool = False, **settings: Any) -> None:
-        """`settings` are those of `EmbCacheEmbedding`."""
+    def __init__(
+        self,
+        *,
+        name: str,
+        embedding_dim: int,
+        tiers: TierBudgets,
+        optimizer: OptimizerSpec,
+        mode: Mode = "mean",
+        include_last_offset: bool = False,
+        initializer: Initializer | None = None,
+        seed: int = 0,
+        padding_idx: int | None = None,
+        policy: Policy = "s3fifo",
+        on_full: OnFull = "error",
+        unseen: Unseen = "initial",
+        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_norm: None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> None:
+        """Settings but `mode` and `include_last_offset` are those of `EmbCacheEmbedding`."""
         if mode == "max":
             raise UnsupportedError("mode='max': the fused backward sums; use mode='sum' or 'mean'")
         check_choice("mode", mode, Literal["sum", "mean"])
-        super().__init__(**settings)
+        super().__init__(
+            name=name,
+            embedding_dim=embedding_dim,
+            tiers=tiers,
+            optimizer=optimizer,
+            initializer=initializer,
+            seed=seed,
+            padding_idx=padding_idx,
+            policy=policy,
+            on_full=on_full,
+            unseen=unseen,
+            total_num_buckets=total_num_buckets,
+            device=device,
+            dtype=dtype,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+        )
         self.mode: Mode = mode
         self.include_last_offset = include_last_offset
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """[B, D]. `input`: int64 or int32 ids, [N] with `offsets` [B] (or [B + 1] with `include_last_offset`), or [B, L] without.
 
         `per_sample_weights`: float32, of the input's shape, mode "sum" only; gets a gradient, from the rows before the update.
         """
+        traced = as_one_call(self, input, offsets, per_sample_weights)
+        if traced is not None:
+            return cast(Tensor, traced)
         ids, bounds, present = self._bags(input, offsets)
         weights = None
         if per_sample_weights is not None:
@@ -284,6 +359,11 @@ class EmbCacheEmbeddingBag(_EmbeddingBase):
             return ids, bounds, None
         present = ids != self.padding_idx
         return ids[present], np.concatenate([[0], np.cumsum(present)])[bounds], present
+
+
+def _group_of(table: CacheTable, optimizer: FusedOptimizer, unseen: Unseen) -> LookupGroup:
+    """The lookup of a module's one table. It holds no reference to the module: without a cycle, deleting frees at once."""
+    return LookupGroup([table], [0], lambda: optimizer.param_groups, unseen=unseen)
 
 
 def _splits(ids: I64) -> I64:

@@ -1,5 +1,6 @@
 """The collections under DistributedModelParallel, on one, two and four ranks."""
 
+import copy
 import gc
 import tempfile
 import warnings
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.comm_ops import set_gradient_division
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     row_wise,
@@ -473,6 +475,44 @@ def test_two_ranks_resume_from_the_state_that_they_flushed_together(two_ranks):
         assert again == rows
     files = set(results[0][2]) | set(results[1][2])
     assert {"bags/tb/0-of-2", "bags/tb/1-of-2"} <= files
+
+
+def _constrained(_rank: int, world: int, kinds: list[str]) -> str:
+    sharders = [EmbCacheEmbeddingBagCollectionSharder(FUSED), EmbCacheEmbeddingCollectionSharder(FUSED)]
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"),
+        constraints={"ta": ParameterConstraints(sharding_types=kinds)},
+    )
+    model = Model()
+    try:
+        plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)
+        DistributedModelParallel(model, device=CPU, sharders=sharders, plan=plan)
+    except UnsupportedError as error:
+        return str(error)
+    return "sharded"
+
+
+@pytest.mark.parametrize("kind", ["column_wise", "table_row_wise", "table_column_wise", "data_parallel"])
+def test_a_constraint_that_demands_an_unsupported_sharding_is_refused_on_every_rank(two_ranks, kind):
+    for told in two_ranks.run(_constrained, [kind]):
+        assert f"table 'ta': sharding_type='{kind}' is not supported yet" in told
+
+
+def test_a_constraint_that_allows_a_supported_sharding_too_is_met(two_ranks):
+    assert two_ranks.run(_constrained, ["column_wise", "row_wise"]) == ["sharded", "sharded"]
+
+
+def test_a_sharded_model_is_not_copied_and_prints_its_shards(two_ranks):
+    for refused, shown in two_ranks.run(_copied):
+        assert "cannot be copied" in refused
+        assert "'ta', embedding_dim=16, optimizer=RowWiseAdagrad(lr=0.02)" in shown
+
+
+def _copied(_rank: int, _world: int) -> tuple[str, str]:
+    model = sharded(Model(), ROW_WISE, {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02})
+    with pytest.raises(StateError) as refused:
+        copy.deepcopy(model)
+    return str(refused.value), repr(model)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -25,7 +25,7 @@ RUST_LAYERS = [
     {"checkpoint"},
 ]
 # Module: the modules of the package it may import, those that these import included.
-_BASE = {"exceptions", "config", "initializers", "optimizers", "metrics", "publish", "collective"}
+_BASE = {"exceptions", "config", "initializers", "optimizers", "metrics", "publish", "collective", "tracing"}
 _TABLE = _BASE | {"kernels", "rows", "cache"}
 _CACHE = _TABLE | {"lookahead", "lookup", "whole_model"}
 PYTHON_IMPORTS = {
@@ -36,6 +36,7 @@ PYTHON_IMPORTS = {
     "publish": {"exceptions", "config"},
     "initializers": {"exceptions", "config"},
     "optimizers": {"exceptions", "config"},
+    "tracing": set(),
     "kernels": _BASE,
     "rows": {"exceptions"},
     "cache": _BASE | {"kernels", "rows"},
@@ -60,6 +61,7 @@ PYTHON_IMPORTS = {
 RESERVED = {
     "torchrec": {"modules", "sharded", "train_pipeline"},
     "torchrec_embcache._native": {
+        "__init__",  # the version
         "cache",
         "rows",
         "kernels",

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from torchrec_embcache import __version__
 from torchrec_embcache.exceptions import EmbCacheError
 
 from .checkpoints import compact, inspect, reshard, verify
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at checkpoints of embedding tables, check, compare, merge, convert and divide them.",
         epilog="exit status: 0 done, 1 damage or differences found, 2 wrong usage, 3 it could not be done",
     )
+    parser.add_argument("--version", action="version", version=f"embcache {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     checkpoint = "a directory of checkpoints (its newest is taken), or one checkpoint in it"
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -20,17 +20,20 @@ from torchrec_embcache.collective import is_distributed
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.tracing import as_one_call
 from torchrec_embcache.whole_model import CacheModule
 
 from .configs import CacheConfig, EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig, as_cache_configs
 from .features import check_features, in_order
 from .optimizer import TableOptimizer
 from .optimizer_choice import choose_optimizer, no_optimizer_error
-from .tables import ModuleTables, Shard, table_weights, trainable, zero_row_parameter
+from .tables import ModuleTables, Shard, table_weights, tables_text, trainable, zero_row_parameter
 
 __all__ = ["EmbCacheEmbeddingBagCollection", "EmbCacheEmbeddingCollection"]
 
 _IMPORT_ROWS = 65_536
+# Where `apply_optimizer_in_backward` notes what it was given.
+_OPTIMIZER_CHOICE = ("_optimizer_classes", "_optimizer_kwargs")
 
 
 class _Collection(CacheModule, FusedOptimizerModule):
@@ -155,6 +158,27 @@ class _Collection(CacheModule, FusedOptimizerModule):
         tables.take_rows(self._tables.hand_over())
         return tables
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A module of its own, with the same rows, slots, steps and numbers. `StateError` where a table has an SSD tier."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = copy.deepcopy(value, memo) if name != "_lookup" else None
+        for name, param in self.weights().items():
+            # torch copies a parameter without its attributes: here they say which optimizer a table is to have.
+            chosen = {key: param.__dict__[key] for key in _OPTIMIZER_CHOICE if key in param.__dict__}
+            made.weights()[name].__dict__.update(chosen)
+        if self._lookup is not None:
+            # Numbers that were changed since: a learning rate that a scheduler has lowered.
+            for now, group in zip(self.fused_optimizer.param_groups, made.fused_optimizer.param_groups, strict=True):
+                group.update({key: value for key, value in now.items() if key != "params"})
+        return made
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows: a line for each table."""
+        groups = self._lookup[0].groups if self._lookup is not None else {}
+        return tables_text(self._tables, groups)
+
     def planned_rows(self, name: str) -> int:
         """What the planner takes for the size of a table: the rows that its budgets in RAM hold, at most those expected."""
         table = self._tables[name]
@@ -268,8 +292,12 @@ class EmbCacheEmbeddingBagCollection(_Collection, EmbeddingBagCollection):
         made._import_weights(collection.embedding_bags)
         return made
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows, a column block for each feature of each table."""
+        """Pooled rows, a column block for each feature of each table. `torch.compile` breaks its graph here."""
+        traced = as_one_call(self, features)
+        if traced is not None:
+            return traced
         features, lookup, train = self._start(features, weighted=self._is_weighted)
         values = lookup.pooled(
             features.values().cpu().numpy(),
@@ -329,8 +357,12 @@ class EmbCacheEmbeddingCollection(_Collection, EmbeddingCollection):
         made._import_weights(collection.embeddings)
         return made
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """The row of each id, by feature."""
+        """The row of each id, by feature. `torch.compile` breaks its graph here."""
+        traced = as_one_call(self, features)
+        if traced is not None:
+            return cast(dict[str, JaggedTensor], traced)
         features, lookup, train = self._start(features, weighted=False)
         counts = features.length_per_key()
         splits = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])

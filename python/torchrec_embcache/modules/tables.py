@@ -2,7 +2,6 @@
 
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from .configs import CacheConfig, num_buckets, table_initializer
 from .optimizer import TableOptimizer
 from .optimizer_choice import no_optimizer_error
 
-__all__ = ["ModuleTables", "Shard", "split_budgets", "table_weights", "trainable", "zero_row_parameter"]
+__all__ = ["ModuleTables", "Shard", "split_budgets", "table_weights", "tables_text", "trainable", "zero_row_parameter"]
 
 
 @dataclass(frozen=True)
@@ -250,27 +249,29 @@ class ModuleTables(Mapping[str, CacheTable]):
 
     def warn_on_state_dict(self, module: Any) -> None:
         """Say once, when `module.state_dict()` is taken while there are rows, that it does not hold them."""
-        warned = False
-        tables = weakref.ref(self)
+        module.register_state_dict_pre_hook(_warn_that_rows_are_elsewhere)
 
-        def hook(owner: nn.Module, prefix: str, keep_vars: bool) -> None:
-            nonlocal warned
-            del owner, keep_vars
-            mine = tables()
-            if warned or mine is None:
-                return
-            rows = {name: len(table) for name, table in mine.items() if table.is_open}
-            if any(rows.values()):
-                warned = True
-                named = ", ".join(f"{name!r} ({count})" for name, count in rows.items() if count)
-                warnings.warn(
-                    f"state_dict() of {prefix.rstrip('.') or type(module).__name__} holds no rows of tables {named}: save them "
-                    "with torchrec_embcache.saver.Saver, or with the DCP writer",
-                    EmbCacheWarning,
-                    stacklevel=2,
-                )
 
-        module.register_state_dict_pre_hook(hook)
+def _warn_that_rows_are_elsewhere(module: Any, prefix: str, keep_vars: bool) -> None:
+    """Before a `state_dict()`. Of the module that is asked, which may be a copy of the one that this was registered with."""
+    del keep_vars
+    if module.__dict__.get("_warned_state_dict"):
+        return
+    rows = {name: len(table) for name, table in module.tables.items() if table.is_open}
+    if any(rows.values()):
+        module.__dict__["_warned_state_dict"] = True
+        named = ", ".join(f"{name!r} ({count})" for name, count in rows.items() if count)
+        warnings.warn(
+            f"state_dict() of {prefix.rstrip('.') or type(module).__name__} holds no rows of tables {named}: save them "
+            "with torchrec_embcache.saver.Saver, or with the DCP writer",
+            EmbCacheWarning,
+            stacklevel=3,
+        )
+
+
+def tables_text(tables: Mapping[str, CacheTable], groups: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each table, for `print(module)`; `groups` has the optimizers' numbers as they are now, by table."""
+    return "\n".join(f"{table.describe(groups.get(name))}" for name, table in tables.items())
 
 
 def _in_buckets(ids: torch.Tensor, table: CacheTable) -> torch.Tensor:

@@ -17,10 +17,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.collective import all_gather, raise_on_every_rank
-from torchrec_embcache.exceptions import InputError, UnsupportedError
+from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
 from torchrec_embcache.modules.features import check_features, in_order
 from torchrec_embcache.modules.optimizer_choice import no_optimizer_error
-from torchrec_embcache.modules.tables import ModuleTables, Shard, table_weights, trainable, zero_row_parameter
+from torchrec_embcache.modules.tables import (
+    ModuleTables,
+    Shard,
+    table_weights,
+    tables_text,
+    trainable,
+    zero_row_parameter,
+)
 from torchrec_embcache.whole_model import CacheModule
 
 from .lookup import CacheLookup, PlannedFeatures
@@ -190,6 +197,17 @@ class ShardedCacheModule(CacheModule):
                 if name in mine and step > mine[name]:
                     mine[name] = step
                     self._cache[name].native.set_step(step)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise StateError(
+            f"{self._owner} cannot be copied: its tables are shared by ranks that talk to each other. Make a second model, and "
+            "give it the rows: Saver().save(model, path), then Saver().load(copy, path)"
+        )
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows: a line for this rank's shard of each table."""
+        groups = {name: group for lookup in self._lookups for name, group in lookup.fused_optimizer.groups.items()}
+        return tables_text(self._cache, groups)
 
     def reset_parameters(self) -> None:
         """Nothing: rows are born one by one."""

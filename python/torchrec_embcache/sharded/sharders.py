@@ -1,6 +1,8 @@
 """The sharders that `DistributedModelParallel` and TorchRec's planner take."""
 
 import copy
+import sys
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -71,9 +73,13 @@ class _CacheSharder(Generic[M, S]):
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Row-wise (by bucket) and table-wise, on any device."""
+        """Row-wise (by bucket) and table-wise, on any device.
+
+        Where the planner asks for a table whose constraint allows neither: what the constraint allows. The planner runs on the
+        first rank alone, where an error would leave the others waiting; `shard` refuses such a plan on every rank.
+        """
         del compute_device_type
-        return list(SHARDING_TYPES)
+        return list(SHARDING_TYPES) + _demanded_by(sys._getframe(1).f_locals)  # noqa: SLF001
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """The planner prices our kernel as TorchRec's fused one: it knows no bandwidth of customised kernels."""
@@ -124,6 +130,17 @@ class _CacheSharder(Generic[M, S]):
         raise UnsupportedError(
             "moving the shards of a live module is not supported yet: save with Saver and load into the new plan"
         )
+
+
+def _demanded_by(planner: Mapping[str, Any]) -> list[str]:
+    """The sharding types that a planner's constraint demands of a table, where it allows none of ours.
+
+    `planner` has the variables of TorchRec's enumerator as it asks: itself, `self`, and the table's name, `name`. It tells a
+    sharder neither.
+    """
+    constraints = getattr(planner.get("self"), "_constraints", None) or {}
+    demanded = getattr(constraints.get(planner.get("name")), "sharding_types", None) or []
+    return [] if set(demanded) & set(SHARDING_TYPES) else list(demanded)
 
 
 def _meta_parameter(module: Any, name: str, param: nn.Parameter) -> nn.Parameter:

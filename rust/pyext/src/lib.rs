@@ -37,6 +37,7 @@ fn table_key(name: &str) -> u64 {
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ReservingAllocator::keep_reserve();
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<table::PyTable>()?;
     module.add_class::<table::PyExport>()?;
     module.add_class::<lookup::PyLookup>()?;
