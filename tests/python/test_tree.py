@@ -74,7 +74,7 @@ RESERVED = {
         "dcp",
         "cli",
     },
-    "torch.distributed.checkpoint": {"dcp"},
+    "torch.distributed.checkpoint": {"dcp", "cli"},
     "megatron": {"megatron"},
 }
 SKIPPED = {

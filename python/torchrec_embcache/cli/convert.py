@@ -133,6 +133,12 @@ def _import(tables: list[StoredTable], root: str, settings: Settings) -> list[di
 
 def _spec(table: StoredTable, settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
     """A table as the manifest describes it, and its slots: torch's name to the layout's."""
+    if unread := {slot: why for slot, why in table.unread.items() if slot not in settings.skip}:
+        raise UnsupportedError(
+            f"table {table.name!r}: "
+            + "; ".join(f"the slot {slot} cannot be read: {why}" for slot, why in unread.items())
+            + f": leave it out with {' '.join(f'--skip {slot}' for slot in unread)}, and it starts at zero"
+        )
     present = tuple(slot for slot in table.slots if slot not in settings.skip)
     names = _UNNAMED.get(present, present)
     described = table.description or {}

@@ -5,11 +5,13 @@
 - `recis`: safetensors with a tensor `<table>.id/part_<i>_<n>` for each shard, beside it `.embedding` and one for each slot.
 - `safetensors`: `<table>/*.safetensors` (or the files of one table alone) with `id`, `weight` and one tensor for each slot.
 - `npy`: `<table>/id.npy`, `weight.npy` and one for each slot.
+- `torchrec-dcp`: a checkpoint that `torch.distributed.checkpoint` wrote of TorchRec's own tables; see `torchrec_dcp`.
 
 The first two were read from the sources of RecSDK's torchrec_embcache and of RecIS 1.2.
 """
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -53,7 +55,7 @@ class StoredTable:
 
     `slots`: width of each slot, by name: the embedding's, or 0 for one number a row. `chunks` gives columns `id` `[n]` int64,
     `weight` `[n, D]`, each slot `[n, D]` or `[n]`, fp32, and what there is of the metadata. `description`: the manifest's entry
-    of a table that we wrote.
+    of a table that we wrote. `unread`: slots that cannot be read, by name, each with the reason.
     """
 
     name: str
@@ -63,6 +65,7 @@ class StoredTable:
     chunks: Callable[[], Iterator[Columns]]
     description: dict[str, Any] | None = None
     skipped: tuple[str, ...] = field(default=())
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
 def recognise(path: Path) -> str:
@@ -70,6 +73,7 @@ def recognise(path: Path) -> str:
     if (path / "LATEST").is_file() or (path / "manifest.json").is_file():
         return "embcache"
     for name, marks in {
+        "torchrec-dcp": (".metadata",),
         "recsdk": ("*/key/slice.data", "*/rank*/key/slice.data"),
         "npy": ("*/id.npy", "id.npy"),
         "recis": ("torch_rank_weights_embs_table_multi_shard.json", "index"),
@@ -381,9 +385,22 @@ def _npy(path: Path) -> Iterator[StoredTable]:
         yield _of_parts(folder.name, [columns], columns["weight"].shape[1], _described(folder))
 
 
+def _torchrec_dcp(path: Path) -> Iterator[StoredTable]:
+    from .torchrec_dcp import read_tables
+
+    tables, skipped = read_tables(path)
+    for at, table in enumerate(tables):
+        row_bytes = 4 * table.dim * (1 + len(table.slots)) + 8
+        chunks = functools.partial(table.chunks, _chunk_rows(row_bytes))
+        described = {"module": table.module}
+        left = tuple(skipped) if at == 0 else ()
+        yield StoredTable(table.name, table.rows, table.dim, table.slots, chunks, described, left, table.unread)
+
+
 READERS: dict[str, Callable[[Path], Iterator[StoredTable]]] = {
     "recsdk": _recsdk,
     "recis": _recis,
     "safetensors": _safetensors,
     "npy": _npy,
+    "torchrec-dcp": _torchrec_dcp,
 }

@@ -1,0 +1,400 @@
+"""Layout `torchrec-dcp`: what `torch.distributed.checkpoint.save` wrote of a model with TorchRec's own tables.
+
+- `.metadata`: a pickle that lists every tensor, its chunks, and where each chunk lies. It is read by an unpickler that knows the
+  classes of that list and nothing else, so it runs no code of whoever wrote it.
+- `*.distcp`: the chunks, each as `torch.save` wrote it: a zip file whose one tensor is stored as it is. Rows are read from a
+  mapping of that place, some at a time, and no pickle of it is trusted for more than a shape.
+
+A table is a tensor `<path>.embedding_bags.<table>.weight` or `<path>.embeddings.<table>.weight`, [rows, dim]. Its optimizer slots
+are the tensors `….<table>.weight.<table>.<slot>` of `KeyedOptimizer.state_dict()`. The id of a row is its number.
+"""
+
+import io
+import itertools
+import math
+import os
+import pickle
+import re
+import stat
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
+
+__all__ = ["METADATA_FILE", "DcpTable", "read_tables"]
+
+METADATA_FILE = ".metadata"
+_MAX_METADATA_BYTES = 1 << 30
+_TABLE = re.compile(r"(?:(?P<module>.+)\.)?(?P<kind>embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight")
+_SLOT = re.compile(
+    r"(?:(?P<module>.+)\.)?(?P<kind>embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight\.(?P=table)\.(?P<slot>[^.]+)"
+)
+#: The numbers of an optimizer that are no slot of rows.
+_NO_SLOT = frozenset({"iter", "step", "learning_rate"})
+#: What a list of tensors needs. Anything else in it is not looked up, and so never called.
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "torch": frozenset(
+        {"Size", *(str(kind).removeprefix("torch.") for kind in vars(torch).values() if isinstance(kind, torch.dtype))}
+    ),
+    "collections": frozenset({"OrderedDict"}),
+    "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise UnsupportedError(f"it names {module}.{name}, which no list of tensors needs, and which is not loaded")
+        return super().find_class(module, name)
+
+
+def _damaged(path: Path, what: str, expected: object, found: object) -> CorruptionError:
+    error = CorruptionError(f"{path}: {what}: expected {expected}, found {found}")
+    error.filename = str(path)
+    return error
+
+
+# ---- where chunks lie
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A rectangle of a tensor, and where `torch.save` wrote it."""
+
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    length: int
+
+    def values(self) -> NDArray[np.float32]:
+        """The rectangle, as a mapping that reads where it is used."""
+        with open(self.file, "rb", opener=_open_regular) as whole:
+            part = _Part(whole, self.offset, self.length, self.file)
+            try:
+                # Shape, strides and place alone: on "meta" the numbers are not read.
+                tensor = torch.load(io.BufferedReader(part), map_location="meta", weights_only=True)
+                with zipfile.ZipFile(part) as archive:
+                    stored = [entry for entry in archive.infolist() if "/data/" in f"/{entry.filename}"]
+                    begin = self._begin(whole, stored)
+            except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+                raise _damaged(self.file, f"offset {self.offset}", "a tensor of torch.save", error) from error
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or tensor.dtype != torch.float32
+                or tuple(tensor.shape) != self.shape
+            ):
+                found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)
+                raise _damaged(self.file, f"offset {self.offset}", f"float32 {list(self.shape)}", found)
+            return _strided(whole, begin, stored[0].file_size, tensor, self.file)
+
+    def _begin(self, whole: io.BufferedReader, stored: list[zipfile.ZipInfo]) -> int:
+        """Where the tensor's storage begins in the file."""
+        if len(stored) != 1 or stored[0].compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{len(stored)} storages, or one that is compressed, and not one that is stored as it is")
+        header = self.offset + stored[0].header_offset
+        whole.seek(header)
+        local = whole.read(30)
+        if len(local) < 30:
+            raise ValueError("the file ends in the header of a storage")
+        # The local header of a zip entry: 30 bytes, of which the last four say how long the name and the extra field are.
+        begin = header + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+        if begin + stored[0].file_size > self.offset + self.length:
+            raise ValueError("a storage that goes past the end of its chunk")
+        return begin
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file, as a file of their own."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, length: int, path: Path) -> None:
+        size = os.fstat(file.fileno()).st_size
+        if offset < 0 or length < 0 or offset + length > size:
+            raise _damaged(path, "the file's length", f"at least {offset + length}", size)
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self._length - self._at))
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(wanted)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _damaged(Path(path), "what is there", "a regular file", "something else")
+    return fd
+
+
+def _strided(file: io.BufferedReader, begin: int, size: int, tensor: torch.Tensor, path: Path) -> NDArray[np.float32]:
+    """A mapping of a storage of `size` bytes at `begin`, seen with the tensor's strides."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if not math.prod(shape):
+        return np.empty(shape, np.float32)
+    last = tensor.storage_offset() + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    if min(strides, default=0) < 0 or tensor.storage_offset() < 0 or 4 * (last + 1) > size:
+        raise _damaged(path, f"offset {begin}", f"at least {4 * (last + 1)} bytes of numbers", size)
+    flat = np.memmap(file, np.float32, "r", offset=begin, shape=(size // 4,))[tensor.storage_offset() :]
+    return np.lib.stride_tricks.as_strided(flat, shape, tuple(4 * stride for stride in strides), writeable=False)
+
+
+# ---- tensors
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor in chunks that cover it exactly once."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: Sequence[_Chunk]
+
+    def reader(self) -> Callable[[int, int], NDArray[np.float32]]:
+        """A function that gives rows [begin, end)."""
+        mapped = [(chunk, chunk.values()) for chunk in self.chunks]
+
+        def read(begin: int, end: int) -> NDArray[np.float32]:
+            out = np.empty((end - begin, *self.shape[1:]), np.float32)
+            for chunk, values in mapped:
+                first, last = max(begin, chunk.begin[0]), min(end, chunk.begin[0] + chunk.shape[0])
+                if first < last:
+                    rows = values[first - chunk.begin[0] : last - chunk.begin[0]]
+                    if len(self.shape) == 1:
+                        out[first - begin : last - begin] = rows
+                    else:
+                        column = chunk.begin[1]
+                        out[first - begin : last - begin, column : column + chunk.shape[1]] = rows
+            return out
+
+        return read
+
+
+def _sizes(path: Path, name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or not all(isinstance(value, int) and 0 <= value < 1 << 48 for value in values):
+        raise _damaged(path, f"the sizes of {name!r}", "non-negative integers", repr(values))
+    return tuple(values)
+
+
+def _tensor(path: Path, folder: Path, metadata: Metadata, name: str) -> _Tensor:
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata), "the caller picked tensors"
+    if getattr(entry.properties, "dtype", None) != torch.float32:
+        raise UnsupportedError(f"{name!r} is {getattr(entry.properties, 'dtype', None)}: only float32 is read")
+    shape = _sizes(path, name, entry.size)
+    places: dict[tuple[int, ...], Any] = {
+        index.offset: place for index, place in metadata.storage_data.items() if index.fqn == name
+    }
+    chunks = []
+    for chunk in entry.chunks:
+        begin, size = _sizes(path, name, chunk.offsets), _sizes(path, name, chunk.sizes)
+        place = places.get(chunk.offsets)
+        if place is None or len(begin) != len(shape) or len(size) != len(shape):
+            raise _damaged(path, f"{name!r}", "a place for each chunk", f"none for the one at {begin}")
+        if place.transform_descriptors:
+            raise UnsupportedError(
+                f"{name!r} is stored with {list(place.transform_descriptors)}: save it without transforms"
+            )
+        file = place.relative_path
+        if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
+            raise _damaged(path, f"the file of {name!r}", "a name in the directory", repr(file))
+        if not all(isinstance(number, int) for number in (place.offset, place.length)):
+            raise _damaged(path, f"the place of {name!r}", "integers", repr(place))
+        chunks.append(_Chunk(begin, size, folder / file, place.offset, place.length))
+    _check_cover(path, name, shape, chunks)
+    return _Tensor(name, shape, chunks)
+
+
+def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> None:
+    """`CorruptionError` unless every number of the tensor lies in exactly one chunk."""
+    covered = 0
+    for at, chunk in enumerate(chunks):
+        inside = all(
+            begin + size <= length for begin, size, length in zip(chunk.begin, chunk.shape, shape, strict=True)
+        )
+        overlaps = any(_overlap(chunk, other) for other in chunks[:at])
+        if not inside or overlaps:
+            raise _damaged(path, f"{name!r}", "chunks beside each other", f"{chunk.shape} at {chunk.begin}")
+        covered += math.prod(chunk.shape)
+    if covered != math.prod(shape):
+        raise _damaged(path, f"{name!r}", f"chunks with all {math.prod(shape)} numbers", covered)
+
+
+def _overlap(one: _Chunk, other: _Chunk) -> bool:
+    return all(
+        max(a, b) < min(a + of_a, b + of_b)
+        for a, of_a, b, of_b in zip(one.begin, one.shape, other.begin, other.shape, strict=True)
+    )
+
+
+# ---- tables
+
+
+@dataclass(frozen=True)
+class DcpTable:
+    """A table: path of its module, name, rows, width, and its slots' widths (the embedding's, or 0 for one number a row).
+
+    `unread`: slots that no table here can have, by name, each with the reason.
+    """
+
+    module: str
+    name: str
+    rows: int
+    dim: int
+    slots: dict[str, int]
+    weight: _Tensor
+    slot_tensors: dict[str, _Tensor]
+    unread: dict[str, str]
+
+    def chunks(self, rows: int) -> Iterator[dict[str, NDArray[Any]]]:
+        """Columns `id` [n] int64, `weight` [n, D] and each slot, float32, at most `rows` rows at a time."""
+        readers = {"weight": self.weight.reader()} | {
+            name: tensor.reader() for name, tensor in self.slot_tensors.items()
+        }
+        for begin in range(0, self.rows, rows):
+            end = min(begin + rows, self.rows)
+            columns: dict[str, NDArray[Any]] = {"id": np.arange(begin, end)}
+            yield columns | {name: read(begin, end) for name, read in readers.items()}
+
+
+def _read_metadata(path: Path) -> Metadata:
+    with open(path, "rb", opener=_open_regular) as file:
+        if (length := os.fstat(file.fileno()).st_size) > _MAX_METADATA_BYTES:
+            raise _damaged(path, "the file's length", f"at most {_MAX_METADATA_BYTES}", length)
+        try:
+            found = _Unpickler(file).load()
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{path}: {error}") from error
+        except Exception as error:  # whatever a pickle that is none makes the unpickler do
+            raise _damaged(path, "the metadata", "a pickle of torch.distributed.checkpoint", error) from error
+    if not isinstance(found, Metadata):
+        raise _damaged(path, "the metadata", "torch.distributed.checkpoint's Metadata", type(found).__name__)
+    return found
+
+
+def read_tables(folder: Path) -> tuple[list[DcpTable], list[str]]:
+    """The tables in the directory of a checkpoint, and the names of all that is no table's.
+
+    Raises `CorruptionError`, `UnsupportedError` (another type than float32, compressed chunks) and `InputError` (two tables of one
+    module and name).
+    """
+    path = folder / METADATA_FILE
+    metadata = _read_metadata(path)
+    try:
+        return _tables(path, folder, metadata)
+    except (AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _damaged(path, "the metadata", "torch.distributed.checkpoint's Metadata", error) from error
+
+
+def _tables(path: Path, folder: Path, metadata: Metadata) -> tuple[list[DcpTable], list[str]]:
+    tensors = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
+    tables = {name: match for name in tensors if (match := _TABLE.fullmatch(name))}
+    slots: dict[str, dict[str, str]] = {name: {} for name in tables}
+    used = set(tables)
+    for name in tensors:
+        if match := _SLOT.fullmatch(name):
+            used.add(name)
+            if match["slot"] not in _NO_SLOT:
+                slots[_owner(path, name, match, tables)][match["slot"]] = name
+    found = []
+    for name, match in sorted(tables.items()):
+        weight = _tensor(path, folder, metadata, name)
+        if len(weight.shape) != 2:
+            raise InputError(f"{path}: {name!r} has shape {list(weight.shape)} and needs [rows, dim]")
+        stored = {slot: _tensor(path, folder, metadata, of) for slot, of in sorted(slots[name].items())}
+        widths = {slot: _width(tensor, weight) for slot, tensor in stored.items()}
+        found.append(
+            DcpTable(
+                module=match["module"] or "",
+                name=match["table"],
+                rows=weight.shape[0],
+                dim=weight.shape[1],
+                slots={slot: width for slot, width in widths.items() if isinstance(width, int)},
+                weight=weight,
+                slot_tensors={slot: tensor for slot, tensor in stored.items() if isinstance(widths[slot], int)},
+                unread={slot: why for slot, why in widths.items() if isinstance(why, str)},
+            )
+        )
+    return found, [str(name) for name in metadata.state_dict_metadata if name not in used]
+
+
+def _owner(path: Path, name: str, slot: re.Match[str], tables: dict[str, re.Match[str]]) -> str:
+    """The weight that a slot belongs to: of the tables of its name the one whose module path ends most like the slot's.
+
+    A model and its optimizer have prefixes of their own in a state, such as `model.` and `optim.state.`, so paths differ in front.
+    """
+    alike = {
+        weight: _common_end(slot["module"], match["module"])
+        for weight, match in tables.items()
+        if match["table"] == slot["table"] and match["kind"] == slot["kind"]
+    }
+    most = max(alike.values(), default=0)
+    owners = [weight for weight, length in alike.items() if length == most]
+    if len(owners) != 1:
+        raise InputError(
+            f"{path}: {name!r} may belong to any of {owners}: convert a checkpoint in which one table has this name"
+            if owners
+            else f"{path}: {name!r} is a slot of a table whose weights are not there"
+        )
+    return owners[0]
+
+
+def _common_end(one: str | None, other: str | None) -> int:
+    """How many parts of two paths are equal, from the end."""
+    pairs = zip(reversed((one or "").split(".")), reversed((other or "").split(".")), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _width(tensor: _Tensor, weight: _Tensor) -> int | str:
+    """The width of a slot (0: one number a row), or why a table here cannot have it."""
+    rows = weight.shape[0]
+    if tensor.shape == weight.shape:
+        return weight.shape[1]
+    if tensor.shape in ((rows,), (rows, 1)):
+        return 0
+    why = f"it has the shape {list(tensor.shape)} and the weights have {list(weight.shape)}"
+    if len(tensor.shape) == 1 and rows and tensor.shape[0] % rows == 0:
+        why += " (a table that is sharded by columns has one number a row for each of its shards)"
+    return why
