@@ -25,7 +25,17 @@ RUST_LAYERS = [
     {"checkpoint"},
 ]
 # Module: the modules of the package it may import, those that these import included.
-_BASE = {"exceptions", "config", "initializers", "optimizers", "metrics", "publish", "collective", "tracing"}
+_BASE = {
+    "exceptions",
+    "config",
+    "initializers",
+    "optimizers",
+    "metrics",
+    "publish",
+    "collective",
+    "tracing",
+    "gradients",
+}
 _TABLE = _BASE | {"kernels", "rows", "cache"}
 _CACHE = _TABLE | {"lookahead", "lookup", "whole_model"}
 PYTHON_IMPORTS = {
@@ -37,6 +47,7 @@ PYTHON_IMPORTS = {
     "initializers": {"exceptions", "config"},
     "optimizers": {"exceptions", "config"},
     "tracing": set(),
+    "gradients": {"exceptions"},
     "kernels": _BASE,
     "rows": {"exceptions"},
     "cache": _BASE | {"kernels", "rows"},
