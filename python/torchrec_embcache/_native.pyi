@@ -42,11 +42,12 @@ class Table:
         device_gather: DeviceGather | None,
         ssd_dir: str | None,  # the table's own directory
         ssd_bytes: int,
-        reopen: Literal["resume", "discard"] | None,
+        reopen: Literal["resume", "discard", "auto"] | None,  # auto: resumes resume_token; starts anew where it is None
         resume_token: int | None,
         policy: Literal["lru", "lfu", "s3fifo"],
         on_full: Literal["error", "evict"],
         segments: SnapshotSegments | None = None,  # its contents, in place of whatever is in ssd_dir
+        unfinished: int | None = None,  # with reopen="auto": the newest state there that no flush of several tables completed
     ) -> Table: ...
     name: str
     key: int
@@ -55,6 +56,8 @@ class Table:
     slot_names: list[str]
     vector_floats: int
     def __len__(self) -> int: ...  # rows of the table: those born and not removed, all tiers
+    def version(self) -> int: ...  # changes with every change of the rows, not with moves between tiers
+    def is_closed(self) -> bool: ...
     def step(self) -> int: ...  # training steps so far
     def set_step(self, step: int) -> None: ...
     def advance_step(self) -> None: ...  # a backward without ids on this rank
@@ -77,6 +80,8 @@ class Table:
     def close(self) -> None: ...  # stops background work; does not flush
     @staticmethod
     def published(ssd_dir: str) -> list[int]: ...  # tokens of the states there, whole or not, oldest first
+    @staticmethod
+    def remove_shard(ssd_dir: str) -> None: ...  # a table's own directory, with all in it; InUseError, StateError where other files lie there
 
 # count uint32 [n], last_step uint64 [n], score float32 [n], modified_epoch uint32 [n]
 Meta = tuple[NDArray[np.uint32], NDArray[np.uint64], F32, NDArray[np.uint32]]
@@ -329,6 +334,7 @@ class CheckpointRows:
     def reshard(self, path: str, random: int, world_size: int) -> tuple[str, list[str]]: ...  # written again there: its name, and what could not be removed
 
 def io_engine_name() -> str: ...  # the engine this process uses
+def io_fallback_reason() -> str | None: ...  # why it is not io_uring, where the system refused that
 def table_key(name: str) -> int: ...
 def row_bytes(dim: int, optimizer: str, policy: str) -> tuple[int, int]: ...  # bytes a row takes of host_bytes and of device_bytes
 def check_ssd_dir(ssd_dir: str) -> str: ...  # absolute; PathError, StoragePermissionError: missing, a link, of another, too open, not writable

@@ -5,7 +5,10 @@ Shapes: n rows, D the table's width, V = D * (1 + vector slots) floats of a row'
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -16,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import _native, publish
+from . import _native, disk, lifetime, publish
+from .collective import world_size as ranks_of_process
 from .config import (
     DEFAULT_TOTAL_NUM_BUCKETS,
     OnFull,
@@ -36,6 +40,8 @@ from .rows import FoundRows, RowChunk, RowExport, RowMetadata, float32_array, id
 
 __all__ = ["CacheTable", "FoundRows", "Ids", "RowChunk", "RowExport", "RowMetadata", "Values", "ids_array"]
 
+_log = logging.getLogger(__name__)
+
 #: Ids [n]: integers of 64 bits.
 Ids = Tensor | NDArray[Any] | Sequence[int]
 #: Numbers of a row or of many; nested lists too.
@@ -45,7 +51,9 @@ Values = Tensor | NDArray[Any] | Sequence[Any]
 class CacheTable:
     """One table shard: settings checked at construction, opened at first use or by `open()`.
 
-    The SSD tier's files are in `<ssd_dir>/<module>/<name>/<rank>-of-<world_size>/`, the names percent-encoded.
+    `close()` it, or use it in a `with` statement. A table with an SSD tier that is not closed is flushed when it is dropped and
+    when the process ends, unless other ranks have to take part (see `lifetime`). The SSD tier's files are in
+    `<ssd_dir>/<module>/<name>/<rank>-of-<world_size>/`, the names percent-encoded.
     """
 
     def __init__(
@@ -105,6 +113,10 @@ class CacheTable:
         self._tier: DeviceTier | None = None
         self._native: _native.Table | None = None
         self._closed = False
+        # The version of the rows that a resume finds; None: it finds others, or none.
+        self._flushed: int | None = None
+        self._opened_by = 0
+        self._opened_among_ranks = False
         self._discard = False
         self._unusable: str | None = None
         self._optimizer = _check_optimizer(optimizer)
@@ -196,10 +208,16 @@ class CacheTable:
             return
         directory, reopen = self.directory, "discard" if self._discard else self.tiers.reopen
         published: list[int] = []
-        if directory is not None and reopen == "resume":
+        unfinished: int | None = None
+        if directory is not None and reopen in ("resume", "auto"):
             published = self.published()
-            if resume_token is None:
+            if resume_token is None and reopen == "resume":
                 resume_token = publish.resume_token(str(self.tiers.ssd_dir), directory, published)
+            elif resume_token is None:
+                resume_token = publish.newest_complete(str(self.tiers.ssd_dir), published)
+                if resume_token is None:
+                    unfinished = published[-1] if published else None
+                    disk.say_unflushed(directory)
         tier = None
         if self.device_rows is not None:
             spec = self.spec
@@ -224,6 +242,7 @@ class CacheTable:
             policy=self.policy,
             on_full=self.on_full,
             segments=segments,
+            unfinished=unfinished,
         )
         self._tier = tier
         if resume_token is not None and published[0] < resume_token and self.published()[0] == resume_token:
@@ -235,6 +254,12 @@ class CacheTable:
             )
         if self._unusable is not None:
             self._native.set_unusable(self._unusable)
+        self._opened_by = os.getpid()
+        self._opened_among_ranks = self.world_size > 1 or ranks_of_process() > 1
+        self._flushed = self._native.version() if segments is None else None
+        if directory is not None:
+            lifetime.opened(self)
+        disk.look_after(self, lifetime.open_tables(), resumed=resume_token is not None)
 
     def set_unusable(self, reason: str | None) -> None:
         """Refuse every use (`StateError` with the reason) until this is called with None: the contents are incomplete."""
@@ -374,14 +399,42 @@ class CacheTable:
             slots[spec.slot_names[-1]] = torch.from_numpy(scalars)
         return torch.from_numpy(ids), columns[0].contiguous(), slots, RowMetadata.of(meta)
 
+    @property
+    def ssd_bytes_held(self) -> int:
+        """Bytes of the files of the SSD tier."""
+        ssd = self.native.stats()["ssd"]
+        return int(ssd["bytes"]) if ssd is not None else 0
+
+    @property
+    def of_several_ranks(self) -> bool:
+        """Whether it was opened in a process that is one of several ranks."""
+        return self._opened_among_ranks
+
+    @property
+    def has_unflushed_rows(self) -> bool:
+        """Whether it is open in this process with an SSD tier, and its rows changed since a resume would find them."""
+        native = self._native
+        if native is None or self._closed or self._opened_by != os.getpid() or native.is_closed():
+            return False
+        return bool(self.tiers.ssd) and self._unusable is None and native.version() != self._flushed
+
+    def step(self) -> int:
+        """Training steps so far."""
+        return self.native.step()
+
     def flush(self) -> None:
         """Write every dirty row to the SSD tier and publish one state, which a resume takes. Without an SSD tier: nothing."""
         self._refuse_unusable()
         if self.directory is not None:
-            self.flush_as(publish.new_token(self.published(), shared=False))
+            began = time.monotonic()
+            self.note_flushed(self.flush_as(publish.new_token(self.published(), shared=False)))
+            _log.info("flushed %d rows of table %r in %.1f s", len(self), self.name, time.monotonic() - began)
 
-    def flush_as(self, token: int) -> None:
-        """Flush as the state named `token` (see `publish`); states that a flush of several tables left incomplete are forgotten."""
+    def flush_as(self, token: int) -> int:
+        """Flush as the state named `token` (see `publish`); states that a flush of several tables left incomplete are forgotten.
+
+        Gives the version of the rows that the state has, for `note_flushed`.
+        """
         for other in self.published():
             try:
                 complete = publish.is_complete(str(self.tiers.ssd_dir), other)
@@ -389,7 +442,14 @@ class CacheTable:
                 complete = False
             if not complete:
                 self.native.forget_published(other)
+        # Read first: what is trained meanwhile may be in the state or not.
+        version = self.native.version()
         self.native.flush(token)
+        return version
+
+    def note_flushed(self, version: int) -> None:
+        """A resume finds the rows of this version from now on."""
+        self._flushed = version
 
     def close(self) -> None:
         """Flush and close; harmless twice. The tiers are closed even when the flush fails, which raises."""
@@ -403,6 +463,11 @@ class CacheTable:
             self._closed = True
             if self._native is not None:
                 self._native.close()
+
+    def __del__(self) -> None:
+        # The constructor may have raised before there was anything to ask for.
+        with contextlib.suppress(Exception):
+            lifetime.dropped(self)
 
     def __enter__(self) -> Self:
         return self

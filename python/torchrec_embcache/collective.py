@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .exceptions import EmbCacheError, StateError
 
-__all__ = ["Group", "all_gather", "is_distributed", "raise_on_every_rank", "rank", "together"]
+__all__ = ["Group", "all_gather", "is_distributed", "raise_on_every_rank", "rank", "together", "world_size"]
 
 T = TypeVar("T")
 
@@ -22,6 +22,11 @@ def is_distributed() -> bool:
 def rank() -> int:
     """This process's rank in the default process group; 0 without one."""
     return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """How many ranks the default process group has; 1 without one."""
+    return dist.get_world_size() if is_distributed() else 1
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -19,17 +19,19 @@ __all__ = [
     "check_int",
     "check_name",
     "parse_bytes",
+    "parse_interval",
 ]
 
 Policy = Literal["lru", "lfu", "s3fifo"]
 OnFull = Literal["error", "evict"]
 Unseen = Literal["initial", "zeros"]
-Reopen = Literal["resume", "discard"]
+Reopen = Literal["resume", "discard", "auto"]
 
 # A prime, for ids whose low bits say little. Fixed for the life of a table.
 DEFAULT_TOTAL_NUM_BUCKETS = 4093
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -60,6 +62,23 @@ def bytes_text(size: int) -> str:
         (unit for unit in _UNITS.items() if unit[1] <= size and unit[0]), key=lambda unit: unit[1], default=("B", 1)
     )
     return f"{size / unit[1]:.4g} {unit[0]}"
+
+
+def parse_interval(field: str, value: object) -> int | float:
+    """A number of steps as an int, or a duration such as "30s", "10min", "1.5h" or "1d" in seconds as a float; `ConfigError` names
+    `field`.
+    """
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        seconds = float(match[1]) * _SECONDS[match[2]] if match is not None and match[2] in _SECONDS else 0.0
+        if seconds > 0:
+            return seconds
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ConfigError(
+        f"{field}={value!r} is no interval: give a number of steps from 1, or a duration above 0 with s, min, h or d, such as "
+        '"10min"'
+    )
 
 
 def check_choice(field: str, value: object, choices: Any) -> None:
@@ -102,9 +121,16 @@ class TierBudgets:
     - `device_bytes`: the device tier. On the CPU 0 (the default) runs the kernels on the host tier's rows in place; a value
       makes a device tier of CPU tensors.
     - `host_bytes`: the host tier. Mandatory.
-    - `ssd_bytes`, `ssd_dir`: the SSD tier, all its files together; 0 bytes or no directory: none. The last tier holds every row.
-    - `reopen`: a directory that holds a table's files is opened only with "resume" (go on from the last flush) or "discard"
-      (remove them).
+    - `ssd_bytes`, `ssd_dir`: the SSD tier, all its files together; with neither there is none, and one without the other is a
+      `ConfigError`. The last tier holds every row.
+    - `reopen`: a directory that holds a table's files is opened only with "resume" (go on from the last flush), "discard" (remove
+      them) or "auto" (go on from the last flush, and start anew where there is none). The last two also remove what a run with
+      another number of ranks left of the table.
+    - `flush_every`: flush the SSD tiers while training, every so many steps (an int) or so often ("30s", "10min", "2h"), before the
+      forward that comes next; None: only when `flush` or `close` is called. A process that is killed loses what it trained since.
+
+    For example `TierBudgets(host_bytes="1GiB", ssd_bytes="100GiB", ssd_dir="cache", reopen="auto", flush_every="10min")` goes on
+    where the run before stopped, however it did.
     """
 
     device_bytes: int | str = 0
@@ -112,6 +138,7 @@ class TierBudgets:
     ssd_bytes: int | str = 0
     ssd_dir: str | os.PathLike[str] | None = None
     reopen: Reopen | None = None
+    flush_every: int | str | None = None
 
     def __post_init__(self) -> None:
         for field in ("device_bytes", "host_bytes", "ssd_bytes"):
@@ -130,6 +157,27 @@ class TierBudgets:
             object.__setattr__(self, "ssd_dir", path)
         if self.reopen is not None:
             check_choice("TierBudgets.reopen", self.reopen, Reopen)
+        self._check_ssd()
+
+    def _check_ssd(self) -> None:
+        """`ConfigError` for half an SSD tier, and for what needs one that is not there."""
+        if self.ssd_dir is None and self.ssd_bytes:
+            raise ConfigError(
+                f"TierBudgets.ssd_bytes={self.ssd_bytes} without ssd_dir: give the SSD tier a directory of yours that exists "
+                '(ssd_dir="cache"), or leave ssd_bytes out for no SSD tier'
+            )
+        if self.ssd_dir is not None and not self.ssd_bytes:
+            raise ConfigError(
+                f"TierBudgets.ssd_dir={self.ssd_dir!r} with ssd_bytes=0: give the SSD tier a budget "
+                '(ssd_bytes="20GiB"), or leave ssd_dir out for no SSD tier'
+            )
+        if self.flush_every is not None:
+            parse_interval("TierBudgets.flush_every", self.flush_every)
+            if self.ssd_dir is None:
+                raise ConfigError(
+                    f"TierBudgets.flush_every={self.flush_every!r} without an SSD tier, to which rows are flushed: give ssd_dir "
+                    "and ssd_bytes, or leave flush_every out"
+                )
 
     @property
     def device(self) -> int:
@@ -150,6 +198,11 @@ class TierBudgets:
     def ssd(self) -> int:
         """Bytes of the SSD tier; 0 when there is none."""
         return int(self.ssd_bytes) if self.ssd_dir is not None else 0
+
+    @property
+    def flush_interval(self) -> int | float | None:
+        """`flush_every` as steps (an int) or seconds (a float)."""
+        return None if self.flush_every is None else parse_interval("TierBudgets.flush_every", self.flush_every)
 
 
 def bucket_range(rank: int, world_size: int, total_num_buckets: int) -> tuple[int, int]:

@@ -18,14 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import _native
+from . import _native, lifetime
 from .cache import CacheTable
 from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, InputError, StateError, UnsupportedError
-from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
 from .lookahead import Lookahead, PlanOptions
-from .optimizers import gradient_limits, native_hyperparameters
+from .optimizers import native_hyperparameters
 
 __all__ = ["LookupGroup", "PlannedBatch", "check_offsets"]
 
@@ -59,6 +58,8 @@ class LookupGroup:
         self.device = self.tables[0].device
         self._kernels = kernels
         self.after_backward = after_backward
+        # One of the tables whose rows are kept on SSD: when the process ends amid a step it says how far that came.
+        self.kept_table = next((table for table in self.tables if table.tiers.ssd), None)
         self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
         self._lookahead = Lookahead()
         self._warned_rows = [0] * len(self.tables)
@@ -179,7 +180,7 @@ class LookupGroup:
     ) -> Tensor:
         """[N, D]: the row of each id; `splits` [F + 1]: where each feature's ids start. Tables of one width. See `pooled`."""
         if train:
-            return _train(_SequenceBatch(planned or self.plan(ids, splits, train=True), splits), anchor, None)
+            return _train(_SequenceBatch(planned or self.plan(ids, splits, train=True), len(ids)), anchor, None)
         planned = planned or self.plan(ids, splits, train=False)
         try:
             return planned.wait().forward_sequence(planned.plan, len(ids))
@@ -298,6 +299,8 @@ class _Batch(ABC):
         self.group = planned.group
         self.plan = planned.plan
         self._done = False
+        if self.group.kept_table is not None:
+            lifetime.forwarded(self)
 
     def forward(self) -> Tensor:
         """Every row in its place, then the kernels."""
@@ -313,7 +316,7 @@ class _Batch(ABC):
         """Update the rows, commit, unpin; the gradient of the weights if asked for."""
 
     def hyperparameters(self) -> NDArray[np.float64]:
-        """Checks that this is the one backward of the forward, then reads the optimizer's groups."""
+        """Checks that this is the one backward of the forward, which begins with this, then reads the optimizer's groups."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "create_graph=True: the update runs in the backward, which has no derivative of its own"
@@ -326,16 +329,11 @@ class _Batch(ABC):
                     f"table {table.name!r} has no optimizer: call apply_optimizer_in_backward() on its parameter before "
                     'sharding, or give the sharder fused_params={"optimizer": ..., "learning_rate": ...}'
                 )
-        groups = self.group.param_groups()
-        numbers = native_hyperparameters(groups)
-        gradient_limits(groups)  # a number out of range is refused before anything is done
+        numbers = native_hyperparameters(self.group.param_groups())
+        if self.group.kept_table is not None:
+            lifetime.backward_begins(self, self.group.kept_table)
         self._done = True
         return numbers
-
-    def clamped(self, grad: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        """`grad`, whose parts along `dim` are the features', within the tables' `max_gradient`."""
-        limits = gradient_limits(self.group.param_groups())
-        return clamp_parts(grad, [limits[table] for table in self.group.feature_tables], sizes, dim)
 
     def abandon(self) -> None:
         """After a backward that failed: the rows are unpinned, and there is no second try."""
@@ -352,24 +350,20 @@ class _PooledBatch(_Batch):
         return self.backend.forward_pooled(self.plan, self.pooled)
 
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
-        numbers = self.hyperparameters()
-        grad = self.clamped(grad, [self.group.tables[table].dim for table in self.group.feature_tables], 1)
-        return self.backend.backward_pooled(self.plan, self.pooled, grad, numbers, weight_grad)
+        return self.backend.backward_pooled(self.plan, self.pooled, grad, self.hyperparameters(), weight_grad)
 
 
 class _SequenceBatch(_Batch):
-    def __init__(self, planned: PlannedBatch, splits: I64) -> None:
+    def __init__(self, planned: PlannedBatch, count: int) -> None:
         super().__init__(planned)
-        self.splits = splits
+        self.count = count
 
     def run(self) -> Tensor:
-        return self.backend.forward_sequence(self.plan, int(self.splits[-1]))
+        return self.backend.forward_sequence(self.plan, self.count)
 
     def backward(self, grad: Tensor, weight_grad: bool) -> None:
         del weight_grad  # sequences have none
-        numbers = self.hyperparameters()
-        grad = self.clamped(grad, np.diff(self.splits).tolist(), 0)
-        self.backend.backward_sequence(self.plan, grad, numbers)
+        self.backend.backward_sequence(self.plan, grad, self.hyperparameters())
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -383,12 +377,10 @@ class _FusedLookup(torch.autograd.Function):
         batch: _Batch = ctx.batch
         after = batch.group.after_backward
         if after is None:
-            check_rows_are_to_be_updated(ctx.next_functions[0][0])
             return None, batch.backward(grads[0], ctx.needs_input_grad[1]), None
         error: Exception | None = None
         weight_grad = None
         try:
-            check_rows_are_to_be_updated(ctx.next_functions[0][0])
             weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
         except Exception as caught:
             error = caught

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .cache import CacheTable, FoundRows, Ids, RowExport, RowMetadata, Values
+from .collective import world_size
 from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets, Unseen, check_choice, check_int
 from .exceptions import ConfigError, EmbCacheWarning, InputError, UnsupportedError
 from .initializers import Initializer, Uniform
+from .lifetime import FlushSchedule
 from .lookup import LookupGroup, check_offsets
 from .metrics import TableStats
-from .optimizers import SGD, FusedOptimizer, OptimizerSpec
+from .optimizers import FusedOptimizer, OptimizerSpec
 from .rows import check_float32, ids_array
 from .tracing import as_one_call
 from .whole_model import CacheModule
@@ -30,21 +32,6 @@ __all__ = ["EmbCacheEmbedding", "EmbCacheEmbeddingBag"]
 
 I64 = NDArray[np.int64]
 Mode = Literal["sum", "mean", "max"]
-
-
-class Settings(TypedDict, total=False):
-    """Settings of the modules that `from_pretrained` passes on. `mode` and `include_last_offset` are those of bags."""
-
-    mode: Mode
-    include_last_offset: bool
-    initializer: Initializer | None
-    seed: int
-    padding_idx: int | None
-    policy: Policy
-    on_full: OnFull
-    unseen: Unseen
-    total_num_buckets: int
-    device: torch.device | str
 
 
 class _ByName:
@@ -86,6 +73,7 @@ class _EmbeddingBase(CacheModule, nn.Module, _ByName):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
+        replicated: bool = False,
     ) -> None:
         super().__init__()
         for field, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
@@ -121,6 +109,8 @@ class _EmbeddingBase(CacheModule, nn.Module, _ByName):
         self.optimizer = FusedOptimizer([self.weight], [optimizer])
         self._group = _group_of(self.table, self.optimizer, unseen)
         self._warned_state_dict = False
+        self._replicated = replicated
+        self._flushes = FlushSchedule([tiers.flush_interval], collective=False)
         self.table.open()
 
     @property
@@ -132,6 +122,22 @@ class _EmbeddingBase(CacheModule, nn.Module, _ByName):
         """The numbers of the one table's `param_groups` entry."""
         del table
         return dict(self.optimizer.param_groups[0])
+
+    def _begin_forward(self) -> bool:
+        """Whether this forward trains; what is due before one that does."""
+        if not self._trains:
+            return False
+        if not self._replicated and (ranks := world_size()) > 1:
+            self._replicated = True
+            warnings.warn(
+                f"table {self.table.name!r} trains on each of {ranks} ranks by itself: every rank has rows of its own, which "
+                "nothing averages, DistributedDataParallel neither; to share one table use an EmbCacheEmbeddingBagCollection "
+                "with its sharder (DistributedModelParallel(..., sharders=[...])), or say replicated=True if this is meant",
+                EmbCacheWarning,
+                stacklevel=3,
+            )
+        self._flushes.before_forward()
+        return True
 
     @property
     def _trains(self) -> bool:
@@ -166,48 +172,6 @@ class _EmbeddingBase(CacheModule, nn.Module, _ByName):
     ) -> None:
         """See `CacheTable.import_rows`."""
         self.table.import_rows(ids, weights, slots, metadata)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        ids: Ids,
-        weights: Values | None = None,
-        *,
-        name: str,
-        tiers: TierBudgets,
-        optimizer: OptimizerSpec | None = None,
-        freeze: bool = True,
-        **settings: Unpack[Settings],
-    ) -> Self:
-        """A module with rows that were trained elsewhere: `ids` [n] distinct 64-bit integers, `weights` [n, D].
-
-        Tensors, numpy arrays and lists are taken; the width is that of `weights`. As in torch the rows are frozen unless
-        `freeze=False` is said, which needs an `optimizer`. `settings` are those of the class. Raises as `import_rows` does.
-
-        For example `EmbCacheEmbedding.from_pretrained([7, 9], vectors, name="item", tiers=TierBudgets(host_bytes="1MiB"))`.
-        """
-        if weights is None:
-            raise InputError(
-                f"from_pretrained has no weights: rows have ids here, so write {cls.__name__}.from_pretrained(ids, weights, ...); "
-                "torch.arange(len(weights)) numbers them as torch.nn does"
-            )
-        if optimizer is None and not freeze:
-            raise ConfigError("freeze=False without an optimizer: give one of torchrec_embcache.optimizers")
-        try:
-            shape = np.shape(weights)
-        except ValueError as cause:
-            raise InputError(f"weights is no array of numbers: {cause}") from cause
-        if len(shape) != 2:
-            raise InputError(f"weights has shape {list(shape)}: give [n, D], a row for each id")
-        given: dict[str, Any] = {"optimizer": optimizer if optimizer is not None else SGD(), **settings}
-        made = cls(name=name, embedding_dim=shape[1], tiers=tiers, **given)
-        try:
-            made.import_rows(ids, weights)
-        except BaseException:
-            made.close()
-            raise
-        made.weight.requires_grad_(not freeze)
-        return made
 
     def remove_rows(self, ids: Ids) -> int:
         """See `CacheTable.remove_rows`."""
@@ -274,6 +238,9 @@ class EmbCacheEmbedding(_EmbeddingBase):
     `loss.backward()` updates the rows of the batch with `optimizer`. `padding_idx` names an id that reads zeros and is not trained.
     With `eval()`, `torch.no_grad()` or a frozen `weight`, an unseen id reads its initial value (`unseen="zeros"`: zeros) and
     nothing is inserted.
+
+    Where `torch.distributed` has several ranks, each trains a table of its own, and a warning says so: `replicated=True` says that
+    this is meant. To share one table, use a collection of `torchrec_embcache` with its sharder.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -282,7 +249,7 @@ class EmbCacheEmbedding(_EmbeddingBase):
         if traced is not None:
             return cast(Tensor, traced)
         ids, present = self._ids(input)
-        out = self._group.sequence(ids, _splits(ids), train=self._trains, anchor=self.weight)
+        out = self._group.sequence(ids, _splits(ids), train=self._begin_forward(), anchor=self.weight)
         if present is not None:
             mask = torch.from_numpy(present).to(out.device)
             out = out.new_zeros(len(present), self.embedding_dim).masked_scatter(mask[:, None], out)
@@ -330,6 +297,7 @@ class EmbCacheEmbeddingBag(_EmbeddingBase):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
+        replicated: bool = False,
     ) -> None:
         """Settings but `mode` and `include_last_offset` are those of `EmbCacheEmbedding`."""
         if mode == "max":
@@ -353,6 +321,7 @@ class EmbCacheEmbeddingBag(_EmbeddingBase):
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
             sparse=sparse,
+            replicated=replicated,
         )
         self.mode: Mode = mode
         self.include_last_offset = include_last_offset
@@ -382,7 +351,9 @@ class EmbCacheEmbeddingBag(_EmbeddingBase):
             weights = per_sample_weights.reshape(-1)
             if present is not None:
                 weights = weights[torch.from_numpy(present).to(weights.device)]
-        return self._group.pooled(ids, bounds, [self.mode == "mean"], weights, train=self._trains, anchor=self.weight)
+        return self._group.pooled(
+            ids, bounds, [self.mode == "mean"], weights, train=self._begin_forward(), anchor=self.weight
+        )
 
     def prefetch(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> bool:
         """Fetch the rows of a later forward of these arguments; see `EmbCacheEmbedding.prefetch`."""

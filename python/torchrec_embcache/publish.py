@@ -14,6 +14,7 @@ machine. A flush of one table needs no mark.
 Tokens grow with time, so that no two flushes share one; the lowest bit tells the two kinds apart.
 """
 
+import glob
 import logging
 import os
 import secrets
@@ -21,10 +22,19 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ._native import FlushRoot
+from ._native import FlushRoot, Table
 from .exceptions import StateError, StorageError
 
-__all__ = ["Mark", "is_complete", "is_shared", "known_roots", "marks_to_make", "new_token", "resume_token"]
+__all__ = [
+    "Mark",
+    "is_complete",
+    "is_shared",
+    "known_roots",
+    "marks_to_make",
+    "new_token",
+    "newest_complete",
+    "resume_token",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -85,9 +95,19 @@ class Mark:
                 _log.warning("a flush is complete, but %s cannot say so itself: %s", self.path, error)
 
     def forget(self, tokens: Iterable[int]) -> None:
-        """Remove the marks of states that no table keeps; those of others stay. `StorageError`."""
-        for token in tokens:
+        """Remove the marks of `tokens`, but for those of states that any table below this root keeps. `StorageError`."""
+        unwanted = set(tokens)
+        if unwanted:
+            # Others than the tables of this flush may have been flushed together with them before.
+            unwanted -= _tokens_below(self.path)
+        for token in unwanted:
             FlushRoot(self.path).forget(token)
+
+
+def _tokens_below(ssd_dir: str) -> set[int]:
+    """Tokens of the states of all tables below a root."""
+    tables = glob.iglob(os.path.join(glob.escape(ssd_dir), "*", "*", "*-of-*"))
+    return {token for table in tables for token in Table.published(table)}
 
 
 def marks_to_make(rank: int, roots: Sequence[Sequence[Root]]) -> list[Mark]:
@@ -109,14 +129,17 @@ def is_complete(ssd_dir: str, token: int) -> bool:
     return not is_shared(token) or FlushRoot(ssd_dir).is_complete(token)
 
 
+def newest_complete(ssd_dir: str, published: Sequence[int]) -> int | None:
+    """The newest complete one of a table's `published` tokens (oldest first); None where there is none. Raises as `is_complete`."""
+    return next((token for token in reversed(published) if is_complete(ssd_dir, token)), None)
+
+
 def resume_token(ssd_dir: str, table_dir: str, published: Sequence[int]) -> int | None:
-    """The newest complete one of a table's `published` tokens (oldest first); None when nothing was ever published."""
-    for token in reversed(published):
-        if is_complete(ssd_dir, token):
-            return token
-    if published:
+    """As `newest_complete`; `StateError` where states were published and none is complete."""
+    token = newest_complete(ssd_dir, published)
+    if token is None and published:
         raise StateError(
             f"{table_dir} holds only a flush of several tables that did not finish: load a checkpoint with Saver, or reopen with "
-            'TierBudgets(reopen="discard")'
+            'TierBudgets(reopen="discard"), or with "auto", which starts anew where nothing can be resumed'
         )
-    return None
+    return token

@@ -1,16 +1,14 @@
 """A model's cache modules, found and flushed together."""
 
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from . import publish
 from .cache import CacheTable
-from .collective import all_gather, rank, together
-from .exceptions import EmbCacheWarning, InputError
+from .exceptions import InputError
+from .flushing import flush_tables
 
 __all__ = ["CacheModule", "cache_modules", "flush"]
 
@@ -89,50 +87,6 @@ def flush(model: nn.Module) -> None:
     modules = cache_modules(model)
     if not modules:
         raise InputError(f"{type(model).__name__} has no cache module: nothing to flush")
-    tables = [table for module in modules.values() for table in module.tables.values() if table.directory is not None]
-    published: list[int] = []
-
-    def roots() -> list[publish.Root]:
-        return publish.known_roots(str(table.tiers.ssd_dir) for table in tables)
-
-    def look() -> None:
-        for table in tables:
-            table.open()
-            published.extend(table.published())
-        roots()
-
-    together(look)
-    # Looked at again: where two ranks name a new root at once both see both names, and agree.
-    everyone = all_gather(together(roots))
-    token = publish.new_token((token for tokens in all_gather(published) for token in tokens), shared=True)
-    # Clocks of ranks differ: the newest token is everyone's.
-    token = max(all_gather(token))
-    marks = together(lambda: publish.marks_to_make(rank(), everyone))
-
-    def each(work: Callable[[Any], None], of: Iterable[Any]) -> None:
-        """`work` for all of `of`, on every rank before any goes on."""
-
-        def all_of_them() -> None:
-            for one in of:
-                work(one)
-
-        together(all_of_them)
-
-    coordinators = {mark.coordinator for others in all_gather(marks) for mark in others}
-    if len(coordinators) > 1 and rank() == 0:
-        places = ", ".join(sorted(path for path, _ in coordinators))
-        warnings.warn(
-            f"no ssd_dir can be reached from all ranks, so that {len(coordinators)} of them ({places}) complete a flush each: "
-            "a kill between two may leave it complete for some ranks alone; give one table an ssd_dir that every machine mounts",
-            EmbCacheWarning,
-            stacklevel=2,
-        )
-    each(lambda table: table.flush_as(token), tables)
-    each(lambda mark: mark.prepare(token), marks)
-    each(lambda mark: mark.decide(token), marks)
-    each(lambda mark: mark.follow(token), marks)
-    kept = {
-        token for tokens in all_gather([token for table in tables for token in table.published()]) for token in tokens
-    }
-    old = {token for tokens in all_gather(published) for token in tokens if publish.is_shared(token)} - kept
-    each(lambda mark: mark.forget(old), marks)
+    flush_tables(
+        [table for module in modules.values() for table in module.tables.values() if table.directory is not None]
+    )

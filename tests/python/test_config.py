@@ -2,6 +2,7 @@
 
 import pickle
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,8 +42,35 @@ def test_other_sizes_are_refused_naming_field_and_value(value):
 def test_budgets_are_kept_in_bytes_and_without_a_directory_there_is_no_ssd_tier(tmp_path):
     budgets = TierBudgets(device_bytes="1KiB", host_bytes="2KiB", ssd_bytes="4KiB", ssd_dir=tmp_path)
     assert (budgets.device, budgets.host, budgets.ssd) == (1024, 2048, 4096)
-    assert TierBudgets(host_bytes="2KiB", ssd_bytes="4KiB").ssd == 0
-    assert TierBudgets(host_bytes="2KiB", ssd_dir="x").ssd == 0
+    assert TierBudgets(host_bytes="2KiB").ssd == 0
+    assert TierBudgets(host_bytes="2KiB", ssd_bytes=0).ssd == 0
+
+
+@pytest.mark.parametrize("half", [{"ssd_bytes": "4KiB"}, {"ssd_dir": "x"}, {"ssd_dir": Path("x"), "ssd_bytes": 0}])
+def test_half_an_ssd_tier_is_refused_naming_both_fields(half):
+    with pytest.raises(ConfigError, match=r"ssd_bytes=.*ssd_dir|ssd_dir=.*ssd_bytes"):
+        TierBudgets(host_bytes="2KiB", **half)
+
+
+@pytest.mark.parametrize(
+    ("given", "interval"), [(1, 1), (500, 500), ("30s", 30.0), ("10min", 600.0), ("1.5 h", 5400.0), ("1d", 86_400.0)]
+)
+def test_an_interval_is_steps_or_a_duration(given, interval):
+    budgets = TierBudgets(host_bytes="2KiB", ssd_bytes="4KiB", ssd_dir="x", flush_every=given)
+    assert budgets.flush_interval == interval
+    assert type(budgets.flush_interval) is type(interval)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "10", "0s", "-1min", "10 minutes", "10 m", "min", "", b"1s"])
+def test_what_is_no_interval_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"TierBudgets\.flush_every=.*10min") as caught:
+        TierBudgets(host_bytes="2KiB", ssd_bytes="4KiB", ssd_dir="x", flush_every=wrong)
+    assert repr(wrong) in str(caught.value)
+
+
+def test_an_interval_needs_an_ssd_tier():
+    with pytest.raises(ConfigError, match=r"flush_every=10.*ssd_dir"):
+        TierBudgets(host_bytes="2KiB", flush_every=10)
 
 
 @pytest.mark.parametrize(

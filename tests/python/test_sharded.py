@@ -349,7 +349,7 @@ def test_state_dicts_have_the_same_keys_on_every_rank_and_say_once_that_rows_are
 
 
 def _handed_over(rank: int, world: int, world_shardings: Any) -> Any:
-    model = Model()
+    model = Model(Settings(replicated=True))
     apply_optimizer_in_backward(ROWWISE[0], model.table_parameters(), ROWWISE[1])
     train(model, batches(2))  # the same global batches on every rank
     before = rows_of(model)

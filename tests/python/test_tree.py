@@ -34,7 +34,9 @@ _BASE = {
     "publish",
     "collective",
     "tracing",
-    "gradients",
+    "flushing",
+    "lifetime",
+    "disk",
 }
 _TABLE = _BASE | {"kernels", "rows", "cache"}
 _CACHE = _TABLE | {"lookahead", "lookup", "whole_model"}
@@ -44,10 +46,12 @@ PYTHON_IMPORTS = {
     "config": {"exceptions"},
     "metrics": {"exceptions"},
     "publish": {"exceptions", "config"},
+    "flushing": {"exceptions", "config", "collective", "publish"},
+    "lifetime": {"exceptions", "config", "collective", "publish", "flushing", "disk"},
+    "disk": {"exceptions", "config"},
     "initializers": {"exceptions", "config"},
     "optimizers": {"exceptions", "config"},
     "tracing": set(),
-    "gradients": {"exceptions"},
     "kernels": _BASE,
     "rows": {"exceptions"},
     "cache": _BASE | {"kernels", "rows"},
@@ -79,6 +83,7 @@ RESERVED = {
         "lookahead",
         "lookup",
         "publish",
+        "disk",
         "beside",
         "saver",
         "blocks",

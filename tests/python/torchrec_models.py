@@ -58,6 +58,7 @@ class Settings:
     tiers: TierBudgets = TIERS
     pooling: PoolingType = PoolingType.MEAN
     need_indices: bool = False
+    replicated: bool = False  # trained unsharded on each of several ranks
     options: dict[str, Any] = field(default_factory=dict)  # of every table
 
 
@@ -88,6 +89,7 @@ class Model(nn.Module):
             tiers=settings.tiers,
             name="bags",
             seed=3,
+            replicated=settings.replicated,
         )
         self.sequences = EmbCacheEmbeddingCollection(
             [EmbCacheEmbeddingConfig(name="tc", embedding_dim=4, feature_names=["a"], **common)],
@@ -95,6 +97,7 @@ class Model(nn.Module):
             tiers=settings.tiers,
             name="sequences",
             seed=4,
+            replicated=settings.replicated,
         )
         self.weighted = settings.weighted
         self.linear = nn.Linear(16 + 16 + 8 + 8 + 4, 1)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -16,14 +16,13 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_embcache.cache import CacheTable
-from torchrec_embcache.collective import is_distributed
+from torchrec_embcache.collective import is_distributed, world_size
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.tracing import as_one_call
 from torchrec_embcache.whole_model import CacheModule
 
-from .arrivals import import_torchrec, trained_by
 from .configs import CacheConfig, EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig, as_cache_configs
 from .features import check_features, in_order
 from .optimizer import TableOptimizer
@@ -32,8 +31,7 @@ from .tables import ModuleTables, Shard, table_weights, tables_text, trainable, 
 
 __all__ = ["EmbCacheEmbeddingBagCollection", "EmbCacheEmbeddingCollection"]
 
-#: What trained a module of TorchRec's: an optimizer, the ones in its backward, or nothing that is to be kept.
-Trainer = torch.optim.Optimizer | Literal["in_backward"] | None
+_IMPORT_ROWS = 65_536
 # Where `apply_optimizer_in_backward` notes what it was given.
 _OPTIMIZER_CHOICE = ("_optimizer_classes", "_optimizer_kwargs")
 
@@ -45,7 +43,13 @@ class _Collection(CacheModule, FusedOptimizerModule):
     _prefix: str
 
     def _prepare(
-        self, configs: list[Any], tiers: TierBudgets | None, name: str, seed: int, device: torch.device | str | None
+        self,
+        configs: list[Any],
+        tiers: TierBudgets | None,
+        name: str,
+        seed: int,
+        device: torch.device | str | None,
+        replicated: bool,
     ) -> None:
         """After TorchRec's `__init__`, which ran on stand-ins of one row: the real configs, zero-row weights, checked tables."""
         if tiers is not None and not isinstance(tiers, TierBudgets):
@@ -53,6 +57,7 @@ class _Collection(CacheModule, FusedOptimizerModule):
         self.name = check_name("name", name)
         self._seed = check_int("seed", seed, 0, (1 << 64) - 1)
         self._tiers = tiers
+        self._replicated = replicated
         self._configs = configs
         self._device = torch.device(device) if device is not None else torch.device("cpu")
         # Of "meta" nothing is looked up before it is sharded, and the sharder names the device.
@@ -72,6 +77,7 @@ class _Collection(CacheModule, FusedOptimizerModule):
             specs=dict.fromkeys(shards),
         )
         self._tables.warn_on_state_dict(self)
+        self._flushes = self._tables.flush_schedule(collective=False)
         self._features = [feature for config in configs for feature in config.feature_names]
         self._anchor = torch.zeros(0, device=on, requires_grad=True)
         self._lookup: tuple[TableOptimizer, LookupGroup] | None = None
@@ -137,9 +143,25 @@ class _Collection(CacheModule, FusedOptimizerModule):
         features = check_features(features, self._features, weighted=weighted, owner=owner, device=self._device)
         train = self.training and torch.is_grad_enabled() and trainable(owner, self.weights())
         _, lookup = self._ready()
-        if train and self._tables.untrainable:
-            raise no_optimizer_error(self._tables.untrainable)
+        if train:
+            self._check_alone(owner)
+            if self._tables.untrainable:
+                raise no_optimizer_error(self._tables.untrainable)
+            self._flushes.before_forward()
         return in_order(features, self._features), lookup, train
+
+    def _check_alone(self, owner: str) -> None:
+        """`StateError` where each of several ranks would train a table of its own, and nobody said that this is meant."""
+        ranks = world_size()
+        if ranks > 1 and not self._replicated:
+            sharder = "EmbCacheEmbeddingBagCollectionSharder"
+            if self._prefix == "embeddings":
+                sharder = "EmbCacheEmbeddingCollectionSharder"
+            raise StateError(
+                f"{owner} is not sharded and would train a table of its own on each of {ranks} ranks: give "
+                f"DistributedModelParallel its sharder, sharders=[{sharder}()]; or make the module with replicated=True if every "
+                "rank is to have rows of its own, which nothing averages"
+            )
 
     def shard_tables(
         self, shards: Mapping[str, Shard], fused_params: Mapping[str, Any] | None, device: torch.device
@@ -213,16 +235,15 @@ class _Collection(CacheModule, FusedOptimizerModule):
                 raise
             error.add_note(f"closing module {self.name!r} failed too: {failure}")
 
-    def _take_over(self, holder: nn.ModuleDict, optimizer: Trainer) -> None:
-        """Rows 0 to N - 1 of each table from TorchRec's module, with what `optimizer` keeps of them."""
-        sources = {name: holder.get_parameter(f"{name}.weight") for name in self._tables}
-        trained = {name: trained_by(source, optimizer) for name, source in sources.items()}
-        for name, weight in self.weights().items():
-            if (by := trained[name]) is not None:
-                by.mark(weight)
-        self.settle()
+    def _import_weights(self, holder: nn.ModuleDict) -> None:
+        """Rows 0 to N - 1 of each table from TorchRec's module."""
         for name, table in self._tables.items():
-            import_torchrec(table, sources[name].detach(), trained[name])
+            weight: torch.Tensor = holder.get_parameter(f"{name}.weight").detach()
+            if weight.dtype != torch.float32:
+                raise UnsupportedError(f"table {name!r} has {weight.dtype} weights: rows are float32, convert it first")
+            for first in range(0, len(weight), _IMPORT_ROWS):
+                rows = weight[first : first + _IMPORT_ROWS].cpu()
+                table.import_rows(torch.arange(first, first + len(rows)), rows)
 
 
 def _files_name(name: str) -> str:
@@ -248,6 +269,8 @@ class EmbCacheEmbeddingBagCollection(_Collection, EmbeddingBagCollection):
     - `tiers`: budgets for tables that name none, split between them by rows x bytes a row.
     - `is_weighted`: features carry weights, one a value; SUM tables only.
     - `name`: names the SSD tier's directory of the module. `seed`: of the rows' births.
+    - `replicated`: unsharded, each of several ranks is to have rows of its own, which nothing averages. Without it training
+      unsharded on several ranks is a `StateError`: the sharder was forgotten.
 
     The backward updates the rows, with the optimizer set by `apply_optimizer_in_backward` or, sharded, by the sharder's
     `fused_params`. With `eval()` or `no_grad()` nothing is updated or inserted.
@@ -264,6 +287,7 @@ class EmbCacheEmbeddingBagCollection(_Collection, EmbeddingBagCollection):
         tiers: TierBudgets | None = None,
         name: str = "embeddings",
         seed: int = 0,
+        replicated: bool = False,
     ) -> None:
         configs = as_cache_configs(tables, EmbCacheEmbeddingBagConfig)
         averaged = [config.name for config in configs if config.pooling == PoolingType.MEAN]
@@ -273,7 +297,7 @@ class EmbCacheEmbeddingBagCollection(_Collection, EmbeddingBagCollection):
             )
         EmbeddingBagCollection.__init__(self, _stand_ins(configs), is_weighted, torch.device("meta"))
         self._embedding_bag_configs = configs
-        self._prepare(configs, tiers, name, seed, device)
+        self._prepare(configs, tiers, name, seed, device, replicated)
         self._mean = [config.pooling == PoolingType.MEAN for config in configs for _ in config.feature_names]
 
     @classmethod
@@ -283,21 +307,17 @@ class EmbCacheEmbeddingBagCollection(_Collection, EmbeddingBagCollection):
         tiers: TierBudgets | None = None,
         *,
         tables: list[EmbCacheEmbeddingBagConfig] | None = None,
-        optimizer: Trainer = None,
         name: str = "embeddings",
         seed: int = 0,
+        replicated: bool = False,
     ) -> Self:
         """A module with the rows of TorchRec's `collection`. `tables`, of the same names and dims, says more of each table.
 
-        `optimizer` is what trained the collection: a torch optimizer that has its parameters, or "in_backward" for the one that
-        `apply_optimizer_in_backward` put there. The tables then train on with its kind, its numbers, its slots and its step. None
-        leaves all of that out. Rows are copied some at a time. Shard the module afterwards, if at all.
-
-        For example `from_torchrec(ebc, TierBudgets(host_bytes="8GiB"), optimizer=torch.optim.Adagrad(ebc.parameters()))`.
+        Shard it afterwards, if at all.
         """
         configs = _matching(tables, collection.embedding_bag_configs(), EmbCacheEmbeddingBagConfig)
-        made = cls(configs, collection.is_weighted(), tiers=tiers, name=name, seed=seed)
-        made._take_over(collection.embedding_bags, optimizer)
+        made = cls(configs, collection.is_weighted(), tiers=tiers, name=name, seed=seed, replicated=replicated)
+        made._import_weights(collection.embedding_bags)
         return made
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -335,6 +355,7 @@ class EmbCacheEmbeddingCollection(_Collection, EmbeddingCollection):
         tiers: TierBudgets | None = None,
         name: str = "embeddings",
         seed: int = 0,
+        replicated: bool = False,
     ) -> None:
         configs = as_cache_configs(tables, EmbCacheEmbeddingConfig)
         widths = {config.name: config.embedding_dim for config in configs}
@@ -344,7 +365,7 @@ class EmbCacheEmbeddingCollection(_Collection, EmbeddingCollection):
             )
         EmbeddingCollection.__init__(self, _stand_ins(configs), torch.device("meta"), need_indices)
         self._embedding_configs = configs
-        self._prepare(configs, tiers, name, seed, device)
+        self._prepare(configs, tiers, name, seed, device, replicated)
 
     @classmethod
     def from_torchrec(
@@ -353,21 +374,19 @@ class EmbCacheEmbeddingCollection(_Collection, EmbeddingCollection):
         tiers: TierBudgets | None = None,
         *,
         tables: list[EmbCacheEmbeddingConfig] | None = None,
-        optimizer: Trainer = None,
         name: str = "embeddings",
         seed: int = 0,
+        replicated: bool = False,
     ) -> Self:
         """A module with the rows of TorchRec's `collection`. `tables`, of the same names and dims, says more of each table.
 
-        `optimizer` is what trained the collection: a torch optimizer that has its parameters, or "in_backward" for the one that
-        `apply_optimizer_in_backward` put there. The tables then train on with its kind, its numbers, its slots and its step. None
-        leaves all of that out. Rows are copied some at a time. Shard the module afterwards, if at all.
-
-        For example `from_torchrec(ebc, TierBudgets(host_bytes="8GiB"), optimizer=torch.optim.Adagrad(ebc.parameters()))`.
+        Shard it afterwards, if at all.
         """
         configs = _matching(tables, collection.embedding_configs(), EmbCacheEmbeddingConfig)
-        made = cls(configs, need_indices=collection.need_indices(), tiers=tiers, name=name, seed=seed)
-        made._take_over(collection.embeddings, optimizer)
+        made = cls(
+            configs, need_indices=collection.need_indices(), tiers=tiers, name=name, seed=seed, replicated=replicated
+        )
+        made._import_weights(collection.embeddings)
         return made
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

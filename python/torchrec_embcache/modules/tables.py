@@ -13,6 +13,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.config import TierBudgets, Unseen, bucket_range
 from torchrec_embcache.exceptions import ConfigError, EmbCacheWarning, UnsupportedError
+from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
 
@@ -93,7 +94,7 @@ def split_budgets(
                 raise ConfigError(
                     f"table {name!r}: its share of the module's TierBudgets.{field} is 0 bytes: raise it, or give the table tiers="
                 )
-        own[name] = TierBudgets(**parts, ssd_dir=tiers.ssd_dir, reopen=tiers.reopen)
+        own[name] = TierBudgets(**parts, ssd_dir=tiers.ssd_dir, reopen=tiers.reopen, flush_every=tiers.flush_every)
     return own
 
 
@@ -128,6 +129,10 @@ class ModuleTables(Mapping[str, CacheTable]):
                 f"module {module!r}: tables differ in unseen, which is not supported yet: give all the same, or two modules"
             )
         self._shards = dict(shards)
+        # Of all tables, those of other ranks too: ranks flush together, whatever they hold.
+        self.flush_intervals = [
+            given.flush_interval for config in configs if (given := config.tiers or tiers) is not None
+        ]
         budgets = split_budgets(tiers, configs, shards, specs)
         self._tables = {
             config.name: CacheTable(
@@ -235,6 +240,10 @@ class ModuleTables(Mapping[str, CacheTable]):
         features = [place for place, config in enumerate(configs) for _ in config.feature_names]
         tables = [self._tables[name] for name in names]
         return LookupGroup(tables, features, param_groups, unseen=self.unseen, after_backward=after_backward)
+
+    def flush_schedule(self, *, collective: bool) -> FlushSchedule:
+        """When these tables are to be flushed while they train; `collective`: by all ranks together."""
+        return FlushSchedule(self.flush_intervals, collective=collective)
 
     def close(self) -> None:
         """Flush and close every table; the first error is raised when all are closed."""

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.collective import all_gather, raise_on_every_rank
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
+from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.modules.features import check_features, in_order
 from torchrec_embcache.modules.optimizer_choice import no_optimizer_error
 from torchrec_embcache.modules.tables import (
@@ -133,6 +134,7 @@ class ShardedCacheModule(CacheModule):
                     "weight", zero_row_parameter(config.embedding_dim, self._cache.device, optimized=True)
                 )
         self._cache.warn_on_state_dict(self)
+        self.__dict__["_flushes"] = self._cache.flush_schedule(collective=True)
         self._built = True
 
     # Set by _prepare.
@@ -142,6 +144,7 @@ class ShardedCacheModule(CacheModule):
     _input_keys: list[str] | None
     _owner: str
     _weighted: bool
+    _flushes: FlushSchedule
 
     @property
     def tables(self) -> Mapping[str, CacheTable]:
@@ -291,6 +294,9 @@ class ShardedCacheModule(CacheModule):
     @contextmanager
     def _ready(self, ctx: Any, dist_input: KJTList) -> Iterator[None]:
         """Within, every row of the batch is in place, on every rank; else every rank raises. An error leaves nothing pinned."""
+        if self.training and torch.is_grad_enabled():
+            # On every rank, with a bad batch too: they flush together.
+            self._flushes.before_forward()
         planned: list[PlannedFeatures] = []
         error = ctx.error
         try:

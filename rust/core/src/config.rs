@@ -96,6 +96,12 @@ pub enum Reopen {
     Resume,
     /// Remove what is there.
     Discard,
+    /// Continue from the state that [`SsdConfig::resume_token`] names. Where it names none, remove what is there: no state newer than
+    /// `unfinished` may have been published meanwhile.
+    Auto {
+        /// The newest state that is there and cannot be resumed, because a flush of several tables did not finish.
+        unfinished: Option<u64>,
+    },
 }
 
 /// The SSD tier of a table.
@@ -107,7 +113,7 @@ pub struct SsdConfig {
     pub bytes: u64,
     /// What to do when the directory is not empty.
     pub reopen: Reopen,
-    /// With `Reopen::Resume`: the token of the state to resume; `None` takes the newest.
+    /// With `Reopen::Resume`: the token of the state to resume; `None` takes the newest. With `Reopen::Auto`: `None` starts anew.
     pub resume_token: Option<u64>,
 }
 

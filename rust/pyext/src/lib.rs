@@ -28,6 +28,12 @@ fn io_engine_name() -> PyResult<String> {
     embcache::io::default_engine().map(|engine| engine.name()).map_err(error::to_python)
 }
 
+/// Why the I/O engine is not `io_uring`, where the system refused that; `None` otherwise.
+#[pyfunction]
+fn io_fallback_reason() -> Option<&'static str> {
+    embcache::io::fallback_reason()
+}
+
 /// The key of a table that is created under `name`.
 #[pyfunction]
 fn table_key(name: &str) -> u64 {
@@ -63,6 +69,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(checkpoint::latest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::newest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(io_engine_name, module)?)?;
+    module.add_function(wrap_pyfunction!(io_fallback_reason, module)?)?;
     module.add_function(wrap_pyfunction!(table_key, module)?)?;
     module.add_function(wrap_pyfunction!(table::row_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(paths::check_ssd_dir, module)?)?;

@@ -87,7 +87,7 @@ pub(crate) struct PyTable {
 impl PyTable {
     #[new]
     #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_begin, bucket_end, host_bytes,
-        device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None))]
+        device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None, unfinished=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn new(
@@ -111,14 +111,16 @@ impl PyTable {
         policy: &str,
         on_full: &str,
         segments: Option<Py<PySegments>>,
+        unfinished: Option<u64>,
     ) -> PyResult<Self> {
         let reopen = match reopen {
             None => Reopen::Never,
             Some("resume") => Reopen::Resume,
             Some("discard") => Reopen::Discard,
+            Some("auto") => Reopen::Auto { unfinished },
             Some(other) => {
                 return Err(config_error(format!(
-                    "reopen={other:?} is not known: use None, \"resume\" or \"discard\""
+                    "reopen={other:?} is not known: use None, \"resume\", \"discard\" or \"auto\""
                 )));
             }
         };
@@ -181,6 +183,12 @@ impl PyTable {
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
         py.detach(|| self.inner.len()).map(|rows| rows as usize).map_err(to_python)
+    }
+    fn version(&self) -> u64 {
+        self.inner.version()
+    }
+    fn is_closed(&self) -> bool {
+        self.inner.is_closed()
     }
     fn step(&self, py: Python<'_>) -> PyResult<u64> {
         py.detach(|| self.inner.step()).map_err(to_python)
@@ -307,6 +315,11 @@ impl PyTable {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn published(py: Python<'_>, ssd_dir: PathBuf) -> PyResult<Vec<u64>> {
         py.detach(|| SsdTier::published(&ssd_dir, &*default_engine()?)).map_err(to_python)
+    }
+    #[staticmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
+    fn remove_shard(py: Python<'_>, ssd_dir: PathBuf) -> PyResult<()> {
+        py.detach(|| SsdTier::remove_shard(&ssd_dir, &*default_engine()?)).map_err(to_python)
     }
 }
 

@@ -209,6 +209,16 @@ impl Table {
         Ok(self.len()? == 0)
     }
 
+    /// Changes with every change of the rows: a training step, an import, a removal. Moves between tiers do not count.
+    pub fn version(&self) -> u64 {
+        self.shared.version()
+    }
+
+    /// Whether it was closed.
+    pub fn is_closed(&self) -> bool {
+        self.shared.closed.load(Ordering::Acquire)
+    }
+
     /// Training steps so far.
     pub fn step(&self) -> Result<u64> {
         Ok(self.shared.lock()?.step)
@@ -468,11 +478,20 @@ impl Shared {
 
     /// The error of rows whose index takes all that the rows in RAM have.
     pub(crate) fn index_full(&self, state: &State) -> Error {
+        let beside = charged_lineage_bytes(state) + state.host.row_bytes();
+        let needed = |rows: u64| HostTier::charged_bytes(u64::MAX, rows) + beside;
+        let capacity = self.capacity_rows(state);
         Error::new(
             Kind::Capacity,
             format!(
-                "table {:?}: the index of its {} rows on SSD fills host_bytes={}; raise host_bytes",
-                self.config.name, state.rows, self.config.host_bytes
+                "table {:?}: the index of its {} rows on SSD fills host_bytes={} and leaves no room for a row in RAM: {} bytes are \
+                 needed at least, and {} for the index of all {capacity} rows that ssd_bytes holds; set host_bytes to that, and more \
+                 for the rows of a batch",
+                self.config.name,
+                state.rows,
+                self.config.host_bytes,
+                needed(state.rows + 1).max(self.config.host_bytes + 1),
+                needed(capacity.max(state.rows + 1)).max(self.config.host_bytes + 1),
             ),
         )
     }
@@ -492,15 +511,18 @@ impl Shared {
         match self.config.on_full {
             OnFull::Evict => self.drop_rows(state, wanted.saturating_sub(capacity).max(1), needed),
             OnFull::Error => {
-                let (tier, budget) = match &self.config.ssd {
-                    Some(ssd) => ("ssd_bytes", ssd.bytes),
-                    None => ("host_bytes", self.config.host_bytes),
+                let (tier, cure) = match &self.config.ssd {
+                    Some(ssd) => (format!("its SSD tier (ssd_bytes={})", ssd.bytes), "raise ssd_bytes"),
+                    None => (
+                        format!("it has no SSD tier, and RAM (host_bytes={})", self.config.host_bytes),
+                        "add an SSD tier with TierBudgets(ssd_bytes=..., ssd_dir=...), raise host_bytes",
+                    ),
                 };
                 Err(Error::new(
                     Kind::Capacity,
                     format!(
-                        "table {:?} is full: {tier}={budget} holds {capacity} rows, {} are there and the batch brings {more} new \
-                         ones; raise {tier}, or set on_full=\"evict\" to drop rows by policy",
+                        "table {:?} is full: {tier} holds {capacity} rows, {} are there and {more} new ones are to be added; {cure}, or \
+                         set on_full=\"evict\" to drop rows by policy",
                         self.config.name, state.rows
                     ),
                 ))

@@ -32,7 +32,7 @@ pub use link::link_or_copy;
 pub use lock::{DirLock, LOCK_FILE};
 pub use memory::MemoryEngine;
 pub use psync::PsyncEngine;
-pub use select::default_engine;
+pub use select::{default_engine, fallback_reason};
 #[cfg(target_os = "linux")]
 pub use uring::UringEngine;
 

@@ -1,6 +1,6 @@
 //! Which engine a process uses.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -15,6 +15,14 @@ const VARIABLE: &str = "EMBCACHE_IO";
 const OPEN_FILES: u64 = 1 << 16;
 
 static CHOSEN: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
+
+/// Why the system permits no `io_uring`, where that was found.
+static FALLBACK: OnceLock<String> = OnceLock::new();
+
+/// Why [`default_engine`] fell back to plain `pread`; `None` where it did not.
+pub fn fallback_reason() -> Option<&'static str> {
+    FALLBACK.get().map(String::as_str)
+}
 
 /// The engine of this process: `io_uring` where the system permits it (a ring was made and read through), plain `pread`
 /// otherwise; the environment variable `EMBCACHE_IO` (`uring`, `pread`) overrides the choice, which [`IoEngine::name`] tells.
@@ -42,7 +50,10 @@ fn raise_file_limit() {
 /// The engine for a value of the variable.
 fn choose(wanted: Option<&str>) -> Result<Arc<dyn IoEngine>> {
     match wanted {
-        None | Some("") => Ok(uring().unwrap_or_else(|_| Arc::new(PsyncEngine::default()))),
+        None | Some("") => Ok(uring().unwrap_or_else(|refused| {
+            FALLBACK.get_or_init(|| refused.to_string());
+            Arc::new(PsyncEngine::default())
+        })),
         Some("uring") => uring(),
         Some("pread") => Ok(Arc::new(PsyncEngine::default())),
         Some(other) => Err(Error::new(Kind::Config, format!("{VARIABLE}={other:?} is not known: use uring or pread"))),

@@ -38,6 +38,7 @@ mod recover;
 mod root;
 mod scan;
 mod segment;
+mod shards;
 mod shared;
 mod space;
 #[cfg(test)]
@@ -154,6 +155,14 @@ impl SsdTier {
     /// resumed. Empty when there are none.
     pub fn published(dir: &std::path::Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
         open::published(dir, engine)
+    }
+
+    /// Remove the directory of a table shard that nobody uses, and all in it.
+    ///
+    /// Errors: `State` for a directory that holds anything but a tier's own files, `InUse` (names the pid) where a table has it open,
+    /// `Path`, `Permission` and `Storage`. Nothing is removed then, but where the file system fails half-way.
+    pub fn remove_shard(dir: &std::path::Path, engine: &dyn IoEngine) -> Result<()> {
+        shards::remove(dir, engine)
     }
 
     /// Rows here, tombstones not counted.

@@ -97,7 +97,14 @@ impl Shared {
                 None
             }
             Reopen::Resume if listing.is_empty() && config.resume_token.is_none() => None,
-            Reopen::Resume => Some(resume(config, identity, &layout, (&home, tuning.threads), &listing, &mut state)?),
+            Reopen::Auto { unfinished } if config.resume_token.is_none() => {
+                check_nothing_newer(&config.dir, &listing, unfinished)?;
+                discard(&home, &listing)?;
+                None
+            }
+            Reopen::Resume | Reopen::Auto { .. } => {
+                Some(resume(config, identity, &layout, (&home, tuning.threads), &listing, &mut state)?)
+            }
         };
         let shared = Arc::new(Self::new(home, layout, identity.clone(), state, Some(held)));
         let counters = resumed.map(|(counters, note)| {
@@ -117,7 +124,7 @@ fn list(home: &Home) -> Result<Vec<PathBuf>> {
 
 /// Refuse a directory that exists and is a link, no directory, another user's, or open to others. (Where the engine keeps its files
 /// elsewhere there is nothing to check.)
-fn check_directory(dir: &Path) -> Result<()> {
+pub(super) fn check_directory(dir: &Path) -> Result<()> {
     let found = match std::fs::symlink_metadata(dir) {
         Ok(found) => found,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
@@ -164,10 +171,22 @@ fn not_empty(dir: &Path, files: usize) -> Error {
         Kind::State,
         format!(
             "the SSD tier's directory {} is not empty ({files} files): open it with reopen = \"resume\" to go on from its last \
-             flush, or with reopen = \"discard\" to remove what an earlier run left there",
+             flush, with reopen = \"discard\" to remove what an earlier run left there, or with reopen = \"auto\" to go on where a \
+             flush is there and to start anew where none is",
             dir.display()
         ),
     )
+}
+
+/// Refuse to start anew where a state was published after the caller looked, and before the directory was locked.
+fn check_nothing_newer(dir: &Path, listing: &[PathBuf], unfinished: Option<u64>) -> Result<()> {
+    if tokens(listing).last().copied() <= unfinished {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::InUse,
+        format!("another process published a state in {} just now: open the table again to resume it", dir.display()),
+    ))
 }
 
 /// Remove our own files: states first, so that no state is ever without its segments.

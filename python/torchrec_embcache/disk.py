@@ -1,0 +1,172 @@
+"""What a person should know of the disk below SSD tiers: room that is not there, files that nobody reads, how files are read."""
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+from . import _native
+from .config import TierBudgets, bytes_text
+from .exceptions import EmbCacheError, EmbCacheWarning
+
+__all__ = ["OpenTable", "look_after", "say_unflushed"]
+
+_log = logging.getLogger(__name__)
+
+_SHARD = re.compile(r"(\d{1,7})-of-(\d{1,7})")
+
+
+class OpenTable(Protocol):
+    """What is asked of an open table."""
+
+    name: str
+    tiers: TierBudgets
+    rank: int
+    world_size: int
+    total_num_buckets: int
+    buckets: tuple[int, int]
+
+    def __len__(self) -> int: ...
+
+    def step(self) -> int:
+        """Its step counter."""
+
+    @property
+    def directory(self) -> str | None:
+        """Of its files; None without an SSD tier."""
+
+    @property
+    def ssd_bytes_held(self) -> int:
+        """Bytes of its files."""
+
+
+def look_after(table: OpenTable, tables: Sequence[OpenTable], *, resumed: bool) -> None:
+    """Say what a person should know of a table that was opened just now. `tables`: all that have an SSD tier, this one included.
+
+    What a run with another number of ranks left is removed, where the table is to start anew or to find out itself.
+    """
+    _say_opened(table, resumed=resumed)
+    if table.directory is not None:
+        _look_after_other_shards(table, table.directory)
+        _warn_of_space(str(table.tiers.ssd_dir), tables)
+
+
+def _say_opened(table: OpenTable, *, resumed: bool) -> None:
+    if table.directory is None:
+        _log.info("table %r: opened with %s", table.name, table.tiers.describe())
+        return
+    _say_engine()
+    if resumed:
+        rows, step = len(table), table.step()
+        _log.info("table %r: resumed %d rows at step %d from %s", table.name, rows, step, table.directory)
+    else:
+        _log.info("table %r: opened without rows, with %s", table.name, table.tiers.describe())
+
+
+_engine_said = False
+
+
+def _say_engine() -> None:
+    """Say once how this process reads files, where that is not the fast way."""
+    global _engine_said
+    reason = _native.io_fallback_reason()
+    if _engine_said or reason is None:
+        return
+    _engine_said = True
+    _log.info("SSD tiers and checkpoints are read by %s, as io_uring is refused: %s", _native.io_engine_name(), reason)
+
+
+# Roots that were warned of.
+_small: set[str] = set()
+
+
+def _warn_of_space(ssd_dir: str, tables: Sequence[OpenTable]) -> None:
+    """Warn once of a root (`ssd_dir`) whose file system has less room than the budgets of the open tables on it may take yet."""
+    try:
+        device, system = os.stat(ssd_dir).st_dev, os.statvfs(ssd_dir)
+        here = [table for table in tables if os.stat(str(table.tiers.ssd_dir)).st_dev == device]
+    except OSError:
+        return  # opening the tables says what is wrong
+    free = system.f_bavail * system.f_frsize
+    budgets = sum(table.tiers.ssd for table in here)
+    if budgets <= free or ssd_dir in _small:
+        return
+    try:
+        held = sum(table.ssd_bytes_held for table in here)
+    except EmbCacheError:
+        return  # one of them is closed or unusable, which says so itself
+    if budgets - held <= free:
+        return
+    _small.add(ssd_dir)
+    warnings.warn(
+        f"TierBudgets.ssd_bytes of the open tables on the file system of {ssd_dir} are {bytes_text(budgets)} together, of which "
+        f"they hold {bytes_text(held)}, and {bytes_text(free)} are free there: writing will fail before the budgets are full; "
+        "lower ssd_bytes, or give ssd_dir a larger file system",
+        EmbCacheWarning,
+        stacklevel=5,
+    )
+
+
+def say_unflushed(directory: str) -> None:
+    """Say that files of a shard are removed, if there are any, because no flush of them can be resumed."""
+    files = [name for name in os.listdir(directory) if name != "lock"] if os.path.isdir(directory) else []
+    if files:
+        _log.warning(
+            "%s has %d files of a run that ended before its first flush was complete: nothing in them can be resumed, and they are "
+            "removed",
+            directory,
+            len(files),
+        )
+
+
+def _look_after_other_shards(table: OpenTable, directory: str) -> None:
+    """Say which files other runs left beside a shard's `directory`; remove those of another number of ranks if that is asked for.
+
+    Each rank looks after its part of those directories, and a table's only rank after all. What another process has open stays, and
+    so does what holds other files than a table's.
+    """
+    parent, own = os.path.split(directory)
+    only_rank = table.buckets == (0, table.total_num_buckets)
+    remove = table.tiers.reopen in ("discard", "auto")
+    kept: list[str] = []
+    for name in sorted(_shards_in(parent)):
+        rank, ranks = (int(part) for part in name.split("-of-"))
+        if name == own or not (only_rank or rank % table.world_size == table.rank):
+            continue
+        if ranks != table.world_size and remove:
+            _remove(os.path.join(parent, name))
+        elif ranks != table.world_size or only_rank:
+            kept.append(name)
+    if kept:
+        _log.warning(
+            "%s in %s were left by runs with other ranks: nobody reads them, and ssd_bytes does not count them; their rows come "
+            "back by a checkpoint that Saver made; remove them by rm -r, or those of another number of ranks by "
+            'TierBudgets(reopen="discard") or "auto"',
+            ", ".join(kept),
+            parent,
+        )
+
+
+def _shards_in(parent: str) -> list[str]:
+    """Names of the directories of shards of one table."""
+    try:
+        with os.scandir(parent) as entries:
+            return [
+                entry.name for entry in entries if _SHARD.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:
+        return []
+
+
+def _remove(path: str) -> None:
+    try:
+        published = bool(_native.Table.published(path))
+        _native.Table.remove_shard(path)
+    except EmbCacheError as error:
+        if os.path.isdir(path):  # else another process removed it
+            _log.warning("%s was left by a run with another number of ranks, and stays: %s", path, error)
+    else:
+        what = "the rows that it flushed last are gone" if published else "nothing in it could be resumed"
+        _log.warning("removed %s, which a run with another number of ranks left: %s", path, what)

@@ -1,0 +1,266 @@
+"""The rows of tables with an SSD tier that nobody flushes: while training, when a table is dropped, when the process ends.
+
+Of one process all tables are flushed under one token. Of several ranks only `flush_every` does that, because all of them have to
+take part: a rank that ends does not know whether the others do.
+"""
+
+import atexit
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from .collective import all_gather, world_size
+from .disk import OpenTable
+from .exceptions import EmbCacheWarning, StateError
+from .flushing import FlushedTable, flush_tables
+
+__all__ = [
+    "FlushSchedule",
+    "TrackedTable",
+    "backward_begins",
+    "dropped",
+    "flush_at_exit",
+    "forwarded",
+    "open_tables",
+    "opened",
+]
+
+_log = logging.getLogger(__name__)
+
+
+class TrackedTable(FlushedTable, OpenTable, Protocol):
+    """What is asked of a table here."""
+
+    @property
+    def of_several_ranks(self) -> bool:
+        """Whether it was opened in a process that is one of several ranks."""
+
+    @property
+    def has_unflushed_rows(self) -> bool:
+        """Whether it is open in this process, and its rows changed since a resume would find them."""
+
+
+# Weakly, so that a table that is dropped goes.
+_open: weakref.WeakSet[TrackedTable] = weakref.WeakSet()
+# The process that looks after its tables when it ends. A forked child has tables of its own.
+_hooked: int | None = None
+
+
+def opened(table: TrackedTable) -> None:
+    """Look after a table with an SSD tier until it is closed."""
+    global _hooked, _open
+    if _hooked != os.getpid():
+        if _hooked is not None:
+            _open = weakref.WeakSet()  # those of the parent
+            _backwards.clear()
+        _hooked = os.getpid()
+        atexit.register(flush_at_exit)
+        if multiprocessing.parent_process() is not None:
+            # A child that was forked ends without what `atexit` was given.
+            multiprocessing.util.Finalize(None, flush_at_exit, exitpriority=0)
+    _open.add(table)
+
+
+def open_tables() -> list[TrackedTable]:
+    """The tables of this process that were opened and not dropped."""
+    return list(_open) if _hooked == os.getpid() else []
+
+
+# ---- steps that were begun
+
+
+class _Backward:
+    """A backward that trains tables: when it began so many forwards were waiting for one, `begun` of which it has come to."""
+
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self.begun: list[tuple[weakref.ref[TrackedTable], int]] = []  # a table of each lookup, and its step before
+
+    def is_half_done(self) -> bool:
+        """Whether some tables have the update and others wait for it."""
+        done = sum(_has_stepped(table(), step) for table, step in self.begun)
+        return 0 < done < self.expected
+
+
+def _has_stepped(table: TrackedTable | None, before: int) -> bool:
+    try:
+        return table is None or table.step() > before
+    except StateError:  # it was closed, with what it had
+        return True
+
+
+# By autograd's number of the backward; those that did not come to their end stay.
+_backwards: dict[int, _Backward] = {}
+# Forwards whose backward is to come.
+_forwarded: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def forwarded(batch: object) -> None:
+    """A training forward of tables with an SSD tier, whose backward will follow."""
+    _forwarded.add(batch)
+
+
+def backward_begins(batch: object, table: TrackedTable) -> None:
+    """Within autograd: the backward of `batch` is about to update its tables, of which `table` is one."""
+    number = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way to tell one backward from another
+    backward = _backwards.get(number)
+    if backward is None:
+        _forwarded.add(batch)
+        backward = _backwards[number] = _Backward(len(_forwarded))
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _backward_ended(number))  # noqa: SLF001
+    _forwarded.discard(batch)
+    backward.begun.append((weakref.ref(table), table.step()))
+
+
+def _backward_ended(number: int) -> None:
+    """This one is through. Whatever was cut short before it, training went on from there."""
+    for other in [other for other in _backwards if other <= number]:
+        _backwards.pop(other, None)
+
+
+def _step_is_half_done() -> bool:
+    return any(backward.is_half_done() for backward in list(_backwards.values()))
+
+
+# ---- the end of a table, and of the process
+
+
+def dropped(table: TrackedTable) -> None:
+    """The last reference to a table goes: flush what it has that no resume would find. Raises nothing."""
+    if sys.is_finalizing() or _hooked != os.getpid():
+        return
+    try:
+        if not table.has_unflushed_rows:
+            return
+        if _is_of_several_ranks(table):
+            _warn_of_several_ranks([table])
+        elif _step_is_half_done():
+            _log.warning("table %r was dropped amid a step: it is not flushed, its last flush stays", table.name)
+        else:
+            _log.info("table %r was dropped and not closed: flushing it", table.name)
+            flush_tables([table], alone=True)
+    except Exception as error:
+        _log.warning("table %r was dropped and could not be flushed, its last flush stays: %s", table.name, error)
+
+
+def flush_at_exit() -> None:
+    """Flush what nobody closed; say what was not flushed, and why."""
+    if _hooked != os.getpid():
+        return
+    tables = sorted((table for table in open_tables() if table.has_unflushed_rows), key=lambda table: table.name)
+    if not tables:
+        return
+    others = [table for table in tables if _is_of_several_ranks(table)]
+    mine = [table for table in tables if not _is_of_several_ranks(table)]
+    if others:
+        _warn_of_several_ranks(others)
+    if not mine:
+        return
+    if _step_is_half_done():
+        warnings.warn(
+            f"the process ends amid a step, which some tables have and others have not: nothing is flushed of {_names(mine)}, and "
+            "a resume finds their last flush",
+            EmbCacheWarning,
+            stacklevel=2,
+        )
+        return
+    _log.info("flushing %s, which nobody closed", _names(mine))
+    try:
+        flush_tables(mine, alone=True)
+    except Exception as error:
+        warnings.warn(
+            f"{_names(mine)} could not be flushed at the end of the process, and a resume finds the last flush: {error}",
+            EmbCacheWarning,
+            stacklevel=2,
+        )
+
+
+def _is_of_several_ranks(table: TrackedTable) -> bool:
+    return table.of_several_ranks or world_size() > 1
+
+
+def _warn_of_several_ranks(tables: Sequence[TrackedTable]) -> None:
+    message = (
+        f"the steps of {_names(tables)} since the last flush are lost: of several ranks no one can flush alone; call "
+        "torchrec_embcache.flush(model) on every rank before the processes end, or give TierBudgets(flush_every=...)"
+    )
+    # Python shows no ResourceWarning unless it is asked to (-W default).
+    _log.warning("%s", message)
+    warnings.warn(message, ResourceWarning, stacklevel=3)
+
+
+def _names(tables: Sequence[TrackedTable]) -> str:
+    return ("table " if len(tables) == 1 else "tables ") + ", ".join(repr(table.name) for table in tables)
+
+
+# ---- every so often
+
+
+class FlushSchedule:
+    """When the tables of one module are to be flushed while it trains, together with all others of the process that are to be.
+
+    Steps are counted by training forwards, which all ranks make together, so all come to the same answer without asking. A clock is
+    the first rank's alone: it also says how many steps from now all ask it again, at most half of what its time is likely to take.
+    """
+
+    def __init__(self, intervals: Iterable[int | float | None], *, collective: bool) -> None:
+        """`intervals` of the module's tables, as `TierBudgets.flush_interval`. `collective`: its ranks flush together."""
+        given = [interval for interval in intervals if interval is not None]
+        self._steps = min((interval for interval in given if isinstance(interval, int)), default=None)
+        self._seconds = min((interval for interval in given if isinstance(interval, float)), default=None)
+        self.collective = collective and world_size() > 1
+        self._active = bool(given)
+        self.restart()
+        if self._active:
+            _schedules.add(self)
+
+    def restart(self) -> None:
+        """Everything was flushed now."""
+        self._count = 0
+        self._ask_at = 1
+        self._since = time.monotonic()
+
+    def before_forward(self) -> None:
+        """Before a training forward: flush if it is time. Raises as `flush_tables`."""
+        if not self._active or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+            return  # checkpointed activations are computed again, amid a step
+        if self._count and self._is_due():
+            self._flush()
+        self._count += 1
+
+    def _is_due(self) -> bool:
+        if self._steps is not None and self._count >= self._steps:
+            return True
+        if self._seconds is None or self._count < self._ask_at:
+            return False
+        passed = time.monotonic() - self._since
+        due = passed >= self._seconds
+        if not self.collective:
+            return due
+        left = max(self._seconds - passed, 0.0)
+        ask_at = self._count + max(1, int(self._count * left / max(passed, 1e-9) / 2))
+        due, self._ask_at = all_gather((due, min(ask_at, 2 * self._count + 1)))[0]
+        return due
+
+    def _flush(self) -> None:
+        # All restart before any is flushed: where it fails, the next try comes in its turn.
+        for schedule in [schedule for schedule in _schedules if schedule.collective == self.collective]:
+            schedule.restart()
+        tables = [
+            table
+            for table in open_tables()
+            if table.tiers.flush_every is not None and (table.world_size > 1) == self.collective
+        ]
+        flush_tables(sorted(tables, key=lambda table: table.name), alone=not self.collective)
+
+
+_schedules: weakref.WeakSet[FlushSchedule] = weakref.WeakSet()
