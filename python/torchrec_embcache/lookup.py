@@ -22,9 +22,10 @@ from . import _native, lifetime
 from .cache import CacheTable
 from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, InputError, StateError, UnsupportedError
+from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
 from .lookahead import Lookahead, PlanOptions
-from .optimizers import native_hyperparameters
+from .optimizers import gradient_limits, native_hyperparameters
 
 __all__ = ["LookupGroup", "PlannedBatch", "check_offsets"]
 
@@ -180,7 +181,7 @@ class LookupGroup:
     ) -> Tensor:
         """[N, D]: the row of each id; `splits` [F + 1]: where each feature's ids start. Tables of one width. See `pooled`."""
         if train:
-            return _train(_SequenceBatch(planned or self.plan(ids, splits, train=True), len(ids)), anchor, None)
+            return _train(_SequenceBatch(planned or self.plan(ids, splits, train=True), splits), anchor, None)
         planned = planned or self.plan(ids, splits, train=False)
         try:
             return planned.wait().forward_sequence(planned.plan, len(ids))
@@ -329,11 +330,18 @@ class _Batch(ABC):
                     f"table {table.name!r} has no optimizer: call apply_optimizer_in_backward() on its parameter before "
                     'sharding, or give the sharder fused_params={"optimizer": ..., "learning_rate": ...}'
                 )
-        numbers = native_hyperparameters(self.group.param_groups())
+        groups = self.group.param_groups()
+        numbers = native_hyperparameters(groups)
+        gradient_limits(groups)  # a number out of range is refused before anything is done
         if self.group.kept_table is not None:
             lifetime.backward_begins(self, self.group.kept_table)
         self._done = True
         return numbers
+
+    def clamped(self, grad: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        """`grad`, whose parts along `dim` are the features', within the tables' `max_gradient`."""
+        limits = gradient_limits(self.group.param_groups())
+        return clamp_parts(grad, [limits[table] for table in self.group.feature_tables], sizes, dim)
 
     def abandon(self) -> None:
         """After a backward that failed: the rows are unpinned, and there is no second try."""
@@ -350,20 +358,24 @@ class _PooledBatch(_Batch):
         return self.backend.forward_pooled(self.plan, self.pooled)
 
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
-        return self.backend.backward_pooled(self.plan, self.pooled, grad, self.hyperparameters(), weight_grad)
+        numbers = self.hyperparameters()
+        grad = self.clamped(grad, [self.group.tables[table].dim for table in self.group.feature_tables], 1)
+        return self.backend.backward_pooled(self.plan, self.pooled, grad, numbers, weight_grad)
 
 
 class _SequenceBatch(_Batch):
-    def __init__(self, planned: PlannedBatch, count: int) -> None:
+    def __init__(self, planned: PlannedBatch, splits: I64) -> None:
         super().__init__(planned)
-        self.count = count
+        self.splits = splits
 
     def run(self) -> Tensor:
-        return self.backend.forward_sequence(self.plan, self.count)
+        return self.backend.forward_sequence(self.plan, int(self.splits[-1]))
 
     def backward(self, grad: Tensor, weight_grad: bool) -> None:
         del weight_grad  # sequences have none
-        self.backend.backward_sequence(self.plan, grad, self.hyperparameters())
+        numbers = self.hyperparameters()
+        grad = self.clamped(grad, np.diff(self.splits).tolist(), 0)
+        self.backend.backward_sequence(self.plan, grad, numbers)
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -377,10 +389,12 @@ class _FusedLookup(torch.autograd.Function):
         batch: _Batch = ctx.batch
         after = batch.group.after_backward
         if after is None:
+            check_rows_are_to_be_updated(ctx.next_functions[0][0])
             return None, batch.backward(grads[0], ctx.needs_input_grad[1]), None
         error: Exception | None = None
         weight_grad = None
         try:
+            check_rows_are_to_be_updated(ctx.next_functions[0][0])
             weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
         except Exception as caught:
             error = caught

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, TypedDict, Unpack, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from .initializers import Initializer, Uniform
 from .lifetime import FlushSchedule
 from .lookup import LookupGroup, check_offsets
 from .metrics import TableStats
-from .optimizers import FusedOptimizer, OptimizerSpec
+from .optimizers import SGD, FusedOptimizer, OptimizerSpec
 from .rows import check_float32, ids_array
 from .tracing import as_one_call
 from .whole_model import CacheModule
@@ -32,6 +32,21 @@ __all__ = ["EmbCacheEmbedding", "EmbCacheEmbeddingBag"]
 
 I64 = NDArray[np.int64]
 Mode = Literal["sum", "mean", "max"]
+
+
+class Settings(TypedDict, total=False):
+    """Settings of the modules that `from_pretrained` passes on. `mode` and `include_last_offset` are those of bags."""
+
+    mode: Mode
+    include_last_offset: bool
+    initializer: Initializer | None
+    seed: int
+    padding_idx: int | None
+    policy: Policy
+    on_full: OnFull
+    unseen: Unseen
+    total_num_buckets: int
+    device: torch.device | str
 
 
 class _ByName:
@@ -172,6 +187,48 @@ class _EmbeddingBase(CacheModule, nn.Module, _ByName):
     ) -> None:
         """See `CacheTable.import_rows`."""
         self.table.import_rows(ids, weights, slots, metadata)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        ids: Ids,
+        weights: Values | None = None,
+        *,
+        name: str,
+        tiers: TierBudgets,
+        optimizer: OptimizerSpec | None = None,
+        freeze: bool = True,
+        **settings: Unpack[Settings],
+    ) -> Self:
+        """A module with rows that were trained elsewhere: `ids` [n] distinct 64-bit integers, `weights` [n, D].
+
+        Tensors, numpy arrays and lists are taken; the width is that of `weights`. As in torch the rows are frozen unless
+        `freeze=False` is said, which needs an `optimizer`. `settings` are those of the class. Raises as `import_rows` does.
+
+        For example `EmbCacheEmbedding.from_pretrained([7, 9], vectors, name="item", tiers=TierBudgets(host_bytes="1MiB"))`.
+        """
+        if weights is None:
+            raise InputError(
+                f"from_pretrained has no weights: rows have ids here, so write {cls.__name__}.from_pretrained(ids, weights, ...); "
+                "torch.arange(len(weights)) numbers them as torch.nn does"
+            )
+        if optimizer is None and not freeze:
+            raise ConfigError("freeze=False without an optimizer: give one of torchrec_embcache.optimizers")
+        try:
+            shape = np.shape(weights)
+        except ValueError as cause:
+            raise InputError(f"weights is no array of numbers: {cause}") from cause
+        if len(shape) != 2:
+            raise InputError(f"weights has shape {list(shape)}: give [n, D], a row for each id")
+        given: dict[str, Any] = {"optimizer": optimizer if optimizer is not None else SGD(), **settings}
+        made = cls(name=name, embedding_dim=shape[1], tiers=tiers, **given)
+        try:
+            made.import_rows(ids, weights)
+        except BaseException:
+            made.close()
+            raise
+        made.weight.requires_grad_(not freeze)
+        return made
 
     def remove_rows(self, ids: Ids) -> int:
         """See `CacheTable.remove_rows`."""

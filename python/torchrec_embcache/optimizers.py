@@ -23,6 +23,7 @@ __all__ = [
     "FusedOptimizer",
     "OptimizerSpec",
     "RowWiseAdagrad",
+    "gradient_limits",
     "native_hyperparameters",
 ]
 
@@ -32,20 +33,30 @@ OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """Base of the optimizers: which slots rows carry, and the numbers that training starts with."""
+    """Base of the optimizers: which slots rows carry, and the numbers that training starts with.
+
+    `max_gradient`: each element of the gradient that reaches the lookup's output is clamped to [-max_gradient, max_gradient],
+    before it is divided for a mean, weighted, and summed over an id's occurrences; None: not clamped. That is what FBGEMM does with
+    `gradient_clipping=True`. See `docs/fused-updates.md` for what other kinds of clipping become here.
+    """
 
     kind: ClassVar[OptimizerKind]
     slot_names: ClassVar[tuple[str, ...]]
     vector_slots: ClassVar[int]  # slots of width D; a further slot is one scalar a row
     lr: float
     weight_decay: float = 0.0
+    max_gradient: float | None = None
 
     def __post_init__(self) -> None:
         check_hyperparameters(type(self).__name__, self.param_group())
+        check_max_gradient(type(self).__name__, self.param_group())
 
     def param_group(self) -> dict[str, Any]:
-        """A fresh `param_groups` entry without its params: `lr`, `weight_decay`, and `eps` or `betas` where there are such."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """A fresh `param_groups` entry without its params: `lr`, `weight_decay`, and what else is set or the formula has."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.max_gradient is None:
+            del values["max_gradient"]
+        return values
 
     def scalar_slot(self) -> bool:
         """Whether rows carry one scalar slot."""
@@ -145,10 +156,40 @@ def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> tuple[float, 
     )
 
 
+def check_max_gradient(owner: str, group: Mapping[str, Any]) -> float | None:
+    """`max_gradient` of a `param_groups` entry, None where it has none; `ConfigError` names `owner`."""
+    limit = group.get("max_gradient")
+    if limit is None:
+        return None
+    try:
+        number = float(limit)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(limit, str | bool) or not 0 < number < math.inf:
+        raise ConfigError(
+            f"{owner}.max_gradient={limit!r} is out of range: give a finite number above 0, or None to clamp nothing"
+        )
+    return number
+
+
+def gradient_limits(groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """`max_gradient` of each `param_groups` entry, one a table."""
+    return [check_max_gradient(f"param_groups[{index}]", group) for index, group in enumerate(groups)]
+
+
 def native_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
     """`param_groups` entries, one a table, as the core takes them: float64 [T, 5], lr, eps, beta1, beta2, weight_decay."""
     rows = [check_hyperparameters(f"param_groups[{index}]", group) for index, group in enumerate(groups)]
     return np.array(rows, np.float64).reshape(len(rows), 5)
+
+
+def scaler_error() -> UnsupportedError:
+    """What `GradScaler.step` of an optimizer that is fused into the backward raises."""
+    return UnsupportedError(
+        "GradScaler.step(): the rows were updated in the backward, with gradients that were still scaled. Train in bfloat16, which "
+        "needs no scaler, or divide at the lookup's output: out.register_hook(lambda grad: grad / scaler.get_scale()); see "
+        "docs/fused-updates.md"
+    )
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -160,6 +201,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Schedulers ask whether the optimizer stepped before they did; here the backward steps.
     _opt_called = True
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `torch.amp.GradScaler.step` asks of an optimizer first."""
+        raise scaler_error()
 
     def __init__(self, params: Sequence[torch.nn.Parameter], specs: Sequence[OptimizerSpec]) -> None:
         """`params[i]`, the zero-row parameter of a table, is the sole param of group i, whose numbers come from `specs[i]`."""

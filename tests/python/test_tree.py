@@ -37,6 +37,7 @@ _BASE = {
     "flushing",
     "lifetime",
     "disk",
+    "gradients",
 }
 _TABLE = _BASE | {"kernels", "rows", "cache"}
 _CACHE = _TABLE | {"lookahead", "lookup", "whole_model"}
@@ -52,6 +53,7 @@ PYTHON_IMPORTS = {
     "initializers": {"exceptions", "config"},
     "optimizers": {"exceptions", "config"},
     "tracing": set(),
+    "gradients": {"exceptions"},
     "kernels": _BASE,
     "rows": {"exceptions"},
     "cache": _BASE | {"kernels", "rows"},

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.tracing import as_one_call
 from torchrec_embcache.whole_model import CacheModule
 
+from .arrivals import import_torchrec, trained_by
 from .configs import CacheConfig, EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig, as_cache_configs
 from .features import check_features, in_order
 from .optimizer import TableOptimizer
@@ -31,7 +32,8 @@ from .tables import ModuleTables, Shard, table_weights, tables_text, trainable, 
 
 __all__ = ["EmbCacheEmbeddingBagCollection", "EmbCacheEmbeddingCollection"]
 
-_IMPORT_ROWS = 65_536
+#: What trained a module of TorchRec's: an optimizer, the ones in its backward, or nothing that is to be kept.
+Trainer = torch.optim.Optimizer | Literal["in_backward"] | None
 # Where `apply_optimizer_in_backward` notes what it was given.
 _OPTIMIZER_CHOICE = ("_optimizer_classes", "_optimizer_kwargs")
 
@@ -235,15 +237,16 @@ class _Collection(CacheModule, FusedOptimizerModule):
                 raise
             error.add_note(f"closing module {self.name!r} failed too: {failure}")
 
-    def _import_weights(self, holder: nn.ModuleDict) -> None:
-        """Rows 0 to N - 1 of each table from TorchRec's module."""
+    def _take_over(self, holder: nn.ModuleDict, optimizer: Trainer) -> None:
+        """Rows 0 to N - 1 of each table from TorchRec's module, with what `optimizer` keeps of them."""
+        sources = {name: holder.get_parameter(f"{name}.weight") for name in self._tables}
+        trained = {name: trained_by(source, optimizer) for name, source in sources.items()}
+        for name, weight in self.weights().items():
+            if (by := trained[name]) is not None:
+                by.mark(weight)
+        self.settle()
         for name, table in self._tables.items():
-            weight: torch.Tensor = holder.get_parameter(f"{name}.weight").detach()
-            if weight.dtype != torch.float32:
-                raise UnsupportedError(f"table {name!r} has {weight.dtype} weights: rows are float32, convert it first")
-            for first in range(0, len(weight), _IMPORT_ROWS):
-                rows = weight[first : first + _IMPORT_ROWS].cpu()
-                table.import_rows(torch.arange(first, first + len(rows)), rows)
+            import_torchrec(table, sources[name].detach(), trained[name])
 
 
 def _files_name(name: str) -> str:
@@ -307,17 +310,22 @@ class EmbCacheEmbeddingBagCollection(_Collection, EmbeddingBagCollection):
         tiers: TierBudgets | None = None,
         *,
         tables: list[EmbCacheEmbeddingBagConfig] | None = None,
+        optimizer: Trainer = None,
         name: str = "embeddings",
         seed: int = 0,
         replicated: bool = False,
     ) -> Self:
         """A module with the rows of TorchRec's `collection`. `tables`, of the same names and dims, says more of each table.
 
-        Shard it afterwards, if at all.
+        `optimizer` is what trained the collection: a torch optimizer that has its parameters, or "in_backward" for the one that
+        `apply_optimizer_in_backward` put there. The tables then train on with its kind, its numbers, its slots and its step. None
+        leaves all of that out. Rows are copied some at a time. Shard the module afterwards, if at all.
+
+        For example `from_torchrec(ebc, TierBudgets(host_bytes="8GiB"), optimizer=torch.optim.Adagrad(ebc.parameters()))`.
         """
         configs = _matching(tables, collection.embedding_bag_configs(), EmbCacheEmbeddingBagConfig)
         made = cls(configs, collection.is_weighted(), tiers=tiers, name=name, seed=seed, replicated=replicated)
-        made._import_weights(collection.embedding_bags)
+        made._take_over(collection.embedding_bags, optimizer)
         return made
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -374,19 +382,24 @@ class EmbCacheEmbeddingCollection(_Collection, EmbeddingCollection):
         tiers: TierBudgets | None = None,
         *,
         tables: list[EmbCacheEmbeddingConfig] | None = None,
+        optimizer: Trainer = None,
         name: str = "embeddings",
         seed: int = 0,
         replicated: bool = False,
     ) -> Self:
         """A module with the rows of TorchRec's `collection`. `tables`, of the same names and dims, says more of each table.
 
-        Shard it afterwards, if at all.
+        `optimizer` is what trained the collection: a torch optimizer that has its parameters, or "in_backward" for the one that
+        `apply_optimizer_in_backward` put there. The tables then train on with its kind, its numbers, its slots and its step. None
+        leaves all of that out. Rows are copied some at a time. Shard the module afterwards, if at all.
+
+        For example `from_torchrec(ebc, TierBudgets(host_bytes="8GiB"), optimizer=torch.optim.Adagrad(ebc.parameters()))`.
         """
         configs = _matching(tables, collection.embedding_configs(), EmbCacheEmbeddingConfig)
         made = cls(
             configs, need_indices=collection.need_indices(), tiers=tiers, name=name, seed=seed, replicated=replicated
         )
-        made._import_weights(collection.embeddings)
+        made._take_over(collection.embeddings, optimizer)
         return made
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ from torch import nn
 from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_embcache.exceptions import UnsupportedError
-from torchrec_embcache.optimizers import OptimizerSpec
+from torchrec_embcache.optimizers import OptimizerSpec, scaler_error
 
 __all__ = ["TableOptimizer"]
 
@@ -22,6 +22,11 @@ class TableOptimizer(FusedOptimizer):
 
     # Schedulers ask whether the optimizer stepped before they did; here the backward steps.
     _opt_called = True
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `torch.amp.GradScaler.step` asks of an optimizer first."""
+        raise scaler_error()
 
     def __init__(self, prefix: str, params: Mapping[str, nn.Parameter], specs: Mapping[str, OptimizerSpec]) -> None:
         """`params[table]`, zero rows by the table's width, for each table of `specs`. Keys are `<prefix><table>.weight`."""

@@ -38,7 +38,15 @@ _BY_CLASS: dict[type[Any], type[OptimizerSpec]] = {
     trec_optim.Adam: AdamW,
     TorchRecRowWiseAdagrad: RowWiseAdagrad,
 }
-_FBGEMM_DEFAULTS: dict[str, Any] = {"lr": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}
+_FBGEMM_DEFAULTS: dict[str, Any] = {
+    "lr": 0.01,
+    "eps": 1e-8,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "weight_decay": 0.0,
+    "gradient_clipping": False,
+    "max_gradient": 1.0,  # counts with gradient_clipping only
+}
 # Parameters taken only at values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "momentum": (0, 0.0),
@@ -56,8 +64,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stochastic_rounding": (False,),
     "weights_precision": (DataType.FP32, SparseType.FP32),
     "output_dtype": (DataType.FP32, SparseType.FP32),
-    "gradient_clipping": (False,),
-    "max_gradient": (None,),
     "enforce_hbm": (None, False),
 }
 # Rows of a table without optimizer carry no slots.
@@ -93,6 +99,8 @@ def choose_optimizer(
     if chosen is None:
         return None
     values["betas"] = (values.pop("beta1"), values.pop("beta2"))
+    if not values.pop("gradient_clipping"):
+        values["max_gradient"] = None
     fields = chosen.__dataclass_fields__
     try:
         return chosen(**{name: value for name, value in values.items() if name in fields})
@@ -119,11 +127,25 @@ def _take(table: str, source: str, given: Mapping[str, Any], values: dict[str, A
             if not isinstance(value, tuple | list) or len(value) != 2:
                 raise ConfigError(f"table {table!r}: {source} betas={value!r} is not a pair: give (beta1, beta2)")
             values["beta1"], values["beta2"] = value
+        elif name == "gradient_clipping":
+            if not isinstance(value, bool):
+                raise ConfigError(f"table {table!r}: {source} gradient_clipping={value!r}: give True or False")
+            values[name] = value
+        elif name == "max_gradient":
+            if value is None:
+                continue
+            if not given.get("gradient_clipping", values["gradient_clipping"]) and "gradient_clipping" not in given:
+                raise UnsupportedError(
+                    f"table {table!r}: {source} max_gradient={value!r} without gradient_clipping=True, where FBGEMM ignores it: "
+                    "give both, or neither"
+                )
+            values[name] = value
         elif name == "weight_decay_mode":
             _check_decay_mode(table, source, value, given)
         elif name != "optimizer" and not any(value is only or value == only for only in _NEUTRAL.get(name, ())):
             raise UnsupportedError(
-                f"table {table!r}: {source} {name}={value!r} is not supported: known are lr, eps, betas, weight_decay, optimizer"
+                f"table {table!r}: {source} {name}={value!r} is not supported: known are lr, eps, betas, weight_decay, "
+                "gradient_clipping, max_gradient, optimizer"
             )
 
 

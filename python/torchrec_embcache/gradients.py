@@ -1,0 +1,45 @@
+"""What happens to a gradient before it updates rows, and whether it is to update them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exceptions import UnsupportedError
+
+__all__ = ["check_rows_are_to_be_updated", "clamp_parts"]
+
+
+def clamp_parts(grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
+    """`grad` with each of its parts, `sizes` along `dim`, clamped to [-limit, limit]; None leaves a part as it is.
+
+    Element by element, so that the bits do not depend on threads, instruction sets or kernels. Costs nothing without limits.
+    """
+    if all(limit is None for limit in limits):
+        return grad
+    if len(set(limits)) == 1:
+        return _clamped(grad, limits[0])
+    parts = torch.split(grad, list(sizes), dim)
+    return torch.cat([_clamped(part, limit) for part, limit in zip(parts, limits, strict=True)], dim)
+
+
+def _clamped(grad: Tensor, limit: float | None) -> Tensor:
+    return grad if limit is None else grad.clamp(-limit, limit)
+
+
+def check_rows_are_to_be_updated(anchor: Any) -> None:
+    """`UnsupportedError` where a backward is asked for some gradients alone, by `torch.autograd.grad` or `inputs=`.
+
+    `anchor` is the autograd node that accumulates the gradient of the lookup's anchor. `loss.backward()` runs it, as it runs
+    those of all leaves.
+    """
+    try:
+        wanted = torch._C._will_engine_execute_node(anchor)  # noqa: SLF001 - as torch's own hooks do
+    except RuntimeError:  # the anchor's own gradient was asked for
+        wanted = False
+    if not wanted:
+        raise UnsupportedError(
+            "torch.autograd.grad(), or backward(inputs=...): it asks for some gradients, and this backward would update the rows. "
+            "Call loss.backward() to train, or put the module into eval() for gradients alone"
+        )

@@ -1,0 +1,118 @@
+"""Rows that come from a module of TorchRec's, with the optimizer that trained them.
+
+Shapes: N rows of a table, D its width.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torchrec.optim.fused import EmptyFusedOptimizer
+
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.exceptions import ConfigError, InputError, UnsupportedError
+
+__all__ = ["TrainedBy", "import_torchrec", "trained_by"]
+
+#: The numbers of a param group that a table's optimizer takes.
+_TAKEN = frozenset({"lr", "eps", "betas", "weight_decay"})
+#: Rows that are copied at a time.
+_IMPORT_ROWS = 65_536
+
+
+@dataclass(frozen=True)
+class TrainedBy:
+    """The optimizer of one weight of TorchRec's: its class, its numbers, and its state of that weight."""
+
+    kind: type[torch.optim.Optimizer]
+    numbers: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+    def mark(self, param: nn.Parameter) -> None:
+        """Let `param`, the zero-row weight of our table, carry the optimizer as `apply_optimizer_in_backward` would."""
+        param.__dict__["_optimizer_classes"] = [self.kind]
+        param.__dict__["_optimizer_kwargs"] = [dict(self.numbers)]
+        param.__dict__["_in_backward_optimizers"] = [EmptyFusedOptimizer()]
+
+    def step(self) -> int:
+        """How many steps the weight was trained."""
+        step = self.state.get("step", 0)
+        return int(step.item() if isinstance(step, Tensor) else step)
+
+    def slot(self, name: str, weight: Tensor, width: int) -> Tensor | None:
+        """The state `name` as rows [N, D], or [N] where `width` is 0; None where the weight was never trained."""
+        if not self.state:
+            return None
+        values = self.state.get(name)
+        rows = len(weight)
+        fits = ((rows, width),) if width else ((rows,), (rows, 1))
+        if not isinstance(values, Tensor) or tuple(values.shape) not in fits:
+            found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise InputError(
+                f"the state {name!r} of {self.kind.__name__} is {found}: expected a tensor {list(fits[0])}"
+            )
+        return values.detach().reshape(rows, width) if width else values.detach().reshape(rows)
+
+
+def trained_by(
+    weight: nn.Parameter, optimizer: torch.optim.Optimizer | Literal["in_backward"] | None
+) -> TrainedBy | None:
+    """What trained `weight`: `optimizer`, or the one that `apply_optimizer_in_backward` put there, or nothing (None).
+
+    Raises `ConfigError` where `optimizer` is not one, or does not have the weight.
+    """
+    if optimizer is None:
+        return None
+    if optimizer == "in_backward":
+        found = getattr(weight, "_in_backward_optimizers", [])
+        if len(found) != 1:
+            raise ConfigError(
+                f'optimizer="in_backward" and the weight has {len(found)} of them: call apply_optimizer_in_backward once on the '
+                "parameters of TorchRec's module, or give the optimizer that has them"
+            )
+        (optimizer,) = found
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f'optimizer={optimizer!r}: give the torch optimizer that trained the rows, "in_backward", or None'
+        )
+    for group in optimizer.param_groups:
+        if any(param is weight for param in group["params"]):
+            return TrainedBy(type(optimizer), _numbers(type(optimizer), group), optimizer.state.get(weight, {}))
+    raise ConfigError(
+        f"optimizer={type(optimizer).__name__} does not have the weights of TorchRec's module: give the one that has"
+    )
+
+
+def _numbers(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table's optimizer takes of a param group, and whatever else was not left at its default."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+    numbers = {}
+    for name, value in group.items():
+        if name in _TAKEN:
+            numbers[name] = float(value) if isinstance(value, Tensor) else value
+        elif name not in ("params", "initial_lr") and value != defaults.get(name):
+            numbers[name] = value
+    return numbers
+
+
+def import_torchrec(table: CacheTable, weight: Tensor, by: TrainedBy | None) -> None:
+    """Rows 0 to N - 1 of a table from TorchRec's `weight` [N, D], some at a time, with the slots that `by` has."""
+    if weight.dtype != torch.float32:
+        raise UnsupportedError(f"table {table.name!r} has {weight.dtype} weights: rows are float32, convert it first")
+    spec = table.spec
+    slots: dict[str, Tensor] = {}
+    if by is not None:
+        for place, name in enumerate(spec.slot_names):
+            values = by.slot(name, weight, table.dim if place < spec.vector_slots else 0)
+            if values is not None:
+                slots[name] = values
+    for first in range(0, len(weight), _IMPORT_ROWS):
+        some = slice(first, first + _IMPORT_ROWS)
+        rows = weight[some]
+        parts = {name: values[some] for name, values in slots.items()} if slots else None
+        table.import_rows(torch.arange(first, first + len(rows)), rows, parts)
+    if by is not None:
+        table.native.set_step(by.step())

@@ -1,0 +1,165 @@
+"""Rows that were trained elsewhere: from TorchRec's modules with their optimizers, and by id from any arrays."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchrec
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec import KeyedJaggedTensor as Kjt
+
+from tables import ssd_tiers
+from test_modules import TIERS, bag_tables
+from torchrec_embcache import (
+    EmbCacheEmbedding,
+    EmbCacheEmbeddingBag,
+    EmbCacheEmbeddingBagCollection,
+    EmbCacheEmbeddingCollection,
+    TierBudgets,
+    optimizers,
+)
+from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, UnsupportedError
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-7}),
+    "rowwise": (torchrec.optim.RowWiseAdagrad, {"lr": 0.05}),
+    "adam": (torch.optim.Adam, {"lr": 0.05, "betas": (0.8, 0.9)}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.0}),
+}
+
+
+def batch(seed: int) -> Kjt:
+    """Every id of every table once or more: torch's dense optimizers train rows that are in no batch, ours do not."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.cat([torch.randperm(20, generator=generator) for _ in "abc"])
+    return Kjt.from_lengths_sync(["a", "b", "c"], values, torch.full((30,), 2))
+
+
+def trained(optimizer: str, in_backward: bool) -> tuple[EmbeddingBagCollection, Any]:
+    """TorchRec's collection after three steps, and what trains it."""
+    torch.manual_seed(3)
+    tables = bag_tables()
+    for table in tables:
+        table.num_embeddings = 20
+    collection = EmbeddingBagCollection(tables)
+    kind, numbers = OPTIMIZERS[optimizer]
+    if in_backward:
+        apply_optimizer_in_backward(kind, collection.parameters(), numbers)
+        by = None
+    else:
+        by = kind(collection.parameters(), **numbers)
+    for seed in range(3):
+        step(collection, seed, by)
+    return collection, by
+
+
+def step(collection: Any, seed: int, by: Any = None) -> None:
+    collection(batch(seed)).values().square().sum().backward()
+    if by is not None:
+        by.step()
+        by.zero_grad()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_torchrec_collection_trains_on_here_as_it_would_have_there(optimizer: str, in_backward: bool) -> None:
+    theirs, by = trained(optimizer, in_backward)
+    ours = EmbCacheEmbeddingBagCollection.from_torchrec(theirs, TIERS, optimizer="in_backward" if in_backward else by)
+    for seed in (3, 4):
+        step(theirs, seed, by)
+        step(ours, seed)
+    for name, table in ours.tables.items():
+        rows = table.read_rows(torch.arange(20))
+        torch.testing.assert_close(rows.weights, theirs.embedding_bags[name].weight.detach(), rtol=2e-5, atol=2e-6)
+        assert table.native.step() == (5 if optimizer != "sgd" else 2)
+    group = ours.fused_optimizer.param_groups[0]
+    assert group["lr"] == 0.05
+
+
+def test_sequences_come_over_with_their_slots_too() -> None:
+    theirs = EmbeddingCollection(
+        tables=[EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=70_000, feature_names=["f"])]
+    )
+    by = torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    features = Kjt.from_lengths_sync(["f"], torch.tensor([0, 69_999, 65_536]), torch.ones(3, dtype=torch.int64))
+    theirs(features)["f"].values().sum().backward()
+    by.step()
+    ours = EmbCacheEmbeddingCollection.from_torchrec(theirs, TierBudgets(host_bytes="16MiB"), optimizer=by)
+    rows = ours.tables["t"].read_rows([0, 5, 65_536, 69_999])
+    state = by.state[theirs.embeddings["t"].weight]["sum"]
+    assert torch.equal(rows.slots["sum"], state[[0, 5, 65_536, 69_999]])
+    assert rows.slots["sum"].any(1).tolist() == [True, False, True, True]
+    assert len(ours.tables["t"]) == 70_000
+
+
+def test_an_optimizer_that_did_not_train_the_collection_is_refused() -> None:
+    theirs, by = trained("adagrad", in_backward=False)
+    take = EmbCacheEmbeddingBagCollection.from_torchrec
+    with pytest.raises(ConfigError, match="the weight has 0 of them"):
+        take(theirs, TIERS, optimizer="in_backward")
+    with pytest.raises(ConfigError, match="give the torch optimizer that trained"):
+        take(theirs, TIERS, optimizer="adagrad")  # type: ignore[arg-type]
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ConfigError, match="does not have the weights"):
+        take(theirs, TIERS, optimizer=other)
+    with pytest.raises(UnsupportedError, match="momentum=0.9"):
+        take(theirs, TIERS, optimizer=torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9))
+    by.state[theirs.embedding_bags["t1"].weight]["sum"] = torch.zeros(3)
+    with pytest.raises(InputError, match=r"'sum' of Adagrad is \[3\]"):
+        take(theirs, TIERS, optimizer=by)
+
+
+# ---- by id
+
+
+def test_pretrained_rows_are_read_frozen_as_torchs_are() -> None:
+    vectors = np.random.default_rng(0).random((3, 4))
+    module = EmbCacheEmbedding.from_pretrained(
+        [7, -2, 1 << 40], vectors, name="item", tiers=TierBudgets(host_bytes="1MiB")
+    )
+    theirs = torch.nn.Embedding.from_pretrained(torch.from_numpy(vectors).float())
+    assert torch.equal(module(torch.tensor([-2, 7])), theirs(torch.tensor([1, 0])))
+    assert not module.weight.requires_grad
+    assert len(module) == 3
+    module(torch.tensor([5]))
+    assert len(module) == 3
+
+
+def test_pretrained_rows_train_on_with_an_optimizer(tmp_path: Any) -> None:
+    tiers = ssd_tiers(tmp_path, host_bytes="2KiB")
+    with EmbCacheEmbeddingBag.from_pretrained(
+        torch.arange(100),
+        torch.ones(100, 4),
+        name="item",
+        tiers=tiers,
+        optimizer=optimizers.SGD(lr=0.5),
+        freeze=False,
+        mode="sum",
+    ) as bag:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            bag(torch.tensor([[1, 1]])).sum().backward()
+        assert bag.read_rows([0, 1]).weights.tolist() == [[1.0] * 4, [0.0] * 4]
+
+
+def test_a_pretrained_table_that_cannot_be_made_says_why_and_is_closed(tmp_path: Any) -> None:
+    make = EmbCacheEmbedding.from_pretrained
+    tiers = TierBudgets(host_bytes="1MiB")
+    with pytest.raises(InputError, match=r"from_pretrained\(ids, weights, \.\.\.\)"):
+        make(torch.ones(3, 4), name="item", tiers=tiers)
+    with pytest.raises(ConfigError, match="freeze=False without an optimizer"):
+        make([1], [[1.0]], name="item", tiers=tiers, freeze=False)
+    with pytest.raises(InputError, match=r"weights has shape \[2\]"):
+        make([1, 2], [1.0, 2.0], name="item", tiers=tiers)
+    with pytest.raises(InputError, match="no array"):
+        make([1, 2], [[1.0], [2.0, 3.0]], name="item", tiers=tiers)
+    with pytest.raises(InputError, match="twice"):
+        make([1, 1], [[1.0], [2.0]], name="item", tiers=tiers)
+    full = ssd_tiers(tmp_path, host_bytes="2KiB", ssd_bytes="128KiB")
+    with pytest.raises(CapacityError):
+        make(np.arange(100_000), np.ones((100_000, 4)), name="item", tiers=full)
+    assert not list(tmp_path.rglob("*.seg"))
