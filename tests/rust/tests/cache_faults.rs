@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
+use embcache::cache::{PickedRows, RowColumns};
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{Fault, FaultEngine, MemoryEngine, Operation};
 use embcache::rows::RowHeader;
@@ -98,6 +99,75 @@ fn a_damaged_record_is_found_and_never_served() {
     let error = rig.evaluate(&done[0], 4, false).expect_err("every record has a flipped bit");
     assert_eq!(error.kind(), Kind::Corruption, "{error}");
     assert!(error.path().is_some(), "it names the file");
+}
+
+#[test]
+fn rows_loaded_after_a_clear_are_not_touched_by_reads_of_before_that_failed() {
+    let (rig, faults) = rig(three_tiers(None, 12_000, 16 << 20));
+    for first in (0..30_000).step_by(6000) {
+        rig.train(&(first..first + 6000).collect::<Vec<Id>>(), 4, 1).expect("a step");
+    }
+    rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
+    // Rows that are on SSD alone, in several batches of reads, all of which fail.
+    faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+    drop(rig.plan(&(0..10_000).collect::<Vec<Id>>(), true, true, false).expect("a plan ahead, never waited for"));
+    rig.table.clear().expect("no batch is in flight");
+    faults.clear();
+    assert_eq!(rig.table.len().expect("a length"), 0);
+
+    let ids: Vec<Id> = (1_000_000..1_011_000).collect();
+    let zeros = vec![0_u32; ids.len()];
+    let (steps, scores) = (vec![0_u64; ids.len()], vec![0.0; ids.len()]);
+    let part = |salt: f32| -> Vec<f32> { (0..ids.len() * DIM).map(|at| (at / DIM) as f32 + salt).collect() };
+    let (weights, sums) = (part(0.25), part(0.5));
+    let columns = RowColumns {
+        ids: &ids,
+        last_steps: &steps,
+        counts: &zeros,
+        scores: &scores,
+        scalars: None,
+        modified_epochs: &zeros,
+        parts: vec![&weights, &sums],
+    };
+    rig.table.import_columns(PickedRows::all(&columns)).expect("a load");
+    // The next plan takes notice of reads that are over.
+    rig.evaluate(&ids[..10], 1, false).expect("rows that are there");
+    let read = rig.table.read_rows(&ids).expect("rows that are there");
+    assert_eq!(read.found.iter().filter(|found| !**found).count(), 0, "rows are gone");
+    for (at, row) in read.vectors.chunks(2 * DIM).enumerate() {
+        assert_eq!((row[0], row[DIM]), (at as f32 + 0.25, at as f32 + 0.5), "id {}", ids[at]);
+    }
+    assert_eq!(rig.table.len().expect("a length"), ids.len() as u64);
+    assert_eq!(contents(&rig).len(), ids.len());
+}
+
+#[test]
+fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
+    let (rig, faults) = rig(three_tiers(None, 60, 1 << 22));
+    let done = batches(20, 50);
+    for (salt, ids) in done.iter().enumerate() {
+        rig.train(ids, 4, salt as u32).expect("a step");
+    }
+    rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
+    let fails = || {
+        faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+        let plan = rig.plan(&done[0][..40], true, true, false).expect("a plan ahead, never waited for");
+        assert!(!plan.reading()[0].is_empty());
+        while !plan.is_ready() {
+            std::thread::yield_now();
+        }
+        drop(plan);
+        faults.clear();
+    };
+    // The table has not taken notice of the failed reads yet: each of these does.
+    fails();
+    rig.table.flush(2).expect("a flush reads nothing");
+    fails();
+    assert!(rig.table.read_rows(&done[1]).expect("other rows").found.iter().all(|found| *found));
+    fails();
+    assert_eq!(contents(&rig), trained_oracle(&done));
+    fails();
+    assert_eq!(rig.table.remove_rows(&done[0]).expect("a removal"), 50);
 }
 
 fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {

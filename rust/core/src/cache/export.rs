@@ -316,7 +316,7 @@ impl Shared {
     /// Ids of rows whose newest copy is in RAM or on the device: all others are on SSD, current.
     fn newest_in_ram(&self) -> Result<Vec<Id>> {
         let mut state = self.lock()?;
-        self.finish_loads(&mut state)?;
+        self.finish_loads(&mut state);
         let host = &state.host;
         let most = (host.slots.used() + host.slots.overflow_used()) as usize;
         let on_device =

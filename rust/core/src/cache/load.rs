@@ -92,12 +92,12 @@ impl Shared {
         }
     }
 
-    /// Wait for every load.
-    pub(crate) fn finish_loads(&self, state: &mut State) -> Result<()> {
+    /// Wait for every load and take notice of it, those that failed too: after that no fetch writes into any slot. Errors belong to the
+    /// plans that asked, so that nobody else fails for them.
+    pub(crate) fn finish_loads(&self, state: &mut State) {
         for loading in state.loading.clone() {
-            self.finish_load(state, &loading)?;
+            let _ = self.finish_load(state, &loading);
         }
-        Ok(())
     }
 
     /// The error of a plan that wants a row whose read failed for an earlier plan.

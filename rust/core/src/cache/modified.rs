@@ -243,7 +243,7 @@ impl Shared {
     /// Ids of rows modified in epoch `since` or later whose newest copy is in RAM or on the device.
     fn modified_in_ram(&self, since: u32) -> Result<Vec<Id>> {
         let mut state = self.lock()?;
-        self.finish_loads(&mut state)?;
+        self.finish_loads(&mut state);
         let all = since < state.marked_since;
         let mut ids: Vec<Id> = Vec::new();
         let host = |slot| (state.host.header(slot).modified_epoch >= since).then(|| state.host.id(slot));
@@ -259,7 +259,7 @@ impl Shared {
     /// maybe of others.
     fn modified_slots(&self, since: u32) -> Result<Vec<CacheSlot>> {
         let mut state = self.lock()?;
-        self.finish_loads(&mut state)?;
+        self.finish_loads(&mut state);
         let mut slots: Vec<CacheSlot> = Vec::new();
         collect(&mut slots, &state.host.slots, since < state.marked_since, Some)?;
         Ok(slots)

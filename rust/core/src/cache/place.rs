@@ -334,7 +334,13 @@ impl TablePlan {
             let capacity = state.host.slots.capacity();
             self.note_overflow(&mut state, capacity);
             drop(state);
-            self.wait_for_loads()?;
+            if !self.loads.is_empty() {
+                self.wait_for_loads()?;
+                if mode.train {
+                    // Ids that the index took for others' turned out to be new.
+                    shared.check_capacity(&mut *shared.lock()?, 0, &self.unique)?;
+                }
+            }
             self.index.slots.clone_from(&self.host);
             if mode.unseen_zeros && !mode.train {
                 let state = shared.lock()?;

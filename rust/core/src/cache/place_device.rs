@@ -179,7 +179,7 @@ impl TablePlan {
                 reads.push(position);
             } else {
                 if state.host.slots.state(slot).has(RowState::LOADING) {
-                    shared.finish_loads(state)?;
+                    shared.finish_loads(state);
                 }
                 let row = state.host.slots.state(slot);
                 if row.has(RowState::FAILED) {

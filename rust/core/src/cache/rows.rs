@@ -90,7 +90,7 @@ impl Table {
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock_any()?;
         self.shared.check_writable()?;
-        self.shared.finish_loads(&mut state)?;
+        self.shared.finish_loads(&mut state);
         self.shared.refuse_rows_in_use(&mut state, block.headers.iter().map(|header| header.id))?;
         if self.shared.config.on_full == OnFull::Error && ids.len() > ROWS_PER_CALL {
             self.shared.check_import(&mut state, &ids)?;
@@ -112,7 +112,7 @@ impl Table {
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock()?;
         self.shared.check_writable()?;
-        self.shared.finish_loads(&mut state)?;
+        self.shared.finish_loads(&mut state);
         self.shared.refuse_rows_in_use(&mut state, ids.iter().copied())?;
         let distinct: Vec<Id> = crate::index::dedupe(ids).unique;
         let mut removed = 0;
@@ -138,8 +138,8 @@ impl Table {
                 break locked;
             }
         };
-        // A failed read of a row that is to be forgotten does not matter.
-        let _ = self.shared.finish_loads(&mut state);
+        // The slots are about to be other rows': no read may end in one of them any more.
+        self.shared.finish_loads(&mut state);
         self.shared.refuse_in_use(&mut state)?;
         if let Some(ssd) = &self.shared.ssd {
             ssd.clear()?;
@@ -197,7 +197,7 @@ impl Shared {
 
     /// Read rows from whatever tier they are in. The caller keeps kernels out.
     pub(crate) fn read_now(&self, state: &mut State, ids: &[Id]) -> Result<FoundRows> {
-        self.finish_loads(state)?;
+        self.finish_loads(state);
         let floats = self.layout.vector_floats();
         let mut rows = FoundRows {
             found: vec![false; ids.len()],

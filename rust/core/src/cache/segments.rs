@@ -16,7 +16,7 @@ impl Table {
         memory::check()?;
         let _rows = shared.reading_rows()?;
         let mut state = shared.lock()?;
-        shared.finish_loads(&mut state)?;
+        shared.finish_loads(&mut state);
         shared.write_down_all(&mut state)?;
         let counters = StateCounters { step: state.step, epoch: state.epoch };
         let held = ssd.hold_segments().map_err(|error| error.context(format!("table {:?}", shared.config.name)))?;

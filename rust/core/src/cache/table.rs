@@ -261,7 +261,7 @@ impl Table {
         memory::check()?;
         let _rows = self.shared.reading_rows()?;
         let mut state = self.shared.lock()?;
-        self.shared.finish_loads(&mut state)?;
+        self.shared.finish_loads(&mut state);
         self.shared.write_down_all(&mut state)?;
         let counters = StateCounters { step: state.step, epoch: state.epoch };
         let lineage = state.lineage.encode(ssd.most_note_bytes());
@@ -296,8 +296,7 @@ impl Table {
             return Ok(());
         }
         let mut state = lock(&self.shared.state);
-        // A fetch that failed was reported to its plan; closing goes on.
-        let _ = self.shared.finish_loads(&mut state);
+        self.shared.finish_loads(&mut state);
         drop(state);
         self.shared.ssd.as_ref().map_or(Ok(()), SsdTier::close)
     }

@@ -3,7 +3,7 @@
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::record::{RecordKind, decode};
@@ -25,12 +25,20 @@ const LARGEST_GAP: u64 = 16 << 10;
 pub struct Fetch {
     outcome: Mutex<Option<Result<Vec<u32>>>>,
     done: Condvar,
+    /// Whose reads they are.
+    tier: Weak<Shared>,
 }
 
 impl Fetch {
     /// Block until every row is in place. Returns the positions (in the request) of ids that turned out not to be here, ascending;
     /// the first I/O or checksum error otherwise. May be called more than once, from several threads.
     pub fn wait(&self) -> Result<Vec<u32>> {
+        if !self.is_done()
+            && let Some(tier) = self.tier.upgrade()
+        {
+            // The reads may be part of a batch that another thread has not submitted yet.
+            tier.submit_fetches();
+        }
         let mut outcome = lock(&self.outcome);
         loop {
             if let Some(outcome) = &*outcome {
@@ -100,30 +108,65 @@ fn place(layout: &RowLayout, bytes: &[u8], segment: &Segment, offset: u64, id: I
     Ok(true)
 }
 
-/// Fetches, of one or several tiers, that go to the disk as one submission. Those of a batch that is dropped end with an error.
+/// Fetches, of one or several tiers, that go to the disk as one submission: with [`FetchBatch::submit`], or when the batch is dropped.
+///
+/// A fetch that is not submitted keeps the files that it is to read, and a thread that waits for it, or for the room that those files
+/// take, would wait for ever where the batch's owner waits for that thread, or is that thread. So the jobs lie with their tier until
+/// they are submitted, where whoever is about to wait submits them ([`Shared::submit_fetches`]).
 #[derive(Debug, Default)]
 pub struct FetchBatch {
-    jobs: Vec<FetchJob>,
+    /// Tiers that have, or had, jobs of this batch.
+    tiers: Vec<Arc<Shared>>,
 }
 
 impl FetchBatch {
     /// Start reading if `rows` or more are waiting for it.
     pub fn submit_if_worthwhile(&mut self, rows: usize) {
-        if self.jobs.iter().map(|job| job.items.len()).sum::<usize>() >= rows {
-            std::mem::take(self).submit();
+        let waiting = |tier: &Arc<Shared>| lock(&tier.unsubmitted).iter().map(|job| job.items.len()).sum::<usize>();
+        if self.tiers.iter().map(waiting).sum::<usize>() >= rows {
+            self.submit_all();
         }
     }
 
     /// Start reading.
-    pub fn submit(self) {
-        if let Some(first) = self.jobs.first() {
-            let background = first.tier.home.background;
-            background.fetch(self.jobs);
+    pub fn submit(mut self) {
+        self.submit_all();
+    }
+
+    fn add(&mut self, job: FetchJob) {
+        let tier = job.tier.clone();
+        lock(&tier.unsubmitted).push(job);
+        if !self.tiers.iter().any(|other| Arc::ptr_eq(other, &tier)) {
+            self.tiers.push(tier);
+        }
+    }
+
+    fn submit_all(&mut self) {
+        let Some(first) = self.tiers.first() else { return };
+        let background = first.home.background;
+        let jobs: Vec<FetchJob> =
+            self.tiers.drain(..).flat_map(|tier| std::mem::take(&mut *lock(&tier.unsubmitted))).collect();
+        if !jobs.is_empty() {
+            background.fetch(jobs);
         }
     }
 }
 
+impl Drop for FetchBatch {
+    fn drop(&mut self) {
+        self.submit_all();
+    }
+}
+
 impl Shared {
+    /// Submit every fetch of this tier that waits in a batch, whoever's batch it is.
+    pub(super) fn submit_fetches(&self) {
+        let jobs = std::mem::take(&mut *lock(&self.unsubmitted));
+        if !jobs.is_empty() {
+            self.home.background.fetch(jobs);
+        }
+    }
+
     /// Look rows up: those in buffers are put in place at once, those in files join `batch`.
     pub(super) fn fetch_in(
         self: &Arc<Self>,
@@ -131,7 +174,7 @@ impl Shared {
         places: Option<Places>,
         batch: &mut FetchBatch,
     ) -> Arc<Fetch> {
-        let fetch = Arc::new(Fetch::default());
+        let fetch = Arc::new(Fetch { tier: Arc::downgrade(self), ..Fetch::default() });
         if let Err(error) = self.check_usable() {
             fetch.finish(Err(error));
             return fetch;
@@ -151,7 +194,7 @@ impl Shared {
         } else if job.items.is_empty() {
             job.finish(Ok(()));
         } else {
-            batch.jobs.push(job);
+            batch.add(job);
         }
         fetch
     }

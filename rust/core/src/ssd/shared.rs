@@ -7,6 +7,7 @@ use super::Identity;
 use super::background::panicked;
 use super::classes::{Classes, MOST_CLASSES};
 use super::compact::{self, MOST_MOVING};
+use super::fetch::FetchJob;
 use super::format::Content;
 use super::home::Home;
 use super::index::{Location, TagIndex};
@@ -131,6 +132,8 @@ pub(super) struct Shared {
     /// Held, together with others that do the same, while a segment's rows are moved.
     compacting: RwLock<()>,
     pub(super) compaction_scheduled: AtomicBool,
+    /// Fetches that wait in a batch; see [`super::FetchBatch`].
+    pub(super) unsubmitted: Mutex<Vec<FetchJob>>,
     pub(super) counters: Counters,
     pub(super) lock: Mutex<Option<DirLock>>,
     /// The note of the state that was resumed.
@@ -333,6 +336,7 @@ impl Shared {
             publishing: Mutex::new(()),
             compacting: RwLock::new(()),
             compaction_scheduled: AtomicBool::new(false),
+            unsubmitted: Mutex::default(),
             counters: Counters::default(),
             lock: Mutex::new(held),
             note: Mutex::default(),
@@ -461,6 +465,8 @@ impl Shared {
         loop {
             let generation = self.home.space.generation();
             self.check_writable()?;
+            // A fetch keeps the files that it reads, and nobody else may be there to submit it.
+            self.submit_fetches();
             let mut state = self.state();
             state.reap();
             state.prune_tombstones();

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use embcache::Kind;
 use embcache::config::{OptimizerKind, Reopen};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
-use embcache::rows::{RowHeader, RowRef};
-use embcache::ssd::{Identity, SsdTier, StateCounters};
+use embcache::rows::{RowHeader, RowMut, RowRef};
+use embcache::ssd::{FetchBatch, Identity, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
-use embcache_tests::ssd::{Versions, append, check, config, fetch, header, open};
+use embcache_tests::ssd::{DIM, Versions, append, check, config, fetch, header, open, vector};
+use embcache_tests::watched;
 
 const DIR: &str = "/embcache-room/tier";
 
@@ -262,4 +263,52 @@ fn an_eviction_that_fails_halfway_says_which_rows_are_gone_and_counts_them() {
         halfway += u64::from(!gone.is_empty());
     }
     assert!(halfway > 3, "{halfway}");
+}
+
+#[test]
+fn whoever_waits_for_room_submits_the_reads_that_keep_files_in_the_way() {
+    watched(String::new, || {
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, Reopen::Never)).unwrap();
+        let ids: Vec<Id> = (0..tier.capacity_rows() as Id).collect();
+        let mut held = Versions::new();
+        append(&tier, &ids, 1, &mut held).unwrap();
+        let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
+        let places =
+            found.iter_mut().map(|(header, vector)| RowMut { header: &raw mut *header, vector: vector.as_mut_ptr() });
+        let mut batch = FetchBatch::default();
+        let fetch = tier.fetch_in(ids.iter().copied().zip(places).collect(), Arc::new(()), &mut batch);
+        assert!(!fetch.is_done(), "most rows are in files");
+        for version in 2..6 {
+            append(&tier, &ids, version, &mut held).unwrap();
+        }
+        assert!(fetch.wait().unwrap().is_empty());
+        batch.submit();
+        for (id, (header_read, vector_read)) in found.iter().enumerate() {
+            let id = id as Id;
+            assert_eq!((header_read, vector_read), (&header(id, 1), &vector(id, 1)), "as of the fetch");
+        }
+        check(&tier, &held, -5..ids.len() as Id + 5);
+    });
+}
+
+#[test]
+fn a_fetch_can_be_waited_for_whether_or_not_its_batch_is_submitted() {
+    watched(String::new, || {
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let (tier, _) = open(&engine, &config(Path::new(DIR), 1 << 20, Reopen::Never)).unwrap();
+        let ids: Vec<Id> = (0..2000).collect();
+        append(&tier, &ids, 1, &mut Versions::new()).unwrap();
+        tier.publish(1, StateCounters::default()).unwrap();
+        let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); 2];
+        let mut places =
+            found.iter_mut().map(|(header, vector)| RowMut { header: &raw mut *header, vector: vector.as_mut_ptr() });
+        let mut batch = FetchBatch::default();
+        let waited_for = tier.fetch_in(vec![(7, places.next().unwrap())], Arc::new(()), &mut batch);
+        assert!(waited_for.wait().unwrap().is_empty());
+        let dropped = tier.fetch_in(vec![(9, places.next().unwrap())], Arc::new(()), &mut batch);
+        drop(batch);
+        assert!(dropped.wait().unwrap().is_empty());
+        assert_eq!((found[0].0.id, found[1].0.id), (7, 9));
+    });
 }
