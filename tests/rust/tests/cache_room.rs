@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::MemoryEngine;
+use embcache::cache::{Chunk, ExportStream};
+use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{IoEngine, MemoryEngine};
 use embcache::types::Id;
 use embcache_tests::{Rig, config, watched};
 
@@ -105,4 +106,151 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacit
     assert_eq!(table.table.stats().expect("counters").pinned_rows, 0);
     table.table.flush(1).expect("what is there fits");
     assert_eq!(table.contents().expect("every row").len() as u64, rows);
+}
+
+/// What a stream still has: chunks, and how it ends.
+fn rest(stream: ExportStream) -> (Vec<Chunk>, embcache::Result<()>) {
+    let mut chunks = Vec::new();
+    for chunk in stream {
+        match chunk {
+            Ok(chunk) => chunks.push(chunk),
+            Err(error) => return (chunks, Err(error)),
+        }
+    }
+    (chunks, Ok(()))
+}
+
+/// A full table, and an export of it of which nobody has taken more than the first rows on SSD.
+fn full_with_a_waiting_export(device_rows: Option<u32>) -> (Rig, Id, ExportStream) {
+    let mut wanted = on_ssd(4000, 2 << 20);
+    wanted.device_rows = device_rows;
+    let table = rig(wanted);
+    let rows = fill(&table, 500);
+    let mut stream = table.table.export(100).expect("a stream");
+    for _ in 0..60 {
+        stream.next().expect("more rows than are in RAM").expect("a chunk");
+    }
+    (table, rows, stream)
+}
+
+fn training_ends_an_export_that_waits(device_rows: Option<u32>) {
+    watched(String::new, || {
+        let (table, rows, stream) = full_with_a_waiting_export(device_rows);
+        for step in 0..300 {
+            let ids: BTreeSet<Id> = (0..500).map(|at| (at * 37 + step * 501) % rows).collect();
+            table.train(&ids.into_iter().collect::<Vec<Id>>(), 1, step as u32).expect("a step");
+        }
+        let (_, ended) = rest(stream);
+        assert_eq!(ended.expect_err("rows changed").kind(), Kind::State);
+        assert_eq!(table.contents().expect("every row").len() as Id, rows);
+    });
+}
+
+#[test]
+fn training_near_the_cap_ends_an_export_whose_chunks_nobody_takes() {
+    training_ends_an_export_that_waits(None);
+}
+
+#[test]
+fn training_near_the_cap_ends_an_export_whose_chunks_nobody_takes_with_a_device_tier() {
+    training_ends_an_export_that_waits(Some(300));
+}
+
+#[test]
+fn a_load_into_a_full_table_ends_an_export_whose_chunks_nobody_takes() {
+    watched(String::new, || {
+        let (table, rows, stream) = full_with_a_waiting_export(None);
+        let contents = table.contents().expect("every row");
+        table.table.clear().expect("no batch is in flight");
+        table.import(&contents).expect("the rows of before");
+        assert_eq!(rest(stream).1.expect_err("rows changed").kind(), Kind::State);
+        assert_eq!(table.table.len().expect("a length") as Id, rows);
+    });
+}
+
+#[test]
+fn an_export_whose_chunks_nobody_takes_either_has_every_row_or_says_that_its_room_was_needed() {
+    watched(String::new, || {
+        for bytes in [2 << 20, 8 << 20] {
+            let table = rig(on_ssd(4000, bytes));
+            let mut rows = 0;
+            while rows < 20_500 {
+                table.train(&(rows..rows + 500).collect::<Vec<Id>>(), 1, 1).expect("a step");
+                rows += 500;
+            }
+            // Each of these rows is newer in RAM than on SSD: to write them down takes room.
+            table.train(&(0..3000).collect::<Vec<Id>>(), 1, 2).expect("a step");
+            let mut stream = table.table.export(100).expect("a stream");
+            let mut taken: Vec<Chunk> = (&mut stream).take(60).map(|chunk| chunk.expect("a chunk")).collect();
+            for token in 1..4 {
+                table.table.flush(token).expect("a flush");
+                table.evaluate(&(3000..6000).collect::<Vec<Id>>(), 1, false).expect("an evaluation");
+            }
+            let (more, ended) = rest(stream);
+            taken.extend(more);
+            let ids: Vec<Id> = taken.iter().flat_map(|chunk| chunk.headers.iter().map(|header| header.id)).collect();
+            assert_eq!(ids.iter().collect::<BTreeSet<_>>().len(), ids.len(), "a row twice");
+            match ended {
+                Ok(()) => assert_eq!(ids.len() as Id, rows),
+                Err(error) => {
+                    assert_eq!(error.kind(), Kind::State);
+                    assert!(error.to_string().contains("raise ssd_bytes"), "{error}");
+                    assert_eq!(bytes, 2 << 20, "there was room: {error}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_full_table_drops_rows_of_ram_where_ram_holds_more_than_the_ssd_tier_may() {
+    for (host_rows, device_rows) in [(20_000, None), (20_000, Some(600)), (6000, None), (2000, Some(12_000))] {
+        let what = format!("{host_rows} in RAM, {device_rows:?} on the device");
+        let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+        let mut wanted = on_ssd(host_rows, 1 << 20);
+        wanted.on_full = OnFull::Evict;
+        wanted.device_rows = device_rows;
+        let table = Rig::open(wanted.clone(), Arc::clone(&engine)).expect("a table");
+        for step in 0..60 {
+            let ids: Vec<Id> = (step * 500..step * 500 + 500).collect();
+            table.train(&ids, 1, step as u32).unwrap_or_else(|error| panic!("{what}: {error}"));
+            if step % 7 == 3 {
+                // Some are in RAM and on SSD when they are dropped.
+                table.table.flush(step as u64).unwrap_or_else(|error| panic!("{what}: {error}"));
+            }
+        }
+        let stats = table.table.stats().expect("counters");
+        assert!(stats.rows < 11_000 && stats.rows > 9000, "{what}: {stats:?}");
+        assert_eq!(stats.rows + stats.dropped_rows, 30_000, "{what}");
+        let contents = table.contents().expect("every row");
+        assert_eq!(contents.len() as u64, stats.rows, "{what}");
+        assert!((29_500..30_000).all(|id| contents.contains_key(&id)), "{what}: the newest rows are there");
+        table.table.flush(100).unwrap_or_else(|error| panic!("{what}: {error}"));
+        table.table.close().unwrap_or_else(|error| panic!("{what}: {error}"));
+        drop(table);
+        wanted.ssd.as_mut().expect("an SSD tier").reopen = Reopen::Resume;
+        let resumed = Rig::open(wanted, engine).expect("a table");
+        assert!(resumed.contents().expect("every row") == contents, "{what}");
+    }
+}
+
+#[test]
+fn a_batch_for_which_no_rows_can_be_dropped_is_refused_and_changes_nothing() {
+    let mut wanted = on_ssd(20_000, 1 << 20);
+    wanted.on_full = OnFull::Evict;
+    let table = rig(wanted);
+    table.train(&(0..9000).collect::<Vec<Id>>(), 1, 1).expect("a step");
+    let before = table.contents().expect("every row");
+    let in_flight = table.plan(&(0..6000).collect::<Vec<Id>>(), true, false, false).expect("a plan");
+    table.place(&in_flight).expect("rows in place");
+    let error =
+        table.train(&(20_000..26_000).collect::<Vec<Id>>(), 1, 2).expect_err("6000 more do not fit beside them");
+    assert_eq!(error.kind(), Kind::Capacity, "{error}");
+    assert!(error.to_string().contains("ssd_bytes"), "{error}");
+    drop(in_flight);
+    let after = table.contents().expect("every row");
+    assert!(after.iter().all(|(id, row)| before.get(id) == Some(row)), "rows that stayed are as they were");
+    assert!((0..6000).all(|id| after.contains_key(&id)), "those in use stayed");
+    table.train(&(20_000..26_000).collect::<Vec<Id>>(), 1, 2).expect("a step, once that batch is over");
+    table.table.flush(1).expect("a flush");
 }

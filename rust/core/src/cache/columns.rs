@@ -209,7 +209,7 @@ impl Table {
         }
         state.rows += placed as u64;
         shared.contents_changed();
-        shared.fit_host_to_index(&mut state)?;
+        shared.fit_host_to_index(&mut state);
         Ok(placed)
     }
 }

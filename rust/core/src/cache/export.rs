@@ -2,7 +2,6 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::groups::{Gather, GroupSink};
 use super::table::{Shared, State, Table};
@@ -10,6 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::{RowHeader, RowList, RowRef};
 use crate::slots::RowState;
+use crate::ssd::{GiveWay, ScanSink};
 use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
 
@@ -69,7 +69,7 @@ impl Table {
     /// step, an import or a removal ends it with `State`.
     pub fn for_each_chunk(&self, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
         let version = self.shared.version();
-        self.shared.export(version, chunk_rows.max(1), sink)
+        self.shared.export(version, chunk_rows.max(1), None, sink)
     }
 
     /// The same in groups, rows in RAM where they lie: the table waits while the sink takes a group, and not while it makes room for one.
@@ -80,7 +80,7 @@ impl Table {
         if self.shared.config.device_rows.is_some() {
             let mut gather = Gather::new(sink);
             let all = &mut |chunk: Chunk| gather.add(&chunk.headers, &chunk.vectors);
-            self.shared.export(version, chunk_rows, all)?;
+            self.shared.export(version, chunk_rows, None, all)?;
             return gather.finish();
         }
         let mut walk = self.shared.begin_export(version)?;
@@ -91,61 +91,8 @@ impl Table {
             }
         }
         let mut gather = Gather::new(sink);
-        walk.rows_on_ssd(chunk_rows, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;
+        walk.rows_on_ssd(chunk_rows, None, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;
         gather.finish()
-    }
-
-    /// The same as a stream: a thread reads ahead by at most two chunks.
-    pub fn export(&self, chunk_rows: usize) -> Result<ExportStream> {
-        drop(self.shared.lock()?);
-        memory::room("start the export's thread", memory::ROOM_FOR_THREADS)?;
-        let (sender, receiver) = sync_channel(2);
-        let shared = Arc::clone(&self.shared);
-        let version = shared.version();
-        std::thread::Builder::new()
-            .name("embcache-export".into())
-            .spawn(move || {
-                let result = shared.export(version, chunk_rows.max(1), &mut |chunk| {
-                    sender.send(Ok(chunk)).map_err(|_| Error::new(Kind::State, "the export was dropped before its end"))
-                });
-                if let Err(error) = result {
-                    // Nobody listens any more when this fails.
-                    let _ = sender.send(Err(error));
-                }
-            })
-            .map_err(|error| Error::new(Kind::Storage, format!("cannot start the export's thread: {error}")))?;
-        Ok(ExportStream { shared: Arc::clone(&self.shared), version, receiver, ended: false })
-    }
-}
-
-/// See [`Table::export`].
-pub struct ExportStream {
-    shared: Arc<Shared>,
-    version: u64,
-    receiver: Receiver<Result<Chunk>>,
-    ended: bool,
-}
-
-impl std::fmt::Debug for ExportStream {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ExportStream").field("table", &self.shared.config.name).finish_non_exhaustive()
-    }
-}
-
-impl Iterator for ExportStream {
-    type Item = Result<Chunk>;
-
-    fn next(&mut self) -> Option<Result<Chunk>> {
-        if self.ended {
-            return None;
-        }
-        let item = match self.receiver.recv() {
-            Err(_) => None,
-            Ok(Ok(_)) if self.shared.version() != self.version => Some(Err(self.shared.changed_meanwhile())),
-            Ok(item) => Some(item),
-        };
-        self.ended = !matches!(item, Some(Ok(_)));
-        item
     }
 }
 
@@ -168,10 +115,8 @@ impl Walk<'_> {
             memory::reserve(&mut self.outdated, "list rows", found.capacity())?;
         }
         let after = slots.newest_from(cursor, most, &mut found);
-        if let Some(ssd) = &self.shared.ssd {
-            // Where a write failed, SSD may have rows of a batch whose other rows it has not: none is marked as being there.
-            let half_written = ssd.is_read_only();
-            let on_ssd = found.iter().filter(|&&slot| half_written || slots.state(slot).has(RowState::ON_SSD));
+        if self.shared.ssd.is_some() {
+            let on_ssd = found.iter().filter(|&&slot| slots.state(slot).has(RowState::ON_SSD));
             self.outdated.extend(on_ssd.map(|&slot| state.host.id(slot)));
         }
         let any = !found.is_empty();
@@ -190,11 +135,15 @@ impl Walk<'_> {
     }
 
     /// Hand over the rows that were on SSD when those in RAM had been handed over.
-    fn rows_on_ssd(&mut self, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
-        let Some(ssd) = &self.shared.ssd else { return Ok(()) };
+    fn rows_on_ssd(
+        &mut self,
+        chunk_rows: usize,
+        taker: Option<&Arc<dyn GiveWay>>,
+        sink: &mut dyn FnMut(Chunk) -> Result<()>,
+    ) -> Result<()> {
         self.outdated.sort_unstable();
         let mut chunk = Chunk::default();
-        ssd.scan(&mut |row| {
+        self.shared.scan_ssd(taker, &mut |row| {
             let id = row.header.id;
             if self.outdated.binary_search(&id).is_ok() || lock(&self.written_down).contains(&id) {
                 return Ok(());
@@ -212,7 +161,7 @@ impl Walk<'_> {
 }
 
 impl Shared {
-    fn changed_meanwhile(&self) -> Error {
+    pub(super) fn changed_meanwhile(&self) -> Error {
         Error::new(
             Kind::State,
             format!(
@@ -221,6 +170,26 @@ impl Shared {
                 self.config.name
             ),
         )
+    }
+
+    pub(super) fn export_gave_way(&self) -> Error {
+        Error::new(
+            Kind::State,
+            format!(
+                "the export of table {:?} was ended before its last chunk, because the files that it was still to read on SSD took the \
+                 room of rows that are written there: export again and take the chunks one after the other, or raise ssd_bytes",
+                self.config.name
+            ),
+        )
+    }
+
+    /// Hand every row on SSD to `sink`, which `taker`, if any, may keep waiting.
+    fn scan_ssd(&self, taker: Option<&Arc<dyn GiveWay>>, sink: &mut ScanSink<'_>) -> Result<()> {
+        match (&self.ssd, taker) {
+            (None, _) => Ok(()),
+            (Some(ssd), None) => ssd.scan(sink),
+            (Some(ssd), Some(taker)) => ssd.scan_giving_way(taker, sink),
+        }
     }
 
     pub(super) fn check_version(&self, version: u64) -> Result<()> {
@@ -251,9 +220,16 @@ impl Shared {
         Ok(Walk { shared: self, version, number, outdated: Vec::new(), written_down })
     }
 
-    fn export(&self, version: u64, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
+    /// See [`Table::for_each_chunk`]. Where the sink may wait for somebody who takes the chunks, that is `taker`.
+    pub(super) fn export(
+        &self,
+        version: u64,
+        chunk_rows: usize,
+        taker: Option<&Arc<dyn GiveWay>>,
+        sink: &mut dyn FnMut(Chunk) -> Result<()>,
+    ) -> Result<()> {
         if self.device_rows.is_some() {
-            return self.export_with_device(version, chunk_rows, sink);
+            return self.export_with_device(version, chunk_rows, taker, sink);
         }
         let mut walk = self.begin_export(version)?;
         loop {
@@ -271,7 +247,7 @@ impl Shared {
             }
             sink(chunk)?;
         }
-        walk.rows_on_ssd(chunk_rows, sink)
+        walk.rows_on_ssd(chunk_rows, taker, sink)
     }
 
     /// Rows move between a device and the host tier in both directions, so what was handed over of them is known by id.
@@ -279,6 +255,7 @@ impl Shared {
         &self,
         version: u64,
         chunk_rows: usize,
+        taker: Option<&Arc<dyn GiveWay>>,
         sink: &mut dyn FnMut(Chunk) -> Result<()>,
     ) -> Result<()> {
         let mut in_ram = self.newest_in_ram()?;
@@ -292,10 +269,9 @@ impl Shared {
             debug_assert!(rows.found.iter().all(|&found| found));
             sink(Chunk { headers: rows.headers, vectors: rows.vectors })?;
         }
-        let Some(ssd) = &self.ssd else { return Ok(()) };
         in_ram.sort_unstable();
         let mut chunk = Chunk::default();
-        ssd.scan(&mut |row| {
+        self.scan_ssd(taker, &mut |row| {
             if in_ram.binary_search(&row.header.id).is_ok() {
                 return Ok(());
             }

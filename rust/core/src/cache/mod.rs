@@ -8,11 +8,13 @@
 //! must see one state (device placement, import, export chunks).
 
 mod birth;
+mod capacity;
 mod columns;
 mod commit;
 mod evict;
 mod export;
 mod groups;
+mod import;
 mod lineage;
 mod load;
 mod lookup;
@@ -24,11 +26,12 @@ mod preimages;
 mod rows;
 mod segments;
 mod snapshot;
+mod stream;
 mod table;
 
 pub use crate::device::DeviceRows;
 pub use columns::{PickedRows, RowColumns};
-pub use export::{Chunk, ExportStream};
+pub use export::Chunk;
 pub use groups::{Gather, GroupSink};
 pub use lineage::Ancestor;
 pub use lookup::Lookup;
@@ -36,6 +39,7 @@ pub use plan::{DeviceTensors, Plan};
 pub use preimages::PreImages;
 pub use rows::{FoundRows, RowBlock};
 pub use snapshot::TableSnapshot;
+pub use stream::ExportStream;
 pub use table::{Table, TableStats, device_row_bytes, host_row_bytes};
 
 #[cfg(test)]

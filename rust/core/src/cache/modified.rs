@@ -8,7 +8,6 @@ use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::RowHeader;
 use crate::slots::{RowState, SlotMap};
-use crate::ssd::SsdTier;
 use crate::sync::lock;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
@@ -118,8 +117,6 @@ impl Walk<'_> {
         if self.shared.ssd.is_some() {
             memory::reserve(&mut self.outdated, "list the rows that were modified", slots.len())?;
         }
-        // As in `next_rows`.
-        let half_written = self.shared.ssd.as_ref().is_some_and(SsdTier::is_read_only);
         let host = &state.host;
         for (at, &slot) in slots.iter().enumerate() {
             if let Some(&later) = slots.get(at + HEADERS_AHEAD)
@@ -131,7 +128,7 @@ impl Walk<'_> {
             if !found.is_newest() || host.header(slot).modified_epoch < since {
                 continue;
             }
-            if half_written || found.has(RowState::ON_SSD) {
+            if found.has(RowState::ON_SSD) {
                 self.outdated.push(host.id(slot));
             }
             modified.push(slot);

@@ -6,7 +6,7 @@ use super::export::Export;
 use super::lineage::Lineage;
 use super::load::Loading;
 use super::snapshot::Pending;
-use crate::config::{OnFull, PolicyKind, TableConfig};
+use crate::config::{PolicyKind, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
@@ -18,8 +18,6 @@ use crate::stats::{SsdStats, TierStats};
 use crate::sync::{
     AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock,
 };
-
-use crate::types::Id;
 
 /// Ids that left the table take one part in so many of the host budget at most,
 const LINEAGE_SHARE: u64 = 64;
@@ -190,7 +188,7 @@ impl Table {
             pid: std::process::id(),
         };
         let table = Self { shared: Arc::new(shared) };
-        table.shared.fit_host_to_index(&mut *table.shared.lock()?)?;
+        table.shared.fit_host_to_index(&mut *table.shared.lock()?);
         Ok(table)
     }
 
@@ -354,7 +352,7 @@ fn lineage_bytes(config: &TableConfig) -> u64 {
 }
 
 /// What the host budget counts of the ids that left, where rows in RAM can make room for them.
-fn charged_lineage_bytes(state: &State) -> u64 {
+pub(super) fn charged_lineage_bytes(state: &State) -> u64 {
     state.lineage.bytes().saturating_sub(LEAST_LINEAGE_BYTES)
 }
 
@@ -468,65 +466,6 @@ impl Shared {
         let Some(ssd) = &self.ssd else { return state.host.rows_beside_index(0, 0) };
         let lineage = charged_lineage_bytes(state).div_ceil(state.host.row_bytes());
         state.host.rows_beside_index(ssd.index_bytes(), ssd.rows()).saturating_sub(lineage)
-    }
-
-    /// How many rows the last tier can hold.
-    pub(crate) fn capacity_rows(&self, state: &State) -> u64 {
-        self.ssd.as_ref().map_or(u64::from(state.host.slots.limit()), SsdTier::capacity_rows)
-    }
-
-    /// The error of rows whose index takes all that the rows in RAM have.
-    pub(crate) fn index_full(&self, state: &State) -> Error {
-        let beside = charged_lineage_bytes(state) + state.host.row_bytes();
-        let needed = |rows: u64| HostTier::charged_bytes(u64::MAX, rows) + beside;
-        let capacity = self.capacity_rows(state);
-        Error::new(
-            Kind::Capacity,
-            format!(
-                "table {:?}: the index of its {} rows on SSD fills host_bytes={} and leaves no room for a row in RAM: {} bytes are \
-                 needed at least, and {} for the index of all {capacity} rows that ssd_bytes holds; set host_bytes to that, and more \
-                 for the rows of a batch",
-                self.config.name,
-                state.rows,
-                self.config.host_bytes,
-                needed(state.rows + 1).max(self.config.host_bytes + 1),
-                needed(capacity.max(state.rows + 1)).max(self.config.host_bytes + 1),
-            ),
-        )
-    }
-
-    /// Check that `more` rows can be born, or make room for them by policy where the table is allowed to drop rows: others than
-    /// `needed`.
-    pub(crate) fn check_capacity(&self, state: &mut State, more: u64, needed: &[Id]) -> Result<()> {
-        let capacity = self.capacity_rows(state);
-        let wanted = state.rows + state.provisional + more;
-        let index_full = more > 0 && self.host_rows_beside_index(state) == 0;
-        if wanted <= capacity && !index_full {
-            return Ok(());
-        }
-        if index_full && self.config.on_full == OnFull::Error {
-            return Err(self.index_full(state));
-        }
-        match self.config.on_full {
-            OnFull::Evict => self.drop_rows(state, wanted.saturating_sub(capacity).max(1), needed),
-            OnFull::Error => {
-                let (tier, cure) = match &self.config.ssd {
-                    Some(ssd) => (format!("its SSD tier (ssd_bytes={})", ssd.bytes), "raise ssd_bytes"),
-                    None => (
-                        format!("it has no SSD tier, and RAM (host_bytes={})", self.config.host_bytes),
-                        "add an SSD tier with TierBudgets(ssd_bytes=..., ssd_dir=...), raise host_bytes",
-                    ),
-                };
-                Err(Error::new(
-                    Kind::Capacity,
-                    format!(
-                        "table {:?} is full: {tier} holds {capacity} rows, {} are there and {more} new ones are to be added; {cure}, or \
-                         set on_full=\"evict\" to drop rows by policy",
-                        self.config.name, state.rows
-                    ),
-                ))
-            }
-        }
     }
 }
 

@@ -45,8 +45,9 @@ impl Shared {
         }
         let mut done = 0;
         self.append_all(rows, known, &mut done).inspect_err(|_| {
+            // What the caller does not know of as being here is not here.
             let new = rows[..done].iter().zip(known).filter(|(_, known)| !**known);
-            self.state().half_written.extend(new.map(|(row, _)| row.header.id));
+            self.remove_unwritten(&new.map(|(row, _)| row.header.id).collect::<Vec<Id>>());
         })
     }
 
@@ -184,7 +185,26 @@ impl Shared {
     }
 
     pub(super) fn remove(self: &Arc<Self>, ids: &[Id]) -> Result<()> {
-        self.forget(ids, |_, _| true, &mut Vec::new())
+        let mut gone = Vec::new();
+        let removed = self.forget(ids, |_, _| true, &mut gone);
+        let last = gone.last().and_then(|last| ids.iter().position(|id| id == last));
+        if let (Err(_), Some(last), true) = (&removed, last, self.home.space.has_failed()) {
+            // Those that are gone cannot come back: their records may be gone too.
+            self.remove_unwritten(&ids[last + 1..]);
+            return Ok(());
+        }
+        removed
+    }
+
+    /// Remove ids that are here without tombstones, for a tier that only reads: it publishes no state any more that would need them.
+    pub(super) fn remove_unwritten(&self, ids: &[Id]) {
+        let mut state = self.state();
+        for &id in ids {
+            if let Some(location) = state.index.remove(id) {
+                state.bury_later(location);
+            }
+        }
+        state.count_buried();
     }
 
     /// As [`Shared::wait_for_room`], for a call of which a part may be `begun`. Where there is none then, not all of it can be done, and

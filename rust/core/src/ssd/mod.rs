@@ -13,7 +13,7 @@
 //! and everything handed over so far can still be fetched (rows whose write failed stay in their buffers).
 //!
 //! The parts: `record` and `format` (bytes on disk), `segment` and `buffer` (files, open and sealed), `background` (the process's
-//! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `classes`, `compact`, `scan`, `moment`, `publish`,
+//! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `classes`, `compact`, `scan`, `give_way`, `moment`, `publish`,
 //! `manifest`, `footers`, `recover`, `open` (published states and the way back from them), `linked` (segments in checkpoints), and `root` (flushes of several tables).
 
 mod append;
@@ -24,6 +24,7 @@ mod compact;
 mod fetch;
 mod footers;
 mod format;
+mod give_way;
 mod home;
 pub mod index;
 mod linked;
@@ -56,6 +57,7 @@ use crate::sync::lock;
 use crate::types::Id;
 
 pub use fetch::{Fetch, FetchBatch, Places};
+pub use give_way::GiveWay;
 pub use linked::{HeldSegments, LinkedBytes, SegmentFiles, SegmentSet};
 pub use manifest::Named;
 pub use moment::{KeepRow, SsdMoment};
@@ -215,13 +217,21 @@ impl SsdTier {
 
     /// Take rows over. `known[i]` says that an older version of row `i` is here (the caller knows: it fetched or appended it);
     /// without it the id must not be here. `Capacity` when the rows do not fit the cap; then none was taken.
+    ///
+    /// Where a write fails amid it none of the new rows is here; of the others some are, newer than before, and the tier only reads.
     pub fn append(&self, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
         self.shared.append(rows, known)
     }
 
-    /// Forget ids that are known to be here.
+    /// Forget ids that are known to be here, each once. On an error all of them are here as before; a write that fails when some are gone
+    /// is said by the next call.
     pub fn remove(&self, ids: &[Id]) -> Result<()> {
         self.shared.remove(ids)
+    }
+
+    /// As [`SsdTier::remove`], of a tier that only reads: nothing is written.
+    pub fn remove_unwritten(&self, ids: &[Id]) {
+        self.shared.remove_unwritten(ids);
     }
 
     /// Forget everything (a load replaces the contents).

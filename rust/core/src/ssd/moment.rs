@@ -114,10 +114,8 @@ impl SsdTier {
         let unread = Arc::new(Unread { parts: Mutex::new(parts.into()), since, failed: Mutex::default(), keep });
         let mut moment = Moment { marks, unread: Arc::clone(&unread) };
         let mut locations = [None; IDS_AT_ONCE];
-        let half_written = state.half_written.clone();
-        let mut stale = stale.chain(half_written);
         loop {
-            let ids: Vec<Id> = (&mut stale).take(IDS_AT_ONCE).collect();
+            let ids: Vec<Id> = (&mut *stale).take(IDS_AT_ONCE).collect();
             if ids.is_empty() {
                 break;
             }

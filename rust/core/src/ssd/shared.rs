@@ -9,6 +9,7 @@ use super::classes::{Classes, MOST_CLASSES};
 use super::compact::{self, MOST_MOVING};
 use super::fetch::FetchJob;
 use super::format::Content;
+use super::give_way::GiveWay;
 use super::home::Home;
 use super::index::{Location, TagIndex};
 use super::manifest::Published;
@@ -19,7 +20,6 @@ use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
 use crate::rows::RowLayout;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, was_torn};
-use crate::types::Id;
 
 /// Whole segments kept free for compaction while nothing is moved; see [`Shared::bytes_kept`].
 pub(super) const KEPT_SEGMENTS: u32 = 2;
@@ -83,8 +83,6 @@ pub(super) struct State {
     /// No state may have a smaller or equal token.
     pub(super) last_token: Option<u64>,
     pub(super) highest_epoch: u32,
-    /// Ids of an append that failed half way, whose caller knows of none of them as being here. From then on the tier only reads.
-    pub(super) half_written: Vec<Id>,
     /// Segments without live records, to be let go of.
     pub(super) emptied: Vec<u32>,
     /// By segment number: records that are to be counted as dead; see [`State::bury_later`].
@@ -134,6 +132,8 @@ pub(super) struct Shared {
     pub(super) compaction_scheduled: AtomicBool,
     /// Fetches that wait in a batch; see [`super::FetchBatch`].
     pub(super) unsubmitted: Mutex<Vec<FetchJob>>,
+    /// Who takes the rows of scans that end where they are in the way.
+    pub(super) takers: Mutex<Vec<Arc<dyn GiveWay>>>,
     pub(super) counters: Counters,
     pub(super) lock: Mutex<Option<DirLock>>,
     /// The note of the state that was resumed.
@@ -152,7 +152,6 @@ impl State {
             next_serial: 1,
             last_token: None,
             highest_epoch: 0,
-            half_written: Vec::new(),
             emptied: Vec::new(),
             buried: Vec::new(),
             with_buried: Vec::new(),
@@ -337,6 +336,7 @@ impl Shared {
             compacting: RwLock::new(()),
             compaction_scheduled: AtomicBool::new(false),
             unsubmitted: Mutex::default(),
+            takers: Mutex::default(),
             counters: Counters::default(),
             lock: Mutex::new(held),
             note: Mutex::default(),
@@ -489,6 +489,9 @@ impl Shared {
                 if self.read_for_moment() {
                     continue;
                 }
+            } else if self.waiting_scans_give_way() {
+                // They end as soon as they notice.
+                drop(state);
             } else if state.published_is_in_the_way(&self.home.geometry) {
                 self.give_up_oldest(&mut state)?;
                 continue;
