@@ -147,7 +147,7 @@ impl IoEngine for CountedEngine {
     fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
         self.inner.list(path)
     }
-    fn exists(&self, path: &Path) -> bool {
+    fn exists(&self, path: &Path) -> Result<bool> {
         self.inner.exists(path)
     }
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {

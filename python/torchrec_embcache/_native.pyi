@@ -48,6 +48,7 @@ class Table:
         on_full: Literal["error", "evict"],
         segments: SnapshotSegments | None = None,  # its contents, in place of whatever is in ssd_dir
         unfinished: int | None = None,  # with reopen="auto": the newest state there that no flush of several tables completed
+        ssd_root: str | None = None,  # the user's directory, which is checked, and held as long as the table is open
     ) -> Table: ...
     name: str
     key: int
@@ -79,9 +80,9 @@ class Table:
     def forget_published(self, token: int) -> None: ...  # nothing where no state has it
     def close(self) -> None: ...  # stops background work; does not flush
     @staticmethod
-    def published(ssd_dir: str) -> list[int]: ...  # tokens of the states there, whole or not, oldest first
+    def remove_shard(ssd_dir: str, ssd_root: str | None = None) -> None: ...  # a table's own directory, with all in it; InUseError, StateError where other files lie there
     @staticmethod
-    def remove_shard(ssd_dir: str) -> None: ...  # a table's own directory, with all in it; InUseError, StateError where other files lie there
+    def published(ssd_dir: str, ssd_root: str | None = None) -> list[int]: ...  # tokens of the states there, whole or not, oldest first
 
 # count uint32 [n], last_step uint64 [n], score float32 [n], modified_epoch uint32 [n]
 Meta = tuple[NDArray[np.uint32], NDArray[np.uint64], F32, NDArray[np.uint32]]
@@ -169,10 +170,11 @@ class Plan:
 
 # ---- checkpoint (rust/core/src/checkpoint): the calls of a save and of a load, in order, are in saver.py
 
-def check_save_dir(path: str) -> str: ...  # absolute; made (mode 0750) when missing; PathError, StoragePermissionError
-def check_load_dir(path: str) -> str: ...  # absolute; need not be writable
-def open_save_dir(path: str) -> tuple[str, int]: ...  # as check_save_dir, with the directory as an open descriptor, the caller's to close
-def open_load_dir(path: str) -> tuple[str, int]: ...  # as check_load_dir, likewise
+def check_save_dir(path: str, checks: str = "strict") -> str: ...  # absolute; made (mode 0750) when missing; PathError, StoragePermissionError
+def check_load_dir(path: str, checks: str = "strict") -> str: ...  # absolute; need not be writable
+def resolve_dir(path: str, to_save: bool) -> str: ...  # absolute, links followed; what is missing at its end is kept
+def open_save_dir(path: str, checks: str = "strict") -> tuple[str, int]: ...  # as check_save_dir, with the directory as an open descriptor, the caller's to close
+def open_load_dir(path: str, checks: str = "strict") -> tuple[str, int]: ...  # as check_load_dir, likewise
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def bucket_order(  # rows by (bucket, uint64(id)), and where in that order each bucket of [begin, end) starts, and the last one ends
     ids: NDArray[np.int64], total_num_buckets: int, begin: int, end: int
@@ -307,7 +309,6 @@ class CheckpointReader:
         bucket_end: int,
         saved: tuple[str, str] | None = None,  # module and table there, where others
         segments: bool = False,  # False: MismatchError where it would have to be opened from segments
-        slots: bool = True,  # False: rows come without the optimizer's slots, and any optimizer fits
     ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded
     def segments(self, module: str, table: str) -> SnapshotSegments | None: ...  # after check_table: not None: make a Table of these, no load_table
     def load_table(

@@ -18,6 +18,7 @@ from . import _native
 from .cache import CacheTable
 from .collective import Group, is_distributed
 from .exceptions import StateError
+from .paths import Root
 
 __all__ = ["HeldTables", "TableToSave", "Written", "finish_saves", "own_group", "start"]
 
@@ -57,7 +58,7 @@ class HeldTables:
 
     def __init__(
         self,
-        path: str,
+        path: Root,
         name: str,
         place: tuple[int, int],
         tables: Sequence[TableToSave],
@@ -74,7 +75,7 @@ class HeldTables:
         natives = [(one.module, one.table.native, dict(one.hyperparameters), one.ancestor) for one in tables]
         try:
             self._held = _native.CheckpointSnapshot(
-                _native.check_save_dir(path), name, *place, natives, next_epoch, max_bytes_per_second
+                path.to_save(), name, *place, natives, next_epoch, max_bytes_per_second
             )
         except BaseException:
             self._forget()

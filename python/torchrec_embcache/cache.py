@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from .config import (
     check_int,
     check_name,
 )
-from .exceptions import ConfigError, EmbCacheError, EmbCacheWarning, InputError, StateError
+from .exceptions import ConfigError, EmbCacheError, EmbCacheWarning, HostMemoryError, InputError, StateError
 from .initializers import Initializer
 from .kernels import DeviceTier
 from .metrics import TableStats
@@ -111,10 +110,6 @@ class CacheTable:
         except (RuntimeError, TypeError) as cause:
             raise ConfigError(f"device={device!r} is not a device: give one such as 'cpu' or 'cuda:0'") from cause
         self.key = key
-        # What distinguishes these contents from those before a load replaced them, and the step that a load found.
-        self.contents = secrets.token_hex(8)
-        self.past_contents: set[str] = set()
-        self.loaded_step = 0
         self._tier: DeviceTier | None = None
         self._native: _native.Table | None = None
         self._closed = False
@@ -149,6 +144,21 @@ class CacheTable:
                 f"TierBudgets.device_bytes=0 on {self.device}: give the device tier of table {self.name!r} a budget"
             )
         return min(self.tiers.device // device_row, (1 << 31) - 1) if self.tiers.device else None
+
+    def _check_device_memory(self, spec: OptimizerSpec) -> None:
+        """`ConfigError` for a device tier larger than the device's whole memory, which the system may promise all the same."""
+        if self.device.type == "cuda":
+            memory = int(torch.cuda.mem_get_info(self.device)[1])
+        elif self.device.type == "cpu":
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:
+            return
+        wanted = (self.device_rows or 0) * spec.record_floats(self.dim) * 4
+        if wanted > memory:
+            raise ConfigError(
+                f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} takes {wanted} bytes on {self.device}, "
+                f"which has {memory}: give less"
+            )
 
     @property
     def optimizer(self) -> OptimizerSpec | None:
@@ -226,7 +236,14 @@ class CacheTable:
         tier = None
         if self.device_rows is not None:
             spec = self.spec
-            tier = DeviceTier(self.dim, spec.vector_slots, spec.scalar_slot(), self.device_rows, self.device)
+            self._check_device_memory(spec)
+            try:
+                tier = DeviceTier(self.dim, spec.vector_slots, spec.scalar_slot(), self.device_rows, self.device)
+            except RuntimeError as cause:
+                raise HostMemoryError(
+                    f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} cannot be had on {self.device}: give "
+                    f"less, or free memory there ({cause})"
+                ) from cause
         self._native = _native.Table(
             name=self.name,
             key=self.key,
@@ -248,6 +265,7 @@ class CacheTable:
             on_full=self.on_full,
             segments=segments,
             unfinished=unfinished,
+            ssd_root=str(self.tiers.ssd_dir) if directory is not None else None,
         )
         self._tier = tier
         if resume_token is not None and published[0] < resume_token and self.published()[0] == resume_token:
@@ -298,8 +316,6 @@ class CacheTable:
         return self._adopt(total_num_buckets, key, segments)
 
     def _adopt(self, total_num_buckets: int, key: int, segments: _native.SnapshotSegments | None) -> bool:
-        self.past_contents.add(self.contents)
-        self.contents = secrets.token_hex(8)
         changed = total_num_buckets != self.total_num_buckets
         if changed or key != self.native.key or segments is not None:
             self.native.close()
@@ -325,7 +341,7 @@ class CacheTable:
     def published(self) -> list[int]:
         """Tokens of the states that a resume can take, oldest first."""
         directory = self.directory
-        return _native.Table.published(directory) if directory is not None and os.path.isdir(directory) else []
+        return _native.Table.published(directory, str(self.tiers.ssd_dir)) if directory is not None else []
 
     def export(self, chunk_rows: int = 65_536) -> RowExport:
         """Every row of every tier as of this call, in chunks; a step taken meanwhile ends it (`StateError`).

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .exceptions import ConfigError
+from .exceptions import ConfigError, PathError
 
 __all__ = [
     "DEFAULT_TOTAL_NUM_BUCKETS",
@@ -14,6 +14,7 @@ __all__ = [
     "Reopen",
     "TierBudgets",
     "Unseen",
+    "absolute_path",
     "bucket_range",
     "check_choice",
     "check_int",
@@ -81,6 +82,24 @@ def parse_interval(field: str, value: object) -> int | float:
     )
 
 
+def absolute_path(field: str, path: str) -> str:
+    """`path` as seen from the directory that the process is in now, so that it stays what it is when that changes.
+
+    `PathError` names `field` where it begins with "~", which only a shell replaces, or where that directory is gone.
+    """
+    if path.startswith("~"):
+        raise PathError(
+            f"{field}={path!r} begins with '~', which only a shell replaces by a home directory: give "
+            "pathlib.Path.expanduser() of it, or './~...' for a directory of that name"
+        )
+    try:
+        return os.path.join(os.getcwd(), path)
+    except OSError as cause:
+        raise PathError(
+            f"{field}={path!r} is relative, and the current directory is gone ({cause}): give an absolute path"
+        ) from cause
+
+
 def check_choice(field: str, value: object, choices: Any) -> None:
     """`ConfigError` unless `value` is one of the strings of the Literal `choices`."""
     names = get_args(choices)
@@ -122,7 +141,8 @@ class TierBudgets:
       makes a device tier of CPU tensors.
     - `host_bytes`: the host tier. Mandatory.
     - `ssd_bytes`, `ssd_dir`: the SSD tier, all its files together; with neither there is none, and one without the other is a
-      `ConfigError`. The last tier holds every row.
+      `ConfigError`. The last tier holds every row. A relative `ssd_dir` is one of the directory that the process is in at this
+      call.
     - `reopen`: a directory that holds a table's files is opened only with "resume" (go on from the last flush), "discard" (remove
       them) or "auto" (go on from the last flush, and start anew where there is none). The last two also remove what a run with
       another number of ranks left of the table.
@@ -154,7 +174,7 @@ class TierBudgets:
                 raise ConfigError(
                     f"TierBudgets.ssd_dir={self.ssd_dir!r} is not a path: give a directory as a str or a Path"
                 )
-            object.__setattr__(self, "ssd_dir", path)
+            object.__setattr__(self, "ssd_dir", absolute_path("TierBudgets.ssd_dir", path))
         if self.reopen is not None:
             check_choice("TierBudgets.reopen", self.reopen, Reopen)
         self._check_ssd()

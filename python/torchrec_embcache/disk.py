@@ -136,7 +136,7 @@ def _look_after_other_shards(table: OpenTable, directory: str) -> None:
         if name == own or not (only_rank or rank % table.world_size == table.rank):
             continue
         if ranks != table.world_size and remove:
-            _remove(os.path.join(parent, name))
+            _remove(os.path.join(parent, name), str(table.tiers.ssd_dir))
         elif ranks != table.world_size or only_rank:
             kept.append(name)
     if kept:
@@ -160,10 +160,10 @@ def _shards_in(parent: str) -> list[str]:
         return []
 
 
-def _remove(path: str) -> None:
+def _remove(path: str, ssd_dir: str) -> None:
     try:
-        published = bool(_native.Table.published(path))
-        _native.Table.remove_shard(path)
+        published = bool(_native.Table.published(path, ssd_dir))
+        _native.Table.remove_shard(path, ssd_dir)
     except EmbCacheError as error:
         if os.path.isdir(path):  # else another process removed it
             _log.warning("%s was left by a run with another number of ranks, and stays: %s", path, error)

@@ -143,14 +143,14 @@ def _holds_tables(value: object) -> bool:
 
 def _save(tables: Mapping[tuple[str, ...], ShardedTables], directory: str | os.PathLike[str]) -> None:
     for each in tables.values():
-        Saver().save(_model(each), os.path.join(directory, _folder(each.key)))
+        Saver(path_checks="basic").save(_model(each), os.path.join(directory, _folder(each.key)))
 
 
 def _load(tables: Mapping[tuple[str, ...], ShardedTables], directory: str | os.PathLike[str], into: _State) -> _State:
     """Rows go into the models, which take the tables' places in `into`."""
     for (*above, name), each in tables.items():
         model = _model(each)
-        Saver().load(model, os.path.join(directory, _folder(each.key)))
+        Saver(path_checks="basic").load(model, os.path.join(directory, _folder(each.key)))
         target = into
         for part in above:
             target = target.setdefault(part, {})
@@ -237,7 +237,7 @@ class SaveShardedStrategy(TorchDistSaveShardedStrategy):
         """Hold the tables' rows, and return the request that writes the rest. Collective. Raises what `Saver.save_async` does."""
         rest, tables = _take(sharded_state_dict)
         under_way = [
-            Saver().save_async(_model(each), os.path.join(checkpoint_dir, _folder(each.key)))
+            Saver(path_checks="basic").save_async(_model(each), os.path.join(checkpoint_dir, _folder(each.key)))
             for each in tables.values()
         ]
         request = super().async_save(rest, checkpoint_dir, *args, **named)

@@ -24,8 +24,7 @@ from .lifetime import FlushSchedule
 from .lookup import LookupGroup, check_offsets
 from .metrics import TableStats
 from .optimizers import SGD, FusedOptimizer, OptimizerSpec
-from .rows import check_float32, ids_array
-from .state_dicts import check_rows_are_here, note_rows
+from .rows import check_float32, check_plain, ids_array
 from .tracing import as_one_call
 from .whole_model import CacheModule
 
@@ -255,7 +254,6 @@ class _EmbeddingBase(CacheModule, nn.Module, _ByName):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        note_rows(destination, {f"{prefix}weight": self.table})
         if not self._warned_state_dict and self.table.is_open and len(self.table):
             self._warned_state_dict = True
             warnings.warn(
@@ -264,10 +262,6 @@ class _EmbeddingBase(CacheModule, nn.Module, _ByName):
                 EmbCacheWarning,
                 stacklevel=2,
             )
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
-        check_rows_are_here(state_dict, {f"{prefix}weight": self.table}, strict=strict)
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         probe = fn(torch.empty(0, device=self.weight.device))
@@ -434,6 +428,8 @@ class EmbCacheEmbeddingBag(_EmbeddingBase):
         elif input.dim() == 1:
             if offsets is None:
                 raise InputError("offsets=None with a 1-D input: give the position where each bag starts")
+            if isinstance(offsets, Tensor):
+                check_plain("offsets", offsets)
             if isinstance(offsets, Tensor) and offsets.dim() != 1:
                 raise InputError(
                     f"offsets has shape {list(offsets.shape)}: give [B], or [B + 1] with include_last_offset"

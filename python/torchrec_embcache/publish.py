@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ._native import FlushRoot, Table
-from .exceptions import StateError, StorageError
+from .exceptions import PathError, StateError, StorageError, StoragePermissionError
 
 __all__ = [
     "Mark",
@@ -107,13 +107,23 @@ class Mark:
 def _tokens_below(ssd_dir: str) -> set[int]:
     """Tokens of the states of all tables below a root."""
     tables = glob.iglob(os.path.join(glob.escape(ssd_dir), "*", "*", "*-of-*"))
-    return {token for table in tables for token in Table.published(table)}
+    return {token for table in tables for token in Table.published(table, ssd_dir)}
+
+
+def _is_here(root: Root) -> bool:
+    """Whether this rank reaches a root that any rank has. `StorageError` where that cannot be told: then no rank decides alone."""
+    path, name = root
+    try:
+        found = FlushRoot(path)
+    except (PathError, StoragePermissionError):
+        return False  # nothing of ours is at this path of this machine
+    return found.is_named(name)
 
 
 def marks_to_make(rank: int, roots: Sequence[Sequence[Root]]) -> list[Mark]:
     """The marks that `rank` makes, where `roots` are those of the ranks: those of roots that no rank before it has."""
     before = {name for others in roots[:rank] for _, name in others}
-    reached = [root for others in roots for root in others if FlushRoot(root[0]).is_named(root[1])]
+    reached = [root for others in roots for root in others if _is_here(root)]
     return [
         Mark(path, name, coordinator=reached[0] if reached else (path, name))
         for path, name in roots[rank]

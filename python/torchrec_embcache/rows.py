@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _native
 from .exceptions import InputError
@@ -23,6 +24,7 @@ __all__ = [
     "RowExport",
     "RowMetadata",
     "check_float32",
+    "check_plain",
     "float32_array",
     "ids_array",
     "row_ids",
@@ -35,10 +37,26 @@ def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64
         raise InputError(f"{field} is a {type(ids).__name__}: give a tensor of int64 or int32 ids")
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"{field} has dtype {ids.dtype}: give int64 or int32")
+    check_plain(field, ids)
     if ids.device.type != "cpu" and ids.device != device:
         raise InputError(f"{field} is on {ids.device} and the table on {device}: move one of them")
     flat: NDArray[np.int64] = ids.detach().to("cpu", torch.int64).reshape(-1).contiguous().numpy()
     return flat
+
+
+def check_plain(field: str, tensor: Tensor) -> None:
+    """`InputError` for a tensor whose numbers do not lie one after the other, or are not there: sparse, nested and fake ones."""
+    kind = None
+    if tensor.is_nested:
+        kind = "nested: give tensor.values()"
+    elif tensor.layout is not torch.strided:
+        kind = f"{str(tensor.layout).removeprefix('torch.')}: give tensor.to_dense()"
+    elif tensor.is_meta:
+        kind = "on the device meta, where no numbers are: give the real tensor"
+    elif isinstance(tensor, FakeTensor):
+        kind = "a FakeTensor, which has no numbers: give the real one, and keep the table out of what is traced with fake tensors"
+    if kind is not None:
+        raise InputError(f"{field} is {kind}")
 
 
 def row_ids(ids: object, device: torch.device) -> NDArray[np.int64]:
@@ -62,6 +80,7 @@ def check_float32(field: str, value: object, shape: tuple[int, ...]) -> None:
         raise InputError(f"{field} is a {type(value).__name__}: give a float32 tensor {list(shape)}")
     if value.dtype != torch.float32 or tuple(value.shape) != shape:
         raise InputError(f"{field} has shape {list(value.shape)} and dtype {value.dtype}: give float32 {list(shape)}")
+    check_plain(field, value)
 
 
 def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -71,6 +90,7 @@ def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[
     float32 does not hold.
     """
     if isinstance(value, Tensor):
+        check_plain(field, value)
         tensor = value.detach().cpu()
         array = tensor.float().numpy() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.numpy()
     else:

@@ -33,8 +33,9 @@ from . import _native
 from .beside import HeldTables, TableToSave, Written, finish_saves, own_group, start
 from .cache import CacheTable
 from .collective import all_gather, is_distributed, together
-from .config import check_int, parse_bytes
+from .config import check_choice, check_int, parse_bytes
 from .exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, PathError
+from .paths import PathChecks, Root, given_path
 from .progress import Progress, ProgressWanted, Tracker
 from .reports import LoadReport, SaveReport
 from .table_names import Pair, check_names, check_rows, shown, sources_of
@@ -59,9 +60,16 @@ class _Base:
 class Saver:
     """Saves the tables of a model to a directory, and loads them. With `torch.distributed` every rank calls the same methods."""
 
-    def __init__(self, rank: int | None = None) -> None:
-        """`rank`: this process's; by default `torch.distributed`'s, and without that it must be given, as 0."""
+    def __init__(self, rank: int | None = None, *, path_checks: PathChecks = "strict") -> None:
+        """`rank`: this process's; by default `torch.distributed`'s, and without that it must be given, as 0.
+
+        `path_checks`: what is asked of the directories that the methods are given. "strict": no symbolic link or `..` in the path,
+        no word such as "key", no system directory, a directory of the caller's own with mode 0750 or less. "basic" refuses only
+        what others can write to: it follows links, once, accepts 0755, and loads a checkpoint of another user.
+        """
         self.rank = None if rank is None else check_int("rank", rank, 0, (1 << 31) - 1)
+        check_choice("path_checks", path_checks, PathChecks)
+        self.path_checks: PathChecks = path_checks
 
     def save(
         self,
@@ -99,7 +107,7 @@ class Saver:
         if snapshot and incremental:
             raise ConfigError("incremental=True and snapshot=True: a snapshot has every row; give one of them")
         shards = together(lambda: _at_rest(module))
-        root = _agreed_path(path)
+        root = _agreed_path(path, self.path_checks, to_save=True)
         epoch, base, reason = self._plan(shards, root, incremental)
         begun: _native.CheckpointSave | None = None
 
@@ -167,7 +175,7 @@ class Saver:
             check_int("max_bytes_per_second", rate, 1, (1 << 63) - 1)
         together(finish_saves)
         shards = together(lambda: shards_of(module))
-        root = _agreed_path(path)
+        root = _agreed_path(path, self.path_checks, to_save=True)
         group = own_group()
         epoch, base, reason = self._plan(shards, root, incremental)
         total = sum(len(table) for _, _, table in shards) if base is None else None
@@ -273,12 +281,12 @@ class Saver:
         """
         rank, _ = self._place()
         shards = together(lambda: _at_rest(module))
-        root = _agreed_path(path)
+        root = _agreed_path(path, self.path_checks, to_save=False)
         if checkpoint is not None and not re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", checkpoint):
             raise InputError(f"checkpoint={checkpoint!r} is not the name of one: give SaveReport.checkpoint")
         # All ranks load what one of them finds, whatever is saved meanwhile.
-        latest = all_gather(together(lambda: checkpoint or _native.latest_checkpoint(_native.check_load_dir(root))))[0]
-        reader = together(lambda: _native.CheckpointReader(_native.check_load_dir(root), latest))
+        latest = all_gather(together(lambda: checkpoint or _native.latest_checkpoint(root.to_load())))[0]
+        reader = together(lambda: _native.CheckpointReader(root.to_load(), latest))
         names = {pair for pairs in all_gather([(place, table.name) for place, _, table in shards]) for pair in pairs}
         saved = {(entry["module"], entry["table"]): entry for entry in reader.tables()}
         most_rows = 0
@@ -353,18 +361,16 @@ class Saver:
         """
         rank, world_size = self._place()
         keep = check_int("keep", keep, 1, 1 << 20)
-        root = _agreed_path(path)
-        latest = all_gather(together(lambda: _native.latest_checkpoint(_native.check_save_dir(root))))[0]
-        merged = together(lambda: _native.CheckpointCompaction.open(_native.check_save_dir(root), latest))
+        root = _agreed_path(path, self.path_checks, to_save=True)
+        latest = all_gather(together(lambda: _native.latest_checkpoint(root.to_load())))[0]
+        merged = together(lambda: _native.CheckpointCompaction.open(root.to_save(), latest))
         if merged is None:
             return SaveReport(latest, "full", None, None, 0, 0)
         begun: _native.CheckpointSave | None = None
 
         def begin() -> str:
             nonlocal begun
-            begun = _native.CheckpointSave(
-                _native.check_save_dir(root), secrets.randbits(64), keep, merged=merged.identity
-            )
+            begun = _native.CheckpointSave(root.to_save(), secrets.randbits(64), keep, merged=merged.identity)
             return begun.name
 
         def write(name: str) -> tuple[int, int]:
@@ -383,7 +389,7 @@ class Saver:
         warn_of(left, root)
         return SaveReport(name, "full", None, None, merged.rows, 0)
 
-    def _plan(self, shards: list[_Shard], root: str, incremental: bool) -> tuple[int, _Base | None, str | None]:
+    def _plan(self, shards: list[_Shard], root: Root, incremental: bool) -> tuple[int, _Base | None, str | None]:
         """The epoch after a save, what a delta builds on, and why a save that was to be incremental is full. Collective."""
         epoch = max(all_gather(max((table.native.epoch() for _, _, table in shards), default=0))) + 1
         base, reason = _base(shards, root, self._place()[0]) if incremental else (None, None)
@@ -430,29 +436,22 @@ def _at_rest(module: nn.Module) -> list[_Shard]:
     return found
 
 
-def _agreed_path(path: str | os.PathLike[str]) -> str:
-    """`path` as a string; `PathError` when ranks differ in the place it names."""
-
-    def text() -> tuple[str, str]:
-        given: object = os.fspath(path) if isinstance(path, os.PathLike) else path
-        if not isinstance(given, str):
-            raise PathError(f"path={given!r} is not text: give a str")
-        return given, os.path.abspath(given) if given else ""
-
-    given, absolute = together(text)
-    everyone = all_gather(absolute)
+def _agreed_path(path: str | os.PathLike[str], checks: PathChecks, *, to_save: bool) -> Root:
+    """`path`, absolute; `PathError` when ranks differ in the place it names."""
+    given = together(lambda: given_path("path", path))
+    everyone = all_gather(os.path.normpath(given) if given else "")
     if len(set(everyone)) > 1:
         named = ", ".join(f"rank {rank}: {place!r}" for rank, place in enumerate(everyone))
         raise PathError(f"path differs between ranks: give all the same ({named})")
-    return given
+    return together(lambda: Root.of(given, checks, to_save=to_save))
 
 
-def _base(shards: list[_Shard], root: str, rank: int) -> tuple[_Base | None, str | None]:
+def _base(shards: list[_Shard], root: Root, rank: int) -> tuple[_Base | None, str | None]:
     """What a delta of these tables in `root` builds on, or why there can be none. Collective."""
 
     def newest() -> tuple[dict[str, Any] | None, str | None]:
         try:
-            found = _native.newest_checkpoint(_native.check_save_dir(root))
+            found = _native.newest_checkpoint(root.to_save())
         except CorruptionError as error:
             return None, f"the newest checkpoint there is damaged ({error})"
         return found, None if found is not None else "there is no checkpoint yet"
@@ -495,14 +494,14 @@ class _Part:
 
 def _write(
     shards: list[_Shard],
-    root: str,
+    root: Root,
     name: str,
     place_of: tuple[int, int],
     base: _Base | None,
     snapshot: bool,
     tracker: Tracker,
 ) -> _Part:
-    writer = _native.CheckpointWriter(_native.check_save_dir(root), name, *place_of)
+    writer = _native.CheckpointWriter(root.to_save(), name, *place_of)
     rows = tombstones = linked = copied = 0
     for place, owner, table in shards:
         pair, numbers = (place, table.name), numbers_of(owner.hyperparameters(table.name))
@@ -533,9 +532,9 @@ def numbers_of(group: dict[str, Any]) -> dict[str, float]:
     return dict(each())
 
 
-def _begin(root: str, keep: int, base: _Base | None, snapshot: bool = False) -> _native.CheckpointSave:
+def _begin(root: Root, keep: int, base: _Base | None, snapshot: bool = False) -> _native.CheckpointSave:
     parent = None if base is None else base.identity
-    return _native.CheckpointSave(_native.check_save_dir(root), secrets.randbits(64), keep, parent, None, snapshot)
+    return _native.CheckpointSave(root.to_save(), secrets.randbits(64), keep, parent, None, snapshot)
 
 
 def _report(name: str, base: _Base | None, reason: str | None, rows: int, tombstones: int) -> SaveReport:

@@ -18,7 +18,6 @@ Shapes: n rows, D the table's width, V = D * (1 + vector slots).
 import contextlib
 import json
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +39,7 @@ from .collective import all_gather, is_distributed, together
 from .config import check_int
 from .exceptions import InputError, MismatchError, StateError, UnsupportedError
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
+from .paths import given_path
 from .whole_model import CacheModule
 
 __all__ = ["LoadInfo", "LoadedBlocks", "Loader", "Saver", "WriteBlock"]
@@ -81,7 +81,7 @@ class Saver:
         self.shard_num = check_int("shard_num", shard_num, 1, 1 << 20)
         self.shard_index = check_int("shard_index", shard_index, 0, self.shard_num - 1)
         self.parallel = check_int("parallel", parallel, 1, 1024)
-        self.path = os.fspath(path)
+        self.path = given_path("path", path)
         self._modules = _modules(hashtables)
         self._tensors = _dense(tensors)
         _refuse_twice(_names(self._modules), self._tensors)
@@ -192,7 +192,7 @@ class Loader:
         `parallel`: threads that read. `filter_func` is given the load info and returns what to load: entries and slots dropped,
         sources renamed, several sources for one table. `strict=False`: load what is there and only report the rest.
         """
-        self.checkpoint_path = os.fspath(checkpoint_path)
+        self.checkpoint_path = given_path("checkpoint_path", checkpoint_path)
         self.parallel = check_int("parallel", parallel, 1, 1024)
         self.strict = strict
         self._modules = _modules(hashtables)

@@ -22,6 +22,7 @@ from test_path_attacks import (
     Place,
     load,
     load_by_dcp,
+    of_another_user,
     save,
     save_beside_by_dcp,
     save_by_dcp,
@@ -80,6 +81,7 @@ def test_exchanging_the_directory_for_a_link_all_the_time_leads_no_door_elsewher
     before = {path: path.stat().st_mtime_ns for path in place.victim.rglob("*")}
     link = place.root.parent / "link"
     link.symlink_to(place.victim)
+    of_another_user(link)
     passed = refused = 0
     other = make_bag()
     with exchanging(place.root, link):

@@ -1,12 +1,15 @@
 """Rows by id: export, read, import, remove, over every tier."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tables import OPTIMIZERS, Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
-from torchrec_embcache import RowMetadata, TierBudgets, initializers, optimizers
-from torchrec_embcache.exceptions import CapacityError, InputError, StateError
+from torchrec_embcache import EmbCacheEmbedding, RowMetadata, TierBudgets, initializers, optimizers
+from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StateError
 
 
 @pytest.fixture(params=["host", "ssd", "device", "device_ssd"])
@@ -292,3 +295,53 @@ def test_stats_count_rows_bytes_hits_and_misses_of_each_tier(tmp_path):
         assert bag.stats().ssd.hits == fetched + 10
         assert bag.stats().ssd.read_bytes > 0
         assert bag.stats().ssd.write_amplification > 0
+
+
+def odd_ids() -> list[torch.Tensor]:
+    """Ids of the right dtype whose numbers do not lie one after the other, or are not there."""
+    plain = torch.arange(4)
+    with FakeTensorMode():
+        fake = torch.arange(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls these layouts a prototype
+        return [
+            plain.view(2, 2).to_sparse(),
+            plain.view(2, 2).to_sparse_csr(),
+            torch.nested.nested_tensor([plain, plain[:2]]),
+            torch.nested.nested_tensor([plain, plain[:2]], layout=torch.jagged),
+            fake,
+            plain.to(torch.complex64),
+            torch.empty(4, dtype=torch.int64, device="meta"),
+        ]
+
+
+def test_ids_and_rows_that_are_no_plain_tensors_are_refused_by_name() -> None:
+    bag = make_bag()
+    sequence = EmbCacheEmbedding(
+        name="item", embedding_dim=4, tiers=TierBudgets(host_bytes="64KiB"), optimizer=optimizers.SGD(lr=0.1)
+    )
+    for ids in odd_ids():
+        for use in (
+            lambda ids=ids: bag(ids, torch.tensor([0])),
+            lambda ids=ids: bag(torch.arange(4), ids),
+            lambda ids=ids: sequence(ids),
+            lambda ids=ids: bag.read_rows(ids),
+            lambda ids=ids: bag.remove_rows(ids),
+            lambda ids=ids: bag.import_rows(ids, torch.zeros(4, 4)),
+        ):
+            with pytest.raises(InputError):
+                use()
+    for weights in (torch.zeros(4, 4).to_sparse(), torch.zeros(4, 4, device="meta")):
+        with pytest.raises(InputError):
+            bag.import_rows(torch.arange(4), weights)
+    assert len(bag) == 0
+
+
+def test_a_device_tier_larger_than_the_devices_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device_bytes=1152921504606846976 .*which has \d+: give less"):
+        EmbCacheEmbedding(
+            name="item",
+            embedding_dim=65_536,
+            tiers=TierBudgets(device_bytes=2**60, host_bytes="1MiB"),
+            optimizer=optimizers.SGD(lr=0.1),
+        )

@@ -28,6 +28,7 @@ RUST_LAYERS = [
 _BASE = {
     "exceptions",
     "config",
+    "paths",
     "initializers",
     "optimizers",
     "metrics",
@@ -40,11 +41,12 @@ _BASE = {
     "gradients",
 }
 _TABLE = _BASE | {"kernels", "rows", "cache"}
-_CACHE = _TABLE | {"lookahead", "lookup", "whole_model", "state_dicts"}
+_CACHE = _TABLE | {"lookahead", "lookup", "whole_model"}
 PYTHON_IMPORTS = {
     "exceptions": set(),
     "collective": {"exceptions"},
     "config": {"exceptions"},
+    "paths": {"exceptions", "config"},
     "metrics": {"exceptions"},
     "publish": {"exceptions", "config"},
     "flushing": {"exceptions", "config", "collective", "publish"},
@@ -61,7 +63,6 @@ PYTHON_IMPORTS = {
     "progress": {"exceptions"},
     "lookup": _TABLE | {"lookahead"},
     "whole_model": _TABLE,
-    "state_dicts": _TABLE,
     "nn": _CACHE,
     "modules": _CACHE | {"nn"},
     "sharded": _CACHE | {"nn", "modules"},
@@ -73,7 +74,6 @@ PYTHON_IMPORTS = {
     "blocks": _TABLE,
     "serialize": _CACHE | {"nn", "blocks"},
     "dcp": _CACHE | {"progress", "beside", "saver", "table_names", "reports"},
-    "lightning": _CACHE | {"progress", "beside", "saver", "table_names", "reports"},
     "megatron": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "blocks"},
 }
 # Package or module of it: who alone may import it.
@@ -88,6 +88,7 @@ RESERVED = {
         "lookup",
         "publish",
         "disk",
+        "paths",
         "beside",
         "saver",
         "blocks",
@@ -96,7 +97,6 @@ RESERVED = {
     },
     "torch.distributed.checkpoint": {"dcp", "cli"},
     "megatron": {"megatron"},
-    "lightning": {"lightning"},
 }
 SKIPPED = {
     ".git",

@@ -22,6 +22,7 @@ from torchrec_embcache.exceptions import (
     StorageError,
     StoragePermissionError,
 )
+from torchrec_embcache.paths import basic_root
 
 __all__ = [
     "CHUNK_BYTES",
@@ -98,12 +99,12 @@ class Directory:
     @classmethod
     def to_save(cls, path: str) -> Self:
         """The user's directory, checked and made when missing. `PathError`, `StoragePermissionError`."""
-        return cls(*_native.open_save_dir(path))
+        return cls(*_native.open_save_dir(basic_root(path, to_save=True), "basic"))
 
     @classmethod
     def to_load(cls, path: str) -> Self:
         """The user's directory, checked. `PathError`, `StoragePermissionError`."""
-        return cls(*_native.open_load_dir(path))
+        return cls(*_native.open_load_dir(basic_root(path, to_save=False), "basic"))
 
     def __enter__(self) -> Self:
         return self
@@ -130,12 +131,13 @@ class Directory:
             return sorted(os.listdir(self.fd))
 
     def has(self, name: str) -> bool:
-        """Whether something is there under `name`, a dangling link included."""
-        try:
-            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
+        """Whether something is there under `name`, a dangling link included. `StorageError` where that cannot be told."""
+        with _named("look at", self.at(name)):
+            try:
+                os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
 
     def create(self, name: str) -> int:
         """A new file, open to be written; what lay there under this name (of a save that was cut short) is removed."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
+from torchrec_embcache.paths import basic_root, is_there
 from torchrec_embcache.saver import Saver
 
 from .report import FOUND, Grid, Report
@@ -37,8 +38,8 @@ class Opened:
     @classmethod
     def at(cls, path: str) -> "Opened":
         """`path` is a directory of checkpoints, of which `LATEST` names one, or one checkpoint in it."""
-        directory = Path(_native.check_load_dir(path))
-        if _NAME.fullmatch(directory.name) and not (directory / "LATEST").exists():
+        directory = Path(basic_root(path, to_save=False).to_load())
+        if _NAME.fullmatch(directory.name) and not is_there(directory / "LATEST"):
             root, name = str(directory.parent), directory.name
         else:
             root, name = str(directory), _native.latest_checkpoint(str(directory))
@@ -175,7 +176,7 @@ def verify(path: str) -> Report:
 def reshard(source: str, target: str, world_size: int) -> Report:
     """Write a checkpoint again to the directory `target`, divided as `world_size` ranks would have saved it."""
     opened = Opened.at(source)
-    root = _native.check_save_dir(target)
+    root = basic_root(target, to_save=True).to_save()
     if os.path.samefile(root, opened.root):
         raise PathError(f"{target} holds the checkpoint itself: give another directory")
     name, left = opened.rows.reshard(root, secrets.randbits(64), world_size)
@@ -187,7 +188,7 @@ def reshard(source: str, target: str, world_size: int) -> Report:
 
 def compact(path: str, keep: int) -> Report:
     """Merge the newest checkpoint of a directory and all it builds on into a full one; see `Saver.compact`."""
-    done = Saver(0).compact(path, keep=keep)
+    done = Saver(0, path_checks="basic").compact(path, keep=keep)
     rows = sum(entry["rows"] for entry in Opened.at(path).tables)
     data = {"path": path, "checkpoint": done.checkpoint, "rows": rows}
     return Report(data, lines=[f"{done.checkpoint} in {path}: full, {rows:,} rows"])

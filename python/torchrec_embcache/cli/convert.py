@@ -16,6 +16,7 @@ from torchrec_embcache import _native
 from torchrec_embcache.blocks.files import Directory, render_json
 from torchrec_embcache.exceptions import InputError, PathError, UnsupportedError
 from torchrec_embcache.optimizers import SGD, Adagrad, Adam, AdamW, OptimizerSpec, RowWiseAdagrad
+from torchrec_embcache.paths import basic_root
 from torchrec_embcache.saver import abandon
 
 from .checkpoints import Opened
@@ -84,7 +85,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
         if not tables:
             raise InputError(f"{source} holds no table in the layout {from_layout}")
         skipped = [name for table in tables for name in table.skipped]
-        written = _import(tables, _native.check_save_dir(target), settings)
+        written = _import(tables, basic_root(target, to_save=True).to_save(), settings)
     data = {
         "source": source,
         "target": target,

@@ -2,18 +2,20 @@
 
 import os
 
+from torchrec_embcache.paths import is_there
+
 __all__ = ["AtPath", "holds_checkpoint", "rank_directory"]
 
 
 class AtPath:
     """What DCP asks a reader and a writer about the path that they are for."""
 
-    path: str | os.PathLike[str]
+    path: str
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoints' directory."""
-        return os.fspath(self.path)
+        """The checkpoints' directory, as an absolute path."""
+        return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -27,5 +29,5 @@ def rank_directory(path: str, rank: int) -> str:
 
 
 def holds_checkpoint(root: str) -> bool:
-    """Whether a checkpoint was ever published in the directory."""
-    return os.path.lexists(os.path.join(root, "LATEST"))
+    """Whether a checkpoint was ever published in the directory. `StorageError` where that cannot be told."""
+    return is_there(os.path.join(root, "LATEST"))

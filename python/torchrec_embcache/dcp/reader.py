@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, StateError
+from torchrec_embcache.paths import Root, basic_root, given_path
 
 from .metadata import Extent, from_json
 from .paths import AtPath, rank_directory
@@ -51,7 +52,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         manifests are damaged (`CorruptionError`) nothing is changed; DCP raises its `CheckpointException` with these.
         """
         super().__init__()
-        self.path = path
+        self.path = given_path("path", path)
         self.model = model
         self.load_id = str(uuid.uuid4())
         self.storage_data: dict[MetadataIndex, Extent] = {}
@@ -60,7 +61,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Load from `checkpoint_id`, a path, from now on."""
         if checkpoint_id:
-            self.path = checkpoint_id
+            self.path = given_path("path", checkpoint_id)
         self.load_id = str(uuid.uuid4())
         self.storage_data = {}
         self._load = None
@@ -68,8 +69,9 @@ class EmbCacheStorageReader(AtPath, StorageReader):
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the newest checkpoint; with `rank`, of the one that this rank saved with `use_collectives=False`."""
         rank = kwargs.get("rank")
-        path = os.fspath(self.path)
-        root = _native.check_load_dir(path if rank is None else rank_directory(path, rank))
+        root = basic_root(self.path, to_save=False)
+        root = Root.of(rank_directory(root, rank), "basic", to_save=False) if rank is not None else root
+        root.to_load()
         reader = _native.CheckpointReader(root, _native.latest_checkpoint(root))
         document = reader.dense_metadata()
         if document is None:

@@ -11,6 +11,7 @@ from torchrec_embcache import _native
 from torchrec_embcache.beside import finish_saves, start
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, StateError
+from torchrec_embcache.paths import basic_root
 from torchrec_embcache.saver import abandon, numbers_of, shards_of
 from torchrec_embcache.whole_model import CacheModule
 
@@ -83,7 +84,7 @@ class TableWriter:
         self.close()
         finish_saves()
         shards, epoch = self._shards()
-        root = _native.check_save_dir(root)
+        root = basic_root(root, to_save=True).to_save()
         try:
             self._staged = Staged(self._hold(root, shards, epoch))
         except EmbCacheError as error:

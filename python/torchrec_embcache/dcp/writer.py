@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import StateError, UnsupportedError
+from torchrec_embcache.paths import Root, basic_root, given_path
 from torchrec_embcache.saver import abandon, warn_of
 
 from .metadata import Extent, to_json
@@ -37,6 +38,7 @@ _DCP_VERSION = "1.0.0"
 class _Save:
     """What one save has on this rank."""
 
+    path: Root
     rank: int
     use_collectives: bool
     staged: Staged | None
@@ -62,7 +64,8 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         thread_count: int = 1,  # noqa: ARG002
         per_thread_copy_ahead: int = 0,  # noqa: ARG002
     ) -> None:
-        """`path`: the checkpoints' directory, the same on every rank, by the rules of `Saver`. `model`: its tables are saved too.
+        """`path`: the checkpoints' directory, the same on every rank, by the rules of `Saver(path_checks="basic")`. `model`: its
+        tables are saved too.
 
         `overwrite=False` refuses a `path` that holds a checkpoint (`StateError`). `cache_staged_state_dict` keeps the memory that
         `dcp.async_save` copies dense tensors into for the next one, pinned where there is a device.
@@ -71,7 +74,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         whose place this class can stand by its name alone. They change nothing: every save is synced, and divided by bytes.
         """
         super().__init__(cache_staged_state_dict=cache_staged_state_dict)
-        self.path = path
+        self.path = given_path("path", path)
         self.model = model
         self.overwrite = overwrite
         self.save_id = str(uuid.uuid4())
@@ -85,13 +88,13 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to `checkpoint_id`, a path, from now on."""
         if checkpoint_id:
-            self.path = checkpoint_id
+            self.path = given_path("path", checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """For `dcp.async_save`: a copy of `state_dict` in host memory, and the tables' rows, as of now."""
         staged: dict[str, Any] = super().stage(state_dict)
-        self._tables.stage(os.fspath(self.path))
+        self._tables.stage(self.path)
         return staged
 
     def close(self) -> None:
@@ -107,7 +110,9 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin a save, as `rank` of those that save together."""
         staged = self._tables.take_staged()
-        self._save = _Save(kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
+        # Links are followed once: all of this save works in the directory that they lead to now.
+        root = basic_root(self.path, to_save=True)
+        self._save = _Save(root, kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
@@ -121,12 +126,12 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
                 raise UnsupportedError(
                     "use_collectives=False saves each rank alone, and tables are whole over all: leave model out"
                 )
-            if holds_checkpoint(os.fspath(self.path)):
+            if holds_checkpoint(save.path):
                 raise StateError(
-                    f"{os.fspath(self.path)!r} holds a checkpoint of all ranks, which a load would find first: "
+                    f"{self.path!r} holds a checkpoint of all ranks, which a load would find first: "
                     "give use_collectives=False a path of its own"
                 )
-        root = _native.check_save_dir(self._root(save))
+        root = self._root(save).to_save()
         if not self.overwrite and holds_checkpoint(root):
             raise StateError(f"Checkpoint already exists in {root!r} and overwrite=False: give another path")
         _native.sweep_parts(root)
@@ -135,7 +140,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items and tables, durably, under a name that the coordinator takes over in `finish`."""
         save = self._current()
-        root = _native.check_save_dir(self._root(save))
+        root = self._root(save).to_save()
         expected_bytes = sum(_tensor_bytes(item) for item in plan.items)
         part = _native.CheckpointPart(root, secrets.randbits(64), expected_bytes)
         save.part = part
@@ -165,8 +170,8 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         finally:
             self._save = None
 
-    def _publish(self, path: str, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        root = _native.check_save_dir(path)
+    def _publish(self, path: Root, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        root = path.to_save()
         written = [[result.storage_data for result in of_rank] for of_rank in results]
         parts = [[entry for entry in of_rank if isinstance(entry, PartResult)] for of_rank in written]
         metadata.version = _DCP_VERSION
@@ -198,9 +203,10 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
             raise StateError("set_up_storage_writer() comes before the other calls of a save")
         return self._save
 
-    def _root(self, save: _Save) -> str:
-        path = os.fspath(self.path)
-        return path if save.use_collectives else rank_directory(_native.check_save_dir(path), save.rank)
+    def _root(self, save: _Save) -> Root:
+        if save.use_collectives:
+            return save.path
+        return Root.of(rank_directory(save.path.to_save(), save.rank), "basic", to_save=True)
 
 
 def _write_item(part: _native.CheckpointPart, item: WriteItem, planner: SavePlanner) -> WriteResult:

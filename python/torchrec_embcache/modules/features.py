@@ -8,6 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_embcache.exceptions import InputError, UnsupportedError
+from torchrec_embcache.rows import check_plain
 
 __all__ = ["check_features", "in_order"]
 
@@ -68,6 +69,7 @@ def _check_tensor(
 ) -> None:
     if tensor.dtype not in dtypes:
         raise InputError(f"{owner}: {field} have dtype {tensor.dtype}: give {wanted}")
+    check_plain(f"{owner}: {field}", tensor)
     if tensor.device.type != device.type:
         raise InputError(
             f"{owner}: {field} are on {tensor.device} and the module on {device}: call .to({str(device)!r}) on the batch"

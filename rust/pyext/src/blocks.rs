@@ -7,24 +7,26 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use embcache::checkpoint::{BlockFile, BlockPlace, BlockWriter as Writer};
 use embcache::io::{BeneathEngine, IoEngine, default_engine};
-use embcache::paths::{open_to_load, open_to_save};
+use embcache::paths::Checks;
 use embcache::types::{Id, bucket_of};
 use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 
 use crate::buffers::slice;
 use crate::error::{input, to_python};
+use crate::paths::checks_from;
 
-/// Check a directory that is saved to; its absolute path, and an engine that works in it whatever becomes of the path.
+/// Open a directory that is saved to, which was checked before by whatever rules its user chose; its absolute path, and an engine that
+/// works in it whatever becomes of the path. Of those rules the least are held again: nobody else may have exchanged it since.
 pub(crate) fn saving_in(path: &Path) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
-    let (path, directory) = open_to_save(path)?;
+    let (path, directory) = Checks::Basic.open_to_save(path)?;
     let engine = BeneathEngine::engine(default_engine()?, &path, directory);
     Ok((path, engine))
 }
 
-/// Check a directory that is loaded from, as [`saving_in`].
+/// Open a directory that is loaded from, as [`saving_in`].
 pub(crate) fn loading_from(path: &Path) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
-    let (path, directory) = open_to_load(path)?;
+    let (path, directory) = Checks::Basic.open_to_load(path)?;
     let engine = BeneathEngine::engine(default_engine()?, &path, directory);
     Ok((path, engine))
 }
@@ -35,18 +37,20 @@ fn opened((path, directory): (PathBuf, OwnedFd)) -> (OsString, i32) {
 
 /// Check the directory that a checkpoint is saved to, making it when missing; its absolute path and an open descriptor.
 #[pyfunction]
-#[pyo3(signature = (path))]
+#[pyo3(signature = (path, checks="strict"))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn open_save_dir(py: Python<'_>, path: PathBuf) -> PyResult<(OsString, i32)> {
-    py.detach(|| open_to_save(&path)).map(opened).map_err(to_python)
+pub(crate) fn open_save_dir(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<(OsString, i32)> {
+    let checks = checks_from(checks)?;
+    py.detach(|| checks.open_to_save(&path)).map(opened).map_err(to_python)
 }
 
 /// Check the directory that a checkpoint is loaded from; its absolute path and an open descriptor.
 #[pyfunction]
-#[pyo3(signature = (path))]
+#[pyo3(signature = (path, checks="strict"))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn open_load_dir(py: Python<'_>, path: PathBuf) -> PyResult<(OsString, i32)> {
-    py.detach(|| open_to_load(&path)).map(opened).map_err(to_python)
+pub(crate) fn open_load_dir(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<(OsString, i32)> {
+    let checks = checks_from(checks)?;
+    py.detach(|| checks.open_to_load(&path)).map(opened).map_err(to_python)
 }
 
 /// CRC-32C of each chunk of some bytes.

@@ -1,7 +1,6 @@
 //! Saving and loading checkpoints.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -11,7 +10,6 @@ use embcache::checkpoint::{
     Published, RankDigest, RankWriter, Save, SaveOptions,
 };
 use embcache::io::IoEngine;
-use embcache::paths::{directory_to_load, directory_to_save};
 use embcache::ssd::StateCounters;
 use embcache::{Error, Kind};
 use numpy::PyReadwriteArray1;
@@ -31,22 +29,6 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 pub(crate) fn ended(what: &str) -> PyErr {
     to_python(Error::new(Kind::State, format!("the {what} has ended: make another")))
-}
-
-/// Check the directory that a checkpoint is saved to, making it when missing; its absolute path.
-#[pyfunction]
-#[pyo3(signature = (path))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn check_save_dir(py: Python<'_>, path: PathBuf) -> PyResult<OsString> {
-    py.detach(|| directory_to_save(&path)).map(PathBuf::into_os_string).map_err(to_python)
-}
-
-/// Check the directory that a checkpoint is loaded from; its absolute path.
-#[pyfunction]
-#[pyo3(signature = (path))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn check_load_dir(py: Python<'_>, path: PathBuf) -> PyResult<OsString> {
-    py.detach(|| directory_to_load(&path)).map(PathBuf::into_os_string).map_err(to_python)
 }
 
 /// The newest complete checkpoint of a directory.
@@ -455,8 +437,8 @@ impl PyReader {
     }
 
     /// `saved` is the module and name of the table in the checkpoint, where they are others there; `segments` says whether the caller asks
-    /// for them afterwards. Without `slots` the rows' slots are left out, and any optimizer fits.
-    #[pyo3(signature = (module, table, bucket_begin, bucket_end, saved=None, segments=false, slots=true))]
+    /// for them afterwards.
+    #[pyo3(signature = (module, table, bucket_begin, bucket_end, saved=None, segments=false))]
     #[expect(clippy::too_many_arguments, reason = "one call of Python")]
     fn check_table(
         &self,
@@ -467,22 +449,14 @@ impl PyReader {
         bucket_end: u32,
         saved: Option<(String, String)>,
         segments: bool,
-        slots: bool,
     ) -> PyResult<u64> {
         let name = table.inner.config().name.clone();
         let saved = saved.unwrap_or_else(|| (module.clone(), name.clone()));
         let check = || {
             let entry = self.inner.table(&saved.0, &saved.1)?;
-            entry.spec.check_fits(table.inner.config(), slots)?;
+            entry.spec.check_fits(table.inner.config())?;
             table.inner.check_idle()?;
             let (newest, buckets) = (&self.inner.links()[0], bucket_begin..bucket_end);
-            if !slots {
-                // Segments hold rows with their slots: these are read row by row.
-                let reader = self.inner.table_reader(&saved.0, &saved.1, buckets)?.without_slots();
-                let rows = reader.most_rows();
-                lock(&self.readers).insert((module, name), reader);
-                return Ok(rows);
-            }
             let Some(files) = newest.segments_of(&saved.0, &saved.1, &buckets)? else {
                 let reader = self.inner.table_reader(&saved.0, &saved.1, buckets)?;
                 let rows = reader.most_rows();

@@ -59,8 +59,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<snapshot::PySnapshot>()?;
     module.add_class::<segments::PySegments>()?;
     module.add_function(wrap_pyfunction!(snapshot::work_behind, module)?)?;
-    module.add_function(wrap_pyfunction!(checkpoint::check_save_dir, module)?)?;
-    module.add_function(wrap_pyfunction!(checkpoint::check_load_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(paths::check_save_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(paths::resolve_dir, module)?)?;
+    module.add_function(wrap_pyfunction!(paths::check_load_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::open_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::open_load_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::chunk_checksums, module)?)?;

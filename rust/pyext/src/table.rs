@@ -1,11 +1,11 @@
 //! `Table` and `Export`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table, device_row_bytes, host_row_bytes};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::default_engine;
+use embcache::io::{IoEngine, default_engine};
 use embcache::rows::Initializer;
 use embcache::ssd::SsdTier;
 use embcache::stats::TierStats;
@@ -19,6 +19,7 @@ use crate::buffers::{
     GivenMeta, Meta, headers_from_python, matrix, meta_to_python, scalars_to_python, slice, slice2, slots_to_python,
 };
 use crate::error::{from_python, to_python};
+use crate::paths::ssd_engine;
 use crate::segments::PySegments;
 
 /// Reads rows of the device tier by a Python callable.
@@ -87,7 +88,8 @@ pub(crate) struct PyTable {
 impl PyTable {
     #[new]
     #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_begin, bucket_end, host_bytes,
-        device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None, unfinished=None))]
+        device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None, unfinished=None,
+        ssd_root=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn new(
@@ -112,6 +114,7 @@ impl PyTable {
         on_full: &str,
         segments: Option<Py<PySegments>>,
         unfinished: Option<u64>,
+        ssd_root: Option<PathBuf>,
     ) -> PyResult<Self> {
         let reopen = match reopen {
             None => Reopen::Never,
@@ -150,7 +153,7 @@ impl PyTable {
         let inner = py
             .detach(|| {
                 let source = segments.as_ref().map(Py::get).map(|from| (&*from.files, from.counters));
-                Table::open_from(config, gather, default_engine()?, source)
+                Table::open_from(config, gather, engine_beneath(ssd_root.as_deref())?, source)
             })
             .map_err(to_python)?;
         Ok(Self { inner })
@@ -312,15 +315,22 @@ impl PyTable {
         py.detach(|| self.inner.close()).map_err(to_python)
     }
     #[staticmethod]
+    #[pyo3(signature = (ssd_dir, ssd_root=None))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn published(py: Python<'_>, ssd_dir: PathBuf) -> PyResult<Vec<u64>> {
-        py.detach(|| SsdTier::published(&ssd_dir, &*default_engine()?)).map_err(to_python)
+    fn published(py: Python<'_>, ssd_dir: PathBuf, ssd_root: Option<PathBuf>) -> PyResult<Vec<u64>> {
+        py.detach(|| SsdTier::published(&ssd_dir, &*engine_beneath(ssd_root.as_deref())?)).map_err(to_python)
     }
     #[staticmethod]
+    #[pyo3(signature = (ssd_dir, ssd_root=None))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn remove_shard(py: Python<'_>, ssd_dir: PathBuf) -> PyResult<()> {
-        py.detach(|| SsdTier::remove_shard(&ssd_dir, &*default_engine()?)).map_err(to_python)
+    fn remove_shard(py: Python<'_>, ssd_dir: PathBuf, ssd_root: Option<PathBuf>) -> PyResult<()> {
+        py.detach(|| SsdTier::remove_shard(&ssd_dir, &*engine_beneath(ssd_root.as_deref())?)).map_err(to_python)
     }
+}
+
+/// An engine that works in the user's `ssd_dir`, which it checks and holds; the process's own where there is none.
+fn engine_beneath(ssd_root: Option<&Path>) -> embcache::Result<Arc<dyn IoEngine>> {
+    ssd_root.map_or_else(default_engine, |root| ssd_engine(root).map(|(_, engine)| engine))
 }
 
 fn tier_dict<'py>(py: Python<'py>, tier: &TierStats) -> PyResult<Bound<'py, PyDict>> {

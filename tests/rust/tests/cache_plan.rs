@@ -38,7 +38,7 @@ impl IoEngine for Counting {
     fn list(&self, path: &Path) -> embcache::Result<Vec<PathBuf>> {
         self.inner.list(path)
     }
-    fn exists(&self, path: &Path) -> bool {
+    fn exists(&self, path: &Path) -> embcache::Result<bool> {
         self.inner.exists(path)
     }
     fn rename(&self, from: &Path, to: &Path) -> embcache::Result<()> {

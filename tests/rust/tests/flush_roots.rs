@@ -182,7 +182,7 @@ fn a_coordinator_that_is_not_there_or_is_another_is_an_error_that_names_it() {
     let (first, second) = (root(&engine, 0), root(&engine, 1));
     let name = first.name(5).expect("named");
     assert_eq!(first.name(6).expect("named"), name, "a root keeps its name");
-    assert!(first.is_named(name) && !second.is_named(name));
+    assert!(first.is_named(name).expect("looked") && !second.is_named(name).expect("looked"));
     second.name(7).expect("named");
     second.prepare(3, Path::new(ROOTS[0]), name).expect("prepared");
     assert!(!second.is_complete(3).expect("decided"));
@@ -243,4 +243,44 @@ fn marks_are_removed_with_the_states_they_are_of() {
         assert_eq!(marks_found, marks);
     }
     assert!(fault.log().iter().any(|(operation, _)| *operation == Operation::RemoveFile));
+}
+
+#[test]
+fn no_older_state_is_taken_because_a_look_at_the_marks_fails() {
+    let disk_of_flushes = disk();
+    let whole: Arc<dyn IoEngine> = Arc::new(disk_of_flushes.clone());
+    run(&whole).2.expect("undisturbed");
+    let mut refused = 0;
+    for errno in [libc::EIO, libc::EMFILE, libc::EACCES] {
+        for passing in 0.. {
+            let fault = FaultEngine::new(Arc::new(disk_of_flushes.kill()));
+            fault.hit_once(Operation::Look, passing, Fault::Fail(errno));
+            let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
+            let newest = |number: usize| {
+                for token in SsdTier::published(&directory(number), &*engine)?.into_iter().rev() {
+                    if root(&engine, number).is_complete(token)? {
+                        return Ok(Some(token));
+                    }
+                }
+                Ok(None)
+            };
+            let found: embcache::Result<Vec<Option<u64>>> = (0..ROOTS.len()).map(newest).collect();
+            match found {
+                Ok(tokens) => assert_eq!(tokens, [Some(3); 3], "look {passing}"),
+                Err(error) => {
+                    let expected = if errno == libc::EACCES { Kind::Permission } else { Kind::Storage };
+                    assert_eq!((error.kind(), error.errno()), (expected, Some(errno)), "{error}");
+                    refused += 1;
+                    continue;
+                }
+            }
+            let rigs = open(&engine, Reopen::Resume, Some(3));
+            match rigs {
+                Ok(_) => break,
+                Err(error) => assert_eq!(error.errno(), Some(errno), "{error}"),
+            }
+            refused += 1;
+        }
+    }
+    assert!(refused > 9, "{refused}");
 }

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use embcache::io::{
-    ALIGNMENT, AlignedBuf, FaultEngine, IoEngine, IoFile, MemoryEngine, Open, PsyncEngine, Read, UringEngine, publish,
-    read_file,
+    ALIGNMENT, AlignedBuf, BeneathEngine, FaultEngine, IoEngine, IoFile, MemoryEngine, Open, PsyncEngine, Read,
+    UringEngine, publish, read_file,
 };
 use embcache::{Error, Kind, Result};
 
@@ -269,7 +269,8 @@ fn files_and_directories_appear_move_and_go() {
         assert_eq!(read_file(engine, &sub.join("b"), 10).unwrap(), b"one");
 
         engine.rename(&sub, &place.path("z")).unwrap();
-        assert!(!engine.exists(&sub) && engine.exists(&place.path("z/b")));
+        assert!(!engine.exists(&sub).unwrap() && engine.exists(&place.path("z/b")).unwrap());
+        assert!(!engine.exists(&place.path("z/b/below-a-file")).unwrap());
         engine.sync_dir(&place.path("z")).unwrap();
         engine.remove_file(&place.path("z/b")).unwrap();
         engine.remove_dir_all(&place.path("x")).unwrap();
@@ -359,7 +360,7 @@ fn a_symbolic_link_is_not_opened() {
         place.filled("a", 10);
         std::os::unix::fs::symlink(place.path("a"), place.path("link")).unwrap();
         assert_eq!(kind(place.engine.open(&place.path("link"), Open::Read)), Some(Kind::Path));
-        assert!(place.engine.exists(&place.path("link")));
+        assert!(place.engine.exists(&place.path("link")).unwrap());
     }
 }
 
@@ -373,7 +374,7 @@ fn a_file_system_that_is_full_says_so_at_the_preallocation() {
     let path = held.path().join("a");
     let error = place.engine.open(&path, Open::Create { preallocate: 1 << 50 }).unwrap_err();
     assert!(matches!(error.errno(), Some(libc::ENOSPC | libc::EFBIG)), "{error}");
-    assert!(!place.engine.exists(&path), "the empty file is gone");
+    assert!(!place.engine.exists(&path).unwrap(), "the empty file is gone");
 }
 
 #[test]
@@ -385,4 +386,21 @@ fn a_sink_sees_its_reads_on_the_thread_that_asked() {
         place.engine.read_batch(&reads, &mut |_, _| threads.lock().unwrap().push(std::thread::current().id()));
         assert!(threads.into_inner().unwrap().iter().all(|id| *id == std::thread::current().id()));
     });
+}
+
+#[test]
+fn a_path_that_cannot_be_looked_at_is_not_taken_for_absent() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    std::os::unix::fs::symlink("round", root.join("round")).unwrap();
+    let plain: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
+    let held = std::fs::File::open(root).unwrap();
+    let beneath = BeneathEngine::engine(Arc::clone(&plain), root, held.into());
+    for (engine, through_a_link) in [(plain, Kind::Storage), (beneath, Kind::Path)] {
+        assert!(engine.exists(&root.join("round")).unwrap(), "the link itself");
+        assert!(!engine.exists(&root.join("nothing/below")).unwrap());
+        let unknown = engine.exists(&root.join("x".repeat(300))).unwrap_err();
+        assert_eq!((unknown.kind(), unknown.errno()), (Kind::Storage, Some(libc::ENAMETOOLONG)), "{unknown}");
+        assert_eq!(engine.exists(&root.join("round/below")).unwrap_err().kind(), through_a_link);
+    }
 }

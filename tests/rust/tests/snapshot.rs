@@ -198,7 +198,7 @@ fn a_snapshot_has_the_rows_of_its_moment_and_changes_nothing_whatever_is_done_be
             spilled += images.file_bytes();
             changed += u64::from(run.rig.contents().unwrap() != expected);
             drop(images);
-            assert!(!engine.exists(Path::new(SPILL)), "the file of pre-images stays");
+            assert!(!engine.exists(Path::new(SPILL)).unwrap(), "the file of pre-images stays");
         }
         assert!(run.rig.contents().unwrap() == twin.rig.contents().unwrap(), "{tiers:?}, seed {seed}");
         run.waiting.clear();

@@ -63,7 +63,7 @@ impl Latest {
     /// Read `LATEST` in `root`; `Kind::Path` when there is none, `Kind::Corruption` when it is damaged.
     pub fn read(engine: &dyn IoEngine, root: &Path) -> Result<Self> {
         let path = root.join(LATEST_FILE);
-        if !engine.exists(&path) {
+        if !engine.exists(&path)? {
             return Err(Error::new(
                 Kind::Path,
                 format!(
@@ -89,7 +89,7 @@ impl Latest {
 
     /// As [`Latest::read`], with `None` where there is no checkpoint.
     pub fn find(engine: &dyn IoEngine, root: &Path) -> Result<Option<Self>> {
-        if engine.exists(&root.join(LATEST_FILE)) { Self::read(engine, root).map(Some) } else { Ok(None) }
+        if engine.exists(&root.join(LATEST_FILE))? { Self::read(engine, root).map(Some) } else { Ok(None) }
     }
 
     /// The checkpoint's directory.

@@ -49,7 +49,7 @@ pub(super) fn checkpoints(engine: &dyn IoEngine, root: &Path) -> Result<Vec<Chec
     Ok(entries.iter().filter_map(|entry| entry.file_name()?.to_str()?.parse().ok()).collect())
 }
 
-fn is_complete(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> bool {
+fn is_complete(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> Result<bool> {
     engine.exists(&root.join(name.to_string()).join(MANIFEST_FILE))
 }
 
@@ -64,11 +64,15 @@ fn parent(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> Result<Op
 /// of the others may be all there is.
 fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeSet<CheckpointName>>> {
     let Some(latest) = Latest::find(engine, root)?.map(|latest| latest.name) else { return Ok(None) };
-    if !is_complete(engine, root, latest) {
+    if !is_complete(engine, root, latest)? {
         return Ok(None);
     }
-    let mut complete = checkpoints(engine, root)?;
-    complete.retain(|&name| name != latest && name.seq < latest.seq && is_complete(engine, root, name));
+    let mut complete = Vec::new();
+    for name in checkpoints(engine, root)? {
+        if name != latest && name.seq < latest.seq && is_complete(engine, root, name)? {
+            complete.push(name);
+        }
+    }
     complete.sort_unstable();
     let mut stay = BTreeSet::new();
     for &name in [latest].iter().chain(complete.iter().rev()).take(keep.max(1)) {
@@ -87,7 +91,7 @@ pub(super) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<V
     let stays = |name: CheckpointName| {
         Ok::<_, Error>(match kept(engine, root, keep)? {
             Some(kept) => kept.contains(&name),
-            None => is_complete(engine, root, name),
+            None => is_complete(engine, root, name)?,
         })
     };
     // Deltas go before what they build on: whenever this stops, each that is there has all it needs.

@@ -183,8 +183,19 @@ impl IoEngine for BeneathEngine {
         Ok(entries.iter().filter_map(|entry| Some(path.join(entry.file_name()?))).collect())
     }
 
-    fn exists(&self, path: &Path) -> bool {
-        self.at(path, |alias| Ok(self.inner.exists(alias))).unwrap_or(false)
+    fn exists(&self, path: &Path) -> Result<bool> {
+        match self.at(path, |alias| self.inner.exists(alias)) {
+            // A directory above it is not there.
+            Err(error) if error.errno() == Some(libc::ENOENT) => Ok(false),
+            found => found,
+        }
+    }
+
+    fn check_private(&self, path: &Path, allowed_mode: u32) -> Result<()> {
+        match self.at(path, |alias| self.inner.check_private(alias, allowed_mode)) {
+            Err(error) if error.errno() == Some(libc::ENOENT) => Ok(()),
+            checked => checked,
+        }
     }
 
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use super::cover::{Cover, Step};
 use super::{
-    ALIGNMENT, BufPool, DirLock, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, open_error, short_file,
+    ALIGNMENT, BufPool, DirLock, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, found, open_error, short_file,
 };
 use crate::error::{Error, Kind, Result};
 
@@ -397,8 +397,36 @@ impl<R: BatchReader> IoEngine for DiskEngine<R> {
         Ok(entries)
     }
 
-    fn exists(&self, path: &Path) -> bool {
-        path.symlink_metadata().is_ok()
+    fn exists(&self, path: &Path) -> Result<bool> {
+        found(path, uninterrupted(|| path.symlink_metadata()))
+    }
+
+    fn check_private(&self, path: &Path, allowed_mode: u32) -> Result<()> {
+        let found = match path.symlink_metadata() {
+            Ok(found) => found,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(Error::io("inspect", path, &error)),
+        };
+        let refuse =
+            |kind, why: &str| Err(Error::new(kind, format!("the directory {} {why}", path.display())).at(path));
+        if found.is_symlink() {
+            return refuse(Kind::Path, "is a symbolic link: name its target");
+        }
+        if !found.is_dir() {
+            return refuse(Kind::Path, "is a file: name a directory");
+        }
+        let caller = rustix::process::geteuid().as_raw();
+        if found.uid() != caller {
+            let owner = found.uid();
+            let why = format!("belongs to user {owner} and this process runs as {caller}: use a directory of your own");
+            return refuse(Kind::Permission, &why);
+        }
+        let mode = found.mode() & 0o777;
+        if mode & !allowed_mode != 0 {
+            let why = format!("has mode {mode:04o}: chmod {:o} {}", mode & allowed_mode, path.display());
+            return refuse(Kind::Permission, &why);
+        }
+        Ok(())
     }
 
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {

@@ -8,7 +8,7 @@ use super::{DirLock, IoEngine, IoFile, Open, Read, ReadSink, short_file};
 use crate::error::{Error, Result};
 use crate::sync::lock;
 
-/// What an engine is asked to do. All but `Read` are *changes*: they are counted, logged, and a stop can hit any of them.
+/// What an engine is asked to do. All but `Read` and `Look` are *changes*: they are counted, logged, and a stop can hit any of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// Make a file.
@@ -33,6 +33,14 @@ pub enum Operation {
     SyncDir,
     /// One read, of a batch or not.
     Read,
+    /// Ask whether a path exists.
+    Look,
+}
+
+impl Operation {
+    fn is_change(self) -> bool {
+        !matches!(self, Self::Read | Self::Look)
+    }
 }
 
 /// What happens instead of an operation.
@@ -62,7 +70,7 @@ struct Rule {
 
 impl Rule {
     fn covers(&self, operation: Operation) -> bool {
-        self.operation.map_or(operation != Operation::Read, |only| only == operation)
+        self.operation.map_or(operation.is_change(), |only| only == operation)
     }
 }
 
@@ -97,7 +105,7 @@ impl Shared {
         if state.stopped {
             return Some(Fault::Stop);
         }
-        if operation != Operation::Read {
+        if operation.is_change() {
             state.log.push((operation, path.to_owned()));
         }
         match &mut state.panic {
@@ -366,8 +374,12 @@ impl IoEngine for FaultEngine {
         self.shared.check_running("list", path)?;
         self.inner.list(path)
     }
-    fn exists(&self, path: &Path) -> bool {
+    fn exists(&self, path: &Path) -> Result<bool> {
+        self.shared.check(Operation::Look, "look at", path)?;
         self.inner.exists(path)
+    }
+    fn check_private(&self, path: &Path, allowed_mode: u32) -> Result<()> {
+        self.inner.check_private(path, allowed_mode)
     }
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         self.shared.check(Operation::Rename, "rename", from)?;

@@ -101,7 +101,7 @@ mod tests {
         publish(&engine, Path::new("/d/a"), b"bytes").unwrap();
         let file = engine.open(Path::new("/d/a"), Open::Read).unwrap();
         engine.link(&*file, Path::new("/e/b")).unwrap();
-        assert!(!engine.crash().exists(Path::new("/e/b")));
+        assert!(!engine.crash().exists(Path::new("/e/b")).unwrap());
         engine.sync_dir(Path::new("/e")).unwrap();
         let after = engine.crash();
         assert_eq!(after.open(Path::new("/e/b"), Open::Read).unwrap().links().unwrap(), 2);

@@ -237,9 +237,9 @@ impl IoEngine for MemoryEngine {
         Ok(tree.children(&path))
     }
 
-    fn exists(&self, path: &Path) -> bool {
+    fn exists(&self, path: &Path) -> Result<bool> {
         let path = normal(path);
-        is_root(&path) || locked(&self.tree).live.contains_key(&path)
+        Ok(is_root(&path) || locked(&self.tree).live.contains_key(&path))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
@@ -385,7 +385,7 @@ mod tests {
         let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
         file.write_at(0, &page(1)).unwrap();
         file.sync().unwrap();
-        assert!(!engine.crash().exists(Path::new("/d/a")), "the entry was not synced");
+        assert!(!engine.crash().exists(Path::new("/d/a")).unwrap(), "the entry was not synced");
         engine.sync_dir(Path::new("/d")).unwrap();
         file.write_at(ALIGNMENT as u64, &page(2)).unwrap();
         assert_eq!(read_file(&engine.crash(), Path::new("/d/a"), 1 << 20).unwrap(), &page(1)[..]);
@@ -397,9 +397,9 @@ mod tests {
         let engine = engine_with_dir();
         publish(&engine, Path::new("/d/a"), b"old").unwrap();
         engine.remove_file(Path::new("/d/a")).unwrap();
-        assert!(engine.crash().exists(Path::new("/d/a")));
+        assert!(engine.crash().exists(Path::new("/d/a")).unwrap());
         engine.sync_dir(Path::new("/d")).unwrap();
-        assert!(!engine.crash().exists(Path::new("/d/a")));
+        assert!(!engine.crash().exists(Path::new("/d/a")).unwrap());
     }
 
     #[test]
@@ -408,9 +408,9 @@ mod tests {
         engine.create_dir_all(Path::new("/p/q")).unwrap();
         publish(&engine, Path::new("/p/q/a"), b"x").unwrap();
         engine.sync_dir(Path::new("/p")).unwrap();
-        assert!(!engine.crash().exists(Path::new("/p/q/a")));
+        assert!(!engine.crash().exists(Path::new("/p/q/a")).unwrap());
         engine.sync_dir(Path::new("/")).unwrap();
-        assert!(engine.crash().exists(Path::new("/p/q/a")));
+        assert!(engine.crash().exists(Path::new("/p/q/a")).unwrap());
     }
 
     #[test]
@@ -423,7 +423,10 @@ mod tests {
             engine.rename(Path::new("/d/a"), Path::new("/e/b")).unwrap();
             engine.sync_dir(Path::new(synced)).unwrap();
             let after = engine.crash();
-            assert!(after.exists(Path::new("/e/b")) && !after.exists(Path::new("/d/a")), "{synced} synced");
+            assert!(
+                after.exists(Path::new("/e/b")).unwrap() && !after.exists(Path::new("/d/a")).unwrap(),
+                "{synced} synced"
+            );
         }
     }
 

@@ -13,6 +13,7 @@ mod aligned;
 mod arena;
 mod beneath;
 mod cover;
+pub(crate) mod descriptors;
 mod disk;
 mod fault;
 mod link;
@@ -107,8 +108,14 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     fn create_dir_all(&self, path: &Path) -> Result<()>;
     /// The entries of a directory, sorted by name; `Kind::Storage` when it is missing.
     fn list(&self, path: &Path) -> Result<Vec<PathBuf>>;
-    /// Whether a path exists.
-    fn exists(&self, path: &Path) -> bool;
+    /// Whether something lies at a path; a link there is not followed. `false` only where the system says that nothing does (`ENOENT`,
+    /// `ENOTDIR`): whoever takes a path that could not be looked at for one without anything goes on without what lies there.
+    fn exists(&self, path: &Path) -> Result<bool>;
+    /// Refuse a directory that is a link, no directory, another user's, or has permission bits beyond `allowed_mode`; a missing one passes.
+    /// Where files have no owners all pass.
+    fn check_private(&self, _path: &Path, _allowed_mode: u32) -> Result<()> {
+        Ok(())
+    }
     /// Rename, replacing the target.
     fn rename(&self, from: &Path, to: &Path) -> Result<()>;
     /// Give an open file of this engine, or of one that is over the same files, a second name, which nothing has. By the descriptor: whoever
@@ -149,6 +156,15 @@ fn open_error(what: &str, path: &Path, source: &std::io::Error) -> Error {
     Error::io(what, path, source)
 }
 
+/// Whether a look at `path` found something; see [`IoEngine::exists`].
+fn found<T>(path: &Path, look: std::io::Result<T>) -> Result<bool> {
+    match look {
+        Ok(_) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) => Ok(false),
+        Err(error) => Err(Error::io("look at", path, &error)),
+    }
+}
+
 /// The error of a read that ends past the end of its file.
 fn short_file(path: &Path, wanted_end: u64, len: u64) -> Error {
     Error::corruption(path, len, "the file's length", format!("at least {wanted_end}"), len)
@@ -161,7 +177,7 @@ pub fn publish(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".tmp");
     let temporary = dir.join(name);
-    if engine.exists(&temporary) {
+    if engine.exists(&temporary)? {
         engine.remove_file(&temporary)?;
     }
     write_whole(engine, &temporary, data)?.sync()?;

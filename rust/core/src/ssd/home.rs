@@ -8,7 +8,7 @@ use super::buffer::BLOCK_BYTES;
 use super::format::Schema;
 use super::space::{Geometry, Space};
 use crate::error::Result;
-use crate::io::{ALIGNMENT, IoEngine, IoFile, Open};
+use crate::io::{ALIGNMENT, IoEngine, IoFile, Open, descriptors};
 
 /// What every segment of a table shares.
 #[derive(Clone, Debug)]
@@ -26,6 +26,7 @@ pub(super) struct Home {
 impl Home {
     /// Make the file of a segment, of at most `room` bytes, or take a spare one; `None` where files that could not be removed are in the way.
     pub(super) fn make_file(&self, path: &Path, room: u64) -> Result<Option<Arc<dyn IoFile>>> {
+        descriptors::check_reserve(&self.dir)?;
         let spare = if room == self.geometry.segment_bytes { self.space.take_spare() } else { None };
         if let Some(spare) = spare {
             // Its old records are named by no state and read by nobody; nothing of the new segment is believed before it is synced.

@@ -281,9 +281,9 @@ impl SegmentFiles {
         let mut segments = Vec::with_capacity(self.paths.len());
         for (named, from) in self.set.segments.iter().zip(&self.paths) {
             let to = segment_path(&home.dir, named.serial);
-            link_or_copy(&*self.engine, &*self.engine.open(from, Open::Read)?, &to)?;
+            link_or_copy(&*home.engine, &*self.engine.open(from, Open::Read)?, &to)?;
             // For as long as it has this name no other tier takes the file for its own alone, and writes it again.
-            if !self.engine.exists(from) {
+            if !self.engine.exists(from)? {
                 return Err(Error::io("link", from, &std::io::Error::from_raw_os_error(libc::ENOENT)));
             }
             segments.push(Arc::new(open_segment(home, named, &to)?));

@@ -36,7 +36,7 @@ pub(crate) fn spawn<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static
 pub(crate) fn read_waiting(engine: &dyn IoEngine) {
     Background::shared().unwrap().fetch_waiting(|job| {
         for path in job.files() {
-            assert!(engine.exists(path), "{} is gone before it is read", path.display());
+            assert!(engine.exists(path).unwrap(), "{} is gone before it is read", path.display());
         }
     });
 }

@@ -1,6 +1,5 @@
 //! Opening a directory: what is checked before anything is written, and the three ways to treat one that is not empty.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,12 +16,12 @@ use super::space::{Geometry, Space};
 use super::{Identity, StateCounters};
 use crate::config::{Reopen, SsdConfig};
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, LOCK_FILE};
+use crate::io::{IoEngine, LOCK_FILE, descriptors};
 use crate::rows::RowLayout;
 use crate::sync::lock;
 
 /// Permission bits that the tier's directory may have.
-const DIR_MODE: u32 = 0o750;
+pub(super) const DIR_MODE: u32 = 0o750;
 
 /// Sizes that tests make small; `None` takes the usual one.
 #[derive(Clone, Copy, Debug, Default)]
@@ -60,7 +59,8 @@ impl Shared {
         let schema = Schema::new(identity.key, &identity.optimizer, &layout);
         let geometry = Geometry::new(config.bytes, &schema, tuning.segment_bytes)?;
         let background = Background::shared()?;
-        check_directory(&config.dir)?;
+        descriptors::check_reserve(&config.dir)?;
+        engine.check_private(&config.dir, DIR_MODE)?;
         make_directory(&*engine, &config.dir)?;
         // A directory that was never ours is refused before the lock file is written into it.
         let found = engine.list(&config.dir)?;
@@ -122,39 +122,15 @@ fn list(home: &Home) -> Result<Vec<PathBuf>> {
     Ok(listing)
 }
 
-/// Refuse a directory that exists and is a link, no directory, another user's, or open to others. (Where the engine keeps its files
-/// elsewhere there is nothing to check.)
-pub(super) fn check_directory(dir: &Path) -> Result<()> {
-    let found = match std::fs::symlink_metadata(dir) {
-        Ok(found) => found,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(Error::io("inspect", dir, &error)),
-    };
-    let refuse = |kind, why: &str| Err(Error::new(kind, format!("the SSD tier's directory {} {why}", dir.display())));
-    if found.is_symlink() {
-        return refuse(Kind::Path, "is a symbolic link: name its target");
-    }
-    if !found.is_dir() {
-        return refuse(Kind::Path, "is a file: name a directory");
-    }
-    let caller = rustix::process::geteuid().as_raw();
-    if found.uid() != caller {
-        let why =
-            format!("belongs to user {} and this process runs as {caller}: use a directory of your own", found.uid());
-        return refuse(Kind::Permission, &why);
-    }
-    let mode = found.mode() & 0o777;
-    if mode & !DIR_MODE != 0 {
-        let why = format!("has mode {mode:04o}: chmod {:o} {}", mode & DIR_MODE, dir.display());
-        return refuse(Kind::Permission, &why);
-    }
-    Ok(())
-}
-
 /// Make the directory and the missing ones above it, durably.
 fn make_directory(engine: &dyn IoEngine, dir: &Path) -> Result<()> {
-    let missing: Vec<&Path> =
-        dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !engine.exists(path)).collect();
+    let mut missing: Vec<&Path> = Vec::new();
+    for path in dir.ancestors().take_while(|path| !path.as_os_str().is_empty()) {
+        if engine.exists(path)? {
+            break;
+        }
+        missing.push(path);
+    }
     if missing.is_empty() {
         return Ok(());
     }
@@ -287,7 +263,7 @@ pub(super) fn check_room(config: &SsdConfig, geometry: &Geometry, rows: u64, hel
 
 /// See [`super::SsdTier::published`].
 pub(super) fn published(dir: &Path, engine: &dyn IoEngine) -> Result<Vec<u64>> {
-    if !engine.exists(dir) {
+    if !engine.exists(dir)? {
         return Ok(Vec::new());
     }
     Ok(tokens(&engine.list(dir)?))

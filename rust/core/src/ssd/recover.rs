@@ -18,7 +18,7 @@ use super::manifest::{Named, StateFile};
 use super::segment::{Sealed, Segment, most_padding, segment_path};
 use super::shared::{State, Tombstones};
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, Open};
+use crate::io::{IoEngine, Open, descriptors};
 use crate::sync::{Ordering, lock};
 
 /// Entries handled at once by a thread, about.
@@ -34,9 +34,10 @@ const MOST_THREADS: u64 = 4;
 
 /// Open the segment that a state names, and check all of it but entries and records.
 pub(super) fn open_segment(home: &Home, named: &Named, path: &Path) -> Result<Segment> {
-    if !home.engine.exists(path) {
+    if !home.engine.exists(path)? {
         return Err(Error::corruption(path, 0, "a segment that the state names", "there", "missing"));
     }
+    descriptors::check_reserve(&home.dir)?;
     let file = home.engine.open(path, Open::Read)?;
     let file_bytes = file.len()?;
     if file_bytes != named.file_bytes {

@@ -38,7 +38,7 @@ impl Root {
 
     /// A name of this root; `random` becomes it where there is none. Marks that are here are durable when this returns.
     pub fn name(&self, random: u64) -> Result<u64> {
-        if !self.engine.exists(&self.marks) {
+        if !self.engine.exists(&self.marks)? {
             self.engine.create_dir_all(&self.marks)?;
         }
         let listing = self.engine.list(&self.marks)?;
@@ -53,7 +53,7 @@ impl Root {
     }
 
     /// Whether this is the root that has (among others, where two processes made one at once) the name `name`.
-    pub fn is_named(&self, name: u64) -> bool {
+    pub fn is_named(&self, name: u64) -> Result<bool> {
         self.engine.exists(&self.name_path(name))
     }
 
@@ -69,7 +69,7 @@ impl Root {
     /// Say, durably, that the flush `token` is complete.
     pub fn commit(&self, token: u64) -> Result<()> {
         let path = self.committed_path(token);
-        if !self.engine.exists(&path) {
+        if !self.engine.exists(&path)? {
             drop(self.engine.open(&path, Open::Create { preallocate: 0 })?);
         }
         self.sync()
@@ -77,16 +77,16 @@ impl Root {
 
     /// Whether the flush `token` is complete. `State` where its coordinator has to say that and is not there, `Corruption`.
     pub fn is_complete(&self, token: u64) -> Result<bool> {
-        if self.engine.exists(&self.committed_path(token)) {
+        if self.engine.exists(&self.committed_path(token))? {
             return Ok(true);
         }
         let path = self.prepared_path(token);
-        if !self.engine.exists(&path) {
+        if !self.engine.exists(&path)? {
             return Ok(false);
         }
         let (name, dir) = coordinator(&read_file(&*self.engine, &path, LIMIT_BYTES)?, &path)?;
         let coordinator = Self::new(self.engine.clone(), &dir);
-        if !coordinator.is_named(name) {
+        if !coordinator.is_named(name)? {
             let message = format!(
                 "the last flush of {} ended before it was complete everywhere, and {}, which says whether it was, is not there: \
                  mount it at this place again; or load a checkpoint made with Saver and open with reopen = \"discard\"",
@@ -95,13 +95,13 @@ impl Root {
             );
             return Err(Error::new(Kind::State, message).at(&dir));
         }
-        Ok(self.engine.exists(&coordinator.committed_path(token)))
+        self.engine.exists(&coordinator.committed_path(token))
     }
 
     /// Remove the marks of a flush whose states no table keeps.
     pub fn forget(&self, token: u64) -> Result<()> {
         for path in [self.prepared_path(token), self.committed_path(token)] {
-            if self.engine.exists(&path) {
+            if self.engine.exists(&path)? {
                 self.engine.remove_file(&path)?;
             }
         }

@@ -3,14 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use super::manifest::{is_temporary, state_token};
-use super::open::check_directory;
+use super::open::DIR_MODE;
 use super::segment::segment_serial;
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, LOCK_FILE};
 
 /// See [`super::SsdTier::remove_shard`].
 pub(super) fn remove(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
-    check_directory(dir)?;
+    engine.check_private(dir, DIR_MODE)?;
     // Before the lock, which would make a file in a directory that is not ours.
     check_ours(dir, &engine.list(dir)?)?;
     let held = engine.lock_dir(dir)?;

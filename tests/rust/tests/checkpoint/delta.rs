@@ -257,7 +257,7 @@ fn so_many_stay_as_are_asked_for_and_all_that_they_build_on() {
     let keeping =
         |keep, parent: Option<&Parent>| SaveOptions { parent: parent.cloned(), keep, ..SaveOptions::default() };
     let there = |saved: &[Published]| -> Vec<bool> {
-        saved.iter().map(|one| engine.exists(&root().join(&one.identity.name))).collect()
+        saved.iter().map(|one| engine.exists(&root().join(&one.identity.name)).unwrap()).collect()
     };
     let full = |n: usize, keep| {
         save_with(&engine, root(), &moments[n], (1, 400), 50 + n as u64, keeping(keep, None)).expect("saved")

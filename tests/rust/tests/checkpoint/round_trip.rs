@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use embcache::checkpoint::{Checkpoint, RankWriter, Save};
 use embcache::config::OptimizerKind::{Adagrad, Adam, AdamW, RowWiseAdagrad, Sgd};
-use embcache::io::{IoEngine, PsyncEngine};
+use embcache::io::{Fault, FaultEngine, IoEngine, Operation, PsyncEngine};
 use embcache::types::Id;
 use embcache::{Error, Kind};
 use proptest::prelude::*;
@@ -74,7 +74,7 @@ fn what_an_abandoned_save_left_is_swept_but_not_a_save_under_way() {
     assert_eq!(engine.list(root).expect("listed").len(), 4, "the dropped save's directory is gone");
     let published = save(&engine, root, &tables, 1, 4096, 10).expect("saved");
     assert!(published.left.is_empty());
-    assert!(engine.exists(&root.join(under_way.name().to_string())));
+    assert!(engine.exists(&root.join(under_way.name().to_string())).unwrap());
     let mut writer = RankWriter::new(Arc::clone(&engine), root, under_way.name(), 0, 1).expect("made");
     let none = &mut |_: &mut embcache::checkpoint::RowSink<'_>| Ok(());
     writer.write_table(tables[2].spec.clone(), 0..7, none).expect("written");
@@ -261,4 +261,38 @@ proptest! {
         };
         prop_assert_eq!(bits(&loaded[0]), bits(&table));
     }
+}
+
+#[test]
+fn a_look_that_fails_makes_no_checkpoint_missing_and_removes_none() {
+    let whole = memory();
+    let root = Path::new(ROOT);
+    let (older, newer) = (several(), vec![Table::new("m", "a", RowWiseAdagrad, 4, &[7, 8], 5)]);
+    let engine: Arc<dyn IoEngine> = Arc::new(whole.clone());
+    save(&engine, root, &older, 1, 4096, 1).expect("saved");
+    save(&engine, root, &newer, 1, 4096, 2).expect("saved");
+    let mut refused = 0;
+    for passing in 0.. {
+        let fault = FaultEngine::new(Arc::new(whole.kill()));
+        let engine: Arc<dyn IoEngine> = Arc::new(fault.clone());
+        fault.hit_once(Operation::Look, passing, Fault::Fail(libc::EIO));
+        match load(&engine, root, 1) {
+            Ok(found) => assert_eq!(found, newer, "look {passing}"),
+            Err(error) => {
+                assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::EIO)), "{error}");
+                refused += 1;
+                continue;
+            }
+        }
+        // Of a save all looks but those of its sweep must succeed; whatever becomes of it, what `LATEST` names is whole.
+        let saved = save(&engine, root, &older, 1, 4096, 3);
+        fault.clear();
+        let expected = if saved.is_ok() { &older } else { &newer };
+        assert_eq!(&load(&engine, root, 1).expect("whole"), expected, "look {passing}");
+        if saved.is_ok() {
+            break;
+        }
+        refused += 1;
+    }
+    assert!(refused > 1, "{refused}");
 }

@@ -1,0 +1,208 @@
+//! Walks over paths, one component at a time from the root, each parent checked before anything below it is touched.
+
+use std::collections::VecDeque;
+use std::ffi::{OsStr, OsString};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{CWD, FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
+
+use super::{BASIC, CHECKPOINT_MODE, Rules, absolute, caller, denied, refuse};
+use crate::error::{Error, Result};
+
+/// Links that one path may pass, as many as the kernel takes.
+const MOST_LINKS: u32 = 40;
+
+/// Directories that all users share: nobody is told to change their modes.
+const SHARED: [&str; 4] = ["/", "/tmp", "/var/tmp", "/dev/shm"];
+
+const STEP: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+pub(super) fn os(what: &str, path: &Path, errno: Errno) -> Error {
+    Error::io(what, path, &errno.into())
+}
+
+fn file_system_root() -> Result<OwnedFd> {
+    rustix::fs::openat(CWD, "/", STEP, Mode::empty()).map_err(|e| os("open", Path::new("/"), e))
+}
+
+fn stat_of(directory: &OwnedFd, path: &Path) -> Result<Stat> {
+    rustix::fs::fstat(directory).map_err(|e| os("inspect", path, e))
+}
+
+/// Open `path` (absolute, without dots or links); messages name it as it was `given`.
+pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<OwnedFd> {
+    let mut here = PathBuf::from("/");
+    let mut directory = file_system_root()?;
+    for component in path.components() {
+        let Component::Normal(name) = component else { continue };
+        check_parent(&stat_of(&directory, &here)?, &here, rules)?;
+        here.push(name);
+        let found = match rustix::fs::openat(&directory, name, STEP, Mode::empty()) {
+            Err(Errno::NOENT) if rules.create => {
+                make(&directory, name, &here)?;
+                rustix::fs::openat(&directory, name, STEP, Mode::empty())
+            }
+            Err(Errno::NOENT) => {
+                let why = format!("is missing: there is no directory {}", here.display());
+                return Err(refuse(given, rules, &why));
+            }
+            found => found,
+        };
+        directory = found.map_err(|errno| cannot_open(errno, &here, rules, given))?;
+        match FileType::from_raw_mode(stat_of(&directory, &here)?.st_mode) {
+            FileType::Directory => {}
+            FileType::Symlink => {
+                let or = if rules.names { format!(", or give Saver {BASIC}") } else { String::new() };
+                let why = format!("passes the symbolic link {}: name its target{or}", here.display());
+                return Err(refuse(given, rules, &why));
+            }
+            _ => return Err(refuse(given, rules, &format!("is no directory: {} is a file", here.display()))),
+        }
+    }
+    Ok(directory)
+}
+
+fn cannot_open(errno: Errno, here: &Path, rules: Rules, given: &Path) -> Error {
+    if errno != Errno::NAMETOOLONG {
+        return os("open", here, errno);
+    }
+    let shortened: String = here.display().to_string().chars().take(200).collect();
+    refuse(given, rules, &format!("has a component that no file system takes: {shortened}"))
+}
+
+/// The directories from the root to where a path has led so far.
+struct Trail {
+    root: OwnedFd,
+    below: Vec<(OsString, OwnedFd)>,
+}
+
+impl Trail {
+    fn last(&self) -> &OwnedFd {
+        self.below.last().map_or(&self.root, |(_, directory)| directory)
+    }
+
+    fn path(&self) -> PathBuf {
+        Path::new("/").join(self.below.iter().map(|(name, _)| name).collect::<PathBuf>())
+    }
+}
+
+/// See [`super::Checks::resolve_to_save`].
+pub(super) fn resolve(given: &Path, rules: Rules) -> Result<PathBuf> {
+    let mut trail = Trail { root: file_system_root()?, below: Vec::new() };
+    let mut todo = components(&absolute(given, rules)?);
+    let mut links = 0;
+    while let Some(name) = todo.pop_front() {
+        if name == ".." {
+            trail.below.pop();
+            continue;
+        }
+        let here = trail.path().join(&name);
+        let next = match rustix::fs::openat(trail.last(), &name, STEP, Mode::empty()) {
+            Err(Errno::NOENT) => return missing(&here, &todo, rules, given),
+            found => found.map_err(|errno| cannot_open(errno, &here, rules, given))?,
+        };
+        let stat = stat_of(&next, &here)?;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => trail.below.push((name, next)),
+            FileType::Symlink => {
+                links += 1;
+                if links > MOST_LINKS {
+                    return Err(refuse(given, rules, &format!("passes more than {MOST_LINKS} symbolic links")));
+                }
+                check_link(&stat, &stat_of(trail.last(), &trail.path())?, &here, rules)?;
+                let target = rustix::fs::readlinkat(&next, "", Vec::new()).map_err(|e| os("read", &here, e))?;
+                let target = Path::new(OsStr::from_bytes(target.as_bytes()));
+                if target.is_absolute() {
+                    trail.below.clear();
+                }
+                let mut first = components(target);
+                first.append(&mut todo);
+                todo = first;
+            }
+            _ => return Err(refuse(given, rules, &format!("is no directory: {} is a file", here.display()))),
+        }
+    }
+    Ok(trail.path())
+}
+
+fn components(path: &Path) -> VecDeque<OsString> {
+    let kept = path.components().filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir));
+    kept.map(|part| part.as_os_str().to_owned()).collect()
+}
+
+/// The path where `here` and so all below it is missing.
+fn missing(here: &Path, below: &VecDeque<OsString>, rules: Rules, given: &Path) -> Result<PathBuf> {
+    if below.iter().any(|name| name == "..") {
+        let why = format!("goes up by '..' from {}, which is missing", here.display());
+        return Err(refuse(given, rules, &why));
+    }
+    Ok(below.iter().fold(here.to_owned(), |path, name| path.join(name)))
+}
+
+/// Refuse a link that somebody else may point elsewhere: neither the caller's, nor root's, nor of whom its directory belongs to.
+fn check_link(link: &Stat, parent: &Stat, here: &Path, rules: Rules) -> Result<()> {
+    check_parent(parent, here.parent().unwrap_or(here), rules)?;
+    if [0, caller(), parent.st_uid].contains(&link.st_uid) {
+        return Ok(());
+    }
+    let why = format!(
+        "the symbolic link {} belongs to user {}, who may point it elsewhere: name its target",
+        here.display(),
+        link.st_uid
+    );
+    Err(denied(here, why))
+}
+
+pub(super) fn others_may_write(stat: &Stat) -> bool {
+    stat.st_mode & 0o002 != 0
+}
+
+/// Whether users beside its owner may write by its group. A group of the same number as the user, who is in it by default, is the one
+/// that systems make for each user alone.
+fn a_group_may_write(stat: &Stat) -> bool {
+    let group = stat.st_gid;
+    let own = group != 0 && group == caller() && group == rustix::process::getegid().as_raw();
+    stat.st_mode & 0o020 != 0 && !own
+}
+
+/// Refuse a directory in which others may exchange what a path leads through. In one with the sticky bit only its owner may exchange
+/// what is not theirs, and what is theirs is refused as the next component.
+fn check_parent(stat: &Stat, path: &Path, rules: Rules) -> Result<()> {
+    let sticky = stat.st_mode & 0o1000 != 0;
+    let shown = path.display();
+    let (who, take) = if !sticky && others_may_write(stat) {
+        ("any user".to_owned(), "o-w")
+    } else if rules.alone && !sticky && a_group_may_write(stat) {
+        (format!("group {}", stat.st_gid), "g-w")
+    } else if rules.alone && stat.st_uid != 0 && stat.st_uid != caller() {
+        let why = format!(
+            "user {} owns {shown} and may exchange what lies in it: use a directory whose parents are all yours or root's",
+            stat.st_uid
+        );
+        return Err(denied(path, why));
+    } else {
+        return Ok(());
+    };
+    let take = if take == "o-w" && a_group_may_write(stat) { "o-w,g-w" } else { take };
+    let cure = if stat.st_uid == caller() && !SHARED.iter().any(|shared| path == Path::new(shared)) {
+        format!("chmod {take} {shown}, or make a directory of your own elsewhere")
+    } else {
+        "make a directory of your own elsewhere".to_owned()
+    };
+    let mode = stat.st_mode & 0o7777;
+    Err(denied(path, format!("{who} may exchange what lies in {shown} (mode {mode:04o}): {cure}")))
+}
+
+/// Make `name` in `parent`, durably. Another rank that makes it at the same time is fine.
+fn make(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<()> {
+    match rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(CHECKPOINT_MODE)) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(e) => return Err(os("make", path, e)),
+    }
+    rustix::fs::openat(parent, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+        .and_then(rustix::fs::fsync)
+        .map_err(|e| os("sync the parent of", path, e))
+}

@@ -1,0 +1,352 @@
+"""Directories of SSD tiers and checkpoints: where a relative path leads, who may change it, what is done when it cannot be read."""
+
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tables import Contents, make_bag, random_batches, train
+from torchrec_embcache import EmbCacheEmbeddingBag, EmbCacheError, TierBudgets, flush, optimizers, serialize
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
+from torchrec_embcache.dcp.paths import holds_checkpoint
+from torchrec_embcache.exceptions import (
+    ConfigError,
+    PathError,
+    StorageError,
+    StoragePermissionError,
+)
+from torchrec_embcache.paths import is_there
+from torchrec_embcache.saver import Saver
+
+BATCHES = random_batches(4, bags=8, ids=400, seed=5)
+
+
+def tiered(ssd_dir: object, name: str = "item", reopen: Any = None, **budgets: Any) -> EmbCacheEmbeddingBag:
+    budgets = {"host_bytes": "32KiB", "ssd_bytes": "1MiB", **budgets}
+    return EmbCacheEmbeddingBag(
+        name=name,
+        embedding_dim=8,
+        tiers=TierBudgets(ssd_dir=ssd_dir, reopen=reopen, **budgets),  # type: ignore[arg-type]
+        optimizer=optimizers.SGD(lr=0.1),
+    )
+
+
+def grow(bag: EmbCacheEmbeddingBag, rows: int) -> None:
+    bag(torch.arange(rows).view(-1, 1)).sum().backward()
+
+
+@pytest.fixture
+def ssd(tmp_path: Path) -> Path:
+    path = tmp_path / "ssd"
+    path.mkdir(mode=0o750)
+    return path
+
+
+# ---- relative paths
+
+
+def test_a_relative_ssd_dir_stays_where_it_was_given_when_the_process_changes_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one/cache", "two/cache"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "one")
+    bag = tiered("cache")
+    unopened = CacheTable(name="later", dim=8, tiers=bag.table.tiers, initializer=bag.table.initializer, optimizer=None)
+    grow(bag, 2000)
+    bag.flush()
+    monkeypatch.chdir(tmp_path / "two")
+    for _ in range(3):
+        grow(bag, 6000)
+        bag.flush()
+    unopened.open()
+    expected = Contents.of(bag)
+    bag.close()
+    unopened.close()
+    assert not list((tmp_path / "two" / "cache").iterdir())
+    monkeypatch.chdir(tmp_path / "one")
+    with tiered("cache", reopen="resume") as resumed:
+        assert Contents.of(resumed) == expected
+
+
+def test_relative_paths_of_checkpoints_are_those_of_the_directory_where_they_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    bag = make_bag()
+    train(bag, BATCHES)
+    monkeypatch.chdir(tmp_path / "one")
+    future = Saver(0).save_async(bag, "beside")
+    writer, blocks = EmbCacheStorageWriter("dcp", bag), serialize.Saver(path="blocks", hashtables={"item": bag})
+    monkeypatch.chdir(tmp_path / "two")
+    future.result()
+    blocks.save()
+    assert writer.checkpoint_id == str(tmp_path / "one" / "dcp")
+    assert EmbCacheStorageReader("dcp").checkpoint_id == str(tmp_path / "two" / "dcp")
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["beside", "blocks"]
+    assert not list((tmp_path / "two").iterdir())
+
+
+@pytest.mark.parametrize("path", ["~/rows", "~", "~nobody/rows"])
+def test_a_leading_tilde_is_refused_with_what_replaces_it(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bag = make_bag()
+    uses: list[Callable[[], object]] = [
+        lambda: TierBudgets(host_bytes="1MiB", ssd_bytes="1MiB", ssd_dir=path),
+        lambda: TierBudgets(host_bytes="1MiB", ssd_bytes="1MiB", ssd_dir=Path(path)),
+        lambda: Saver(0).save(bag, path),
+        lambda: Saver(0).load(bag, path),
+        lambda: Saver(0, path_checks="basic").save(bag, path),
+        lambda: serialize.Saver(path=path, hashtables={"item": bag}),
+        lambda: serialize.Loader(path, hashtables={"item": bag}),
+        lambda: EmbCacheStorageWriter(path, bag),
+        lambda: EmbCacheStorageReader(path, bag),
+    ]
+    for use in uses:
+        with pytest.raises(PathError, match="expanduser"):
+            use()
+    assert not list(tmp_path.iterdir())
+    Saver(0).save(bag, "./~rows")  # a directory of that name
+    assert (tmp_path / "~rows" / "LATEST").exists()
+
+
+# ---- who else may change a path
+
+
+def test_the_rules_of_saver_have_two_names() -> None:
+    assert Saver(0).path_checks == "strict"
+    with pytest.raises(ConfigError, match="path_checks='loose' is not known"):
+        Saver(0, path_checks="loose")  # type: ignore[arg-type]
+
+
+def refuses(path: Path, match: str) -> None:
+    """An SSD tier, and a save by whatever rules, at `path`."""
+    for use in (
+        lambda: tiered(path),
+        lambda: Saver(0).save(make_bag(), path),
+        lambda: Saver(0, path_checks="basic").save(make_bag(), path),
+        lambda: serialize.Saver(path=str(path), hashtables={"item": make_bag()}).save(),
+    ):
+        with pytest.raises(StoragePermissionError, match=match):
+            use()
+
+
+def accepts(path: Path) -> None:
+    tiered(path).close()
+    Saver(0).save(make_bag(), path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give directories away")
+def test_no_directory_is_written_to_whose_parents_others_may_exchange(tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    leaf = parent / "leaf"
+    leaf.mkdir(parents=True)
+    leaf.chmod(0o750)
+    for mode, owner, group, match in (
+        (0o777, 0, 0, "any user may exchange"),
+        (0o775, 0, 12345, "group 12345 may exchange"),
+        (0o770, 0, 12345, "group 12345 may exchange"),
+        (0o755, 12345, 0, "user 12345 owns"),
+        (0o1777, 12345, 0, "user 12345 owns"),
+        (0o700, 12345, 12345, "user 12345 owns"),
+    ):
+        os.chown(parent, owner, group)
+        parent.chmod(mode)
+        refuses(leaf, match)
+        assert not list(leaf.iterdir())
+    os.chown(parent, 0, 12345)
+    parent.chmod(0o1777)  # as /tmp
+    accepts(leaf)
+
+
+def test_who_gives_a_shared_directory_is_told_to_make_one_in_it(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for use in (lambda: tiered(shared), lambda: Saver(0).save(make_bag(), shared)):
+        with pytest.raises(StoragePermissionError, match="make a directory of your own in it") as caught:
+            use()
+        assert "chmod" not in str(caught.value)
+
+
+def test_strict_rules_name_both_cures(tmp_path: Path) -> None:
+    root = tmp_path / "open"
+    root.mkdir()
+    root.chmod(0o755)
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    for path, error, cures in (
+        (root, StoragePermissionError, ["chmod 750", 'path_checks="basic"']),
+        (link, PathError, ["name its target", 'path_checks="basic"']),
+        (tmp_path / "api_key", PathError, ["choose another path", 'path_checks="basic"']),
+    ):
+        with pytest.raises(error) as caught:
+            Saver(0).save(make_bag(), path)
+        assert all(cure in str(caught.value) for cure in cures), caught.value
+        Saver(0, path_checks="basic").save(make_bag(), path)
+
+
+def test_an_ssd_dir_swapped_for_a_link_while_its_table_is_open_gets_nothing_written_through_it(
+    ssd: Path, tmp_path: Path
+) -> None:
+    victim, moved = tmp_path / "victim", tmp_path / "moved"
+    victim.mkdir(mode=0o750)
+    bag = tiered(ssd)
+    grow(bag, 1000)
+    bag.flush()
+    ssd.rename(moved)
+    ssd.symlink_to(victim)
+    grow(bag, 6000)  # segments are made where the directory is now
+    with pytest.raises(EmbCacheError):
+        flush(nn.ModuleList([bag]))
+    with pytest.raises(PathError, match="symbolic link"):
+        tiered(ssd, name="later")
+    assert not list(victim.iterdir())
+    ssd.unlink()
+    moved.rename(ssd)
+    bag.flush()
+    expected = Contents.of(bag)
+    bag.close()
+    with tiered(ssd, reopen="resume") as resumed:
+        assert Contents.of(resumed) == expected
+    assert not list(victim.iterdir())
+
+
+# ---- what cannot be looked at is not absent
+
+
+def test_a_path_that_cannot_be_looked_at_is_an_error_and_not_absent(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "round").symlink_to("round")
+    for absent in ("nothing", "nothing/below", "file/below"):
+        assert not is_there(tmp_path / absent)
+    for present in ("file", "round"):
+        assert is_there(tmp_path / present)
+    for unknown in ("round/below", "x" * 300):
+        with pytest.raises(StorageError, match="cannot look at") as caught:
+            is_there(tmp_path / unknown)
+        assert caught.value.errno is not None
+        with pytest.raises(StorageError):
+            holds_checkpoint(str(tmp_path / unknown))
+
+
+class Two(nn.Module):
+    """Two tables, whose flush is one decision that a mark in their directory tells of."""
+
+    def __init__(self, ssd: Path, reopen: Any = None) -> None:
+        super().__init__()
+        self.a, self.b = tiered(ssd, "a", reopen), tiered(ssd, "b", reopen)
+
+    def grow(self, rows: int) -> None:
+        grow(self.a, rows)
+        grow(self.b, rows)
+
+    def close(self) -> None:
+        for bag in (self.a, self.b):
+            with contextlib.suppress(EmbCacheError):
+                bag.close()
+
+
+def test_no_older_state_is_resumed_because_the_mark_of_the_newer_one_cannot_be_looked_at(ssd: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            model = Two(ssd)
+            for rows in (10, 1000):
+                model.grow(rows)
+                flush(model)
+        finally:
+            os._exit(0)  # as a crash: nothing is flushed at the end
+    os.waitpid(child, 0)
+    marks, kept = ssd / ".flushed", ssd / "kept"
+    marks.rename(kept)
+    marks.symlink_to("nowhere")
+    with pytest.raises(PathError, match=r"\.flushed is a symbolic link"):
+        Two(ssd, "resume")
+    marks.unlink()
+    kept.rename(marks)
+    resumed = Two(ssd, "resume")
+    assert (len(resumed.a), len(resumed.b)) == (1000, 1000)
+    resumed.close()
+
+
+@contextlib.contextmanager
+def files_left(free: int) -> Iterator[None]:
+    """This process can open no more than `free` files, or so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, hard))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        for fd in taken[len(taken) - free :]:
+            os.close(fd)
+        del taken[len(taken) - free :]
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_a_free_file_a_checkpoint_is_neither_missing_nor_damaged(ssd: Path, tmp_path: Path) -> None:
+    bag = tiered(ssd)
+    grow(bag, 1000)
+    for name, snapshot in (("full", False), ("linked", True)):
+        Saver(0).save(bag, tmp_path / name, snapshot=snapshot)
+    expected = Contents.of(bag)
+    bag.close()
+    for name in ("full", "linked"):
+        errors: list[StorageError] = []
+        for free in range(10):
+            loaded = tiered(ssd, reopen="discard")
+            with files_left(free):
+                try:
+                    Saver(0).load(loaded, tmp_path / name)
+                except StorageError as error:
+                    errors.append(error)
+            with contextlib.suppress(EmbCacheError):
+                loaded.close()
+        assert errors
+        assert all(error.errno == errno.EMFILE for error in errors), errors
+        with tiered(ssd, reopen="discard") as loaded:
+            Saver(0).load(loaded, tmp_path / name)
+            assert Contents.of(loaded) == expected
+
+
+def grow_tables(ssd: Path, tables: list[EmbCacheEmbeddingBag]) -> None:
+    """Make one table after the other, more than there can be files for."""
+    while len(tables) < 200:
+        tables.append(tiered(ssd, f"t{len(tables)}"))
+        grow(tables[-1], 600)
+
+
+def test_segments_leave_files_free_for_saving_elsewhere(ssd: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    tables: list[EmbCacheEmbeddingBag] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 120, hard))
+        with pytest.raises(StorageError, match=r"kept for saving.*RLIMIT_NOFILE.*ulimit -n"):
+            grow_tables(ssd, tables)
+        assert len(tables) > 8
+        saved = Saver(0).save(nn.ModuleList(tables[:-1]), tmp_path / "elsewhere")
+        assert saved.rows == 600 * (len(tables) - 1)
+        serialize.Saver(path=str(tmp_path / "blocks"), hashtables={"item": tables[0]}).save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for bag in tables:
+        with contextlib.suppress(EmbCacheError):
+            bag.close()
