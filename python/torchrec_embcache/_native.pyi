@@ -309,6 +309,7 @@ class CheckpointReader:
         bucket_end: int,
         saved: tuple[str, str] | None = None,  # module and table there, where others
         segments: bool = False,  # False: MismatchError where it would have to be opened from segments
+        slots: bool = True,  # False: rows come without the optimizer's slots, and any optimizer fits
     ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded
     def segments(self, module: str, table: str) -> SnapshotSegments | None: ...  # after check_table: not None: make a Table of these, no load_table
     def load_table(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -110,6 +111,10 @@ class CacheTable:
         except (RuntimeError, TypeError) as cause:
             raise ConfigError(f"device={device!r} is not a device: give one such as 'cpu' or 'cuda:0'") from cause
         self.key = key
+        # What distinguishes these contents from those before a load replaced them, and the step that a load found.
+        self.contents = secrets.token_hex(8)
+        self.past_contents: set[str] = set()
+        self.loaded_step = 0
         self._tier: DeviceTier | None = None
         self._native: _native.Table | None = None
         self._closed = False
@@ -316,6 +321,8 @@ class CacheTable:
         return self._adopt(total_num_buckets, key, segments)
 
     def _adopt(self, total_num_buckets: int, key: int, segments: _native.SnapshotSegments | None) -> bool:
+        self.past_contents.add(self.contents)
+        self.contents = secrets.token_hex(8)
         changed = total_num_buckets != self.total_num_buckets
         if changed or key != self.native.key or segments is not None:
             self.native.close()

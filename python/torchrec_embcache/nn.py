@@ -25,6 +25,7 @@ from .lookup import LookupGroup, check_offsets
 from .metrics import TableStats
 from .optimizers import SGD, FusedOptimizer, OptimizerSpec
 from .rows import check_float32, check_plain, ids_array
+from .state_dicts import check_rows_are_here, note_rows
 from .tracing import as_one_call
 from .whole_model import CacheModule
 
@@ -254,6 +255,7 @@ class _EmbeddingBase(CacheModule, nn.Module, _ByName):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_rows(destination, {f"{prefix}weight": self.table})
         if not self._warned_state_dict and self.table.is_open and len(self.table):
             self._warned_state_dict = True
             warnings.warn(
@@ -262,6 +264,10 @@ class _EmbeddingBase(CacheModule, nn.Module, _ByName):
                 EmbCacheWarning,
                 stacklevel=2,
             )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        check_rows_are_here(state_dict, {f"{prefix}weight": self.table}, strict=strict)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         probe = fn(torch.empty(0, device=self.weight.device))

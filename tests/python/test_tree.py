@@ -41,7 +41,7 @@ _BASE = {
     "gradients",
 }
 _TABLE = _BASE | {"kernels", "rows", "cache"}
-_CACHE = _TABLE | {"lookahead", "lookup", "whole_model"}
+_CACHE = _TABLE | {"lookahead", "lookup", "whole_model", "state_dicts"}
 PYTHON_IMPORTS = {
     "exceptions": set(),
     "collective": {"exceptions"},
@@ -63,6 +63,7 @@ PYTHON_IMPORTS = {
     "progress": {"exceptions"},
     "lookup": _TABLE | {"lookahead"},
     "whole_model": _TABLE,
+    "state_dicts": _TABLE,
     "nn": _CACHE,
     "modules": _CACHE | {"nn"},
     "sharded": _CACHE | {"nn", "modules"},
@@ -74,6 +75,7 @@ PYTHON_IMPORTS = {
     "blocks": _TABLE,
     "serialize": _CACHE | {"nn", "blocks"},
     "dcp": _CACHE | {"progress", "beside", "saver", "table_names", "reports"},
+    "lightning": _CACHE | {"progress", "beside", "saver", "table_names", "reports"},
     "megatron": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "blocks"},
 }
 # Package or module of it: who alone may import it.
@@ -97,6 +99,7 @@ RESERVED = {
     },
     "torch.distributed.checkpoint": {"dcp", "cli"},
     "megatron": {"megatron"},
+    "lightning": {"lightning"},
 }
 SKIPPED = {
     ".git",

@@ -20,6 +20,7 @@ from torchrec_embcache.collective import is_distributed, world_size
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.state_dicts import check_rows_are_here
 from torchrec_embcache.tracing import as_one_call
 from torchrec_embcache.whole_model import CacheModule
 
@@ -183,6 +184,14 @@ class _Collection(CacheModule, FusedOptimizerModule):
         self._lookup = None
         tables.take_rows(self._tables.hand_over())
         return tables
+
+    def tables_by_key(self, prefix: str) -> dict[str, CacheTable]:
+        """The tables by their weights' keys in a state dict."""
+        return {f"{prefix}{self._prefix}.{name}.weight": table for name, table in self._tables.items()}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        check_rows_are_here(state_dict, self.tables_by_key(prefix), strict=strict)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module of its own, with the same rows, slots, steps and numbers. `StateError` where a table has an SSD tier."""

@@ -16,6 +16,7 @@ from torchrec_embcache.exceptions import ConfigError, EmbCacheWarning, Unsupport
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
+from torchrec_embcache.state_dicts import note_rows
 
 from .configs import CacheConfig, num_buckets, table_initializer
 from .optimizer import TableOptimizer
@@ -257,8 +258,9 @@ class ModuleTables(Mapping[str, CacheTable]):
             raise first
 
     def warn_on_state_dict(self, module: Any) -> None:
-        """Say once, when `module.state_dict()` is taken while there are rows, that it does not hold them."""
+        """Say once, when `module.state_dict()` is taken while there are rows, that it does not hold them; note them in each."""
         module.register_state_dict_pre_hook(_warn_that_rows_are_elsewhere)
+        module.register_state_dict_post_hook(_note_rows)
 
 
 def _warn_that_rows_are_elsewhere(module: Any, prefix: str, keep_vars: bool) -> None:
@@ -276,6 +278,12 @@ def _warn_that_rows_are_elsewhere(module: Any, prefix: str, keep_vars: bool) -> 
             EmbCacheWarning,
             stacklevel=3,
         )
+
+
+def _note_rows(module: Any, state: Any, prefix: str, metadata: Any) -> None:
+    """After a `state_dict()`."""
+    del metadata
+    note_rows(state, module.tables_by_key(prefix))
 
 
 def tables_text(tables: Mapping[str, CacheTable], groups: Mapping[str, Mapping[str, Any]]) -> str:

@@ -29,6 +29,7 @@ from torchrec_embcache.modules.tables import (
     trainable,
     zero_row_parameter,
 )
+from torchrec_embcache.state_dicts import check_rows_are_here
 from torchrec_embcache.whole_model import CacheModule
 
 from .lookup import CacheLookup, PlannedFeatures
@@ -214,6 +215,15 @@ class ShardedCacheModule(CacheModule):
 
     def reset_parameters(self) -> None:
         """Nothing: rows are born one by one."""
+
+    def tables_by_key(self, prefix: str) -> dict[str, CacheTable]:
+        """This rank's tables by their weights' keys in a state dict."""
+        return {f"{prefix}{self._prefix}.{name}.weight": table for name, table in self._cache.items()}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        if self._built:
+            check_rows_are_here(state_dict, self.tables_by_key(prefix), strict=strict)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """TorchRec's. While the module is being made there is nothing to load."""

@@ -437,8 +437,8 @@ impl PyReader {
     }
 
     /// `saved` is the module and name of the table in the checkpoint, where they are others there; `segments` says whether the caller asks
-    /// for them afterwards.
-    #[pyo3(signature = (module, table, bucket_begin, bucket_end, saved=None, segments=false))]
+    /// for them afterwards. Without `slots` the rows' slots are left out, and any optimizer fits.
+    #[pyo3(signature = (module, table, bucket_begin, bucket_end, saved=None, segments=false, slots=true))]
     #[expect(clippy::too_many_arguments, reason = "one call of Python")]
     fn check_table(
         &self,
@@ -449,14 +449,22 @@ impl PyReader {
         bucket_end: u32,
         saved: Option<(String, String)>,
         segments: bool,
+        slots: bool,
     ) -> PyResult<u64> {
         let name = table.inner.config().name.clone();
         let saved = saved.unwrap_or_else(|| (module.clone(), name.clone()));
         let check = || {
             let entry = self.inner.table(&saved.0, &saved.1)?;
-            entry.spec.check_fits(table.inner.config())?;
+            entry.spec.check_fits(table.inner.config(), slots)?;
             table.inner.check_idle()?;
             let (newest, buckets) = (&self.inner.links()[0], bucket_begin..bucket_end);
+            if !slots {
+                // Segments hold rows with their slots: these are read row by row.
+                let reader = self.inner.table_reader(&saved.0, &saved.1, buckets)?.without_slots();
+                let rows = reader.most_rows();
+                lock(&self.readers).insert((module, name), reader);
+                return Ok(rows);
+            }
             let Some(files) = newest.segments_of(&saved.0, &saved.1, &buckets)? else {
                 let reader = self.inner.table_reader(&saved.0, &saved.1, buckets)?;
                 let rows = reader.most_rows();

@@ -37,7 +37,7 @@ pub struct RowColumns<'a> {
     pub scalars: Option<&'a [f32]>,
     /// `[n]`
     pub modified_epochs: &'a [u32],
-    /// `[n, D]` each: weights, then vector slots.
+    /// `[n, D]` each: weights, then vector slots; there may be fewer than the table has, and the others are zeros.
     pub parts: Vec<&'a [f32]>,
 }
 
@@ -64,12 +64,19 @@ impl RowColumns<'_> {
         }
     }
 
-    /// Copy the vector part of a row.
+    /// Copy the vector part of a row: the parts that there are, then zeros.
     pub fn copy_vector(&self, row: usize, into: &mut [f32]) {
-        let dim = into.len() / self.parts.len();
-        for (part, into) in self.parts.iter().zip(into.chunks_exact_mut(dim)) {
+        let dim = self.parts[0].len() / self.len();
+        let (given, slots) = into.split_at_mut(dim * self.parts.len());
+        for (part, into) in self.parts.iter().zip(given.chunks_exact_mut(dim)) {
             into.copy_from_slice(&part[row * dim..(row + 1) * dim]);
         }
+        slots.fill(0.0);
+    }
+
+    /// The same rows without the optimizer's slots.
+    pub fn without_slots(&self) -> Self {
+        Self { scalars: None, parts: self.parts[..1].to_vec(), ..self.clone() }
     }
 }
 

@@ -129,6 +129,13 @@ pub struct ChainReader {
 }
 
 impl ChainReader {
+    /// Hand rows over without the optimizer's slots: of the checkpoint and of all that it builds on.
+    #[must_use]
+    pub fn without_slots(mut self) -> Self {
+        self.readers = self.readers.into_iter().map(TableReader::without_slots).collect();
+        self
+    }
+
     /// The table as it was saved.
     pub fn spec(&self) -> &TableSpec {
         &self.spec
@@ -147,6 +154,11 @@ impl ChainReader {
     /// Rows that [`ChainReader::read`] hands over of the oldest checkpoint at most: in a chain nearly all.
     pub(super) fn rows_of_oldest(&self) -> u64 {
         self.readers.last().map_or(0, TableReader::rows)
+    }
+
+    /// Whether it hands slots over.
+    pub(super) fn has_slots(&self) -> bool {
+        self.readers[0].has_slots()
     }
 
     /// Whether the rows can go into a table of this configuration; `Kind::Mismatch` names what differs.
@@ -178,10 +190,11 @@ impl ChainReader {
             let (start, len) = (self.buckets.start, u64::from(self.buckets.end - self.buckets.start));
             let bound = |part: u64| start + (len * part / parts) as u32;
             for part in 0..parts {
-                let readers =
-                    self.chain.links.iter().map(|link| {
-                        link.table_reader(&self.spec.module, &self.spec.table, bound(part)..bound(part + 1))
-                    });
+                let readers = self.chain.links.iter().map(|link| {
+                    let part = bound(part)..bound(part + 1);
+                    let reader = link.table_reader(&self.spec.module, &self.spec.table, part)?;
+                    Ok(if self.has_slots() { reader } else { reader.without_slots() })
+                });
                 merge(&readers.collect::<Result<Vec<_>>>()?, &mut counted)?;
             }
         }

@@ -93,6 +93,11 @@ impl Field {
         !matches!(self, Self::BucketOffsets | Self::Tombstone | Self::Checksums | Self::Pad)
     }
 
+    /// Whether it is the optimizer's.
+    pub(super) fn is_slot(self) -> bool {
+        matches!(self, Self::Vector(1..) | Self::Scalar)
+    }
+
     fn is_checked(self) -> bool {
         !matches!(self, Self::Checksums | Self::Pad)
     }

@@ -35,6 +35,8 @@ pub(super) struct GroupReader {
     buckets: Range<u32>,
     /// Their rows.
     pub(super) rows: Range<usize>,
+    /// Whether the optimizer's slots are read.
+    pub(super) slots: bool,
 }
 
 impl GroupReader {
@@ -68,6 +70,7 @@ impl GroupReader {
             checksums_crc32c: file.checksums_crc32c,
             buckets,
             rows: 0..0,
+            slots: true,
         };
         let io = group.reopen(engine)?;
         group.check_header(&*io, file.header_crc32c)?;
@@ -164,8 +167,11 @@ impl GroupReader {
 
     /// The bytes of the wanted rows in each of their columns.
     fn wanted(&self) -> Vec<(&Column, Range<usize>)> {
-        let columns = self.layout.columns.iter().filter(|column| column.field.is_of_rows());
-        columns
+        let is_wanted = |column: &&Column| column.field.is_of_rows() && (self.slots || !column.field.is_slot());
+        self.layout
+            .columns
+            .iter()
+            .filter(is_wanted)
             .map(|column| {
                 let row = column.bytes_per_row();
                 (column, self.rows.start * row..self.rows.end * row)
@@ -354,14 +360,17 @@ impl Staged<'_> {
 
     /// The wanted rows.
     pub(super) fn columns(&self, layout: RowLayout) -> RowColumns<'_> {
+        let slots = self.group.slots;
         RowColumns {
             ids: self.rows(Field::Id),
             last_steps: self.rows(Field::LastStep),
             counts: self.rows(Field::Count),
             scores: self.rows(Field::Score),
-            scalars: layout.scalar_slot.then(|| self.rows(Field::Scalar)),
+            scalars: (slots && layout.scalar_slot).then(|| self.rows(Field::Scalar)),
             modified_epochs: self.rows(Field::ModifiedEpoch),
-            parts: (0..=layout.vector_slots).map(|part| self.rows(Field::Vector(part))).collect(),
+            parts: (0..=if slots { layout.vector_slots } else { 0 })
+                .map(|part| self.rows(Field::Vector(part)))
+                .collect(),
         }
     }
 }

@@ -125,8 +125,9 @@ impl TableSpec {
         OptimizerKind::from_name(&self.optimizer.name)
     }
 
-    /// Whether rows of this table fit one configured as `config`; `Kind::Mismatch` names the field that does not.
-    pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
+    /// Whether rows of this table fit one configured as `config`, without `slots` under any optimizer; `Kind::Mismatch` names the
+    /// field that does not.
+    pub fn check_fits(&self, config: &TableConfig, slots: bool) -> Result<()> {
         let differs = |field: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
             Err(Error::new(
                 Kind::Mismatch,
@@ -139,7 +140,7 @@ impl TableSpec {
         if self.dim as usize != config.dim {
             return differs("embedding_dim", &config.dim, &self.dim);
         }
-        if self.optimizer.name != config.optimizer.name() {
+        if slots && self.optimizer.name != config.optimizer.name() {
             return differs("optimizer", &config.optimizer.name(), &self.optimizer.name);
         }
         Ok(())

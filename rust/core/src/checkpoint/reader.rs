@@ -146,7 +146,7 @@ impl Checkpoint {
             }
         }
         let groups = self.open_groups(wanted)?;
-        Ok(TableReader { engine: Arc::clone(&self.engine), spec, optimizer, buckets, groups, segments })
+        Ok(TableReader { engine: Arc::clone(&self.engine), spec, optimizer, buckets, groups, segments, slots: true })
     }
 
     /// Check several files at once: each is a few small reads.
@@ -174,9 +174,24 @@ pub struct TableReader {
     groups: Vec<GroupReader>,
     /// Segments with rows of the buckets, and of others.
     segments: Vec<SegmentFiles>,
+    /// Whether the optimizer's slots are handed over.
+    slots: bool,
 }
 
 impl TableReader {
+    /// Hand rows over without the optimizer's slots, which are not read from data files then.
+    #[must_use]
+    pub fn without_slots(mut self) -> Self {
+        self.slots = false;
+        self.groups.iter_mut().for_each(|group| group.slots = false);
+        self
+    }
+
+    /// Whether it hands slots over.
+    pub(super) fn has_slots(&self) -> bool {
+        self.slots
+    }
+
     /// The table as it was saved.
     pub fn spec(&self) -> &TableSpec {
         &self.spec
@@ -217,7 +232,9 @@ impl TableReader {
     /// As [`TableReader::read`], whole groups, each as columns.
     pub fn read_columns(&self, sink: &mut dyn FnMut(&RowColumns<'_>) -> Result<()>) -> Result<()> {
         for files in &self.segments {
-            read_segments(files, &self.buckets, self.spec.total_num_buckets, EMIT_BYTES, sink)?;
+            let mut hand_over =
+                |rows: &RowColumns<'_>| if self.slots { sink(rows) } else { sink(&rows.without_slots()) };
+            read_segments(files, &self.buckets, self.spec.total_num_buckets, EMIT_BYTES, &mut hand_over)?;
         }
         let groups: Vec<&GroupReader> = self.groups.iter().filter(|group| !group.rows.is_empty()).collect();
         let largest = groups.iter().map(|group| group.staged_bytes()).max().unwrap_or(0);

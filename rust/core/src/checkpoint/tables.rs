@@ -9,7 +9,7 @@ use super::reader::TableReader;
 use super::source::RowSource;
 use super::writer::RankWriter;
 use crate::cache::{GroupSink, Table};
-use crate::config::TableConfig;
+use crate::config::{OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
 
 /// Rows of the chunks in which a table's rows are copied.
@@ -56,7 +56,7 @@ impl TableReader {
     /// Whether the rows can go into a table of this configuration; `Kind::Mismatch` names what differs.
     pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
         let spec = self.spec();
-        spec.check_fits(config)?;
+        spec.check_fits(config, self.has_slots())?;
         if spec.total_num_buckets != config.total_num_buckets || *self.buckets() != config.buckets {
             return Err(Error::new(
                 Kind::Mismatch,
@@ -102,7 +102,9 @@ impl ChainReader {
                 ),
             ));
         }
-        table.set_step(self.spec().step)?;
+        // Adam corrects its moments by the number of steps that made them, and those of rows without slots begin anew.
+        let corrects = matches!(table.config().optimizer, OptimizerKind::Adam | OptimizerKind::AdamW);
+        table.set_step(if corrects && !self.has_slots() { 0 } else { self.spec().step })?;
         Ok(read)
     }
 }

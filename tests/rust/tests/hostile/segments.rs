@@ -130,7 +130,7 @@ fn load(files: &Files, original: bool) -> TestCaseResult {
                 check_error(&error)?;
             }
         }
-        if let Err(error) = spec.check_fits(&table_config()) {
+        if let Err(error) = spec.check_fits(&table_config(), true) {
             check_error(&error)?;
             continue;
         }

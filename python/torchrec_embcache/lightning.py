@@ -1,0 +1,75 @@
+"""Tables in PyTorch Lightning's checkpoints.
+
+    trainer = Trainer(callbacks=[EmbCacheCheckpoint("ckpt/rows", keep=2), ModelCheckpoint(dirpath="ckpt", save_top_k=2)])
+    trainer.fit(model)
+    trainer.fit(model, ckpt_path="ckpt/epoch=3.ckpt")  # rows first, then Lightning's own file
+
+Works with `lightning` and with `pytorch_lightning`, whichever is installed. Neither is a dependency of this package.
+"""
+
+import os
+from typing import Any
+
+from torch import nn
+
+from .collective import is_distributed
+from .exceptions import UnsupportedError
+from .saver import Saver
+from .state_dicts import notes_of
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError:
+    try:
+        from pytorch_lightning.callbacks import Callback
+    except ImportError as _cause:
+        raise UnsupportedError("torchrec_embcache.lightning needs PyTorch Lightning: pip install lightning") from _cause
+
+__all__ = ["EmbCacheCheckpoint"]
+
+
+class EmbCacheCheckpoint(Callback):
+    """Saves the rows of every cache module with each checkpoint of Lightning's, and loads them before Lightning loads its file.
+
+    Rows go to `path` through `Saver`, on every rank, and Lightning's file names the checkpoint there that belongs to it. `keep`: so
+    many of the newest stay, at least as many as files of Lightning's that are to be loaded. `incremental`: as in `Saver.save`.
+
+    A checkpoint of weights alone (`save_weights_only=True`) has no rows; loading it says so.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, keep: int = 1, incremental: bool = False) -> None:
+        super().__init__()
+        self.path = os.fspath(path)
+        self.keep = keep
+        self.incremental = incremental
+        self._hook: Any = None
+
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Before Lightning loads anything: from now on rows come before the state dict that they belong to."""
+        del trainer, stage
+        if self._hook is None:
+            self._hook = pl_module.register_load_state_dict_pre_hook(self._load_rows)  # type: ignore[no-untyped-call]
+
+    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """After a run."""
+        del trainer, pl_module, stage
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Save the rows. Collective. Raises what `Saver.save` does, and Lightning then writes no file."""
+        del trainer
+        report = _saver().save(pl_module, self.path, self.incremental, keep=self.keep)
+        for note in notes_of(checkpoint["state_dict"]):
+            note["checkpoint"], note["name"] = self.path, report.checkpoint
+
+    def _load_rows(self, module: nn.Module, state_dict: dict[str, Any], *_more: Any) -> None:
+        """Before `module` loads a state dict: the rows that it was saved with. Raises what `Saver.load` does."""
+        name = next((note["name"] for note in notes_of(state_dict) if "name" in note), None)
+        if name is not None:
+            _saver().load(module, self.path, checkpoint=name)
+
+
+def _saver() -> Saver:
+    return Saver() if is_distributed() else Saver(0)

@@ -1,0 +1,102 @@
+"""What a `state_dict` says of tables, whose rows it does not hold, and the refusal to load it where those rows are not.
+
+A table's entry in a state dict is its empty `[0, D]` weight. The tensor carries a note (an attribute, which `torch.save` and
+`copy.deepcopy` keep) of the rows and steps that the table had. No key is added, so that keys are those of TorchRec's own modules.
+Checkpoints that keep no attributes, as PyTorch's DCP, lose the note: `EmbCacheStorageWriter` saves the rows themselves there.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from .cache import CacheTable
+from .exceptions import StateError
+
+__all__ = ["check_rows_are_here", "note_rows", "notes_of"]
+
+_NOTE = "_embcache_rows"
+
+
+def note_rows(state: Mapping[str, Any], keys: Mapping[str, CacheTable]) -> None:
+    """Note in the entries `keys` of a state dict what their tables hold. Opens nothing; live parameters are left alone."""
+    for key, table in keys.items():
+        entry = state.get(key)
+        if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter) and table.is_open and not table.unusable:
+            entry.__dict__[_NOTE] = _note(table)
+
+
+def _note(table: CacheTable) -> dict[str, Any]:
+    """Plain values alone, which `torch.load(weights_only=True)` takes."""
+    return {
+        "table": table.name,
+        "rows": len(table),
+        "step": table.native.step(),
+        "dim": table.dim,
+        "optimizer": table.spec.kind,
+        "shard": [table.rank, table.world_size, *table.buckets],
+        "contents": table.contents,
+    }
+
+
+def notes_of(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The notes in a state dict, which may be written into."""
+    for entry in state.values():
+        note = getattr(entry, _NOTE, None)
+        if isinstance(note, dict):
+            yield note
+
+
+def check_rows_are_here(state: Mapping[str, Any], keys: Mapping[str, CacheTable], *, strict: bool) -> None:
+    """`StateError` where an entry of `keys` notes rows that the table does not hold.
+
+    `strict` is what `_load_from_state_dict` was given; nothing is refused where the user's call says `strict=False`.
+    """
+    noted = {key: note for key in keys if isinstance(note := getattr(state.get(key), _NOTE, None), dict)}
+    if not noted or not (strict and _users_strict()):
+        return
+    for key, note in noted.items():
+        try:
+            wrong = _difference(note, keys[key])
+        except (KeyError, TypeError):  # another version's, or made up
+            continue
+        if wrong is not None:
+            saver = "Saver(rank).load(model, path)"
+            if note.get("checkpoint"):
+                saver += f", where path is {note['checkpoint']}"
+            raise StateError(
+                f"load_state_dict(): the state dict is of a model whose table {keys[key].name!r} had {note['rows']} rows at step "
+                f"{note['step']}, and here it has {wrong}. A state dict does not hold rows: load them first, by {saver} (or "
+                "dcp.load with EmbCacheStorageReader(path, model)), then this. For the dense part alone: load_state_dict(..., "
+                "strict=False)"
+            )
+
+
+def _difference(note: Mapping[str, Any], table: CacheTable) -> str | None:
+    """What the table holds instead of the rows noted; None where it holds them, as far as can be told on one rank."""
+    if not note["rows"] or note["contents"] in table.past_contents:
+        # The latter was taken of this very table before a load replaced its rows: DCP loads into such a state dict.
+        return None
+    table.open()
+    if table.unusable is not None:
+        return "none that can be used"
+    rows, step = len(table), table.native.step()
+    if step not in (note["step"], 0) or (step == 0 and note["step"] not in (0, table.loaded_step)):
+        return f"{rows} at step {step}"
+    # Ranks count the same steps of a table, and each its own rows.
+    same_shard = note["shard"] == [table.rank, table.world_size, *table.buckets]
+    if same_shard and rows != note["rows"] and (rows == 0 or table.on_full == "error"):
+        return f"{rows} at step {step}"
+    return None
+
+
+def _users_strict() -> bool:
+    """What `strict` the running `nn.Module.load_state_dict` was given: torch says True to its modules, whatever it was."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code is nn.Module.load_state_dict.__code__:
+            return bool(frame.f_locals["strict"])
+        frame = frame.f_back
+    return True

@@ -1,0 +1,100 @@
+"""Lightning's own checkpoints with the tables beside."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning", reason="requirements/dev.txt has it")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.lightning import EmbCacheCheckpoint
+
+# Lightning advises of workers, loggers and devices.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:state_dict:torchrec_embcache.EmbCacheWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*"),
+]
+IDS = torch.arange(40).view(10, 4)
+
+
+class Recommender(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items = EmbCacheEmbeddingBag(
+            name="item",
+            embedding_dim=4,
+            mode="sum",
+            tiers=TierBudgets(host_bytes="1MiB"),
+            optimizer=optimizers.Adagrad(lr=0.1),
+        )
+        self.dense = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.dense(self.items(batch)).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.dense.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(IDS, batch_size=2)
+
+
+def trainer(folder: Path, epochs: int, *callbacks: Any) -> Trainer:
+    return Trainer(
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def rows(model: Recommender) -> torch.Tensor:
+    found = model.items.read_rows(IDS.flatten())
+    return torch.cat([found.weights, found.slots["sum"]], 1)
+
+
+def callbacks(folder: Path) -> tuple[EmbCacheCheckpoint, ModelCheckpoint]:
+    every = ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}")
+    return EmbCacheCheckpoint(folder / "rows", keep=3), every
+
+
+def test_a_run_that_goes_on_from_lightnings_file_has_the_rows_of_then(tmp_path):
+    tmp_path.chmod(0o700)
+    whole, first, again = Recommender(), Recommender(), Recommender()
+    trainer(tmp_path, 3).fit(whole)
+    trainer(tmp_path, 2, *callbacks(tmp_path)).fit(first)
+    trainer(tmp_path, 3, *callbacks(tmp_path)).fit(again, ckpt_path=str(tmp_path / "epoch=1.ckpt"))
+    assert torch.equal(rows(again), rows(whole))
+    assert torch.equal(again.dense.weight, whole.dense.weight)
+
+
+def test_an_older_file_has_its_own_rows(tmp_path):
+    tmp_path.chmod(0o700)
+    one, model, again = Recommender(), Recommender(), Recommender()
+    trainer(tmp_path, 1).fit(one)
+    trainer(tmp_path, 3, *callbacks(tmp_path)).fit(model)
+    trainer(tmp_path, 1, *callbacks(tmp_path)).fit(again, ckpt_path=str(tmp_path / "epoch=0.ckpt"))
+    assert torch.equal(rows(again), rows(one))
+
+
+def test_a_file_without_its_rows_is_refused(tmp_path):
+    tmp_path.chmod(0o700)
+    trainer(tmp_path, 1, *callbacks(tmp_path)).fit(Recommender())
+    with pytest.raises(StateError, match=rf"Saver\(rank\)\.load\(model, path\), where path is {tmp_path}"):
+        trainer(tmp_path, 2).fit(Recommender(), ckpt_path=str(tmp_path / "epoch=0.ckpt"))

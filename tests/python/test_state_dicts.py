@@ -1,0 +1,184 @@
+"""A `state_dict` notes the rows that it does not hold, and is not loaded, in silence, where they are not."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchrec import KeyedJaggedTensor
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from tables import make_bag, step
+from torchrec_embcache import (
+    EmbCacheEmbeddingBagCollection,
+    EmbCacheEmbeddingBagConfig,
+    EmbCacheStorageReader,
+    EmbCacheStorageWriter,
+    Saver,
+    TierBudgets,
+)
+from torchrec_embcache.exceptions import StateError
+from torchrec_models import ROW_WISE, TABLE_WISE, Model, batches, sharded
+from torchrec_models import train as train_sharded
+from world import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:state_dict:torchrec_embcache.EmbCacheWarning")
+ROWS_ARE_MISSING = (
+    r"table 't'.*had 3 rows at step 1, and here it has 0 at step 0.*Saver\(rank\)\.load\(model, path\).*strict=False"
+)
+
+
+def collection() -> EmbCacheEmbeddingBagCollection:
+    made = EmbCacheEmbeddingBagCollection(
+        [EmbCacheEmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=100, feature_names=["f"])],
+        tiers=TierBudgets(host_bytes="1MiB"),
+    )
+    apply_optimizer_in_backward(RowWiseAdagrad, made.parameters(), {"lr": 0.1})
+    return made
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"tables": collection(), "dense": nn.Linear(4, 1)})
+
+
+def trained(rows: int = 3) -> nn.Module:
+    made = model()
+    train(made, rows)
+    return made
+
+
+def train(made: nn.Module, rows: int = 3) -> None:
+    features = KeyedJaggedTensor(["f"], torch.arange(rows), lengths=torch.tensor([rows]))
+    made["dense"](made["tables"](features).values()).sum().backward()
+
+
+def through_torch(state: Any, tmp_path: Path) -> Any:
+    torch.save(state, tmp_path / "model.pt")
+    return torch.load(tmp_path / "model.pt", weights_only=True)
+
+
+def keys(made: nn.Module) -> set[str]:
+    return set(made.state_dict())
+
+
+def test_a_state_dict_of_trained_tables_is_not_loaded_where_their_rows_are_not(tmp_path):
+    made = trained()
+    state = through_torch(made.state_dict(), tmp_path)
+    fresh = model()
+    with pytest.raises(StateError, match=ROWS_ARE_MISSING):
+        fresh.load_state_dict(state)
+    with pytest.raises(StateError, match=ROWS_ARE_MISSING):
+        fresh.load_state_dict(copy.deepcopy(made.state_dict()))
+    with pytest.raises(StateError, match=ROWS_ARE_MISSING):
+        fresh.load_state_dict({**state})
+    # What the error says: the rows first, or the dense part alone.
+    dense_alone = model()
+    assert not dense_alone.load_state_dict(state, strict=False).missing_keys
+    assert torch.equal(dense_alone["dense"].weight, made["dense"].weight)
+    Saver(0).save(made, tmp_path / "rows")
+    Saver(0).load(fresh, tmp_path / "rows")
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh["dense"].weight, made["dense"].weight)
+    assert len(fresh["tables"].tables["t"]) == 3
+
+
+def test_no_key_is_added_and_parameters_carry_no_note():
+    made = model()
+    before = keys(made)
+    train(made)
+    assert keys(made) == before == {"tables.embedding_bags.t.weight", "dense.weight", "dense.bias"}
+    made.state_dict(keep_vars=True)
+    assert not [name for param in made.parameters() for name in param.__dict__ if "rows" in name]
+
+
+def test_rows_of_another_step_are_refused():
+    made = trained()
+    state = made.state_dict()
+    train(made, rows=2)
+    with pytest.raises(StateError, match=r"had 3 rows at step 1, and here it has 3 at step 2"):
+        made.load_state_dict(state)
+    made.load_state_dict(made.state_dict())
+
+
+def test_what_has_no_rows_on_either_side_is_loaded_in_silence(tmp_path):
+    fresh, other = model(), model()
+    assert not other["tables"].tables["t"].is_open
+    other.load_state_dict(through_torch(fresh.state_dict(), tmp_path))
+    assert not other["tables"].tables["t"].is_open
+    # And into a model that has rows: nothing is lost of what was saved.
+    trained().load_state_dict(fresh.state_dict())
+
+
+def test_imported_rows_are_noted_too(tmp_path):
+    made = model()
+    made["tables"].tables["t"].import_rows(torch.arange(5), torch.zeros(5, 4))
+    with pytest.raises(StateError, match="had 5 rows at step 0, and here it has 0 at step 0"):
+        model().load_state_dict(through_torch(made.state_dict(), tmp_path))
+
+
+def test_an_embedding_bag_notes_its_rows(tmp_path):
+    with make_bag() as bag, make_bag() as other:
+        step(bag, [[1, 2]])
+        state = through_torch(nn.Sequential(bag).state_dict(), tmp_path)
+        with pytest.raises(StateError, match="table 'item'.*had 2 rows at step 1"):
+            nn.Sequential(other).load_state_dict(state)
+        nn.Sequential(other).load_state_dict(state, strict=False)
+        Saver(0).save(bag, tmp_path / "rows")
+        Saver(0).load(other, tmp_path / "rows")
+        nn.Sequential(other).load_state_dict(state)
+
+
+def test_a_state_dict_that_dcp_loads_into_is_taken_beside_the_tables(tmp_path):
+    made = trained()
+    path = str(tmp_path / "ckpt")
+    dcp.save({"model": made.state_dict()}, storage_writer=EmbCacheStorageWriter(path, made))
+    for loaded in (model(), trained(rows=7)):
+        state = {"model": loaded.state_dict()}
+        dcp.load(state, storage_reader=EmbCacheStorageReader(path, loaded))
+        loaded.load_state_dict(state["model"])
+        assert torch.equal(loaded["dense"].weight, made["dense"].weight)
+        assert len(loaded["tables"].tables["t"]) == 3
+
+
+def test_torchs_own_dcp_saves_and_loads_the_same_keys(tmp_path):
+    made = trained()
+    dcp.save({"model": made.state_dict()}, checkpoint_id=str(tmp_path / "dense"))
+    state = {"model": made.state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path / "dense"))
+    made.load_state_dict(state["model"])
+
+
+def _sharded(_rank: int, _world: int, folder: str) -> Any:
+    told = []
+    for number, shardings in enumerate((ROW_WISE, TABLE_WISE)):
+        made = sharded(Model(), shardings, {"learning_rate": 0.1})
+        train_sharded(made, batches(2, _rank, _world))
+        path = f"{folder}/{number}-{_rank}.pt"
+        torch.save(made.state_dict(), path)
+        Saver().save(made, f"{folder}/rows-{number}")
+        for other in (ROW_WISE, TABLE_WISE):
+            fresh = sharded(Model(), other, {"learning_rate": 0.1})
+            # Every rank loads what the first saved, as is usual.
+            state = torch.load(f"{folder}/{number}-0.pt", weights_only=True)
+            try:
+                fresh.load_state_dict(dict(state))
+                told.append("loaded")
+            except StateError as error:
+                told.append(re.sub(r".*table '(t.)'.*", r"\1", str(error)))
+            fresh.load_state_dict(dict(state), strict=False)
+            Saver().load(fresh, f"{folder}/rows-{number}")
+            fresh.load_state_dict(dict(state))
+            train_sharded(fresh, batches(1, _rank, _world))
+    return told
+
+
+def test_sharded_tables_refuse_a_state_dict_without_their_rows(two_ranks: World, tmp_path: Path) -> None:
+    results = two_ranks.run(_sharded, str(tmp_path))
+    # A rank sees its own tables, and the state dict notes those of the rank that took it.
+    assert all("loaded" not in told[:2] for told in results)
+    assert any("loaded" not in told for told in results)
