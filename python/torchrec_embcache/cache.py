@@ -176,7 +176,7 @@ class CacheTable:
         if self._native is not None and spec is not None and spec.kind != self.spec.kind:
             if len(self._native):
                 raise StateError(
-                    f"table {self.name!r} has rows with the slots of {self.spec.kind}: set {spec.kind} before it has any"
+                    f"table {self.name!r} has rows with the slots of {self.spec.given_as}: set {spec.given_as} before it has any"
                 )
             self._native.close()
             self._native = self._tier = None
@@ -402,7 +402,7 @@ class CacheTable:
                 f"slots is a {type(slots).__name__}: give tensors by name, or arrays or lists, or leave it out"
             )
         if slots is not None and set(slots) != set(spec.slot_names):
-            raise InputError(f"slots has {sorted(slots)} and {spec.kind} has {sorted(spec.slot_names)}: give these")
+            raise InputError(f"slots has {sorted(slots)} and {spec.given_as} has {sorted(spec.slot_names)}: give these")
         vectors = np.zeros((count, spec.vector_floats(self.dim)), np.float32)
         vectors[:, : self.dim] = float32_array("weights", weights, (count, self.dim))
         scalars = None

@@ -7,13 +7,13 @@ first, then its row is updated once; weight decay touches only rows of the batch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .exceptions import ConfigError, UnsupportedError
+from .exceptions import ConfigError, MismatchError, UnsupportedError
 
 __all__ = [
     "SGD",
@@ -23,6 +23,7 @@ __all__ = [
     "FusedOptimizer",
     "OptimizerSpec",
     "RowWiseAdagrad",
+    "check_saved_optimizer",
     "gradient_limits",
     "native_hyperparameters",
 ]
@@ -57,6 +58,16 @@ class OptimizerSpec:
         if self.max_gradient is None:
             del values["max_gradient"]
         return values
+
+    @property
+    def given_as(self) -> str:
+        """What the user called it, such as "torch.optim.Adagrad"; by default the name here, such as "optimizers.Adagrad"."""
+        return str(self.__dict__.get("_given_as", f"optimizers.{type(self).__name__}"))
+
+    def call(self, name: str) -> Self:
+        """It, known to be what the user called `name`."""
+        object.__setattr__(self, "_given_as", name)
+        return self
 
     def scalar_slot(self) -> bool:
         """Whether rows carry one scalar slot."""
@@ -129,6 +140,28 @@ class AdamW(OptimizerSpec):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
+
+
+# What users may have called the optimizer of which a checkpoint knows the formula alone.
+_SAVED_NAMES = {
+    "sgd": "SGD (or no optimizer)",
+    "adagrad": "optimizers.Adagrad (torch's and TorchRec's Adagrad)",
+    "rowwise_adagrad": "optimizers.RowWiseAdagrad (torchrec.optim.RowWiseAdagrad)",
+    "adam": "optimizers.Adam",
+    "adamw": "optimizers.AdamW (TorchRec's and FBGEMM's Adam too)",
+}
+
+
+def check_saved_optimizer(table: str, optimizer: OptimizerSpec | None, saved: str) -> None:
+    """`MismatchError` unless rows with the slots of the kind `saved` fit `table`, which has `optimizer`."""
+    if (optimizer.kind if optimizer is not None else SGD.kind) == saved:
+        return
+    mine = f"the optimizer {optimizer.given_as}" if optimizer is not None else "no optimizer"
+    raise MismatchError(
+        f"table {table} has {mine}, and in the checkpoint rows have the slots of {_SAVED_NAMES.get(saved, saved)}: give it that "
+        "optimizer to train on; to evaluate, or to fine-tune with another, load with slots=False, which takes the weights and "
+        "starts slots anew"
+    )
 
 
 def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:

@@ -35,6 +35,7 @@ from .cache import CacheTable
 from .collective import all_gather, is_distributed, together
 from .config import check_choice, check_int, parse_bytes
 from .exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, PathError
+from .optimizers import check_saved_optimizer
 from .paths import PathChecks, Root, given_path
 from .progress import Progress, ProgressWanted, Tracker
 from .reports import LoadReport, SaveReport
@@ -256,6 +257,7 @@ class Saver:
         tables: Collection[str] | None = None,
         rename: Mapping[str, str] | None = None,
         checkpoint: str | None = None,
+        slots: bool = True,
         progress: ProgressWanted = None,
     ) -> LoadReport:
         """Replace the contents of every cache module in `module` by the checkpoint at `path`, which any world size saved.
@@ -269,6 +271,9 @@ class Saver:
         are `module/table`, or the table's alone where only one module has it. `strict=False` allows tables that only one of
         model and checkpoint has. `checkpoint`: the name of one that `save(keep=...)` kept; by default the newest. `progress`: a
         callable that is given a `Progress` as rows are in place, on every rank, or True for a bar (rank 0).
+
+        `slots=False`: weights and metadata alone, into tables with any optimizer, as for fine-tuning, or none, as for evaluation:
+        `Saver(0).load(model.eval(), path, slots=False)`. Slots start at zeros, and Adam's step with them; the next save is full.
 
         Tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`); budgets, policy, device, seed
         and initializer may differ; the number of buckets and the table's key become the checkpoint's. Step counters are
@@ -301,7 +306,10 @@ class Saver:
                 source = sources.get((place, table.name))
                 if source is not None:
                     buckets = table.buckets_of(saved[source]["total_num_buckets"])
-                    most_rows += reader.check_table(place, table.native, *buckets, source, True)
+                    if slots:
+                        name = f"{table.name!r} of module {place!r}"
+                        check_saved_optimizer(name, table.optimizer, saved[source]["optimizer"])
+                    most_rows += reader.check_table(place, table.native, *buckets, source, True, slots)
             return sources, unexpected
 
         sources, unexpected = together(check)
@@ -337,8 +345,10 @@ class Saver:
         check_rows({pair: (count, saved[sources[pair]]["rows"]) for pair, count in rows.items()}, reader.name, root)
         for place, _, table in shards:
             source = sources.get((place, table.name))
-            if source == (place, table.name) and reader.kind != "snapshot":
-                # Neither a snapshot nor a table of another name is what a delta of this table builds on.
+            if source is not None:
+                table.loaded_step = saved[source]["step"]
+            if source == (place, table.name) and reader.kind != "snapshot" and slots:
+                # Neither a snapshot, nor a table of another name or without its slots, is what a delta of this table builds on.
                 table.native.saved_as((*reader.identity, reader.next_epoch))
             if source is not None:
                 table.set_unusable(None)

@@ -2,9 +2,11 @@
 
 A table's entry in a state dict is its empty `[0, D]` weight. The tensor carries a note (an attribute, which `torch.save` and
 `copy.deepcopy` keep) of the rows and steps that the table had. No key is added, so that keys are those of TorchRec's own modules.
-Checkpoints that keep no attributes, as PyTorch's DCP, lose the note: `EmbCacheStorageWriter` saves the rows themselves there.
+Checkpoints that keep no attributes, as those of PyTorch's DCP, lose the note: `EmbCacheStorageWriter` saves the rows themselves
+there, and `TableState` is a note to put beside the model where rows are saved by `Saver`.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -13,9 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .cache import CacheTable
+from .collective import all_gather
 from .exceptions import StateError
+from .whole_model import cache_modules
 
-__all__ = ["check_rows_are_here", "note_rows", "notes_of"]
+__all__ = ["TableState", "check_rows_are_here", "note_rows", "notes_of"]
 
 _NOTE = "_embcache_rows"
 
@@ -100,3 +104,47 @@ def _users_strict() -> bool:
             return bool(frame.f_locals["strict"])
         frame = frame.f_back
     return True
+
+
+class TableState:
+    """A note of all tables' rows for a checkpoint by PyTorch's DCP that does not hold them; a `Stateful` there.
+
+        state = {"model": model.state_dict(), "tables": TableState(model)}
+        dcp.save(state, checkpoint_id=path)  # and the rows: Saver().save(model, rows_path)
+        Saver().load(model, rows_path)
+        dcp.load(state, checkpoint_id=path)  # StateError without the line before
+
+    Both methods are collective, as DCP calls them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, str]:
+        """Rows and step of every table that is open, over all ranks."""
+        return {"tables": json.dumps(self._held(), sort_keys=True)}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """`StateError` where the model's tables hold other rows than those noted."""
+        held = self._held()
+        for name, [rows, step] in json.loads(state["tables"]).items():
+            now = held.get(name, [0, 0])
+            if rows and now != [rows, step]:
+                raise StateError(
+                    f"the checkpoint is of a model whose table {name!r} had {rows} rows at step {step}, and here it has {now[0]} "
+                    f"at step {now[1]}. It does not hold rows: load them first, by Saver(rank).load(model, path), then this"
+                )
+
+    def _held(self) -> dict[str, list[int]]:
+        mine = {
+            f"{path}/{name}": [len(table), table.native.step() or table.loaded_step]
+            for path, module in cache_modules(self._model).items()
+            for name, table in module.tables.items()
+            if table.is_open
+        }
+        total: dict[str, list[int]] = {}
+        for of_rank in all_gather(mine):
+            for name, (rows, step) in of_rank.items():
+                before = total.get(name, [0, 0])
+                total[name] = [before[0] + rows, max(before[1], step)]
+        return total

@@ -21,8 +21,10 @@ from torchrec_embcache import (
     EmbCacheStorageWriter,
     Saver,
     TierBudgets,
+    optimizers,
 )
 from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.state_dicts import TableState
 from torchrec_models import ROW_WISE, TABLE_WISE, Model, batches, sharded
 from torchrec_models import train as train_sharded
 from world import World
@@ -145,6 +147,21 @@ def test_a_state_dict_that_dcp_loads_into_is_taken_beside_the_tables(tmp_path):
         assert len(loaded["tables"].tables["t"]) == 3
 
 
+def test_a_note_beside_the_model_is_checked_by_torchs_own_dcp(tmp_path):
+    made = trained()
+    Saver(0).save(made, tmp_path / "rows")
+    dcp.save({"model": made.state_dict(), "tables": TableState(made)}, checkpoint_id=str(tmp_path / "dense"))
+    fresh = model()
+    state = {"model": fresh.state_dict(), "tables": TableState(fresh)}
+    with pytest.raises(Exception, match=r"table 'tables/t' had 3 rows at step 1, and here it has 0.*Saver") as refused:
+        dcp.load(state, checkpoint_id=str(tmp_path / "dense"))
+    assert isinstance(refused.value, StateError)
+    Saver(0).load(fresh, tmp_path / "rows")
+    dcp.load(state, checkpoint_id=str(tmp_path / "dense"))
+    fresh.load_state_dict(state["model"])
+    assert torch.equal(fresh["dense"].weight, made["dense"].weight)
+
+
 def test_torchs_own_dcp_saves_and_loads_the_same_keys(tmp_path):
     made = trained()
     dcp.save({"model": made.state_dict()}, checkpoint_id=str(tmp_path / "dense"))
@@ -182,3 +199,15 @@ def test_sharded_tables_refuse_a_state_dict_without_their_rows(two_ranks: World,
     # A rank sees its own tables, and the state dict notes those of the rank that took it.
     assert all("loaded" not in told[:2] for told in results)
     assert any("loaded" not in told for told in results)
+
+
+# ---- without the optimizer that trained the rows
+
+
+def test_the_note_accepts_rows_that_were_loaded_without_slots(tmp_path):
+    with make_bag(optimizer=optimizers.Adagrad(lr=0.1)) as bag, make_bag(optimizer=optimizers.Adam(lr=0.1)) as other:
+        step(bag, [[1, 2]])
+        state = bag.state_dict()
+        Saver(0).save(bag, tmp_path / "rows")
+        Saver(0).load(other, tmp_path / "rows", slots=False)
+        other.load_state_dict(state)

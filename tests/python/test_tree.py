@@ -63,7 +63,7 @@ PYTHON_IMPORTS = {
     "progress": {"exceptions"},
     "lookup": _TABLE | {"lookahead"},
     "whole_model": _TABLE,
-    "state_dicts": _TABLE,
+    "state_dicts": _TABLE | {"whole_model"},
     "nn": _CACHE,
     "modules": _CACHE | {"nn"},
     "sharded": _CACHE | {"nn", "modules"},

@@ -209,10 +209,10 @@ class _Collection(CacheModule, FusedOptimizerModule):
                 group.update({key: value for key, value in now.items() if key != "params"})
         return made
 
-    def extra_repr(self) -> str:
-        """What `print(module)` shows: a line for each table."""
+    def __repr__(self) -> str:
+        """A line for each table. TorchRec's own modules within are stand-ins of one row, and say nothing."""
         groups = self._lookup[0].groups if self._lookup is not None else {}
-        return tables_text(self._tables, groups)
+        return f"{type(self).__name__}(\n{tables_text(self._tables, groups)}\n)"
 
     def planned_rows(self, name: str) -> int:
         """What the planner takes for the size of a table: the rows that its budgets in RAM hold, at most those expected."""

@@ -81,17 +81,19 @@ def choose_optimizer(
     if len(classes) > 1:
         raise UnsupportedError(f"table {table!r} has {len(classes)} optimizers in backward: apply one")
     chosen: type[OptimizerSpec] | None = None
+    called = ""
     values = dict(_FBGEMM_DEFAULTS)
     if fused_params:
         chosen = _type_of(table, fused_params.get("optimizer", EmbOptimType.EXACT_SGD))
+        called = f"EmbOptimType.{fused_params.get('optimizer', EmbOptimType.EXACT_SGD).name}"
         _take(table, "fused_params", fused_params, values)
     if classes:
         if classes[0] not in _BY_CLASS:
-            known = ", ".join(sorted({f"{cls.__module__.split('.')[0]}.optim.{cls.__name__}" for cls in _BY_CLASS}))
+            known = ", ".join(sorted(map(_class_name, _BY_CLASS)))
             raise UnsupportedError(
                 f"table {table!r}: optimizer {classes[0].__qualname__} is not supported: use one of {known}"
             )
-        chosen = _BY_CLASS[classes[0]]
+        chosen, called = _BY_CLASS[classes[0]], _class_name(classes[0])
         kwargs = getattr(param, "_optimizer_kwargs", [{}])[0]
         if classes[0] is torch.optim.AdamW:
             values["weight_decay"] = 0.01
@@ -103,9 +105,13 @@ def choose_optimizer(
         values["max_gradient"] = None
     fields = chosen.__dataclass_fields__
     try:
-        return chosen(**{name: value for name, value in values.items() if name in fields})
+        return chosen(**{name: value for name, value in values.items() if name in fields}).call(called)
     except ConfigError as error:
         raise ConfigError(f"table {table!r}: {error}") from None
+
+
+def _class_name(cls: type[Any]) -> str:
+    return f"{cls.__module__.split('.')[0]}.optim.{cls.__name__}"
 
 
 def _type_of(table: str, kind: object) -> type[OptimizerSpec]:

@@ -288,7 +288,7 @@ def _note_rows(module: Any, state: Any, prefix: str, metadata: Any) -> None:
 
 def tables_text(tables: Mapping[str, CacheTable], groups: Mapping[str, Mapping[str, Any]]) -> str:
     """A line for each table, for `print(module)`; `groups` has the optimizers' numbers as they are now, by table."""
-    return "\n".join(f"{table.describe(groups.get(name))}" for name, table in tables.items())
+    return "\n".join(f"  {table.describe(groups.get(name))}" for name, table in tables.items())
 
 
 def _in_buckets(ids: torch.Tensor, table: CacheTable) -> torch.Tensor:

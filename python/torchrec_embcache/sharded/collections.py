@@ -208,10 +208,10 @@ class ShardedCacheModule(CacheModule):
             "give it the rows: Saver().save(model, path), then Saver().load(copy, path)"
         )
 
-    def extra_repr(self) -> str:
-        """What `print(module)` shows: a line for this rank's shard of each table."""
+    def __repr__(self) -> str:
+        """A line for this rank's shard of each table."""
         groups = {name: group for lookup in self._lookups for name, group in lookup.fused_optimizer.groups.items()}
-        return tables_text(self._cache, groups)
+        return f"{type(self).__name__}(\n{tables_text(self._cache, groups)}\n)"
 
     def reset_parameters(self) -> None:
         """Nothing: rows are born one by one."""
