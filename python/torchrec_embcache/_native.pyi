@@ -129,8 +129,8 @@ class Lookup:
 class Plan:
     """One batch: its rows are pinned from the plan until the backward, `release`, or its death.
 
-    Calls, in order: `wait`; for tables with a device tier `required_slots`, `fetched` (scatter them), ; one forward; then either one
-    backward of the core, or `transposed` + torch ops + `commit`; `release` at any time.
+    Calls, in order: `wait`; for tables with a device tier `required_slots`, `fetched` (scatter them), `scattered`; one forward; then either
+    one backward of the core, or `transposed`, `begin_update`, torch ops and `commit`; `release` at any time.
     """
 
     def wait(self) -> None: ...  # every row is in its slot of the tier that kernels run on (device tables: in `fetched`)
@@ -140,9 +140,13 @@ class Plan:
     # Device tier, per table t of the lookup
     def required_slots(self, table: int) -> int: ...  # device tensors must hold at least this many slots (more than device_rows: overflow)
     def fetched(self, table: int) -> tuple[I64, F32, F32]: ...  # slots [M], vectors [M, V], scalars [M] to scatter before the forward
+    def scattered(self) -> None: ...  # what `fetched` gave is in the tensors of all tables; a plan released before leaves rows where they were
     def slots(self, feature: int) -> I64: ...  # [N_f] cache slot of each occurrence; -1 for a row of zeros
     def transposed(self, table: int) -> tuple[I64, I64, I64]: ...  # slots [U], starts [U + 1], occurrences [N'] as positions in `ids`
-    def exclusively(self, work: Callable[[], None]) -> None: ...  # `work` (`wait` and scatter, or update and `commit`) while nobody else forwards, updates or copies rows; no kernels of the core in it
+    # `work` (`wait`, scatter and `scattered`; or `begin_update`, update and `commit`; or kernels on the tensors as they are then) while nobody
+    # else forwards, updates or copies rows. It may run on another thread. Ended before `scattered` it releases the plan.
+    def exclusively(self, work: Callable[[], None]) -> None: ...
+    def begin_update(self) -> None: ...  # from here to `commit` rows change: what ends in between leaves tables that refuse all use
     def commit(self) -> None: ...  # device tables trained by torch ops: marks rows dirty, counts, unpins, advances the step
     # The core's kernels; `device[t]` gives the arrays of tables with a device tier, None for tables in place
     def forward_pooled(

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ __all__ = [
     "TorchBackend",
     "kernel_threads",
     "make_backend",
+    "on_this_stream",
 ]
 
 
@@ -50,30 +52,63 @@ def kernel_threads() -> int:
     return int(value)
 
 
+def _current_stream(device: torch.device) -> Any:
+    """The caller's stream on `device`; None where it has no streams."""
+    current = getattr(torch.get_device_module(device), "current_stream", None) if device.type != "cpu" else None
+    return current(device) if current is not None else None
+
+
+def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
+    made: AbstractContextManager[Any] = (
+        torch.get_device_module(device).stream(stream) if stream is not None else nullcontext()
+    )
+    return made
+
+
+def on_this_stream(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
+    """`work` for another thread: its kernels run on the caller's stream, in the order in which the caller runs others."""
+    stream = _current_stream(device)
+
+    def streamed() -> None:
+        with _on(stream, device):
+            work()
+
+    return work if stream is None else streamed
+
+
 class DeviceTier:
     """The rows of one table that are on the device: weights [S, D], vector slots [S, D] each, scalar slot [S]; float32.
 
     The core owns the bookkeeping (which row is in which cache slot); this owns the memory. Slots from `capacity` on are overflow.
+    Rows change, and the tensors are replaced, within `Plan.exclusively` only.
     """
 
     def __init__(self, dim: int, vector_slots: int, scalar_slot: bool, capacity: int, device: torch.device) -> None:
         self.dim = dim
         self.capacity = capacity
         self.device = device
-        self.weights = torch.zeros(capacity, dim, device=device)
-        self.vector_slots = [torch.zeros(capacity, dim, device=device) for _ in range(vector_slots)]
-        self.scalars = torch.zeros(capacity, device=device) if scalar_slot else None
+        with torch.inference_mode(False):  # a table may be opened by an evaluation, and trained later
+            self.weights = torch.zeros(capacity, dim, device=device)
+            self.vector_slots = [torch.zeros(capacity, dim, device=device) for _ in range(vector_slots)]
+            self.scalars = torch.zeros(capacity, device=device) if scalar_slot else None
+        self._stream = _current_stream(device)
+
+    def changes(self) -> None:
+        """Rows are about to change on the caller's stream: `gather` waits for what runs there."""
+        self._stream = _current_stream(self.device)
 
     def ensure(self, slots: int) -> None:
-        """Hold at least `slots` rows; those there keep their place."""
+        """Hold at least `slots` rows; those there keep their place. On an error the tensors are what they were."""
         more = slots - self.weights.shape[0]
         if more <= 0:
             return
         more = max(more, self.weights.shape[0] // 8)
-        self.weights = _grown(self.weights, more)
-        self.vector_slots = [_grown(slot, more) for slot in self.vector_slots]
-        if self.scalars is not None:
-            self.scalars = _grown(self.scalars, more)
+        self.changes()
+        with torch.inference_mode(False):
+            weights = _grown(self.weights, more)
+            vector_slots = [_grown(slot, more) for slot in self.vector_slots]
+            scalars = _grown(self.scalars, more) if self.scalars is not None else None
+        self.weights, self.vector_slots, self.scalars = weights, vector_slots, scalars
 
     def gather(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Rows of cache slots [n] for the core: vectors [n, V] and scalars [n], zeros where there is no scalar slot.
@@ -81,12 +116,13 @@ class DeviceTier:
         Raises `MemoryError` where torch has no memory.
         """
         try:
-            index = torch.from_numpy(slots).to(self.device)
-            parts = [part.index_select(0, index) for part in (self.weights, *self.vector_slots)]
-            vectors = torch.cat(parts, 1).cpu().numpy()
-            if self.scalars is None:
-                return vectors, np.zeros(len(slots), np.float32)
-            return vectors, self.scalars.index_select(0, index).cpu().numpy()
+            with _on(self._stream, self.device), torch.no_grad():
+                index = torch.from_numpy(slots).to(self.device)
+                parts = [part.index_select(0, index) for part in (self.weights, *self.vector_slots)]
+                vectors = torch.cat(parts, 1).cpu().numpy()
+                if self.scalars is None:
+                    return vectors, np.zeros(len(slots), np.float32)
+                return vectors, self.scalars.index_select(0, index).cpu().numpy()
         except RuntimeError as error:
             # On the CPU torch has no class of its own for it.
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
@@ -97,6 +133,7 @@ class DeviceTier:
         """Put rows in their cache slots [n]: vectors [n, V], scalars [n]."""
         if len(slots) == 0:
             return
+        self.changes()
         index = torch.from_numpy(slots).to(self.device)
         values = torch.from_numpy(vectors).to(self.device)
         for place, part in enumerate((self.weights, *self.vector_slots)):
@@ -191,23 +228,29 @@ class CoreBackend(KernelBackend):
 
     name = "core"
 
-    def _arrays(self) -> list[DeviceArrays | None] | None:
+    def _run(self, plan: Plan, kernel: Callable[[list[DeviceArrays | None] | None], None]) -> None:
+        """Run a kernel on the device tiers' tensors, looked up when nobody can replace them by larger ones: an update of those from
+        before would be lost.
+        """
         tiers = [table.tier for table in self.tables]
-        if not any(tiers):
-            return None
-        return [tier.arrays() if tier is not None else None for tier in tiers]
+        if any(tiers):
+            plan.exclusively(lambda: kernel([tier.arrays() if tier is not None else None for tier in tiers]))
+        else:
+            kernel(None)
 
     def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
         """See the base."""
         out = np.empty((pooled.bags, self.columns), np.float32)
         weights = pooled.weights.numpy() if pooled.weights is not None else None
-        plan.forward_pooled(pooled.offsets, weights, pooled.mean, out, self._arrays(), kernel_threads())
+        threads = kernel_threads()
+        self._run(plan, lambda device: plan.forward_pooled(pooled.offsets, weights, pooled.mean, out, device, threads))
         return torch.from_numpy(out)
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
         """See the base."""
         out = np.empty((count, self.tables[0].dim), np.float32)
-        plan.forward_sequence(out, self._arrays(), kernel_threads())
+        threads = kernel_threads()
+        self._run(plan, lambda device: plan.forward_sequence(out, device, threads))
         return torch.from_numpy(out)
 
     def backward_pooled(
@@ -220,12 +263,14 @@ class CoreBackend(KernelBackend):
     ) -> Tensor | None:
         """See the base."""
         out = np.empty(int(pooled.offsets[-1]), np.float32) if weight_grad else None
-        plan.backward_pooled(grad.contiguous().numpy(), hyperparameters, out, self._arrays(), kernel_threads())
+        gradient, threads = grad.contiguous().numpy(), kernel_threads()
+        self._run(plan, lambda device: plan.backward_pooled(gradient, hyperparameters, out, device, threads))
         return torch.from_numpy(out) if out is not None else None
 
     def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
         """See the base."""
-        plan.backward_sequence(grad.contiguous().numpy(), hyperparameters, self._arrays(), kernel_threads())
+        gradient, threads = grad.contiguous().numpy(), kernel_threads()
+        self._run(plan, lambda device: plan.backward_sequence(gradient, hyperparameters, device, threads))
 
 
 class TorchBackend(KernelBackend):
@@ -335,19 +380,34 @@ class TorchBackend(KernelBackend):
         """Both, before anybody else copies rows: none is seen with new weights and the metadata from before."""
 
         def work() -> None:
-            self._update(updates, hyperparameters)
+            with torch.no_grad():
+                self._update(plan, updates, hyperparameters)
             plan.commit()
 
-        plan.exclusively(work)
+        plan.exclusively(on_this_stream(self.device, work))
 
     def _update(
-        self, updates: list[tuple[int, NDArray[np.int64], Tensor]], hyperparameters: NDArray[np.float64]
+        self,
+        plan: Plan,
+        updates: list[tuple[int, NDArray[np.int64], Tensor]],
+        hyperparameters: NDArray[np.float64],
     ) -> None:
-        """Apply each table's optimizer to its distinct rows: slots [U], summed gradients [U, D]."""
+        """Apply each table's optimizer to its distinct rows: slots [U], summed gradients [U, D].
+
+        What needs memory comes first, for all tables: until `begin_update` an error leaves every row as it was.
+        """
+        changes = []
         for table, slots, grad in updates:
-            owner = self.tables[table]
+            owner, tier, index = self.tables[table], self._tier(table), self._tensor(slots)
+            tier.changes()
             step = owner.native.step() + 1
-            apply_optimizer(owner.spec, self._tier(table), self._tensor(slots), grad, hyperparameters[table], step)
+            changes += [
+                (part, index, values)
+                for part, values in updated_rows(owner.spec, tier, index, grad, hyperparameters[table], step)
+            ]
+        plan.begin_update()
+        for part, index, values in changes:
+            part.index_copy_(0, index, values)
 
 
 def _segment_sum(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
@@ -356,39 +416,40 @@ def _segment_sum(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | 
         return embedding_bag(index, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
-def apply_optimizer(
+def updated_rows(
     spec: OptimizerSpec, tier: DeviceTier, slots: Tensor, grad: Tensor, hyperparameters: NDArray[np.float64], step: int
-) -> None:
+) -> list[tuple[Tensor, Tensor]]:
     """One update of the rows in distinct cache slots [U] from their summed gradients [U, D]; formulas in `optimizers`.
 
-    `step` is the table's step counter, this update included (from 1).
+    Gives each part of the tier that changes with its rows' new values, and changes nothing. `step` is the table's step counter,
+    this update included (from 1).
     """
     lr, eps, beta1, beta2, weight_decay = hyperparameters.tolist()
     rows = tier.weights.index_select(0, slots)
+    changed: list[tuple[Tensor, Tensor]] = [(tier.weights, rows)]
     if weight_decay and spec.kind != "adamw":
         grad = grad + weight_decay * rows
     if spec.kind == "sgd":
         rows -= lr * grad
     elif spec.kind == "adagrad":
         total = tier.vector_slots[0].index_select(0, slots).addcmul_(grad, grad)
-        tier.vector_slots[0].index_copy_(0, slots, total)
+        changed.append((tier.vector_slots[0], total))
         rows -= lr * grad / (total.sqrt() + eps)
     elif spec.kind == "rowwise_adagrad":
         assert tier.scalars is not None, "rowwise Adagrad has a scalar slot"
         total = tier.scalars.index_select(0, slots) + grad.square().mean(1)
-        tier.scalars.index_copy_(0, slots, total)
+        changed.append((tier.scalars, total))
         rows -= lr * grad / (total.sqrt() + eps)[:, None]
     else:
         first, second = (slot.index_select(0, slots) for slot in tier.vector_slots)
         first = first * beta1 + grad * (1 - beta1)
         second = second * beta2 + grad.square() * (1 - beta2)
-        tier.vector_slots[0].index_copy_(0, slots, first)
-        tier.vector_slots[1].index_copy_(0, slots, second)
+        changed += [(tier.vector_slots[0], first), (tier.vector_slots[1], second)]
         move = (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + eps)
         if spec.kind == "adamw":
             move += weight_decay * rows
         rows -= lr * move
-    tier.weights.index_copy_(0, slots, rows)
+    return changed
 
 
 def make_backend(

@@ -23,7 +23,7 @@ from .cache import CacheTable
 from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, InputError, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts
-from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
+from .kernels import KernelBackend, Pooled, kernel_threads, make_backend, on_this_stream
 from .lookahead import Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
 
@@ -146,12 +146,14 @@ class LookupGroup:
         train: bool,
         anchor: Tensor,
         planned: PlannedBatch | None = None,
+        lent: Sequence[Tensor] = (),
     ) -> Tensor:
         """[B, C]: the sum or mean of each bag's rows, features side by side.
 
         `ids` [N]; `offsets` [F * B + 1] into them, feature-major; `mean` [F]; `weights` float32 [N] on the tables' device, which
         gets a gradient. `anchor`, any tensor that requires grad, makes autograd run the update. With `train=False` nothing is
-        updated, inserted or kept pinned. `planned` is the batch's plan where `plan` made it before.
+        updated, inserted or kept pinned. `planned` is the batch's plan where `plan` made it before. `weights` and the tensors in
+        `lent` must not change in place before the backward: it raises torch's `RuntimeError` then, and updates nothing.
         """
         features = len(self.feature_tables)
         check_offsets(offsets, len(ids), features)
@@ -160,14 +162,14 @@ class LookupGroup:
                 'per-sample weights with mode "mean": torch has no such thing either; use mode "sum"'
             )
         pooled = Pooled(
-            np.ascontiguousarray(offsets),
+            np.array(offsets, np.int64),  # the backward needs them as they are now
             weights.detach().contiguous() if weights is not None else None,
             np.array(mean, np.bool_),
         )
         splits = pooled.offsets[:: max(pooled.bags, 1)] if pooled.bags else np.zeros(features + 1, np.int64)
         splits = np.ascontiguousarray(splits)
         if train:
-            return _train(_PooledBatch(planned or self.plan(ids, splits, train=True), pooled), anchor, weights)
+            return _train(_PooledBatch(planned or self.plan(ids, splits, train=True), pooled), anchor, weights, lent)
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             return self._weighted_sum(ids, splits, pooled, weights)
         planned = planned or self.plan(ids, splits, train=False)
@@ -181,7 +183,7 @@ class LookupGroup:
     ) -> Tensor:
         """[N, D]: the row of each id; `splits` [F + 1]: where each feature's ids start. Tables of one width. See `pooled`."""
         if train:
-            return _train(_SequenceBatch(planned or self.plan(ids, splits, train=True), splits), anchor, None)
+            return _train(_SequenceBatch(planned or self.plan(ids, splits, train=True), splits), anchor, None, ())
         planned = planned or self.plan(ids, splits, train=False)
         try:
             return planned.wait().forward_sequence(planned.plan, len(ids))
@@ -214,10 +216,11 @@ class LookupGroup:
                 if tier is not None:
                     tier.ensure(plan.required_slots(place))
                     tier.scatter(*plan.fetched(place))
+            plan.scattered()
 
         if any(tier is not None for tier in tiers):
-            # Whoever copies rows meanwhile must not read a slot before its row is there.
-            plan.exclusively(bring)
+            # Whoever copies rows meanwhile must not read a slot before its row is there. What fails leaves each row where it was.
+            plan.exclusively(on_this_stream(self.device, bring))
         else:
             plan.wait()
         for place, rows in enumerate(plan.overflow_rows()):
@@ -316,14 +319,17 @@ class _Batch(ABC):
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
         """Update the rows, commit, unpin; the gradient of the weights if asked for."""
 
-    def hyperparameters(self) -> NDArray[np.float64]:
-        """Checks that this is the one backward of the forward, which begins with this, then reads the optimizer's groups."""
+    def check_backward(self) -> None:
+        """`StateError` unless this is the one backward of the forward; `UnsupportedError` where it is to be differentiated."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "create_graph=True: the update runs in the backward, which has no derivative of its own"
             )
         if self._done:
             raise StateError("the second backward of one forward: its update is done; run the forward again")
+
+    def hyperparameters(self) -> NDArray[np.float64]:
+        """Reads the optimizer's groups for the update, of which there is one."""
         for table in self.group.tables:
             if table.optimizer is None:
                 raise StateError(
@@ -380,35 +386,39 @@ class _SequenceBatch(_Batch):
 
 class _FusedLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, _weights: Tensor | None, batch: _Batch) -> Tensor:
+    def forward(ctx: Any, _anchor: Tensor, weights: Tensor | None, batch: _Batch, *lent: Tensor) -> Tensor:
         ctx.batch = batch
+        # Autograd notes their versions. Tensors of inference mode have none, and it takes none of them.
+        ctx.save_for_backward(*(each for each in (weights, *lent) if each is not None and not each.is_inference()))
         return batch.forward()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         batch: _Batch = ctx.batch
         after = batch.group.after_backward
-        if after is None:
-            check_rows_are_to_be_updated(ctx.next_functions[0][0])
-            return None, batch.backward(grads[0], ctx.needs_input_grad[1]), None
         error: Exception | None = None
         weight_grad = None
         try:
+            batch.check_backward()
+            _ = ctx.saved_tensors  # raises where one of them was changed in place since the forward
             check_rows_are_to_be_updated(ctx.next_functions[0][0])
             weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
         except Exception as caught:
+            if after is None:
+                raise
             error = caught
             batch.abandon()
         try:
-            after(error)
+            if after is not None:
+                after(error)
         finally:
             del error  # its traceback has this frame: together they would keep the batch until the next collection
-        return None, weight_grad, None
+        return None, weight_grad, *(None for _ in ctx.needs_input_grad[2:])
 
 
-def _train(batch: _Batch, anchor: Tensor, weights: Tensor | None) -> Tensor:
+def _train(batch: _Batch, anchor: Tensor, weights: Tensor | None, lent: Sequence[Tensor]) -> Tensor:
     try:
-        out: Tensor = _FusedLookup.apply(anchor, weights, batch)
+        out: Tensor = _FusedLookup.apply(anchor, weights, batch, *lent)
     except BaseException:
         batch.plan.release()
         raise

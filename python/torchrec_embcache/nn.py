@@ -414,8 +414,9 @@ class EmbCacheEmbeddingBag(_EmbeddingBase):
             weights = per_sample_weights.reshape(-1)
             if present is not None:
                 weights = weights[torch.from_numpy(present).to(weights.device)]
+        lent = [offsets] if isinstance(offsets, Tensor) else []
         return self._group.pooled(
-            ids, bounds, [self.mode == "mean"], weights, train=self._begin_forward(), anchor=self.weight
+            ids, bounds, [self.mode == "mean"], weights, train=self._begin_forward(), anchor=self.weight, lent=lent
         )
 
     def prefetch(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> bool:

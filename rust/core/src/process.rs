@@ -32,6 +32,17 @@ pub(crate) fn works_behind() -> bool {
     BEHIND.get()
 }
 
+/// Whether the caller is on the thread that the process began with, or in a child the one that forked.
+pub(crate) fn is_main_thread() -> bool {
+    #[cfg(target_os = "linux")]
+    return rustix::thread::gettid() == rustix::process::getpid();
+    #[cfg(target_os = "macos")]
+    // SAFETY: asks about the calling thread and touches no memory.
+    return unsafe { libc::pthread_main_np() } != 0;
+    #[cfg(not(any(target_os = "linux", target_os = "macos")))]
+    return true;
+}
+
 /// A place for one value a process. For statics: what is made is leaked.
 pub(crate) struct PerProcess<T>(AtomicPtr<Place<T>>);
 

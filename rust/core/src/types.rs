@@ -75,13 +75,13 @@ pub struct RowMeta {
     pub count: u32,
     /// The table's step counter at the last training step that used the row.
     pub last_step: u64,
-    /// Decayed use: halved for every `SCORE_HALF_LIFE_STEPS` whole steps without use, plus occurrences.
+    /// Decayed use: the sum of the occurrences, halved whenever the table's step passes a multiple of `SCORE_HALF_LIFE_STEPS`.
     pub score: f32,
     /// The checkpoint epoch of the last training step on the row.
     pub modified_epoch: u32,
 }
 
-/// Steps without use after which a row's score is halved.
+/// Steps after which every row's score is halved.
 pub const SCORE_HALF_LIFE_STEPS: u64 = 1024;
 
 #[cfg(test)]

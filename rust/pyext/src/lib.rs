@@ -8,6 +8,7 @@ mod buffers;
 mod checkpoint;
 mod checkpoint_rows;
 mod error;
+mod foreign;
 mod lookup;
 mod part;
 mod paths;
@@ -44,6 +45,7 @@ fn table_key(name: &str) -> u64 {
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ReservingAllocator::keep_reserve();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    foreign::register(module)?;
     module.add_class::<table::PyTable>()?;
     module.add_class::<table::PyExport>()?;
     module.add_class::<lookup::PyLookup>()?;

@@ -13,6 +13,7 @@ use crate::blocks::saving_in;
 use crate::buffers::slice;
 use crate::checkpoint::lock;
 use crate::error::to_python;
+use crate::foreign::drop_detached;
 use crate::table::PyTable;
 
 /// Remove the parts in a directory that nobody holds; what could not be removed.
@@ -34,6 +35,12 @@ pub(crate) struct PyPart {
     inner: Mutex<Option<Part>>,
     #[pyo3(get)]
     name: String,
+}
+
+impl Drop for PyPart {
+    fn drop(&mut self) {
+        drop_detached(lock(&self.inner).take());
+    }
 }
 
 impl PyPart {

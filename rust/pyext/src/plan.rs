@@ -12,6 +12,7 @@ use crate::buffers::{
     GivenDevice, device_tensors, matrix, positions_to_python, slice, slice_mut, slice2, slice2_mut, slots_to_python,
 };
 use crate::error::to_python;
+use crate::foreign::{drop_detached, under_lock};
 
 /// One batch.
 #[pyclass(frozen, name = "Plan", module = "torchrec_embcache._native")]
@@ -32,12 +33,7 @@ impl PyPlan {
 
 impl Drop for PyPlan {
     fn drop(&mut self) {
-        let mut plan = self.inner.take();
-        // Releasing takes the tables' locks, whose holders may wait for the GIL. With an interpreter that ends they wait for ever, and
-        // nobody has a use for the pins.
-        if Python::try_attach(|py| py.detach(|| drop(plan.take()))).is_none() {
-            std::mem::forget(plan);
-        }
+        drop_detached(self.inner.take());
     }
 }
 
@@ -108,7 +104,17 @@ impl PyPlan {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned callables")]
     fn exclusively(&self, py: Python<'_>, work: Py<PyAny>) -> PyResult<()> {
         let plan = self.plan()?;
-        py.detach(|| plan.exclusively(|| Python::attach(|py| work.call0(py).map(drop)))).map_err(to_python)?
+        py.detach(|| plan.exclusively(|| under_lock(|py| work.call0(py).map(drop)))).map_err(to_python)?
+    }
+
+    fn scattered(&self, py: Python<'_>) -> PyResult<()> {
+        let plan = self.plan()?;
+        py.detach(|| plan.scattered()).map_err(to_python)
+    }
+
+    fn begin_update(&self, py: Python<'_>) -> PyResult<()> {
+        let plan = self.plan()?;
+        py.detach(|| plan.begin_update()).map_err(to_python)
     }
 
     fn commit(&self, py: Python<'_>) -> PyResult<()> {

@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use crate::blocks::saving_in;
 use crate::checkpoint::{ancestor, ended, lock};
 use crate::error::to_python;
+use crate::foreign::drop_detached;
 use crate::table::PyTable;
 
 /// From now on the calling thread works while others leave it time.
@@ -22,6 +23,12 @@ pub(crate) fn work_behind() {
 #[pyclass(frozen, name = "CheckpointSnapshot", module = "torchrec_embcache._native")]
 pub(crate) struct PySnapshot {
     inner: Mutex<Option<RankSnapshot>>,
+}
+
+impl Drop for PySnapshot {
+    fn drop(&mut self) {
+        drop_detached(lock(&self.inner).take());
+    }
 }
 
 /// A table's module, itself, its hyperparameters, and the checkpoint that a delta of it builds on.
@@ -62,20 +69,22 @@ impl PySnapshot {
     }
 
     fn write_table(&self, py: Python<'_>) -> PyResult<Option<(u64, u64)>> {
-        py.detach(|| {
-            let mut inner = lock(&self.inner);
-            inner.as_mut().ok_or_else(|| ended("snapshot"))?.write_next().map_err(to_python)
-        })
+        let mut write = || lock(&self.inner).as_mut().map(RankSnapshot::write_next);
+        py.detach(&mut write).ok_or_else(|| ended("snapshot"))?.map_err(to_python)
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        py.detach(|| {
-            let snapshot = lock(&self.inner).take().ok_or_else(|| ended("snapshot"))?;
-            snapshot.finish().map(|digest| (digest.bytes, digest.xxh3)).map_err(to_python)
-        })
+        let finish = || {
+            let snapshot = lock(&self.inner).take();
+            snapshot.map(|snapshot| snapshot.finish().map(|digest| (digest.bytes, digest.xxh3)))
+        };
+        py.detach(finish).ok_or_else(|| ended("snapshot"))?.map_err(to_python)
     }
 
     fn release(&self, py: Python<'_>) {
-        py.detach(|| drop(lock(&self.inner).take()));
+        py.detach(|| {
+            let snapshot = lock(&self.inner).take();
+            drop(snapshot);
+        });
     }
 }

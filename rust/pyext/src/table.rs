@@ -19,6 +19,7 @@ use crate::buffers::{
     GivenMeta, Meta, headers_from_python, matrix, meta_to_python, scalars_to_python, slice, slice2, slots_to_python,
 };
 use crate::error::{from_python, to_python};
+use crate::foreign::under_lock;
 use crate::paths::ssd_engine;
 use crate::segments::PySegments;
 
@@ -30,7 +31,7 @@ struct PythonGather {
 
 impl DeviceRows for PythonGather {
     fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
-        Python::attach(|py| {
+        under_lock(|py| {
             let mut call = || -> PyResult<()> {
                 let answer = self.callable.call1(py, (slots_to_python(py, slots),))?;
                 let (rows, scalar_slots): (PyReadonlyArray2<'_, f32>, PyReadonlyArray1<'_, f32>) =

@@ -16,10 +16,20 @@ use embcache::types::{CacheSlot, Id};
 pub use watch::watched;
 
 /// Tensors of a device tier, in RAM: what torch holds in production.
-#[derive(Debug)]
 pub struct DeviceMemory {
     layout: RowLayout,
     parts: Mutex<Parts>,
+    /// After how many more reads of rows something else happens, and what.
+    amid: Mutex<Option<(u32, Amid)>>,
+}
+
+/// What happens while the core reads rows of the device, or the error that the read ends with.
+type Amid = Box<dyn FnOnce() -> embcache::Result<()> + Send>;
+
+impl std::fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeviceMemory").field("layout", &self.layout).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -65,6 +75,17 @@ impl DeviceMemory {
 
 impl DeviceRows for DeviceMemory {
     fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> embcache::Result<()> {
+        let now = {
+            let mut amid = self.amid.lock().unwrap_or_else(PoisonError::into_inner);
+            match amid.take() {
+                Some((0, now)) => Some(now),
+                later => {
+                    *amid = later.map(|(reads, later)| (reads - 1, later));
+                    None
+                }
+            }
+        };
+        now.map_or(Ok(()), |now| now())?;
         let dim = self.layout.dim;
         let floats = self.layout.vector_floats();
         self.with(|parts| {
@@ -165,7 +186,7 @@ impl Rig {
     pub fn open(config: TableConfig, engine: Arc<dyn IoEngine>) -> embcache::Result<Self> {
         let (dim, layout) = (config.dim, config.layout());
         let device = config.device_rows.map(|slots| {
-            let memory = Arc::new(DeviceMemory { layout, parts: Mutex::default() });
+            let memory = Arc::new(DeviceMemory { layout, parts: Mutex::default(), amid: Mutex::default() });
             memory.resize(slots as usize);
             memory
         });
@@ -183,15 +204,37 @@ impl Rig {
     /// Wait for a plan and scatter what it fetched.
     pub fn place(&self, plan: &Plan) -> embcache::Result<()> {
         plan.wait()?;
+        self.scatter(plan, 0)?;
+        if self.device.is_some() { plan.scattered() } else { Ok(()) }
+    }
+
+    /// Scatter what a plan fetched for this rig's table, which is the plan's number `table`.
+    pub fn scatter(&self, plan: &Plan, table: usize) -> embcache::Result<()> {
         if let Some(device) = &self.device {
-            device.resize(plan.required_slots(0)? as usize);
-            let (slots, vectors, scalars) = plan.fetched(0)?;
+            device.resize(plan.required_slots(table)? as usize);
+            let (slots, vectors, scalars) = plan.fetched(table)?;
             device.scatter(&slots, &vectors, &scalars);
         }
         Ok(())
     }
 
-    fn with_tensors<T>(&self, body: impl FnOnce(&mut [Option<DeviceTensors<'_>>]) -> T) -> T {
+    /// While rows are read from the device, after `reads` reads from now on: do `amid`, whose error ends that read.
+    ///
+    /// # Panics
+    /// Where there is no device tier.
+    pub fn amid_device_read(&self, reads: u32, amid: impl FnOnce() -> embcache::Result<()> + Send + 'static) {
+        let device = self.device.as_ref().expect("a device tier");
+        *device.amid.lock().unwrap_or_else(PoisonError::into_inner) = Some((reads, Box::new(amid)));
+    }
+
+    /// Whether what `amid_device_read` was given happened, or was never given. Forgets it.
+    pub fn device_read_ended(&self) -> bool {
+        let amid = self.device.as_ref().map(|device| &device.amid);
+        amid.is_none_or(|amid| amid.lock().unwrap_or_else(PoisonError::into_inner).take().is_none())
+    }
+
+    /// Do something with the device tensors: one entry, or none without a device tier.
+    pub fn with_tensors<T>(&self, body: impl FnOnce(&mut [Option<DeviceTensors<'_>>]) -> T) -> T {
         match &self.device {
             None => body(&mut []),
             Some(device) => device.with(|parts| {

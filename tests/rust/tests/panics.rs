@@ -104,7 +104,8 @@ fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
         first.wait().expect("rows on the device");
         drop(first);
         let first = plan(0).expect("a plan");
-        first.wait().expect("rows on the device");
+        first.wait().expect("rows for the device");
+        first.scattered().expect("rows on the device");
         first.commit().expect("a step");
         let second = plan(100).expect("a plan");
         let panicked = catch_unwind(AssertUnwindSafe(|| second.wait()));

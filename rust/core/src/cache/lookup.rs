@@ -38,7 +38,7 @@ impl std::fmt::Debug for Shape {
 }
 
 impl Lookup {
-    /// `Input` unless every table has features, as neighbours, in the tables' order.
+    /// `Input` unless every table is given once and has features, as neighbours, in the tables' order.
     pub fn new(tables: &[Table], feature_tables: &[usize]) -> Result<Self> {
         let mut table_features: Vec<Range<usize>> = Vec::with_capacity(tables.len());
         for (feature, &table) in feature_tables.iter().enumerate() {
@@ -64,6 +64,19 @@ impl Lookup {
                     tables.len()
                 ),
             ));
+        }
+        for (second, table) in tables.iter().enumerate() {
+            // Its locks would be taken twice by one thread, which would wait for itself for ever.
+            if let Some(first) = tables[..second].iter().position(|other| Arc::ptr_eq(&other.shared, &table.shared)) {
+                return Err(Error::new(
+                    Kind::Input,
+                    format!(
+                        "tables[{first}] and tables[{second}] are both table {:?}: give a table once, with all its features \
+                         side by side in feature_tables={feature_tables:?}",
+                        table.config().name
+                    ),
+                ));
+            }
         }
         let mut columns = Vec::with_capacity(feature_tables.len());
         let mut total_columns = 0;
@@ -143,6 +156,8 @@ fn check_splits(ids: usize, splits: &[i64], features: usize) -> Result<Vec<usize
             features + 1
         ));
     }
+    // Another thread of the caller's may change what it lent: what is checked is a copy.
+    let splits = splits.to_vec();
     if splits[0] != 0 || splits[features] != ids as i64 || splits.windows(2).any(|pair| pair[0] > pair[1]) {
         return refuse(format!("feature_splits={splits:?} must rise from 0 to the {ids} ids"));
     }

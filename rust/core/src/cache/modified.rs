@@ -3,7 +3,8 @@
 use super::export::{COPIED_BYTES, Chunk, Walk};
 use super::groups::{Gather, GroupSink};
 use super::lineage::Ancestor;
-use super::table::{Held, Shared, State, Table};
+use super::locks::Held;
+use super::table::{Shared, State, Table};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::RowHeader;
@@ -125,7 +126,7 @@ impl Walk<'_> {
                 host.prefetch_header(later);
             }
             let found = host.slots.state(slot);
-            if !found.is_newest() || host.header(slot).modified_epoch < since {
+            if !found.is_newest() || host.modified_epoch(slot) < since {
                 continue;
             }
             if found.has(RowState::ON_SSD) {
@@ -243,7 +244,7 @@ impl Shared {
         self.finish_loads(&mut state);
         let all = since < state.marked_since;
         let mut ids: Vec<Id> = Vec::new();
-        let host = |slot| (state.host.header(slot).modified_epoch >= since).then(|| state.host.id(slot));
+        let host = |slot| (state.host.modified_epoch(slot) >= since).then(|| state.host.id(slot));
         collect(&mut ids, &state.host.slots, all, host)?;
         if let Some(device) = &state.device {
             let on_device = |slot| (device.header(slot).modified_epoch >= since).then(|| device.id(slot));

@@ -56,6 +56,8 @@ pub(crate) struct TablePlan {
     pub(crate) overflow_rows: u32,
     /// Rows to scatter into the device tensors.
     pub(crate) fetched: super::place_device::Fetched,
+    /// The same rows, which move to the device once they were scattered.
+    pub(crate) arriving: Vec<super::place_device::Arriving>,
     pub(crate) placed: bool,
 }
 
@@ -78,6 +80,7 @@ impl TablePlan {
             unplaced: Vec::new(),
             overflow_rows: 0,
             fetched: super::place_device::Fetched::default(),
+            arriving: Vec::new(),
             placed: false,
         }
     }

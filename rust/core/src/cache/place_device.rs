@@ -1,5 +1,7 @@
 //! Bringing a batch's rows into the device tier. Stage one pins and reads ahead into the host tier; stage two, under the table's lock,
-//! moves rows: victims down, the batch's rows into a staging buffer that Python scatters.
+//! moves victims down, gives the batch's rows slots on the device and copies them into a staging buffer that Python scatters. Only when
+//! Python says that it did, stage three makes the device's copies the newest, which cannot fail. Until then a row's device slot is
+//! LOADING, its newest copy is where it was, and whoever looks for the row finds it there.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -11,7 +13,7 @@ use crate::device::DeviceTier;
 use crate::error::Result;
 use crate::memory;
 use crate::rows::{RowHeader, RowMut, RowRef};
-use crate::slots::RowState;
+use crate::slots::{RowState, SlotMap};
 use crate::ssd::{FetchBatch, SsdTier};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
@@ -27,6 +29,15 @@ pub(crate) struct Fetched {
     pub(crate) vectors: Vec<f32>,
     /// Scalar slots: `[M]`, zeros where the layout has none.
     pub(crate) scalars: Vec<f32>,
+}
+
+/// A row that has a slot on the device and is not there yet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arriving {
+    /// Its position in the plan's distinct ids.
+    position: u32,
+    /// Its state once it is there, unless it comes from a host slot, which has its state.
+    state: RowState,
 }
 
 /// Rows read from the device: headers (scalar slot included) and vector parts.
@@ -130,7 +141,8 @@ impl TablePlan {
         let shared = Arc::clone(&self.shared);
         let started = Instant::now();
         let absent: Vec<u32> = (0..self.unique.len() as u32).filter(|&p| self.device[p as usize] == NO_SLOT).collect();
-        let missing = self.pin_device(state, &absent);
+        let homeless = self.pin_device(state, &absent);
+        let missing = [homeless, self.awaited(state)].concat();
         state.device_stats.hits += (self.unique.len() - missing.len()) as u64;
         state.device_stats.misses += missing.len() as u64;
 
@@ -140,26 +152,39 @@ impl TablePlan {
         if mode.train {
             shared.check_capacity(state, births, &self.unique)?;
         }
-        if let Err(error) = shared.make_device_room(state, staged.rows.len() as u32)
+        let homeless = staged.rows.iter().filter(|row| self.device[row.position as usize] == NO_SLOT).count();
+        if let Err(error) = shared.make_device_room(state, homeless as u32)
             && mode.train
         {
             // An evaluation reads on after a failed write, in the overflow.
             return Err(error);
         }
-        device(state).reserve(staged.rows.len())?;
+        device(state).reserve(homeless)?;
+        memory::reserve(&mut self.arriving, "place a batch", staged.rows.len())?;
         self.place_staged(state, staged);
 
         self.index.slots.clone_from(&self.device);
         if mode.unseen_zeros && !mode.train {
-            let tier = device(state);
-            for slot in &mut self.index.slots {
-                if *slot != NO_SLOT && tier.slots.state(*slot).has(RowState::PROVISIONAL) {
+            for (slot, &host) in self.index.slots.iter_mut().zip(&*self.host) {
+                let unborn = |slots: &SlotMap, slot| slot != NO_SLOT && slots.state(slot).has(RowState::PROVISIONAL);
+                if unborn(&device(state).slots, *slot) || unborn(&state.host.slots, host) {
                     *slot = NO_SLOT;
                 }
             }
         }
         state.device_stats.time_ns += started.elapsed().as_nanos() as u64;
         Ok(())
+    }
+
+    /// Positions of rows that have a slot on the device, from another plan, and are not there yet. That plan may never bring them, so
+    /// this one does.
+    fn awaited(&self, state: &mut State) -> Vec<u32> {
+        let slots = &device(state).slots;
+        if slots.all_settled() {
+            return Vec::new();
+        }
+        let is_awaited = |slot: CacheSlot| slot != NO_SLOT && slots.state(slot).has(RowState::LOADING);
+        (0..self.unique.len() as u32).filter(|&position| is_awaited(self.device[position as usize])).collect()
     }
 
     /// Copy the rows at `positions` from wherever they are into a staging buffer.
@@ -195,10 +220,12 @@ impl TablePlan {
             ssd.maybe_contains(&ids, &mut there);
         }
         for (&position, &there) in reads.iter().zip(&there) {
+            // Another plan may have begun to bring the row there.
+            let counted = self.is_unborn_on_device(state, position);
             if there {
-                rows.push(StagedRow { position, state: RowState::ON_SSD, counted: false });
+                rows.push(StagedRow { position, state: RowState::ON_SSD, counted });
             } else if mode.train || !mode.unseen_zeros {
-                rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted: false });
+                rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted });
             }
         }
         let mut vectors = memory::zeros("stage a batch", rows.len() * floats)?;
@@ -263,24 +290,87 @@ impl TablePlan {
         Ok(())
     }
 
-    /// Give the staged rows device slots; their host slots are freed, or kept as shadows while other plans hold them.
+    fn is_unborn_on_device(&self, state: &mut State, position: u32) -> bool {
+        let slot = self.device[position as usize];
+        slot != NO_SLOT && device(state).slots.state(slot).has(RowState::PROVISIONAL)
+    }
+
+    /// Give the staged rows device slots, to be filled.
     fn place_staged(&mut self, state: &mut State, staged: Staged) {
-        let leaving: Vec<CacheSlot> = staged.rows.iter().map(|row| self.host[row.position as usize]).collect();
-        state.keep_host(&leaving);
         let mut fetched = Fetched { vectors: staged.vectors, ..Fetched::default() };
         for (row, header) in staged.rows.iter().zip(&staged.headers) {
+            let from_host = self.host[row.position as usize] != NO_SLOT;
+            // The host tier says itself which of its rows are not born yet.
+            let unborn = !from_host && row.state.has(RowState::PROVISIONAL);
+            let before = self.is_unborn_on_device(state, row.position);
+            state.provisional = state.provisional + u64::from(unborn) - u64::from(before);
+            let there = if from_host { RowState::default() } else { row.state };
+            let there = there.with(RowState::OCCUPIED).with(RowState::LOADING);
             let tier = device(state);
-            let slot = tier.slots.take().unwrap_or_else(|| tier.slots.take_overflow());
-            *tier.header_mut(slot) = *header;
-            tier.slots.insert(slot, header.id, row.state.without(RowState::LOADING));
-            tier.slots.pin(slot);
-            self.device[row.position as usize] = slot;
+            let mut slot = self.device[row.position as usize];
+            if slot == NO_SLOT {
+                slot = tier.slots.take().unwrap_or_else(|| tier.slots.take_overflow());
+                *tier.header_mut(slot) = *header;
+                tier.slots.insert(slot, header.id, there);
+                tier.slots.pin(slot);
+                self.device[row.position as usize] = slot;
+            } else {
+                tier.slots.set_state(slot, there);
+            }
             fetched.slots.push(slot);
             fetched.scalars.push(header.scalar);
-            if row.state.has(RowState::PROVISIONAL) && !row.counted {
-                state.provisional += 1;
+            self.arriving.push(Arriving { position: row.position, state: row.state.without(RowState::LOADING) });
+        }
+        state.device_stats.written_bytes += fetched.vectors.len() as u64 * 4;
+        state.host_stats.read_bytes += fetched.vectors.len() as u64 * 4;
+        self.fetched = fetched;
+    }
+
+    /// What is to be scattered: handed out once. Rows that another plan brought to the device meanwhile are left out: they may have been
+    /// trained since.
+    pub(crate) fn take_fetched(&mut self) -> Result<Fetched> {
+        let mut fetched = std::mem::take(&mut self.fetched);
+        let floats = self.shared.layout.vector_floats();
+        let mut state = self.shared.lock_any()?;
+        let Some(tier) = &mut state.device else { return Ok(fetched) };
+        let mut kept = 0;
+        for at in 0..fetched.slots.len() {
+            if tier.slots.state(fetched.slots[at]).has(RowState::LOADING) {
+                if kept < at {
+                    fetched.slots[kept] = fetched.slots[at];
+                    fetched.scalars[kept] = fetched.scalars[at];
+                    fetched.vectors.copy_within(at * floats..(at + 1) * floats, kept * floats);
+                }
+                kept += 1;
             }
-            let host_slot = std::mem::replace(&mut Arc::make_mut(&mut self.host)[row.position as usize], NO_SLOT);
+        }
+        fetched.slots.truncate(kept);
+        fetched.scalars.truncate(kept);
+        fetched.vectors.truncate(kept * floats);
+        Ok(fetched)
+    }
+
+    /// Stage three: the rows were scattered, and from now on their newest copies are on the device. Their host slots are freed, or kept as
+    /// shadows while other plans hold them.
+    pub(crate) fn take_over(&mut self) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let mut state = shared.lock_any()?;
+        let state = &mut *state;
+        if state.device.is_none() {
+            return Ok(());
+        }
+        let mut arriving = std::mem::take(&mut self.arriving);
+        let slots = &device(state).slots;
+        arriving.retain(|row| slots.state(self.device[row.position as usize]).has(RowState::LOADING));
+        let leaving: Vec<CacheSlot> =
+            arriving.iter().map(|row| self.host[row.position as usize]).filter(|&slot| slot != NO_SLOT).collect();
+        state.keep_host(&leaving);
+        let host = Arc::make_mut(&mut self.host);
+        for Arriving { position, state: staged } in arriving {
+            let host_slot = std::mem::replace(&mut host[position as usize], NO_SLOT);
+            let row = if host_slot == NO_SLOT { staged } else { state.host.slots.state(host_slot) };
+            let slot = self.device[position as usize];
+            device(state).slots.set_state(slot, row.with(RowState::OCCUPIED));
             if host_slot != NO_SLOT {
                 if state.host.slots.unpin(host_slot) {
                     state.host.remove(host_slot, false);
@@ -289,9 +379,7 @@ impl TablePlan {
                 }
             }
         }
-        state.device_stats.written_bytes += fetched.vectors.len() as u64 * 4;
-        state.host_stats.read_bytes += fetched.vectors.len() as u64 * 4;
-        self.fetched = fetched;
+        Ok(())
     }
 }
 
@@ -309,13 +397,15 @@ struct Staged {
 }
 
 impl Shared {
-    /// Read device rows into RAM.
+    /// Read device rows into RAM, by code that is not the core's and runs under the table's lock.
     pub(crate) fn gather_device(&self, state: &mut State, slots: &[CacheSlot]) -> Result<Gathered> {
         let floats = self.layout.vector_floats();
         let mut vectors = memory::zeros("read rows from the device", slots.len() * floats)?;
         let mut scalars = memory::zeros("read rows from the device", slots.len())?;
         let reader = self.device_rows.as_ref().expect("a device tier comes with a way to read it");
+        let foreign = self.reading_device.begin();
         reader.gather(slots, &mut vectors, &mut scalars)?;
+        drop(foreign);
         let tier = device(state);
         let headers =
             slots.iter().zip(&scalars).map(|(&slot, &scalar)| RowHeader { scalar, ..*tier.header(slot) }).collect();

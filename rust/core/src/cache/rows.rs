@@ -57,7 +57,7 @@ impl Table {
     pub fn clear(&self) -> Result<()> {
         let (_rows, mut state) = loop {
             self.shared.check_process()?;
-            self.shared.wait_for_snapshot();
+            self.shared.wait_for_snapshot()?;
             let locked = (self.shared.reading_rows()?, self.shared.lock_any()?);
             if locked.1.snapshot.is_none() {
                 break locked;
@@ -132,7 +132,7 @@ impl Shared {
         let mut on_device = Vec::new();
         let mut elsewhere = Vec::new();
         for (position, &id) in ids.iter().enumerate() {
-            let slot = state.device.as_ref().map_or(NO_SLOT, |device| device.slots.get(id));
+            let slot = state.device.as_ref().map_or(NO_SLOT, |device| device.slot_with_row(id));
             if slot != NO_SLOT {
                 on_device.push((position, slot));
                 continue;

@@ -23,7 +23,7 @@ use crate::prefetch::prefetch_address;
 use crate::rows::{RowHeader, RowRef};
 use crate::slots::{RowState, SlotMap};
 use crate::ssd::{KeepRow, SsdMoment};
-use crate::sync::{Ordering, lock, wait};
+use crate::sync::Ordering;
 use crate::types::{CacheSlot, Id};
 
 /// How many rows ahead those to be copied are asked for.
@@ -273,20 +273,14 @@ impl Drop for TableSnapshot {
     fn drop(&mut self) {
         // First what others wait for with the table's lock.
         drop(self.ssd.take());
-        if self.shared.check_process().is_err() {
-            return;
-        }
-        let pending = lock(&self.shared.state).snapshot.take();
-        self.shared.has_snapshot.store(false, Ordering::Release);
-        self.shared.snapshot_gone.notify_all();
-        drop(pending);
+        self.shared.leave_snapshot();
     }
 }
 
 impl State {
     /// Marks of the host and the device tier: of the newest rows modified in epoch `since` or later.
     fn marks(&self, since: u32) -> Result<(Marks, Marks)> {
-        let host = |slot| self.host.header(slot).modified_epoch;
+        let host = |slot| self.host.modified_epoch(slot);
         let on_host = self.marks_of(&self.host.slots, since, host)?;
         let on_device = self.device.as_ref().map_or(Ok(Marks(Vec::new())), |tier| {
             self.marks_of(&tier.slots, since, |slot| tier.header(slot).modified_epoch)
@@ -419,14 +413,6 @@ impl Shared {
             (false, _) => state.keep_host(slots),
             (true, Some(tensors)) => state.keep_tensors(slots, tensors),
             (true, None) => self.keep_device(state, slots),
-        }
-    }
-
-    /// Wait until no snapshot of the table is held.
-    pub(crate) fn wait_for_snapshot(&self) {
-        let mut state = lock(&self.state);
-        while state.snapshot.is_some() {
-            state = wait(&self.snapshot_gone, state);
         }
     }
 }

@@ -1,23 +1,23 @@
 //! One table shard: opening, budgets, counters.
 
-use std::sync::{Arc, PoisonError, TryLockError};
+use std::sync::Arc;
 
 use super::export::Export;
 use super::lineage::Lineage;
 use super::load::Loading;
+use super::locks::{Left, Torn};
 use super::snapshot::Pending;
 use crate::config::{PolicyKind, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
 use crate::io::IoEngine;
+use crate::logical_thread::ForeignCode;
 use crate::memory;
 use crate::rows::{RowBirth, RowLayout};
 use crate::ssd::{Identity, SegmentFiles, SsdTier, StateCounters};
 use crate::stats::{SsdStats, TierStats};
-use crate::sync::{
-    AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, lock,
-};
+use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock, lock};
 
 /// Ids that left the table take one part in so many of the host budget at most,
 const LINEAGE_SHARE: u64 = 64;
@@ -50,14 +50,18 @@ pub(crate) struct Shared {
     pub(crate) state: Mutex<State>,
     /// Whether the state has a snapshot; changes while `rows_in_use` is held for reading.
     pub(crate) has_snapshot: AtomicBool,
-    /// The state has a snapshot no more.
-    pub(crate) snapshot_gone: Condvar,
+    /// What was let go of while the table's lock could not be had.
+    pub(super) left: Left,
+    /// Whether the holder of the table's lock is running the code that reads device rows.
+    pub(super) reading_device: ForeignCode,
+    /// Whether the holder of `rows_in_use` is running the code of [`Plan::exclusively`](super::Plan::exclusively).
+    pub(super) changing_device: ForeignCode,
     /// Changes with every change of contents; moves between tiers do not count.
     version: AtomicU64,
-    closed: AtomicBool,
-    /// A panic ended a training step half-way, or a change of the state.
-    torn: AtomicBool,
-    pid: u32,
+    pub(super) closed: AtomicBool,
+    /// Whether a training step, or a change of the state, ended half-way.
+    pub(super) torn: Torn,
+    pub(super) pid: u32,
 }
 
 /// Everything that the table's lock protects.
@@ -181,10 +185,12 @@ impl Table {
             rows_in_use: RwLock::new(()),
             state: Mutex::new(state),
             has_snapshot: AtomicBool::new(false),
-            snapshot_gone: Condvar::new(),
+            left: Left::default(),
+            reading_device: ForeignCode::default(),
+            changing_device: ForeignCode::default(),
             version: AtomicU64::new(0),
             closed: AtomicBool::new(false),
-            torn: AtomicBool::new(false),
+            torn: Torn::default(),
             pid: std::process::id(),
         };
         let table = Self { shared: Arc::new(shared) };
@@ -289,7 +295,7 @@ impl Table {
         if self.shared.check_process().is_err() {
             return Ok(());
         }
-        self.shared.wait_for_snapshot();
+        self.shared.wait_for_snapshot()?;
         if self.shared.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -367,78 +373,6 @@ pub fn device_row_bytes(layout: &RowLayout, policy: PolicyKind) -> u64 {
 }
 
 impl Shared {
-    /// The table's state; `State` errors when it is closed, unusable after a failed load or a panic, or used in a forked child.
-    pub(crate) fn lock(&self) -> Result<Held<'_>> {
-        self.usable(self.lock_any()?)
-    }
-
-    /// As `lock`, also of a table that waits for a load.
-    pub(crate) fn lock_any(&self) -> Result<Held<'_>> {
-        self.check_open()?;
-        self.held(lock(&self.state))
-    }
-
-    /// As `lock`; `None` where another thread holds it now.
-    pub(crate) fn try_lock(&self) -> Result<Option<Held<'_>>> {
-        self.check_open()?;
-        let state = match self.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(state)) => state.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(None),
-        };
-        self.usable(self.held(state)?).map(Some)
-    }
-
-    fn usable<'a>(&self, state: Held<'a>) -> Result<Held<'a>> {
-        if let Some(reason) = &state.unusable {
-            return Err(Error::new(Kind::State, format!("table {:?} cannot be used: {reason}", self.config.name)));
-        }
-        Ok(state)
-    }
-
-    fn check_open(&self) -> Result<()> {
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::new(Kind::State, format!("table {:?} is closed", self.config.name)));
-        }
-        self.check_process()
-    }
-
-    fn held<'a>(&'a self, state: MutexGuard<'a, State>) -> Result<Held<'a>> {
-        let state = Held { torn: &self.torn, unwinding: std::thread::panicking(), state };
-        if self.torn.load(Ordering::Acquire) {
-            return Err(Error::new(
-                Kind::State,
-                format!(
-                    "table {:?} cannot be used since a panic interrupted a change of it, a bug of torchrec-embcache to report: open the \
-                     table again, to go on from its last flush, or load a checkpoint into a new one",
-                    self.config.name
-                ),
-            ));
-        }
-        Ok(state)
-    }
-
-    /// `State` in a process forked from the one that opened the table. No lock is to be asked for before this: one that another thread
-    /// held at the fork stays locked in the child.
-    pub(crate) fn check_process(&self) -> Result<()> {
-        if self.pid == std::process::id() {
-            return Ok(());
-        }
-        Err(Error::new(
-            Kind::State,
-            format!(
-                "table {:?} was opened by process {} and is used in a forked child: open tables after the fork, or start \
-                 workers with the spawn method",
-                self.config.name, self.pid
-            ),
-        ))
-    }
-
-    /// Refuse every use from now on: a panic left rows that are neither trained nor as they were.
-    pub(crate) fn tear(&self) {
-        self.torn.store(true, Ordering::Release);
-    }
-
     /// Note that the table's contents changed: a training step, an import, a removal.
     pub(crate) fn contents_changed(&self) {
         self.version.fetch_add(1, Ordering::AcqRel);
@@ -449,54 +383,11 @@ impl Shared {
         self.version.load(Ordering::Acquire)
     }
 
-    /// Keeps kernels that write out. `State` in a forked child.
-    pub(crate) fn reading_rows(&self) -> Result<RwLockReadGuard<'_, ()>> {
-        self.check_process()?;
-        Ok(self.rows_in_use.read().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Keeps all others out. `State` in a forked child.
-    pub(crate) fn writing_rows(&self) -> Result<RwLockWriteGuard<'_, ()>> {
-        self.check_process()?;
-        Ok(self.rows_in_use.write().unwrap_or_else(PoisonError::into_inner))
-    }
-
     /// How many rows the host budget holds beside the index of the rows on SSD.
     pub(crate) fn host_rows_beside_index(&self, state: &State) -> u64 {
         let Some(ssd) = &self.ssd else { return state.host.rows_beside_index(0, 0) };
         let lineage = charged_lineage_bytes(state).div_ceil(state.host.row_bytes());
         state.host.rows_beside_index(ssd.index_bytes(), ssd.rows()).saturating_sub(lineage)
-    }
-}
-
-/// The table's state, held. Dropped by a panic it leaves the table torn.
-pub(crate) struct Held<'a> {
-    torn: &'a AtomicBool,
-    /// Whether it was taken by a panic's clean-up.
-    unwinding: bool,
-    state: MutexGuard<'a, State>,
-}
-
-impl std::ops::Deref for Held<'_> {
-    type Target = State;
-    #[inline]
-    fn deref(&self) -> &State {
-        &self.state
-    }
-}
-
-impl std::ops::DerefMut for Held<'_> {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut State {
-        &mut self.state
-    }
-}
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() && !self.unwinding {
-            self.torn.store(true, Ordering::Release);
-        }
     }
 }
 

@@ -6,10 +6,11 @@ use crate::error::Result;
 use crate::memory;
 use crate::prefetch::prefetch;
 use crate::rows::RowHeader;
-use crate::slots::SlotMap;
-use crate::types::{CacheSlot, Id};
+use crate::slots::{RowState, SlotMap};
+use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Reads rows of the device tier into RAM.
+/// Reads rows of the device tier into RAM. It is called while the table's lock is held: what it runs must not use the table (`State`),
+/// and may drop plans and snapshots.
 pub trait DeviceRows: Send + Sync {
     /// Copy the rows in `slots` (`[n]`) to `vectors` (`[n, V]`) and their scalar slots to `scalars` (`[n]`, zeros where the layout has
     /// none).
@@ -50,6 +51,12 @@ impl DeviceTier {
 
     pub(crate) fn id(&self, slot: CacheSlot) -> Id {
         self.header(slot).id
+    }
+
+    /// The slot of a row that is on the device; `NO_SLOT` too for a row that only has a slot here and was not scattered yet.
+    pub(crate) fn slot_with_row(&self, id: Id) -> CacheSlot {
+        let slot = self.slots.get(id);
+        if slot != NO_SLOT && self.slots.state(slot).has(RowState::LOADING) { NO_SLOT } else { slot }
     }
 
     /// The row to evict next; see [`SlotMap::victim`].

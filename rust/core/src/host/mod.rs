@@ -82,14 +82,14 @@ impl HostTier {
         prefetch_address(self.arena.row(slot).header);
     }
 
-    /// The header of a row. The caller holds the table's lock, or a pin.
-    pub(crate) fn header(&self, slot: CacheSlot) -> &RowHeader {
-        // SAFETY: the slot is valid in the arena, and headers are written only under the table's lock, which the caller holds, or by
-        // the fetch of a LOADING row, which nobody reads.
+    /// The header of a row that no kernel writes now.
+    fn header(&self, slot: CacheSlot) -> &RowHeader {
+        // SAFETY: the slot is valid in the arena. Headers are written only under the table's lock, which the caller holds, by the fetch
+        // of a LOADING row, which nobody reads, and, the scalar slot alone, by kernels, which the caller keeps out.
         unsafe { &*self.arena.row(slot).header }
     }
 
-    /// The header of a row, to change it. The caller holds the table's lock.
+    /// The header of a row that no kernel writes now, to change it. The caller holds the table's lock.
     pub(crate) fn header_mut(&mut self, slot: CacheSlot) -> &mut RowHeader {
         // SAFETY: as in `header`, and `self` is borrowed exclusively.
         unsafe { &mut *self.arena.row(slot).header }
@@ -119,8 +119,38 @@ impl HostTier {
         unsafe { RowList::in_slots(&self.arena, slots, self.layout.vector_floats()) }
     }
 
+    /// The id of a row. A kernel may be writing the row's values.
     pub(crate) fn id(&self, slot: CacheSlot) -> Id {
-        self.header(slot).id
+        // SAFETY: the slot is valid in the arena. Of the header only this field is read, and no reference to the whole is made: a kernel
+        // may be writing the scalar slot. The id is written under the table's lock, which the caller holds.
+        unsafe { (&raw const (*self.arena.row(slot).header).id).read() }
+    }
+
+    /// The epoch of a row's last training step. A kernel may be writing the row's values.
+    pub(crate) fn modified_epoch(&self, slot: CacheSlot) -> u32 {
+        // SAFETY: as in `id`.
+        unsafe { (&raw const (*self.arena.row(slot).header).modified_epoch).read() }
+    }
+
+    /// Record a training step on a row; see [`RowHeader::touch`]. Another plan's kernel may be writing the row's values.
+    #[inline]
+    pub(crate) fn touch(&mut self, slot: CacheSlot, occurrences: u32, step: u64, epoch: u32) {
+        let header = self.arena.row(slot).header;
+        // SAFETY: the slot is valid in the arena and `self` is borrowed exclusively. Metadata is read and written field by field, under
+        // the table's lock, which the caller holds; the scalar slot, which a kernel may be writing, is not touched.
+        unsafe {
+            let mut meta = RowHeader {
+                last_step: (&raw const (*header).last_step).read(),
+                count: (&raw const (*header).count).read(),
+                score: (&raw const (*header).score).read(),
+                ..RowHeader::default()
+            };
+            meta.touch(occurrences, step, epoch);
+            (&raw mut (*header).last_step).write(meta.last_step);
+            (&raw mut (*header).count).write(meta.count);
+            (&raw mut (*header).score).write(meta.score);
+            (&raw mut (*header).modified_epoch).write(meta.modified_epoch);
+        }
     }
 
     /// Take an empty slot of the budget, or of the overflow where `overflow` allows it.

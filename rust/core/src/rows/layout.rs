@@ -64,8 +64,11 @@ impl RowHeader {
     }
 
     /// Record a training step that used the row `occurrences` times. Exact in `f32` halvings, so the same everywhere.
+    ///
+    /// Half lives are counted from step 0, not from the row's last step: so none is lost however often the row is used, and nothing
+    /// but the last step need be known.
     pub fn touch(&mut self, occurrences: u32, step: u64, epoch: u32) {
-        let halvings = step.saturating_sub(self.last_step) / SCORE_HALF_LIFE_STEPS;
+        let halvings = (step / SCORE_HALF_LIFE_STEPS).saturating_sub(self.last_step / SCORE_HALF_LIFE_STEPS);
         let decayed = if halvings > 140 { 0.0 } else { (0..halvings).fold(self.score, |score, _| score * 0.5) };
         self.score = decayed + occurrences as f32;
         self.count = self.count.saturating_add(occurrences);
@@ -98,3 +101,34 @@ unsafe impl Send for RowMut {}
 // SAFETY: as above; the pointer itself is plain data.
 #[allow(unsafe_code)]
 unsafe impl Sync for RowMut {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_that_is_used_more_often_than_its_half_life_decays_as_any_other() {
+        let mut row = RowHeader { score: 1024.0, ..RowHeader::default() };
+        for step in 1..=10 * SCORE_HALF_LIFE_STEPS {
+            if step % (SCORE_HALF_LIFE_STEPS - 1) == 0 || step == 10 * SCORE_HALF_LIFE_STEPS {
+                row.touch(0, step, 0);
+            }
+        }
+        assert_eq!(row.score.to_bits(), 1.0_f32.to_bits(), "ten half lives");
+    }
+
+    #[test]
+    fn a_score_is_halved_once_for_each_half_life_that_ends() {
+        let after = |last_step, step| {
+            let mut row = RowHeader { score: 8.0, last_step, ..RowHeader::default() };
+            row.touch(1, step, 0);
+            row.score
+        };
+        let half_life = SCORE_HALF_LIFE_STEPS;
+        assert_eq!(after(0, half_life - 1).to_bits(), 9.0_f32.to_bits());
+        assert_eq!(after(half_life - 1, half_life).to_bits(), 5.0_f32.to_bits());
+        assert_eq!(after(0, 2 * half_life).to_bits(), 3.0_f32.to_bits());
+        assert_eq!(after(0, 1000 * half_life).to_bits(), 1.0_f32.to_bits());
+        assert_eq!(after(5 * half_life, half_life).to_bits(), 9.0_f32.to_bits(), "a step counter that was set back");
+    }
+}

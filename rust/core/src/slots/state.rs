@@ -13,7 +13,7 @@ impl RowState {
     pub const ON_SSD: Self = Self(4);
     /// Planned but never trained: it vanishes with its last pin.
     pub const PROVISIONAL: Self = Self(8);
-    /// Its bytes are still being read.
+    /// Its bytes are still being read; in a device slot: they were not scattered yet, and the newest copy is where it was.
     pub const LOADING: Self = Self(16);
     /// The newest copy is on the device; this slot is kept for a pin only.
     pub const SHADOW: Self = Self(32);

@@ -1,0 +1,232 @@
+"""Python that runs while the core holds a table's lock: signal handlers, the garbage collector, destructors. Nothing hangs."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+BEFORE = """
+import gc, os, signal, sys, threading
+import torch
+from torchrec_embcache import _native, EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
+from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.kernels import DeviceTier, TorchBackend
+from torchrec_embcache.saver import Saver
+
+directory = sys.argv[1]
+
+def make(module="m", **settings):
+    os.makedirs(directory + "/" + module, 0o700, exist_ok=True)
+    tiers = TierBudgets(host_bytes="64KiB", device_bytes="8KiB", ssd_bytes="16MiB", ssd_dir=directory + "/" + module)
+    return EmbCacheEmbeddingBag(
+        name="item", embedding_dim=8, tiers=tiers, optimizer=optimizers.Adagrad(lr=0.1), seed=7, **settings
+    )
+
+def ids(step, count=96):
+    return ((torch.arange(count) * 7919 + step * 131) % 900).view(-1, 1)
+
+def train(bag, step):
+    bag(ids(step)).sum().backward()
+
+def rows(bag):
+    found = bag.read_rows(torch.arange(900))
+    return found.found.tolist(), found.weights.tolist(), found.slots["sum"].tolist()
+
+def patched(owner, name, before):
+    real = getattr(owner, name)
+    def call(*arguments):
+        before(*arguments)
+        return real(*arguments)
+    setattr(owner, name, call)
+"""
+
+
+def run(script: str, directory: Path, kernels: str = "torch") -> str:
+    """The output of a script in a process of its own, which must end well; one that hangs is ended."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", BEFORE + textwrap.dedent(script), str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={"EMBCACHE_KERNELS": kernels, **_environment()},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "EMBCACHE_KERNELS"}
+
+
+@pytest.mark.parametrize("kernels", ["core", "torch"])
+def test_a_signal_handler_that_uses_the_table_runs_when_its_lock_is_free(tmp_path: Path, kernels: str) -> None:
+    """A signal comes amid each read, scatter and update of device rows; its handler does what one at preemption does."""
+    out = run(
+        """
+        bag = make()
+        sent = ran = 0
+        errors = []
+
+        def handler(*_):
+            global ran
+            ran += 1
+            try:
+                assert len(bag) <= 900
+                bag.stats()
+                bag.read_rows(torch.arange(4))
+                if ran % 5 == 0:
+                    bag.flush()
+                if ran % 20 == 0:
+                    Saver(0).save(bag, directory + "/checkpoint")
+            except BaseException as error:
+                errors.append(repr(error))
+
+        signal.signal(signal.SIGUSR1, handler)
+
+        def signalled(*_):
+            global sent
+            # Not amid what the handler itself does.
+            if sent == ran:
+                sent += 1
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            for _ in range(100):  # instructions between which a handler could run
+                pass
+
+        undisturbed = make("undisturbed")
+        for step in range(25):
+            train(undisturbed, step)
+        expected = rows(undisturbed)
+        undisturbed.close()
+        for owner, name in (
+            (DeviceTier, "gather"), (DeviceTier, "scatter"), (DeviceTier, "arrays"), (TorchBackend, "_update")
+        ):
+            patched(owner, name, signalled)
+        for step in range(25):
+            train(bag, step)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert not errors, errors[0]
+        assert ran >= 40, (sent, ran)
+        sent = -1
+        assert rows(bag) == expected
+        bag.close()
+        print("ran")
+        """,
+        tmp_path,
+        kernels,
+    )
+    assert out.strip() == "ran"
+
+
+@pytest.mark.parametrize("kernels", ["core", "torch"])
+def test_forwards_that_the_collector_finds_while_device_rows_are_read_are_released(
+    tmp_path: Path, kernels: str
+) -> None:
+    out = run(
+        """
+        class Holder:
+            pass
+
+        collected = []
+        patched(DeviceTier, "gather", lambda *_: collected.append(gc.collect()))
+        gc.disable()
+        bag = make()
+        for step in range(30):
+            holder = Holder()
+            holder.itself = holder
+            holder.out = bag(ids(step, 4) + 5000)  # a forward that is given up, in a cycle
+            del holder
+            train(bag, step)
+        assert sum(collected) > 30, collected
+        gc.collect()
+        assert bag.stats().pinned_rows == 0, bag.stats()
+        assert not any(bag.read_rows(torch.arange(5000, 5900)).found), "rows that were never trained"
+        bag.close()
+        print("closed")
+        """,
+        tmp_path,
+        kernels,
+    )
+    assert out.strip() == "closed"
+
+
+def test_a_destructor_that_uses_the_table_while_its_rows_are_read_gets_a_typed_error(tmp_path: Path) -> None:
+    out = run(
+        """
+        held = []
+        patched(DeviceTier, "gather", lambda *_: held.clear())  # the table knows the method from when it is opened
+        bag = make()
+        for step in range(10):
+            train(bag, step)
+        errors = []
+
+        def tried(work):
+            try:
+                work()
+            except StateError as error:
+                assert "wait for itself" in str(error), error
+                errors.append(error)
+
+        class Uses:
+            def __del__(self):
+                tried(lambda: len(bag))
+                tried(bag.stats)
+                tried(bag.flush)
+                tried(bag.table.native.clear)
+                tried(bag.table.native.close)
+                tried(lambda: bag.read_rows(torch.arange(2)))
+                tried(lambda: bag(ids(0)))
+                tried(lambda: next(bag.export()))
+
+        held.append(Uses())
+        before = len(bag)
+        bag.read_rows(torch.arange(900))
+        assert len(errors) == 8, errors
+        train(bag, 11)
+        bag.flush()
+        assert len(bag) >= before
+        bag.close()
+        print("closed")
+        """,
+        tmp_path,
+    )
+    assert out.strip() == "closed"
+
+
+def test_snapshots_and_parts_of_checkpoints_that_are_dropped_while_device_rows_are_read_hold_nobody_up(
+    tmp_path: Path,
+) -> None:
+    out = run(
+        """
+        held = []
+        patched(DeviceTier, "gather", lambda *_: held.clear())
+        bag = make()
+        for step in range(10):
+            train(bag, step)
+        native = bag.table.native
+        root, name = _native.check_save_dir(directory + "/checkpoints"), "0000000001-0000000000000001"
+        os.mkdir(root + "/" + name, 0o750)
+
+        def part():
+            made = _native.CheckpointPart(root, 7, 0)
+            made.hold_tables([("m", native, {})], native.epoch() + 1)
+            return made
+
+        def snapshot():
+            return _native.CheckpointSnapshot(root, name, 0, 1, [("m", native, {}, None)], native.epoch() + 1, None)
+
+        for make_one in (part, snapshot):
+            held.append(make_one())
+            native.read_rows(torch.arange(900).numpy())
+            assert not held
+            make_one()  # it would be refused while another is held
+        native.clear()  # waits for a save that is under way
+        bag.close()
+        print("closed")
+        """,
+        tmp_path,
+    )
+    assert out.strip() == "closed"
