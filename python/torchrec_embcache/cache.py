@@ -353,6 +353,9 @@ class CacheTable:
     def export(self, chunk_rows: int = 65_536) -> RowExport:
         """Every row of every tier as of this call, in chunks; a step taken meanwhile ends it (`StateError`).
 
+        So does a call that needs room on SSD, where chunks are left untaken and the files that they are still to be read from
+        stand in its way.
+
         For example `table.export().to_numpy()["weights"]`, where all rows fit in RAM.
         """
         stream = self.native.export(check_int("chunk_rows", chunk_rows, 1, 1 << 30))
@@ -381,7 +384,9 @@ class CacheTable:
 
         Tensors, numpy arrays and lists are taken; numbers of another type become float32. `slots` are those of the optimizer, as
         in `RowChunk`; None: zeros. `metadata` None: as never used. Raises `InputError`, and `StateError` when a batch in flight
-        uses one of the rows.
+        uses one of the rows. On an error no row has changed, unless it says how many were imported: a table with
+        `on_full="evict"` takes them in parts. Where the disk of the SSD tier fails amid the call, all rows are imported, what could
+        not be written stays in RAM, and the next call that writes raises `ReadOnlyError`.
 
         For example `table.import_rows([7, 9], np.zeros((2, 64)))`.
         """
@@ -416,7 +421,11 @@ class CacheTable:
         return vectors, scalars
 
     def remove_rows(self, ids: Ids) -> int:
-        """Forget the rows of `ids` [n] (a tensor, a numpy array or a list): unseen from now on. How many there were."""
+        """Forget the rows of `ids` [n] (a tensor, a numpy array or a list): unseen from now on. How many there were.
+
+        On an error all of them are there as before, unless it says how many were removed. Where the disk of the SSD tier fails amid
+        the call, all are removed, and the next call that writes raises `ReadOnlyError`.
+        """
         return self.native.remove_rows(row_ids(ids, self.device))
 
     def _parts(
