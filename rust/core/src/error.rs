@@ -1,5 +1,6 @@
 //! The one error type. Its kind decides the Python exception; its message says what to do next.
 
+use std::any::Any;
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, getrlimit};
@@ -102,6 +103,16 @@ impl Error {
             path: Some(path.to_owned()),
             errno: None,
         }
+    }
+
+    /// What ended in a panic.
+    pub fn panicked(what: &str, panic: &(dyn Any + Send)) -> Self {
+        let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        let said = said.unwrap_or("no message");
+        Self::new(
+            Kind::State,
+            format!("{what} ended in a panic ({said}): this is a bug of torchrec-embcache, report it"),
+        )
     }
 
     /// The same error, about the file or directory `path`.

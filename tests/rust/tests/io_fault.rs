@@ -6,8 +6,10 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::io::{
-    ALIGNMENT, AlignedBuf, Fault, FaultEngine, IoEngine, MemoryEngine, Open, Operation, Read, publish, read_file,
+    ALIGNMENT, AlignedBuf, Fault, FaultEngine, IoEngine, MemoryEngine, Open, Operation, PsyncEngine, Read, publish,
+    read_file,
 };
+use embcache_tests::watched;
 
 fn engines() -> (MemoryEngine, FaultEngine) {
     let memory = MemoryEngine::default();
@@ -161,4 +163,36 @@ fn a_held_operation_goes_on_when_it_is_released() {
     });
     engine.sync_dir(Path::new("/d")).unwrap();
     assert_eq!(read_file(&memory.crash(), Path::new("/d/a"), 1 << 20).unwrap().len(), ALIGNMENT);
+}
+
+#[test]
+fn a_panic_of_a_thread_that_reads_ends_its_reads_with_an_error_and_strands_nobody() {
+    watched(String::new, || {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows");
+        std::fs::write(&path, vec![1; 1 << 16]).unwrap();
+        let disk = Arc::new(PsyncEngine::new(false));
+        let faults = FaultEngine::new(disk.clone());
+        let file = faults.open(&path, Open::Read).unwrap();
+        // The pool's threads take the faulty file itself.
+        let reads: Vec<Read> =
+            (0..200).map(|number| Read { file: file.clone(), offset: number * 300, len: 300 }).collect();
+        let outcomes = || {
+            let mut outcomes: Vec<Option<embcache::Result<()>>> = vec![None; reads.len()];
+            disk.read_batch(&reads, &mut |position, read| {
+                let read = read.map(|bytes| assert_eq!(bytes, [1; 300]));
+                assert!(outcomes[position].replace(read).is_none(), "read {position} comes twice");
+            });
+            outcomes.into_iter().map(|outcome| outcome.expect("each read comes")).collect::<Vec<_>>()
+        };
+        // More panics than the pool has threads.
+        for number in 0..40 {
+            faults.panic_at(Operation::Read, number);
+            let ended = outcomes();
+            let failed: Vec<_> = ended.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
+            assert!((1..=16).contains(&failed.len()), "{} of a chunk", failed.len());
+            assert!(failed.iter().all(|error| error.to_string().contains("panic")), "{failed:?}");
+        }
+        assert!(outcomes().iter().all(Result::is_ok), "the pool reads on");
+    });
 }

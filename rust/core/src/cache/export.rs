@@ -53,6 +53,10 @@ pub(super) struct Walk<'a> {
     pub(super) shared: &'a Shared,
     pub(super) version: u64,
     number: u64,
+    /// Rows of the table when the export began,
+    rows: u64,
+    /// and those that were handed over since.
+    handed_over: u64,
     /// Ids of rows that were handed over with an older copy on SSD.
     pub(super) outdated: Vec<Id>,
     pub(super) written_down: WrittenDown,
@@ -123,6 +127,7 @@ impl Walk<'_> {
         if any {
             take(state.host.rows(&found))?;
         }
+        self.handed_over += found.len() as u64;
         self.handed_over(&mut state, after);
         Ok(any)
     }
@@ -134,7 +139,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Hand over the rows that were on SSD when those in RAM had been handed over.
+    /// Hand over the rows that were on SSD when those in RAM had been handed over, and see that none is missing.
     fn rows_on_ssd(
         &mut self,
         chunk_rows: usize,
@@ -149,6 +154,7 @@ impl Walk<'_> {
                 return Ok(());
             }
             chunk.push(row);
+            self.handed_over += 1;
             if chunk.headers.len() == chunk_rows {
                 self.shared.check_version(self.version)?;
                 sink(std::mem::take(&mut chunk))?;
@@ -156,7 +162,10 @@ impl Walk<'_> {
             Ok(())
         })?;
         self.shared.check_version(self.version)?;
-        if chunk.headers.is_empty() { Ok(()) } else { sink(chunk) }
+        if !chunk.headers.is_empty() {
+            sink(chunk)?;
+        }
+        self.shared.check_rows_handed_over(self.rows, self.handed_over)
     }
 }
 
@@ -196,6 +205,20 @@ impl Shared {
         if self.version() == version { Ok(()) } else { Err(self.changed_meanwhile()) }
     }
 
+    /// Whoever wants all rows is told where some are missing.
+    fn check_rows_handed_over(&self, rows: u64, handed_over: u64) -> Result<()> {
+        if handed_over >= rows {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::State,
+            format!(
+                "table {:?} has {rows} rows and {handed_over} were found: a bug of torchrec-embcache to report",
+                self.config.name
+            ),
+        ))
+    }
+
     /// A free slot for a row to move to; none while an export is under way.
     pub(crate) fn free_slot_to_move_to(&self, state: &mut State) -> Option<CacheSlot> {
         let version = self.version();
@@ -217,7 +240,8 @@ impl Shared {
         let number = state.next_export;
         let written_down = WrittenDown::default();
         state.exports.push(Export { number, version, cursor: 0, written_down: Arc::clone(&written_down) });
-        Ok(Walk { shared: self, version, number, outdated: Vec::new(), written_down })
+        let rows = state.rows;
+        Ok(Walk { shared: self, version, number, rows, handed_over: 0, outdated: Vec::new(), written_down })
     }
 
     /// See [`Table::for_each_chunk`]. Where the sink may wait for somebody who takes the chunks, that is `taker`.
@@ -258,7 +282,8 @@ impl Shared {
         taker: Option<&Arc<dyn GiveWay>>,
         sink: &mut dyn FnMut(Chunk) -> Result<()>,
     ) -> Result<()> {
-        let mut in_ram = self.newest_in_ram()?;
+        let (mut in_ram, rows) = self.newest_in_ram()?;
+        let mut handed_over = in_ram.len() as u64;
         for ids in in_ram.chunks(chunk_rows) {
             let rows = {
                 let _rows = self.reading_rows()?;
@@ -276,21 +301,22 @@ impl Shared {
                 return Ok(());
             }
             chunk.push(row);
+            handed_over += 1;
             if chunk.headers.len() == chunk_rows {
                 self.check_version(version)?;
                 sink(std::mem::take(&mut chunk))?;
             }
             Ok(())
         })?;
+        self.check_version(version)?;
         if !chunk.headers.is_empty() {
-            self.check_version(version)?;
             sink(chunk)?;
         }
-        Ok(())
+        self.check_rows_handed_over(rows, handed_over)
     }
 
-    /// Ids of rows whose newest copy is in RAM or on the device: all others are on SSD, current.
-    fn newest_in_ram(&self) -> Result<Vec<Id>> {
+    /// Ids of rows whose newest copy is in RAM or on the device, and how many rows there are: all others are on SSD, current.
+    fn newest_in_ram(&self) -> Result<(Vec<Id>, u64)> {
         let mut state = self.lock()?;
         self.finish_loads(&mut state);
         let host = &state.host;
@@ -314,6 +340,6 @@ impl Shared {
                     .map(|slot| device.id(slot)),
             );
         }
-        Ok(ids)
+        Ok((ids, state.rows))
     }
 }

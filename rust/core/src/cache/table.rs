@@ -259,8 +259,18 @@ impl Table {
         Ok(())
     }
 
-    /// Write every dirty row down and publish one state named `token`. Without an SSD tier there is nothing to do.
+    /// Write every dirty row down and publish one state named `token`, which is larger than every earlier one. Without an SSD tier there is
+    /// nothing to do.
     pub fn flush(&self, token: u64) -> Result<()> {
+        self.flush_with(Some(token))
+    }
+
+    /// As [`Table::flush`], under the next even token: threads that do so at once take one after the other.
+    pub fn flush_next(&self) -> Result<()> {
+        self.flush_with(None)
+    }
+
+    fn flush_with(&self, token: Option<u64>) -> Result<()> {
         let Some(ssd) = &self.shared.ssd else { return Ok(()) };
         memory::check()?;
         let _rows = self.shared.reading_rows()?;
@@ -277,6 +287,11 @@ impl Table {
     pub fn forget_published(&self, token: u64) -> Result<()> {
         let _open = self.shared.lock_any()?;
         self.shared.ssd.as_ref().map_or(Ok(()), |ssd| ssd.forget_published(token))
+    }
+
+    /// Token of the last state that was flushed or resumed, whether or not it is still there: the next one is larger.
+    pub fn last_token(&self) -> Option<u64> {
+        self.shared.ssd.as_ref().and_then(SsdTier::last_token)
     }
 
     /// Whether the SSD tier gave up, for space, the states that a resume could take since the last flush.

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -9,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use super::cover::Cover;
 use super::disk::{BatchReader, DiskEngine, DiskFile};
 use super::{ALIGNMENT, BufPool, PooledBuf, Read, ReadSink};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory;
 use crate::sync::lock;
 
@@ -75,9 +76,17 @@ struct Batch {
 /// Reads that a thread has done, one after the other in one buffer.
 struct Chunk {
     first: usize,
-    /// None where the system refused one.
+    /// None where the system refused one, and after a panic.
     buffer: Option<PooledBuf>,
     rows: Vec<Result<Range<usize>>>,
+}
+
+impl Chunk {
+    /// Reads that all end with this error.
+    fn failed(positions: Range<usize>, error: &Error) -> Self {
+        let first = positions.start;
+        Self { first, buffer: None, rows: positions.map(|_| Err(error.clone())).collect() }
+    }
 }
 
 /// Positions grouped so that a chunk is small enough to share the work and large enough to be worth a hand-over.
@@ -136,11 +145,7 @@ impl Work {
         let mut buffer = match self.buffers.take_at_least(reads.iter().map(room_of).sum()) {
             Ok(buffer) => buffer,
             Err(refused) => {
-                return Chunk {
-                    first: chunk.start,
-                    buffer: None,
-                    rows: reads.iter().map(|_| Err(refused.clone())).collect(),
-                };
+                return Chunk::failed(chunk, &refused);
             }
         };
         let mut at = 0;
@@ -172,7 +177,12 @@ impl Work {
             loop {
                 let taken = batch.next.fetch_add(1, Ordering::Relaxed);
                 let Some(chunk) = batch.chunks.get(taken) else { break };
-                if batch.done.send(self.read_chunk(&batch, chunk.clone())).is_err() {
+                // Whoever waits for the batch counts its chunks: each comes, whatever happens to the thread that reads it.
+                let read = catch_unwind(AssertUnwindSafe(|| self.read_chunk(&batch, chunk.clone())));
+                let read = read.unwrap_or_else(|panic| {
+                    Chunk::failed(chunk.clone(), &Error::panicked("a thread that reads", &*panic))
+                });
+                if batch.done.send(read).is_err() {
                     // Whoever wanted the batch is gone (its sink panicked).
                     batch.next.store(batch.chunks.len(), Ordering::Relaxed);
                 }

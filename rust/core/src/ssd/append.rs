@@ -1,18 +1,16 @@
-//! Rows in and out of the tier: append, remove, clear, evict.
+//! Rows in and out of the tier: append, remove, clear.
 
 use std::sync::Arc;
 
 use super::buffer::Pool;
 use super::classes::{Classes, keep_neighbours_together};
-use super::footers::read_entries;
-use super::format::{Content, Entry};
-use super::index::Location;
+use super::index::TagIndex;
 use super::record::{encode_row, encode_tombstone};
-use super::segment::{OpenSegment, Segment};
+use super::segment::OpenSegment;
 use super::shared::{Counters, Shared, State, Stream};
 use crate::error::{Error, Kind, Result};
 use crate::rows::RowRef;
-use crate::sync::{Ordering, lock};
+use crate::sync::lock;
 use crate::types::Id;
 
 /// Records handled under one hold of the table's lock,
@@ -41,6 +39,7 @@ impl Shared {
                 drop(state);
                 return Err(self.full(held, new));
             }
+            debug_assert!(held + new <= TagIndex::MOST_IDS, "the capacity is no larger");
             state.index.reserve(new as usize)?;
         }
         let mut done = 0;
@@ -163,8 +162,10 @@ impl Shared {
             }
             let header = row.header;
             let open = state.open[stream.index()].as_mut().expect("just made ready");
+            let binding = open.segment.binding;
             let (record, room) = open.push(header.id, seq, header.modified_epoch);
             room.copy_from_slice(bytes);
+            binding.bind(record, room);
             open.segment.add_live(1);
             let location = open.segment.location(record);
             match if *known { state.index.replace(header.id, location) } else { None } {
@@ -218,7 +219,12 @@ impl Shared {
     }
 
     /// Remove those of `ids` that are here and for which `still` says true, each with a tombstone; on an error too they are in `gone`.
-    fn forget(self: &Arc<Self>, ids: &[Id], still: impl Fn(&State, usize) -> bool, gone: &mut Vec<Id>) -> Result<()> {
+    pub(super) fn forget(
+        self: &Arc<Self>,
+        ids: &[Id],
+        still: impl Fn(&State, usize) -> bool,
+        gone: &mut Vec<Id>,
+    ) -> Result<()> {
         self.check_writable()?;
         let mut done = 0;
         while done < ids.len() {
@@ -240,8 +246,10 @@ impl Shared {
                 }
                 let Some(location) = state.index.remove(id) else { continue };
                 state.bury_later(location);
-                let (_, bytes) = open.push(id, state.next_seq, state.highest_epoch);
+                let binding = open.segment.binding;
+                let (record, bytes) = open.push(id, state.next_seq, state.highest_epoch);
                 encode_tombstone(bytes, id, state.highest_epoch, state.next_seq);
+                binding.bind(record, bytes);
                 state.next_seq += 1;
                 gone.push(id);
             }
@@ -260,6 +268,7 @@ impl Shared {
         let _compacting = self.not_compacting();
         let mut state = self.state();
         state.index.clear();
+        state.tallies.drain(..).for_each(|tally| tally.end());
         state.emptied.clear();
         state.tombstones.clear();
         // The flusher finds the dropped segments doomed and gives their buffers back.
@@ -272,68 +281,5 @@ impl Shared {
             state.drop_segment(slot);
         }
         Ok(())
-    }
-
-    pub(super) fn evict(self: &Arc<Self>, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
-        let mut gone: Vec<Id> = Vec::new();
-        let evicted = self.evict_into(rows, keep, &mut gone);
-        Counters::add(&self.counters.dropped_rows, gone.len() as u64);
-        // Who asked must know which rows are gone; the error comes again with the next call, which drops none.
-        if gone.is_empty() { evicted.map(|()| gone) } else { Ok(gone) }
-    }
-
-    fn evict_into(self: &Arc<Self>, rows: u64, keep: &dyn Fn(Id) -> bool, gone: &mut Vec<Id>) -> Result<()> {
-        self.check_writable()?;
-        let (mut after, mut gone_before) = (0, 0);
-        while (gone.len() as u64) < rows {
-            let oldest = {
-                let state = self.view();
-                let later = state.current().filter(|s| s.serial > after && s.content == Content::Rows);
-                later.filter(|s| s.live.load(Ordering::Relaxed) > 0).min_by_key(|s| s.serial).cloned()
-            };
-            let Some(segment) = oldest else {
-                // Compaction may have moved rows to a segment that was passed already.
-                if gone.len() == gone_before {
-                    break;
-                }
-                (after, gone_before) = (0, gone.len());
-                continue;
-            };
-            after = segment.serial;
-            let entries = self.entries_of(&segment)?;
-            let here: Vec<(Id, Location)> = {
-                let state = self.view();
-                let places = entries.iter().map(|entry| (entry.id, segment.location(entry.record)));
-                places.filter(|(id, location)| state.index.is_at(*id, *location)).collect()
-            };
-            let wanted = rows as usize - gone.len();
-            let leaving: Vec<(Id, Location)> = here.into_iter().filter(|(id, _)| !keep(*id)).take(wanted).collect();
-            let ids: Vec<Id> = leaving.iter().map(|(id, _)| *id).collect();
-            // Whoever waits for room must not keep a file that is to make it.
-            drop(segment);
-            self.forget(&ids, |state, at| state.index.is_at(leaving[at].0, leaving[at].1), gone)?;
-        }
-        Ok(())
-    }
-
-    /// The entries of a segment's records so far, in the order of writing.
-    fn entries_of(&self, segment: &Arc<Segment>) -> Result<Vec<Entry>> {
-        loop {
-            let generation = self.home.space.generation();
-            {
-                let state = self.view();
-                if let Some(open) = state.open.iter().flatten().find(|open| Arc::ptr_eq(&open.segment, segment)) {
-                    return Ok(open.entries.clone());
-                }
-            }
-            if segment.sealed().is_some() {
-                let mut entries = read_entries(&*self.home.engine, segment)?;
-                entries.sort_unstable_by_key(|entry| entry.record);
-                return Ok(entries);
-            }
-            self.check_writable()?;
-            // Its footer is on the way to disk.
-            self.home.space.wait_change(generation);
-        }
     }
 }

@@ -3,7 +3,6 @@
 //! A panic ends no thread and strands nobody: what the task belongs to gets it as an error (a fetch ends with one, a tier whose write
 //! or compaction panicked only reads from then on).
 
-use std::any::Any;
 use std::collections::VecDeque;
 #[cfg(not(loom))]
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -185,13 +184,6 @@ fn compact_tier(tier: &Weak<Shared>) {
     if let Some(tier) = tier.upgrade() {
         tier.contain("compaction", || compact::run(&tier));
     }
-}
-
-/// The error of a task that panicked.
-pub(super) fn panicked(what: &str, panic: &(dyn Any + Send)) -> Error {
-    let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    let said = said.unwrap_or("no message");
-    Error::new(Kind::State, format!("{what} ended in a panic ({said}): this is a bug of torchrec-embcache, report it"))
 }
 
 #[cfg(not(loom))]

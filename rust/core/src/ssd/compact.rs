@@ -1,4 +1,4 @@
-//! Compaction: the live records of a segment move to the open segments of their classes, byte for byte and in order, and the segment goes.
+//! Compaction: the live records of a segment move to the open segments of their classes, as they are and in order, and the segment goes.
 //!
 //! A few threads a process serve all tiers, each a segment at a time, so that as many reads are under way and files are removed beside
 //! them. They work as late as they can (what waits longer has more dead records), and pick, in this order:
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use super::buffer::Pool;
 use super::classes::MOST_CLASSES;
 use super::format::Content;
-use super::record::{decode, le_u64};
+use super::record::le_u64;
 use super::segment::Segment;
 use super::shared::{Counters, Shared, State};
 use super::space::Geometry;
@@ -172,16 +172,25 @@ impl Shared {
         emptied || failed
     }
 
-    /// Move the live records of `victim` as far as there is room. An error means that bytes of it cannot be read.
+    /// Move the live records of `victim` as far as there is room. An error means that bytes of it cannot be read, or are not what was
+    /// written: then it stays as it is.
     fn move_rows(self: &Arc<Self>, victim: &Arc<Segment>) -> Result<()> {
         for (first, count) in chunks_of(victim) {
             let chunk = Chunk::read(victim, first, count)?;
             Pool::shared().throttle();
             if !self.move_chunk(victim, &chunk)? || victim.live.load(Ordering::Relaxed) == 0 {
-                break;
+                return Ok(());
             }
         }
-        Ok(())
+        // Every record was looked at, and each live one has moved or died since.
+        let left = {
+            let _counted = self.view();
+            victim.live.load(Ordering::Relaxed)
+        };
+        if left == 0 {
+            return Ok(());
+        }
+        Err(self.live_records_missing(victim, victim.records.load(Ordering::Relaxed), (left, 0)))
     }
 
     /// Move the live ones of the records of a chunk; false when there is no more room.
@@ -194,7 +203,7 @@ impl Shared {
         let (mut records, mut damage) = (Vec::new(), None);
         for ((number, bytes), location) in numbered.zip(locations) {
             if location == Some(victim.location(number)) {
-                match decode(bytes, victim.path(), victim.offset(number)) {
+                match victim.decode(number, bytes) {
                     Ok(record) => records.push((number, bytes, record)),
                     Err(error) => drop(damage.get_or_insert(error)),
                 }
@@ -219,9 +228,11 @@ impl Shared {
                 break;
             };
             let open = state.open[stream.index()].as_mut().expect("just made ready");
-            let (number, room) = open.push(record.id, record.write_seq, record.modified_epoch);
+            let binding = open.segment.binding;
+            let (to, room) = open.push(record.id, record.write_seq, record.modified_epoch);
             room.copy_from_slice(bytes);
-            let to = open.segment.location(number);
+            victim.binding.rebind(number, (binding, to), room);
+            let to = open.segment.location(to);
             open.segment.add_live(1);
             state.index.replace(record.id, to);
             state.bury_later(from);

@@ -6,7 +6,8 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use super::record::{RecordKind, decode};
+use super::index::Prints;
+use super::record::RecordKind;
 use super::segment::{Place, Segment};
 use super::shared::{Counters, Shared};
 use crate::error::{Error, Kind, Result};
@@ -64,7 +65,7 @@ impl Fetch {
 struct Item {
     segment: u32,
     position: u32,
-    offset: u64,
+    record: u32,
 }
 
 /// The part of a fetch that needs the disk.
@@ -94,13 +95,30 @@ impl Drop for FetchJob {
     }
 }
 
-/// Put a record in place if it is `id`'s row; whether it is.
+/// Puts rows that were read where they are wanted.
+#[derive(Clone, Copy)]
+struct Placing<'a> {
+    layout: &'a RowLayout,
+    prints: Prints,
+}
+
+/// Put record `number` of a segment in place if it is `id`'s row; whether it is. The index takes one id for another only where both have
+/// the same print: any other record is damage, and never a row that was not trained yet.
 #[inline]
-fn place(layout: &RowLayout, bytes: &[u8], segment: &Segment, offset: u64, id: Id, to: RowMut) -> Result<bool> {
-    let record = decode(bytes, segment.path(), offset)?;
-    if record.kind != RecordKind::Row || record.id != id {
-        return Ok(false);
+fn place(with: Placing<'_>, bytes: &[u8], segment: &Segment, number: u32, id: Id, to: RowMut) -> Result<bool> {
+    let record = segment.decode(number, bytes)?;
+    if record.kind != RecordKind::Row {
+        let (at, got) = (segment.offset(number) + 5, format!("{:?}", record.kind));
+        return Err(Error::corruption(segment.path(), at, "the record's kind", "Row", got));
     }
+    if record.id != id {
+        if with.prints.are_equal(record.id, id) {
+            return Ok(false);
+        }
+        let at = segment.offset(number) + 8;
+        return Err(Error::corruption(segment.path(), at, "the record's id", id, record.id));
+    }
+    let layout = with.layout;
     // SAFETY: who made the RowMut keeps `vector_floats` floats and a header alive there, touched by nobody until the fetch is done.
     let (vector, header) =
         unsafe { (std::slice::from_raw_parts_mut(to.vector, layout.vector_floats()), &mut *to.header) };
@@ -159,6 +177,10 @@ impl Drop for FetchBatch {
 }
 
 impl Shared {
+    fn placing(&self) -> Placing<'_> {
+        Placing { layout: &self.layout, prints: self.prints }
+    }
+
     /// Submit every fetch of this tier that waits in a batch, whoever's batch it is.
     pub(super) fn submit_fetches(&self) {
         let jobs = std::mem::take(&mut *lock(&self.unsubmitted));
@@ -215,6 +237,7 @@ impl FetchJob {
         let ids: Vec<Id> = self.wanted.iter().map(|(id, _)| *id).collect();
         let mut locations = vec![None; ids.len()];
         let state = tier.view();
+        let placing = tier.placing();
         state.index.get_batch(&ids, &mut locations);
         let mut listed = vec![u32::MAX; state.segments.len()];
         for (position, location) in locations.into_iter().enumerate() {
@@ -227,14 +250,14 @@ impl FetchJob {
             let offset = segment.offset(location.record);
             let mut found = Ok(true);
             let at = segment.locate(offset, segment.record_bytes, &mut |bytes| {
-                found = place(&tier.layout, bytes, segment, offset, id, to);
+                found = place(placing, bytes, segment, location.record, id, to);
             });
             match at {
                 Place::Block => {}
                 Place::Buffer => {
                     let open = state.open.iter().flatten().find(|open| open.segment.slot == location.segment);
                     let bytes = open.and_then(|open| open.get(offset)).expect("a record is in file, block or buffer");
-                    found = place(&tier.layout, bytes, segment, offset, id, to);
+                    found = place(placing, bytes, segment, location.record, id, to);
                 }
                 Place::File => {
                     let listed = &mut listed[location.segment as usize];
@@ -242,7 +265,8 @@ impl FetchJob {
                         *listed = self.segments.len() as u32;
                         self.segments.push(segment.clone());
                     }
-                    self.items.push(Item { segment: *listed, position: position as u32, offset });
+                    let (position, record) = (position as u32, location.record);
+                    self.items.push(Item { segment: *listed, position, record });
                 }
             }
             if !found? {
@@ -267,7 +291,7 @@ impl FetchJob {
         // For each read its job and the job's items that it serves.
         let mut serves: Vec<(usize, Range<usize>)> = Vec::new();
         for (number, job) in jobs.iter_mut().enumerate() {
-            job.items.sort_unstable_by_key(|item| (item.segment, item.offset));
+            job.items.sort_unstable_by_key(|item| (item.segment, item.record));
             let (mut reads, groups) = job.reads();
             Counters::add(&job.tier.counters.reads, reads.len() as u64);
             Counters::add(&job.tier.counters.read_bytes, reads.iter().map(|read| read.len as u64).sum());
@@ -292,12 +316,13 @@ impl FetchJob {
     /// Put the rows of one read in place: those of `items`, from `bytes` that start at `offset` of their file.
     fn arrived(&mut self, items: Range<usize>, offset: u64, bytes: &[u8]) -> Result<()> {
         let mut result = Ok(());
+        let placing = self.tier.placing();
         for item in &self.items[items] {
             let segment = &self.segments[item.segment as usize];
-            let at = (item.offset - offset) as usize;
+            let at = (segment.offset(item.record) - offset) as usize;
             let (id, to) = self.wanted[item.position as usize];
             let record = &bytes[at..at + segment.record_bytes];
-            match place(&self.tier.layout, record, segment, item.offset, id, to) {
+            match place(placing, record, segment, item.record, id, to) {
                 Ok(true) => {}
                 Ok(false) => self.missing.push(item.position),
                 Err(error) => result = result.and(Err(error)),
@@ -313,12 +338,13 @@ impl FetchJob {
         let mut last_segment = u32::MAX;
         for (at, item) in self.items.iter().enumerate() {
             let segment = &self.segments[item.segment as usize];
-            let end = item.offset + segment.record_bytes as u64;
+            let offset = segment.offset(item.record);
+            let end = offset + segment.record_bytes as u64;
             if item.segment == last_segment
                 && let Some(last) = reads.last_mut()
             {
                 let last_end = last.offset + last.len as u64;
-                let sector = item.offset - item.offset % ALIGNMENT as u64;
+                let sector = offset - offset % ALIGNMENT as u64;
                 if sector <= last_end.next_multiple_of(ALIGNMENT as u64) + LARGEST_GAP
                     && end - last.offset <= LARGEST_READ
                 {
@@ -328,7 +354,7 @@ impl FetchJob {
             }
             last_segment = item.segment;
             groups.push(at as u32);
-            reads.push(Read { file: segment.file.clone(), offset: item.offset, len: segment.record_bytes });
+            reads.push(Read { file: segment.file.clone(), offset, len: segment.record_bytes });
         }
         groups.push(self.items.len() as u32);
         (reads, groups)

@@ -1,7 +1,7 @@
-//! The frame of a segment file: header, then packed records, then footer entries, then the trailer. Format version 1.
+//! The frame of a segment file: header, then packed records, then footer entries, then the trailer. Format version 2.
 //!
 //! ```text
-//! header   "EMBCSEG1" | header bytes u32 | content u8 (1 rows, 2 tombstones) | field count u8 | 0 u16 | record bytes u32
+//! header   "EMBCSEG2" | header bytes u32 | content u8 (1 rows, 2 tombstones) | field count u8 | 0 u16 | record bytes u32
 //!          | serial u64 | table key u64 | fields: name bytes u8, name, dtype u8 (1 = f32), width u32 | crc32c u32
 //! records  n × record bytes
 //! entries  n × (id i64 | write_seq - lowest write_seq | highest epoch - modified_epoch | record number), sorted by `hash_id(id)`, then
@@ -11,17 +11,21 @@
 //!          | crc32c of the entries u32 | crc32c of the trailer so far u32
 //! ```
 //!
+//! In version 1 the header begins with "EMBCSEG1", the records are of version 1, and all else is the same. Such segments are read, and
+//! compaction moves their records to segments of version 2.
+//!
 //! The hash is not stored: it is a function of the id. Whether an entry is a row or a tombstone is the segment's content.
 
 use std::path::Path;
 
-use super::record::{RECORD_HEADER_BYTES, le_u32, le_u64, row_record_bytes};
+use super::record::{Binding, RECORD_HEADER_BYTES, le_u32, le_u64, row_record_bytes};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Result};
 use crate::rows::RowLayout;
 use crate::types::{Id, hash_id};
 
-const HEADER_MAGIC: &[u8; 8] = b"EMBCSEG1";
+const HEADER_MAGIC: [u8; 8] = *b"EMBCSEG2";
+const HEADER_MAGIC_1: [u8; 8] = *b"EMBCSEG1";
 const TRAILER_MAGIC: &[u8; 8] = b"EMBCFOOT";
 const FIXED_HEADER_BYTES: usize = 36;
 const DTYPE_F32: u8 = 1;
@@ -83,10 +87,19 @@ impl Schema {
         FIXED_HEADER_BYTES + self.fields.iter().map(|field| field.name.len() + 6).sum::<usize>() + 4
     }
 
-    /// The header of segment `serial`.
+    /// What ties records that are written now to segment `serial`.
+    pub(super) fn binding(&self, serial: u64) -> Binding {
+        Binding::new(self.table_key, serial)
+    }
+
+    /// The header of segment `serial`, which is written now.
     pub(super) fn header(&self, serial: u64, content: Content) -> Vec<u8> {
+        self.header_with(HEADER_MAGIC, serial, content)
+    }
+
+    fn header_with(&self, magic: [u8; 8], serial: u64, content: Content) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.header_bytes());
-        bytes.extend_from_slice(HEADER_MAGIC);
+        bytes.extend_from_slice(&magic);
         bytes.extend_from_slice(&(self.header_bytes() as u32).to_le_bytes());
         bytes.extend_from_slice(&[content as u8, self.fields.len() as u8, 0, 0]);
         bytes.extend_from_slice(&(self.record_bytes(content) as u32).to_le_bytes());
@@ -103,14 +116,20 @@ impl Schema {
         bytes
     }
 
-    /// Check that `bytes`, the start of the file at `path`, are the header of segment `serial`; its content.
-    pub(super) fn check_header(&self, bytes: &[u8], path: &Path, serial: u64) -> Result<Content> {
+    /// Check that `bytes`, the start of the file at `path`, are the header of segment `serial`; its content, and what ties its records to it.
+    pub(super) fn check_header(&self, bytes: &[u8], path: &Path, serial: u64) -> Result<(Content, Binding)> {
+        let (magic, binding) = if bytes.starts_with(&HEADER_MAGIC_1) {
+            (HEADER_MAGIC_1, Binding::version_1())
+        } else {
+            (HEADER_MAGIC, self.binding(serial))
+        };
         for content in [Content::Rows, Content::Tombstones] {
-            if bytes == self.header(serial, content) {
-                return Ok(content);
+            if bytes == self.header_with(magic, serial, content) {
+                return Ok((content, binding));
             }
         }
-        let at = self.header(serial, Content::Rows).iter().zip(bytes).position(|(a, b)| a != b).unwrap_or(bytes.len());
+        let expected = self.header_with(magic, serial, Content::Rows);
+        let at = expected.iter().zip(bytes).position(|(a, b)| a != b).unwrap_or(bytes.len());
         let got = bytes.get(at).map_or_else(|| "missing".to_owned(), |byte| format!("{byte:#04x}"));
         Err(Error::corruption(path, at as u64, "the segment's header", "that of this table's rows", got))
     }
@@ -300,7 +319,11 @@ mod tests {
         assert_eq!(schema.fields, [Field { name: "weight".into(), width: 8 }, Field { name: "sum".into(), width: 1 }]);
         let header = schema.header(3, Content::Tombstones);
         assert_eq!(header.len(), schema.header_bytes());
-        assert_eq!(schema.check_header(&header, Path::new("x"), 3).unwrap(), Content::Tombstones);
+        let (content, binding) = schema.check_header(&header, Path::new("x"), 3).unwrap();
+        assert_eq!((content, binding), (Content::Tombstones, schema.binding(3)));
+        let old = schema.header_with(HEADER_MAGIC_1, 3, Content::Rows);
+        let found = schema.check_header(&old, Path::new("x"), 3).unwrap();
+        assert_eq!(found, (Content::Rows, Binding::version_1()));
         for bit in 0..header.len() * 8 {
             let mut flipped = header.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);

@@ -1,19 +1,25 @@
 //! The index of the SSD tier: id to location, in about ten bytes an id, without the ids.
 //!
-//! An id is known by its *print*: the first bits of its hash, which pick a sub-table, and the next bits, its *tag*. An entry is 8
-//! bytes: the tag (24 bits) and the location (40 bits). The tag alone gives the entry's home, `tag * homes / 2^tag_bits`, which
+//! An id is known by its *print*: the first bits of its hash, which pick a sub-table, and its *tag*, bits of another hash that depends on
+//! a secret of the index, so that nobody can choose ids whose tags meet or lie side by side. An entry is 8 bytes: the tag (24 bits) and the
+//! location (40 bits). The tag alone gives the entry's home, `tag * homes / 2^tag_bits`, which
 //! keeps the order of tags at any size: a sub-table is the sorted list of its tags with gaps (ordered linear probing; Amble and
 //! Knuth 1974), so it grows without the ids, and a search ends at the first tag that is not smaller.
 //!
-//! At most one entry has a given print. An id whose print is taken goes to a small exact map, which is looked at first. So a
+//! At most one entry has a given print. An id whose print is taken goes to a small exact map (see `exact`), which is looked at first. So a
 //! search has one candidate at most. It may be another id's with the same print (whoever reads the record finds out), but never
 //! where the id asked for is in the index.
 //!
 //! Sub-tables grow by [`GROWTH`] when [`MAX_LOAD`] is reached, each at its own counts, so that neither the bytes nor the time of
 //! growing come all at once. They live in pages of one pool, so that growing leaves no holes in the heap.
+//!
+//! With 2³⁴ prints, 3 ids in 100 are in the exact map where there are 10⁹, and 12 in 100 where there are [`TagIndex::MOST_IDS`]: an id takes
+//! 12 bytes at most up to 2 × 10⁹ of them, and 14 at the limit.
 
-use std::collections::HashMap;
-use std::hash::{BuildHasher, Hasher};
+#[cfg(not(loom))]
+use std::hash::BuildHasher;
+
+use exact::Exact;
 
 use crate::error::Result;
 use crate::memory::zeros;
@@ -62,10 +68,10 @@ const AHEAD: usize = 16;
 /// Ids to locations. See the module.
 #[derive(Debug)]
 pub struct TagIndex {
-    shape: Shape,
+    prints: Prints,
     tables: Vec<SubTable>,
     pool: Pool,
-    exact: HashMap<Id, Location, IdHasher>,
+    exact: Exact,
     tagged: usize,
     scratch: Vec<u64>,
 }
@@ -81,6 +87,9 @@ struct SubTable {
 }
 
 impl TagIndex {
+    /// More ids than these are not to be added: past them the exact map takes too large a share.
+    pub const MOST_IDS: u64 = 1 << 32;
+
     /// The index with 1024 sub-tables and tags of `tag_bits` bits (24; 1 to 24). Few bits make many ids collide: for tests.
     pub fn new(tag_bits: u32) -> Self {
         Self::with_sub_tables(10, tag_bits)
@@ -93,13 +102,18 @@ impl TagIndex {
     pub fn with_sub_tables(sub_table_bits: u32, tag_bits: u32) -> Self {
         assert!(sub_table_bits <= 16 && (1..=24).contains(&tag_bits), "widths out of range");
         Self {
-            shape: Shape { sub_table_bits, tag_bits },
+            prints: Prints { sub_table_bits, tag_bits, secret: (secret(), secret() | 1) },
             tables: vec![SubTable::default(); 1 << sub_table_bits],
             pool: Pool::default(),
-            exact: HashMap::default(),
+            exact: Exact::default(),
             tagged: 0,
             scratch: Vec::new(),
         }
+    }
+
+    /// How it takes prints; a cleared index takes them as before.
+    pub fn prints(&self) -> Prints {
+        self.prints
     }
 
     /// Ids in the index.
@@ -119,12 +133,10 @@ impl TagIndex {
 
     /// Bytes of RAM it takes.
     pub fn bytes(&self) -> usize {
-        // hashbrown keeps a control byte a bucket and fills seven eighths of them.
-        let exact_buckets = self.exact.capacity() / 7 * 8;
         size_of::<Self>()
             + self.tables.iter().map(|table| size_of::<SubTable>() + table.pages.capacity() * 4).sum::<usize>()
             + self.pool.used as usize * PAGE * 8
-            + exact_buckets * (size_of::<(Id, Location)>() + 1)
+            + self.exact.bytes()
             + self.scratch.capacity() * 8
     }
 
@@ -132,7 +144,7 @@ impl TagIndex {
     /// the print is the same, another id's.
     #[inline]
     pub fn get(&self, id: Id) -> Option<Location> {
-        if let Some(&location) = self.exact.get(&id) {
+        if let Some(location) = self.exact.get(id) {
             return Some(location);
         }
         let (table, tag) = self.print(id);
@@ -162,17 +174,21 @@ impl TagIndex {
     pub fn reserve(&mut self, more: usize) -> Result<()> {
         // Each sub-table that an entry comes to may grow by a step, and by what it was filled with.
         let grown = 2 * self.tables.len().min(more) + more / (PAGE / 2) + self.pool.used as usize / 4;
-        self.pool.reserve(grown)
+        self.pool.reserve(grown)?;
+        // Tags depend on a secret, so that an id meets another in its sub-table by chance alone; all may be in one sub-table.
+        let pairs = more as u128 * (self.len() + more) as u128;
+        let met = (pairs >> self.prints.tag_bits).min(more as u128) as usize;
+        self.exact.reserve(more.min(2 * met + 8))
     }
 
-    /// Add an id that is known to be absent. Panics at a location past 40 bits, and where the system refuses memory that was not
-    /// reserved.
+    /// Add an id that is known to be absent.
+    ///
+    /// # Panics
+    /// At a location past 40 bits, and where the system refuses memory that was not reserved.
     pub fn insert(&mut self, id: Id, location: Location) {
         let (table, tag) = self.print(id);
         match self.find(table, tag) {
-            Ok(_) => {
-                self.exact.insert(id, location);
-            }
+            Ok(_) => self.exact.insert(id, location).unwrap_or_else(|refused| panic!("{refused}")),
             Err(mut at) => {
                 if self.tables[table].len >= self.tables[table].limit {
                     self.grow(table);
@@ -187,7 +203,7 @@ impl TagIndex {
 
     /// Point an id that is known to be present elsewhere; where it was.
     pub fn replace(&mut self, id: Id, location: Location) -> Option<Location> {
-        if let Some(place) = self.exact.get_mut(&id) {
+        if let Some(place) = self.exact.get_mut(id) {
             return Some(std::mem::replace(place, location));
         }
         let (table, tag) = self.print(id);
@@ -198,7 +214,7 @@ impl TagIndex {
 
     /// Remove an id that is known to be present; where it was.
     pub fn remove(&mut self, id: Id) -> Option<Location> {
-        if let Some(location) = self.exact.remove(&id) {
+        if let Some(location) = self.exact.remove(id) {
             return Some(location);
         }
         let (table, tag) = self.print(id);
@@ -221,7 +237,8 @@ impl TagIndex {
 
     /// Forget everything and give the memory back.
     pub fn clear(&mut self) {
-        *self = Self::with_sub_tables(self.shape.sub_table_bits, self.shape.tag_bits);
+        let prints = self.prints;
+        *self = Self { prints, ..Self::with_sub_tables(prints.sub_table_bits, prints.tag_bits) };
     }
 
     /// Hand every location to `seen`, each once, in no particular order.
@@ -231,17 +248,17 @@ impl TagIndex {
                 seen(Location::from_bits(entry));
             }
         }
-        self.exact.values().for_each(|location| seen(*location));
+        self.exact.locations().for_each(seen);
     }
 
     #[inline]
     fn print(&self, id: Id) -> (usize, u64) {
-        self.shape.print(hash_id(id))
+        self.prints.print(hash_id(id))
     }
 
     #[inline]
     fn home(&self, table: usize, tag: u64) -> usize {
-        self.shape.home(tag, self.tables[table].homes)
+        self.prints.home(tag, self.tables[table].homes)
     }
 
     #[inline]
@@ -334,19 +351,27 @@ impl TagIndex {
     }
 }
 
-/// The widths of prints.
+/// How an id's print is taken from its hash.
 #[derive(Clone, Copy, Debug)]
-struct Shape {
+pub struct Prints {
     sub_table_bits: u32,
     tag_bits: u32,
+    /// What tags depend on. The second is odd.
+    secret: (u64, u64),
 }
 
-impl Shape {
+impl Prints {
+    /// Whether two ids have the same print.
+    pub fn are_equal(self, one: Id, other: Id) -> bool {
+        self.print(hash_id(one)) == self.print(hash_id(other))
+    }
+
     /// Sub-table and tag of a hash.
     #[inline]
     fn print(self, hash: u64) -> (usize, u64) {
         let table = (hash >> 48) as usize >> (16 - self.sub_table_bits);
-        (table, hash << self.sub_table_bits >> (64 - self.tag_bits))
+        let product = u128::from(hash ^ self.secret.0) * u128::from(self.secret.1);
+        (table, ((product >> 64) as u64 ^ product as u64) >> (64 - self.tag_bits))
     }
 
     #[inline]
@@ -409,29 +434,19 @@ impl Pool {
     }
 }
 
-/// Ids hashed by [`hash_id`], as everywhere.
-#[derive(Clone, Copy, Debug, Default)]
-struct IdHasher(u64);
-
-impl BuildHasher for IdHasher {
-    type Hasher = Self;
-    fn build_hasher(&self) -> Self {
-        Self(0)
-    }
+/// A number that nobody outside this process knows.
+#[cfg(not(loom))]
+fn secret() -> u64 {
+    std::collections::hash_map::RandomState::new().hash_one(0_u64)
 }
 
-impl Hasher for IdHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, _: &[u8]) {
-        unreachable!("ids are hashed as i64")
-    }
-    fn write_i64(&mut self, id: Id) {
-        self.0 = hash_id(id);
-    }
+/// A model runs the same way each time.
+#[cfg(loom)]
+fn secret() -> u64 {
+    0x0123_4567_89ab_cdef
 }
 
+mod exact;
 mod fill;
 #[cfg(test)]
 mod tests;

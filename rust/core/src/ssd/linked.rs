@@ -14,7 +14,7 @@ use super::home::Home;
 use super::index::TagIndex;
 use super::manifest::{MAX_COUNT, Named};
 use super::open::{TAG_BITS, check_room};
-use super::record::{RecordKind, decode};
+use super::record::RecordKind;
 use super::recover::{Wanted, open_segment, restore};
 use super::scan::Part;
 use super::segment::{Segment, segment_path};
@@ -212,7 +212,7 @@ impl SegmentFiles {
 
     fn segments(&self, home: &Home) -> Result<Vec<Arc<Segment>>> {
         let named = self.set.segments.iter().zip(&self.paths);
-        named.map(|(named, path)| open_segment(home, named, path).map(Arc::new)).collect()
+        named.map(|(named, path)| open_segment(home, named, path)).collect()
     }
 
     fn wanted(&self) -> Wanted<'_> {
@@ -237,7 +237,7 @@ impl SegmentFiles {
                 let chunk = &mut bytes[..count as usize * record_bytes];
                 segment.file.read_at(segment.offset(first), chunk)?;
                 let decoded = (first..).zip(chunk.chunks_exact(record_bytes));
-                let decoded = decoded.map(|(number, bytes)| decode(bytes, segment.path(), segment.offset(number)));
+                let decoded = decoded.map(|(number, bytes)| segment.decode(number, bytes));
                 let decoded = decoded.collect::<Result<Vec<_>>>()?;
                 let kind = if segment.content == Content::Rows { RecordKind::Row } else { RecordKind::Tombstone };
                 if let Some(at) = decoded.iter().position(|record| record.kind != kind) {
@@ -286,7 +286,7 @@ impl SegmentFiles {
             if !self.engine.exists(from)? {
                 return Err(Error::io("link", from, &std::io::Error::from_raw_os_error(libc::ENOENT)));
             }
-            segments.push(Arc::new(open_segment(home, named, &to)?));
+            segments.push(open_segment(home, named, &to)?);
         }
         restore(state, &self.wanted(), &segments, home, threads)
     }

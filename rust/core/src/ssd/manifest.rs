@@ -1,6 +1,6 @@
 //! Published states: small files that name the segments of one consistent state, their lengths and checksums.
 //!
-//! `<token>.state` is a line `embcache-ssd-state 1 <crc32c> <bytes> <note bytes>`, as many bytes of JSON, and a note of the table's. It is published whole (temporary file,
+//! `<token>.state` is a line `embcache-ssd-state 2 <crc32c> <bytes> <note bytes>`, as many bytes of JSON, and a note of the table's. It is published whole (temporary file,
 //! sync, rename, directory sync) after every segment it names is synced. Two are kept.
 
 use std::collections::HashSet;
@@ -16,7 +16,9 @@ use crate::rows::RowLayout;
 
 const SUFFIX: &str = "state";
 const TITLE: &str = "embcache-ssd-state";
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
+/// Format 1 differs in nothing but that all segments of its states are of version 1.
+const OLDEST_FORMAT: u32 = 1;
 /// No state file is longer: 2²⁰ segments at under 128 bytes, and the longest note.
 const LIMIT_BYTES: u64 = 256 << 20;
 
@@ -141,10 +143,13 @@ impl StateFile {
             let expected = format!("'{TITLE} {FORMAT} <crc32c> <bytes> <note bytes>'");
             return Err(damaged("the first line", expected, format!("'{line}'")));
         };
-        if format != FORMAT.to_string() {
+        if !(OLDEST_FORMAT..=FORMAT).any(|known| format == known.to_string()) {
             return Err(Error::new(
                 Kind::Mismatch,
-                format!("{} has format {format} and this version reads format {FORMAT}", path.display()),
+                format!(
+                    "{} has format {format} and this version reads formats {OLDEST_FORMAT} to {FORMAT}",
+                    path.display()
+                ),
             ));
         }
         let lengths = len.parse::<usize>().ok().zip(note_len.parse::<usize>().ok());
@@ -158,7 +163,7 @@ impl StateFile {
         }
         let (body, note) = body.split_at(len);
         let mut state: Self = serde_json::from_slice(body)
-            .map_err(|e| damaged("the state", "fields of format 1".to_owned(), format!("not readable ({e})")))?;
+            .map_err(|e| damaged("the state", "fields of a known format".to_owned(), format!("not readable ({e})")))?;
         note.clone_into(&mut state.note);
         if state.token != token {
             return Err(damaged("the token", token.to_string(), state.token.to_string()));

@@ -13,7 +13,8 @@
 //! and everything handed over so far can still be fetched (rows whose write failed stay in their buffers).
 //!
 //! The parts: `record` and `format` (bytes on disk), `segment` and `buffer` (files, open and sealed), `background` (the process's
-//! threads), `space` (the cap), `shared` (the state and its locks), `append`, `fetch`, `classes`, `compact`, `scan`, `give_way`, `moment`, `publish`,
+//! threads), `space` (the cap), `shared` (the state and its locks), `append`, `evict`, `fetch`, `classes`, `compact`, `scan`, `tally` (what scans
+//! have to find), `give_way`, `moment`, `publish`,
 //! `manifest`, `footers`, `recover`, `open` (published states and the way back from them), `linked` (segments in checkpoints), and `root` (flushes of several tables).
 
 mod append;
@@ -21,6 +22,7 @@ mod background;
 mod buffer;
 mod classes;
 mod compact;
+mod evict;
 mod fetch;
 mod footers;
 mod format;
@@ -42,6 +44,7 @@ mod segment;
 mod shards;
 mod shared;
 mod space;
+mod tally;
 #[cfg(test)]
 mod tests;
 
@@ -239,7 +242,8 @@ impl SsdTier {
         self.shared.clear()
     }
 
-    /// Drop about `rows` rows, oldest segments first, skipping those for which `keep` says true; returns their ids.
+    /// Drop about `rows` rows, oldest segments first and on from where the last call stopped, skipping those for which `keep` says true;
+    /// returns their ids.
     pub fn evict(&self, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
         self.shared.evict(rows, keep)
     }
@@ -247,11 +251,12 @@ impl SsdTier {
     /// Make everything appended and removed so far durable as one state named `token` (larger than every earlier one), keep the
     /// state before it, and free what neither needs.
     pub fn publish(&self, token: u64, counters: StateCounters) -> Result<()> {
-        self.publish_with(token, counters, Vec::new())
+        self.publish_with(Some(token), counters, Vec::new())
     }
 
-    /// As `publish`, with a note of the caller's that a resume of the state finds: at most [`SsdTier::most_note_bytes`].
-    pub fn publish_with(&self, token: u64, counters: StateCounters, note: Vec<u8>) -> Result<()> {
+    /// As `publish`, with a note of the caller's that a resume of the state finds: at most [`SsdTier::most_note_bytes`]. Without a `token`
+    /// the state's is the next even one.
+    pub fn publish_with(&self, token: Option<u64>, counters: StateCounters, note: Vec<u8>) -> Result<()> {
         if note.len() > self.most_note_bytes() {
             let message = format!("a note has at most {} bytes and this one {}", self.most_note_bytes(), note.len());
             return Err(Error::new(Kind::Input, message));
@@ -288,6 +293,11 @@ impl SsdTier {
     /// As [`SsdTier::scan`], of the rows whose `modified_epoch` is at least `since`, without reading those that are not.
     pub fn scan_since(&self, since: u32, sink: &mut ScanSink<'_>) -> Result<()> {
         self.shared.scan_since(since, sink)
+    }
+
+    /// Token of the last state that was published or resumed, whether or not it is still there.
+    pub fn last_token(&self) -> Option<u64> {
+        self.shared.view().last_token
     }
 
     /// Whether the states that a resume could take were given up for space since the last `publish`.

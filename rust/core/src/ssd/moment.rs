@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::index::Location;
-use super::scan::Part;
+use super::scan::{Part, Which};
 use super::shared::Shared;
 use super::{ScanSink, SsdTier};
 use crate::error::{Error, Kind, Result};
@@ -33,6 +33,8 @@ pub(super) struct Moment {
 /// Which of a segment's first `records` records are marked.
 struct Marks {
     records: u32,
+    /// Of them those that belong to the moment.
+    live: u32,
     /// Empty as long as none is.
     bits: Vec<u64>,
 }
@@ -64,6 +66,21 @@ impl Moment {
             }
             marks.bits[location.record as usize / 64] ^= 1 << (location.record % 64);
         }
+    }
+
+    /// The record at `location` does not belong to the moment, whose newest version of the row is elsewhere.
+    fn leave_out(&mut self, location: Location) {
+        self.mark(location);
+        if let Some(Some(marks)) = self.marks.get_mut(location.segment as usize)
+            && location.record < marks.records
+        {
+            marks.live = marks.live.saturating_sub(1);
+        }
+    }
+
+    /// The records of a segment that belong to the moment, if it is being read.
+    pub(super) fn live_records(&self, slot: u32) -> Option<u32> {
+        self.marks.get(slot as usize).and_then(Option::as_ref).map(|marks| marks.live)
     }
 
     /// Whether a record of a segment that is being read is marked.
@@ -109,7 +126,8 @@ impl SsdTier {
         let mut marks: Vec<Option<Marks>> = Vec::new();
         marks.resize_with(state.segments.len(), || None);
         for part in &parts {
-            marks[part.segment.slot as usize] = Some(Marks { records: part.records, bits: Vec::new() });
+            let live = part.segment.live.load(Ordering::Relaxed);
+            marks[part.segment.slot as usize] = Some(Marks { records: part.records, live, bits: Vec::new() });
         }
         let unread = Arc::new(Unread { parts: Mutex::new(parts.into()), since, failed: Mutex::default(), keep });
         let mut moment = Moment { marks, unread: Arc::clone(&unread) };
@@ -122,7 +140,7 @@ impl SsdTier {
             let locations = &mut locations[..ids.len()];
             locations.fill(None);
             state.index.get_batch(&ids, locations);
-            locations.iter().flatten().for_each(|location| moment.mark(*location));
+            locations.iter().flatten().for_each(|location| moment.leave_out(*location));
         }
         state.moment = Some(moment);
         Ok(SsdMoment { tier: Arc::clone(&self.shared), unread })
@@ -135,7 +153,7 @@ impl SsdMoment {
         self.tier.check_usable()?;
         loop {
             let Some(part) = lock(&self.unread.parts).pop_front() else { break };
-            let read = self.tier.scan_part(&part, self.unread.since, true, sink);
+            let read = self.tier.scan_part(&part, self.unread.since, Which::OfMoment, sink);
             self.tier.end_part(&self.unread, part);
             read?;
         }
@@ -191,7 +209,7 @@ impl Shared {
             soonest.and_then(|at| parts.remove(at))
         };
         let Some(part) = part else { return false };
-        let read = self.scan_part(&part, unread.since, true, &mut |row| {
+        let read = self.scan_part(&part, unread.since, Which::OfMoment, &mut |row| {
             (unread.keep)(row);
             Ok(())
         });

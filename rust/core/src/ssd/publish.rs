@@ -4,7 +4,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::StateCounters;
-use super::background::panicked;
 use super::manifest::{Named, Published, StateFile, state_path};
 use super::segment::Segment;
 use super::shared::{Shared, State, Stream, read_only};
@@ -14,26 +13,32 @@ use crate::sync::{Ordering, RwLockWriteGuard, lock};
 /// States kept.
 const STATES: usize = 2;
 
+/// The token of a state: `wanted`, or the next even one. `Input` where `last`, the newest state's, is not smaller.
+fn choose_token(wanted: Option<u64>, last: Option<u64>) -> Result<u64> {
+    let next = || last.unwrap_or(0).checked_add(2).map(|next| next & !1);
+    let refused = |token: String| {
+        let last = last.unwrap_or(0);
+        Error::new(Kind::Input, format!("token = {token}: a state has the token {last} already, give a larger one"))
+    };
+    let token = wanted.or_else(next).ok_or_else(|| refused("the next one".to_owned()))?;
+    if last.is_some_and(|last| token <= last) { Err(refused(token.to_string())) } else { Ok(token) }
+}
+
 impl Shared {
     /// 1. Close the open segments and name the current set, which fixes the state.
     /// 2. Wait until the flusher has written all of it, and sync it.
     /// 3. Sync the directory, then publish the state file.
     /// 4. Remove the state before the one before, then let go of its files.
-    pub(super) fn publish(self: &Arc<Self>, token: u64, counters: StateCounters, note: Vec<u8>) -> Result<()> {
+    pub(super) fn publish(self: &Arc<Self>, token: Option<u64>, counters: StateCounters, note: Vec<u8>) -> Result<()> {
         let _publishing = lock(&self.publishing);
         self.check_writable()?;
-        let (published, write_seq, rows) = {
+        let (token, published, write_seq, rows) = {
             // No state names a segment that is being emptied beside the copies of its rows.
             let _compacting = self.not_amid_compaction()?;
             let mut state = self.state();
-            if let Some(last) = state.last_token
-                && token <= last
-            {
-                let message = format!("token = {token}: a state has the token {last} already, give a larger one");
-                return Err(Error::new(Kind::Input, message));
-            }
+            let token = choose_token(token, state.last_token)?;
             let (segments, write_seq, rows) = Self::name_current(&mut state);
-            (Published::hold(token, segments), write_seq, rows)
+            (token, Published::hold(token, segments), write_seq, rows)
         };
         let durable =
             catch_unwind(AssertUnwindSafe(|| self.make_durable(&published, (write_seq, rows), counters, note)));
@@ -41,7 +46,7 @@ impl Shared {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some((error.clone(), error)),
             Err(panic) => {
-                let cause = panicked("publishing", &*panic);
+                let cause = Error::panicked("publishing", &*panic);
                 Some((read_only(&cause), cause))
             }
         };

@@ -1,9 +1,9 @@
-//! Records: how a row lies on disk. Format version 1, little-endian, packed.
+//! Records: how a row lies on disk. Format version 2, little-endian, packed.
 //!
 //! | byte | bytes | field |
 //! | --- | --- | --- |
-//! | 0 | 4 | crc32c of all that follows, payload included |
-//! | 4 | 1 | version, 1 |
+//! | 0 | 4 | crc32c of all that follows, payload included, xor the mask of the record's place |
+//! | 4 | 1 | version, 2 |
 //! | 5 | 1 | kind: 1 row, 2 tombstone |
 //! | 6 | 2 | 0 |
 //! | 8 | 8 | id |
@@ -13,16 +13,21 @@
 //! | 36 | 4 | count |
 //! | 40 | 4 | score, f32 |
 //! | 44 | 4 × floats | rows only: the vector part, then the scalar slot where the layout has one, f32 |
+//!
+//! The mask of a place (see [`Binding`]) binds a record to its table, its segment and its number there. A whole record that lies where
+//! another belongs, because a disk lost a write or put it elsewhere, is therefore damage like any other. In version 1 the mask is 0.
 
 use std::path::Path;
 
 use crate::error::{Error, Result};
 use crate::rows::{RowHeader, RowLayout};
-use crate::types::Id;
+use crate::types::{Id, hash_id};
 
 /// Bytes before the payload; all of a tombstone.
 pub(super) const RECORD_HEADER_BYTES: usize = 44;
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
+/// The difference between the masks of two neighbours. It is odd, so that no two records of a segment have the same mask.
+const MASK_STEP: u32 = 0x9e37_79b1;
 
 // The payload is copied as it lies in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "records are little-endian");
@@ -35,6 +40,53 @@ pub(super) enum RecordKind {
     Row = 1,
     /// That it is no more.
     Tombstone = 2,
+}
+
+/// What ties the records of a segment to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Binding {
+    version: u8,
+    first: u32,
+    step: u32,
+}
+
+impl Binding {
+    /// Of records that are written now, to segment `serial` of the table `key`.
+    pub(super) fn new(key: u64, serial: u64) -> Self {
+        let first = hash_id((key ^ serial.rotate_left(32)) as i64) as u32;
+        Self { version: VERSION, first, step: MASK_STEP }
+    }
+
+    /// Of records of version 1, which are bound to no place.
+    pub(super) fn version_1() -> Self {
+        Self { version: 1, first: 0, step: 0 }
+    }
+
+    #[inline]
+    fn mask(self, number: u32) -> u32 {
+        self.first.wrapping_add(number.wrapping_mul(self.step))
+    }
+
+    /// Bind a record that was just encoded to place `number`.
+    #[inline]
+    pub(super) fn bind(self, number: u32, record: &mut [u8]) {
+        debug_assert_eq!((self.version, record[4]), (VERSION, VERSION), "no segment of an older version is written");
+        let crc = le_u32(record, 0) ^ self.mask(number);
+        record[..4].copy_from_slice(&crc.to_le_bytes());
+    }
+
+    /// Bind a copy of a record that was checked at place `from` of this segment's to place `to.1` of the segment of `to.0`.
+    #[inline]
+    pub(super) fn rebind(self, from: u32, to: (Self, u32), record: &mut [u8]) {
+        if self.version == VERSION {
+            let crc = le_u32(record, 0) ^ self.mask(from);
+            record[..4].copy_from_slice(&crc.to_le_bytes());
+        } else {
+            record[4] = VERSION;
+            finish(record);
+        }
+        to.0.bind(to.1, record);
+    }
 }
 
 /// Bytes of a row's record.
@@ -56,7 +108,7 @@ pub(super) struct Record<'a> {
     pub(super) payload: &'a [u8],
 }
 
-/// Write a row's record into `into`, which has exactly [`row_record_bytes`].
+/// Write a row's record into `into`, which has exactly [`row_record_bytes`]. It is still to be bound to its place.
 pub(super) fn encode_row(into: &mut [u8], header: &RowHeader, vector: &[f32], scalar_slot: bool, write_seq: u64) {
     encode_header(into, RecordKind::Row, header, write_seq);
     let vector = bytemuck::cast_slice::<f32, u8>(vector);
@@ -68,7 +120,7 @@ pub(super) fn encode_row(into: &mut [u8], header: &RowHeader, vector: &[f32], sc
     finish(into);
 }
 
-/// Write a tombstone into `into`, which has exactly [`RECORD_HEADER_BYTES`].
+/// Write a tombstone into `into`, which has exactly [`RECORD_HEADER_BYTES`]. It is still to be bound to its place.
 pub(super) fn encode_tombstone(into: &mut [u8], id: Id, modified_epoch: u32, write_seq: u64) {
     let header = RowHeader { id, modified_epoch, ..RowHeader::default() };
     encode_header(into, RecordKind::Tombstone, &header, write_seq);
@@ -92,19 +144,24 @@ fn finish(into: &mut [u8]) {
     into[..4].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Check and take apart the record in `bytes`, which lie at `offset` of `path` and are as long as the segment's records.
-pub(super) fn decode<'a>(bytes: &'a [u8], path: &Path, offset: u64) -> Result<Record<'a>> {
+/// Check and take apart record `number` of a segment, in `bytes`, which lie at `offset` of `path` and are as long as the segment's records.
+pub(super) fn decode<'a>(
+    bytes: &'a [u8],
+    (binding, number): (Binding, u32),
+    path: &Path,
+    offset: u64,
+) -> Result<Record<'a>> {
     let Some((head, payload)) = bytes.split_at_checked(RECORD_HEADER_BYTES) else {
         return Err(Error::corruption(path, offset, "the record's length", RECORD_HEADER_BYTES, bytes.len()));
     };
     let stored = le_u32(head, 0);
-    let crc = crc32c::crc32c(&bytes[4..]);
+    let crc = crc32c::crc32c(&bytes[4..]) ^ binding.mask(number);
     if stored != crc {
         let (expected, got) = (format!("{stored:08x}"), format!("{crc:08x}"));
         return Err(Error::corruption(path, offset, "the record's checksum", expected, got));
     }
-    if head[4] != VERSION {
-        return Err(Error::corruption(path, offset + 4, "the record's version", VERSION, head[4]));
+    if head[4] != binding.version {
+        return Err(Error::corruption(path, offset + 4, "the record's version", binding.version, head[4]));
     }
     let kind = match head[5] {
         1 => RecordKind::Row,
@@ -165,6 +222,7 @@ mod tests {
     use crate::error::Kind;
 
     const LAYOUT: RowLayout = RowLayout { dim: 3, vector_slots: 1, scalar_slot: true };
+    const PLACE: (Binding, u32) = (Binding { version: VERSION, first: 0x1234_5678, step: MASK_STEP }, 5);
 
     fn sample() -> (RowHeader, Vec<f32>, Vec<u8>) {
         let header = RowHeader {
@@ -178,6 +236,7 @@ mod tests {
         let vector: Vec<f32> = (0..6).map(|x| x as f32 - 2.5).collect();
         let mut bytes = vec![0; row_record_bytes(&LAYOUT)];
         encode_row(&mut bytes, &header, &vector, LAYOUT.scalar_slot, 77);
+        PLACE.0.bind(PLACE.1, &mut bytes);
         (header, vector, bytes)
     }
 
@@ -185,7 +244,7 @@ mod tests {
     fn a_row_comes_back_bit_for_bit() {
         let (header, vector, bytes) = sample();
         assert_eq!(bytes.len(), 44 + 7 * 4);
-        let record = decode(&bytes, Path::new("x"), 0).unwrap();
+        let record = decode(&bytes, PLACE, Path::new("x"), 0).unwrap();
         assert_eq!((record.kind, record.id, record.write_seq), (RecordKind::Row, -7, 77));
         let mut read = vec![0.0; 6];
         let got = record.unpack(&LAYOUT, &mut read);
@@ -199,7 +258,7 @@ mod tests {
         for bit in 0..bytes.len() * 8 {
             let mut flipped = bytes.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
-            let error = decode(&flipped, Path::new("dir/x.seg"), 4096).unwrap_err();
+            let error = decode(&flipped, PLACE, Path::new("dir/x.seg"), 4096).unwrap_err();
             assert_eq!(error.kind(), Kind::Corruption, "bit {bit}");
             assert!(error.to_string().contains("dir/x.seg is damaged at byte 4096"), "{error}");
         }
@@ -208,7 +267,8 @@ mod tests {
     #[test]
     fn zeros_and_short_bytes_are_no_record() {
         for len in [0, 1, 43, 44, 72] {
-            assert_eq!(decode(&vec![0; len], Path::new("x"), 0).unwrap_err().kind(), Kind::Corruption, "{len}");
+            let decoded = decode(&vec![0; len], PLACE, Path::new("x"), 0).map(|record| record.id);
+            assert_eq!(decoded.unwrap_err().kind(), Kind::Corruption, "{len}");
         }
     }
 
@@ -216,11 +276,42 @@ mod tests {
     fn a_tombstone_has_no_payload() {
         let mut bytes = vec![0; RECORD_HEADER_BYTES];
         encode_tombstone(&mut bytes, i64::MIN, 5, 6);
-        let record = decode(&bytes, Path::new("x"), 0).unwrap();
+        PLACE.0.bind(PLACE.1, &mut bytes);
+        let record = decode(&bytes, PLACE, Path::new("x"), 0).unwrap();
         assert_eq!((record.kind, record.id, record.modified_epoch), (RecordKind::Tombstone, i64::MIN, 5));
         // A checksummed tombstone where a row's length is expected is refused all the same.
         let mut long = vec![0; 48];
         encode_tombstone(&mut long, 1, 5, 6);
-        assert_eq!(decode(&long, Path::new("x"), 0).unwrap_err().kind(), Kind::Corruption);
+        PLACE.0.bind(PLACE.1, &mut long);
+        assert_eq!(decode(&long, PLACE, Path::new("x"), 0).unwrap_err().kind(), Kind::Corruption);
+    }
+
+    #[test]
+    fn a_whole_record_at_another_place_is_found() {
+        let (_, _, bytes) = sample();
+        let refused = |place: (Binding, u32)| {
+            decode(&bytes, place, Path::new("x"), 0).is_err_and(|error| error.kind() == Kind::Corruption)
+        };
+        assert!((0..1 << 20).filter(|number| *number != PLACE.1).all(|number| refused((PLACE.0, number))));
+        assert!((0..1000).all(|serial| refused((Binding::new(7, serial), PLACE.1))), "another segment");
+        let (here, there) = (Binding::new(7, 3), Binding::new(8, 3));
+        assert!((0..1000).all(|number| here.mask(number) != there.mask(number)), "another table");
+    }
+
+    #[test]
+    fn a_record_that_moves_is_bound_to_its_new_place_and_becomes_one_of_this_version() {
+        let (header, vector, bytes) = sample();
+        let to = (Binding::new(7, 9), 11);
+        let mut moved = bytes.clone();
+        PLACE.0.rebind(PLACE.1, to, &mut moved);
+        let mut old = bytes;
+        old[4] = 1;
+        finish(&mut old);
+        assert!(decode(&old, (Binding::version_1(), 3), Path::new("x"), 0).is_ok());
+        Binding::version_1().rebind(3, to, &mut old);
+        assert_eq!(moved, old);
+        let mut read = vec![0.0; 6];
+        let got = decode(&moved, to, Path::new("x"), 0).unwrap().unpack(&LAYOUT, &mut read);
+        assert_eq!((bytemuck::bytes_of(&got), read), (bytemuck::bytes_of(&header), vector));
     }
 }

@@ -15,10 +15,11 @@ use super::format::{Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, TRAILER_BYTES, 
 use super::home::Home;
 use super::index::{Filler, Location, TagIndex};
 use super::manifest::{Named, StateFile};
+use super::record::Binding;
 use super::segment::{Sealed, Segment, most_padding, segment_path};
 use super::shared::{State, Tombstones};
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, Open, descriptors};
+use crate::io::{IoEngine, IoFile, Open, descriptors};
 use crate::sync::{Ordering, lock};
 
 /// Entries handled at once by a thread, about.
@@ -32,8 +33,29 @@ const ENTRIES_A_THREAD: u64 = 1 << 18;
 /// and no more than these, which keep the disk busy: each waits for its reads, and sorts what it read while others wait.
 const MOST_THREADS: u64 = 4;
 
+/// The file of a segment that a state names, checked but for entries and records.
+pub(super) struct Found {
+    serial: u64,
+    content: Content,
+    binding: Binding,
+    file: Arc<dyn IoFile>,
+    sealed: Sealed,
+}
+
+impl Found {
+    /// The segment, which holds its bytes of the cap.
+    fn take(self, home: &Home) -> Result<Arc<Segment>> {
+        let Self { serial, content, binding, file, sealed } = self;
+        Segment::reopened(home, serial, (content, binding), file, sealed).map(Arc::new)
+    }
+}
+
 /// Open the segment that a state names, and check all of it but entries and records.
-pub(super) fn open_segment(home: &Home, named: &Named, path: &Path) -> Result<Segment> {
+pub(super) fn open_segment(home: &Home, named: &Named, path: &Path) -> Result<Arc<Segment>> {
+    find_segment(home, named, path)?.take(home)
+}
+
+fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
     if !home.engine.exists(path)? {
         return Err(Error::corruption(path, 0, "a segment that the state names", "there", "missing"));
     }
@@ -51,7 +73,7 @@ pub(super) fn open_segment(home: &Home, named: &Named, path: &Path) -> Result<Se
     debug_assert!(header_bytes <= MAX_HEADER_BYTES);
     let mut header = vec![0; header_bytes];
     file.read_at(0, &mut header)?;
-    let content = home.schema.check_header(&header, path, named.serial)?;
+    let (content, binding) = home.schema.check_header(&header, path, named.serial)?;
     if (content == Content::Tombstones) != named.tombstones {
         let expected = if named.tombstones { "tombstones" } else { "rows" };
         return Err(Error::corruption(path, 12, "the segment's content", expected, format!("{content:?}")));
@@ -75,7 +97,7 @@ pub(super) fn open_segment(home: &Home, named: &Named, path: &Path) -> Result<Se
     if let Some(byte) = padding.iter().position(|byte| *byte != 0) {
         return Err(Error::corruption(path, padded_from + byte as u64, "a byte of padding", 0, padding[byte]));
     }
-    Segment::reopened(home, named.serial, content, file, Sealed { trailer, file_bytes })
+    Ok(Found { serial: named.serial, content, binding, file, sealed: Sealed { trailer, file_bytes } })
 }
 
 /// The segments that states name, each opened once.
@@ -85,20 +107,15 @@ pub(super) struct Opened {
 }
 
 impl Opened {
-    /// Those of `state`, all or none.
+    /// Those of `state`, all or none: of a state that is damaged, no file holds bytes of the cap.
     pub(super) fn segments_of(&mut self, home: &Home, state: &StateFile) -> Result<Vec<Arc<Segment>>> {
-        let mut segments = Vec::with_capacity(state.segments.len());
-        for named in &state.segments {
-            let segment = match self.by_serial.get(&named.serial) {
-                Some(segment) => segment.clone(),
-                None => Arc::new(open_segment(home, named, &segment_path(&home.dir, named.serial))?),
-            };
-            segments.push(segment);
+        let new = state.segments.iter().filter(|named| !self.contains(named.serial));
+        let find = |named: &Named| find_segment(home, named, &segment_path(&home.dir, named.serial));
+        let found: Vec<Found> = new.map(find).collect::<Result<_>>()?;
+        for found in found {
+            self.by_serial.insert(found.serial, found.take(home)?);
         }
-        for segment in &segments {
-            self.by_serial.insert(segment.serial, segment.clone());
-        }
-        Ok(segments)
+        Ok(state.segments.iter().map(|named| self.by_serial[&named.serial].clone()).collect())
     }
 
     /// Whether a file is that of one of them.

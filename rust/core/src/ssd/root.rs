@@ -108,6 +108,17 @@ impl Root {
         Ok(())
     }
 
+    /// Tokens of the flushes that marks here speak of, ascending.
+    pub fn tokens(&self) -> Result<Vec<u64>> {
+        if !self.engine.exists(&self.marks)? {
+            return Ok(Vec::new());
+        }
+        let mut tokens: Vec<u64> = self.engine.list(&self.marks)?.iter().filter_map(|path| mark_token(path)).collect();
+        tokens.sort_unstable();
+        tokens.dedup();
+        Ok(tokens)
+    }
+
     fn name_path(&self, name: u64) -> PathBuf {
         self.marks.join(format!("{name:016x}.root"))
     }
@@ -131,6 +142,14 @@ fn root_name(path: &Path) -> Option<u64> {
     let digits = path.file_name()?.to_str()?.strip_suffix(".root")?;
     let name = u64::from_str_radix(digits, 16).ok()?;
     (format!("{name:016x}") == digits).then_some(name)
+}
+
+/// The token in the file name of a mark.
+fn mark_token(path: &Path) -> Option<u64> {
+    let name = path.file_name()?.to_str()?;
+    let digits = name.strip_suffix(".prepared").unwrap_or(name);
+    let token: u64 = digits.parse().ok()?;
+    (token.to_string() == digits).then_some(token)
 }
 
 /// Name and path of the coordinator in a mark's bytes.

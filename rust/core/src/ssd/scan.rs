@@ -1,7 +1,7 @@
 //! Scans: every row once, or every row modified since an epoch, segment by segment, in bounded memory.
 //!
 //! A scan lists the segments as they are and keeps compaction off those it has not come to yet, so that no row moves from one it
-//! has to read to one it does not know of.
+//! has to read to one it does not know of. What it finds is counted: see `tally`.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use super::ScanSink;
 use super::footers::read_entries;
 use super::format::{Content, Entry};
 use super::index::Location;
-use super::record::{decode, le_u64};
+use super::record::le_u64;
 use super::segment::{Place, Segment};
 use super::shared::{Shared, State};
-use super::space::Space;
+use super::tally::Tally;
 use crate::error::{Error, Result};
 use crate::io::Read;
 use crate::rows::{RowHeader, RowRef};
@@ -43,13 +43,31 @@ impl Part {
     }
 }
 
-/// Lets those who wait for compaction look again, however a scan ends: dropped after its parts.
-struct Poke<'a>(&'a Space);
+/// A scan under way of the rows that the index points to.
+struct Scan<'a> {
+    tier: &'a Shared,
+    parts: Vec<Part>,
+    tally: Arc<Tally>,
+}
 
-impl Drop for Poke<'_> {
+impl Drop for Scan<'_> {
     fn drop(&mut self) {
-        self.0.poke();
+        // First what those who wait for compaction are to look at.
+        self.parts.clear();
+        if self.tier.home.background.check_process().is_ok() {
+            self.tier.state().tallies.retain(|tally| !Arc::ptr_eq(tally, &self.tally));
+            self.tier.home.space.poke();
+        }
     }
+}
+
+/// Which rows of a segment are wanted.
+#[derive(Clone, Copy)]
+pub(super) enum Which<'a> {
+    /// Those that the index points to.
+    Now(&'a Tally),
+    /// Those that it pointed to at the tier's moment.
+    OfMoment,
 }
 
 impl Drop for Part {
@@ -61,9 +79,9 @@ impl Drop for Part {
 impl Shared {
     pub(super) fn scan(self: &Arc<Self>, sink: &mut ScanSink<'_>) -> Result<()> {
         self.check_usable()?;
-        let _poke = Poke(&self.home.space);
-        for part in self.parts(0) {
-            self.scan_part(&part, 0, false, sink)?;
+        let mut scan = self.begin_scan(0);
+        for part in std::mem::take(&mut scan.parts) {
+            self.scan_part(&part, 0, Which::Now(&scan.tally), sink)?;
             drop(part);
             self.home.space.poke();
         }
@@ -74,8 +92,8 @@ impl Shared {
     /// only the footer and these.
     pub(super) fn scan_since(self: &Arc<Self>, since: u32, sink: &mut ScanSink<'_>) -> Result<()> {
         self.check_usable()?;
-        let _poke = Poke(&self.home.space);
-        for part in self.parts(since) {
+        let mut scan = self.begin_scan(since);
+        for part in std::mem::take(&mut scan.parts) {
             let mut wanted = Vec::new();
             if part.segment.sealed().is_some() {
                 wanted = read_entries(&*self.home.engine, &part.segment)?;
@@ -83,7 +101,7 @@ impl Shared {
             }
             if part.segment.sealed().is_none() || wanted.len() > part.records as usize / WANTED_OF_ALL {
                 drop(wanted);
-                self.scan_part(&part, since, false, sink)?;
+                self.scan_part(&part, since, Which::Now(&scan.tally), sink)?;
             } else {
                 self.scan_entries(&part.segment, wanted, sink)?;
             }
@@ -130,7 +148,7 @@ impl Shared {
             outcome?;
             for (entry, bytes) in live.iter().zip(records.chunks_exact(segment.record_bytes)) {
                 let offset = segment.offset(entry.record);
-                let record = decode(bytes, segment.path(), offset)?;
+                let record = segment.decode(entry.record, bytes)?;
                 if record.id != entry.id {
                     return Err(Error::corruption(segment.path(), offset + 8, "the record's id", entry.id, record.id));
                 }
@@ -141,10 +159,14 @@ impl Shared {
         Ok(())
     }
 
-    /// What is to be scanned: segments with rows modified in epoch `since` or later.
-    fn parts(&self, since: u32) -> Vec<Part> {
+    /// Begin to scan the segments with rows modified in epoch `since` or later.
+    fn begin_scan(&self, since: u32) -> Scan<'_> {
         let _compacting = self.not_compacting();
-        Self::parts_of(&self.view(), since)
+        let mut state = self.state();
+        let parts = Self::parts_of(&state, since);
+        let tally = Arc::new(Tally::of(&parts));
+        state.tallies.push(Arc::clone(&tally));
+        Scan { tier: self, parts, tally }
     }
 
     /// The segments as they are now with rows modified in epoch `since` or later.
@@ -154,15 +176,16 @@ impl Shared {
         rows.cloned().map(Part::of).collect()
     }
 
-    /// Hand the rows of a segment whose `modified_epoch` is at least `since` to `sink`: those that the index points to now, or those that
-    /// it pointed to at the tier's moment.
-    pub(super) fn scan_part(&self, part: &Part, since: u32, of_moment: bool, sink: &mut ScanSink<'_>) -> Result<()> {
+    /// Hand the rows of a segment whose `modified_epoch` is at least `since` to `sink`. `Corruption` where there are fewer, of any epoch,
+    /// than the tier counts.
+    pub(super) fn scan_part(&self, part: &Part, since: u32, which: Which<'_>, sink: &mut ScanSink<'_>) -> Result<()> {
         let segment = &part.segment;
         let record_bytes = segment.record_bytes;
         let at_once = (CHUNK_BYTES / record_bytes).max(1) as u32;
         let mut bytes = vec![0; at_once as usize * record_bytes];
         let mut vector = vec![0.0; self.layout.vector_floats()];
         let (mut ids, mut here, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut found, mut of_moment) = (0, None);
         for first in (0..part.records).step_by(at_once as usize) {
             let count = at_once.min(part.records - first);
             let chunk = &mut bytes[..count as usize * record_bytes];
@@ -175,17 +198,23 @@ impl Shared {
             {
                 let state = self.view();
                 state.index.get_batch(&ids, &mut here);
-                let moment = state.moment.as_ref().filter(|_| of_moment);
+                let moment = state.moment.as_ref().filter(|_| matches!(which, Which::OfMoment));
                 wanted.extend((first..).zip(&here).map(|(number, here)| {
                     let location = segment.location(number);
                     (*here == Some(location)) != moment.is_some_and(|moment| moment.is_marked(location))
                 }));
+                let live = wanted.iter().filter(|wanted| **wanted).count() as u32;
+                found += live;
+                match which {
+                    Which::Now(tally) => tally.found(segment.slot, first + count, live),
+                    Which::OfMoment => of_moment = moment.and_then(|moment| moment.live_records(segment.slot)),
+                }
             }
             for (at, record) in chunk.chunks_exact(record_bytes).enumerate() {
                 if !wanted[at] {
                     continue;
                 }
-                let record = decode(record, segment.path(), segment.offset(first + at as u32))?;
+                let record = segment.decode(first + at as u32, record)?;
                 if record.modified_epoch < since {
                     continue;
                 }
@@ -193,7 +222,42 @@ impl Shared {
                 sink(RowRef { header: &header, vector: &vector })?;
             }
         }
-        Ok(())
+        let missing = match which {
+            Which::Now(tally) => tally.missing(segment.slot),
+            Which::OfMoment => of_moment.unwrap_or(found).saturating_sub(found),
+        };
+        if missing == 0 {
+            return Ok(());
+        }
+        Err(self.live_records_missing(segment, part.records, (found + missing, found)))
+    }
+
+    /// The error where `found` of the `counted` live records among a segment's first `records` were found. It names the first record that
+    /// is damaged, if one is; else whole records lie where others belong.
+    pub(super) fn live_records_missing(
+        &self,
+        segment: &Arc<Segment>,
+        records: u32,
+        (counted, found): (u32, u32),
+    ) -> Error {
+        let at_once = (CHUNK_BYTES / segment.record_bytes).max(1) as u32;
+        let mut bytes = vec![0; at_once.min(records) as usize * segment.record_bytes];
+        for first in (0..records).step_by(at_once as usize) {
+            let chunk = &mut bytes[..at_once.min(records - first) as usize * segment.record_bytes];
+            if self.read_records(segment, first, chunk).is_err() {
+                break;
+            }
+            let mut decoded = (first..).zip(chunk.chunks_exact(segment.record_bytes));
+            if let Some(damage) = decoded.find_map(|(number, bytes)| segment.decode(number, bytes).err()) {
+                let context = format!(
+                    "table '{}': a segment has {counted} live records, and {found} of them can be found",
+                    self.identity.table
+                );
+                return damage.context(context);
+            }
+        }
+        let what = "the number of live records that can be found";
+        Error::corruption(segment.path(), segment.offset(0), what, counted, found)
     }
 
     /// Read the records from number `first` on. Those of a segment that was dropped with its buffer are zeros.

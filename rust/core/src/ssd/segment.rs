@@ -8,13 +8,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use super::background::{Background, panicked};
+use super::background::Background;
 use super::buffer::{Block, Pool};
 use super::classes::Classes;
 use super::format::{Content, Entry, EntryFormat, TRAILER_BYTES, Trailer, encode_footer, most_entry_bytes};
 use super::home::Home;
 use super::index::Location;
 use super::manifest::number_of;
+use super::record::{Binding, Record, decode};
 use super::space::Space;
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, AlignedBuf, IoEngine, IoFile};
@@ -78,6 +79,8 @@ pub(super) struct Segment {
     /// Its number in locations; another segment gets it only when this one is dropped.
     pub(super) slot: u32,
     pub(super) content: Content,
+    /// What ties its records to it.
+    pub(super) binding: Binding,
     pub(super) record_bytes: usize,
     header_bytes: usize,
     pub(super) file: Arc<dyn IoFile>,
@@ -125,14 +128,15 @@ impl Segment {
     pub(super) fn reopened(
         home: &Home,
         serial: u64,
-        content: Content,
+        (content, binding): (Content, Binding),
         file: Arc<dyn IoFile>,
         sealed: Sealed,
     ) -> Result<Self> {
         let held = sealed.file_bytes;
         // What its class was is not kept: what nothing is known of.
         let what = (content, Classes::of_new(), sealed.trailer.highest_seq);
-        let segment = Self::make(home, serial, what, file, held)?;
+        let mut segment = Self::make(home, serial, what, file, held)?;
+        segment.binding = binding;
         let middle = u64::midpoint(sealed.trailer.lowest_seq, sealed.trailer.highest_seq);
         let records = u64::from(sealed.trailer.records);
         segment.seq_sum.store(middle.saturating_mul(records), Ordering::Relaxed);
@@ -150,6 +154,7 @@ impl Segment {
             serial,
             slot: home.space.take(bytes)?,
             content,
+            binding: home.schema.binding(serial),
             record_bytes: home.schema.record_bytes(content),
             header_bytes: home.geometry.header_bytes,
             file,
@@ -185,6 +190,12 @@ impl Segment {
     #[inline]
     pub(super) fn offset(&self, number: u32) -> u64 {
         self.header_bytes as u64 + u64::from(number) * self.record_bytes as u64
+    }
+
+    /// Check and take apart its record `number`, which is `bytes`.
+    #[inline]
+    pub(super) fn decode<'a>(&self, number: u32, bytes: &'a [u8]) -> Result<Record<'a>> {
+        decode(bytes, (self.binding, number), self.path(), self.offset(number))
     }
 
     /// Where the footer starts.
@@ -349,7 +360,7 @@ impl Segment {
                 if self.space.has_failed() { Ok(()) } else { self.run(job) }
             };
             let result = catch_unwind(AssertUnwindSafe(run))
-                .unwrap_or_else(|panic| Err(panicked(&format!("writing {}", self.path().display()), &*panic)));
+                .unwrap_or_else(|panic| Err(Error::panicked(&format!("writing {}", self.path().display()), &*panic)));
             if with_block {
                 Pool::shared().done();
             }

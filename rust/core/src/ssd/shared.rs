@@ -4,18 +4,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 
 use super::Identity;
-use super::background::panicked;
 use super::classes::{Classes, MOST_CLASSES};
 use super::compact::{self, MOST_MOVING};
+use super::evict::Sweep;
 use super::fetch::FetchJob;
 use super::format::Content;
 use super::give_way::GiveWay;
 use super::home::Home;
-use super::index::{Location, TagIndex};
+use super::index::{Location, Prints, TagIndex};
 use super::manifest::Published;
 use super::moment::Moment;
 use super::segment::{OpenSegment, Segment};
 use super::space::Geometry;
+use super::tally::Tally;
 use crate::error::{Error, Kind, Result};
 use crate::io::DirLock;
 use crate::rows::RowLayout;
@@ -97,6 +98,8 @@ pub(super) struct State {
     pub(super) closed: bool,
     /// The moment whose rows are being read, if any.
     pub(super) moment: Option<Moment>,
+    /// Of the scans under way.
+    pub(super) tallies: Vec<Arc<Tally>>,
 }
 
 #[derive(Debug, Default)]
@@ -126,6 +129,8 @@ pub(super) struct Shared {
     pub(super) layout: RowLayout,
     pub(super) identity: Identity,
     state: RwLock<State>,
+    /// Those of the index.
+    pub(super) prints: Prints,
     pub(super) publishing: Mutex<()>,
     /// Held, together with others that do the same, while a segment's rows are moved.
     compacting: RwLock<()>,
@@ -138,6 +143,7 @@ pub(super) struct Shared {
     pub(super) lock: Mutex<Option<DirLock>>,
     /// The note of the state that was resumed.
     pub(super) note: Mutex<Vec<u8>>,
+    pub(super) sweep: Mutex<Sweep>,
 }
 
 impl State {
@@ -160,6 +166,7 @@ impl State {
             given_up: false,
             closed: false,
             moment: None,
+            tallies: Vec::new(),
         }
     }
 
@@ -192,6 +199,7 @@ impl State {
         if let Some(moment) = &mut self.moment {
             moment.mark(location);
         }
+        self.tallies.iter().for_each(|tally| tally.died(location));
         let buried = &mut self.buried[location.segment as usize];
         *buried += 1;
         if *buried == 1 {
@@ -331,6 +339,7 @@ impl Shared {
             home,
             layout,
             identity,
+            prints: state.index.prints(),
             state: RwLock::new(state),
             publishing: Mutex::new(()),
             compacting: RwLock::new(()),
@@ -340,6 +349,7 @@ impl Shared {
             counters: Counters::default(),
             lock: Mutex::new(held),
             note: Mutex::default(),
+            sweep: Mutex::default(),
         }
     }
 
@@ -366,7 +376,7 @@ impl Shared {
     /// Run a background task that changes this tier. Its panic counts as a failed write: from then on the tier only reads.
     pub(super) fn contain(&self, what: &str, task: impl FnOnce()) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(task)) {
-            self.home.space.fail(panicked(what, &*panic));
+            self.home.space.fail(Error::panicked(what, &*panic));
         }
     }
 
@@ -519,6 +529,14 @@ impl Shared {
     /// The error of rows that do not fit.
     pub(super) fn full(&self, rows: u64, more: u64) -> Error {
         let capacity = self.home.geometry.capacity_rows;
+        if capacity == TagIndex::MOST_IDS {
+            let message = format!(
+                "table '{}': the SSD tier holds {rows} rows of this rank, {more} more are to be added, and its index takes {capacity}: \
+                 use more ranks, or let rows leave with on_full = \"evict\"",
+                self.identity.table
+            );
+            return Error::new(Kind::Capacity, message);
+        }
         Error::new(
             Kind::Capacity,
             format!(

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::classes::MOST_CLASSES;
 use super::format::{Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, Schema, TRAILER_BYTES, most_entry_bytes};
-use super::index::Location;
+use super::index::{Location, TagIndex};
 use crate::error::{Error, Kind, Result};
 use crate::io::ALIGNMENT;
 use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering, lock, wait};
@@ -90,6 +90,16 @@ impl Geometry {
         let usable = cap_bytes.saturating_sub(fixed + spare * segment_bytes);
         let usable = u128::from(usable.saturating_sub(segment_bytes.max(usable / DEAD_SHARE)));
         let capacity_rows = (usable * u128::from(rows_per_segment) / u128::from(segment_bytes)) as u64;
+        let capacity_rows = capacity_rows.min(TagIndex::MOST_IDS);
+        if segments > u64::from(Location::MAX_SEGMENTS) {
+            let most = segment_bytes * u64::from(Location::MAX_SEGMENTS);
+            return Err(Error::new(
+                Kind::Config,
+                format!(
+                    "ssd_bytes = {cap_bytes} is more than an SSD tier can number: set it to {most} or less, or use more ranks"
+                ),
+            ));
+        }
         if capacity_rows == 0 {
             let rows_bytes = segment_bytes.div_ceil(u64::from(rows_per_segment));
             let least = (fixed + (spare + 1) * segment_bytes + 2 * rows_bytes).next_multiple_of(64 << 10);
@@ -399,6 +409,17 @@ mod tests {
                 assert!(g.rows_per_segment <= Location::MAX_RECORDS);
             }
         }
+    }
+
+    #[test]
+    fn no_capacity_is_larger_than_what_the_index_takes() {
+        let small = Schema::new(1, "sgd", &OptimizerKind::Sgd.layout(1));
+        let g = Geometry::new(60 << 40, &small, None).unwrap();
+        assert_eq!(g.capacity_rows, TagIndex::MOST_IDS);
+        let error = Geometry::new(65 << 40, &small, None).unwrap_err();
+        assert_eq!(error.kind(), Kind::Config);
+        let most = error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+        assert!(Geometry::new(most, &small, None).is_ok());
     }
 
     #[test]

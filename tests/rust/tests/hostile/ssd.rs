@@ -66,6 +66,14 @@ fn set_crc(bytes: &mut [u8], over: std::ops::Range<usize>, at: usize) {
     }
 }
 
+/// Bind a record whose checksum was just made to its place, as the header says which segment of which table it is in.
+fn bind(bytes: &mut [u8], at: usize, number: u32) {
+    let long = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let first = hash_id((long(28) ^ long(20).rotate_left(32)) as Id) as u32;
+    let bound = le(bytes, at) as u32 ^ first.wrapping_add(number.wrapping_mul(0x9e37_79b1));
+    bytes[at..at + 4].copy_from_slice(&bound.to_le_bytes());
+}
+
 /// Make the checksums of a segment right, and with `sorted` the order of its entries too.
 pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
     const TRAILER: usize = 48;
@@ -84,6 +92,7 @@ pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
     for number in 0..count {
         let at = header + number * record;
         set_crc(bytes, at + 4..at + record, at);
+        bind(bytes, at, number as u32);
     }
     let entries = header + count * record..header + count * (record + entry);
     if sorted {
@@ -98,7 +107,7 @@ pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
 
 /// A state file around this JSON.
 pub(crate) fn state_file(body: &[u8]) -> Vec<u8> {
-    let line = format!("embcache-ssd-state 1 {:08x} {} 0\n", crc32c::crc32c(body), body.len());
+    let line = format!("embcache-ssd-state 2 {:08x} {} 0\n", crc32c::crc32c(body), body.len());
     [line.as_bytes(), body].concat()
 }
 

@@ -1,6 +1,7 @@
 //! The SSD tier through its public surface.
 #![allow(clippy::unwrap_used)]
 
+mod counts;
 mod damage;
 mod kill;
 mod modified;

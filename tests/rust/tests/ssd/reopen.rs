@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::config::Reopen;
-use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, default_engine};
+use embcache::io::{IoEngine, MemoryEngine, Open, PsyncEngine, default_engine};
 use embcache::ssd::{Identity, SsdTier, StateCounters};
 use embcache::{Kind, Result};
 use embcache_tests::ssd::{Versions, append, check, config, identity, layout, open};
@@ -196,4 +196,40 @@ fn a_cap_that_became_too_small_is_refused_with_the_least_that_works() {
         append(&tier, &(0..8000).collect::<Vec<_>>(), version, &mut held).unwrap();
     }
     check(&tier, &held, -5..8005);
+}
+
+#[test]
+fn an_older_state_that_is_damaged_holds_no_bytes_of_the_cap() {
+    let memory = MemoryEngine::default();
+    let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
+    let dir = Path::new("/embcache-reopen/older");
+    let (tier, _) = open(&engine, &config(dir, 1 << 20, Reopen::Never)).unwrap();
+    let rows = tier.capacity_rows() as i64;
+    let ids: Vec<i64> = (0..rows * 2 / 5).collect();
+    let mut held = Versions::new();
+    let segments = |engine: &MemoryEngine| {
+        let mut files = engine.list(dir).unwrap();
+        files.retain(|path| path.extension().is_some_and(|suffix| suffix == "seg"));
+        files.sort();
+        files
+    };
+    append(&tier, &ids, 1, &mut held).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    let of_the_first = segments(&memory);
+    append(&tier, &ids, 2, &mut held).unwrap();
+    tier.publish(2, StateCounters::default()).unwrap();
+    tier.close().unwrap();
+    drop(tier);
+    let there: Vec<_> = of_the_first.into_iter().filter(|path| segments(&memory).contains(path)).collect();
+    assert!(there.len() > 2, "both states have segments of their own");
+    engine.remove_file(there.last().unwrap()).unwrap();
+    let (tier, _) = open(&engine, &config(dir, 1 << 20, Reopen::Resume)).unwrap();
+    let files = segments(&memory);
+    assert!(there.iter().all(|path| !files.contains(path)), "nothing of the older state is left");
+    let on_disk: u64 = files.iter().map(|path| engine.open(path, Open::Read).unwrap().len().unwrap()).sum();
+    assert_eq!(tier.stats().tier.bytes, on_disk);
+    check(&tier, &held, 0..rows);
+    // The whole cap can be used.
+    append(&tier, &(0..rows).collect::<Vec<_>>(), 3, &mut held).unwrap();
+    check(&tier, &held, 0..rows);
 }

@@ -312,3 +312,29 @@ fn a_fetch_can_be_waited_for_whether_or_not_its_batch_is_submitted() {
         assert_eq!((found[0].0.id, found[1].0.id), (7, 9));
     });
 }
+
+#[test]
+fn rows_are_evicted_in_the_order_of_writing_and_a_footer_is_read_once_for_all_that_leave() {
+    let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
+    let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
+    let (tier, _) = open(&engine, &config(Path::new(DIR), 4 << 20, Reopen::Never)).unwrap();
+    let mut held = Versions::new();
+    let ids: Vec<Id> = (0..6000).map(|id| id * 7919 % 6007).collect();
+    append(&tier, &ids, 1, &mut held).unwrap();
+    tier.publish(1, StateCounters::default()).unwrap();
+    let kept = |id: Id| id % 10 == 3;
+    let expected: Vec<Id> = ids.iter().copied().filter(|id| !kept(*id)).collect();
+    let mut gone = tier.evict(5, &kept).unwrap();
+    faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
+    for _ in 0..40 {
+        gone.extend(tier.evict(5, &kept).expect("nothing more is read"));
+    }
+    faults.clear();
+    assert_eq!(gone, expected[..205], "oldest first");
+    // Rows that had to stay are asked for again when the rest is gone.
+    gone.extend(tier.evict(10_000, &kept).unwrap());
+    assert_eq!(gone.len(), expected.len());
+    assert!(tier.evict(10_000, &kept).unwrap().is_empty());
+    let rest = tier.evict(10_000, &|_| false).unwrap();
+    assert_eq!((rest.len() + gone.len(), tier.rows()), (ids.len(), 0));
+}

@@ -216,3 +216,67 @@ proptest! {
         check_structure(&index);
     }
 }
+
+/// Hashes of ids as somebody would choose them who knows how an index without a secret takes prints.
+fn chosen(which: &str, number: u64) -> u64 {
+    match which {
+        "one print" => 5 << 54 | number,
+        _ => number << 30,
+    }
+}
+
+#[test]
+fn ids_that_are_chosen_to_meet_are_spread_over_their_sub_table() {
+    const IDS: u64 = 60_000;
+    for which in ["one print", "tags side by side"] {
+        let mut index = TagIndex::new(24);
+        let mut filled = TagIndex::new(24);
+        let ids: Vec<Id> = (0..IDS).map(|number| crate::types::id_of_hash(chosen(which, number))).collect();
+        let tables: BTreeSet<usize> = ids.iter().map(|id| index.print(*id).0).collect();
+        index.reserve(ids.len()).unwrap();
+        for (number, &id) in ids.iter().enumerate() {
+            index.insert(id, at(number as u64));
+        }
+        let mut sorted: Vec<(u64, Location)> = (0..).zip(&ids).map(|(n, id)| (hash_id(*id), at(n))).collect();
+        sorted.sort_unstable();
+        filled.adopt(&filled.filler().fill(&sorted)).unwrap();
+        for index in [&index, &filled] {
+            check_structure(index);
+            assert!(ids.iter().enumerate().all(|(number, id)| index.is_at(*id, at(number as u64))));
+            // Of all in one sub-table 107 share a tag on average.
+            assert!(index.exact_len() < 300, "{} of {which} share a tag", index.exact_len());
+            let mut farthest = 0;
+            for &table in &tables {
+                let entries: Vec<u64> =
+                    index.tables[table].pages.iter().flat_map(|page| index.pool.page(*page)).copied().collect();
+                let away = |(at, entry): (usize, &u64)| at - index.home(table, entry >> LOCATION_BITS);
+                let most = entries.iter().enumerate().filter(|(_, entry)| **entry != EMPTY).map(away).max();
+                farthest = farthest.max(most.unwrap_or(0));
+            }
+            assert!(farthest < 1500, "an entry of {which} lies {farthest} places from its home");
+        }
+    }
+}
+
+#[test]
+fn many_ids_of_one_print_are_found_in_one_map_and_in_many() {
+    let mut index = TagIndex::with_sub_tables(0, 1);
+    let ids: Vec<Id> = (0..100_000_u64).map(|number| crate::types::id_of_hash(number << 20)).collect();
+    for (number, &id) in ids.iter().enumerate() {
+        if number % 1000 == 0 {
+            index.reserve(1000).unwrap();
+        }
+        index.insert(id, at(number as u64));
+    }
+    assert_eq!(index.exact_len(), ids.len() - 2);
+    for (number, &id) in ids.iter().enumerate() {
+        assert!(index.is_at(id, at(number as u64)));
+    }
+    for &id in ids.iter().step_by(2) {
+        assert!(index.remove(id).is_some());
+    }
+    assert_eq!(index.len(), ids.len() / 2);
+    let mut seen = 0;
+    index.visit(&mut |_| seen += 1);
+    assert_eq!(seen, index.len());
+}
