@@ -74,7 +74,8 @@ class Table:
     def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, meta: Meta | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
     def remove_rows(self, ids: I64) -> int: ...  # how many were there
     def clear(self) -> None: ...
-    def flush(self, token: int) -> None: ...  # write every dirty row down and publish one state
+    def flush(self, token: int | None) -> None: ...  # write every dirty row down and publish one state; None: under the next even token
+    def last_token(self) -> int | None: ...  # of the last state that was flushed or resumed, whether or not it is still there
     def published_given_up(self) -> bool: ...  # the states to resume were given up for space since the last flush
     def is_read_only(self) -> bool: ...  # a write of the SSD tier failed: it only reads
     def forget_published(self, token: int) -> None: ...  # nothing where no state has it
@@ -109,6 +110,7 @@ class FlushRoot:
     def commit(self, token: int) -> None: ...  # `token` is complete
     def is_complete(self, token: int) -> bool: ...  # StateError where the coordinator has to say it and is not there
     def forget(self, token: int) -> None: ...
+    def tokens(self) -> list[int]: ...  # of all marks there
 
 @final
 class Lookup:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import secrets
+import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -122,6 +123,8 @@ class CacheTable:
         self._flushed: int | None = None
         self._opened_by = 0
         self._opened_among_ranks = False
+        # Held from the choice of a flush's token until its state is published.
+        self.flushing = threading.RLock()
         self._discard = False
         self._unusable: str | None = None
         self._optimizer = _check_optimizer(optimizer)
@@ -462,17 +465,28 @@ class CacheTable:
         return self.native.step()
 
     def flush(self) -> None:
-        """Write every dirty row to the SSD tier and publish one state, which a resume takes. Without an SSD tier: nothing."""
+        """Write every dirty row to the SSD tier and publish one state, which a resume takes. Without an SSD tier: nothing.
+
+        Threads that flush one table take turns.
+        """
         self._refuse_unusable()
         if self.directory is not None:
             began = time.monotonic()
-            self.note_flushed(self.flush_as(publish.new_token(self.published(), shared=False)))
+            with self.flushing:
+                version = self.flush_as(None)
+            self.note_flushed(version)
             _log.info("flushed %d rows of table %r in %.1f s", len(self), self.name, time.monotonic() - began)
 
-    def flush_as(self, token: int) -> int:
-        """Flush as the state named `token` (see `publish`); states that a flush of several tables left incomplete are forgotten.
+    def known_tokens(self) -> list[int]:
+        """Tokens of the states in the directory, and that of the last one published or resumed, whose state may be gone."""
+        last = self.native.last_token()
+        return self.published() if last is None else [*self.published(), last]
 
-        Gives the version of the rows that the state has, for `note_flushed`.
+    def flush_as(self, token: int | None) -> int:
+        """Flush as the state named `token` (see `publish`); None is the next token of this table alone.
+
+        States that a flush of several tables left incomplete are forgotten. Gives the version of the rows that the state has, for
+        `note_flushed`.
         """
         for other in self.published():
             try:

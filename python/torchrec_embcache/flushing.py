@@ -4,7 +4,8 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol, TypeVar
 
 from . import publish
 from .collective import all_gather, rank, together
@@ -29,10 +30,17 @@ class FlushedTable(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def flushing(self) -> AbstractContextManager[Any]:
+        """Held from the choice of a flush's token until its state is published."""
+
     def published(self) -> list[int]:
         """Tokens of its states, oldest first."""
 
-    def flush_as(self, token: int) -> int:
+    def known_tokens(self) -> list[int]:
+        """These, and tokens of states that it had: a new one is larger."""
+
+    def flush_as(self, token: int | None) -> int:
         """Publish a state; the version of the rows that it has."""
 
     def note_flushed(self, version: int) -> None:
@@ -43,13 +51,23 @@ def flush_tables(tables: Sequence[FlushedTable], *, alone: bool = False) -> None
     """Write every dirty row of `tables`, which have an SSD tier, and publish them as one state.
 
     Collective: the tables of all ranks are one state. With `alone` this rank asks no other. Raises `StorageError`, on every rank
-    when one cannot write; the state before it is then what a resume takes.
+    when one cannot write; the state before it is then what a resume takes. Threads that flush the same tables take turns.
     """
+    with ExitStack() as held:
+        # In one order everywhere, so that no two threads wait for each other.
+        for table in sorted(tables, key=id):
+            held.enter_context(table.flushing)
+        _flush_tables(tables, alone=alone)
+
+
+def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
+    """See `flush_tables`; the caller holds the tables' `flushing`."""
     began = time.monotonic()
     gather: Callable[[T], list[T]] = _only_mine if alone else all_gather
     agree: Callable[[Callable[[], T]], T] = _call if alone else together
     me = 0 if alone else rank()
     published: list[int] = []
+    known: list[int] = []
 
     def roots() -> list[publish.Root]:
         return publish.known_roots(str(table.tiers.ssd_dir) for table in tables)
@@ -58,13 +76,14 @@ def flush_tables(tables: Sequence[FlushedTable], *, alone: bool = False) -> None
         for table in tables:
             table.open()
             published.extend(table.published())
-        roots()
+            known.extend(table.known_tokens())
+        known.extend(publish.known_to(roots()))
 
     agree(look)
     # Looked at again: where two ranks name a new root at once both see both names, and agree.
     everyone = gather(agree(roots))
-    token = publish.new_token((token for tokens in gather(published) for token in tokens), shared=True)
-    # Clocks of ranks differ: the newest token is everyone's.
+    token = publish.new_token(token for tokens in gather(known) for token in tokens)
+    # Each rank took a random step: the longest is everyone's.
     token = max(gather(token))
     marks = agree(lambda: publish.marks_to_make(me, everyone))
 
@@ -84,7 +103,7 @@ def flush_tables(tables: Sequence[FlushedTable], *, alone: bool = False) -> None
             f"no ssd_dir can be reached from all ranks, so that {len(coordinators)} of them ({places}) complete a flush each: "
             "a kill between two may leave it complete for some ranks alone; give one table an ssd_dir that every machine mounts",
             EmbCacheWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     versions: list[int] = []
     each(lambda table: versions.append(table.flush_as(token)), tables)

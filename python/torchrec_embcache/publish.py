@@ -11,14 +11,16 @@ publishes in each under one token and is complete only when a mark says so. Tabl
 A kill before 3 leaves the state before as the newest complete one of every table; the next flush forgets the one that did not
 finish, so that the two states kept are complete ones. Ranks on machines that see no directory of one another have a coordinator a
 machine. A flush of one table needs no mark.
-Tokens grow with time, so that no two flushes share one; the lowest bit tells the two kinds apart.
+
+Tokens grow, whatever the clock says: a new one is larger than every token that the tables and their roots know of. That of a
+flush of several tables is larger by a random step, so that two jobs that share a root and flush at once do not take the same. The
+lowest bit tells the two kinds apart.
 """
 
 import glob
 import logging
 import os
 import secrets
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +32,7 @@ __all__ = [
     "is_complete",
     "is_shared",
     "known_roots",
+    "known_to",
     "marks_to_make",
     "new_token",
     "newest_complete",
@@ -42,10 +45,27 @@ _log = logging.getLogger(__name__)
 Root = tuple[str, int]
 
 
-def new_token(published: Iterable[int], *, shared: bool) -> int:
-    """A token newer than those in `published`; `shared` by several tables."""
-    newest = max((time.time_ns(), *(token + 2 for token in published)))
-    return (newest & ~1) | shared
+# Bits of the random step.
+_STEP_BITS = 32
+
+
+def new_token(known: Iterable[int]) -> int:
+    """A token for a flush of several tables, newer than all that are `known`; `StateError` where none is left.
+
+    (The token of a flush of one table is the next even number, and made by its core.)
+    """
+    newest = max(known, default=0)
+    token = (newest + 2 + secrets.randbits(_STEP_BITS)) | 1
+    if token >= 1 << 64:
+        raise StateError(
+            f"no flush can follow one with the token {newest}: save the model with Saver and load it into an empty ssd_dir"
+        )
+    return token
+
+
+def known_to(roots: Iterable[Root]) -> list[int]:
+    """The tokens that the marks in these roots name, whether or not a table still has their states. `StorageError`."""
+    return [token for path, _ in roots for token in FlushRoot(path).tokens()]
 
 
 def is_shared(token: int) -> bool:

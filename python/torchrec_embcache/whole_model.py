@@ -82,6 +82,7 @@ def flush(model: nn.Module) -> None:
     """Write every dirty row of all tables of all ranks to their SSD tiers and publish them as one state. Collective.
 
     A kill before it returns leaves the state before it for a resume, of every table. Tables without an SSD tier have nothing to do.
+    Threads that flush the same tables take turns.
     Raises `InputError` for a model without cache modules, `StorageError` on every rank when one cannot write.
     """
     modules = cache_modules(model)

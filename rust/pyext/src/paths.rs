@@ -113,4 +113,8 @@ impl PyRoot {
     fn forget(&self, py: Python<'_>, token: u64) -> PyResult<()> {
         py.detach(|| self.inner.forget(token)).map_err(to_python)
     }
+
+    fn tokens(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        py.detach(|| self.inner.tokens()).map_err(to_python)
+    }
 }

@@ -300,11 +300,15 @@ impl PyTable {
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.clear()).map_err(to_python)
     }
-    fn flush(&self, py: Python<'_>, token: u64) -> PyResult<()> {
-        py.detach(|| self.inner.flush(token)).map_err(to_python)
+    #[pyo3(signature = (token))]
+    fn flush(&self, py: Python<'_>, token: Option<u64>) -> PyResult<()> {
+        py.detach(|| token.map_or_else(|| self.inner.flush_next(), |token| self.inner.flush(token))).map_err(to_python)
     }
     fn published_given_up(&self, py: Python<'_>) -> bool {
         py.detach(|| self.inner.published_given_up())
+    }
+    fn last_token(&self, py: Python<'_>) -> Option<u64> {
+        py.detach(|| self.inner.last_token())
     }
     fn is_read_only(&self, py: Python<'_>) -> bool {
         py.detach(|| self.inner.is_read_only())

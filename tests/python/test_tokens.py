@@ -1,0 +1,138 @@
+"""Tokens of flushes grow, whatever the clock says, whoever flushes, and whatever is left on disk."""
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tables import Contents, make_bag, ssd_tiers, step
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers, publish
+from torchrec_embcache.exceptions import EmbCacheError, StateError
+
+VERSION_1 = Path(__file__).parent.parent / "fixtures" / "v1" / "ssd_tier"
+
+
+def bag_in(root: Path, name: str = "item", reopen: str | None = None) -> EmbCacheEmbeddingBag:
+    return make_bag(name=name, tiers=ssd_tiers(root, host_bytes="4KiB", reopen=reopen))
+
+
+def model_in(root: Path, names: tuple[str, ...] = ("one", "two"), reopen: str | None = None) -> nn.ModuleList:
+    return nn.ModuleList([bag_in(root, name, reopen) for name in names])
+
+
+def close(model: nn.ModuleList) -> None:
+    for bag in model:
+        bag.close()
+
+
+def test_a_flush_follows_another_that_left_no_state_though_the_clock_went_back(tmp_path, monkeypatch):
+    now = time.time_ns()
+    with bag_in(tmp_path / "ssd") as bag:
+        step(bag, [[1, 2]])
+        bag.flush()
+        flush(bag)
+        last = max(bag.table.published())
+        # As where room is short: the states are given up.
+        for token in bag.table.published():
+            bag.table.native.forget_published(token)
+        monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
+        monkeypatch.setattr(time, "time", lambda: now / 1e9 - 3600)
+        step(bag, [[3, 4]])
+        bag.flush()
+        (token,) = bag.table.published()
+        assert token > last
+        flush(bag)
+        assert max(bag.table.published()) > token
+        held = Contents.of(bag)
+    with bag_in(tmp_path / "ssd", reopen="resume") as bag:
+        assert Contents.of(bag) == held
+
+
+def test_threads_that_flush_one_table_or_its_model_take_turns(tmp_path):
+    model = model_in(tmp_path / "ssd")
+    for bag in model:
+        step(bag, [[1, 2], [3]])
+    failed: list[BaseException] = []
+    begin = threading.Barrier(4)
+
+    def work(which: int) -> None:
+        try:
+            begin.wait()
+            for _ in range(12):
+                flush(model) if which == 0 else model[which % 2].flush()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    step(model[0], [[7]])
+    flush(model)
+    held = [Contents.of(bag) for bag in model]
+    for bag in model:
+        bag.table.native.close()  # as a kill: nothing is flushed
+    model = model_in(tmp_path / "ssd", reopen="resume")
+    assert [Contents.of(bag) for bag in model] == held
+    close(model)
+
+
+def test_tokens_of_the_clock_are_followed_by_larger_ones(tmp_path):
+    shutil.copytree(VERSION_1 / "ssd", tmp_path / "ssd")
+    for path in [tmp_path / "ssd", *(tmp_path / "ssd").rglob("*")]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
+
+    def opened() -> EmbCacheEmbeddingBag:
+        return make_bag(
+            embedding_dim=8,
+            tiers=TierBudgets(host_bytes="64KiB", ssd_bytes="2MiB", ssd_dir=tmp_path / "ssd", reopen="resume"),
+            optimizer=optimizers.SGD(lr=0.5),
+            initializer=initializers.Constant(7.0),
+        )
+
+    with opened() as bag:
+        clock = bag.table.published()
+        assert min(clock) > 10**18
+        bag.flush()
+        flush(bag)
+        assert min(bag.table.published()) > max(clock)
+        bag(torch.tensor([[1000]])).sum().backward()
+        held = Contents.of(bag)
+    with opened() as bag:
+        assert Contents.of(bag) == held
+
+
+def test_a_mark_that_an_earlier_run_left_is_no_mark_of_a_new_flush(tmp_path):
+    root = tmp_path / "ssd"
+    model = model_in(root)
+    for bag in model:
+        step(bag, [[1]])
+    flush(model)
+    marked = max(publish.known_to(publish.known_roots([str(root)])))
+    close(model)
+    model = model_in(root, reopen="discard")
+    for bag in model:
+        step(bag, [[2]])
+    flush(model)
+    tokens = [max(bag.table.published()) for bag in model]
+    assert tokens[0] == tokens[1] > marked
+    close(model)
+
+
+def test_jobs_that_share_a_root_and_flush_at_once_take_tokens_of_their_own():
+    known = [4, 9, 7]
+    tokens = [publish.new_token(known) for _ in range(8)]
+    assert all(token > 9 and publish.is_shared(token) for token in tokens)
+    assert len(set(tokens)) == len(tokens)
+
+
+def test_where_no_token_is_left_the_error_says_what_to_do():
+    with pytest.raises(StateError, match="Saver") as caught:
+        publish.new_token([2**64 - 3])
+    assert isinstance(caught.value, EmbCacheError)
