@@ -1,7 +1,6 @@
 //! A checkpoint with all it builds on: a full one and the deltas after it, read as one, newest wins.
 
 use std::collections::HashSet;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -13,9 +12,10 @@ use super::reader::{Checkpoint, TableReader};
 use crate::cache::PickedRows;
 use crate::config::TableConfig;
 use crate::error::{Error, Result};
+use crate::index::IdHash;
 use crate::io::IoEngine;
 use crate::memory;
-use crate::types::{Id, hash_id};
+use crate::types::Id;
 
 /// Ids of deltas that are held at once, about (16 bytes each at most): beyond, buckets are read part by part.
 const IDS_AT_ONCE: u64 = 2 << 20;
@@ -211,25 +211,8 @@ impl ChainReader {
 /// Takes rows as columns.
 pub(super) type ColumnSink<'a> = dyn FnMut(PickedRows<'_>) -> Result<()> + 'a;
 
-/// An id's hash, which is spread as well as any.
-#[derive(Default)]
-struct IdHasher(u64);
-
-impl Hasher for IdHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = hash_id((self.0 ^ u64::from(byte)) as Id);
-        }
-    }
-    fn write_i64(&mut self, id: i64) {
-        self.0 = hash_id(id);
-    }
-}
-
-type Ids = HashSet<Id, BuildHasherDefault<IdHasher>>;
+/// Ids of a file, which somebody may have chosen.
+type Ids = HashSet<Id, IdHash>;
 
 /// Hand each row over as the newest reader that knows of it has it, unless a newer one has its tombstone.
 fn merge(readers: &[TableReader], sink: &mut ColumnSink<'_>) -> Result<()> {

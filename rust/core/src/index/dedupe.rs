@@ -3,6 +3,7 @@
 
 use std::hint::select_unpredictable;
 
+use super::hash::IdHash;
 use crate::prefetch::prefetch;
 use crate::types::Id;
 
@@ -32,15 +33,24 @@ const LEAST_BITS: u32 = 6;
 /// Batches of at most this many ids.
 const MOST: usize = 1 << 30;
 
+/// Positions past their homes that a batch's ids may be looked for at, for each id so far and at first, before another hash is tried. Of
+/// ids that are no matter of choice it is one or two an id.
+const STEPS_AN_ID: usize = 8;
+const STEPS_AT_FIRST: usize = 1 << 14;
+/// Hashes that are tried; the last one has to do.
+const HASHES: usize = 4;
+
 /// Dedupes batch after batch in the same memory.
 ///
 /// One pass of a hash table with linear probing, 2 to 4 positions an id of the batch. A position holds `base` plus the place of its
 /// id in `unique`; `base` moves past every number in use after each batch, so that what is left of earlier ones reads as empty and
-/// nothing is cleared.
+/// nothing is cleared. The hash is random, and where ids meet in few places all the same the pass begins again with another: so no
+/// batch takes a time that grows with the square of its ids. The result is the same with every hash.
 #[derive(Debug, Default)]
 pub struct Deduper {
     table: Vec<u32>,
     base: u32,
+    hash: IdHash,
 }
 
 impl Deduper {
@@ -50,6 +60,16 @@ impl Deduper {
     /// With 2³⁰ ids or more.
     pub fn dedupe(&mut self, ids: &[Id], deduped: &mut Deduped) {
         assert!(ids.len() < MOST, "a batch of {} ids is too large", ids.len());
+        for tried in 1..=HASHES {
+            if self.pass(ids, deduped, tried == HASHES) {
+                return;
+            }
+            self.hash = IdHash::random();
+        }
+    }
+
+    /// One pass over `ids`; whether it came to its end, which it does in any case where it `must`.
+    fn pass(&mut self, ids: &[Id], deduped: &mut Deduped, must: bool) -> bool {
         let bits = ((ids.len() * ROOM).max(1).next_power_of_two().trailing_zeros()).max(LEAST_BITS);
         if self.table.len() < 1 << bits {
             self.table = vec![0; 1 << bits];
@@ -69,16 +89,18 @@ impl Deduper {
             ids,
             bits,
             base: self.base,
+            hash: self.hash,
             table: &mut self.table[..1 << bits],
             unique: unique.spare_capacity_mut().as_mut_ptr().cast(),
             inverse: inverse.spare_capacity_mut().as_mut_ptr().cast(),
             found: 0,
+            steps: 0,
         };
         let mut mostly_new = false;
         for begin in (0..ids.len()).step_by(STRETCH) {
             let (end, before) = ((begin + STRETCH).min(ids.len()), pass.found as usize);
             // SAFETY: the stretches cover `ids` once, in order; the rooms were reserved above; the table is zeros or what
-            // earlier batches left, all below `base`.
+            // earlier passes left, all below `base`.
             unsafe {
                 if mostly_new {
                     pass.stretch::<true>(begin, end);
@@ -87,6 +109,10 @@ impl Deduper {
                 }
             }
             mostly_new = (pass.found as usize - before) * 8 > (end - begin) * 7;
+            if !must && pass.steps > STEPS_AT_FIRST + STEPS_AN_ID * end {
+                self.base += pass.found;
+                return false;
+            }
         }
         let found = pass.found;
         // SAFETY: the pass wrote the first `found` ids and an inverse for each id.
@@ -95,6 +121,7 @@ impl Deduper {
             inverse.set_len(ids.len());
         }
         self.base += found;
+        true
     }
 }
 
@@ -103,10 +130,13 @@ struct Pass<'a> {
     ids: &'a [Id],
     bits: u32,
     base: u32,
+    hash: IdHash,
     table: &'a mut [u32],
     unique: *mut Id,
     inverse: *mut u32,
     found: u32,
+    /// Positions past their homes that ids were looked for at.
+    steps: usize,
 }
 
 impl Pass<'_> {
@@ -117,13 +147,13 @@ impl Pass<'_> {
     /// All ids before `begin` are done and those from `begin` on are not. `unique` has room for one id more than `ids`, `inverse`
     /// for as many. The table has 2^`bits` positions, and those that hold `base` or more hold places below `found`.
     unsafe fn stretch<const MOSTLY_NEW: bool>(&mut self, begin: usize, end: usize) {
-        let (ids, bits, base) = (self.ids, self.bits, self.base);
+        let (ids, bits, base, hash) = (self.ids, self.bits, self.base, self.hash);
         let mask = (1 << bits) - 1;
-        let mut found = self.found;
+        let (mut found, mut steps) = (self.found, 0);
         for done in begin..end {
-            prefetch(self.table, position(ids[(done + AHEAD).min(ids.len() - 1)], bits));
+            prefetch(self.table, position(hash, ids[(done + AHEAD).min(ids.len() - 1)], bits));
             let id = ids[done];
-            let mut at = position(id, bits);
+            let mut at = position(hash, id, bits);
             // SAFETY: `at` has `bits` bits, and the table 2^bits positions. `found` is at most `done`, so that `unique[found]` is
             // within its room; it is written before it is read, as are the places below it, and no other is read.
             unsafe {
@@ -144,19 +174,20 @@ impl Pass<'_> {
                         break index;
                     }
                     at = (at + 1) & mask;
+                    steps += 1;
                 };
                 self.inverse.add(done).write(index);
             }
         }
         self.found = found;
+        self.steps += steps;
     }
 }
 
-/// The home of an id in a table of 2^`bits` positions: the top of a product, upper halves folded in (ids may differ there only).
+/// The home of an id in a table of 2^`bits` positions.
 #[inline]
-fn position(id: Id, bits: u32) -> usize {
-    let id = id as u64;
-    ((id ^ (id >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - bits)) as usize
+fn position(hash: IdHash, id: Id, bits: u32) -> usize {
+    (hash.once(id) >> (64 - bits)) as usize
 }
 
 #[cfg(test)]
@@ -208,9 +239,62 @@ mod tests {
 
     #[test]
     fn ids_of_one_home_are_told_apart() {
-        let home = position(0, 12);
-        let ids: Vec<Id> = (0..).filter(|&id| position(id, 12) == home).take(1000).chain([0, 5]).collect();
-        assert_eq!(dedupe(&ids), model(&ids));
+        let hash = IdHash::new(0x1234_5678_9abc_def1);
+        let home = position(hash, 0, 12);
+        let ids: Vec<Id> = (0..).filter(|&id| position(hash, id, 12) == home).take(1000).chain([0, 5]).collect();
+        let (mut deduper, mut deduped) = (Deduper { hash, ..Deduper::default() }, Deduped::default());
+        deduper.dedupe(&ids, &mut deduped);
+        assert_eq!(deduped, model(&ids));
+    }
+
+    /// Ids whose home is position 0 under `hash` in a table of any size: of small multiples of the multiplier's inverse.
+    fn chosen_against(hash: IdHash, count: u64) -> Vec<Id> {
+        let inverse = (0..6).fold(1_u64, |x, _| x.wrapping_mul(2_u64.wrapping_sub(hash.multiplier().wrapping_mul(x))));
+        let chosen = |k: u64| {
+            let folded = k.wrapping_mul(inverse);
+            (folded ^ (folded >> 32)) as Id
+        };
+        (0..count).map(chosen).collect()
+    }
+
+    #[test]
+    fn ids_chosen_against_a_known_hash_take_no_more_steps_than_others() {
+        for seed in [1, 0x1234_5678_9abc_def1, u64::MAX] {
+            let hash = IdHash::new(seed);
+            let ids = chosen_against(hash, 80_000);
+            assert!(ids.iter().all(|&id| position(hash, id, 18) == 0), "they meet");
+            let (mut deduper, mut deduped) = (Deduper { hash, ..Deduper::default() }, Deduped::default());
+            let mut twice = ids.clone();
+            twice.extend(ids.iter().rev());
+            deduper.dedupe(&twice, &mut deduped);
+            assert_eq!(deduped, model(&twice));
+            assert_ne!(
+                deduper.hash.multiplier(),
+                hash.multiplier(),
+                "another hash was taken, under which they do not meet"
+            );
+            assert!(deduper.pass(&twice, &mut deduped, false));
+        }
+    }
+
+    #[test]
+    fn ids_at_any_natural_stride_meet_as_seldom_as_random_ones() {
+        let fibonacci = (0..85).scan((1_u64, 1_u64), |(one, two), _| {
+            (*one, *two) = (*two, *one + *two);
+            Some(*one)
+        });
+        let powers = (0..60).map(|bit| 1_u64 << bit).chain((0..19).map(|power| 10_u64.pow(power)));
+        let mut deduped = Deduped::default();
+        for stride in fibonacci.chain(powers).chain([3, 7, 60, 3600, 86_400, 4093, 65_537]) {
+            let ids: Vec<Id> = (0..20_000_u64).map(|n| n.wrapping_mul(stride) as Id).collect();
+            // A multiplier may be in step with a stride by chance; not one after the other.
+            let mut deduper = Deduper::default();
+            let ended = (1..HASHES).any(|_| {
+                deduper.hash = IdHash::random();
+                deduper.pass(&ids, &mut deduped, false)
+            });
+            assert!(ended, "stride {stride} under {:?}", deduper.hash);
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@
 use std::arch::x86_64::{_mm512_cmpeq_epi64_mask, _mm512_load_si512, _mm512_set1_epi64};
 use std::hint::select_unpredictable;
 
+use super::hash::IdHash;
 use crate::error::Result;
 use crate::mapping::Mapping;
 use crate::prefetch::prefetch;
@@ -94,6 +95,8 @@ pub struct HostIndex {
     limit: usize,
     len: usize,
     capacity: usize,
+    /// Random, so that nobody can choose ids that meet.
+    hash: IdHash,
 }
 
 /// How many ids ahead [`HostIndex::get_batch`] asks for lines.
@@ -103,7 +106,7 @@ const LEAST_LINES: usize = 16;
 impl HostIndex {
     /// An empty index that will take `capacity` ids in `capacity` × [`HostIndex::bytes_per_entry`] or less, and a page.
     pub fn new(capacity: usize) -> Self {
-        Self { mapping: None, lines: 0, limit: 0, len: 0, capacity }
+        Self { mapping: None, lines: 0, limit: 0, len: 0, capacity, hash: IdHash::random() }
     }
 
     /// Ids in the index.
@@ -132,15 +135,15 @@ impl HostIndex {
         if self.len == 0 {
             return NO_SLOT;
         }
-        let lines = self.lines();
-        slot_from(lines, home(lines.len(), id), id)
+        let (lines, hash) = (self.lines(), self.hash);
+        slot_from(lines, home(hash, lines.len(), id), id)
     }
 
     /// Start loading the line of an id.
     #[inline]
     pub fn prefetch(&self, id: Id) {
-        let lines = self.lines();
-        prefetch(lines, home(lines.len(), id));
+        let (lines, hash) = (self.lines(), self.hash);
+        prefetch(lines, home(hash, lines.len(), id));
     }
 
     /// The slots of `ids`, `NO_SLOT` where absent, with lines asked for ahead: `slots[i]` for `ids[i]`.
@@ -155,8 +158,8 @@ impl HostIndex {
         match Isa::best() {
             // SAFETY: the processor has AVX-512 F.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => unsafe { slots_at_once(self.lines(), ids, slots) },
-            _ => slots_ahead(self.lines(), ids, slots, Line::place),
+            Isa::Avx512 => unsafe { slots_at_once(self.hash, self.lines(), ids, slots) },
+            _ => slots_ahead(self.hash, self.lines(), ids, slots, Line::place),
         }
     }
 
@@ -170,7 +173,7 @@ impl HostIndex {
         if self.len >= self.limit {
             self.reserve(1).unwrap_or_else(|refused| panic!("{refused}"));
         }
-        put(self.lines_mut(), id, slot + 1);
+        put(self.hash, self.lines_mut(), id, slot + 1);
         self.len += 1;
     }
 
@@ -183,8 +186,9 @@ impl HostIndex {
         if self.len >= self.limit {
             self.reserve(1).unwrap_or_else(|refused| panic!("{refused}"));
         }
+        let hash = self.hash;
         let lines = self.lines_mut();
-        let mut line = home(lines.len(), id);
+        let mut line = home(hash, lines.len(), id);
         loop {
             let here = &mut lines[line];
             if here.place(id) != 0 {
@@ -217,6 +221,7 @@ impl HostIndex {
     /// Remove an id; its slot, or `NO_SLOT` if absent.
     pub fn remove(&mut self, id: Id) -> CacheSlot {
         let Some((mut line, entry)) = self.find(id) else { return NO_SLOT };
+        let hash = self.hash;
         let lines = self.lines_mut();
         // Only past full lines are there ids whose home is at or before them; the first that may move back does.
         let mut full = lines[line].is_full();
@@ -226,7 +231,7 @@ impl HostIndex {
             next = following(next, lines.len());
             full = lines[next].is_full();
             let moves = (0..lines[next].len()).find(|&other| {
-                let home = home(lines.len(), lines[next].ids[other]);
+                let home = home(hash, lines.len(), lines[next].ids[other]);
                 distance(home, next, lines.len()) >= distance(line, next, lines.len())
             });
             if let Some(other) = moves {
@@ -241,8 +246,8 @@ impl HostIndex {
 
     /// Line and entry of an id.
     fn find(&self, id: Id) -> Option<(usize, usize)> {
-        let lines = self.lines();
-        let mut line = if self.len == 0 { return None } else { home(lines.len(), id) };
+        let (lines, hash) = (self.lines(), self.hash);
+        let mut line = if self.len == 0 { return None } else { home(hash, lines.len(), id) };
         loop {
             match lines[line].entry(id) {
                 Some(entry) => return Some((line, entry)),
@@ -275,24 +280,23 @@ impl HostIndex {
         }
         let mapping = Mapping::new(lines * size_of::<Line>())?;
         let limit = limit_of(lines);
-        let grown = Self { mapping: Some(mapping), lines, limit, len: self.len, capacity: self.capacity };
+        let (capacity, hash) = (self.capacity, self.hash);
+        let grown = Self { mapping: Some(mapping), lines, limit, len: self.len, capacity, hash };
         let old = std::mem::replace(self, grown);
         // Homes keep the order of hashes, so that this walks both sides from front to back.
         for line in old.lines() {
             for entry in 0..line.len() {
-                put(self.lines_mut(), line.ids[entry], line.places[entry]);
+                put(hash, self.lines_mut(), line.ids[entry], line.places[entry]);
             }
         }
         Ok(())
     }
 }
 
-/// The home line: a folded product (as in wyhash) scaled to the lines. Nothing on disk hangs on it.
+/// The home line: the hash scaled to the lines. Nothing on disk, and no result, hangs on it.
 #[inline]
-fn home(lines: usize, id: Id) -> usize {
-    let product = u128::from(id as u64 ^ 0xa076_1d64_78bd_642f) * 0xe703_7ed1_a0b4_28db;
-    let hash = (product >> 64) as u64 ^ product as u64;
-    ((u128::from(hash) * lines as u128) >> 64) as usize
+fn home(hash: IdHash, lines: usize, id: Id) -> usize {
+    ((u128::from(hash.of(id)) * lines as u128) >> 64) as usize
 }
 
 #[inline]
@@ -321,14 +325,14 @@ fn slot_from(lines: &[Line], mut line: usize, id: Id) -> CacheSlot {
 /// The slots of `ids`, `NO_SLOT` where absent; `place` looks an id up in a line. The lines of ids [`AHEAD`] are asked for.
 #[inline(always)]
 #[allow(clippy::inline_always)] // It is compiled for the instruction set of who calls it.
-fn slots_ahead(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], place: impl Fn(&Line, Id) -> u32) {
+fn slots_ahead(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], place: impl Fn(&Line, Id) -> u32) {
     let mut homes = [0; AHEAD];
     for (id, ahead) in ids.iter().zip(&mut homes) {
-        *ahead = home(lines.len(), *id);
+        *ahead = home(hash, lines.len(), *id);
         prefetch(lines, *ahead);
     }
     for (done, (&id, slot)) in ids.iter().zip(slots).enumerate() {
-        let ahead = home(lines.len(), ids[(done + AHEAD).min(ids.len() - 1)]);
+        let ahead = home(hash, lines.len(), ids[(done + AHEAD).min(ids.len() - 1)]);
         prefetch(lines, ahead);
         let line = std::mem::replace(&mut homes[done % AHEAD], ahead);
         let here = &lines[line];
@@ -340,8 +344,8 @@ fn slots_ahead(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], place: impl 
 /// [`slots_ahead`] with AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn slots_at_once(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
-    slots_ahead(lines, ids, slots, |line, id| line.place_at_once(id));
+fn slots_at_once(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]) {
+    slots_ahead(hash, lines, ids, slots, |line, id| line.place_at_once(id));
 }
 
 /// The slot of an id that is not in `line`, its home, which is full.
@@ -351,8 +355,8 @@ fn slot_past(lines: &[Line], line: usize, id: Id) -> CacheSlot {
 }
 
 /// Enter an id that is absent.
-fn put(lines: &mut [Line], id: Id, place: u32) {
-    let mut line = home(lines.len(), id);
+fn put(hash: IdHash, lines: &mut [Line], id: Id, place: u32) {
+    let mut line = home(hash, lines.len(), id);
     while lines[line].is_full() {
         line = following(line, lines.len());
     }
@@ -416,11 +420,26 @@ mod tests {
     }
 
     #[test]
+    fn ids_chosen_against_one_index_do_not_meet_in_another() {
+        let (mut one, mut other) = (HostIndex::new(4000), HostIndex::new(4000));
+        one.reserve(4000).expect("memory");
+        other.reserve(4000).expect("memory");
+        let lines = one.lines;
+        let chosen: Vec<Id> = (0..).filter(|&id| home(one.hash, lines, id) < 8).take(1500).collect();
+        for (slot, &id) in chosen.iter().enumerate() {
+            other.insert(id, slot as u32);
+        }
+        let past = |&id: &Id| other.find(id).map(|(line, _)| distance(home(other.hash, lines, id), line, lines));
+        let steps: usize = chosen.iter().filter_map(past).sum();
+        assert!(steps < chosen.len(), "{steps} lines past the homes of {} ids", chosen.len());
+    }
+
+    #[test]
     fn removal_around_the_end_leaves_no_gap() {
         let mut index = HostIndex::new(0);
         index.grow(index.limit + 1).expect("memory");
-        let lines = index.lines;
-        let last: Vec<Id> = (0..100_000).filter(|&id| home(lines, id) >= lines - 2).take(40).collect();
+        let (lines, hash) = (index.lines, index.hash);
+        let last: Vec<Id> = (0..100_000).filter(|&id| home(hash, lines, id) >= lines - 2).take(40).collect();
         for &removed in &last {
             for (slot, &id) in last.iter().enumerate() {
                 index.insert(id, slot as u32);
@@ -463,7 +482,7 @@ mod tests {
             }
             let mut one_by_one = vec![0; ids.len()];
             if !index.is_empty() {
-                slots_ahead(index.lines(), &ids, &mut one_by_one, Line::place);
+                slots_ahead(index.hash, index.lines(), &ids, &mut one_by_one, Line::place);
                 prop_assert_eq!(slots, one_by_one, "on every instruction set");
             }
         }
