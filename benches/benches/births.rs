@@ -40,6 +40,7 @@ fn births(scale: Scale, initializer: Initializer, threads: usize) -> Box<dyn Rou
         initializer,
         seed: 0,
         total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
+        bucket_hash: embcache::types::BucketHash::SplitMix64,
         buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
         host_bytes: (rows + rows / 100) * host_row_bytes(&optimizer.layout(DIM), policy),
         device_rows: None,

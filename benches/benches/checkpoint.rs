@@ -13,7 +13,7 @@ use embcache::checkpoint::{Chain, Latest, RankWriter, Save};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::rows::{Initializer, RowHeader};
-use embcache::types::{DEFAULT_TOTAL_NUM_BUCKETS, bucket_of};
+use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
 use embcache_benches::{
     Bench, Better, CountedEngine, DIM, Ids, RawFiles, Rounds, Scale, Scratch, SplitMix64, cpu_seconds, forget_cached,
     run, scattered_id, setting,
@@ -50,6 +50,7 @@ fn table(rows: u64, rank: u32, world: u32) -> Table {
         initializer: Initializer::Constant { value: 0.0 },
         seed: 0,
         total_num_buckets: total,
+        bucket_hash: embcache::types::BucketHash::SplitMix64,
         buckets: share(total, rank, world),
         host_bytes: (rows + rows / 50 + 4096) * host_row_bytes(&OPTIMIZER.layout(DIM), policy),
         device_rows: None,
@@ -73,7 +74,7 @@ fn fill(table: &Table, rows: u64) {
     let mut random = SplitMix64(3);
     let values: Vec<f32> = (0..IMPORT_ROWS * DIM + 4096).map(|_| random.next_f64() as f32).collect();
     let owned = (0..rows).map(scattered_id);
-    let owned = owned.filter(|&id| config.buckets.contains(&bucket_of(id, config.total_num_buckets)));
+    let owned = owned.filter(|&id| config.buckets.contains(&config.bucketing().of(id)));
     let ids: Vec<i64> = owned.collect();
     for (turn, ids) in ids.chunks(IMPORT_ROWS).enumerate() {
         let header = |&id: &i64| RowHeader {

@@ -54,6 +54,7 @@ impl Deltas {
             initializer: Initializer::Constant { value: 0.0 },
             seed: 0,
             total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
+            bucket_hash: embcache::types::BucketHash::SplitMix64,
             buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
             host_bytes: (rows + rows / 50 + 4096) * host_row_bytes(&OPTIMIZER.layout(DIM), policy),
             device_rows: None,

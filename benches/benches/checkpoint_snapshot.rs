@@ -49,6 +49,7 @@ fn config(rows: u64, dir: &Path) -> TableConfig {
         initializer: Initializer::Constant { value: 0.0 },
         seed: 0,
         total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
+        bucket_hash: embcache::types::BucketHash::SplitMix64,
         buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
         // A tenth of the rows, and the index.
         host_bytes: rows / 10 * host_row_bytes(&OPTIMIZER.layout(DIM), policy) + rows * 16 + (1 << 20),

@@ -79,6 +79,7 @@ fn host_hit(scale: Scale, rows: u64, mostly_new: bool, ranks: fn(usize, u64) -> 
         initializer: Initializer::Constant { value: 0.0 },
         seed: 0,
         total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
+        bucket_hash: embcache::types::BucketHash::SplitMix64,
         buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
         host_bytes: (rows + rows / 100) * host_row_bytes(&layout, policy),
         device_rows: None,

@@ -113,6 +113,7 @@ fn config(rows: u64, dir: Option<&Path>, host_bytes: u64, ssd_bytes: u64) -> Tab
         initializer: Initializer::Uniform { low: -1.0, high: 1.0 },
         seed: rows,
         total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
+        bucket_hash: embcache::types::BucketHash::SplitMix64,
         buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
         host_bytes,
         device_rows: None,

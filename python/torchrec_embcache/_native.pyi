@@ -19,6 +19,7 @@ F32 = NDArray[np.float32]
 # Reads rows of the device tier: cache slots int64 [n] -> (vectors float32 [n, V], scalars float32 [n], zeros where no scalar slot).
 DeviceGather = Callable[[I64], tuple[F32, F32]]
 # Device tier of one table as CPU arrays, for the core kernels: weights [S, D], vector slots each [S, D], scalar slot [S] or None.
+BucketHash = Literal["splitmix64", "plain"]
 DeviceArrays = tuple[F32, Sequence[F32], F32 | None]
 
 @final
@@ -35,6 +36,7 @@ class Table:
         initializer: tuple[str, float, float],  # ("constant", v, 0) ("uniform", low, high) ("normal", mean, std) ("truncated_normal", mean, std) ("linear", low, high)
         seed: int,
         total_num_buckets: int,
+        bucket_hash: BucketHash,
         bucket_begin: int,
         bucket_end: int,
         host_bytes: int,
@@ -52,6 +54,7 @@ class Table:
     ) -> Table: ...
     name: str
     key: int
+    bucket_hash: BucketHash  # as given, or as the state that was resumed says
     dim: int
     optimizer: str
     slot_names: list[str]
@@ -183,8 +186,12 @@ def open_save_dir(path: str, checks: str = "strict") -> tuple[str, int]: ...  # 
 def open_load_dir(path: str, checks: str = "strict") -> tuple[str, int]: ...  # as check_load_dir, likewise
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def bucket_order(  # rows by (bucket, uint64(id)), and where in that order each bucket of [begin, end) starts, and the last one ends
-    ids: NDArray[np.int64], total_num_buckets: int, begin: int, end: int
+    ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: BucketHash, begin: int, end: int
 ) -> list[NDArray[np.int64]]: ...
+def has_room_for_threads() -> bool: ...  # memory for threads: one that begins and gets none for what is its own ends the process
+def buckets_of(ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: BucketHash) -> NDArray[np.uint32]: ...
+def hash_ids(ids: NDArray[np.int64]) -> None: ...  # in place: what "splitmix64" divides by the number of buckets
+def ids_of_hashes(hashes: NDArray[np.int64]) -> None: ...  # in place: the inverse
 def sweep_parts(path: str) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
 def latest_checkpoint(path: str) -> str: ...  # what CheckpointReader takes; PathError when there is none
 def newest_checkpoint(path: str) -> dict[str, Any] | None: ...  # identity, merged, next_epoch, kind (full, delta or snapshot), tables; None when there is none
@@ -306,7 +313,7 @@ class CheckpointReader:
     links: list[str]  # names, newest first
     next_epoch: int
     kind: Literal["full", "delta", "snapshot"]
-    def tables(self) -> list[dict[str, Any]]: ...  # module, table, key, dim, optimizer, hyperparameters, step, seed, total_num_buckets, rows
+    def tables(self) -> list[dict[str, Any]]: ...  # module, table, key, dim, optimizer, hyperparameters, step, seed, total_num_buckets, bucket_hash, rows
     def check_table(
         self,
         module: str,

@@ -175,8 +175,10 @@ def start(tables: Iterable[CacheTable], work: Callable[[], T]) -> Future[T]:
     _saves[:] = [save for save in _saves if not save.done.is_set()]
     _saves.append(_Save(weakref.WeakSet(tables), done, thread, os.getpid()))
     try:
+        if not _native.has_room_for_threads():
+            raise MemoryError("for a thread")
         thread.start()
-    except RuntimeError:
+    except (RuntimeError, MemoryError):
         # The system gives no thread, and other ranks wait for this one's part.
         run()
     return future

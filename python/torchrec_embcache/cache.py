@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _native, disk, lifetime, publish
+from .buckets import DEFAULT_BUCKET_HASH, BucketHash, buckets_of
 from .collective import world_size as ranks_of_process
 from .config import (
     DEFAULT_TOTAL_NUM_BUCKETS,
+    MAX_NUM_BUCKETS,
     OnFull,
     Policy,
     TierBudgets,
@@ -88,7 +90,9 @@ class CacheTable:
         self.seed = check_int("seed", seed, 0, (1 << 64) - 1)
         self.world_size = check_int("world_size", world_size, 1, 1 << 20)
         self.rank = check_int("rank", rank, 0, self.world_size - 1)
-        self.total_num_buckets = check_int("total_num_buckets", total_num_buckets, 1, (1 << 31) - 1)
+        self.total_num_buckets = check_int("total_num_buckets", total_num_buckets, 1, MAX_NUM_BUCKETS)
+        # How ids fall into buckets: of a new table this, of one that is resumed or loaded what its files say.
+        self.bucket_hash: BucketHash = DEFAULT_BUCKET_HASH
         self.buckets = (
             buckets if buckets is not None else bucket_range(self.rank, self.world_size, self.total_num_buckets)
         )
@@ -260,6 +264,7 @@ class CacheTable:
             initializer=self.initializer.native(),
             seed=self.seed,
             total_num_buckets=self.total_num_buckets,
+            bucket_hash=self.bucket_hash,
             bucket_begin=self.buckets[0],
             bucket_end=self.buckets[1],
             host_bytes=self.tiers.host,
@@ -276,6 +281,7 @@ class CacheTable:
             ssd_root=str(self.tiers.ssd_dir) if directory is not None else None,
         )
         self._tier = tier
+        self.bucket_hash = self._native.bucket_hash
         if resume_token is not None and published[0] < resume_token and self.published()[0] == resume_token:
             warnings.warn(
                 f"table {self.name!r} goes on from its last flush; of the one before, files in {directory} are damaged or missing, "
@@ -313,26 +319,32 @@ class CacheTable:
             return 0, total_num_buckets
         return bucket_range(self.rank, self.world_size, total_num_buckets)
 
-    def adopt(self, total_num_buckets: int, key: int) -> bool:
-        """Take the number of buckets and the key of a checkpoint, for a load into an open table. Where one of them is another the
-        table is made anew, without its rows. Whether the number of buckets changed.
+    def owns(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `ids` [n] fall into the buckets of this shard: bool [n]."""
+        begin, end = self.buckets
+        buckets = buckets_of(ids, self.total_num_buckets, self.bucket_hash)
+        return (buckets >= begin) & (buckets < end)
+
+    def adopt(
+        self,
+        total_num_buckets: int,
+        key: int,
+        bucket_hash: BucketHash,
+        segments: _native.SnapshotSegments | None = None,
+    ) -> bool:
+        """Take the number of buckets, how ids fall into them, and the key of a checkpoint, for a load into an open table. Where one
+        of them is another the table is made anew, without its rows; with `segments`, with the rows, step and epoch of a snapshot's.
+        Whether the buckets changed.
         """
-        return self._adopt(total_num_buckets, key, None)
-
-    def adopt_segments(self, total_num_buckets: int, key: int, segments: _native.SnapshotSegments) -> bool:
-        """As `adopt`; the table is made anew, with the rows, step and epoch of a snapshot's segments."""
-        return self._adopt(total_num_buckets, key, segments)
-
-    def _adopt(self, total_num_buckets: int, key: int, segments: _native.SnapshotSegments | None) -> bool:
         self.past_contents.add(self.contents)
         self.contents = secrets.token_hex(8)
-        changed = total_num_buckets != self.total_num_buckets
+        changed = (total_num_buckets, bucket_hash) != (self.total_num_buckets, self.bucket_hash)
         if changed or key != self.native.key or segments is not None:
             self.native.close()
             self._native = self._tier = None
             self._discard = True  # the rows of the table before
             self.buckets = self.buckets_of(total_num_buckets)
-            self.total_num_buckets, self.key = total_num_buckets, key
+            self.total_num_buckets, self.key, self.bucket_hash = total_num_buckets, key, bucket_hash
             self.open(segments=segments)
         return changed
 
@@ -583,6 +595,7 @@ class CacheTable:
             device=self.device,
             key=self.key,
         )
+        made.bucket_hash = self.bucket_hash
         memo[id(self)] = made
         if self._native is not None:
             made.open()

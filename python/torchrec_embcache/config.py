@@ -30,6 +30,8 @@ Reopen = Literal["resume", "discard", "auto"]
 
 # A prime, for ids whose low bits say little. Fixed for the life of a table.
 DEFAULT_TOTAL_NUM_BUCKETS = 4093
+# Of a new table. Where each bucket starts takes 8 bytes in every file of 16 MiB of rows: with more it would be most of the file.
+MAX_NUM_BUCKETS = 1 << 20
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}

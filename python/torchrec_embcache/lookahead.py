@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from . import _native
+
 if TYPE_CHECKING:
     from ._native import Lookup, Plan
 
@@ -70,8 +72,6 @@ class Lookahead:
     ) -> None:
         """As `announce`, on the thread beside, which calls `failed` with an error. `settle` before anyone looks at the tables."""
         self._add(ids, splits, options)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "embcache-plan")
 
         def plan() -> None:
             try:
@@ -79,6 +79,11 @@ class Lookahead:
             except Exception as error:
                 failed(error)
 
+        if self._thread is None:
+            if not _native.has_room_for_threads():
+                plan()
+                return
+            self._thread = ThreadPoolExecutor(1, "embcache-plan")
         self._jobs.append(self._thread.submit(plan))
 
     def settle(self) -> None:

@@ -322,9 +322,9 @@ class Saver:
                 table.set_unusable(reason)
             for place, owner, table in wanted:
                 entry = saved[sources[place, table.name]]
-                numbers = entry["total_num_buckets"], entry["key"]
+                numbers = entry["total_num_buckets"], entry["key"], entry["bucket_hash"]
                 segments = reader.segments(place, table.name)
-                if table.adopt(*numbers) if segments is None else table.adopt_segments(*numbers, segments):
+                if table.adopt(*numbers, segments):
                     owner.buckets_changed()
                 if segments is not None:
                     loaded[place, table.name] = table.stats().rows

@@ -9,8 +9,9 @@ Loader("ckpt/blocks", hashtables={"item": bag}, tensors=model.state_dict()).load
 
 A table is a block of ids and a block for each of its slots: the weights ("embedding"), the optimizer's, by torch's names, and the
 metadata. Rows lie in runs of at most 16 MiB, each sorted by (bucket, `uint64(id)`), so that a shard of any number of shards reads
-what it owns; `bucket = uint64(id) mod total_num_buckets`, as RecIS slices ids. `block_files` has the files. Every byte is under a
-checksum that a load verifies. Names with "@" or "^" are refused, because RecIS keeps them for itself.
+what it owns; see `buckets`. RecIS' indexes name the slice of `uint64(id) mod total_num_buckets` that the ids of a block are in. The
+package `blocks` has the files. Every byte is under a checksum that a load verifies. Names with "@" or "^" are refused: RecIS
+keeps them for itself.
 
 Shapes: n rows, D the table's width, V = D * (1 + vector slots).
 """
@@ -20,7 +21,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .blocks.files import Directory
+from .blocks.helpers import Helpers
 from .blocks.publication import Save, abandon, begin
 from .blocks.reader import SavedBlocks, SavedTable, SavedTensor
 from .blocks.schema import DTYPES, ID, WriteBlock, columns_of, empty_rows, slots_of
@@ -53,6 +55,8 @@ _Plan = list[tuple[CacheTable, list[tuple[SavedTable, list[str]]]]]
 _DensePlan = list[tuple[Tensor, SavedTensor]]
 # What RecIS keeps for its own names of blocks.
 RESERVED = "@^"
+# Rows of one call of the core: more at once are refused where they might not fit, and these only where they do not.
+ROWS_AT_ONCE = 4096
 
 
 class Saver:
@@ -261,13 +265,13 @@ class Loader:
     def _read(self, plan: _Plan, dense: _DensePlan, where: str) -> list[int]:
         reason = f"loading blocks from {where} did not succeed; load a checkpoint that is whole"
         counts = []
-        with ThreadPoolExecutor(self.parallel, "embcache-blocks") as pool:
+        with Helpers(self.parallel, "embcache-blocks") as pool:
             for table, sources in plan:
                 if table.unusable is not None:
                     table.native.clear()
                     table.set_unusable(None)
                 if len(sources) == 1 and len(table) == 0 and sources[0][0].key != table.native.key:
-                    table.adopt(table.total_num_buckets, sources[0][0].key)
+                    table.adopt(table.total_num_buckets, sources[0][0].key, table.bucket_hash)
             into = [_Into(table, table.native.step(), table.native.epoch(), reason) for table, _ in plan]
             for each in into:
                 each.table.set_unusable(reason)
@@ -428,7 +432,7 @@ class _Into:
     epoch: int
     reason: str
 
-    def load(self, source: SavedTable, slots: list[str], pool: ThreadPoolExecutor) -> int:
+    def load(self, source: SavedTable, slots: list[str], pool: Executor) -> int:
         """Rows loaded. Two runs are read ahead."""
         table = self.table
         wanted = [slot for slot in slots if slot in source.slots]
@@ -438,7 +442,7 @@ class _Into:
         def take() -> int:
             return self._import({slot: future.result() for slot, future in waiting.popleft().items()})
 
-        for run in source.runs(table.total_num_buckets, table.buckets):
+        for run in source.runs(table.total_num_buckets, table.bucket_hash, table.buckets):
             waiting.append(run.submit(wanted, pool))
             if len(waiting) > 2:
                 count += take()
@@ -450,9 +454,7 @@ class _Into:
 
     def _import(self, columns: dict[str, NDArray[Any]]) -> int:
         table, ids = self.table, columns[ID]
-        begin, end = table.buckets
-        buckets = ids.view("uint64") % table.total_num_buckets
-        owned = (buckets >= begin) & (buckets < end)
+        owned = table.owns(ids)
         if not owned.all():
             columns = {slot: column[owned] for slot, column in columns.items()}
             ids = columns[ID]
@@ -468,11 +470,16 @@ class _Into:
         into = columns_of(table, rows)
         for slot, column in columns.items():
             into[slot][...] = column
-        table.native.import_rows(*rows)
+        given, vectors, scalars, metadata = rows
+        for first in range(0, len(ids), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            count, last_step, score, epoch = metadata
+            meta = count[part], last_step[part], score[part], epoch[part]
+            table.native.import_rows(given[part], vectors[part], scalars[part], meta)
         return len(ids)
 
 
-def _load_dense(tensor: Tensor, stored: SavedTensor, pool: ThreadPoolExecutor) -> None:
+def _load_dense(tensor: Tensor, stored: SavedTensor, pool: Executor) -> None:
     """Copy it into place, in windows; whole where `tensor` is not contiguous."""
     target = tensor.detach()
     flat = target.reshape(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)

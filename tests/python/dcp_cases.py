@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tables import bucket_of
 from torchrec_embcache import (
     CacheTable,
     EmbCacheStorageReader,
@@ -108,7 +109,7 @@ class Model(CacheModule, nn.Module):
     def fill(self, salt: int) -> None:
         table = self._tables["spread"]
         begin, end = table.buckets
-        mine = IDS[torch.tensor([begin <= row_id % (1 << 64) % BUCKETS < end for row_id in IDS.tolist()])]
+        mine = IDS[torch.tensor([begin <= bucket_of(row_id, BUCKETS) < end for row_id in IDS.tolist()])]
         table.import_rows(mine, weights_of(mine, salt), {"sum": mine.to(torch.float32)})
         table.native.set_step(42 + salt)
 

@@ -36,6 +36,15 @@ def make_bag(**settings) -> EmbCacheEmbeddingBag:
     return EmbCacheEmbeddingBag(**{**defaults, **settings})
 
 
+def bucket_of(row_id: int, total_num_buckets: int) -> int:
+    """The bucket of an id by the documented rule, written down again: SplitMix64's finaliser, then the remainder."""
+    mask = (1 << 64) - 1
+    mixed = row_id & mask
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
+    return (mixed ^ mixed >> 31) % total_num_buckets
+
+
 def jagged(bags: Bags) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [N] and offsets [B] of bags."""
     offsets = [0]

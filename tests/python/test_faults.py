@@ -4,6 +4,7 @@ Each scenario runs in a child of its own, forked by one process that has importe
 """
 
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ import torch
 
 from tables import make_bag, ssd_tiers
 from torchrec_embcache import TierBudgets
+from torchrec_embcache import serialize as blocks
 from torchrec_embcache.exceptions import EmbCacheError, HostMemoryError, ReadOnlyError, StorageError
 from torchrec_embcache.saver import Saver
 
@@ -123,6 +125,44 @@ def memory_for_the_index_on_ssd(root: str) -> str:
     assert bag.stats().ssd.rows > 0
     assert contents(bag) == straight(done + 8)
     return type(getattr(bag, "failure", None)).__name__
+
+
+def memory_of_calls(root: str, device: str) -> str:
+    """Calls with hardly any memory left: each is done, or raises and can be made again. None ends the process, or hangs."""
+    budgets = ssd_tiers(Path(root, "ssd"), host_bytes="2MiB", device_bytes=device, ssd_bytes="128MiB")
+    bag = a_bag(tiers=budgets)
+    train(bag, range(2))
+    bag.flush()
+    Saver(0).save(bag, f"{root}/whole")
+    blocks.Saver(0, 1, 2, f"{root}/blocks", {"t": bag}).save()
+    before = contents(bag)
+    rows = torch.ones(20_000, bag.embedding_dim)
+    calls: dict[str, Callable[[], object]] = {
+        "import": lambda: bag.import_rows(torch.arange(1 << 40, (1 << 40) + len(rows)), rows),
+        "remove": lambda: bag.remove_rows(torch.arange(1 << 40, (1 << 40) + len(rows))),
+        "save": lambda: Saver(0).save(bag, f"{root}/limited"),
+        "save_async": lambda: Saver(0).save_async(bag, f"{root}/limited").result(),
+        "load": lambda: Saver(0).load(bag, f"{root}/whole"),
+        "load blocks": lambda: blocks.Loader(f"{root}/blocks", {"t": bag}).load(),
+    }
+    raised = set()
+    for name, call in calls.items():
+        for extra in (0, MIB // 4, MIB, 3 * MIB, 9 * MIB, 40 * MIB):
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + extra, resource.RLIM_INFINITY))
+            try:
+                call()
+            except (MemoryError, RuntimeError, EmbCacheError) as error:  # torch's own is a RuntimeError
+                raised.add(type(error).__name__)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            gc.collect()
+        call()
+        if name.startswith(("save", "load")):
+            assert contents(bag) == before, name
+    assert contents(bag) == before
+    bag.close()
+    return str(sorted(raised))
 
 
 def disk_full(root: str, small: str) -> str:
@@ -300,6 +340,7 @@ SCENARIOS: dict[str, Callable[..., str]] = {
     for scenario in (
         memory,
         memory_for_the_index_on_ssd,
+        memory_of_calls,
         disk_full,
         save_on_full_disk,
         few_files,
@@ -342,7 +383,12 @@ def run() -> Iterator[Callable[..., str]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(folder), "RUST_BACKTRACE": "0", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+            "RUST_BACKTRACE": "0",
+            "OMP_NUM_THREADS": "1",
+        },
     )
     assert server.stdin is not None
     assert server.stdout is not None
@@ -389,6 +435,13 @@ def test_no_memory_for_the_first_rows_on_ssd_is_an_error_and_not_the_end(
     tmp_path: Path, run: Callable[..., str]
 ) -> None:
     assert run("memory_for_the_index_on_ssd", str(tmp_path)) == HostMemoryError.__name__, "no limit was met"
+
+
+@pytest.mark.parametrize("device", ["0", "256KiB"])
+def test_calls_without_memory_raise_and_neither_end_the_process_nor_hang(
+    device: str, tmp_path: Path, run: Callable[..., str]
+) -> None:
+    assert HostMemoryError.__name__ in run("memory_of_calls", str(tmp_path), device), "no limit was met"
 
 
 def test_a_full_disk_leaves_every_row_readable_and_savable(

@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import nn
 
-from tables import Contents, make_bag, random_batches, train
+from tables import Contents, bucket_of, make_bag, random_batches, train
 from torchrec_embcache import TierBudgets, initializers, megatron, optimizers
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import (
@@ -354,7 +354,7 @@ class Shard(CacheModule, nn.Module):
     def owned(self) -> torch.Tensor:
         """Those of 400 ids that this rank owns."""
         begin, end = self.table.buckets
-        return torch.tensor([i for i in range(-200, 200) if begin <= i % 2**64 % self.table.total_num_buckets < end])
+        return torch.tensor([i for i in range(-200, 200) if begin <= bucket_of(i, self.table.total_num_buckets) < end])
 
 
 def values(ids: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tables import bucket_of
 from test_saver import make_bag, root, rows, train
 from test_saver_delta import loaded, tiers
 from test_saver_ranks import IDS, Shards, weights_of
@@ -311,7 +312,7 @@ def save_beside_training(rank: int, size: int, path: str) -> list[str]:
         # Training's collectives go on while no rank, or only one, has begun to write.
         for table in shards.tables.values():
             begin, end = table.buckets
-            mine = torch.tensor([begin <= row_id % (1 << 64) % 11 < end for row_id in range(300)])
+            mine = torch.tensor([begin <= bucket_of(row_id, 11) < end for row_id in range(300)])
             table.import_rows(torch.arange(300)[mine], weights_of(torch.arange(300)[mine] + 1))
         dist.barrier()
         if rank == 0:

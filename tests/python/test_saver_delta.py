@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tables import bucket_of
 from test_saver import OPTIMIZERS, make_bag, root, rows, train
 from test_saver_ranks import IDS, Shards, weights_of
 from torchrec_embcache import TierBudgets, initializers, optimizers
@@ -365,7 +366,7 @@ def save_in_steps(rank: int, size: int, path: str) -> list[str]:
                 gone = [
                     row_id
                     for row_id in range(step * 7, step * 7 + 5)
-                    if begin <= row_id % table.total_num_buckets < end
+                    if begin <= bucket_of(row_id, table.total_num_buckets) < end
                 ]
                 table.remove_rows(torch.tensor(gone, dtype=torch.int64))
         kinds.append(Saver().save(nn.ModuleDict({"shards": shards}), path, incremental=True).kind)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tables import bucket_of
 from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
 from torchrec_embcache.saver import Saver
@@ -52,7 +53,7 @@ class Shards(CacheModule, nn.Module):
     def fill(self, ids: torch.Tensor) -> None:
         for table in self._tables.values():
             begin, end = table.buckets
-            mine = torch.tensor([begin <= row_id % (1 << 64) % BUCKETS < end for row_id in ids.tolist()])
+            mine = torch.tensor([begin <= bucket_of(row_id, BUCKETS) < end for row_id in ids.tolist()])
             table.import_rows(ids[mine], weights_of(ids[mine]), {"sum": ids[mine].to(torch.float32)})
             table.native.set_step(42)
 

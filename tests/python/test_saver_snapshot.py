@@ -295,18 +295,18 @@ def test_a_load_that_fails_half_way_leaves_tables_that_refuse_until_one_succeeds
     (tmp_path / "other").mkdir()
     other = make_bag(tiers=tiers("ssd", tmp_path / "other"))
     train(other, seed=4)
-    adopt = type(other.table).adopt_segments
+    adopt = type(other.table).adopt
 
-    def fail(self: Any, total_num_buckets: int, key: int, found: Any) -> bool:
+    def fail(self: Any, *given: Any) -> bool:
         path = segments(root)[0]
         path.rename(path.with_suffix(".away"))
         try:
-            return adopt(self, total_num_buckets, key, found)
+            return adopt(self, *given)
         finally:
             path.with_suffix(".away").rename(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(other.table), "adopt_segments", fail)
+        patch.setattr(type(other.table), "adopt", fail)
         with pytest.raises(Exception, match="seg"):
             Saver(0).load(other, root)
     with pytest.raises(StateError, match="load one that is whole"):

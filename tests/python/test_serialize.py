@@ -1,6 +1,7 @@
 """Block-level checkpoints: what is saved is what is loaded, by any shards, whole or in the parts that a filter picks."""
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import safetensors.numpy
 import torch
 from torch import nn
 
-from tables import Contents, make_bag, random_batches, ssd_tiers, train
+from tables import Contents, bucket_of, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import TierBudgets, initializers, optimizers
 from torchrec_embcache.blocks import reader, writer
+from torchrec_embcache.blocks.helpers import Helpers
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import (
+    CapacityError,
     ConfigError,
     InputError,
     MismatchError,
@@ -153,11 +156,48 @@ def test_any_number_of_shards_loads_what_any_number_saved(
         dense = torch.zeros(9, dtype=torch.int64)
         loaded = Loader(str(path / "many"), hashtables={"item": table}, tensors={"dense": dense}).load()
         begin, end = bucket_range(rank, loading, table.total_num_buckets)
-        owned = [i for i in whole if begin <= i % 2**64 % table.total_num_buckets < end]
+        owned = [i for i in whole if begin <= bucket_of(i, table.total_num_buckets) < end]
         assert loaded.tables["item"] == len(owned) == len(table)
         assert torch.equal(dense, torch.arange(9))
         assert table.native.step() == bag.table.native.step()
     assert rows_of(*into) == whole
+
+
+def test_a_table_that_holds_as_many_rows_as_it_can_loads_its_own_blocks(path: Path, tmp_path: Path) -> None:
+    def make(name: str, host_bytes: str) -> Any:
+        folder = tmp_path / name
+        folder.mkdir()
+        return make_bag(
+            embedding_dim=8,
+            optimizer=optimizers.SGD(lr=0.1),
+            tiers=ssd_tiers(folder, host_bytes=host_bytes, ssd_bytes="16MiB"),
+        )
+
+    bag, first, more = make("ssd", "128KiB"), 0, 500
+    while more:  # until the index of the rows on SSD leaves no room for one more in RAM
+        try:
+            bag(torch.arange(first, first + more).view(-1, 1)).sum().backward()
+            first += more
+        except CapacityError:
+            more //= 2
+    assert len(bag) > 5000
+    expected = rows_of(bag.table)
+    Saver(path=str(path), hashtables={"item": bag}).save()
+    Loader(str(path), {"item": bag}).load()
+    assert rows_of(bag.table) == expected
+    other = make("other", "160KiB")
+    Loader(str(path), {"item": other}).load()
+    assert rows_of(other.table) == expected
+
+
+def test_without_threads_blocks_are_read_and_written_by_the_caller() -> None:
+    here = threading.get_ident()
+    with Helpers(0, "none") as none, Helpers(2, "some") as some:
+        assert none.submit(threading.get_ident).result() == here
+        assert isinstance(none.submit(int, "no number").exception(), ValueError)
+        assert here not in {future.result() for future in [some.submit(threading.get_ident) for _ in range(20)]}
+    with pytest.raises(RuntimeError, match="ended"):
+        some.submit(int)
 
 
 def test_a_table_with_another_number_of_buckets_takes_its_rows(path: Path) -> None:
@@ -210,7 +250,7 @@ def test_any_program_can_read_the_files_by_the_indexes_of_recis(path: Path, monk
     assert np.array_equal(blocks.pop("w^ "), np.eye(3))
     found = {}
     slices = sorted({name.split("^")[1] for name in blocks})
-    assert slices == ["0000@2047@4093", "2047@4093@4093"]
+    assert slices == ["0000@04093@4093", "0000@4093@4093"], "told apart by leading zeros"
     for part in slices:
         begin, end, size = map(int, part.split("@"))
         ids = blocks[f"item@id^{part}"]
@@ -466,7 +506,7 @@ def test_wrong_arguments_are_refused(path: Path) -> None:
 def _save_and_load_together(rank: int, size: int, where: str, wrong: int | None) -> str:
     table = shard_of(rank, size)
     begin, end = table.buckets
-    owned = torch.tensor([i for i in range(-300, 300) if begin <= i % 2**64 % 4093 < end])
+    owned = torch.tensor([i for i in range(-300, 300) if begin <= bucket_of(i, 4093) < end])
     table.import_rows(owned, torch.full((len(owned), 4), float(rank)))
 
     def fail(blocks: list[WriteBlock]) -> list[WriteBlock]:

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -27,6 +26,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from tables import bucket_of
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagCollectionSharder,
@@ -142,7 +142,7 @@ def _buckets(rank: int, world: int) -> list[tuple[Any, ...]]:
     model = sharded(Model(Settings(buckets=7)), ROW_WISE, FUSED)
     train(model, batches(STEPS, rank, world))
     return [
-        (table.buckets, (chunk.ids.numpy().view(np.uint64) % 7).tolist())
+        (table.buckets, [bucket_of(row_id, 7) for row_id in chunk.ids.tolist()])
         for module in cache_modules(model).values()
         for table in module.tables.values()
         for chunk in table.export()

@@ -28,6 +28,7 @@ RUST_LAYERS = [
 # Module: the modules of the package it may import, those that these import included.
 _BASE = {
     "exceptions",
+    "buckets",
     "config",
     "paths",
     "initializers",
@@ -45,6 +46,7 @@ _TABLE = _BASE | {"kernels", "rows", "cache"}
 _CACHE = _TABLE | {"lookahead", "lookup", "whole_model", "state_dicts"}
 PYTHON_IMPORTS = {
     "exceptions": set(),
+    "buckets": set(),
     "collective": {"exceptions"},
     "config": {"exceptions"},
     "paths": {"exceptions", "config"},
@@ -84,6 +86,7 @@ RESERVED = {
     "torchrec": {"modules", "sharded", "train_pipeline"},
     "torchrec_embcache._native": {
         "__init__",  # the version
+        "buckets",
         "cache",
         "rows",
         "kernels",

@@ -7,14 +7,15 @@ import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
-from torchrec_embcache.exceptions import EmbCacheError
+from torchrec_embcache.buckets import BucketHash, buckets_of
+from torchrec_embcache.exceptions import EmbCacheError, UnsupportedError
 
 from .files import (
     CHUNK_BYTES,
@@ -29,7 +30,7 @@ from .files import (
 )
 from .publication import newest
 from .schema import ID
-from .writer import check_entry, check_file, data_file, layout_of, part_name
+from .writer import bucket_hash_of, check_entry, check_file, data_file, layout_of, part_name
 
 __all__ = ["SavedBlocks", "SavedRun", "SavedTable", "SavedTensor"]
 
@@ -112,7 +113,7 @@ class SavedRun:
     def _check_order(self, stored: _Stored, ids: NDArray[np.int64]) -> None:
         """Whether the ids are those of the wanted buckets, sorted, each once."""
         unsigned = ids.view(np.uint64)
-        buckets = unsigned % np.uint64(self.table.total_num_buckets)
+        buckets = buckets_of(ids, self.table.total_num_buckets, self.table.bucket_hash)
         later = (buckets[1:] > buckets[:-1]) | ((buckets[1:] == buckets[:-1]) & (unsigned[1:] > unsigned[:-1]))
         if not later.all() or int(buckets[0]) < self.buckets[0] or int(buckets[-1]) >= self.buckets[1]:
             what = f"the ids of {stored.entry.name!r} from row {self.begin} on"
@@ -129,14 +130,15 @@ class SavedTable:
     step: int
     epoch: int
     total_num_buckets: int
+    bucket_hash: BucketHash
     slots: dict[str, TensorEntry]
     shares: list[_Share]
 
-    def runs(self, total_num_buckets: int, buckets: tuple[int, int]) -> Iterator[SavedRun]:
-        """What holds the rows whose buckets (of `total_num_buckets`) are in [begin, end): where the checkpoint has as many buckets
+    def runs(self, total_num_buckets: int, bucket_hash: BucketHash, buckets: tuple[int, int]) -> Iterator[SavedRun]:
+        """What holds the rows whose buckets (of `total_num_buckets`) are in [begin, end): where the checkpoint has the same buckets
         only those, else all.
         """
-        same = total_num_buckets == self.total_num_buckets
+        same = (total_num_buckets, bucket_hash) == (self.total_num_buckets, self.bucket_hash)
         for share in self.shares:
             low, high = share.buckets
             if same:
@@ -278,8 +280,11 @@ class SavedBlocks:
         # The last ones of their kinds cannot go on.
         step, epoch = whole(about["step"], 0, (1 << 63) - 1), whole(about["epoch"], 0, (1 << 32) - 2)
         key = whole(about["key"], 0, (1 << 64) - 1)
-        table = self.tables.setdefault(name, SavedTable(name, dim, key, step, epoch, total, slots, []))
-        if (table.dim, table.key, table.step, table.total_num_buckets, table.slots) != (dim, key, step, total, slots):
+        hashed = bucket_hash_of(about)
+        if hashed not in ("plain", "splitmix64"):
+            raise UnsupportedError(f"{where}: bucket_hash {hashed!r} is not known: load it with a newer release")
+        table = self.tables.setdefault(name, SavedTable(name, dim, key, step, epoch, total, hashed, slots, []))
+        if replace(table, epoch=epoch, shares=[]) != SavedTable(name, dim, key, step, epoch, total, hashed, slots, []):
             raise corruption(where, f"table {name!r}", "as on the other shards", "another")
         table.epoch = max(table.epoch, epoch)
         table.shares.append(_Share((begin, end), runs, starts, blocks))

@@ -1,6 +1,7 @@
 """One shard's part of a block-level save."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import math
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import MismatchError, StateError
 
 from .files import CHUNK_BYTES, BlockFile, Directory, TensorEntry, render_json
+from .helpers import Helpers
 from .publication import Save, finish
 from .schema import WriteBlock, columns_of, slots_of
 
@@ -84,7 +86,7 @@ class _ShardWriter:
             CHUNK_BYTES,
             parallel,
         )
-        self.pool = ThreadPoolExecutor(parallel, "embcache-blocks")
+        self.pool = Helpers(parallel, "embcache-blocks")
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +159,7 @@ class _ShardWriter:
             done += len(rows[0])
             if done > total:
                 break
-            order, offsets = _native.bucket_order(rows[0], table.total_num_buckets, begin, end)
+            order, offsets = _native.bucket_order(rows[0], table.total_num_buckets, table.bucket_hash, begin, end)
             columns = columns_of(table, rows)
             # Of one block one run after the other.
             for future in under_way:
@@ -180,6 +182,7 @@ class _ShardWriter:
             "step": step,
             "epoch": native.epoch(),
             "total_num_buckets": table.total_num_buckets,
+            "bucket_hash": table.bucket_hash,
             "buckets": [begin, end],
             "runs": runs,
         }
@@ -208,7 +211,7 @@ def _indexes(manifests: list[dict[str, Any]], shards: int) -> dict[str, bytes]:
     files: dict[str, int] = {}
     places: dict[str, int] = {}
     for shard, manifest in enumerate(manifests):
-        buckets = {table["name"]: (*table["buckets"], table["total_num_buckets"]) for table in manifest["tables"]}
+        slices = {table["name"]: _slice(table, shard, shards) for table in manifest["tables"]}
         for block in manifest["blocks"]:
             name = data_file(shard, block["file"], manifest["parallel"], shards)
             file = files.setdefault(name, len(files))
@@ -216,15 +219,34 @@ def _indexes(manifests: list[dict[str, Any]], shards: int) -> dict[str, bytes]:
                 # The blank is what RecIS calls the slice of a whole tensor.
                 part, full = block["name"], f"{block['name']}^ "
             else:
-                begin, end, total = buckets[block["name"]]
-                width = len(str(total))
                 part = part_name(block["name"], block["slot"], shard, shards)
-                full = f"{block['name']}@{block['slot']}^{begin:0{width}}@{end:0{width}}@{total}"
+                full = f"{block['name']}@{block['slot']}^{slices[block['name']]}"
             names[part], places[part] = full, file
     return {
         "tensorkey.json": render_json(names),
         "index": render_json({"file_index": files, "block_index": places}),
     }
+
+
+def _slice(table: dict[str, Any], shard: int, shards: int) -> str:
+    """RecIS' slice of a shard's block: "begin@end@total", the range of `uint64(id) mod total` that its ids are in.
+
+    A shard that owns hashed buckets has ids of the whole range. RecIS finds blocks by names that differ in the slice alone, so
+    those of several such shards differ in their leading zeros.
+    """
+    (begin, end), total = table["buckets"], table["total_num_buckets"]
+    left = right = len(str(total))
+    if bucket_hash_of(table) != "plain":
+        if (begin, end) != (0, total):
+            more, rest = divmod(shard, math.isqrt(shards - 1) + 1)
+            left, right = left + more, right + rest
+        begin, end = 0, total
+    return f"{begin:0{left}}@{end:0{right}}@{total}"
+
+
+def bucket_hash_of(table: dict[str, Any]) -> Any:
+    """How the ids of a table in a shard's manifest fall into buckets; older manifests do not say."""
+    return table.get("bucket_hash", "plain")
 
 
 def _check_whole(manifests: list[dict[str, Any]]) -> None:
@@ -246,7 +268,7 @@ def _check_whole(manifests: list[dict[str, Any]]) -> None:
         raise MismatchError(f"{sorted(both)} are tables on one shard and tensors on another: rename one")
     for name, shares in parts.items():
         first = shares[0]
-        fields = ("dim", "optimizer", "key", "seed", "step", "total_num_buckets")
+        fields = ("dim", "optimizer", "key", "seed", "step", "total_num_buckets", "bucket_hash")
         for shard, table, slots in shares:
             for what, mine, other in (
                 *((what, table[what], first[1][what]) for what in fields),

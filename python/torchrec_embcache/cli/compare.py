@@ -16,7 +16,7 @@ __all__ = ["diff"]
 #: Bytes of the rows that are compared at a time.
 _WINDOW_BYTES = 128 << 20
 #: What must be equal for rows to be compared at all, and what is only told.
-_SHAPE = ("dim", "total_num_buckets")
+_SHAPE = ("dim", "total_num_buckets", "bucket_hash")
 _SETTINGS = ("key", "optimizer", "step", "seed", "initializer")
 _METADATA = ("count", "last_step", "score", "modified_epoch")
 

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from torchrec_embcache import _native
 from torchrec_embcache.blocks.files import Directory, render_json
+from torchrec_embcache.buckets import DEFAULT_BUCKET_HASH
+from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import InputError, PathError, UnsupportedError
 from torchrec_embcache.optimizers import SGD, Adagrad, Adam, AdamW, OptimizerSpec, RowWiseAdagrad
 from torchrec_embcache.paths import basic_root
@@ -103,6 +105,8 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
 
 
 def _import(tables: list[StoredTable], root: str, settings: Settings) -> list[dict[str, Any]]:
+    if not 1 <= settings.total_num_buckets <= MAX_NUM_BUCKETS:
+        raise InputError(f"--buckets {settings.total_num_buckets}: give 1 to {MAX_NUM_BUCKETS}")
     specs = [_spec(table, settings) for table in tables]
     names = [(spec["module"], spec["table"]) for spec, _ in specs]
     if len(set(names)) < len(names):
@@ -167,6 +171,7 @@ def _spec(table: StoredTable, settings: Settings) -> tuple[dict[str, Any], dict[
         "seed": described.get("seed", 0),
         "initializer": described.get("initializer", {"name": "constant", "value": 0.0}),
         "total_num_buckets": described.get("total_num_buckets", settings.total_num_buckets),
+        "bucket_hash": DEFAULT_BUCKET_HASH,
     }
     return spec, dict(zip(names, present, strict=True))
 

@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any
 
+from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import CorruptionError
 
 __all__ = ["DESCRIPTION", "parse_description"]
@@ -19,7 +20,7 @@ _INTEGERS = {
     "key": (0, (1 << 64) - 1),
     "seed": (0, (1 << 64) - 1),
     "step": (0, (1 << 63) - 1),
-    "total_num_buckets": (1, (1 << 31) - 1),
+    "total_num_buckets": (1, MAX_NUM_BUCKETS),
 }
 
 

@@ -191,7 +191,7 @@ class TableReader:
             table.set_unusable(reason)
         for place, owner, table in self._shards:
             entry = self._saved[place, table.name]
-            if table.adopt(entry["total_num_buckets"], entry["key"]):
+            if table.adopt(entry["total_num_buckets"], entry["key"], entry["bucket_hash"]):
                 owner.buckets_changed()
         for place, _, table in self._shards:
             loaded, expected = self._reader.load_table(place, table.native), self._rows[place, table.name]

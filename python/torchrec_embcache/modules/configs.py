@@ -16,6 +16,7 @@ from torchrec.types import DataType
 
 from torchrec_embcache.config import (
     DEFAULT_TOTAL_NUM_BUCKETS,
+    MAX_NUM_BUCKETS,
     OnFull,
     Policy,
     TierBudgets,
@@ -36,7 +37,6 @@ __all__ = [
 ]
 
 MAX_EMBEDDING_DIM = 65_536
-MAX_NUM_BUCKETS = (1 << 31) - 1
 
 # TorchRec's fields that change what a table is and have no counterpart here: the only value taken, and why.
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
@@ -60,8 +60,8 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
     - `tiers`: the table's budgets on each rank; None takes a share of the module's.
     - `policy`, `on_full`: replacement policy of the tiers; what happens when the last one is full.
     - `unseen`: what evaluation reads for an id that was never trained, its "initial" value or "zeros".
-    - `total_num_buckets`: buckets that ids fall into, `uint64(id) % total_num_buckets`; ranks own ranges of them. Fixed for the
-      life of the table.
+    - `total_num_buckets`: buckets that ids fall into, `hash(id) % total_num_buckets`, with the finaliser of SplitMix64 as
+      the hash; ranks own ranges of them. 1 to 2^20, fixed for the life of the table.
 
     Raises `ConfigError` for a value out of range and `UnsupportedError` for a field of TorchRec's that does not apply.
     """

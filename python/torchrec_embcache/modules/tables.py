@@ -293,6 +293,4 @@ def tables_text(tables: Mapping[str, CacheTable], groups: Mapping[str, Mapping[s
 
 def _in_buckets(ids: torch.Tensor, table: CacheTable) -> torch.Tensor:
     """Which of `ids` [n] fall into the table's buckets: bool [n]."""
-    begin, end = table.buckets
-    buckets = torch.from_numpy((ids.numpy().view("uint64") % table.total_num_buckets).astype("int64"))
-    return (buckets >= begin) & (buckets < end)
+    return torch.from_numpy(table.owns(ids.numpy()))

@@ -15,9 +15,10 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, Sha
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.collective import all_gather, raise_on_every_rank
-from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
+from torchrec_embcache.exceptions import InputError, MismatchError, StateError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.modules.features import check_features, in_order
 from torchrec_embcache.modules.optimizer_choice import no_optimizer_error
@@ -122,6 +123,7 @@ class ShardedCacheModule(CacheModule):
             dict.fromkeys(name for config in module.table_configs() for name in config.feature_names)
         )
         state["_input_keys"] = None
+        state["_buckets_known"] = False
         state["_owner"] = f"{type(self).__name__} {module.name!r}"
         state["_configs"] = {config.name: config for config in module.table_configs()}
         state["_weighted"] = module.is_weighted() if hasattr(module, "is_weighted") else False
@@ -140,6 +142,7 @@ class ShardedCacheModule(CacheModule):
 
     # Set by _prepare.
     _cache: ModuleTables
+    _buckets_known: bool
     _configs: dict[str, Any]
     _features: list[str]
     _input_keys: list[str] | None
@@ -169,6 +172,37 @@ class ShardedCacheModule(CacheModule):
                     table.total_num_buckets = self._cache[table.name].total_num_buckets
         if not self._has_uninitialized_input_dist:
             self._input_dists[:] = [sharding.create_input_dist() for sharding in self._shardings()]
+
+    def _bucket_hash_of(self, table: str) -> BucketHash:
+        return self._cache[table].bucket_hash
+
+    def _agree_on_buckets(self) -> None:
+        """Open the tables: one that is resumed says itself how ids fall into its buckets.
+
+        Every rank comes here before its first batch is sent; where a table cannot be opened on one of them, or they do not agree,
+        they come here again with the next batch.
+        """
+        mine: dict[str, tuple[int, str]] = {}
+        error: Exception | None = None
+        try:
+            for name, table in self._cache.items():
+                table.open()
+                mine[name] = (table.total_num_buckets, table.bucket_hash)
+        except Exception as caught:
+            error = caught
+        everyone = all_gather((mine, error is None), self._env.process_group)
+        self._buckets_known = all(opened for _, opened in everyone)
+        if error is not None:
+            raise error
+        for rank, (theirs, _) in enumerate(everyone):
+            for name, buckets in theirs.items():
+                if buckets != mine.get(name, buckets):
+                    self._buckets_known = False
+                    raise MismatchError(
+                        f"{self._owner}: table {name!r} has {mine[name][0]} buckets of kind {mine[name][1]!r} on this rank, and "
+                        f"{buckets[0]} of kind {buckets[1]!r} on rank {rank}: their SSD directories are of different saves; "
+                        'load a checkpoint made with Saver, with reopen="discard"'
+                    )
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The zero-row parameter of every table of the module, of those on other ranks too."""
@@ -241,6 +275,13 @@ class ShardedCacheModule(CacheModule):
             ctx.error = error
             checked = self._empty_batch()
         self._input_keys = checked.keys()
+        if not self._buckets_known:
+            try:
+                self._agree_on_buckets()
+            except Exception as error:
+                ctx.error, checked = error, self._empty_batch()
+            if not self._has_uninitialized_input_dist:
+                self.buckets_changed()
         if self._has_uninitialized_input_dist:
             # TorchRec would do this after warning of ids at or above num_embeddings, which are fine here.
             self._create_input_dist(self._input_keys)
@@ -401,6 +442,7 @@ class EmbCacheShardedEmbeddingBagCollection(ShardedCacheModule, ShardedEmbedding
     def _create_lookups(self) -> None:
         for sharding in self._shardings():
             sharding.make_lookup = self._make_lookup
+            sharding.bucket_hash_of = self._bucket_hash_of
             self._lookups.append(sharding.create_lookup())
 
     def create_context(self) -> BagContext:
@@ -438,6 +480,7 @@ class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCol
     def _create_lookups(self) -> None:
         for sharding in self._shardings():
             sharding.make_lookup = self._make_lookup
+            sharding.bucket_hash_of = self._bucket_hash_of
             self._lookups.append(sharding.create_lookup())
 
     def _check(self, features: Any) -> KeyedJaggedTensor:

@@ -1,7 +1,7 @@
 """How ids travel to the rank that owns their bucket, and pooled rows back.
 
-TorchRec's own shardings, with its input and output exchanges, changed in two points. Row-wise ids go to the owner of the bucket
-`uint64(id) % total_num_buckets` and are kept as they are. MEAN bags that are spread over ranks carry weights 1/L, set before they
+TorchRec's own shardings, with its input and output exchanges, changed in two points. Row-wise ids go to the owner of their
+bucket (see `buckets`) and are kept as they are. MEAN bags that are spread over ranks carry weights 1/L, set before they
 are: every rank then sums, and no divisor has to be known at the end.
 
 Shapes: F features, B bags a feature, N ids.
@@ -25,6 +25,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_embcache.buckets import BucketHash, hash_ids_, ids_of_hashes_
 from torchrec_embcache.exceptions import UnsupportedError
 
 __all__ = ["SHARDING_TYPES", "pooled_sharding", "sequence_sharding"]
@@ -35,13 +36,35 @@ SHARDING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value)
 LookupMaker = Callable[[list[Any], bool], nn.Module]
 
 
+def _parts(features: KeyedJaggedTensor, chosen: list[bool]) -> list[torch.Tensor]:
+    """The values of the chosen features."""
+    if all(chosen):
+        return [features.values()]
+    if not any(chosen):
+        return []
+    ends = features.offset_per_key()
+    return [features.values()[ends[at] : ends[at + 1]] for at, wanted in enumerate(chosen) if wanted]
+
+
 class BucketFeaturesDist(RwSparseFeaturesDist):
-    """Sends each id to the rank that owns its bucket."""
+    """Sends each id to the rank that owns its bucket.
+
+    TorchRec divides what it is given by the number of buckets: that is the hash of an id. The hash is a bijection, so that the ids
+    are put back in its place before they are sent.
+    """
 
     def __init__(
-        self, pg: Any, num_buckets: list[int], mean: list[bool], device: torch.device | None, is_sequence: bool
+        self,
+        pg: Any,
+        num_buckets: list[int],
+        hashed: list[bool],
+        mean: list[bool],
+        device: torch.device | None,
+        is_sequence: bool,
     ) -> None:
-        """`num_buckets[f]`, `mean[f]`: buckets of the table of feature f, and whether its bags are averaged."""
+        """Of the table of feature f `num_buckets[f]`: its buckets; `hashed[f]`: whether they are of the hashes of ids; `mean[f]`:
+        whether its bags are averaged.
+        """
         # zch_sizes and block sizes of 0 select fbgemm's bucketisation by modulo; without zch_sizes it refuses uneven shares.
         super().__init__(
             pg=pg,
@@ -54,12 +77,36 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
             zch_sizes=num_buckets,
         )
         self._mean = mean
+        self._hashed = hashed
+        # Before the exchange, whatever a pipeline puts in place of the exchange's own forward.
+        self._dist.register_forward_pre_hook(self._put_ids_back)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
         """Starts the exchange. Weights are added where a bag is averaged."""
         if any(self._mean):
             sparse_features = _with_mean_weights(sparse_features, self._mean)
-        return super().forward(sparse_features)
+        return super().forward(_with_hashes(sparse_features, self._hashed))
+
+    def _put_ids_back(self, _exchange: nn.Module, given: tuple[KeyedJaggedTensor]) -> None:
+        """Ids in the place of their hashes. The features lie once for each rank, one rank behind the other."""
+        for part in _parts(given[0], self._hashed * (len(given[0].keys()) // len(self._hashed))):
+            ids_of_hashes_(part)
+
+
+def _with_hashes(features: KeyedJaggedTensor, hashed: list[bool]) -> KeyedJaggedTensor:
+    """The batch with the hashes of ids in place of the ids, where features are hashed."""
+    if not any(hashed):
+        return features
+    replaced = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().clone(memory_format=torch.contiguous_format),
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        stride=features.stride(),
+    )
+    for part in _parts(replaced, hashed):
+        hash_ids_(part)
+    return replaced
 
 
 def _with_mean_weights(features: KeyedJaggedTensor, mean: list[bool]) -> KeyedJaggedTensor:
@@ -95,9 +142,11 @@ class PaddedPooledDist(RwPooledEmbeddingDist):
 
 
 class _CacheSharding:
-    """What the four shardings share: their lookup is ours. Set `make_lookup` before `create_lookup` is called."""
+    """What the four shardings share: their lookup is ours. Set `make_lookup` and `bucket_hash_of` before anything is created."""
 
     make_lookup: LookupMaker
+    # How the ids of a table of this rank fall into buckets, by its name.
+    bucket_hash_of: Callable[[str], BucketHash]
     spreads_bags = False
     _grouped_embedding_configs: list[Any]
 
@@ -120,8 +169,9 @@ class _RowWise(_CacheSharding):
         """Ids to the owners of their buckets."""
         tables = self.sharded_tables()
         buckets = [table.total_num_buckets for table in tables for _ in table.feature_names]
+        hashed = [self.bucket_hash_of(table.name) != "plain" for table in tables for _ in table.feature_names]
         mean = [table.pooling == PoolingType.MEAN for table in tables for _ in table.feature_names]
-        return BucketFeaturesDist(self._pg, buckets, mean, device or self._device, self.is_sequence)
+        return BucketFeaturesDist(self._pg, buckets, hashed, mean, device or self._device, self.is_sequence)
 
 
 class RowWisePooledSharding(_RowWise, RwPooledEmbeddingSharding):

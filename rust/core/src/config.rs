@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use crate::error::{Error, Kind, Result};
 use crate::rows::{Initializer, RowLayout};
+use crate::types::{BucketHash, Bucketing};
 
 /// Which optimizer a table's rows carry slots for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -134,6 +135,8 @@ pub struct TableConfig {
     pub seed: u64,
     /// Buckets of the whole table.
     pub total_num_buckets: u32,
+    /// How ids fall into them. A table that resumes a state has that state's.
+    pub bucket_hash: BucketHash,
     /// The buckets this shard owns.
     pub buckets: Range<u32>,
     /// Cap on the bytes of rows, metadata and indexes in RAM.
@@ -152,5 +155,10 @@ impl TableConfig {
     /// The layout of this table's rows.
     pub fn layout(&self) -> RowLayout {
         self.optimizer.layout(self.dim)
+    }
+
+    /// How ids fall into the table's buckets.
+    pub fn bucketing(&self) -> Bucketing {
+        Bucketing::new(self.total_num_buckets, self.bucket_hash)
     }
 }

@@ -91,6 +91,11 @@ fn with_reserve(bytes: usize, allocate: impl Fn() -> *mut u8) -> *mut u8 {
     if got.is_null() && bytes < RESERVE_BYTES && ReservingAllocator::spend() { allocate() } else { got }
 }
 
+/// What `make` gives; where the system refuses it memory that does not come from the allocator, again without the reserve.
+pub(crate) fn or_from_reserve<T>(make: impl Fn() -> Result<T>) -> Result<T> {
+    make().or_else(|refused| if ReservingAllocator::spend() { make() } else { Err(refused) })
+}
+
 /// `Kind::Memory` when the reserve was needed and cannot be had again: to be asked where an operation begins.
 pub fn check() -> Result<()> {
     if !SPENT.load(Ordering::Acquire) {
@@ -123,7 +128,7 @@ pub(crate) fn room(what: &str, bytes: usize) -> Result<()> {
 }
 
 /// Whether there is memory for threads: one that begins and gets none for what is its own ends the process.
-pub(crate) fn room_for_threads() -> bool {
+pub fn room_for_threads() -> bool {
     room("start threads", ROOM_FOR_THREADS).is_ok()
 }
 
@@ -171,6 +176,12 @@ mod tests {
         ReservingAllocator::keep_reserve();
         assert!(ReservingAllocator::spend());
         assert!(RESERVE.load(Ordering::Acquire).is_null());
+        check().unwrap();
+        // As memory that is mapped, and not the allocator's, is refused once.
+        let refused = std::cell::Cell::new(true);
+        let once = || if refused.replace(false) { Err(super::refused("map", 1 << 20)) } else { Ok(7) };
+        assert_eq!(or_from_reserve(once).unwrap(), 7);
+        assert!(SPENT.load(Ordering::Acquire), "the reserve was given up for it");
         check().unwrap();
         assert!(!RESERVE.load(Ordering::Acquire).is_null() && !SPENT.load(Ordering::Acquire));
     }

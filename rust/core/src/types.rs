@@ -12,39 +12,83 @@ pub const NO_SLOT: CacheSlot = u32::MAX;
 /// The default number of buckets of a table: a prime, for ids whose low bits say little.
 pub const DEFAULT_TOTAL_NUM_BUCKETS: u32 = 4093;
 
-/// The bucket of an id: `uint64(id) mod total_num_buckets`.
+/// The plain bucket of an id: `uint64(id) mod total_num_buckets`. Block-level checkpoints slice ids so; of a table see [`Bucketing`].
 #[inline]
 pub fn bucket_of(id: Id, total_num_buckets: u32) -> u32 {
     (id as u64 % u64::from(total_num_buckets)) as u32
 }
 
-/// [`bucket_of`] of many ids: the remainder by a multiplication with the divisor's reciprocal (Barrett 1986).
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct BucketDivisor {
-    total_num_buckets: u32,
+/// What is done to an id before it is divided by the number of buckets. It is part of the formats on disk, where a table says which.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BucketHash {
+    /// Nothing. Files of version 1, which do not name it, are of this kind; small ids are then in the buckets of the first rank.
+    #[default]
+    Plain,
+    /// [`hash_id`], so that ids of any pattern spread over the buckets, and the buckets over the ranks.
+    SplitMix64,
+}
+
+impl BucketHash {
+    /// As files and the binding have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::SplitMix64 => "splitmix64",
+        }
+    }
+
+    /// The inverse of [`BucketHash::name`].
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Plain, Self::SplitMix64].into_iter().find(|hash| hash.name() == name)
+    }
+
+    /// What is divided for an id.
+    #[inline]
+    pub fn of(self, id: Id) -> u64 {
+        match self {
+            Self::Plain => id as u64,
+            Self::SplitMix64 => hash_id(id),
+        }
+    }
+}
+
+/// How the ids of a table fall into its buckets: `hash(uint64(id)) mod total_num_buckets`.
+///
+/// The remainder is found by a multiplication with the divisor's reciprocal (Barrett 1986).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bucketing {
+    total: u32,
+    hash: BucketHash,
     reciprocal: u64,
 }
 
-impl BucketDivisor {
+impl Bucketing {
     /// # Panics
     /// When there are no buckets.
-    pub(crate) fn new(total_num_buckets: u32) -> Self {
-        Self { total_num_buckets, reciprocal: u64::MAX / u64::from(total_num_buckets) }
+    pub fn new(total_num_buckets: u32, hash: BucketHash) -> Self {
+        Self { total: total_num_buckets, hash, reciprocal: u64::MAX / u64::from(total_num_buckets) }
     }
 
-    /// See [`bucket_of`].
+    /// How many there are.
+    pub fn total(self) -> u32 {
+        self.total
+    }
+
+    /// The bucket of an id.
     #[inline]
-    pub(crate) fn bucket_of(self, id: Id) -> u32 {
-        let (id, divisor) = (id as u64, u64::from(self.total_num_buckets));
+    pub fn of(self, id: Id) -> u32 {
+        let (hashed, divisor) = (self.hash.of(id), u64::from(self.total));
         // The quotient, or one less: the reciprocal is 2⁶⁴ / divisor less at most one.
-        let quotient = ((u128::from(id) * u128::from(self.reciprocal)) >> 64) as u64;
-        let rest = id - quotient * divisor;
+        let quotient = ((u128::from(hashed) * u128::from(self.reciprocal)) >> 64) as u64;
+        let rest = hashed - quotient * divisor;
         (if rest < divisor { rest } else { rest - divisor }) as u32
     }
 }
 
-/// The 64-bit hash of an id that indexes and footers use (the finaliser of `SplitMix64`, a bijection; Steele, Lea, Flood 2014).
-/// It is part of the SSD format: fixed for ever.
+/// The 64-bit hash of an id that buckets, the SSD tier's index and footers use: the finaliser of `SplitMix64`, a bijection (Steele,
+/// Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, with the constants of Stafford's variant 13).
+/// It is part of the formats on disk, and `tests/fixtures/v2/buckets.txt` holds it: fixed for ever.
 #[inline]
 pub fn hash_id(id: Id) -> u64 {
     let mut x = id as u64;
@@ -89,14 +133,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_divisor_gives_the_buckets_of_all_ids() {
+    fn buckets_are_remainders_of_all_ids_and_of_their_hashes() {
         for divisor in [1, 2, 3, 7, 641, DEFAULT_TOTAL_NUM_BUCKETS, 1 << 16, (1 << 31) - 1, 1 << 31, u32::MAX] {
-            let by = BucketDivisor::new(divisor);
+            let plain = Bucketing::new(divisor, BucketHash::Plain);
+            let hashed = Bucketing::new(divisor, BucketHash::SplitMix64);
             let near = |id: i64| (-2..3).map(move |off| id.wrapping_add(off));
             let multiples = [0, 1, 2, u64::MAX / u64::from(divisor)].map(|by| (by * u64::from(divisor)) as i64);
             let ids = multiples.into_iter().chain([i64::MAX, i64::MIN, -1]).flat_map(near);
             for id in ids.chain((0..1000).map(|n| hash_id(n) as i64)) {
-                assert_eq!(by.bucket_of(id), bucket_of(id, divisor), "{id} by {divisor}");
+                assert_eq!(plain.of(id), bucket_of(id, divisor), "{id} by {divisor}");
+                assert_eq!(hashed.of(id), bucket_of(hash_id(id) as Id, divisor), "{id} by {divisor}");
             }
         }
     }

@@ -8,7 +8,6 @@ use std::sync::{Arc, PoisonError, RwLock};
 use embcache::checkpoint::{BlockFile, BlockPlace, BlockWriter as Writer};
 use embcache::io::{BeneathEngine, IoEngine, default_engine};
 use embcache::paths::Checks;
-use embcache::types::{Id, bucket_of};
 use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 
@@ -68,37 +67,6 @@ pub(crate) fn chunk_checksums<'py>(
     }
     let found: Vec<u32> = py.detach(|| bytes.chunks(chunk_bytes).map(crc32c::crc32c).collect());
     Ok(found.into_pyarray(py))
-}
-
-/// The order of rows by (bucket, `uint64(id)`), and where in it each of the buckets `[begin, end)` starts, and the last one ends.
-#[pyfunction]
-#[pyo3(signature = (ids, total_num_buckets, begin, end))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
-pub(crate) fn bucket_order<'py>(
-    py: Python<'py>,
-    ids: PyReadonlyArray1<'py, Id>,
-    total_num_buckets: u32,
-    begin: u32,
-    end: u32,
-) -> PyResult<[Bound<'py, PyArray1<i64>>; 2]> {
-    let ids = slice("ids", &ids)?;
-    if total_num_buckets == 0 || begin > end {
-        return Err(input(format!("buckets {begin} to {end} of {total_num_buckets}: give some, in order")));
-    }
-    let (order, starts) = py.detach(|| {
-        let keyed =
-            ids.iter().enumerate().map(|(row, &id)| (bucket_of(id, total_num_buckets), id.cast_unsigned(), row));
-        let mut keyed: Vec<(u32, u64, usize)> = keyed.collect();
-        keyed.sort_unstable();
-        let mut at = 0;
-        let start = |bucket: u32| {
-            at += keyed[at..].iter().take_while(|(of, ..)| *of < bucket).count();
-            at as i64
-        };
-        let starts: Vec<i64> = (begin..=end).map(start).collect();
-        (keyed.iter().map(|&(.., row)| row as i64).collect::<Vec<i64>>(), starts)
-    });
-    Ok([order.into_pyarray(py), starts.into_pyarray(py)])
 }
 
 /// Writes the data files of a shard's blocks.

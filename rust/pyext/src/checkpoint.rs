@@ -430,6 +430,7 @@ impl PyReader {
                 dict.set_item("step", spec.step)?;
                 dict.set_item("seed", spec.seed)?;
                 dict.set_item("total_num_buckets", spec.total_num_buckets)?;
+                dict.set_item("bucket_hash", spec.bucket_hash.name())?;
                 dict.set_item("rows", entry.total_rows)?;
                 Ok(dict)
             })

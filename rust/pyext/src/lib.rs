@@ -4,6 +4,7 @@
 //! be waiting for the GIL (to read rows from the device).
 
 mod blocks;
+mod buckets;
 mod buffers;
 mod checkpoint;
 mod checkpoint_rows;
@@ -41,6 +42,12 @@ fn table_key(name: &str) -> u64 {
     embcache::types::table_key(name)
 }
 
+/// Whether there is memory for threads: one that begins and gets none for what is its own ends the process, or waits for ever.
+#[pyfunction]
+fn has_room_for_threads() -> bool {
+    embcache::memory::room_for_threads()
+}
+
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ReservingAllocator::keep_reserve();
@@ -67,7 +74,11 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(blocks::open_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::open_load_dir, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::chunk_checksums, module)?)?;
-    module.add_function(wrap_pyfunction!(blocks::bucket_order, module)?)?;
+    module.add_function(wrap_pyfunction!(has_room_for_threads, module)?)?;
+    module.add_function(wrap_pyfunction!(buckets::bucket_order, module)?)?;
+    module.add_function(wrap_pyfunction!(buckets::buckets_of, module)?)?;
+    module.add_function(wrap_pyfunction!(buckets::hash_ids, module)?)?;
+    module.add_function(wrap_pyfunction!(buckets::ids_of_hashes, module)?)?;
     module.add_class::<blocks::BlockWriter>()?;
     module.add_function(wrap_pyfunction!(checkpoint::latest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::newest_checkpoint, module)?)?;

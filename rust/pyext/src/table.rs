@@ -9,7 +9,7 @@ use embcache::io::{IoEngine, default_engine};
 use embcache::rows::Initializer;
 use embcache::ssd::SsdTier;
 use embcache::stats::TierStats;
-use embcache::types::{CacheSlot, table_key};
+use embcache::types::{BucketHash, CacheSlot, table_key};
 use embcache::{Error, Kind};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
@@ -70,6 +70,14 @@ fn initializer_from((kind, first, second): (String, f32, f32)) -> PyResult<Initi
     })
 }
 
+pub(crate) fn bucket_hash_from(name: &str) -> PyResult<BucketHash> {
+    BucketHash::from_name(name).ok_or_else(|| {
+        config_error(format!(
+            "bucket_hash {name:?} is not known: use \"splitmix64\", or \"plain\" for rows of older files"
+        ))
+    })
+}
+
 fn policy_from(name: &str) -> PyResult<PolicyKind> {
     Ok(match name {
         "lru" => PolicyKind::Lru,
@@ -88,9 +96,9 @@ pub(crate) struct PyTable {
 #[pymethods]
 impl PyTable {
     #[new]
-    #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_begin, bucket_end, host_bytes,
-        device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None, unfinished=None,
-        ssd_root=None))]
+    #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_hash, bucket_begin, bucket_end,
+        host_bytes, device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None,
+        unfinished=None, ssd_root=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn new(
@@ -102,6 +110,7 @@ impl PyTable {
         initializer: (String, f32, f32),
         seed: u64,
         total_num_buckets: u32,
+        bucket_hash: &str,
         bucket_begin: u32,
         bucket_end: u32,
         host_bytes: u64,
@@ -141,6 +150,7 @@ impl PyTable {
             initializer: initializer_from(initializer)?,
             seed,
             total_num_buckets,
+            bucket_hash: bucket_hash_from(bucket_hash)?,
             buckets: bucket_begin..bucket_end,
             host_bytes,
             device_rows,
@@ -167,6 +177,11 @@ impl PyTable {
     #[getter]
     fn key(&self) -> u64 {
         self.inner.config().key
+    }
+    /// How ids fall into buckets: as it was given, or as the state that was resumed says.
+    #[getter]
+    fn bucket_hash(&self) -> &'static str {
+        self.inner.config().bucket_hash.name()
     }
     #[getter]
     fn dim(&self) -> usize {

@@ -11,7 +11,7 @@ use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::io::IoEngine;
 use embcache::kernels::Hyperparameters;
 use embcache::rows::{Initializer, RowHeader, RowLayout};
-use embcache::types::{CacheSlot, Id};
+use embcache::types::{BucketHash, CacheSlot, Id};
 
 pub use watch::watched;
 
@@ -127,6 +127,7 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
         initializer: Initializer::Uniform { low: -1.0, high: 1.0 },
         seed: 7,
         total_num_buckets: 13,
+        bucket_hash: BucketHash::SplitMix64,
         buckets: 0..13,
         host_bytes: host_rows * embcache::cache::host_row_bytes(&optimizer.layout(dim), policy),
         device_rows: None,

@@ -13,7 +13,7 @@ use crate::kernels::threads::beside;
 use crate::memory;
 use crate::rows::RowHeader;
 use crate::slots::RowState;
-use crate::types::{CacheSlot, Id, bucket_of};
+use crate::types::{CacheSlot, Id};
 
 /// Rows placed under one hold of the table's lock.
 const ROWS_PER_CALL: usize = 65_536;
@@ -133,7 +133,8 @@ impl<'a> PickedRows<'a> {
     /// Rows one behind the other.
     fn block(&self, rows: Range<usize>, floats: usize) -> Result<(Vec<RowHeader>, Vec<f32>)> {
         let mut vectors = memory::zeros("copy rows", rows.len() * floats)?;
-        let mut headers = Vec::with_capacity(rows.len());
+        let mut headers = Vec::new();
+        memory::reserve(&mut headers, "copy rows", rows.len())?;
         for (row, vector) in rows.zip(vectors.chunks_exact_mut(floats)) {
             headers.push(self.header(row));
             self.copy_vector(row, vector);
@@ -226,8 +227,8 @@ impl Shared {
         }
         let fit = (ids.len() as u64).min(room).min(u64::from(state.host.slots.free_slots())) as usize;
         let mut new = fit;
-        let (buckets, total) = (&self.config.buckets, self.config.total_num_buckets);
-        if let Some(foreign) = ids[..new].iter().position(|&id| !buckets.contains(&bucket_of(id, total))) {
+        let (buckets, bucketing) = (&self.config.buckets, self.config.bucketing());
+        if let Some(foreign) = ids[..new].iter().position(|&id| !buckets.contains(&bucketing.of(id))) {
             new = foreign;
         }
         if let Some(ssd) = &self.ssd

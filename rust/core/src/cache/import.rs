@@ -12,7 +12,7 @@ use crate::memory;
 use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
 use crate::ssd::SsdTier;
-use crate::types::{Id, NO_SLOT, bucket_of};
+use crate::types::{Id, NO_SLOT};
 
 impl Table {
     /// Overwrite or add rows. `State` when a batch in flight uses one of them, `Input` for repeated ids, ids of another shard's buckets
@@ -43,6 +43,7 @@ impl Table {
         shared.check_writable()?;
         shared.finish_loads(&mut state);
         shared.refuse_rows_in_use(&mut state, ids.iter().copied())?;
+        memory::check_room("remove rows", ids.len() * ROOM_FOR_A_ROW)?;
         let distinct: Vec<Id> = crate::index::dedupe(ids).unique;
         let mut places = shared.places_of_all(&state, &distinct)?;
         let (mut done, mut removed) = (0, 0);
@@ -56,6 +57,10 @@ impl Table {
         Ok(removed)
     }
 }
+
+/// Bytes that a call takes for each of its rows while it runs: ids, their table while they are compared, and where rows are. They are
+/// asked for in one piece, before anything has changed.
+const ROOM_FOR_A_ROW: usize = 128;
 
 /// Rows of one hold of the table's lock, and where they are.
 #[derive(Clone, Copy)]
@@ -85,6 +90,8 @@ impl Shared {
                 ),
             ));
         }
+        let record_bytes = if self.ssd.is_some() { floats * 4 + size_of::<RowHeader>() } else { 0 };
+        memory::check_room("import rows", block.headers.len() * (ROOM_FOR_A_ROW + record_bytes))?;
         let ids: Vec<Id> = block.headers.iter().map(|header| header.id).collect();
         let distinct = crate::index::dedupe(&ids);
         if distinct.unique.len() != ids.len() {
@@ -93,8 +100,9 @@ impl Shared {
             let id = twice.map_or(0, |(position, _)| ids[position]);
             return Err(Error::new(Kind::Input, format!("table {name:?}: id {id} is given twice")));
         }
+        let bucketing = self.config.bucketing();
         for header in block.headers {
-            let bucket = bucket_of(header.id, self.config.total_num_buckets);
+            let bucket = bucketing.of(header.id);
             if !self.config.buckets.contains(&bucket) {
                 return Err(Error::new(
                     Kind::Input,
@@ -195,8 +203,11 @@ impl Shared {
             self.check_capacity(state, new, ids)?;
         }
         let indexed = self.ssd.as_ref().map_or(0, SsdTier::rows);
-        // An entry of the index takes no more than it is charged with at most.
-        if ids.len() > ROWS_PER_CALL && self.ssd.is_some() && state.host.rows_beside_index(u64::MAX, indexed + new) == 0
+        // An entry of the index takes no more than it is charged with at most. Rows that are there already take none.
+        if new > 0
+            && ids.len() > ROWS_PER_CALL
+            && self.ssd.is_some()
+            && state.host.rows_beside_index(u64::MAX, indexed + new) == 0
         {
             return Err(self.index_full(state));
         }

@@ -127,7 +127,7 @@ impl Table {
 
     /// As [`Table::open`]; with `source` its rows and counters are the contents, in place of whatever the SSD tier's directory has.
     pub fn open_from(
-        config: TableConfig,
+        mut config: TableConfig,
         device_rows: Option<Arc<dyn DeviceRows>>,
         engine: Arc<dyn IoEngine>,
         source: Option<(&SegmentFiles, StateCounters)>,
@@ -151,6 +151,7 @@ impl Table {
                 let (tier, resumed) = SsdTier::open(ssd, &Identity::of(&config), layout, engine)?;
                 counters = resumed.unwrap_or_default();
                 lineage.decode(&tier.take_note());
+                config.bucket_hash = tier.bucket_hash();
                 Some(tier)
             }
         };

@@ -12,7 +12,7 @@ use crate::cache::{Ancestor, GroupSink, Table};
 use crate::error::{Error, Kind, Result};
 use crate::io::AlignedBuf;
 use crate::rows::RowHeader;
-use crate::types::{Id, bucket_of};
+use crate::types::Id;
 
 /// Tombstones of a file at most.
 pub(super) const TOMBSTONES_A_FILE: usize = 1 << 20;
@@ -55,10 +55,9 @@ impl RankWriter {
         rows: &mut dyn RowSource,
         changes: Changes<'_>,
     ) -> Result<u64> {
-        let total_num_buckets = spec.total_num_buckets;
+        let bucketing = spec.bucketing();
         let written = self.write_table(spec, buckets.clone(), rows)?;
-        let mut left: Vec<(u32, u64)> =
-            changes.left.iter().map(|&id| (bucket_of(id, total_num_buckets), id as u64)).collect();
+        let mut left: Vec<(u32, u64)> = changes.left.iter().map(|&id| (bucketing.of(id), id as u64)).collect();
         left.sort_unstable();
         left.dedup();
         if let Some((bucket, id)) = left.iter().find(|(bucket, _)| !buckets.contains(bucket)) {
@@ -108,7 +107,7 @@ fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<
     let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, shape)
         .ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
     let header = layout.header(spec, buckets);
-    let mut image = AlignedBuf::zeroed(header.len() + layout.data_bytes);
+    let mut image = AlignedBuf::try_zeroed(header.len() + layout.data_bytes)?;
     let (head, data) = image.split_at_mut(header.len());
     head.copy_from_slice(&header);
     data[layout.column(Field::Tombstone).range()].copy_from_slice(bytemuck::cast_slice(ids));
@@ -126,4 +125,28 @@ fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<
         checksums_crc32c: crc32c::crc32c(checksums),
     };
     Ok((image, file))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::manifest::{CheckpointKind, Share};
+    use super::TOMBSTONES_A_FILE;
+
+    #[test]
+    fn a_file_of_more_tombstones_than_any_save_writes_is_refused() {
+        let share = |tombstones: usize| -> Share {
+            let file = serde_json::json!({"rows": 0, "tombstones": tombstones, "bytes": 1_u64 << 40, "header_crc32c": 0, "checksums_crc32c": 0});
+            let optimizer = serde_json::json!({"name": "sgd", "hyperparameters": {}});
+            let spec = serde_json::json!({
+                "module": "m", "table": "t", "key": 1, "dim": 2, "dtype": "F32", "optimizer": optimizer, "step": 1, "seed": 1,
+                "initializer": {"name": "constant", "value": 0.0}, "total_num_buckets": 7,
+            });
+            let share =
+                serde_json::json!({"spec": spec, "bucket_begin": 0, "bucket_end": 7, "total_rows": 0, "files": [file]});
+            serde_json::from_value(share).expect("a share of version 1")
+        };
+        assert_eq!(share(TOMBSTONES_A_FILE).check(CheckpointKind::Delta), Ok(()));
+        let refused = share(TOMBSTONES_A_FILE + 1).check(CheckpointKind::Delta);
+        assert_eq!(refused, Err("a file's counts are out of range".into()));
+    }
 }

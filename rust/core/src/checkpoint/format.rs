@@ -4,7 +4,7 @@
 //!
 //! | tensor | type, shape | |
 //! | --- | --- | --- |
-//! | `id` | I64 `[n]` | sorted by (bucket, `uint64(id)`), bucket = `uint64(id) mod total_num_buckets` |
+//! | `id` | I64 `[n]` | sorted by (bucket, `uint64(id)`), see [`Bucketing`](crate::types::Bucketing) |
 //! | `last_step` | U64 `[n]` | |
 //! | `bucket_offsets` | I64 `[B + 1]` | where the rows of each of the rank's buckets start |
 //! | `tombstone` | I64 `[t]` | ids that left the table, sorted the same way; empty in a full checkpoint |
@@ -30,8 +30,10 @@ use crate::paths::encode_name;
 
 /// What every manifest says it is.
 pub const FORMAT: &str = "torchrec-embcache";
-/// The version of the format.
-pub const VERSION: u32 = 1;
+/// The version of the format that is written. Manifests of version 2 say how ids fall into buckets (`bucket_hash`).
+pub const VERSION: u32 = 2;
+/// The oldest version that is read.
+pub const OLDEST_VERSION: u32 = 1;
 /// Bytes of a column under one checksum.
 pub const CHUNK_BYTES: usize = 16 << 10;
 /// Rows of a group take at most this (one row at least).
@@ -204,6 +206,7 @@ impl FileLayout {
             ("module", spec.module.clone()),
             ("table", spec.table.clone()),
             ("total_num_buckets", spec.total_num_buckets.to_string()),
+            ("bucket_hash", spec.bucket_hash.name().to_owned()),
             ("bucket_begin", buckets.start.to_string()),
             ("bucket_end", buckets.end.to_string()),
             ("chunk_bytes", CHUNK_BYTES.to_string()),

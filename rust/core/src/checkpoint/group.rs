@@ -62,7 +62,8 @@ impl<'a> GroupFormat<'a> {
 
     /// Make the file of `rows`, in any order, at the start of `image`, which has room for it.
     pub(super) fn write(&mut self, rows: RowList<'_>, image: &mut [u8]) -> Result<DataFile> {
-        memory::room("order rows for a file", rows.len() * (Order::ROW_BYTES + 4 * self.sums.len()))?;
+        let of_rows = rows.len() * (Order::ROW_BYTES + 4 * self.sums.len());
+        memory::room("order rows for a file", of_rows + self.buckets.len() * Order::BUCKET_BYTES)?;
         let layout = self.layout(rows.len())?;
         let header = layout.header(self.spec, &self.buckets);
         let len = header.len() + layout.data_bytes;
@@ -98,7 +99,7 @@ impl<'a> GroupFormat<'a> {
     /// Fill the columns and their checksums.
     fn fill(&mut self, rows: RowList<'_>, columns: Columns<'_>) -> Result<()> {
         let Columns { mut vectors, mut metadata, starts } = columns;
-        let made = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.total_num_buckets);
+        let made = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.bucketing());
         made.map_err(|misplaced| self.refuse(misplaced))?;
         starts.bytes.copy_from_slice(bytemuck::cast_slice(&self.order.starts));
         for sums in &mut self.sums {

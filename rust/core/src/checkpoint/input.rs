@@ -14,7 +14,7 @@ use crate::kernels::threads::for_each;
 use crate::memory;
 use crate::rows::RowLayout;
 use crate::sync::lock;
-use crate::types::{Id, bucket_of};
+use crate::types::{Bucketing, Id};
 
 /// Bytes of one read request.
 const READ_BYTES: usize = 1 << 20;
@@ -145,13 +145,23 @@ impl GroupReader {
         }
     }
 
+    /// Where the wanted buckets' rows are. The column is read in windows: its length is what a manifest says.
     fn read_rows_of_buckets(&self, file: &Arc<dyn IoFile>, share: &Share, rows: usize) -> Result<Range<usize>> {
         let column = self.layout.column(Field::BucketOffsets);
-        let once = Arc::new(BufPool::new(0, 0));
-        let staged = self.read_columns(&once, file, &[(column, 0..column.bytes)])?;
-        let starts: &[i64] = staged.values(column, 0..column.bytes);
-        let ascending = starts.first() == Some(&0) && starts.is_sorted() && starts.last() == Some(&(rows as i64));
-        if !ascending {
+        let first = self.buckets.start - share.bucket_begin..self.buckets.end - share.bucket_begin;
+        let wanted = [first.start as usize, first.end as usize];
+        let (mut found, mut last, mut ascending) = ([0; 2], 0, true);
+        self.for_each_window(file, column, |begin, starts| {
+            ascending &= (begin > 0 || starts.first() == Some(&0)) && starts.is_sorted();
+            ascending &= starts.first().is_none_or(|&start| start >= last);
+            last = starts.last().copied().unwrap_or(last);
+            for (place, found) in wanted.iter().zip(&mut found) {
+                let start = place.checked_sub(begin).and_then(|at| starts.get(at));
+                *found = start.map_or(*found, |&start| start as usize);
+            }
+            Ok(())
+        })?;
+        if !ascending || last != rows as i64 {
             let offset = (self.header_bytes + column.start) as u64;
             return Err(Error::corruption(
                 &self.path,
@@ -161,8 +171,24 @@ impl GroupReader {
                 "not",
             ));
         }
-        let start_of = |bucket: u32| starts[(bucket - share.bucket_begin) as usize] as usize;
-        Ok(start_of(self.buckets.start)..start_of(self.buckets.end))
+        Ok(found[0]..found[1])
+    }
+
+    /// Read and verify a column of 64-bit integers, [`READ_BYTES`] at a time; `take` is told the number of the first of each window.
+    fn for_each_window(
+        &self,
+        file: &Arc<dyn IoFile>,
+        column: &Column,
+        mut take: impl FnMut(usize, &[i64]) -> Result<()>,
+    ) -> Result<()> {
+        let checksums = self.read_checksums(&**file)?;
+        let staging = Arc::new(BufPool::new(0, 0));
+        for begin in (0..column.bytes).step_by(READ_BYTES) {
+            let range = begin..column.bytes.min(begin + READ_BYTES);
+            let staged = self.read_columns(&staging, file, &[(column, range.clone())], &checksums)?;
+            take(begin / size_of::<i64>(), staged.values(column, range))?;
+        }
+        Ok(())
     }
 
     /// The bytes of the wanted rows in each of their columns.
@@ -189,11 +215,11 @@ impl GroupReader {
         &self,
         engine: &dyn IoEngine,
         staging: &Arc<BufPool>,
-        total_buckets: u32,
+        bucketing: Bucketing,
     ) -> Result<Staged<'_>> {
         let file = self.reopen(engine)?;
-        let staged = self.read_columns(staging, &file, &self.wanted())?;
-        self.check_order(staged.rows(Field::Id), total_buckets)?;
+        let staged = self.read_columns(staging, &file, &self.wanted(), &self.read_checksums(&*file)?)?;
+        self.check_order(staged.rows(Field::Id), bucketing)?;
         Ok(staged)
     }
 
@@ -223,8 +249,8 @@ impl GroupReader {
         staging: &Arc<BufPool>,
         file: &Arc<dyn IoFile>,
         wanted: &[(&Column, Range<usize>)],
+        checksums: &[u32],
     ) -> Result<Staged<'_>> {
-        let checksums = self.read_checksums(&**file)?;
         let extents = self.extents(wanted);
         let mut buffer = staging.take_at_least(extents.last().map_or(0, |last| last.place + last.len))?;
         let mut pieces = Vec::new();
@@ -237,7 +263,7 @@ impl GroupReader {
         }
         each_piece(READERS, pieces, |(offset, part)| file.read_at(offset, part))?;
         let staged = Staged { group: self, buffer, extents };
-        self.verify(&staged, wanted, &checksums)?;
+        self.verify(&staged, wanted, checksums)?;
         Ok(staged)
     }
 
@@ -272,33 +298,38 @@ impl GroupReader {
         self.layout.column(Field::Tombstone).shape[0] as u64
     }
 
-    /// The tombstones of the wanted buckets.
-    pub(super) fn read_tombstones(&self, engine: &dyn IoEngine, total_num_buckets: u32) -> Result<Vec<Id>> {
-        let column = self.layout.column(Field::Tombstone);
-        let once = Arc::new(BufPool::new(0, 0));
-        let staged = self.read_columns(&once, &self.reopen(engine)?, &[(column, 0..column.bytes)])?;
-        let ids: &[Id] = staged.values(column, 0..column.bytes);
-        self.check_sorted((Field::Tombstone, 0), ids, total_num_buckets, &(0..total_num_buckets))?;
-        let wanted = ids.iter().filter(|&&id| self.buckets.contains(&bucket_of(id, total_num_buckets)));
-        Ok(wanted.copied().collect())
+    /// Hand the tombstones of the wanted buckets to `sink`, window by window.
+    pub(super) fn read_tombstones(
+        &self,
+        engine: &dyn IoEngine,
+        bucketing: Bucketing,
+        sink: &mut dyn FnMut(&[Id]) -> Result<()>,
+    ) -> Result<()> {
+        let (all, mut last, mut wanted) = (0..bucketing.total(), None, Vec::new());
+        self.for_each_window(&self.reopen(engine)?, self.layout.column(Field::Tombstone), |begin, ids| {
+            last = self.check_sorted((Field::Tombstone, begin), ids, bucketing, &all, last)?;
+            wanted.clear();
+            wanted.extend(ids.iter().filter(|&&id| self.buckets.contains(&bucketing.of(id))));
+            if wanted.is_empty() { Ok(()) } else { sink(&wanted) }
+        })
     }
 
     /// Whether the ids are those of the wanted buckets, sorted, each once.
-    fn check_order(&self, ids: &[Id], total_num_buckets: u32) -> Result<()> {
-        self.check_sorted((Field::Id, self.rows.start), ids, total_num_buckets, &self.buckets)
+    fn check_order(&self, ids: &[Id], bucketing: Bucketing) -> Result<()> {
+        self.check_sorted((Field::Id, self.rows.start), ids, bucketing, &self.buckets, None).map(|_| ())
     }
 
-    /// Whether ids of a column, from number `first` on, are of `buckets`, sorted, each once.
+    /// Whether ids of a column, from number `first` on, are of `buckets`, sorted after `before`, each once; the last one's place.
     fn check_sorted(
         &self,
         (field, first): (Field, usize),
         ids: &[Id],
-        total_num_buckets: u32,
+        bucketing: Bucketing,
         buckets: &Range<u32>,
-    ) -> Result<()> {
-        let mut before = None;
+        mut before: Option<(u32, u64)>,
+    ) -> Result<Option<(u32, u64)>> {
         for (row, &id) in ids.iter().enumerate() {
-            let place = (bucket_of(id, total_num_buckets), id as u64);
+            let place = (bucketing.of(id), id as u64);
             if !buckets.contains(&place.0) || before.is_some_and(|before| before >= place) {
                 let column = self.layout.column(field);
                 let offset = self.header_bytes + column.start + (first + row) * 8;
@@ -312,7 +343,7 @@ impl GroupReader {
             }
             before = Some(place);
         }
-        Ok(())
+        Ok(before)
     }
 }
 

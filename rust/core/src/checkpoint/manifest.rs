@@ -5,13 +5,15 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::delta::TOMBSTONES_A_FILE;
 use super::dense::{DenseEntry, DenseShare};
-use super::format::{CHUNK_BYTES, DataShape, FORMAT, VERSION};
+use super::format::{CHUNK_BYTES, DataShape, FORMAT, OLDEST_VERSION, VERSION};
 use super::latest::CheckpointName;
 use crate::config::{OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
 use crate::rows::Initializer;
 use crate::ssd::SegmentSet;
+use crate::types::{BucketHash, Bucketing};
 
 /// Manifests larger than this are refused before they are read.
 pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
@@ -93,6 +95,9 @@ pub struct TableSpec {
     pub initializer: Initializer,
     /// Buckets of the table.
     pub total_num_buckets: u32,
+    /// How ids fall into them. Manifests of version 1 do not say: [`BucketHash::Plain`].
+    #[serde(default)]
+    pub bucket_hash: BucketHash,
 }
 
 impl TableSpec {
@@ -109,6 +114,7 @@ impl TableSpec {
             seed: config.seed,
             initializer: config.initializer,
             total_num_buckets: config.total_num_buckets,
+            bucket_hash: config.bucket_hash,
         }
     }
 
@@ -118,6 +124,11 @@ impl TableSpec {
             .map_err(|e| Error::new(Kind::Input, format!("the description of a table is not one: {e}")))?;
         spec.check()?;
         Ok(spec)
+    }
+
+    /// How ids fall into the table's buckets.
+    pub fn bucketing(&self) -> Bucketing {
+        Bucketing::new(self.total_num_buckets, self.bucket_hash)
     }
 
     /// The optimizer's kind.
@@ -203,7 +214,7 @@ pub struct RankDigest {
 pub struct Manifest {
     /// [`FORMAT`].
     pub format: String,
-    /// [`VERSION`].
+    /// [`OLDEST_VERSION`] to [`VERSION`].
     pub version: u32,
     /// The checkpoint's directory.
     pub name: String,
@@ -277,7 +288,7 @@ impl Share {
         }
     }
 
-    fn check(&self, kind: CheckpointKind) -> Result<(), String> {
+    pub(super) fn check(&self, kind: CheckpointKind) -> Result<(), String> {
         self.spec.check().map_err(|e| e.to_string())?;
         if self.bucket_begin > self.bucket_end || self.bucket_end > self.spec.total_num_buckets {
             return Err(format!(
@@ -286,7 +297,9 @@ impl Share {
             ));
         }
         for file in &self.files {
-            if file.rows > u64::from(u32::MAX) || file.tombstones > u64::from(u32::MAX) || file.bytes > MAX_COUNT {
+            // What is read at once is bounded by this, and not by what a manifest says.
+            let tombstones = file.tombstones > TOMBSTONES_A_FILE as u64;
+            if file.rows > u64::from(u32::MAX) || tombstones || file.bytes > MAX_COUNT {
                 return Err("a file's counts are out of range".into());
             }
             if kind != CheckpointKind::Delta && file.tombstones > 0 {
@@ -344,11 +357,11 @@ pub(super) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> 
     if head.format != FORMAT {
         return Err(Error::corruption(path, 0, "the format", FORMAT, head.format));
     }
-    if head.version != VERSION {
+    if !(OLDEST_VERSION..=VERSION).contains(&head.version) {
         return Err(Error::new(
             Kind::Unsupported,
             format!(
-                "{} has format version {} and this release reads {VERSION}: load it with a newer one",
+                "{} has format version {} and this release reads {OLDEST_VERSION} to {VERSION}: load it with a newer one",
                 path.display(),
                 head.version
             ),
@@ -440,8 +453,9 @@ impl Manifest {
         }
         // How rows are trained, and how those that come are born, may change as training goes on.
         let lasting = |TableEntry { spec, .. }: &TableEntry| {
-            let TableSpec { module, table, key, dim, dtype, optimizer, total_num_buckets, .. } = spec.clone();
-            (module, table, key, dim, dtype, optimizer.name, total_num_buckets)
+            let TableSpec { module, table, key, dim, dtype, optimizer, total_num_buckets, bucket_hash, .. } =
+                spec.clone();
+            (module, table, key, dim, dtype, optimizer.name, total_num_buckets, bucket_hash)
         };
         match self.tables.iter().zip(&parent.tables).find(|(new, old)| lasting(new) != lasting(old)) {
             Some((new, _)) => Err(format!("of a table {:?} that is not its parent's", new.spec.table)),

@@ -7,7 +7,7 @@ use super::ranks::{IDS_MORE, Ranking};
 use crate::prefetch::{prefetch, prefetch_address};
 use crate::rows::{RowHeader, RowList};
 use crate::simd::Isa;
-use crate::types::{BucketDivisor, Id};
+use crate::types::{Bucketing, Id};
 
 /// How many rows ahead memory is asked for.
 const AHEAD: usize = 16;
@@ -96,6 +96,8 @@ pub(super) enum Misplaced {
 impl Order {
     /// Bytes of memory that a row takes.
     pub(super) const ROW_BYTES: usize = 2 * 8 + 4 * 4;
+    /// Bytes of memory that a bucket takes.
+    pub(super) const BUCKET_BYTES: usize = 8 + 4;
 
     /// Order `rows`, fewer than 2³², of `floats` each. By one thread, whose caches hold all of it: this is far less than copying them.
     pub(super) fn make(
@@ -103,7 +105,7 @@ impl Order {
         rows: RowList<'_>,
         floats: usize,
         owned: &Range<u32>,
-        total_num_buckets: u32,
+        bucketing: Bucketing,
     ) -> Result<(), Misplaced> {
         let n = rows.len();
         if n > 0 && rows.floats() != floats {
@@ -117,12 +119,11 @@ impl Order {
         self.places.resize(n, 0);
         self.ends.clear();
         self.ends.resize(owned.len(), 0);
-        let divisor = BucketDivisor::new(total_num_buckets);
         let ends = &mut self.ends[..];
         for ((row, came), in_bucket) in rows.iter().zip(&mut self.came).zip(&mut self.buckets) {
             let id = row.header.id;
             // Below the first bucket it wraps, past all of them.
-            let bucket = divisor.bucket_of(id).wrapping_sub(owned.start);
+            let bucket = bucketing.of(id).wrapping_sub(owned.start);
             let Some(count) = ends.get_mut(bucket as usize) else {
                 return Err(Misplaced::Foreign(id, bucket.wrapping_add(owned.start)));
             };
@@ -171,7 +172,7 @@ impl Order {
 mod tests {
     use super::super::ranks::COUNTED;
     use super::*;
-    use crate::types::bucket_of;
+    use crate::types::{BucketHash, bucket_of};
 
     fn header(id: Id) -> RowHeader {
         let bits = crate::types::hash_id(id);
@@ -187,7 +188,7 @@ mod tests {
         let (mut block, mut found) = (Metadata::new(), Vec::new());
         // What it was used for before changes nothing.
         for n in [rows.len() / 2, rows.len()] {
-            order.make(rows.range(0..n), 0, &owned, total)?;
+            order.make(rows.range(0..n), 0, &owned, Bucketing::new(total, BucketHash::Plain))?;
             found.clear();
             while found.len() < n {
                 let first = found.len();
@@ -239,6 +240,9 @@ mod tests {
         assert_eq!(order_of(&[-1, 5, -1], 0..1, 1), Err(Misplaced::Twice(-1)));
         let headers = [header(7)];
         let row = RowList::block(&headers, &[], 0);
-        assert_eq!(Order::default().make(row, 1, &(0..1), 1), Err(Misplaced::Floats(7)));
+        assert_eq!(
+            Order::default().make(row, 1, &(0..1), Bucketing::new(1, BucketHash::Plain)),
+            Err(Misplaced::Floats(7))
+        );
     }
 }

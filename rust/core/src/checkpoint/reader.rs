@@ -19,7 +19,7 @@ use crate::cache::{PickedRows, RowColumns};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, IoEngine};
-use crate::memory::room_for_threads;
+use crate::memory::{self, room_for_threads};
 use crate::rows::RowHeader;
 use crate::ssd::SegmentFiles;
 use crate::types::Id;
@@ -213,10 +213,10 @@ impl TableReader {
         self.groups.iter().map(GroupReader::tombstones).sum()
     }
 
-    /// Read the tombstones of the buckets, verify them, and hand them to `sink`, file by file. Errors as [`TableReader::read`].
+    /// Read the tombstones of the buckets, verify them, and hand them to `sink`, some at a time. Errors as [`TableReader::read`].
     pub fn read_tombstones(&self, sink: &mut dyn FnMut(&[Id]) -> Result<()>) -> Result<()> {
         for group in self.groups.iter().filter(|group| group.tombstones() > 0) {
-            sink(&group.read_tombstones(&*self.engine, self.spec.total_num_buckets)?)?;
+            group.read_tombstones(&*self.engine, self.spec.bucketing(), sink)?;
         }
         Ok(())
     }
@@ -234,7 +234,7 @@ impl TableReader {
         for files in &self.segments {
             let mut hand_over =
                 |rows: &RowColumns<'_>| if self.slots { sink(rows) } else { sink(&rows.without_slots()) };
-            read_segments(files, &self.buckets, self.spec.total_num_buckets, EMIT_BYTES, &mut hand_over)?;
+            read_segments(files, &self.buckets, self.spec.bucketing(), EMIT_BYTES, &mut hand_over)?;
         }
         let groups: Vec<&GroupReader> = self.groups.iter().filter(|group| !group.rows.is_empty()).collect();
         let largest = groups.iter().map(|group| group.staged_bytes()).max().unwrap_or(0);
@@ -271,15 +271,16 @@ impl TableReader {
     }
 
     fn stage<'g>(&self, group: &'g GroupReader, staging: &Arc<BufPool>) -> Result<Staged<'g>> {
-        group.stage(&*self.engine, staging, self.spec.total_num_buckets)
+        group.stage(&*self.engine, staging, self.spec.bucketing())
     }
 
     /// Hand rows over one behind the other, in chunks.
     pub(super) fn emit(&self, rows: PickedRows<'_>, sink: &mut RowSink<'_>) -> Result<()> {
         let floats = self.optimizer.layout(self.spec.dim as usize).vector_floats();
         let chunk_rows = (EMIT_BYTES / (floats * 4 + size_of::<RowHeader>())).max(1).min(rows.len().max(1));
-        let mut headers = Vec::with_capacity(chunk_rows);
-        let mut vectors = vec![0.0; chunk_rows * floats];
+        let mut headers = Vec::new();
+        memory::reserve(&mut headers, "read rows", chunk_rows)?;
+        let mut vectors = memory::zeros("read rows", chunk_rows * floats)?;
         for start in (0..rows.len()).step_by(chunk_rows) {
             let chunk = start..(start + chunk_rows).min(rows.len());
             headers.clear();

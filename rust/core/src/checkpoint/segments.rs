@@ -11,7 +11,7 @@ use crate::cache::{RowColumns, Table};
 use crate::error::{Error, Kind, Result};
 use crate::rows::RowRef;
 use crate::ssd::{Identity, LinkedBytes, SegmentFiles, SegmentSet};
-use crate::types::{Id, bucket_of};
+use crate::types::{Bucketing, Id};
 
 /// What a table came to in a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -60,6 +60,7 @@ impl Checkpoint {
             seed: spec.seed,
             initializer: format!("{:?}", spec.initializer),
             total_num_buckets: spec.total_num_buckets,
+            bucket_hash: spec.bucket_hash,
             bucket_begin: share.bucket_begin,
             bucket_end: share.bucket_end,
         };
@@ -153,11 +154,11 @@ impl Gathered {
     }
 }
 
-/// Hand the rows of `buckets` (of `all`) in segments to `sink`, in columns of about `bytes`.
+/// Hand the rows of `buckets` in segments to `sink`, in columns of about `bytes`.
 pub(super) fn read_segments(
     files: &SegmentFiles,
     buckets: &Range<u32>,
-    all: u32,
+    bucketing: Bucketing,
     bytes: usize,
     sink: &mut dyn FnMut(&RowColumns<'_>) -> Result<()>,
 ) -> Result<()> {
@@ -165,7 +166,7 @@ pub(super) fn read_segments(
     let most = (bytes / (layout.floats() * 4 + 32)).max(1);
     let mut gathered = Gathered { parts: vec![Vec::new(); 1 + layout.vector_slots], ..Gathered::default() };
     files.read(&mut |row| {
-        if buckets.contains(&bucket_of(row.header.id, all)) {
+        if buckets.contains(&bucketing.of(row.header.id)) {
             gathered.push(row);
         }
         if gathered.ids.len() < most {

@@ -57,11 +57,12 @@ impl TableReader {
     pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
         let spec = self.spec();
         spec.check_fits(config, self.has_slots())?;
-        if spec.total_num_buckets != config.total_num_buckets || *self.buckets() != config.buckets {
+        if spec.bucketing() != config.bucketing() || *self.buckets() != config.buckets {
+            let (here, there) = (config.bucket_hash.name(), spec.bucket_hash.name());
             return Err(Error::new(
                 Kind::Mismatch,
                 format!(
-                    "table {:?} owns buckets {:?} of {} and the reader was made for {:?} of {}",
+                    "table {:?} owns buckets {:?} of {} ({here}) and the reader was made for {:?} of {} ({there})",
                     config.name,
                     config.buckets,
                     config.total_num_buckets,

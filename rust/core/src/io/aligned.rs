@@ -28,9 +28,10 @@ pub struct AlignedBuf {
 }
 
 impl AlignedBuf {
-    /// `len` zero bytes.
+    /// `len` zero bytes; where the system refuses, without the reserve ([`memory`]), which then ends the process only where nothing is
+    /// left of that either.
     pub fn zeroed(len: usize) -> Self {
-        Self::try_zeroed(len).unwrap_or_else(|_| handle_alloc_error(Self::layout(len)))
+        memory::or_from_reserve(|| Self::try_zeroed(len)).unwrap_or_else(|_| handle_alloc_error(Self::layout(len)))
     }
 
     /// `len` zero bytes; `Kind::Memory` where the system refuses.

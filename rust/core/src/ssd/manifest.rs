@@ -16,8 +16,9 @@ use crate::rows::RowLayout;
 
 const SUFFIX: &str = "state";
 const TITLE: &str = "embcache-ssd-state";
+/// States of format 2 say how ids fall into buckets (`bucket_hash`).
 const FORMAT: u32 = 2;
-/// Format 1 differs in nothing but that all segments of its states are of version 1.
+/// States of format 1 are of plain buckets, and all their segments are of version 1.
 const OLDEST_FORMAT: u32 = 1;
 /// No state file is longer: 2²⁰ segments at under 128 bytes, and the longest note.
 const LIMIT_BYTES: u64 = 256 << 20;
@@ -184,7 +185,8 @@ impl StateFile {
         Ok(state)
     }
 
-    /// `Mismatch`, naming the first field that differs, unless the state is of this table.
+    /// `Mismatch`, naming the first field that differs, unless the state is of this table. How ids fall into buckets may differ: the table
+    /// takes that of the state.
     pub(super) fn check_identity(&self, identity: &Identity, layout: &RowLayout, dir: &Path) -> Result<()> {
         let (was, is) = (&self.identity, identity);
         let layout_name = |vector_floats: u64, scalar: bool| {

@@ -57,7 +57,7 @@ use crate::rows::{RowLayout, RowMut, RowRef};
 use crate::stats::{SsdStats, TierStats};
 use crate::sync::Ordering::Relaxed;
 use crate::sync::lock;
-use crate::types::Id;
+use crate::types::{BucketHash, Id};
 
 pub use fetch::{Fetch, FetchBatch, Places};
 pub use give_way::GiveWay;
@@ -93,6 +93,9 @@ pub struct Identity {
     pub initializer: String,
     /// Buckets of the table.
     pub total_num_buckets: u32,
+    /// How ids fall into them. States of format 1 do not say: [`BucketHash::Plain`].
+    #[serde(default)]
+    pub bucket_hash: BucketHash,
     /// First bucket of this shard.
     pub bucket_begin: u32,
     /// One past the last bucket of this shard.
@@ -110,6 +113,7 @@ impl Identity {
             seed: config.seed,
             initializer: format!("{:?}", config.initializer),
             total_num_buckets: config.total_num_buckets,
+            bucket_hash: config.bucket_hash,
             bucket_begin: config.buckets.start,
             bucket_end: config.buckets.end,
         }
@@ -141,6 +145,11 @@ impl SsdTier {
     ) -> Result<(Self, Option<StateCounters>)> {
         let (shared, counters) = Shared::open(config, identity, layout, engine, Tuning::default())?;
         Ok((Self { shared }, counters))
+    }
+
+    /// How ids fall into the table's buckets: as the state that was resumed says, else as the tier was opened with.
+    pub fn bucket_hash(&self) -> BucketHash {
+        self.shared.identity.bucket_hash
     }
 
     /// Open the tier with the rows of `source`, in place of whatever is in the directory: its segments are linked there, or copied.

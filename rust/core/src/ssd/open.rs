@@ -19,6 +19,7 @@ use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, LOCK_FILE, descriptors};
 use crate::rows::RowLayout;
 use crate::sync::lock;
+use crate::types::BucketHash;
 
 /// Permission bits that the tier's directory may have.
 pub(super) const DIR_MODE: u32 = 0o750;
@@ -106,10 +107,15 @@ impl Shared {
                 Some(resume(config, identity, &layout, (&home, tuning.threads), &listing, &mut state)?)
             }
         };
-        let shared = Arc::new(Self::new(home, layout, identity.clone(), state, Some(held)));
-        let counters = resumed.map(|(counters, note)| {
-            *lock(&shared.note) = note;
-            counters
+        let mut identity = identity.clone();
+        if let Some(resumed) = &resumed {
+            // The rows there are those of this rank's buckets by that hash.
+            identity.bucket_hash = resumed.bucket_hash;
+        }
+        let shared = Arc::new(Self::new(home, layout, identity, state, Some(held)));
+        let counters = resumed.map(|resumed| {
+            *lock(&shared.note) = resumed.note;
+            resumed.counters
         });
         Ok((shared, counters))
     }
@@ -177,6 +183,13 @@ fn discard(home: &Home, listing: &[PathBuf]) -> Result<()> {
     home.engine.sync_dir(&home.dir)
 }
 
+/// What a resumed state says of its table.
+struct Resumed {
+    counters: StateCounters,
+    bucket_hash: BucketHash,
+    note: Vec<u8>,
+}
+
 fn resume(
     config: &SsdConfig,
     identity: &Identity,
@@ -184,7 +197,7 @@ fn resume(
     (home, threads): (&Home, Option<usize>),
     listing: &[PathBuf],
     state: &mut State,
-) -> Result<(StateCounters, Vec<u8>)> {
+) -> Result<Resumed> {
     let dir = &home.dir;
     let tokens = tokens(listing);
     let none = |what: String| {
@@ -238,7 +251,7 @@ fn resume(
         home.engine.remove_file(path)?;
     }
     state.reap();
-    Ok((file.counters, file.note))
+    Ok(Resumed { counters: file.counters, bucket_hash: file.identity.bucket_hash, note: file.note })
 }
 
 /// `Config` when the cap is too small for `rows` in segments that hold `held` bytes.

@@ -10,7 +10,7 @@ use embcache::checkpoint::{Chain, Latest, Parent, RankWriter, Save, SaveOptions}
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
 use embcache::rows::RowList;
-use embcache::types::{Id, bucket_of, hash_id};
+use embcache::types::{Id, hash_id};
 use embcache_tests::{Contents, Rig, config};
 
 use crate::made::{ROOT, memory, split};
@@ -43,7 +43,7 @@ fn ranks(engine: &Arc<dyn IoEngine>, world: u32, dim: usize, optimizer: Optimize
 fn train(ranks: &[Rig]) -> Contents {
     for rig in ranks {
         let config = rig.table.config();
-        let own = |id: &Id| config.buckets.contains(&bucket_of(*id, config.total_num_buckets));
+        let own = |id: &Id| config.buckets.contains(&config.bucketing().of(*id));
         let mine: Vec<Id> = ids().into_iter().filter(own).collect();
         for (salt, batch) in mine.chunks(30).chain(mine.chunks(30).step_by(3)).enumerate() {
             rig.train(batch, 2, salt as u32).expect("trained");
@@ -157,7 +157,7 @@ fn any_number_of_ranks_loads_the_tables_of_any_other_into_any_tiers() {
 /// An id of a rank's own that no test saves.
 fn loaded_id(rig: &Rig) -> Id {
     let config = rig.table.config();
-    let own = |id: &Id| config.buckets.contains(&bucket_of(*id, config.total_num_buckets));
+    let own = |id: &Id| config.buckets.contains(&config.bucketing().of(*id));
     (1..1000).find(own).expect("one of some buckets")
 }
 
@@ -173,7 +173,7 @@ fn a_loaded_table_trains_on_as_the_one_that_was_saved() {
     for rig in saved.iter().chain(&loaded) {
         let config = rig.table.config();
         for (salt, id) in batch.iter().enumerate() {
-            if config.buckets.contains(&bucket_of(*id, config.total_num_buckets)) {
+            if config.buckets.contains(&config.bucketing().of(*id)) {
                 rig.table.set_step(100 + salt as u64).expect("set");
                 rig.train(&[*id], 1, salt as u32).expect("trained");
             }

@@ -11,7 +11,7 @@ use embcache::checkpoint::{
 use embcache::config::OptimizerKind;
 use embcache::io::IoEngine;
 use embcache::rows::{Initializer, RowHeader};
-use embcache::types::{Id, bucket_of, hash_id};
+use embcache::types::{BucketHash, Id, hash_id};
 use embcache::{Error, Result};
 
 /// Where the tests save to.
@@ -57,6 +57,7 @@ impl Table {
             seed: u64::MAX,
             initializer: Initializer::Uniform { low: -0.1, high: 0.1 },
             total_num_buckets: 7,
+            bucket_hash: BucketHash::SplitMix64,
         };
         Self { spec, rows: ids.iter().map(|&id| row(id)).collect() }
     }
@@ -67,7 +68,7 @@ impl Table {
 
     /// The rows of `buckets`.
     pub(crate) fn part(&self, buckets: &Range<u32>) -> Rows {
-        let owned = |id: Id| buckets.contains(&bucket_of(id, self.spec.total_num_buckets));
+        let owned = |id: Id| buckets.contains(&self.spec.bucketing().of(id));
         self.rows.iter().filter(|(id, _)| owned(**id)).map(|(id, row)| (*id, row.clone())).collect()
     }
 
@@ -155,7 +156,7 @@ pub(crate) fn save_delta(
                 changed.rows.retain(|id, row| was.get(id) != Some(row));
                 // A tombstone of a row that is there again, or never was, does no harm.
                 let mut left: Vec<Id> = was.keys().copied().filter(|id| is.get(id) != was.get(id)).collect();
-                left.extend((1000..1005).filter(|&id| buckets.contains(&bucket_of(id, now.spec.total_num_buckets))));
+                left.extend((1000..1005).filter(|&id| buckets.contains(&now.spec.bucketing().of(id))));
                 let changes = Changes { left: &left, total_rows: is.len() as u64 };
                 let mut source = changed.source(&buckets, 5);
                 writer.write_changes(now.spec.clone(), buckets, &mut source, changes)?;
@@ -202,7 +203,7 @@ pub(crate) fn load_chain(
             let read = reader.read(&mut |headers, vectors| {
                 assert_eq!(vectors.len(), headers.len() * floats);
                 for (header, vector) in headers.iter().zip(vectors.chunks(floats)) {
-                    assert!(buckets.contains(&bucket_of(header.id, spec.total_num_buckets)));
+                    assert!(buckets.contains(&spec.bucketing().of(header.id)));
                     assert!(rows.insert(header.id, (*header, vector.to_vec())).is_none(), "row {} twice", header.id);
                 }
                 Ok(())

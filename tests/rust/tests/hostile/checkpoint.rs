@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use embcache::checkpoint::{Chain, Latest};
 use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
 use embcache::io::IoEngine;
-use embcache::types::{Id, bucket_of};
+use embcache::types::Id;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use serde_json::Value;
@@ -199,7 +199,7 @@ fn load(files: &Files, original: bool) -> TestCaseResult {
                     let table = known.iter().find(|table| table.spec.table == spec.table);
                     let row = table.and_then(|table| table.rows.get(&header.id));
                     let same = row.is_some_and(|(is, floats)| is == header && floats == vector);
-                    if !buckets.contains(&bucket_of(header.id, spec.total_num_buckets)) || (original && !same) {
+                    if !buckets.contains(&spec.bucketing().of(header.id)) || (original && !same) {
                         wrong = Some(header.id);
                     }
                 }

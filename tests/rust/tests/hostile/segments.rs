@@ -10,7 +10,7 @@ use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
 use embcache::rows::RowHeader;
 use embcache::ssd::StateCounters;
-use embcache::types::{Id, bucket_of};
+use embcache::types::Id;
 use embcache_tests::{Contents, Rig, config};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
@@ -118,7 +118,7 @@ fn load(files: &Files, original: bool) -> TestCaseResult {
                 reader.read(&mut |headers, vectors| {
                     let floats = vectors.len() / headers.len().max(1);
                     for (header, vector) in headers.iter().zip(vectors.chunks(floats.max(1))) {
-                        if !buckets.contains(&bucket_of(header.id, all)) || (original && !same(header, vector)) {
+                        if !buckets.contains(&spec.bucketing().of(header.id)) || (original && !same(header, vector)) {
                             wrong = Some(header.id);
                         }
                     }
@@ -138,7 +138,13 @@ fn load(files: &Files, original: bool) -> TestCaseResult {
         let opened = found.and_then(|found| {
             let Some(found) = found else { return Ok(None) };
             let counters = StateCounters { step: spec.step, epoch: chain.manifest().next_epoch };
-            let config = TableConfig { key: spec.key, total_num_buckets: all, buckets: 0..all, ..table_config() };
+            let config = TableConfig {
+                key: spec.key,
+                total_num_buckets: all,
+                bucket_hash: spec.bucket_hash,
+                buckets: 0..all,
+                ..table_config()
+            };
             Table::open_from(config, None, Arc::clone(&engine), Some((&found, counters))).map(Some)
         });
         let table = match opened {

@@ -1,0 +1,89 @@
+"""Threads that read and write blocks, where the system has room for them."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+from torchrec_embcache import _native
+
+__all__ = ["Helpers"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class Helpers(Executor):
+    """At most so many threads, each begun when there is a task for it and the system has memory for a thread.
+
+    The standard library's pool waits for ever for a thread that begins and then gets no memory for what is its own. Here a thread
+    is begun only where there is room for one, and where there is none the work is done by whoever submits it.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        """`name`: of the threads."""
+        self._most, self._name = most, name
+        self._threads: list[threading.Thread] = []
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Do `fn(*args, **kwargs)` on one of the threads, or here and now where the system has none to give."""
+        if self._closed:
+            raise RuntimeError("these threads have ended")
+        future: Future[T] = Future()
+        task: _Task = (future, fn, args, kwargs)
+        with self._lock:
+            self._waiting += 1
+            more = self._waiting > len(self._threads)
+        if more:
+            self._begin_thread()
+        if self._threads:
+            self._tasks.put(task)
+        else:
+            self._do(task)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more tasks; `wait` for those there are, or cancel those that nobody began."""
+        self._closed = True
+        while cancel_futures and not self._tasks.empty():
+            task = self._tasks.get()
+            if task is not None:
+                task[0].cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+    def _begin_thread(self) -> None:
+        if len(self._threads) == self._most or not _native.has_room_for_threads():
+            return
+        thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):  # the system gives no thread
+            return
+        self._threads.append(thread)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._do(task)
+
+    def _do(self, task: _Task) -> None:
+        future, fn, args, kwargs = task
+        if future.set_running_or_notify_cancel():
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+        with self._lock:
+            self._waiting -= 1

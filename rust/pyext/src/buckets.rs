@@ -1,0 +1,78 @@
+//! Which buckets ids fall into, for what Python sends to ranks and sorts.
+
+use embcache::types::{Bucketing, Id, hash_id, id_of_hash};
+use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadwriteArray1};
+use pyo3::prelude::*;
+
+use crate::buffers::{slice, slice_mut};
+use crate::error::input;
+use crate::table::bucket_hash_from;
+
+/// The order of rows by (bucket, `uint64(id)`), and where in it each of the buckets `[begin, end)` starts, and the last one ends.
+#[pyfunction]
+#[pyo3(signature = (ids, total_num_buckets, bucket_hash, begin, end))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
+pub(crate) fn bucket_order<'py>(
+    py: Python<'py>,
+    ids: PyReadonlyArray1<'py, Id>,
+    total_num_buckets: u32,
+    bucket_hash: &str,
+    begin: u32,
+    end: u32,
+) -> PyResult<[Bound<'py, PyArray1<i64>>; 2]> {
+    let ids = slice("ids", &ids)?;
+    if total_num_buckets == 0 || begin > end {
+        return Err(input(format!("buckets {begin} to {end} of {total_num_buckets}: give some, in order")));
+    }
+    let bucketing = Bucketing::new(total_num_buckets, bucket_hash_from(bucket_hash)?);
+    let (order, starts) = py.detach(|| {
+        let keyed = ids.iter().enumerate().map(|(row, &id)| (bucketing.of(id), id.cast_unsigned(), row));
+        let mut keyed: Vec<(u32, u64, usize)> = keyed.collect();
+        keyed.sort_unstable();
+        let mut at = 0;
+        let start = |bucket: u32| {
+            at += keyed[at..].iter().take_while(|(of, ..)| *of < bucket).count();
+            at as i64
+        };
+        let starts: Vec<i64> = (begin..=end).map(start).collect();
+        (keyed.iter().map(|&(.., row)| row as i64).collect::<Vec<i64>>(), starts)
+    });
+    Ok([order.into_pyarray(py), starts.into_pyarray(py)])
+}
+
+/// The bucket of each id.
+#[pyfunction]
+#[pyo3(signature = (ids, total_num_buckets, bucket_hash))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
+pub(crate) fn buckets_of<'py>(
+    py: Python<'py>,
+    ids: PyReadonlyArray1<'py, Id>,
+    total_num_buckets: u32,
+    bucket_hash: &str,
+) -> PyResult<Bound<'py, PyArray1<u32>>> {
+    let ids = slice("ids", &ids)?;
+    if total_num_buckets == 0 {
+        return Err(input("total_num_buckets is 0: give 1 at least"));
+    }
+    let bucketing = Bucketing::new(total_num_buckets, bucket_hash_from(bucket_hash)?);
+    let found: Vec<u32> = py.detach(|| ids.iter().map(|&id| bucketing.of(id)).collect());
+    Ok(found.into_pyarray(py))
+}
+
+/// Put the hash of each id, as buckets use it, in its place.
+#[pyfunction]
+#[pyo3(signature = (ids))]
+pub(crate) fn hash_ids(py: Python<'_>, mut ids: PyReadwriteArray1<'_, Id>) -> PyResult<()> {
+    let ids = slice_mut("ids", &mut ids)?;
+    py.detach(|| ids.iter_mut().for_each(|id| *id = hash_id(*id).cast_signed()));
+    Ok(())
+}
+
+/// Put the id of each hash in its place.
+#[pyfunction]
+#[pyo3(signature = (hashes))]
+pub(crate) fn ids_of_hashes(py: Python<'_>, mut hashes: PyReadwriteArray1<'_, Id>) -> PyResult<()> {
+    let hashes = slice_mut("hashes", &mut hashes)?;
+    py.detach(|| hashes.iter_mut().for_each(|hash| *hash = id_of_hash(hash.cast_unsigned())));
+    Ok(())
+}

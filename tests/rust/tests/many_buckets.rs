@@ -1,0 +1,57 @@
+//! Where each bucket starts is read in windows: the number of buckets is a number in a file, and asks for no memory. This test is alone in
+//! its file, because it looks at the memory of its process.
+#![allow(clippy::unwrap_used)]
+
+#[path = "checkpoint/made.rs"]
+#[allow(dead_code)]
+mod made;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::checkpoint::{Checkpoint, Latest};
+use embcache::config::OptimizerKind;
+use embcache::io::IoEngine;
+use embcache::types::Id;
+
+use made::{ROOT, Table, memory, save};
+
+/// A number of KiB of `/proc/self/status`, in bytes.
+fn status(field: &str) -> usize {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+    line.trim_start_matches(':').trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+}
+
+#[test]
+fn a_load_takes_no_memory_for_buckets_that_it_does_not_hold() {
+    const BUCKETS: u32 = 16 << 20;
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let ids: Vec<Id> = (0..50).collect();
+    let mut table = Table::new("m", "a", OptimizerKind::Sgd, 2, &ids, 1);
+    table.spec.total_num_buckets = BUCKETS;
+    save(&engine, Path::new(ROOT), &[table], 1, 16 << 20, 7).unwrap();
+    let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
+    let checkpoint = Checkpoint::open(Arc::clone(&engine), Path::new(ROOT), latest).unwrap();
+    // From here on the peak counts.
+    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+    let before = status("VmRSS");
+    for (buckets, share) in [(0..BUCKETS, 1), (0..BUCKETS / 2, 2), (BUCKETS / 2..BUCKETS, 2)] {
+        let reader = checkpoint.table_reader("m", "a", buckets).unwrap();
+        let mut rows = 0;
+        reader
+            .read(&mut |headers, _| {
+                rows += headers.len();
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(rows as u64, reader.rows());
+        assert!(share == 1 && rows == 50 || share == 2 && (10..40).contains(&rows), "{rows} rows");
+    }
+    let taken = status("VmHWM") - before;
+    assert!(
+        taken < BUCKETS as usize,
+        "{taken} bytes for {BUCKETS} buckets, whose starts are {} bytes",
+        BUCKETS as usize * 8
+    );
+}
