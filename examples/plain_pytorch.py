@@ -1,12 +1,13 @@
 """A table larger than its RAM budget in plain PyTorch: no TorchRec, no process group.
 
 `EmbCacheEmbeddingBag` stands where `torch.nn.EmbeddingBag` stood; ids may be any 64-bit integers, and the table's own optimizer
-runs in the backward. The SSD tier is resumed by a second run of the same program: `--folder DIR`, twice.
+runs in the backward. Run it twice, or stop it by Ctrl-C and run it again: it goes on where it was, the table by its SSD tier and
+the dense part by a file beside it. Both are in `--folder`, by default `plain_pytorch_rows` in the current directory; remove that to
+start anew.
 """
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -26,7 +27,10 @@ class Model(nn.Module):
             name="ids",
             embedding_dim=32,
             mode="sum",
-            tiers=TierBudgets(host_bytes="4MiB", ssd_bytes="256MiB", ssd_dir=ssd_dir, reopen="resume"),
+            # "auto" goes on where the last run was, and starts anew where there is none.
+            tiers=TierBudgets(
+                host_bytes="4MiB", ssd_bytes="256MiB", ssd_dir=ssd_dir, reopen="auto", flush_every="1min"
+            ),
             initializer=initializers.Uniform(-0.05, 0.05),
             optimizer=optimizers.Adagrad(lr=0.1),
             seed=1,
@@ -49,26 +53,38 @@ def batch(size: int, ids: int, generator: torch.Generator) -> tuple[torch.Tensor
 def train(folder: Path, steps: int, ids: int) -> float:
     """The share of the last batches that the model gets right before it has trained on them."""
     model = Model(folder)
-    dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(len(model.ids))
-    right = []
-    for step in range(steps):
-        x, y = batch(512, ids, generator)
-        logits = model(x)
-        right.append(float(((logits > 0) == (y > 0.5)).float().mean()))
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, y)
-        dense.zero_grad()
-        loss.backward()  # the table's rows change here
-        dense.step()
-        if (step + 1) % max(steps // 5, 1) == 0:
-            stats = model.ids.stats()
-            print(
-                f"step {step + 1:4}: loss {float(loss.detach()):.4f}, {stats.rows} rows, of them {stats.host.rows} in RAM, "
-                f"{stats.ssd.rows if stats.ssd else 0} on SSD"
-            )
-    model.ids.close()  # flushes: the next run goes on from here
+    dense = folder / "dense.pt"
+    if dense.exists():
+        model.over.load_state_dict(torch.load(dense, weights_only=True))
+    print(f"the table has {len(model.ids)} rows and {model.ids.stats().step} steps")
+    optimizer = torch.optim.SGD(model.over.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(model.ids.stats().step)
+    right: list[float] = []
+    try:
+        for step in range(steps):
+            right.append(train_step(model, optimizer, *batch(512, ids, generator)))
+            if (step + 1) % min(max(steps // 5, 1), 100) == 0:
+                stats = model.ids.stats()
+                print(
+                    f"step {stats.step:4}: {100 * right[-1]:.1f}% right, {stats.rows} rows, of them {stats.host.rows} in RAM, "
+                    f"{stats.ssd.rows if stats.ssd else 0} on SSD"
+                )
+    finally:
+        # By Ctrl-C too. The table would be flushed at the end of the process anyway, as nobody closed it.
+        torch.save(model.over.state_dict(), dense)
+    model.ids.close()
     last = right[-max(steps // 5, 1) :]
     return sum(last) / len(last)
+
+
+def train_step(model: Model, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
+    """The share of the batch that the model got right before this step."""
+    logits = model(x)
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, y)
+    optimizer.zero_grad()
+    loss.backward()  # the table's rows change here
+    optimizer.step()
+    return float(((logits > 0) == (y > 0.5)).float().mean())
 
 
 def main() -> int:
@@ -76,16 +92,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--ids", type=int, default=50_000)
     parser.add_argument(
-        "--folder", type=Path, help="keeps the SSD tier, so that the next run resumes; by default a temporary one"
+        "--folder", type=Path, default=Path("plain_pytorch_rows"), help="where the rows are, for the next run to go on"
     )
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the model is tiny
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary) / "ssd"
-        folder.mkdir(mode=0o750, exist_ok=True)
-        share = train(folder, options.steps, options.ids)
-    print(f"right before training on it: {100 * share:.1f}% (a coin: about 50%)")
+    options.folder.mkdir(mode=0o750, exist_ok=True)
+    share = train(options.folder, options.steps, options.ids)
+    print(
+        f"right before training on it: {100 * share:.1f}% (a coin: about 50%); run it again to go on, from {options.folder}"
+    )
     return 0
 
 

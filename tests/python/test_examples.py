@@ -1,6 +1,7 @@
 """Each example runs, briefly, and says by its exit status whether what it checks holds."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: object) -> str:
+def run(*arguments: object, cwd: Path = ROOT) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
@@ -22,11 +23,40 @@ def test_movielens_agrees_with_plain_torchrec_and_loads_into_two_processes() -> 
     assert "all of it agrees" in run("examples/movielens_dlrm.py", "--ratings", 20_000, "--epochs", 1)
 
 
-def test_plain_pytorch_trains_and_a_second_run_resumes(tmp_path: Path) -> None:
-    first = run("examples/plain_pytorch.py", "--steps", 20, "--ids", 5_000, "--folder", tmp_path / "ssd")
-    second = run("examples/plain_pytorch.py", "--steps", 20, "--ids", 5_000, "--folder", tmp_path / "ssd")
-    rows = [[int(count) for count in re.findall(r"(\d+) rows", text)] for text in (first, second)]
-    assert rows[1][0] >= rows[0][-1] > 0
+def found_rows(said: str) -> tuple[int, int]:
+    """The rows and steps that the plain example begins with."""
+    found = re.search(r"the table has (\d+) rows and (\d+) steps", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
+
+
+def test_plain_pytorch_run_twice_goes_on_where_it_was(tmp_path: Path) -> None:
+    program = [ROOT / "examples" / "plain_pytorch.py", "--steps", 20, "--ids", 5_000]
+    first, second = run(*program, cwd=tmp_path), run(*program, cwd=tmp_path)
+    assert found_rows(first) == (0, 0)
+    rows, steps = found_rows(second)
+    assert rows == int(re.findall(r"(\d+) rows, of them", first)[-1])
+    assert steps == 20
+
+
+def test_plain_pytorch_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    program = [ROOT / "examples" / "plain_pytorch.py", "--ids", 5_000, "--folder", tmp_path / "rows"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", *map(str, program), "--steps", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert found_rows(process.stdout.readline()) == (0, 0)
+    assert process.stdout.readline().startswith("step  100: ")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=600)
+    assert "KeyboardInterrupt" in err
+    assert "Warning" not in err
+    rows, steps = found_rows(run(*program, "--steps", 1))
+    assert rows > 0
+    assert steps >= 100
 
 
 def test_torchrun_trains_two_ranks_and_saves_one_checkpoint(tmp_path: Path) -> None:

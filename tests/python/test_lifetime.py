@@ -14,17 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tables import Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
-from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, flush, lifetime, optimizers
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, cache_modules, flush, lifetime, optimizers
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig
+from torchrec_models import MIXED, Model, Settings, batches, rows_of, sharded
+from torchrec_models import train as train_model
 from world import World, process_group
 
+FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
 BATCHES = random_batches(12, 6, 60, seed=5)
 
 
@@ -470,6 +474,30 @@ def test_ranks_flush_at_the_same_steps_whatever_their_clocks_say(
         # Rank 0's clock says a second a step.
         assert len(first) == 2
         assert all(20 <= later - earlier <= 30 for earlier, later in zip([0, *first], first, strict=False))
+
+
+def flushed_in_turn(rank: int, world: int, folder: str) -> tuple[Any, Any]:
+    """The rows when every third step was trained last, and those that a resume finds two steps later."""
+
+    def made(reopen: Any = None) -> torch.nn.Module:
+        tiers = TierBudgets(host_bytes="256KiB", ssd_bytes="32MiB", ssd_dir=folder, reopen=reopen, flush_every=3)
+        return sharded(Model(Settings(tiers=tiers)), MIXED, FUSED)
+
+    model = made()
+    steps = list(batches(8, rank, world))
+    train_model(model, iter(steps[:6]))
+    rows = rows_of(model)
+    train_model(model, iter(steps[6:]))
+    for module in cache_modules(model).values():
+        for table in module.tables.values():
+            table.native.close()  # as a kill
+    return rows, rows_of(made("resume"))
+
+
+def test_ranks_flush_their_tables_together_every_so_many_steps(two_ranks: World, tmp_path: Path) -> None:
+    for rows, found in two_ranks.run(flushed_in_turn, str(tmp_path)):
+        assert rows
+        assert found == rows
 
 
 # ---- marks
