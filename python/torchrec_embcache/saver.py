@@ -39,6 +39,7 @@ from .optimizers import check_saved_optimizer
 from .paths import PathChecks, Root, given_path
 from .progress import Progress, ProgressWanted, Tracker
 from .reports import LoadReport, SaveReport
+from .save_log import logged
 from .table_names import Pair, check_names, check_rows, shown, sources_of
 from .whole_model import CacheModule, cache_modules
 
@@ -72,6 +73,7 @@ class Saver:
         check_choice("path_checks", path_checks, PathChecks)
         self.path_checks: PathChecks = path_checks
 
+    @logged
     def save(
         self,
         module: nn.Module,
@@ -144,6 +146,7 @@ class Saver:
             _log.warning("%s: %d bytes of segments were copied, as its file system cannot link them", root, copied)
         return SaveReport(name, "snapshot", None, None, rows, 0, linked, copied)
 
+    @logged
     def save_async(
         self,
         module: nn.Module,
@@ -247,6 +250,7 @@ class Saver:
         assert holding is not None
         return start([table for _, _, table in shards], lambda: save(holding, tracker))
 
+    @logged
     def load(
         self,
         module: nn.Module,

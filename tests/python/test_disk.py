@@ -11,22 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from tables import make_bag, random_batches, ssd_tiers, train
+from tables import AMPLE, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers
 from torchrec_embcache.exceptions import CapacityError, EmbCacheWarning
 from torchrec_embcache.saver import Saver
-from world import Child
+from torchrec_embcache.whole_model import CacheModule
+from world import Child, World
 
 BATCHES = random_batches(12, 6, 60, seed=5)
 
 
-def shard(directory: Path, rank: int, ranks: int, **settings: Any) -> CacheTable:
-    """A rank's part of a table, opened, with rows."""
+def shard(directory: Path | None, rank: int, ranks: int, **settings: Any) -> CacheTable:
+    """A rank's part of a table, opened."""
     reopen = settings.pop("reopen", None)
     table = CacheTable(
         name="t",
         dim=4,
-        tiers=ssd_tiers(directory, reopen=reopen),
+        tiers=AMPLE if directory is None else ssd_tiers(directory, reopen=reopen),
         initializer=initializers.Constant(1),
         optimizer=optimizers.SGD(),
         rank=rank,
@@ -259,8 +260,7 @@ def test_what_a_person_would_want_to_know_is_logged_once_at_info_and_no_step_is(
         saved = Saver(0).save(bag, tmp_path / "saved")
         (line,) = logged
         assert re.fullmatch(
-            rf"INFO torchrec_embcache.saver: saved {rows} rows of tables 'item' in {tmp_path}/saved as {saved.checkpoint} "
-            r"\(full\) in [\d.]+ s",
+            rf"INFO torchrec_embcache.saver: saved {rows} rows in {tmp_path}/saved as {saved.checkpoint} \(full\) in [\d.]+ s",
             line,
         )
         logged.clear()
@@ -269,9 +269,55 @@ def test_what_a_person_would_want_to_know_is_logged_once_at_info_and_no_step_is(
         logged.clear()
         Saver(0).load(bag, tmp_path / "saved")
         (line,) = logged
-        assert f"INFO torchrec_embcache.saver: loaded {rows} rows of tables 'item' from {tmp_path}/saved" in line
+        assert re.fullmatch(
+            rf"INFO torchrec_embcache.saver: loaded {rows} rows of 'item' from {tmp_path}/saved \([^)]+\) in [\d.]+ s",
+            line,
+        )
         logged.clear()
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", reopen="resume", **tiers)):
         pass
     resumed = f"table 'item': resumed {rows} rows at step {len(BATCHES)} from {tmp_path}/ssd/item/item/0-of-1"
     assert f"INFO torchrec_embcache.disk: {resumed}" in logged
+
+
+def save_on(rank: int, _size: int, path: str) -> list[str]:
+    """What each rank says of a save."""
+    said: list[str] = []
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, handler = logging.getLogger("torchrec_embcache.saver"), Keeps(logging.INFO)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    with shard(None, rank, 2) as table:
+        Saver(rank).save(_Holds(table), path)
+    logger.removeHandler(handler)
+    return said
+
+
+class _Holds(CacheModule, torch.nn.Module):
+    """A module with one rank's part of a table."""
+
+    def __init__(self, table: CacheTable) -> None:
+        super().__init__()
+        self._table = table
+
+    @property
+    def tables(self) -> dict[str, CacheTable]:
+        return {"t": self._table}
+
+
+def test_a_load_by_another_number_of_ranks_than_saved_says_so_and_one_rank_speaks_for_all(
+    two_ranks: World, tmp_path: Path, logged: list[str]
+) -> None:
+    first, second = two_ranks.run(save_on, str(tmp_path / "saved"))
+    assert [line.split(" in ")[0] for line in first] == ["saved 0 rows"]
+    assert second == []
+    logged.clear()
+    with shard(None, 0, 1) as table:
+        logged.clear()
+        Saver(0).load(_Holds(table), tmp_path / "saved")
+    (line,) = logged
+    assert line.endswith("; it was saved by 2 ranks and is loaded by 1")

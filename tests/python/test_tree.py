@@ -74,12 +74,13 @@ PYTHON_IMPORTS = {
     "beside": _TABLE,
     "table_names": {"exceptions"},
     "reports": set(),
-    "saver": _CACHE | {"progress", "beside", "table_names", "reports"},
+    "save_log": {"collective", "reports"},
+    "saver": _CACHE | {"progress", "beside", "table_names", "reports", "save_log"},
     "blocks": _TABLE,
     "serialize": _CACHE | {"nn", "blocks"},
-    "dcp": _CACHE | {"progress", "beside", "saver", "table_names", "reports"},
-    "lightning": _CACHE | {"progress", "beside", "saver", "table_names", "reports"},
-    "megatron": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "blocks"},
+    "dcp": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "save_log"},
+    "lightning": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "save_log"},
+    "megatron": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "save_log", "blocks"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {
