@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -53,14 +54,17 @@ class TrackedTable(FlushedTable, OpenTable, Protocol):
 _open: weakref.WeakSet[TrackedTable] = weakref.WeakSet()
 # The process that looks after its tables when it ends. A forked child has tables of its own.
 _hooked: int | None = None
+# One flush at a time of those that begin here. The garbage collector may begin one within another.
+_flushing = threading.RLock()
 
 
 def opened(table: TrackedTable) -> None:
     """Look after a table with an SSD tier until it is closed."""
-    global _hooked, _open
+    global _hooked, _open, _flushing
     if _hooked != os.getpid():
-        if _hooked is not None:
-            _open = weakref.WeakSet()  # those of the parent
+        if _hooked is not None:  # these are the parent's
+            _open = weakref.WeakSet()
+            _flushing = threading.RLock()
             _backwards.clear()
         _hooked = os.getpid()
         atexit.register(flush_at_exit)
@@ -147,7 +151,8 @@ def dropped(table: TrackedTable) -> None:
             _log.warning("table %r was dropped amid a step: it is not flushed, its last flush stays", table.name)
         else:
             _log.info("table %r was dropped and not closed: flushing it", table.name)
-            flush_tables([table], alone=True)
+            with _flushing:
+                flush_tables([table], alone=True)
     except Exception as error:
         _log.warning("table %r was dropped and could not be flushed, its last flush stays: %s", table.name, error)
 
@@ -175,7 +180,8 @@ def flush_at_exit() -> None:
         return
     _log.info("flushing %s, which nobody closed", _names(mine))
     try:
-        flush_tables(mine, alone=True)
+        with _flushing:
+            flush_tables(mine, alone=True)
     except Exception as error:
         warnings.warn(
             f"{_names(mine)} could not be flushed at the end of the process, and a resume finds the last flush: {error}",
@@ -260,7 +266,8 @@ class FlushSchedule:
             for table in open_tables()
             if table.tiers.flush_every is not None and (table.world_size > 1) == self.collective
         ]
-        flush_tables(sorted(tables, key=lambda table: table.name), alone=not self.collective)
+        with _flushing:
+            flush_tables(sorted(tables, key=lambda table: table.name), alone=not self.collective)
 
 
 _schedules: weakref.WeakSet[FlushSchedule] = weakref.WeakSet()

@@ -1,13 +1,14 @@
 """One line in the log for each save and each load: how many rows, of which tables, where, and how long it took."""
 
 import functools
+import inspect
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from .collective import rank, world_size
 from .reports import LoadReport, SaveReport
@@ -16,30 +17,32 @@ __all__ = ["logged"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S")
-M = TypeVar("M")
 
 _RANKS = re.compile(r"0-of-(\d+)\.json")
 
 
-def logged(
-    call: Callable[Concatenate[S, M, str | os.PathLike[str], P], R],
-) -> Callable[Concatenate[S, M, str | os.PathLike[str], P], R]:
-    """`call(self, module, path, ...)`, which saves or loads and gives a report or the future of one; rank 0 logs it at INFO."""
-    log = logging.getLogger(call.__module__)
+def logged(call: Callable[P, R]) -> Callable[P, R]:
+    """`call` has an argument `path`, saves or loads, and gives a report or the future of one; rank 0 logs that at INFO."""
+    log, signature = logging.getLogger(call.__module__), inspect.signature(call)
 
     @functools.wraps(call)
-    def saying(owner: S, module: M, path: str | os.PathLike[str], *args: P.args, **more: P.kwargs) -> R:
+    def saying(*args: P.args, **more: P.kwargs) -> R:
         began = time.monotonic()
-        result = call(owner, module, path, *args, **more)
+        result = call(*args, **more)
         if rank() == 0:
+            path = signature.bind(*args, **more).arguments["path"]
             if isinstance(result, Future):
-                result.add_done_callback(lambda done: done.exception() or _say(log, done.result(), path, began))
+                result.add_done_callback(lambda done: _say_result(log, done, path, began))
             else:
                 _say(log, result, path, began)
         return result
 
     return saying
+
+
+def _say_result(log: logging.Logger, done: Future[object], path: str | os.PathLike[str], began: float) -> None:
+    if done.exception() is None:
+        _say(log, done.result(), path, began)
 
 
 def _say(log: logging.Logger, report: object, path: str | os.PathLike[str], began: float) -> None:
