@@ -397,6 +397,7 @@ class EmbCacheEmbeddingBag(_EmbeddingBase):
         """[B, D]. `input`: int64 or int32 ids, [N] with `offsets` [B] (or [B + 1] with `include_last_offset`), or [B, L] without.
 
         `per_sample_weights`: float32, of the input's shape, mode "sum" only; gets a gradient, from the rows before the update.
+        As in torch, the backward raises `RuntimeError` where `offsets` or `per_sample_weights` were changed in place since.
         """
         traced = as_one_call(self, input, offsets, per_sample_weights)
         if traced is not None:

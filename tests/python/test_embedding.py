@@ -439,7 +439,7 @@ I = torch.tensor  # noqa: E741
         (([1, 2], I([0])), "input is a list"),
         ((I([1.0]), I([0])), "input has dtype torch.float32"),
         ((I([1], dtype=torch.int16), I([0])), "input has dtype torch.int16"),
-        ((I([1], device="meta"), I([0])), "input is on meta"),
+        ((I([1], device="meta"), I([0])), "input is on the device meta"),
         ((I(1),), r"input has shape \[\]"),
         ((I([[[1]]]),), r"input has shape \[1, 1, 1\]"),
         ((I([1, 2]),), "offsets=None"),
@@ -456,7 +456,7 @@ I = torch.tensor  # noqa: E741
         ((I([1, 2]), I([0]), I([1.0])), r"per_sample_weights has shape \[1\]"),
         ((I([1, 2]), I([0]), I([1, 1])), "per_sample_weights has .* dtype torch.int64"),
         ((I([1, 2]), I([0]), torch.ones(2, dtype=torch.float64)), "per_sample_weights has .* dtype torch.float64"),
-        ((I([1, 2]), I([0]), torch.ones(2, device="meta")), "per_sample_weights is on meta"),
+        ((I([1, 2]), I([0]), torch.ones(2, device="meta")), "per_sample_weights is on the device meta"),
     ],
 )
 def test_a_bad_argument_is_refused_naming_it_and_its_value(arguments, words):

@@ -86,10 +86,11 @@ def test_an_interpreter_can_end_with_plans_reads_and_graphs_in_flight(tmp_path: 
     assert out.strip() == "ends"
 
 
-def test_ctrl_c_at_any_moment_of_a_step_leaves_a_table_that_trains_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device_bytes", [0, "16KiB"])
+def test_ctrl_c_at_any_moment_of_a_step_leaves_a_table_that_trains_on(tmp_path: Path, device_bytes: int | str) -> None:
     out = run(
-        """
-        bag = make(sys.argv[1])
+        f"""
+        bag = make(sys.argv[1], device_bytes={device_bytes!r})
         for step in range(20):
             train(bag, step)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
