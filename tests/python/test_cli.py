@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from test_saver import OPTIMIZERS, make_bag, rows, train
-from torchrec_embcache import RowMetadata, _native, optimizers
+from torchrec_embcache import EmbCacheEmbedding, RowMetadata, TierBudgets, _native, optimizers
 from torchrec_embcache.cli import main
 from torchrec_embcache.saver import Saver
 
@@ -340,3 +341,44 @@ def test_the_command_is_installed_and_errors_go_to_standard_error(tmp_path: Path
     wrong = subprocess.run([embcache, "frobnicate"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "inspect" in subprocess.run([embcache, "--help"], capture_output=True, text=True, check=True).stdout
+
+
+def test_inspect_says_when_checkpoints_were_saved_and_takes_whatever_it_may_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "ckpt"
+    save(root)
+    root.chmod(0o755)
+    (tmp_path / "link").symlink_to(root)
+    before = datetime.now(UTC)
+    code, found = run(capsys, "inspect", tmp_path / "link")
+    assert (code, found["path"]) == (0, str(root))
+    saved = datetime.fromisoformat(found["checkpoints"][0]["saved"])
+    assert before - timedelta(hours=1) < saved <= before
+
+
+def test_inspect_reads_the_directories_of_ssd_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ssd = tmp_path / "ssd"
+    ssd.mkdir(mode=0o755)
+    tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="1MiB", ssd_dir=ssd)
+    with EmbCacheEmbedding(name="item", embedding_dim=4, tiers=tiers, optimizer=optimizers.SGD(lr=0.1)) as bag:
+        bag(torch.arange(300)).sum().backward()
+    with EmbCacheEmbedding(name="user", embedding_dim=8, tiers=tiers, optimizer=optimizers.SGD(lr=0.1)):
+        pass
+    shard = ssd / "item" / "item" / "0-of-1"
+    for path in (ssd, ssd / "item", ssd / "item" / "item", shard):
+        code, found = run(capsys, "inspect", path)
+        item = found["ssd"][0]
+        assert (code, item["table"], item["rows"], item["dim"], item["step"]) == (0, "item", 300, 4, 1)
+        assert item["bytes"] == sum(file.stat().st_size for file in shard.iterdir())
+    assert [entry["directory"] for entry in run(capsys, "inspect", ssd)[1]["ssd"]] == [
+        "item/item/0-of-1",
+        "user/user/0-of-1",
+    ]
+    state = next(shard.glob("*.state"))
+    state.write_bytes(state.read_bytes().replace(b'"rows":300', b'"rows":301'))
+    damaged = run(capsys, "inspect", ssd)[1]["ssd"][0]
+    assert "rows" not in damaged
+    assert "checksum" in damaged["error"]
+    assert main(["inspect", str(ssd)]) == 0
+    assert "DAMAGED" in capsys.readouterr().out

@@ -16,7 +16,8 @@ from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathErr
 from torchrec_embcache.paths import basic_root, is_there
 from torchrec_embcache.saver import Saver
 
-from .report import FOUND, Grid, Report
+from .report import FOUND, Grid, Report, date_of
+from .tiers import inspect_tiers, shards_below
 
 __all__ = ["Opened", "compact", "inspect", "reshard", "verify"]
 
@@ -73,6 +74,7 @@ def _checkpoints(root: str) -> Iterator[dict[str, Any]]:
             yield found | {"kind": None, "error": str(error)}
             continue
         yield found | {
+            "saved": date_of(os.path.join(root, name, "manifest.json")),
             "kind": manifest["kind"],
             "parent": manifest["parent"]["name"] if manifest["parent"] else None,
             "ranks": len(manifest["ranks"]),
@@ -81,8 +83,11 @@ def _checkpoints(root: str) -> Iterator[dict[str, Any]]:
 
 
 def inspect(path: str) -> Report:
-    """The checkpoints of a directory, and the tables of the newest (or of the one that `path` is)."""
-    opened = Opened.at(path)
+    """The checkpoints of a directory, and the tables of the newest (or of the one that `path` is); the tables of an `ssd_dir`."""
+    directory = Path(basic_root(path, to_save=False).to_load())
+    if not is_there(directory / "LATEST") and (shards := shards_below(directory)):
+        return inspect_tiers(directory, shards)
+    opened = Opened.at(str(directory))
     found = list(_checkpoints(opened.root))
     tables = opened.tables
     for table in tables:
@@ -91,7 +96,7 @@ def inspect(path: str) -> Report:
     grids = [
         Grid(
             f"Checkpoints in {opened.root}",
-            ("name", "kind", "parent", "ranks", "rows", "bytes", ""),
+            ("name", "kind", "parent", "ranks", "rows", "bytes", "saved", ""),
             [
                 (
                     entry["name"],
@@ -100,6 +105,7 @@ def inspect(path: str) -> Report:
                     entry.get("ranks", 0),
                     entry.get("rows", 0),
                     entry["bytes"],
+                    entry.get("saved") or "",
                     "LATEST" if entry["latest"] else "",
                 )
                 for entry in found

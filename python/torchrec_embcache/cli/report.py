@@ -1,14 +1,16 @@
 """What a command found: for people as tables, for programs as JSON."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from torchrec_embcache.exceptions import UnsupportedError
 
-__all__ = ["FAILED", "FOUND", "OK", "Grid", "Report"]
+__all__ = ["FAILED", "FOUND", "OK", "Grid", "Report", "date_of"]
 
 OK = 0
 #: What was looked for is there: damage (`verify`), differences (`diff`).
@@ -17,6 +19,12 @@ FOUND = 1
 FAILED = 3
 
 _WIDE = 1_000  # characters
+
+
+def date_of(file: str | os.PathLike[str]) -> str:
+    """When a file was written last, in UTC, to the second."""
+    written = datetime.fromtimestamp(os.lstat(file).st_mtime, UTC)
+    return written.strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 @dataclass(frozen=True)
