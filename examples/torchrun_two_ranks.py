@@ -7,6 +7,7 @@ of each batch, and saves its own part of one checkpoint, which any number of ran
 """
 
 import argparse
+import gc
 import logging
 import os
 import subprocess
@@ -126,6 +127,9 @@ def main() -> int:
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
         train(options)
+        # With the model goes the last reference to its process group, whose threads end then. A thread of it that still lets go of
+        # a tensor when the interpreter ends would abort the process ("terminate called without an active exception").
+        gc.collect()
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)

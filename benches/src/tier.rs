@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use embcache::config::{OptimizerKind, Reopen, SsdConfig};
 use embcache::error::Result;
-use embcache::io::{DirLock, IoEngine, IoFile, Open, Read, ReadSink};
+use embcache::io::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink};
 use embcache::rows::{RowHeader, RowLayout, RowRef};
 use embcache::ssd::{Identity, SsdTier};
 
@@ -168,6 +168,9 @@ impl IoEngine for CountedEngine {
     }
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
         self.inner.lock_dir(path)
+    }
+    fn hold_dir(&self, path: &Path, how: Hold) -> embcache::Result<DirLock> {
+        self.inner.hold_dir(path, how)
     }
 }
 

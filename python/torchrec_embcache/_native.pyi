@@ -71,9 +71,11 @@ class Table:
     def saved_as(self, ancestor: Ancestor) -> None: ...  # once it is published on all ranks, or loaded
     def saved_beside(self, next_epoch: int, ancestor: Ancestor | None = None) -> None: ...  # as saved_as, of a CheckpointSnapshot's moment; None: its save failed
     def set_unusable(self, reason: str | None) -> None: ...  # refuse every use (StateError with the reason) until set to None
+    def unusable(self) -> str | None: ...  # the reason, while it refuses
+    def counters(self) -> tuple[int, int]: ...  # step and epoch, of an unusable table too
     def stats(self) -> dict[str, Any]: ...  # {"rows", "step", "pinned_rows", "overflow_plans", "dropped_rows", "device": {...} | None, "host": {...}, "ssd": {...} | None}
     def export(self, chunk_rows: int) -> Export: ...
-    def read_rows(self, ids: I64) -> tuple[NDArray[np.bool_], F32, F32, Meta]: ...  # found [n], vectors [n, V], scalars [n], metadata; unseen: initial value
+    def read_rows(self, ids: I64, incomplete: bool = False) -> tuple[NDArray[np.bool_], F32, F32, Meta]: ...  # found [n], vectors [n, V], scalars [n], metadata; unseen: initial value. `incomplete`: of an unusable table too
     def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, meta: Meta | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
     def remove_rows(self, ids: I64) -> int: ...  # how many were there
     def clear(self) -> None: ...
@@ -197,6 +199,19 @@ def latest_checkpoint(path: str) -> str: ...  # what CheckpointReader takes; Pat
 def newest_checkpoint(path: str) -> dict[str, Any] | None: ...  # identity, merged, next_epoch, kind (full, delta or snapshot), tables; None when there is none
 
 @final
+class EntryLock:
+    """A lock, by flock, on the directory that `directory` is an open descriptor of, or on the file `name` in it, which is made.
+
+    `with` takes it, when others have given it up. `StorageError`, `PathError` (a symbolic link).
+    """
+
+    def __new__(cls, path: str, directory: int, name: str | None, alone: bool) -> EntryLock: ...  # `path` is for messages
+    def take_now(self) -> bool: ...  # whether it could be taken at once
+    def release(self) -> None: ...  # harmless twice
+    def __enter__(self) -> EntryLock: ...
+    def __exit__(self, *_error: object) -> None: ...
+
+@final
 class BlockWriter:
     """Data files of a shard's blocks, in a directory that is open. Tensors grow at the same time, each in order, by any threads."""
 
@@ -285,6 +300,7 @@ class CheckpointCompaction:
     next_epoch: int
     rows: int
     links: int
+    def release(self) -> None: ...  # nothing more is read: saves may remove what is merged
     def write(
         self, name: str, rank: int, world_size: int, progress: Callable[[int], object] | None = None
     ) -> tuple[int, int]: ...  # digest for `publish`; progress is told of rows
@@ -305,7 +321,7 @@ class CheckpointPart:
 
 @final
 class CheckpointReader:
-    """A checkpoint and those it builds on, whose manifests are checked."""
+    """A checkpoint and those it builds on, whose manifests are checked. No save removes them while this lives, or until `release`."""
 
     def __new__(cls, path: str, latest: str) -> CheckpointReader: ...
     name: str
@@ -313,6 +329,7 @@ class CheckpointReader:
     links: list[str]  # names, newest first
     next_epoch: int
     kind: Literal["full", "delta", "snapshot"]
+    def release(self) -> None: ...  # nothing more is read: saves may remove them
     def tables(self) -> list[dict[str, Any]]: ...  # module, table, key, dim, optimizer, hyperparameters, step, seed, total_num_buckets, bucket_hash, rows
     def check_table(
         self,

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-import os
+import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 import torch.distributed as dist
 
 from . import _native
 from .cache import CacheTable
 from .collective import Group, is_distributed
-from .exceptions import StateError
 from .paths import Root
+from .under_way import SaveUnderWay, finish_saves
 
-__all__ = ["HeldTables", "TableToSave", "Written", "finish_saves", "own_group", "start"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["BesideTraining", "HeldTables", "TableToSave", "Written", "finish_saves", "own_group"]
 
 T = TypeVar("T")
 
@@ -115,72 +113,75 @@ class HeldTables:
             one.table.native.saved_beside(self.next_epoch)
 
 
-@dataclass(frozen=True)
-class _Save:
-    """A save under way, in the process that began it."""
+class BesideTraining:
+    """A save of `tables` beside training, as a block that begins it and ends with `return save.start(work)`.
 
-    tables: weakref.WeakSet[CacheTable]
-    done: threading.Event
-    thread: threading.Thread
-    pid: int
-
-
-# Of one thread that saves there is one at most.
-_saves: list[_Save] = []
-
-
-def finish_saves(tables: Iterable[CacheTable] | None = None) -> None:
-    """Wait until every save beside training of any of `tables` (by default of any table) is over.
-
-    `StateError` where one waits for the caller: from a `progress` callable of the save.
+    Where the block is left by an error, an interrupt included, before a thread has taken the work over, `give_up` undoes what was
+    begun, and nobody waits for the save any more.
     """
-    wanted = None if tables is None else list(tables)
-    for save in tuple(_saves):
-        if save.pid != os.getpid() or save.done.is_set():
-            continue
-        if wanted is not None and not any(table in save.tables for table in wanted):
-            continue
-        if save.thread is threading.current_thread():
-            raise StateError(
-                "save_async is under way and waits for this call to return: save or load after its future is done"
-            )
-        _log.info("waiting for the save_async under way to end")
-        save.done.wait()
 
+    def __init__(self, tables: Iterable[CacheTable], give_up: Callable[[], object]) -> None:
+        self._save = SaveUnderWay(tables)
+        self._give_up = give_up
 
-def start(tables: Iterable[CacheTable], work: Callable[[], T]) -> Future[T]:
-    """Call `work` in a thread that leaves others time, for a save of `tables`; what it returns or raises is the future's.
+    def __enter__(self) -> Self:
+        return self
 
-    To be called when no save is under way. The thread is no daemon: the process ends when the save has.
-    """
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-    done = threading.Event()
-
-    def run() -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or not self._save.take():
+            return
         try:
-            result = work()
-        except BaseException as error:
-            done.set()
-            future.set_exception(error)
-        else:
-            done.set()
-            future.set_result(result)
+            self._give_up()
+        finally:
+            self._save.done.set()
 
-    def run_behind() -> None:
-        _native.work_behind()
-        run()
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Call `work` in a thread that leaves others time; what it returns or raises is the future's. Where it fails it has undone
+        what was begun.
 
-    thread = threading.Thread(target=run_behind, name="embcache-save-async", daemon=False)
-    _saves[:] = [save for save in _saves if not save.done.is_set()]
-    _saves.append(_Save(weakref.WeakSet(tables), done, thread, os.getpid()))
-    try:
-        if not _native.has_room_for_threads():
-            raise MemoryError("for a thread")
-        thread.start()
-    except (RuntimeError, MemoryError):
-        # The system gives no thread, and other ranks wait for this one's part.
-        run()
+        To be called when no save is under way. The thread is no daemon: the process ends when the save has. Where there can be no
+        thread (the system gives none, or the interpreter is ending, in an `atexit` function) the work is done before this returns.
+        """
+        save, future = self._save, _running(Future[T]())
+
+        def run() -> None:
+            if not save.take():
+                return
+            save.thread = threading.get_ident()
+            try:
+                result = work()
+            except BaseException as error:
+                save.done.set()
+                future.set_exception(error)
+                if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                    raise  # an interrupt, of the caller
+            else:
+                save.done.set()
+                future.set_result(result)
+
+        def run_behind() -> None:
+            _native.work_behind()
+            run()
+
+        save.begin()
+        if not threading.main_thread().is_alive():
+            # The interpreter has waited for its threads and would not wait for another.
+            run()
+            return future
+        try:
+            if not _native.has_room_for_threads():
+                raise MemoryError("for a thread")
+            threading.Thread(target=run_behind, name="embcache-save-async", daemon=False).start()
+        except (RuntimeError, MemoryError):
+            # The system gives no thread, and other ranks wait for this one's part.
+            run()
+        return future
+
+
+def _running(future: Future[T]) -> Future[T]:
+    future.set_running_or_notify_cancel()
     return future
 
 
@@ -202,3 +203,18 @@ def own_group() -> Group:
         made.set_timeout(_LONGEST_SAVE)
         _group, _world = Group(made), weakref.ref(world)
     return _group
+
+
+def _end_group() -> None:
+    """Let go of the group, where the default one is destroyed, so that its threads end before the interpreter does.
+
+    A thread of gloo lets go of its last tensor after the collective, and takes the interpreter's lock for that. Where the
+    interpreter is ending then, it ends the thread amid a destructor, and that aborts the process ("terminate called without an
+    active exception").
+    """
+    global _group
+    if not is_distributed():
+        _group = None
+
+
+atexit.register(_end_group)

@@ -41,6 +41,8 @@ from .kernels import DeviceTier
 from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
 from .rows import FoundRows, RowChunk, RowExport, RowMetadata, float32_array, ids_array, row_ids
+from .table_copy import described, in_memory_copy
+from .under_way import refuse_in_own_save
 
 __all__ = ["CacheTable", "FoundRows", "Ids", "RowChunk", "RowExport", "RowMetadata", "Values", "ids_array"]
 
@@ -185,9 +187,10 @@ class CacheTable:
                 raise StateError(
                     f"table {self.name!r} has rows with the slots of {self.spec.given_as}: set {spec.given_as} before it has any"
                 )
+            refuse_in_own_save(self, "set the optimizer")
+            self._discard = True  # what the empty table just opened left behind
             self._native.close()
             self._native = self._tier = None
-            self._discard = True  # what the empty table just opened left behind
         self._optimizer = spec
         self.device_rows = self._check_budgets()
 
@@ -212,6 +215,11 @@ class CacheTable:
         return self._native
 
     @property
+    def native_or_none(self) -> _native.Table | None:
+        """The core's table, if it is open."""
+        return self._native
+
+    @property
     def tier(self) -> DeviceTier | None:
         """The device tier's tensors; None where kernels run on the host tier's rows in place. Opens the table."""
         self.open()
@@ -231,7 +239,8 @@ class CacheTable:
         """
         if self._closed:
             raise StateError(f"table {self.name!r} is closed: make a new module to use it again")
-        if self._native is not None:
+        # What an adoption that was interrupted had closed is opened again.
+        if self._native is not None and not (self._discard and self._native.is_closed()):
             return
         directory, reopen = self.directory, "discard" if self._discard else self.tiers.reopen
         published: list[int] = []
@@ -256,32 +265,45 @@ class CacheTable:
                     f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} cannot be had on {self.device}: give "
                     f"less, or free memory there ({cause})"
                 ) from cause
-        self._native = _native.Table(
-            name=self.name,
-            key=self.key,
-            dim=self.dim,
-            optimizer=self.spec.kind,
-            initializer=self.initializer.native(),
-            seed=self.seed,
-            total_num_buckets=self.total_num_buckets,
-            bucket_hash=self.bucket_hash,
-            bucket_begin=self.buckets[0],
-            bucket_end=self.buckets[1],
-            host_bytes=self.tiers.host,
-            device_rows=self.device_rows,
-            device_gather=tier.gather if tier is not None else None,
-            ssd_dir=directory,
-            ssd_bytes=self.tiers.ssd,
-            reopen=reopen,
-            resume_token=resume_token,
-            policy=self.policy,
-            on_full=self.on_full,
-            segments=segments,
-            unfinished=unfinished,
-            ssd_root=str(self.tiers.ssd_dir) if directory is not None else None,
-        )
-        self._tier = tier
-        self.bucket_hash = self._native.bucket_hash
+        native: _native.Table | None = None
+        try:
+            native = _native.Table(
+                name=self.name,
+                key=self.key,
+                dim=self.dim,
+                optimizer=self.spec.kind,
+                initializer=self.initializer.native(),
+                seed=self.seed,
+                total_num_buckets=self.total_num_buckets,
+                bucket_hash=self.bucket_hash,
+                bucket_begin=self.buckets[0],
+                bucket_end=self.buckets[1],
+                host_bytes=self.tiers.host,
+                device_rows=self.device_rows,
+                device_gather=tier.gather if tier is not None else None,
+                ssd_dir=directory,
+                ssd_bytes=self.tiers.ssd,
+                reopen=reopen,
+                resume_token=resume_token,
+                policy=self.policy,
+                on_full=self.on_full,
+                segments=segments,
+                unfinished=unfinished,
+                ssd_root=str(self.tiers.ssd_dir) if directory is not None else None,
+            )
+            if self._unusable is not None:
+                native.set_unusable(self._unusable)
+            self.bucket_hash = native.bucket_hash
+            self._opened_by = os.getpid()
+            self._opened_among_ranks = self.world_size > 1 or ranks_of_process() > 1
+            self._flushed = native.version() if segments is None else None
+            # Both at once: an interrupt leaves the table open or not.
+            self._tier, self._native = tier, native
+        except BaseException:
+            # Not left to whoever keeps the error: it would hold the directory.
+            if native is not None and self._native is not native:
+                native.close()
+            raise
         if resume_token is not None and published[0] < resume_token and self.published()[0] == resume_token:
             warnings.warn(
                 f"table {self.name!r} goes on from its last flush; of the one before, files in {directory} are damaged or missing, "
@@ -289,11 +311,6 @@ class CacheTable:
                 EmbCacheWarning,
                 stacklevel=2,
             )
-        if self._unusable is not None:
-            self._native.set_unusable(self._unusable)
-        self._opened_by = os.getpid()
-        self._opened_among_ranks = self.world_size > 1 or ranks_of_process() > 1
-        self._flushed = self._native.version() if segments is None else None
         if directory is not None:
             lifetime.opened(self)
         disk.look_after(self, lifetime.open_tables(), resumed=resume_token is not None)
@@ -301,17 +318,21 @@ class CacheTable:
     def set_unusable(self, reason: str | None) -> None:
         """Refuse every use (`StateError` with the reason) until this is called with None: the contents are incomplete."""
         self._unusable = reason
-        if self._native is not None:
+        if self._native is not None and not self._native.is_closed():
             self._native.set_unusable(reason)
 
     @property
     def unusable(self) -> str | None:
         """Why every use is refused; None where it is not."""
+        # What the core says counts: an interrupt may have come before it was told that a load has succeeded.
+        if self._native is not None and not self._native.is_closed():
+            return self._native.unusable()
         return self._unusable
 
     def _refuse_unusable(self) -> None:
-        if self._unusable is not None:
-            raise StateError(f"table {self.name!r} cannot be used: {self._unusable}")
+        reason = self.unusable
+        if reason is not None:
+            raise StateError(f"table {self.name!r} cannot be used: {reason}")
 
     def buckets_of(self, total_num_buckets: int) -> tuple[int, int]:
         """The buckets [begin, end) that this shard owns where there are `total_num_buckets`: all if it owns all now."""
@@ -340,11 +361,14 @@ class CacheTable:
         self.contents = secrets.token_hex(8)
         changed = (total_num_buckets, bucket_hash) != (self.total_num_buckets, self.bucket_hash)
         if changed or key != self.native.key or segments is not None:
-            self.native.close()
-            self._native = self._tier = None
+            refuse_in_own_save(self, "load")
             self._discard = True  # the rows of the table before
-            self.buckets = self.buckets_of(total_num_buckets)
-            self.total_num_buckets, self.key, self.bucket_hash = total_num_buckets, key, bucket_hash
+            buckets = self.buckets_of(total_num_buckets)
+            self.native.close()
+            # At once: wherever an interrupt comes, `open` makes an empty table of the settings before or of the new ones.
+            settings = buckets, total_num_buckets, key, bucket_hash, None
+            self.buckets, self.total_num_buckets, self.key, self.bucket_hash, self._native = settings
+            self._tier = None
             self.open(segments=segments)
         return changed
 
@@ -470,7 +494,7 @@ class CacheTable:
         native = self._native
         if native is None or self._closed or self._opened_by != os.getpid() or native.is_closed():
             return False
-        return bool(self.tiers.ssd) and self._unusable is None and native.version() != self._flushed
+        return bool(self.tiers.ssd) and self.unusable is None and native.version() != self._flushed
 
     def step(self) -> int:
         """Training steps so far."""
@@ -517,17 +541,26 @@ class CacheTable:
         self._flushed = version
 
     def close(self) -> None:
-        """Flush and close; harmless twice. The tiers are closed even when the flush fails, which raises."""
-        if self._closed:
+        """Flush and close; harmless twice. The tiers are closed even when the flush fails, which raises.
+
+        A save beside training that has the table is waited for. Ctrl-C ends the wait, and the flush: then the table is open, and
+        this can be called again. `StateError` from a `progress` callable of that save, which would wait for itself.
+        """
+        native = self._native
+        if self._closed or native is None or native.is_closed():
+            self._closed = True
             return
+        refuse_in_own_save(self, "close")
         try:
             # What a failed load left is no state to resume.
-            if self._native is not None and self._unusable is None:
+            if self.unusable is None:
                 self.flush()
-        finally:
+            native.close()
+        except Exception:
+            native.close()
             self._closed = True
-            if self._native is not None:
-                self._native.close()
+            raise
+        self._closed = True
 
     def __del__(self) -> None:
         # The constructor may have raised before there was anything to ask for.
@@ -549,20 +582,8 @@ class CacheTable:
 
     def describe(self, numbers: Mapping[str, Any] | None = None) -> str:
         """Settings, optimizer, rows and budgets in one line. Opens nothing. `numbers`: the optimizer's as they are now."""
-        if self._closed:
-            rows = "closed"
-        elif self._unusable is not None:
-            rows = "unusable"
-        else:
-            rows = str(len(self)) if self.is_open else "not opened yet"
-        optimizer = "none"
-        if self._optimizer is not None:
-            lr = (numbers or self._optimizer.param_group()).get("lr")
-            optimizer = f"{type(self._optimizer).__name__}(lr={lr})"
-        return (
-            f"{self.name!r}, embedding_dim={self.dim}, optimizer={optimizer}, policy={self.policy}, rows={rows}, "
-            f"tiers=({self.tiers.describe()})"
-        )
+        state = "closed" if self._closed else "unusable" if self._unusable is not None else None
+        return described(self, state or (str(len(self)) if self.is_open else "not opened yet"), numbers)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.describe()})"
@@ -578,32 +599,7 @@ class CacheTable:
         if self._closed:
             raise StateError(f"table {self.name!r} is closed: make a new module to use it again")
         self._refuse_unusable()
-        made = type(self)(
-            name=self.name,
-            module=self.module,
-            dim=self.dim,
-            tiers=self.tiers,
-            initializer=self.initializer,
-            optimizer=self._optimizer,
-            seed=self.seed,
-            policy=self.policy,
-            on_full=self.on_full,
-            total_num_buckets=self.total_num_buckets,
-            buckets=self.buckets,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.device,
-            key=self.key,
-        )
-        made.bucket_hash = self.bucket_hash
-        memo[id(self)] = made
-        if self._native is not None:
-            made.open()
-            for chunk in self.export():
-                made.import_rows(chunk.ids, chunk.weights, chunk.slots, chunk.metadata)
-            made.native.set_step(self._native.step())
-            made.native.set_epoch(self._native.epoch())
-        return made
+        return in_memory_copy(self, memo)
 
     def __reduce__(self) -> str:
         raise StateError(

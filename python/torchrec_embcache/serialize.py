@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from .blocks.files import Directory
 from .blocks.helpers import Helpers
-from .blocks.publication import Save, abandon, begin
+from .blocks.publication import Save, begin
 from .blocks.reader import SavedBlocks, SavedTable, SavedTensor
 from .blocks.schema import DTYPES, ID, WriteBlock, columns_of, empty_rows, slots_of
 from .blocks.writer import WINDOW_BYTES, write_shard
@@ -40,8 +40,10 @@ from .cache import CacheTable
 from .collective import all_gather, is_distributed, together
 from .config import check_int
 from .exceptions import InputError, MismatchError, StateError, UnsupportedError
+from .loading import TablesUnderLoad
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .paths import given_path
+from .under_way import refuse_in_own_save
 from .whole_model import CacheModule
 
 __all__ = ["LoadInfo", "LoadedBlocks", "Loader", "Saver", "WriteBlock"]
@@ -114,17 +116,16 @@ class Saver:
             return
         blocks = self._picked()
         with Directory.to_save(self.path) as root:
-            save = begin(root, self.shard_index, self.shard_num, _steps(blocks))
-            try:
-                last = write_shard(root, save, self.parallel, blocks)
-            except BaseException:
-                if self.shard_num == 1:
-                    with contextlib.suppress(Exception):  # the error that ended it counts; the next save sweeps it
-                        abandon(root, save)
-                else:
-                    save.close()
-                raise
-            save.close()
+            with contextlib.ExitStack() as here:
+                save = begin(root, self.shard_index, self.shard_num, _steps(blocks), held_by=here)
+                try:
+                    last = write_shard(root, save, self.parallel, blocks)
+                except BaseException:
+                    if self.shard_num == 1:
+                        with contextlib.suppress(Exception):  # the error that ended it counts; the next save sweeps it
+                            here.close()
+                            root.remove(save.name)
+                    raise
             _log.info(
                 "shard %d of %d is saved in %s%s",
                 self.shard_index,
@@ -145,16 +146,14 @@ class Saver:
             made: list[Save] = []
 
             def start() -> str:
-                made.append(begin(root, self.shard_index, self.shard_num, steps, ""))
-                open_here.callback(made[0].close)
+                made.append(begin(root, self.shard_index, self.shard_num, steps, "", held_by=open_here))
                 return made[0].name
 
             name = all_gather(together(start if dist.get_rank() == 0 else str))[0]
 
             def join() -> None:
                 if not made:
-                    made.append(begin(root, self.shard_index, self.shard_num, steps, name))
-                    open_here.callback(made[0].close)
+                    made.append(begin(root, self.shard_index, self.shard_num, steps, name, held_by=open_here))
 
             together(join)
             together(lambda: write_shard(root, made[0], self.parallel, blocks))
@@ -265,22 +264,22 @@ class Loader:
     def _read(self, plan: _Plan, dense: _DensePlan, where: str) -> list[int]:
         reason = f"loading blocks from {where} did not succeed; load a checkpoint that is whole"
         counts = []
-        with Helpers(self.parallel, "embcache-blocks") as pool:
+        incomplete = {id(table) for table, _ in plan if table.unusable is not None}
+        with (
+            TablesUnderLoad([table for table, _ in plan], reason),
+            Helpers(self.parallel, "embcache-blocks") as pool,
+        ):
             for table, sources in plan:
-                if table.unusable is not None:
+                if id(table) in incomplete:
+                    refuse_in_own_save(table, "load")
                     table.native.clear()
-                    table.set_unusable(None)
-                if len(sources) == 1 and len(table) == 0 and sources[0][0].key != table.native.key:
+                if len(sources) == 1 and table.stats().rows == 0 and sources[0][0].key != table.native.key:
                     table.adopt(table.total_num_buckets, sources[0][0].key, table.bucket_hash)
-            into = [_Into(table, table.native.step(), table.native.epoch(), reason) for table, _ in plan]
-            for each in into:
-                each.table.set_unusable(reason)
+            into = [_Into(table, *table.native.counters()) for table, _ in plan]
             for each, (_, sources) in zip(into, plan, strict=True):
                 counts.append(sum(each.load(source, slots, pool) for source, slots in sources))
             for tensor, stored in dense:
                 _load_dense(tensor, stored, pool)
-            for each in into:
-                each.table.set_unusable(None)
         return counts
 
 
@@ -425,12 +424,11 @@ def _check_fits(table: CacheTable, source: SavedTable, where: str) -> None:
 
 @dataclass(frozen=True)
 class _Into:
-    """A table that is loaded into, with its step and epoch before, and why it cannot be used meanwhile."""
+    """A table under load, with its step and epoch before."""
 
     table: CacheTable
     step: int
     epoch: int
-    reason: str
 
     def load(self, source: SavedTable, slots: list[str], pool: Executor) -> int:
         """Rows loaded. Two runs are read ahead."""
@@ -463,9 +461,7 @@ class _Into:
         if columns.keys() >= slots_of(table).keys():
             rows = empty_rows(table, len(ids))
         else:
-            table.set_unusable(None)  # for this read only
-            _, *others = table.native.read_rows(ids)
-            table.set_unusable(self.reason)
+            _, *others = table.native.read_rows(ids, incomplete=True)
             rows = (ids.copy(), *others)
         into = columns_of(table, rows)
         for slot, column in columns.items():

@@ -1,5 +1,6 @@
 """Each example runs, briefly, and says by its exit status whether what it checks holds."""
 
+import os
 import re
 import signal
 import subprocess
@@ -9,11 +10,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+THREADS_AT_EXIT = """
+import atexit, glob, os
+
+def note():
+    names = [open(task + "/comm").read().strip() for task in glob.glob("/proc/self/task/*")]
+    folder = os.path.dirname(__file__)
+    with open(f"{folder}/threads-{os.environ['LOCAL_RANK']}", "w") as file:
+        file.write(" ".join(name for name in names if "gloo" in name))
+
+if "LOCAL_RANK" in os.environ:
+    atexit.register(note)
+"""
 
 
-def run(*arguments: object, cwd: Path = ROOT) -> str:
+def run(*arguments: object, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
@@ -60,7 +79,12 @@ def test_plain_pytorch_goes_on_after_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_torchrun_trains_two_ranks_and_saves_one_checkpoint(tmp_path: Path) -> None:
-    out = run("examples/torchrun_two_ranks.py", "--steps", 5, "--folder", tmp_path)
+    # Imported by every process at its start: which of gloo's threads are left at its end, when each may abort it.
+    (tmp_path / "sitecustomize.py").write_text(THREADS_AT_EXIT)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    out = run("examples/torchrun_two_ranks.py", "--steps", 5, "--folder", tmp_path, PYTHONPATH=path)
+    for rank in range(2):
+        assert (tmp_path / f"threads-{rank}").read_text() == ""
     for table in ("people", "things"):
         shares = [int(rows) for rows in re.findall(rf"rank \d, {table}: (\d+) rows", out)]
         assert len(shares) == 2

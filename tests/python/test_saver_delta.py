@@ -229,16 +229,16 @@ def test_a_save_that_another_run_overtook_is_refused(root: Path, monkeypatch: py
     Saver(0).load(other, root)
     train(bag, 1, seed=1)
     train(other, 1, seed=2)
-    write = module._write
+    write = module.write_tables
 
-    def overtaken(*arguments: Any) -> Any:
+    def overtaken(*arguments: Any, **named: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_write", write)
+            patch.setattr(module, "write_tables", write)
             Saver(0).save(other, root, incremental=True)
-        return write(*arguments)
+        return write(*arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write", overtaken)
+        patch.setattr(module, "write_tables", overtaken)
         with pytest.raises(StateError, match="save again"):
             Saver(0).save(bag, root, incremental=True)
     assert loaded(root) == rows(other)

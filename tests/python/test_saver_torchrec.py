@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -161,3 +162,39 @@ def test_a_sharded_model_goes_on_with_the_buckets_of_the_file(two_ranks: World, 
     # Ids go to the owners of the file's buckets: the runs train the same rows, each on one rank.
     assert merged([rows for _, rows, _ in other]) == merged([rows for _, rows, _ in same])
     assert [losses for _, _, losses in other] == [losses for _, _, losses in same]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "numbers"),
+    [
+        (torch.optim.SGD, {"lr": 0.25, "foreach": None, "maximize": False, "fused": None}),
+        (torch.optim.Adagrad, {"lr": 0.25, "foreach": None, "maximize": False, "differentiable": False}),
+        (torch.optim.Adam, {"lr": 0.25, "betas": (0.8, 0.9), "foreach": None, "capturable": False, "fused": None}),
+        (torch.optim.AdamW, {"lr": 0.25, "weight_decay": 0.125, "foreach": False, "maximize": False}),
+    ],
+)
+def test_optimizers_of_torch_are_saved_and_loaded_with_the_hyperparameters_that_are_none(
+    optimizer: type[torch.optim.Optimizer], numbers: dict[str, Any], tmp_path: Path
+) -> None:
+    def make_one() -> EmbCacheEmbeddingBagCollection:
+        ebc = EmbCacheEmbeddingBagCollection(
+            tables=[EmbCacheEmbeddingBagConfig(name="a", embedding_dim=4, num_embeddings=1000, feature_names=["a"])],
+            tiers=RAM,
+            device=torch.device("cpu"),
+        )
+        apply_optimizer_in_backward(optimizer, ebc.parameters(), numbers)
+        return ebc
+
+    def rows_of(ebc: EmbCacheEmbeddingBagCollection) -> list[Any]:
+        found = ebc.tables["a"].read_rows(torch.arange(20))
+        return [found.weights, *found.slots.values()]
+
+    ebc, other = make_one(), make_one()
+    batch = KeyedJaggedTensor(["a"], torch.arange(20), lengths=torch.full((5,), 4))
+    ebc(batch)["a"].sum().backward()
+    assert Saver(0).save(ebc, tmp_path / "ck").rows == 20
+    Saver(0).load(other, tmp_path / "ck")
+    assert all(torch.equal(a, b) for a, b in zip(rows_of(ebc), rows_of(other), strict=True))
+    for each in (ebc, other):
+        each(batch)["a"].sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(rows_of(ebc), rows_of(other), strict=True))

@@ -41,9 +41,13 @@ _BASE = {
     "lifetime",
     "disk",
     "gradients",
+    "under_way",
+    "table_copy",
 }
 _TABLE = _BASE | {"kernels", "rows", "cache"}
 _CACHE = _TABLE | {"lookahead", "lookup", "whole_model", "state_dicts"}
+_SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
+_SAVER = _SHARDS | {"beside", "saving", "loading"}
 PYTHON_IMPORTS = {
     "exceptions": set(),
     "buckets": set(),
@@ -55,6 +59,8 @@ PYTHON_IMPORTS = {
     "flushing": {"exceptions", "config", "collective", "publish"},
     "lifetime": {"exceptions", "config", "collective", "publish", "flushing", "disk"},
     "disk": {"exceptions", "config"},
+    "under_way": {"exceptions"},
+    "table_copy": {"cache"},
     "initializers": {"exceptions", "config"},
     "optimizers": {"exceptions", "config"},
     "tracing": set(),
@@ -75,12 +81,15 @@ PYTHON_IMPORTS = {
     "table_names": {"exceptions"},
     "reports": set(),
     "save_log": {"collective", "reports"},
-    "saver": _CACHE | {"progress", "beside", "table_names", "reports", "save_log"},
+    "shards": _TABLE | {"whole_model"},
+    "loading": _SHARDS,
+    "saving": _SHARDS | {"beside"},
+    "saver": _SAVER | {"save_log"},
     "blocks": _TABLE,
-    "serialize": _CACHE | {"nn", "blocks"},
-    "dcp": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "save_log"},
-    "lightning": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "save_log"},
-    "megatron": _CACHE | {"progress", "beside", "saver", "table_names", "reports", "save_log", "blocks"},
+    "serialize": _CACHE | _SHARDS | {"nn", "blocks", "loading"},
+    "dcp": _SAVER,
+    "lightning": _CACHE | _SAVER | {"saver", "save_log"},
+    "megatron": _SAVER | {"saver", "save_log", "blocks"},
 }
 # Package or module of it: who alone may import it.
 RESERVED = {
@@ -98,6 +107,8 @@ RESERVED = {
         "paths",
         "beside",
         "saver",
+        "saving",
+        "loading",
         "blocks",
         "dcp",
         "cli",

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -205,29 +204,13 @@ class Directory:
             else:
                 os.unlink(name, dir_fd=self.fd)
 
-    def hold(self, how: int = fcntl.LOCK_SH | fcntl.LOCK_NB, name: str = ".") -> int | None:
-        """Lock the directory itself or a lock file in it, until the descriptor is closed; None where it is held otherwise."""
-        flags = os.O_RDONLY | os.O_DIRECTORY if name == "." else os.O_RDWR | os.O_CREAT | os.O_NONBLOCK
-        with _named("lock", self.at(name)):
-            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640, dir_fd=self.fd)
-            try:
-                fcntl.flock(fd, how)
-            except BaseException as error:
-                os.close(fd)
-                if isinstance(error, BlockingIOError):
-                    return None
-                raise
-        return fd
+    def lock(self, name: str | None = None, *, alone: bool) -> _native.EntryLock:
+        """A lock on the directory itself, or on a lock file in it, which is made; shared with others, or `alone`."""
+        return _native.EntryLock(self.path, self.fd, name, alone)
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """One process at a time joins, publishes and removes; waits for the others, who do so in moments."""
-        fd = self.hold(fcntl.LOCK_EX)
-        assert fd is not None, "without LOCK_NB it waits"
-        try:
-            yield
-        finally:
-            os.close(fd)
+    def alone(self) -> _native.EntryLock:
+        """For `with`: one process at a time joins, publishes and removes; waits for the others, who do so in moments."""
+        return self.lock(alone=True)
 
 
 def sync(fd: int, path: str) -> None:

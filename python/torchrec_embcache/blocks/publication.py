@@ -14,14 +14,13 @@ A save is complete when every shard has written its manifest; whichever shard is
 """
 
 import contextlib
-import fcntl
-import os
 import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_embcache._native import EntryLock
 from torchrec_embcache.exceptions import (
     CorruptionError,
     EmbCacheError,
@@ -33,7 +32,7 @@ from torchrec_embcache.exceptions import (
 
 from .files import Directory, corruption, crc32c, parse_json, render_json
 
-__all__ = ["Save", "abandon", "begin", "finish", "newest"]
+__all__ = ["Save", "begin", "finish", "newest"]
 
 LATEST = "LATEST.blocks"
 MANIFEST = "manifest.json"
@@ -68,25 +67,28 @@ def _latest(root: Directory) -> tuple[str, int] | None:
 
 @dataclass
 class Save:
-    """A save that a shard takes part in. `held` are the descriptors of its locks."""
+    """A save that a shard takes part in."""
 
     folder: Directory
     name: str
     shard: int
     shards: int
-    held: list[int]
-
-    def close(self) -> None:
-        """Let the others sweep it."""
-        for fd in self.held:
-            os.close(fd)
-        os.close(self.folder.fd)
 
 
-def begin(root: Directory, shard: int, shards: int, steps: dict[str, int], name: str | None = None) -> Save:
-    """Take part in a save: the one called `name` (`""`: a new one); without it the newest that waits for this shard and whose
-    shards saw the tables at the same steps, else a new one. Steps tell saves apart where shards have no way to agree: a shard that
-    was killed in one save and takes part in the next does not complete the first one with newer rows.
+def begin(
+    root: Directory,
+    shard: int,
+    shards: int,
+    steps: dict[str, int],
+    name: str | None = None,
+    *,
+    held_by: contextlib.ExitStack,
+) -> Save:
+    """Take part in a save, which nobody sweeps until `held_by` is closed.
+
+    It is the one called `name` (`""`: a new one); without `name` the newest that waits for this shard and whose shards saw the
+    tables at the same steps, else a new one. Steps tell saves apart where shards have no way to agree: a shard that was killed in
+    one save and takes part in the next does not complete the first one with newer rows.
     """
     with root.alone():
         latest = _latest(root)
@@ -94,14 +96,14 @@ def begin(root: Directory, shard: int, shards: int, steps: dict[str, int], name:
         done = _number(latest[0]) if latest is not None else 0
         if name is None and shards > 1:
             for number, other in reversed(saves):
-                joined = _join(root, other, shard, shards, steps) if number > done else None
+                joined = _join(root, other, shard, shards, steps, held_by) if number > done else None
                 if joined is not None:
                     return joined
         if not name:
             name = f"blocks-{max([done, *(number for number, _ in saves)]) + 1:010d}-{secrets.randbits(64):016x}"
             with root.below(name, make=True) as folder:
                 folder.publish(BEGUN, render_json({"shards": shards, "steps": steps}))
-        joined = _join(root, name, shard, shards, steps)
+        joined = _join(root, name, shard, shards, steps, held_by)
         if joined is None:
             raise InUseError(
                 f"shard {shard} of {shards} does not fit, or takes part already in, {root.at(name)}: save it once"
@@ -113,7 +115,9 @@ def _number(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def _join(root: Directory, name: str, shard: int, shards: int, steps: dict[str, int]) -> Save | None:
+def _join(
+    root: Directory, name: str, shard: int, shards: int, steps: dict[str, int], held_by: contextlib.ExitStack
+) -> Save | None:
     with contextlib.ExitStack() as undo:
         folder = undo.enter_context(root.below(name))
         if not folder.has(BEGUN):
@@ -127,23 +131,14 @@ def _join(root: Directory, name: str, shard: int, shards: int, steps: dict[str, 
             return None
         if any(known.get(table, step) != step for table, step in steps.items()):
             return None
-        held = []
-        for how, lock in ((fcntl.LOCK_SH, "."), (fcntl.LOCK_EX, f"shard-{shard:06d}.lock")):
-            fd = folder.hold(how | fcntl.LOCK_NB, lock)
-            if fd is None:
+        for lock in (folder.lock(alone=False), folder.lock(f"shard-{shard:06d}.lock", alone=True)):
+            undo.callback(lock.release)
+            if not lock.take_now():
                 return None
-            undo.callback(os.close, fd)
-            held.append(fd)
         if steps.keys() - known.keys():
             folder.publish(BEGUN, render_json({"shards": shards, "steps": known | steps}))
-        undo.pop_all()
-        return Save(folder, name, shard, shards, held)
-
-
-def abandon(root: Directory, save: Save) -> None:
-    """Remove a save that only this process takes part in."""
-    save.close()
-    root.remove(save.name)
+        held_by.push(undo.pop_all())
+        return Save(folder, name, shard, shards)
 
 
 def finish(root: Directory, save: Save, manifest: dict[str, Any], extras: Extras) -> bool:
@@ -176,16 +171,16 @@ def _sweep(root: Directory, kept: str) -> None:
     for number, name in _saves(root):
         if number < _number(kept):
             with contextlib.suppress(EmbCacheError, OSError), root.below(name) as folder:
-                held = folder.hold(fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if held is not None:
+                lock = folder.lock(alone=True)
+                if lock.take_now():
                     try:
                         root.remove(name)
                     finally:
-                        os.close(held)
+                        lock.release()
 
 
-def newest(root: Directory) -> tuple[Directory, list[dict[str, Any]], int]:
-    """The newest complete save, its shards' manifests, and the descriptor that keeps it from being removed until it is closed."""
+def newest(root: Directory) -> tuple[Directory, list[dict[str, Any]], EntryLock]:
+    """The newest complete save, its shards' manifests, and the lock that keeps it from being removed until it is released."""
     with contextlib.ExitStack() as undo:
         with root.alone():
             latest = _latest(root)
@@ -197,9 +192,7 @@ def newest(root: Directory) -> tuple[Directory, list[dict[str, Any]], int]:
             if not root.has(name):
                 raise corruption(root.at(LATEST), "the name", "that of a save that is there", name)
             folder = undo.enter_context(root.below(name))
-            held = folder.hold(fcntl.LOCK_SH)
-            assert held is not None, "without LOCK_NB it waits"
-            undo.callback(os.close, held)
+            held = undo.enter_context(folder.lock(alone=False))
         path = folder.at(MANIFEST)
         manifest = parse_json(folder.read(MANIFEST, expected=checksum), path)
         if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):

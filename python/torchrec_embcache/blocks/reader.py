@@ -168,7 +168,7 @@ class SavedBlocks:
         with contextlib.ExitStack() as undo:
             self.folder, manifests, held = newest(root)
             undo.enter_context(self.folder)
-            undo.callback(os.close, held)
+            undo.callback(held.release)
             for shard, manifest in enumerate(manifests):
                 path = self.folder.at(f"manifest of shard {shard}")
                 try:

@@ -19,7 +19,7 @@ from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import InputError, PathError, UnsupportedError
 from torchrec_embcache.optimizers import SGD, Adagrad, Adam, AdamW, OptimizerSpec, RowWiseAdagrad
 from torchrec_embcache.paths import basic_root
-from torchrec_embcache.saver import abandon
+from torchrec_embcache.saving import abandon
 
 from .checkpoints import Opened
 from .description import DESCRIPTION

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, StateError
+from torchrec_embcache.loading import open_newest
 from torchrec_embcache.paths import Root, basic_root, given_path
 
 from .metadata import Extent, from_json
@@ -71,8 +72,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         rank = kwargs.get("rank")
         root = basic_root(self.path, to_save=False)
         root = Root.of(rank_directory(root, rank), "basic", to_save=False) if rank is not None else root
-        root.to_load()
-        reader = _native.CheckpointReader(root, _native.latest_checkpoint(root))
+        reader = open_newest(root.to_load(), lambda name: _native.CheckpointReader(root, name))
         document = reader.dense_metadata()
         if document is None:
             raise MismatchError(f"the checkpoint {reader.name} in {root} has tables only: load it with Saver")
@@ -107,10 +107,13 @@ class EmbCacheStorageReader(AtPath, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items and tables."""
         load = self._current()
-        for item in sorted(plan.items, key=self._place):
-            self._read_item(load.reader, item, planner)
-        if load.tables is not None:
-            load.tables.load()
+        try:
+            for item in sorted(plan.items, key=self._place):
+                self._read_item(load.reader, item, planner)
+            if load.tables is not None:
+                load.tables.load()
+        finally:
+            load.reader.release()
         self._load = None
         future: Future[None] = Future()
         future.set_result(None)

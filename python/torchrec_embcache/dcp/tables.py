@@ -8,17 +8,16 @@ from typing import Any
 from torch import nn
 
 from torchrec_embcache import _native
-from torchrec_embcache.beside import finish_saves, start
+from torchrec_embcache.beside import BesideTraining, finish_saves
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, StateError
+from torchrec_embcache.loading import TablesUnderLoad, replace_contents
 from torchrec_embcache.paths import basic_root
-from torchrec_embcache.saver import abandon, numbers_of, shards_of
+from torchrec_embcache.saving import abandon
+from torchrec_embcache.shards import Shard, numbers_of, shards_of
 from torchrec_embcache.whole_model import CacheModule
 
 __all__ = ["PartResult", "Staged", "TableReader", "TableWriter"]
-
-# A table of this rank: its module's path in the model, the module, the table.
-_Shard = tuple[str, CacheModule, CacheTable]
 
 
 @dataclass(frozen=True)
@@ -90,15 +89,20 @@ class TableWriter:
         except EmbCacheError as error:
             self._staged = Staged(error)
 
-    def _hold(self, root: str, shards: list[_Shard], epoch: int) -> Future[PartResult]:
-        part = _native.CheckpointPart(root, secrets.randbits(64), 0)
+    def _hold(self, root: str, shards: list[Shard], epoch: int) -> Future[PartResult]:
+        part: _native.CheckpointPart | None = None
+
+        def give_up() -> None:
+            if part is not None:
+                abandon(part)
+            release()
 
         def release() -> None:
             # No delta builds on this checkpoint: nothing is to be kept for one.
             for _, _, table in shards:
                 table.native.saved_beside(epoch)
 
-        def write() -> PartResult:
+        def write(part: _native.CheckpointPart) -> PartResult:
             try:
                 part.write_held_tables()
                 return PartResult(root, part.name, part.finish(), epoch)
@@ -108,14 +112,11 @@ class TableWriter:
             finally:
                 release()
 
-        try:
-            part.hold_tables([(place, table.native, _numbers(owner, table)) for place, owner, table in shards], epoch)
-        except BaseException:
-            abandon(part)
-            release()
-            raise
-        self._held = part
-        return start([table for _, _, table in shards], write)
+        with BesideTraining([table for _, _, table in shards], give_up) as save:
+            part = held = _native.CheckpointPart(root, secrets.randbits(64), 0)
+            held.hold_tables([(place, table.native, _numbers(owner, table)) for place, owner, table in shards], epoch)
+            self._held = held
+            return save.start(lambda: write(held))
 
     def take_staged(self) -> Staged | None:
         """What was staged, once: for the save that begins."""
@@ -145,7 +146,7 @@ class TableWriter:
             self._staged.outcome.exception()
         self._staged = self._held = None
 
-    def _shards(self) -> tuple[list[_Shard], int]:
+    def _shards(self) -> tuple[list[Shard], int]:
         """This rank's tables, and the epoch after theirs."""
         if self.model is None:
             raise StateError(
@@ -187,19 +188,13 @@ class TableReader:
     def load(self) -> None:
         """Replace the tables' contents. After an error they refuse use until a load succeeds."""
         reason = f"loading the checkpoint {self._reader.name} in {self._root} did not succeed; load one that is whole"
-        for _, _, table in self._shards:
-            table.set_unusable(reason)
-        for place, owner, table in self._shards:
-            entry = self._saved[place, table.name]
-            if table.adopt(entry["total_num_buckets"], entry["key"], entry["bucket_hash"]):
-                owner.buckets_changed()
-        for place, _, table in self._shards:
-            loaded, expected = self._reader.load_table(place, table.native), self._rows[place, table.name]
-            if loaded != expected:
-                raise CorruptionError(
-                    f"the checkpoint {self._reader.name} in {self._root} is damaged: table {table.name!r} of module "
-                    f"{place!r} should have {expected} rows here and has {loaded}"
-                )
-            table.native.set_epoch(self._reader.next_epoch)
-        for _, _, table in self._shards:
-            table.set_unusable(None)
+        with TablesUnderLoad([table for _, _, table in self._shards], reason, by_all_ranks=True):
+            for shard in self._shards:
+                place, _, table = shard
+                loaded = replace_contents(self._reader, shard, self._saved[place, table.name])
+                expected = self._rows[place, table.name]
+                if loaded != expected:
+                    raise CorruptionError(
+                        f"the checkpoint {self._reader.name} in {self._root} is damaged: table {table.name!r} of module "
+                        f"{place!r} should have {expected} rows here and has {loaded}"
+                    )

@@ -21,7 +21,7 @@ from torch.futures import Future
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import StateError, UnsupportedError
 from torchrec_embcache.paths import Root, basic_root, given_path
-from torchrec_embcache.saver import abandon, warn_of
+from torchrec_embcache.saving import Unfinished, abandon, warn_of
 
 from .metadata import Extent, to_json
 from .paths import AtPath, holds_checkpoint, rank_directory
@@ -142,17 +142,13 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         save = self._current()
         root = self._root(save).to_save()
         expected_bytes = sum(_tensor_bytes(item) for item in plan.items)
-        part = _native.CheckpointPart(root, secrets.randbits(64), expected_bytes)
-        save.part = part
-        try:
+        with Unfinished(lambda: _native.CheckpointPart(root, secrets.randbits(64), expected_bytes)) as part:
+            save.part = part
             results = [_write_item(part, item, planner) for item in plan.items]
             epoch = self._tables.write(part) if save.staged is None else None
             parts = [PartResult(root, part.name, part.finish(), epoch)]
             if save.staged is not None:
                 parts.append(save.staged.result())
-        except BaseException:
-            abandon(part)
-            raise
         results += [WriteResult(MetadataIndex(name.part), 0, name) for name in parts]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -183,8 +179,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
             if isinstance(result.storage_data, Extent)
         }
         document = to_json(metadata)
-        begun = _native.CheckpointSave(root, secrets.randbits(64))
-        try:
+        with Unfinished(lambda: _native.CheckpointSave(root, secrets.randbits(64))) as begun:
             digests = [
                 begun.adopt(rank, len(parts), [(part.root, part.part, part.digest) for part in of_rank])
                 for rank, of_rank in enumerate(parts)
@@ -193,9 +188,6 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
             # The least: rows that any rank trains from now on must count as modified after this checkpoint.
             epochs = [part.epoch for of_rank in parts for part in of_rank if part.epoch is not None]
             left = begun.publish(digests, min(epochs, default=1))
-        except BaseException:
-            abandon(begun)
-            raise
         warn_of(left, root)
 
     def _current(self) -> _Save:

@@ -12,6 +12,7 @@ pub(crate) use std::sync::{
 };
 
 use std::sync::PoisonError;
+use std::time::Duration;
 
 /// A mutex: the standard library's or loom's.
 pub(crate) trait Lock {
@@ -70,4 +71,15 @@ pub(crate) fn was_torn<T>(lock: &RwLock<T>) -> bool {
 /// Wait to be notified.
 pub(crate) fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     condition.wait(guard).unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Wait to be notified, at most so long. (A model knows no time: there it waits to be notified.)
+pub(crate) fn wait_at_most<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>, most: Duration) -> MutexGuard<'a, T> {
+    #[cfg(not(loom))]
+    return condition.wait_timeout(guard, most).unwrap_or_else(PoisonError::into_inner).0;
+    #[cfg(loom)]
+    return {
+        let _ = most;
+        wait(condition, guard)
+    };
 }

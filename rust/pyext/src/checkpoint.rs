@@ -314,6 +314,11 @@ impl PyCompaction {
         self.inner.chain().links().len()
     }
 
+    /// Nothing more is read: saves may remove what it was merged from.
+    fn release(&self) {
+        self.inner.chain().let_go();
+    }
+
     /// Write this rank's share to the checkpoint that was begun; its digest.
     #[pyo3(signature = (name, rank, world_size, progress=None))]
     #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
@@ -398,6 +403,11 @@ impl PyReader {
     #[getter]
     fn next_epoch(&self) -> u32 {
         self.inner.manifest().next_epoch
+    }
+
+    /// Nothing more is read: saves may remove what was.
+    fn release(&self) {
+        self.inner.let_go();
     }
 
     fn dense_metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {

@@ -10,6 +10,7 @@ mod checkpoint;
 mod checkpoint_rows;
 mod error;
 mod foreign;
+mod lock;
 mod lookup;
 mod part;
 mod paths;
@@ -80,6 +81,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(buckets::hash_ids, module)?)?;
     module.add_function(wrap_pyfunction!(buckets::ids_of_hashes, module)?)?;
     module.add_class::<blocks::BlockWriter>()?;
+    module.add_class::<lock::PyEntryLock>()?;
     module.add_function(wrap_pyfunction!(checkpoint::latest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::newest_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(io_engine_name, module)?)?;

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table, device_row_bytes, host_row_bytes};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
@@ -87,10 +88,23 @@ fn policy_from(name: &str) -> PyResult<PolicyKind> {
     })
 }
 
+/// How long a call waits in the core before it looks for signals.
+const SIGNALS_EVERY: Duration = Duration::from_millis(50);
+
 /// One table shard.
 #[pyclass(frozen, name = "Table", module = "torchrec_embcache._native")]
 pub(crate) struct PyTable {
     pub(crate) inner: Table,
+}
+
+impl PyTable {
+    /// Wait until no save beside training holds the rows. Ctrl-C ends the wait: Python's handlers of signals run between its slices.
+    fn wait_for_save(&self, py: Python<'_>) -> PyResult<()> {
+        while !py.detach(|| self.inner.wait_for_save(SIGNALS_EVERY)).map_err(to_python)? {
+            py.check_signals()?;
+        }
+        Ok(())
+    }
 }
 
 #[pymethods]
@@ -240,6 +254,14 @@ impl PyTable {
         py.detach(|| self.inner.set_unusable(reason)).map_err(to_python)
     }
 
+    fn unusable(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        py.detach(|| self.inner.unusable()).map_err(to_python)
+    }
+    /// Step and epoch.
+    fn counters(&self, py: Python<'_>) -> PyResult<(u64, u32)> {
+        py.detach(|| self.inner.counters()).map_err(to_python)
+    }
+
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = py.detach(|| self.inner.stats()).map_err(to_python)?;
         let all = PyDict::new(py);
@@ -274,15 +296,18 @@ impl PyTable {
         Ok(PyExport { stream: Mutex::new(stream), vector_floats: self.vector_floats() })
     }
 
+    #[pyo3(signature = (ids, incomplete=false))]
     #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
     fn read_rows<'py>(
         &self,
         py: Python<'py>,
         ids: PyReadonlyArray1<'py, i64>,
+        incomplete: bool,
     ) -> PyResult<(Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<f32>>, Meta<'py>)> {
         let ids = slice("ids", &ids)?;
-        let rows = py.detach(|| self.inner.read_rows(ids)).map_err(to_python)?;
+        let read = || if incomplete { self.inner.read_incomplete_rows(ids) } else { self.inner.read_rows(ids) };
+        let rows = py.detach(read).map_err(to_python)?;
         Ok((
             rows.found.into_pyarray(py),
             matrix(py, rows.vectors, self.vector_floats())?,
@@ -313,6 +338,7 @@ impl PyTable {
         py.detach(|| self.inner.remove_rows(ids)).map_err(to_python)
     }
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        self.wait_for_save(py)?;
         py.detach(|| self.inner.clear()).map_err(to_python)
     }
     #[pyo3(signature = (token))]
@@ -332,6 +358,7 @@ impl PyTable {
         py.detach(|| self.inner.forget_published(token)).map_err(to_python)
     }
     fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.wait_for_save(py)?;
         py.detach(|| self.inner.close()).map_err(to_python)
     }
     #[staticmethod]

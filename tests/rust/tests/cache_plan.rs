@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use embcache::Kind;
 use embcache::cache::{Lookup, RowBlock, Table};
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{DirLock, IoEngine, IoFile, MemoryEngine, Open, Read, ReadSink};
+use embcache::io::{DirLock, Hold, IoEngine, IoFile, MemoryEngine, Open, Read, ReadSink};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::{Rig, config};
@@ -58,6 +58,9 @@ impl IoEngine for Counting {
     }
     fn lock_dir(&self, path: &Path) -> embcache::Result<DirLock> {
         self.inner.lock_dir(path)
+    }
+    fn hold_dir(&self, path: &Path, how: Hold) -> embcache::Result<DirLock> {
+        self.inner.hold_dir(path, how)
     }
 }
 

@@ -8,7 +8,9 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::io::{DirLock, IoEngine, Open, PsyncEngine, Read, UringEngine, default_engine, publish};
+use embcache::io::{
+    DirLock, Hold, IoEngine, MemoryEngine, Open, PsyncEngine, Read, UringEngine, default_engine, publish,
+};
 
 const HELD_DIR: &str = "EMBCACHE_TEST_HELD_DIR";
 
@@ -64,6 +66,61 @@ fn a_directory_given_up_is_free_although_a_forked_child_lives() {
         libc::waitpid(child, std::ptr::null_mut(), 0);
     }
     again.unwrap();
+}
+
+#[test]
+fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() {
+    // A process that forks a child and is then gone, while it holds directories in both ways.
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (mut from, mut to) = std::io::pipe().unwrap();
+    // SAFETY: the child only calls what follows and leaves by _exit.
+    let parent = unsafe { libc::fork() };
+    if parent == 0 {
+        let held = (DirLock::acquire(one.path()).unwrap(), DirLock::hold(two.path(), Hold::ToRemove).unwrap());
+        // SAFETY: as above.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            loop {
+                // SAFETY: always sound.
+                unsafe { libc::pause() };
+            }
+        }
+        std::io::Write::write_all(&mut to, &child.to_le_bytes()).unwrap();
+        std::mem::forget(held);
+        // SAFETY: nothing is left to be done here.
+        unsafe { libc::_exit(0) };
+    }
+    let mut child = [0; 4];
+    std::io::Read::read_exact(&mut from, &mut child).unwrap();
+    // SAFETY: `parent` is this process's own.
+    unsafe { libc::waitpid(parent, std::ptr::null_mut(), 0) };
+    let again = (DirLock::acquire(one.path()), DirLock::hold(two.path(), Hold::ToRead));
+    // SAFETY: the process that made it has no other use for it.
+    unsafe { libc::kill(i32::from_le_bytes(child), libc::SIGKILL) };
+    again.0.unwrap();
+    again.1.unwrap();
+}
+
+#[test]
+fn readers_hold_a_directory_together_and_who_removes_it_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let memory: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    memory.create_dir_all(dir.path()).unwrap();
+    for engine in [Arc::new(PsyncEngine::default()) as Arc<dyn IoEngine>, memory] {
+        let hold = |how| engine.hold_dir(dir.path(), how);
+        let (one, two) = (hold(Hold::ToRead).unwrap(), hold(Hold::ToRead).unwrap());
+        assert_eq!(hold(Hold::ToRemove).unwrap_err().kind(), Kind::InUse);
+        // Apart from whoever writes there.
+        drop(engine.lock_dir(dir.path()).unwrap());
+        drop(one);
+        assert_eq!(hold(Hold::ToRemove).unwrap_err().kind(), Kind::InUse);
+        drop(two);
+        let alone = hold(Hold::ToRemove).unwrap();
+        assert_eq!(hold(Hold::ToRemove).unwrap_err().kind(), Kind::InUse);
+        assert_eq!(hold(Hold::ToRead).unwrap_err().kind(), Kind::InUse);
+        drop(alone);
+        hold(Hold::ToRead).unwrap();
+    }
 }
 
 #[test]

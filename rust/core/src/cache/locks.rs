@@ -1,12 +1,14 @@
 //! A table's locks: who may take them, what is done first by whoever gets them, and what makes a table refuse them.
 
 use std::sync::{PoisonError, TryLockError};
+use std::time::Duration;
 
 use super::commit::Pins;
 use super::table::{Shared, State};
 use crate::error::{Error, Kind, Result};
 use crate::sync::{
     AtomicBool, AtomicU32, Condvar, Mutex, MutexGuard, Ordering, RwLockReadGuard, RwLockWriteGuard, lock, wait,
+    wait_at_most,
 };
 
 /// What ended half-way and left a table in between.
@@ -265,6 +267,24 @@ impl Shared {
             state.snapshot = None;
             self.has_snapshot.store(false, Ordering::Release);
         }
+    }
+
+    /// As `wait_for_snapshot`, at most about so long; whether there is none.
+    pub(crate) fn wait_for_snapshot_at_most(&self, most: Duration) -> Result<bool> {
+        self.check_not_reading_device()?;
+        let gone = lock(&self.left.list).snapshots_gone;
+        {
+            let mut state = lock(&self.state);
+            self.do_what_was_left(&mut state);
+            if state.snapshot.is_none() {
+                return Ok(true);
+            }
+        }
+        let list = lock(&self.left.list);
+        if list.snapshots_gone == gone {
+            drop(wait_at_most(&self.left.snapshot_gone, list, most));
+        }
+        Ok(false)
     }
 
     /// Wait until no snapshot of the table is held.

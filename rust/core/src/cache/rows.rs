@@ -33,13 +33,22 @@ pub struct FoundRows {
 impl Table {
     /// The rows of `ids` (`[n]`, repetitions allowed) as they are now; initial values for ids the table does not have.
     pub fn read_rows(&self, ids: &[Id]) -> Result<FoundRows> {
+        self.read_rows_if(ids, false)
+    }
+
+    /// As [`Table::read_rows`], also of a table that waits for a load: for the load itself.
+    pub fn read_incomplete_rows(&self, ids: &[Id]) -> Result<FoundRows> {
+        self.read_rows_if(ids, true)
+    }
+
+    fn read_rows_if(&self, ids: &[Id], incomplete: bool) -> Result<FoundRows> {
         let floats = self.shared.layout.vector_floats();
         let mut all = FoundRows::default();
         memory::reserve(&mut all.headers, "read rows", ids.len())?;
         memory::reserve(&mut all.vectors, "read rows", ids.len() * floats)?;
         for ids in ids.chunks(ROWS_PER_CALL) {
             let _rows = self.shared.reading_rows()?;
-            let mut state = self.shared.lock()?;
+            let mut state = if incomplete { self.shared.lock_any()? } else { self.shared.lock()? };
             let mut some = self.shared.read_now(&mut state, ids)?;
             all.found.append(&mut some.found);
             all.headers.append(&mut some.headers);

@@ -1,6 +1,7 @@
 //! One table shard: opening, budgets, counters.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::export::Export;
 use super::lineage::Lineage;
@@ -232,6 +233,7 @@ impl Table {
     /// Set the step counter (a load).
     pub fn set_step(&self, step: u64) -> Result<()> {
         self.shared.lock_any()?.step = step;
+        self.shared.contents_changed();
         Ok(())
     }
 
@@ -258,6 +260,11 @@ impl Table {
     pub fn set_unusable(&self, reason: Option<String>) -> Result<()> {
         self.shared.lock_any()?.unusable = reason;
         Ok(())
+    }
+
+    /// Why every use is refused; `None` where it is not.
+    pub fn unusable(&self) -> Result<Option<String>> {
+        Ok(self.shared.lock_any()?.unusable.clone())
     }
 
     /// Write every dirty row down and publish one state named `token`, which is larger than every earlier one. Without an SSD tier there is
@@ -303,6 +310,21 @@ impl Table {
     /// Whether a write of the SSD tier failed, so that rows can be read and saved elsewhere and no more.
     pub fn is_read_only(&self) -> bool {
         self.shared.ssd.as_ref().is_some_and(SsdTier::is_read_only)
+    }
+
+    /// The training steps so far and the checkpoint epoch, also of a table that waits for a load.
+    pub fn counters(&self) -> Result<(u64, u32)> {
+        let state = self.shared.lock_any()?;
+        Ok((state.step, state.epoch))
+    }
+
+    /// Wait at most so long until no save beside training holds the table's rows; whether none does. In a forked child, whose parent
+    /// has the table, none does.
+    pub fn wait_for_save(&self, most: Duration) -> Result<bool> {
+        if self.shared.check_process().is_err() {
+            return Ok(true);
+        }
+        self.shared.wait_for_snapshot_at_most(most)
     }
 
     /// Stop background work, after a save beside training where one is under way. Rows in RAM that were not flushed are gone. Harmless

@@ -70,6 +70,11 @@ impl Chain {
         &self.links
     }
 
+    /// Let saves remove them: nothing more is read of them.
+    pub fn let_go(&self) {
+        self.links.iter().for_each(Checkpoint::let_go);
+    }
+
     /// A table of the newest, or `Kind::Mismatch` with the names of those that are there.
     pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
         self.links[0].table(module, table)

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::Builder;
 
 use super::RowSink;
@@ -13,15 +13,17 @@ use super::input::{GroupReader, Staged};
 use super::latest::Latest;
 use super::manifest::{DataFile, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec};
 use super::output::each_piece;
+use super::retention::hold_to_read;
 use super::save::{MANIFEST_FILE, read_digested, read_manifest, read_ranks};
 use super::segments::read_segments;
 use crate::cache::{PickedRows, RowColumns};
 use crate::config::OptimizerKind;
 use crate::error::{Error, Kind, Result};
-use crate::io::{BufPool, IoEngine};
+use crate::io::{BufPool, DirLock, IoEngine};
 use crate::memory::{self, room_for_threads};
 use crate::rows::RowHeader;
 use crate::ssd::SegmentFiles;
+use crate::sync::lock;
 use crate::types::Id;
 
 /// Groups that are read ahead, each by a thread and its helpers.
@@ -39,25 +41,42 @@ pub struct Checkpoint {
     identity: Parent,
     manifest: Manifest,
     pub(super) ranks: Vec<RankManifest>,
+    /// While this is held no save removes the directory.
+    hold: Mutex<Option<DirLock>>,
 }
 
 impl Checkpoint {
-    /// Read and check the manifests of the checkpoint that `latest` names in `root`.
+    /// Read and check the manifests of the checkpoint that `latest` names in `root`, which no save removes until this is dropped or
+    /// [`Checkpoint::let_go`] is called.
     ///
-    /// Errors: `Corruption` (damaged, or manifests that contradict each other), `Unsupported` (a newer format), `Storage`.
+    /// Errors: `Corruption` (missing, damaged, or manifests that contradict each other), `Unsupported` (a newer format), `Storage`,
+    /// `InUse` (a save is removing it). A save may have replaced the checkpoint since `latest` was read: then read that again.
     pub fn open(engine: Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Self> {
         let dir = latest.dir(root);
         let path = dir.join(MANIFEST_FILE);
-        if !engine.exists(&path)? {
+        let missing = || {
             let what = format!("LATEST of {}", root.display());
-            return Err(Error::corruption(root, 0, &what, "the name of a checkpoint that is there", latest.name));
+            Error::corruption(root, 0, &what, "the name of a checkpoint that is there", latest.name)
+        };
+        if !engine.exists(&path)? {
+            return Err(missing());
+        }
+        let hold = hold_to_read(&*engine, &dir)?;
+        // It may have gone before it was held.
+        if !engine.exists(&path)? {
+            return Err(missing());
         }
         let (manifest, identity) = read_manifest(&*engine, &dir)?;
         let damaged = |what: String| Error::corruption(&path, 0, "the manifest", "consistent", format!("not: {what}"));
         manifest.check(latest.name).map_err(damaged)?;
         let ranks = read_ranks(&*engine, &dir, &manifest.ranks)?;
         manifest.check_ranks(&ranks).map_err(damaged)?;
-        Ok(Self { engine, dir, identity, manifest, ranks })
+        Ok(Self { engine, dir, identity, manifest, ranks, hold: Mutex::new(Some(hold)) })
+    }
+
+    /// Let saves remove it: nothing more is read of it.
+    pub fn let_go(&self) {
+        drop(lock(&self.hold).take());
     }
 
     /// What a delta that builds on it names as its parent.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::latest::{CheckpointName, Latest};
 use super::save::{MANIFEST_FILE, read_manifest};
 use crate::error::{Error, Kind, Result};
-use crate::io::{DirLock, IoEngine};
+use crate::io::{DirLock, Hold, IoEngine};
 
 /// How long a save waits for another one to name its checkpoint: a few file operations.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -34,12 +34,33 @@ pub(super) fn make_held(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Resul
     engine.lock_dir(dir)
 }
 
-/// Hold the directory `dir` in `root` to remove it; `None` where a save holds it.
-pub(super) fn hold_to_sweep(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<Option<DirLock>> {
+/// Hold the directory `dir` in `root` to remove it; `None` where a save writes it or a load reads it.
+pub(super) fn hold_to_sweep(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<Option<[DirLock; 2]>> {
     let _none_is_made = lock_root(engine, root)?;
+    // First, so that no file is made in a checkpoint that stays.
+    let unread = match engine.hold_dir(dir, Hold::ToRemove) {
+        Err(error) if error.kind() == Kind::InUse => return Ok(None),
+        held => held?,
+    };
     match engine.lock_dir(dir) {
         Err(error) if error.kind() == Kind::InUse => Ok(None),
-        held => held.map(Some),
+        held => held.map(|unwritten| Some([unread, unwritten])),
+    }
+}
+
+/// Hold the checkpoint in `dir` as long as it is read: no save removes it meanwhile.
+///
+/// Errors: `InUse` where a save is removing it; `Storage` where it is gone.
+pub(super) fn hold_to_read(engine: &dyn IoEngine, dir: &Path) -> Result<DirLock> {
+    let began = Instant::now();
+    loop {
+        match engine.hold_dir(dir, Hold::ToRead) {
+            // A sweep looks for a moment at what it finds out to be the newest.
+            Err(error) if error.kind() == Kind::InUse && began.elapsed() < PATIENCE => {
+                sleep(Duration::from_millis(5));
+            }
+            held => return held,
+        }
     }
 }
 
@@ -85,7 +106,18 @@ fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeS
     Ok(Some(stay))
 }
 
-/// Remove every checkpoint that no save is writing and that does not stay. Returns what could not be removed.
+/// Add what the checkpoint `name` builds on to `needed`, as far as that can be told.
+fn add_chain(engine: &dyn IoEngine, root: &Path, name: CheckpointName, needed: &mut BTreeSet<CheckpointName>) {
+    let mut next = parent(engine, root, name);
+    while let Ok(Some(name)) = next
+        && needed.insert(name)
+    {
+        next = parent(engine, root, name);
+    }
+}
+
+/// Remove every checkpoint that no save is writing, no load is reading, and that does not stay. What a load reads, and all that this
+/// builds on, is left to a later sweep. Returns what could not be removed.
 pub(super) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Vec<Error>> {
     let mut left = Vec::new();
     let stays = |name: CheckpointName| {
@@ -97,14 +129,18 @@ pub(super) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<V
     // Deltas go before what they build on: whenever this stops, each that is there has all it needs.
     let mut names = checkpoints(engine, root)?;
     names.sort_unstable_by(|a, b| b.cmp(a));
+    let mut in_use = BTreeSet::new();
     for name in names {
-        if stays(name)? {
+        if in_use.contains(&name) || stays(name)? {
             continue;
         }
         let dir = root.join(name.to_string());
         let _lock = match hold_to_sweep(engine, root, &dir) {
             Ok(Some(lock)) => lock,
-            Ok(None) => continue,
+            Ok(None) => {
+                add_chain(engine, root, name, &mut in_use);
+                continue;
+            }
             Err(error) => {
                 left.push(error);
                 continue;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{DirLock, IoEngine, IoFile, Open, Read, ReadSink};
+use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink};
 use crate::error::{Error, Kind, Result};
 
 /// An engine that holds one directory by its descriptor: an operation on a path below walks from there, one `openat` without
@@ -220,5 +220,9 @@ impl IoEngine for BeneathEngine {
 
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
         self.within(path, |alias| self.inner.lock_dir(alias))
+    }
+
+    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
+        self.within(path, |alias| self.inner.hold_dir(alias, how))
     }
 }

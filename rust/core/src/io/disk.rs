@@ -15,7 +15,8 @@ use rustix::io::Errno;
 
 use super::cover::{Cover, Step};
 use super::{
-    ALIGNMENT, BufPool, DirLock, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, found, open_error, short_file,
+    ALIGNMENT, BufPool, DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, found, open_error,
+    short_file,
 };
 use crate::error::{Error, Kind, Result};
 
@@ -461,6 +462,11 @@ impl<R: BatchReader> IoEngine for DiskEngine<R> {
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
         self.check_process()?;
         DirLock::acquire(path)
+    }
+
+    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
+        self.check_process()?;
+        DirLock::hold(path, how)
     }
 }
 

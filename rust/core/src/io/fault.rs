@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-use super::{DirLock, IoEngine, IoFile, Open, Read, ReadSink, short_file};
+use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, short_file};
 use crate::error::{Error, Result};
 use crate::sync::lock;
 
@@ -404,5 +404,9 @@ impl IoEngine for FaultEngine {
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
         self.shared.check_running("lock", path)?;
         self.inner.lock_dir(path)
+    }
+    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
+        self.shared.check_running("lock", path)?;
+        self.inner.hold_dir(path, how)
     }
 }

@@ -10,13 +10,22 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use super::disk::check_regular;
+use super::lock_fork::GivenUpByChildren;
 use crate::error::{Error, Kind, Result};
 
 /// The file in a locked directory that holds the lock and the pid of its owner. It stays when the lock is freed.
 pub const LOCK_FILE: &str = "lock";
 
-/// A directory held as long as this lives in the process that made it. If that is killed, processes that it forked hold the directory
-/// until they end or execute another program.
+/// Why a directory is held by [`super::IoEngine::hold_dir`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hold {
+    /// To read it. Any number of readers hold a directory at once.
+    ToRead,
+    /// To remove it. Nobody else holds it then.
+    ToRemove,
+}
+
+/// A directory held as long as this lives in the process that made it. Processes that it forks do not hold the directory.
 pub struct DirLock {
     dir: PathBuf,
     _hold: Box<dyn Any + Send + Sync>,
@@ -28,10 +37,19 @@ impl fmt::Debug for DirLock {
     }
 }
 
-/// The lock on a file. Processes that its owner forked hold it too, by their copies of the descriptor: so it is given up by name.
+/// The lock on a file or a directory. It is given up explicitly, because closing the file does not give it up while another process has
+/// a copy of the descriptor.
 struct Flock {
+    /// Dropped first: from then on a fork leaves the descriptor alone.
+    _fork: Option<GivenUpByChildren>,
     file: File,
     process: u32,
+}
+
+impl Flock {
+    fn of(file: File) -> Self {
+        Self { _fork: GivenUpByChildren::new(file.as_raw_fd()), file, process: std::process::id() }
+    }
 }
 
 impl Drop for Flock {
@@ -82,7 +100,68 @@ impl DirLock {
                 .and_then(|()| file.write_all(line.as_bytes()))
                 .map_err(|e| Error::io("write the pid to", &path, &e))?;
         }
-        Ok(Self::held(dir, Flock { file, process: std::process::id() }))
+        Ok(Self::held(dir, Flock::of(file)))
+    }
+
+    /// Hold a directory that exists by `flock` on the directory itself, which needs no right to write there.
+    ///
+    /// Where the file system has no such locks the directory counts as held. (NFS refuses to lock a directory alone.)
+    ///
+    /// Errors: `InUse` at once when another hold, in this process or another one, forbids it; `Permission` and `Storage` as the file
+    /// system says.
+    pub fn hold(dir: &Path, how: Hold) -> Result<Self> {
+        // The entry "." is never a link, and neither is what a path by a descriptor leads to.
+        let file = File::options()
+            .read(true)
+            .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
+            .open(dir.join("."))
+            .map_err(|e| super::open_error("open the directory", dir, &e))?;
+        let wanted = match how {
+            Hold::ToRead => libc::LOCK_SH,
+            Hold::ToRemove => libc::LOCK_EX,
+        };
+        loop {
+            // SAFETY: flock takes an open descriptor and flags; `file` is open for the length of the call.
+            if unsafe { libc::flock(file.as_raw_fd(), wanted | libc::LOCK_NB) } == 0 {
+                return Ok(Self::held(dir, Flock::of(file)));
+            }
+            let error = std::io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                Some(libc::EWOULDBLOCK) => return Err(being_read_or_removed(dir, how)),
+                Some(libc::EBADF | libc::EINVAL | libc::ENOLCK | libc::ENOSYS | libc::EOPNOTSUPP) => {
+                    return Ok(Self::held(dir, ()));
+                }
+                _ => return Err(Error::io("lock", dir, &error)),
+            }
+        }
+    }
+
+    /// Hold the directory `dir` itself, or the file `name` in it, which is made, by `flock`: shared with others that hold it so, or
+    /// alone. With `wait` this waits until it can be held, or until a signal comes; `None` where it is not held after all.
+    pub fn of_entry(dir: &Path, name: Option<&str>, alone: bool, wait: bool) -> Result<Option<Self>> {
+        let (path, mut options) = (dir.join(name.unwrap_or(".")), File::options());
+        match name {
+            None => options.read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW),
+            Some(_) => options
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o640)
+                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK),
+        };
+        let file = options.open(&path).map_err(|e| super::open_error("lock", &path, &e))?;
+        let how = if alone { libc::LOCK_EX } else { libc::LOCK_SH } | if wait { 0 } else { libc::LOCK_NB };
+        // SAFETY: flock takes an open descriptor and flags; `file` is open for the length of the call.
+        if unsafe { libc::flock(file.as_raw_fd(), how) } == 0 {
+            return Ok(Some(Self::held(&path, Flock::of(file))));
+        }
+        let error = std::io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EINTR | libc::EWOULDBLOCK) => Ok(None),
+            _ => Err(Error::io("lock", &path, &error)),
+        }
     }
 
     /// A hold that lasts until `hold` is dropped.
@@ -119,4 +198,12 @@ pub(super) fn in_use(dir: &Path, by: &str) -> Error {
             dir.display()
         ),
     )
+}
+
+pub(super) fn being_read_or_removed(dir: &Path, wanted: Hold) -> Error {
+    let by = match wanted {
+        Hold::ToRead => "another process is removing it; load the newest checkpoint",
+        Hold::ToRemove => "another process or thread is reading it; a later save removes it",
+    };
+    Error::new(Kind::InUse, format!("{} is in use: {by}", dir.display()))
 }

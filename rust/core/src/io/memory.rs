@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::memory_tree::{Change, Content, Edit, Entries, Node, SECTOR, Tree, errno, is_root, normal, write_into};
-use super::{DirLock, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, lock, short_file};
+use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, lock, short_file};
 use crate::error::{Error, Result};
 use crate::sync::lock as locked;
 
@@ -28,14 +28,37 @@ struct MemoryFile {
     writable: bool,
 }
 
-struct Hold {
+struct Held {
     tree: Arc<Mutex<Tree>>,
     dir: PathBuf,
 }
 
-impl Drop for Hold {
+impl Drop for Held {
     fn drop(&mut self) {
         locked(&self.tree).held.remove(&self.dir);
+    }
+}
+
+/// A directory held by [`IoEngine::hold_dir`].
+struct HeldDir {
+    tree: Arc<Mutex<Tree>>,
+    dir: PathBuf,
+    how: Hold,
+}
+
+impl Drop for HeldDir {
+    fn drop(&mut self) {
+        let mut tree = locked(&self.tree);
+        match self.how {
+            Hold::ToRemove => {
+                tree.removing.remove(&self.dir);
+            }
+            Hold::ToRead => {
+                if let Some(place) = tree.reading.iter().position(|dir| *dir == self.dir) {
+                    tree.reading.swap_remove(place);
+                }
+            }
+        }
     }
 }
 
@@ -357,7 +380,24 @@ impl IoEngine for MemoryEngine {
         if !tree.held.insert(path.clone()) {
             return Err(lock::in_use(&path, &format!("by pid {} (this process)", std::process::id())));
         }
-        Ok(DirLock::held(&path, Hold { tree: self.tree.clone(), dir: path.clone() }))
+        Ok(DirLock::held(&path, Held { tree: self.tree.clone(), dir: path.clone() }))
+    }
+
+    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
+        let dir = normal(path);
+        let mut tree = locked(&self.tree);
+        if !tree.is_dir(&dir) {
+            return Err(Error::io("open the directory", &dir, &errno(libc::ENOENT)));
+        }
+        let is_read = tree.reading.contains(&dir);
+        if tree.removing.contains(&dir) || (how == Hold::ToRemove && is_read) {
+            return Err(lock::being_read_or_removed(&dir, how));
+        }
+        match how {
+            Hold::ToRead => tree.reading.push(dir.clone()),
+            Hold::ToRemove => drop(tree.removing.insert(dir.clone())),
+        }
+        Ok(DirLock::held(&dir, HeldDir { tree: self.tree.clone(), dir: dir.clone(), how }))
     }
 }
 

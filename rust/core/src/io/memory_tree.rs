@@ -106,6 +106,10 @@ pub(super) struct Tree {
     /// Changes in `live` that are not in `durable`, in order.
     pub(super) unsynced: Vec<Change>,
     pub(super) held: BTreeSet<PathBuf>,
+    /// Directories that are read, once for each who does.
+    pub(super) reading: Vec<PathBuf>,
+    /// Directories that are being removed.
+    pub(super) removing: BTreeSet<PathBuf>,
 }
 
 impl Tree {

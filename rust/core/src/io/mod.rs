@@ -18,6 +18,7 @@ mod disk;
 mod fault;
 mod link;
 mod lock;
+mod lock_fork;
 mod memory;
 mod memory_tree;
 mod psync;
@@ -30,7 +31,7 @@ pub use beneath::BeneathEngine;
 pub use disk::DiskEngine;
 pub use fault::{Fault, FaultEngine, Operation};
 pub use link::link_or_copy;
-pub use lock::{DirLock, LOCK_FILE};
+pub use lock::{DirLock, Hold, LOCK_FILE};
 pub use memory::MemoryEngine;
 pub use psync::PsyncEngine;
 pub use select::{default_engine, fallback_reason};
@@ -129,6 +130,9 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     fn sync_dir(&self, path: &Path) -> Result<()>;
     /// Hold a directory, which must exist, for as long as the lock lives; `Kind::InUse`, naming the pid, at once when it is held.
     fn lock_dir(&self, path: &Path) -> Result<DirLock>;
+    /// Hold a directory to read it, with others that do, or alone to remove it; `Kind::InUse` at once when it is held otherwise.
+    /// Independent of [`IoEngine::lock_dir`].
+    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock>;
 }
 
 /// Refuse a write that direct I/O could not do, so that every engine refuses the same.

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::Result;
-use embcache::checkpoint::{Part, Save, sweep_parts};
+use embcache::checkpoint::{Chain, Latest, Part, Save, SaveOptions, sweep_parts};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
-use embcache::io::{DirLock, IoEngine, IoFile, Open, Read, ReadSink};
+use embcache::io::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink};
 
-use crate::made::{ROOT, Table, load, memory, save};
+use crate::made::{ROOT, Table, load, memory, on, save, save_delta};
 
 /// An engine under which another save sweeps `root` before each directory is locked, unless somebody holds `root` then.
 #[derive(Debug)]
@@ -25,6 +25,9 @@ impl IoEngine for Swept {
             drop(Save::begin(Arc::clone(&self.inner), &self.root, 99)?);
         }
         self.inner.lock_dir(path)
+    }
+    fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
+        self.inner.hold_dir(path, how)
     }
     fn name(&self) -> String {
         self.inner.name()
@@ -78,4 +81,26 @@ fn saves_and_parts_that_begin_while_others_sweep_are_not_swept() {
     part.finish().expect("it is there");
     begun.abandon().expect("it is there");
     assert_eq!(load(&engine, root, 1).expect("loaded"), tables(1));
+}
+
+#[test]
+fn what_is_being_read_and_what_that_builds_on_is_removed_by_a_later_save() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let root = Path::new(ROOT);
+    let tables = |salt| vec![Table::new("m", "a", RowWiseAdagrad, 4, &[1, 2, 3], salt)];
+    let full = save(&engine, root, &tables(0), 1, 4096, 1).expect("saved");
+    let options = SaveOptions { keep: 1, ..on(&full.identity) };
+    let delta = save_delta(&engine, root, (&tables(0), &tables(1)), (1, 4096), 2, options).expect("saved");
+    let chain = Chain::open(&engine, root, delta.latest).expect("it is there");
+    let is_there = |published: &Latest| engine.exists(&root.join(published.to_string()).join("manifest.json"));
+    let second = save(&engine, root, &tables(2), 1, 4096, 3).expect("saved");
+    assert!(second.left.is_empty(), "nothing that should go could not be removed");
+    assert!(is_there(&full.latest) && is_there(&delta.latest) && is_there(&second.latest));
+    let rows =
+        chain.table_reader("m", "a", 0..chain.table("m", "a").expect("a").spec.total_num_buckets).expect("whole");
+    assert_eq!(rows.read(&mut |_, _| Ok(())).expect("whole"), 3);
+    chain.let_go();
+    let third = save(&engine, root, &tables(3), 1, 4096, 4).expect("saved");
+    assert!(!is_there(&full.latest) && !is_there(&delta.latest) && !is_there(&second.latest));
+    assert!(is_there(&third.latest));
 }

@@ -1,0 +1,69 @@
+"""The tables that a rank saves or loads, and what ranks must agree on before they do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from .cache import CacheTable
+from .collective import all_gather, together
+from .exceptions import InputError, PathError
+from .paths import PathChecks, Root, given_path
+from .under_way import finish_saves
+from .whole_model import CacheModule, cache_modules
+
+__all__ = ["Shard", "agreed_path", "numbers_of", "shards_at_rest", "shards_of"]
+
+# A table on this rank: its module's path in the model, the module, the table.
+Shard = tuple[str, CacheModule, CacheTable]
+
+
+def shards_of(module: nn.Module) -> list[Shard]:
+    """The tables of this rank, opened, by module path and name."""
+    modules = cache_modules(module)
+    if not modules:
+        raise InputError(f"{type(module).__name__} has no cache module: nothing to save or load")
+    for owner in modules.values():
+        owner.settle()
+    found = [(place, owner, table) for place, owner in modules.items() for table in owner.tables.values()]
+    found.sort(key=lambda shard: (shard[0], shard[2].name))
+    for _, _, table in found:
+        table.open()
+    return found
+
+
+def shards_at_rest(module: nn.Module) -> list[Shard]:
+    """As `shards_of`, when no save beside training has them."""
+    found = shards_of(module)
+    finish_saves([table for _, _, table in found])
+    return found
+
+
+def agreed_path(path: str | os.PathLike[str], checks: PathChecks, *, to_save: bool) -> Root:
+    """`path`, absolute; `PathError` when ranks differ in the place it names."""
+    given = together(lambda: given_path("path", path))
+    everyone = all_gather(os.path.normpath(given) if given else "")
+    if len(set(everyone)) > 1:
+        named = ", ".join(f"rank {rank}: {place!r}" for rank, place in enumerate(everyone))
+        raise PathError(f"path differs between ranks: give all the same ({named})")
+    return together(lambda: Root.of(given, checks, to_save=to_save))
+
+
+def numbers_of(group: dict[str, Any]) -> dict[str, float]:
+    """The hyperparameters that are numbers, one by one: a pair `betas` becomes `beta1` and `beta2`.
+
+    The groups of torch's optimizers hold others too, such as `foreach=None`: those say how torch computes an update, and a
+    checkpoint does not need them.
+    """
+
+    def each() -> Iterator[tuple[str, float]]:
+        for name, value in group.items():
+            if name == "betas":
+                yield from (("beta1", float(value[0])), ("beta2", float(value[1])))
+            elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+                yield name, float(value)
+
+    return dict(each())

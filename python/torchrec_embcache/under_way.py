@@ -1,0 +1,77 @@
+"""Saves beside training that are under way in this process, and who may not wait for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+
+from .exceptions import StateError
+
+__all__ = ["SaveUnderWay", "finish_saves", "refuse_in_own_save"]
+
+_log = logging.getLogger(__name__)
+
+
+class SaveUnderWay:
+    """A save of `tables` that a thread writes while training goes on, in the process that began it.
+
+    It is ended once: by `give_up` or by the thread that took it over, whichever comes first.
+    """
+
+    def __init__(self, tables: Iterable[object]) -> None:
+        self.tables: weakref.WeakSet[object] = weakref.WeakSet(tables)
+        self.done = threading.Event()
+        """Set when the save is over."""
+        self.thread: int | None = None
+        """The identity of the thread that writes, once it does."""
+        self.pid = os.getpid()
+        self._taken = threading.Lock()
+
+    def begin(self) -> None:
+        """From now on others wait for it."""
+        _saves[:] = [save for save in _saves if not save.done.is_set()]
+        _saves.append(self)
+
+    def take(self) -> bool:
+        """Become the one who ends it; False where somebody is already."""
+        return self._taken.acquire(blocking=False)
+
+
+# Of one thread that saves there is one at most.
+_saves: list[SaveUnderWay] = []
+
+
+def _under_way(tables: Iterable[object] | None) -> list[SaveUnderWay]:
+    wanted = None if tables is None else list(tables)
+    return [
+        save
+        for save in tuple(_saves)
+        if save.pid == os.getpid()
+        and not save.done.is_set()
+        and (wanted is None or any(table in save.tables for table in wanted))
+    ]
+
+
+def finish_saves(tables: Iterable[object] | None = None) -> None:
+    """Wait until every save beside training of any of `tables` (by default of any table) is over. Ctrl-C ends the wait.
+
+    `StateError` where one waits for the caller: from a `progress` callable of the save.
+    """
+    for save in _under_way(tables):
+        _refuse_if_own(save, "save or load")
+        _log.info("waiting for the save_async under way to end")
+        save.done.wait()
+
+
+def refuse_in_own_save(table: object, what: str) -> None:
+    """`StateError` where the thread that calls this saves `table` at the moment: it would wait for itself for ever."""
+    for save in _under_way([table]):
+        _refuse_if_own(save, what)
+
+
+def _refuse_if_own(save: SaveUnderWay, what: str) -> None:
+    if save.thread == threading.get_ident():
+        raise StateError(f"save_async is under way and waits for this call to return: {what} after its future is done")

@@ -1,0 +1,282 @@
+"""Ctrl-C at any line of a save, a load or a close: everything is as before, or the tables whose rows were touched refuse use.
+
+The interrupt is raised at one line of the package after another, by the tracing that debuggers use, and its error is kept, as a
+notebook keeps it. `EMBCACHE_EVERY_LINE=1` tries every line, else a part of them is tried.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torchrec_embcache
+from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
+from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets
+from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
+from torchrec_embcache.exceptions import EmbCacheError, StateError
+from torchrec_embcache.saver import Saver
+from torchrec_embcache.serialize import Loader
+from torchrec_embcache.serialize import Saver as BlockSaver
+from world import Child
+
+PACKAGE = os.path.dirname(torchrec_embcache.__file__)
+BATCHES = random_batches(6, bags=8, ids=60, seed=9)
+SECONDS = 60.0
+
+
+class Lines:
+    """Counts the lines of the package that this thread runs in a block, and raises `KeyboardInterrupt` at the one of a number."""
+
+    def __init__(self, stop_at: int | None) -> None:
+        self.count, self.stopped_at = 0, ""
+        self._stop_at = stop_at
+
+    def __enter__(self) -> Self:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
+        del event, arg
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        del arg
+        if event == "line":
+            if self.count == self._stop_at:
+                sys.settrace(None)
+                self.stopped_at = (
+                    f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
+                )
+                raise KeyboardInterrupt
+            self.count += 1
+        return self._line
+
+
+def some_slots(info: Any) -> Any:
+    """A filter: the rows without their optimizer's slots, which stay what they are."""
+    return {to: {name: ["id", "embedding"] for name in sources} for to, sources in info.items()}
+
+
+def dense() -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(3)}
+
+
+Operation = Callable[[EmbCacheEmbeddingBag, str], object]
+
+SAVES: dict[str, Operation] = {
+    "save": lambda bag, path: Saver(0).save(bag, path),
+    "delta": lambda bag, path: Saver(0).save(bag, path, incremental=True),
+    "snapshot": lambda bag, path: Saver(0).save(bag, path, snapshot=True),
+    "async": lambda bag, path: Saver(0).save_async(bag, path).result(SECONDS),
+    "blocks": lambda bag, path: BlockSaver(0, 1, 2, path, {"item": bag}).save(),
+    "dcp": lambda bag, path: dcp.save(dense(), storage_writer=EmbCacheStorageWriter(path, bag), no_dist=True),
+    "dcp async": lambda bag, path: dcp.async_save(
+        dense(), storage_writer=EmbCacheStorageWriter(path, bag), no_dist=True
+    ).result(),
+}
+LOADS: dict[str, tuple[Operation, Operation]] = {
+    "load": (SAVES["save"], lambda bag, path: Saver(0).load(bag, path)),
+    "load snapshot": (SAVES["snapshot"], lambda bag, path: Saver(0).load(bag, path)),
+    "blocks": (SAVES["blocks"], lambda bag, path: Loader(path, {"item": bag}).load()),
+    "some slots": (
+        SAVES["blocks"],
+        lambda bag, path: Loader(path, {"item": bag}, filter_func=some_slots, strict=False).load(),
+    ),
+    "dcp": (
+        SAVES["dcp"],
+        lambda bag, path: dcp.load(dense(), storage_reader=EmbCacheStorageReader(path, bag), no_dist=True),
+    ),
+}
+
+
+def tiers_of(name: str, folder: Path) -> TierBudgets:
+    if "snapshot" in name or name == "close":
+        return ssd_tiers(folder / "ssd", ssd_bytes="16MiB", reopen="resume" if (folder / "ssd").exists() else None)
+    return TierBudgets(host_bytes="1MiB", device_bytes="16KiB" if name in ("load", "async", "some slots") else 0)
+
+
+def points(lines: int, turn: int) -> range:
+    """The lines to try: all, or every 23rd, from another one on for each operation."""
+    if os.environ.get("EMBCACHE_EVERY_LINE"):
+        return range(lines)
+    return range(turn % 23, lines, 23)
+
+
+def stopped(work: Callable[[], object], stop_at: int) -> tuple[Lines, BaseException | None]:
+    """`work` with an interrupt at a line; the error, kept with all that it holds."""
+    with Lines(stop_at) as lines:
+        try:
+            work()
+        except BaseException as error:
+            return lines, error
+    return lines, None
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether the interrupt came through, by itself or in what DCP makes of errors; or was caught after the work was done."""
+    return error is None or isinstance(error, KeyboardInterrupt | EmbCacheError) or "KeyboardInterrupt" in repr(error)
+
+
+def goes_on(bag: EmbCacheEmbeddingBag, folder: Path, turn: int) -> None:
+    """It trains, is saved beside training and in another way, is loaded from there, and closes."""
+    step(bag, BATCHES[5])
+    now = Contents.of(bag)
+    another = [name for name in SAVES if name not in ("snapshot", "async")][turn % 5]
+    for name in ("async", another, "async"):
+        SAVES[name](bag, str(folder / name))
+    assert Contents.of(bag) == now
+    again = make_bag()
+    Saver(0).load(again, folder / "async")
+    assert Contents.of(again) == now
+    bag.close()
+
+
+def interrupt_saves(say: Callable[[Any], None], name: str, base: str, turn: int) -> None:
+    work, kept = SAVES[name], []
+
+    def fresh(folder: Path) -> EmbCacheEmbeddingBag:
+        folder.mkdir(mode=0o750)
+        bag = make_bag(tiers=tiers_of(name, folder))
+        train(bag, BATCHES[:3])
+        if name in ("delta", "save", "async"):
+            Saver(0).save(bag, folder / "ck")
+        step(bag, BATCHES[3])
+        return bag
+
+    bag = fresh(Path(base, "count"))
+    with Lines(None) as lines:
+        work(bag, str(Path(base, "count", "ck")))
+    for stop_at in points(lines.count, turn):
+        folder = Path(base, str(stop_at))
+        bag = fresh(folder)
+        before = Contents.of(bag)
+        at, error = stopped(lambda bag=bag, folder=folder: work(bag, str(folder / "ck")), stop_at)  # type: ignore[misc]
+        kept.append(error)
+        assert is_interrupt(error), (at.stopped_at, error)
+        try:
+            assert Contents.of(bag) == before
+            goes_on(bag, folder, stop_at)
+            # The checkpoint is the one before, or the new one, and another save of any kind follows it.
+            if name in ("delta", "save", "async"):
+                other = make_bag()
+                Saver(0).load(other, folder / "ck")
+        except BaseException as wrong:
+            raise AssertionError(f"after an interrupt at {at.stopped_at}, line {stop_at} of {lines.count}") from wrong
+        shutil.rmtree(folder)
+        if stop_at % 3 == 0:
+            kept.clear()
+    say(len(points(lines.count, turn)))
+
+
+def interrupt_loads(say: Callable[[Any], None], name: str, base: str, turn: int) -> None:
+    (save, load), kept, refused = LOADS[name], [], 0
+
+    def fresh(folder: Path) -> tuple[EmbCacheEmbeddingBag, Contents]:
+        folder.mkdir(mode=0o750)
+        bag = make_bag(tiers=tiers_of(name, folder))
+        train(bag, BATCHES[:3])
+        save(bag, str(folder / "ck"))
+        saved = Contents.of(bag)
+        step(bag, BATCHES[3])
+        return bag, saved
+
+    bag, _ = fresh(Path(base, "count"))
+    with Lines(None) as lines:
+        load(bag, str(Path(base, "count", "ck")))
+    for stop_at in points(lines.count, turn):
+        folder = Path(base, str(stop_at))
+        bag, saved = fresh(folder)
+        before = Contents.of(bag)
+        at, error = stopped(lambda bag=bag, folder=folder: load(bag, str(folder / "ck")), stop_at)  # type: ignore[misc]
+        kept.append(error)
+        assert is_interrupt(error), (at.stopped_at, error)
+        try:
+            try:
+                now = Contents.of(bag)
+            except StateError:
+                refused += 1
+                reason = bag.table.unusable
+                assert reason is not None, "it refuses use for another reason"
+                if bag.table.native_or_none is not None and not bag.table.native.is_closed():
+                    bag.table.set_unusable(None)
+                    assert Contents.of(bag) != before, "it refuses use, and nothing was touched"
+                    bag.table.set_unusable(reason)
+                load(bag, str(folder / "ck"))
+                now = Contents.of(bag)
+                if name != "some slots":
+                    assert now == saved
+            else:
+                if name != "some slots":  # those that are not loaded stay
+                    assert now in (before, saved), "rows that are neither"
+            goes_on(bag, folder, stop_at)
+        except BaseException as wrong:
+            raise AssertionError(f"after an interrupt at {at.stopped_at}, line {stop_at} of {lines.count}") from wrong
+        shutil.rmtree(folder)
+        if stop_at % 3 == 0:
+            kept.clear()
+    say((len(points(lines.count, turn)), refused))
+
+
+def interrupt_closing(say: Callable[[Any], None], base: str) -> None:
+    kept = []
+
+    def fresh(folder: Path) -> EmbCacheEmbeddingBag:
+        folder.mkdir(mode=0o750)
+        bag = make_bag(tiers=tiers_of("close", folder))
+        train(bag, BATCHES[:3])
+        return bag
+
+    bag = fresh(Path(base, "count"))
+    with Lines(None) as lines:
+        bag.close()
+    for stop_at in range(lines.count):
+        folder = Path(base, str(stop_at))
+        bag = fresh(folder)
+        before = Contents.of(bag)
+        at, error = stopped(bag.close, stop_at)
+        kept.append(error)
+        try:
+            bag.close()
+            with make_bag(tiers=tiers_of("close", folder)) as again:
+                assert Contents.of(again) == before
+        except BaseException as wrong:
+            raise AssertionError(f"after an interrupt at {at.stopped_at}, line {stop_at} of {lines.count}") from wrong
+    say(lines.count)
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_an_interrupt_at_any_line_of_a_save_leaves_the_table_as_it_was_and_the_next_saves_go_on(
+    name: str, tmp_path: Path
+) -> None:
+    child = Child(interrupt_saves, name, str(tmp_path), list(SAVES).index(name) * 5, daemon=False)
+    tried = child.hear()
+    assert tried > 3
+    assert child.ended() == ([], 0)
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_an_interrupt_at_any_line_of_a_load_leaves_the_rows_or_a_table_that_refuses_use(
+    name: str, tmp_path: Path
+) -> None:
+    child = Child(interrupt_loads, name, str(tmp_path), list(LOADS).index(name) * 5, daemon=False)
+    tried, refused = child.hear()
+    assert tried > 5
+    assert refused < tried
+    assert child.ended() == ([], 0)
+
+
+def test_a_close_that_is_interrupted_at_any_line_can_be_called_again(tmp_path: Path) -> None:
+    child = Child(interrupt_closing, str(tmp_path), daemon=False)
+    assert child.hear() > 5
+    assert child.ended() == ([], 0)
