@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.util
 import os
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -54,17 +53,14 @@ class TrackedTable(FlushedTable, OpenTable, Protocol):
 _open: weakref.WeakSet[TrackedTable] = weakref.WeakSet()
 # The process that looks after its tables when it ends. A forked child has tables of its own.
 _hooked: int | None = None
-# One flush at a time of those that begin here. The garbage collector may begin one within another.
-_flushing = threading.RLock()
 
 
 def opened(table: TrackedTable) -> None:
     """Look after a table with an SSD tier until it is closed."""
-    global _hooked, _open, _flushing
+    global _hooked, _open
     if _hooked != os.getpid():
         if _hooked is not None:  # these are the parent's
             _open = weakref.WeakSet()
-            _flushing = threading.RLock()
             _backwards.clear()
         _hooked = os.getpid()
         atexit.register(flush_at_exit)
@@ -151,8 +147,7 @@ def dropped(table: TrackedTable) -> None:
             _log.warning("table %r was dropped amid a step: it is not flushed, its last flush stays", table.name)
         else:
             _log.info("table %r was dropped and not closed: flushing it", table.name)
-            with _flushing:
-                flush_tables([table], alone=True)
+            flush_tables([table], alone=True)
     except Exception as error:
         _log.warning("table %r was dropped and could not be flushed, its last flush stays: %s", table.name, error)
 
@@ -180,8 +175,7 @@ def flush_at_exit() -> None:
         return
     _log.info("flushing %s, which nobody closed", _names(mine))
     try:
-        with _flushing:
-            flush_tables(mine, alone=True)
+        flush_tables(mine, alone=True)
     except Exception as error:
         warnings.warn(
             f"{_names(mine)} could not be flushed at the end of the process, and a resume finds the last flush: {error}",
@@ -266,8 +260,7 @@ class FlushSchedule:
             for table in open_tables()
             if table.tiers.flush_every is not None and (table.world_size > 1) == self.collective
         ]
-        with _flushing:
-            flush_tables(sorted(tables, key=lambda table: table.name), alone=not self.collective)
+        flush_tables(sorted(tables, key=lambda table: table.name), alone=not self.collective)
 
 
 _schedules: weakref.WeakSet[FlushSchedule] = weakref.WeakSet()
