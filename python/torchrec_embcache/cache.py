@@ -5,7 +5,6 @@ Shapes: n rows, D the table's width, V = D * (1 + vector slots) floats of a row'
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -563,8 +562,8 @@ class CacheTable:
         self._closed = True
 
     def __del__(self) -> None:
-        # The constructor may have raised before there was anything to ask for.
-        with contextlib.suppress(Exception):
+        # The constructor may have raised before there was anything to look after.
+        if getattr(self, "_native", None) is not None:
             lifetime.dropped(self)
 
     def __enter__(self) -> Self:

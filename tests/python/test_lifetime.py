@@ -309,11 +309,16 @@ def test_a_dropped_table_is_flushed_and_frees_its_directory_at_once(tmp_path: Pa
         gc.enable()
 
 
-def test_a_table_whose_constructor_raises_is_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match="embedding_dim"):
-        make_bag(embedding_dim=0)
-    gc.collect()
-    assert not caplog.records
+@pytest.mark.parametrize("wrong", [{"embedding_dim": 0}, {"policy": "no"}, {"seed": -1}, {"device": "nowhere"}])
+def test_a_table_whose_constructor_raises_is_dropped_in_silence(
+    wrong: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bag_in(tmp_path / "ssd"):  # so that this process looks after its tables
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match=next(iter(wrong))):
+            make_bag(**wrong)
+        gc.collect()
+        assert not caplog.records
 
 
 def test_a_table_that_did_not_change_is_not_flushed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
