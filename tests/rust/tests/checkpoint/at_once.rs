@@ -92,7 +92,9 @@ fn what_is_being_read_and_what_that_builds_on_is_removed_by_a_later_save() {
     let options = SaveOptions { keep: 1, ..on(&full.identity) };
     let delta = save_delta(&engine, root, (&tables(0), &tables(1)), (1, 4096), 2, options).expect("saved");
     let chain = Chain::open(&engine, root, delta.latest).expect("it is there");
-    let is_there = |published: &Latest| engine.exists(&root.join(published.to_string()).join("manifest.json"));
+    let is_there = |published: &Latest| {
+        engine.exists(&root.join(published.to_string()).join("manifest.json")).expect("it can be looked at")
+    };
     let second = save(&engine, root, &tables(2), 1, 4096, 3).expect("saved");
     assert!(second.left.is_empty(), "nothing that should go could not be removed");
     assert!(is_there(&full.latest) && is_there(&delta.latest) && is_there(&second.latest));
