@@ -39,8 +39,8 @@ from .initializers import Initializer
 from .kernels import DeviceTier
 from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
-from .rows import FoundRows, RowChunk, RowExport, RowMetadata, float32_array, ids_array, row_ids
-from .table_copy import described, in_memory_copy
+from .rows import FoundRows, RowChunk, RowExport, RowMetadata, ids_array, row_ids
+from .table_copy import described, in_memory_copy, vectors_of
 from .under_way import refuse_in_own_save
 
 __all__ = ["CacheTable", "FoundRows", "Ids", "RowChunk", "RowExport", "RowMetadata", "Values", "ids_array"]
@@ -432,31 +432,8 @@ class CacheTable:
         array = row_ids(ids, self.device)
         if not isinstance(metadata, RowMetadata | None):
             raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
-        vectors, scalars = self._vectors(len(array), weights, slots)
+        vectors, scalars = vectors_of(self, len(array), weights, slots)
         self.native.import_rows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
-
-    def _vectors(
-        self, count: int, weights: Values, slots: Mapping[str, Values] | None
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        """The vector parts [n, V] and the scalar slot [n] of rows, as the core takes them."""
-        spec = self.spec
-        if not isinstance(slots, Mapping | None):
-            raise InputError(
-                f"slots is a {type(slots).__name__}: give tensors by name, or arrays or lists, or leave it out"
-            )
-        if slots is not None and set(slots) != set(spec.slot_names):
-            raise InputError(f"slots has {sorted(slots)} and {spec.given_as} has {sorted(spec.slot_names)}: give these")
-        vectors = np.zeros((count, spec.vector_floats(self.dim)), np.float32)
-        vectors[:, : self.dim] = float32_array("weights", weights, (count, self.dim))
-        scalars = None
-        for place, name in enumerate(spec.slot_names if slots is not None else ()):
-            assert slots is not None, "the loop is empty without slots"
-            if place < spec.vector_slots:
-                begin = self.dim * (1 + place)
-                vectors[:, begin : begin + self.dim] = float32_array(name, slots[name], (count, self.dim))
-            else:
-                scalars = float32_array(name, slots[name], (count,))
-        return vectors, scalars
 
     def remove_rows(self, ids: Ids) -> int:
         """Forget the rows of `ids` [n] (a tensor, a numpy array or a list): unseen from now on. How many there were.

@@ -60,7 +60,7 @@ PYTHON_IMPORTS = {
     "lifetime": {"exceptions", "config", "collective", "publish", "flushing", "disk"},
     "disk": {"exceptions", "config"},
     "under_way": {"exceptions"},
-    "table_copy": {"cache"},
+    "table_copy": {"cache", "exceptions", "rows"},
     "initializers": {"exceptions", "config"},
     "optimizers": {"exceptions", "config"},
     "tracing": set(),
