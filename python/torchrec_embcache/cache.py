@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,18 +39,14 @@ from .initializers import Initializer
 from .kernels import DeviceTier
 from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
-from .rows import FoundRows, RowChunk, RowExport, RowMetadata, ids_array, row_ids
-from .table_copy import described, in_memory_copy, vectors_of
+from .owners import import_on_owners
+from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, ids_array, row_ids, row_vectors
+from .table_copy import described, in_memory_copy
 from .under_way import refuse_in_own_save
 
 __all__ = ["CacheTable", "FoundRows", "Ids", "RowChunk", "RowExport", "RowMetadata", "Values", "ids_array"]
 
 _log = logging.getLogger(__name__)
-
-#: Ids [n]: integers of 64 bits.
-Ids = Tensor | NDArray[Any] | Sequence[int]
-#: Numbers of a row or of many; nested lists too.
-Values = Tensor | NDArray[Any] | Sequence[Any]
 
 
 class CacheTable:
@@ -417,6 +413,8 @@ class CacheTable:
         weights: Values,
         slots: Mapping[str, Values] | None = None,
         metadata: RowMetadata | None = None,
+        *,
+        collective: bool = False,
     ) -> None:
         """Put rows in the table, over those that are there. `ids` [n] distinct 64-bit integers; `weights` [n, D].
 
@@ -426,13 +424,19 @@ class CacheTable:
         `on_full="evict"` takes them in parts. Where the disk of the SSD tier fails amid the call, all rows are imported, what could
         not be written stays in RAM, and the next call that writes raises `ReadOnlyError`.
 
+        With `collective=True` every rank calls this at the same time, each with rows of any ids, or with none, and every row goes
+        to the rank that owns it. Without it the ids must be this shard's own: those of other shards' buckets are refused.
+
         For example `table.import_rows([7, 9], np.zeros((2, 64)))`.
         """
+        if collective:
+            import_on_owners(self.name, self, ids, weights, slots, metadata)
+            return
         self._refuse_unusable()
         array = row_ids(ids, self.device)
         if not isinstance(metadata, RowMetadata | None):
             raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
-        vectors, scalars = vectors_of(self, len(array), weights, slots)
+        vectors, scalars = row_vectors(self.spec, self.dim, len(array), weights, slots)
         self.native.import_rows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
 
     def remove_rows(self, ids: Ids) -> int:

@@ -5,7 +5,7 @@ Shapes: n rows, D the table's width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -17,18 +17,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _native
 from .exceptions import InputError
+from .optimizers import OptimizerSpec
 
 __all__ = [
     "FoundRows",
+    "Ids",
     "RowChunk",
     "RowExport",
     "RowMetadata",
+    "Values",
     "check_float32",
     "check_plain",
     "float32_array",
     "ids_array",
     "row_ids",
+    "row_vectors",
 ]
+
+#: Ids [n]: integers of 64 bits.
+Ids = Tensor | NDArray[Any] | Sequence[int]
+#: Numbers of a row or of many; nested lists too.
+Values = Tensor | NDArray[Any] | Sequence[Any]
 
 
 def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64]:
@@ -107,6 +116,29 @@ def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[
     if array.dtype != np.float32 and bool((np.isinf(narrow) & np.isfinite(array)).any()):
         raise InputError(f"{field} holds numbers that float32 does not: give at most 3.4e38")
     return narrow
+
+
+def row_vectors(
+    spec: OptimizerSpec, dim: int, count: int, weights: Values, slots: Mapping[str, Values] | None
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """The vector parts [n, V] and the scalar slot [n] of `count` rows, as the core takes them; slots not given are zeros."""
+    if not isinstance(slots, Mapping | None):
+        raise InputError(
+            f"slots is a {type(slots).__name__}: give tensors by name, or arrays or lists, or leave it out"
+        )
+    if slots is not None and set(slots) != set(spec.slot_names):
+        raise InputError(f"slots has {sorted(slots)} and {spec.given_as} has {sorted(spec.slot_names)}: give these")
+    vectors = np.zeros((count, spec.vector_floats(dim)), np.float32)
+    vectors[:, :dim] = float32_array("weights", weights, (count, dim))
+    scalars = None
+    for place, name in enumerate(spec.slot_names if slots is not None else ()):
+        assert slots is not None, "the loop is empty without slots"
+        if place < spec.vector_slots:
+            begin = dim * (1 + place)
+            vectors[:, begin : begin + dim] = float32_array(name, slots[name], (count, dim))
+        else:
+            scalars = float32_array(name, slots[name], (count,))
+    return vectors, scalars
 
 
 def _as_array(field: str, value: object) -> NDArray[Any]:

@@ -44,7 +44,7 @@ _BASE = {
     "under_way",
     "table_copy",
 }
-_TABLE = _BASE | {"kernels", "rows", "cache"}
+_TABLE = _BASE | {"kernels", "rows", "owners", "cache"}
 _CACHE = _TABLE | {"lookahead", "lookup", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "loading"}
@@ -60,14 +60,15 @@ PYTHON_IMPORTS = {
     "lifetime": {"exceptions", "config", "collective", "publish", "flushing", "disk"},
     "disk": {"exceptions", "config"},
     "under_way": {"exceptions"},
-    "table_copy": {"cache", "exceptions", "rows"},
+    "table_copy": {"cache"},
     "initializers": {"exceptions", "config"},
     "optimizers": {"exceptions", "config"},
     "tracing": set(),
     "gradients": {"exceptions"},
     "kernels": _BASE,
-    "rows": {"exceptions"},
-    "cache": _BASE | {"kernels", "rows"},
+    "rows": {"exceptions", "config", "optimizers"},
+    "owners": {"exceptions", "config", "optimizers", "collective", "buckets", "rows"},
+    "cache": _BASE | {"kernels", "rows", "owners"},
     "lookahead": set(),
     "progress": {"exceptions"},
     "lookup": _TABLE | {"lookahead"},
@@ -99,6 +100,7 @@ RESERVED = {
         "buckets",
         "cache",
         "rows",
+        "owners",
         "kernels",
         "lookahead",
         "lookup",

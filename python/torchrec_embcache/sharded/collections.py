@@ -16,7 +16,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.buckets import BucketHash
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values
 from torchrec_embcache.collective import all_gather, raise_on_every_rank
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
@@ -30,6 +30,7 @@ from torchrec_embcache.modules.tables import (
     trainable,
     zero_row_parameter,
 )
+from torchrec_embcache.owners import import_on_owners
 from torchrec_embcache.state_dicts import check_rows_are_here
 from torchrec_embcache.whole_model import CacheModule
 
@@ -154,6 +155,23 @@ class ShardedCacheModule(CacheModule):
     def tables(self) -> Mapping[str, CacheTable]:
         """This rank's shard of each table that has one here, by name: stats, export, read_rows and the rest of level 1."""
         return self._cache
+
+    def import_rows(
+        self,
+        table: str,
+        ids: Ids,
+        weights: Values,
+        slots: Mapping[str, Values] | None = None,
+        metadata: RowMetadata | None = None,
+    ) -> None:
+        """Put rows in the table of that name, over those that are there. Collective: every rank calls it with rows of any ids, or
+        with none, and each row goes to the rank that owns it. Arguments as for `CacheTable.import_rows`.
+
+        For example `sharded.import_rows("item", part_of_a_file["ids"], part_of_a_file["weights"])`.
+        """
+        if table not in self._configs:
+            raise InputError(f"{self._owner} has no table {table!r}: give one of {', '.join(self._configs)}")
+        import_on_owners(table, self._cache.get(table), ids, weights, slots, metadata)
 
     def hyperparameters(self, table: str) -> dict[str, Any]:
         """The numbers of the table's param group."""

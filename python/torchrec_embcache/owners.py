@@ -1,0 +1,174 @@
+"""Rows on their way to the ranks that own them: every rank gives rows of any ids, and each row goes into its owner's shard.
+
+Shapes: n rows that a rank gives, m rows that arrive at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from . import _native
+from .buckets import BucketHash, buckets_of
+from .collective import all_gather, together
+from .exceptions import InputError, StateError
+from .optimizers import OptimizerSpec
+from .rows import Ids, RowMetadata, Values, row_ids, row_vectors
+
+__all__ = ["import_on_owners"]
+
+
+class OwnedShard(Protocol):
+    """A rank's shard of a table: a `CacheTable`."""
+
+    dim: int
+    device: torch.device
+    total_num_buckets: int
+    bucket_hash: BucketHash
+    buckets: tuple[int, int]
+
+    @property
+    def spec(self) -> OptimizerSpec: ...
+
+    @property
+    def native(self) -> _native.Table: ...
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """What a rank holds of a table, as the other ranks need to know it."""
+
+    buckets: tuple[int, int]
+    total_num_buckets: int
+    bucket_hash: BucketHash
+    dim: int
+    spec: OptimizerSpec
+
+    @classmethod
+    def of(cls, shard: OwnedShard | None) -> _Holding | None:
+        if shard is None:
+            return None
+        _ = shard.native  # a shard that is resumed takes its buckets from its files when it is opened
+        return cls(shard.buckets, shard.total_num_buckets, shard.bucket_hash, shard.dim, shard.spec)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows as the core takes them: `ids` int64 [n], `vectors` float32 [n, V], `scalars` float32 [n] or None, metadata or None."""
+
+    ids: NDArray[np.int64]
+    vectors: NDArray[np.float32]
+    scalars: NDArray[np.float32] | None
+    meta: _native.Meta | None
+
+    def columns(self) -> list[NDArray[np.generic]]:
+        """Each column [n] or [n, width]; the same ones on every rank that gives the same parts."""
+        return [
+            self.ids,
+            self.vectors,
+            *([self.scalars] if self.scalars is not None else []),
+            *(self.meta if self.meta is not None else ()),
+        ]
+
+
+def import_on_owners(
+    name: str,
+    shard: OwnedShard | None,
+    ids: Ids,
+    weights: Values,
+    slots: Mapping[str, Values] | None,
+    metadata: RowMetadata | None,
+) -> None:
+    """Put rows into the shards of the table `name` that own them. Collective over the default process group.
+
+    `shard` is this rank's, None on a rank that has none. What is wrong with the rows of one rank raises on all of them before
+    any row is changed. A shard that has no room for its rows raises on all ranks when the others have taken theirs: the same call,
+    once there is room, puts every row in place.
+    """
+    holdings = all_gather(together(lambda: _Holding.of(shard)))
+    holding = next((holding for holding in holdings if holding is not None), None)
+    if holding is None:
+        raise StateError(f"no rank has a shard of table {name!r}: shard the model first")
+
+    def prepare() -> tuple[_Rows, NDArray[np.int64]]:
+        rows = _given(holding, ids, weights, slots, metadata)
+        return rows, _owners(name, rows.ids, holdings)
+
+    rows, owners = together(prepare)
+    if len(set(all_gather((rows.scalars is not None, rows.meta is not None)))) > 1:
+        raise InputError(
+            f"table {name!r}: some ranks give slots or metadata and others do not: give the same parts everywhere"
+        )
+    arrived = _exchange(rows, owners, torch.device("cpu") if shard is None else shard.device)
+
+    def check_twice() -> None:
+        distinct, counts = np.unique(arrived.ids, return_counts=True)
+        if (counts > 1).any():
+            raise InputError(f"id {distinct[counts > 1][0]} is given twice, by two ranks or by one: give each id once")
+
+    together(check_twice)
+
+    def take() -> None:
+        if shard is not None and len(arrived.ids):
+            shard.native.import_rows(arrived.ids, arrived.vectors, arrived.scalars, arrived.meta)
+
+    together(take)
+
+
+def _given(
+    holding: _Holding,
+    ids: Ids,
+    weights: Values,
+    slots: Mapping[str, Values] | None,
+    metadata: RowMetadata | None,
+) -> _Rows:
+    array = row_ids(ids, torch.device("cpu"))
+    if not isinstance(metadata, RowMetadata | None):
+        raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
+    vectors, scalars = row_vectors(holding.spec, holding.dim, len(array), weights, slots)
+    return _Rows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
+
+
+def _owners(name: str, ids: NDArray[np.int64], holdings: list[_Holding | None]) -> NDArray[np.int64]:
+    """The rank that owns each of `ids` [n]."""
+    first = next(holding for holding in holdings if holding is not None)
+    buckets = buckets_of(ids, first.total_num_buckets, first.bucket_hash)
+    owners = np.full(len(ids), -1, np.int64)
+    for rank, holding in enumerate(holdings):
+        if holding is not None:
+            begin, end = holding.buckets
+            owners[(buckets >= begin) & (buckets < end)] = rank
+    if (owners < 0).any():
+        raise StateError(f"id {ids[owners < 0][0]} has no owner: no rank's shard of table {name!r} has its bucket")
+    return owners
+
+
+def _exchange(rows: _Rows, owners: NDArray[np.int64], device: torch.device) -> _Rows:
+    """The rows that all ranks give to this one, in the order of the ranks."""
+    order = np.argsort(owners, kind="stable")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1:
+        return rows
+    sent = np.bincount(owners, minlength=world)
+    received = [int(counts[dist.get_rank()]) for counts in all_gather(sent)]
+    columns = [_send(column[order], sent.tolist(), received, device) for column in rows.columns()]
+    ids, vectors, *others = columns
+    scalars = others.pop(0) if rows.scalars is not None else None
+    return _Rows(ids, vectors, scalars, tuple(others) if rows.meta is not None else None)  # type: ignore[arg-type]
+
+
+def _send(
+    column: NDArray[np.generic], sent: list[int], received: list[int], device: torch.device
+) -> NDArray[np.generic]:
+    """One column's rows to their owners: [m] or [m, width], of the column's type. Bytes travel, which every backend knows."""
+    width = column.dtype.itemsize * (column.shape[1] if column.ndim == 2 else 1)
+    own = torch.from_numpy(np.ascontiguousarray(column).reshape(-1).view(np.uint8)).to(device)
+    arrived = torch.empty(sum(received) * width, dtype=torch.uint8, device=device)
+    dist.all_to_all_single(arrived, own, [rows * width for rows in received], [rows * width for rows in sent])
+    return arrived.cpu().numpy().view(column.dtype).reshape(-1, *column.shape[1:])
