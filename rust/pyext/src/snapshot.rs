@@ -69,8 +69,8 @@ impl PySnapshot {
     }
 
     fn write_table(&self, py: Python<'_>) -> PyResult<Option<(u64, u64)>> {
-        let mut write = || lock(&self.inner).as_mut().map(RankSnapshot::write_next);
-        py.detach(&mut write).ok_or_else(|| ended("snapshot"))?.map_err(to_python)
+        let write = || lock(&self.inner).as_mut().map(RankSnapshot::write_next);
+        py.detach(write).ok_or_else(|| ended("snapshot"))?.map_err(to_python)
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {

@@ -69,7 +69,9 @@ fn seen_alike(rig: &Rig) -> Contents {
         assert!(vector.eq(bits.iter().copied()), "id {}", header.id);
     }
     // After a save an import says when it was.
-    rows.values_mut().for_each(|(header, _)| header.modified_epoch = 0);
+    for (header, _) in rows.values_mut() {
+        header.modified_epoch = 0;
+    }
     rows
 }
 

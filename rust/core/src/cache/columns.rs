@@ -75,6 +75,7 @@ impl RowColumns<'_> {
     }
 
     /// The same rows without the optimizer's slots.
+    #[must_use]
     pub fn without_slots(&self) -> Self {
         Self { scalars: None, parts: self.parts[..1].to_vec(), ..self.clone() }
     }

@@ -233,7 +233,9 @@ impl Shared {
         if removed.is_err() {
             spared.append(&mut victims);
         }
-        spared.into_iter().for_each(|(slot, id)| state.host.slots.spare(slot, id));
+        for (slot, id) in spared {
+            state.host.slots.spare(slot, id);
+        }
         removed?;
         let (slots, ids): (Vec<CacheSlot>, Vec<Id>) = victims.into_iter().unzip();
         state.keep_host(&slots);
@@ -261,7 +263,9 @@ impl Shared {
         if removed.is_err() {
             spared.append(&mut victims);
         }
-        spared.into_iter().for_each(|(slot, id)| device.slots.spare(slot, id));
+        for (slot, id) in spared {
+            device.slots.spare(slot, id);
+        }
         removed?;
         let (slots, ids): (Vec<CacheSlot>, Vec<Id>) = victims.into_iter().unzip();
         self.keep_device(state, &slots);

@@ -48,7 +48,7 @@ impl Table {
         let mut places = shared.places_of_all(&state, &distinct)?;
         let (mut done, mut removed) = (0, 0);
         for (ids, places) in distinct.chunks(ROWS_PER_CALL).zip(places.chunks_mut(ROWS_PER_CALL)) {
-            shared.find_again(&state, ids, places);
+            Shared::find_again(&state, ids, places);
             removed += shared
                 .remove_now(&mut state, ids, places, removed > 0)
                 .map_err(|error| shared.in_part(error, done, distinct.len(), "removed"))?;
@@ -139,7 +139,7 @@ impl Shared {
 
     /// Where rows are by now whose places were found earlier under the same hold of the table's lock: making room moves rows that are in
     /// RAM, or writes them down.
-    fn find_again(&self, state: &State, ids: &[Id], places: &mut [Place]) {
+    fn find_again(state: &State, ids: &[Id], places: &mut [Place]) {
         for (&id, place) in ids.iter().zip(places) {
             if let Place::Host(_) = *place {
                 let slot = state.host.slots.get(id);
@@ -157,7 +157,7 @@ impl Shared {
         let parts = block.headers.chunks(ROWS_PER_CALL).zip(block.vectors.chunks(ROWS_PER_CALL * floats));
         let found = ids.chunks(ROWS_PER_CALL).zip(places.chunks_mut(ROWS_PER_CALL));
         for ((headers, vectors), (some, places)) in parts.zip(found) {
-            self.find_again(state, some, places);
+            Self::find_again(state, some, places);
             let part = Part { headers, vectors, ids: some, places, begun: done > 0 };
             self.import_part(state, part).map_err(|error| self.in_part(error, done, ids.len(), "imported"))?;
             done += some.len();
@@ -191,7 +191,7 @@ impl Shared {
             if room.is_err() && !(begun && self.ssd.as_ref().is_some_and(SsdTier::is_read_only)) {
                 room?;
             }
-            self.find_again(state, ids, &mut places);
+            Self::find_again(state, ids, &mut places);
         }
         Ok(places)
     }
@@ -233,7 +233,7 @@ impl Shared {
         // Rows without a host slot take a free one; the rest goes straight to SSD, first, since only that can fail.
         let homeless: Vec<usize> =
             (0..places.len()).filter(|&position| !matches!(places[position], Place::Host(_))).collect();
-        let known: Vec<bool> = homeless.iter().map(|&position| self.is_on_ssd(state, places[position])).collect();
+        let known: Vec<bool> = homeless.iter().map(|&position| Self::is_on_ssd(state, places[position])).collect();
         let mut fit = homeless.len();
         if self.ssd.is_some() {
             fit = fit.min(state.host.slots.free_slots() as usize);
@@ -283,7 +283,7 @@ impl Shared {
     }
 
     /// Whether a copy of a row, current or not, is on SSD.
-    fn is_on_ssd(&self, state: &State, place: Place) -> bool {
+    fn is_on_ssd(state: &State, place: Place) -> bool {
         match place {
             Place::Device(slot) => state.device.as_ref().is_some_and(|d| d.slots.state(slot).has(RowState::ON_SSD)),
             Place::Host(slot) => state.host.slots.state(slot).has(RowState::ON_SSD),
@@ -298,7 +298,7 @@ impl Shared {
         // As in `import_part`.
         self.contents_changed();
         if let Some(ssd) = &self.ssd {
-            let there = ids.iter().zip(places).filter(|(_, place)| self.is_on_ssd(state, **place));
+            let there = ids.iter().zip(places).filter(|(_, place)| Self::is_on_ssd(state, **place));
             let on_ssd: Vec<Id> = there.map(|(&id, _)| id).collect();
             if let Err(error) = self.remove_on_ssd(ssd, &on_ssd) {
                 if !(begun && ssd.is_read_only()) {

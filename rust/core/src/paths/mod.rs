@@ -54,6 +54,7 @@ pub enum Checks {
 
 /// What is asked of a directory, beyond what always holds.
 #[derive(Clone, Copy, Debug)]
+#[allow(clippy::struct_excessive_bools)] // each is a rule of its own
 struct Rules {
     /// What messages call the path.
     field: &'static str,

@@ -47,7 +47,7 @@ impl Shared {
     /// End the scans that are kept waiting; whether there are any. They let go of their files soon.
     pub(super) fn waiting_scans_give_way(&self) -> bool {
         let takers = lock(&self.takers).clone();
-        // Each is asked.
-        takers.iter().fold(false, |any, taker| taker.give_way() || any)
+        // Every one is asked: `any` would stop at the first.
+        takers.iter().filter(|taker| taker.give_way()).count() > 0
     }
 }
