@@ -86,17 +86,19 @@ def _warn_of_space(ssd_dir: str, tables: Sequence[OpenTable]) -> None:
     """Warn once of a root (`ssd_dir`) whose file system has less room than the budgets of the open tables on it may take yet."""
     try:
         device, system = os.stat(ssd_dir).st_dev, os.statvfs(ssd_dir)
-        here = [table for table in tables if os.stat(str(table.tiers.ssd_dir)).st_dev == device]
     except OSError:
-        return  # opening the tables says what is wrong
+        return  # opening the table says what is wrong
     free = system.f_bavail * system.f_frsize
-    budgets = sum(table.tiers.ssd for table in here)
-    if budgets <= free or ssd_dir in _small:
+    if ssd_dir in _small:
         return
-    try:
-        held = sum(table.ssd_bytes_held for table in here)
-    except EmbCacheError:
-        return  # one of them is closed or unusable, which says so itself
+    budgets = held = 0
+    for table in tables:
+        try:
+            if os.stat(str(table.tiers.ssd_dir)).st_dev == device:
+                bytes_held = table.ssd_bytes_held
+                budgets, held = budgets + table.tiers.ssd, held + bytes_held
+        except (OSError, EmbCacheError):
+            pass  # it is closed, unusable or without its directory, which it says itself
     if budgets - held <= free:
         return
     _small.add(ssd_dir)

@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from dcp_cases import IDS, Model, blank, dense_state, held, load, rows, same, save, stageable, weights_of
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.cli.checkpoints import verify
-from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError, StateError, UnsupportedError
+from torchrec_embcache.exceptions import (
+    CorruptionError,
+    MismatchError,
+    StateError,
+    StoragePermissionError,
+    UnsupportedError,
+)
 from torchrec_embcache.saver import Saver
 from world import Child, process_group
 
@@ -150,9 +156,11 @@ def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path: Path) -> No
         load({"b": torch.zeros(2)}, tmp_path / "dense")
     with pytest.raises(CheckpointException, match="Size mismatch"):
         load({"a": torch.zeros(3)}, tmp_path / "dense")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
     with pytest.raises(CheckpointException) as raised:
-        save({"a": torch.ones(2)}, tmp_path / "api_key")
-    assert [type(error) for error in causes(raised)] == [PathError]
+        save({"a": torch.ones(2)}, tmp_path / "open")
+    assert [type(error) for error in causes(raised)] == [StoragePermissionError]
 
 
 def check_staged(path: Path) -> None:

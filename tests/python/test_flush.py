@@ -438,7 +438,7 @@ def test_an_optimizer_can_be_set_until_there_are_rows(tmp_path):
         assert set(late.read_rows(torch.tensor([1])).slots) == {"exp_avg", "exp_avg_sq"}
         late.import_rows(torch.tensor([1]), torch.ones(1, 4))
         late.optimizer = optimizers.Adam(lr=1)
-        with pytest.raises(StateError, match="has rows with the slots of adam"):
+        with pytest.raises(StateError, match="has rows with the slots of optimizers.Adam"):
             late.optimizer = optimizers.SGD()
 
 

@@ -1,6 +1,7 @@
 """Threads that read and write blocks, where the system has room for them."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
@@ -21,6 +22,9 @@ class Helpers(Executor):
 
     The standard library's pool waits for ever for a thread that begins and then gets no memory for what is its own. Here a thread
     is begun only where there is room for one, and where there is none the work is done by whoever submits it.
+
+    One thread submits. It takes no lock that the others take too: a Ctrl-C amid such a lock could leave it locked, and the others
+    would wait for it for ever.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -28,8 +32,8 @@ class Helpers(Executor):
         self._most, self._name = most, name
         self._threads: list[threading.Thread] = []
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._waiting = 0
-        self._lock = threading.Lock()
+        self._submitted = 0
+        self._done: deque[None] = deque()  # one for each task that is done: to append is atomic
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -38,10 +42,8 @@ class Helpers(Executor):
             raise RuntimeError("these threads have ended")
         future: Future[T] = Future()
         task: _Task = (future, fn, args, kwargs)
-        with self._lock:
-            self._waiting += 1
-            more = self._waiting > len(self._threads)
-        if more:
+        self._submitted += 1
+        if self._submitted - len(self._done) > len(self._threads):
             self._begin_thread()
         if self._threads:
             self._tasks.put(task)
@@ -85,5 +87,4 @@ class Helpers(Executor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-        with self._lock:
-            self._waiting -= 1
+        self._done.append(None)

@@ -61,6 +61,7 @@ pub(crate) fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> em
     let digests = (0..world)
         .map(|rank| merged.write(engine, root(), save.name(), (rank, world), &mut |_| Ok(())))
         .collect::<embcache::Result<Vec<RankDigest>>>()?;
+    merged.chain().let_go();
     save.publish(&digests, merged.chain().manifest().next_epoch)
 }
 
