@@ -127,8 +127,8 @@ def main() -> int:
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
         train(options)
-        # With the model goes the last reference to its process group, whose threads end then. A thread of it that still lets go of
-        # a tensor when the interpreter ends would abort the process ("terminate called without an active exception").
+        # The model goes before the interpreter ends: a thread of its process group that lets go of a tensor after that would abort
+        # the process ("terminate called without an active exception").
         gc.collect()
         return 0
     with tempfile.TemporaryDirectory() as temporary:

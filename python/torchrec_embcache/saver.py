@@ -227,7 +227,8 @@ class Saver:
         root = agreed_path(path, self.path_checks, to_save=True)
 
         def find() -> tuple[str, str]:
-            return root.to_save(), _native.latest_checkpoint(root.to_load())
+            latest = _native.latest_checkpoint(root.to_load())  # first: it makes no directory where there is none
+            return root.to_save(), latest
 
         latest, merged = open_together(find, _native.CheckpointCompaction.open)
         if merged is None:

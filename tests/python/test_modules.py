@@ -387,7 +387,7 @@ def kjt(
         (lambda w: kjt(torch.tensor([1, 2, 3], dtype=torch.int16), weights=w), "dtype torch.int16"),
         (lambda w: kjt(lengths=torch.tensor([1, 1, 2]), weights=w), "lengths sum to 4"),
         (lambda w: kjt(lengths=torch.tensor([1, 3, -1]), weights=w), "lengths hold -1"),
-        (lambda w: kjt(torch.ones(3, dtype=torch.int64, device="meta"), weights=w), "values are on meta"),
+        (lambda w: kjt(torch.ones(3, dtype=torch.int64, device="meta"), weights=w), "values is on the device meta"),
         (lambda w: kjt(weights=torch.ones(3) if w is None else None), "weight"),
         (lambda _: kjt(weights=torch.ones(3, dtype=torch.float64)), "weight"),
         (lambda _: kjt(weights=torch.ones(2)), "weight"),
