@@ -107,10 +107,11 @@ def tiers_of(name: str, folder: Path) -> TierBudgets:
 
 
 def points(lines: int, turn: int) -> range:
-    """The lines to try: all, or every 23rd, from another one on for each operation."""
+    """The lines to try: all, or some 25 of them, from another one on for each operation."""
     if os.environ.get("EMBCACHE_EVERY_LINE"):
         return range(lines)
-    return range(turn % 23, lines, 23)
+    apart = max(lines // 25, 1)
+    return range(turn % apart, lines, apart)
 
 
 def stopped(work: Callable[[], object], stop_at: int) -> tuple[Lines, BaseException | None]:
@@ -174,6 +175,7 @@ def interrupt_saves(say: Callable[[Any], None], name: str, base: str, turn: int)
         except BaseException as wrong:
             raise AssertionError(f"after an interrupt at {at.stopped_at}, line {stop_at} of {lines.count}") from wrong
         shutil.rmtree(folder)
+        say(None)  # it goes on: who listens waits for one line at most
         if stop_at % 3 == 0:
             kept.clear()
     say(len(points(lines.count, turn)))
@@ -215,14 +217,16 @@ def interrupt_loads(say: Callable[[Any], None], name: str, base: str, turn: int)
                 load(bag, str(folder / "ck"))
                 now = Contents.of(bag)
                 if name != "some slots":
-                    assert now == saved
+                    assert now.rows == saved.rows
             else:
-                if name != "some slots":  # those that are not loaded stay
-                    assert now in (before, saved), "rows that are neither"
+                # Slots that are not loaded stay.
+                if name != "some slots":
+                    assert now.rows in (before.rows, saved.rows), "rows that are neither"
             goes_on(bag, folder, stop_at)
         except BaseException as wrong:
             raise AssertionError(f"after an interrupt at {at.stopped_at}, line {stop_at} of {lines.count}") from wrong
         shutil.rmtree(folder)
+        say(None)  # it goes on: who listens waits for one line at most
         if stop_at % 3 == 0:
             kept.clear()
     say((len(points(lines.count, turn)), refused))
@@ -255,14 +259,20 @@ def interrupt_closing(say: Callable[[Any], None], base: str) -> None:
     say(lines.count)
 
 
+def result(child: Child) -> Any:
+    """What it says last, and that it ended well."""
+    while (said := child.hear()) is None:
+        pass
+    assert child.ended() == ([], 0)
+    return said
+
+
 @pytest.mark.parametrize("name", SAVES)
 def test_an_interrupt_at_any_line_of_a_save_leaves_the_table_as_it_was_and_the_next_saves_go_on(
     name: str, tmp_path: Path
 ) -> None:
     child = Child(interrupt_saves, name, str(tmp_path), list(SAVES).index(name) * 5, daemon=False)
-    tried = child.hear()
-    assert tried > 3
-    assert child.ended() == ([], 0)
+    assert result(child) > 3
 
 
 @pytest.mark.parametrize("name", LOADS)
@@ -270,13 +280,11 @@ def test_an_interrupt_at_any_line_of_a_load_leaves_the_rows_or_a_table_that_refu
     name: str, tmp_path: Path
 ) -> None:
     child = Child(interrupt_loads, name, str(tmp_path), list(LOADS).index(name) * 5, daemon=False)
-    tried, refused = child.hear()
+    tried, refused = result(child)
     assert tried > 5
     assert refused < tried
-    assert child.ended() == ([], 0)
 
 
 def test_a_close_that_is_interrupted_at_any_line_can_be_called_again(tmp_path: Path) -> None:
     child = Child(interrupt_closing, str(tmp_path), daemon=False)
-    assert child.hear() > 5
-    assert child.ended() == ([], 0)
+    assert result(child) > 5
