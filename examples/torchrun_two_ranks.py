@@ -7,7 +7,6 @@ of each batch, and saves its own part of one checkpoint, which any number of ran
 """
 
 import argparse
-import gc
 import logging
 import os
 import subprocess
@@ -127,10 +126,13 @@ def main() -> int:
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
         train(options)
-        # The model goes before the interpreter ends: a thread of its process group that lets go of a tensor after that would abort
-        # the process ("terminate called without an active exception").
-        gc.collect()
-        return 0
+        # DistributedDataParallel, which DistributedModelParallel wraps the dense part in, keeps its process group and its threads
+        # until the process ends, also after `del model` and destroy_process_group(). One of these threads that lets go of a tensor
+        # while the interpreter shuts down aborts the process ("terminate called without an active exception"). Everything is saved
+        # here, so the process ends without that shutdown.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         (folder / "ssd").mkdir(mode=0o750, exist_ok=True)

@@ -80,12 +80,13 @@ fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() 
         // SAFETY: as above.
         let child = unsafe { libc::fork() };
         if child == 0 {
+            // By now it has given them up.
+            std::io::Write::write_all(&mut to, &std::process::id().to_le_bytes()).unwrap();
             loop {
                 // SAFETY: always sound.
                 unsafe { libc::pause() };
             }
         }
-        std::io::Write::write_all(&mut to, &child.to_le_bytes()).unwrap();
         std::mem::forget(held);
         // SAFETY: nothing is left to be done here.
         unsafe { libc::_exit(0) };
@@ -96,7 +97,7 @@ fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() 
     unsafe { libc::waitpid(parent, std::ptr::null_mut(), 0) };
     let again = (DirLock::acquire(one.path()), DirLock::hold(two.path(), Hold::ToRead));
     // SAFETY: the process that made it has no other use for it.
-    unsafe { libc::kill(i32::from_le_bytes(child), libc::SIGKILL) };
+    unsafe { libc::kill(u32::from_le_bytes(child).cast_signed(), libc::SIGKILL) };
     again.0.unwrap();
     again.1.unwrap();
 }
