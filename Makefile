@@ -31,7 +31,7 @@ help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row"
 	@echo "make test         the tests of the core and of the package"
 	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
-	@echo "make stress       everything at once on small tables, TIMES=20 as long as in make test"
+	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test"
 	@echo "make lint         format, lints, types, stubs, import directions"
 	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some)"
 	@echo "make bench-docs   docs/benchmarks.md and its plots from what make bench measured"
@@ -80,8 +80,12 @@ test-python: $(NATIVE)
 fuzz:
 	@EMBCACHE_FUZZ_S=$(or $(FOR),300) cargo test --quiet --locked -p embcache-tests --test hostile
 
-stress:
-	@EMBCACHE_STRESS=$(or $(TIMES),20) EMBCACHE_WATCHDOG_S=7200 cargo test --quiet --locked -p embcache-tests --test stress
+# As root with loop devices the soak also cuts the power of file systems of its own; it says where it could not.
+stress: export EMBCACHE_STRESS := $(or $(TIMES),20)
+stress: $(NATIVE)
+	@EMBCACHE_WATCHDOG_S=7200 cargo test --quiet --locked -p embcache-tests --test stress
+	@cargo test --quiet --locked -p embcache-tests --test crash -- stop::
+	@$(PY) -m pytest --log-cli-level=INFO tests/python/test_soak.py
 
 lint: $(NATIVE)
 	cargo fmt --all --check

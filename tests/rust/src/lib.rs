@@ -15,6 +15,15 @@ use embcache::types::{BucketHash, CacheSlot, Id};
 
 pub use watch::watched;
 
+/// How many times as long as usual the tests run that try things at random: `EMBCACHE_STRESS`, or once.
+///
+/// # Panics
+///
+/// The variable is no number.
+pub fn times() -> u64 {
+    std::env::var("EMBCACHE_STRESS").map_or(1, |text| text.parse().expect("EMBCACHE_STRESS is a number"))
+}
+
 /// Tensors of a device tier, in RAM: what torch holds in production.
 pub struct DeviceMemory {
     layout: RowLayout,

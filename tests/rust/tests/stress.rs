@@ -17,7 +17,7 @@ use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, UringEngine};
 use embcache::rows::{Initializer, RowHeader};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Kind};
-use embcache_tests::{Rig, config, watched};
+use embcache_tests::{Rig, config, times, watched};
 
 const DIM: usize = 8;
 const HOST_ROWS: u64 = 250;
@@ -342,10 +342,6 @@ impl World {
 /// An imported row.
 fn vector(id: Id, version: u32) -> Vec<f32> {
     (0..2 * DIM).map(|at| (id * 64 + at as Id) as f32 + version as f32 / 1024.0).collect()
-}
-
-fn times() -> u64 {
-    std::env::var("EMBCACHE_STRESS").ok().and_then(|times| times.parse().ok()).unwrap_or(1)
 }
 
 /// Run everything at once on `engine`, then check every row, and every row again after a flush and a resume.
