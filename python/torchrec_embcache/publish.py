@@ -17,7 +17,6 @@ flush of several tables is larger by a random step, so that two jobs that share 
 lowest bit tells the two kinds apart.
 """
 
-import glob
 import logging
 import os
 import secrets
@@ -125,9 +124,44 @@ class Mark:
 
 
 def _tokens_below(ssd_dir: str) -> set[int]:
-    """Tokens of the states of all tables below a root."""
-    tables = glob.iglob(os.path.join(glob.escape(ssd_dir), "*", "*", "*-of-*"))
-    return {token for table in tables for token in Table.published(table, ssd_dir)}
+    """Tokens of the states of all tables below a root. `StorageError`, `StoragePermissionError` where it cannot be told."""
+    shards = [
+        shard
+        for module in _entries(ssd_dir)
+        for table in _entries(module)
+        for shard in _entries(table)
+        if "-of-" in os.path.basename(shard)
+    ]
+    return {token for shard in shards for token in Table.published(shard, ssd_dir)}
+
+
+def _entries(directory: str) -> list[str]:
+    """Paths of what is in a directory and not hidden. Of what is no directory, gone by now, or closed to us by another user, none.
+
+    Any other error is raised (`glob` would hide it): a table that cannot be looked for is not taken for one that is not there.
+    """
+    try:
+        return [os.path.join(directory, name) for name in os.listdir(directory) if not name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as cause:
+        refused = isinstance(cause, PermissionError)
+        if refused and _is_of_another(directory):
+            return []
+        error = (StoragePermissionError if refused else StorageError)(
+            f"cannot look for tables in {directory}: {cause.strerror}; what was flushed is complete, and the next flush is too, "
+            "when the directory can be read"
+        )
+        error.errno, error.filename = cause.errno, directory
+        raise error from cause
+
+
+def _is_of_another(directory: str) -> bool:
+    """Whether a directory belongs to another user (as `lost+found` does), so that no table of ours is in it."""
+    try:
+        return os.stat(directory, follow_symlinks=False).st_uid != os.geteuid()
+    except OSError:
+        return False
 
 
 def _is_here(root: Root) -> bool:

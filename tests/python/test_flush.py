@@ -1,6 +1,7 @@
 """Flush and resume: what a kill leaves, whose directory it is, one state of several tables."""
 
 import contextlib
+import errno
 import gc
 import os
 import signal
@@ -201,6 +202,46 @@ def test_marks_of_states_that_nobody_keeps_are_removed(tmp_path):
     assert len(kept) == 2
     for bag in model.values():
         bag.close()
+
+
+@pytest.mark.parametrize("refused", [errno.EIO, errno.EMFILE, errno.EACCES])
+def test_marks_stay_where_tables_cannot_be_looked_for(tmp_path, monkeypatch, refused):
+    ssd = tmp_path / "ssd"
+    model = two_bags(ssd)
+    for bag in model.values():
+        train(bag, BATCHES[:3])
+    flush(model)
+    second = model.pop("second")
+    flushed = Contents.of(second)
+    second.table.native.close()  # it keeps the state that was flushed together with the first's
+    model["third"] = bag_in(ssd, name="third")
+    listdir = os.listdir
+
+    def refuse(path):
+        if str(path).endswith("second"):
+            raise OSError(refused, os.strerror(refused), path)
+        return listdir(path)
+
+    def train_and_flush():
+        for bag in model.values():
+            train(bag, BATCHES[3:4])
+        flush(model)
+
+    train_and_flush()
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrec_embcache.publish.os.listdir", refuse)
+        with pytest.raises(EmbCacheError, match="cannot look for tables in .*second") as caught:
+            train_and_flush()
+    assert caught.value.errno == refused
+    train_and_flush()
+    contents = {name: Contents.of(bag) for name, bag in model.items()}
+    for bag in model.values():
+        bag.close()
+    with bag_in(ssd, name="second", reopen="resume") as bag:
+        assert Contents.of(bag) == flushed
+    for name in contents:
+        with bag_in(ssd, name=name, reopen="resume") as bag:
+            assert Contents.of(bag) == contents[name]
 
 
 ROOTS = ("one", "two")

@@ -24,11 +24,18 @@ _COLUMNS = ("table", "shard", "rows", "dim", "optimizer", "step", "flushed", "by
 
 
 def shards_below(directory: Path) -> list[Path]:
-    """The directories of shards in `directory`: an `ssd_dir`, a module's or a table's directory in it, or that of a shard."""
+    """The directories of shards in `directory`: an `ssd_dir`, a module's or a table's directory in it, or that of a shard.
+
+    A shard has a lock file, which somebody may have removed, or a state.
+    """
+
+    def is_shard(path: Path) -> bool:
+        return (path / "lock").is_file() or any(_STATE.fullmatch(entry.name) for entry in path.glob("*.state"))
+
     found = [directory] if _SHARD.fullmatch(directory.name) else []
     for depth in range(1, 4):
         found += [path for path in directory.glob("/".join("*" * depth)) if _SHARD.fullmatch(path.name)]
-    return sorted(path for path in found if not path.is_symlink() and (path / "lock").is_file())
+    return sorted(path for path in found if not path.is_symlink() and is_shard(path))
 
 
 def inspect_tiers(directory: Path, shards: list[Path]) -> Report:

@@ -157,6 +157,12 @@ impl Error {
         self.kind
     }
 
+    /// Whether it says that bytes are damaged or not there. Any other error of a file says only that they could not be had now: what cannot
+    /// be read then is neither passed over nor removed.
+    pub(crate) fn is_damage_or_absence(&self) -> bool {
+        self.kind == Kind::Corruption || self.errno == Some(libc::ENOENT)
+    }
+
     /// The file concerned, where known.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()

@@ -48,7 +48,7 @@ fn a_directory_held_by_another_process_is_in_use_by_its_pid_until_it_is_killed()
 #[test]
 fn a_directory_given_up_is_free_although_a_forked_child_lives() {
     let dir = tempfile::tempdir().unwrap();
-    let held = DirLock::acquire(dir.path()).unwrap();
+    let held = (DirLock::acquire(dir.path()).unwrap(), DirLock::hold(dir.path(), Hold::ToOpen).unwrap());
     // SAFETY: the child only waits until it is killed.
     let child = unsafe { libc::fork() };
     if child == 0 {
@@ -58,14 +58,16 @@ fn a_directory_given_up_is_free_although_a_forked_child_lives() {
         }
     }
     assert_eq!(DirLock::acquire(dir.path()).unwrap_err().kind(), Kind::InUse);
+    assert_eq!(DirLock::hold(dir.path(), Hold::ToOpen).unwrap_err().kind(), Kind::InUse);
     drop(held);
-    let again = DirLock::acquire(dir.path());
+    let again = (DirLock::acquire(dir.path()), DirLock::hold(dir.path(), Hold::ToOpen));
     // SAFETY: `child` is this process's own.
     unsafe {
         libc::kill(child, libc::SIGKILL);
         libc::waitpid(child, std::ptr::null_mut(), 0);
     }
-    again.unwrap();
+    again.0.unwrap();
+    again.1.unwrap();
 }
 
 #[test]
@@ -97,7 +99,7 @@ fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() 
     unsafe { libc::waitpid(parent, std::ptr::null_mut(), 0) };
     let again = (DirLock::acquire(one.path()), DirLock::hold(two.path(), Hold::ToRead));
     // SAFETY: the process that made it has no other use for it.
-    unsafe { libc::kill(u32::from_le_bytes(child).cast_signed(), libc::SIGKILL) };
+    unsafe { libc::kill(i32::from_le_bytes(child), libc::SIGKILL) };
     again.0.unwrap();
     again.1.unwrap();
 }
@@ -119,7 +121,13 @@ fn readers_hold_a_directory_together_and_who_removes_it_alone() {
         let alone = hold(Hold::ToRemove).unwrap();
         assert_eq!(hold(Hold::ToRemove).unwrap_err().kind(), Kind::InUse);
         assert_eq!(hold(Hold::ToRead).unwrap_err().kind(), Kind::InUse);
+        assert_eq!(hold(Hold::ToOpen).unwrap_err().kind(), Kind::InUse);
         drop(alone);
+        let open = hold(Hold::ToOpen).unwrap();
+        for how in [Hold::ToRead, Hold::ToRemove, Hold::ToOpen] {
+            assert_eq!(hold(how).unwrap_err().kind(), Kind::InUse);
+        }
+        drop(open);
         hold(Hold::ToRead).unwrap();
     }
 }

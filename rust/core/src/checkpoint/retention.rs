@@ -99,21 +99,32 @@ fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeS
     for &name in [latest].iter().chain(complete.iter().rev()).take(keep.max(1)) {
         let mut next = Some(name);
         while let Some(name) = next.filter(|&name| stay.insert(name)) {
-            let Ok(parent) = parent(engine, root, name) else { return Ok(None) };
-            next = parent;
+            next = match parent(engine, root, name) {
+                Err(error) if error.is_damage_or_absence() => return Ok(None),
+                // Nothing is removed by what cannot be read now: asked again, it may say what another one builds on.
+                parent => parent?,
+            };
         }
     }
     Ok(Some(stay))
 }
 
-/// Add what the checkpoint `name` builds on to `needed`, as far as that can be told.
-fn add_chain(engine: &dyn IoEngine, root: &Path, name: CheckpointName, needed: &mut BTreeSet<CheckpointName>) {
-    let mut next = parent(engine, root, name);
-    while let Ok(Some(name)) = next
-        && needed.insert(name)
-    {
-        next = parent(engine, root, name);
+/// Add what the checkpoint `name` builds on to `needed`, up to one that is damaged or that a save is still writing.
+fn add_chain(
+    engine: &dyn IoEngine,
+    root: &Path,
+    name: CheckpointName,
+    needed: &mut BTreeSet<CheckpointName>,
+) -> Result<()> {
+    let parent = |name| match parent(engine, root, name) {
+        Err(error) if error.is_damage_or_absence() => Ok(None),
+        parent => parent,
+    };
+    let mut next = parent(name)?;
+    while let Some(name) = next.filter(|&name| needed.insert(name)) {
+        next = parent(name)?;
     }
+    Ok(())
 }
 
 /// Remove every checkpoint that no save is writing, no load is reading, and that does not stay. What a load reads, and all that this
@@ -138,7 +149,11 @@ pub(super) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<V
         let _lock = match hold_to_sweep(engine, root, &dir) {
             Ok(Some(lock)) => lock,
             Ok(None) => {
-                add_chain(engine, root, name, &mut in_use);
+                if let Err(error) = add_chain(engine, root, name, &mut in_use) {
+                    // What it builds on comes later, and would go.
+                    left.push(error);
+                    break;
+                }
                 continue;
             }
             Err(error) => {

@@ -8,7 +8,8 @@ use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, short_file};
 use crate::error::{Error, Result};
 use crate::sync::lock;
 
-/// What an engine is asked to do. All but `Read` and `Look` are *changes*: they are counted, logged, and a stop can hit any of them.
+/// What an engine is asked to do. All but `Read`, `Look`, `Open` and `List` are *changes*: they are counted, logged, and a stop can hit any
+/// of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// Make a file.
@@ -35,11 +36,15 @@ pub enum Operation {
     Read,
     /// Ask whether a path exists.
     Look,
+    /// Open a file that exists.
+    Open,
+    /// Ask for the entries of a directory.
+    List,
 }
 
 impl Operation {
     fn is_change(self) -> bool {
-        !matches!(self, Self::Read | Self::Look)
+        !matches!(self, Self::Read | Self::Look | Self::Open | Self::List)
     }
 }
 
@@ -204,6 +209,11 @@ impl FaultEngine {
         self.rule(Some(operation), passing, fault, false);
     }
 
+    /// Whether a fault that hits once, or one that is to stay, has not been cleared and may still hit.
+    pub fn will_hit(&self) -> bool {
+        !lock(&self.shared.state).rules.is_empty()
+    }
+
     /// Hit every operation of a kind until [`FaultEngine::clear`].
     pub fn hit_every(&self, operation: Operation, fault: Fault) {
         self.rule(Some(operation), 0, fault, true);
@@ -336,7 +346,7 @@ impl IoEngine for FaultEngine {
 
     fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
         match how {
-            Open::Read | Open::Write => self.shared.check_running("open", path)?,
+            Open::Read | Open::Write => self.shared.check(Operation::Open, "open", path)?,
             Open::Create { .. } => self.shared.check(Operation::Create, "make", path)?,
         }
         Ok(Arc::new(FaultFile { inner: self.inner.open(path, how)?, shared: self.shared.clone() }))
@@ -371,7 +381,7 @@ impl IoEngine for FaultEngine {
         self.inner.create_dir_all(path)
     }
     fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
-        self.shared.check_running("list", path)?;
+        self.shared.check(Operation::List, "list", path)?;
         self.inner.list(path)
     }
     fn exists(&self, path: &Path) -> Result<bool> {

@@ -23,6 +23,8 @@ pub enum Hold {
     ToRead,
     /// To remove it. Nobody else holds it then.
     ToRemove,
+    /// To open the table whose files are in it, or to remove those. Nobody else holds it then.
+    ToOpen,
 }
 
 /// A directory held as long as this lives in the process that made it. Processes that it forks do not hold the directory.
@@ -118,7 +120,7 @@ impl DirLock {
             .map_err(|e| super::open_error("open the directory", dir, &e))?;
         let wanted = match how {
             Hold::ToRead => libc::LOCK_SH,
-            Hold::ToRemove => libc::LOCK_EX,
+            Hold::ToRemove | Hold::ToOpen => libc::LOCK_EX,
         };
         loop {
             // SAFETY: flock takes an open descriptor and flags; `file` is open for the length of the call.
@@ -128,7 +130,7 @@ impl DirLock {
             let error = std::io::Error::last_os_error();
             match error.raw_os_error() {
                 Some(libc::EINTR) => {}
-                Some(libc::EWOULDBLOCK) => return Err(being_read_or_removed(dir, how)),
+                Some(libc::EWOULDBLOCK) => return Err(held_otherwise(dir, how)),
                 Some(libc::EBADF | libc::EINVAL | libc::ENOLCK | libc::ENOSYS | libc::EOPNOTSUPP) => {
                     return Ok(Self::held(dir, ()));
                 }
@@ -200,10 +202,15 @@ pub(super) fn in_use(dir: &Path, by: &str) -> Error {
     )
 }
 
-pub(super) fn being_read_or_removed(dir: &Path, wanted: Hold) -> Error {
+pub(super) fn held_otherwise(dir: &Path, wanted: Hold) -> Error {
     let by = match wanted {
-        Hold::ToRead => "another process is removing it; load the newest checkpoint",
-        Hold::ToRemove => "another process or thread is reading it; a later save removes it",
+        Hold::ToRead => "another process is removing it; load the newest checkpoint".to_owned(),
+        Hold::ToRemove => "another process or thread is reading it; a later save removes it".to_owned(),
+        Hold::ToOpen => format!(
+            "a table of this process or of another one has it open, although the file '{LOCK_FILE}' that says by which process was removed \
+             or replaced. Close that table or end its process (`fuser -v {}` names it), or give this table a directory of its own",
+            dir.display()
+        ),
     };
-    Error::new(Kind::InUse, format!("{} is in use: {by}", dir.display()))
+    Error::new(Kind::InUse, format!("{} is in use: {by}", dir.display())).at(dir)
 }

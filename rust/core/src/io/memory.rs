@@ -50,7 +50,7 @@ impl Drop for HeldDir {
     fn drop(&mut self) {
         let mut tree = locked(&self.tree);
         match self.how {
-            Hold::ToRemove => {
+            Hold::ToRemove | Hold::ToOpen => {
                 tree.removing.remove(&self.dir);
             }
             Hold::ToRead => {
@@ -390,12 +390,12 @@ impl IoEngine for MemoryEngine {
             return Err(Error::io("open the directory", &dir, &errno(libc::ENOENT)));
         }
         let is_read = tree.reading.contains(&dir);
-        if tree.removing.contains(&dir) || (how == Hold::ToRemove && is_read) {
-            return Err(lock::being_read_or_removed(&dir, how));
+        if tree.removing.contains(&dir) || (how != Hold::ToRead && is_read) {
+            return Err(lock::held_otherwise(&dir, how));
         }
         match how {
             Hold::ToRead => tree.reading.push(dir.clone()),
-            Hold::ToRemove => drop(tree.removing.insert(dir.clone())),
+            Hold::ToRemove | Hold::ToOpen => drop(tree.removing.insert(dir.clone())),
         }
         Ok(DirLock::held(&dir, HeldDir { tree: self.tree.clone(), dir: dir.clone(), how }))
     }

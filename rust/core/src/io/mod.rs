@@ -130,7 +130,7 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     fn sync_dir(&self, path: &Path) -> Result<()>;
     /// Hold a directory, which must exist, for as long as the lock lives; `Kind::InUse`, naming the pid, at once when it is held.
     fn lock_dir(&self, path: &Path) -> Result<DirLock>;
-    /// Hold a directory to read it, with others that do, or alone to remove it; `Kind::InUse` at once when it is held otherwise.
+    /// Hold a directory itself: with others to read it, or alone to remove or open it. `Kind::InUse` at once when it is held otherwise.
     /// Independent of [`IoEngine::lock_dir`].
     fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock>;
 }

@@ -16,7 +16,7 @@ use super::space::{Geometry, Space};
 use super::{Identity, StateCounters};
 use crate::config::{Reopen, SsdConfig};
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, LOCK_FILE, descriptors};
+use crate::io::{DirLock, Hold, IoEngine, LOCK_FILE, descriptors};
 use crate::rows::RowLayout;
 use crate::sync::lock;
 use crate::types::BucketHash;
@@ -69,7 +69,7 @@ impl Shared {
         if config.reopen == Reopen::Never && !ours {
             return Err(not_empty(&config.dir, found.len()));
         }
-        let held = engine.lock_dir(&config.dir)?;
+        let held = hold_alone(&*engine, &config.dir)?;
         let block_bytes = tuning.block_bytes.unwrap_or_else(|| Home::usual_block_bytes(&geometry));
         let home = Home {
             dir: config.dir.clone(),
@@ -119,6 +119,23 @@ impl Shared {
         });
         Ok((shared, counters))
     }
+}
+
+/// A table's directory, held as long as this lives. The lock on the directory is given up first: until the one on its file goes too, whoever
+/// opens the table next is told the pid.
+#[derive(Debug)]
+pub(super) struct HeldDir {
+    _directory: DirLock,
+    _file: DirLock,
+}
+
+/// Hold a table's directory, which exists, as no other table of any process does: by its lock file, which says who holds it, and by a
+/// lock on the directory itself, which stays where somebody removes that file.
+///
+/// Errors: `InUse` at once.
+pub(super) fn hold_alone(engine: &dyn IoEngine, dir: &Path) -> Result<HeldDir> {
+    let file = engine.lock_dir(dir)?;
+    Ok(HeldDir { _directory: engine.hold_dir(dir, Hold::ToOpen)?, _file: file })
 }
 
 /// What lies in the directory beside the lock file.
@@ -226,14 +243,9 @@ fn resume(
     let wanted = Wanted { write_seq: file.write_seq, rows: file.rows, path: &state_path(dir, token) };
     restore(state, &wanted, &segments, home, threads)?;
     state.last_token = Some(token);
-    // The state before it is kept if it is whole; nothing but another resume needs it.
     let before = tokens.iter().rev().find(|other| **other < token).copied();
-    let before = before.and_then(|before| {
-        let file = StateFile::read(&*home.engine, dir, before).ok()?;
-        file.check_identity(identity, layout, dir).ok()?;
-        Some(Published::hold(before, opened.segments_of(home, &file).ok()?))
-    });
-    state.published.extend(before);
+    let before = before.map(|before| state_before(home, (identity, layout), before, &mut opened));
+    state.published.extend(before.transpose()?.flatten());
     state.published.push(Published::hold(token, segments));
     for segment in state.published.iter().flat_map(|published| &published.segments) {
         state.next_serial = state.next_serial.max(segment.serial + 1);
@@ -252,6 +264,37 @@ fn resume(
     }
     state.reap();
     Ok(Resumed { counters: file.counters, bucket_hash: file.identity.bucket_hash, note: file.note })
+}
+
+/// The state `token`, which comes before the one that is resumed and which nothing but another resume needs; `None` where it is damaged,
+/// not there, or of another table: then its files are removed.
+///
+/// Any other error is raised. It says nothing of the bytes on disk, and whoever took it for damage would remove a state that is whole.
+fn state_before(
+    home: &Home,
+    (identity, layout): (&Identity, &RowLayout),
+    token: u64,
+    opened: &mut Opened,
+) -> Result<Option<Published>> {
+    let mut read = || {
+        let file = StateFile::read(&*home.engine, &home.dir, token)?;
+        file.check_identity(identity, layout, &home.dir)?;
+        opened.segments_of(home, &file)
+    };
+    match read() {
+        Ok(segments) => Ok(Some(Published::hold(token, segments))),
+        Err(error) if error.is_damage_or_absence() || error.kind() == Kind::Mismatch => Ok(None),
+        Err(error) => {
+            let path = state_path(&home.dir, token);
+            let context = format!(
+                "cannot read the older one of the two states in {}, and nothing there was changed; open the table again when the cause \
+                 is gone, or remove {} yourself to go on without that state",
+                home.dir.display(),
+                path.display()
+            );
+            Err(error.context(context))
+        }
+    }
 }
 
 /// `Config` when the cap is too small for `rows` in segments that hold `held` bytes.

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::manifest::{is_temporary, state_token};
-use super::open::DIR_MODE;
+use super::open::{DIR_MODE, hold_alone};
 use super::segment::segment_serial;
 use crate::error::{Error, Kind, Result};
 use crate::io::{IoEngine, LOCK_FILE};
@@ -13,7 +13,7 @@ pub(super) fn remove(dir: &Path, engine: &dyn IoEngine) -> Result<()> {
     engine.check_private(dir, DIR_MODE)?;
     // Before the lock, which would make a file in a directory that is not ours.
     check_ours(dir, &engine.list(dir)?)?;
-    let held = engine.lock_dir(dir)?;
+    let held = hold_alone(engine, dir)?;
     // Looked at again: now nobody adds anything but those who know nothing of locks.
     let listing = engine.list(dir)?;
     check_ours(dir, &listing)?;

@@ -14,11 +14,11 @@ use super::home::Home;
 use super::index::{Location, Prints, TagIndex};
 use super::manifest::Published;
 use super::moment::Moment;
+use super::open::HeldDir;
 use super::segment::{OpenSegment, Segment};
 use super::space::Geometry;
 use super::tally::Tally;
 use crate::error::{Error, Kind, Result};
-use crate::io::DirLock;
 use crate::rows::RowLayout;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, was_torn};
 
@@ -140,7 +140,7 @@ pub(super) struct Shared {
     /// Who takes the rows of scans that end where they are in the way.
     pub(super) takers: Mutex<Vec<Arc<dyn GiveWay>>>,
     pub(super) counters: Counters,
-    pub(super) lock: Mutex<Option<DirLock>>,
+    pub(super) lock: Mutex<Option<HeldDir>>,
     /// The note of the state that was resumed.
     pub(super) note: Mutex<Vec<u8>>,
     pub(super) sweep: Mutex<Sweep>,
@@ -334,7 +334,7 @@ impl State {
 }
 
 impl Shared {
-    pub(super) fn new(home: Home, layout: RowLayout, identity: Identity, state: State, held: Option<DirLock>) -> Self {
+    pub(super) fn new(home: Home, layout: RowLayout, identity: Identity, state: State, held: Option<HeldDir>) -> Self {
         Self {
             home,
             layout,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use embcache::Result;
 use embcache::checkpoint::{Chain, Latest, Part, Save, SaveOptions, sweep_parts};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
-use embcache::io::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink};
+use embcache::io::{DirLock, Fault, FaultEngine, Hold, IoEngine, IoFile, Open, Operation, Read, ReadSink};
 
 use crate::made::{ROOT, Table, load, memory, on, save, save_delta};
 
@@ -105,4 +105,38 @@ fn what_is_being_read_and_what_that_builds_on_is_removed_by_a_later_save() {
     let third = save(&engine, root, &tables(3), 1, 4096, 4).expect("saved");
     assert!(!is_there(&full.latest) && !is_there(&delta.latest) && !is_there(&second.latest));
     assert!(is_there(&third.latest));
+}
+
+#[test]
+fn no_error_of_the_system_removes_what_a_checkpoint_that_is_being_read_builds_on() {
+    let disk = memory();
+    let root = Path::new(ROOT);
+    let tables = |salt| vec![Table::new("m", "a", RowWiseAdagrad, 4, &[1, 2, 3], salt)];
+    let engine: Arc<dyn IoEngine> = Arc::new(disk.clone());
+    let full = save(&engine, root, &tables(0), 1, 4096, 1).expect("saved");
+    let options = SaveOptions { keep: 1, ..on(&full.identity) };
+    let delta = save_delta(&engine, root, (&tables(0), &tables(1)), (1, 4096), 2, options).expect("saved");
+    for (operation, errno) in
+        [(Operation::Read, libc::EIO), (Operation::Open, libc::EMFILE), (Operation::Look, libc::EIO)]
+    {
+        for passing in 0.. {
+            let image = disk.kill();
+            let reading =
+                image.hold_dir(&root.join(delta.latest.to_string()), Hold::ToRead).expect("nobody removes it");
+            let faults = FaultEngine::new(Arc::new(image.clone()));
+            faults.hit_once(operation, passing, Fault::Fail(errno));
+            let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
+            // Whether it ends well or not.
+            drop(save(&engine, root, &tables(2), 1, 4096, 3));
+            for published in [&full, &delta] {
+                let manifest = root.join(published.latest.to_string()).join("manifest.json");
+                assert!(image.exists(&manifest).expect("looked at"), "{operation:?} {passing}: {}", manifest.display());
+            }
+            drop(reading);
+            if faults.will_hit() {
+                assert!(passing > 0, "{operation:?} is not used");
+                break;
+            }
+        }
+    }
 }

@@ -3,9 +3,11 @@
 
 mod counts;
 mod damage;
+mod held;
 mod kill;
 mod modified;
 mod panic;
 mod reopen;
+mod resume_errors;
 mod reuse;
 mod room;
