@@ -87,13 +87,17 @@ _State = dict[str, Any]
 class ShardedTables(ShardedObject):
     """All tables of a model, as one object of a sharded state dict. `data`: the model; None in metadata.
 
-    There is one of it, and each rank's is a replica: ranks may be other ones when it is loaded.
+    There is one of it, and each rank's is a replica: ranks may be other ones when it is loaded. `slots`: whether a load takes the
+    optimizer's slots.
     """
 
+    slots: bool = True
 
-def sharded_tables(model: nn.Module, key: str = "embcache") -> dict[str, ShardedTables]:
+
+def sharded_tables(model: nn.Module, key: str = "embcache", *, slots: bool = True) -> dict[str, ShardedTables]:
     """What to add to a sharded state dict, on every rank: the tables of every cache module in `model`, under `key`.
 
+    With `slots=False` a load takes weights and metadata alone, as `Saver.load(..., slots=False)` does; a save refuses it.
     `InputError` where `model` has none; `ConfigError` for a key that cannot be in a path.
     """
     check_name("key", key)
@@ -101,7 +105,7 @@ def sharded_tables(model: nn.Module, key: str = "embcache") -> dict[str, Sharded
     if not cache_modules(model):
         raise InputError(f"{type(model).__name__} has no cache module: nothing to save or load")
     replica = dist.get_rank() if is_distributed() else 0
-    return {key: ShardedTables(key, model, (1,), (0,), replica)}
+    return {key: ShardedTables(key, model, (1,), (0,), replica, slots=slots)}
 
 
 def _folder(key: str) -> str:
@@ -142,15 +146,24 @@ def _holds_tables(value: object) -> bool:
 
 
 def _save(tables: Mapping[tuple[str, ...], ShardedTables], directory: str | os.PathLike[str]) -> None:
+    _refuse_without_slots(tables)
     for each in tables.values():
         Saver(path_checks="basic").save(_model(each), os.path.join(directory, _folder(each.key)))
+
+
+def _refuse_without_slots(tables: Mapping[tuple[str, ...], ShardedTables]) -> None:
+    for each in tables.values():
+        if not each.slots:
+            raise InputError(
+                f"sharded_tables(slots=False) of the key {each.key!r} is for a load: a save writes the slots too, so leave it out"
+            )
 
 
 def _load(tables: Mapping[tuple[str, ...], ShardedTables], directory: str | os.PathLike[str], into: _State) -> _State:
     """Rows go into the models, which take the tables' places in `into`."""
     for (*above, name), each in tables.items():
         model = _model(each)
-        Saver(path_checks="basic").load(model, os.path.join(directory, _folder(each.key)))
+        Saver(path_checks="basic").load(model, os.path.join(directory, _folder(each.key)), slots=each.slots)
         target = into
         for part in above:
             target = target.setdefault(part, {})
@@ -236,6 +249,7 @@ class SaveShardedStrategy(TorchDistSaveShardedStrategy):
     def async_save(self, sharded_state_dict: _State, checkpoint_dir: Path, *args: Any, **named: Any) -> AsyncRequest:
         """Hold the tables' rows, and return the request that writes the rest. Collective. Raises what `Saver.save_async` does."""
         rest, tables = _take(sharded_state_dict)
+        _refuse_without_slots(tables)
         under_way = [
             Saver(path_checks="basic").save_async(_model(each), os.path.join(checkpoint_dir, _folder(each.key)))
             for each in tables.values()

@@ -189,23 +189,31 @@ class Loader:
         filter_func: Callable[[LoadInfo], LoadInfo] = lambda info: info,
         *,
         strict: bool = True,
+        slots: bool = True,
     ) -> None:
         """`hashtables` and `tensors` as for `Saver`; every shard gives its own tables and reads the rows that they own.
 
         `parallel`: threads that read. `filter_func` is given the load info and returns what to load: entries and slots dropped,
         sources renamed, several sources for one table. `strict=False`: load what is there and only report the rest.
+
+        `slots=False`: ids, weights and metadata alone, into tables with any optimizer or none: the load info comes without the
+        optimizer's slots, and the tables keep their step. Slots of rows that are new here start at zeros.
         """
         self.checkpoint_path = given_path("checkpoint_path", checkpoint_path)
         self.parallel = check_int("parallel", parallel, 1, 1024)
         self.strict = strict
+        self.slots = slots
         self._modules = _modules(hashtables)
         self._tensors = _dense(tensors)
         _refuse_twice(_names(self._modules), self._tensors)
         self.filter_func = filter_func
 
     def default_load_info(self) -> LoadInfo:
-        """Every table and tensor from the source of its own name, with all its slots."""
-        info: LoadInfo = {name: {name: list(slots_of(table))} for name, table in _tables(self._modules).items()}
+        """Every table and tensor from the source of its own name, with all its slots; without the optimizer's if so asked."""
+        info: LoadInfo = {}
+        for name, table in _tables(self._modules).items():
+            left_out = () if self.slots else table.spec.slot_names
+            info[name] = {name: [slot for slot in slots_of(table) if slot not in left_out]}
         return info | {name: {name: []} for name in self._tensors}
 
     def load(self) -> "LoadedBlocks":
@@ -238,8 +246,8 @@ class Loader:
                 if to in tables
             ]
             for table, sources in plan:
-                for source, _ in sources:
-                    _check_fits(table, source, root.path)
+                for source, slots in sources:
+                    _check_fits(table, source, slots, root.path)
             dense: _DensePlan = [
                 (self._tensors[to], saved.tensors[name])
                 for to, sources in info.items()
@@ -275,7 +283,7 @@ class Loader:
                     table.native.clear()
                 if len(sources) == 1 and table.stats().rows == 0 and sources[0][0].key != table.native.key:
                     table.adopt(table.total_num_buckets, sources[0][0].key, table.bucket_hash)
-            into = [_Into(table, *table.native.counters()) for table, _ in plan]
+            into = [_Into(table, *table.native.counters(), with_slots=self.slots) for table, _ in plan]
             for each, (_, sources) in zip(into, plan, strict=True):
                 counts.append(sum(each.load(source, slots, pool) for source, slots in sources))
             for tensor, stored in dense:
@@ -410,13 +418,14 @@ def _compare(
     return sorted(set(missing)), sorted((saved.tables.keys() | saved.tensors.keys()) - given)
 
 
-def _check_fits(table: CacheTable, source: SavedTable, where: str) -> None:
+def _check_fits(table: CacheTable, source: SavedTable, slots: list[str], where: str) -> None:
     mine = slots_of(table)
     for slot, entry in source.slots.items():
-        if slot in mine and (entry.dtype, entry.shape) != (mine[slot].dtype, mine[slot].shape):
+        if slot in slots and (entry.dtype, entry.shape) != (mine[slot].dtype, mine[slot].shape):
             raise MismatchError(
                 f"table {source.name!r} has {slot!r} of {entry.dtype} {list(entry.shape)} a row in {where} and {table.name!r} "
-                f"has {mine[slot].dtype} {list(mine[slot].shape)}: load it into one of that width and optimizer, or filter the slot"
+                f"has {mine[slot].dtype} {list(mine[slot].shape)}: load it into one of that width and optimizer, filter the slot, "
+                "or leave all slots out by Loader(..., slots=False)"
             )
     if table.stats().pinned_rows:
         raise StateError(f"table {table.name!r} has rows in use by a batch in flight: load between steps")
@@ -429,6 +438,8 @@ class _Into:
     table: CacheTable
     step: int
     epoch: int
+    # Without the optimizer's slots it keeps its step, by which Adam corrects them.
+    with_slots: bool
 
     def load(self, source: SavedTable, slots: list[str], pool: Executor) -> int:
         """Rows loaded. Two runs are read ahead."""
@@ -446,7 +457,8 @@ class _Into:
                 count += take()
         while waiting:
             count += take()
-        table.native.set_step(max(self.step, source.step))
+        table.native.set_step(max(self.step, source.step) if self.with_slots else self.step)
+        table.loaded_step = max(table.loaded_step, source.step)
         table.native.set_epoch(max(self.epoch, source.epoch))
         return count
 

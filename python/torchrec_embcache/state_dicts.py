@@ -3,7 +3,8 @@
 A table's entry in a state dict is its empty `[0, D]` weight. The tensor carries a note (an attribute, which `torch.save` and
 `copy.deepcopy` keep) of the rows and steps that the table had. No key is added, so that keys are those of TorchRec's own modules.
 Checkpoints that keep no attributes, as those of PyTorch's DCP, lose the note: `EmbCacheStorageWriter` saves the rows themselves
-there, and `TableState` is a note to put beside the model where rows are saved by `Saver`.
+there, and `TableState` is a note to put beside the model where rows are saved by `Saver`. Without either, `dcp.load` fills a state
+dict of the model that loads: where its tables never had rows, `load_state_dict` of that very state dict is refused.
 """
 
 import json
@@ -28,8 +29,8 @@ def note_rows(state: Mapping[str, Any], keys: Mapping[str, CacheTable]) -> None:
     """Note in the entries `keys` of a state dict what their tables hold. Opens nothing; live parameters are left alone."""
     for key, table in keys.items():
         entry = state.get(key)
-        if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter) and table.is_open and not table.unusable:
-            entry.__dict__[_NOTE] = _note(table)
+        if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter) and not table.unusable:
+            entry.__dict__[_NOTE] = _note(table) if table.is_open else _note_of_unopened(table)
 
 
 def _note(table: CacheTable) -> dict[str, Any]:
@@ -43,6 +44,11 @@ def _note(table: CacheTable) -> dict[str, Any]:
         "shard": [table.rank, table.world_size, *table.buckets],
         "contents": table.contents,
     }
+
+
+def _note_of_unopened(table: CacheTable) -> dict[str, Any]:
+    """What is known without opening it: whose state dict this is. Files of its SSD tier may have rows."""
+    return {"table": table.name, "rows": 0, "contents": table.contents}
 
 
 def notes_of(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -61,6 +67,7 @@ def check_rows_are_here(state: Mapping[str, Any], keys: Mapping[str, CacheTable]
     noted = {key: note for key in keys if isinstance(note := getattr(state.get(key), _NOTE, None), dict)}
     if not noted or not (strict and _users_strict()):
         return
+    _refuse_what_dcp_filled(noted, keys)
     for key, note in noted.items():
         try:
             wrong = _difference(note, keys[key])
@@ -76,6 +83,32 @@ def check_rows_are_here(state: Mapping[str, Any], keys: Mapping[str, CacheTable]
                 "dcp.load with EmbCacheStorageReader(path, model)), then this. For the dense part alone: load_state_dict(..., "
                 "strict=False)"
             )
+
+
+def _refuse_what_dcp_filled(noted: Mapping[str, Mapping[str, Any]], keys: Mapping[str, CacheTable]) -> None:
+    """`StateError` where the state dict is this very module's, and none of its tables ever had a row.
+
+    Loading it makes sense only after `dcp.load` has filled it. What that read says nothing of rows.
+    """
+    if not all(
+        keys[key].contents == note.get("contents") and _never_had_rows(keys[key]) for key, note in noted.items()
+    ):
+        return
+    names = ", ".join(repr(keys[key].name) for key in noted)
+    raise StateError(
+        f"load_state_dict(): the state dict is of this very model, whose tables ({names}) never had a row. PyTorch's DCP fills it "
+        "in place, and what it saves holds no rows: load them first, by Saver(rank).load(model, path) (or dcp.load with "
+        "EmbCacheStorageReader(path, model)), then this. Where the tables were saved without rows, or for the dense part alone: "
+        "load_state_dict(..., strict=False)"
+    )
+
+
+def _never_had_rows(table: CacheTable) -> bool:
+    if table.past_contents or table.loaded_step:
+        return False
+    if not table.is_open and table.tiers.ssd:
+        table.open()  # it may resume rows
+    return not table.is_open or (table.unusable is None and len(table) == 0 and table.native.step() == 0)
 
 
 def _difference(note: Mapping[str, Any], table: CacheTable) -> str | None:

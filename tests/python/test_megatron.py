@@ -117,6 +117,24 @@ def test_tables_alone_come_back(path: Path) -> None:
     assert Contents.of(other.bag) == Contents.of(model.bag)
 
 
+def test_tables_come_back_without_slots_under_another_optimizer(path: Path) -> None:
+    model = trained()
+    dist_checkpointing.save({"sparse": megatron.sharded_tables(model)}, str(path), megatron.STRATEGY)
+    other = Model()
+    other.bag = make_bag(optimizer=optimizers.Adam(lr=0.1))
+    with pytest.raises(MismatchError, match="slots=False"):
+        dist_checkpointing.load({"sparse": megatron.sharded_tables(other)}, str(path))
+    dist_checkpointing.load({"sparse": megatron.sharded_tables(other, slots=False)}, str(path))
+    ids = torch.cat([chunk.ids for chunk in model.bag.export()])
+    found = other.bag.read_rows(ids)
+    assert found.found.all()
+    assert torch.equal(found.weights, model.bag.read_rows(ids).weights)
+    assert not any(slot.any() for slot in found.slots.values())
+    assert other.bag.table.step() == 0
+    with pytest.raises(InputError, match=r"slots=False.*is for a load"):
+        dist_checkpointing.save({"sparse": megatron.sharded_tables(model, slots=False)}, str(path), megatron.STRATEGY)
+
+
 def test_a_directory_of_tables_that_is_a_link_a_pipe_or_open_to_others_is_refused(path: Path, tmp_path: Path) -> None:
     bag = trained().bag
     elsewhere = tmp_path / "elsewhere"

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrec import KeyedJaggedTensor
 from torchrec import optim as trec_optim
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -16,9 +18,12 @@ from torchrec_embcache import (
     EmbCacheEmbeddingBag,
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagConfig,
+    EmbCacheStorageReader,
+    EmbCacheStorageWriter,
     Saver,
     TierBudgets,
     optimizers,
+    serialize,
 )
 from torchrec_embcache.exceptions import CorruptionError, MismatchError
 from torchrec_embcache.modules.optimizer_choice import choose_optimizer
@@ -60,6 +65,41 @@ def test_weights_and_metadata_load_under_any_optimizer_and_slots_start_anew(befo
         report = Saver(0).load(other, tmp_path / "rows", slots=False)
         assert report.rows == {"item": len(bag)}
         assert_weights_without_slots(other, bag)
+
+
+def test_dcp_loads_tables_without_slots_too(tmp_path):
+    with trained() as bag, make_bag(optimizer=optimizers.Adam(lr=0.05)) as other:
+        path = str(tmp_path / "ckpt")
+        dcp.save({"model": bag.state_dict()}, storage_writer=EmbCacheStorageWriter(path, bag))
+        state = {"model": other.state_dict()}
+        with pytest.raises(CheckpointException, match="slots=False"):
+            dcp.load(state, storage_reader=EmbCacheStorageReader(path, other))
+        dcp.load(state, storage_reader=EmbCacheStorageReader(path, other, slots=False))
+        assert_weights_without_slots(other, bag)
+        assert other.table.step() == 0
+        other.load_state_dict(state["model"])
+
+
+def test_blocks_load_without_slots_too(tmp_path):
+    with trained() as bag, make_bag(optimizer=optimizers.RowWiseAdagrad(lr=0.05)) as other:
+        serialize.Saver(path=str(tmp_path / "blocks"), hashtables={"item": bag}).save()
+        # Both optimizers call their slot "sum", of other widths.
+        with pytest.raises(MismatchError, match="slots=False"):
+            serialize.Loader(str(tmp_path / "blocks"), {"item": other}).load()
+        loader = serialize.Loader(str(tmp_path / "blocks"), {"item": other}, slots=False)
+        assert "sum" not in loader.default_load_info()["item"]["item"]
+        assert loader.load().tables == {"item": len(bag)}
+        assert_weights_without_slots(other, bag)
+        assert other.table.step() == 0
+        # Rows lie over those that are there, whose slots stay.
+        step(other, BATCHES[0])
+        before = other.read_rows(all_ids(bag))
+        assert before.slots["sum"].any()
+        loader.load()
+        after = other.read_rows(all_ids(bag))
+        assert torch.equal(after.slots["sum"], before.slots["sum"])
+        assert torch.equal(after.weights, bag.read_rows(all_ids(bag)).weights)
+        assert other.table.step() == 1
 
 
 def test_fine_tuning_goes_on_as_from_imported_weights(tmp_path):

@@ -112,6 +112,11 @@ def test_what_has_no_rows_on_either_side_is_loaded_in_silence(tmp_path):
     assert not other["tables"].tables["t"].is_open
     other.load_state_dict(through_torch(fresh.state_dict(), tmp_path))
     assert not other["tables"].tables["t"].is_open
+    # One of its tables alone has rows: so does the model.
+    with make_bag() as bag:
+        state = bag.state_dict()
+        step(bag, [[1, 2]])
+        bag.load_state_dict(state)
     # And into a model that has rows: nothing is lost of what was saved.
     trained().load_state_dict(fresh.state_dict())
 
@@ -168,6 +173,45 @@ def test_torchs_own_dcp_saves_and_loads_the_same_keys(tmp_path):
     state = {"model": made.state_dict()}
     dcp.load(state, checkpoint_id=str(tmp_path / "dense"))
     made.load_state_dict(state["model"])
+
+
+def wrapped(made: nn.Module) -> dict[str, Any]:
+    """As torch's tutorial gives a model to DCP: an object with `state_dict` and `load_state_dict`."""
+    return {"app": made}
+
+
+@pytest.mark.parametrize("give", [lambda made: {"model": made.state_dict()}, wrapped], ids=["state dict", "module"])
+def test_what_torchs_own_dcp_loaded_is_refused_where_the_tables_never_had_rows(give, tmp_path):
+    made = trained()
+    path = str(tmp_path / "dense")
+    dcp.save(give(made), checkpoint_id=path)
+    Saver(0).save(made, tmp_path / "rows")
+
+    def load(fresh: nn.Module, **how: Any) -> None:
+        state = give(fresh)
+        dcp.load(state, checkpoint_id=path)
+        if "model" in state:
+            fresh.load_state_dict(state["model"], **how)
+
+    fresh = model()
+    with pytest.raises(StateError, match=r"\('t'\) never had a row.*Saver\(rank\)\.load\(model, path\).*strict=False"):
+        load(fresh)
+    if give is not wrapped:
+        load(model(), strict=False)
+    Saver(0).load(fresh, tmp_path / "rows")
+    load(fresh)
+    assert torch.equal(fresh["dense"].weight, made["dense"].weight)
+    assert len(fresh["tables"].tables["t"]) == 3
+
+
+def test_rows_that_an_ssd_tier_resumes_are_rows_for_dcp_too(tmp_path):
+    (tmp_path / "ssd").mkdir(mode=0o750)
+    tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="16MiB", ssd_dir=tmp_path / "ssd", reopen="resume")
+    with make_bag(tiers=TierBudgets(host_bytes="1MiB", ssd_bytes="16MiB", ssd_dir=tmp_path / "ssd")) as bag:
+        step(bag, [[1, 2]])
+    with make_bag(tiers=tiers) as bag:
+        state = bag.state_dict()
+        bag.load_state_dict(state)
 
 
 def _sharded(_rank: int, _world: int, folder: str) -> Any:

@@ -46,8 +46,9 @@ class EmbCacheStorageReader(AtPath, StorageReader):
     Tensors go into place as they are read, verified, without a copy where their place is contiguous host memory.
     """
 
-    def __init__(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module | None = None, *, slots: bool = True) -> None:
         """`path`: the checkpoints' directory. `model`: its tables are loaded too; without it the checkpoint's are left alone.
+        `slots=False`: of the tables weights and metadata alone, as by `Saver.load(..., slots=False)`.
 
         Load before a pipeline takes its first batches. Where the checkpoint does not fit the model (`MismatchError`) or its
         manifests are damaged (`CorruptionError`) nothing is changed; DCP raises its `CheckpointException` with these.
@@ -55,6 +56,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         super().__init__()
         self.path = given_path("path", path)
         self.model = model
+        self.slots = slots
         self.load_id = str(uuid.uuid4())
         self.storage_data: dict[MetadataIndex, Extent] = {}
         self._load: _Load | None = None
@@ -90,7 +92,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         """Check that the model's tables fit, before any rank changes anything."""
         load = self._current()
         if self.model is not None:
-            load.tables = TableReader(self.model, load.root, load.reader)
+            load.tables = TableReader(self.model, load.root, load.reader, slots=self.slots)
             load.tables.check()
         plan.storage_data = None if load.is_own else load.reader.name
         return plan

@@ -12,6 +12,7 @@ from torchrec_embcache.beside import BesideTraining, finish_saves
 from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, StateError
 from torchrec_embcache.loading import TablesUnderLoad, replace_contents
+from torchrec_embcache.optimizers import check_saved_optimizer
 from torchrec_embcache.paths import basic_root
 from torchrec_embcache.saving import abandon
 from torchrec_embcache.shards import Shard, numbers_of, shards_of
@@ -163,8 +164,10 @@ def _numbers(owner: CacheModule, table: CacheTable) -> dict[str, float]:
 class TableReader:
     """Loads the tables of a model from a checkpoint."""
 
-    def __init__(self, model: nn.Module, root: str, reader: _native.CheckpointReader) -> None:
+    def __init__(self, model: nn.Module, root: str, reader: _native.CheckpointReader, *, slots: bool = True) -> None:
+        """`slots`: whether rows come with the optimizer's slots; without them they fit tables with any optimizer."""
         self._root = root
+        self._slots = slots
         self._reader = reader
         self._saved = {(entry["module"], entry["table"]): entry for entry in reader.tables()}
         self._shards = shards_of(model)
@@ -183,7 +186,9 @@ class TableReader:
                     "leave model out, or give the one that was saved"
                 )
             buckets = table.buckets_of(saved["total_num_buckets"])
-            self._rows[place, table.name] = self._reader.check_table(place, table.native, *buckets)
+            if self._slots:
+                check_saved_optimizer(f"{table.name!r} of module {place!r}", table.optimizer, saved["optimizer"])
+            self._rows[place, table.name] = self._reader.check_table(place, table.native, *buckets, slots=self._slots)
 
     def load(self) -> None:
         """Replace the tables' contents. After an error they refuse use until a load succeeds."""
@@ -198,3 +203,4 @@ class TableReader:
                         f"the checkpoint {self._reader.name} in {self._root} is damaged: table {table.name!r} of module "
                         f"{place!r} should have {expected} rows here and has {loaded}"
                     )
+                table.loaded_step = self._saved[place, table.name]["step"]
