@@ -41,7 +41,7 @@ from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
 from .owners import import_on_owners
 from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, ids_array, row_ids, row_vectors
-from .table_copy import described, in_memory_copy
+from .table_copy import described, in_memory_copy, rows_text
 from .under_way import refuse_in_own_save
 
 __all__ = ["CacheTable", "FoundRows", "Ids", "RowChunk", "RowExport", "RowMetadata", "Values", "ids_array"]
@@ -122,6 +122,7 @@ class CacheTable:
         self._closed = False
         # The version of the rows that a resume finds; None: it finds others, or none.
         self._flushed: int | None = None
+        self._supersedes = False
         self._opened_by = 0
         self._opened_among_ranks = False
         # Held from the choice of a flush's token until its state is published.
@@ -308,7 +309,7 @@ class CacheTable:
             )
         if directory is not None:
             lifetime.opened(self)
-        disk.look_after(self, lifetime.open_tables(), resumed=resume_token is not None)
+        self._supersedes = disk.look_after(self, lifetime.open_tables(), resumed=resume_token)
 
     def set_unusable(self, reason: str | None) -> None:
         """Refuse every use (`StateError` with the reason) until this is called with None: the contents are incomplete."""
@@ -516,9 +517,11 @@ class CacheTable:
         self.native.flush(token)
         return version
 
-    def note_flushed(self, version: int) -> None:
-        """A resume finds the rows of this version from now on."""
+    def note_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
+        """A resume finds the rows of this version from now on. `by_all_ranks`: those of every rank."""
         self._flushed = version
+        if self._supersedes:
+            self._supersedes = disk.remove_superseded(self, by_all_ranks=by_all_ranks)
 
     def close(self) -> None:
         """Flush and close; harmless twice. The tiers are closed even when the flush fails, which raises.
@@ -562,8 +565,7 @@ class CacheTable:
 
     def describe(self, numbers: Mapping[str, Any] | None = None) -> str:
         """Settings, optimizer, rows and budgets in one line. Opens nothing. `numbers`: the optimizer's as they are now."""
-        state = "closed" if self._closed else "unusable" if self._unusable is not None else None
-        return described(self, state or (str(len(self)) if self.is_open else "not opened yet"), numbers)
+        return described(self, rows_text(self, closed=self._closed), numbers)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.describe()})"

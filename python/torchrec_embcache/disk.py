@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
-from . import _native
+from . import _native, publish
 from .config import TierBudgets, bytes_text
 from .exceptions import EmbCacheError, EmbCacheWarning
 
-__all__ = ["OpenTable", "look_after", "say_unflushed"]
+__all__ = ["OpenTable", "look_after", "remove_superseded", "say_unflushed"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,15 +42,36 @@ class OpenTable(Protocol):
         """Bytes of its files."""
 
 
-def look_after(table: OpenTable, tables: Sequence[OpenTable], *, resumed: bool) -> None:
+def look_after(table: OpenTable, tables: Sequence[OpenTable], *, resumed: int | None) -> bool:
     """Say what a person should know of a table that was opened just now. `tables`: all that have an SSD tier, this one included.
+    `resumed`: the token of the state that it resumed.
 
-    What a run with another number of ranks left is removed, where the table is to start anew or to find out itself.
+    What a run with another number of ranks left is removed where the table is to start anew, and, where it is to find out itself,
+    if the state that it resumed has the whole table. True: `remove_superseded` is to remove it after a flush.
     """
-    _say_opened(table, resumed=resumed)
-    if table.directory is not None:
-        _look_after_other_shards(table, table.directory)
-        _warn_of_space(str(table.tiers.ssd_dir), tables)
+    _say_opened(table, resumed=resumed is not None)
+    if table.directory is None:
+        return False
+    whole = resumed is not None and (_has_all_buckets(table) or publish.is_shared(resumed))
+    remove = table.tiers.reopen == "discard" or (table.tiers.reopen == "auto" and whole)
+    left = _look_after_other_shards(table, table.directory, remove=remove)
+    _warn_of_space(str(table.tiers.ssd_dir), tables)
+    return left and table.tiers.reopen == "auto"
+
+
+def remove_superseded(table: OpenTable, *, by_all_ranks: bool) -> bool:
+    """After a flush: remove what a run with another number of ranks left. Until then a crash leaves its rows to be resumed.
+
+    True: the flush was of this shard alone, and other ranks have the rest of the table, so that this is to be called again.
+    """
+    if table.directory is None or not (by_all_ranks or _has_all_buckets(table)):
+        return True
+    _look_after_other_shards(table, table.directory, remove=True, say=False)
+    return False
+
+
+def _has_all_buckets(table: OpenTable) -> bool:
+    return table.buckets == (0, table.total_num_buckets)
 
 
 def _say_opened(table: OpenTable, *, resumed: bool) -> None:
@@ -123,25 +144,38 @@ def say_unflushed(directory: str) -> None:
         )
 
 
-def _look_after_other_shards(table: OpenTable, directory: str) -> None:
+def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, say: bool = True) -> bool:
     """Say which files other runs left beside a shard's `directory`; remove those of another number of ranks if that is asked for.
+    Whether there are some of another number of ranks that were not to be removed.
 
     Each rank looks after its part of those directories, and a table's only rank after all. What another process has open stays, and
     so does what holds other files than a table's.
     """
     parent, own = os.path.split(directory)
-    only_rank = table.buckets == (0, table.total_num_buckets)
-    remove = table.tiers.reopen in ("discard", "auto")
+    only_rank = _has_all_buckets(table)
     kept: list[str] = []
+    later: list[str] = []
     for name in sorted(_shards_in(parent)):
         rank, ranks = (int(part) for part in name.split("-of-"))
         if name == own or not (only_rank or rank % table.world_size == table.rank):
             continue
         if ranks != table.world_size and remove:
             _remove(os.path.join(parent, name), str(table.tiers.ssd_dir))
+        elif ranks != table.world_size and table.tiers.reopen == "auto":
+            later.append(name)
         elif ranks != table.world_size or only_rank:
             kept.append(name)
-    if kept:
+    if later and say:
+        what = "flush" if only_rank else "flush of all ranks (flush(model) or flush_every=)"
+        _log.warning(
+            "%s in %s were left by runs with another number of ranks: nobody reads them, and ssd_bytes does not count them; the "
+            "first %s of table %r removes them. To keep their rows end this run now, and bring them over by a checkpoint of Saver",
+            ", ".join(later),
+            parent,
+            what,
+            table.name,
+        )
+    if kept and say:
         _log.warning(
             "%s in %s were left by runs with other ranks: nobody reads them, and ssd_bytes does not count them; their rows come "
             "back by a checkpoint that Saver made; remove them by rm -r, or those of another number of ranks by "
@@ -149,6 +183,7 @@ def _look_after_other_shards(table: OpenTable, directory: str) -> None:
             ", ".join(kept),
             parent,
         )
+    return bool(later)
 
 
 def _shards_in(parent: str) -> list[str]:

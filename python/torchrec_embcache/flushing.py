@@ -43,8 +43,8 @@ class FlushedTable(Protocol):
     def flush_as(self, token: int | None) -> int:
         """Publish a state; the version of the rows that it has."""
 
-    def note_flushed(self, version: int) -> None:
-        """A resume finds the rows of this version."""
+    def note_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
+        """A resume finds the rows of this version; `by_all_ranks`: those of every rank."""
 
 
 def flush_tables(tables: Sequence[FlushedTable], *, alone: bool = False) -> None:
@@ -110,7 +110,7 @@ def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
     each(lambda mark: mark.prepare(token), marks)
     each(lambda mark: mark.decide(token), marks)
     for table, version in zip(tables, versions, strict=True):
-        table.note_flushed(version)
+        table.note_flushed(version, by_all_ranks=not alone)
     each(lambda mark: mark.follow(token), marks)
     kept = {token for tokens in gather([token for table in tables for token in table.published()]) for token in tokens}
     old = {token for tokens in gather(published) for token in tokens if publish.is_shared(token)} - kept

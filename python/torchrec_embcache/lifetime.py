@@ -156,7 +156,15 @@ def flush_at_exit() -> None:
     """Flush what nobody closed; say what was not flushed, and why."""
     if _hooked != os.getpid():
         return
-    tables = sorted((table for table in open_tables() if table.has_unflushed_rows), key=lambda table: table.name)
+    try:
+        tables = sorted((table for table in open_tables() if table.has_unflushed_rows), key=lambda table: table.name)
+    except StateError as error:
+        warnings.warn(
+            f"nothing is flushed at the end of the process, and a resume finds the last flush of every table: {error}",
+            EmbCacheWarning,
+            stacklevel=2,
+        )
+        return
     if not tables:
         return
     others = [table for table in tables if _is_of_several_ranks(table)]

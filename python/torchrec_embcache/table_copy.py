@@ -8,9 +8,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from .cache import CacheTable
 
-__all__ = ["described", "in_memory_copy"]
+from .exceptions import EmbCacheError
+
+__all__ = ["described", "in_memory_copy", "rows_text"]
 
 Table = TypeVar("Table", bound="CacheTable")
+
+
+def rows_text(table: CacheTable, *, closed: bool) -> str:
+    """How many rows it has, or the state that keeps it from telling. Opens and raises nothing."""
+    try:
+        if closed or (table.native_or_none is not None and table.native_or_none.is_closed()):
+            return "closed"
+        if table.unusable is not None:
+            return "unusable"
+        return str(len(table)) if table.is_open else "not opened yet"
+    except EmbCacheError:  # an update failed half-way, or the process is a fork of its own: its next use says which
+        return "unusable"
 
 
 def described(table: CacheTable, rows: str, numbers: Mapping[str, Any] | None) -> str:

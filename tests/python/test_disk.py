@@ -16,6 +16,7 @@ import torch
 from tables import AMPLE, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers
 from torchrec_embcache.exceptions import CapacityError, EmbCacheWarning
+from torchrec_embcache.flushing import flush_tables
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.whole_model import CacheModule
 from world import Child, World
@@ -76,19 +77,88 @@ def test_files_of_another_number_of_ranks_are_named_with_the_way_to_remove_them(
     assert names(of_two_ranks) == {"0-of-1", "0-of-2", "1-of-2"}
 
 
-@pytest.mark.parametrize("reopen", ["discard", "auto"])
-def test_discard_and_auto_remove_files_of_another_number_of_ranks(
-    of_two_ranks: Path, reopen: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), shard(of_two_ranks, 0, 1, reopen=reopen):
+def test_discard_removes_files_of_another_number_of_ranks(of_two_ranks: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), shard(of_two_ranks, 0, 1, reopen="discard"):
         assert names(of_two_ranks) == {"0-of-1"}
     assert [record.getMessage().count("the rows that it flushed last are gone") for record in caplog.records] == [1, 1]
+
+
+def train_alone(say: Any, directory: Path) -> None:
+    table = shard(directory, 0, 1, reopen="auto")
+    table.import_rows([1, 2, 3], torch.zeros(3, 4))
+    say(len(table))
+    signal.pause()
+
+
+def test_auto_removes_files_of_another_number_of_ranks_when_its_own_rows_are_flushed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = []
+    for rank in range(2):
+        with shard(tmp_path, rank, 2) as table:
+            ids = torch.arange(100)
+            ids = ids[torch.from_numpy(table.owns(ids.numpy()))]
+            table.import_rows(ids, torch.ones(len(ids), 4))
+            rows.append(len(ids))
+    # Killed before a flush: the rows are where they were.
+    child = Child(train_alone, tmp_path)
+    assert child.hear() == 3
+    child.kill()
+    child.ended()
+    assert names(tmp_path) == {"0-of-1", "0-of-2", "1-of-2"}
+    for rank in range(2):
+        with shard(tmp_path, rank, 2, reopen="resume") as table:
+            assert len(table) == rows[rank]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), shard(tmp_path, 0, 1, reopen="auto") as table:
+        said = caplog.text
+        assert "0-of-2, 1-of-2 in" in said
+        assert "the first flush of table 't' removes them" in said
+        assert names(tmp_path) == {"0-of-1", "0-of-2", "1-of-2"}
+        caplog.clear()
+        table.import_rows([1], torch.zeros(1, 4))
+        table.flush()
+        assert names(tmp_path) == {"0-of-1"}
+        assert caplog.text.count("the rows that it flushed last are gone") == 2
+        caplog.clear()
+        table.flush()
+        assert caplog.text == ""
+
+
+def test_auto_removes_at_once_what_lies_beside_rows_that_it_resumes(of_two_ranks: Path) -> None:
+    with shard(of_two_ranks, 0, 1):
+        pass
+    with shard(of_two_ranks, 0, 1, reopen="auto"):
+        assert names(of_two_ranks) == {"0-of-1"}
+
+
+def _flushed_by_ranks(rank: int, _world: int, folder: str) -> list[set[str]]:
+    table = shard(Path(folder), rank, 2, reopen="auto")
+    seen = []
+    torch.distributed.barrier()
+    table.flush()
+    torch.distributed.barrier()
+    seen.append(names(Path(folder)))
+    torch.distributed.barrier()
+    flush_tables([table])
+    torch.distributed.barrier()
+    seen.append(names(Path(folder)))
+    table.close()
+    return seen
+
+
+def test_auto_waits_for_a_flush_of_all_ranks(tmp_path: Path, two_ranks: World) -> None:
+    """A flush of one rank's shard is not the table: the other ranks' rows may be lost yet."""
+    for rank in range(3):
+        shard(tmp_path, rank, 3).close()
+    old, new = {"0-of-3", "1-of-3", "2-of-3"}, {"0-of-2", "1-of-2"}
+    assert two_ranks.run(_flushed_by_ranks, str(tmp_path)) == [[old | new, new]] * 2
 
 
 def test_each_of_several_ranks_removes_its_part(of_two_ranks: Path) -> None:
     tables = []
     for rank, left in enumerate([{"1-of-2"}, set(), set()]):
-        tables.append(shard(of_two_ranks, rank, 3, reopen="auto"))
+        tables.append(shard(of_two_ranks, rank, 3, reopen="discard"))
         assert names(of_two_ranks) == left | {f"{other}-of-3" for other in range(rank + 1)}
     for table in tables:
         table.close()
@@ -103,7 +173,8 @@ def hold(say: Any, directory: Path) -> None:
 def test_what_another_process_has_open_stays(of_two_ranks: Path, caplog: pytest.LogCaptureFixture) -> None:
     child = Child(hold, of_two_ranks)
     assert child.hear() == 0
-    with caplog.at_level(logging.WARNING), shard(of_two_ranks, 0, 1, reopen="auto"):
+    with caplog.at_level(logging.WARNING), shard(of_two_ranks, 0, 1, reopen="auto") as table:
+        table.flush()
         assert names(of_two_ranks) == {"0-of-1", "0-of-2"}
     assert re.search(r"0-of-2 was left .* and stays: .* in use by pid \d+", caplog.text)
     child.kill()

@@ -44,6 +44,27 @@ def killed(*bags: EmbCacheEmbeddingBag) -> None:
         bag.table.native.close()
 
 
+def test_the_end_of_the_process_says_that_a_step_failed_half_way_and_flushes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
+    torn = bag_in(tmp_path / "torn", name="torn", device_bytes="64KiB")
+    other = bag_in(tmp_path / "other", name="other", device_bytes="64KiB")
+    for bag in (torn, other):
+        train(bag, BATCHES[:2])
+    flushed = len(other.table.published())
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("asked to fail")
+
+    with monkeypatch.context() as refused:
+        refused.setattr(torch.Tensor, "index_copy_", refuse)
+        with pytest.raises(RuntimeError, match="asked to fail"):
+            train(torn, BATCHES[:1])
+    with pytest.warns(EmbCacheWarning, match="nothing is flushed.*'?torn.*failed half-way"):
+        lifetime.flush_at_exit()
+    assert len(other.table.published()) == flushed
+    killed(torn, other)
+
+
 def run(source: str, folder: Path, *, sent: signal.Signals | None = None) -> tuple[int, str, str]:
     """A program in a process of its own, which `sent` is sent to when it says "ready"; its exit status and what it said."""
     head = """

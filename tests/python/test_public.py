@@ -15,7 +15,7 @@ import torchrec_embcache
 from tables import AMPLE, make_bag, step
 from torchrec_embcache import EmbCacheEmbedding, EmbCacheEmbeddingBag, TierBudgets, optimizers
 from torchrec_embcache.cli import main
-from torchrec_embcache.exceptions import ConfigError
+from torchrec_embcache.exceptions import ConfigError, StateError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -186,6 +186,26 @@ def test_a_printed_collection_shows_rows_budgets_and_optimizer_and_opens_nothing
         assert not os.listdir(tmp_path)
         ebc(KeyedJaggedTensor(["f"], torch.tensor([1, 5]), lengths=torch.tensor([2]))).values().sum().backward()
         assert "optimizer=RowWiseAdagrad(lr=0.1), policy=s3fifo, rows=2" in repr(ebc)
+
+
+def test_a_table_whose_tiers_are_closed_or_torn_can_be_printed(monkeypatch):
+    bag = make_bag(tiers=AMPLE)
+    bag.table.native.close()
+    assert "rows=closed" in repr(bag)
+    monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
+    torn = make_bag(tiers=TierBudgets(device_bytes="64KiB", host_bytes="1MiB"), optimizer=optimizers.Adam(lr=0.1))
+    step(torn, [[1, 2]])
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("asked to fail")
+
+    with monkeypatch.context() as refused:
+        refused.setattr(torch.Tensor, "index_copy_", refuse)
+        with pytest.raises(RuntimeError, match="asked to fail"):
+            step(torn, [[1, 2]])
+    with pytest.raises(StateError, match="failed half-way"):
+        len(torn.table)
+    assert "rows=unusable" in repr(torn)
 
 
 def test_a_table_that_cannot_be_used_can_be_printed():
