@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import StepLR
 from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.comm_ops import set_gradient_division
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     row_wise,
@@ -476,51 +474,6 @@ def test_two_ranks_resume_from_the_state_that_they_flushed_together(two_ranks):
         assert again == rows
     files = set(results[0][2]) | set(results[1][2])
     assert {"bags/tb/0-of-2", "bags/tb/1-of-2"} <= files
-
-
-def _constrained(_rank: int, world: int, kinds: list[str]) -> str:
-    sharders = [EmbCacheEmbeddingBagCollectionSharder(FUSED), EmbCacheEmbeddingCollectionSharder(FUSED)]
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"),
-        constraints={"ta": ParameterConstraints(sharding_types=kinds)},
-    )
-    model = Model()
-    try:
-        plan = planner.collective_plan(model, sharders, torch.distributed.group.WORLD)
-        DistributedModelParallel(model, device=CPU, sharders=sharders, plan=plan)
-    except UnsupportedError as error:
-        return str(error)
-    return "sharded"
-
-
-@pytest.mark.parametrize("kind", ["column_wise", "table_row_wise", "table_column_wise", "data_parallel"])
-def test_a_constraint_that_demands_an_unsupported_sharding_is_refused_on_every_rank(two_ranks, kind):
-    for told in two_ranks.run(_constrained, [kind]):
-        assert f"table 'ta': sharding_type='{kind}' is not supported yet" in told
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("kind", ["column_wise", "table_row_wise", "table_column_wise", "data_parallel"])
-def test_torchrecs_planner_shows_the_sharder_which_constraint_it_asks_about(kind):
-    """The sharder reads it from the planner's variables, as no argument has it. Where this fails TorchRec's planner has changed."""
-    planner = EmbeddingEnumerator(
-        topology=Topology(world_size=2, compute_device="cpu"),
-        batch_size=8,
-        constraints={"ta": ParameterConstraints(sharding_types=[kind])},
-    )
-    try:
-        options = planner.enumerate(Model().bags, [EmbCacheEmbeddingBagCollectionSharder(FUSED)])
-    except RuntimeError as error:
-        pytest.fail(
-            "TorchRec's EmbeddingEnumerator no longer asks sharding_types() from a frame whose `self` has `_constraints` "
-            f"and whose `name` is the table's: mend _demanded_by in sharded/sharders.py ({error})"
-        )
-    assert {option.sharding_type for option in options if option.name == "ta"} == {kind}
-    assert {option.sharding_type for option in options if option.name == "tb"} == {"row_wise", "table_wise"}
-
-
-def test_a_constraint_that_allows_a_supported_sharding_too_is_met(two_ranks):
-    assert two_ranks.run(_constrained, ["column_wise", "row_wise"]) == ["sharded", "sharded"]
 
 
 def test_a_sharded_model_is_not_copied_and_prints_its_shards(two_ranks):
