@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use embcache::Kind;
 use embcache::cache::RowBlock;
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig};
 use embcache::io::MemoryEngine;
@@ -37,6 +38,58 @@ fn ids_of(rig: &Rig, version: impl Fn(Id) -> f32) -> Vec<Id> {
     ids.sort_unstable();
     assert_eq!(ids.len() as u64, rig.table.len().expect("a length"));
     ids
+}
+
+/// While an evaluation holds ids that the table does not have, a full table is trained on ids that it has, and then on one of those.
+fn unseen_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Option<u32>, ahead: bool) {
+    let mut wanted = config(DIM, OptimizerKind::Sgd, 60);
+    wanted.on_full = on_full;
+    wanted.device_rows = device_rows;
+    let rig = Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table");
+    import(&rig, 0..60, 0.0);
+    assert_eq!(rig.table.len().expect("a length"), 60);
+    let unseen: Vec<Id> = (1000..1010).collect();
+    let evaluation = rig.plan(&unseen, false, ahead, false).expect("a plan");
+    if !ahead {
+        rig.place(&evaluation).expect("its rows");
+    }
+    rig.train(&[1, 2, 3], 1, 0).expect("there is room for what is there");
+    let stats = rig.table.stats().expect("counters");
+    assert_eq!((stats.rows, stats.dropped_rows), (60, 0));
+    // They count as soon as training uses them.
+    let born = rig.train(&[1000, 4], 1, 1);
+    let stats = rig.table.stats().expect("counters");
+    match on_full {
+        OnFull::Evict => {
+            born.expect("room was made");
+            assert_eq!((stats.rows, stats.dropped_rows), (60, 1));
+        }
+        OnFull::Error => {
+            assert_eq!(born.expect_err("the table is full").kind(), Kind::Capacity);
+            assert_eq!((stats.rows, stats.dropped_rows), (60, 0));
+        }
+    }
+    evaluation.release();
+    // Nothing of the plans is left in the accounts: a table with one row less takes one, and no second.
+    rig.table.remove_rows(&[5]).expect("a removal");
+    let room = 60 - rig.table.len().expect("a length");
+    assert_eq!(room, 1);
+    rig.train(&[2000], 1, 2).expect("there is room");
+    assert_eq!(rig.table.stats().expect("counters").dropped_rows, stats.dropped_rows);
+    if on_full == OnFull::Error {
+        assert_eq!(rig.train(&[2001], 1, 3).expect_err("the table is full").kind(), Kind::Capacity);
+    }
+}
+
+#[test]
+fn unseen_ids_that_an_evaluation_holds_take_no_room_of_a_full_table() {
+    for on_full in [OnFull::Evict, OnFull::Error] {
+        for device_rows in [None, Some(20)] {
+            for ahead in [false, true] {
+                unseen_ids_of_an_evaluation_take_no_room(on_full, device_rows, ahead);
+            }
+        }
+    }
 }
 
 fn an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(ssd: bool, device_rows: Option<u32>) {

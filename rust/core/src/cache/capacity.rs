@@ -7,6 +7,11 @@ use crate::host::HostTier;
 use crate::ssd::SsdTier;
 use crate::types::Id;
 
+/// How many rows that are planned may be born, at most: two training plans may hold one row.
+fn may_be_born(state: &State) -> u64 {
+    state.provisional.min(state.pledged)
+}
+
 impl Shared {
     /// How many rows the last tier can hold.
     pub(crate) fn capacity_rows(&self, state: &State) -> u64 {
@@ -37,7 +42,7 @@ impl Shared {
     /// `needed`.
     pub(crate) fn check_capacity(&self, state: &mut State, more: u64, needed: &[Id]) -> Result<()> {
         let capacity = self.capacity_rows(state);
-        let wanted = state.rows + state.provisional + more;
+        let wanted = state.rows + may_be_born(state) + more;
         let index_full = more > 0 && self.host_rows_beside_index(state) == 0;
         if wanted <= capacity && !index_full {
             return Ok(());
@@ -73,7 +78,7 @@ impl Shared {
     /// After rows were dropped: whether those that batches in flight use, and could not be, leave room for `more`. Without an SSD tier
     /// rows past the budget are in the overflow until others go; past the SSD tier's capacity they could not be written down.
     fn check_dropped(&self, state: &State, capacity: u64, more: u64) -> Result<()> {
-        let new = state.provisional + more;
+        let new = may_be_born(state) + more;
         let Some(ssd) = self.config.ssd.as_ref().filter(|_| state.rows + new > capacity) else { return Ok(()) };
         Err(Error::new(
             Kind::Capacity,

@@ -57,6 +57,7 @@ impl TablePlan {
             host: std::mem::take(&mut self.host),
             host_group: self.host_group.take(),
             device: std::mem::take(&mut self.device),
+            pledged: std::mem::take(&mut self.pledged),
             _loads: std::mem::take(&mut self.loads),
         }
     }
@@ -94,13 +95,16 @@ pub(crate) struct Pins {
     host: Arc<Vec<CacheSlot>>,
     host_group: Option<PinGroup>,
     device: Vec<CacheSlot>,
+    /// Of `State::pledged`.
+    pledged: u64,
     _loads: Vec<Arc<Loading>>,
 }
 
 impl Pins {
     /// Give them back. Rows that were never trained vanish with their last pin, and so do the device slots of rows that never came.
     pub(crate) fn release(self, state: &mut State) {
-        let Self { unique, host, host_group, device, _loads } = self;
+        let Self { unique, host, host_group, device, pledged, _loads } = self;
+        state.pledged -= pledged;
         let together = host_group.is_some_and(|group| state.host.slots.unpin_group(&group));
         let host: &[CacheSlot] = if together { &[] } else { &host };
         for (position, &slot) in host.iter().enumerate() {

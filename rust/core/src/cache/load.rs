@@ -59,6 +59,7 @@ impl Shared {
                         self.bear(state, &[(id, slot)], 1);
                         state.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::PROVISIONAL));
                         state.provisional += 1;
+                        state.absent_reads += 1;
                         state.ssd_hits -= 1;
                         state.ssd_misses += 1;
                     } else {

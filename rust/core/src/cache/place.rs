@@ -52,6 +52,10 @@ pub(crate) struct TablePlan {
     pub(crate) loads: Vec<Arc<Loading>>,
     /// Positions in `unique` that an `ahead` plan left for later.
     pub(crate) unplaced: Vec<u32>,
+    /// What this plan adds to `State::pledged`: its rows that are not born yet, where it trains them.
+    pub(crate) pledged: u64,
+    /// `State::absent_reads` when it was planned.
+    pub(crate) absent_before: u64,
     /// Rows that did not fit the budget of the tier that kernels run on.
     pub(crate) overflow_rows: u32,
     /// Rows to scatter into the device tensors.
@@ -78,6 +82,8 @@ impl TablePlan {
             device: Vec::new(),
             loads: Vec::new(),
             unplaced: Vec::new(),
+            pledged: 0,
+            absent_before: 0,
             overflow_rows: 0,
             fetched: super::place_device::Fetched::default(),
             arriving: Vec::new(),
@@ -91,6 +97,7 @@ impl TablePlan {
         let started = Instant::now();
         let mut state = shared.lock()?;
         shared.sweep_loads(&mut state);
+        self.absent_before = state.absent_reads;
         if state.device.is_some() {
             self.start_device(&mut state, mode, batch)?;
         } else {
@@ -143,6 +150,7 @@ impl TablePlan {
         let mut accessed = Vec::with_capacity(self.unique.len());
         let mut missing: Vec<u32> = Vec::new();
         let mut seen = RowState::default();
+        let mut unborn = 0;
         let mut ahead = positions.clone().skip(SLOTS_AHEAD);
         let mut rest = positions;
         let host = Arc::make_mut(&mut self.host);
@@ -163,6 +171,7 @@ impl TablePlan {
                 return Err(shared.unread_row(self.unique[position as usize]));
             }
             seen = seen.with(row);
+            unborn += u64::from(row.has(RowState::PROVISIONAL));
             state.host.slots.pin(slot);
             accessed.push(slot);
         }
@@ -172,13 +181,35 @@ impl TablePlan {
         if seen.has(RowState::LOADING) {
             self.wait_for_all(state);
         }
-        if mode.train && seen.has(RowState::PROVISIONAL) && !mode.ahead {
-            shared.check_capacity(state, 0, &self.unique)?;
+        if mode.train && unborn > 0 {
+            self.pledge(state, unborn);
+            if !mode.ahead {
+                shared.check_capacity(state, 0, &self.unique)?;
+            }
         }
         if missing.is_empty() {
             return Ok(());
         }
         self.bring_in(state, &missing, mode, batch)
+    }
+
+    /// So many more rows of this plan, which trains them, are not born yet.
+    pub(crate) fn pledge(&mut self, state: &mut State, unborn: u64) {
+        state.pledged += unborn;
+        self.pledged += unborn;
+    }
+
+    /// Count anew which rows in the host tier are not born yet, where reads have found rows absent since they were counted.
+    fn pledge_absent(&mut self, state: &mut State) {
+        if self.absent_before == state.absent_reads {
+            return;
+        }
+        self.absent_before = state.absent_reads;
+        let unborn = |slot: &&CacheSlot| **slot != NO_SLOT && state.host.slots.state(**slot).has(RowState::PROVISIONAL);
+        let unborn = self.host.iter().filter(unborn).count() as u64;
+        state.pledged -= self.pledged;
+        self.pledged = 0;
+        self.pledge(state, unborn);
     }
 
     /// Depend on every read under way: some of this plan's rows are among them. A wait for more than necessary is harmless, loads
@@ -274,6 +305,9 @@ impl TablePlan {
             state.host.slots.pin(slot);
             host[position as usize] = slot;
         }
+        if mode.train {
+            self.pledge(state, born.len() as u64);
+        }
         shared.bear(state, &born, mode.threads);
         if !reads.is_empty() {
             let load = shared.start_load(state, reads, batch);
@@ -329,6 +363,7 @@ impl TablePlan {
             let mut state = shared.lock()?;
             if mode.train {
                 // Unborn rows that an evaluation or an id's false trace brought in count once training uses them.
+                self.pledge_absent(&mut state);
                 shared.check_capacity(&mut state, 0, &self.unique)?;
             }
             if !late.is_empty() {
@@ -341,7 +376,9 @@ impl TablePlan {
                 self.wait_for_loads()?;
                 if mode.train {
                     // Ids that the index took for others' turned out to be new.
-                    shared.check_capacity(&mut *shared.lock()?, 0, &self.unique)?;
+                    let mut state = shared.lock()?;
+                    self.pledge_absent(&mut state);
+                    shared.check_capacity(&mut state, 0, &self.unique)?;
                 }
             }
             self.index.slots.clone_from(&self.host);

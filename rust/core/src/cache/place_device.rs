@@ -150,6 +150,9 @@ impl TablePlan {
         let births =
             staged.rows.iter().filter(|row| row.state.has(RowState::PROVISIONAL) && !row.counted).count() as u64;
         if mode.train {
+            let in_host = |row: &&StagedRow| row.counted && self.host[row.position as usize] != NO_SLOT;
+            let unborn = staged.rows.iter().filter(in_host).count() as u64 + self.unborn_on_device(state);
+            self.pledge(state, unborn);
             shared.check_capacity(state, births, &self.unique)?;
         }
         let homeless = staged.rows.iter().filter(|row| self.device[row.position as usize] == NO_SLOT).count();
@@ -162,6 +165,9 @@ impl TablePlan {
         device(state).reserve(homeless)?;
         memory::reserve(&mut self.arriving, "place a batch", staged.rows.len())?;
         self.place_staged(state, staged);
+        if mode.train {
+            self.pledge(state, births);
+        }
 
         self.index.slots.clone_from(&self.device);
         if mode.unseen_zeros && !mode.train {
@@ -288,6 +294,14 @@ impl TablePlan {
         }
         state.ssd_time_ns += started.elapsed().as_nanos() as u64;
         Ok(())
+    }
+
+    /// How many of this plan's rows are on the device, or on their way, and not born yet.
+    fn unborn_on_device(&self, state: &mut State) -> u64 {
+        if device(state).slots.all_settled() {
+            return 0;
+        }
+        (0..self.unique.len() as u32).filter(|&position| self.is_unborn_on_device(state, position)).count() as u64
     }
 
     fn is_unborn_on_device(&self, state: &mut State, position: u32) -> bool {

@@ -73,6 +73,10 @@ pub(crate) struct State {
     pub(crate) rows: u64,
     /// Rows planned and not yet born.
     pub(crate) provisional: u64,
+    /// How many of them training plans in flight hold, each plan's counted by itself: they may be born, those of evaluations not.
+    pub(crate) pledged: u64,
+    /// Rows that the SSD index took for others' and that turned out not to be there: ever so many.
+    pub(crate) absent_reads: u64,
     pub(crate) step: u64,
     pub(crate) epoch: u32,
     /// Of the rows modified in this epoch or later, those that are newest in RAM are marked `MODIFIED`.
@@ -161,6 +165,8 @@ impl Table {
             device,
             rows: ssd.as_ref().map_or(0, SsdTier::rows),
             provisional: 0,
+            pledged: 0,
+            absent_reads: 0,
             step: counters.step,
             epoch: counters.epoch,
             marked_since: counters.epoch,
