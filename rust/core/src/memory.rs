@@ -127,6 +127,11 @@ pub(crate) fn room(what: &str, bytes: usize) -> Result<()> {
     Ok(())
 }
 
+/// As [`room`], where need be of what the reserve was: for what saves rows, and cannot be refused once it has begun.
+pub(crate) fn room_or_reserve(what: &str, bytes: usize) -> Result<()> {
+    or_from_reserve(|| room(what, bytes))
+}
+
 /// Whether there is memory for threads: one that begins and gets none for what is its own ends the process.
 pub fn room_for_threads() -> bool {
     room("start threads", ROOM_FOR_THREADS).is_ok()

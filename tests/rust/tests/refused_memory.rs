@@ -9,10 +9,17 @@ use std::process::Command;
 use std::sync::Arc;
 
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::MemoryEngine;
+use embcache::io::{MemoryEngine, default_engine};
+use embcache::memory::ReservingAllocator;
+use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::Id;
 use embcache::{Error, Kind};
+use embcache_tests::ssd::{self, Versions};
 use embcache_tests::{Contents, Rig, config, watched};
+
+/// As in the extension. Without a reserve, which the cases ask for that need it, it is the system's.
+#[global_allocator]
+static ALLOCATOR: ReservingAllocator = ReservingAllocator;
 
 const CASE: &str = "EMBCACHE_TEST_REFUSED_MEMORY_CASE";
 const MIB: u64 = 1 << 20;
@@ -156,6 +163,54 @@ fn ahead_of_the_device() {
     assert!(rig.contents().unwrap() == before, "a plan that was refused changed something");
 }
 
+/// Many tables write to SSD, each with a buffer, in less memory than all of these: a call is done, or refused and changes nothing.
+fn onto_ssd() {
+    const TABLES: usize = 80;
+    ReservingAllocator::keep_reserve();
+    let root = tempfile::tempdir().unwrap();
+    let engine = default_engine().unwrap();
+    let at = |number: usize, reopen| ssd::config(&root.path().join(number.to_string()), 128 * MIB, reopen);
+    let mut tables: Vec<(SsdTier, Versions)> =
+        (0..TABLES).map(|n| (ssd::open(&engine, &at(n, Reopen::Never)).unwrap().0, Versions::new())).collect();
+    let ids: Vec<Id> = (0..400).collect();
+    let mut refused = Vec::new();
+    // Indexes have all ids, and no segment is open: from here on tables ask for nothing but write buffers.
+    for (tier, held) in &mut tables {
+        ssd::append(tier, &ids, 1, held).unwrap();
+        tier.publish(1, StateCounters::default()).unwrap();
+    }
+    limit(Some(MIB));
+    for (number, (tier, held)) in tables.iter_mut().enumerate() {
+        // The first one writes much more than its buffers hold.
+        let versions = if number == 0 { 600 } else { 1 };
+        for version in 2..=versions + 1 {
+            if let Err(error) = ssd::append(tier, &ids, version, held) {
+                assert!(is_of_memory(&error), "{error:?}");
+                refused.push(number);
+                break;
+            }
+        }
+    }
+    assert!(refused.len() > 5 && refused.len() < TABLES, "{refused:?} were refused");
+    for (tier, held) in &mut tables {
+        let half: Vec<Id> = ids.iter().copied().filter(|id| id % 2 == 0).collect();
+        match tier.remove(&half) {
+            Ok(()) => held.retain(|id, _| id % 2 == 1),
+            Err(error) => assert!(is_of_memory(&error), "{error:?}"),
+        }
+    }
+    limit(None);
+    for (tier, held) in &mut tables {
+        ssd::check(tier, held, -10..500);
+        ssd::append(tier, &ids[100..300], 1000, held).unwrap();
+        tier.publish(7, StateCounters::default()).unwrap();
+        tier.close().unwrap();
+    }
+    for (number, (_, held)) in tables.iter().enumerate() {
+        ssd::check(&ssd::open(&engine, &at(number, Reopen::Resume)).unwrap().0, held, -10..500);
+    }
+}
+
 /// The other process of the tests below. Without the variable there is nothing to do.
 #[test]
 fn child() {
@@ -164,6 +219,7 @@ fn child() {
         "reads" => amid_reads(),
         "device" => below_the_device(),
         "ahead" => ahead_of_the_device(),
+        "onto" => onto_ssd(),
         other => panic!("no case {other}"),
     });
 }
@@ -191,4 +247,9 @@ fn rows_that_leave_the_device_when_memory_is_refused_stay_there() {
 #[test]
 fn rows_fetched_ahead_for_the_device_when_memory_is_refused_are_still_on_ssd() {
     run("ahead");
+}
+
+#[test]
+fn rows_that_go_to_ssd_when_memory_for_write_buffers_is_refused_are_where_they_were() {
+    run("onto");
 }

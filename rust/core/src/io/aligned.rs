@@ -122,11 +122,9 @@ impl BufPool {
         self.buf_len
     }
 
-    /// A buffer. Never waits.
-    pub fn take(self: &Arc<Self>) -> PooledBuf {
-        let free = lock(&self.free).pop();
-        let buf = free.unwrap_or_else(|| AlignedBuf::zeroed(self.buf_len));
-        PooledBuf { buf: Some(buf), pool: self.clone() }
+    /// A buffer. Never waits. `Kind::Memory` where the system refuses a new one, the reserve ([`memory`]) included.
+    pub fn take(self: &Arc<Self>) -> Result<PooledBuf> {
+        memory::or_from_reserve(|| self.take_at_least(self.buf_len))
     }
 
     /// A buffer of the pool if `len` bytes fit one, else one of that size that the pool will not keep. `Kind::Memory` where the
@@ -171,13 +169,13 @@ mod tests {
     #[test]
     fn a_buffer_given_back_is_used_again_and_no_more_than_wanted_are_kept() {
         let pool = Arc::new(BufPool::new(ALIGNMENT, 1));
-        let (first, second) = (pool.take(), pool.take());
+        let (first, second) = (pool.take().unwrap(), pool.take().unwrap());
         let start = first.as_ptr();
         drop(first);
         drop(second);
-        let again = pool.take();
+        let again = pool.take().unwrap();
         assert_eq!(again.as_ptr(), start);
-        assert_ne!(pool.take().as_ptr(), start);
+        assert_ne!(pool.take().unwrap().as_ptr(), start);
         assert_eq!(pool.take_at_least(ALIGNMENT + 1).unwrap().len(), ALIGNMENT + 1);
     }
 

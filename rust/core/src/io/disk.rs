@@ -242,7 +242,7 @@ impl IoFile for DiskFile {
         let written = if data.as_ptr().addr().is_multiple_of(self.align) {
             self.write_all(offset, data)
         } else {
-            let mut bounce = self.bounce.take();
+            let mut bounce = self.bounce.take()?;
             data.chunks(bounce.len()).enumerate().try_for_each(|(chunk, part)| {
                 bounce[..part.len()].copy_from_slice(part);
                 self.write_all(offset + (chunk * BOUNCE_BYTES) as u64, &bounce[..part.len()])
@@ -257,7 +257,7 @@ impl IoFile for DiskFile {
         if cover.skip == 0 && cover.span == into.len() && into.as_ptr().addr().is_multiple_of(self.align) {
             return self.read_cover(&mut cover, into);
         }
-        let mut bounce = self.bounce.take();
+        let mut bounce = self.bounce.take()?;
         let mut done = 0;
         while done < into.len() {
             let at = offset + done as u64;

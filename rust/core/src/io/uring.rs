@@ -14,6 +14,7 @@ use super::disk::{BatchReader, DiskEngine, DiskFile};
 use super::psync::one_by_one;
 use super::{AlignedBuf, Read, ReadSink};
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::sync::lock;
 
 /// Reads in flight on one ring: two of them fill a block device's queue, which usually has 256 places.
@@ -90,10 +91,11 @@ impl Ring {
         Ok(Self { queues, arena, spare: Vec::new() })
     }
 
-    fn large_buffer(&mut self, bytes: usize) -> AlignedBuf {
+    /// `Kind::Memory` where the system refuses a new one, the reserve included.
+    fn large_buffer(&mut self, bytes: usize) -> Result<AlignedBuf> {
         match self.spare.iter().position(|buffer| buffer.len() >= bytes) {
-            Some(found) => self.spare.swap_remove(found),
-            None => AlignedBuf::zeroed(bytes.next_power_of_two()),
+            Some(found) => Ok(self.spare.swap_remove(found)),
+            None => memory::or_from_reserve(|| AlignedBuf::try_zeroed(bytes.next_power_of_two())),
         }
     }
 
@@ -205,7 +207,16 @@ impl<'a, 'r> Run<'a, 'r> {
                 if self.large_bytes > 0 && self.large_bytes + cover.span > LARGE_BYTES {
                     return;
                 }
-                let buffer = self.ring.large_buffer(cover.span);
+                let buffer = match self.ring.large_buffer(cover.span) {
+                    Ok(buffer) => buffer,
+                    // One that is in flight comes back.
+                    Err(_) if self.large_bytes > 0 => return,
+                    Err(refused) => {
+                        sink(*next, Err(refused));
+                        *next += 1;
+                        continue;
+                    }
+                };
                 self.large_bytes += buffer.len();
                 Memory::Large(buffer)
             } else {

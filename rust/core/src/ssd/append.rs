@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
-use super::buffer::Pool;
-use super::classes::{Classes, keep_neighbours_together};
+use super::buffer::{Pool, WAITING};
+use super::classes::{Classes, MOST_CLASSES, keep_neighbours_together};
+use super::format::Content;
 use super::index::TagIndex;
 use super::record::{encode_row, encode_tombstone};
+use super::seal::end_bytes;
 use super::segment::OpenSegment;
 use super::shared::{Counters, Shared, State, Stream};
 use crate::error::{Error, Kind, Result};
+use crate::memory;
 use crate::rows::RowRef;
 use crate::sync::lock;
 use crate::types::Id;
@@ -42,6 +45,7 @@ impl Shared {
             debug_assert!(held + new <= TagIndex::MOST_IDS, "the capacity is no larger");
             state.index.reserve(new as usize)?;
         }
+        self.check_memory(rows.len(), self.home.geometry.row_bytes)?;
         let mut done = 0;
         self.append_all(rows, known, &mut done).inspect_err(|_| {
             // What the caller does not know of as being here is not here.
@@ -86,6 +90,19 @@ impl Shared {
         self.spill_if_short();
         Counters::add(&self.counters.row_bytes_given, (rows.len() * self.home.geometry.row_bytes) as u64);
         Ok(())
+    }
+
+    /// `Memory` unless the system has what as many records of `record_bytes` may take: write buffers, those that wait for the disk
+    /// included, and room for their entries. While records go in, and some of them are there, nobody can be told any more.
+    fn check_memory(&self, records: usize, record_bytes: usize) -> Result<()> {
+        let block_bytes = self.home.block_bytes;
+        // Each stream has one that is not full at the beginning, and one at the end.
+        let begun = 2 * (usize::from(MOST_CLASSES) + 1);
+        let filled = (records.saturating_mul(record_bytes) / block_bytes).min(WAITING);
+        let blocks = Pool::shared().missing_bytes(records.min(filled + begun), block_bytes);
+        let ends = if filled == 0 { 0 } else { end_bytes(self.home.geometry.rows_per_segment as usize, block_bytes) };
+        let entries: usize = self.view().open.iter().flatten().map(|open| open.entries_to_come(records)).sum();
+        memory::room_or_reserve("write rows to the SSD tier", blocks + ends + entries)
     }
 
     fn check_rows(&self, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
@@ -226,6 +243,7 @@ impl Shared {
         gone: &mut Vec<Id>,
     ) -> Result<()> {
         self.check_writable()?;
+        self.check_memory(ids.len(), self.home.schema.record_bytes(Content::Tombstones))?;
         let mut done = 0;
         while done < ids.len() {
             Pool::shared().throttle();

@@ -14,7 +14,7 @@ const KEPT: usize = 16;
 /// Buffers out at once before tables are asked to hand in half-filled ones.
 const SHARE: usize = 64;
 /// Buffers that may wait for the disk before appending waits.
-const WAITING: usize = 24;
+pub(super) const WAITING: usize = 24;
 
 #[derive(Debug, Default)]
 struct Counts {
@@ -57,6 +57,12 @@ impl Pool {
         let free = counts.free.pop();
         drop(counts);
         free.unwrap_or_else(|| AlignedBuf::zeroed(bytes))
+    }
+
+    /// Bytes that the system has to give for `buffers` of `bytes` each.
+    pub(super) fn missing_bytes(&self, buffers: usize, bytes: usize) -> usize {
+        let free = if bytes == BLOCK_BYTES { lock(&self.counts).free.len() } else { 0 };
+        buffers.saturating_sub(free) * bytes
     }
 
     /// Give a buffer back.

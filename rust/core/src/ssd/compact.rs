@@ -24,6 +24,7 @@ use super::shared::{Counters, Shared, State};
 use super::space::Geometry;
 use crate::error::Result;
 use crate::io::{ALIGNMENT, BufPool, PooledBuf};
+use crate::memory;
 use crate::process::PerProcess;
 use crate::sync::Ordering;
 use crate::types::Id;
@@ -176,6 +177,9 @@ impl Shared {
     /// written: then it stays as it is.
     fn move_rows(self: &Arc<Self>, victim: &Arc<Segment>) -> Result<()> {
         for (first, count) in chunks_of(victim) {
+            // Write buffers of its rows' classes: nobody can be told once some have moved.
+            let buffers = Pool::shared().missing_bytes(usize::from(MOST_CLASSES), self.home.block_bytes);
+            memory::room_or_reserve("compact the SSD tier", buffers)?;
             let chunk = Chunk::read(victim, first, count)?;
             Pool::shared().throttle();
             if !self.move_chunk(victim, &chunk)? || victim.live.load(Ordering::Relaxed) == 0 {

@@ -40,6 +40,7 @@ mod record;
 mod recover;
 mod root;
 mod scan;
+mod seal;
 mod segment;
 mod shards;
 mod shared;

@@ -11,11 +11,12 @@ use std::sync::{Arc, OnceLock};
 use super::background::Background;
 use super::buffer::{Block, Pool};
 use super::classes::Classes;
-use super::format::{Content, Entry, EntryFormat, TRAILER_BYTES, Trailer, encode_footer, most_entry_bytes};
+use super::format::{Content, Entry, EntryFormat, TRAILER_BYTES, Trailer, most_entry_bytes};
 use super::home::Home;
 use super::index::Location;
 use super::manifest::number_of;
 use super::record::{Binding, Record, decode};
+use super::seal::{End, end_of};
 use super::space::Space;
 use crate::error::{Error, Kind, Result};
 use crate::io::{ALIGNMENT, AlignedBuf, IoEngine, IoFile};
@@ -23,9 +24,6 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering, lock};
 use crate::types::Id;
 
 const SUFFIX: &str = "seg";
-/// A segment with less than one part in this many of its room left is full.
-const WORTH_FILLING: u64 = 64;
-
 /// The file of segment `serial` in `dir`.
 pub(super) fn segment_path(dir: &Path, serial: u64) -> PathBuf {
     dir.join(format!("{serial:016x}.{SUFFIX}"))
@@ -34,11 +32,6 @@ pub(super) fn segment_path(dir: &Path, serial: u64) -> PathBuf {
 /// The serial of a segment file, `None` for any other file.
 pub(super) fn segment_serial(path: &Path) -> Option<u64> {
     number_of(path, SUFFIX)
-}
-
-/// The most bytes between entries and trailer of a file of `file_bytes`.
-pub(super) fn most_padding(file_bytes: u64) -> u64 {
-    file_bytes / WORTH_FILLING + ALIGNMENT as u64
 }
 
 /// What is known of a segment once its footer is written.
@@ -377,19 +370,8 @@ impl Segment {
                 self.drop_block(&block);
             }
             Job::Seal { tail, mut entries } => {
-                let mut footer = Vec::new();
-                let trailer = encode_footer(&mut entries, self.serial, &mut footer);
-                let (entries, trailer_bytes) = footer.split_at(footer.len() - TRAILER_BYTES);
-                let least = tail.start + (tail.filled + footer.len()).next_multiple_of(ALIGNMENT) as u64;
                 let room = self.held_bytes();
-                // A file that is all but full is filled, so that it is of the size to be written again.
-                let file_bytes =
-                    if room.saturating_sub(least) <= room / WORTH_FILLING { least.max(room) } else { least };
-                let mut bytes = AlignedBuf::zeroed((file_bytes - tail.start) as usize);
-                let (records, trailer_at) = (tail.filled, bytes.len() - TRAILER_BYTES);
-                bytes[..records].copy_from_slice(&tail.bytes()[..records]);
-                bytes[records..records + entries.len()].copy_from_slice(entries);
-                bytes[trailer_at..].copy_from_slice(trailer_bytes);
+                let End { bytes, trailer, file_bytes } = end_of(&tail, &mut entries, self.serial, room)?;
                 self.file.write_at(tail.start, &bytes)?;
                 self.space.wrote(bytes.len());
                 if file_bytes < room {
@@ -508,12 +490,25 @@ impl OpenSegment {
         (record, &mut self.buffer[at..at + len])
     }
 
+    /// Bytes that its entries take beside those they have, where `more` follow.
+    pub(super) fn entries_to_come(&self, more: usize) -> usize {
+        let (entries, room) = (self.entries.len(), self.entries.capacity());
+        if entries.saturating_add(more) <= room {
+            0
+        } else {
+            entries.max(more.min(self.most_entries())) * size_of::<Entry>()
+        }
+    }
+
+    fn most_entries(&self) -> usize {
+        self.room as usize / (self.segment.record_bytes + most_entry_bytes(0, 0, 0)) + 1
+    }
+
     /// Room for twice as many entries, as far as so many records fit the file.
     #[cold]
     fn make_room_for_entries(&mut self) {
         let entries = self.entries.len();
-        let most = self.room as usize / (self.segment.record_bytes + most_entry_bytes(0, 0, 0)) + 1;
-        self.entries.reserve_exact(entries.max(64).min(most.saturating_sub(entries)).max(1));
+        self.entries.reserve_exact(entries.max(64).min(self.most_entries().saturating_sub(entries)).max(1));
     }
 
     #[cold]
