@@ -102,7 +102,7 @@ impl TagIndex {
     pub fn with_sub_tables(sub_table_bits: u32, tag_bits: u32) -> Self {
         assert!(sub_table_bits <= 16 && (1..=24).contains(&tag_bits), "widths out of range");
         Self {
-            prints: Prints { sub_table_bits, tag_bits, secret: (secret(), secret() | 1) },
+            prints: Prints { sub_table_bits, tag_bits, secret: [secret(), secret() | 1, secret() | 1] },
             tables: vec![SubTable::default(); 1 << sub_table_bits],
             pool: Pool::default(),
             exact: Exact::default(),
@@ -356,8 +356,8 @@ impl TagIndex {
 pub struct Prints {
     sub_table_bits: u32,
     tag_bits: u32,
-    /// What tags depend on. The second is odd.
-    secret: (u64, u64),
+    /// What tags depend on. The second and the third, which multiply, are odd.
+    secret: [u64; 3],
 }
 
 impl Prints {
@@ -370,14 +370,23 @@ impl Prints {
     #[inline]
     fn print(self, hash: u64) -> (usize, u64) {
         let table = (hash >> 48) as usize >> (16 - self.sub_table_bits);
-        let product = u128::from(hash ^ self.secret.0) * u128::from(self.secret.1);
-        (table, ((product >> 64) as u64 ^ product as u64) >> (64 - self.tag_bits))
+        // Hashes at equal steps leave one product at steps that are equal again, and by chance these are close to a whole turn. The second
+        // product takes the steps apart.
+        let once = folded(hash ^ self.secret[0], self.secret[1]);
+        (table, folded(once, self.secret[2]) >> (64 - self.tag_bits))
     }
 
     #[inline]
     fn home(self, tag: u64, homes: u32) -> usize {
         ((tag * u64::from(homes)) >> self.tag_bits) as usize
     }
+}
+
+/// Both halves of a product in one word, so that each bit of the result hangs on bits above and below it.
+#[inline]
+fn folded(one: u64, other: u64) -> u64 {
+    let product = u128::from(one) * u128::from(other);
+    (product >> 64) as u64 ^ product as u64
 }
 
 /// Homes of a sub-table at a level from 1 on, in its geometric series, and the most entries that it takes then.
