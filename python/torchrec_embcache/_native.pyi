@@ -151,7 +151,7 @@ class Plan:
     def slots(self, feature: int) -> I64: ...  # [N_f] cache slot of each occurrence; -1 for a row of zeros
     def transposed(self, table: int) -> tuple[I64, I64, I64]: ...  # slots [U], starts [U + 1], occurrences [N'] as positions in `ids`
     # `work` (`wait`, scatter and `scattered`; or `begin_update`, update and `commit`; or kernels on the tensors as they are then) while nobody
-    # else forwards, updates or copies rows. It may run on another thread. Ended before `scattered` it releases the plan.
+    # else forwards, updates or copies rows. Handlers of signals run after it. Ended before `scattered` it releases the plan.
     def exclusively(self, work: Callable[[], None]) -> None: ...
     def begin_update(self) -> None: ...  # from here to `commit` rows change: what ends in between leaves tables that refuse all use
     def commit(self) -> None: ...  # device tables trained by torch ops: marks rows dirty, counts, unpins, advances the step

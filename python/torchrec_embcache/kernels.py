@@ -38,7 +38,6 @@ __all__ = [
     "TorchBackend",
     "kernel_threads",
     "make_backend",
-    "on_this_stream",
 ]
 
 
@@ -63,17 +62,6 @@ def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
         torch.get_device_module(device).stream(stream) if stream is not None else nullcontext()
     )
     return made
-
-
-def on_this_stream(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
-    """`work` for another thread: its kernels run on the caller's stream, in the order in which the caller runs others."""
-    stream = _current_stream(device)
-
-    def streamed() -> None:
-        with _on(stream, device):
-            work()
-
-    return work if stream is None else streamed
 
 
 class DeviceTier:
@@ -384,7 +372,7 @@ class TorchBackend(KernelBackend):
                 self._update(plan, updates, hyperparameters)
             plan.commit()
 
-        plan.exclusively(on_this_stream(self.device, work))
+        plan.exclusively(work)
 
     def _update(
         self,

@@ -23,7 +23,7 @@ from .cache import CacheTable
 from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, InputError, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts
-from .kernels import KernelBackend, Pooled, kernel_threads, make_backend, on_this_stream
+from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
 from .lookahead import Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
 
@@ -220,7 +220,7 @@ class LookupGroup:
 
         if any(tier is not None for tier in tiers):
             # Whoever copies rows meanwhile must not read a slot before its row is there. What fails leaves each row where it was.
-            plan.exclusively(on_this_stream(self.device, bring))
+            plan.exclusively(bring)
         else:
             plan.wait()
         for place, rows in enumerate(plan.overflow_rows()):

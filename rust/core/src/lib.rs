@@ -15,6 +15,7 @@ pub mod memory;
 pub mod paths;
 pub mod policy;
 pub mod rows;
+pub mod signals;
 pub mod slots;
 pub mod ssd;
 pub mod stats;

@@ -33,7 +33,7 @@ pub(crate) fn works_behind() -> bool {
 }
 
 /// Whether the caller is on the thread that the process began with, or in a child the one that forked.
-pub(crate) fn is_main_thread() -> bool {
+pub fn is_main_thread() -> bool {
     #[cfg(target_os = "linux")]
     return rustix::thread::gettid() == rustix::process::getpid();
     #[cfg(target_os = "macos")]

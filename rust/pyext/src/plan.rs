@@ -12,7 +12,7 @@ use crate::buffers::{
     GivenDevice, device_tensors, matrix, positions_to_python, slice, slice_mut, slice2, slice2_mut, slots_to_python,
 };
 use crate::error::to_python;
-use crate::foreign::{drop_detached, under_lock};
+use crate::foreign::{drop_detached, without_handlers};
 
 /// One batch.
 #[pyclass(frozen, name = "Plan", module = "torchrec_embcache._native")]
@@ -104,7 +104,9 @@ impl PyPlan {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned callables")]
     fn exclusively(&self, py: Python<'_>, work: Py<PyAny>) -> PyResult<()> {
         let plan = self.plan()?;
-        py.detach(|| plan.exclusively(|| under_lock(|py| work.call0(py).map(drop)))).map_err(to_python)?
+        without_handlers(py, |py| {
+            py.detach(|| plan.exclusively(|| Python::attach(|py| work.call0(py).map(drop)))).map_err(to_python)?
+        })
     }
 
     fn scattered(&self, py: Python<'_>) -> PyResult<()> {

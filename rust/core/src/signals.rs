@@ -1,0 +1,200 @@
+//! Signals that are kept back while a lock is held.
+//!
+//! A program's handler of a signal may run code that asks for a lock which the thread it runs on holds, and would wait for itself. While
+//! a [`KeptBack`] lives, a signal is noted; when it goes, the signal is sent again and finds the handler that was there before.
+//!
+//! Handlers belong to the whole process: while one thread keeps signals back, the others do not see them either.
+#![allow(unsafe_code)]
+
+use std::cell::UnsafeCell;
+use std::ffi::c_int;
+use std::mem::MaybeUninit;
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+pub use crate::process::is_main_thread;
+
+/// Signals have the numbers from 1 to this.
+const LAST: c_int = 64;
+
+/// Bit `n - 1`: signal `n` came while it was kept back.
+static CAME: AtomicU64 = AtomicU64::new(0);
+/// The process that keeps signals back, or 0. A forked child inherits the handlers and has nobody who would send again what they noted.
+static KEEPER: AtomicU32 = AtomicU32::new(0);
+static BEFORE: Before = Before([const { UnsafeCell::new(MaybeUninit::uninit()) }; LAST as usize]);
+
+/// By signal what was done with it before; written before the handler that reads it is set.
+struct Before([UnsafeCell<MaybeUninit<libc::sigaction>>; LAST as usize]);
+
+// SAFETY: of a process only the one who has made itself the KEEPER writes an entry, while no handler of this module is set for its
+// signal, and only that handler and the same keeper read it.
+unsafe impl Sync for Before {}
+
+/// Signals that wait until this is dropped.
+#[must_use = "signals are kept back until it is dropped"]
+pub struct KeptBack {
+    signals: u64,
+}
+
+/// Keep the given signals back; `None` where somebody does so already. Those that a program cannot go on after, such as `SIGSEGV`, and
+/// numbers that are no signals are left as they are.
+pub fn keep_back(signals: impl IntoIterator<Item = c_int>) -> Option<KeptBack> {
+    let (keeper, me) = (KEEPER.load(Ordering::Acquire), std::process::id());
+    if keeper == me || KEEPER.compare_exchange(keeper, me, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+        return None;
+    }
+    let mut kept = KeptBack { signals: 0 };
+    for signal in signals {
+        kept.add(signal);
+    }
+    Some(kept)
+}
+
+/// Whether signals are kept back now.
+pub fn are_kept_back() -> bool {
+    KEEPER.load(Ordering::Acquire) == std::process::id()
+}
+
+impl KeptBack {
+    fn add(&mut self, signal: c_int) {
+        let never = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGABRT, libc::SIGTRAP];
+        if !(1..=LAST).contains(&signal) || never.contains(&signal) || self.signals & bit(signal) != 0 {
+            return;
+        }
+        // A child that was forked while its parent kept signals back has the handler, and the entry, from there.
+        if is_noted(signal) {
+            // SAFETY: the entry was filled before the handler was set.
+            unsafe { put_back(signal) };
+        }
+        let before = BEFORE.0[signal as usize - 1].get();
+        let mut noting = MaybeUninit::<libc::sigaction>::zeroed();
+        // SAFETY: zeros are a sigaction with an empty mask, of which the fields below are set; `before` is this keeper's alone until
+        // the handler is set, and is filled before.
+        let set = unsafe {
+            (*noting.as_mut_ptr()).sa_sigaction = noting_handler();
+            (*noting.as_mut_ptr()).sa_flags = libc::SA_RESTART | libc::SA_ONSTACK;
+            libc::sigaction(signal, null(), (*before).as_mut_ptr()) == 0
+                && libc::sigaction(signal, noting.as_ptr(), null_mut()) == 0
+        };
+        if set {
+            self.signals |= bit(signal);
+        }
+    }
+}
+
+impl Drop for KeptBack {
+    fn drop(&mut self) {
+        for signal in (1..=LAST).filter(|signal| self.signals & bit(*signal) != 0) {
+            // SAFETY: the entry was filled when the signal's handler was set, and nobody has written it since.
+            unsafe { put_back(signal) };
+        }
+        KEEPER.store(0, Ordering::Release);
+        let came = CAME.fetch_and(!self.signals, Ordering::Relaxed) & self.signals;
+        for signal in (1..=LAST).filter(|signal| came & bit(*signal) != 0) {
+            // SAFETY: sends a signal to the calling thread; its handler is what the program set.
+            unsafe { libc::raise(signal) };
+        }
+    }
+}
+
+fn bit(signal: c_int) -> u64 {
+    1 << (signal - 1)
+}
+
+fn noting_handler() -> libc::sighandler_t {
+    note as extern "C" fn(c_int) as libc::sighandler_t
+}
+
+/// Whether this module's handler is set for the signal.
+fn is_noted(signal: c_int) -> bool {
+    let mut now = MaybeUninit::<libc::sigaction>::uninit();
+    // SAFETY: where the call succeeds it has filled `now`.
+    unsafe {
+        libc::sigaction(signal, null(), now.as_mut_ptr()) == 0 && (*now.as_ptr()).sa_sigaction == noting_handler()
+    }
+}
+
+/// What was done with the signal before, unless somebody has set something else meanwhile.
+///
+/// # Safety
+/// The signal's entry in `BEFORE` is filled, and nobody writes it.
+unsafe fn put_back(signal: c_int) {
+    if is_noted(signal) {
+        // SAFETY: by this function's contract.
+        unsafe { libc::sigaction(signal, (*BEFORE.0[signal as usize - 1].get()).as_ptr(), null_mut()) };
+    }
+}
+
+/// The handler: what it calls may be called from a handler.
+extern "C" fn note(signal: c_int) {
+    if are_kept_back() {
+        CAME.fetch_or(bit(signal), Ordering::Relaxed);
+    } else {
+        // SAFETY: in a forked child nobody writes the entries, and this one was filled before this handler was set.
+        unsafe {
+            put_back(signal);
+            libc::raise(signal);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    static HANDLED: AtomicUsize = AtomicUsize::new(0);
+
+    extern "C" fn handled(_: c_int) {
+        HANDLED.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn handler_of(signal: c_int) -> libc::sighandler_t {
+        let mut now = MaybeUninit::<libc::sigaction>::uninit();
+        // SAFETY: filled by the call.
+        unsafe {
+            assert_eq!(libc::sigaction(signal, null(), now.as_mut_ptr()), 0);
+            (*now.as_ptr()).sa_sigaction
+        }
+    }
+
+    // One test, because handlers are the process's.
+    #[test]
+    fn signals_wait_until_they_are_let_go_and_each_comes_once() {
+        let (one, two) = (libc::SIGUSR1, libc::SIGUSR2);
+        // SAFETY: the handler counts and does nothing else.
+        unsafe {
+            libc::signal(one, handled as extern "C" fn(c_int) as libc::sighandler_t);
+            libc::signal(two, handled as extern "C" fn(c_int) as libc::sighandler_t);
+        }
+        let kept = keep_back([one, two, libc::SIGSEGV, libc::SIGKILL, 0, 65]).expect("nobody else");
+        assert_eq!(kept.signals, bit(one) | bit(two));
+        assert!(keep_back([one]).is_none(), "kept back already");
+        // SAFETY: the handler notes the signal.
+        let raised = unsafe { (libc::raise(one), libc::raise(one)) };
+        assert_eq!((raised, HANDLED.load(Ordering::SeqCst)), ((0, 0), 0));
+        drop(kept);
+        assert_eq!(HANDLED.load(Ordering::SeqCst), 1);
+        assert_eq!(handler_of(one), handled as extern "C" fn(c_int) as libc::sighandler_t);
+
+        let kept = keep_back([one]).expect("nobody else");
+        // SAFETY: the child ends by a signal's default, or by _exit.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: in the child the handler from before runs at once.
+            unsafe {
+                libc::raise(one);
+                libc::_exit(HANDLED.load(Ordering::SeqCst) as c_int);
+            }
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child and fills `status`.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 2));
+        // SAFETY: sets what another thread of the program might set.
+        unsafe { libc::signal(one, libc::SIG_IGN) };
+        drop(kept);
+        assert_eq!(handler_of(one), libc::SIG_IGN, "what was set meanwhile stays");
+    }
+}
