@@ -88,6 +88,9 @@ impl Line {
 ///
 /// It doubles from small on, up to the size for the capacity it was made for, and grows by a quarter past that. A home is
 /// `hash * lines / 2^64`, so that any number of lines will do.
+///
+/// Steps past a home are not counted, and nothing is hashed anew for them: the multiplier is random and 63 bits wide, and shows in no
+/// result, so that nobody can choose ids that meet; and the fold between the two multiplications puts no stride in step with it.
 #[derive(Debug)]
 pub struct HostIndex {
     mapping: Option<Mapping>,
@@ -417,6 +420,40 @@ mod tests {
         }
         assert!((0..20_000).all(|id| index.get(id * 3) == id as u32 && index.get(id * 3 + 1) == NO_SLOT));
         check_structure(&index);
+    }
+
+    /// Lines past their homes where ids are: all together, and the most of one.
+    fn steps_past_homes(index: &HostIndex) -> (usize, usize) {
+        let lines = index.lines();
+        let steps = lines.iter().enumerate().flat_map(|(at, line)| {
+            line.ids[..line.len()].iter().map(move |&id| distance(home(index.hash, lines.len(), id), at, lines.len()))
+        });
+        steps.fold((0, 0), |(sum, most), steps| (sum + steps, most.max(steps)))
+    }
+
+    #[test]
+    fn ids_at_any_stride_are_found_within_a_few_lines_of_their_homes() {
+        const IDS: u64 = 7680;
+        let fibonacci = (0..85).scan((1_u64, 1_u64), |(one, two), _| {
+            (*one, *two) = (*two, *one + *two);
+            Some(*one)
+        });
+        let powers = (0..64).map(|bit| 1 << bit);
+        let others = [3, 5, 60, 3600, 86_400, 4093, 65_537, 0x9e37_79b9_7f4a_7c15, 0xffff_ffff, u64::MAX];
+        for stride in fibonacci.chain(powers).chain(others) {
+            for seed in [0x1234_5678_9abc_def1, 0xd1b5_4a32_d192_ed03, 0x9e37_79b9_7f4a_7c15] {
+                // The index is as full as it gets.
+                let mut index = HostIndex { hash: IdHash::new(seed), ..HostIndex::new(IDS as usize) };
+                for n in 0..IDS {
+                    index.insert_new(n.wrapping_mul(stride) as Id, n as u32);
+                }
+                let (sum, most) = steps_past_homes(&index);
+                assert!(
+                    sum < 4 * index.len() && most < 200,
+                    "stride {stride}, seed {seed:x}: {sum} steps, {most} for one"
+                );
+            }
+        }
     }
 
     #[test]
