@@ -43,6 +43,10 @@ pub fn keep_back(signals: impl IntoIterator<Item = c_int>) -> Option<KeptBack> {
     if keeper == me || KEEPER.compare_exchange(keeper, me, Ordering::AcqRel, Ordering::Relaxed).is_err() {
         return None;
     }
+    if keeper != 0 {
+        // What came to the process that this one was forked from is not this one's.
+        CAME.store(0, Ordering::Relaxed);
+    }
     let mut kept = KeptBack { signals: 0 };
     for signal in signals {
         kept.add(signal);
