@@ -51,10 +51,16 @@ impl Shared {
             return Err(self.index_full(state));
         }
         match self.config.on_full {
-            OnFull::Evict => {
+            OnFull::Evict => loop {
+                let rows = state.rows;
+                let wanted = rows + may_be_born(state) + more;
                 self.drop_rows(state, wanted.saturating_sub(capacity).max(1), needed)?;
-                self.check_dropped(state, capacity, more)
-            }
+                let checked = self.check_dropped(state, capacity, more);
+                // An error of the disk that comes when rows were dropped already is told by the next drop.
+                if checked.is_ok() || state.rows == rows {
+                    return checked;
+                }
+            },
             OnFull::Error => {
                 let (tier, cure) = match &self.config.ssd {
                     Some(ssd) => (format!("its SSD tier (ssd_bytes={})", ssd.bytes), "raise ssd_bytes"),
