@@ -478,6 +478,8 @@ impl Shared {
             // A fetch keeps the files that it reads, and nobody else may be there to submit it.
             self.submit_fetches();
             let mut state = self.state();
+            // Before all looks below: what ends between two of them, each would miss.
+            let was_coming = self.room_is_coming(&state);
             state.reap();
             state.prune_tombstones();
             if self.has_room(&state, self.home.space.free_bytes()) {
@@ -506,10 +508,7 @@ impl Shared {
                 self.give_up_oldest(&mut state)?;
                 continue;
             } else {
-                let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
-                let scanning = state.current().any(|segment| segment.scans.load(Ordering::Relaxed) > 0);
-                let sealing = state.current().any(|s| s.sealed().is_none() && !state.is_open(s));
-                if !(scanning || sealing || self.home.space.leaving_bytes(held) > 0) {
+                if !was_coming && !self.room_is_coming(&state) {
                     let stuck = "the SSD tier has no room left, because files it no longer needs could not be removed";
                     if let Some(cause) = self.home.space.lost() {
                         return Err(cause.context(stuck));
@@ -524,6 +523,14 @@ impl Shared {
             }
             self.home.space.wait_change(generation);
         }
+    }
+
+    /// Whether something is under way that makes room, or lets compaction make some: scans, footers on the way to disk, files that go.
+    fn room_is_coming(&self, state: &State) -> bool {
+        let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
+        let scanning = state.current().any(|segment| segment.scans.load(Ordering::Relaxed) > 0);
+        let sealing = state.current().any(|s| s.sealed().is_none() && !state.is_open(s));
+        scanning || sealing || self.home.space.leaving_bytes(held) > 0
     }
 
     /// The error of rows that do not fit.
