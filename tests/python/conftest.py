@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -9,6 +10,9 @@ import pytest
 # As in Makefile: every process that is started would compile torch again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# A shell lets what it starts in the background ignore Ctrl-C, and processes that tests start, to end them by it, inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tables import AMPLE  # noqa: E402
 from torchrec_embcache import TierBudgets  # noqa: E402
