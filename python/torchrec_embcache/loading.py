@@ -50,10 +50,10 @@ class TablesUnderLoad:
         try:
             for table, *_ in self._before:
                 table.set_unusable(self._reason)
+            return self  # within, or an interrupt here would come neither to the lines below nor to __exit__
         except BaseException:
             self._put_back()
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

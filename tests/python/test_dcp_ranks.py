@@ -1,6 +1,7 @@
 """DCP through this package's storage, on several ranks: sharded tensors, resharding, tables, and errors of one rank."""
 
 import contextlib
+import gc
 import pickle
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,10 @@ def failing_steps(rank: int, size: int, path: str) -> None:
     state, model = state_of(None), Model(rank, size)
     load(state, path, model)
     check_state(state, 1)
+    # A load that failed holds the checkpoint as long as its reader lives, here in a cycle with its error.
+    del reader
+    gc.collect()
+    dist.barrier()
     # The same writer goes on after a save that failed.
     writer = EmbCacheStorageWriter(path, Model(rank, size, 3))
     for fails in (True, False):

@@ -16,7 +16,7 @@ CRATE = ROOT / "rust" / "core" / "src"
 RUST_LAYERS = [
     {"error", "types", "sync", "prefetch"},
     {"mapping", "memory", "process", "simd"},
-    {"logical_thread"},
+    {"logical_thread", "signals"},
     {"paths", "stats", "io", "rows"},
     {"config"},
     {"kernels", "index", "policy"},
