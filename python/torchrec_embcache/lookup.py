@@ -328,8 +328,11 @@ class _Batch(ABC):
         if self._done:
             raise StateError("the second backward of one forward: its update is done; run the forward again")
 
-    def hyperparameters(self) -> NDArray[np.float64]:
-        """Reads the optimizer's groups for the update, of which there is one."""
+    def begin_update(self) -> tuple[NDArray[np.float64], list[float | None]]:
+        """The optimizer's numbers as the core takes them, and the tables' `max_gradient`. From here on there is no second backward.
+
+        Raises `ConfigError` where one of them is out of range, before anything is done.
+        """
         for table in self.group.tables:
             if table.optimizer is None:
                 raise StateError(
@@ -337,16 +340,14 @@ class _Batch(ABC):
                     'sharding, or give the sharder fused_params={"optimizer": ..., "learning_rate": ...}'
                 )
         groups = self.group.param_groups()
-        numbers = native_hyperparameters(groups)
-        gradient_limits(groups)  # a number out of range is refused before anything is done
+        numbers, limits = native_hyperparameters(groups), gradient_limits(groups)
         if self.group.kept_table is not None:
             lifetime.backward_begins(self, self.group.kept_table)
         self._done = True
-        return numbers
+        return numbers, limits
 
-    def clamped(self, grad: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        """`grad`, whose parts along `dim` are the features', within the tables' `max_gradient`."""
-        limits = gradient_limits(self.group.param_groups())
+    def clamped(self, grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
+        """`grad`, whose parts along `dim` are the features', within `limits`, one a table."""
         return clamp_parts(grad, [limits[table] for table in self.group.feature_tables], sizes, dim)
 
     def abandon(self) -> None:
@@ -364,8 +365,8 @@ class _PooledBatch(_Batch):
         return self.backend.forward_pooled(self.plan, self.pooled)
 
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
-        numbers = self.hyperparameters()
-        grad = self.clamped(grad, [self.group.tables[table].dim for table in self.group.feature_tables], 1)
+        numbers, limits = self.begin_update()
+        grad = self.clamped(grad, limits, [self.group.tables[table].dim for table in self.group.feature_tables], 1)
         return self.backend.backward_pooled(self.plan, self.pooled, grad, numbers, weight_grad)
 
 
@@ -379,8 +380,8 @@ class _SequenceBatch(_Batch):
 
     def backward(self, grad: Tensor, weight_grad: bool) -> None:
         del weight_grad  # sequences have none
-        numbers = self.hyperparameters()
-        grad = self.clamped(grad, np.diff(self.splits).tolist(), 0)
+        numbers, limits = self.begin_update()
+        grad = self.clamped(grad, limits, np.diff(self.splits).tolist(), 0)
         self.backend.backward_sequence(self.plan, grad, numbers)
 
 
@@ -389,7 +390,9 @@ class _FusedLookup(torch.autograd.Function):
     def forward(ctx: Any, _anchor: Tensor, weights: Tensor | None, batch: _Batch, *lent: Tensor) -> Tensor:
         ctx.batch = batch
         # Autograd notes their versions. Tensors of inference mode have none, and it takes none of them.
-        ctx.save_for_backward(*(each for each in (weights, *lent) if each is not None and not each.is_inference()))
+        noted = [each for each in (weights, *lent) if each is not None and not each.is_inference()]
+        if noted:
+            ctx.save_for_backward(*noted)
         return batch.forward()
 
     @staticmethod

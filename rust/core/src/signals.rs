@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 pub use crate::process::is_main_thread;
 
 /// Signals have the numbers from 1 to this.
-const LAST: c_int = 64;
+pub const LAST: c_int = if cfg!(target_os = "linux") { 64 } else { 31 };
 
 /// Bit `n - 1`: signal `n` came while it was kept back.
 static CAME: AtomicU64 = AtomicU64::new(0);

@@ -8,15 +8,12 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use embcache::logical_thread::off_main_thread;
-use embcache::signals::{are_kept_back, is_main_thread, keep_back};
+use embcache::signals::{self, are_kept_back, is_main_thread, keep_back};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 /// The interpreter is about to end: from then on it gives its lock to the main thread alone.
 static ENDING: AtomicBool = AtomicBool::new(false);
-
-/// The largest number of a signal.
-const SIGNALS: i32 = if cfg!(target_os = "linux") { 64 } else { 31 };
 
 /// To be called by `atexit`.
 #[pyfunction]
@@ -52,7 +49,7 @@ fn handled_by_python(py: Python<'_>) -> PyResult<Vec<i32>> {
     // The function below `signal.getsignal`, which makes enumerations of its answers.
     let get = GET.get_or_try_init(py, || py.import("_signal")?.getattr("getsignal").map(Bound::unbind))?.bind(py);
     let mut handled = Vec::new();
-    for signal in 1..=SIGNALS {
+    for signal in 1..=signals::LAST {
         if get.call1((signal,)).is_ok_and(|handler| handler.is_callable()) {
             handled.push(signal);
         }

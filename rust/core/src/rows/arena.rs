@@ -27,7 +27,7 @@ pub struct Arena {
     headers: *mut RowHeader,
     stride: usize,
     capacity: u32,
-    /// Starts of the overflow chunks, null where not reserved; written under `growth` only.
+    /// Starts of the overflow chunks, null from the first that is not reserved on; written under `growth` only.
     chunks: [AtomicPtr<u8>; CHUNKS],
     /// One thread at a time adds or removes chunks.
     growth: Mutex<()>,
@@ -94,6 +94,10 @@ impl Arena {
     /// Give back overflow chunks past `capacity + rows`, and with `rows == 0` all of them. None of those slots may be in use.
     pub fn shrink_overflow(&self, rows: u32) {
         let first = if rows == 0 { 0 } else { chunk_of(rows as usize - 1).0 + 1 };
+        // This is asked after every row that is removed, and nearly always there is nothing to give back.
+        if self.chunks.get(first).is_none_or(|chunk| chunk.load(Ordering::Relaxed).is_null()) {
+            return;
+        }
         let _growing = lock(&self.growth);
         self.unmap_chunks(first);
     }
