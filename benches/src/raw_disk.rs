@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -44,16 +45,11 @@ impl RawReads {
     /// # Panics
     /// When the system refuses `io_uring` or `O_DIRECT`.
     pub fn new(path: &Path, largest: usize, depth: usize) -> Self {
-        Self::over(&[path.to_owned()], largest, depth)
+        Self::over(vec![open_direct(path).expect("O_DIRECT is permitted")], largest, depth)
     }
 
-    /// As [`RawReads::new`], over several files.
-    ///
-    /// # Panics
-    /// When the system refuses `io_uring` or `O_DIRECT`.
-    pub fn over(paths: &[PathBuf], largest: usize, depth: usize) -> Self {
-        let open = |path: &PathBuf| File::options().read(true).custom_flags(libc::O_DIRECT).open(path);
-        let files: Vec<File> = paths.iter().map(|path| open(path).expect("O_DIRECT is permitted")).collect();
+    /// As [`RawReads::new`], over several files, which [`open_direct`] opened.
+    fn over(files: Vec<File>, largest: usize, depth: usize) -> Self {
         let slot_bytes = largest.next_multiple_of(SECTOR) + SECTOR;
         let ring = IoUring::builder().setup_coop_taskrun().build(depth as u32);
         let ring = ring.or_else(|_| IoUring::new(depth as u32)).expect("io_uring is permitted");
@@ -123,6 +119,11 @@ impl RawReads {
 /// A place of a record: the number of its file, and its offset there.
 pub type RecordPlace = (usize, u64);
 
+/// Open a file whose reads leave the page cache out.
+fn open_direct(path: &Path) -> std::io::Result<File> {
+    File::options().read(true).custom_flags(libc::O_DIRECT).open(path)
+}
+
 /// Reads of batches of records at random places of a tier's files: the limit of fetches. A batch is sorted, and records that lie
 /// close together are one read.
 pub struct RawRecords {
@@ -139,18 +140,28 @@ impl RawRecords {
     /// # Panics
     /// When there are none, or as [`RawReads::new`].
     pub fn over(dir: &Path, record_bytes: usize, depth: usize) -> Self {
-        let files: Vec<(PathBuf, u64)> = std::fs::read_dir(dir)
-            .expect("a directory of files")
-            .map(|entry| entry.expect("a directory of files").path())
-            .filter(|path| path.extension().is_some_and(|extension| extension == "seg"))
-            // Compaction may have removed one since, or not have written it yet.
-            .filter_map(|path| std::fs::metadata(&path).ok().map(|found| (path, found.len())))
-            .map(|(path, bytes)| (path, bytes * record_bytes as u64 / (record_bytes as u64 + FOOTER_ENTRY_BYTES)))
-            .filter(|(_, bytes)| *bytes > record_bytes as u64)
-            .collect();
+        let (mut files, mut lengths) = (Vec::new(), Vec::new());
+        for entry in std::fs::read_dir(dir).expect("a directory of files") {
+            let path = entry.expect("a directory of files").path();
+            if path.extension().is_none_or(|extension| extension != "seg") {
+                continue;
+            }
+            let file = match open_direct(&path) {
+                Ok(file) => file,
+                // Compaction has removed it since.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) => panic!("O_DIRECT is permitted: {error}"),
+            };
+            let bytes = file.metadata().expect("an open file").len();
+            let records = bytes * record_bytes as u64 / (record_bytes as u64 + FOOTER_ENTRY_BYTES);
+            // Otherwise it is not written yet.
+            if records > record_bytes as u64 {
+                files.push(file);
+                lengths.push(records);
+            }
+        }
         assert!(!files.is_empty(), "no segments in {}", dir.display());
-        let (paths, lengths): (Vec<PathBuf>, Vec<u64>) = files.into_iter().unzip();
-        let reads = RawReads::over(&paths, LARGEST_MERGED, depth);
+        let reads = RawReads::over(files, LARGEST_MERGED, depth);
         Self { reads, lengths, random: SplitMix64(9), record_bytes }
     }
 

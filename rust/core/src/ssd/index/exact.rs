@@ -54,6 +54,7 @@ impl Exact {
         self.maps[self.map_of(id)].get(&id).copied()
     }
 
+    #[inline]
     pub(super) fn get_mut(&mut self, id: Id) -> Option<&mut Location> {
         if self.len == 0 {
             return None;
@@ -62,6 +63,7 @@ impl Exact {
         self.maps[map].get_mut(&id)
     }
 
+    #[inline]
     pub(super) fn remove(&mut self, id: Id) -> Option<Location> {
         if self.len == 0 {
             return None;
