@@ -268,6 +268,10 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
         stream.forget_before(ours.next)
         note(f"ours {times['ours'][-1]:.0f} samples/s, the rival {times[RIVAL][-1]:.0f}")
     after = tier_counters(model)
+    # Otherwise the end of the process flushes them, and their directory is gone by then.
+    for module in cache_modules(model).values():
+        for table in module.tables.values():
+            table.close()
     counted = (scale.steps + uncounted) * scale.rounds
     per_step = {name: (after[name] - before[name]) / counted for name in after}
     return row(
