@@ -1,4 +1,4 @@
-"""results.json: one row a bench, merged by name, and what a row was measured with and when."""
+"""The file results.json: one row a bench, merged by name, and what a row was measured with and when."""
 
 import importlib.metadata
 import json

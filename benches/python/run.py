@@ -54,7 +54,7 @@ class Job:
 
 
 def batches(served: Served) -> torch.Tensor:
-    """int64 [K, N]"""
+    """The ids of the batches that the bench draws: int64 [K, N]."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ids"
         served.ask(f"data {path}")

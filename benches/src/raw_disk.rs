@@ -13,17 +13,17 @@ use io_uring::{IoUring, opcode, types};
 
 use crate::workload::SplitMix64;
 
-/// What direct reads are aligned to.
+/// Bytes that direct reads are aligned to.
 const SECTOR: usize = 512;
 /// Reads that the limits have in flight: as many as a ring of the project's engine.
 pub const RAW_DEPTH: usize = 128;
 /// Completions waited for with one system call.
 const REAP: usize = 16;
-/// Records are read together when their blocks
+/// Bytes of a block, by which the distance between records is counted.
 const BLOCK: u64 = 4096;
-/// are no further apart than this: about what the disk transfers in the time of one more request,
+/// Records are read together when their blocks are no further apart than this: about what the disk transfers in the time of one request.
 const MERGED_GAP: u64 = 16 << 10;
-/// up to this many bytes in all.
+/// The most bytes of records that are read together.
 const LARGEST_MERGED: usize = 128 << 10;
 /// What a segment's footer takes for a record, at most.
 const FOOTER_ENTRY_BYTES: u64 = 14;

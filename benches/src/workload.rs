@@ -51,9 +51,9 @@ impl SplitMix64 {
 /// Zipf's law: ranks in `0..rows`, rank r drawn in proportion to `(r + 1)^-exponent`, by inversion of the exact distribution.
 #[derive(Clone, Debug)]
 pub struct Zipf {
-    /// The law's cumulative weights,
+    /// The cumulative weights of the law.
     cumulative: Vec<f64>,
-    /// and for each of as many equal parts of the unit interval the rank that its start falls on.
+    /// The unit interval is cut into as many equal parts as there are ranks: for each part the rank that its start falls on.
     guide: Vec<u32>,
 }
 

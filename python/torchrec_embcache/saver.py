@@ -8,7 +8,7 @@
 
 A checkpoint holds the rows of every cache module in the model, sharded or not, with their optimizer slots and metadata; the dense
 part of the model is torch's or DCP's to save. It loads into any number of ranks and any tier budgets. Its data files are
-safetensors; `docs/design.md` describes them.
+safetensors; `docs/design-checkpoint.md` describes them.
 
 What ranks do, in a save: the first checks the directory and begins a checkpoint; each writes its shards; the first publishes. A
 crash at any time leaves the checkpoint before. In a load: each checks manifests, headers and sizes for its shards; only when all

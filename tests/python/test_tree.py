@@ -246,7 +246,48 @@ def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
     assert not bad
 
 
-def test_the_checks_see_what_they_look_for() -> None:
+def doc_comments(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and the text of each documentation comment (Rust) or docstring (Python) of a source."""
+    source = path.read_text()
+    if path.suffix == ".rs":
+        for found in re.finditer(
+            r"(?:^[ \t]*(?P<mark>//[/!])(?!/).*\n)(?:^[ \t]*(?P=mark)(?!/).*\n)*", source, re.MULTILINE
+        ):
+            text = re.sub(r"^[ \t]*//[/!]", "", found.group(), flags=re.MULTILINE)
+            yield source.count("\n", 0, found.start()) + 1, " ".join(text.split())
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield getattr(node, "lineno", 1), " ".join(text.split())
+
+
+def is_fragment(text: str) -> bool:
+    """Whether a text begins amid a sentence or ends amid one, as where it goes on at the next item."""
+    return text[:1].islower() or text.endswith((",", ";"))
+
+
+def test_documentation_comments_are_sentences_of_their_own() -> None:
+    """An editor shows the comment of one item without those of its neighbours."""
+    bad = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in files(".rs", ".py")
+        for line, text in doc_comments(path)
+        if is_fragment(text)
+    ]
+    assert not bad
+
+
+def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
+    for name, source in (
+        ("a.rs", "/// Bytes of a block,\nconst A: u8 = 1;\n    /// and of\n    /// two.\n"),
+        ("a.py", '"""and so on"""\n'),
+    ):
+        (tmp_path / name).write_text(source)
+        texts = list(doc_comments(tmp_path / name))
+        assert all(is_fragment(text) for _, text in texts), texts
+        assert len(texts) == name.endswith("rs") + 1
     source = "use crate::{cache::Table, rows::{a, b}};\nfn f() { crate::ssd::g() } // crate::host"
     assert rust_imports(source) == {"cache", "rows", "ssd"}
     assert python_imports("from .cache import Lookup\nimport torchrec.sparse") >= {

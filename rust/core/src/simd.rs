@@ -16,10 +16,10 @@ use crate::prefetch::prefetch_address;
 pub(crate) enum Isa {
     /// What the crate is built for.
     Baseline,
-    /// x86-64 with AVX2.
+    /// The set AVX2 of x86-64.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ and VL.
+    /// The sets AVX-512 F, BW, DQ and VL of x86-64.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }

@@ -11,11 +11,11 @@ use pyo3::prelude::*;
 
 use crate::error::input;
 
-/// count, last step, score, modified epoch: each `[n]`.
+/// The metadata of rows: count, last step, score and modified epoch, each `[n]`.
 pub(crate) type Meta<'py> =
     (Bound<'py, PyArray1<u32>>, Bound<'py, PyArray1<u64>>, Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<u32>>);
 
-/// The same, given by Python.
+/// The metadata of rows as Python gives it.
 pub(crate) type GivenMeta<'py> =
     (PyReadonlyArray1<'py, u32>, PyReadonlyArray1<'py, u64>, PyReadonlyArray1<'py, f32>, PyReadonlyArray1<'py, u32>);
 

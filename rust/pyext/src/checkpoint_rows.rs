@@ -14,7 +14,7 @@ use crate::buffers::{GivenMeta, headers_from_python, matrix, meta_to_python, sca
 use crate::checkpoint::open_chain;
 use crate::error::{input, to_python};
 
-/// ids `[n]`, vectors `[n, V]`, scalars `[n]` or none, metadata or none.
+/// A chunk of rows: ids `[n]`, vectors `[n, V]`, scalars `[n]` or none, metadata or none.
 type GivenChunk<'py> = (
     PyReadonlyArray1<'py, i64>,
     PyReadonlyArray2<'py, f32>,

@@ -53,9 +53,9 @@ pub(super) struct Walk<'a> {
     pub(super) shared: &'a Shared,
     pub(super) version: u64,
     number: u64,
-    /// Rows of the table when the export began,
+    /// Rows that the table had when the export began.
     rows: u64,
-    /// and those that were handed over since.
+    /// Rows that the export has handed over since.
     handed_over: u64,
     /// Ids of rows that were handed over with an older copy on SSD.
     pub(super) outdated: Vec<Id>,

@@ -85,9 +85,9 @@ struct Passing {
     ended: Option<Result<()>>,
     /// Nobody takes chunks any more.
     dropped: bool,
-    /// The thread waits until a chunk is taken,
+    /// The exporting thread waits until a chunk is taken.
     waits: bool,
-    /// and is to wait no longer: somebody needs the room that the export's files take.
+    /// The exporting thread is to end the export instead of waiting: somebody needs the room that the export's files take.
     gives_way: bool,
 }
 

@@ -20,11 +20,11 @@ use crate::ssd::{Identity, SegmentFiles, SsdTier, StateCounters};
 use crate::stats::{SsdStats, TierStats};
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock, lock};
 
-/// Ids that left the table take one part in so many of the host budget at most,
+/// Ids that left a table (see `lineage`) may take this part of `host_bytes`, 1/64, within the two bounds below.
 const LINEAGE_SHARE: u64 = 64;
-/// of a small one these bytes, which belong to a table's fixed overhead,
+/// The least bytes for ids that left a table, however small it is. They count as part of a table's fixed overhead.
 const LEAST_LINEAGE_BYTES: u64 = 64 << 10;
-/// of the largest these.
+/// The most bytes for ids that left a table, however large it is.
 const MOST_LINEAGE_BYTES: u64 = 128 << 20;
 
 /// One table shard. Cheap to clone; the rows go with the last clone and the last plan.

@@ -32,6 +32,7 @@
 
 mod beside;
 mod block_writer;
+mod bucket_sort;
 mod chain;
 mod compact;
 mod delta;
@@ -46,7 +47,6 @@ mod manifest;
 mod order;
 mod output;
 mod part;
-mod ranks;
 mod reader;
 mod reshard;
 mod retention;

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
+use super::bucket_sort::{BucketSort, IDS_MORE};
 use super::format::{CHUNK_BYTES, Field};
-use super::ranks::{IDS_MORE, Ranking};
 use crate::prefetch::{prefetch, prefetch_address};
 use crate::rows::{RowHeader, RowList};
 use crate::simd::Isa;
@@ -65,19 +65,19 @@ impl Metadata {
 /// The order of a group, and memory for that of the next one.
 #[derive(Debug, Default)]
 pub(super) struct Order {
-    /// By row of the file, which row that is of those that came.
+    /// By row of the file, the number of the row in the order in which rows came.
     pub(super) rows: Vec<u32>,
-    /// The inverse.
+    /// By number of a row in the order in which rows came, its row of the file: the inverse of `rows`.
     pub(super) places: Vec<u32>,
     /// Where the rows of each bucket start, and the last one's end.
     pub(super) starts: Vec<i64>,
-    /// The ids in the order in which they came,
+    /// The ids in the order in which they came.
     came: Vec<u64>,
-    /// and their buckets, from the first of the rank's.
+    /// The bucket of each id in `came`, counted from the rank's first bucket.
     buckets: Vec<u32>,
-    /// Ids by bucket, not ordered within, and some more,
+    /// The ids sorted by bucket, in no order within a bucket. What follows the last id is room that the sort reads over.
     ids: Vec<u64>,
-    /// and which row each is of those that came.
+    /// The position in `came` of each id in `ids`.
     positions: Vec<u32>,
     ends: Vec<u32>,
 }
@@ -151,7 +151,7 @@ impl Order {
         }
         let (starts, ids, positions) = (&self.starts[..], &self.ids[..], &self.positions[..]);
         let (places, rows) = (&mut self.places[..], &mut self.rows[..]);
-        let twice = Ranking { starts, ids, positions, places, rows }.run_on(Isa::best());
+        let twice = BucketSort { starts, ids, positions, places, rows }.run_on(Isa::best());
         twice.map_or(Ok(()), |id| Err(Misplaced::Twice(id)))
     }
 
@@ -170,7 +170,7 @@ impl Order {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ranks::COUNTED;
+    use super::super::bucket_sort::COUNTED;
     use super::*;
     use crate::types::{BucketHash, bucket_of};
 

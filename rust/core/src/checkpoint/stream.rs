@@ -362,9 +362,9 @@ mod x86 {
         }
     }
 
-    /// Factors that move 128 bits over a line,
+    /// Factors that move 128 bits over a line of 512 bits.
     const FAR: [i64; 2] = factors(512);
-    /// and the first three parts of a line onto its last.
+    /// Factors that move the first three parts of a line, of 128 bits each, onto its last part.
     const NEAR: [[i64; 2]; 3] = [factors(384), factors(256), factors(128)];
 
     /// What moves the first and the second half of 128 bits over `bits` more, modulo the polynomial.
@@ -372,7 +372,7 @@ mod x86 {
         [power(bits + 32) << 1, power(bits - 32) << 1]
     }
 
-    /// x to the power of `n` modulo the polynomial of CRC-32C, its bits reflected.
+    /// The polynomial x^`n` modulo the polynomial of CRC-32C, its bits reflected.
     const fn power(n: u32) -> i64 {
         let (mut power, mut by) = (1_u32 << 31, 0);
         while by < n {

@@ -175,11 +175,11 @@ struct Files<'a, 's, P> {
     path: P,
     /// Rows of a small group.
     small: usize,
-    /// Rows of a group at most, fewer than the format's where the system has no memory for those;
+    /// The most rows of a group. It is less than the format's where the system has no memory for those.
     most: usize,
-    /// of the next group,
+    /// The most rows of the next group.
     at_once: usize,
-    /// and what their file takes.
+    /// Bytes of a file with `at_once` rows, once they were asked for.
     image_bytes: Option<usize>,
     made: Vec<DataFile>,
 }

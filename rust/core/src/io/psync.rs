@@ -20,9 +20,9 @@ const THREADS: usize = 32;
 const READ_AHEAD: usize = 8;
 /// Buffers that are kept: what all threads and a few batches hold at once.
 const KEPT: usize = THREADS + 2 * READ_AHEAD;
-/// A thread takes up to this many reads of a batch at a time,
+/// The most reads of a batch that a thread takes at a time.
 const CHUNK_READS: usize = 16;
-/// and up to this many bytes, beyond the first read.
+/// A thread takes no further read of a batch once those that it took have this many bytes.
 const CHUNK_BYTES: usize = 128 << 10;
 
 /// Plain system calls.

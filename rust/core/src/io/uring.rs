@@ -25,9 +25,9 @@ const RINGS: usize = 4;
 const REAP: usize = 16;
 /// Memory of a ring's reads in flight: 32 KiB for each of as many as there may be.
 const ARENA_BYTES: usize = 4 << 20;
-/// A read whose sectors fit this uses the ring's memory,
+/// A read whose sectors have no more bytes than this uses the ring's memory; a larger one has a buffer of its own.
 const LARGEST_PIECE: usize = 256 << 10;
-/// a larger one a buffer of its own; reads of a batch in flight hold at most this much in such buffers, or one read.
+/// Buffers of large reads of a batch in flight have no more bytes than this together, unless there is only one.
 const LARGE_BYTES: usize = 16 << 20;
 /// Large buffers kept for the next batch hold at most this much.
 const SPARE_BYTES: usize = 4 << 20;

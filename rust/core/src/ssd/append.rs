@@ -16,9 +16,9 @@ use crate::rows::RowRef;
 use crate::sync::lock;
 use crate::types::Id;
 
-/// Records handled under one hold of the table's lock,
+/// The most records that are written while the table's lock is held once.
 const AT_ONCE: usize = 2048;
-/// and bytes of them.
+/// The most bytes of records that are written while the table's lock is held once.
 const BYTES_AT_ONCE: usize = 1 << 20;
 
 /// Records of rows that are being appended, not yet in a segment.

@@ -18,9 +18,9 @@ pub(super) const MOST_CLASSES: u8 = 4;
 const FIRST: u8 = 1;
 /// The share of the difference between what was seen and what was expected by which the expectation changes.
 const SMOOTHING: f32 = 0.25;
-/// Rows of one call this close lie together when written,
+/// Two rows are neighbours in a call that writes them when their positions differ by this much at most.
 const NEIGHBOURS: usize = 8;
-/// as did those whose older versions are in one segment, this many records apart at most.
+/// Two rows were neighbours before when their older versions are in one segment, this many records apart at most.
 const NEARBY_RECORDS: u32 = 32;
 /// A row stays in its class until this many times the class's interval have passed.
 const PATIENCE: f64 = 2.0;

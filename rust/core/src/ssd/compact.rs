@@ -33,11 +33,11 @@ use crate::types::Id;
 const KEPT_FREE: u64 = 5;
 /// Bytes read at once from a victim.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Small segments (with a quarter of the usual rows at most) that may lie about,
+/// Where there are more small segments than this, the smallest is merged. Small is one with at most a quarter of the usual rows.
 const SMALL_SEGMENTS: u64 = 16;
-/// and no more than one in this many of those that the cap has room for.
+/// A cap that has room for few segments bears fewer small ones: one for each so many.
 const SMALL_SHARE: u64 = 8;
-/// Segments of tombstones that may lie about.
+/// Where there are more segments of tombstones than this, the oldest rows that they speak of are moved, so that tombstones can go.
 const TOMBSTONE_SEGMENTS: usize = 8;
 
 /// Segments of one tier that are moved at a time.

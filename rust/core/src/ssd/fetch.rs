@@ -16,9 +16,10 @@ use crate::rows::{RowLayout, RowMut};
 use crate::sync::{Condvar, Mutex, Ordering, lock, wait};
 use crate::types::Id;
 
-/// Records that lie together are read together up to this many bytes,
+/// The most bytes of records that lie together and are read together.
 const LARGEST_READ: u64 = 128 << 10;
-/// across gaps of this many at most: reading on costs a disk less than another read (13 to 15 us, and 0.9 us more a KiB, were measured).
+/// The most bytes between records that are read together. Reading on costs a disk less than another read: 13 to 15 µs for a read, and
+/// 0.9 µs more for each KiB, were measured.
 const LARGEST_GAP: u64 = 16 << 10;
 
 /// A batch of reads under way.

@@ -69,9 +69,9 @@ impl SegmentSet {
 /// How a set of files got its second names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkedBytes {
-    /// Bytes of the files that were linked,
+    /// Bytes of the files that were linked.
     pub linked: u64,
-    /// and of those that were copied, because the file system does not link them there.
+    /// Bytes of the files that were copied, because the file system does not link them there.
     pub copied: u64,
 }
 

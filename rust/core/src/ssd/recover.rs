@@ -25,13 +25,13 @@ use crate::sync::{Ordering, lock};
 
 /// Entries handled at once by a thread, about.
 const RANGE_ENTRIES: u64 = 1 << 16;
-/// Bytes of read-ahead for all footers and threads together,
+/// Bytes that are read ahead, of all footers and by all threads together.
 const READ_AHEAD_BYTES: u64 = 64 << 20;
-/// of which a read takes no more than these (a disk reads little faster by more), nor fewer than a page.
+/// The most bytes of one read, which has a page at least. A disk reads little faster by larger reads.
 const READ_BYTES: u64 = 60 << 10;
-/// A thread for so many entries,
+/// There is one thread for this many entries.
 const ENTRIES_A_THREAD: u64 = 1 << 18;
-/// and no more than these, which keep the disk busy: each waits for its reads, and sorts what it read while others wait.
+/// The most threads. They keep the disk busy: each waits for its reads, and sorts what it read while others wait.
 const MOST_THREADS: u64 = 4;
 
 /// The file of a segment that a state names, checked but for entries and records.

@@ -20,12 +20,13 @@ use crate::io::Read;
 use crate::rows::{RowHeader, RowRef};
 use crate::sync::Ordering;
 
+/// Bytes of a segment that are read at once where it is read from its start to its end.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Records that are read one by one are read together where no more bytes than these lie between them,
+/// The most bytes between two wanted records that are read together.
 const GAP_BYTES: u64 = 16 << 10;
-/// as long as a read has no more bytes than these.
+/// The most bytes of a read of several wanted records.
 const RUN_BYTES: u64 = 128 << 10;
-/// A segment of which one record in so many is wanted is read from its start to its end.
+/// A segment is read from its start to its end where at least one of this many of its records is wanted.
 const WANTED_OF_ALL: usize = 4;
 
 /// A segment to scan: its first `records` records. Compaction leaves it alone meanwhile, and it stays in the current set.

@@ -107,9 +107,9 @@ pub(super) struct Segment {
     pub(super) scans: AtomicU32,
     /// Whether compaction is moving its rows (changed under the table's lock).
     pub(super) moving: AtomicBool,
-    /// Compaction met bytes in it that it could not read: it stays as it is,
+    /// Compaction met bytes in it that it could not read, so it stays as it is.
     damaged: AtomicBool,
-    /// for this reason.
+    /// The error that set `damaged`.
     damage: Mutex<Option<Error>>,
 }
 

@@ -29,9 +29,9 @@ const DEAD_SHARE: u64 = 16;
 const STATE_BYTES: u64 = 1024;
 const STATE_BYTES_A_SEGMENT: u64 = 64;
 
-/// The caller's note in a state file takes one part in this many of the cap at most,
+/// The caller's note in a state file takes at most this part of the cap: 1/2048.
 const NOTE_SHARE: u64 = 2048;
-/// and no more than this.
+/// The caller's note in a state file takes at most 128 MiB, however large the cap is.
 const MOST_NOTE_BYTES: u64 = 128 << 20;
 
 /// The most bytes of a note.
@@ -142,9 +142,9 @@ const MOST_SPARES: usize = 8;
 #[derive(Debug, Default)]
 struct Use {
     used_bytes: u64,
-    /// Held by files that could not be removed,
+    /// Bytes of files that could not be removed.
     lost_bytes: u64,
-    /// and why the first of them could not.
+    /// Why the first of these files could not be removed.
     lost: Option<Error>,
     /// Files of `segment_bytes` that hold nothing. Their bytes are free: they go before a new file would not fit beside them.
     spares: Vec<PathBuf>,

@@ -17,9 +17,9 @@ pub(super) struct Tally {
 
 #[derive(Debug)]
 struct Counts {
-    /// The scan reads so many records of the segment,
+    /// How many records of the segment the scan reads.
     records: u32,
-    /// and comes to this one next.
+    /// The record that the scan comes to next.
     next: AtomicU32,
     /// Live records that it has not found yet.
     left: AtomicU32,

@@ -1,33 +1,38 @@
-//! The order of the rows of each bucket, by `uint64(id)`: in small buckets counted, in large ones found by sorting.
+//! Sorts the rows of each bucket by `uint64(id)`.
+//!
+//! In a small bucket the position of a row is the number of ids below its own, which is counted. A large bucket is sorted by comparing.
+//!
+//! A group of rows is written to a file in this order: rows have a *number*, in the order in which they came, and a *file row*, their
+//! position in the file.
 #![allow(unsafe_code)]
 
 use crate::simd::{Isa, Job};
 use crate::types::Id;
 
-/// In buckets of at most this many rows a row's place is counted, in larger ones found by sorting.
+/// In buckets of at most this many rows the ids below a row's own are counted; larger ones are sorted.
 pub(super) const COUNTED: usize = 128;
-/// Ids that are looked at beyond those of the last bucket.
+/// Ids beyond those of the last bucket that the count reads, whatever they are.
 pub(super) const IDS_MORE: usize = 16;
 /// Rows that are counted at once where the processor has no wide registers.
 const LANES: usize = 8;
 
-/// What is to be ordered, and where that goes.
+/// The rows to sort, and where their order goes.
 #[derive(Debug)]
-pub(super) struct Ranking<'a> {
-    /// Of the buckets, and the end of the last.
+pub(super) struct BucketSort<'a> {
+    /// The file row at which each bucket starts, and the end of the last one: `[buckets + 1]`.
     pub(super) starts: &'a [i64],
-    /// By bucket, and `IDS_MORE` more.
+    /// The ids by bucket, in no order within a bucket, and `IDS_MORE` more: `[n + IDS_MORE]`.
     pub(super) ids: &'a [u64],
-    /// The number of each: a permutation.
+    /// The number of the row of each id, a permutation: `[n]`.
     pub(super) positions: &'a [u32],
-    /// By number, where a row goes.
+    /// The result: the file row of each number, `[n]`.
     pub(super) places: &'a mut [u32],
-    /// The inverse.
+    /// The result: the number of each file row, `[n]`.
     pub(super) rows: &'a mut [u32],
 }
 
-impl Ranking<'_> {
-    /// Order the rows; gives an id that is there twice, if any.
+impl BucketSort<'_> {
+    /// Sort the rows; gives an id that is there twice, if any.
     pub(super) fn run_on(self, isa: Isa) -> Option<Id> {
         let n = self.rows.len();
         assert!(self.positions.len() == n && self.places.len() == n && self.ids.len() == n + IDS_MORE, "of {n} rows");
@@ -40,7 +45,7 @@ impl Ranking<'_> {
     }
 }
 
-/// A bucket: its ids, and more; their numbers; its first place; where their places and rows go.
+/// One bucket of a [`BucketSort`], whose first file row is `start`.
 struct Bucket<'a> {
     ids: &'a [u64],
     positions: &'a [u32],
@@ -49,8 +54,8 @@ struct Bucket<'a> {
     rows: &'a mut [u32],
 }
 
-/// Order each bucket, small ones by a function that gives how many pairs of ids differ.
-struct Each<'a, F>(Ranking<'a>, F);
+/// Sorts each bucket, small ones by a function that gives how many pairs of their ids differ.
+struct Each<'a, F>(BucketSort<'a>, F);
 
 impl<F: Fn(Bucket<'_>) -> usize> Job for Each<'_, F> {
     type Output = Option<Id>;
@@ -58,14 +63,14 @@ impl<F: Fn(Bucket<'_>) -> usize> Job for Each<'_, F> {
     #[allow(clippy::inline_always)] // Compiled for each instruction set.
     #[inline(always)]
     fn run(self) -> Option<Id> {
-        let Self(Ranking { starts, ids, positions, places, rows }, count) = self;
+        let Self(BucketSort { starts, ids, positions, places, rows }, count) = self;
         let mut sorted = Vec::new();
         for bounds in starts.windows(2) {
             let (start, end) = (bounds[0] as usize, bounds[1] as usize);
             let (len, positions, rows) = (end - start, &positions[start..end], &mut rows[start..end]);
             if len <= COUNTED {
                 let ids = &ids[start..end + IDS_MORE];
-                // Of two rows with one id each would be above the other.
+                // Of every two ids one is below the other, unless they are equal.
                 if count(Bucket { ids, positions, start: start as u32, places, rows })
                     != len * len.saturating_sub(1) / 2
                 {
@@ -93,20 +98,20 @@ fn count(bucket: Bucket<'_>) -> usize {
     let Bucket { ids, positions, start, places, rows } = bucket;
     let mut below_all = 0;
     for (block, of_block) in ids.chunks_exact(LANES).zip(positions.chunks(LANES)) {
-        let ranks = ranks(&ids[..positions.len()], block);
-        for (&position, &rank) in of_block.iter().zip(&ranks) {
-            rows[rank as usize] = position;
-            places[position as usize] = start + rank as u32;
-            below_all += rank as usize;
+        let below = count_below(&ids[..positions.len()], block);
+        for (&position, &below) in of_block.iter().zip(&below) {
+            rows[below as usize] = position;
+            places[position as usize] = start + below as u32;
+            below_all += below as usize;
         }
     }
     below_all
 }
 
-/// How many of `ids` are below each of a block.
+/// How many of `ids` are below each id of a block.
 #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for each instruction set; plain loops over lanes.
 #[inline(always)]
-fn ranks(ids: &[u64], block: &[u64]) -> [u64; LANES] {
+fn count_below(ids: &[u64], block: &[u64]) -> [u64; LANES] {
     let mut below = [0_u64; LANES];
     for &id in ids {
         for lane in 0..LANES {
@@ -152,7 +157,8 @@ mod wide {
         let len = positions.len();
         debug_assert!(ids.len() == len + LANES && rows.len() == len);
         // SAFETY: the instructions are there. Blocks begin among the bucket's ids, and `LANES` more follow them; of positions and rows no
-        // lane past the bucket's end is touched, and of places none that is not among them. A rank is below `len`, as no id is below itself.
+        // lane past the bucket's end is touched, and of places none that is not among them. Fewer than `len` ids are below one, as
+        // none is below itself.
         unsafe {
             let (zero, one) = (_mm512_setzero_si512(), _mm512_set1_epi64(1));
             let all = _mm512_set1_epi32(places.len() as i32);
@@ -166,15 +172,15 @@ mod wide {
                     below_low = _mm512_mask_add_epi64(below_low, _mm512_cmpgt_epu64_mask(low, id), below_low, one);
                     below_high = _mm512_mask_add_epi64(below_high, _mm512_cmpgt_epu64_mask(high, id), below_high, one);
                 }
-                let ranks = _mm512_castsi256_si512(_mm512_cvtepi64_epi32(below_low));
-                let ranks = _mm512_inserti64x4::<1>(ranks, _mm512_cvtepi64_epi32(below_high));
+                let below = _mm512_castsi256_si512(_mm512_cvtepi64_epi32(below_low));
+                let below = _mm512_inserti64x4::<1>(below, _mm512_cvtepi64_epi32(below_high));
                 let lanes = ((1_u32 << (len - block).min(LANES)) - 1) as u16;
                 let positions = _mm512_maskz_loadu_epi32(lanes, positions.as_ptr().add(block).cast());
-                let place = _mm512_add_epi32(ranks, _mm512_set1_epi32(start as i32));
-                _mm512_mask_i32scatter_epi32::<4>(rows.as_mut_ptr().cast(), lanes, ranks, positions);
+                let place = _mm512_add_epi32(below, _mm512_set1_epi32(start as i32));
+                _mm512_mask_i32scatter_epi32::<4>(rows.as_mut_ptr().cast(), lanes, below, positions);
                 let there = _mm512_mask_cmplt_epu32_mask(lanes, positions, all);
                 _mm512_mask_i32scatter_epi32::<4>(places.as_mut_ptr().cast(), there, positions, place);
-                below_all = _mm512_mask_add_epi32(below_all, lanes, below_all, ranks);
+                below_all = _mm512_mask_add_epi32(below_all, lanes, below_all, below);
             }
             _mm512_reduce_add_epi32(below_all) as usize
         }
@@ -205,9 +211,14 @@ mod tests {
                     ids[one] = ids[other];
                 }
                 let (mut places, mut rows) = (vec![0; n], vec![0; n]);
-                let ranking =
-                    Ranking { starts: &starts, ids: &ids, positions: &positions, places: &mut places, rows: &mut rows };
-                let found = ranking.run_on(isa);
+                let sort = BucketSort {
+                    starts: &starts,
+                    ids: &ids,
+                    positions: &positions,
+                    places: &mut places,
+                    rows: &mut rows,
+                };
+                let found = sort.run_on(isa);
                 if let Some((one, _)) = twice {
                     assert_eq!(found, Some(ids[one] as Id), "{isa:?}");
                     continue;
