@@ -48,6 +48,7 @@ from torchrec_embcache import (
     EmbCacheTrainPipelineSparseDist,
     TierBudgets,
     cache_modules,
+    flush,
     initializers,
 )
 from torchrec_embcache.cache import CacheTable
@@ -340,6 +341,7 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
         ("training goes on", better, f"loss on the later ratings {both[0] / world:.4f}, then {both[1] / world:.4f}")
     )
 
+    flush(model)  # what was trained here since the load, on all ranks together
     checks = Checks()
     for finding in findings:
         if rank == 0:

@@ -5,7 +5,7 @@
 //! path/<seq>-<random>/manifest.json                  written last, by the coordinator; names the ranks' manifests
 //! path/<seq>-<random>/<rank>-of-<world>.json         tables, files, counts and checksums of one rank
 //! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<n>.safetensors
-//! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<serial>.seg            of a snapshot
+//! path/<seq>-<random>/<module>+<table>/<rank>-of-<world>.<serial>.seg            of a linked checkpoint
 //! path/<seq>-<random>/dense.json, dense/<rank>-of-<world>.<n>.extents           beside the tables, see [`ExtentWriter`]
 //! path/part-<random>/                                what a rank wrote that is in no checkpoint yet, see [`Part`]
 //! path/lock                                          held while `LATEST` is replaced, and while a directory is made or swept
@@ -29,52 +29,37 @@
 //! 2. Every rank calls [`Checkpoint::open`] (manifests are checked here) and, for each of its tables, [`Checkpoint::table_reader`]
 //!    (headers and sizes of the files it needs are checked here). No table is touched before all ranks have done so.
 //! 3. [`TableReader::read`] hands over the rows of the buckets that the rank owns, verified as they arrive.
+//!
+//! Where things are, from the bottom up: `output` writes files; `manifest` knows names, digests, manifests and who holds a directory;
+//! `extents` and `rows` write and read what a checkpoint is of; `blocks` writes block-level saves' files; `publish` makes a checkpoint the
+//! newest one and sweeps others; `ops` works on whole checkpoints. None imports from one that comes after it.
 
-mod beside;
-mod block_writer;
-mod bucket_sort;
-mod chain;
-mod compact;
-mod delta;
-mod dense;
-mod dense_reader;
-mod dense_writer;
-pub mod format;
-mod group;
-mod input;
-mod latest;
+mod blocks;
+mod extents;
 mod manifest;
-mod order;
+mod ops;
 mod output;
-mod part;
-mod reader;
-mod reshard;
-mod retention;
-mod save;
-mod segments;
-mod source;
-mod stream;
-mod tables;
-mod writer;
+mod publish;
+mod rows;
 
 pub use crate::cache::{Gather, GroupSink};
-pub use beside::{BesideOptions, IMAGE_BYTES, Pace, RankSnapshot, TableToSave, work_behind};
-pub use block_writer::{BlockFile, BlockPlace, BlockWriter};
-pub use chain::{Chain, ChainReader};
-pub use compact::Compaction;
-pub use delta::Changes;
-pub use dense::{DenseEntry, DenseShare, Extent};
-pub use dense_reader::ExtentReader;
-pub use dense_writer::ExtentWriter;
-pub use latest::{CheckpointName, Latest};
-pub use manifest::{CheckpointKind, Manifest, OptimizerSpec, Parent, RankDigest, TableEntry, TableSpec};
-pub use part::{Part, PartName, sweep_parts};
-pub use reader::{Checkpoint, TableReader};
-pub use reshard::reshard;
-pub use save::{Published, Save, SaveOptions};
-pub use segments::LinkedTable;
-pub use source::RowSource;
-pub use writer::RankWriter;
-
-/// Takes rows: headers `[n]` and their vector parts `[n × V]`, one behind the other.
-pub type RowSink<'a> = dyn FnMut(&[crate::rows::RowHeader], &[f32]) -> crate::Result<()> + 'a;
+pub use blocks::writer::{BlockFile, BlockPlace, BlockWriter};
+pub use extents::reader::ExtentReader;
+pub use extents::writer::ExtentWriter;
+pub use manifest::dense::{DenseEntry, DenseShare, Extent};
+pub use manifest::digest::RankDigest;
+pub use manifest::latest::{CheckpointName, Latest, PartName};
+pub use manifest::manifests::{CheckpointKind, Manifest, OptimizerSpec, Parent, TableEntry, TableSpec};
+pub use ops::beside::{BesideOptions, IMAGE_BYTES, Pace, RankSnapshot, TableToSave, work_behind};
+pub use ops::chain::{Chain, ChainReader};
+pub use ops::compact::Compaction;
+pub use ops::part::Part;
+pub use ops::reshard::reshard;
+pub use publish::retention::sweep_parts;
+pub use publish::save::{Published, Save, SaveOptions};
+pub use rows::delta::Changes;
+pub use rows::format;
+pub use rows::reader::{Checkpoint, TableReader};
+pub use rows::segments::LinkedTable;
+pub use rows::source::{RowSink, RowSource};
+pub use rows::writer::RankWriter;

@@ -30,7 +30,7 @@ struct Image {
 }
 
 /// Writes images in the background, as long as its scope lasts.
-pub(super) struct Output<'s> {
+pub(crate) struct Output<'s> {
     engine: &'s dyn IoEngine,
     images: Sender<Image>,
     /// Buffers of written images, or why one could not be written.
@@ -44,7 +44,7 @@ pub(super) struct Output<'s> {
 
 impl<'s> Output<'s> {
     /// Threads that write until the output is dropped. `waiting` is theirs, and outlives them.
-    pub(super) fn new<'e>(scope: &'s Scope<'s, 'e>, engine: &'s dyn IoEngine, waiting: &'s Waiting) -> Self {
+    pub(crate) fn new<'e>(scope: &'s Scope<'s, 'e>, engine: &'s dyn IoEngine, waiting: &'s Waiting) -> Self {
         let (images, receiver) = channel();
         let (done, written) = channel();
         *lock(&waiting.0) = Some(receiver);
@@ -73,7 +73,7 @@ impl<'s> Output<'s> {
 
     /// Wait until there is a buffer for an image of `len` bytes, which the next [`Output::buffer`] gives. `Kind::Memory` where the system
     /// refuses one and none is under way.
-    pub(super) fn wait_for_buffer(&mut self, len: usize) -> Result<()> {
+    pub(crate) fn wait_for_buffer(&mut self, len: usize) -> Result<()> {
         self.free.retain(|buffer| buffer.len() >= len);
         while self.free.is_empty() {
             let written = match self.written.try_recv() {
@@ -95,18 +95,18 @@ impl<'s> Output<'s> {
     }
 
     /// A buffer for an image of `len` bytes.
-    pub(super) fn buffer(&mut self, len: usize) -> Result<AlignedBuf> {
+    pub(crate) fn buffer(&mut self, len: usize) -> Result<AlignedBuf> {
         self.wait_for_buffer(len)?;
         Ok(self.free.pop().expect("waited for"))
     }
 
     /// Give back a buffer that was not used.
-    pub(super) fn give_back(&mut self, buffer: AlignedBuf) {
+    pub(crate) fn give_back(&mut self, buffer: AlignedBuf) {
         self.free.push(buffer);
     }
 
     /// Write a file of the first `len` bytes of `buffer`.
-    pub(super) fn write(&mut self, path: PathBuf, buffer: AlignedBuf, len: usize) -> Result<()> {
+    pub(crate) fn write(&mut self, path: PathBuf, buffer: AlignedBuf, len: usize) -> Result<()> {
         if self.threads.is_empty() {
             write_file(self.engine, &path, &buffer[..len])?;
             self.free.push(buffer);
@@ -122,7 +122,7 @@ impl<'s> Output<'s> {
     }
 
     /// Wait until every image is written and synced.
-    pub(super) fn finish(mut self) -> Result<()> {
+    pub(crate) fn finish(mut self) -> Result<()> {
         while self.under_way > 0 {
             self.under_way -= 1;
             drop(self.wait_for_one()?);
@@ -137,7 +137,7 @@ fn ended() -> Error {
 
 /// Where the writing threads find their next image.
 #[derive(Default)]
-pub(super) struct Waiting(Mutex<Option<Receiver<Image>>>);
+pub(crate) struct Waiting(Mutex<Option<Receiver<Image>>>);
 
 impl Waiting {
     fn next(&self) -> Option<Image> {
@@ -147,7 +147,7 @@ impl Waiting {
 }
 
 /// Make a file, durably but for its name.
-pub(super) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Result<()> {
+pub(crate) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Result<()> {
     let file = engine.open(path, Open::Create { preallocate: bytes.len() as u64 })?;
     // Writes that make a file longer exclude each other.
     file.set_len(bytes.len() as u64)?;
@@ -157,7 +157,7 @@ pub(super) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Re
 }
 
 /// Do `work` with every piece on up to `threads` threads, this one among them, until the first error.
-pub(super) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+pub(crate) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
     let helpers = threads.min(pieces.len()).saturating_sub(1);
     let helpers = if helpers > 0 && room_for_threads() { helpers } else { 0 };
     let pieces = Mutex::new(pieces.into_iter());

@@ -1,0 +1,3 @@
+//! Files that a block-level save writes: many blocks that grow side by side.
+
+pub(crate) mod writer;

@@ -1,0 +1,173 @@
+//! Writing tensors that lie beside each other in files and grow at the same time, each in order.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use crate::checkpoint::extents::writer::{Pool, Target, Task, WAITING};
+use crate::checkpoint::manifest::dense::{PIECE_BYTES, THREADS};
+use crate::checkpoint::output::each_piece;
+use crate::error::{Error, Kind, Result};
+use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::sync::lock;
+
+/// A file to be made.
+#[derive(Clone, Debug)]
+pub struct BlockFile {
+    /// Where.
+    pub path: PathBuf,
+    /// Its first bytes, whole pages.
+    pub header: Vec<u8>,
+    /// Its length, whole pages.
+    pub bytes: u64,
+}
+
+/// Where a tensor lies: zeros follow it up to the next multiple of [`ALIGNMENT`].
+#[derive(Clone, Copy, Debug)]
+pub struct BlockPlace {
+    /// Number of its file.
+    pub file: usize,
+    /// Its first byte there, a multiple of [`ALIGNMENT`].
+    pub start: u64,
+    /// Its length.
+    pub bytes: u64,
+}
+
+/// Writes blocks to files. It holds a piece of 4 MiB for each block that is begun and not complete, and eight of those that are written.
+#[derive(Debug)]
+pub struct BlockWriter {
+    files: Vec<Arc<dyn IoFile>>,
+    blocks: Vec<Mutex<Block>>,
+    buffers: Arc<BufPool>,
+    pool: Pool,
+}
+
+#[derive(Debug)]
+struct Block {
+    to: Arc<OutBlock>,
+    bytes: u64,
+    filled: u64,
+    /// The last piece, where it is not full.
+    piece: Option<PooledBuf>,
+}
+
+#[derive(Debug)]
+struct OutBlock {
+    io: Arc<dyn IoFile>,
+    start: u64,
+    chunk_bytes: usize,
+    checksums: Mutex<Vec<u32>>,
+}
+
+impl Target for OutBlock {
+    fn write(&self, at: u64, data: &[u8]) -> Result<()> {
+        let found: Vec<u32> = data.chunks(self.chunk_bytes).map(crc32c::crc32c).collect();
+        let first = (at / self.chunk_bytes as u64) as usize;
+        lock(&self.checksums)[first..first + found.len()].copy_from_slice(&found);
+        self.io.write_at(self.start + at, data)
+    }
+}
+
+impl BlockWriter {
+    /// Make the files, which are not there yet, on up to `threads` threads. A checksum is of `chunk_bytes`, which divide 4 MiB.
+    pub fn new(
+        engine: &dyn IoEngine,
+        files: &[BlockFile],
+        blocks: &[BlockPlace],
+        chunk_bytes: usize,
+        threads: usize,
+    ) -> Result<Self> {
+        let whole = |bytes: u64| bytes.is_multiple_of(ALIGNMENT as u64);
+        if chunk_bytes == 0 || !PIECE_BYTES.is_multiple_of(chunk_bytes) {
+            return Err(Error::new(Kind::Input, format!("chunks of {chunk_bytes} bytes do not divide {PIECE_BYTES}")));
+        }
+        let outside = |place: &&BlockPlace| {
+            let end = place.start.checked_add(place.bytes);
+            let within = |file: &BlockFile| whole(place.start) && end.is_some_and(|end| end <= file.bytes);
+            !files.get(place.file).is_some_and(within)
+        };
+        if let Some(place) = blocks.iter().find(outside) {
+            return Err(Error::new(Kind::Input, format!("{place:?} is not at whole pages of a file")));
+        }
+        let made = files.iter().map(|file| {
+            let io = engine.open(&file.path, Open::Create { preallocate: file.bytes })?;
+            // Writes that extend a file wait for one another.
+            io.set_len(file.bytes)?;
+            let mut header = AlignedBuf::try_zeroed(file.header.len())?;
+            header.copy_from_slice(&file.header);
+            io.write_at(0, &header)?;
+            Ok(io)
+        });
+        let made = made.collect::<Result<Vec<_>>>()?;
+        let block = |place: &BlockPlace| {
+            let chunks = place.bytes.next_multiple_of(ALIGNMENT as u64).div_ceil(chunk_bytes as u64);
+            let checksums = Mutex::new(vec![0; chunks as usize]);
+            let to = OutBlock { io: Arc::clone(&made[place.file]), start: place.start, chunk_bytes, checksums };
+            Mutex::new(Block { to: Arc::new(to), bytes: place.bytes, filled: 0, piece: None })
+        };
+        let total: u64 = blocks.iter().map(|block| block.bytes).sum();
+        let threads = if total > PIECE_BYTES as u64 { threads.min(THREADS) } else { 0 };
+        Ok(Self {
+            blocks: blocks.iter().map(block).collect(),
+            files: made,
+            buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS + WAITING + 1)),
+            pool: Pool::start(threads),
+        })
+    }
+
+    /// Add `bytes` to a block: `copy(at, into)` fills in those from `at` on. Any thread; of one block one after the other.
+    ///
+    /// Errors: `Storage` of this write or of one before it; `Memory`; `Input` past the block's end. After one nothing can be finished.
+    pub fn append(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
+        let result = self.fill(block, bytes, copy);
+        result.inspect_err(|error| self.pool.fail(error))
+    }
+
+    fn fill(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
+        let known = self.blocks.get(block);
+        let mut block = lock(known.ok_or_else(|| Error::new(Kind::Input, format!("there is no block {block}")))?);
+        if bytes as u64 > block.bytes - block.filled {
+            return Err(Error::new(
+                Kind::Input,
+                format!("{bytes} bytes do not fit a block that has {} of {}", block.filled, block.bytes),
+            ));
+        }
+        let mut at = 0;
+        while at < bytes {
+            let mut piece = match block.piece.take() {
+                Some(piece) => piece,
+                None => self.buffers.take_at_least(PIECE_BYTES)?,
+            };
+            let filled = (block.filled % PIECE_BYTES as u64) as usize;
+            let count = (PIECE_BYTES - filled).min(bytes - at);
+            copy(at, &mut piece[filled..filled + count]);
+            at += count;
+            let end = filled + count;
+            block.filled += count as u64;
+            if end < PIECE_BYTES && block.filled < block.bytes {
+                block.piece = Some(piece);
+                continue;
+            }
+            let len = end.next_multiple_of(ALIGNMENT);
+            piece[end..len].fill(0);
+            self.pool.run(Task { to: block.to.clone(), piece, len, at: block.filled - end as u64 })?;
+        }
+        Ok(())
+    }
+
+    /// Make all of it durable but for the files' names: of each block the CRC-32C of its chunks, of whole pages.
+    ///
+    /// Errors: `State` where a block is not complete.
+    pub fn finish(mut self) -> Result<Vec<Vec<u32>>> {
+        for block in &self.blocks {
+            let block = lock(block);
+            if block.filled < block.bytes {
+                let place = block.to.io.path().display();
+                let message = format!("a block of {place} has {} of {} bytes", block.filled, block.bytes);
+                return Err(Error::new(Kind::State, message));
+            }
+        }
+        self.pool.end()?;
+        each_piece(THREADS, self.files.iter().collect(), |file| file.sync())?;
+        Ok(self.blocks.iter().map(|block| std::mem::take(&mut *lock(&lock(block).to.checksums))).collect())
+    }
+}

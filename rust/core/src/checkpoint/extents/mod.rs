@@ -1,0 +1,4 @@
+//! Tensors and objects beside the tables: bytes of any meaning.
+
+pub(crate) mod reader;
+pub(crate) mod writer;

@@ -1,0 +1,207 @@
+//! Reading extents into place, verified as they arrive.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use crate::checkpoint::manifest::dense::{
+    CHUNK_BYTES, DENSE_DIR, DenseFile, DenseShare, Extent, PAGE_BYTES, PIECE_BYTES, THREADS, extents_file,
+};
+use crate::checkpoint::output::each_piece;
+use crate::error::{Error, Kind, Result};
+use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::sync::lock;
+
+/// Reads the streams of all ranks of a checkpoint.
+#[derive(Debug)]
+pub struct ExtentReader {
+    engine: Arc<dyn IoEngine>,
+    dir: PathBuf,
+    streams: Vec<Stream>,
+    open: Mutex<HashMap<(usize, usize), Arc<InFile>>>,
+    buffers: Arc<BufPool>,
+    /// The last chunk that was wanted in part: small extents lie beside each other.
+    last: Mutex<Option<LastChunk>>,
+}
+
+#[derive(Debug)]
+struct Stream {
+    files: Vec<DenseFile>,
+    /// Where each file starts in the stream, and where the stream ends.
+    starts: Vec<u64>,
+}
+
+#[derive(Debug)]
+struct LastChunk {
+    file: (usize, usize),
+    start: u64,
+    len: usize,
+    bytes: PooledBuf,
+}
+
+/// A part of a read that lies in one file.
+struct Wanted<'a> {
+    rank: usize,
+    file: usize,
+    /// In the file.
+    range: Range<u64>,
+    into: &'a mut [u8],
+}
+
+impl ExtentReader {
+    /// `shares` are the ranks', by rank, and checked.
+    pub(crate) fn new<'a>(
+        engine: Arc<dyn IoEngine>,
+        dir: &std::path::Path,
+        shares: impl Iterator<Item = Option<&'a DenseShare>>,
+    ) -> Self {
+        let streams = shares.map(|share| Stream::new(share.map_or_else(Vec::new, |share| share.files.clone())));
+        Self {
+            engine,
+            dir: dir.join(DENSE_DIR),
+            streams: streams.collect(),
+            open: Mutex::default(),
+            buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS)),
+            last: Mutex::default(),
+        }
+    }
+
+    /// Bytes of each rank's stream.
+    pub fn stream_bytes(&self) -> Vec<u64> {
+        self.streams.iter().map(Stream::bytes).collect()
+    }
+
+    /// Read `extent`, or a part of one, of `rank`'s stream into `into`, which is as long. It holds four pieces of 4 MiB at most.
+    ///
+    /// Errors: `Corruption` with file and place, also where the extent is not within the stream; `Storage`.
+    pub fn read(&self, rank: u32, extent: Extent, into: &mut [u8]) -> Result<()> {
+        let outside = || {
+            let what = format!("the extent at {} of rank {rank}", extent.offset);
+            let end = self.streams.get(rank as usize).map_or(0, Stream::bytes);
+            Error::corruption(&self.dir, 0, &what, format!("within {end} bytes"), format!("{} long", extent.bytes))
+        };
+        let stream = self.streams.get(rank as usize).ok_or_else(outside)?;
+        let end = extent.offset.checked_add(extent.bytes).filter(|&end| end <= stream.bytes()).ok_or_else(outside)?;
+        if into.len() as u64 != extent.bytes {
+            let what = format!("{} bytes are to be read into {}", extent.bytes, into.len());
+            return Err(Error::new(Kind::Input, what));
+        }
+        each_piece(THREADS, stream.pieces(rank as usize, extent.offset..end, into), |piece| self.read_piece(piece))
+    }
+
+    fn read_piece(&self, wanted: Wanted<'_>) -> Result<()> {
+        let Wanted { rank, file, range, into } = wanted;
+        let opened = self.file(rank, file)?;
+        let chunk = CHUNK_BYTES as u64;
+        let cover = range.start / chunk * chunk..range.end.next_multiple_of(chunk).min(opened.data_bytes);
+        if cover == range && into.as_ptr().addr().is_multiple_of(ALIGNMENT) {
+            opened.io.read_at(range.start, into)?;
+            return opened.verify(range.start, into);
+        }
+        let len = (cover.end - cover.start) as usize;
+        let within = (range.start - cover.start) as usize..(range.end - cover.start) as usize;
+        let mut last = if len <= CHUNK_BYTES { Some(lock(&self.last)) } else { None };
+        if let Some(found) = last.as_ref().and_then(|last| last.as_ref())
+            && (found.file, found.start, found.len) == ((rank, file), cover.start, len)
+        {
+            into.copy_from_slice(&found.bytes[within]);
+            return Ok(());
+        }
+        let mut bytes = self.buffers.take_at_least(len)?;
+        opened.io.read_at(cover.start, &mut bytes[..len])?;
+        opened.verify(cover.start, &bytes[..len])?;
+        into.copy_from_slice(&bytes[within]);
+        if let Some(last) = &mut last {
+            **last = Some(LastChunk { file: (rank, file), start: cover.start, len, bytes });
+        }
+        Ok(())
+    }
+
+    fn file(&self, rank: usize, n: usize) -> Result<Arc<InFile>> {
+        if let Some(file) = lock(&self.open).get(&(rank, n)) {
+            return Ok(Arc::clone(file));
+        }
+        let name = extents_file(rank as u32, self.streams.len() as u32, n);
+        let file = Arc::new(InFile::open(&*self.engine, self.dir.join(name), &self.streams[rank].files[n])?);
+        lock(&self.open).insert((rank, n), Arc::clone(&file));
+        Ok(file)
+    }
+}
+
+impl Stream {
+    fn new(files: Vec<DenseFile>) -> Self {
+        let ends = files.iter().scan(0_u64, |end, file| {
+            *end += file.data_bytes();
+            Some(*end)
+        });
+        let starts = std::iter::once(0).chain(ends).collect();
+        Self { files, starts }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.starts[self.files.len()]
+    }
+
+    /// A range of the stream by file and, within files, by [`PIECE_BYTES`].
+    fn pieces<'a>(&self, rank: usize, range: Range<u64>, into: &'a mut [u8]) -> Vec<Wanted<'a>> {
+        let mut file = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
+        let (mut at, mut rest, mut pieces) = (range.start, into, Vec::new());
+        while at < range.end {
+            if at == self.starts[file + 1] {
+                file += 1;
+                continue;
+            }
+            let start = at - self.starts[file];
+            let piece_end = (start / PIECE_BYTES as u64 + 1) * PIECE_BYTES as u64;
+            let end = piece_end.min(self.starts[file + 1] - self.starts[file]).min(range.end - self.starts[file]);
+            let (head, tail) = rest.split_at_mut((end - start) as usize);
+            pieces.push(Wanted { rank, file, range: start..end, into: head });
+            (at, rest) = (self.starts[file] + end, tail);
+        }
+        pieces
+    }
+}
+
+/// A file of extents whose length and checksums are checked.
+#[derive(Debug)]
+struct InFile {
+    path: PathBuf,
+    io: Arc<dyn IoFile>,
+    data_bytes: u64,
+    checksums: Vec<u32>,
+}
+
+impl InFile {
+    fn open(engine: &dyn IoEngine, path: PathBuf, file: &DenseFile) -> Result<Self> {
+        let io = engine.open(&path, Open::Read)?;
+        let len = io.len()?;
+        if len != file.bytes {
+            return Err(Error::corruption(&path, 0, "the file's length", file.bytes, len));
+        }
+        let data_bytes = file.data_bytes();
+        let mut page = vec![0_u32; PAGE_BYTES / 4];
+        io.read_at(data_bytes, bytemuck::cast_slice_mut(&mut page))?;
+        let found = crc32c::crc32c(bytemuck::cast_slice(&page));
+        if found != file.checksums_crc32c {
+            let what = "the checksum of the checksums";
+            return Err(Error::corruption(&path, data_bytes, what, file.checksums_crc32c, found));
+        }
+        page.truncate(data_bytes.div_ceil(CHUNK_BYTES as u64) as usize);
+        Ok(Self { path, io, data_bytes, checksums: page })
+    }
+
+    /// Whether the chunks from byte `start` on, a multiple of a chunk, are as they were written.
+    fn verify(&self, start: u64, bytes: &[u8]) -> Result<()> {
+        let first = (start / CHUNK_BYTES as u64) as usize;
+        for (n, chunk) in bytes.chunks(CHUNK_BYTES).enumerate() {
+            let (expected, found) = (self.checksums[first + n], crc32c::crc32c(chunk));
+            if expected != found {
+                let at = start + (n * CHUNK_BYTES) as u64;
+                let what = format!("the checksum of {} bytes", chunk.len());
+                return Err(Error::corruption(&self.path, at, &what, expected, found));
+            }
+        }
+        Ok(())
+    }
+}

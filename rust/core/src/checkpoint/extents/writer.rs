@@ -1,0 +1,347 @@
+//! Writing extents: the caller fills pieces, threads beside compute their checksums and write them.
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use crate::checkpoint::manifest::dense::{
+    CHUNK_BYTES, DENSE_DIR, DenseFile, DenseShare, Extent, FILE_BYTES, PAGE_BYTES, PIECE_BYTES, THREADS, extents_file,
+};
+use crate::error::{Error, Kind, Result};
+use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::memory::room_for_threads;
+use crate::sync::lock;
+
+/// Pieces that wait for a thread.
+pub(crate) const WAITING: usize = 3;
+
+/// Writes one rank's stream. It holds eight pieces of 4 MiB at most: one that is filled, three that wait, four that are written.
+#[derive(Debug)]
+pub struct ExtentWriter {
+    engine: Arc<dyn IoEngine>,
+    dir: PathBuf,
+    rank: u32,
+    world: u32,
+    /// The most bytes of the stream in one file.
+    file_bytes: u64,
+    /// Bytes of the stream that the caller expects; where it is wrong, room is set aside in vain or not at all.
+    expected_bytes: u64,
+    buffers: Arc<BufPool>,
+    pool: Pool,
+    files: Vec<Arc<OutFile>>,
+    /// The place in the last file; `None` where the next byte opens a file.
+    place: Option<Place>,
+    position: u64,
+    extent_start: u64,
+}
+
+#[derive(Debug)]
+struct Place {
+    piece: PooledBuf,
+    /// Bytes of the piece that are filled.
+    filled: usize,
+    /// Where the piece starts in the file.
+    at: u64,
+}
+
+impl ExtentWriter {
+    /// A stream in `dir`, the directory of a checkpoint or of a part of one.
+    pub(crate) fn new(engine: Arc<dyn IoEngine>, dir: &Path, rank: u32, world: u32, expected_bytes: u64) -> Self {
+        Self {
+            engine,
+            dir: dir.join(DENSE_DIR),
+            rank,
+            world,
+            file_bytes: FILE_BYTES,
+            expected_bytes,
+            buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS + WAITING + 1)),
+            pool: Pool::start(if expected_bytes > PIECE_BYTES as u64 { THREADS } else { 0 }),
+            files: Vec::new(),
+            place: None,
+            position: 0,
+            extent_start: 0,
+        }
+    }
+
+    /// Put at most `bytes`, rounded up to a multiple of [`ALIGNMENT`], of the stream into a file; the default and the most is 256 MiB.
+    #[must_use]
+    pub fn with_file_bytes(mut self, bytes: u64) -> Self {
+        self.file_bytes = bytes.clamp(1, FILE_BYTES).next_multiple_of(ALIGNMENT as u64);
+        self
+    }
+
+    /// Add to the extent that is being written.
+    ///
+    /// Errors: `Storage` of this write or of one before it; `Memory`. After one the stream cannot be finished.
+    pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.fill(bytes.len(), |at, into| into.copy_from_slice(&bytes[at..at + into.len()]))
+    }
+
+    /// End the extent; the next one starts at the next multiple of [`ALIGNMENT`].
+    pub fn end_extent(&mut self) -> Result<Extent> {
+        let extent = Extent { offset: self.extent_start, bytes: self.position - self.extent_start };
+        let pad = self.position.next_multiple_of(ALIGNMENT as u64) - self.position;
+        self.fill(pad as usize, |_, into| into.fill(0))?;
+        self.extent_start = self.position;
+        Ok(extent)
+    }
+
+    /// Make the stream durable.
+    pub fn finish(mut self) -> Result<DenseShare> {
+        self.end_extent()?;
+        if let Some(place) = self.place.take() {
+            let end = place.at + place.filled as u64;
+            self.send(place)?;
+            self.pool.seal(self.file(), end)?;
+        }
+        self.pool.end()?;
+        let files = self.files.iter().map(|file| file.sealed()).collect::<Result<Vec<_>>>()?;
+        if !files.is_empty() {
+            self.engine.sync_dir(&self.dir)?;
+        }
+        Ok(DenseShare { files })
+    }
+
+    /// Fill the next `bytes` of the stream: `copy(at, into)` those from `at` on.
+    fn fill(&mut self, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
+        let mut at = 0;
+        while at < bytes {
+            let filled = self.place().and_then(|mut place| {
+                let end = self.piece_bytes(&place);
+                let count = (end - place.filled).min(bytes - at);
+                copy(at, &mut place.piece[place.filled..place.filled + count]);
+                place.filled += count;
+                self.position += count as u64;
+                if place.filled < end {
+                    self.place = Some(place);
+                } else {
+                    self.pass_on(place)?;
+                }
+                Ok(count)
+            });
+            at += filled.inspect_err(|error| self.pool.fail(error))?;
+        }
+        Ok(())
+    }
+
+    /// The place where the next byte goes, taken out.
+    fn place(&mut self) -> Result<Place> {
+        if let Some(place) = self.place.take() {
+            return Ok(place);
+        }
+        self.open_file()?;
+        Ok(Place { piece: self.buffers.take_at_least(PIECE_BYTES)?, filled: 0, at: 0 })
+    }
+
+    /// Bytes of the piece when it is full: a multiple of [`ALIGNMENT`].
+    fn piece_bytes(&self, place: &Place) -> usize {
+        (self.file_bytes - place.at).min(PIECE_BYTES as u64) as usize
+    }
+
+    /// Hand a full piece over.
+    fn pass_on(&mut self, place: Place) -> Result<()> {
+        let at = place.at + place.filled as u64;
+        self.send(place)?;
+        if at == self.file_bytes {
+            return self.pool.seal(self.file(), at);
+        }
+        self.place = Some(Place { piece: self.buffers.take_at_least(PIECE_BYTES)?, filled: 0, at });
+        Ok(())
+    }
+
+    fn file(&self) -> &Arc<OutFile> {
+        self.files.last().expect("a place is in a file")
+    }
+
+    fn open_file(&mut self) -> Result<()> {
+        if self.files.is_empty() {
+            self.engine.create_dir_all(&self.dir)?;
+        }
+        let path = self.dir.join(extents_file(self.rank, self.world, self.files.len()));
+        let expected = self.expected_bytes.saturating_sub(self.position).min(self.file_bytes);
+        let bytes = expected.next_multiple_of(ALIGNMENT as u64) + PAGE_BYTES as u64;
+        let io = self.engine.open(&path, Open::Create { preallocate: bytes })?;
+        if expected > PIECE_BYTES as u64 {
+            // Writes that extend a file wait for one another.
+            io.set_len(bytes)?;
+        }
+        self.files.push(Arc::new(OutFile { io, state: Mutex::default() }));
+        Ok(())
+    }
+
+    fn send(&mut self, place: Place) -> Result<()> {
+        // A piece that holds nothing is of a file that ends where the stream does.
+        if place.filled == 0 {
+            return Ok(());
+        }
+        let file = Arc::clone(self.file());
+        lock(&file.state).pending += 1;
+        self.pool.run(Task { to: file, piece: place.piece, len: place.filled, at: place.at })
+    }
+}
+
+/// A file that pieces are written to, in any order.
+#[derive(Debug)]
+struct OutFile {
+    io: Arc<dyn IoFile>,
+    state: Mutex<OutState>,
+}
+
+#[derive(Debug, Default)]
+struct OutState {
+    checksums: Vec<u32>,
+    /// Pieces handed over and not written yet.
+    pending: usize,
+    /// Bytes of the stream in the file, when no piece follows.
+    data_bytes: Option<u64>,
+    sealed: Option<DenseFile>,
+}
+
+impl Target for OutFile {
+    fn write(&self, at: u64, data: &[u8]) -> Result<()> {
+        self.io.write_at(at, data)?;
+        let first = (at / CHUNK_BYTES as u64) as usize;
+        let checksums: Vec<u32> = data.chunks(CHUNK_BYTES).map(crc32c::crc32c).collect();
+        let mut state = lock(&self.state);
+        let end = first + checksums.len();
+        if state.checksums.len() < end {
+            state.checksums.resize(end, 0);
+        }
+        state.checksums[first..end].copy_from_slice(&checksums);
+        state.pending -= 1;
+        drop(state);
+        self.seal_if_complete()
+    }
+}
+
+impl OutFile {
+    /// Write the page of checksums and sync, if this was the last piece.
+    fn seal_if_complete(&self) -> Result<()> {
+        let mut state = lock(&self.state);
+        let Some(data_bytes) = state.data_bytes.filter(|_| state.pending == 0 && state.sealed.is_none()) else {
+            return Ok(());
+        };
+        let mut page = AlignedBuf::zeroed(PAGE_BYTES);
+        let checksums: &[u8] = bytemuck::cast_slice(&state.checksums);
+        page[..checksums.len()].copy_from_slice(checksums);
+        self.io.write_at(data_bytes, &page)?;
+        let bytes = data_bytes + PAGE_BYTES as u64;
+        // It was given the length that was expected.
+        self.io.set_len(bytes)?;
+        self.io.sync()?;
+        state.sealed = Some(DenseFile { bytes, checksums_crc32c: crc32c::crc32c(&page) });
+        Ok(())
+    }
+
+    fn sealed(&self) -> Result<DenseFile> {
+        let sealed = lock(&self.state).sealed.clone();
+        sealed
+            .ok_or_else(|| Error::new(Kind::State, format!("{} was not written to its end", self.io.path().display())))
+    }
+}
+
+/// What pieces are written to, in any order.
+pub(crate) trait Target: Send + Sync + std::fmt::Debug {
+    /// Write whole pages `at` a place, and take their checksums.
+    fn write(&self, at: u64, data: &[u8]) -> Result<()>;
+}
+
+#[derive(Debug)]
+pub(crate) struct Task {
+    pub(crate) to: Arc<dyn Target>,
+    pub(crate) piece: PooledBuf,
+    pub(crate) len: usize,
+    pub(crate) at: u64,
+}
+
+impl Task {
+    fn write(&self) -> Result<()> {
+        self.to.write(self.at, &self.piece[..self.len])
+    }
+}
+
+/// Threads that write pieces; the caller does it where there are none.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    send: Option<SyncSender<Task>>,
+    threads: Vec<JoinHandle<()>>,
+    /// The first error; nothing is written after it.
+    error: Arc<Mutex<Option<Error>>>,
+}
+
+impl Pool {
+    pub(crate) fn start(threads: usize) -> Self {
+        let (send, receive) = sync_channel(WAITING);
+        let receive = Arc::new(Mutex::new(receive));
+        let error = Arc::new(Mutex::new(None));
+        let threads = if threads > 0 && room_for_threads() { threads } else { 0 };
+        let threads: Vec<_> = (0..threads)
+            .filter_map(|_| {
+                let (receive, error) = (Arc::clone(&receive), Arc::clone(&error));
+                let named = std::thread::Builder::new().name("embcache-save".into());
+                named.spawn(move || work(&receive, &error)).ok()
+            })
+            .collect();
+        let send = (!threads.is_empty()).then_some(send);
+        Self { send, threads, error }
+    }
+
+    pub(crate) fn fail(&self, error: &Error) {
+        lock(&self.error).get_or_insert_with(|| error.clone());
+    }
+
+    fn check(&self) -> Result<()> {
+        lock(&self.error).clone().map_or(Ok(()), Err)
+    }
+
+    pub(crate) fn run(&self, task: Task) -> Result<()> {
+        self.check()?;
+        match &self.send {
+            // It fails only when every thread has ended in a panic, which end() hands on.
+            Some(send) => send.send(task).map_err(|_| Error::new(Kind::Storage, "the writing threads ended")),
+            None => task.write(),
+        }
+    }
+
+    /// No piece follows in `file`, which has `data_bytes` of the stream.
+    fn seal(&self, file: &Arc<OutFile>, data_bytes: u64) -> Result<()> {
+        lock(&file.state).data_bytes = Some(data_bytes);
+        file.seal_if_complete()?;
+        self.check()
+    }
+
+    /// Wait until everything is written.
+    pub(crate) fn end(&mut self) -> Result<()> {
+        drop(self.send.take());
+        for thread in self.threads.drain(..) {
+            if let Err(panic) = thread.join() {
+                std::panic::resume_unwind(panic);
+            }
+        }
+        self.check()
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // Nothing is written any more when the writer is gone: its directory may be removed.
+        drop(self.send.take());
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn work(receive: &Mutex<Receiver<Task>>, error: &Mutex<Option<Error>>) {
+    loop {
+        let received = lock(receive).recv();
+        let Ok(task) = received else { return };
+        if lock(error).is_some() {
+            continue;
+        }
+        if let Err(failed) = task.write() {
+            lock(error).get_or_insert(failed);
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! The dense part of a checkpoint: bytes of any meaning (tensors, objects) as extents of one stream a rank.
+//!
+//! A rank's stream is cut into files `dense/<rank>-of-<world>.<n>.extents`; an extent starts at a multiple of [`ALIGNMENT`] and may
+//! cross from file to file. A file is at most 256 MiB of the stream, a multiple of [`ALIGNMENT`], and then one page of that size:
+//! CRC-32C of each 256 KiB of it, little-endian, and zeros.
+//!
+//! What the extents mean is in `dense.json`, which the coordinator writes and its manifest vouches for; the core does not look into it.
+
+use serde::{Deserialize, Serialize};
+
+use super::digest::RankDigest;
+use crate::io::ALIGNMENT;
+
+/// Bytes of a stream under one checksum.
+pub(crate) const CHUNK_BYTES: usize = 256 << 10;
+/// What the extents mean, in the checkpoint's directory.
+pub(crate) const DENSE_FILE: &str = "dense.json";
+/// The directory of the extents' files in the checkpoint's.
+pub(crate) const DENSE_DIR: &str = "dense";
+/// Bytes of the page of checksums that ends a file.
+pub(crate) const PAGE_BYTES: usize = ALIGNMENT;
+/// The most of a stream in one file: as many chunks as the page has checksums for.
+pub(crate) const FILE_BYTES: u64 = (PAGE_BYTES / 4 * CHUNK_BYTES) as u64;
+/// Bytes of one request: whole chunks.
+pub(crate) const PIECE_BYTES: usize = 16 * CHUNK_BYTES;
+/// Threads that write or read pieces.
+pub(crate) const THREADS: usize = 4;
+
+pub(crate) fn extents_file(rank: u32, world: u32, n: usize) -> String {
+    format!("{rank}-of-{world}.{n}.extents")
+}
+
+/// A file of extents in a rank's manifest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DenseFile {
+    /// Length of the file, its page of checksums included.
+    pub(crate) bytes: u64,
+    /// CRC-32C of the page of checksums.
+    pub(crate) checksums_crc32c: u32,
+}
+
+impl DenseFile {
+    /// Bytes of the stream that the file holds.
+    pub(crate) fn data_bytes(&self) -> u64 {
+        self.bytes - PAGE_BYTES as u64
+    }
+}
+
+/// One rank's stream.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DenseShare {
+    pub(crate) files: Vec<DenseFile>,
+}
+
+impl DenseShare {
+    /// Bytes of the stream.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(DenseFile::data_bytes).sum()
+    }
+
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let page = PAGE_BYTES as u64;
+        let whole = |file: &DenseFile| {
+            (2 * page..=FILE_BYTES + page).contains(&file.bytes) && file.bytes.is_multiple_of(ALIGNMENT as u64)
+        };
+        match self.files.iter().position(|file| !whole(file)) {
+            Some(n) => Err(format!("file {n} of extents cannot have {} bytes", self.files[n].bytes)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The dense part in the coordinator's manifest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DenseEntry {
+    /// What identifies `dense.json`.
+    pub metadata: RankDigest,
+    /// Bytes of all ranks' streams.
+    pub bytes: u64,
+}
+
+/// A part of a rank's stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Where it starts in the stream.
+    pub offset: u64,
+    /// Its length.
+    pub bytes: u64,
+}

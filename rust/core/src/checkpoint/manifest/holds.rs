@@ -1,0 +1,62 @@
+//! Who holds a directory of checkpoints, and the checkpoints in it: a save, a sweep or a load.
+
+use std::path::Path;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::error::{Kind, Result};
+use crate::io::{DirLock, Hold, IoEngine};
+
+/// How long a save waits for another one to name its checkpoint: a few file operations.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Hold the directory of checkpoints, for a few file operations: while `LATEST` is replaced, as what it names is compared with what it
+/// should name before; and while a directory in it is made or swept.
+pub(crate) fn lock_root(engine: &dyn IoEngine, root: &Path) -> Result<DirLock> {
+    let began = Instant::now();
+    loop {
+        match engine.lock_dir(root) {
+            Err(error) if error.kind() == Kind::InUse && began.elapsed() < PATIENCE => {
+                sleep(Duration::from_millis(5));
+            }
+            held => return held,
+        }
+    }
+}
+
+/// Make the directory `dir` in `root` and hold it. Sweeps wait meanwhile: they see none that is made and not held yet.
+pub(crate) fn make_held(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<DirLock> {
+    let _no_sweep = lock_root(engine, root)?;
+    engine.create_dir_all(dir)?;
+    engine.lock_dir(dir)
+}
+
+/// Hold the directory `dir` in `root` to remove it; `None` where a save writes it or a load reads it.
+pub(crate) fn hold_to_sweep(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<Option<[DirLock; 2]>> {
+    let _none_is_made = lock_root(engine, root)?;
+    // First, so that no file is made in a checkpoint that stays.
+    let unread = match engine.hold_dir(dir, Hold::ToRemove) {
+        Err(error) if error.kind() == Kind::InUse => return Ok(None),
+        held => held?,
+    };
+    match engine.lock_dir(dir) {
+        Err(error) if error.kind() == Kind::InUse => Ok(None),
+        held => held.map(|unwritten| Some([unread, unwritten])),
+    }
+}
+
+/// Hold the checkpoint in `dir` as long as it is read: no save removes it meanwhile.
+///
+/// Errors: `InUse` where a save is removing it; `Storage` where it is gone.
+pub(crate) fn hold_to_read(engine: &dyn IoEngine, dir: &Path) -> Result<DirLock> {
+    let began = Instant::now();
+    loop {
+        match engine.hold_dir(dir, Hold::ToRead) {
+            // A sweep looks for a moment at what it finds out to be the newest.
+            Err(error) if error.kind() == Kind::InUse && began.elapsed() < PATIENCE => {
+                sleep(Duration::from_millis(5));
+            }
+            held => return held,
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Which checkpoint of a directory is the newest complete one.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use crate::error::{Error, Kind, Result};
+use crate::io::{IoEngine, read_file};
+
+/// The file that names the newest complete checkpoint.
+pub(crate) const LATEST_FILE: &str = "LATEST";
+
+/// The name of a checkpoint's directory: a number that grows with every save to the path, and a random part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CheckpointName {
+    /// Sequence number, from 1.
+    pub seq: u64,
+    /// What tells saves with the same number apart.
+    pub random: u64,
+}
+
+impl fmt::Display for CheckpointName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:010}-{:016x}", self.seq, self.random)
+    }
+}
+
+impl FromStr for CheckpointName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let parse = || {
+            let (seq, random) = text.split_once('-')?;
+            let name = Self { seq: seq.parse().ok()?, random: u64::from_str_radix(random, 16).ok()? };
+            (name.to_string() == text).then_some(name)
+        };
+        parse().ok_or_else(|| Error::new(Kind::Corruption, format!("{text:?} is not the name of a checkpoint")))
+    }
+}
+
+/// The content of `LATEST`: the name of a checkpoint, whose manifest carries its own checksum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Latest {
+    /// The checkpoint.
+    pub name: CheckpointName,
+}
+
+impl fmt::Display for Latest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.name.fmt(f)
+    }
+}
+
+impl FromStr for Latest {
+    type Err = Error;
+
+    fn from_str(line: &str) -> Result<Self> {
+        Ok(Self { name: line.parse()? })
+    }
+}
+
+impl Latest {
+    /// Read `LATEST` in `root`; `Kind::Path` when there is none, `Kind::Corruption` when it is damaged.
+    pub fn read(engine: &dyn IoEngine, root: &Path) -> Result<Self> {
+        let path = root.join(LATEST_FILE);
+        if !engine.exists(&path)? {
+            return Err(Error::new(
+                Kind::Path,
+                format!(
+                    "there is no checkpoint in {}: {LATEST_FILE} is missing; check the path, or save one first",
+                    root.display()
+                ),
+            )
+            .at(root));
+        }
+        let bytes = read_file(engine, &path, 256)?;
+        let line = std::str::from_utf8(&bytes).ok().and_then(|text| text.strip_suffix('\n')).unwrap_or_default();
+        line.parse().map_err(|_| {
+            let found = String::from_utf8_lossy(&bytes);
+            Error::corruption(
+                &path,
+                0,
+                "the name of a checkpoint",
+                "ten digits, '-', sixteen hexadecimal digits",
+                format!("{found:?}"),
+            )
+        })
+    }
+
+    /// As [`Latest::read`], with `None` where there is no checkpoint.
+    pub fn find(engine: &dyn IoEngine, root: &Path) -> Result<Option<Self>> {
+        if engine.exists(&root.join(LATEST_FILE))? { Self::read(engine, root).map(Some) } else { Ok(None) }
+    }
+
+    /// The checkpoint's directory.
+    pub(crate) fn dir(&self, root: &Path) -> PathBuf {
+        root.join(self.name.to_string())
+    }
+}
+
+/// The name of a part's directory: what tells parts apart, at random.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PartName(pub u64);
+
+impl fmt::Display for PartName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "part-{:016x}", self.0)
+    }
+}
+
+impl FromStr for PartName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let random = text.strip_prefix("part-").and_then(|random| u64::from_str_radix(random, 16).ok());
+        random
+            .map(Self)
+            .filter(|name| name.to_string() == text)
+            .ok_or_else(|| Error::new(Kind::Input, format!("{text:?} is not the name of a part of a checkpoint")))
+    }
+}

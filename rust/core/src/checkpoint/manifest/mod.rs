@@ -1,0 +1,9 @@
+//! What a checkpoint says of itself: names, digests, manifests, and `LATEST`.
+
+pub(crate) mod dense;
+pub(crate) mod digest;
+pub(crate) mod holds;
+pub(crate) mod latest;
+pub(crate) mod manifests;
+pub(crate) mod names;
+pub(crate) mod read;

@@ -1,0 +1,47 @@
+//! The manifests of a checkpoint on disk, read and held against what identifies them.
+
+use std::path::Path;
+
+use super::digest::{RankDigest, checksum};
+use super::manifests::{MAX_MANIFEST_BYTES, Manifest, Parent, RankManifest, parse, unseal};
+use super::names::{MANIFEST_FILE, rank_file};
+use crate::error::{Error, Result};
+use crate::io::{IoEngine, read_file};
+
+/// The coordinator's manifest of the checkpoint in `dir`, whose seal is checked, and what identifies it.
+pub(crate) fn read_manifest(engine: &dyn IoEngine, dir: &Path) -> Result<(Manifest, Parent)> {
+    let path = dir.join(MANIFEST_FILE);
+    let sealed = read_file(engine, &path, MAX_MANIFEST_BYTES)?;
+    let manifest: Manifest = parse(&unseal(&sealed, &path)?, &path)?;
+    let identity = Parent { name: manifest.name.clone(), manifest_xxh3: checksum(&sealed) };
+    Ok((manifest, identity))
+}
+
+/// The ranks' manifests, checked against their digests.
+pub(crate) fn read_ranks(engine: &dyn IoEngine, dir: &Path, digests: &[RankDigest]) -> Result<Vec<RankManifest>> {
+    let world = digests.len() as u32;
+    digests
+        .iter()
+        .enumerate()
+        .map(|(rank, digest)| {
+            let path = dir.join(rank_file(rank as u32, world));
+            parse(&read_digested(engine, &path, digest)?, &path)
+        })
+        .collect()
+}
+
+/// The file at `path`, which must be the one that `digest` identifies.
+pub(crate) fn read_digested(engine: &dyn IoEngine, path: &Path, digest: &RankDigest) -> Result<Vec<u8>> {
+    let bytes = read_file(engine, path, digest.bytes.min(MAX_MANIFEST_BYTES))?;
+    let found = RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) };
+    if found != *digest {
+        return Err(Error::corruption(
+            path,
+            0,
+            "the manifest's length and checksum",
+            format!("{} and {:016x}", digest.bytes, digest.xxh3),
+            format!("{} and {:016x}", found.bytes, found.xxh3),
+        ));
+    }
+    Ok(bytes)
+}

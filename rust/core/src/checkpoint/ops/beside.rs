@@ -1,0 +1,182 @@
+//! One rank's part of a save beside training: the rows of the moment when it began.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::cache::{Ancestor, PreImages, Table, TableSnapshot};
+use crate::checkpoint::manifest::digest::RankDigest;
+use crate::checkpoint::manifest::latest::CheckpointName;
+use crate::checkpoint::manifest::manifests::TableSpec;
+use crate::checkpoint::manifest::names::rank_file;
+use crate::checkpoint::rows::delta::Changes;
+use crate::checkpoint::rows::source::RowSink;
+use crate::checkpoint::rows::writer::RankWriter;
+use crate::error::{Error, Kind, Result};
+use crate::io::IoEngine;
+use crate::rows::RowHeader;
+use crate::types::Id;
+
+pub use crate::process::work_behind;
+
+/// Bytes of the chunks in which rows are copied (one row at least): a training step waits for one at most.
+const CHUNK_BYTES: usize = 256 << 10;
+/// Memory for rows that training changes before they are written, by default: see [`PreImages`].
+pub const IMAGE_BYTES: usize = 32 << 20;
+
+/// Settings of a save beside training.
+#[derive(Clone, Copy, Debug)]
+pub struct BesideOptions {
+    /// Rows trained after the moment are of this epoch: what the checkpoint is published with.
+    pub next_epoch: u32,
+    /// See [`IMAGE_BYTES`].
+    pub image_bytes: usize,
+    /// Bytes of rows written in a second at most.
+    pub bytes_per_second: Option<u64>,
+}
+
+/// A table to save.
+#[derive(Clone, Debug)]
+pub struct TableToSave {
+    /// Its module's path in the model.
+    pub module: String,
+    /// Itself.
+    pub table: Table,
+    /// Its optimizer's.
+    pub hyperparameters: BTreeMap<String, f64>,
+    /// The checkpoint that a delta builds on, as the table knows it; `None` in a full save.
+    pub ancestor: Option<Ancestor>,
+}
+
+/// The tables of one rank at one moment, and where they go. Dropping it lets go of them; what it wrote is swept by the next save.
+#[derive(Debug)]
+pub struct RankSnapshot {
+    writer: RankWriter,
+    tables: VecDeque<(String, TableSnapshot, BTreeMap<String, f64>)>,
+    images: Arc<PreImages>,
+    pace: Pace,
+}
+
+impl RankSnapshot {
+    /// Hold the rows that the tables have now, for the part of `rank` (of `world`) in the checkpoint `name` in `root`. No table is
+    /// trained meanwhile.
+    ///
+    /// Errors: those of [`Table::snapshot`]; then none is held.
+    pub fn begin(
+        engine: Arc<dyn IoEngine>,
+        root: &Path,
+        name: CheckpointName,
+        (rank, world): (u32, u32),
+        tables: Vec<TableToSave>,
+        options: BesideOptions,
+    ) -> Result<Self> {
+        let writer = RankWriter::new(Arc::clone(&engine), root, name, rank, world)?;
+        let path = root.join(name.to_string()).join(rank_file(rank, world)).with_extension("preimages");
+        let images = Arc::new(PreImages::new(engine, path, options.image_bytes, tables.len()));
+        let hold = |TableToSave { module, table, hyperparameters, ancestor }| {
+            let snapshot = match ancestor {
+                None => table.snapshot(&images, options.next_epoch)?,
+                Some(ancestor) => table.snapshot_of_changes(&images, options.next_epoch, &ancestor)?,
+            };
+            Ok((module, snapshot, hyperparameters))
+        };
+        let tables = tables.into_iter().map(hold).collect::<Result<_>>()?;
+        Ok(Self { writer, tables, images, pace: Pace::new(options.bytes_per_second) })
+    }
+
+    /// Write the next table; how many rows and tombstones that made, or `None` when there was none left.
+    pub fn write_next(&mut self) -> Result<Option<(u64, u64)>> {
+        let Some((module, snapshot, hyperparameters)) = self.tables.pop_front() else { return Ok(None) };
+        self.writer.write_snapshot(&module, snapshot, hyperparameters, &mut self.pace).map(Some)
+    }
+
+    /// Make this rank's part durable, when every table is written. The digest goes to the coordinator.
+    pub fn finish(self) -> Result<RankDigest> {
+        if let Some((_, snapshot, _)) = self.tables.front() {
+            let message = format!("table {:?} is not written yet", snapshot.config().name);
+            return Err(Error::new(Kind::State, message));
+        }
+        self.images.close()?;
+        self.writer.finish()
+    }
+}
+
+impl RankWriter {
+    /// Write the rows of a table's snapshot, at a pace; of a snapshot of changes, into a delta. How many rows and tombstones that made.
+    pub fn write_snapshot(
+        &mut self,
+        module: &str,
+        snapshot: TableSnapshot,
+        hyperparameters: BTreeMap<String, f64>,
+        pace: &mut Pace,
+    ) -> Result<(u64, u64)> {
+        let config = snapshot.config().clone();
+        let spec = TableSpec::new(module, &config, hyperparameters, snapshot.step());
+        let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
+        let chunk_rows = (CHUNK_BYTES / row_bytes).max(1);
+        let (left, total_rows) = (snapshot.left().map(<[Id]>::to_vec), snapshot.rows());
+        let mut snapshot = Some(snapshot);
+        let mut rows = |sink: &mut RowSink<'_>| {
+            let once = || Error::new(Kind::State, "the rows of a snapshot are there once");
+            snapshot.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
+                sink(&chunk.headers, &chunk.vectors)?;
+                pace.wait((chunk.headers.len() * row_bytes) as u64);
+                Ok(())
+            })
+        };
+        let Some(left) = left else { return Ok((self.write_table(spec, config.buckets, &mut rows)?, 0)) };
+        let changes = Changes { left: &left, total_rows };
+        Ok((self.write_changes(spec, config.buckets, &mut rows, changes)?, left.len() as u64))
+    }
+}
+
+/// Keeps to so many bytes a second.
+#[derive(Debug)]
+pub struct Pace {
+    bytes_per_second: Option<u64>,
+    /// When the bytes so far should have been written.
+    due: Instant,
+}
+
+impl Pace {
+    /// What a slow disk left of the rate is made up for in so much time.
+    const CREDIT: Duration = Duration::from_millis(200);
+
+    /// Of so many bytes a second, or any.
+    pub fn new(bytes_per_second: Option<u64>) -> Self {
+        Self { bytes_per_second, due: Instant::now() }
+    }
+
+    fn wait(&mut self, bytes: u64) {
+        std::thread::sleep(self.after(bytes, Instant::now()));
+    }
+
+    /// How long to wait after bytes that were written by `now`.
+    fn after(&mut self, bytes: u64, now: Instant) -> Duration {
+        let Some(rate) = self.bytes_per_second else { return Duration::ZERO };
+        let earliest = now.checked_sub(Self::CREDIT).unwrap_or(now);
+        self.due = self.due.max(earliest) + Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64);
+        self.due.saturating_duration_since(now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_take_the_time_that_the_rate_gives_them_and_a_slow_disk_is_made_up_for() {
+        let mut pace = Pace::new(Some(1 << 20));
+        let mut now = pace.due;
+        for _ in 0..4 {
+            let wait = pace.after(1 << 19, now);
+            assert_eq!(wait, Duration::from_millis(500));
+            now += wait;
+        }
+        // Three seconds lost, of which the credit is had back.
+        now += Duration::from_secs(3);
+        assert_eq!(pace.after(1 << 20, now), Duration::from_millis(800));
+        assert_eq!(Pace::new(None).after(u64::MAX, now), Duration::ZERO);
+    }
+}

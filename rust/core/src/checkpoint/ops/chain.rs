@@ -1,0 +1,256 @@
+//! A checkpoint with all it builds on: a full one and the deltas after it, read as one, newest wins.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::cache::PickedRows;
+use crate::checkpoint::manifest::latest::Latest;
+use crate::checkpoint::manifest::manifests::{Manifest, Parent, TableEntry, TableSpec};
+use crate::checkpoint::rows::reader::{Checkpoint, TableReader};
+use crate::checkpoint::rows::source::RowSink;
+use crate::config::TableConfig;
+use crate::error::{Error, Result};
+use crate::index::IdHash;
+use crate::io::IoEngine;
+use crate::memory;
+use crate::types::Id;
+
+/// Ids of deltas that are held at once, about (16 bytes each at most): beyond, buckets are read part by part.
+const IDS_AT_ONCE: u64 = 2 << 20;
+
+/// A checkpoint and those it builds on, whose manifests are checked.
+#[derive(Clone, Debug)]
+pub struct Chain {
+    /// Newest first, the last one full.
+    links: Arc<Vec<Checkpoint>>,
+    ids_at_once: u64,
+}
+
+impl Chain {
+    /// Read and check the manifests of the checkpoint that `latest` names in `root`, and of those it builds on.
+    ///
+    /// Errors: those of [`Checkpoint::open`]; `Corruption` where one is missing, is another than it was when the next was built on
+    /// it, or they do not fit each other.
+    pub fn open(engine: &Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Self> {
+        let mut links = vec![Checkpoint::open(Arc::clone(engine), root, latest)?];
+        while let Some(parent) = &links[links.len() - 1].manifest().parent {
+            let child = &links[links.len() - 1];
+            let next = open_parent(engine, root, child, parent)?;
+            links.push(next);
+        }
+        Ok(Self { links: Arc::new(links), ids_at_once: IDS_AT_ONCE })
+    }
+
+    /// Hold about so many ids of deltas at once, where the buckets are many enough.
+    #[must_use]
+    pub fn with_ids_at_once(mut self, ids: u64) -> Self {
+        self.ids_at_once = ids.max(1);
+        self
+    }
+
+    /// The newest manifest: tables, settings and steps are as it says.
+    pub fn manifest(&self) -> &Manifest {
+        self.links[0].manifest()
+    }
+
+    /// What a delta that builds on it names as its parent.
+    pub fn identity(&self) -> Parent {
+        self.links[0].identity()
+    }
+
+    /// Names of the checkpoints, newest first.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.links.iter().map(|link| link.manifest().name.as_str())
+    }
+
+    /// The checkpoints, newest first.
+    pub fn links(&self) -> &[Checkpoint] {
+        &self.links
+    }
+
+    /// Let saves remove them: nothing more is read of them.
+    pub fn let_go(&self) {
+        self.links.iter().for_each(Checkpoint::let_go);
+    }
+
+    /// A table of the newest, or `Kind::Mismatch` with the names of those that are there.
+    pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
+        self.links[0].table(module, table)
+    }
+
+    /// The rank that had the whole of a table alone when the newest was saved, where there were several ranks.
+    pub(crate) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
+        self.links[0].only_rank(module, table)
+    }
+
+    /// Check the headers and sizes of the files that hold rows of `buckets`, and get ready to read them.
+    pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<ChainReader> {
+        let entry = self.table(module, table)?;
+        let (spec, total_rows) = (entry.spec.clone(), entry.total_rows);
+        let whole = (buckets == (0..spec.total_num_buckets)).then_some(total_rows);
+        let open = |link: &Checkpoint| link.table_reader(module, table, buckets.clone());
+        let readers = self.links.iter().map(open).collect::<Result<Vec<_>>>()?;
+        Ok(ChainReader { chain: self.clone(), spec, buckets, whole, readers })
+    }
+}
+
+/// The checkpoint that `child` builds on.
+fn open_parent(engine: &Arc<dyn IoEngine>, root: &Path, child: &Checkpoint, named: &Parent) -> Result<Checkpoint> {
+    let (path, manifest) = (child.dir(), child.manifest());
+    let damaged = |what: &str, expected: String, got: String| Error::corruption(path, 0, what, expected, got);
+    let name = named.name.parse().map_err(|e: Error| damaged("its parent", "a checkpoint".into(), e.to_string()))?;
+    let latest = Latest { name };
+    if name.seq >= manifest.seq {
+        return Err(damaged("the number of its parent", format!("below {}", manifest.seq), name.seq.to_string()));
+    }
+    if !engine.exists(&root.join(&named.name))? {
+        let expected = format!("{} in {}", named.name, root.display());
+        return Err(damaged("the checkpoint that this delta builds on", expected, "missing".into()));
+    }
+    let parent = Checkpoint::open(Arc::clone(engine), root, latest)?;
+    if parent.identity() != *named {
+        let (was, is) = (named.manifest_xxh3, parent.identity().manifest_xxh3);
+        let what = format!("the manifest of {}, which this delta builds on", named.name);
+        return Err(damaged(&what, format!("{was:016x}"), format!("another, {is:016x}")));
+    }
+    manifest
+        .check_fits_parent(parent.manifest())
+        .map_err(|what| damaged("what it holds", format!("changes of {}", named.name), what))?;
+    Ok(parent)
+}
+
+/// Reads the rows of some buckets of one table as of the newest checkpoint of a chain.
+#[derive(Debug)]
+pub struct ChainReader {
+    chain: Chain,
+    spec: TableSpec,
+    buckets: Range<u32>,
+    /// The table's rows, where they are all read.
+    whole: Option<u64>,
+    /// Of each link, newest first.
+    readers: Vec<TableReader>,
+}
+
+impl ChainReader {
+    /// Hand rows over without the optimizer's slots: of the checkpoint and of all that it builds on.
+    #[must_use]
+    pub fn without_slots(mut self) -> Self {
+        self.readers = self.readers.into_iter().map(TableReader::without_slots).collect();
+        self
+    }
+
+    /// The table as it was saved.
+    pub fn spec(&self) -> &TableSpec {
+        &self.spec
+    }
+
+    /// The buckets it reads.
+    pub fn buckets(&self) -> &Range<u32> {
+        &self.buckets
+    }
+
+    /// No fewer rows than [`ChainReader::read`] will hand over: without deltas exactly as many.
+    pub fn most_rows(&self) -> u64 {
+        self.readers.iter().map(TableReader::rows).sum()
+    }
+
+    /// Rows that [`ChainReader::read`] hands over of the oldest checkpoint at most: in a chain nearly all.
+    pub(crate) fn rows_of_oldest(&self) -> u64 {
+        self.readers.last().map_or(0, TableReader::rows)
+    }
+
+    /// Whether it hands slots over.
+    pub(crate) fn has_slots(&self) -> bool {
+        self.readers[0].has_slots()
+    }
+
+    /// Whether the rows can go into a table of this configuration; `Kind::Mismatch` names what differs.
+    pub fn check_fits(&self, config: &TableConfig) -> Result<()> {
+        self.readers[0].check_fits(config)
+    }
+
+    /// Read every row of the buckets once, verify it, and hand it to `sink`, in chunks of about 4 MiB; how many they were.
+    ///
+    /// Errors: those of [`TableReader::read`]; `Corruption` where they are not as many as the newest manifest says.
+    pub fn read(&self, sink: &mut RowSink<'_>) -> Result<u64> {
+        self.read_columns(&mut |rows| self.readers[0].emit(rows, sink))
+    }
+
+    /// As [`ChainReader::read`], as columns.
+    pub fn read_columns(&self, sink: &mut ColumnSink<'_>) -> Result<u64> {
+        let mut rows = 0;
+        let mut counted = |some: PickedRows<'_>| {
+            rows += some.len() as u64;
+            sink(some)
+        };
+        let newer = &self.readers[..self.readers.len() - 1];
+        let ids: u64 = newer.iter().map(|reader| reader.rows() + reader.tombstones()).sum();
+        let parts =
+            ids.div_ceil(self.chain.ids_at_once).clamp(1, u64::from((self.buckets.end - self.buckets.start).max(1)));
+        if parts == 1 {
+            merge(&self.readers, &mut counted)?;
+        } else {
+            let (start, len) = (self.buckets.start, u64::from(self.buckets.end - self.buckets.start));
+            let bound = |part: u64| start + (len * part / parts) as u32;
+            for part in 0..parts {
+                let readers = self.chain.links.iter().map(|link| {
+                    let part = bound(part)..bound(part + 1);
+                    let reader = link.table_reader(&self.spec.module, &self.spec.table, part)?;
+                    Ok(if self.has_slots() { reader } else { reader.without_slots() })
+                });
+                merge(&readers.collect::<Result<Vec<_>>>()?, &mut counted)?;
+            }
+        }
+        match self.whole {
+            Some(whole) if whole != rows => {
+                let what = format!("the rows of table {:?} in {}", self.spec.table, self.chain.manifest().name);
+                Err(Error::corruption(self.chain.links[0].dir(), 0, &what, whole, rows))
+            }
+            _ => Ok(rows),
+        }
+    }
+}
+
+/// Takes rows as columns.
+pub(crate) type ColumnSink<'a> = dyn FnMut(PickedRows<'_>) -> Result<()> + 'a;
+
+/// Ids of a file, which somebody may have chosen.
+type Ids = HashSet<Id, IdHash>;
+
+/// Hand each row over as the newest reader that knows of it has it, unless a newer one has its tombstone.
+fn merge(readers: &[TableReader], sink: &mut ColumnSink<'_>) -> Result<()> {
+    let mut known = Ids::default();
+    let refused = |_| memory::refused("keep the ids of deltas", IDS_AT_ONCE as usize * 16);
+    let mut fresh: Vec<u32> = Vec::new();
+    for (age, reader) in readers.iter().enumerate() {
+        let is_oldest = age + 1 == readers.len();
+        let mut own: Vec<Id> = Vec::new();
+        reader.read_columns(&mut |rows| {
+            if !is_oldest {
+                memory::reserve(&mut own, "keep the ids of deltas", rows.len())?;
+                own.extend_from_slice(rows.ids);
+            }
+            if known.is_empty() {
+                return sink(PickedRows::all(rows));
+            }
+            fresh.clear();
+            memory::reserve(&mut fresh, "merge deltas", rows.len())?;
+            fresh.extend((0..).zip(rows.ids).filter(|(_, id)| !known.contains(id)).map(|(row, _)| row));
+            if fresh.is_empty() { Ok(()) } else { sink(PickedRows::some(rows, &fresh)) }
+        })?;
+        if is_oldest {
+            break;
+        }
+        known.try_reserve(own.len()).map_err(refused)?;
+        known.extend(own);
+        // A row of this link is back: its tombstone is of the links before.
+        reader.read_tombstones(&mut |ids| {
+            known.try_reserve(ids.len()).map_err(refused)?;
+            known.extend(ids);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}

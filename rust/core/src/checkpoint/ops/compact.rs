@@ -1,0 +1,61 @@
+//! A chain of deltas, or a snapshot, merged into a full checkpoint.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::chain::Chain;
+use super::reshard::share_of;
+use crate::checkpoint::manifest::digest::RankDigest;
+use crate::checkpoint::manifest::latest::{CheckpointName, Latest};
+use crate::checkpoint::manifest::manifests::CheckpointKind;
+use crate::checkpoint::rows::source::RowSink;
+use crate::checkpoint::rows::writer::RankWriter;
+use crate::error::Result;
+use crate::io::IoEngine;
+
+/// One rank's part of merging the chain that `LATEST` names.
+///
+/// The coordinator tells all ranks what [`Latest::read`] gives and begins a [`crate::checkpoint::Save`] that merges it; each rank writes its share
+/// of the buckets; publishing makes the merged checkpoint the newest, if that chain still is.
+#[derive(Debug)]
+pub struct Compaction {
+    chain: Chain,
+}
+
+impl Compaction {
+    /// Open the chain, or snapshot; `None` where it is a full checkpoint already.
+    pub fn open(engine: &Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Option<Self>> {
+        let chain = Chain::open(engine, root, latest)?;
+        Ok((chain.manifest().kind != CheckpointKind::Full).then_some(Self { chain }))
+    }
+
+    /// The chain.
+    pub fn chain(&self) -> &Chain {
+        &self.chain
+    }
+
+    /// Write the share of `rank` (of `world`) to the checkpoint `name`. `progress` is told of rows, and its error ends it.
+    pub fn write(
+        &self,
+        engine: &Arc<dyn IoEngine>,
+        root: &Path,
+        name: CheckpointName,
+        (rank, world): (u32, u32),
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<RankDigest> {
+        let mut writer = RankWriter::new(Arc::clone(engine), root, name, rank, world)?;
+        for entry in &self.chain.manifest().tables {
+            let buckets = share_of(rank, world, entry.spec.total_num_buckets);
+            let reader = self.chain.table_reader(&entry.spec.module, &entry.spec.table, buckets.clone())?;
+            writer.write_table(entry.spec.clone(), buckets, &mut |sink: &mut RowSink<'_>| {
+                reader
+                    .read(&mut |headers, vectors| {
+                        sink(headers, vectors)?;
+                        progress(headers.len() as u64)
+                    })
+                    .map(|_| ())
+            })?;
+        }
+        writer.finish()
+    }
+}

@@ -1,0 +1,76 @@
+//! A checkpoint written again, divided between another number of ranks.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::chain::Chain;
+use crate::checkpoint::publish::save::{Published, Save};
+use crate::checkpoint::rows::source::RowSink;
+use crate::checkpoint::rows::writer::RankWriter;
+use crate::error::{Error, Kind, Result};
+use crate::io::IoEngine;
+
+/// The buckets of `rank` of `world`: shares differ by one at most, the first ranks have more.
+pub(crate) fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u32> {
+    let (each, more) = (buckets / world, buckets % world);
+    let start = |rank: u32| rank * each + rank.min(more);
+    start(rank)..start(rank + 1)
+}
+
+/// Write the rows of `from`, deltas merged, to the directory `root`, which exists, as `world` ranks would have saved them: a table that one rank of
+/// several had alone stays with one rank, every other is divided by bucket. Epochs, steps and settings are kept. Any number of ranks
+/// loads any checkpoint; one divided as they are lets each read whole files.
+///
+/// Errors: `Input` (no rank, or more ranks than a divided table has buckets), `Corruption` of what is read, `Storage`.
+pub fn reshard(engine: &Arc<dyn IoEngine>, from: &Chain, root: &Path, random: u64, world: u32) -> Result<Published> {
+    let tables = &from.manifest().tables;
+    let owners: Vec<Option<u32>> =
+        tables.iter().map(|entry| from.only_rank(&entry.spec.module, &entry.spec.table)).collect();
+    let fewest =
+        tables.iter().zip(&owners).filter(|(_, owner)| owner.is_none()).map(|(entry, _)| entry.spec.total_num_buckets);
+    let most = fewest.min().unwrap_or(u32::MAX);
+    if world == 0 || world > most {
+        return Err(Error::new(
+            Kind::Input,
+            format!("a world of {world} ranks: give 1 to {most}, the buckets there are"),
+        ));
+    }
+    let save = Save::begin(Arc::clone(engine), root, random)?;
+    let written = (0..world).map(|rank| {
+        let mut writer = RankWriter::new(Arc::clone(engine), root, save.name(), rank, world)?;
+        for (entry, owner) in tables.iter().zip(&owners) {
+            let buckets = match owner {
+                None => share_of(rank, world, entry.spec.total_num_buckets),
+                Some(owner) if owner.min(&(world - 1)) == &rank => 0..entry.spec.total_num_buckets,
+                Some(_) => continue,
+            };
+            let rows = from.table_reader(&entry.spec.module, &entry.spec.table, buckets.clone())?;
+            writer
+                .write_table(entry.spec.clone(), buckets, &mut |sink: &mut RowSink<'_>| rows.read(sink).map(|_| ()))?;
+        }
+        writer.finish()
+    });
+    let digests = match written.collect::<Result<Vec<_>>>() {
+        Ok(digests) => digests,
+        Err(error) => {
+            // What stays is swept by the next save.
+            let _ = save.abandon();
+            return Err(error);
+        }
+    };
+    save.publish(&digests, from.manifest().next_epoch)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::share_of;
+
+    #[test]
+    fn shares_follow_one_another_and_differ_by_one_at_most() {
+        for (world, buckets) in [(1, 1), (3, 10), (4, 65_536), (7, 7)] {
+            let shares: Vec<_> = (0..world).map(|rank| share_of(rank, world, buckets)).collect();
+            assert_eq!((shares[0].start, shares[world as usize - 1].end), (0, buckets));
+            assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start && pair[0].len() - pair[1].len() <= 1));
+        }
+    }
+}

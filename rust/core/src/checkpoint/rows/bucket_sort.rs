@@ -1,0 +1,238 @@
+//! Sorts the rows of each bucket by `uint64(id)`.
+//!
+//! In a small bucket the position of a row is the number of ids below its own, which is counted. A large bucket is sorted by comparing.
+//!
+//! A group of rows is written to a file in this order: rows have a *number*, in the order in which they came, and a *file row*, their
+//! position in the file.
+#![allow(unsafe_code)]
+
+use crate::simd::{Isa, Job};
+use crate::types::Id;
+
+/// In buckets of at most this many rows the ids below a row's own are counted; larger ones are sorted.
+pub(crate) const COUNTED: usize = 128;
+/// Ids beyond those of the last bucket that the count reads, whatever they are.
+pub(crate) const IDS_MORE: usize = 16;
+/// Rows that are counted at once where the processor has no wide registers.
+const LANES: usize = 8;
+
+/// The rows to sort, and where their order goes.
+#[derive(Debug)]
+pub(crate) struct BucketSort<'a> {
+    /// The file row at which each bucket starts, and the end of the last one: `[buckets + 1]`.
+    pub(crate) starts: &'a [i64],
+    /// The ids by bucket, in no order within a bucket, and `IDS_MORE` more: `[n + IDS_MORE]`.
+    pub(crate) ids: &'a [u64],
+    /// The number of the row of each id, a permutation: `[n]`.
+    pub(crate) positions: &'a [u32],
+    /// The result: the file row of each number, `[n]`.
+    pub(crate) places: &'a mut [u32],
+    /// The result: the number of each file row, `[n]`.
+    pub(crate) rows: &'a mut [u32],
+}
+
+impl BucketSort<'_> {
+    /// Sort the rows; gives an id that is there twice, if any.
+    pub(crate) fn run_on(self, isa: Isa) -> Option<Id> {
+        let n = self.rows.len();
+        assert!(self.positions.len() == n && self.places.len() == n && self.ids.len() == n + IDS_MORE, "of {n} rows");
+        #[cfg(target_arch = "x86_64")]
+        if isa == Isa::Avx512 && i32::try_from(n).is_ok() {
+            // SAFETY: the instruction set is there.
+            return isa.run(Each(self, |bucket: Bucket<'_>| unsafe { wide::count(bucket) }));
+        }
+        isa.run(Each(self, count))
+    }
+}
+
+/// One bucket of a [`BucketSort`], whose first file row is `start`.
+struct Bucket<'a> {
+    ids: &'a [u64],
+    positions: &'a [u32],
+    start: u32,
+    places: &'a mut [u32],
+    rows: &'a mut [u32],
+}
+
+/// Sorts each bucket, small ones by a function that gives how many pairs of their ids differ.
+struct Each<'a, F>(BucketSort<'a>, F);
+
+impl<F: Fn(Bucket<'_>) -> usize> Job for Each<'_, F> {
+    type Output = Option<Id>;
+
+    #[allow(clippy::inline_always)] // Compiled for each instruction set.
+    #[inline(always)]
+    fn run(self) -> Option<Id> {
+        let Self(BucketSort { starts, ids, positions, places, rows }, count) = self;
+        let mut sorted = Vec::new();
+        for bounds in starts.windows(2) {
+            let (start, end) = (bounds[0] as usize, bounds[1] as usize);
+            let (len, positions, rows) = (end - start, &positions[start..end], &mut rows[start..end]);
+            if len <= COUNTED {
+                let ids = &ids[start..end + IDS_MORE];
+                // Of every two ids one is below the other, unless they are equal.
+                if count(Bucket { ids, positions, start: start as u32, places, rows })
+                    != len * len.saturating_sub(1) / 2
+                {
+                    return Some(twice(&ids[..len]));
+                }
+            } else {
+                let ids = &ids[start..end];
+                sort(ids, positions, &mut sorted);
+                if sorted.windows(2).any(|pair| pair[0].0 == pair[1].0) {
+                    return Some(twice(ids));
+                }
+                for ((place, row), &(_, position)) in (start as u32..).zip(rows).zip(&sorted) {
+                    *row = position;
+                    places[position as usize] = place;
+                }
+            }
+        }
+        None
+    }
+}
+
+#[allow(clippy::inline_always)] // Compiled for each instruction set.
+#[inline(always)]
+fn count(bucket: Bucket<'_>) -> usize {
+    let Bucket { ids, positions, start, places, rows } = bucket;
+    let mut below_all = 0;
+    for (block, of_block) in ids.chunks_exact(LANES).zip(positions.chunks(LANES)) {
+        let below = count_below(&ids[..positions.len()], block);
+        for (&position, &below) in of_block.iter().zip(&below) {
+            rows[below as usize] = position;
+            places[position as usize] = start + below as u32;
+            below_all += below as usize;
+        }
+    }
+    below_all
+}
+
+/// How many of `ids` are below each id of a block.
+#[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for each instruction set; plain loops over lanes.
+#[inline(always)]
+fn count_below(ids: &[u64], block: &[u64]) -> [u64; LANES] {
+    let mut below = [0_u64; LANES];
+    for &id in ids {
+        for lane in 0..LANES {
+            below[lane] += u64::from(id < block[lane]);
+        }
+    }
+    below
+}
+
+fn sort(ids: &[u64], positions: &[u32], sorted: &mut Vec<(u64, u32)>) {
+    sorted.clear();
+    sorted.extend(ids.iter().copied().zip(positions.iter().copied()));
+    sorted.sort_unstable();
+}
+
+/// An id that is there twice.
+fn twice(ids: &[u64]) -> Id {
+    let mut sorted = ids.to_vec();
+    sorted.sort_unstable();
+    sorted.windows(2).find(|pair| pair[0] == pair[1]).map_or(0, |pair| pair[0]) as Id
+}
+
+#[cfg(target_arch = "x86_64")]
+mod wide {
+    use std::arch::x86_64::{
+        _mm512_add_epi32, _mm512_castsi256_si512, _mm512_cmpgt_epu64_mask, _mm512_cvtepi64_epi32, _mm512_inserti64x4,
+        _mm512_loadu_si512, _mm512_mask_add_epi32, _mm512_mask_add_epi64, _mm512_mask_cmplt_epu32_mask,
+        _mm512_mask_i32scatter_epi32, _mm512_maskz_loadu_epi32, _mm512_reduce_add_epi32, _mm512_set1_epi32,
+        _mm512_set1_epi64, _mm512_setzero_si512,
+    };
+
+    use super::{Bucket, IDS_MORE};
+
+    /// Rows that are counted at once, half of them in a register.
+    const LANES: usize = IDS_MORE;
+
+    /// # Safety
+    /// AVX-512 F is there, and places are fewer than 2^31.
+    #[allow(clippy::inline_always)] // Compiled for the instruction set.
+    #[inline(always)]
+    pub(crate) unsafe fn count(bucket: Bucket<'_>) -> usize {
+        let Bucket { ids, positions, start, places, rows } = bucket;
+        let len = positions.len();
+        debug_assert!(ids.len() == len + LANES && rows.len() == len);
+        // SAFETY: the instructions are there. Blocks begin among the bucket's ids, and `LANES` more follow them; of positions and rows no
+        // lane past the bucket's end is touched, and of places none that is not among them. Fewer than `len` ids are below one, as
+        // none is below itself.
+        unsafe {
+            let (zero, one) = (_mm512_setzero_si512(), _mm512_set1_epi64(1));
+            let all = _mm512_set1_epi32(places.len() as i32);
+            let mut below_all = zero;
+            for block in (0..len).step_by(LANES) {
+                let low = _mm512_loadu_si512(ids.as_ptr().add(block).cast());
+                let high = _mm512_loadu_si512(ids.as_ptr().add(block + LANES / 2).cast());
+                let (mut below_low, mut below_high) = (zero, zero);
+                for &id in ids.get_unchecked(..len) {
+                    let id = _mm512_set1_epi64(id as i64);
+                    below_low = _mm512_mask_add_epi64(below_low, _mm512_cmpgt_epu64_mask(low, id), below_low, one);
+                    below_high = _mm512_mask_add_epi64(below_high, _mm512_cmpgt_epu64_mask(high, id), below_high, one);
+                }
+                let below = _mm512_castsi256_si512(_mm512_cvtepi64_epi32(below_low));
+                let below = _mm512_inserti64x4::<1>(below, _mm512_cvtepi64_epi32(below_high));
+                let lanes = ((1_u32 << (len - block).min(LANES)) - 1) as u16;
+                let positions = _mm512_maskz_loadu_epi32(lanes, positions.as_ptr().add(block).cast());
+                let place = _mm512_add_epi32(below, _mm512_set1_epi32(start as i32));
+                _mm512_mask_i32scatter_epi32::<4>(rows.as_mut_ptr().cast(), lanes, below, positions);
+                let there = _mm512_mask_cmplt_epu32_mask(lanes, positions, all);
+                _mm512_mask_i32scatter_epi32::<4>(places.as_mut_ptr().cast(), there, positions, place);
+                below_all = _mm512_mask_add_epi32(below_all, lanes, below_all, below);
+            }
+            _mm512_reduce_add_epi32(below_all) as usize
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::hash_id;
+
+    #[test]
+    fn every_instruction_set_orders_buckets_of_any_size_alike_and_finds_ids_that_are_there_twice() {
+        let sizes = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 100, COUNTED, COUNTED + 1, 500];
+        let n: usize = sizes.iter().sum();
+        let starts: Vec<i64> = sizes
+            .iter()
+            .scan(0, |end, size| Some(std::mem::replace(end, *end + *size as i64)))
+            .chain([n as i64])
+            .collect();
+        let ids: Vec<u64> = (0..n + IDS_MORE).map(|row| hash_id(row as i64)).collect();
+        let positions: Vec<u32> = (0..n).map(|row| (row * 601 % n) as u32).collect();
+        assert_ne!(n % 601, 0, "a permutation");
+        for isa in Isa::all() {
+            for twice in [None, Some((3, 9)), Some((60, 74)), Some((300, 350)), Some((n - 1, n - 300))] {
+                let mut ids = ids.clone();
+                if let Some((one, other)) = twice {
+                    ids[one] = ids[other];
+                }
+                let (mut places, mut rows) = (vec![0; n], vec![0; n]);
+                let sort = BucketSort {
+                    starts: &starts,
+                    ids: &ids,
+                    positions: &positions,
+                    places: &mut places,
+                    rows: &mut rows,
+                };
+                let found = sort.run_on(isa);
+                if let Some((one, _)) = twice {
+                    assert_eq!(found, Some(ids[one] as Id), "{isa:?}");
+                    continue;
+                }
+                assert_eq!(found, None, "{isa:?}");
+                for bounds in starts.windows(2) {
+                    let bucket = bounds[0] as usize..bounds[1] as usize;
+                    let mut expected: Vec<(u64, u32)> = bucket.clone().map(|row| (ids[row], positions[row])).collect();
+                    expected.sort_unstable();
+                    for (place, (_, position)) in bucket.zip(expected) {
+                        assert_eq!((rows[place], places[position as usize] as usize), (position, place), "{isa:?}");
+                    }
+                }
+            }
+        }
+    }
+}

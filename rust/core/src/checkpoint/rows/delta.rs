@@ -1,0 +1,151 @@
+//! A table's part of a delta: the rows modified since an ancestor, and tombstones of the ids that left.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::format::{Field, FileLayout};
+use super::source::RowSink;
+use super::source::RowSource;
+use super::writer::RankWriter;
+use crate::cache::{Ancestor, GroupSink, Table};
+use crate::checkpoint::manifest::manifests::{DataFile, DataShape, TableSpec};
+use crate::checkpoint::manifest::names::{CHUNK_BYTES, TOMBSTONES_A_FILE};
+use crate::error::{Error, Kind, Result};
+use crate::io::AlignedBuf;
+use crate::rows::RowHeader;
+use crate::types::Id;
+
+/// Bytes of the chunks in which modified rows are read (one row at least).
+const READ_BYTES: usize = 512 << 10;
+
+/// What a delta holds of one rank's share of a table, beside its rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Changes<'a> {
+    /// Ids that left since the parent, in any order; one whose row is in the delta too is back.
+    pub left: &'a [Id],
+    /// Rows of the whole share, unchanged ones included.
+    pub total_rows: u64,
+}
+
+/// The rows of a table modified in an epoch or later, as of now.
+struct Modified<'a> {
+    table: &'a Table,
+    since: u32,
+}
+
+impl RowSource for Modified<'_> {
+    fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> Result<()> {
+        let row_bytes = self.table.config().layout().vector_floats() * 4 + size_of::<RowHeader>();
+        let chunk_rows = (READ_BYTES / row_bytes).max(1);
+        self.table.for_each_modified(self.since, chunk_rows, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
+    }
+
+    fn for_each_group(&mut self, sink: &mut dyn GroupSink) -> Result<()> {
+        self.table.for_each_modified_group(self.since, sink)
+    }
+}
+
+impl RankWriter {
+    /// As [`RankWriter::write_table`], in a delta: `rows` are those modified since the parent.
+    pub fn write_changes(
+        &mut self,
+        spec: TableSpec,
+        buckets: Range<u32>,
+        rows: &mut dyn RowSource,
+        changes: Changes<'_>,
+    ) -> Result<u64> {
+        let bucketing = spec.bucketing();
+        let written = self.write_table(spec, buckets.clone(), rows)?;
+        let mut left: Vec<(u32, u64)> = changes.left.iter().map(|&id| (bucketing.of(id), id as u64)).collect();
+        left.sort_unstable();
+        left.dedup();
+        if let Some((bucket, id)) = left.iter().find(|(bucket, _)| !buckets.contains(bucket)) {
+            let what = format!("tombstone {} is of bucket {bucket}, which is not within {buckets:?}", *id as Id);
+            return Err(Error::new(Kind::Input, what));
+        }
+        for left in left.chunks(TOMBSTONES_A_FILE) {
+            let ids: Vec<Id> = left.iter().map(|(_, id)| *id as Id).collect();
+            self.append_file(|spec, buckets| tombstone_file(spec, buckets, &ids))?;
+        }
+        self.set_total_rows(changes.total_rows);
+        Ok(written)
+    }
+
+    /// Write what changed in a table since `ancestor`, as of now; how many rows and tombstones. `module` is the path of its module in the
+    /// model.
+    ///
+    /// Errors: those of [`RankWriter::write_table`], and `State` where it is not known what changed (a full save is wanted), or when the
+    /// table is trained or changed meanwhile.
+    pub fn write_changes_of(
+        &mut self,
+        module: &str,
+        table: &Table,
+        hyperparameters: BTreeMap<String, f64>,
+        ancestor: &Ancestor,
+    ) -> Result<(u64, u64)> {
+        let config = table.config();
+        let step = table.step()?;
+        let spec = TableSpec::new(module, config, hyperparameters, step);
+        let left = table.left_since(ancestor)?;
+        let changes = Changes { left: &left, total_rows: table.len()? };
+        let mut modified = Modified { table, since: ancestor.next_epoch };
+        let rows = self.write_changes(spec, config.buckets.clone(), &mut modified, changes)?;
+        if table.step()? != step {
+            return Err(Error::new(
+                Kind::State,
+                format!("table {:?} was trained while it was saved: save between steps", config.name),
+            ));
+        }
+        Ok((rows, left.len() as u64))
+    }
+}
+
+/// The file of some tombstones, which are in the order of the file, and no rows.
+fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<(AlignedBuf, DataFile)> {
+    let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
+    let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, shape)
+        .ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
+    let header = layout.header(spec, buckets);
+    let mut image = AlignedBuf::try_zeroed(header.len() + layout.data_bytes)?;
+    let (head, data) = image.split_at_mut(header.len());
+    head.copy_from_slice(&header);
+    data[layout.column(Field::Tombstone).range()].copy_from_slice(bytemuck::cast_slice(ids));
+    let mut checksums: Vec<u32> = Vec::new();
+    for column in layout.checked_columns() {
+        checksums.extend(data[column.range()].chunks(CHUNK_BYTES).map(crc32c::crc32c));
+    }
+    let checksums: &[u8] = bytemuck::cast_slice(&checksums);
+    data[layout.column(Field::Checksums).range()].copy_from_slice(checksums);
+    let file = DataFile {
+        rows: 0,
+        tombstones: ids.len() as u64,
+        bytes: image.len() as u64,
+        header_crc32c: crc32c::crc32c(&header),
+        checksums_crc32c: crc32c::crc32c(checksums),
+    };
+    Ok((image, file))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::TOMBSTONES_A_FILE;
+    use crate::checkpoint::manifest::manifests::{CheckpointKind, Share};
+
+    #[test]
+    fn a_file_of_more_tombstones_than_any_save_writes_is_refused() {
+        let share = |tombstones: usize| -> Share {
+            let file = serde_json::json!({"rows": 0, "tombstones": tombstones, "bytes": 1_u64 << 40, "header_crc32c": 0, "checksums_crc32c": 0});
+            let optimizer = serde_json::json!({"name": "sgd", "hyperparameters": {}});
+            let spec = serde_json::json!({
+                "module": "m", "table": "t", "key": 1, "dim": 2, "dtype": "F32", "optimizer": optimizer, "step": 1, "seed": 1,
+                "initializer": {"name": "constant", "value": 0.0}, "total_num_buckets": 7,
+            });
+            let share =
+                serde_json::json!({"spec": spec, "bucket_begin": 0, "bucket_end": 7, "total_rows": 0, "files": [file]});
+            serde_json::from_value(share).expect("a share of version 1")
+        };
+        assert_eq!(share(TOMBSTONES_A_FILE).check(CheckpointKind::Delta), Ok(()));
+        let refused = share(TOMBSTONES_A_FILE + 1).check(CheckpointKind::Delta);
+        assert_eq!(refused, Err("a file's counts are out of range".into()));
+    }
+}

@@ -1,0 +1,230 @@
+//! The layout of a data file: one group of rows as safetensors columns.
+//!
+//! `n` rows, `D` the embedding width, `B` the buckets of the rank, `t` tombstones. In file order:
+//!
+//! | tensor | type, shape | |
+//! | --- | --- | --- |
+//! | `id` | I64 `[n]` | sorted by (bucket, `uint64(id)`), see [`Bucketing`](crate::types::Bucketing) |
+//! | `last_step` | U64 `[n]` | |
+//! | `bucket_offsets` | I64 `[B + 1]` | where the rows of each of the rank's buckets start |
+//! | `tombstone` | I64 `[t]` | ids that left the table, sorted the same way; empty in a full checkpoint |
+//! | `weight` | F32 `[n, D]` | |
+//! | optimizer slots, torch's names | F32 `[n, D]`, rowwise `sum` `[n]` | |
+//! | `count`, `score`, `modified_epoch` | U32, F32, U32 `[n]` | |
+//! | `checksums` | U32 | CRC-32C of each 16 KiB of each tensor above, from its start, in file order |
+//! | `__pad` | U8 | fills the file to a multiple of 4096; zeros |
+//!
+//! The header is padded with blanks so that weights start at a multiple of 64, and slots with them where `D` is one of 16; the file's
+//! length is a multiple of 4096.
+
+use std::ops::Range;
+
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
+use serde_json::{Map, Value, json};
+
+use crate::checkpoint::manifest::manifests::{DataShape, TableSpec};
+pub use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, OLDEST_VERSION, VERSION};
+use crate::config::OptimizerKind;
+use crate::io::ALIGNMENT;
+
+/// Rows of a group take at most this (one row at least).
+pub const GROUP_BYTES: usize = 16 << 20;
+/// Weights start at a multiple of this.
+const LINE_BYTES: usize = 64;
+/// Headers larger than this are refused before they are read.
+pub(crate) const MAX_HEADER_BYTES: usize = 1 << 20;
+
+// Columns are the memory of the machine as it is.
+const _: () = assert!(cfg!(target_endian = "little"));
+
+/// What a column of the file holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Field {
+    Id,
+    LastStep,
+    BucketOffsets,
+    Tombstone,
+    /// The `k`-th part of width `D` of a row's vector part: the weights, then the vector slots.
+    Vector(usize),
+    Scalar,
+    Count,
+    Score,
+    ModifiedEpoch,
+    Checksums,
+    Pad,
+}
+
+impl Field {
+    /// Whether the column has an entry for each row.
+    pub(crate) fn is_of_rows(self) -> bool {
+        !matches!(self, Self::BucketOffsets | Self::Tombstone | Self::Checksums | Self::Pad)
+    }
+
+    /// Whether it is the optimizer's.
+    pub(crate) fn is_slot(self) -> bool {
+        matches!(self, Self::Vector(1..) | Self::Scalar)
+    }
+
+    fn is_checked(self) -> bool {
+        !matches!(self, Self::Checksums | Self::Pad)
+    }
+}
+
+/// A tensor of the file. `start` and `bytes` count from the start of the data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Column {
+    pub(crate) field: Field,
+    pub(crate) name: &'static str,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) start: usize,
+    pub(crate) bytes: usize,
+    /// Where its chunks' checksums start in `checksums`.
+    pub(crate) first_checksum: usize,
+}
+
+impl Column {
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.start..self.start + self.bytes
+    }
+
+    /// Bytes of the column that one row takes.
+    pub(crate) fn bytes_per_row(&self) -> usize {
+        width(self.dtype) * self.shape[1..].iter().product::<usize>()
+    }
+}
+
+fn width(dtype: Dtype) -> usize {
+    dtype.bitsize() / 8
+}
+
+/// The columns of a data file, in file order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FileLayout {
+    pub(crate) columns: Vec<Column>,
+    /// Bytes of the data, padding included.
+    pub(crate) data_bytes: usize,
+    /// Bytes of the header past a multiple of [`ALIGNMENT`].
+    pub(crate) lead: usize,
+}
+
+impl FileLayout {
+    /// `None` where the sizes overflow.
+    pub(crate) fn new(optimizer: OptimizerKind, dim: usize, shape: DataShape) -> Option<Self> {
+        let n = shape.rows;
+        let mut wanted = vec![
+            (Field::Id, "id", Dtype::I64, vec![n]),
+            (Field::LastStep, "last_step", Dtype::U64, vec![n]),
+            (Field::BucketOffsets, "bucket_offsets", Dtype::I64, vec![shape.buckets.checked_add(1)?]),
+            (Field::Tombstone, "tombstone", Dtype::I64, vec![shape.tombstones]),
+            (Field::Vector(0), "weight", Dtype::F32, vec![n, dim]),
+        ];
+        let layout = optimizer.layout(dim);
+        for (slot, name) in optimizer.slot_names().iter().enumerate() {
+            wanted.push(if slot < layout.vector_slots {
+                (Field::Vector(1 + slot), name, Dtype::F32, vec![n, dim])
+            } else {
+                (Field::Scalar, name, Dtype::F32, vec![n])
+            });
+        }
+        wanted.push((Field::Count, "count", Dtype::U32, vec![n]));
+        wanted.push((Field::Score, "score", Dtype::F32, vec![n]));
+        wanted.push((Field::ModifiedEpoch, "modified_epoch", Dtype::U32, vec![n]));
+        let (mut start, mut checksums) = (0_usize, 0);
+        let mut columns = Vec::with_capacity(wanted.len() + 2);
+        for (field, name, dtype, shape) in wanted {
+            let elements = shape.iter().copied().try_fold(1_usize, usize::checked_mul)?;
+            let bytes = elements.checked_mul(width(dtype))?;
+            columns.push(Column { field, name, dtype, shape, start, bytes, first_checksum: checksums });
+            start = start.checked_add(bytes)?;
+            checksums += bytes.div_ceil(CHUNK_BYTES);
+        }
+        let weights = columns.iter().find(|column: &&Column| column.field == Field::Vector(0))?.start;
+        let lead = weights.checked_next_multiple_of(LINE_BYTES)? - weights;
+        let end = start.checked_add(checksums * 4)?.checked_add(lead)?;
+        let pad = end.checked_next_multiple_of(ALIGNMENT)? - end;
+        for (field, name, dtype, elements) in
+            [(Field::Checksums, "checksums", Dtype::U32, checksums), (Field::Pad, "__pad", Dtype::U8, pad)]
+        {
+            let bytes = elements * width(dtype);
+            columns.push(Column { field, name, dtype, shape: vec![elements], start, bytes, first_checksum: checksums });
+            start = start.checked_add(bytes)?;
+        }
+        Some(Self { columns, data_bytes: start, lead })
+    }
+
+    pub(crate) fn column(&self, field: Field) -> &Column {
+        self.columns.iter().find(|column| column.field == field).expect("asked for a column that every file has")
+    }
+
+    /// Columns under checksums, in file order.
+    pub(crate) fn checked_columns(&self) -> impl Iterator<Item = &Column> {
+        self.columns.iter().filter(|column| column.field.is_checked())
+    }
+
+    /// The safetensors header, length field included; with the data a multiple of [`ALIGNMENT`] long.
+    pub(crate) fn header(&self, spec: &TableSpec, buckets: &Range<u32>) -> Vec<u8> {
+        let mut tensors = Map::new();
+        let about = [
+            ("format", FORMAT.to_owned()),
+            ("version", VERSION.to_string()),
+            ("module", spec.module.clone()),
+            ("table", spec.table.clone()),
+            ("total_num_buckets", spec.total_num_buckets.to_string()),
+            ("bucket_hash", spec.bucket_hash.name().to_owned()),
+            ("bucket_begin", buckets.start.to_string()),
+            ("bucket_end", buckets.end.to_string()),
+            ("chunk_bytes", CHUNK_BYTES.to_string()),
+            ("checksum", "crc32c".to_owned()),
+        ];
+        let about: Map<String, Value> =
+            about.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect();
+        tensors.insert("__metadata__".to_owned(), about.into());
+        for column in &self.columns {
+            let range = column.range();
+            tensors.insert(
+                column.name.to_owned(),
+                json!({"dtype": column.dtype, "shape": column.shape, "data_offsets": [range.start, range.end]}),
+            );
+        }
+        let text = Value::Object(tensors).to_string();
+        let whole = (8 + text.len()).saturating_sub(self.lead).next_multiple_of(ALIGNMENT);
+        let mut header = vec![b' '; whole + self.lead];
+        let length = header.len() as u64 - 8;
+        header[..8].copy_from_slice(&length.to_le_bytes());
+        header[8..8 + text.len()].copy_from_slice(text.as_bytes());
+        header
+    }
+
+    /// Whether a header (without the length field) describes exactly this layout; the message says what does not.
+    pub(crate) fn check_header(&self, header: &[u8]) -> Result<(), String> {
+        // Deserialising checks that the tensors lie one behind the other, without holes, and that types and shapes give their sizes.
+        let metadata: Metadata = serde_json::from_slice(header).map_err(|e| e.to_string())?;
+        let tensors = metadata.tensors();
+        if tensors.len() != self.columns.len() {
+            return Err(format!("{} tensors", tensors.len()));
+        }
+        for column in &self.columns {
+            let range = column.range();
+            match tensors.get(column.name) {
+                None => return Err(format!("no tensor {:?}", column.name)),
+                Some(info)
+                    if info.dtype != column.dtype
+                        || info.shape != column.shape
+                        || info.data_offsets != (range.start, range.end) =>
+                {
+                    return Err(format!("tensor {:?} {info:?}", column.name));
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rows of a table that make a group of at most `group_bytes` (one at least).
+pub(crate) fn group_rows(optimizer: OptimizerKind, dim: usize, group_bytes: usize) -> usize {
+    let row_bytes = optimizer.layout(dim).floats() * 4 + 8 + 8 + 4 + 4 + 4;
+    (group_bytes / row_bytes).max(1)
+}

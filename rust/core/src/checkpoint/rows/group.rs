@@ -1,0 +1,244 @@
+//! A group of rows as the bytes of its file: ordered, copied column by column, each chunk's checksum taken while it is in a core's cache.
+
+use std::ops::Range;
+
+use super::format::{Field, FileLayout, group_rows};
+use super::order::{BLOCK_ROWS, Metadata, Misplaced, Order};
+use super::stream::{Shift, copy_past_caches, scatter};
+use crate::checkpoint::manifest::manifests::{DataFile, DataShape, TableSpec};
+use crate::checkpoint::manifest::names::CHUNK_BYTES;
+use crate::config::OptimizerKind;
+use crate::error::{Error, Kind, Result};
+use crate::kernels::threads::for_each_on_half;
+use crate::memory;
+use crate::prefetch::prefetch_range;
+use crate::rows::RowList;
+
+/// Chunks of a column that one thread fills or checks at a time.
+const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
+/// Rows whose metadata one thread fills in at a time: whole chunks of every column.
+const ROWS_PER_TASK: usize = CHUNK_BYTES / 4;
+/// How many rows ahead a copy asks for memory.
+const AHEAD: usize = 8;
+
+/// How the rows of one rank's part of a table become files.
+#[derive(Debug)]
+pub(crate) struct GroupFormat<'a> {
+    spec: &'a TableSpec,
+    optimizer: OptimizerKind,
+    buckets: Range<u32>,
+    /// Rows of a full group.
+    pub(crate) capacity: usize,
+    /// Floats of a row's vector part.
+    pub(crate) vector_floats: usize,
+    order: Order,
+    /// Checksums of the rows' parts of each column, where chunks are whole rows.
+    sums: Vec<Vec<u32>>,
+    /// By a row's part of a column.
+    shift: Shift,
+}
+
+impl<'a> GroupFormat<'a> {
+    /// Of groups of at most `bytes`.
+    pub(crate) fn new(spec: &'a TableSpec, optimizer: OptimizerKind, buckets: Range<u32>, bytes: usize) -> Self {
+        let dim = spec.dim as usize;
+        let capacity = group_rows(optimizer, dim, bytes);
+        let vector_floats = optimizer.layout(dim).vector_floats();
+        let parts = if CHUNK_BYTES.is_multiple_of(dim * 4) { vector_floats / dim } else { 0 };
+        let (sums, shift) = (vec![Vec::new(); parts], Shift::by(dim * 4));
+        Self { spec, optimizer, buckets, capacity, vector_floats, order: Order::default(), sums, shift }
+    }
+
+    fn layout(&self, rows: usize) -> Result<FileLayout> {
+        let shape = DataShape { rows, buckets: self.buckets.len(), tombstones: 0 };
+        FileLayout::new(self.optimizer, self.spec.dim as usize, shape)
+            .ok_or_else(|| Error::new(Kind::Input, "a group's size overflows"))
+    }
+
+    /// Bytes of the file of `rows` rows.
+    pub(crate) fn file_bytes(&self, rows: usize) -> Result<usize> {
+        let layout = self.layout(rows)?;
+        Ok(layout.header(self.spec, &self.buckets).len() + layout.data_bytes)
+    }
+
+    /// Make the file of `rows`, in any order, at the start of `image`, which has room for it.
+    pub(crate) fn write(&mut self, rows: RowList<'_>, image: &mut [u8]) -> Result<DataFile> {
+        let of_rows = rows.len() * (Order::ROW_BYTES + 4 * self.sums.len());
+        memory::room("order rows for a file", of_rows + self.buckets.len() * Order::BUCKET_BYTES)?;
+        let layout = self.layout(rows.len())?;
+        let header = layout.header(self.spec, &self.buckets);
+        let len = header.len() + layout.data_bytes;
+        let (head, data) = image[..len].split_at_mut(header.len());
+        head.copy_from_slice(&header);
+        let mut checksums: Vec<u32> = vec![0; layout.column(Field::Checksums).shape[0]];
+        let (checked, rest) = data.split_at_mut(layout.column(Field::Checksums).start);
+        self.fill(rows, Columns::of(&layout, checked, &mut checksums))?;
+        let checksums: &[u8] = bytemuck::cast_slice(&checksums);
+        let (to, pad) = rest.split_at_mut(checksums.len());
+        to.copy_from_slice(checksums);
+        pad.fill(0);
+        Ok(DataFile {
+            rows: rows.len() as u64,
+            tombstones: 0,
+            bytes: len as u64,
+            header_crc32c: crc32c::crc32c(&header),
+            checksums_crc32c: crc32c::crc32c(checksums),
+        })
+    }
+
+    fn refuse(&self, misplaced: Misplaced) -> Error {
+        let what = match misplaced {
+            Misplaced::Foreign(id, bucket) => {
+                format!("row {id} is of bucket {bucket}, which is not within {:?}", self.buckets)
+            }
+            Misplaced::Twice(id) => format!("row {id} is there twice"),
+            Misplaced::Floats(id) => format!("row {id} does not come with {} floats", self.vector_floats),
+        };
+        Error::new(Kind::Input, format!("table {:?}: {what}", self.spec.table))
+    }
+
+    /// Fill the columns and their checksums.
+    fn fill(&mut self, rows: RowList<'_>, columns: Columns<'_>) -> Result<()> {
+        let Columns { mut vectors, mut metadata, starts } = columns;
+        let made = self.order.make(rows, self.vector_floats, &self.buckets, self.spec.bucketing());
+        made.map_err(|misplaced| self.refuse(misplaced))?;
+        starts.bytes.copy_from_slice(bytemuck::cast_slice(&self.order.starts));
+        for sums in &mut self.sums {
+            sums.resize(rows.len(), 0);
+        }
+        let dim = self.spec.dim as usize;
+        let mut bytes: Vec<&mut [u8]> = vectors.iter_mut().map(|column| &mut *column.bytes).collect();
+        let placed = scatter(rows, &self.order.places, &mut bytes, dim, &mut self.sums);
+        let widths: Vec<usize> = metadata.iter().map(|column| column.bytes.len() / rows.len().max(1)).collect();
+        let metadata = (0..rows.len()).step_by(ROWS_PER_TASK).map(|first| {
+            let parts = metadata.iter_mut().zip(&widths).map(|(column, width)| column.take(ROWS_PER_TASK * width));
+            Task::Metadata(first, parts.collect())
+        });
+        let parts = vectors.into_iter().chain([starts]).flat_map(Part::tasks);
+        for_each_on_half(metadata.chain(parts), |task| match task {
+            Task::Metadata(first, mut parts) => {
+                let mut block = Metadata::new();
+                for begin in (0..ROWS_PER_TASK.min(rows.len() - first)).step_by(BLOCK_ROWS) {
+                    let count = self.order.metadata(rows, first + begin, &mut block);
+                    for part in &mut parts {
+                        let bytes = block.column(part.field, count);
+                        part.put(begin * (bytes.len() / count), bytes);
+                    }
+                }
+            }
+            Task::Chunks(start, mut part) => match part.field {
+                Field::Vector(column) if !placed => {
+                    self.fill_vectors(rows, column * dim..(column + 1) * dim, start, part.bytes, part.sums);
+                }
+                Field::Vector(column) if column < self.sums.len() => {
+                    let first = start / (dim * 4);
+                    self.join_checksums(&self.sums[column][first..first + part.bytes.len() / (dim * 4)], part.sums);
+                }
+                _ => part.take_checksums(),
+            },
+        });
+        Ok(())
+    }
+
+    /// Checksums of chunks from those of their rows.
+    fn join_checksums(&self, of_rows: &[u32], sums: &mut [u32]) {
+        let rows = CHUNK_BYTES / (self.spec.dim as usize * 4);
+        for (sum, of_rows) in sums.iter_mut().zip(of_rows.chunks(rows)) {
+            *sum = self.shift.join(of_rows);
+        }
+    }
+
+    /// Fill chunks of weights or of a slot whose rows share lines.
+    fn fill_vectors(&self, rows: RowList<'_>, floats: Range<usize>, start: usize, bytes: &mut [u8], sums: &mut [u32]) {
+        let row_bytes = floats.len() * 4;
+        let part = |row: &u32| &rows.get(*row as usize).vector[floats.clone()];
+        let mut at = start;
+        for (sum, chunk) in sums.iter_mut().zip(bytes.chunks_mut(CHUNK_BYTES)) {
+            let mut rest = &mut *chunk;
+            // Chunks begin and end within rows where those are no power of two wide.
+            while !rest.is_empty() {
+                let (row, skip) = (at / row_bytes, at % row_bytes);
+                if let Some(later) = self.order.rows.get(row + AHEAD) {
+                    prefetch_range(part(later).as_ptr().cast(), row_bytes);
+                }
+                let from: &[u8] = &bytemuck::cast_slice(part(&self.order.rows[row]))[skip..];
+                let (to, after) = rest.split_at_mut(from.len().min(rest.len()));
+                to.copy_from_slice(&from[..to.len()]);
+                at += to.len();
+                rest = after;
+            }
+            *sum = crc32c::crc32c(chunk);
+        }
+    }
+}
+
+/// A column of a file that is made, or whole chunks of one, and the checksums of its chunks.
+struct Part<'a> {
+    field: Field,
+    bytes: &'a mut [u8],
+    sums: &'a mut [u32],
+}
+
+/// What one thread does at a time.
+enum Task<'a> {
+    /// Fill in metadata, of the rows of the file from this number on.
+    Metadata(usize, Vec<Part<'a>>),
+    /// Take, or join, the checksums of chunks from this byte of their column on; where vectors could not be placed, fill those in too.
+    Chunks(usize, Part<'a>),
+}
+
+impl<'a> Part<'a> {
+    /// The first `bytes`, whole chunks, or what is left if that is less.
+    fn take(&mut self, bytes: usize) -> Part<'a> {
+        let end = bytes.min(self.bytes.len());
+        let (bytes, later) = std::mem::take(&mut self.bytes).split_at_mut(end);
+        let (sums, later_sums) = std::mem::take(&mut self.sums).split_at_mut(bytes.len().div_ceil(CHUNK_BYTES));
+        (self.bytes, self.sums) = (later, later_sums);
+        Part { field: self.field, bytes, sums }
+    }
+
+    fn tasks(mut self) -> impl Iterator<Item = Task<'a>> {
+        let starts = (0..self.bytes.len()).step_by(CHUNKS_PER_TASK * CHUNK_BYTES);
+        starts.map(move |start| Task::Chunks(start, self.take(CHUNKS_PER_TASK * CHUNK_BYTES)))
+    }
+
+    /// Fill in bytes that are part of one chunk, after those before.
+    fn put(&mut self, at: usize, bytes: &[u8]) {
+        let sum = &mut self.sums[at / CHUNK_BYTES];
+        *sum = crc32c::crc32c_append(*sum, bytes);
+        copy_past_caches(&mut self.bytes[at..][..bytes.len()], bytes);
+    }
+
+    fn take_checksums(&mut self) {
+        for (sum, chunk) in self.sums.iter_mut().zip(self.bytes.chunks(CHUNK_BYTES)) {
+            *sum = crc32c::crc32c(chunk);
+        }
+    }
+}
+
+/// The checked columns of a file that is made. Their bytes are aligned for their types: wider columns lie first, in a buffer aligned for
+/// all.
+struct Columns<'a> {
+    vectors: Vec<Part<'a>>,
+    metadata: Vec<Part<'a>>,
+    starts: Part<'a>,
+}
+
+impl<'a> Columns<'a> {
+    /// Of a file without tombstones.
+    fn of(layout: &FileLayout, bytes: &'a mut [u8], sums: &'a mut [u32]) -> Self {
+        let mut all = Part { field: Field::Pad, bytes, sums };
+        let starts = Part { field: Field::BucketOffsets, bytes: &mut [], sums: &mut [] };
+        let mut columns = Self { vectors: Vec::new(), metadata: Vec::new(), starts };
+        for column in layout.checked_columns() {
+            let part = Part { field: column.field, ..all.take(column.bytes) };
+            match column.field {
+                Field::Vector(_) => columns.vectors.push(part),
+                Field::BucketOffsets => columns.starts = part,
+                field if field.is_of_rows() => columns.metadata.push(part),
+                _ => {}
+            }
+        }
+        columns
+    }
+}

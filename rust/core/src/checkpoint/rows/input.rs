@@ -1,0 +1,408 @@
+//! A data file as it is read: checked as far as the manifest and its header go, then the rows of some buckets, verified.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::format::{Column, Field, FileLayout, GROUP_BYTES, MAX_HEADER_BYTES};
+use crate::cache::RowColumns;
+use crate::checkpoint::manifest::manifests::{DataFile, Share};
+use crate::checkpoint::manifest::names::CHUNK_BYTES;
+use crate::checkpoint::output::each_piece;
+use crate::error::{Error, Result};
+use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::kernels::threads::for_each;
+use crate::memory;
+use crate::rows::RowLayout;
+use crate::sync::lock;
+use crate::types::{Bucketing, Id};
+
+/// Bytes of one read request.
+const READ_BYTES: usize = 1 << 20;
+/// Threads that read a file.
+const READERS: usize = 4;
+/// Chunks that one thread verifies at a time.
+const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
+
+/// One data file whose header, checksums and bucket offsets are checked.
+#[derive(Debug)]
+pub(crate) struct GroupReader {
+    path: PathBuf,
+    file_bytes: u64,
+    header_bytes: usize,
+    layout: FileLayout,
+    checksums_crc32c: u32,
+    /// The buckets wanted of this file.
+    buckets: Range<u32>,
+    /// Their rows.
+    pub(crate) rows: Range<usize>,
+    /// Whether the optimizer's slots are read.
+    pub(crate) slots: bool,
+}
+
+impl GroupReader {
+    pub(crate) fn open(
+        engine: &dyn IoEngine,
+        path: PathBuf,
+        share: &Share,
+        file: &DataFile,
+        buckets: Range<u32>,
+    ) -> Result<Self> {
+        let shape = share.shape(file);
+        let layout = FileLayout::new(share.spec.optimizer_kind()?, share.spec.dim as usize, shape)
+            .filter(|layout| layout.data_bytes as u64 <= file.bytes)
+            .ok_or_else(|| Error::corruption(&path, 0, "the file's length", "as long as its rows", file.bytes))?;
+        let row_bytes: usize =
+            layout.columns.iter().filter(|column| column.field.is_of_rows()).map(Column::bytes_per_row).sum();
+        if shape.rows > 1 && shape.rows.saturating_mul(row_bytes) > GROUP_BYTES {
+            return Err(Error::corruption(
+                &path,
+                0,
+                "the number of rows",
+                format!("within {GROUP_BYTES} bytes"),
+                shape.rows,
+            ));
+        }
+        let mut group = Self {
+            path,
+            file_bytes: file.bytes,
+            header_bytes: (file.bytes - layout.data_bytes as u64) as usize,
+            layout,
+            checksums_crc32c: file.checksums_crc32c,
+            buckets,
+            rows: 0..0,
+            slots: true,
+        };
+        let io = group.reopen(engine)?;
+        group.check_header(&*io, file.header_crc32c)?;
+        group.check_padding(&*io)?;
+        group.rows = group.read_rows_of_buckets(&io, share, shape.rows)?;
+        Ok(group)
+    }
+
+    fn reopen(&self, engine: &dyn IoEngine) -> Result<Arc<dyn IoFile>> {
+        let file = engine.open(&self.path, Open::Read)?;
+        let len = file.len()?;
+        if len != self.file_bytes {
+            return Err(Error::corruption(&self.path, 0, "the file's length", self.file_bytes, len));
+        }
+        Ok(file)
+    }
+
+    fn check_header(&self, file: &dyn IoFile, crc32c: u32) -> Result<()> {
+        let is_header = 8..=MAX_HEADER_BYTES;
+        if !is_header.contains(&self.header_bytes) || self.header_bytes % ALIGNMENT != self.layout.lead {
+            return Err(Error::corruption(
+                &self.path,
+                0,
+                "the header's length",
+                format!("within {MAX_HEADER_BYTES}, {} past a multiple of {ALIGNMENT}", self.layout.lead),
+                self.header_bytes,
+            ));
+        }
+        let mut header = vec![0; self.header_bytes];
+        file.read_at(0, &mut header)?;
+        let found = crc32c::crc32c(&header);
+        if found != crc32c {
+            return Err(Error::corruption(&self.path, 0, "the header's checksum", crc32c, found));
+        }
+        let (length, text) = header.split_at(8);
+        if length != (text.len() as u64).to_le_bytes() {
+            return Err(Error::corruption(
+                &self.path,
+                0,
+                "the header's length field",
+                text.len(),
+                format!("{length:?}"),
+            ));
+        }
+        self.layout
+            .check_header(text)
+            .map_err(|what| Error::corruption(&self.path, 8, "the header", "that of the manifest's counts", what))
+    }
+
+    fn read_checksums(&self, file: &dyn IoFile) -> Result<Vec<u32>> {
+        let column = self.layout.column(Field::Checksums);
+        let offset = (self.header_bytes + column.start) as u64;
+        let mut checksums = memory::zeros("read checksums", column.shape[0])?;
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut checksums);
+        file.read_at(offset, bytes)?;
+        let (expected, found) = (self.checksums_crc32c, crc32c::crc32c(bytes));
+        if found != expected {
+            return Err(Error::corruption(&self.path, offset, "the checksum of the checksums", expected, found));
+        }
+        Ok(checksums)
+    }
+
+    /// No byte of a file may change unseen, those that hold nothing included.
+    fn check_padding(&self, file: &dyn IoFile) -> Result<()> {
+        let column = self.layout.column(Field::Pad);
+        let offset = (self.header_bytes + column.start) as u64;
+        let mut bytes = vec![0; column.bytes];
+        file.read_at(offset, &mut bytes)?;
+        match bytes.iter().position(|&byte| byte != 0) {
+            Some(at) => Err(Error::corruption(&self.path, offset + at as u64, "the padding", 0, bytes[at])),
+            None => Ok(()),
+        }
+    }
+
+    /// Where the wanted buckets' rows are. The column is read in windows: its length is what a manifest says.
+    fn read_rows_of_buckets(&self, file: &Arc<dyn IoFile>, share: &Share, rows: usize) -> Result<Range<usize>> {
+        let column = self.layout.column(Field::BucketOffsets);
+        let first = self.buckets.start - share.bucket_begin..self.buckets.end - share.bucket_begin;
+        let wanted = [first.start as usize, first.end as usize];
+        let (mut found, mut last, mut ascending) = ([0; 2], 0, true);
+        self.for_each_window(file, column, |begin, starts| {
+            ascending &= (begin > 0 || starts.first() == Some(&0)) && starts.is_sorted();
+            ascending &= starts.first().is_none_or(|&start| start >= last);
+            last = starts.last().copied().unwrap_or(last);
+            for (place, found) in wanted.iter().zip(&mut found) {
+                let start = place.checked_sub(begin).and_then(|at| starts.get(at));
+                *found = start.map_or(*found, |&start| start as usize);
+            }
+            Ok(())
+        })?;
+        if !ascending || last != rows as i64 {
+            let offset = (self.header_bytes + column.start) as u64;
+            return Err(Error::corruption(
+                &self.path,
+                offset,
+                "bucket_offsets",
+                format!("ascending from 0 to {rows}"),
+                "not",
+            ));
+        }
+        Ok(found[0]..found[1])
+    }
+
+    /// Read and verify a column of 64-bit integers, [`READ_BYTES`] at a time; `take` is told the number of the first of each window.
+    fn for_each_window(
+        &self,
+        file: &Arc<dyn IoFile>,
+        column: &Column,
+        mut take: impl FnMut(usize, &[i64]) -> Result<()>,
+    ) -> Result<()> {
+        let checksums = self.read_checksums(&**file)?;
+        let staging = Arc::new(BufPool::new(0, 0));
+        for begin in (0..column.bytes).step_by(READ_BYTES) {
+            let range = begin..column.bytes.min(begin + READ_BYTES);
+            let staged = self.read_columns(&staging, file, &[(column, range.clone())], &checksums)?;
+            take(begin / size_of::<i64>(), staged.values(column, range))?;
+        }
+        Ok(())
+    }
+
+    /// The bytes of the wanted rows in each of their columns.
+    fn wanted(&self) -> Vec<(&Column, Range<usize>)> {
+        let is_wanted = |column: &&Column| column.field.is_of_rows() && (self.slots || !column.field.is_slot());
+        self.layout
+            .columns
+            .iter()
+            .filter(is_wanted)
+            .map(|column| {
+                let row = column.bytes_per_row();
+                (column, self.rows.start * row..self.rows.end * row)
+            })
+            .collect()
+    }
+
+    /// Bytes that [`GroupReader::stage`] reads.
+    pub(crate) fn staged_bytes(&self) -> usize {
+        self.extents(&self.wanted()).last().map_or(0, |extent| extent.place + extent.len)
+    }
+
+    /// Read and verify the wanted rows, into a buffer of `staging`.
+    pub(crate) fn stage(
+        &self,
+        engine: &dyn IoEngine,
+        staging: &Arc<BufPool>,
+        bucketing: Bucketing,
+    ) -> Result<Staged<'_>> {
+        let file = self.reopen(engine)?;
+        let staged = self.read_columns(staging, &file, &self.wanted(), &self.read_checksums(&*file)?)?;
+        self.check_order(staged.rows(Field::Id), bucketing)?;
+        Ok(staged)
+    }
+
+    /// What to read for byte ranges of columns, in file order: with the rest of the chunks they begin and end in, and of the blocks of
+    /// direct I/O.
+    fn extents(&self, wanted: &[(&Column, Range<usize>)]) -> Vec<Extent> {
+        let mut extents: Vec<Extent> = Vec::new();
+        for (column, range) in wanted {
+            let start = self.header_bytes + column.start;
+            let chunks = chunks_of(range, column.bytes);
+            let offset = (start + chunks.start) / ALIGNMENT * ALIGNMENT;
+            let end = (start + chunks.end).next_multiple_of(ALIGNMENT);
+            match extents.last_mut() {
+                Some(last) if offset <= last.offset + last.len => last.len = last.len.max(end - last.offset),
+                last => {
+                    let place = last.map_or(0, |last| last.place + last.len);
+                    extents.push(Extent { offset, len: end - offset, place });
+                }
+            }
+        }
+        extents
+    }
+
+    /// Read byte ranges of columns, and verify every chunk they are in.
+    fn read_columns(
+        &self,
+        staging: &Arc<BufPool>,
+        file: &Arc<dyn IoFile>,
+        wanted: &[(&Column, Range<usize>)],
+        checksums: &[u32],
+    ) -> Result<Staged<'_>> {
+        let extents = self.extents(wanted);
+        let mut buffer = staging.take_at_least(extents.last().map_or(0, |last| last.place + last.len))?;
+        let mut pieces = Vec::new();
+        let mut rest = &mut buffer[..];
+        for extent in &extents {
+            let (bytes, later) = rest.split_at_mut(extent.len);
+            let parts = bytes.chunks_mut(READ_BYTES).enumerate();
+            pieces.extend(parts.map(|(n, part)| ((extent.offset + n * READ_BYTES) as u64, part)));
+            rest = later;
+        }
+        each_piece(READERS, pieces, |(offset, part)| file.read_at(offset, part))?;
+        let staged = Staged { group: self, buffer, extents };
+        self.verify(&staged, wanted, checksums)?;
+        Ok(staged)
+    }
+
+    /// Whether the chunks that byte ranges of columns are in are as they were written.
+    fn verify(&self, staged: &Staged<'_>, wanted: &[(&Column, Range<usize>)], checksums: &[u32]) -> Result<()> {
+        let chunks = wanted.iter().flat_map(|(column, range)| {
+            let range = chunks_of(range, column.bytes);
+            range.clone().step_by(CHUNK_BYTES).map(move |start| (*column, start..range.end.min(start + CHUNK_BYTES)))
+        });
+        let chunks: Vec<(&Column, Range<usize>)> = chunks.collect();
+        // The first in the file, whichever was found first.
+        let damaged = Mutex::new(usize::MAX);
+        for_each(chunks.chunks(CHUNKS_PER_TASK).enumerate(), |(task, some)| {
+            for (at, (column, range)) in some.iter().enumerate() {
+                let expected = checksums[column.first_checksum + range.start / CHUNK_BYTES];
+                if crc32c::crc32c(staged.bytes(column, range)) != expected {
+                    let mut first = lock(&damaged);
+                    *first = (*first).min(task * CHUNKS_PER_TASK + at);
+                }
+            }
+        });
+        let damaged = damaged.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let Some((column, range)) = chunks.get(damaged) else { return Ok(()) };
+        let expected = checksums[column.first_checksum + range.start / CHUNK_BYTES];
+        let found = crc32c::crc32c(staged.bytes(column, range));
+        let what = format!("the checksum of {} bytes of {:?}", range.len(), column.name);
+        let offset = (self.header_bytes + column.start + range.start) as u64;
+        Err(Error::corruption(&self.path, offset, &what, expected, found))
+    }
+
+    pub(crate) fn tombstones(&self) -> u64 {
+        self.layout.column(Field::Tombstone).shape[0] as u64
+    }
+
+    /// Hand the tombstones of the wanted buckets to `sink`, window by window.
+    pub(crate) fn read_tombstones(
+        &self,
+        engine: &dyn IoEngine,
+        bucketing: Bucketing,
+        sink: &mut dyn FnMut(&[Id]) -> Result<()>,
+    ) -> Result<()> {
+        let (all, mut last, mut wanted) = (0..bucketing.total(), None, Vec::new());
+        self.for_each_window(&self.reopen(engine)?, self.layout.column(Field::Tombstone), |begin, ids| {
+            last = self.check_sorted((Field::Tombstone, begin), ids, bucketing, &all, last)?;
+            wanted.clear();
+            wanted.extend(ids.iter().filter(|&&id| self.buckets.contains(&bucketing.of(id))));
+            if wanted.is_empty() { Ok(()) } else { sink(&wanted) }
+        })
+    }
+
+    /// Whether the ids are those of the wanted buckets, sorted, each once.
+    fn check_order(&self, ids: &[Id], bucketing: Bucketing) -> Result<()> {
+        self.check_sorted((Field::Id, self.rows.start), ids, bucketing, &self.buckets, None).map(|_| ())
+    }
+
+    /// Whether ids of a column, from number `first` on, are of `buckets`, sorted after `before`, each once; the last one's place.
+    fn check_sorted(
+        &self,
+        (field, first): (Field, usize),
+        ids: &[Id],
+        bucketing: Bucketing,
+        buckets: &Range<u32>,
+        mut before: Option<(u32, u64)>,
+    ) -> Result<Option<(u32, u64)>> {
+        for (row, &id) in ids.iter().enumerate() {
+            let place = (bucketing.of(id), id as u64);
+            if !buckets.contains(&place.0) || before.is_some_and(|before| before >= place) {
+                let column = self.layout.column(field);
+                let offset = self.header_bytes + column.start + (first + row) * 8;
+                return Err(Error::corruption(
+                    &self.path,
+                    offset as u64,
+                    "the id",
+                    format!("of buckets {buckets:?} and in order"),
+                    id,
+                ));
+            }
+            before = Some(place);
+        }
+        Ok(before)
+    }
+}
+
+/// A byte range of a column of `bytes` with the rest of the chunks that it begins and ends in.
+fn chunks_of(range: &Range<usize>, bytes: usize) -> Range<usize> {
+    range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES).min(bytes)
+}
+
+/// Bytes of a file, whole blocks, and where in the staging buffer they lie.
+struct Extent {
+    offset: usize,
+    len: usize,
+    place: usize,
+}
+
+/// Verified bytes of some columns of one group.
+pub(crate) struct Staged<'a> {
+    group: &'a GroupReader,
+    buffer: PooledBuf,
+    extents: Vec<Extent>,
+}
+
+impl Staged<'_> {
+    /// A byte range of a column that was read.
+    fn bytes(&self, column: &Column, range: &Range<usize>) -> &[u8] {
+        let offset = self.group.header_bytes + column.start + range.start;
+        let after = self.extents.partition_point(|extent| extent.offset <= offset);
+        // Nothing of an empty column was read.
+        let Some(extent) = self.extents.get(after.wrapping_sub(1)) else { return &[] };
+        let start = extent.place + (offset - extent.offset);
+        &self.buffer[start..start + range.len()]
+    }
+
+    /// The values there. They are aligned: extents are staged at whole blocks, and columns of wide values lie first in a file.
+    fn values<T: bytemuck::Pod>(&self, column: &Column, range: Range<usize>) -> &[T] {
+        bytemuck::cast_slice(self.bytes(column, &range))
+    }
+
+    /// The values of the wanted rows in one of their columns.
+    fn rows<T: bytemuck::Pod>(&self, field: Field) -> &[T] {
+        let column = self.group.layout.column(field);
+        let (row, rows) = (column.bytes_per_row(), &self.group.rows);
+        self.values(column, rows.start * row..rows.end * row)
+    }
+
+    /// The wanted rows.
+    pub(crate) fn columns(&self, layout: RowLayout) -> RowColumns<'_> {
+        let slots = self.group.slots;
+        RowColumns {
+            ids: self.rows(Field::Id),
+            last_steps: self.rows(Field::LastStep),
+            counts: self.rows(Field::Count),
+            scores: self.rows(Field::Score),
+            scalars: (slots && layout.scalar_slot).then(|| self.rows(Field::Scalar)),
+            modified_epochs: self.rows(Field::ModifiedEpoch),
+            parts: (0..=if slots { layout.vector_slots } else { 0 })
+                .map(|part| self.rows(Field::Vector(part)))
+                .collect(),
+        }
+    }
+}

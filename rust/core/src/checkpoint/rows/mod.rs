@@ -1,0 +1,14 @@
+//! Rows in files: groups of sorted columns, or the segments of an SSD tier.
+
+pub(crate) mod bucket_sort;
+pub(crate) mod delta;
+pub mod format;
+pub(crate) mod group;
+pub(crate) mod input;
+pub(crate) mod order;
+pub(crate) mod reader;
+pub(crate) mod segment_rows;
+pub(crate) mod segments;
+pub(crate) mod source;
+pub(crate) mod stream;
+pub(crate) mod writer;

@@ -1,0 +1,249 @@
+//! The order of a group's rows in their file, by bucket, then by `uint64(id)`; and their metadata in that order.
+
+use std::ops::Range;
+
+use super::bucket_sort::{BucketSort, IDS_MORE};
+use super::format::Field;
+use crate::checkpoint::manifest::names::CHUNK_BYTES;
+use crate::prefetch::{prefetch, prefetch_address};
+use crate::rows::{RowHeader, RowList};
+use crate::simd::Isa;
+use crate::types::{Bucketing, Id};
+
+/// How many rows ahead memory is asked for.
+const AHEAD: usize = 16;
+
+/// Rows whose metadata are gathered at once; what they take of a column is part of one chunk.
+pub(crate) const BLOCK_ROWS: usize = 1024;
+const _: () = assert!(CHUNK_BYTES.is_multiple_of(BLOCK_ROWS * 8));
+
+/// Metadata of some rows, column by column, small enough for a core's innermost cache.
+#[derive(Debug)]
+pub(crate) struct Metadata {
+    ids: [Id; BLOCK_ROWS],
+    last_steps: [u64; BLOCK_ROWS],
+    counts: [u32; BLOCK_ROWS],
+    scores: [f32; BLOCK_ROWS],
+    scalars: [f32; BLOCK_ROWS],
+    modified_epochs: [u32; BLOCK_ROWS],
+}
+
+impl Metadata {
+    pub(crate) fn new() -> Self {
+        Self {
+            ids: [0; BLOCK_ROWS],
+            last_steps: [0; BLOCK_ROWS],
+            counts: [0; BLOCK_ROWS],
+            scores: [0.0; BLOCK_ROWS],
+            scalars: [0.0; BLOCK_ROWS],
+            modified_epochs: [0; BLOCK_ROWS],
+        }
+    }
+
+    fn put(&mut self, row: usize, header: &RowHeader) {
+        self.ids[row] = header.id;
+        self.last_steps[row] = header.last_step;
+        self.counts[row] = header.count;
+        self.scores[row] = header.score;
+        self.scalars[row] = header.scalar;
+        self.modified_epochs[row] = header.modified_epoch;
+    }
+
+    /// The first `rows` of a column; none of what is no column of metadata.
+    pub(crate) fn column(&self, field: Field, rows: usize) -> &[u8] {
+        match field {
+            Field::Id => bytemuck::cast_slice(&self.ids[..rows]),
+            Field::LastStep => bytemuck::cast_slice(&self.last_steps[..rows]),
+            Field::Count => bytemuck::cast_slice(&self.counts[..rows]),
+            Field::Score => bytemuck::cast_slice(&self.scores[..rows]),
+            Field::Scalar => bytemuck::cast_slice(&self.scalars[..rows]),
+            Field::ModifiedEpoch => bytemuck::cast_slice(&self.modified_epochs[..rows]),
+            Field::BucketOffsets | Field::Tombstone | Field::Vector(_) | Field::Checksums | Field::Pad => &[],
+        }
+    }
+}
+
+/// The order of a group, and memory for that of the next one.
+#[derive(Debug, Default)]
+pub(crate) struct Order {
+    /// By row of the file, the number of the row in the order in which rows came.
+    pub(crate) rows: Vec<u32>,
+    /// By number of a row in the order in which rows came, its row of the file: the inverse of `rows`.
+    pub(crate) places: Vec<u32>,
+    /// Where the rows of each bucket start, and the last one's end.
+    pub(crate) starts: Vec<i64>,
+    /// The ids in the order in which they came.
+    came: Vec<u64>,
+    /// The bucket of each id in `came`, counted from the rank's first bucket.
+    buckets: Vec<u32>,
+    /// The ids sorted by bucket, in no order within a bucket. What follows the last id is room that the sort reads over.
+    ids: Vec<u64>,
+    /// The position in `came` of each id in `ids`.
+    positions: Vec<u32>,
+    ends: Vec<u32>,
+}
+
+/// Why rows have no order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Misplaced {
+    /// A row of another rank's bucket.
+    Foreign(Id, u32),
+    /// A row that is there twice.
+    Twice(Id),
+    /// Rows, this one first, whose vector parts are not as long as they are to be.
+    Floats(Id),
+}
+
+impl Order {
+    /// Bytes of memory that a row takes.
+    pub(crate) const ROW_BYTES: usize = 2 * 8 + 4 * 4;
+    /// Bytes of memory that a bucket takes.
+    pub(crate) const BUCKET_BYTES: usize = 8 + 4;
+
+    /// Order `rows`, fewer than 2³², of `floats` each. By one thread, whose caches hold all of it: this is far less than copying them.
+    pub(crate) fn make(
+        &mut self,
+        rows: RowList<'_>,
+        floats: usize,
+        owned: &Range<u32>,
+        bucketing: Bucketing,
+    ) -> Result<(), Misplaced> {
+        let n = rows.len();
+        if n > 0 && rows.floats() != floats {
+            return Err(Misplaced::Floats(rows.get(0).header.id));
+        }
+        self.came.resize(n, 0);
+        self.buckets.resize(n, 0);
+        self.ids.resize(n + IDS_MORE, 0);
+        self.positions.resize(n, 0);
+        self.rows.resize(n, 0);
+        self.places.resize(n, 0);
+        self.ends.clear();
+        self.ends.resize(owned.len(), 0);
+        let ends = &mut self.ends[..];
+        for ((row, came), in_bucket) in rows.iter().zip(&mut self.came).zip(&mut self.buckets) {
+            let id = row.header.id;
+            // Below the first bucket it wraps, past all of them.
+            let bucket = bucketing.of(id).wrapping_sub(owned.start);
+            let Some(count) = ends.get_mut(bucket as usize) else {
+                return Err(Misplaced::Foreign(id, bucket.wrapping_add(owned.start)));
+            };
+            *count += 1;
+            (*came, *in_bucket) = (id as u64, bucket);
+        }
+        self.starts.clear();
+        let mut row = 0;
+        for end in &mut *ends {
+            self.starts.push(i64::from(row));
+            // For now where the bucket's next row goes.
+            (row, *end) = (row + *end, row);
+        }
+        self.starts.push(i64::from(row));
+        let (ids, positions) = (&mut self.ids[..], &mut self.positions[..]);
+        for ((position, &id), &bucket) in (0..n).zip(&self.came).zip(&self.buckets) {
+            // Where a later row goes, or near by.
+            let place = ends[self.buckets[(position + AHEAD).min(n - 1)] as usize] as usize;
+            prefetch(ids, place);
+            prefetch(positions, place);
+            let place = &mut ends[bucket as usize];
+            ids[*place as usize] = id;
+            positions[*place as usize] = position as u32;
+            *place += 1;
+        }
+        let (starts, ids, positions) = (&self.starts[..], &self.ids[..], &self.positions[..]);
+        let (places, rows) = (&mut self.places[..], &mut self.rows[..]);
+        let twice = BucketSort { starts, ids, positions, places, rows }.run_on(Isa::best());
+        twice.map_or(Ok(()), |id| Err(Misplaced::Twice(id)))
+    }
+
+    /// The metadata of the next rows of the file from number `first` on; of how many.
+    pub(crate) fn metadata(&self, rows: RowList<'_>, first: usize, to: &mut Metadata) -> usize {
+        let count = BLOCK_ROWS.min(self.rows.len() - first);
+        for (place, &row) in self.rows[first..][..count].iter().enumerate() {
+            if let Some(&later) = self.rows.get(first + place + AHEAD) {
+                prefetch_address(rows.get(later as usize).header);
+            }
+            to.put(place, rows.get(row as usize).header);
+        }
+        count
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::bucket_sort::COUNTED;
+    use super::*;
+    use crate::types::{BucketHash, bucket_of};
+
+    fn header(id: Id) -> RowHeader {
+        let bits = crate::types::hash_id(id);
+        let (count, modified_epoch) = (bits as u32, (bits >> 32) as u32);
+        RowHeader { id, last_step: bits, count, score: count as f32, scalar: modified_epoch as f32, modified_epoch }
+    }
+
+    /// Ids and bucket starts in order, once whatever else is ordered with them is as it should be.
+    fn order_of(ids: &[Id], owned: Range<u32>, total: u32) -> Result<(Vec<Id>, Vec<i64>), Misplaced> {
+        let headers: Vec<RowHeader> = ids.iter().map(|&id| header(id)).collect();
+        let rows = RowList::block(&headers, &[], 0);
+        let mut order = Order::default();
+        let (mut block, mut found) = (Metadata::new(), Vec::new());
+        // What it was used for before changes nothing.
+        for n in [rows.len() / 2, rows.len()] {
+            order.make(rows.range(0..n), 0, &owned, Bucketing::new(total, BucketHash::Plain))?;
+            found.clear();
+            while found.len() < n {
+                let first = found.len();
+                let count = order.metadata(rows.range(0..n), first, &mut block);
+                for (at, place) in (first..first + count).enumerate() {
+                    let written = RowHeader {
+                        id: block.ids[at],
+                        last_step: block.last_steps[at],
+                        count: block.counts[at],
+                        score: block.scores[at],
+                        scalar: block.scalars[at],
+                        modified_epoch: block.modified_epochs[at],
+                    };
+                    let row = order.rows[place];
+                    assert_eq!(order.places[row as usize] as usize, place);
+                    assert_eq!(written, headers[row as usize]);
+                    found.push(written.id);
+                }
+            }
+        }
+        Ok((found, order.starts))
+    }
+
+    #[test]
+    fn rows_are_ordered_by_bucket_and_unsigned_id_in_buckets_of_any_size() {
+        for (rows, total) in [(0, 3), (1, 1), (1000, 7), (1000, 1), (100_000, 4093), (100_000, 11), (20, 5000)] {
+            let ids: Vec<Id> = (0..rows).map(|n| crate::types::hash_id(n) as Id).collect();
+            let (found, starts) = order_of(&ids, 0..total, total).unwrap();
+            let mut expected = ids.clone();
+            expected.sort_unstable_by_key(|&id| (bucket_of(id, total), id as u64));
+            assert_eq!(found, expected, "{rows} rows in {total} buckets");
+            for (bucket, bounds) in (0..).zip(starts.windows(2)) {
+                assert!(found[bounds[0] as usize..bounds[1] as usize].iter().all(|&id| bucket_of(id, total) == bucket));
+            }
+            assert_eq!((starts.len(), starts.last()), (total as usize + 1, Some(&i64::from(rows as u32))));
+        }
+    }
+
+    #[test]
+    fn rows_of_other_buckets_and_rows_given_twice_have_no_order() {
+        assert_eq!(order_of(&[10, 11, 22], 0..2, 10), Err(Misplaced::Foreign(22, 2)));
+        assert_eq!(order_of(&[12, 11], 2..3, 10), Err(Misplaced::Foreign(11, 1)));
+        for rows in [2, 100, COUNTED as Id, 1000] {
+            let mut ids: Vec<Id> = (0..rows).map(|n| n * 7 - 3).collect();
+            ids.push(ids[rows as usize / 2]);
+            let id = ids[rows as usize];
+            assert_eq!(order_of(&ids, 0..1, 1), Err(Misplaced::Twice(id)), "{rows} rows");
+        }
+        assert_eq!(order_of(&[-1, 5, -1], 0..1, 1), Err(Misplaced::Twice(-1)));
+        let headers = [header(7)];
+        let row = RowList::block(&headers, &[], 0);
+        assert_eq!(
+            Order::default().make(row, 1, &(0..1), Bucketing::new(1, BucketHash::Plain)),
+            Err(Misplaced::Floats(7))
+        );
+    }
+}

@@ -1,0 +1,313 @@
+//! Loading: manifests and headers first, then the rows of the buckets that a rank owns.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread::Builder;
+
+use super::input::{GroupReader, Staged};
+use super::segment_rows::read_segments;
+use super::source::RowSink;
+use crate::cache::{PickedRows, RowColumns};
+use crate::checkpoint::extents::reader::ExtentReader;
+use crate::checkpoint::manifest::dense::{DENSE_FILE, DenseEntry};
+use crate::checkpoint::manifest::holds::hold_to_read;
+use crate::checkpoint::manifest::latest::Latest;
+use crate::checkpoint::manifest::manifests::{DataFile, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec};
+use crate::checkpoint::manifest::names::{MANIFEST_FILE, data_file, table_dir};
+use crate::checkpoint::manifest::read::{read_digested, read_manifest, read_ranks};
+use crate::checkpoint::output::each_piece;
+use crate::config::OptimizerKind;
+use crate::error::{Error, Kind, Result};
+use crate::io::{BufPool, DirLock, IoEngine};
+use crate::memory::{self, room_for_threads};
+use crate::rows::RowHeader;
+use crate::ssd::SegmentFiles;
+use crate::sync::lock;
+use crate::types::Id;
+
+/// Groups that are read ahead, each by a thread and its helpers.
+const AHEAD: usize = 4;
+/// Files whose headers are read at once.
+const HEADERS: usize = 8;
+/// Bytes of the chunks that a sink is given (one row at least).
+const EMIT_BYTES: usize = 4 << 20;
+
+/// A checkpoint whose manifests are checked.
+#[derive(Debug)]
+pub struct Checkpoint {
+    pub(crate) engine: Arc<dyn IoEngine>,
+    dir: PathBuf,
+    identity: Parent,
+    manifest: Manifest,
+    pub(crate) ranks: Vec<RankManifest>,
+    /// While this is held no save removes the directory.
+    hold: Mutex<Option<DirLock>>,
+}
+
+impl Checkpoint {
+    /// Read and check the manifests of the checkpoint that `latest` names in `root`, which no save removes until this is dropped or
+    /// [`Checkpoint::let_go`] is called.
+    ///
+    /// Errors: `Corruption` (missing, damaged, or manifests that contradict each other), `Unsupported` (a newer format), `Storage`,
+    /// `InUse` (a save is removing it). A save may have replaced the checkpoint since `latest` was read: then read that again.
+    pub fn open(engine: Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Self> {
+        let dir = latest.dir(root);
+        let path = dir.join(MANIFEST_FILE);
+        let missing = || {
+            let what = format!("LATEST of {}", root.display());
+            Error::corruption(root, 0, &what, "the name of a checkpoint that is there", latest.name)
+        };
+        if !engine.exists(&path)? {
+            return Err(missing());
+        }
+        let hold = hold_to_read(&*engine, &dir)?;
+        // It may have gone before it was held.
+        if !engine.exists(&path)? {
+            return Err(missing());
+        }
+        let (manifest, identity) = read_manifest(&*engine, &dir)?;
+        let damaged = |what: String| Error::corruption(&path, 0, "the manifest", "consistent", format!("not: {what}"));
+        manifest.check(latest.name).map_err(damaged)?;
+        let ranks = read_ranks(&*engine, &dir, &manifest.ranks)?;
+        manifest.check_ranks(&ranks).map_err(damaged)?;
+        Ok(Self { engine, dir, identity, manifest, ranks, hold: Mutex::new(Some(hold)) })
+    }
+
+    /// Let saves remove it: nothing more is read of it.
+    pub fn let_go(&self) {
+        drop(lock(&self.hold).take());
+    }
+
+    /// What a delta that builds on it names as its parent.
+    pub fn identity(&self) -> Parent {
+        self.identity.clone()
+    }
+
+    /// Its directory.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The coordinator's manifest.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// A table, or `Kind::Mismatch` with the names of those that are there.
+    pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
+        self.manifest.tables.iter().find(|entry| entry.spec.module == module && entry.spec.table == table).ok_or_else(
+            || {
+                let there: Vec<String> = self
+                    .manifest
+                    .tables
+                    .iter()
+                    .map(|entry| format!("{}/{}", entry.spec.module, entry.spec.table))
+                    .collect();
+                Error::new(
+                    Kind::Mismatch,
+                    format!(
+                        "{} has no table {table:?} of module {module:?}; it has [{}]",
+                        self.dir.display(),
+                        there.join(", ")
+                    ),
+                )
+            },
+        )
+    }
+
+    /// The rank that had the whole of a table alone, where there were several ranks.
+    pub(crate) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
+        let has = |rank: &&RankManifest| {
+            rank.tables.iter().any(|share| share.spec.module == module && share.spec.table == table)
+        };
+        let mut owners = self.ranks.iter().filter(has);
+        match (owners.next(), owners.next()) {
+            (Some(owner), None) if owner.world > 1 => Some(owner.rank),
+            _ => None,
+        }
+    }
+
+    /// What the extents mean, as [`crate::checkpoint::Save::write_dense_metadata`] was given it; `None` where there is no dense part.
+    pub fn dense_metadata(&self) -> Result<Option<Vec<u8>>> {
+        let read = |entry: &DenseEntry| read_digested(&*self.engine, &self.dir.join(DENSE_FILE), &entry.metadata);
+        self.manifest.dense.as_ref().map(read).transpose()
+    }
+
+    /// Get ready to read extents of any rank.
+    pub fn extent_reader(&self) -> ExtentReader {
+        let shares = self.ranks.iter().map(|rank| rank.dense.as_ref());
+        ExtentReader::new(Arc::clone(&self.engine), &self.dir, shares)
+    }
+
+    /// Check the headers and sizes of the files that hold rows of `buckets`, and get ready to read them.
+    pub fn table_reader(&self, module: &str, table: &str, buckets: Range<u32>) -> Result<TableReader> {
+        let spec = self.table(module, table)?.spec.clone();
+        let optimizer = spec.optimizer_kind()?;
+        if buckets.start > buckets.end || buckets.end > spec.total_num_buckets {
+            return Err(Error::new(
+                Kind::Input,
+                format!("table {table:?}: buckets {buckets:?} are not within 0..{}", spec.total_num_buckets),
+            ));
+        }
+        let dir = self.dir.join(table_dir(module, table));
+        let mut wanted = Vec::new();
+        let mut segments = Vec::new();
+        for rank in &self.ranks {
+            for share in rank.tables.iter().filter(|share| share.spec.module == module && share.spec.table == table) {
+                let owned = buckets.start.max(share.bucket_begin)..buckets.end.min(share.bucket_end);
+                if owned.is_empty() {
+                    continue;
+                }
+                segments.extend(share.segments.as_ref().map(|set| self.segment_files(rank, share, set)).transpose()?);
+                let file = |(n, file)| (dir.join(data_file(rank.rank, rank.world, n)), share, file, owned.clone());
+                wanted.extend(share.files.iter().enumerate().map(file));
+            }
+        }
+        let groups = self.open_groups(wanted)?;
+        Ok(TableReader { engine: Arc::clone(&self.engine), spec, optimizer, buckets, groups, segments, slots: true })
+    }
+
+    /// Check several files at once: each is a few small reads.
+    fn open_groups(&self, wanted: Vec<WantedFile<'_>>) -> Result<Vec<GroupReader>> {
+        let mut groups: Vec<Option<GroupReader>> = wanted.iter().map(|_| None).collect();
+        let pieces = groups.iter_mut().zip(wanted).collect();
+        each_piece(HEADERS, pieces, |(group, (path, share, file, owned))| {
+            *group = Some(GroupReader::open(&*self.engine, path, share, file, owned)?);
+            Ok(())
+        })?;
+        Ok(groups.into_iter().flatten().collect())
+    }
+}
+
+/// A file: its path, its rank's share of the table, what the manifest says of it, and the buckets wanted.
+type WantedFile<'a> = (PathBuf, &'a Share, &'a DataFile, Range<u32>);
+
+/// Reads the rows of some buckets of one table.
+#[derive(Debug)]
+pub struct TableReader {
+    engine: Arc<dyn IoEngine>,
+    spec: TableSpec,
+    optimizer: OptimizerKind,
+    buckets: Range<u32>,
+    groups: Vec<GroupReader>,
+    /// Segments with rows of the buckets, and of others.
+    segments: Vec<SegmentFiles>,
+    /// Whether the optimizer's slots are handed over.
+    slots: bool,
+}
+
+impl TableReader {
+    /// Hand rows over without the optimizer's slots, which are not read from data files then.
+    #[must_use]
+    pub fn without_slots(mut self) -> Self {
+        self.slots = false;
+        self.groups.iter_mut().for_each(|group| group.slots = false);
+        self
+    }
+
+    /// Whether it hands slots over.
+    pub(crate) fn has_slots(&self) -> bool {
+        self.slots
+    }
+
+    /// The table as it was saved.
+    pub fn spec(&self) -> &TableSpec {
+        &self.spec
+    }
+
+    /// The buckets it reads.
+    pub fn buckets(&self) -> &Range<u32> {
+        &self.buckets
+    }
+
+    /// Rows that [`TableReader::read`] will hand over, or more where it reads segments: in them rows are not in the order of buckets.
+    pub fn rows(&self) -> u64 {
+        let in_files: u64 = self.groups.iter().map(|group| group.rows.len() as u64).sum();
+        in_files + self.segments.iter().map(SegmentFiles::rows).sum::<u64>()
+    }
+
+    /// Tombstones of the files that hold some of the buckets: no fewer than [`TableReader::read_tombstones`] will hand over.
+    pub fn tombstones(&self) -> u64 {
+        self.groups.iter().map(GroupReader::tombstones).sum()
+    }
+
+    /// Read the tombstones of the buckets, verify them, and hand them to `sink`, some at a time. Errors as [`TableReader::read`].
+    pub fn read_tombstones(&self, sink: &mut dyn FnMut(&[Id]) -> Result<()>) -> Result<()> {
+        for group in self.groups.iter().filter(|group| group.tombstones() > 0) {
+            group.read_tombstones(&*self.engine, self.spec.bucketing(), sink)?;
+        }
+        Ok(())
+    }
+
+    /// Read every row of the buckets, verify it, and hand it to `sink`, in chunks of about 4 MiB. Five groups are held at most, read
+    /// ahead (80 MiB).
+    ///
+    /// Errors: `Corruption` with file and place (what came before has been handed over), `Storage`, and the sink's own.
+    pub fn read(&self, sink: &mut RowSink<'_>) -> Result<()> {
+        self.read_columns(&mut |rows| self.emit(PickedRows::all(rows), sink))
+    }
+
+    /// As [`TableReader::read`], whole groups, each as columns.
+    pub fn read_columns(&self, sink: &mut dyn FnMut(&RowColumns<'_>) -> Result<()>) -> Result<()> {
+        for files in &self.segments {
+            let mut hand_over =
+                |rows: &RowColumns<'_>| if self.slots { sink(rows) } else { sink(&rows.without_slots()) };
+            read_segments(files, &self.buckets, self.spec.bucketing(), EMIT_BYTES, &mut hand_over)?;
+        }
+        let groups: Vec<&GroupReader> = self.groups.iter().filter(|group| !group.rows.is_empty()).collect();
+        let largest = groups.iter().map(|group| group.staged_bytes()).max().unwrap_or(0);
+        let staging = Arc::new(BufPool::new(largest, AHEAD + 1));
+        let mut hand_over = |staged: Staged<'_>| sink(&staged.columns(self.optimizer.layout(self.spec.dim as usize)));
+        let has_room = groups.len() > 1 && room_for_threads();
+        std::thread::scope(|scope| {
+            // Group n is the business of thread n mod AHEAD, so that groups come in order.
+            let mut ahead = Vec::new();
+            for number in 0..AHEAD.min(groups.len()) {
+                // A thread keeps its group until it is asked for.
+                let (send, receive) = mpsc::sync_channel(0);
+                let mine = groups.iter().skip(number).step_by(AHEAD);
+                let staging = &staging;
+                let read = move || {
+                    for group in mine {
+                        // Nobody listens any more when the sink failed.
+                        if send.send(self.stage(group, staging)).is_err() {
+                            return;
+                        }
+                    }
+                };
+                let name = format!("embcache-load-{number}");
+                if !has_room || Builder::new().name(name).spawn_scoped(scope, read).is_err() {
+                    // Without all threads nothing is read ahead; those there are end, as nobody listens.
+                    drop(std::mem::take(&mut ahead));
+                    return groups.iter().try_for_each(|group| hand_over(self.stage(group, staging)?));
+                }
+                ahead.push(receive);
+            }
+            let ended = |_| Err(Error::new(Kind::Storage, "the reading threads ended"));
+            (0..groups.len()).try_for_each(|n| hand_over(ahead[n % AHEAD].recv().unwrap_or_else(ended)?))
+        })
+    }
+
+    fn stage<'g>(&self, group: &'g GroupReader, staging: &Arc<BufPool>) -> Result<Staged<'g>> {
+        group.stage(&*self.engine, staging, self.spec.bucketing())
+    }
+
+    /// Hand rows over one behind the other, in chunks.
+    pub(crate) fn emit(&self, rows: PickedRows<'_>, sink: &mut RowSink<'_>) -> Result<()> {
+        let floats = self.optimizer.layout(self.spec.dim as usize).vector_floats();
+        let chunk_rows = (EMIT_BYTES / (floats * 4 + size_of::<RowHeader>())).max(1).min(rows.len().max(1));
+        let mut headers = Vec::new();
+        memory::reserve(&mut headers, "read rows", chunk_rows)?;
+        let mut vectors = memory::zeros("read rows", chunk_rows * floats)?;
+        for start in (0..rows.len()).step_by(chunk_rows) {
+            let chunk = start..(start + chunk_rows).min(rows.len());
+            headers.clear();
+            headers.extend(chunk.clone().map(|row| rows.header(row)));
+            let vectors = &mut vectors[..chunk.len() * floats];
+            chunk.zip(vectors.chunks_exact_mut(floats)).for_each(|(row, vector)| rows.copy_vector(row, vector));
+            sink(&headers, vectors)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,78 @@
+//! The rows of segments in columns, as the readers of data files hand them over.
+
+use std::ops::Range;
+
+use crate::cache::RowColumns;
+use crate::error::Result;
+use crate::rows::RowRef;
+use crate::ssd::SegmentFiles;
+use crate::types::{Bucketing, Id};
+
+/// Rows on their way into columns.
+#[derive(Debug, Default)]
+struct Gathered {
+    ids: Vec<Id>,
+    last_steps: Vec<u64>,
+    counts: Vec<u32>,
+    scores: Vec<f32>,
+    scalars: Vec<f32>,
+    modified_epochs: Vec<u32>,
+    parts: Vec<Vec<f32>>,
+}
+
+impl Gathered {
+    fn push(&mut self, row: RowRef<'_>) {
+        let header = row.header;
+        self.ids.push(header.id);
+        self.last_steps.push(header.last_step);
+        self.counts.push(header.count);
+        self.scores.push(header.score);
+        self.scalars.push(header.scalar);
+        self.modified_epochs.push(header.modified_epoch);
+        let dim = row.vector.len() / self.parts.len();
+        self.parts.iter_mut().zip(row.vector.chunks_exact(dim)).for_each(|(part, from)| part.extend_from_slice(from));
+    }
+
+    fn clear(&mut self) {
+        let parts = std::mem::take(&mut self.parts);
+        *self = Self { parts, ..Self::default() };
+        self.parts.iter_mut().for_each(Vec::clear);
+    }
+
+    fn columns(&self, has_scalars: bool) -> RowColumns<'_> {
+        RowColumns {
+            ids: &self.ids,
+            last_steps: &self.last_steps,
+            counts: &self.counts,
+            scores: &self.scores,
+            scalars: has_scalars.then_some(&self.scalars),
+            modified_epochs: &self.modified_epochs,
+            parts: self.parts.iter().map(Vec::as_slice).collect(),
+        }
+    }
+}
+
+/// Hand the rows of `buckets` in segments to `sink`, in columns of about `bytes`.
+pub(crate) fn read_segments(
+    files: &SegmentFiles,
+    buckets: &Range<u32>,
+    bucketing: Bucketing,
+    bytes: usize,
+    sink: &mut dyn FnMut(&RowColumns<'_>) -> Result<()>,
+) -> Result<()> {
+    let layout = files.layout();
+    let most = (bytes / (layout.floats() * 4 + 32)).max(1);
+    let mut gathered = Gathered { parts: vec![Vec::new(); 1 + layout.vector_slots], ..Gathered::default() };
+    files.read(&mut |row| {
+        if buckets.contains(&bucketing.of(row.header.id)) {
+            gathered.push(row);
+        }
+        if gathered.ids.len() < most {
+            return Ok(());
+        }
+        sink(&gathered.columns(layout.scalar_slot))?;
+        gathered.clear();
+        Ok(())
+    })?;
+    if gathered.ids.is_empty() { Ok(()) } else { sink(&gathered.columns(layout.scalar_slot)) }
+}

@@ -1,0 +1,442 @@
+//! Rows copied to their places in columns: read in the order in which they lie in memory, written past the caches, their checksums taken
+//! on the way.
+#![allow(unsafe_code)]
+
+use crate::rows::RowList;
+
+/// Turns a checksum of some bytes into that of the bytes with `n` zeros behind them, for a fixed `n`: CRC-32C is linear, so the checksum of
+/// a row and what follows is made of those of both.
+pub(crate) struct Shift([[u32; 256]; 4]);
+
+impl std::fmt::Debug for Shift {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Shift").finish()
+    }
+}
+
+impl Shift {
+    pub(crate) fn by(bytes: usize) -> Self {
+        let of_bit: [u32; 32] = std::array::from_fn(|bit| crc32c::crc32c_combine(1 << bit, 0, bytes));
+        let of_byte = |place: usize, byte: usize| {
+            (0..8).filter(|bit| (byte >> bit) & 1 == 1).fold(0, |sum, bit| sum ^ of_bit[place * 8 + bit])
+        };
+        Self(std::array::from_fn(|place| std::array::from_fn(|byte| of_byte(place, byte))))
+    }
+
+    fn apply(&self, checksum: u32) -> u32 {
+        let bytes = checksum.to_le_bytes();
+        self.0.iter().zip(bytes).fold(0, |sum, (table, byte)| sum ^ table[usize::from(byte)])
+    }
+
+    /// The checksum of rows, each as long as this shift, from those of each.
+    pub(crate) fn join(&self, rows: &[u32]) -> u32 {
+        rows.iter().copied().reduce(|sum, row| self.apply(sum) ^ row).unwrap_or(0)
+    }
+}
+
+/// Copy row `i` to place `places[i]` of the columns, `dim` floats wide: part `k` of its vector part to column `k`; and where `sums` is not
+/// empty, the CRC-32C of each to the same place of `sums[k]`. `places` is a permutation of the rows' numbers. False, and nothing done, where
+/// rows do not fill whole cache lines or the processor cannot write past its caches.
+///
+/// # Panics
+/// When a place is outside its column.
+pub(crate) fn scatter(
+    rows: RowList<'_>,
+    places: &[u32],
+    columns: &mut [&mut [u8]],
+    dim: usize,
+    sums: &mut [Vec<u32>],
+) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return x86::scatter(rows, places, columns, dim, sums, x86::can_fold());
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+/// Copy bytes that nobody reads soon: past the caches, where the processor can do that.
+///
+/// # Panics
+/// When they are not as many as there is room for.
+pub(crate) fn copy_past_caches(to: &mut [u8], from: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    x86::copy_past_caches(to, from);
+    #[cfg(not(target_arch = "x86_64"))]
+    to.copy_from_slice(from);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        __m512i, _mm_crc32_u64, _mm_cvtsi32_si128, _mm_cvtsi128_si64, _mm_extract_epi64, _mm_loadu_ps, _mm_sfence,
+        _mm_stream_ps, _mm_xor_si128, _mm512_castsi512_si128, _mm512_clmulepi64_epi128, _mm512_extracti32x4_epi32,
+        _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set_epi64, _mm512_setzero_si512, _mm512_stream_ps,
+        _mm512_stream_si512, _mm512_ternarylogic_epi64, _mm512_xor_si512, _mm512_zextsi128_si512,
+    };
+    use std::ptr;
+
+    use crate::kernels::threads::{Shared, for_each_on_half};
+    use crate::prefetch::prefetch_range;
+    use crate::rows::RowList;
+
+    /// What is written past the caches at once, in floats.
+    const LINE: usize = 16;
+    /// Rows that one thread copies at a time.
+    const ROWS_PER_TASK: usize = 2048;
+    /// Rows that are copied side by side: each step of a checksum waits for the one before, of another row for none. They are of stretches
+    /// apart from each other, as processors read ahead within a page: so within several.
+    const ABREAST: usize = 4;
+    /// How many rows ahead a copy asks for memory.
+    const AHEAD: usize = 8;
+
+    /// Whether the processor has what [`Folding`] needs.
+    pub(crate) fn can_fold() -> bool {
+        is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("vpclmulqdq")
+    }
+
+    /// See [`super::scatter`]; `folding` only where that can be.
+    pub(crate) fn scatter(
+        rows: RowList<'_>,
+        places: &[u32],
+        columns: &mut [&mut [u8]],
+        dim: usize,
+        sums: &mut [Vec<u32>],
+        folding: bool,
+    ) -> bool {
+        let aligned = |column: &&mut [u8]| column.as_ptr().addr().is_multiple_of(LINE * 4);
+        if !is_x86_feature_detected!("sse4.2") || !dim.is_multiple_of(LINE) || !columns.iter().all(aligned) {
+            return false;
+        }
+        let bytes = rows.len() * dim * 4;
+        assert!(columns.iter().all(|column| column.len() == bytes), "columns of {} rows", rows.len());
+        assert!(sums.is_empty() || sums.len() == columns.len(), "checksums of each column, or of none");
+        assert!(sums.iter().all(|sums| sums.len() == rows.len()), "a checksum a row");
+        assert_eq!(places.len(), rows.len(), "a place a row");
+        assert!(rows.floats() >= columns.len() * dim, "rows as wide as all columns");
+        assert!(!folding || can_fold(), "a processor that folds");
+        let all = rows.len();
+        let columns: Vec<Shared<u8>> = columns.iter_mut().map(|column| Shared(column.as_mut_ptr())).collect();
+        let sums: Vec<Shared<u32>> = sums.iter_mut().map(|sums| Shared(sums.as_mut_ptr())).collect();
+        let to = Target { all, dim, columns: &columns, sums: &sums };
+        for_each_on_half((0..all).step_by(ROWS_PER_TASK), |begin| {
+            // What comes after is asked for at the end.
+            let later = rows.range(begin..all.min(begin + ROWS_PER_TASK + AHEAD));
+            let places = &places[begin..all.min(begin + ROWS_PER_TASK)];
+            // SAFETY: the instructions are there; columns and checksums are borrowed by this call alone and as long as `rows` says; no
+            // two rows have one place, so no two tasks write the same.
+            unsafe { if folding { to.place_folding(later, places) } else { to.place(later, places) } }
+        });
+        true
+    }
+
+    /// A line.
+    type Line = [u8; LINE * 4];
+
+    /// # Safety
+    /// The first is aligned to lines.
+    unsafe fn each_line(to: &mut [Line], from: &[Line]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            let (to, from): (*mut f32, *const f32) = (to.as_mut_ptr().cast(), from.as_ptr().cast());
+            for at in (0..LINE).step_by(4) {
+                // SAFETY: every processor of this architecture has it; both are of a line, the first aligned to one.
+                unsafe { _mm_stream_ps(to.add(at), _mm_loadu_ps(from.add(at))) };
+            }
+        }
+    }
+
+    /// # Safety
+    /// AVX-512 F is there, and the first is aligned to lines.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn wide_lines(to: &mut [Line], from: &[Line]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            // SAFETY: both are of a line, the first aligned to one.
+            unsafe { _mm512_stream_ps(to.as_mut_ptr().cast(), _mm512_loadu_ps(from.as_ptr().cast())) };
+        }
+    }
+
+    pub(crate) fn copy_past_caches(to: &mut [u8], from: &[u8]) {
+        assert_eq!(to.len(), from.len(), "as many bytes as there is room for");
+        let before = to.as_ptr().align_offset(LINE * 4).min(to.len());
+        let (head, lines) = to.split_at_mut(before);
+        let (head_from, lines_from) = from.split_at(before);
+        head.copy_from_slice(head_from);
+        let (lines, tail) = lines.as_chunks_mut::<{ LINE * 4 }>();
+        let (lines_from, tail_from) = lines_from.as_chunks();
+        // SAFETY: the instructions are there.
+        unsafe {
+            if is_x86_feature_detected!("avx512f") {
+                wide_lines(lines, lines_from);
+            } else {
+                each_line(lines, lines_from);
+            }
+        }
+        tail.copy_from_slice(tail_from);
+        // SAFETY: as above. What was written is seen before anything that comes after.
+        unsafe { _mm_sfence() };
+    }
+
+    /// Columns that start at lines and have room for `all` rows of `dim` floats, and checksums of as many, or none.
+    struct Target<'a> {
+        all: usize,
+        dim: usize,
+        columns: &'a [Shared<u8>],
+        sums: &'a [Shared<u32>],
+    }
+
+    impl Target<'_> {
+        /// # Safety
+        /// Nobody else uses the rows' places.
+        #[target_feature(enable = "sse4.2")]
+        unsafe fn place(&self, rows: RowList<'_>, places: &[u32]) {
+            // SAFETY: the caller's promise.
+            unsafe { self.each::<Words>(rows, places) }
+        }
+
+        /// # Safety
+        /// Nobody else uses the rows' places.
+        #[target_feature(enable = "sse4.2,avx512f,vpclmulqdq")]
+        unsafe fn place_folding(&self, rows: RowList<'_>, places: &[u32]) {
+            // SAFETY: the caller's promise.
+            unsafe { self.each::<Folding>(rows, places) }
+        }
+
+        /// The first of `rows`, as many as there are places.
+        ///
+        /// # Safety
+        /// Nobody else uses the rows' places, and the instructions are there.
+        #[allow(clippy::inline_always)] // Compiled for the instruction set of who calls it.
+        #[inline(always)]
+        unsafe fn each<C: Copying>(&self, rows: RowList<'_>, places: &[u32]) {
+            let stretch = places.len() / ABREAST;
+            for begin in 0..stretch {
+                // SAFETY: the caller's promise.
+                unsafe { self.some::<C, ABREAST>(rows, places, begin, stretch) };
+            }
+            for begin in stretch * ABREAST..places.len() {
+                // SAFETY: the caller's promise.
+                unsafe { self.some::<C, 1>(rows, places, begin, 0) };
+            }
+            // SAFETY: every processor with SSE 4.2 has it. What was written past the caches is seen before anything that comes after.
+            unsafe { _mm_sfence() };
+        }
+
+        /// `N` rows, `stretch` apart, from number `begin` on.
+        ///
+        /// # Safety
+        /// Nobody else uses the rows' places, and the instructions are there.
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // As above; plain loops over rows.
+        #[inline(always)]
+        unsafe fn some<C: Copying, const N: usize>(
+            &self,
+            rows: RowList<'_>,
+            places: &[u32],
+            begin: usize,
+            stretch: usize,
+        ) {
+            let (mut from, mut place) = ([ptr::null::<f32>(); N], [0; N]);
+            for n in 0..N {
+                let row = begin + n * stretch;
+                if row + AHEAD < rows.len() {
+                    let later = rows.get(row + AHEAD).vector;
+                    prefetch_range(later.as_ptr().cast(), size_of_val(later));
+                }
+                from[n] = rows.get(row).vector.as_ptr();
+                place[n] = places[row] as usize;
+                assert!(place[n] < self.all, "places among the rows");
+            }
+            for (part, column) in self.columns.iter().enumerate() {
+                let mut to = [ptr::null_mut::<f32>(); N];
+                for n in 0..N {
+                    #[allow(clippy::cast_ptr_alignment)] // Rows are whole lines, and columns start at one.
+                    let at = column.at(place[n] * self.dim * 4).cast();
+                    to[n] = at;
+                }
+                let sums = self.sums.get(part);
+                // SAFETY: the caller's promise; rows are as wide as all columns, and the places are theirs.
+                let checksums = unsafe { C::copy(from, to, self.dim, sums.is_some()) };
+                for n in 0..N {
+                    if let Some(sums) = sums {
+                        // SAFETY: the place is within `sums`, and this row's alone.
+                        unsafe { sums.at(place[n]).write(checksums[n]) };
+                    }
+                    from[n] = from[n].wrapping_add(self.dim);
+                }
+            }
+        }
+    }
+
+    /// A way to copy rows past the caches.
+    trait Copying {
+        /// `N` rows of `dim` floats; their checksums where those are `wanted`.
+        ///
+        /// # Safety
+        /// The instructions are there, whole lines of so many floats at the first addresses, and room for them at the others, which are
+        /// aligned to lines.
+        unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, wanted: bool) -> [u32; N];
+    }
+
+    /// With SSE 4.2, a checksum by words.
+    struct Words;
+
+    impl Copying for Words {
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // As above.
+        #[inline(always)]
+        unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, wanted: bool) -> [u32; N] {
+            let mut checksums = [u64::from(u32::MAX); N];
+            for at in (0..dim).step_by(LINE) {
+                for n in 0..N {
+                    for at in (at..at + LINE).step_by(4) {
+                        // SAFETY: the caller's promise.
+                        unsafe { _mm_stream_ps(to[n].add(at), _mm_loadu_ps(from[n].add(at))) };
+                    }
+                }
+                if !wanted {
+                    continue;
+                }
+                for word in (at..at + LINE).step_by(2) {
+                    for n in 0..N {
+                        // SAFETY: the caller's promise.
+                        let word = unsafe { from[n].add(word).cast::<u64>().read_unaligned() };
+                        // SAFETY: as above.
+                        checksums[n] = unsafe { _mm_crc32_u64(checksums[n], word) };
+                    }
+                }
+            }
+            checksums.map(|checksum| !(checksum as u32))
+        }
+    }
+
+    /// With AVX-512 F and VPCLMULQDQ, by lines: what was read of a row is folded onto its next line by a product of polynomials (Gopal
+    /// et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction, 2009).
+    struct Folding;
+
+    impl Copying for Folding {
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // As above.
+        #[inline(always)]
+        unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, _: bool) -> [u32; N] {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let onto_next = _mm512_set_epi64(FAR[1], FAR[0], FAR[1], FAR[0], FAR[1], FAR[0], FAR[1], FAR[0]);
+                // The last of a line's four parts stays as it is.
+                let onto_last =
+                    _mm512_set_epi64(0, 0, NEAR[2][1], NEAR[2][0], NEAR[1][1], NEAR[1][0], NEAR[0][1], NEAR[0][0]);
+                let mut folded = [_mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)); N];
+                for n in 0..N {
+                    let line = _mm512_loadu_si512(from[n].cast());
+                    _mm512_stream_si512(to[n].cast(), line);
+                    folded[n] = _mm512_xor_si512(folded[n], line);
+                }
+                for at in (LINE..dim).step_by(LINE) {
+                    for n in 0..N {
+                        let line = _mm512_loadu_si512(from[n].add(at).cast());
+                        _mm512_stream_si512(to[n].add(at).cast(), line);
+                        folded[n] = fold(folded[n], onto_next, line);
+                    }
+                }
+                let mut checksums = [0; N];
+                for n in 0..N {
+                    let parts = folded[n];
+                    let all = fold(parts, onto_last, _mm512_setzero_si512());
+                    let two = _mm_xor_si128(_mm512_castsi512_si128(all), _mm512_extracti32x4_epi32::<1>(all));
+                    let two = _mm_xor_si128(two, _mm512_extracti32x4_epi32::<2>(all));
+                    let two = _mm_xor_si128(two, _mm512_extracti32x4_epi32::<3>(parts));
+                    let checksum = _mm_crc32_u64(0, _mm_cvtsi128_si64(two) as u64);
+                    checksums[n] = !(_mm_crc32_u64(checksum, _mm_extract_epi64::<1>(two) as u64) as u32);
+                }
+                checksums
+            }
+        }
+    }
+
+    /// Each part of 128 bits times its two factors, and `next`.
+    ///
+    /// # Safety
+    /// AVX-512 F and VPCLMULQDQ are there.
+    #[allow(clippy::inline_always)] // As above; a call would move registers through memory.
+    #[inline(always)]
+    unsafe fn fold(parts: __m512i, by: __m512i, next: __m512i) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (low, high) =
+                (_mm512_clmulepi64_epi128::<0x00>(parts, by), _mm512_clmulepi64_epi128::<0x11>(parts, by));
+            _mm512_ternarylogic_epi64::<0x96>(low, high, next)
+        }
+    }
+
+    /// Factors that move 128 bits over a line of 512 bits.
+    const FAR: [i64; 2] = factors(512);
+    /// Factors that move the first three parts of a line, of 128 bits each, onto its last part.
+    const NEAR: [[i64; 2]; 3] = [factors(384), factors(256), factors(128)];
+
+    /// What moves the first and the second half of 128 bits over `bits` more, modulo the polynomial.
+    const fn factors(bits: u32) -> [i64; 2] {
+        [power(bits + 32) << 1, power(bits - 32) << 1]
+    }
+
+    /// The polynomial x^`n` modulo the polynomial of CRC-32C, its bits reflected.
+    const fn power(n: u32) -> i64 {
+        let (mut power, mut by) = (1_u32 << 31, 0);
+        while by < n {
+            power = (power >> 1) ^ (if power & 1 == 1 { 0x82f6_3b78 } else { 0 });
+            by += 1;
+        }
+        power as i64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::AlignedBuf;
+    use crate::rows::RowHeader;
+    use crate::types::hash_id;
+
+    #[test]
+    fn bytes_are_copied_whatever_their_number_and_place() {
+        let from: Vec<u8> = (0..1000_u16).map(|n| n as u8).collect();
+        for (start, end) in [(0, 0), (0, 1000), (7, 9), (3, 67), (64, 192), (61, 200)] {
+            let mut to = AlignedBuf::zeroed(1000);
+            copy_past_caches(&mut to[start..end], &from[1000 - (end - start)..]);
+            assert!(to[start..end] == from[1000 - (end - start)..]);
+            assert!(to[..start].iter().chain(&to[end..]).all(|&byte| byte == 0));
+        }
+    }
+
+    #[test]
+    fn rows_come_to_their_places_with_their_checksums_which_join_to_those_of_many() {
+        for dim in [16, 32, 64, 48, 256] {
+            let (count, parts) = (5000_usize, 2);
+            let values: Vec<f32> = (0..count * dim * parts).map(|n| hash_id(n as i64) as i32 as f32).collect();
+            let headers = vec![RowHeader::default(); count];
+            let rows = RowList::block(&headers, &values, dim * parts);
+            let places: Vec<u32> = (0..count).map(|n| (n * 1237 % count) as u32).collect();
+            let mut columns: Vec<AlignedBuf> = (0..parts).map(|_| AlignedBuf::zeroed(count * dim * 4)).collect();
+            let mut slices: Vec<&mut [u8]> = columns.iter_mut().map(|column| &mut column[..]).collect();
+            let mut sums = vec![vec![0; count]; parts];
+            let done = scatter(rows, &places, &mut slices, dim, &mut sums);
+            assert_eq!(done, cfg!(target_arch = "x86_64"));
+            #[cfg(target_arch = "x86_64")]
+            {
+                let mut by_words = vec![vec![0; count]; parts];
+                assert!(x86::scatter(rows, &places, &mut slices, dim, &mut by_words, false));
+                assert!(by_words == sums, "checksums of {dim} floats are the same by words");
+            }
+            assert!(!scatter(rows, &places, &mut [&mut [][..]], dim + 1, &mut []), "no whole lines");
+            if !done {
+                return;
+            }
+            for (number, row) in rows.iter().enumerate() {
+                let place = number * 1237 % count;
+                for (part, from) in row.vector.chunks(dim).enumerate() {
+                    let found = &columns[part][place * dim * 4..(place + 1) * dim * 4];
+                    assert_eq!(found, bytemuck::cast_slice::<f32, u8>(from), "row {number}, part {part}");
+                    assert_eq!(sums[part][place], crc32c::crc32c(found));
+                }
+            }
+            let shift = Shift::by(dim * 4);
+            for (from, to) in [(0, 0), (3, 4), (0, 128), (17, count)] {
+                let expected = crc32c::crc32c(&columns[0][from * dim * 4..to * dim * 4]);
+                assert_eq!(shift.join(&sums[0][from..to]), expected, "rows {from}..{to} of {dim}");
+            }
+        }
+    }
+}

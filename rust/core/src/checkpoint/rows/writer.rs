@@ -1,0 +1,252 @@
+//! One rank's part of a save.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::format::{GROUP_BYTES, group_rows};
+use super::group::GroupFormat;
+use super::source::RowSource;
+use crate::cache::GroupSink;
+use crate::checkpoint::manifest::dense::DenseShare;
+use crate::checkpoint::manifest::digest::{RankDigest, checksum};
+use crate::checkpoint::manifest::latest::CheckpointName;
+use crate::checkpoint::manifest::manifests::{DataFile, RankManifest, Share, TableSpec, render};
+use crate::checkpoint::manifest::names::{data_file, rank_file, segment_file, table_dir};
+use crate::checkpoint::output::{Output, Waiting, each_piece, write_file};
+use crate::error::{Error, Kind, Result};
+use crate::io::{AlignedBuf, IoEngine, write_whole};
+use crate::rows::RowList;
+use crate::ssd::SegmentSet;
+
+/// A group that the system has no memory for is made smaller, down to this.
+const FEWEST_ROWS: usize = 256;
+/// Files of rows whose number is known are so many at least, as long as they are no smaller than this.
+const FILES_SIDE_BY_SIDE: usize = 6;
+const SMALL_FILE_BYTES: usize = 2 << 20;
+/// Threads that make names durable: what a file system does for one of them it mostly does for all.
+const SYNCS: usize = 4;
+
+/// Writes one rank's tables into a checkpoint that [`crate::checkpoint::Save::begin`] made.
+///
+/// It holds the files of six groups at most: one is filled while the others are written (96 MiB with the default size).
+#[derive(Debug)]
+pub struct RankWriter {
+    engine: Arc<dyn IoEngine>,
+    dir: PathBuf,
+    group_bytes: usize,
+    manifest: RankManifest,
+}
+
+impl RankWriter {
+    /// The part of `rank` (of `world`) in the checkpoint `name` in `root`.
+    pub fn new(engine: Arc<dyn IoEngine>, root: &Path, name: CheckpointName, rank: u32, world: u32) -> Result<Self> {
+        if rank >= world {
+            return Err(Error::new(Kind::Input, format!("rank {rank} is not within a world of {world}")));
+        }
+        Ok(Self::in_dir(engine, root.join(name.to_string()), name.to_string(), rank, world))
+    }
+
+    /// The part of `rank` (of `world`) in the directory `dir`, of a checkpoint or of a part of one, that is called `name`.
+    pub(crate) fn in_dir(engine: Arc<dyn IoEngine>, dir: PathBuf, name: String, rank: u32, world: u32) -> Self {
+        Self { engine, dir, group_bytes: GROUP_BYTES, manifest: RankManifest::new(name, rank, world) }
+    }
+
+    /// The rank's extents, which are in the same directory.
+    pub(crate) fn set_dense(&mut self, dense: DenseShare) {
+        self.manifest.dense = Some(dense);
+    }
+
+    /// Make groups of at most `bytes`, and of one row at least; the default and the most is [`GROUP_BYTES`].
+    #[must_use]
+    pub fn with_group_bytes(mut self, bytes: usize) -> Self {
+        self.group_bytes = bytes.min(GROUP_BYTES);
+        self
+    }
+
+    /// Write the rows of one table, all of which are in `buckets`; returns how many they were.
+    pub fn write_table(&mut self, spec: TableSpec, buckets: Range<u32>, rows: &mut dyn RowSource) -> Result<u64> {
+        let optimizer = spec.optimizer_kind()?;
+        let dir = self.begin_table(&spec, &buckets)?;
+        let path = |n| dir.join(data_file(self.manifest.rank, self.manifest.world, n));
+        let format = GroupFormat::new(&spec, optimizer, buckets.clone(), self.group_bytes);
+        let (most, small) = (format.capacity, group_rows(optimizer, spec.dim as usize, SMALL_FILE_BYTES));
+        let waiting = Waiting::default();
+        let files = std::thread::scope(|scope| {
+            let output = Output::new(scope, &*self.engine, &waiting);
+            let mut files =
+                Files { output, small, most, at_once: most, image_bytes: None, format, path, made: Vec::new() };
+            rows.for_each_group(&mut files)?;
+            files.output.finish().map(|()| files.made)
+        })?;
+        let total_rows = files.iter().map(|file| file.rows).sum();
+        self.manifest.tables.push(Share {
+            spec,
+            bucket_begin: buckets.start,
+            bucket_end: buckets.end,
+            total_rows,
+            files,
+            segments: None,
+        });
+        Ok(total_rows)
+    }
+
+    /// Check that a table can be written, and make its directory.
+    fn begin_table(&self, spec: &TableSpec, buckets: &Range<u32>) -> Result<PathBuf> {
+        spec.check()?;
+        if buckets.start > buckets.end || buckets.end > spec.total_num_buckets {
+            return Err(Error::new(
+                Kind::Input,
+                format!("table {:?}: buckets {buckets:?} are not within 0..{}", spec.table, spec.total_num_buckets),
+            ));
+        }
+        let same = |share: &&Share| share.spec.module == spec.module && share.spec.table == spec.table;
+        if self.manifest.tables.iter().find(same).is_some() {
+            return Err(Error::new(
+                Kind::Input,
+                format!("table {:?} of module {:?} is written twice", spec.table, spec.module),
+            ));
+        }
+        let dir = self.dir.join(table_dir(&spec.module, &spec.table));
+        self.engine.create_dir_all(&dir)?;
+        Ok(dir)
+    }
+
+    /// Put a share of a table into the checkpoint as segments, which `link` puts where it is told to, by serial; what it gives.
+    pub(crate) fn write_segments<T>(
+        &mut self,
+        spec: TableSpec,
+        buckets: Range<u32>,
+        set: SegmentSet,
+        link: impl FnOnce(&dyn IoEngine, &dyn Fn(u64) -> PathBuf) -> Result<T>,
+    ) -> Result<T> {
+        let dir = self.begin_table(&spec, &buckets)?;
+        let (rank, world) = (self.manifest.rank, self.manifest.world);
+        let linked = link(&*self.engine, &|serial| dir.join(segment_file(rank, world, serial)))?;
+        self.manifest.tables.push(Share {
+            spec,
+            bucket_begin: buckets.start,
+            bucket_end: buckets.end,
+            total_rows: set.rows,
+            files: Vec::new(),
+            segments: Some(set),
+        });
+        Ok(linked)
+    }
+
+    /// Add a file to the table written last: its image and what the manifest says of it.
+    pub(crate) fn append_file(
+        &mut self,
+        make: impl FnOnce(&TableSpec, &Range<u32>) -> Result<(AlignedBuf, DataFile)>,
+    ) -> Result<()> {
+        let share = self.manifest.tables.last_mut().expect("a table was written");
+        let (image, file) = make(&share.spec, &(share.bucket_begin..share.bucket_end))?;
+        let dir = self.dir.join(table_dir(&share.spec.module, &share.spec.table));
+        let name = data_file(self.manifest.rank, self.manifest.world, share.files.len());
+        write_file(&*self.engine, &dir.join(name), &image)?;
+        share.files.push(file);
+        Ok(())
+    }
+
+    /// How many rows the share written last has, those that are in none of its files included.
+    pub(crate) fn set_total_rows(&mut self, rows: u64) {
+        self.manifest.tables.last_mut().expect("a table was written").total_rows = rows;
+    }
+
+    /// Make this rank's part durable. The digest goes to the coordinator.
+    pub fn finish(self) -> Result<RankDigest> {
+        let bytes = render(&self.manifest)?;
+        // Nobody believes it before the coordinator's manifest names its checksum: it needs no other name meanwhile.
+        let manifest = self.dir.join(rank_file(self.manifest.rank, self.manifest.world));
+        let manifest = write_whole(&*self.engine, &manifest, &bytes)?;
+        let dirs =
+            self.manifest.tables.iter().map(|share| self.dir.join(table_dir(&share.spec.module, &share.spec.table)));
+        let dirs = dirs.chain([self.dir.clone()]).map(Some);
+        each_piece(SYNCS, [None].into_iter().chain(dirs).collect(), |dir: Option<PathBuf>| match dir {
+            None => manifest.sync(),
+            Some(dir) => self.engine.sync_dir(&dir),
+        })?;
+        Ok(RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
+    }
+}
+
+/// The files of one rank's part of a table.
+struct Files<'a, 's, P> {
+    format: GroupFormat<'a>,
+    output: Output<'s>,
+    path: P,
+    /// Rows of a small group.
+    small: usize,
+    /// The most rows of a group. It is less than the format's where the system has no memory for those.
+    most: usize,
+    /// The most rows of the next group.
+    at_once: usize,
+    /// Bytes of a file with `at_once` rows, once they were asked for.
+    image_bytes: Option<usize>,
+    made: Vec<DataFile>,
+}
+
+impl<P> Files<'_, '_, P> {
+    fn image_bytes(&mut self) -> Result<usize> {
+        let bytes = self.image_bytes.map_or_else(|| self.format.file_bytes(self.at_once), Ok)?;
+        self.image_bytes = Some(bytes);
+        Ok(bytes)
+    }
+
+    /// Make smaller groups from now on; the error where they are small already.
+    fn shrink(&mut self, refused: Error) -> Result<()> {
+        if refused.kind() != Kind::Memory || self.at_once <= FEWEST_ROWS {
+            return Err(refused);
+        }
+        self.at_once /= 2;
+        self.most = self.at_once;
+        self.image_bytes = None;
+        Ok(())
+    }
+}
+
+impl<P: Fn(usize) -> PathBuf> GroupSink for Files<'_, '_, P> {
+    fn vector_floats(&self) -> usize {
+        self.format.vector_floats
+    }
+
+    fn expect(&mut self, rows: usize) {
+        self.at_once = rows.div_ceil(FILES_SIDE_BY_SIDE).max(self.small).min(self.most);
+        self.image_bytes = None;
+    }
+
+    fn room(&mut self) -> Result<usize> {
+        loop {
+            let bytes = self.image_bytes()?;
+            match self.output.wait_for_buffer(bytes) {
+                Ok(()) => return Ok(self.at_once),
+                Err(refused) => self.shrink(refused)?,
+            }
+        }
+    }
+
+    fn take(&mut self, rows: RowList<'_>) -> Result<()> {
+        let mut begin = 0;
+        while begin < rows.len() {
+            let part = rows.range(begin..rows.len().min(begin + self.at_once));
+            let bytes = self.image_bytes()?;
+            let made = self.output.buffer(bytes).and_then(|mut image| match self.format.write(part, &mut image) {
+                Ok(file) => Ok((image, file)),
+                Err(error) => {
+                    self.output.give_back(image);
+                    Err(error)
+                }
+            });
+            match made {
+                Ok((image, file)) => {
+                    self.output.write((self.path)(self.made.len()), image, file.bytes as usize)?;
+                    self.made.push(file);
+                    begin += part.len();
+                }
+                // A smaller group, then.
+                Err(refused) => self.shrink(refused)?,
+            }
+        }
+        Ok(())
+    }
+}
