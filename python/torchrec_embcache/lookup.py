@@ -328,7 +328,7 @@ class _Batch(ABC):
         if self._done:
             raise StateError("the second backward of one forward: its update is done; run the forward again")
 
-    def begin_update(self) -> tuple[NDArray[np.float64], list[float | None]]:
+    def begin_backward(self) -> tuple[NDArray[np.float64], list[float | None]]:
         """The optimizer's numbers as the core takes them, and the tables' `max_gradient`. From here on there is no second backward.
 
         Raises `ConfigError` where one of them is out of range, before anything is done.
@@ -365,7 +365,7 @@ class _PooledBatch(_Batch):
         return self.backend.forward_pooled(self.plan, self.pooled)
 
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
-        numbers, limits = self.begin_update()
+        numbers, limits = self.begin_backward()
         grad = self.clamped(grad, limits, [self.group.tables[table].dim for table in self.group.feature_tables], 1)
         return self.backend.backward_pooled(self.plan, self.pooled, grad, numbers, weight_grad)
 
@@ -380,7 +380,7 @@ class _SequenceBatch(_Batch):
 
     def backward(self, grad: Tensor, weight_grad: bool) -> None:
         del weight_grad  # sequences have none
-        numbers, limits = self.begin_update()
+        numbers, limits = self.begin_backward()
         grad = self.clamped(grad, limits, np.diff(self.splits).tolist(), 0)
         self.backend.backward_sequence(self.plan, grad, numbers)
 

@@ -243,8 +243,8 @@ def test_no_files_of_a_layer_import_each_other_in_a_circle(layer: str) -> None:
     for name, others in files.items():
         folder = name.rpartition("/")[0]
         folders.setdefault(folder, set()).update(other.rpartition("/")[0] for other in others)
-    del_self = {folder: others - {folder, ""} for folder, others in folders.items() if folder}
-    assert not circle(del_self)
+    between = {folder: others - {folder, ""} for folder, others in folders.items() if folder}
+    assert not circle(between)
 
 
 def test_the_core_knows_no_python_and_prints_nothing() -> None:

@@ -1,4 +1,4 @@
-//! Which checkpoint of a directory is the newest complete one.
+//! The names of checkpoints and of parts, and which checkpoint of a directory is the newest complete one.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

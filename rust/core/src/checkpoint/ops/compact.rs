@@ -15,8 +15,8 @@ use crate::io::IoEngine;
 
 /// One rank's part of merging the chain that `LATEST` names.
 ///
-/// The coordinator tells all ranks what [`Latest::read`] gives and begins a [`crate::checkpoint::Save`] that merges it; each rank writes its share
-/// of the buckets; publishing makes the merged checkpoint the newest, if that chain still is.
+/// The coordinator tells all ranks what [`Latest::read`] gives and begins a [`Save`](crate::checkpoint::Save) that merges it; each rank
+/// writes its share of the buckets; publishing makes the merged checkpoint the newest, if that chain still is.
 #[derive(Debug)]
 pub struct Compaction {
     chain: Chain,
