@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Kind, Result};
 use crate::io::{DirLock, Hold, IoEngine};
 
-/// How long a save waits for another one to name its checkpoint: a few file operations.
+/// How long a save or a load waits for a save that holds what it needs for a few file operations.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Hold the directory of checkpoints, for a few file operations: while `LATEST` is replaced, as what it names is compared with what it

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::format::{Field, FileLayout};
-use super::source::RowSink;
-use super::source::RowSource;
+use super::source::{RowSink, RowSource};
 use super::writer::RankWriter;
 use crate::cache::{Ancestor, GroupSink, Table};
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape, TableSpec};
