@@ -1,9 +1,13 @@
-"""The tree's rules: who imports whom, how long a file is, and that nothing names the machine it was written on."""
+"""The tree's rules: who imports whom, how long files and functions are, and that nothing names the machine it was written on.
+
+Some rules are younger than the code. What broke such a rule when it came is in a list here, by name. The test of the rule refuses
+everything else, and says which names of its list it does not need any more: take those out.
+"""
 
 import ast
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -247,6 +251,46 @@ def test_no_files_of_a_layer_import_each_other_in_a_circle(layer: str) -> None:
     assert not circle(between)
 
 
+def python_files() -> dict[str, Path]:
+    """The Python files of the package by their path in it, without suffix. The package's own `__init__` is not among them."""
+    names = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}
+    return {name: path for name, path in names.items() if name != "__init__"}
+
+
+def imported_files(source: str, package: str, names: Collection[str]) -> set[str]:
+    """The files, of `names`, that a source in `package` imports: anywhere in it, so in functions and under `TYPE_CHECKING` too."""
+
+    def file_of(module: str) -> str | None:
+        inner = module.removeprefix("torchrec_embcache").lstrip(".").replace(".", "/")
+        return next((name for name in (inner, f"{inner}/__init__") if name in names), None)
+
+    found: set[str | None] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(file_of(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found.update(file_of(f"{base}.{alias.name}") or file_of(base) for alias in node.names)
+    return {name for name in found if name is not None}
+
+
+# An import that closes a circle of Python files, with the reason why it stays: (the file that imports, the file imported).
+PYTHON_CIRCLES_LEFT: dict[tuple[str, str], str] = {
+    ("table_copy", "cache"): "only the type of what is copied; CacheTable is about to be split",
+}
+
+
+def test_no_python_files_import_each_other_in_a_circle() -> None:
+    names = python_files()
+    graph = {}
+    for name, path in names.items():
+        package = ".".join(["torchrec_embcache", *name.split("/")[:-1]])
+        others = imported_files(path.read_text(), package, names) - {name}
+        graph[name] = {other for other in others if (name, other) not in PYTHON_CIRCLES_LEFT}
+    assert not circle(graph)
+
+
 def test_the_core_knows_no_python_and_prints_nothing() -> None:
     bad = [
         f"{path.relative_to(ROOT)}: {match.group()}"
@@ -286,6 +330,140 @@ def test_no_file_passes_600_lines() -> None:
         if (lines := path.read_text().count("\n")) > 600
     }
     assert not long
+
+
+def product_files() -> Iterator[Path]:
+    """The sources of the package, of the core and of the binding. Files that hold tests alone are not among them."""
+    yield from (path for suffix in ("*.py", "*.pyi") for path in PACKAGE.rglob(suffix))
+    for path in (ROOT / "rust").glob("*/src/**/*.rs"):
+        if not {"tests", "models", "loom"} & {*path.parts, path.stem}:
+            yield path
+
+
+def without_tests(source: str) -> str:
+    """A Rust source up to its module of tests."""
+    return source.split("#[cfg(test)]\nmod tests {")[0]
+
+
+def rust_functions(source: str) -> Iterator[tuple[str, int]]:
+    """The name of each function of a formatted source, and how many lines it has."""
+    lines = without_tests(source).splitlines()
+    for first, line in enumerate(lines):
+        begins = re.match(r"( *)(?:pub(?:\([^)]*\))? )?(?:const )?(?:unsafe )?(?:extern \"C\" )?fn (\w+)", line)
+        if begins is None:
+            continue
+        indent, name = begins.groups()
+        last = next(at for at in range(first, len(lines)) if lines[at].rstrip().endswith(("{", "}", ";")))
+        if lines[last].endswith("{"):
+            last = next(at for at in range(last, len(lines)) if lines[at] == indent + "}")
+        yield name, last - first + 1
+
+
+def python_functions(source: str) -> Iterator[tuple[str, int]]:
+    """The name of each function, and how many lines it has without its docstring."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            said = node.body[0] if ast.get_docstring(node) is not None else None
+            about = said.end_lineno - said.lineno + 1 if said is not None and said.end_lineno is not None else 0
+            assert node.end_lineno is not None, "the parser sets it"
+            yield node.name, node.end_lineno - node.lineno + 1 - about
+
+
+def new_and_ended(found: set[str], left: set[str], name: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """What is in `found` and not in the list `left`. Says which entries of the list, called `name`, are not needed any more."""
+    if ended := sorted(left - found):
+        with capsys.disabled():
+            print(f"\n{name} in {Path(__file__).name}: take out {ended}, which keep the rule now")
+    return found - left
+
+
+# Product files of more than 450 lines.
+LONG_FILES = {
+    "python/torchrec_embcache/cache.py",
+    "python/torchrec_embcache/kernels.py",
+    "python/torchrec_embcache/modules/collections.py",
+    "python/torchrec_embcache/nn.py",
+    "python/torchrec_embcache/serialize.py",
+    "python/torchrec_embcache/sharded/collections.py",
+    "rust/core/src/cache/place_device.rs",
+    "rust/core/src/cache/table.rs",
+    "rust/core/src/checkpoint/manifest/manifests.rs",
+    "rust/core/src/io/disk.rs",
+    "rust/core/src/slots/mod.rs",
+    "rust/core/src/ssd/index.rs",
+    "rust/core/src/ssd/segment.rs",
+    "rust/core/src/ssd/shared.rs",
+    "rust/pyext/src/checkpoint.rs",
+}
+
+
+def test_product_files_aim_at_450_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    long = {
+        path.relative_to(ROOT).as_posix()
+        for path in product_files()
+        if without_tests(path.read_text()).count("\n") > 450
+    }
+    assert not new_and_ended(long, LONG_FILES, "LONG_FILES", capsys)
+
+
+# Functions of more than 60 lines, by file and name.
+LONG_FUNCTIONS = {
+    "python/torchrec_embcache/cache.py::__init__",
+    "python/torchrec_embcache/cache.py::open",
+    "python/torchrec_embcache/flushing.py::_flush_tables",
+    "rust/core/src/cache/import.rs::import_part",
+    "rust/core/src/cache/place.rs::bring_in_some",
+    "rust/core/src/cache/place_device.rs::stage",
+    "rust/core/src/cache/table.rs::open_from",
+    "rust/core/src/kernels/gradient.rs::new",
+    "rust/core/src/ssd/compact.rs::victim",
+    "rust/core/src/ssd/open.rs::open_from",
+    "rust/pyext/src/table.rs::new",
+}
+
+
+def test_functions_aim_at_60_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    long = {
+        f"{path.relative_to(ROOT).as_posix()}::{name}"
+        for path in product_files()
+        for name, lines in (rust_functions if path.suffix == ".rs" else python_functions)(path.read_text())
+        if lines > 60
+    }
+    assert not new_and_ended(long, LONG_FUNCTIONS, "LONG_FUNCTIONS", capsys)
+
+
+def positional_booleans(source: str) -> Iterator[str]:
+    """Each parameter of a function or method of a stub that is a `bool` and can be given by position."""
+    owners: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
+    while owners:
+        owner, node = owners.pop()
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.ClassDef):
+                owners.append((f"{inner.name}.", inner))
+            elif isinstance(inner, ast.FunctionDef):
+                for parameter in (*inner.args.posonlyargs, *inner.args.args):
+                    kind = ast.unparse(parameter.annotation) if parameter.annotation is not None else ""
+                    if "bool" in kind.split(" | "):
+                        yield f"{owner}{inner.name}({parameter.arg})"
+
+
+# Booleans of the binding that callers can give by position, where a reader of the call cannot tell what they say.
+POSITIONAL_BOOLEANS_LEFT = {
+    "CheckpointReader.check_table(segments)",
+    "CheckpointReader.check_table(slots)",
+    "CheckpointSave.__new__(snapshot)",
+    "EntryLock.__new__(alone)",
+    "Lookup.plan(ahead)",
+    "Lookup.plan(train)",
+    "Lookup.plan(unseen_zeros)",
+    "Table.read_rows(incomplete)",
+    "resolve_dir(to_save)",
+}
+
+
+def test_booleans_cross_the_language_border_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    found = set(positional_booleans((PACKAGE / "_native.pyi").read_text()))
+    assert not new_and_ended(found, POSITIONAL_BOOLEANS_LEFT, "POSITIONAL_BOOLEANS_LEFT", capsys)
 
 
 def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
@@ -355,6 +533,17 @@ def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
     (layer / "four.rs").write_text("use super::one::One;")
     assert file_imports(layer) == {"one": {"two"}, "two": {"three"}, "three": {"one"}, "four": {"one"}}
     assert circle(file_imports(layer)) == ["one", "three", "two"]
+    names = {"cache", "rows", "modules/__init__", "modules/tables"}
+    source = (
+        "from . import rows, _native\nif a:\n    from .cache import A\ndef f():\n    from .modules import tables, B\n"
+    )
+    assert imported_files(source, "torchrec_embcache", names) == names
+    source = "fn a(\n    b: u8,\n) {\n    c();\n}\ntrait T {\n    fn d();\n    fn e() {}\n}\n"
+    source += "#[cfg(test)]\nmod tests {\n    fn f() {\n    }"
+    assert list(rust_functions(source)) == [("a", 5), ("d", 1), ("e", 1)]
+    assert list(python_functions('def a(b):\n    """Say.\n\n    More.\n    """\n    return b\n')) == [("a", 2)]
+    source = "def f(a: bool, b: int): ...\nclass C:\n    def g(self, c: bool | None = None, *, d: bool): ...\n"
+    assert set(positional_booleans(source)) == {"f(a)", "C.g(c)"}
     below = "torchrec_embcache.sharded"
     assert python_imports("from ..cache import Lookup", below) == {
         "torchrec_embcache.cache",
