@@ -69,7 +69,7 @@ class Table:
     def set_epoch(self, epoch: int) -> None: ...
     def ancestors(self) -> list[Ancestor]: ...  # checkpoints that a delta can build on, oldest first
     def saved_as(self, ancestor: Ancestor) -> None: ...  # once it is published on all ranks, or loaded
-    def saved_beside(self, next_epoch: int, ancestor: Ancestor | None = None) -> None: ...  # as saved_as, of a CheckpointSnapshot's moment; None: its save failed
+    def saved_beside(self, next_epoch: int, ancestor: Ancestor | None = None) -> None: ...  # as saved_as, of a CheckpointMoment's moment; None: its save failed
     def set_unusable(self, reason: str | None) -> None: ...  # refuse every use (StateError with the reason) until set to None
     def unusable(self) -> str | None: ...  # the reason, while it refuses
     def counters(self) -> tuple[int, int]: ...  # step and epoch, of an unusable table too
@@ -271,7 +271,7 @@ class CheckpointWriter:
     def finish(self) -> tuple[int, int]: ...  # digest for `publish`
 
 @final
-class CheckpointSnapshot:
+class CheckpointMoment:
     """One rank's part of a save beside training: the tables as they were when it was made, held until it is released or dropped."""
 
     def __new__(
@@ -283,7 +283,7 @@ class CheckpointSnapshot:
         tables: Sequence[tuple[str, Table, Mapping[str, float], Ancestor | None]],  # module, table, hyperparameters, what a delta builds on
         next_epoch: int,  # of rows trained from now on
         bytes_per_second: int | None,
-    ) -> CheckpointSnapshot: ...  # StateError while another snapshot of a table is held
+    ) -> CheckpointMoment: ...  # StateError while another moment of a table is held
     def write_table(self) -> tuple[int, int] | None: ...  # the next one's rows and tombstones; None when there was none left
     def finish(self) -> tuple[int, int]: ...  # digest for `publish`
     def release(self) -> None: ...  # harmless twice

@@ -72,7 +72,7 @@ class HeldTables:
         self._tables = tuple(tables)
         natives = [(one.module, one.table.native, dict(one.hyperparameters), one.ancestor) for one in tables]
         try:
-            self._held = _native.CheckpointSnapshot(
+            self._held = _native.CheckpointMoment(
                 path.to_save(), name, *place, natives, next_epoch, max_bytes_per_second
             )
         except BaseException:

@@ -216,7 +216,7 @@ def test_snapshots_and_parts_of_checkpoints_that_are_dropped_while_device_rows_a
             return made
 
         def snapshot():
-            return _native.CheckpointSnapshot(root, name, 0, 1, [("m", native, {}, None)], native.epoch() + 1, None)
+            return _native.CheckpointMoment(root, name, 0, 1, [("m", native, {}, None)], native.epoch() + 1, None)
 
         for make_one in (part, snapshot):
             held.append(make_one())

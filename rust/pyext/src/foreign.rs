@@ -2,7 +2,7 @@
 //!
 //! Three rules keep it from waiting for itself. Python may run a signal handler between any two instructions of the main thread: so
 //! either signals wait there until the lock is free ([`without_handlers`]), or the code runs on another thread ([`under_lock`]). What it
-//! drops, or has the garbage collector drop, does not wait for the lock ([`Plan`](embcache::cache::Plan), `TableSnapshot`). And whatever
+//! drops, or has the garbage collector drop, does not wait for the lock ([`Plan`](embcache::cache::Plan), `TableMoment`). And whatever
 //! else it does with the table is refused by the core.
 
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -12,11 +12,11 @@ mod error;
 mod foreign;
 mod lock;
 mod lookup;
+mod moment;
 mod part;
 mod paths;
 mod plan;
 mod segments;
-mod snapshot;
 mod table;
 
 use embcache::memory::ReservingAllocator;
@@ -66,9 +66,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<checkpoint::PyCompaction>()?;
     module.add_class::<part::PyPart>()?;
     module.add_function(wrap_pyfunction!(part::sweep, module)?)?;
-    module.add_class::<snapshot::PySnapshot>()?;
+    module.add_class::<moment::PyMoment>()?;
     module.add_class::<segments::PySegments>()?;
-    module.add_function(wrap_pyfunction!(snapshot::work_behind, module)?)?;
+    module.add_function(wrap_pyfunction!(moment::work_behind, module)?)?;
     module.add_function(wrap_pyfunction!(paths::check_save_dir, module)?)?;
     module.add_function(wrap_pyfunction!(paths::resolve_dir, module)?)?;
     module.add_function(wrap_pyfunction!(paths::check_load_dir, module)?)?;

@@ -42,8 +42,8 @@ fn saved_beside(rig: &Rig) -> Contents {
     let images = Arc::new(PreImages::new(engine, PathBuf::from("/save/images"), 1 << 20, 1));
     let epoch = rig.table.epoch().expect("an epoch");
     let mut rows = Contents::new();
-    let snapshot = rig.table.snapshot(&images, epoch + 1).expect("no other save");
-    snapshot
+    let moment = rig.table.moment(&images, epoch + 1).expect("no other save");
+    moment
         .for_each_chunk(1000, &mut |chunk| {
             for (header, vector) in chunk.headers.iter().zip(chunk.vectors.chunks(FLOATS)) {
                 let bits = vector.iter().map(|value| value.to_bits()).collect();

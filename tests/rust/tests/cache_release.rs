@@ -420,21 +420,21 @@ fn a_plan_that_is_dropped_while_rows_are_read_from_the_device_is_released_and_no
 }
 
 #[test]
-fn a_snapshot_that_is_dropped_while_rows_are_read_from_the_device_is_let_go_of_and_nobody_waits() {
+fn a_moment_that_is_dropped_while_rows_are_read_from_the_device_is_let_go_of_and_nobody_waits() {
     watched(String::new, || {
         let rig = Rig::open(settings("t", Some(6), 100, false), Arc::new(MemoryEngine::default())).expect("a table");
         rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
-        let garbage = rig.table.snapshot(&images(), 1).expect("a snapshot");
+        let garbage = rig.table.moment(&images(), 1).expect("a moment");
         rig.amid_device_read(0, move || {
             drop(garbage);
             Ok(())
         });
         rig.table.read_rows(&[1, 2]).expect("rows");
         assert!(rig.device_read_ended());
-        // Both wait for a snapshot that is held.
-        rig.table.clear().expect("no snapshot is held");
-        drop(rig.table.snapshot(&images(), 2).expect("another snapshot"));
-        rig.table.close().expect("no snapshot is held");
+        // Both wait for a moment that is held.
+        rig.table.clear().expect("no moment is held");
+        drop(rig.table.moment(&images(), 2).expect("another moment"));
+        rig.table.close().expect("no moment is held");
     });
 }
 

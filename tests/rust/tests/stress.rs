@@ -1,4 +1,4 @@
-//! Planners, trainers, evaluations, imports, removals, exports, snapshots and flushes all at once, over tiers so small that rows
+//! Planners, trainers, evaluations, imports, removals, exports, moments and flushes all at once, over tiers so small that rows
 //! move all the time.
 //!
 //! Every row tells by itself whether it is whole: each training step of an id has the gradient 1, so that after `n` of them
@@ -107,7 +107,7 @@ struct World {
     /// Counts of what the run is for.
     overflows: AtomicU64,
     exports: AtomicU64,
-    snapshots: AtomicU64,
+    moments: AtomicU64,
     token: AtomicU64,
     failed: AtomicBool,
 }
@@ -225,15 +225,15 @@ impl World {
         }
     }
 
-    /// Snapshots, which nothing ends: every row whole, once, and as of the moment.
-    fn snapshot(&self, engine: &Arc<dyn IoEngine>, dir: &Path) {
+    /// Moments, which nothing ends: every row whole, once, and as of the moment.
+    fn moment(&self, engine: &Arc<dyn IoEngine>, dir: &Path) {
         let all: Vec<Id> = (0..IDS).collect();
         let mut dice = Dice(1 << 63);
         while self.running() {
             let limit = if dice.roll(2) == 0 { 1 } else { 1 << 20 };
             let images = Arc::new(PreImages::new(Arc::clone(engine), dir.with_extension("images"), limit, 1));
             let least = World::count(&self.done, &all);
-            let snapshot = self.rig.table.snapshot(&images, 0).unwrap();
+            let moment = self.rig.table.moment(&images, 0).unwrap();
             let most = World::count(&self.begun, &all);
             if dice.roll(8) == 0 {
                 continue;
@@ -257,10 +257,10 @@ impl World {
                 }
                 Ok(())
             };
-            snapshot.for_each_chunk(32, sink).unwrap();
+            moment.for_each_chunk(32, sink).unwrap();
             let there = |id: Id| seen[id as usize] || least[id as usize] == 0 || self.on_full == OnFull::Evict;
             assert!(all.iter().all(|&id| there(id)), "a row is missing");
-            self.snapshots.fetch_add(1, Ordering::Relaxed);
+            self.moments.fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -358,7 +358,7 @@ fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: O
         trainers: AtomicU64::new(TRAINERS),
         overflows: AtomicU64::new(0),
         exports: AtomicU64::new(0),
-        snapshots: AtomicU64::new(0),
+        moments: AtomicU64::new(0),
         token: AtomicU64::new(0),
         failed: AtomicBool::new(false),
     });
@@ -386,7 +386,7 @@ fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: O
                 spawn(Box::new(|| world.evaluate(0)));
                 spawn(Box::new(|| world.evaluate(1)));
                 spawn(Box::new(|| world.export()));
-                spawn(Box::new(|| world.snapshot(engine, dir)));
+                spawn(Box::new(|| world.moment(engine, dir)));
                 spawn(Box::new(|| world.import()));
                 spawn(Box::new(|| world.flush()));
                 spawn(Box::new(|| world.watch()));
@@ -402,7 +402,7 @@ fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: Policy
     assert_eq!(stats.pinned_rows, 0, "a pin was not returned");
     let ssd = stats.ssd.unwrap();
     assert!(world.overflows.load(Ordering::Relaxed) > 0, "no plan overflowed");
-    assert!(world.snapshots.load(Ordering::Relaxed) > 0, "no snapshot ended");
+    assert!(world.moments.load(Ordering::Relaxed) > 0, "no moment ended");
     assert!(stats.host.evictions > 0 && ssd.tier.hits > 0, "nothing moved");
     assert!(world.on_full == OnFull::Error || stats.dropped_rows > 0, "nothing was dropped");
     let rows = rows_of(world, &world.rig);

@@ -48,7 +48,7 @@ impl Torn {
     }
 }
 
-/// What plans and snapshots let go of when they are dropped.
+/// What plans and moments let go of when they are dropped.
 ///
 /// They may be dropped anywhere: by a garbage collector that runs while somebody, perhaps the same thread, holds the table's lock.
 /// So whoever drops them never waits for that lock. He leaves here what is to be done under it, does it at once where the lock is
@@ -58,21 +58,21 @@ pub(crate) struct Left {
     list: Mutex<LeftList>,
     /// Whether there is anything in the list.
     any: AtomicBool,
-    /// A snapshot was let go of.
-    snapshot_gone: Condvar,
+    /// A moment was let go of.
+    moment_gone: Condvar,
 }
 
 #[derive(Default)]
 struct LeftList {
     plans: Vec<Pins>,
-    snapshot: bool,
-    /// How many snapshots were let go of so far.
-    snapshots_gone: u64,
+    moment: bool,
+    /// How many moments were let go of so far.
+    moments_gone: u64,
 }
 
 impl Default for Left {
     fn default() -> Self {
-        Self { list: Mutex::new(LeftList::default()), any: AtomicBool::new(false), snapshot_gone: Condvar::new() }
+        Self { list: Mutex::new(LeftList::default()), any: AtomicBool::new(false), moment_gone: Condvar::new() }
     }
 }
 
@@ -219,17 +219,17 @@ impl Shared {
         self.leave(|list| list.plans.push(pins));
     }
 
-    /// The snapshot of the table is let go of. Does not wait for the table's lock.
-    pub(crate) fn leave_snapshot(&self) {
+    /// The moment of the table is let go of. Does not wait for the table's lock.
+    pub(crate) fn leave_moment(&self) {
         self.leave(|list| {
-            list.snapshot = true;
-            list.snapshots_gone += 1;
+            list.moment = true;
+            list.moments_gone += 1;
         });
-        self.left.snapshot_gone.notify_all();
+        self.left.moment_gone.notify_all();
     }
 
     fn leave(&self, add: impl FnOnce(&mut LeftList)) {
-        // In a forked child pins and snapshots are its parent's, and so are the locks.
+        // In a forked child pins and moments are its parent's, and so are the locks.
         if self.check_process().is_err() {
             return;
         }
@@ -252,10 +252,10 @@ impl Shared {
 
     #[cold]
     fn do_all_that_was_left(&self, state: &mut State) {
-        let (plans, snapshot) = {
+        let (plans, moment) = {
             let mut list = lock(&self.left.list);
             self.left.any.store(false, Ordering::Release);
-            (std::mem::take(&mut list.plans), std::mem::take(&mut list.snapshot))
+            (std::mem::take(&mut list.plans), std::mem::take(&mut list.moment))
         };
         // Of a torn table nobody knows what is pinned.
         if self.torn.get().is_none() {
@@ -263,45 +263,45 @@ impl Shared {
                 pins.release(state);
             }
         }
-        if snapshot {
-            state.snapshot = None;
-            self.has_snapshot.store(false, Ordering::Release);
+        if moment {
+            state.moment = None;
+            self.has_moment.store(false, Ordering::Release);
         }
     }
 
-    /// As `wait_for_snapshot`, at most about so long; whether there is none.
-    pub(crate) fn wait_for_snapshot_at_most(&self, most: Duration) -> Result<bool> {
+    /// As `wait_for_moment`, at most about so long; whether there is none.
+    pub(crate) fn wait_for_moment_at_most(&self, most: Duration) -> Result<bool> {
         self.check_not_reading_device()?;
-        let gone = lock(&self.left.list).snapshots_gone;
+        let gone = lock(&self.left.list).moments_gone;
         {
             let mut state = lock(&self.state);
             self.do_what_was_left(&mut state);
-            if state.snapshot.is_none() {
+            if state.moment.is_none() {
                 return Ok(true);
             }
         }
         let list = lock(&self.left.list);
-        if list.snapshots_gone == gone {
-            drop(wait_at_most(&self.left.snapshot_gone, list, most));
+        if list.moments_gone == gone {
+            drop(wait_at_most(&self.left.moment_gone, list, most));
         }
         Ok(false)
     }
 
-    /// Wait until no snapshot of the table is held.
-    pub(crate) fn wait_for_snapshot(&self) -> Result<()> {
+    /// Wait until no moment of the table is held.
+    pub(crate) fn wait_for_moment(&self) -> Result<()> {
         self.check_not_reading_device()?;
         loop {
-            let gone = lock(&self.left.list).snapshots_gone;
+            let gone = lock(&self.left.list).moments_gone;
             {
                 let mut state = lock(&self.state);
                 self.do_what_was_left(&mut state);
-                if state.snapshot.is_none() {
+                if state.moment.is_none() {
                     return Ok(());
                 }
             }
             let mut list = lock(&self.left.list);
-            while list.snapshots_gone == gone {
-                list = wait(&self.left.snapshot_gone, list);
+            while list.moments_gone == gone {
+                list = wait(&self.left.moment_gone, list);
             }
         }
     }

@@ -21,13 +21,13 @@ mod load;
 mod locks;
 mod lookup;
 mod modified;
+mod moment;
 mod place;
 mod place_device;
 mod plan;
 mod preimages;
 mod rows;
 mod segments;
-mod snapshot;
 mod stream;
 mod table;
 
@@ -38,10 +38,10 @@ pub use export::Chunk;
 pub use groups::{Gather, GroupSink};
 pub use lineage::Ancestor;
 pub use lookup::Lookup;
+pub use moment::TableMoment;
 pub use plan::Plan;
 pub use preimages::PreImages;
 pub use rows::{FoundRows, RowBlock};
-pub use snapshot::TableSnapshot;
 pub use stream::ExportStream;
 pub use table::{Table, TableStats, device_row_bytes, host_row_bytes};
 

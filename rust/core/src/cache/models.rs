@@ -114,9 +114,9 @@ fn loom_an_export_beside_a_training_step_gives_rows_that_are_whole_or_an_error()
     });
 }
 
-/// A snapshot has each row as of its moment, whichever comes first: the training step, the row's turn, or its leaving for SSD.
+/// A moment has each row as of its moment, whichever comes first: the training step, the row's turn, or its leaving for SSD.
 #[test]
-fn loom_a_snapshot_beside_training_steps_and_evictions_gives_the_rows_of_its_moment() {
+fn loom_a_moment_beside_training_steps_and_evictions_gives_the_rows_of_its_moment() {
     model(|| {
         let (table, lookup, engine) = table();
         let first = plan(&lookup, &[11]);
@@ -134,8 +134,8 @@ fn loom_a_snapshot_beside_training_steps_and_evictions_gives_the_rows_of_its_mom
             })
         };
         let images = Arc::new(PreImages::new(Arc::clone(&engine), "/save/images".into(), 1 << 20, 1));
-        let snapshot = table.snapshot(&images, 1).unwrap();
-        let steps = snapshot.step() as u32;
+        let moment = table.moment(&images, 1).unwrap();
+        let steps = moment.step() as u32;
         let mut rows = Vec::new();
         let sink = &mut |chunk: Chunk| {
             for (at, header) in chunk.headers.iter().enumerate() {
@@ -143,7 +143,7 @@ fn loom_a_snapshot_beside_training_steps_and_evictions_gives_the_rows_of_its_mom
             }
             Ok(())
         };
-        snapshot.for_each_chunk(2, sink).unwrap();
+        moment.for_each_chunk(2, sink).unwrap();
         training.join().unwrap();
         rows.sort_unstable();
         let expected = [(1, 0, 1), (2, 0, 2), (11, steps, 11 - steps as i32), (12, 0, 12), (13, 0, 13), (14, 0, 14)];

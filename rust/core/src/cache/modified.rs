@@ -29,7 +29,7 @@ impl Table {
         Ok(())
     }
 
-    /// As [`Table::saved_as`], of the rows of a [`Table::snapshot`] whose rows trained later are of `next_epoch`; `None` where its save
+    /// As [`Table::saved_as`], of the rows of a [`Table::moment`] whose rows trained later are of `next_epoch`; `None` where its save
     /// failed. Where ids left meanwhile that are not all remembered, the checkpoint is no ancestor. A closed table has no use for it.
     pub fn saved_beside(&self, next_epoch: u32, ancestor: Option<Ancestor>) {
         if let Ok(mut state) = self.shared.lock_any() {

@@ -1,4 +1,4 @@
-//! Pre-images: rows as they were at a snapshot's moment, copied before they change, in bounded memory and past that in a file.
+//! Pre-images: rows as they were at a moment, copied before they change, in bounded memory and past that in a file.
 //!
 //! The tables of one save share them. Rows are copied into blocks; past half of the memory a thread writes full blocks to the file,
 //! those that are wanted last first, and past all of it whoever copies waits for that thread, which needs no lock of a table.

@@ -66,9 +66,9 @@ impl Table {
     pub fn clear(&self) -> Result<()> {
         let (_rows, mut state) = loop {
             self.shared.check_process()?;
-            self.shared.wait_for_snapshot()?;
+            self.shared.wait_for_moment()?;
             let locked = (self.shared.reading_rows()?, self.shared.lock_any()?);
-            if locked.1.snapshot.is_none() {
+            if locked.1.moment.is_none() {
                 break locked;
             }
         };
@@ -254,9 +254,9 @@ impl Shared {
         Ok(places)
     }
 
-    /// Rows in RAM or on the device are about to change or to go: keep what a snapshot wants of them.
+    /// Rows in RAM or on the device are about to change or to go: keep what a moment wants of them.
     pub(super) fn keep_places(&self, state: &mut State, places: &[Place]) {
-        if state.snapshot.is_none() {
+        if state.moment.is_none() {
             return;
         }
         let (mut host, mut device) = (Vec::new(), Vec::new());

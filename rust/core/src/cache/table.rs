@@ -7,7 +7,7 @@ use super::export::Export;
 use super::lineage::Lineage;
 use super::load::Loading;
 use super::locks::{Left, Torn};
-use super::snapshot::Pending;
+use super::moment::Pending;
 use crate::config::{PolicyKind, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
@@ -49,8 +49,8 @@ pub(crate) struct Shared {
     /// Held for writing by a backward, for reading by a forward and by whoever copies pinned rows.
     pub(crate) rows_in_use: RwLock<()>,
     pub(crate) state: Mutex<State>,
-    /// Whether the state has a snapshot; changes while `rows_in_use` is held for reading.
-    pub(crate) has_snapshot: AtomicBool,
+    /// Whether the state has a moment; changes while `rows_in_use` is held for reading.
+    pub(crate) has_moment: AtomicBool,
     /// What was let go of while the table's lock could not be had.
     pub(super) left: Left,
     /// Whether the holder of the table's lock is running the code that reads device rows.
@@ -92,7 +92,7 @@ pub(crate) struct State {
     pub(crate) dropped_rows: u64,
     pub(crate) overflow_plans: u64,
     /// What is to be handed over of the moment of a save beside training.
-    pub(crate) snapshot: Option<Box<Pending>>,
+    pub(crate) moment: Option<Box<Pending>>,
     pub(crate) exports: Vec<Export>,
     pub(crate) next_export: u64,
 }
@@ -180,7 +180,7 @@ impl Table {
             ssd_time_ns: 0,
             dropped_rows: 0,
             overflow_plans: 0,
-            snapshot: None,
+            moment: None,
             exports: Vec::new(),
             next_export: 0,
         };
@@ -192,7 +192,7 @@ impl Table {
             device_rows,
             rows_in_use: RwLock::new(()),
             state: Mutex::new(state),
-            has_snapshot: AtomicBool::new(false),
+            has_moment: AtomicBool::new(false),
             left: Left::default(),
             reading_device: ForeignCode::default(),
             changing_device: ForeignCode::default(),
@@ -330,7 +330,7 @@ impl Table {
         if self.shared.check_process().is_err() {
             return Ok(true);
         }
-        self.shared.wait_for_snapshot_at_most(most)
+        self.shared.wait_for_moment_at_most(most)
     }
 
     /// Stop background work, after a save beside training where one is under way. Rows in RAM that were not flushed are gone. Harmless
@@ -339,7 +339,7 @@ impl Table {
         if self.shared.check_process().is_err() {
             return Ok(());
         }
-        self.shared.wait_for_snapshot()?;
+        self.shared.wait_for_moment()?;
         if self.shared.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }

@@ -21,7 +21,7 @@
 //! 3. The coordinator calls [`Save::publish`]: from then on a load finds this checkpoint, and the one before is removed. Until then,
 //!    whatever happens, a load finds the one before.
 //!
-//! Beside training, a [`RankSnapshot`] takes the [`RankWriter`]'s place: the rows are those of when it began.
+//! Beside training, a [`RankMoment`] takes the [`RankWriter`]'s place: the rows are those of when it began.
 //!
 //! Loading:
 //!
@@ -50,7 +50,7 @@ pub use manifest::dense::{DenseEntry, DenseShare, Extent};
 pub use manifest::digest::RankDigest;
 pub use manifest::latest::{CheckpointName, Latest, PartName};
 pub use manifest::manifests::{CheckpointKind, Manifest, OptimizerSpec, Parent, TableEntry, TableSpec};
-pub use ops::beside::{BesideOptions, IMAGE_BYTES, Pace, RankSnapshot, TableToSave, work_behind};
+pub use ops::beside::{BesideOptions, IMAGE_BYTES, Pace, RankMoment, TableToSave, work_behind};
 pub use ops::chain::{Chain, ChainReader};
 pub use ops::compact::Compaction;
 pub use ops::part::Part;

@@ -10,7 +10,7 @@ use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Reads rows of the device tier into RAM. It is called while the table's lock is held: what it runs must not use the table (`State`),
-/// and may drop plans and snapshots.
+/// and may drop plans and moments.
 pub trait DeviceRows: Send + Sync {
     /// Copy the rows in `slots` (`[n]`) to `vectors` (`[n, V]`) and their scalar slots to `scalars` (`[n]`, zeros where the layout has
     /// none).

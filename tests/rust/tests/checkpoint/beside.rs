@@ -6,9 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::cache::{Ancestor, Table};
-use embcache::checkpoint::{
-    BesideOptions, Parent, Published, RankSnapshot, RankWriter, Save, SaveOptions, TableToSave,
-};
+use embcache::checkpoint::{BesideOptions, Parent, Published, RankMoment, RankWriter, Save, SaveOptions, TableToSave};
 use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
 use embcache::types::Id;
@@ -78,12 +76,12 @@ pub(crate) fn save_beside(
     let next_epoch = next_epoch(rigs);
     let options = BesideOptions { next_epoch, image_bytes, bytes_per_second: None };
     let tables = to_save(rigs, base);
-    let mut snapshot = RankSnapshot::begin(Arc::clone(engine), Path::new(ROOT), save.name(), (0, 1), tables, options)?;
+    let mut moment = RankMoment::begin(Arc::clone(engine), Path::new(ROOT), save.name(), (0, 1), tables, options)?;
     between();
-    while snapshot.write_next()?.is_some() {
+    while moment.write_next()?.is_some() {
         within();
     }
-    let digest = snapshot.finish()?;
+    let digest = moment.finish()?;
     save.publish(&[digest], next_epoch)
 }
 
@@ -210,12 +208,11 @@ fn a_save_that_cannot_hold_every_table_holds_none() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let save = Save::begin(Arc::clone(&engine), Path::new(ROOT), RANDOM).unwrap();
     let options = BesideOptions { next_epoch: 1, image_bytes: 1 << 20, bytes_per_second: Some(1 << 40) };
-    let begin =
-        |tables| RankSnapshot::begin(Arc::clone(&engine), Path::new(ROOT), save.name(), (0, 1), tables, options);
+    let begin = |tables| RankMoment::begin(Arc::clone(&engine), Path::new(ROOT), save.name(), (0, 1), tables, options);
     let twice: Vec<TableToSave> = to_save(&all, None).into_iter().chain(to_save(&all[..1], None)).collect();
     assert_eq!(begin(twice).unwrap_err().kind(), Kind::State);
-    let snapshot = begin(to_save(&all, None)).unwrap();
-    assert_eq!(snapshot.finish().unwrap_err().kind(), Kind::State, "nothing was written");
+    let moment = begin(to_save(&all, None)).unwrap();
+    assert_eq!(moment.finish().unwrap_err().kind(), Kind::State, "nothing was written");
     drop(begin(to_save(&all, None)).unwrap());
     all.iter().map(|rig| &rig.table).for_each(|table: &Table| table.clear().unwrap());
 }

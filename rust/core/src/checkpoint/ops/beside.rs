@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::cache::{Ancestor, PreImages, Table, TableSnapshot};
+use crate::cache::{Ancestor, PreImages, Table, TableMoment};
 use crate::checkpoint::manifest::digest::RankDigest;
 use crate::checkpoint::manifest::latest::CheckpointName;
 use crate::checkpoint::manifest::manifests::TableSpec;
@@ -51,18 +51,18 @@ pub struct TableToSave {
 
 /// The tables of one rank at one moment, and where they go. Dropping it lets go of them; what it wrote is swept by the next save.
 #[derive(Debug)]
-pub struct RankSnapshot {
+pub struct RankMoment {
     writer: RankWriter,
-    tables: VecDeque<(String, TableSnapshot, BTreeMap<String, f64>)>,
+    tables: VecDeque<(String, TableMoment, BTreeMap<String, f64>)>,
     images: Arc<PreImages>,
     pace: Pace,
 }
 
-impl RankSnapshot {
+impl RankMoment {
     /// Hold the rows that the tables have now, for the part of `rank` (of `world`) in the checkpoint `name` in `root`. No table is
     /// trained meanwhile.
     ///
-    /// Errors: those of [`Table::snapshot`]; then none is held.
+    /// Errors: those of [`Table::moment`]; then none is held.
     pub fn begin(
         engine: Arc<dyn IoEngine>,
         root: &Path,
@@ -75,11 +75,11 @@ impl RankSnapshot {
         let path = root.join(name.to_string()).join(rank_file(rank, world)).with_extension("preimages");
         let images = Arc::new(PreImages::new(engine, path, options.image_bytes, tables.len()));
         let hold = |TableToSave { module, table, hyperparameters, ancestor }| {
-            let snapshot = match ancestor {
-                None => table.snapshot(&images, options.next_epoch)?,
-                Some(ancestor) => table.snapshot_of_changes(&images, options.next_epoch, &ancestor)?,
+            let moment = match ancestor {
+                None => table.moment(&images, options.next_epoch)?,
+                Some(ancestor) => table.moment_of_changes(&images, options.next_epoch, &ancestor)?,
             };
-            Ok((module, snapshot, hyperparameters))
+            Ok((module, moment, hyperparameters))
         };
         let tables = tables.into_iter().map(hold).collect::<Result<_>>()?;
         Ok(Self { writer, tables, images, pace: Pace::new(options.bytes_per_second) })
@@ -87,14 +87,14 @@ impl RankSnapshot {
 
     /// Write the next table; how many rows and tombstones that made, or `None` when there was none left.
     pub fn write_next(&mut self) -> Result<Option<(u64, u64)>> {
-        let Some((module, snapshot, hyperparameters)) = self.tables.pop_front() else { return Ok(None) };
-        self.writer.write_snapshot(&module, snapshot, hyperparameters, &mut self.pace).map(Some)
+        let Some((module, moment, hyperparameters)) = self.tables.pop_front() else { return Ok(None) };
+        self.writer.write_moment(&module, moment, hyperparameters, &mut self.pace).map(Some)
     }
 
     /// Make this rank's part durable, when every table is written. The digest goes to the coordinator.
     pub fn finish(self) -> Result<RankDigest> {
-        if let Some((_, snapshot, _)) = self.tables.front() {
-            let message = format!("table {:?} is not written yet", snapshot.config().name);
+        if let Some((_, moment, _)) = self.tables.front() {
+            let message = format!("table {:?} is not written yet", moment.config().name);
             return Err(Error::new(Kind::State, message));
         }
         self.images.close()?;
@@ -103,23 +103,23 @@ impl RankSnapshot {
 }
 
 impl RankWriter {
-    /// Write the rows of a table's snapshot, at a pace; of a snapshot of changes, into a delta. How many rows and tombstones that made.
-    pub fn write_snapshot(
+    /// Write the rows of a table's moment, at a pace; of a moment of changes, into a delta. How many rows and tombstones that made.
+    pub fn write_moment(
         &mut self,
         module: &str,
-        snapshot: TableSnapshot,
+        moment: TableMoment,
         hyperparameters: BTreeMap<String, f64>,
         pace: &mut Pace,
     ) -> Result<(u64, u64)> {
-        let config = snapshot.config().clone();
-        let spec = TableSpec::new(module, &config, hyperparameters, snapshot.step());
+        let config = moment.config().clone();
+        let spec = TableSpec::new(module, &config, hyperparameters, moment.step());
         let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
         let chunk_rows = (CHUNK_BYTES / row_bytes).max(1);
-        let (left, total_rows) = (snapshot.left().map(<[Id]>::to_vec), snapshot.rows());
-        let mut snapshot = Some(snapshot);
+        let (left, total_rows) = (moment.left().map(<[Id]>::to_vec), moment.rows());
+        let mut moment = Some(moment);
         let mut rows = |sink: &mut RowSink<'_>| {
-            let once = || Error::new(Kind::State, "the rows of a snapshot are there once");
-            snapshot.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
+            let once = || Error::new(Kind::State, "the rows of a moment can be read only once");
+            moment.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
                 sink(&chunk.headers, &chunk.vectors)?;
                 pace.wait((chunk.headers.len() * row_bytes) as u64);
                 Ok(())

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::beside::{IMAGE_BYTES, Pace};
-use crate::cache::{PreImages, Table, TableSnapshot};
+use crate::cache::{PreImages, Table, TableMoment};
 use crate::checkpoint::extents::writer::ExtentWriter;
 use crate::checkpoint::manifest::dense::{DENSE_DIR, DenseShare, extents_file};
 use crate::checkpoint::manifest::digest::{RankDigest, checksum};
@@ -34,7 +34,7 @@ const PRE_IMAGES: &str = "pre-images";
 #[derive(Debug)]
 struct HeldTable {
     module: String,
-    snapshot: TableSnapshot,
+    moment: TableMoment,
     hyperparameters: BTreeMap<String, f64>,
 }
 
@@ -91,8 +91,8 @@ impl Part {
         let path = self.dir.join(PRE_IMAGES);
         let images = Arc::new(PreImages::new(Arc::clone(&self.engine), path, IMAGE_BYTES, tables.len()));
         for (module, table, hyperparameters) in tables {
-            let snapshot = table.snapshot(&images, next_epoch)?;
-            self.held.push(HeldTable { module, snapshot, hyperparameters });
+            let moment = table.moment(&images, next_epoch)?;
+            self.held.push(HeldTable { module, moment, hyperparameters });
         }
         Ok(())
     }
@@ -101,8 +101,8 @@ impl Part {
     pub fn write_held(&mut self) -> Result<u64> {
         let writer = self.writer.as_mut().ok_or_else(finished)?;
         let mut rows = 0;
-        for HeldTable { module, snapshot, hyperparameters } in self.held.drain(..) {
-            rows += writer.write_snapshot(&module, snapshot, hyperparameters, &mut Pace::new(None))?.0;
+        for HeldTable { module, moment, hyperparameters } in self.held.drain(..) {
+            rows += writer.write_moment(&module, moment, hyperparameters, &mut Pace::new(None))?.0;
         }
         Ok(rows)
     }

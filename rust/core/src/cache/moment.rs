@@ -73,7 +73,7 @@ impl Marks {
     }
 }
 
-/// What a table's state holds of its snapshot.
+/// What a table's state holds of its moment.
 pub(crate) struct Pending {
     host: Marks,
     device: Marks,
@@ -90,7 +90,7 @@ impl Pending {
 
 /// The rows of a table at one moment, or those modified before it since a checkpoint, with its step. Dropping it lets go of what is kept
 /// for it.
-pub struct TableSnapshot {
+pub struct TableMoment {
     shared: Arc<Shared>,
     images: Arc<PreImages>,
     table: usize,
@@ -101,9 +101,9 @@ pub struct TableSnapshot {
     left: Option<Vec<Id>>,
 }
 
-impl std::fmt::Debug for TableSnapshot {
+impl std::fmt::Debug for TableMoment {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TableSnapshot").field("table", &self.shared.config.name).finish_non_exhaustive()
+        f.debug_struct("TableMoment").field("table", &self.shared.config.name).finish_non_exhaustive()
     }
 }
 
@@ -111,27 +111,27 @@ impl Table {
     /// Hold the rows of now; rows trained from now on carry `next_epoch`. The rows that training changes before they are handed over are
     /// kept in `images`, which tables of one save share.
     ///
-    /// `State` while another snapshot of the table is held.
-    pub fn snapshot(&self, images: &Arc<PreImages>, next_epoch: u32) -> Result<TableSnapshot> {
+    /// `State` while another moment of the table is held.
+    pub fn moment(&self, images: &Arc<PreImages>, next_epoch: u32) -> Result<TableMoment> {
         self.hold(images, next_epoch, None)
     }
 
-    /// As [`Table::snapshot`], of the rows modified since `ancestor` and the ids that left; `State` where those are not known.
-    pub fn snapshot_of_changes(
+    /// As [`Table::moment`], of the rows modified since `ancestor` and the ids that left; `State` where those are not known.
+    pub fn moment_of_changes(
         &self,
         images: &Arc<PreImages>,
         next_epoch: u32,
         ancestor: &Ancestor,
-    ) -> Result<TableSnapshot> {
+    ) -> Result<TableMoment> {
         self.hold(images, next_epoch, Some(ancestor))
     }
 
-    fn hold(&self, images: &Arc<PreImages>, next_epoch: u32, ancestor: Option<&Ancestor>) -> Result<TableSnapshot> {
+    fn hold(&self, images: &Arc<PreImages>, next_epoch: u32, ancestor: Option<&Ancestor>) -> Result<TableMoment> {
         let shared = &self.shared;
         memory::check()?;
         let _rows = shared.reading_rows()?;
         let mut state = shared.lock()?;
-        if state.snapshot.is_some() {
+        if state.moment.is_some() {
             return Err(Error::new(
                 Kind::State,
                 format!("table {:?} is being saved beside training: wait until that save is done", shared.config.name),
@@ -151,7 +151,7 @@ impl Table {
                 Some(ssd.moment(&mut state.stale_on_ssd(), since, keep)?)
             }
         };
-        let snapshot = TableSnapshot {
+        let moment = TableMoment {
             shared: Arc::clone(shared),
             images: Arc::clone(images),
             table,
@@ -162,13 +162,13 @@ impl Table {
         };
         state.begin_epoch(next_epoch);
         state.lineage.await_save(next_epoch);
-        state.snapshot = Some(Box::new(Pending { host, device, images: Arc::clone(images), table }));
-        shared.has_snapshot.store(true, Ordering::Release);
-        Ok(snapshot)
+        state.moment = Some(Box::new(Pending { host, device, images: Arc::clone(images), table }));
+        shared.has_moment.store(true, Ordering::Release);
+        Ok(moment)
     }
 }
 
-impl TableSnapshot {
+impl TableMoment {
     /// The table's configuration.
     pub fn config(&self) -> &TableConfig {
         &self.shared.config
@@ -184,7 +184,7 @@ impl TableSnapshot {
         self.rows
     }
 
-    /// Of a snapshot of changes: the ids that left, each once, in rising order; some may be back.
+    /// Of a moment of changes: the ids that left, each once, in rising order; some may be back.
     pub fn left(&self) -> Option<&[Id]> {
         self.left.as_deref()
     }
@@ -265,15 +265,15 @@ impl TableSnapshot {
 
     fn pending<'a>(&self, state: &'a mut State) -> Result<&'a mut Pending> {
         self.images.check()?;
-        state.snapshot.as_deref_mut().ok_or_else(|| Error::new(Kind::State, "the snapshot was let go of"))
+        state.moment.as_deref_mut().ok_or_else(|| Error::new(Kind::State, "the moment was let go of"))
     }
 }
 
-impl Drop for TableSnapshot {
+impl Drop for TableMoment {
     fn drop(&mut self) {
         // First what others wait for with the table's lock.
         drop(self.ssd.take());
-        self.shared.leave_snapshot();
+        self.shared.leave_moment();
     }
 }
 
@@ -315,18 +315,18 @@ impl State {
         on_host.map(|slot| host.id(slot)).chain(on_device)
     }
 
-    /// These host rows are about to change, or to leave their slots: copy what a snapshot wants of them. The caller keeps kernels out.
+    /// These host rows are about to change, or to leave their slots: copy what a moment wants of them. The caller keeps kernels out.
     #[inline]
     pub(crate) fn keep_host(&mut self, slots: &[CacheSlot]) {
-        if let Some(mut pending) = self.snapshot.take() {
+        if let Some(mut pending) = self.moment.take() {
             pending.keep_host(&self.host, slots);
-            self.snapshot = Some(pending);
+            self.moment = Some(pending);
         }
     }
 
     /// As `keep_host`, of device rows that were just read.
     pub(crate) fn keep_gathered(&mut self, slots: &[CacheSlot], rows: &Gathered, floats: usize) {
-        let Some(mut pending) = self.snapshot.take() else { return };
+        let Some(mut pending) = self.moment.take() else { return };
         let wanted: Vec<usize> = (0..slots.len()).filter(|&at| pending.device.take(slots[at])).collect();
         let mut keeping = pending.keep();
         for at in wanted {
@@ -334,13 +334,13 @@ impl State {
             keeping.row(row.header, |to| to.copy_from_slice(row.vector));
         }
         drop(keeping);
-        self.snapshot = Some(pending);
+        self.moment = Some(pending);
     }
 
     /// As `keep_host`, of device rows in RAM.
     fn keep_tensors(&mut self, slots: &[CacheSlot], tensors: &TensorRows) {
         let Some(tier) = &self.device else { return };
-        let Some(mut pending) = self.snapshot.take() else { return };
+        let Some(mut pending) = self.moment.take() else { return };
         let layout = tensors.layout();
         let wanted: Vec<CacheSlot> = slots.iter().copied().filter(|&slot| pending.device.take(slot)).collect();
         let mut keeping = pending.keep();
@@ -362,7 +362,7 @@ impl State {
             });
         }
         drop(keeping);
-        self.snapshot = Some(pending);
+        self.moment = Some(pending);
     }
 }
 
@@ -387,7 +387,7 @@ impl Pending {
 impl Shared {
     /// As [`State::keep_host`], of device rows.
     pub(crate) fn keep_device(&self, state: &mut State, slots: &[CacheSlot]) {
-        let Some(mut pending) = state.snapshot.take() else { return };
+        let Some(mut pending) = state.moment.take() else { return };
         let wanted: Vec<CacheSlot> = slots.iter().copied().filter(|&slot| pending.device.take(slot)).collect();
         for slots in wanted.chunks(ROWS_PER_GATHER) {
             match self.gather_device(state, slots) {
@@ -401,12 +401,12 @@ impl Shared {
                 Err(error) => pending.images.fail(error),
             }
         }
-        state.snapshot = Some(pending);
+        state.moment = Some(pending);
     }
 
     /// As [`State::keep_host`], of rows in slots of the tier that kernels run on; in `tensors`, where the device tier's are in RAM.
     pub(crate) fn keep_in_use(&self, state: &mut State, slots: &[CacheSlot], tensors: Option<&TensorRows>) {
-        if state.snapshot.is_none() {
+        if state.moment.is_none() {
             return;
         }
         match (state.device.is_some(), tensors) {
@@ -418,10 +418,10 @@ impl Shared {
 }
 
 impl TablePlan {
-    /// The batch's rows are about to be updated, by a kernel in `tensors` where the device tier's are in RAM: copy what a snapshot wants
+    /// The batch's rows are about to be updated, by a kernel in `tensors` where the device tier's are in RAM: copy what a moment wants
     /// of them. The caller holds `rows_in_use` for writing.
     pub(crate) fn keep_rows(&self, tensors: Option<&TensorRows>) {
-        if !self.shared.has_snapshot.load(Ordering::Acquire) {
+        if !self.shared.has_moment.load(Ordering::Acquire) {
             return;
         }
         // A table that is closed or torn has no use for it.

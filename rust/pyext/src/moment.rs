@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-use embcache::checkpoint::{BesideOptions, CheckpointName, IMAGE_BYTES, RankSnapshot, TableToSave};
+use embcache::checkpoint::{BesideOptions, CheckpointName, IMAGE_BYTES, RankMoment, TableToSave};
 use pyo3::prelude::*;
 
 use crate::blocks::saving_in;
@@ -20,12 +20,12 @@ pub(crate) fn work_behind() {
 }
 
 /// The tables of one rank at one moment.
-#[pyclass(frozen, name = "CheckpointSnapshot", module = "torchrec_embcache._native")]
-pub(crate) struct PySnapshot {
-    inner: Mutex<Option<RankSnapshot>>,
+#[pyclass(frozen, name = "CheckpointMoment", module = "torchrec_embcache._native")]
+pub(crate) struct PyMoment {
+    inner: Mutex<Option<RankMoment>>,
 }
 
-impl Drop for PySnapshot {
+impl Drop for PyMoment {
     fn drop(&mut self) {
         drop_detached(lock(&self.inner).take());
     }
@@ -35,7 +35,7 @@ impl Drop for PySnapshot {
 type GivenTable = (String, Py<PyTable>, BTreeMap<String, f64>, Option<(String, u64, u32)>);
 
 #[pymethods]
-impl PySnapshot {
+impl PyMoment {
     #[new]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned values")]
     #[expect(clippy::too_many_arguments, reason = "one call of Python")]
@@ -62,29 +62,29 @@ impl PySnapshot {
         let options = BesideOptions { next_epoch, image_bytes: IMAGE_BYTES, bytes_per_second };
         let begin = || {
             let (path, engine) = saving_in(&path)?;
-            RankSnapshot::begin(engine, &path, name, (rank, world_size), tables, options)
+            RankMoment::begin(engine, &path, name, (rank, world_size), tables, options)
         };
         let begun = py.detach(begin).map_err(to_python)?;
         Ok(Self { inner: Mutex::new(Some(begun)) })
     }
 
     fn write_table(&self, py: Python<'_>) -> PyResult<Option<(u64, u64)>> {
-        let write = || lock(&self.inner).as_mut().map(RankSnapshot::write_next);
-        py.detach(write).ok_or_else(|| ended("snapshot"))?.map_err(to_python)
+        let write = || lock(&self.inner).as_mut().map(RankMoment::write_next);
+        py.detach(write).ok_or_else(|| ended("moment"))?.map_err(to_python)
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
         let finish = || {
-            let snapshot = lock(&self.inner).take();
-            snapshot.map(|snapshot| snapshot.finish().map(|digest| (digest.bytes, digest.xxh3)))
+            let moment = lock(&self.inner).take();
+            moment.map(|moment| moment.finish().map(|digest| (digest.bytes, digest.xxh3)))
         };
-        py.detach(finish).ok_or_else(|| ended("snapshot"))?.map_err(to_python)
+        py.detach(finish).ok_or_else(|| ended("moment"))?.map_err(to_python)
     }
 
     fn release(&self, py: Python<'_>) {
         py.detach(|| {
-            let snapshot = lock(&self.inner).take();
-            drop(snapshot);
+            let moment = lock(&self.inner).take();
+            drop(moment);
         });
     }
 }

@@ -1,4 +1,4 @@
-//! Snapshots: the rows of one moment, bit for bit, whatever is done to the table before they are handed over.
+//! Moments: the rows of one moment, bit for bit, whatever is done to the table before they are handed over.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use embcache::Kind;
-use embcache::cache::{Ancestor, Chunk, Plan, PreImages, TableSnapshot};
+use embcache::cache::{Ancestor, Chunk, Plan, PreImages, TableMoment};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
 use embcache::rows::RowHeader;
@@ -100,9 +100,9 @@ fn add(to: &mut Contents, chunk: &Chunk) {
     }
 }
 
-fn contents(snapshot: TableSnapshot) -> embcache::Result<Contents> {
+fn contents(moment: TableMoment) -> embcache::Result<Contents> {
     let mut rows = Contents::new();
-    snapshot.for_each_chunk(7, &mut |chunk| {
+    moment.for_each_chunk(7, &mut |chunk| {
         add(&mut rows, &chunk);
         Ok(())
     })?;
@@ -140,7 +140,7 @@ fn table(tiers: Tiers, policy: PolicyKind, optimizer: OptimizerKind) -> TableCon
 }
 
 #[test]
-fn a_snapshot_has_the_rows_of_its_moment_and_changes_nothing_whatever_is_done_before_they_are_handed_over() {
+fn a_moment_has_its_rows_and_changes_nothing_whatever_is_done_before_they_are_handed_over() {
     let policies = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::S3Fifo];
     let optimizers = [OptimizerKind::Sgd, OptimizerKind::RowWiseAdagrad, OptimizerKind::Adagrad, OptimizerKind::Adam];
     let (mut spilled, mut changed, mut of_all, mut of_changes) = (0, 0, 0, 0);
@@ -161,22 +161,22 @@ fn a_snapshot_has_the_rows_of_its_moment_and_changes_nothing_whatever_is_done_be
             let images = images(&engine, if seed % 2 == 0 { 1 << 20 } else { 1 });
             let checkpoint = |round| Ancestor { name: "c".into(), manifest_xxh3: 0, next_epoch: round + 1 };
             let is_delta = round > 0 && !(seed as u32 + round).is_multiple_of(3);
-            let snapshot = if is_delta {
-                run.rig.table.snapshot_of_changes(&images, round + 1, &checkpoint(round - 1)).unwrap()
+            let moment = if is_delta {
+                run.rig.table.moment_of_changes(&images, round + 1, &checkpoint(round - 1)).unwrap()
             } else {
-                run.rig.table.snapshot(&images, round + 1).unwrap()
+                run.rig.table.moment(&images, round + 1).unwrap()
             };
             twin.rig.table.set_epoch(round + 1).unwrap();
             twin.rig.table.saved_as(checkpoint(round)).unwrap();
-            assert_eq!((snapshot.step(), snapshot.rows()), (step, expected.len() as u64));
+            assert_eq!((moment.step(), moment.rows()), (step, expected.len() as u64));
             for _ in 0..10 {
                 run.act();
                 twin.act();
             }
-            let left = snapshot.left().map(<[Id]>::to_vec);
+            let left = moment.left().map(<[Id]>::to_vec);
             assert_eq!(left.is_some(), is_delta);
             let mut rows = Contents::new();
-            snapshot
+            moment
                 .for_each_chunk(9, &mut |chunk| {
                     add(&mut rows, &chunk);
                     run.act();
@@ -209,26 +209,26 @@ fn a_snapshot_has_the_rows_of_its_moment_and_changes_nothing_whatever_is_done_be
 }
 
 #[test]
-fn one_snapshot_of_a_table_at_a_time_and_one_that_is_dropped_lets_go() {
+fn one_moment_of_a_table_at_a_time_and_one_that_is_dropped_lets_go() {
     for tiers in TIERS {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let mut run = Run::new(table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad), &engine, 1);
         (0..50).for_each(|_| run.act());
         let images = images(&engine, 1 << 20);
-        let first = run.rig.table.snapshot(&images, 1).unwrap();
-        assert_eq!(run.rig.table.snapshot(&images, 1).unwrap_err().kind(), Kind::State);
+        let first = run.rig.table.moment(&images, 1).unwrap();
+        assert_eq!(run.rig.table.moment(&images, 1).unwrap_err().kind(), Kind::State);
         (0..20).for_each(|_| run.act());
         drop(first);
         (0..20).for_each(|_| run.act());
         let expected = run.rig.contents().unwrap();
-        let second = run.rig.table.snapshot(&images, 2).unwrap();
+        let second = run.rig.table.moment(&images, 2).unwrap();
         (0..20).for_each(|_| run.act());
         assert_eq!(contents(second).unwrap(), expected);
     }
 }
 
 #[test]
-fn rows_that_cannot_be_kept_fail_the_snapshot_and_not_training() {
+fn rows_that_cannot_be_kept_fail_the_moment_and_not_training() {
     for (operation, tiers) in
         [(Operation::Create, TIERS[0]), (Operation::Write, TIERS[0]), (Operation::Write, TIERS[2])]
     {
@@ -238,20 +238,20 @@ fn rows_that_cannot_be_kept_fail_the_snapshot_and_not_training() {
         let mut run = Run::new(table(tiers, PolicyKind::Lru, OptimizerKind::Adagrad), &memory, 3);
         (0..60).for_each(|_| run.act());
         let images = images(&faulty, 1);
-        let snapshot = run.rig.table.snapshot(&images, 1).unwrap();
+        let moment = run.rig.table.moment(&images, 1).unwrap();
         faults.hit_every(operation, Fault::Fail(libc::ENOSPC));
         (0..400).for_each(|_| run.act());
-        let error = contents(snapshot).unwrap_err();
+        let error = contents(moment).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOSPC), "{error}");
         let images = self::images(&memory, 1 << 20);
         let expected = run.rig.contents().unwrap();
-        assert_eq!(contents(run.rig.table.snapshot(&images, 2).unwrap()).unwrap(), expected);
+        assert_eq!(contents(run.rig.table.moment(&images, 2).unwrap()).unwrap(), expected);
     }
 }
 
 /// An append goes on in another segment, whose file cannot be made: its rows that are in the first one count as not being there.
 #[test]
-fn rows_that_a_failed_write_left_on_ssd_are_in_a_snapshot_once() {
+fn rows_that_a_failed_write_left_on_ssd_are_in_a_moment_once() {
     let mut half_written = 0;
     for passing in 0..8 {
         let memory: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
@@ -273,21 +273,21 @@ fn rows_that_a_failed_write_left_on_ssd_are_in_a_snapshot_once() {
             "rows are there that the table does not know of"
         );
         let expected = rig.contents().unwrap();
-        let snapshot = rig.table.snapshot(&images(&memory, 1 << 20), 1).unwrap();
-        assert!(contents(snapshot).unwrap() == expected, "after {passing} files");
+        let moment = rig.table.moment(&images(&memory, 1 << 20), 1).unwrap();
+        assert!(contents(moment).unwrap() == expected, "after {passing} files");
     }
     assert!(half_written > 0, "no append failed half way");
 }
 
 #[test]
-fn clearing_and_closing_a_table_wait_for_its_snapshot() {
+fn clearing_and_closing_a_table_wait_for_its_moment() {
     for close in [false, true] {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let mut run = Run::new(table(TIERS[4], PolicyKind::Lru, OptimizerKind::Adagrad), &engine, 5);
         (0..60).for_each(|_| run.act());
         run.waiting.clear();
         let expected = run.rig.contents().unwrap();
-        let snapshot = run.rig.table.snapshot(&images(&engine, 1 << 20), 1).unwrap();
+        let moment = run.rig.table.moment(&images(&engine, 1 << 20), 1).unwrap();
         let done = AtomicBool::new(false);
         let rig = &run.rig;
         watched(String::new, || {
@@ -301,7 +301,7 @@ fn clearing_and_closing_a_table_wait_for_its_snapshot() {
                     done.store(true, Ordering::SeqCst);
                 });
                 let mut rows = Contents::new();
-                snapshot
+                moment
                     .for_each_chunk(10, &mut |chunk| {
                         std::thread::sleep(Duration::from_millis(1));
                         assert!(!done.load(Ordering::SeqCst), "it did not wait");
@@ -319,7 +319,7 @@ fn clearing_and_closing_a_table_wait_for_its_snapshot() {
 
 /// Rows are written and compacted until all room is needed several times over, and nobody hands rows over meanwhile.
 #[test]
-fn a_full_ssd_tier_goes_on_under_a_snapshot_that_nobody_reads() {
+fn a_full_ssd_tier_goes_on_under_a_moment_that_nobody_reads() {
     for on_full in [OnFull::Error, OnFull::Evict] {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let tiers = Tiers { device_rows: None, host_rows: 40, ssd: Some(256 << 10), on_full };
@@ -343,7 +343,7 @@ fn a_full_ssd_tier_goes_on_under_a_snapshot_that_nobody_reads() {
             let written = || rig.table.stats().unwrap().ssd.unwrap().tier.written_bytes;
             let before = written();
             let images = images(&engine, 8 << 10);
-            let snapshot = rig.table.snapshot(&images, 1).unwrap();
+            let moment = rig.table.moment(&images, 1).unwrap();
             let mut token = 0;
             while written() < before + (1 << 20) {
                 let mut ids: Vec<Id> = (0..16).map(|_| dice.roll(capacity as u64) as Id).collect();
@@ -357,7 +357,7 @@ fn a_full_ssd_tier_goes_on_under_a_snapshot_that_nobody_reads() {
             }
             // More than the rows in RAM: segments were read before their turn.
             assert!(images.file_bytes() > 8 << 10, "{}", images.file_bytes());
-            assert_eq!(contents(snapshot).unwrap(), expected);
+            assert_eq!(contents(moment).unwrap(), expected);
         });
     }
 }
