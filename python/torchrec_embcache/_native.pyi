@@ -368,6 +368,7 @@ class CheckpointRows:
 
 def io_engine_name() -> str: ...  # the engine this process uses
 def io_fallback_reason() -> str | None: ...  # why it is not io_uring, where the system refused that
+def drain_log() -> None: ...  # hands the events of the core so far to Python's logging; reads its levels first
 def table_key(name: str) -> int: ...
 def row_bytes(dim: int, optimizer: str, policy: str) -> tuple[int, int]: ...  # bytes a row takes of host_bytes and of device_bytes
 def check_ssd_dir(ssd_dir: str) -> str: ...  # absolute; PathError, StoragePermissionError: missing, a link, of another, too open, not writable

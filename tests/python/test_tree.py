@@ -300,6 +300,18 @@ def test_the_core_knows_no_python_and_prints_nothing() -> None:
     assert not bad
 
 
+def test_each_module_of_the_core_that_logs_has_a_logger_in_python() -> None:
+    """Without one it would follow the level of the whole package, and its records would have that name."""
+    logs = {
+        path.relative_to(CRATE).parts[0].removesuffix(".rs")
+        for path in CRATE.rglob("*.rs")
+        if re.search(r"\btracing::(?:event|error|warn|info|debug|trace)!", path.read_text())
+    }
+    source = (ROOT / "rust" / "pyext" / "src" / "logging.rs").read_text()
+    assert logs
+    assert logs <= set(re.findall(r'Module::new\("([a-z_]+)"\)', source))
+
+
 def test_python_modules_import_downward_only() -> None:
     bad = []
     for path, module, names in package_modules():

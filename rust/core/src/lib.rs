@@ -30,3 +30,4 @@ mod simd;
 mod sync;
 
 pub use error::{Error, Kind, Result};
+pub use process::PerProcess;

@@ -43,46 +43,55 @@ pub fn is_main_thread() -> bool {
     return true;
 }
 
-/// A place for one value a process. For statics: what is made is leaked.
-pub(crate) struct PerProcess<T>(AtomicPtr<Place<T>>);
+/// Holds one value for each process. It is meant for statics: the value is never freed.
+///
+/// ```
+/// static STARTED: embcache::PerProcess<std::time::Instant> = embcache::PerProcess::new();
+/// let started = STARTED.get(|| Ok(std::time::Instant::now()))?;
+/// assert_eq!(started, STARTED.get(|| unreachable!("it is made once"))?);
+/// # embcache::Result::Ok(())
+/// ```
+#[derive(Debug)]
+pub struct PerProcess<T>(AtomicPtr<Made<T>>);
 
-struct Place<T> {
+/// The value of one process.
+struct Made<T> {
     process: u32,
     making: Mutex<()>,
     value: OnceLock<T>,
 }
 
 impl<T: Send + Sync + 'static> PerProcess<T> {
-    /// Nothing made yet.
-    pub(crate) const fn new() -> Self {
+    /// A holder whose value is not made yet.
+    pub const fn new() -> Self {
         Self(AtomicPtr::new(null_mut()))
     }
 
-    /// This process's value. Of several threads that ask first at the same time, one makes it and the others wait; what could not be
-    /// made is tried again when next asked for.
-    pub(crate) fn get(&'static self, make: impl FnOnce() -> Result<T>) -> Result<&'static T> {
-        let place = self.place();
-        if let Some(value) = place.value.get() {
+    /// The value of this process, which `make` makes at the first call. Where several threads make the first call at the same time, one
+    /// of them makes the value and the others wait for it. After an error of `make` the next call tries again.
+    pub fn get(&'static self, make: impl FnOnce() -> Result<T>) -> Result<&'static T> {
+        let made = self.made();
+        if let Some(value) = made.value.get() {
             return Ok(value);
         }
-        let _making = lock(&place.making);
-        if let Some(value) = place.value.get() {
+        let _making = lock(&made.making);
+        if let Some(value) = made.value.get() {
             return Ok(value);
         }
         let value = make()?;
-        Ok(place.value.get_or_init(|| value))
+        Ok(made.value.get_or_init(|| value))
     }
 
-    fn place(&'static self) -> &'static Place<T> {
+    fn made(&'static self) -> &'static Made<T> {
         let process = std::process::id();
         let seen = self.0.load(Ordering::Acquire);
-        // SAFETY: null, or a place that was published below and is never freed.
-        if let Some(place) = unsafe { seen.as_ref() }
-            && place.process == process
+        // SAFETY: null, or a value that was published below and is never freed.
+        if let Some(made) = unsafe { seen.as_ref() }
+            && made.process == process
         {
-            return place;
+            return made;
         }
-        let fresh = Box::into_raw(Box::new(Place { process, making: Mutex::new(()), value: OnceLock::new() }));
+        let fresh = Box::into_raw(Box::new(Made { process, making: Mutex::new(()), value: OnceLock::new() }));
         match self.0.compare_exchange(seen, fresh, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: published just now, and never freed from here on.
             Ok(_) => unsafe { &*fresh },

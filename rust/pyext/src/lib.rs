@@ -11,6 +11,7 @@ mod checkpoint_rows;
 mod error;
 mod foreign;
 mod lock;
+mod logging;
 mod lookup;
 mod moment;
 mod part;
@@ -54,6 +55,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ReservingAllocator::keep_reserve();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     foreign::register(module)?;
+    logging::register(module)?;
     module.add_class::<table::PyTable>()?;
     module.add_class::<table::PyExport>()?;
     module.add_class::<lookup::PyLookup>()?;

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 use crate::buffers::slice;
 use crate::error::to_python;
+use crate::logging::follow_levels_sometimes;
 use crate::plan::PyPlan;
 use crate::table::PyTable;
 
@@ -36,6 +37,7 @@ impl PyLookup {
         unseen_zeros: bool,
         threads: usize,
     ) -> PyResult<PyPlan> {
+        follow_levels_sometimes(py);
         let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
         py.detach(|| self.inner.plan_on(threads, ids, splits, train, ahead, unseen_zeros))
             .map(PyPlan::new)

@@ -21,6 +21,7 @@ use crate::buffers::{
 };
 use crate::error::{from_python, to_python};
 use crate::foreign::under_lock;
+use crate::logging::follow_levels;
 use crate::paths::ssd_engine;
 use crate::segments::PySegments;
 
@@ -172,6 +173,7 @@ impl PyTable {
             policy: policy_from(policy)?,
             on_full,
         };
+        follow_levels(py);
         let vector_floats = config.layout().vector_floats();
         let gather =
             device_gather.map(|callable| Arc::new(PythonGather { callable, vector_floats }) as Arc<dyn DeviceRows>);

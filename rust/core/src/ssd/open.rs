@@ -112,6 +112,14 @@ impl Shared {
             // The rows there are those of this rank's buckets by that hash.
             identity.bucket_hash = resumed.bucket_hash;
         }
+        tracing::debug!(
+            table = identity.table,
+            dir = %home.dir.display(),
+            rows = state.index.len(),
+            segments = state.current().count(),
+            token = state.last_token,
+            "opened an SSD tier"
+        );
         let shared = Arc::new(Self::new(home, layout, identity, state, Some(held)));
         let counters = resumed.map(|resumed| {
             *lock(&shared.note) = resumed.note;

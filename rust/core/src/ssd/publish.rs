@@ -55,6 +55,13 @@ impl Shared {
             self.home.space.fail(cause);
             return Err(error);
         }
+        tracing::debug!(
+            table = self.identity.table,
+            token,
+            rows,
+            segments = published.segments.len(),
+            "published a state of an SSD tier"
+        );
         let mut state = self.state();
         state.last_token = Some(token);
         state.published.push(published);

@@ -157,6 +157,16 @@ struct Use {
     failed: Option<Error>,
 }
 
+impl Use {
+    /// Remember the first error.
+    fn fail(&mut self, error: Error) {
+        if self.failed.is_none() {
+            tracing::warn!("an SSD tier only reads from now on, because a write failed: {error}");
+            self.failed = Some(error);
+        }
+    }
+}
+
 /// Who holds the bytes of a table's cap; the segment numbers; and what its threads tell each other. A leaf in the lock order.
 #[derive(Debug)]
 pub(super) struct Space {
@@ -325,7 +335,7 @@ impl Space {
         let mut inner = lock(&self.inner);
         inner.pending -= 1;
         if let Err(error) = result {
-            inner.failed.get_or_insert(error);
+            inner.fail(error);
         }
         self.change(inner);
     }
@@ -333,7 +343,7 @@ impl Space {
     /// Remember the first error.
     pub(super) fn fail(&self, error: Error) {
         let mut inner = lock(&self.inner);
-        inner.failed.get_or_insert(error);
+        inner.fail(error);
         self.change(inner);
     }
 

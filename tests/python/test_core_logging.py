@@ -1,0 +1,275 @@
+"""Events of the core in Python's `logging`: names, levels, texts; from any thread, after a fork, at the end of a process."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tables import make_bag, random_batches, ssd_tiers, train
+from torchrec_embcache import CacheTable, _native, initializers, optimizers
+
+PACKAGE = "torchrec_embcache"
+MOST_WAITING = 1024  # of rust/pyext/src/logging.rs
+
+
+@pytest.fixture(autouse=True)
+def _levels_as_before() -> Iterator[None]:
+    """The core follows the levels of the test, and afterwards those of before."""
+    yield
+    for name in (PACKAGE, f"{PACKAGE}.ssd", f"{PACKAGE}.cache"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    logging.disable(logging.NOTSET)
+    _native.drain_log()
+
+
+def opened(directory: Path, name: str = "t") -> CacheTable:
+    """A small table on SSD."""
+    table = CacheTable(
+        name=name,
+        dim=4,
+        tiers=ssd_tiers(directory),
+        initializer=initializers.Constant(1),
+        optimizer=optimizers.SGD(),
+    )
+    table.open()
+    return table
+
+
+def of_the_core(caplog: pytest.LogCaptureFixture, name: str = f"{PACKAGE}.ssd") -> list[logging.LogRecord]:
+    _native.drain_log()
+    return [record for record in caplog.records if record.name == name and record.pathname.endswith(".rs")]
+
+
+def test_an_event_has_its_logger_level_text_and_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = time.time()
+    with caplog.at_level(logging.DEBUG, PACKAGE):
+        opened(tmp_path).close()
+        (record,) = [record for record in of_the_core(caplog) if "opened" in record.getMessage()]
+    assert record.levelno == logging.DEBUG
+    assert record.getMessage() == f"opened an SSD tier table=t dir={tmp_path}/t/t/0-of-1 rows=0 segments=0"
+    assert before - 0.1 <= record.created <= time.time()
+    assert record.pathname.startswith("rust/core/src/ssd/")
+    assert record.lineno > 0
+    assert record.threadName == "MainThread"
+
+
+def test_events_come_by_themselves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, PACKAGE):
+        opened(tmp_path).close()
+        until = time.monotonic() + 60
+        while not any(record.pathname.endswith(".rs") for record in caplog.records):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", [PACKAGE, f"{PACKAGE}.ssd", None])
+def test_the_level_of_a_logger_governs(name: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As for any logger: its own level, else that of the package, else that of the root."""
+    with caplog.at_level(logging.DEBUG, name):
+        opened(tmp_path).close()
+        assert of_the_core(caplog)
+    caplog.clear()
+    opened(tmp_path, "u").close()
+    assert not of_the_core(caplog)
+
+
+def test_disabled_levels_and_other_loggers_log_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, f"{PACKAGE}.cache"):
+        opened(tmp_path).close()
+        assert not of_the_core(caplog)
+    with caplog.at_level(logging.DEBUG, PACKAGE):
+        logging.disable(logging.DEBUG)
+        opened(tmp_path, "u").close()
+        assert not of_the_core(caplog)
+
+
+def test_steps_take_a_new_level_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A table that is open already: within a second of steps."""
+    bag = make_bag(tiers=ssd_tiers(tmp_path))
+    train(bag, random_batches(2, 4, 20, seed=1))
+    with caplog.at_level(logging.DEBUG, PACKAGE):
+        time.sleep(1.1)
+        train(bag, random_batches(2, 4, 20, seed=2))
+        bag.table.flush()
+        assert any("published" in record.getMessage() for record in of_the_core(caplog))
+
+
+def test_ordinary_steps_and_flushes_log_nothing_at_info_or_above(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, PACKAGE):
+        bag = make_bag(tiers=ssd_tiers(tmp_path))
+        for seed in range(4):
+            train(bag, random_batches(4, 6, 60, seed=seed))
+            bag.table.flush()
+        bag.table.close()
+        _native.drain_log()
+        assert not [record for record in caplog.records if record.pathname.endswith(".rs")]
+
+
+def test_a_handler_may_use_the_table_and_log_and_ask_for_the_rest(tmp_path: Path) -> None:
+    """It runs under no lock of the core's, and what it logs or drains itself comes to an end."""
+    table = opened(tmp_path)
+    seen: list[int] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.pathname.endswith(".rs"):
+                _native.drain_log()
+                seen.append(len(table))
+
+    handler = Handler()
+    logger = logging.getLogger(PACKAGE)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        _native.drain_log()
+        for _ in range(20):
+            table.native.flush(None)
+        _native.drain_log()
+    finally:
+        logger.removeHandler(handler)
+    assert len(seen) >= 20
+    assert set(seen) == {0}
+
+
+def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = opened(tmp_path)
+    stuck, go_on = threading.Event(), threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, _record: logging.LogRecord) -> None:
+            stuck.set()
+            assert go_on.wait(300)
+
+    handler = Handler()
+    logger = logging.getLogger(f"{PACKAGE}.ssd")
+    logger.addHandler(handler)
+    try:
+        with caplog.at_level(logging.DEBUG, PACKAGE):
+            _native.drain_log()
+            table.native.flush(None)
+            assert stuck.wait(60)
+            for _ in range(MOST_WAITING + 10):
+                table.native.flush(None)
+            go_on.set()
+            _native.drain_log()
+            (said,) = [record for record in caplog.records if "were dropped" in record.getMessage()]
+            assert said.levelno == logging.WARNING
+            assert said.name == PACKAGE
+            flushes = [record for record in of_the_core(caplog) if "published" in record.getMessage()]
+            dropped = int(said.getMessage().split()[0])
+            assert len(flushes) + dropped >= MOST_WAITING + 11
+            assert dropped >= 10
+    finally:
+        go_on.set()
+        logger.removeHandler(handler)
+
+
+BEFORE = """
+import logging, os, sys, time
+from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
+
+logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(process)d %(name)s %(message)s", force=True)
+logging.getLogger("torchrec_embcache").setLevel(logging.DEBUG)
+
+def opened(name):
+    tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="16MiB", ssd_dir=sys.argv[1])
+    table = CacheTable(name=name, dim=4, tiers=tiers, initializer=initializers.Constant(1), optimizer=optimizers.SGD())
+    table.open()
+    return table
+"""
+
+
+def run(script: str, directory: Path) -> list[str]:
+    """The lines that a script in a process of its own prints; it must end well, and soon."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", BEFORE + textwrap.dedent(script), str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_end_of_a_process_logs_what_is_left_and_does_not_hang(tmp_path: Path) -> None:
+    lines = run("for number in range(50): opened(f't{number}')", tmp_path)
+    assert sum("opened an SSD tier" in line for line in lines) == 50
+
+
+def test_a_forked_child_logs_its_own_events(tmp_path: Path) -> None:
+    script = """
+    kept = opened("parent")
+    child = os.fork()
+    if child == 0:
+        opened("child")
+        _native.drain_log()
+        opened("later")  # by the thread that the child started
+        time.sleep(0.5)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    print(os.getpid(), child)
+    """
+    lines = run(script, tmp_path)
+    parent, child = next(line for line in lines if line.replace(" ", "").isdigit()).split()
+    opened_by = {line.split("table=")[1].split()[0]: line.split()[0] for line in lines if "opened an SSD tier" in line}
+    assert opened_by == {"parent": parent, "child": child, "later": child}
+
+
+def test_a_process_that_forks_while_events_come_does_not_hang(tmp_path: Path) -> None:
+    script = """
+    import threading
+    logging.getLogger().handlers[0].setLevel(logging.CRITICAL)
+    table, going = opened("parent"), True
+    def flush():
+        while going:
+            table.native.flush(None)
+    threads = [threading.Thread(target=flush) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(30):
+        child = os.fork()
+        if child == 0:
+            opened(f"child{number}")
+            _native.drain_log()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    going = False
+    for thread in threads:
+        thread.join()
+    print("done")
+    """
+    assert run(script, tmp_path)[-1] == "done"
+
+
+def test_a_failed_write_is_a_warning(tmp_path: Path) -> None:
+    """The user should act on it: from then on the table refuses steps."""
+    script = """
+    import resource, signal, torch
+    logging.getLogger("torchrec_embcache").setLevel(logging.WARNING)
+    table = opened("t")
+    ids = torch.arange(100)
+    table.import_rows(ids, torch.ones(100, 4))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    try:
+        table.flush()
+    except OSError as error:
+        print(type(error).__name__)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    """
+    (line,) = [line for line in run(script, tmp_path) if "only reads from now on" in line]
+    assert f"{tmp_path}/t/t/0-of-1/" in line
+    assert "File too large" in line
