@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use embcache::config::Reopen;
 use embcache::io::default_engine;
-use embcache::rows::{RowHeader, RowMut, RowRef};
+use embcache::rows::{RowAddress, RowHeader, RowMut, RowRef};
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache_benches::{
     Better, DIM, RECORD_BYTES, Row, Scale, Scratch, cpu_seconds, die_with_parent, forget_cached, open_tier, resident,
@@ -84,12 +84,14 @@ impl Batch {
     }
 
     /// Fetch the rows of `ranks`, a batch at most, and see that they are theirs.
+    #[allow(unsafe_code)]
     fn fetch(&mut self, tier: &SsdTier, ranks: &[u64]) {
         let places = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM));
-        let wanted = ranks
-            .iter()
-            .zip(places)
-            .map(|(rank, (header, vector))| (scattered_id(*rank), RowMut { header, vector: vector.as_mut_ptr() }));
+        let wanted = ranks.iter().zip(places).map(|(rank, (header, vector))| {
+            // SAFETY: the buffers are this bench's own, and nobody looks at them before the fetch is done.
+            let place = unsafe { RowMut::new(RowAddress { header, vector: vector.as_mut_ptr() }) };
+            (scattered_id(*rank), place)
+        });
         let missing = tier.fetch(wanted.collect()).wait().expect("rows on disk");
         assert!(missing.is_empty());
         let rows = self.headers.iter().zip(self.vectors.chunks_exact(DIM)).zip(ranks);

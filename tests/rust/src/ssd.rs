@@ -7,7 +7,7 @@ use std::sync::Arc;
 use embcache::Result;
 use embcache::config::{OptimizerKind, Reopen, SsdConfig};
 use embcache::io::IoEngine;
-use embcache::rows::{RowHeader, RowLayout, RowMut, RowRef};
+use embcache::rows::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
 use embcache::ssd::{Identity, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 
@@ -65,14 +65,20 @@ pub fn append(tier: &SsdTier, ids: &[Id], version: u32, held: &mut Versions) -> 
     Ok(())
 }
 
+/// Where a fetch writes a row that a test keeps, and looks at only when the fetch is done.
+#[allow(unsafe_code)]
+pub fn place((header, vector): &mut (RowHeader, Vec<f32>)) -> RowMut {
+    // SAFETY: both are a test's own, which does not touch them before the fetch is done; the vector has the layout's floats.
+    unsafe { RowMut::new(RowAddress { header: &raw mut *header, vector: vector.as_mut_ptr() }) }
+}
+
 /// The version of each id that the tier has, with every bit of the row checked.
 ///
 /// # Panics
 /// When a row is another than its id and version say.
 pub fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
     let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
-    let places =
-        found.iter_mut().map(|(header, vector)| RowMut { header: &raw mut *header, vector: vector.as_mut_ptr() });
+    let places = found.iter_mut().map(place);
     let missing = tier.fetch(ids.iter().copied().zip(places).collect()).wait()?;
     let versions = found.into_iter().enumerate().map(|(at, (found, floats))| {
         if missing.binary_search(&(at as u32)).is_ok() {

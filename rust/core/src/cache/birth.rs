@@ -3,7 +3,7 @@
 
 use super::table::{Shared, State};
 use crate::kernels::deal;
-use crate::rows::{RowHeader, RowMut};
+use crate::rows::{RowAddress, RowHeader};
 use crate::types::{CacheSlot, Id};
 
 impl Shared {
@@ -18,7 +18,7 @@ impl Shared {
     ///
     /// # Safety
     /// The places are valid, distinct, and used by nobody else during the call.
-    pub(crate) unsafe fn bear_at(&self, count: usize, row: impl Fn(usize) -> (Id, RowMut) + Sync, threads: usize) {
+    pub(crate) unsafe fn bear_at(&self, count: usize, row: impl Fn(usize) -> (Id, RowAddress) + Sync, threads: usize) {
         let (dim, floats) = (self.layout.dim, self.layout.vector_floats());
         let cost_before = |row: usize| (row * floats) as u64;
         deal(threads, count, cost_before, |range| {

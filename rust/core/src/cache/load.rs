@@ -26,6 +26,7 @@ impl Loading {
 }
 
 impl Shared {
+    #[allow(unsafe_code)]
     /// Read rows into host slots that are inserted, pinned and LOADING, once `batch` is submitted.
     pub(crate) fn start_load(
         &self,
@@ -35,7 +36,14 @@ impl Shared {
     ) -> Arc<Loading> {
         let ssd = self.ssd.as_ref().expect("rows are read from SSD only where there is one");
         let arena = Arc::clone(state.host.arena());
-        let wanted: Vec<(Id, RowMut)> = rows.iter().map(|&(id, slot)| (id, arena.row(slot))).collect();
+        let wanted: Vec<(Id, RowMut)> = rows
+            .iter()
+            .map(|&(id, slot)| {
+                // SAFETY: the slot is LOADING, so nobody reads or writes its row until the load is finished, and the fetch keeps the
+                // arena.
+                (id, unsafe { RowMut::new(arena.row(slot)) })
+            })
+            .collect();
         let fetch = ssd.fetch_in(wanted, arena, batch);
         let loading = Arc::new(Loading { fetch, rows, finished: Mutex::new(None) });
         state.loading.push(Arc::clone(&loading));

@@ -12,7 +12,7 @@ use super::table::{Shared, State};
 use crate::device::DeviceTier;
 use crate::error::Result;
 use crate::memory;
-use crate::rows::{RowHeader, RowMut, RowRef};
+use crate::rows::{RowAddress, RowHeader, RowMut, RowRef};
 use crate::slots::{RowState, SlotMap};
 use crate::ssd::{FetchBatch, SsdTier};
 use crate::types::{CacheSlot, Id, NO_SLOT};
@@ -248,11 +248,13 @@ impl TablePlan {
                 headers[index] = *source.header;
                 vector.copy_from_slice(source.vector);
             } else if row.state.has(RowState::PROVISIONAL) {
-                born.push((id, RowMut { header: &raw mut headers[index], vector: vector.as_mut_ptr() }));
+                let to = RowAddress { header: &raw mut headers[index], vector: vector.as_mut_ptr() };
+                // SAFETY: it is a row of the buffers above, which are not touched before it is born.
+                born.push((id, unsafe { RowMut::new(to) }));
             }
         }
         // SAFETY: the places are rows of the buffers above, which are not touched meanwhile.
-        unsafe { shared.bear_at(born.len(), |row| born[row], mode.threads) };
+        unsafe { shared.bear_at(born.len(), |row| (born[row].0, born[row].1.address()), mode.threads) };
         Ok(Staged { rows, headers, vectors })
     }
 
@@ -271,10 +273,12 @@ impl TablePlan {
         let mut targets = Vec::new();
         for (index, row) in rows.iter().enumerate().skip(from) {
             if row.state.has(RowState::ON_SSD) {
-                let target = RowMut {
+                let target = RowAddress {
                     header: &raw mut headers[index],
                     vector: vectors[index * floats..][..floats].as_mut_ptr(),
                 };
+                // SAFETY: it is a row of buffers that are not touched before the fetch below is done.
+                let target = unsafe { RowMut::new(target) };
                 wanted.push((self.unique[row.position as usize], target));
                 targets.push(index);
             } else {

@@ -3,7 +3,7 @@
 use super::table::{Shared, State, Table};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
-use crate::rows::{RowHeader, RowMut};
+use crate::rows::{RowAddress, RowHeader, RowMut};
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
@@ -175,6 +175,7 @@ impl Shared {
     }
 
     /// Read the rows at `positions` of `ids` from SSD, or give them their initial values.
+    #[allow(unsafe_code)]
     fn read_from_ssd(&self, ids: &[Id], positions: &[usize], rows: &mut FoundRows) -> Result<()> {
         let floats = self.layout.vector_floats();
         let wanted: Vec<Id> = positions.iter().map(|&position| ids[position]).collect();
@@ -187,7 +188,9 @@ impl Shared {
                 if there {
                     let header = &raw mut rows.headers[position];
                     let vector = rows.vectors[position * floats..][..floats].as_mut_ptr();
-                    requests.push((ids[position], RowMut { header, vector }));
+                    // SAFETY: the buffers are long enough and are not touched before the fetch below is done.
+                    let to = unsafe { RowMut::new(RowAddress { header, vector }) };
+                    requests.push((ids[position], to));
                     targets.push(position);
                     rows.found[position] = true;
                 }

@@ -6,7 +6,7 @@ use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use super::layout::{RowHeader, RowLayout, RowMut};
+use super::layout::{RowAddress, RowHeader, RowLayout};
 use crate::error::{Error, Kind, Result};
 use crate::mapping::{Mapping, page_bytes};
 use crate::sync::lock;
@@ -138,9 +138,9 @@ impl Arena {
     /// The address of a row. Valid while the arena lives and, for overflow slots, while they are reserved.
     #[allow(clippy::inline_always)] // The innermost loop of every kernel.
     #[inline(always)]
-    pub fn row(&self, slot: u32) -> RowMut {
+    pub fn row(&self, slot: u32) -> RowAddress {
         if slot < self.capacity {
-            RowMut {
+            RowAddress {
                 header: self.headers.wrapping_add(slot as usize),
                 vector: self.vectors.wrapping_add(slot as usize * self.stride).cast(),
             }
@@ -150,13 +150,13 @@ impl Arena {
     }
 
     #[cold]
-    fn overflow_row(&self, row: usize) -> RowMut {
+    fn overflow_row(&self, row: usize) -> RowAddress {
         let (chunk, row) = chunk_of(row);
         let start = self.chunks[chunk].load(Ordering::Acquire);
         debug_assert!(!start.is_null(), "overflow row {row} of chunk {chunk} is not reserved");
         let headers = start.wrapping_add(part_bytes(self.stride, FIRST_CHUNK_ROWS << chunk));
         #[allow(clippy::cast_ptr_alignment)] // A chunk and its parts start on cache lines.
-        RowMut {
+        RowAddress {
             header: headers.cast::<RowHeader>().wrapping_add(row),
             vector: start.wrapping_add(row * self.stride).cast(),
         }

@@ -86,19 +86,41 @@ pub struct RowRef<'a> {
     pub vector: &'a [f32],
 }
 
-/// A place to write a row to that outlives the call that names it (an arena slot or a staging row, pinned and not yet visible).
+/// The address of a row. It promises nothing: whoever reads or writes there says why that is allowed.
 #[derive(Clone, Copy, Debug)]
-pub struct RowMut {
-    /// Where the header goes.
+pub struct RowAddress {
+    /// The header.
     pub header: *mut RowHeader,
-    /// Where the vector part goes: `layout.vector_floats()` floats.
+    /// The vector part: `layout.vector_floats()` floats.
     pub vector: *mut f32,
 }
 
-// SAFETY: a RowMut is only made by the owner of the memory, who keeps it alive and untouched until the write is reported done.
+/// Permission to write a row later, from any thread: to a slot of an arena, or to a row of a staging buffer.
+#[derive(Clone, Copy, Debug)]
+pub struct RowMut(RowAddress);
+
+#[allow(unsafe_code)]
+impl RowMut {
+    /// Permission to write the row at `address`.
+    ///
+    /// # Safety
+    /// The address is that of a header and of a vector part of the layout that it is written with. Until whoever gets the permission
+    /// says that the row is written, both stay valid and nobody else reads or writes them.
+    pub unsafe fn new(address: RowAddress) -> Self {
+        Self(address)
+    }
+
+    /// Where the row goes.
+    #[inline]
+    pub fn address(self) -> RowAddress {
+        self.0
+    }
+}
+
+// SAFETY: it is two addresses, and what may be done with them does not depend on the thread: the promise of `RowMut::new` is to all.
 #[allow(unsafe_code)]
 unsafe impl Send for RowMut {}
-// SAFETY: as above; the pointer itself is plain data.
+// SAFETY: a shared RowMut gives a copy of two addresses and changes nothing.
 #[allow(unsafe_code)]
 unsafe impl Sync for RowMut {}
 

@@ -12,5 +12,5 @@ mod quantile;
 
 pub use arena::Arena;
 pub use init::{Initializer, RowBirth};
-pub use layout::{RowHeader, RowLayout, RowMut, RowRef};
+pub use layout::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
 pub use list::RowList;

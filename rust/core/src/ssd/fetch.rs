@@ -120,7 +120,9 @@ fn place(with: Placing<'_>, bytes: &[u8], segment: &Segment, number: u32, id: Id
         return Err(Error::corruption(segment.path(), at, "the record's id", id, record.id));
     }
     let layout = with.layout;
-    // SAFETY: who made the RowMut keeps `vector_floats` floats and a header alive there, touched by nobody until the fetch is done.
+    let to = to.address();
+    // SAFETY: who made the RowMut promised that a header and `vector_floats` floats are there, and that nobody else touches them until
+    // this fetch says that it is done.
     let (vector, header) =
         unsafe { (std::slice::from_raw_parts_mut(to.vector, layout.vector_floats()), &mut *to.header) };
     *header = record.unpack(layout, vector);

@@ -6,10 +6,10 @@ use std::sync::{Arc, OnceLock};
 use embcache::Kind;
 use embcache::config::{Reopen, SsdConfig};
 use embcache::io::{IoEngine, MemoryEngine};
-use embcache::rows::{RowHeader, RowMut};
+use embcache::rows::RowHeader;
 use embcache::ssd::{SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
-use embcache_tests::ssd::{DIM, Versions, append, config, header, vector};
+use embcache_tests::ssd::{DIM, Versions, append, config, header, place, vector};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use serde_json::Value;
@@ -162,9 +162,10 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
     };
     let ids: Vec<Id> = (-5..IDS + 5).chain([i64::MIN, i64::MAX]).collect();
     for &id in &ids {
-        let (mut found, mut floats) = (RowHeader::default(), vec![f32::NAN; DIM]);
-        let place = RowMut { header: &raw mut found, vector: floats.as_mut_ptr() };
-        match tier.fetch(vec![(id, place)]).wait() {
+        let mut row = (RowHeader::default(), vec![f32::NAN; DIM]);
+        let fetched = tier.fetch(vec![(id, place(&mut row))]).wait();
+        let (found, floats) = row;
+        match fetched {
             Ok(missing) if missing.is_empty() => {
                 prop_assert_eq!(found.id, id);
                 if !resealed {

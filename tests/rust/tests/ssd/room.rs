@@ -6,10 +6,10 @@ use std::sync::Arc;
 use embcache::Kind;
 use embcache::config::{OptimizerKind, Reopen};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
-use embcache::rows::{RowHeader, RowMut, RowRef};
+use embcache::rows::{RowHeader, RowRef};
 use embcache::ssd::{FetchBatch, Identity, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
-use embcache_tests::ssd::{DIM, Versions, append, check, config, fetch, header, open, vector};
+use embcache_tests::ssd::{DIM, Versions, append, check, config, fetch, header, open, place, vector};
 use embcache_tests::watched;
 
 const DIR: &str = "/embcache-room/tier";
@@ -274,8 +274,7 @@ fn whoever_waits_for_room_submits_the_reads_that_keep_files_in_the_way() {
         let mut held = Versions::new();
         append(&tier, &ids, 1, &mut held).unwrap();
         let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
-        let places =
-            found.iter_mut().map(|(header, vector)| RowMut { header: &raw mut *header, vector: vector.as_mut_ptr() });
+        let places = found.iter_mut().map(place);
         let mut batch = FetchBatch::default();
         let fetch = tier.fetch_in(ids.iter().copied().zip(places).collect(), Arc::new(()), &mut batch);
         assert!(!fetch.is_done(), "most rows are in files");
@@ -301,8 +300,7 @@ fn a_fetch_can_be_waited_for_whether_or_not_its_batch_is_submitted() {
         append(&tier, &ids, 1, &mut Versions::new()).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
         let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); 2];
-        let mut places =
-            found.iter_mut().map(|(header, vector)| RowMut { header: &raw mut *header, vector: vector.as_mut_ptr() });
+        let mut places = found.iter_mut().map(place);
         let mut batch = FetchBatch::default();
         let waited_for = tier.fetch_in(vec![(7, places.next().unwrap())], Arc::new(()), &mut batch);
         assert!(waited_for.wait().unwrap().is_empty());

@@ -154,10 +154,9 @@ fn records_larger_than_a_block_go_through() {
         }
     }
     for id in 0..rows {
-        let (mut header, mut vector) = (RowHeader::default(), vec![f32::NAN; layout.vector_floats()]);
-        let place = RowMut { header: &raw mut header, vector: vector.as_mut_ptr() };
-        assert!(tier.fetch(vec![(id, place)]).wait().unwrap().is_empty());
-        assert_eq!((header, vector), row(id));
+        let mut found = Row { header: RowHeader::default(), vector: vec![f32::NAN; layout.vector_floats()] };
+        assert!(tier.fetch(vec![(id, found.as_mut())]).wait().unwrap().is_empty());
+        assert_eq!((found.header, found.vector), row(id));
     }
 }
 

@@ -11,7 +11,7 @@ use super::{Identity, SsdTier, StateCounters};
 use crate::config::{OptimizerKind, Reopen, SsdConfig};
 use crate::error::Result;
 use crate::io::IoEngine;
-use crate::rows::{RowHeader, RowLayout, RowMut, RowRef};
+use crate::rows::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
 use crate::types::{Id, hash_id};
 
 const DIM: usize = 4;
@@ -90,8 +90,10 @@ impl Row {
         RowRef { header: &self.header, vector: &self.vector }
     }
 
+    #[allow(unsafe_code)]
     pub(super) fn as_mut(&mut self) -> RowMut {
-        RowMut { header: &raw mut self.header, vector: self.vector.as_mut_ptr() }
+        // SAFETY: tests keep the row, and look at it only when the fetch is done.
+        unsafe { RowMut::new(RowAddress { header: &raw mut self.header, vector: self.vector.as_mut_ptr() }) }
     }
 }
 
