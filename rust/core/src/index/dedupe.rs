@@ -7,45 +7,46 @@ use super::hash::IdHash;
 use crate::prefetch::prefetch;
 use crate::types::Id;
 
-/// A batch's ids without repetition.
+/// The distinct ids of a batch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Deduped {
-    /// Distinct ids in the order of their first occurrence: `[U]`.
+    /// The distinct ids, in the order of their first occurrence: `[U]`.
     pub unique: Vec<Id>,
-    /// For each occurrence the position of its id in `unique`: `[N]`.
+    /// For each occurrence, the index of its id in `unique`: `[N]`.
     pub inverse: Vec<u32>,
 }
 
-/// Distinct ids and inverse of `ids`: `[N]`, N below 2³⁰. [`Deduper`] keeps its memory for the next batch.
+/// The distinct ids and the inverse of `ids`: `[N]` with N below 2³⁰. A [`Deduper`] does the same and keeps its memory for the next
+/// batch.
 pub fn dedupe(ids: &[Id]) -> Deduped {
     let mut deduped = Deduped::default();
     Deduper::default().dedupe(ids, &mut deduped);
     deduped
 }
 
-/// How many ids ahead the table is asked for.
+/// The table position of an id is prefetched this many ids before its turn.
 const AHEAD: usize = 32;
-/// Ids after which the share of new ones decides anew how the next are looked up.
+/// After this many ids, the share of new ones among them decides how the next ones are looked up.
 const STRETCH: usize = 2048;
-/// Table positions for each id of a batch, before rounding up to a power of two.
+/// The number of table positions for each id of a batch, before that is rounded up to a power of two.
 const ROOM: usize = 2;
 const LEAST_BITS: u32 = 6;
-/// Batches of at most this many ids.
+/// A batch must have fewer ids than this.
 const MOST: usize = 1 << 30;
 
-/// Positions past their homes that a batch's ids may be looked for at, for each id so far and at first, before another hash is tried. Of
-/// ids that are no matter of choice it is one or two an id.
+/// The steps past their home positions that the ids of a batch may take before another hash is tried: so many for each id done, and
+/// so many besides. Ids that nobody chose against the hash take one or two steps each.
 const STEPS_AN_ID: usize = 8;
 const STEPS_AT_FIRST: usize = 1 << 14;
-/// Hashes that are tried; the last one has to do.
+/// The number of hashes that are tried. The last one is used to the end.
 const HASHES: usize = 4;
 
-/// Dedupes batch after batch in the same memory.
+/// Dedupes one batch after another in the same memory.
 ///
-/// One pass of a hash table with linear probing, 2 to 4 positions an id of the batch. A position holds `base` plus the place of its
-/// id in `unique`; `base` moves past every number in use after each batch, so that what is left of earlier ones reads as empty and
-/// nothing is cleared. The hash is random, and where ids meet in few places all the same the pass begins again with another: so no
-/// batch takes a time that grows with the square of its ids. The result is the same with every hash.
+/// The ids go once through a hash table with linear probing, which has 2 to 4 positions for each id of the batch. A position holds
+/// `base` plus the index of its id in `unique`. After each batch `base` moves past every number in use, so that what earlier
+/// batches left reads as empty and nothing need be cleared. The hash is random. When many ids collide all the same, the pass begins
+/// again with another hash, so the time for a batch never grows with the square of its ids. The result is the same with every hash.
 #[derive(Debug, Default)]
 pub struct Deduper {
     table: Vec<u32>,
@@ -54,10 +55,10 @@ pub struct Deduper {
 }
 
 impl Deduper {
-    /// Replaces the contents of `deduped` by the distinct ids and the inverse of `ids`: `[N]`.
+    /// Replace the contents of `deduped` by the distinct ids and the inverse of `ids`, which is `[N]`.
     ///
     /// # Panics
-    /// With 2³⁰ ids or more.
+    /// Panics with 2³⁰ ids or more.
     pub fn dedupe(&mut self, ids: &[Id], deduped: &mut Deduped) {
         assert!(ids.len() < MOST, "a batch of {} ids is too large", ids.len());
         for tried in 1..=HASHES {
@@ -68,7 +69,8 @@ impl Deduper {
         }
     }
 
-    /// One pass over `ids`; whether it came to its end, which it does in any case where it `must`.
+    /// Go once through `ids`. The result is `false` where the pass was given up because too many ids collide. With `must` it goes
+    /// on to the end.
     fn pass(&mut self, ids: &[Id], deduped: &mut Deduped, must: bool) -> bool {
         let bits = ((ids.len() * ROOM).max(1).next_power_of_two().trailing_zeros()).max(LEAST_BITS);
         if self.table.len() < 1 << bits {
@@ -82,7 +84,7 @@ impl Deduper {
         let Deduped { unique, inverse } = deduped;
         unique.clear();
         inverse.clear();
-        // One place more than there can be unique ids: the pass writes behind the last.
+        // The pass always writes one id behind the last, so there must be room for one more than there can be distinct ids.
         unique.reserve(ids.len() + 1);
         inverse.reserve(ids.len());
         let mut pass = Pass {
@@ -99,8 +101,8 @@ impl Deduper {
         let mut mostly_new = false;
         for begin in (0..ids.len()).step_by(STRETCH) {
             let (end, before) = ((begin + STRETCH).min(ids.len()), pass.found as usize);
-            // SAFETY: the stretches cover `ids` once, in order; the rooms were reserved above; the table is zeros or what
-            // earlier passes left, all below `base`.
+            // SAFETY: the stretches cover `ids` once, in order. `unique` and `inverse` have reserved room. The table contains zeros
+            // or what earlier passes left, and all of that is below `base`.
             unsafe {
                 if mostly_new {
                     pass.stretch::<true>(begin, end);
@@ -115,7 +117,7 @@ impl Deduper {
             }
         }
         let found = pass.found;
-        // SAFETY: the pass wrote the first `found` ids and an inverse for each id.
+        // SAFETY: the pass wrote `found` ids to `unique` and an index for each of `ids` to `inverse`.
         unsafe {
             unique.set_len(found as usize);
             inverse.set_len(ids.len());
@@ -125,7 +127,7 @@ impl Deduper {
     }
 }
 
-/// A batch under way.
+/// A pass over one batch.
 struct Pass<'a> {
     ids: &'a [Id],
     bits: u32,
@@ -135,17 +137,18 @@ struct Pass<'a> {
     unique: *mut Id,
     inverse: *mut u32,
     found: u32,
-    /// Positions past their homes that ids were looked for at.
+    /// The number of steps that ids took past their home positions.
     steps: usize,
 }
 
 impl Pass<'_> {
-    /// The ids `begin..end`. Whether an id was seen before is a toss-up in most batches, so that it is decided without a branch;
-    /// with `MOSTLY_NEW` it is a branch, which costs less where it goes one way.
+    /// Do the ids `begin..end`. In most batches it cannot be foreseen whether an id is new, so this is decided without a branch.
+    /// With `MOSTLY_NEW` there is a branch, which is quicker where it nearly always goes one way.
     ///
     /// # Safety
-    /// All ids before `begin` are done and those from `begin` on are not. `unique` has room for one id more than `ids`, `inverse`
-    /// for as many. The table has 2^`bits` positions, and those that hold `base` or more hold places below `found`.
+    /// All ids before `begin` are done, and those from `begin` on are not. `unique` has room for one id more than `ids` has, and
+    /// `inverse` for as many. The table has 2^`bits` positions, and those with `base` or more hold `base` plus an index below
+    /// `found`.
     unsafe fn stretch<const MOSTLY_NEW: bool>(&mut self, begin: usize, end: usize) {
         let (ids, bits, base, hash) = (self.ids, self.bits, self.base, self.hash);
         let mask = (1 << bits) - 1;
@@ -154,8 +157,8 @@ impl Pass<'_> {
             prefetch(self.table, position(hash, ids[(done + AHEAD).min(ids.len() - 1)], bits));
             let id = ids[done];
             let mut at = position(hash, id, bits);
-            // SAFETY: `at` has `bits` bits, and the table 2^bits positions. `found` is at most `done`, so that `unique[found]` is
-            // within its room; it is written before it is read, as are the places below it, and no other is read.
+            // SAFETY: `at` has `bits` bits, and the table has 2^bits positions. `found` is at most `done`, so `unique[found]` is
+            // within its room. It and all entries below it were written before they are read, and no other is read.
             unsafe {
                 self.unique.add(found as usize).write(id);
                 let index = loop {
@@ -166,7 +169,7 @@ impl Pass<'_> {
                         found += 1;
                         break found - 1;
                     }
-                    // An empty position takes the place just written, which compares equal.
+                    // For an empty position this takes the index of the id that was just written, which compares equal.
                     let index = select_unpredictable(empty, found, held.wrapping_sub(base));
                     if self.unique.add(index as usize).read() == id {
                         *self.table.get_unchecked_mut(at) = base + index;
@@ -184,7 +187,7 @@ impl Pass<'_> {
     }
 }
 
-/// The home of an id in a table of 2^`bits` positions.
+/// The home position of an id in a table of 2^`bits` positions.
 #[inline]
 fn position(hash: IdHash, id: Id, bits: u32) -> usize {
     (hash.once(id) >> (64 - bits)) as usize
@@ -199,12 +202,12 @@ mod tests {
     use super::*;
 
     fn model(ids: &[Id]) -> Deduped {
-        let mut places = HashMap::new();
+        let mut indexes = HashMap::new();
         let mut unique = Vec::new();
         let inverse = ids
             .iter()
             .map(|&id| {
-                *places.entry(id).or_insert_with(|| {
+                *indexes.entry(id).or_insert_with(|| {
                     unique.push(id);
                     unique.len() as u32 - 1
                 })
@@ -248,7 +251,8 @@ mod tests {
         assert_eq!(deduped, model(&ids));
     }
 
-    /// Ids whose home is position 0 under `hash` in a table of any size: of small multiples of the multiplier's inverse.
+    /// Ids whose home is position 0 under `hash` in a table of any size. They are made of small multiples of the multiplier's
+    /// inverse.
     fn chosen_against(hash: IdHash, count: u64) -> Vec<Id> {
         let inverse = (0..6).fold(1_u64, |x, _| x.wrapping_mul(2_u64.wrapping_sub(hash.multiplier().wrapping_mul(x))));
         let chosen = |k: u64| {
@@ -288,7 +292,7 @@ mod tests {
         let mut deduped = Deduped::default();
         for stride in fibonacci.chain(powers).chain([3, 7, 60, 3600, 86_400, 4093, 65_537]) {
             let ids: Vec<Id> = (0..20_000_u64).map(|n| n.wrapping_mul(stride) as Id).collect();
-            // A multiplier may be in step with a stride by chance; not one after the other.
+            // A multiplier may be in step with a stride by chance, but not three random ones one after the other.
             let mut deduper = Deduper::default();
             let ended = (1..HASHES).any(|_| {
                 deduper.hash = IdHash::random();

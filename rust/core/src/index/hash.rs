@@ -1,25 +1,26 @@
-//! The hash of ids in tables that live in memory only.
+//! The hash of ids for tables in memory.
 //!
-//! Whoever chooses ids must not be able to choose ids that meet in one place, which would make each look-up walk past all others. So
-//! the multiplier is random, by table, and the operating system gives it. Nothing that is written to disk, and no order of results,
-//! may hang on this hash; what is on disk uses [`crate::types::hash_id`].
+//! Nobody may be able to choose ids that collide, because each look-up would then walk past all the others. So the multiplier of
+//! the hash is random for each table, and comes from the operating system. Nothing that is written to disk, and no order of
+//! results, may depend on this hash. What lies on disk uses [`crate::types::hash_id`].
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 use crate::types::Id;
 
-/// Two multiplications, with the upper half of the first product folded into its lower one between: no stride of ids is in step with
-/// the multiplier, as it can be by chance with one multiplication alone ([`IdHash::once`]).
+/// A hash by two multiplications. The second is Fibonacci hashing (Knuth, The Art of Computer Programming, volume 3, section 6.4).
+/// Between them the upper half of the first product is folded into its lower half. So no stride of ids is in step with the random
+/// multiplier, as can happen by chance with one multiplication alone ([`IdHash::once`]).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IdHash(u64);
 
 impl IdHash {
-    /// A hash that nobody can foresee.
+    /// A hash with a random multiplier that nobody can foresee.
     pub(crate) fn random() -> Self {
         Self::new(RandomState::new().hash_one(0_u64))
     }
 
-    /// The hash of a seed.
+    /// A hash whose multiplier is `seed`, made odd.
     pub(crate) fn new(seed: u64) -> Self {
         Self(seed | 1)
     }
@@ -29,14 +30,15 @@ impl IdHash {
         self.0
     }
 
-    /// A hash by one multiplication, whose upper bits are the good ones: for tables that can take another hash where ids meet.
+    /// A hash by one multiplication, which is quicker and weaker. Its upper bits are the well mixed ones. It serves tables that can
+    /// change to another hash where ids collide.
     #[inline]
     pub(crate) fn once(self, id: Id) -> u64 {
         let id = id as u64;
         (id ^ (id >> 32)).wrapping_mul(self.0)
     }
 
-    /// The hash of an id; its upper bits are the good ones.
+    /// The hash of an id. Its upper bits are the well mixed ones.
     #[inline]
     pub(crate) fn of(self, id: Id) -> u64 {
         let product = (id as u64).wrapping_mul(self.0);
@@ -58,7 +60,7 @@ impl BuildHasher for IdHash {
     }
 }
 
-/// Hashes one id for the maps of the standard library, which look at the lower bits first.
+/// The hash of one id for the maps of the standard library. They use the lower bits first, so the halves are swapped.
 pub(crate) struct OneId {
     hash: IdHash,
     found: u64,

@@ -11,11 +11,12 @@ use crate::mapping::Mapping;
 use crate::memory;
 use crate::sync::lock;
 
-/// Alignment of direct I/O: offsets, lengths and memory.
+/// The alignment of direct I/O in bytes. It holds for offsets, lengths and memory addresses.
 pub const ALIGNMENT: usize = 4096;
 
-/// Buffers from this size on are memory of their own from the system. Aligned blocks that come and go in the allocator's heap leave
-/// holes that the next does not fit, as the heap asks for more than the block to align it: the heap grows to a multiple of them.
+/// Buffers of this many bytes or more are mapped from the system one by one. The allocator's heap would ask for more than the block
+/// to align it; aligned blocks that come and go leave holes that the next one does not fit, and the heap grows to several times
+/// their size.
 const MAPPED_FROM_BYTES: usize = 1 << 20;
 
 /// A byte buffer that starts at a multiple of [`ALIGNMENT`].
@@ -23,13 +24,13 @@ const MAPPED_FROM_BYTES: usize = 1 << 20;
 pub struct AlignedBuf {
     start: NonNull<u8>,
     len: usize,
-    /// The memory, where it is not the allocator's.
+    /// The memory, where it comes from the system. `None` where it is the allocator's.
     mapping: Option<Mapping>,
 }
 
 impl AlignedBuf {
-    /// `len` zero bytes; where the system refuses, without the reserve ([`memory`]), which then ends the process only where nothing is
-    /// left of that either.
+    /// `len` zero bytes. Where the system refuses the memory, this is tried again without the [`memory`] reserve, and the process
+    /// ends only when that fails too.
     pub fn zeroed(len: usize) -> Self {
         memory::or_from_reserve(|| Self::try_zeroed(len)).unwrap_or_else(|_| handle_alloc_error(Self::layout(len)))
     }
@@ -40,14 +41,14 @@ impl AlignedBuf {
         let mapping = if len < MAPPED_FROM_BYTES { None } else { Some(Mapping::new(len).map_err(|_| refused())?) };
         let start = match &mapping {
             Some(mapping) => mapping.start(),
-            // SAFETY: the layout's size is at least ALIGNMENT, so never zero.
+            // SAFETY: the size of the layout is at least ALIGNMENT, so it is not zero.
             None => unsafe { alloc_zeroed(Self::layout(len)) },
         };
         NonNull::new(start).map(|start| Self { start, len, mapping }).ok_or_else(refused)
     }
 
-    /// `len` zero bytes in huge pages where the system has them, so that long stretches are in one piece for devices, too. `Kind::Memory`
-    /// where the system refuses.
+    /// `len` zero bytes, in huge pages where the system has them, so that long stretches are physically contiguous for devices.
+    /// `Kind::Memory` where the system refuses.
     pub fn try_contiguous(len: usize) -> Result<Self> {
         let refused = || memory::refused("make a buffer", len);
         let mapping = Mapping::huge(len).map_err(|_| refused())?;
@@ -55,7 +56,7 @@ impl AlignedBuf {
         Ok(Self { start, len, mapping: Some(mapping) })
     }
 
-    /// The first byte, without borrowing the bytes: the kernel may be writing to some of them.
+    /// The first byte. This does not borrow the bytes, because the kernel may be writing to some of them.
     pub(super) fn start_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -69,7 +70,7 @@ impl AlignedBuf {
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
         if self.mapping.is_none() {
-            // SAFETY: allocated in `try_zeroed` with this very layout.
+            // SAFETY: without a mapping, the memory was allocated in `try_zeroed` with this layout.
             unsafe { dealloc(self.start.as_ptr(), Self::layout(self.len)) }
         }
     }
@@ -78,24 +79,24 @@ impl Drop for AlignedBuf {
 impl Deref for AlignedBuf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: `start` points to `len` initialised bytes that live as long as self.
+        // SAFETY: `start` points to `len` initialised bytes, which live as long as self, and the borrow of self forbids writes.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for AlignedBuf {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in deref, and self is borrowed exclusively.
+        // SAFETY: `start` points to `len` initialised bytes, which live as long as self, and self is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
 
-// SAFETY: the buffer owns its memory.
+// SAFETY: the buffer owns its memory, which is bound to no thread.
 unsafe impl Send for AlignedBuf {}
-// SAFETY: shared access only reads.
+// SAFETY: a shared buffer is only read.
 unsafe impl Sync for AlignedBuf {}
 
-/// Buffers of one size that are used again instead of being mapped and zeroed each time.
+/// A pool of buffers of one size, which are used again instead of being mapped and zeroed each time.
 #[derive(Debug)]
 pub struct BufPool {
     buf_len: usize,
@@ -103,16 +104,17 @@ pub struct BufPool {
     free: Mutex<Vec<AlignedBuf>>,
 }
 
-/// A buffer of a [`BufPool`], with whatever its last user left in it. Dropping it gives it back.
+/// A buffer of a [`BufPool`]. It contains what its last user left in it. Dropping it gives it back to the pool.
 #[derive(Debug)]
 pub struct PooledBuf {
-    /// `Some` until it is dropped.
+    /// `None` only while it is dropped.
     buf: Option<AlignedBuf>,
     pool: Arc<BufPool>,
 }
 
 impl BufPool {
-    /// Buffers of `buf_len` bytes, made as they are needed; at most `kept` stay when they are not in use.
+    /// A pool of buffers of `buf_len` bytes, which are made when they are needed. At most `kept` of them stay while nobody uses
+    /// them.
     pub fn new(buf_len: usize, kept: usize) -> Self {
         Self { buf_len, kept, free: Mutex::default() }
     }
@@ -122,13 +124,13 @@ impl BufPool {
         self.buf_len
     }
 
-    /// A buffer. Never waits. `Kind::Memory` where the system refuses a new one, the reserve ([`memory`]) included.
+    /// A buffer. This never waits. `Kind::Memory` where the system refuses a new one even without the [`memory`] reserve.
     pub fn take(self: &Arc<Self>) -> Result<PooledBuf> {
         memory::or_from_reserve(|| self.take_at_least(self.buf_len))
     }
 
-    /// A buffer of the pool if `len` bytes fit one, else one of that size that the pool will not keep. `Kind::Memory` where the
-    /// system refuses a new one.
+    /// A buffer of the pool if that holds `len` bytes, else one of `len` bytes that the pool will not keep. `Kind::Memory` where
+    /// the system refuses a new one.
     pub fn take_at_least(self: &Arc<Self>, len: usize) -> Result<PooledBuf> {
         let free = if len <= self.buf_len { lock(&self.free).pop() } else { None };
         let buf = match free {

@@ -1,5 +1,5 @@
-//! A directory that was checked, and nothing but it: whoever exchanges a component of its path for a link meanwhile, or of a path
-//! below it, changes nothing that is read or written.
+//! File I/O confined to one directory that was checked. Nobody who replaces a component of a path at or below it by a symbolic link
+//! changes what is read or written.
 
 use std::any::Any;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -12,8 +12,9 @@ use rustix::io::Errno;
 use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink};
 use crate::error::{Error, Kind, Result};
 
-/// An engine that holds one directory by its descriptor: an operation on a path below walks from there, one `openat` without
-/// following links a component, and is done by the engine within through `/proc/self/fd`. Other paths are that engine's own.
+/// An engine that holds one directory open. For an operation on a path below, it walks there from the directory's descriptor, one
+/// component at a time without following links. The inner engine then does the operation through `/proc/self/fd`. Other paths go to
+/// the inner engine unchanged.
 #[derive(Debug)]
 pub struct BeneathEngine {
     inner: Arc<dyn IoEngine>,
@@ -21,7 +22,7 @@ pub struct BeneathEngine {
     directory: OwnedFd,
 }
 
-/// A directory below, open for as long as an operation takes, and what it is called meanwhile.
+/// A directory at or below the root, open for the length of one operation, with the path that names its descriptor.
 struct Held<'a> {
     _directory: Option<OwnedFd>,
     alias: PathBuf,
@@ -29,7 +30,7 @@ struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// An error with the name that the user knows.
+    /// Replace the descriptor's path in an error by the path that the user knows.
     fn named(&self, error: Error) -> Error {
         error.renamed(&self.alias, self.real)
     }
@@ -40,8 +41,8 @@ fn alias(directory: &OwnedFd) -> PathBuf {
 }
 
 impl BeneathEngine {
-    /// An engine for what lies in `root`, which is open as `directory`, as [`crate::paths::open_to_save`] gives it. Where `/proc` is not
-    /// mounted this is `inner` itself.
+    /// An engine for what lies in `root`, which is open as `directory`, as [`crate::paths::open_to_save`] returns it. Where `/proc`
+    /// is not mounted the result is `inner` itself.
     pub fn engine(inner: Arc<dyn IoEngine>, root: &Path, directory: OwnedFd) -> Arc<dyn IoEngine> {
         let same = |found: rustix::fs::Stat, open: rustix::fs::Stat| {
             (found.st_dev, found.st_ino) == (open.st_dev, open.st_ino)
@@ -52,7 +53,7 @@ impl BeneathEngine {
         }
     }
 
-    /// Open the directory `path`, the root or below.
+    /// Open the directory `path`, which is the root or lies below it.
     fn directory<'a>(&self, path: &'a Path) -> Result<Held<'a>> {
         let Ok(below) = path.strip_prefix(&self.root) else {
             return Ok(Held { _directory: None, alias: path.to_owned(), real: path });
@@ -68,7 +69,7 @@ impl BeneathEngine {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
             held = Some(rustix::fs::openat(from, name, flags, Mode::empty()).map_err(|errno| {
                 match errno {
-                    // What a link or a file in a directory's place gives, by whatever kernel.
+                    // Kernels differ in the error for a symbolic link or a file in a directory's place.
                     Errno::NOTDIR | Errno::LOOP | Errno::MLINK => Error::new(
                         Kind::Path,
                         format!(
@@ -85,7 +86,7 @@ impl BeneathEngine {
         Ok(Held { _directory: held, alias, real: path })
     }
 
-    /// Do something to `path`, below the root by a name that leads nowhere else.
+    /// Do something to `path` by a name that nobody can redirect.
     fn at<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
         let parent = path.parent().unwrap_or(path);
         let held = self.directory(parent)?;
@@ -93,14 +94,14 @@ impl BeneathEngine {
         work(&held.alias.join(name)).map_err(|error| held.named(error))
     }
 
-    /// Do something to the directory `path`.
+    /// Do something to the directory `path` by a name that nobody can redirect.
     fn within<T>(&self, path: &Path, work: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
         let held = self.directory(path)?;
         work(&held.alias).map_err(|error| held.named(error))
     }
 }
 
-/// An open file under the name that the user knows.
+/// An open file that reports the path that the user knows.
 #[derive(Debug)]
 struct BeneathFile {
     inner: Arc<dyn IoFile>,
@@ -139,7 +140,7 @@ impl IoFile for BeneathFile {
         self.inner.links().map_err(|error| self.named(error))
     }
     fn as_any(&self) -> &dyn Any {
-        // The engine within knows its own files.
+        // The inner engine recognises its own files by this.
         self.inner.as_any()
     }
 }
@@ -156,7 +157,7 @@ impl IoEngine for BeneathEngine {
 
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
         self.inner.read_batch(reads, &mut |position, result| {
-            // The file's own name says which alias it was opened by: the error has that one.
+            // The error names the file by its descriptor's path. The file itself knows the user's.
             sink(
                 position,
                 result.map_err(|error| match error.path().map(Path::to_owned) {
@@ -174,7 +175,7 @@ impl IoEngine for BeneathEngine {
             here.push(component);
             self.at(&here, |alias| self.inner.create_dir_all(alias))?;
         }
-        // What was there may be a link.
+        // What was already there may be a symbolic link, which this refuses.
         self.directory(path).map(drop)
     }
 
@@ -185,7 +186,7 @@ impl IoEngine for BeneathEngine {
 
     fn exists(&self, path: &Path) -> Result<bool> {
         match self.at(path, |alias| self.inner.exists(alias)) {
-            // A directory above it is not there.
+            // A directory above the path is missing.
             Err(error) if error.errno() == Some(libc::ENOENT) => Ok(false),
             found => found,
         }

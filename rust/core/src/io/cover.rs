@@ -1,47 +1,47 @@
-//! The whole sectors that a read of any alignment needs, and how far they have been read.
+//! The whole sectors that a read of any alignment needs, and how many of their bytes have been read.
 
-/// One read, widened to the alignment of its file.
+/// A read that is widened to whole sectors of its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cover {
-    /// First byte of the first sector.
+    /// Byte in the file at which the first sector starts.
     pub(super) start: u64,
     /// Bytes of all the sectors.
     pub(super) span: usize,
-    /// Bytes before the first one wanted.
+    /// Bytes of the first sector before the first wanted byte.
     pub(super) skip: usize,
-    /// Bytes wanted.
+    /// Bytes that are wanted.
     pub(super) len: usize,
-    /// Bytes read so far, whole sectors.
+    /// Bytes read so far, in whole sectors.
     pub(super) got: usize,
     align: usize,
 }
 
-/// What to do after a completion.
+/// What to do after the system has read a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Every byte wanted is there.
+    /// Every wanted byte was read.
     Done,
-    /// Read on at `start + got`.
+    /// Read on at byte `start + got`.
     More,
-    /// The file ends before the last byte wanted, at this offset or a little behind it.
+    /// The file ends before the last wanted byte.
     Short,
 }
 
 impl Cover {
-    /// The sectors of `align` bytes (1 for buffered I/O) around `len` bytes at `offset`.
+    /// The sectors of `align` bytes around `len` bytes at byte `offset`. Buffered I/O has an `align` of 1.
     pub(super) fn new(offset: u64, len: usize, align: usize) -> Self {
         let skip = (offset % align as u64) as usize;
         Self { start: offset - skip as u64, span: (skip + len).next_multiple_of(align), skip, len, got: 0, align }
     }
 
-    /// Take note of `count` bytes that a read at `start + got` gave.
+    /// Record that a read at byte `start + got` returned `count` bytes.
     pub(super) fn advance(&mut self, count: usize) -> Step {
         let before = self.got;
         let reached = before + count;
         if reached >= self.skip + self.len {
             return Step::Done;
         }
-        // A direct read has to start at a sector: what was read of a part of one is read again.
+        // A direct read must start at a sector. A sector of which only a part was read is read again.
         self.got = reached - reached % self.align;
         if self.got > before { Step::More } else { Step::Short }
     }

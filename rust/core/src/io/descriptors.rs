@@ -1,5 +1,5 @@
-//! Room among a process's open files. Segments keep theirs open, and so many that none were left would take the way out as well: rows
-//! are saved elsewhere through files too.
+//! Keeps some of the process's open files free. Every segment keeps a file open. If segments took the last descriptors, nothing
+//! could be saved elsewhere, because that needs files too.
 #![allow(unsafe_code)]
 
 use std::path::Path;
@@ -8,13 +8,13 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, Result};
 
-/// Files that segments leave to everything else. A save of any tables needs some twenty at a time.
+/// Descriptors that segments leave free for everything else. A save of any number of tables needs some twenty at a time.
 const RESERVE: u64 = 64;
 
-/// `Storage` (`EMFILE`) where another file that stays open, in `dir`, would be one of the last that this process may open.
+/// `Kind::Storage` (`EMFILE`) when one more file in `dir` that stays open would take one of the last descriptors of this process.
 pub(crate) fn check_reserve(dir: &Path) -> Result<()> {
     let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
-    // The system gives out low numbers first: while the middle one is free, half of all are, about.
+    // The system gives out the lowest free number. While the middle number is free, about half of all are.
     if limit > 4 * RESERVE && !is_open(limit / 2) {
         return Ok(());
     }
@@ -22,7 +22,7 @@ pub(crate) fn check_reserve(dir: &Path) -> Result<()> {
     let open = match std::fs::read_dir("/proc/self/fd") {
         Ok(entries) => entries.count() as u64,
         Err(error) if error.raw_os_error() == Some(libc::EMFILE) => limit,
-        // Without /proc nothing is known: the limit itself is met where a file is opened.
+        // Without /proc the number of open files is unknown. The limit then shows where a file is opened.
         Err(_) => return Ok(()),
     };
     if open + reserve <= limit {
@@ -34,6 +34,6 @@ pub(crate) fn check_reserve(dir: &Path) -> Result<()> {
 }
 
 fn is_open(number: u64) -> bool {
-    // SAFETY: of a number that is no open descriptor the call says so (`EBADF`); it changes nothing.
+    // SAFETY: F_GETFD changes nothing, and fails with EBADF for a number that is no open descriptor.
     libc::c_int::try_from(number).is_ok_and(|number| unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0)
 }

@@ -1,4 +1,5 @@
-//! Faults made at will, over any engine: errors, torn writes, flipped bits, a stop of the world, operations that hang.
+//! An engine that injects faults into another one: errors, torn writes, flipped bits, a stop of everything, and operations that
+//! hang.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,8 +9,8 @@ use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, short_file};
 use crate::error::{Error, Result};
 use crate::sync::lock;
 
-/// What an engine is asked to do. All but `Read`, `Look`, `Open` and `List` are *changes*: they are counted, logged, and a stop can hit any
-/// of them.
+/// The kinds of operation of an engine. All but `Read`, `Look`, `Open` and `List` are *changes*: they are counted and logged, and a
+/// stop can hit any of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// Make a file.
@@ -26,17 +27,17 @@ pub enum Operation {
     Link,
     /// Remove a file.
     RemoveFile,
-    /// Remove a directory and all in it.
+    /// Remove a directory and everything in it.
     RemoveDir,
     /// Make directories.
     CreateDir,
     /// Sync a directory.
     SyncDir,
-    /// One read, of a batch or not.
+    /// One read, in a batch or alone.
     Read,
     /// Ask whether a path exists.
     Look,
-    /// Open a file that exists.
+    /// Open an existing file.
     Open,
     /// Ask for the entries of a directory.
     List,
@@ -48,28 +49,28 @@ impl Operation {
     }
 }
 
-/// What happens instead of an operation.
+/// What happens in place of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// It fails with this `errno` and does nothing.
+    /// The operation does nothing and fails with this `errno`.
     Fail(i32),
-    /// A write does its first half, in whole units of the alignment, and fails with this `errno`; a read finds the file too short.
-    /// Any other operation fails with `errno`.
+    /// A write does its first half, rounded down to the alignment, and fails with this `errno`. A read fails as if the file were
+    /// too short. Any other operation does nothing and fails with `errno`.
     Tear(i32),
-    /// A read gives, and a write writes, bytes of which one bit is flipped, and says nothing. Any other operation is done.
+    /// A read returns, or a write writes, bytes with one bit flipped, and succeeds. Any other operation is done as asked.
     Flip,
-    /// It does nothing, and this and everything later fails: the machine has lost power.
+    /// The operation does nothing, and it and everything later fails, as if the machine had lost power.
     Stop,
 }
 
 #[derive(Debug)]
 struct Rule {
-    /// `None` for every change.
+    /// The operation that the rule applies to; `None` for every change.
     operation: Option<Operation>,
-    /// Operations that still pass.
+    /// The number of operations that still pass.
     skip: u64,
     fault: Fault,
-    /// It stays until it is cleared.
+    /// Whether the rule stays until [`FaultEngine::clear`].
     repeats: bool,
 }
 
@@ -80,25 +81,25 @@ impl Rule {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct FaultState {
     rules: Vec<Rule>,
     log: Vec<(Operation, PathBuf)>,
     stopped: bool,
     held: Option<Operation>,
-    /// Operations that still pass, of the kind of which the next one panics.
+    /// The kind of operation that is to panic, and how many of that kind still pass before.
     panic: Option<(Operation, u64)>,
-    /// Operations that wait to be let go.
+    /// The number of operations that hang.
     waiting: usize,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
+struct Faults {
+    state: Mutex<FaultState>,
     changed: Condvar,
 }
 
-impl Shared {
-    /// The fault that hits this operation now, if any.
+impl Faults {
+    /// The fault that hits this operation now, if any. This waits while operations of the kind are held.
     fn hit(&self, operation: Operation, path: &Path) -> Option<Fault> {
         let mut state = lock(&self.state);
         while state.held == Some(operation) && !state.stopped {
@@ -141,7 +142,7 @@ impl Shared {
         hit
     }
 
-    /// The error of an operation that a fault hits and that cannot be torn or flipped.
+    /// The error of an operation that cannot be torn or flipped, where a fault hits it.
     fn check(&self, operation: Operation, what: &str, path: &Path) -> Result<()> {
         match self.hit(operation, path) {
             None | Some(Fault::Flip) => Ok(()),
@@ -170,11 +171,11 @@ fn flip(data: &mut [u8]) {
     }
 }
 
-/// An engine over another one, with faults. Clones share the faults and the count.
+/// An engine over another one that injects faults. Clones share the faults and the log.
 #[derive(Clone)]
 pub struct FaultEngine {
     inner: Arc<dyn IoEngine>,
-    shared: Arc<Shared>,
+    faults: Arc<Faults>,
 }
 
 impl fmt::Debug for FaultEngine {
@@ -184,34 +185,34 @@ impl fmt::Debug for FaultEngine {
 }
 
 impl FaultEngine {
-    /// No faults yet.
+    /// An engine without faults as yet.
     pub fn new(inner: Arc<dyn IoEngine>) -> Self {
-        Self { inner, shared: Arc::default() }
+        Self { inner, faults: Arc::default() }
     }
 
-    /// How many changes were asked for so far, failed ones included.
+    /// The number of changes asked for so far, failed ones included.
     pub fn changes(&self) -> u64 {
-        lock(&self.shared.state).log.len() as u64
+        lock(&self.faults.state).log.len() as u64
     }
 
-    /// The changes asked for so far, in order, each with the path it was about (a rename's source).
+    /// The changes asked for so far, in their order, each with its path. For a rename that is the source.
     pub fn log(&self) -> Vec<(Operation, PathBuf)> {
-        lock(&self.shared.state).log.clone()
+        lock(&self.faults.state).log.clone()
     }
 
-    /// Let `passing` more changes of any kind pass and hit the next one, once.
+    /// Let `passing` more changes of any kind pass, and hit the next one, once.
     pub fn hit_change(&self, passing: u64, fault: Fault) {
         self.rule(None, passing, fault, false);
     }
 
-    /// Let `passing` more operations of one kind pass and hit the next one, once.
+    /// Let `passing` more operations of one kind pass, and hit the next one, once.
     pub fn hit_once(&self, operation: Operation, passing: u64, fault: Fault) {
         self.rule(Some(operation), passing, fault, false);
     }
 
-    /// Whether a fault that hits once, or one that is to stay, has not been cleared and may still hit.
+    /// Whether a fault is set that was neither used up nor cleared.
     pub fn will_hit(&self) -> bool {
-        !lock(&self.shared.state).rules.is_empty()
+        !lock(&self.faults.state).rules.is_empty()
     }
 
     /// Hit every operation of a kind until [`FaultEngine::clear`].
@@ -219,59 +220,59 @@ impl FaultEngine {
         self.rule(Some(operation), 0, fault, true);
     }
 
-    /// Let `passing` more operations of one kind pass and panic in the next one, once.
+    /// Let `passing` more operations of one kind pass, and panic in the next one, once.
     pub fn panic_at(&self, operation: Operation, passing: u64) {
-        lock(&self.shared.state).panic = Some((operation, passing));
+        lock(&self.faults.state).panic = Some((operation, passing));
     }
 
-    /// Whether that panic is still to come.
+    /// Whether a panic is set that has not come yet.
     pub fn will_panic(&self) -> bool {
-        lock(&self.shared.state).panic.is_some()
+        lock(&self.faults.state).panic.is_some()
     }
 
     fn rule(&self, operation: Option<Operation>, skip: u64, fault: Fault, repeats: bool) {
-        lock(&self.shared.state).rules.push(Rule { operation, skip, fault, repeats });
+        lock(&self.faults.state).rules.push(Rule { operation, skip, fault, repeats });
     }
 
-    /// No more faults; a stopped engine stays stopped.
+    /// Remove all faults. A stopped engine stays stopped.
     pub fn clear(&self) {
-        lock(&self.shared.state).rules.clear();
+        lock(&self.faults.state).rules.clear();
     }
 
-    /// Everything fails from now on.
+    /// Make everything fail from now on.
     pub fn stop(&self) {
-        lock(&self.shared.state).stopped = true;
-        self.shared.changed.notify_all();
+        lock(&self.faults.state).stopped = true;
+        self.faults.changed.notify_all();
     }
 
     /// Whether a stop has hit.
     pub fn is_stopped(&self) -> bool {
-        lock(&self.shared.state).stopped
+        lock(&self.faults.state).stopped
     }
 
     /// Make every operation of a kind hang until [`FaultEngine::release`] or a stop.
     pub fn hold(&self, operation: Operation) {
-        lock(&self.shared.state).held = Some(operation);
+        lock(&self.faults.state).held = Some(operation);
     }
 
-    /// Block until an operation hangs.
+    /// Wait until an operation hangs, or the engine is stopped.
     pub fn wait_until_held(&self) {
-        let mut state = lock(&self.shared.state);
+        let mut state = lock(&self.faults.state);
         while state.waiting == 0 && !state.stopped {
-            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.faults.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Let what hangs go on.
+    /// Let the operations that hang go on.
     pub fn release(&self) {
-        lock(&self.shared.state).held = None;
-        self.shared.changed.notify_all();
+        lock(&self.faults.state).held = None;
+        self.faults.changed.notify_all();
     }
 }
 
-/// Whether a bit of a read is to be flipped, or the error it ends in.
-fn read_fault(shared: &Shared, path: &Path, end: u64) -> Result<bool> {
-    match shared.hit(Operation::Read, path) {
+/// Whether a bit of this read is to be flipped; or the error with which the read ends.
+fn read_fault(faults: &Faults, path: &Path, end: u64) -> Result<bool> {
+    match faults.hit(Operation::Read, path) {
         None => Ok(false),
         Some(Fault::Flip) => Ok(true),
         Some(Fault::Fail(errno)) => Err(made("read", path, errno)),
@@ -283,7 +284,7 @@ fn read_fault(shared: &Shared, path: &Path, end: u64) -> Result<bool> {
 #[derive(Debug)]
 struct FaultFile {
     inner: Arc<dyn IoFile>,
-    shared: Arc<Shared>,
+    faults: Arc<Faults>,
 }
 
 impl IoFile for FaultFile {
@@ -291,14 +292,14 @@ impl IoFile for FaultFile {
         self.inner.path()
     }
     fn len(&self) -> Result<u64> {
-        self.shared.check_running("read the size of", self.path())?;
+        self.faults.check_running("read the size of", self.path())?;
         self.inner.len()
     }
     fn is_direct(&self) -> bool {
         self.inner.is_direct()
     }
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
-        match self.shared.hit(Operation::Write, self.path()) {
+        match self.faults.hit(Operation::Write, self.path()) {
             None => self.inner.write_at(offset, data),
             Some(Fault::Fail(errno)) => Err(made("write", self.path(), errno)),
             Some(Fault::Tear(errno)) => {
@@ -315,7 +316,7 @@ impl IoFile for FaultFile {
         }
     }
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        let flipped = read_fault(&self.shared, self.path(), offset + into.len() as u64)?;
+        let flipped = read_fault(&self.faults, self.path(), offset + into.len() as u64)?;
         self.inner.read_at(offset, into)?;
         if flipped {
             flip(into);
@@ -323,15 +324,15 @@ impl IoFile for FaultFile {
         Ok(())
     }
     fn set_len(&self, len: u64) -> Result<()> {
-        self.shared.check(Operation::SetLen, "resize", self.path())?;
+        self.faults.check(Operation::SetLen, "resize", self.path())?;
         self.inner.set_len(len)
     }
     fn sync(&self) -> Result<()> {
-        self.shared.check(Operation::Sync, "sync", self.path())?;
+        self.faults.check(Operation::Sync, "sync", self.path())?;
         self.inner.sync()
     }
     fn links(&self) -> Result<u64> {
-        self.shared.check_running("inspect", self.path())?;
+        self.faults.check_running("inspect", self.path())?;
         self.inner.links()
     }
     fn as_any(&self) -> &dyn std::any::Any {
@@ -346,17 +347,17 @@ impl IoEngine for FaultEngine {
 
     fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>> {
         match how {
-            Open::Read | Open::Write => self.shared.check(Operation::Open, "open", path)?,
-            Open::Create { .. } => self.shared.check(Operation::Create, "make", path)?,
+            Open::Read | Open::Write => self.faults.check(Operation::Open, "open", path)?,
+            Open::Create { .. } => self.faults.check(Operation::Create, "make", path)?,
         }
-        Ok(Arc::new(FaultFile { inner: self.inner.open(path, how)?, shared: self.shared.clone() }))
+        Ok(Arc::new(FaultFile { inner: self.inner.open(path, how)?, faults: self.faults.clone() }))
     }
 
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
         let mut passed = Vec::with_capacity(reads.len());
         let mut whence = Vec::with_capacity(reads.len());
         for (position, read) in reads.iter().enumerate() {
-            match read_fault(&self.shared, read.file.path(), read.offset + read.len as u64) {
+            match read_fault(&self.faults, read.file.path(), read.offset + read.len as u64) {
                 Ok(flipped) => {
                     let file = read.file.as_any().downcast_ref::<FaultFile>();
                     let file = file.map_or_else(|| read.file.clone(), |file| file.inner.clone());
@@ -377,46 +378,46 @@ impl IoEngine for FaultEngine {
     }
 
     fn create_dir_all(&self, path: &Path) -> Result<()> {
-        self.shared.check(Operation::CreateDir, "make", path)?;
+        self.faults.check(Operation::CreateDir, "make", path)?;
         self.inner.create_dir_all(path)
     }
     fn list(&self, path: &Path) -> Result<Vec<PathBuf>> {
-        self.shared.check(Operation::List, "list", path)?;
+        self.faults.check(Operation::List, "list", path)?;
         self.inner.list(path)
     }
     fn exists(&self, path: &Path) -> Result<bool> {
-        self.shared.check(Operation::Look, "look at", path)?;
+        self.faults.check(Operation::Look, "look at", path)?;
         self.inner.exists(path)
     }
     fn check_private(&self, path: &Path, allowed_mode: u32) -> Result<()> {
         self.inner.check_private(path, allowed_mode)
     }
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
-        self.shared.check(Operation::Rename, "rename", from)?;
+        self.faults.check(Operation::Rename, "rename", from)?;
         self.inner.rename(from, to)
     }
     fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()> {
-        self.shared.check(Operation::Link, "link", to)?;
+        self.faults.check(Operation::Link, "link", to)?;
         self.inner.link(file.as_any().downcast_ref::<FaultFile>().map_or(file, |file| &*file.inner), to)
     }
     fn remove_file(&self, path: &Path) -> Result<()> {
-        self.shared.check(Operation::RemoveFile, "remove", path)?;
+        self.faults.check(Operation::RemoveFile, "remove", path)?;
         self.inner.remove_file(path)
     }
     fn remove_dir_all(&self, path: &Path) -> Result<()> {
-        self.shared.check(Operation::RemoveDir, "remove", path)?;
+        self.faults.check(Operation::RemoveDir, "remove", path)?;
         self.inner.remove_dir_all(path)
     }
     fn sync_dir(&self, path: &Path) -> Result<()> {
-        self.shared.check(Operation::SyncDir, "sync", path)?;
+        self.faults.check(Operation::SyncDir, "sync", path)?;
         self.inner.sync_dir(path)
     }
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
-        self.shared.check_running("lock", path)?;
+        self.faults.check_running("lock", path)?;
         self.inner.lock_dir(path)
     }
     fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
-        self.shared.check_running("lock", path)?;
+        self.faults.check_running("lock", path)?;
         self.inner.hold_dir(path, how)
     }
 }

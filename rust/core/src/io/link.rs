@@ -1,4 +1,4 @@
-//! A file's bytes under a second name: the same file where the file system can do that, else a copy.
+//! Gives a file's bytes a second name. Both names are the same file where the file system can do that, else the second is a copy.
 
 use std::path::Path;
 
@@ -8,15 +8,16 @@ use crate::error::{Error, Result};
 /// Bytes copied at a time.
 const COPY_BYTES: usize = 4 << 20;
 
-/// Whether a link that failed so can be had as a copy: another file system (`EXDEV`), one without links or with too many of them, a file
-/// that the system lets nobody but its owner link, or one that cannot be reached by its descriptor (`ENOENT`).
+/// Whether to copy after a link failed with `error`. That is so where the target is on another file system (`EXDEV`), where the
+/// file system has no links or the file too many of them, where only the file's owner may link it, and where the file cannot be
+/// reached through its descriptor (`ENOENT`).
 fn wants_copy(error: &Error) -> bool {
     let errnos = [libc::EXDEV, libc::EPERM, libc::EMLINK, libc::EOPNOTSUPP, libc::ENOSYS, libc::ENOENT];
     error.errno().is_some_and(|errno| errnos.contains(&errno))
 }
 
-/// Give an open file the second name `to`, which nothing has, or else copy it there, durably, but for the name; whether it was linked.
-/// Nobody writes to the file meanwhile, or afterwards.
+/// Give an open file the second name `to`, which must be free, or else copy it there. Whether it was linked is the result. A copy's
+/// bytes are durable, its name is not yet. Nobody may write to the file during this or later.
 pub fn link_or_copy(engine: &dyn IoEngine, file: &dyn IoFile, to: &Path) -> Result<bool> {
     match engine.link(file, to) {
         Err(error) if wants_copy(&error) => {}
@@ -69,7 +70,8 @@ mod tests {
             }
             let error = link_or_copy(&*engine, &*open("a"), &path("b")).unwrap_err();
             assert_eq!(error.errno(), Some(libc::EEXIST), "{error}");
-            // Another file under its name is not what was opened; nor is one without a name, which is copied.
+            // Another file under the same name is not the one that was opened, so it is not linked. A file without a name is
+            // copied.
             let first = open("a");
             engine.remove_file(&path("a")).unwrap();
             publish(&*engine, &path("a"), b"another").unwrap();

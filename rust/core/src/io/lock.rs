@@ -1,5 +1,4 @@
-//! A directory held by one table of one process, freed by its death.
-#![allow(unsafe_code)]
+//! Locks on directories: a table, a reader or a remover holds a directory, and its death frees it.
 
 use std::any::Any;
 use std::fmt;
@@ -9,25 +8,29 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
 use super::disk::check_regular;
 use super::lock_fork::GivenUpByChildren;
 use crate::error::{Error, Kind, Result};
 
-/// The file in a locked directory that holds the lock and the pid of its owner. It stays when the lock is freed.
+/// The file in a locked directory that carries the lock and contains the pid of the owner. It stays when the lock is freed.
 pub const LOCK_FILE: &str = "lock";
 
-/// Why a directory is held by [`super::IoEngine::hold_dir`].
+/// The purpose for which [`super::IoEngine::hold_dir`] holds a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// To read it. Any number of readers hold a directory at once.
+    /// To read the directory. Any number of readers hold it at once.
     ToRead,
-    /// To remove it. Nobody else holds it then.
+    /// To remove the directory. Nobody else holds it then.
     ToRemove,
-    /// To open the table whose files are in it, or to remove those. Nobody else holds it then.
+    /// To open the table whose files are in the directory, or to remove those files. Nobody else holds it then.
     ToOpen,
 }
 
-/// A directory held as long as this lives in the process that made it. Processes that it forks do not hold the directory.
+/// A directory that is held for as long as this value lives in the process that made it. Processes forked from that one do not hold
+/// it.
 pub struct DirLock {
     dir: PathBuf,
     _hold: Box<dyn Any + Send + Sync>,
@@ -39,10 +42,10 @@ impl fmt::Debug for DirLock {
     }
 }
 
-/// The lock on a file or a directory. It is given up explicitly, because closing the file does not give it up while another process has
-/// a copy of the descriptor.
+/// A lock by `flock` on a file or directory. Dropping it unlocks explicitly, because closing the file frees the lock only when no
+/// other process has a copy of the descriptor.
 struct Flock {
-    /// Dropped first: from then on a fork leaves the descriptor alone.
+    /// Declared, and so dropped, before `file`: a fork must not touch a descriptor that was closed.
     _fork: Option<GivenUpByChildren>,
     file: File,
     process: u32,
@@ -57,17 +60,27 @@ impl Flock {
 impl Drop for Flock {
     fn drop(&mut self) {
         if self.process == std::process::id() {
-            // SAFETY: flock takes an open descriptor and flags. Where it fails, closing the file gives the lock up.
-            unsafe { libc::flock(self.file.as_raw_fd(), libc::LOCK_UN) };
+            // Where this fails, closing the file frees the lock.
+            let _ = flock(&self.file, FlockOperation::Unlock);
+        }
+    }
+}
+
+/// Lock an open file or directory without waiting, and repeat that when a signal interrupts it.
+fn flock_now(file: &File, operation: FlockOperation) -> std::result::Result<(), Errno> {
+    loop {
+        match flock(file, operation) {
+            Err(Errno::INTR) => {}
+            done => return done,
         }
     }
 }
 
 impl DirLock {
-    /// Hold a directory that exists, by `flock` on its file `lock`, and write this process's pid into it.
+    /// Hold a directory that exists, by `flock` on its file `lock`, and write this process's pid into that file.
     ///
-    /// Errors: `InUse` at once when another table, in this process or another one, holds it; `Path` when `lock` is a symbolic
-    /// link, `Corruption` when it is no file; `Permission` and `Storage` as the file system says.
+    /// Errors, at once: `InUse` when another table, in this process or another one, holds the directory; `Path` when `lock` is a
+    /// symbolic link; `Corruption` when it is no regular file; `Permission` and `Storage` as the file system says.
     pub fn acquire(dir: &Path) -> Result<Self> {
         let path = dir.join(LOCK_FILE);
         let mut file = File::options()
@@ -79,23 +92,17 @@ impl DirLock {
             .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
             .open(&path)
             .map_err(|e| super::open_error("open the lock file", &path, &e))?;
-        // Of a pipe it would wait for what nobody writes.
+        // Reading a pipe, below, would wait for a writer.
         check_regular(&path, &file)?;
-        loop {
-            // SAFETY: flock takes an open descriptor and flags; `file` is open for the length of the call.
-            if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
-                break;
-            }
-            let error = std::io::Error::last_os_error();
-            match error.raw_os_error() {
-                Some(libc::EINTR) => {}
-                Some(libc::EWOULDBLOCK) => return Err(in_use(dir, &owner(&mut file))),
-                _ => return Err(Error::io("lock", &path, &error)),
-            }
+        match flock_now(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => return Err(in_use(dir, &owner(&mut file))),
+            Err(errno) => return Err(Error::io("lock", &path, &errno.into())),
         }
         let line = format!("{}\n", std::process::id());
         let mut found = String::new();
-        // What this process wrote before stays: changing the file may wait for a disk that is being synced.
+        // A pid that this process wrote earlier is not written again: a write to this file may wait for a disk that is being
+        // synced.
         if (&file).take(line.len() as u64 + 1).read_to_string(&mut found).is_err() || found != line {
             file.set_len(0)
                 .and_then(|()| file.rewind())
@@ -105,42 +112,34 @@ impl DirLock {
         Ok(Self::held(dir, Flock::of(file)))
     }
 
-    /// Hold a directory that exists by `flock` on the directory itself, which needs no right to write there.
+    /// Hold a directory that exists, by `flock` on the directory itself. This needs no right to write there.
     ///
     /// Where the file system has no such locks the directory counts as held. (NFS refuses to lock a directory alone.)
     ///
-    /// Errors: `InUse` at once when another hold, in this process or another one, forbids it; `Permission` and `Storage` as the file
-    /// system says.
+    /// Errors, at once: `InUse` when another hold, in this process or another one, forbids this one; `Permission` and `Storage` as
+    /// the file system says.
     pub fn hold(dir: &Path, how: Hold) -> Result<Self> {
-        // The entry "." is never a link, and neither is what a path by a descriptor leads to.
+        // O_NOFOLLOW tests the last component only. "." is never a link, so this also opens a path such as /proc/self/fd/N.
         let file = File::options()
             .read(true)
             .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
             .open(dir.join("."))
             .map_err(|e| super::open_error("open the directory", dir, &e))?;
         let wanted = match how {
-            Hold::ToRead => libc::LOCK_SH,
-            Hold::ToRemove | Hold::ToOpen => libc::LOCK_EX,
+            Hold::ToRead => FlockOperation::NonBlockingLockShared,
+            Hold::ToRemove | Hold::ToOpen => FlockOperation::NonBlockingLockExclusive,
         };
-        loop {
-            // SAFETY: flock takes an open descriptor and flags; `file` is open for the length of the call.
-            if unsafe { libc::flock(file.as_raw_fd(), wanted | libc::LOCK_NB) } == 0 {
-                return Ok(Self::held(dir, Flock::of(file)));
-            }
-            let error = std::io::Error::last_os_error();
-            match error.raw_os_error() {
-                Some(libc::EINTR) => {}
-                Some(libc::EWOULDBLOCK) => return Err(held_otherwise(dir, how)),
-                Some(libc::EBADF | libc::EINVAL | libc::ENOLCK | libc::ENOSYS | libc::EOPNOTSUPP) => {
-                    return Ok(Self::held(dir, ()));
-                }
-                _ => return Err(Error::io("lock", dir, &error)),
-            }
+        match flock_now(&file, wanted) {
+            Ok(()) => Ok(Self::held(dir, Flock::of(file))),
+            Err(Errno::WOULDBLOCK) => Err(held_otherwise(dir, how)),
+            Err(Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(Self::held(dir, ())),
+            Err(errno) => Err(Error::io("lock", dir, &errno.into())),
         }
     }
 
-    /// Hold the directory `dir` itself, or the file `name` in it, which is made, by `flock`: shared with others that hold it so, or
-    /// alone. With `wait` this waits until it can be held, or until a signal comes; `None` where it is not held after all.
+    /// Hold the directory `dir` itself, or the file `name` in it, which is made where it is missing, by `flock`. With `alone`
+    /// nobody else holds it then; without, others may hold it in the same way. With `wait` this waits until the lock can be had or
+    /// a signal comes. `None` where it was not had: somebody else holds it, or a signal came.
     pub fn of_entry(dir: &Path, name: Option<&str>, alone: bool, wait: bool) -> Result<Option<Self>> {
         let (path, mut options) = (dir.join(name.unwrap_or(".")), File::options());
         match name {
@@ -154,30 +153,33 @@ impl DirLock {
                 .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK),
         };
         let file = options.open(&path).map_err(|e| super::open_error("lock", &path, &e))?;
-        let how = if alone { libc::LOCK_EX } else { libc::LOCK_SH } | if wait { 0 } else { libc::LOCK_NB };
-        // SAFETY: flock takes an open descriptor and flags; `file` is open for the length of the call.
-        if unsafe { libc::flock(file.as_raw_fd(), how) } == 0 {
-            return Ok(Some(Self::held(&path, Flock::of(file))));
-        }
-        let error = std::io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EINTR | libc::EWOULDBLOCK) => Ok(None),
-            _ => Err(Error::io("lock", &path, &error)),
+        let how = match (alone, wait) {
+            (true, true) => FlockOperation::LockExclusive,
+            (true, false) => FlockOperation::NonBlockingLockExclusive,
+            (false, true) => FlockOperation::LockShared,
+            (false, false) => FlockOperation::NonBlockingLockShared,
+        };
+        // A signal ends the wait, so that the caller can look for Ctrl-C.
+        match flock(&file, how) {
+            Ok(()) => Ok(Some(Self::held(&path, Flock::of(file)))),
+            Err(Errno::INTR | Errno::WOULDBLOCK) => Ok(None),
+            Err(errno) => Err(Error::io("lock", &path, &errno.into())),
         }
     }
 
-    /// A hold that lasts until `hold` is dropped.
+    /// A lock that lasts until `hold` is dropped.
     pub(super) fn held(dir: &Path, hold: impl Any + Send + Sync) -> Self {
         Self { dir: dir.to_owned(), _hold: Box::new(hold) }
     }
 
-    /// The directory.
+    /// The directory that is held.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 }
 
-/// The pid that the holder wrote. It takes the lock first and writes then: an empty file is read again a few times.
+/// Who holds a lock file, by the pid in it. The owner takes the lock before it writes its pid, so an empty file is read again, at
+/// most 100 times.
 fn owner(file: &mut File) -> String {
     for _ in 0..100 {
         let mut pid = String::new();
@@ -207,8 +209,8 @@ pub(super) fn held_otherwise(dir: &Path, wanted: Hold) -> Error {
         Hold::ToRead => "another process is removing it; load the newest checkpoint".to_owned(),
         Hold::ToRemove => "another process or thread is reading it; a later save removes it".to_owned(),
         Hold::ToOpen => format!(
-            "a table of this process or of another one has it open, although the file '{LOCK_FILE}' that says by which process was removed \
-             or replaced. Close that table or end its process (`fuser -v {}` names it), or give this table a directory of its own",
+            "a table of this process or of another one has it open. (The file '{LOCK_FILE}', which names the process, was removed or \
+             replaced.) Close that table or end its process (`fuser -v {}` names it), or give this table a directory of its own",
             dir.display()
         ),
     };

@@ -1,8 +1,8 @@
-//! Locks and forks: a forked child gives up its copies of the descriptors that its parent holds locks by.
+//! Makes forked children give up the locks of their parent.
 //!
-//! A lock by `flock` lasts until every copy of its descriptor is closed. Without this, workers that a process forks would go on holding
-//! the locks of a parent that is killed. In the child each copy is replaced by one of `/dev/null` and not closed: what owns the number
-//! there may close it later, when it would be another file's.
+//! A lock by `flock` lasts until every copy of its descriptor is closed. Without this module, the workers that a process forks
+//! would go on holding its locks after it was killed. The child replaces its copy of each locked descriptor by one of `/dev/null`.
+//! It does not close the copy: the object that owns the number may close it later, when the number might be another file's.
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
@@ -13,18 +13,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use libc::c_int;
 
-/// The descriptors, and a lock that a fork can hold in the parent and let go in the child, as no mutex of the standard library can.
+/// The locked descriptors, and a spin lock on them. A fork takes the spin lock in the parent and frees it in the child too, which
+/// the standard library's mutexes do not permit.
 struct Registry {
     busy: AtomicBool,
     descriptors: UnsafeCell<Vec<c_int>>,
 }
 
-// SAFETY: `descriptors` is touched by whoever set `busy` alone.
+// SAFETY: only the thread that set `busy` touches `descriptors`.
 unsafe impl Sync for Registry {}
 
 static LOCKS: Registry = Registry { busy: AtomicBool::new(false), descriptors: UnsafeCell::new(Vec::new()) };
 
-/// A descriptor of `/dev/null`, once forks are told of; `None` where that cannot be had.
+/// A descriptor of `/dev/null`, once the fork handlers are installed; `None` where the system refused that.
 static NOTHING: OnceLock<Option<c_int>> = OnceLock::new();
 
 impl Registry {
@@ -40,7 +41,7 @@ impl Registry {
 
     fn with(&self, change: impl FnOnce(&mut Vec<c_int>)) {
         self.begin();
-        // SAFETY: `begin` waited until nobody else is between `begin` and `end`.
+        // SAFETY: `begin` returned, so no other thread is between `begin` and `end`.
         change(unsafe { &mut *self.descriptors.get() });
         self.end();
     }
@@ -56,24 +57,25 @@ extern "C" fn in_parent() {
 
 extern "C" fn in_child() {
     if let Some(Some(nothing)) = NOTHING.get() {
-        // SAFETY: the thread that forked, the only one of the child, called `begin` before.
+        // SAFETY: `before_fork` called `begin` in the thread that forked, and that is the child's only thread.
         for &descriptor in unsafe { &*LOCKS.descriptors.get() } {
-            // SAFETY: dup3 takes two descriptors and may be called after a fork. Where it fails the child goes on holding the lock.
+            // SAFETY: dup3 takes two descriptors and is safe to call after a fork. Where it fails the child goes on holding the
+            // lock.
             unsafe { libc::dup3(*nothing, descriptor, libc::O_CLOEXEC) };
         }
     }
     LOCKS.end();
 }
 
-/// As long as this lives, a child that this process forks gives the descriptor up.
+/// Makes every child that this process forks give up a descriptor, for as long as this value lives.
 pub(super) struct GivenUpByChildren(c_int);
 
 impl GivenUpByChildren {
-    /// `None` where the system refuses: then children hold the lock until they end or execute another program.
+    /// `None` where the system refuses. Then children hold the lock until they end or execute another program.
     pub(super) fn new(descriptor: c_int) -> Option<Self> {
         let open = || {
             let nothing = File::open("/dev/null").ok()?.into_raw_fd();
-            // SAFETY: the three functions live as long as the process and touch what `Registry` guards.
+            // SAFETY: the three functions live as long as the process, and touch only what the spin lock of `Registry` guards.
             let told = unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
             (told == 0).then_some(nothing)
         };
@@ -86,8 +88,8 @@ impl GivenUpByChildren {
 impl Drop for GivenUpByChildren {
     fn drop(&mut self) {
         LOCKS.with(|descriptors| {
-            if let Some(place) = descriptors.iter().position(|&descriptor| descriptor == self.0) {
-                descriptors.swap_remove(place);
+            if let Some(index) = descriptors.iter().position(|&descriptor| descriptor == self.0) {
+                descriptors.swap_remove(index);
             }
         });
     }

@@ -1,6 +1,8 @@
-//! File I/O behind one trait, so that the same store runs on `io_uring`, on plain system calls, in memory, and under made faults.
+//! File I/O behind one trait, [`IoEngine`]. It has implementations on `io_uring`, on plain system calls, in memory, and with
+//! injected faults.
 //!
-//! Every file operation of the SSD tier and of checkpoints goes through an [`IoEngine`]: the fault engine sees each of them.
+//! Every file operation of the SSD tier and of checkpoints goes through an [`IoEngine`], so that the fault engine sees each of
+//! them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -20,7 +22,6 @@ mod link;
 mod lock;
 mod lock_fork;
 mod memory;
-mod memory_tree;
 mod psync;
 mod select;
 #[cfg(target_os = "linux")]
@@ -41,101 +42,105 @@ pub use uring::UringEngine;
 /// How to open a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Open {
-    /// Read an existing file.
+    /// Open an existing file for reading.
     Read,
-    /// Write and read an existing file, which keeps its bytes and its length.
+    /// Open an existing file for writing and reading. Its bytes and its length stay.
     Write,
-    /// Make a new file (an existing one is an error) for writing and reading, with room for this many bytes set aside. Its
-    /// length is 0 until something is written.
+    /// Make a new file for writing and reading, with room for this many bytes allocated. Its length is 0 until something is
+    /// written. A file that exists is an error.
     Create {
-        /// Bytes to preallocate; 0 for none.
+        /// Bytes to allocate ahead; 0 for none.
         preallocate: u64,
     },
 }
 
-/// One read of a batch.
+/// One read of a batch of reads.
 #[derive(Clone, Debug)]
 pub struct Read {
-    /// The file.
+    /// The file to read from.
     pub file: Arc<dyn IoFile>,
-    /// First byte wanted; any alignment.
+    /// Byte in the file at which the read starts. It need not be aligned.
     pub offset: u64,
-    /// Bytes wanted; any length.
+    /// Bytes to read. Any number.
     pub len: usize,
 }
 
 /// An open file. Dropping the last handle closes it.
 pub trait IoFile: Send + Sync + fmt::Debug {
-    /// The path it was opened by.
+    /// The path by which it was opened.
     fn path(&self) -> &Path;
     /// Its length in bytes.
     fn len(&self) -> Result<u64>;
-    /// Whether it is empty.
+    /// Whether its length is 0.
     fn is_empty(&self) -> Result<bool> {
         Ok(self.len()? == 0)
     }
-    /// Whether its reads and writes pass by the page cache.
+    /// Whether its reads and writes bypass the page cache (`O_DIRECT`).
     fn is_direct(&self) -> bool {
         false
     }
-    /// Write all of `data` at `offset`. Both `offset` and the data's length must be multiples of [`ALIGNMENT`] (`Kind::Input`
-    /// otherwise, with every engine); data in an [`AlignedBuf`] is written without a copy.
+    /// Write all of `data` at byte `offset`. Both `offset` and the length of `data` must be multiples of [`ALIGNMENT`]; with every
+    /// engine `Kind::Input` otherwise. Data in an [`AlignedBuf`] is written without a copy.
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<()>;
-    /// Read exactly `into.len()` bytes at `offset`, any alignment; a short file is `Kind::Corruption`.
+    /// Read exactly `into.len()` bytes at byte `offset`, which need not be aligned. `Kind::Corruption` when the file ends before.
     fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()>;
-    /// Cut or extend to `len` bytes.
+    /// Cut the file to `len` bytes, or extend it with zeros.
     fn set_len(&self, len: u64) -> Result<()>;
-    /// Make data and length durable.
+    /// Make the file's data and length durable.
     fn sync(&self) -> Result<()>;
-    /// How many names it has: a file with others than ours is never written again.
+    /// The number of the file's names (hard links). A file with names besides this package's is never written again.
     fn links(&self) -> Result<u64>;
-    /// For the engines' own use.
+    /// The concrete type, by which an engine recognises its own files.
     fn as_any(&self) -> &dyn std::any::Any;
 }
 
-/// What a batched read hands its rows to: called once a read, in any order, with the read's position in the batch and its bytes.
+/// Takes the results of a batch of reads. It is called once for each read, in any order, with the read's position in the batch and
+/// its bytes.
 pub type ReadSink<'a> = dyn FnMut(usize, Result<&[u8]>) + Send + 'a;
 
-/// A way to do file I/O. One a process is enough; all methods may be called from any thread.
+/// A way to do file I/O. A process needs one. Its methods may be called from any thread.
 pub trait IoEngine: Send + Sync + fmt::Debug {
-    /// `io_uring`, `pread`, `memory` or `fault`, with `+direct` where `O_DIRECT` is in use.
+    /// The engine's name for reports: `io_uring`, `pread`, `memory` or `fault over …`, with `+direct` where `O_DIRECT` is in use.
     fn name(&self) -> String;
-    /// Open a file.
+    /// Open or make a file.
     fn open(&self, path: &Path, how: Open) -> Result<Arc<dyn IoFile>>;
-    /// Do all reads of a batch, as deep as the device likes, and hand each to `sink` as it completes; blocks until all are done.
-    /// A read that fails, or ends past the end of its file, is handed over as an error and does not stop the others.
+    /// Do all reads of a batch, many at a time, and hand each to `sink` when it completes. This blocks until all are done. A read
+    /// that fails, or that reaches past the end of its file, is handed over as an error and does not stop the others.
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>);
-    /// Make a directory and its parents.
+    /// Make a directory and the missing ones above it.
     fn create_dir_all(&self, path: &Path) -> Result<()>;
-    /// The entries of a directory, sorted by name; `Kind::Storage` when it is missing.
+    /// The entries of a directory, sorted by name. `Kind::Storage` when the directory is missing.
     fn list(&self, path: &Path) -> Result<Vec<PathBuf>>;
-    /// Whether something lies at a path; a link there is not followed. `false` only where the system says that nothing does (`ENOENT`,
-    /// `ENOTDIR`): whoever takes a path that could not be looked at for one without anything goes on without what lies there.
+    /// Whether something lies at a path. A symbolic link counts and is not followed. The result is `false` only where the system
+    /// says that nothing is there (`ENOENT`, `ENOTDIR`). Every other failure is an error, because a caller that believed the path
+    /// to be free would go on without what lies there.
     fn exists(&self, path: &Path) -> Result<bool>;
-    /// Refuse a directory that is a link, no directory, another user's, or has permission bits beyond `allowed_mode`; a missing one passes.
-    /// Where files have no owners all pass.
+    /// Refuse a directory that is a symbolic link, that is no directory, that belongs to another user, or whose permission bits
+    /// exceed `allowed_mode`. A missing one passes. An engine whose files have no owners lets all pass.
     fn check_private(&self, _path: &Path, _allowed_mode: u32) -> Result<()> {
         Ok(())
     }
-    /// Rename, replacing the target.
+    /// Rename a file or directory, replacing the target.
     fn rename(&self, from: &Path, to: &Path) -> Result<()>;
-    /// Give an open file of this engine, or of one that is over the same files, a second name, which nothing has. By the descriptor: whoever
-    /// exchanges what lies under its name meanwhile changes nothing. `EXDEV` where it is another engine's; `ENOENT` where it has no name left.
+    /// Give an open file of this engine, or of one over the same files, the further name `to`, which must be free. This links the
+    /// open descriptor: it makes no difference if somebody replaces what lies under the file's old name meanwhile. `EXDEV` where
+    /// the file is another engine's; `ENOENT` where it has no name left.
     fn link(&self, file: &dyn IoFile, to: &Path) -> Result<()>;
     /// Remove a file.
     fn remove_file(&self, path: &Path) -> Result<()>;
-    /// Remove a directory and all in it.
+    /// Remove a directory and everything in it.
     fn remove_dir_all(&self, path: &Path) -> Result<()>;
-    /// Make a directory's entries durable.
+    /// Make the entries of a directory durable.
     fn sync_dir(&self, path: &Path) -> Result<()>;
-    /// Hold a directory, which must exist, for as long as the lock lives; `Kind::InUse`, naming the pid, at once when it is held.
+    /// Hold an existing directory for as long as the lock lives, alone. When somebody else holds it this fails at once with
+    /// `Kind::InUse`, which names the holder's pid.
     fn lock_dir(&self, path: &Path) -> Result<DirLock>;
-    /// Hold a directory itself: with others to read it, or alone to remove or open it. `Kind::InUse` at once when it is held otherwise.
-    /// Independent of [`IoEngine::lock_dir`].
+    /// Hold a directory itself: together with others to read it, or alone to remove or open it. When another hold forbids this it
+    /// fails at once with `Kind::InUse`. This is independent of [`IoEngine::lock_dir`].
     fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock>;
 }
 
-/// Refuse a write that direct I/O could not do, so that every engine refuses the same.
+/// Refuse a write that direct I/O could not do. Every engine uses this, so that all refuse the same writes.
 fn check_aligned(path: &Path, offset: u64, len: usize) -> Result<()> {
     if offset.is_multiple_of(ALIGNMENT as u64) && len.is_multiple_of(ALIGNMENT) {
         return Ok(());
@@ -169,13 +174,13 @@ fn found<T>(path: &Path, look: std::io::Result<T>) -> Result<bool> {
     }
 }
 
-/// The error of a read that ends past the end of its file.
+/// The error of a read that reaches past the end of its file.
 fn short_file(path: &Path, wanted_end: u64, len: u64) -> Error {
     Error::corruption(path, len, "the file's length", format!("at least {wanted_end}"), len)
 }
 
-/// Write `data` to `path` so that after a crash the file is whole, old or new: temporary file beside it, write, sync, rename,
-/// sync the directory.
+/// Write `data` to `path` so that a crash leaves either the old file or the new one, whole. This writes a temporary file beside it,
+/// syncs that, renames it over `path`, and syncs the directory.
 pub fn publish(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Result<()> {
     let dir = path.parent().unwrap_or(Path::new("."));
     let mut name = path.file_name().unwrap_or_default().to_owned();
@@ -199,7 +204,7 @@ pub(crate) fn write_whole(engine: &dyn IoEngine, path: &Path, data: &[u8]) -> Re
     Ok(file)
 }
 
-/// Read a whole file, refusing one larger than `limit_bytes` before anything is allocated.
+/// Read a whole file. One longer than `limit_bytes` is refused before any memory is allocated (`Kind::Corruption`).
 pub fn read_file(engine: &dyn IoEngine, path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
     let file = engine.open(path, Open::Read)?;
     let len = file.len()?;

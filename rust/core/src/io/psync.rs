@@ -1,4 +1,4 @@
-//! Portable batches: a pool of threads that call `pread`.
+//! Portable batches of reads: a pool of threads that call `pread`.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,41 +14,41 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::sync::lock;
 
-/// Reads under way at once.
+/// Threads of the pool, and so the most reads under way at once.
 const THREADS: usize = 32;
-/// Chunks of a batch that are read and wait for its sink.
+/// The most chunks of a batch that were read and wait for the sink.
 const READ_AHEAD: usize = 8;
-/// Buffers that are kept: what all threads and a few batches hold at once.
+/// Buffers that are kept while nobody uses them: what all threads and two batches hold at once.
 const KEPT: usize = THREADS + 2 * READ_AHEAD;
 /// The most reads of a batch that a thread takes at a time.
 const CHUNK_READS: usize = 16;
-/// A thread takes no further read of a batch once those that it took have this many bytes.
+/// A thread takes no further read of a batch once the reads it took have this many bytes.
 const CHUNK_BYTES: usize = 128 << 10;
 
-/// Plain system calls.
+/// The engine of plain system calls.
 pub type PsyncEngine = DiskEngine<PreadPool>;
 
 impl PsyncEngine {
-    /// An engine that asks for `O_DIRECT`, or not.
+    /// An engine that asks for `O_DIRECT` if `direct` says so.
     pub fn new(direct: bool) -> Self {
         Self::with_reader(PreadPool::default(), direct)
     }
 }
 
 impl Default for PsyncEngine {
-    /// With `O_DIRECT` where the file system takes it.
+    /// An engine that uses `O_DIRECT` where the file system takes it.
     fn default() -> Self {
         Self::new(true)
     }
 }
 
-/// Reads a batch on a pool of threads, made with the first batch.
+/// Reads batches on a pool of threads, which the first batch starts.
 #[derive(Debug, Default)]
 pub struct PreadPool {
     work: OnceLock<Option<Arc<Work>>>,
 }
 
-/// What the threads share.
+/// What the threads of a pool share.
 #[derive(Debug)]
 struct Work {
     queue: Mutex<Queue>,
@@ -58,7 +58,7 @@ struct Work {
 
 #[derive(Debug, Default)]
 struct Queue {
-    /// Batches with chunks that no thread has taken, oldest first.
+    /// Batches of which some chunk was not taken yet, oldest first.
     batches: VecDeque<Arc<Batch>>,
     closed: bool,
 }
@@ -67,29 +67,30 @@ struct Queue {
 struct Batch {
     reads: Vec<Read>,
     process: u32,
-    /// Positions of each chunk.
+    /// The positions of the reads of each chunk.
     chunks: Vec<Range<usize>>,
     next: AtomicUsize,
     done: SyncSender<Chunk>,
 }
 
-/// Reads that a thread has done, one after the other in one buffer.
+/// Reads that one thread has done, one behind the other in one buffer.
 struct Chunk {
     first: usize,
-    /// None where the system refused one, and after a panic.
+    /// `None` where the system refused a buffer, and after a panic.
     buffer: Option<PooledBuf>,
     rows: Vec<Result<Range<usize>>>,
 }
 
 impl Chunk {
-    /// Reads that all end with this error.
+    /// A chunk whose reads all fail with this error.
     fn failed(positions: Range<usize>, error: &Error) -> Self {
         let first = positions.start;
         Self { first, buffer: None, rows: positions.map(|_| Err(error.clone())).collect() }
     }
 }
 
-/// Positions grouped so that a chunk is small enough to share the work and large enough to be worth a hand-over.
+/// The positions of the reads of each chunk. Chunks are small, so that the threads share a batch, and still worth the cost of a
+/// hand-over.
 fn chunks_of(reads: &[Read]) -> Vec<Range<usize>> {
     let most = reads.len().div_ceil(THREADS).clamp(1, CHUNK_READS);
     let mut chunks: Vec<Range<usize>> = Vec::new();
@@ -109,13 +110,13 @@ fn chunks_of(reads: &[Read]) -> Vec<Range<usize>> {
     chunks
 }
 
-/// Bytes of a buffer that `read` takes: whole units of the largest alignment, so that the next one starts aligned too.
+/// Bytes of the buffer for `read`. They are a multiple of the largest alignment, so that the next read starts aligned too.
 fn room_of(read: &Read) -> usize {
     let skip = (read.offset % ALIGNMENT as u64) as usize;
     (skip + read.len).next_multiple_of(ALIGNMENT)
 }
 
-/// Read into `buffer`; the range of the bytes wanted.
+/// Do a read into `buffer`. The result is where in `buffer` the wanted bytes lie.
 fn read_one(read: &Read, process: u32, buffer: &mut [u8]) -> Result<Range<usize>> {
     let Some(file) = read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_of(process)) else {
         read.file.read_at(read.offset, &mut buffer[..read.len])?;
@@ -177,13 +178,13 @@ impl Work {
             loop {
                 let taken = batch.next.fetch_add(1, Ordering::Relaxed);
                 let Some(chunk) = batch.chunks.get(taken) else { break };
-                // Whoever waits for the batch counts its chunks: each comes, whatever happens to the thread that reads it.
+                // The thread that waits for the batch counts its chunks. So a chunk is sent even when reading it panicked.
                 let read = catch_unwind(AssertUnwindSafe(|| self.read_chunk(&batch, chunk.clone())));
                 let read = read.unwrap_or_else(|panic| {
                     Chunk::failed(chunk.clone(), &Error::panicked("a thread that reads", &*panic))
                 });
                 if batch.done.send(read).is_err() {
-                    // Whoever wanted the batch is gone (its sink panicked).
+                    // The receiver is gone, because the batch's sink panicked. The other chunks need not be read.
                     batch.next.store(batch.chunks.len(), Ordering::Relaxed);
                 }
             }
@@ -193,7 +194,7 @@ impl Work {
 }
 
 impl PreadPool {
-    /// None where the system gives no thread.
+    /// `None` where the system gives no thread.
     fn work(&self) -> Option<&Arc<Work>> {
         let made = self.work.get_or_init(|| {
             let work = Arc::new(Work {
@@ -206,7 +207,7 @@ impl PreadPool {
                 let started =
                     std::thread::Builder::new().name(format!("embcache-io-{number}")).spawn(move || shared.run());
                 if started.is_err() {
-                    // With fewer threads, or none, reads are slower and no less right.
+                    // With fewer threads, or none, reads are slower but correct.
                     return (number > 0).then_some(work);
                 }
             }
@@ -236,7 +237,7 @@ impl BatchReader for PreadPool {
             Some(work) if reads.len() > 1 => work,
             _ => return one_by_one(reads.iter().enumerate(), sink),
         };
-        // Threads that are ahead of the sink wait: a batch never holds more than these buffers.
+        // Threads that are ahead of the sink wait here, which bounds the number of buffers that a batch holds.
         let (done, finished) = sync_channel(READ_AHEAD);
         let chunks = chunks_of(reads);
         let batch = Arc::new(Batch {

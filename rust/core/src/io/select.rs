@@ -1,4 +1,4 @@
-//! Which engine a process uses.
+//! The choice of the engine that a process uses.
 
 use std::sync::{Arc, OnceLock};
 
@@ -8,27 +8,28 @@ use super::{IoEngine, PsyncEngine};
 use crate::error::{Error, Kind, Result};
 use crate::process::PerProcess;
 
-/// The environment variable that overrides the choice: `uring` or `pread`.
+/// The environment variable that overrides the choice. Its values are `uring` and `pread`.
 const VARIABLE: &str = "EMBCACHE_IO";
 
-/// Files that a process may have open, where the system permits it: every segment of every table is one.
+/// The wanted limit of open files of a process, since each segment of each table is one.
 const OPEN_FILES: u64 = 1 << 16;
 
 static CHOSEN: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
 
-/// Why the system permits no `io_uring`, where that was found.
+/// The reason why the system permits no `io_uring`, once that was found.
 static FALLBACK: OnceLock<String> = OnceLock::new();
 
-/// Why [`default_engine`] fell back to plain `pread`; `None` where it did not.
+/// The reason why [`default_engine`] fell back to plain `pread`; `None` where it did not.
 pub fn fallback_reason() -> Option<&'static str> {
     FALLBACK.get().map(String::as_str)
 }
 
-/// The engine of this process: `io_uring` where the system permits it (a ring was made and read through), plain `pread`
-/// otherwise; the environment variable `EMBCACHE_IO` (`uring`, `pread`) overrides the choice, which [`IoEngine::name`] tells.
-/// A forked child gets an engine of its own. The process's limit of open files is raised as far as the system permits.
+/// The engine of this process. It is `io_uring` where the system permits that (a ring was made, and a read through it succeeded),
+/// and plain `pread` otherwise. The environment variable `EMBCACHE_IO` (`uring` or `pread`) overrides the choice.
+/// [`IoEngine::name`] tells which one it is. A forked child gets an engine of its own. The first call raises the process's limit of
+/// open files as far as the system permits.
 ///
-/// Errors: `Config` for another value of the variable, `Unsupported` when it asks for `io_uring` and the system refuses.
+/// Errors: `Config` for another value of the variable; `Unsupported` when it asks for `io_uring` and the system refuses.
 pub fn default_engine() -> Result<Arc<dyn IoEngine>> {
     let make = || {
         raise_file_limit();
@@ -37,17 +38,17 @@ pub fn default_engine() -> Result<Arc<dyn IoEngine>> {
     CHOSEN.get(make).cloned()
 }
 
-/// Raise the process's own limit of open files towards the administrator's. The usual 1024 is less than a few tables need.
+/// Raise this process's soft limit of open files towards the administrator's hard limit. The usual 1024 is too few for some tables.
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     let wanted = limit.maximum.map_or(OPEN_FILES, |most| most.min(OPEN_FILES));
     if limit.current.is_some_and(|now| now < wanted) {
-        // What is refused is met where a file is opened, by name and number.
+        // Where this is refused, opening a file fails later with an error that names the file and the errno.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum: limit.maximum });
     }
 }
 
-/// The engine for a value of the variable.
+/// The engine for a value of the environment variable.
 fn choose(wanted: Option<&str>) -> Result<Arc<dyn IoEngine>> {
     match wanted {
         None | Some("") => Ok(uring().unwrap_or_else(|refused| {
@@ -67,7 +68,7 @@ fn uring() -> Result<Arc<dyn IoEngine>> {
 
 #[cfg(not(target_os = "linux"))]
 fn uring() -> Result<Arc<dyn IoEngine>> {
-    Err(Error::new(Kind::Unsupported, "io_uring is Linux's: unset EMBCACHE_IO or set it to pread"))
+    Err(Error::new(Kind::Unsupported, "io_uring exists on Linux only: unset EMBCACHE_IO or set it to pread"))
 }
 
 #[cfg(test)]

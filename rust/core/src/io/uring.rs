@@ -1,7 +1,8 @@
-//! Batches through `io_uring`: many reads in flight for one system call.
+//! Batches of reads through `io_uring`: many reads are in flight for one system call.
 #![allow(unsafe_code)]
 
 use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::Mutex;
 use std::sync::TryLockError;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,40 +18,41 @@ use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::sync::lock;
 
-/// Reads in flight on one ring: two of them fill a block device's queue, which usually has 256 places.
+/// Reads in flight on one ring. A block device's queue usually has 256 entries, so two rings fill it.
 const DEPTH: usize = 128;
-/// Rings, so that several tables read at once.
+/// Rings of an engine, so that several tables read at once.
 const RINGS: usize = 4;
-/// Completions waited for with one system call: few enough to keep the device's queue full.
+/// Completions to wait for in one system call. So few keep the device's queue full.
 const REAP: usize = 16;
-/// Memory of a ring's reads in flight: 32 KiB for each of as many as there may be.
+/// Bytes of a ring's memory for reads in flight: 32 KiB for each of [`DEPTH`] reads.
 const ARENA_BYTES: usize = 4 << 20;
-/// A read whose sectors have no more bytes than this uses the ring's memory; a larger one has a buffer of its own.
+/// A read whose sectors have at most this many bytes uses the ring's memory. A larger one gets a buffer of its own.
 const LARGEST_PIECE: usize = 256 << 10;
-/// Buffers of large reads of a batch in flight have no more bytes than this together, unless there is only one.
+/// The most bytes of large reads of a batch in flight together. A single large read may have more.
 const LARGE_BYTES: usize = 16 << 20;
-/// Large buffers kept for the next batch hold at most this much.
+/// The most bytes of large buffers that a ring keeps for the next batch.
 const SPARE_BYTES: usize = 4 << 20;
 
-/// Reads through `io_uring`; everything else by plain system calls.
+/// The engine that reads batches through `io_uring`, and does everything else by plain system calls.
 pub type UringEngine = DiskEngine<UringReader>;
 
 impl UringEngine {
-    /// An engine that asks for `O_DIRECT`, or not. `Kind::Unsupported` where the system refuses `io_uring` or a read through it.
+    /// An engine that asks for `O_DIRECT` if `direct` says so. `Kind::Unsupported` where the system refuses `io_uring` or a read
+    /// through it.
     pub fn new(direct: bool) -> Result<Self> {
         Ok(Self::with_reader(UringReader::new()?, direct))
     }
 }
 
-/// A small set of rings.
+/// Reads batches through one of a few rings.
 #[derive(Debug)]
 pub struct UringReader {
-    /// Made when first used; a ring that failed is dropped and made again.
+    /// Each ring is made when it is first used. A ring that failed is dropped, and made again.
     rings: [Mutex<Option<Ring>>; RINGS],
     turn: AtomicUsize,
 }
 
-/// One ring and the memory that its requests read into.
+/// One ring, and the memory that its requests read into.
 struct Ring {
     queues: IoUring,
     arena: Arena,
@@ -65,9 +67,9 @@ struct Flight<'a> {
     memory: Memory,
 }
 
-/// Where the sectors of a request go.
+/// The memory that a request reads into.
 enum Memory {
-    /// In the ring's, from here on.
+    /// The ring's memory from this byte on.
     Piece(usize),
     Large(AlignedBuf),
 }
@@ -85,13 +87,13 @@ impl Ring {
             .dontfork()
             .setup_coop_taskrun()
             .build(entries)
-            // Kernels before 5.19 know no cooperative task running.
+            // Kernels before 5.19 have no cooperative task running.
             .or_else(|_| IoUring::builder().dontfork().build(entries))?;
         let arena = Arena::new(ARENA_BYTES).map_err(io::Error::other)?;
         Ok(Self { queues, arena, spare: Vec::new() })
     }
 
-    /// `Kind::Memory` where the system refuses a new one, the reserve included.
+    /// A buffer of at least `bytes`. `Kind::Memory` where the system refuses a new one even without the memory reserve.
     fn large_buffer(&mut self, bytes: usize) -> Result<AlignedBuf> {
         match self.spare.iter().position(|buffer| buffer.len() >= bytes) {
             Some(found) => Ok(self.spare.swap_remove(found)),
@@ -107,7 +109,8 @@ impl Ring {
     }
 }
 
-/// A batch on one ring. Its drop waits for what is in flight (a sink may panic), because the kernel writes to the ring's memory.
+/// A batch on one ring. Dropping it waits for the reads in flight, because the kernel writes to the ring's memory until they
+/// complete. (They are in flight at the drop when the sink panics.)
 struct Run<'a, 'r> {
     ring: &'r mut Ring,
     flights: Vec<Option<Flight<'a>>>,
@@ -123,7 +126,7 @@ struct Run<'a, 'r> {
 impl<'a, 'r> Run<'a, 'r> {
     fn new(ring: &'r mut Ring, reads: usize) -> Self {
         let depth = reads.min(DEPTH) as u32;
-        // A run whose sink panicked gave nothing back; nothing of it is in flight.
+        // After a run whose sink panicked, pieces are still marked as taken. None of them is in flight.
         ring.arena.clear();
         Self {
             ring,
@@ -136,7 +139,7 @@ impl<'a, 'r> Run<'a, 'r> {
         }
     }
 
-    /// Where the sectors of a flight lie.
+    /// The memory that the sectors of a flight are read into.
     fn memory(ring: &Ring, flight: &Flight<'_>) -> *mut u8 {
         match &flight.memory {
             Memory::Piece(start) => ring.arena.at(*start),
@@ -144,29 +147,30 @@ impl<'a, 'r> Run<'a, 'r> {
         }
     }
 
-    /// Put what is left of a flight into the submission queue.
+    /// Put the unread part of a flight into the submission queue.
     fn push(&mut self, slot: u32) {
         let Some(flight) = &mut self.flights[slot as usize] else { return };
         let memory = Self::memory(self.ring, flight).wrapping_add(flight.cover.got);
         let bytes = (flight.cover.span - flight.cover.got).min(flight.file.call_bytes());
-        let entry = opcode::Read::new(types::Fd(flight.file.fd()), memory, bytes as u32)
+        let entry = opcode::Read::new(types::Fd(flight.file.as_fd().as_raw_fd()), memory, bytes as u32)
             .offset(flight.cover.start + flight.cover.got as u64)
             .build()
             .user_data(u64::from(slot));
-        // SAFETY: `memory` has room for `bytes`, belongs to the ring or to this flight, and stays there until the completion:
-        // Run's drop waits for it. The descriptor is open as long as the batch's `Read` holds the file, which outlives the run.
+        // SAFETY: `memory` has room for `bytes`. It belongs to the ring or to this flight and stays there until the completion,
+        // because Run's drop waits for that. The descriptor stays open because the batch's `Read`, which outlives the run, holds
+        // the file.
         let pushed = unsafe { self.ring.queues.submission().push(&entry) };
         debug_assert!(pushed.is_ok(), "the queue has an entry a slot");
         self.pending += 1;
     }
 
-    /// Submit what is queued and wait for at least `want` completions. An error is fatal for the ring.
+    /// Submit what is queued, and wait for at least `want` completions. After an error the ring is of no use.
     fn enter(&mut self, want: usize) -> io::Result<()> {
         loop {
             let Err(error) = self.ring.queues.submit_and_wait(want) else { return Ok(()) };
             match error.raw_os_error() {
                 Some(libc::EINTR) => {}
-                // The kernel is short of memory, or completions have to be taken first.
+                // The kernel is short of memory, or it needs completions to be taken first.
                 Some(libc::EAGAIN | libc::EBUSY) => {
                     if !self.ring.queues.completion().is_empty() {
                         return Ok(());
@@ -178,19 +182,19 @@ impl<'a, 'r> Run<'a, 'r> {
         }
     }
 
-    /// Take the completions that are there.
+    /// Take the completions that have arrived.
     fn take(&mut self) {
         self.taken.clear();
         self.taken.extend(self.ring.queues.completion().map(|done| (done.user_data() as u32, done.result())));
         self.pending -= self.taken.len();
     }
 
-    /// Start reads until the slots, the ring's memory, or the bytes of large buffers are used up.
+    /// Start reads until there is no more slot, no more of the ring's memory, or too many bytes in large buffers.
     fn fill(&mut self, reads: &'a [Read], next: &mut usize, sink: &mut ReadSink<'_>) {
         while let (Some(&slot), Some(read)) = (self.free.last(), reads.get(*next)) {
             let Some(file) = read.file.as_any().downcast_ref::<DiskFile>().filter(|file| file.is_of(self.process))
             else {
-                // A file of another engine, or of the process that forked this one: its own way to read, or to say no.
+                // A file of another engine reads by itself. So does one of the process that this one was forked from; it refuses.
                 let mut data = vec![0; read.len];
                 let done = read.file.read_at(read.offset, &mut data);
                 sink(*next, done.map(|()| &data[..]));
@@ -209,7 +213,7 @@ impl<'a, 'r> Run<'a, 'r> {
                 }
                 let buffer = match self.ring.large_buffer(cover.span) {
                     Ok(buffer) => buffer,
-                    // One that is in flight comes back.
+                    // A large buffer that is in flight comes back later.
                     Err(_) if self.large_bytes > 0 => return,
                     Err(refused) => {
                         sink(*next, Err(refused));
@@ -220,7 +224,7 @@ impl<'a, 'r> Run<'a, 'r> {
                 self.large_bytes += buffer.len();
                 Memory::Large(buffer)
             } else {
-                // There is room for one at least when nothing is in flight.
+                // While nothing is in flight there is room for one piece at least.
                 let Some(start) = self.ring.arena.take(cover.span) else { return };
                 Memory::Piece(start)
             };
@@ -231,7 +235,7 @@ impl<'a, 'r> Run<'a, 'r> {
         }
     }
 
-    /// Go on with, or hand over, the flight in `slot` whose request completed with `result`.
+    /// Handle the completion, with `result`, of the flight in `slot`: go on reading, or hand the read to the sink.
     fn complete(&mut self, slot: u32, result: i32, sink: &mut ReadSink<'_>) {
         let Some(flight) = &mut self.flights[slot as usize] else { return };
         let step = match result {
@@ -249,8 +253,8 @@ impl<'a, 'r> Run<'a, 'r> {
         let outcome = if step == Step::Done {
             let (skip, len) = (cover.skip, cover.len);
             let memory = Self::memory(self.ring, &flight).wrapping_add(skip).cast_const();
-            // SAFETY: the kernel has written these bytes and completed the request, so nobody writes to them until this piece or
-            // buffer is used again, which is after the sink has returned.
+            // SAFETY: the kernel has written these bytes and completed the request. Nobody writes to them again until this piece or
+            // buffer is reused, which happens after the sink has returned.
             Ok(unsafe { std::slice::from_raw_parts(memory, len) })
         } else if result < 0 {
             Err(Error::io("read", super::IoFile::path(flight.file), &io::Error::from_raw_os_error(-result)))
@@ -267,13 +271,13 @@ impl<'a, 'r> Run<'a, 'r> {
         }
     }
 
-    /// Hand over every read of the batch; `Err` leaves some of them out, and a ring that is of no more use.
+    /// Hand every read of the batch to the sink. After an error some reads were left out, and the ring is of no use.
     fn all(&mut self, reads: &'a [Read], sink: &mut ReadSink<'_>) -> io::Result<()> {
         let mut next = 0;
         loop {
             self.fill(reads, &mut next, sink);
             if self.pending == 0 {
-                // Something is left where the ring's memory had to be abandoned.
+                // Reads are left over only if the ring's memory had to be abandoned before.
                 return if next == reads.len() { Ok(()) } else { Err(io::ErrorKind::OutOfMemory.into()) };
             }
             self.enter(self.pending.min(REAP))?;
@@ -291,7 +295,7 @@ impl Drop for Run<'_, '_> {
     fn drop(&mut self) {
         while self.pending > 0 {
             if self.enter(self.pending).is_err() {
-                // Nobody can tell when the kernel is done with this memory: it stays mapped for ever.
+                // Nobody can tell when the kernel is done with this memory, so it stays mapped for ever.
                 self.ring.arena.abandon();
                 std::mem::take(&mut self.flights)
                     .into_iter()
@@ -321,7 +325,7 @@ impl UringReader {
         Ok(Self { rings, turn: AtomicUsize::new(0) })
     }
 
-    /// Run with a ring nobody uses, or the next one in turn.
+    /// Call `run` with a ring that nobody uses. If all are in use, wait for one of them, in turn.
     fn with_ring<T>(&self, run: impl FnOnce(&mut Option<Ring>) -> T) -> T {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         for ahead in 0..RINGS {
@@ -335,12 +339,12 @@ impl UringReader {
     }
 }
 
-/// Read something through the ring: a sandbox may permit the ring and refuse its use.
+/// Do a read through the ring. A sandbox may permit to make a ring and refuse to use it.
 fn probe(ring: &mut Ring) -> io::Result<()> {
-    use std::os::fd::AsRawFd as _;
     let zeros = std::fs::File::open("/dev/zero")?;
     let entry = opcode::Read::new(types::Fd(zeros.as_raw_fd()), ring.arena.at(0), 8).build();
-    // SAFETY: the memory and the descriptor live until the completion is taken below.
+    // SAFETY: the memory and the descriptor live until the completion is taken below. (A read of /dev/zero completes as it is
+    // submitted, so none is in flight after an error.)
     unsafe { ring.queues.submission().push(&entry) }.map_err(io::Error::other)?;
     while let Err(e) = ring.queues.submit_and_wait(1) {
         if e.kind() != io::ErrorKind::Interrupted {
@@ -360,16 +364,17 @@ impl BatchReader for UringReader {
     }
 
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
-        self.with_ring(|place| {
-            // Completions come in any order: after a failure of the ring each read that was not handed over gets the error.
+        self.with_ring(|slot| {
+            // Completions come in any order. After a failure of the ring, each read that was not handed over is done in another
+            // way.
             let mut handed = vec![false; reads.len()];
             let mut marking = |position: usize, outcome: Result<&[u8]>| {
                 handed[position] = true;
                 sink(position, outcome);
             };
-            let ran = match place.as_mut() {
+            let ran = match slot.as_mut() {
                 Some(ring) => Ok(ring),
-                None => Ring::new().map(|made| place.insert(made)),
+                None => Ring::new().map(|made| slot.insert(made)),
             }
             .and_then(|ring| {
                 let mut run = Run::new(ring, reads.len());
@@ -378,8 +383,9 @@ impl BatchReader for UringReader {
             if ran.is_ok() {
                 return;
             }
-            // No ring to be had now (memory, descriptors, a sandbox's rules): what it left is read all the same.
-            *place = None;
+            // There is no ring now, for want of memory or descriptors, or by a sandbox's rules. What it left out is read by plain
+            // calls.
+            *slot = None;
             one_by_one(reads.iter().enumerate().filter(|(position, _)| !handed[*position]), sink);
         });
     }

@@ -1,4 +1,4 @@
-//! Backward by distinct row, with the optimizer fused.
+//! The backward. It goes by distinct row and has the optimizer fused into it.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // See `simd`.
 
@@ -7,27 +7,27 @@ use std::ops::Range;
 use super::gradient::{Gradient, TransposedIndex};
 use super::optimizer::{Adagrad, Adam, OptimizerStep, RowUpdate, RowWiseAdagrad, Sgd, prefetched_bytes};
 use super::rows::RowStore;
-use super::threads::{Shared, deal};
+use super::threads::{Disjoint, deal};
 use crate::config::OptimizerKind;
 use crate::prefetch::prefetch_range;
 use crate::simd::{Columns, Isa, Job, LANES, Lanes, Wide};
 use crate::types::{CacheSlot, NO_SLOT};
 
-/// Distinct rows that a row is asked for ahead of its update.
+/// A row is prefetched this many distinct rows before its update.
 const ROWS_AHEAD: usize = 8;
-/// Occurrences that a row is asked for ahead of its dot product.
+/// A row is prefetched this many occurrences before its dot product.
 const OCCURRENCES_AHEAD: usize = 12;
-/// What a distinct row costs beside its occurrences, in occurrences: its update, from memory.
+/// The cost of updating a distinct row besides summing its occurrences, in occurrences. The row comes from memory.
 const ROW_COST: u64 = 4;
 
-/// Sum each distinct row's gradient in occurrence order, then update the row once.
+/// Sum each distinct row's gradient in the order of its occurrences, and then update the row once.
 ///
 /// # Safety
-/// Every slot of `index` is valid in `rows`, distinct, and used by nobody else during the call. The occurrences of `index` are
-/// within `gradient`, and each has its `D` floats there.
+/// Every slot of `index` is valid in `rows` and occurs in `index` once, and nobody else uses these rows during the call. The
+/// occurrences of `index` are within `gradient`, and each has its `D` floats there.
 ///
 /// # Panics
-/// When the lengths of the parts of `index` do not fit each other.
+/// Panics when the lengths of the parts of `index` do not fit each other.
 pub unsafe fn backward<R: RowStore>(
     rows: &R,
     index: &TransposedIndex,
@@ -35,14 +35,14 @@ pub unsafe fn backward<R: RowStore>(
     optimizer: &OptimizerStep,
     threads: usize,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract, which is that of `backward_on`.
     unsafe { backward_on(Isa::best(), rows, index, gradient, optimizer, threads) };
 }
 
-/// [`backward`] on a given instruction set.
+/// Does what [`backward`] does, on a given instruction set.
 ///
 /// # Safety
-/// As [`backward`].
+/// That of [`backward`].
 pub(super) unsafe fn backward_on<R: RowStore>(
     isa: Isa,
     rows: &R,
@@ -62,14 +62,15 @@ pub(super) unsafe fn backward_on<R: RowStore>(
     }
 }
 
-/// The gradient of the per-sample weights: `out[i] = scale[i] × dot(gradient of occurrence i, row of slots[i])`, from the weights
-/// before the update; 0 for `NO_SLOT`. `gradient` comes from [`super::PooledGradient::of_weights`].
+/// The gradient of the per-sample weights: `out[i] = scale[i] × dot(gradient of occurrence i, row of slots[i])`, with the row as it
+/// is before the update; 0 for `NO_SLOT`. `gradient` comes from [`super::PooledGradient::of_weights`], and `out` is `[N]` float32.
 ///
 /// # Safety
-/// As [`super::forward_pooled`]; the first `N` occurrences of `gradient` are the slots', each with its `D` floats there.
+/// That of [`super::forward_pooled`]. Besides, the first `N` occurrences of `gradient` are those of `slots`, and each has its `D`
+/// floats there.
 ///
 /// # Panics
-/// When `out` is not as long as `slots`.
+/// Panics when `out` and `slots` differ in length.
 pub unsafe fn weight_gradient<R: RowStore>(
     rows: &R,
     slots: &[CacheSlot],
@@ -77,14 +78,14 @@ pub unsafe fn weight_gradient<R: RowStore>(
     out: &mut [f32],
     threads: usize,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract, which is that of `weight_gradient_on`.
     unsafe { weight_gradient_on(Isa::best(), rows, slots, gradient, out, threads) };
 }
 
-/// [`weight_gradient`] on a given instruction set.
+/// Does what [`weight_gradient`] does, on a given instruction set.
 ///
 /// # Safety
-/// As [`weight_gradient`].
+/// That of [`weight_gradient`].
 pub(super) unsafe fn weight_gradient_on<R: RowStore>(
     isa: Isa,
     rows: &R,
@@ -96,7 +97,7 @@ pub(super) unsafe fn weight_gradient_on<R: RowStore>(
     assert_eq!(slots.len(), out.len(), "one gradient a slot");
     let dim = rows.layout().dim;
     let source = Source::new(gradient, dim);
-    let out = Shared(out.as_mut_ptr());
+    let out = Disjoint(out.as_mut_ptr());
     deal(
         threads,
         slots.len(),
@@ -107,20 +108,20 @@ pub(super) unsafe fn weight_gradient_on<R: RowStore>(
     );
 }
 
-/// A [`Gradient`] as addresses, one form for all its cases: the branches on nulls are the same for a whole call.
+/// A [`Gradient`] as addresses, in one form for all its cases. A branch on a null address goes the same way for a whole call.
 #[derive(Clone, Copy)]
 struct Source {
     grad: *const f32,
-    /// Null: occurrence `i` starts at `i × dim`.
+    /// Where each occurrence's gradient starts. Null where that of occurrence `i` starts at `i × dim`.
     starts: *const u32,
-    /// Null: 1.
+    /// The factor of each occurrence. Null where all are 1.
     scale: *const f32,
     dim: usize,
 }
 
-// SAFETY: read-only addresses of slices that outlive the call.
+// SAFETY: nobody writes through these addresses, which are those of slices that outlive the call.
 unsafe impl Sync for Source {}
-// SAFETY: as above.
+// SAFETY: the slices belong to no thread, and outlive the call.
 unsafe impl Send for Source {}
 
 impl Source {
@@ -138,44 +139,44 @@ impl Source {
         }
     }
 
-    /// Where the gradient of the occurrence at `position` starts.
+    /// The address at which the gradient of the occurrence at `position` starts.
     ///
     /// # Safety
-    /// `position` is an occurrence of the gradient.
+    /// `position` is the position of an occurrence of the gradient.
     #[inline(always)]
     unsafe fn at(&self, position: u32) -> *const f32 {
         let position = position as usize;
         let start = if self.starts.is_null() {
             position * self.dim
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promises that `position` is an occurrence, and each occurrence has a start.
             unsafe { *self.starts.add(position) as usize }
         };
         self.grad.wrapping_add(start)
     }
 
-    /// Columns of it from `at` on, scaled.
+    /// `count` columns of an occurrence's gradient from column `at` on, scaled.
     ///
     /// # Safety
-    /// As [`Source::at`], with `at + count` within a row.
+    /// That of [`Source::at`], with `at + count` at most the row's width.
     #[inline(always)]
     unsafe fn columns<C: Columns>(&self, position: u32, at: usize, count: usize) -> C {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's promise the occurrence has its `dim` floats in the gradient, and a scale unless that is null.
         unsafe {
             let value = C::load(self.at(position).add(at), count);
             if self.scale.is_null() { value } else { value.times(*self.scale.add(position as usize)) }
         }
     }
 
-    /// The sum of `occurrences`' gradients in `count` columns from `at` on, to `sum`.
+    /// Write the sum of the gradients of `occurrences`, in `count` columns from column `at` on, to `sum`.
     ///
     /// # Safety
-    /// As [`Source::columns`], for at least one occurrence; `sum` has room for all of `C`.
+    /// That of [`Source::columns`] for each occurrence, of which there is one at least. `sum` has room for all of `C` from `at` on.
     #[inline(always)]
     unsafe fn sum_columns<C: Columns>(&self, occurrences: &[u32], at: usize, count: usize, sum: *mut f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's promise each occurrence is in the gradient, and `sum` has room for `C` from `at` on.
         unsafe {
-            // From the first itself, not from zero: a single occurrence is taken as it is.
+            // The sum starts with the first gradient and not with zero, so that the gradient of a single occurrence keeps its bits.
             let mut columns: C = self.columns(occurrences[0], at, count);
             for &position in &occurrences[1..] {
                 columns = columns.plus(self.columns(position, at, count));
@@ -184,13 +185,15 @@ impl Source {
         }
     }
 
-    /// The sum of `occurrences`' gradients (at least one), in `sum` or, where it is that of one occurrence, in place.
+    /// The sum of the gradients of `occurrences`, of which there is one at least. It is written to `sum`, unless it is the unscaled
+    /// gradient of one occurrence, which is returned in place.
     ///
     /// # Safety
-    /// As [`Source::sum_columns`].
+    /// Each occurrence is one of the gradient, and `sum` has room for `dim` floats in whole lanes.
     #[inline(always)]
     unsafe fn sum(&self, occurrences: &[u32], sum: *mut f32) -> *const f32 {
-        // SAFETY: the caller's promise; the tiles are within `dim`.
+        // SAFETY: the occurrences are the caller's promise. Every step below is within `dim`, or within the last whole lanes of
+        // `sum`.
         unsafe {
             if occurrences.len() == 1 && self.scale.is_null() {
                 return self.at(occurrences[0]);
@@ -257,8 +260,8 @@ impl<R: RowStore, U: RowUpdate> Job for UpdateJob<'_, R, U> {
             if slots[row] == NO_SLOT || occurrences.is_empty() {
                 continue;
             }
-            // SAFETY: the caller of `backward` promises valid, distinct slots and occurrences within the gradient; `sum` has
-            // `dim` floats in whole lanes.
+            // SAFETY: the caller of `backward` promises that slots are valid and distinct and that occurrences are within the
+            // gradient. `sum` has `dim` floats in whole lanes.
             unsafe {
                 let gradient = source.sum(occurrences, sum);
                 self.update.update(rows, slots[row], gradient, dim);
@@ -271,7 +274,7 @@ struct DotJob<'a, R> {
     rows: &'a R,
     slots: &'a [CacheSlot],
     source: Source,
-    out: &'a Shared<f32>,
+    out: &'a Disjoint<f32>,
     range: Range<usize>,
 }
 
@@ -291,17 +294,17 @@ impl<R: RowStore> Job for DotJob<'_, R> {
             let mut products = Lanes::splat(0.0);
             if slot != NO_SLOT {
                 let row = self.rows.weights(slot);
-                // SAFETY: the caller promises a valid slot and an occurrence within the gradient.
+                // SAFETY: the caller of `weight_gradient` promises that this occurrence is within the gradient.
                 let gradient = unsafe { self.source.at(position as u32) };
                 crate::simd::by_lanes!(dim, |at, count| {
-                    // SAFETY: `at + count <= dim` floats of both.
+                    // SAFETY: the slot is valid, and `at + count` is at most `dim`, the width of the row and of the gradient.
                     unsafe {
                         products = products
                             + Lanes::load_first(gradient.add(at), count) * Lanes::load_first(row.add(at), count);
                     }
                 });
             }
-            // SAFETY: `scale` and `out` have a float for each position.
+            // SAFETY: `scale` and `out` have a float for each position, and this thread alone was dealt this position.
             unsafe {
                 let scale = if self.source.scale.is_null() { 1.0 } else { *self.source.scale.add(position) };
                 *self.out.at(position) = products.sum() * scale;

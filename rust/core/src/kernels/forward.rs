@@ -1,4 +1,4 @@
-//! Gather and pool.
+//! The forward: gather rows, and pool them.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // See `simd`.
 
@@ -6,27 +6,27 @@ use std::ops::Range;
 
 use super::optimizer::prefetched_bytes;
 use super::rows::RowStore;
-use super::threads::{Shared, deal};
+use super::threads::{Disjoint, deal};
 use crate::prefetch::prefetch_range;
 use crate::simd::{Columns, Isa, Job, LANES, Lanes, Wide};
 use crate::types::{CacheSlot, NO_SLOT};
 
-/// Occurrences that a row is asked for ahead of its use.
+/// A row is prefetched this many occurrences before its use.
 const AHEAD: usize = 12;
 
-/// Sum (or average) the rows of each bag of one feature into columns `column..column + D` of the output.
+/// Sum or average the rows of each bag of one feature into columns `column..column + D` of the output.
 ///
-/// - `slots`: `[N]`, the slot of each occurrence of this feature; `NO_SLOT` counts as a row of zeros.
-/// - `offsets`: `[B + 1]`, where each bag starts in `slots`; first 0, last N, not decreasing (checked by the caller).
-/// - `weights`: `[N]` per-sample weights or `None`.
-/// - `mean`: divide by the bag's length; an empty bag is zeros.
-/// - `out`: `[B, out_columns]` row-major; only this feature's columns are written.
+/// - `slots`: `[N]`, the slot of each occurrence of this feature. `NO_SLOT` counts as a row of zeros.
+/// - `offsets`: `[B + 1]`, where each bag starts in `slots`. The first is 0, the last N; they do not decrease. The caller checks this.
+/// - `weights`: `[N]` per-sample weights, or `None`.
+/// - `mean`: divide the sum by the bag's length. An empty bag is zeros.
+/// - `out`: `[B, out_columns]` float32, row-major. Only this feature's columns are written.
 ///
 /// # Safety
-/// Every slot is valid in `rows`, and no row is written during the call.
+/// Every slot is valid in `rows`, and nobody writes these rows during the call.
 ///
 /// # Panics
-/// When the lengths of the arguments do not fit each other.
+/// Panics when the lengths of the arguments do not fit each other.
 #[allow(clippy::too_many_arguments)]
 pub unsafe fn forward_pooled<R: RowStore>(
     rows: &R,
@@ -46,20 +46,21 @@ pub unsafe fn forward_pooled<R: RowStore>(
     assert!(bags == 0 || (bags - 1) * out_columns + column + dim <= out.len(), "the output is too short");
     let job =
         Pooled { isa: Isa::best(), rows, slots, offsets, weights, mean, out: out.as_mut_ptr(), out_columns, column };
-    job.deal(threads);
+    // SAFETY: the caller promises valid slots whose rows nobody writes, and the length of `out` was checked above.
+    unsafe { job.deal(threads) };
 }
 
-/// Copy the row of each occurrence: `out[i] = rows[slots[i]]`, `out` `[N, D]`.
+/// Copy the row of each occurrence: `out[i] = rows[slots[i]]`, with `out` as `[N, D]` float32. `NO_SLOT` gives zeros.
 ///
 /// # Safety
-/// As [`forward_pooled`].
+/// Every slot is valid in `rows`, and nobody writes these rows during the call.
 ///
 /// # Panics
-/// When `out` is too short.
+/// Panics when `out` is too short.
 pub unsafe fn forward_sequence<R: RowStore>(rows: &R, slots: &[CacheSlot], out: &mut [f32], threads: usize) {
     let dim = rows.layout().dim;
     assert!(slots.len() * dim <= out.len(), "the output is too short");
-    let out = Shared(out.as_mut_ptr());
+    let out = Disjoint(out.as_mut_ptr());
     deal(
         threads,
         slots.len(),
@@ -84,11 +85,15 @@ pub(super) struct Pooled<'a, R> {
     pub(super) column: usize,
 }
 
-// SAFETY: each thread writes the bags that it was dealt, and rows are only read.
+// SAFETY: each thread writes only the bags that it was dealt, and rows are only read.
 unsafe impl<R: Sync> Sync for Pooled<'_, R> {}
 
 impl<R: RowStore> Pooled<'_, R> {
-    pub(super) fn deal(self, threads: usize) {
+    /// Pool all bags on `threads` threads.
+    ///
+    /// # Safety Every slot is valid in `rows`, and nobody writes these rows during the call. `out` has room for the feature's
+    /// columns of every bag, and nobody else uses it during the call.
+    pub(super) unsafe fn deal(self, threads: usize) {
         let dim = self.rows.layout().dim as u64;
         let job = &self;
         let cost_before = |bag: usize| (job.offsets[bag] as u64 + bag as u64) * dim;
@@ -133,7 +138,7 @@ impl<R: RowStore, const WEIGHTED: bool> Job for PooledJob<'_, R, WEIGHTED> {
 }
 
 impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
-    /// `count` columns of a bag from `at` on.
+    /// Pool `count` columns of a bag, from column `at` on.
     #[inline(always)]
     fn pool_columns<C: Columns>(&self, range: &Range<usize>, out: *mut f32, at: usize, count: usize) {
         let Pooled { rows, slots, weights, mean, .. } = *self.call;
@@ -148,7 +153,7 @@ impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
             if slot == NO_SLOT {
                 continue;
             }
-            // SAFETY: the slot is valid, and `at + count` floats are within its row.
+            // SAFETY: the caller of `forward_pooled` promises that the slot is valid, and `at + count` is at most the row's width.
             let mut value = unsafe { C::load(rows.weights(slot).add(at), count) };
             if WEIGHTED && let Some(weights) = weights {
                 value = value.times(weights[position]);
@@ -158,7 +163,7 @@ impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
         if mean && !range.is_empty() {
             sum = sum.over(range.len() as f32);
         }
-        // SAFETY: the caller checked the output's length; only this bag's columns are written.
+        // SAFETY: `forward_pooled` checked the length of the output, and this thread alone writes this bag's columns.
         unsafe { sum.store(out.add(at), count) };
     }
 }
@@ -166,7 +171,7 @@ impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
 struct SequenceJob<'a, R> {
     rows: &'a R,
     slots: &'a [CacheSlot],
-    out: &'a Shared<f32>,
+    out: &'a Disjoint<f32>,
     range: Range<usize>,
 }
 
@@ -183,7 +188,8 @@ impl<R: RowStore> Job for SequenceJob<'_, R> {
                 prefetch_range(self.rows.weights(slot).cast(), prefetched_bytes(dim));
             }
             let slot = self.slots[position];
-            // SAFETY: valid slots, and an output of `[N, D]`, checked by the callers; rows and output do not overlap.
+            // SAFETY: the caller of `forward_sequence` promises that the slot is valid. `forward_sequence` checked that the output
+            // is `[N, D]`, and rows and output do not overlap because the output is borrowed exclusively.
             unsafe {
                 let to = self.out.at(position * dim);
                 if slot == NO_SLOT {

@@ -1,30 +1,30 @@
-//! Which occurrences a row has, and where their gradients are.
+//! Which occurrences each row has, and where their gradients lie.
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
 
-use super::threads::{Shared, deal};
+use super::threads::{Disjoint, deal};
 use crate::error::{Error, Kind, Result};
 use crate::types::CacheSlot;
 
-/// Which occurrences each distinct row has: a batch's inverse, transposed. `NO_SLOT` occurrences are left out.
+/// For each distinct row the positions of its occurrences: a batch's inverse, transposed. Occurrences of `NO_SLOT` are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TransposedIndex {
-    /// Slots of the distinct rows: `[U]`. A row whose slot is `NO_SLOT` is not updated.
+    /// The slots of the distinct rows: `[U]`. A row whose slot is `NO_SLOT` is not updated.
     pub slots: Vec<CacheSlot>,
-    /// Where each row's occurrences start: `[U + 1]`.
+    /// The index in `occurrences` at which each row's occurrences start: `[U + 1]`.
     pub starts: Vec<u32>,
-    /// Positions of the occurrences in the batch, ascending within a row: `[N]`.
+    /// The positions of the occurrences in the batch, ascending within a row: `[N]`.
     pub occurrences: Vec<u32>,
 }
 
 impl TransposedIndex {
-    /// Transpose `inverse` (`[N]`, positions in `0..unique`, or `NO_SLOT` to leave an occurrence out) by counting; `slots` is
-    /// filled later by the plan.
+    /// Transpose `inverse`, which is `[N]` with rows in `0..unique`, or `NO_SLOT` to leave an occurrence out. This counts and does
+    /// not sort. The plan fills `slots` in later.
     pub fn from_inverse(inverse: &[u32], unique: usize) -> Self {
         let mut starts = vec![0_u32; unique + 1];
-        // Each occurrence's place among its row's, so that the second pass waits for no count of a frequent row. NO_SLOT is past
-        // the end of `starts`.
+        // The rank of each occurrence among those of its row. With it the second pass does not wait for the count of a frequent
+        // row. NO_SLOT is past the end of `starts`.
         let mut ranks = vec![0_u32; inverse.len()];
         for (&row, rank) in inverse.iter().zip(&mut ranks) {
             if let Some(count) = starts.get_mut(row as usize) {
@@ -48,24 +48,24 @@ impl TransposedIndex {
     }
 }
 
-/// Where the gradient of an occurrence is.
+/// Where the gradient of each occurrence lies.
 #[derive(Clone, Copy, Debug)]
 pub enum Gradient<'a> {
-    /// Bags: `grad` `[B, columns]`; occurrence `i` reads `D` floats of `grad` from `starts[i]` on, times `scale[i]`.
-    /// [`PooledGradient`] makes the two arrays.
+    /// Of pooled bags. `grad` is `[B, columns]`. The gradient of occurrence `i` is the `D` floats of `grad` from `starts[i]` on,
+    /// times `scale[i]`. [`PooledGradient`] makes these two arrays.
     Pooled {
-        /// `[B, columns]`, row-major.
+        /// `[B, columns]` float32, row-major.
         grad: &'a [f32],
-        /// Columns of `grad`.
+        /// The number of columns of `grad`.
         columns: usize,
-        /// `[N]`: start of the occurrence's gradient in `grad` (`b × columns + column`).
+        /// `[N]`: where the gradient of each occurrence starts in `grad` (`bag × columns + column`).
         starts: &'a [u32],
-        /// `[N]`: per-sample weight and mean divisor together; `None` for 1.
+        /// `[N]`: the per-sample weight divided by the mean's divisor; `None` where all are 1.
         scale: Option<&'a [f32]>,
     },
-    /// Sequences: `grad` `[N, D]`.
+    /// Of a sequence. `grad` is `[N, D]`.
     Sequence {
-        /// `[N, D]`, row-major.
+        /// `[N, D]` float32, row-major.
         grad: &'a [f32],
     },
 }
@@ -73,33 +73,75 @@ pub enum Gradient<'a> {
 /// One feature of a table in a batch of bags.
 #[derive(Clone, Copy, Debug)]
 pub struct PooledFeature<'a> {
-    /// Its first column in the pooled output.
+    /// The feature's first column in the pooled output.
     pub column: usize,
-    /// `[B + 1]`, where each of its bags starts among its own occurrences: first 0, not decreasing (checked by the caller).
+    /// `[B + 1]`: where each bag starts among the feature's own occurrences. The first is 0, and they do not decrease. The caller
+    /// checks that.
     pub offsets: &'a [i64],
-    /// Per-sample weights of its occurrences.
+    /// The per-sample weights of the feature's occurrences.
     pub weights: Option<&'a [f32]>,
-    /// Whether it is averaged.
+    /// Whether bags are averaged instead of summed.
     pub mean: bool,
 }
 
-/// What an occurrence costs, in floats touched.
+/// The cost of an occurrence, in floats touched.
 const COST: u64 = 2;
 
-/// Where each occurrence of a table's features, one feature after another, finds its gradient in the pooled output's.
+/// For each occurrence of a table's features, one feature after another, where its gradient lies in that of the pooled output.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PooledGradient {
     columns: usize,
-    /// `[N]`
+    /// `[N]`: see [`Gradient::Pooled`].
     starts: Vec<u32>,
-    /// `[N]`: weight over bag length; empty where all are 1.
+    /// `[N]`: the weight divided by the bag's length; empty where all are 1.
     scale: Vec<f32>,
-    /// `[N]`: 1 over bag length; empty where all are 1.
+    /// `[N]`: 1 divided by the bag's length; empty where all are 1.
     divisor: Vec<f32>,
 }
 
+/// The arrays of a [`PooledGradient`] that is being made, whose bags are written by several threads.
+struct Writes {
+    starts: Disjoint<u32>,
+    scale: Option<Disjoint<f32>>,
+    divisor: Option<Disjoint<f32>>,
+}
+
+impl Writes {
+    /// Write the positions of one bag of a feature. The feature's occurrences begin at position `begin`, and the bag's gradient at
+    /// `start`.
+    ///
+    /// # Safety
+    /// The arrays have room for these positions, and no other thread writes or reads them.
+    #[inline]
+    unsafe fn bag(&self, feature: &PooledFeature<'_>, bag: usize, begin: usize, start: u32) {
+        let (from, to) = (feature.offsets[bag] as usize, feature.offsets[bag + 1] as usize);
+        let share = if feature.mean { 1.0 / (to - from) as f32 } else { 1.0 };
+        // SAFETY: by the caller's promise the array has room for the positions, and this thread alone uses them.
+        let of_bag = |all: &Disjoint<f32>| unsafe {
+            std::slice::from_raw_parts_mut(all.at(begin + from).cast::<MaybeUninit<f32>>(), to - from)
+        };
+        // SAFETY: by the caller's promise `starts` has room for the positions, and this thread alone uses them.
+        let starts = unsafe {
+            std::slice::from_raw_parts_mut(self.starts.at(begin + from).cast::<MaybeUninit<u32>>(), to - from)
+        };
+        starts.fill(MaybeUninit::new(start));
+        match (&self.scale, feature.weights) {
+            (Some(scale), Some(weights)) => {
+                for (scale, weight) in of_bag(scale).iter_mut().zip(&weights[from..to]) {
+                    scale.write(weight * share);
+                }
+            }
+            (Some(scale), None) => of_bag(scale).fill(MaybeUninit::new(share)),
+            (None, _) => {}
+        }
+        if let Some(divisor) = &self.divisor {
+            of_bag(divisor).fill(MaybeUninit::new(share));
+        }
+    }
+}
+
 impl PooledGradient {
-    /// For the gradient `[B, columns]` of the pooled output. `Kind::Input` when it has `2^32` elements or more.
+    /// The positions for the gradient `[B, columns]` of the pooled output. `Kind::Input` when that has `2^32` elements or more.
     pub fn new(columns: usize, features: &[PooledFeature<'_>], threads: usize) -> Result<Self> {
         let count = |feature: &PooledFeature<'_>| feature.offsets.last().map_or(0, |&end| end as usize);
         let total = features.iter().map(count).sum();
@@ -111,9 +153,11 @@ impl PooledGradient {
             scale: Vec::with_capacity(if scaled { total } else { 0 }),
             divisor: Vec::with_capacity(if mean { total } else { 0 }),
         };
-        let starts = Shared(made.starts.as_mut_ptr());
-        let scale = scaled.then_some(Shared(made.scale.as_mut_ptr()));
-        let divisor = mean.then_some(Shared(made.divisor.as_mut_ptr()));
+        let writes = Writes {
+            starts: Disjoint(made.starts.as_mut_ptr()),
+            scale: scaled.then_some(Disjoint(made.scale.as_mut_ptr())),
+            divisor: mean.then_some(Disjoint(made.divisor.as_mut_ptr())),
+        };
         let mut begin = 0;
         for feature in features {
             let bags = feature.offsets.len().saturating_sub(1);
@@ -127,36 +171,15 @@ impl PooledGradient {
                 |bag: usize| feature.offsets.get(bag).map_or(0, |&offset| offset as u64 + bag as u64) * COST;
             deal(threads, bags, cost_before, |bags| {
                 for bag in bags {
-                    let (from, to) = (feature.offsets[bag] as usize, feature.offsets[bag + 1] as usize);
                     let start = (bag * columns + feature.column) as u32;
-                    let share = if feature.mean { 1.0 / (to - from) as f32 } else { 1.0 };
-                    // SAFETY: offsets do not decrease and end at the feature's count, so that a position is one bag's alone, and
-                    // all are below `total`, for which there is room.
-                    let of_bag = |all: &Shared<f32>| unsafe {
-                        std::slice::from_raw_parts_mut(all.at(begin + from).cast::<MaybeUninit<f32>>(), to - from)
-                    };
-                    // SAFETY: as above.
-                    let starts = unsafe {
-                        std::slice::from_raw_parts_mut(starts.at(begin + from).cast::<MaybeUninit<u32>>(), to - from)
-                    };
-                    starts.fill(MaybeUninit::new(start));
-                    match (&scale, feature.weights) {
-                        (Some(scale), Some(weights)) => {
-                            for (scale, weight) in of_bag(scale).iter_mut().zip(&weights[from..to]) {
-                                scale.write(weight * share);
-                            }
-                        }
-                        (Some(scale), None) => of_bag(scale).fill(MaybeUninit::new(share)),
-                        (None, _) => {}
-                    }
-                    if let Some(divisor) = &divisor {
-                        of_bag(divisor).fill(MaybeUninit::new(share));
-                    }
+                    // SAFETY: offsets do not decrease and end at the feature's count. So each position belongs to one bag, and all
+                    // are below `total`, for which there is room.
+                    unsafe { writes.bag(feature, bag, begin, start) };
                 }
             });
             begin += count(feature);
         }
-        // SAFETY: the bags of all features, one after another, cover all positions.
+        // SAFETY: there is room for `total`, and the bags of all features, one after another, cover all positions.
         unsafe {
             made.starts.set_len(total);
             made.scale.set_len(if scaled { total } else { 0 });
@@ -170,7 +193,7 @@ impl PooledGradient {
         self.view(grad, &self.scale)
     }
 
-    /// What [`super::weight_gradient`] needs: the per-sample weights left out, the mean divisor kept.
+    /// What [`super::weight_gradient`] needs: the mean's divisor without the per-sample weights.
     pub fn of_weights<'a>(&'a self, grad: &'a [f32]) -> Gradient<'a> {
         self.view(grad, &self.divisor)
     }

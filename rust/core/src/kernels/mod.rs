@@ -1,8 +1,9 @@
-//! CPU kernels over rows in slots: gather and pool, and the backward with the optimizer fused.
+//! CPU kernels over rows in slots: the forward gathers and pools, and the backward has the optimizer fused into it.
 //!
 //! Shapes: `N` occurrences of ids, `U` distinct rows, `B` bags a feature, `D` the table's width, `C` columns of the pooled output.
-//! Results are the same bits for any number of threads and any instruction set: a bag, and a row's update, is the work of one
-//! thread, in occurrence order, without fused multiply-add, with a fixed number of lanes for sums over a row.
+//!
+//! Results are the same bits for any number of threads and any instruction set. A bag, and the update of a row, is the work of one
+//! thread, in the order of the occurrences. There is no fused multiply-add, and sums over a row have a fixed number of lanes.
 
 mod backward;
 mod forward;

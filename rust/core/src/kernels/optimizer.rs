@@ -1,7 +1,7 @@
-//! Optimizer formulas, FBGEMM's (`fbgemm_gpu/codegen/genscript/optimizers.py`), in `f32`.
+//! The formulas of the optimizers, in float32. They are FBGEMM's (`fbgemm_gpu/codegen/genscript/optimizers.py`).
 //!
-//! `g` is the row's gradient, summed over the batch; every operation is by column unless it says row. Weight decay `d` touches
-//! only rows of the batch. `eps` is added to the root, after bias correction.
+//! `g` is the row's gradient, summed over the batch. Every operation is by column unless it says row. Weight decay `d` applies to
+//! the rows of the batch only. `eps` is added to the root, after the bias correction.
 //!
 //! | optimizer | update |
 //! | --- | --- |
@@ -11,7 +11,8 @@
 //! | Adam | `g' = g + d·w; m = β₁·m + (1−β₁)·g'; v = β₂·v + (1−β₂)·g'²; w −= lr·(m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)` |
 //! | `AdamW` | as Adam with `g' = g`, and `w −= lr·(… + d·w)` of the `w` before |
 //!
-//! FBGEMM has no weight decay in SGD and Adagrad, and calls `AdamW` Adam; there the formulas are torch's. `t` is the table's step.
+//! FBGEMM has no weight decay in SGD and Adagrad, so those formulas are torch's. FBGEMM calls Adam what is `AdamW` here; Adam here
+//! is torch's. `t` is the table's step.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)]
 
@@ -21,46 +22,47 @@ use crate::prefetch::{prefetch_address, prefetch_range};
 use crate::simd::{Lanes, by_lanes};
 use crate::types::CacheSlot;
 
-/// Hyperparameters of one update; those an optimizer does not have are ignored.
+/// The hyperparameters of an update. An optimizer ignores those that it does not have.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Hyperparameters {
     /// Learning rate.
     pub lr: f64,
-    /// Added to the root of the second moment.
+    /// The number that is added to the root of the second moment.
     pub eps: f64,
-    /// Decay of the first moment.
+    /// The decay of the first moment.
     pub beta1: f64,
-    /// Decay of the second moment.
+    /// The decay of the second moment.
     pub beta2: f64,
-    /// Weight decay, for rows of the batch only.
+    /// The weight decay, of the rows of the batch only.
     pub weight_decay: f64,
 }
 
-/// One update of a table: the optimizer, its hyperparameters and the step it is (from 1).
+/// An update of a table: the optimizer, its hyperparameters, and the number of the step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OptimizerStep {
-    /// Which formula.
+    /// The optimizer.
     pub kind: OptimizerKind,
-    /// With which numbers.
+    /// Its hyperparameters.
     pub hyperparameters: Hyperparameters,
-    /// The table's step counter, this update included.
+    /// The table's step counter, with this update counted. The first step is 1.
     pub step: u64,
 }
 
 /// The update of one row by its summed gradient.
 pub(super) trait RowUpdate: Copy + Sync {
-    /// Vector slots that it reads and writes.
+    /// The number of vector slots that the update reads and writes.
     const VECTOR_SLOTS: usize;
-    /// Whether it reads and writes the scalar slot.
+    /// Whether the update reads and writes the scalar slot.
     const SCALAR_SLOT: bool;
 
-    /// Update the row in `slot` by `gradient`, `[dim]`.
+    /// Update the row in `slot` by `gradient`, which is `[dim]`.
     ///
     /// # Safety
-    /// `slot` is valid in `rows` and used by nobody else; `dim` floats can be read at `gradient`, which is not in `rows`.
+    /// `slot` is valid in `rows`, whose layout has the slots above, and nobody else uses the row. `dim` floats can be read at
+    /// `gradient`, which is not in `rows`.
     unsafe fn update<R: RowStore>(&self, rows: &R, slot: CacheSlot, gradient: *const f32, dim: usize);
 
-    /// Ask for all that [`RowUpdate::update`] will touch.
+    /// Prefetch all that [`RowUpdate::update`] will touch.
     #[inline(always)]
     fn prefetch<R: RowStore>(rows: &R, slot: CacheSlot, dim: usize) {
         let bytes = prefetched_bytes(dim);
@@ -74,7 +76,7 @@ pub(super) trait RowUpdate: Copy + Sync {
     }
 }
 
-/// Bytes to ask for of a row part of `dim` floats: the processor's own prefetcher follows longer ones.
+/// Bytes to prefetch of a part of a row of `dim` floats. The processor's own prefetcher loads the rest of a longer one.
 #[inline(always)]
 pub(super) fn prefetched_bytes(dim: usize) -> usize {
     (dim * 4).min(512)
@@ -106,7 +108,8 @@ impl RowUpdate for Sgd {
     unsafe fn update<R: RowStore>(&self, rows: &R, slot: CacheSlot, gradient: *const f32, dim: usize) {
         let weights = rows.weights(slot);
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count <= dim` floats of the row and of the gradient.
+            // SAFETY: `at + count` is at most `dim`, and by the caller's promise the row's weights and the gradient have `dim`
+            // floats.
             unsafe {
                 let w = Lanes::load_first(weights.add(at), count);
                 let g = decayed(Lanes::load_first(gradient.add(at), count), w, self.weight_decay);
@@ -137,7 +140,8 @@ impl RowUpdate for Adagrad {
     unsafe fn update<R: RowStore>(&self, rows: &R, slot: CacheSlot, gradient: *const f32, dim: usize) {
         let (weights, sums) = (rows.weights(slot), rows.vector_slot(0, slot));
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count <= dim` floats of each part of the row and of the gradient.
+            // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
+            // floats.
             unsafe {
                 let w = Lanes::load_first(weights.add(at), count);
                 let g = decayed(Lanes::load_first(gradient.add(at), count), w, self.weight_decay);
@@ -169,7 +173,8 @@ impl RowUpdate for RowWiseAdagrad {
         let weights = rows.weights(slot);
         let mut squares = Lanes::splat(0.0);
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count <= dim` floats of the row and of the gradient.
+            // SAFETY: `at + count` is at most `dim`, and by the caller's promise the row's weights and the gradient have `dim`
+            // floats.
             unsafe {
                 let mut g = Lanes::load_first(gradient.add(at), count);
                 if weight_decay != 0.0 {
@@ -179,13 +184,15 @@ impl RowUpdate for RowWiseAdagrad {
             }
         });
         let scalar = rows.scalar(slot);
-        // SAFETY: the row's own scalar slot.
-        let sum = unsafe { *scalar } + squares.sum() / dim as f32;
-        // SAFETY: as above.
-        unsafe { *scalar = sum };
+        // SAFETY: by the caller's promise the slot is valid and nobody else uses its row, so its scalar may be read and written.
+        let sum = unsafe {
+            *scalar += squares.sum() / dim as f32;
+            *scalar
+        };
         let multiplier = Lanes::splat(lr / (sum.sqrt() + eps));
         by_lanes!(dim, |at, count| {
-            // SAFETY: as in the first loop.
+            // SAFETY: `at + count` is at most `dim`, and by the caller's promise the row's weights and the gradient have `dim`
+            // floats.
             unsafe {
                 let w = Lanes::load_first(weights.add(at), count);
                 let g = decayed(Lanes::load_first(gradient.add(at), count), w, weight_decay);
@@ -195,7 +202,7 @@ impl RowUpdate for RowWiseAdagrad {
     }
 }
 
-/// Adam, and with `DECOUPLED` weight decay `AdamW`.
+/// Adam; with `DECOUPLED` weight decay it is `AdamW`.
 #[derive(Clone, Copy)]
 pub(super) struct Adam<const DECOUPLED: bool> {
     lr: f32,
@@ -203,16 +210,16 @@ pub(super) struct Adam<const DECOUPLED: bool> {
     weight_decay: f32,
     beta1: f32,
     beta2: f32,
-    /// 1 − β₁ and 1 − β₂.
+    /// 1 − β₁ and 1 − β₂, the shares of the new gradient in the moments.
     fresh1: f32,
     fresh2: f32,
-    /// 1 / (1 − β₁ᵗ) and 1 / (1 − β₂ᵗ).
+    /// The bias corrections 1 / (1 − β₁ᵗ) and 1 / (1 − β₂ᵗ).
     correction1: f32,
     correction2: f32,
 }
 
 impl<const DECOUPLED: bool> Adam<DECOUPLED> {
-    /// What depends on the step is computed here in `f64`, once an update.
+    /// The numbers of an update. Those that depend on the step are computed in float64, once an update.
     pub(super) fn new(numbers: &Hyperparameters, step: u64) -> Self {
         let Hyperparameters { lr, eps, beta1, beta2, weight_decay } = *numbers;
         Self {
@@ -229,7 +236,7 @@ impl<const DECOUPLED: bool> Adam<DECOUPLED> {
     }
 }
 
-/// `base` to the `exponent` by squaring: a platform's own may round otherwise.
+/// `base` to the power of `exponent`, by repeated squaring. A platform's own function may round in another way.
 fn power(base: f64, exponent: u64) -> f64 {
     let (mut result, mut square, mut left) = (1.0, base, exponent);
     while left > 0 {
@@ -255,7 +262,8 @@ impl<const DECOUPLED: bool> RowUpdate for Adam<DECOUPLED> {
         let (beta2, fresh2, correction2) =
             (Lanes::splat(self.beta2), Lanes::splat(self.fresh2), Lanes::splat(self.correction2));
         by_lanes!(dim, |at, count| {
-            // SAFETY: `at + count <= dim` floats of each part of the row and of the gradient.
+            // SAFETY: `at + count` is at most `dim`, and by the caller's promise each part of the row and the gradient have `dim`
+            // floats.
             unsafe {
                 let w = Lanes::load_first(weights.add(at), count);
                 let mut g = Lanes::load_first(gradient.add(at), count);

@@ -1,28 +1,28 @@
-//! Where kernels find rows: an arena, or tensors of a device tier on the CPU.
+//! Where kernels find the parts of a row: in an arena, or in tensors of a device tier on the CPU.
 #![allow(unsafe_code)]
-#![allow(clippy::inline_always)] // A call in the kernels' inner loops would be one to code compiled for the baseline.
+#![allow(clippy::inline_always)] // Otherwise the kernels' inner loops would call code that is compiled for the baseline instruction set.
 
 use crate::rows::{Arena, RowLayout};
 use crate::types::CacheSlot;
 
-/// Addresses of the parts of a row. Implementations are plain address arithmetic, inlined into the kernels.
+/// The addresses of the parts of a row. Implementations only compute addresses, and are inlined into the kernels.
 pub trait RowStore: Sync {
     /// The layout of the rows.
     fn layout(&self) -> RowLayout;
-    /// `[D]` weights of the row in `slot`.
+    /// The address of the weights (`[D]` float32) of the row in `slot`.
     fn weights(&self, slot: CacheSlot) -> *mut f32;
-    /// `[D]` of vector slot `which` (0 or 1).
+    /// The address of vector slot `which` (0 or 1; `[D]` float32) of the row in `slot`.
     fn vector_slot(&self, which: usize, slot: CacheSlot) -> *mut f32;
-    /// The scalar slot.
+    /// The address of the scalar slot (one float32) of the row in `slot`.
     fn scalar(&self, slot: CacheSlot) -> *mut f32;
 }
 
-/// Rows of an arena, in place.
+/// Rows in an arena.
 #[derive(Debug)]
 pub struct ArenaRows<'a> {
     /// The arena.
     pub arena: &'a Arena,
-    /// Its rows' layout.
+    /// The layout of its rows.
     pub layout: RowLayout,
 }
 
@@ -41,28 +41,28 @@ impl RowStore for ArenaRows<'_> {
     #[inline(always)]
     fn scalar(&self, slot: CacheSlot) -> *mut f32 {
         let header = self.arena.row(slot).header;
-        // SAFETY: only an address within the header is formed; nothing is read.
+        // SAFETY: this computes an address within the header, which lies in the arena's mapping, and reads nothing.
         unsafe { &raw mut (*header).scalar }
     }
 }
 
-/// Contiguous tensors of a device tier in RAM: `weights` `[S, D]`, each vector slot `[S, D]`, the scalar slot `[S]`.
-/// The tensors must hold every slot that the kernels are given, and nothing else may write them meanwhile.
+/// Contiguous float32 tensors of a device tier in RAM: `weights` `[S, D]`, each vector slot `[S, D]`, the scalar slot `[S]`. Who
+/// gives them to a kernel promises that every slot of the call is below `S`, and that nobody else writes the tensors meanwhile.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRows {
-    /// Layout of the rows.
+    /// The layout of the rows.
     pub layout: RowLayout,
-    /// Start of `[S, D]` weights.
+    /// The start of the weights, `[S, D]`.
     pub weights: *mut f32,
-    /// Starts of the vector slots, null where the layout has none.
+    /// The starts of the vector slots, `[S, D]` each; null where the layout has none.
     pub vector_slots: [*mut f32; 2],
-    /// Start of the scalar slots, null where the layout has none.
+    /// The start of the scalar slots, `[S]`; null where the layout has none.
     pub scalars: *mut f32,
 }
 
-// SAFETY: addresses only; the owner of the tensors promises exclusive use for the time of the call.
+// SAFETY: these are only addresses. Kernels that dereference them have the caller's promise of exclusive use.
 unsafe impl Sync for TensorRows {}
-// SAFETY: as above.
+// SAFETY: the tensors belong to no thread, and only kernels dereference the addresses, by their callers' promise.
 unsafe impl Send for TensorRows {}
 
 impl RowStore for TensorRows {

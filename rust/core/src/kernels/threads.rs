@@ -1,4 +1,4 @@
-//! Threads of the kernels: cached pools, work dealt in parts of even cost.
+//! The threads of the kernels: pools that are kept, and work that is dealt in parts of equal cost.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,13 +10,15 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use crate::process::{PerProcess, works_behind};
 use crate::sync::lock;
 
-/// Parts a thread, so that a thread that is late has few of them.
+/// The number of parts for each thread. With many small parts, a thread that starts late takes few of them.
 const PARTS_PER_THREAD: usize = 16;
-/// Below this cost (floats touched) a thread costs more than it saves. Tests run small work on all the threads they ask for.
+/// With less work than this (in floats touched) a further thread costs more time than it saves. Tests run small work on all threads
+/// that they ask for.
 const MINIMUM_COST_PER_THREAD: u64 = if cfg!(test) { 1 } else { 16_384 };
 
-/// Run `work(from..to)` over all of `0..items` on `threads` threads (this one among them); `cost_before(i)` is the cost of the
-/// items before `i`, increasing. Which thread takes which range is left to chance: results must not depend on it.
+/// Call `work(from..to)` for ranges that cover `0..items`, on `threads` threads, of which this is one. `cost_before(i)` is the cost
+/// of the items before `i`; it does not decrease. Which thread takes which range is a matter of chance, so results must not depend
+/// on it.
 pub(crate) fn deal(
     threads: usize,
     items: usize,
@@ -32,7 +34,7 @@ pub(crate) fn deal(
     let mut bounds: Vec<usize> = (0..=parts)
         .map(|part| first_at_cost(items, (u128::from(total) * part as u128 / parts as u128) as u64, &cost_before))
         .collect();
-    // Items at the end that cost nothing.
+    // The search above stops before items at the end that cost nothing.
     bounds[parts] = items;
     let next = AtomicUsize::new(0);
     let take = || {
@@ -54,22 +56,22 @@ pub(crate) fn deal(
     });
 }
 
-/// An address that threads write disjoint parts behind.
-pub(crate) struct Shared<T>(pub(crate) *mut T);
+/// An address behind which several threads write, each at other elements.
+pub(crate) struct Disjoint<T>(pub(crate) *mut T);
 
-impl<T> Shared<T> {
+impl<T> Disjoint<T> {
     /// The address of an element.
-    #[allow(clippy::inline_always)] // Within kernels; see `simd`.
+    #[allow(clippy::inline_always)] // Used within kernels; see `simd`.
     #[inline(always)]
     pub(crate) fn at(&self, index: usize) -> *mut T {
         self.0.wrapping_add(index)
     }
 }
 
-// SAFETY: each thread writes only what it was dealt, which is nobody else's.
-unsafe impl<T> Sync for Shared<T> {}
+// SAFETY: only addresses are shared. Who writes behind them promises that no two threads write the same element.
+unsafe impl<T> Sync for Disjoint<T> {}
 
-/// The first item with at least `cost` before it.
+/// The first item before which the cost is at least `cost`.
 fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -> usize {
     let (mut low, mut high) = (0, items);
     while low < high {
@@ -83,7 +85,8 @@ fn first_at_cost(items: usize, cost: u64, cost_before: &impl Fn(usize) -> u64) -
     low
 }
 
-/// The pools of this process by size. A parent's stay where they are: dropping them would wait for threads that a child has not.
+/// The thread pools of this process, of which each size occurs once. A forked child forgets its parent's pools without dropping
+/// them, because that would wait for threads that do not exist in the child.
 static POOLS: PerProcess<Mutex<Vec<Arc<ThreadPool>>>> = PerProcess::new();
 
 /// A pool of `size` threads; `None` where the system gives no threads.
@@ -100,26 +103,27 @@ fn pool(size: usize) -> Option<Arc<ThreadPool>> {
             let _ = begun.send(());
         });
     let pool = Arc::new(builder.build().ok()?);
-    // A thread that begins when the system has no memory left ends the process: it needs some of its own.
+    // Wait until all threads have begun. A thread needs memory for its start, and ends the process if the system has none left
+    // then.
     for () in all_begun.iter().take(size) {}
     pools.push(Arc::clone(&pool));
     Some(pool)
 }
 
-/// Threads that the machine runs at once; asked for once, as the answer is in files.
+/// The number of threads that the machine runs at once. It is kept, because the system reads files to find it.
 fn machine_threads() -> usize {
     static THREADS: OnceLock<usize> = OnceLock::new();
     *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// So many threads as the machine runs at once; `None` where one is no more than the caller's, or the system gives none. (Rayon's own
-/// pool ends in a panic there, and is of no use in a forked child.)
+/// A pool of as many threads as the machine runs at once. `None` where that is one, since the caller's own thread does as well, or
+/// where the system gives no threads. (Rayon's global pool panics where there are no threads, and does not work in a forked child.)
 fn machine_pool() -> Option<Arc<ThreadPool>> {
     let threads = machine_threads();
     if threads > 1 { pool(threads) } else { None }
 }
 
-/// Do independent tasks on the machine's threads, in any order.
+/// Do independent tasks on all of the machine's threads, in any order.
 pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     let tasks: Vec<T> = tasks.collect();
     match if tasks.len() > 1 && !works_behind() { machine_pool() } else { None } {
@@ -128,8 +132,9 @@ pub(crate) fn for_each<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T)
     }
 }
 
-/// The same on half of them, this one among them: what gathers rows for the disk is so ahead of it, and more threads would mostly wait
-/// for the same memory. Tasks are begun in their order, and work with what the caller has in its caches.
+/// Do independent tasks on half of the machine's threads, of which this is one. This serves to gather rows for the disk: so many
+/// threads are faster than the disk, and more would mostly wait for the same memory. Tasks begin in their order, so that they find
+/// in the caches what the caller has just touched.
 pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: impl Fn(T) + Sync) {
     let tasks: Vec<T> = tasks.collect();
     let helpers = (machine_threads() / 2).min(tasks.len()).saturating_sub(1);
@@ -152,7 +157,7 @@ pub(crate) fn for_each_on_half<T: Send>(tasks: impl Iterator<Item = T>, work: im
     });
 }
 
-/// Do independent tasks on the machine's threads while this one does something of its own.
+/// Do independent tasks on the machine's threads while this thread does `own`.
 pub(crate) fn beside<T: Send, R>(
     tasks: impl Iterator<Item = T>,
     work: impl Fn(T) + Sync,
@@ -209,7 +214,7 @@ mod tests {
     #[test]
     fn work_runs_on_as_many_threads_as_asked() {
         let inside = std::sync::Barrier::new(3);
-        // Nobody passes before all three are in.
+        // No thread passes the barrier before all three have reached it.
         deal(
             3,
             3,

@@ -1,22 +1,22 @@
-//! Ids that left lately, by fingerprint: a bucketed table without lists, as in the S3-FIFO paper (section 4.2).
+//! The ids that left lately, by fingerprint. This is a table of buckets without lists, as in the S3-FIFO paper (section 4.2).
 
 use crate::prefetch::prefetch;
 use crate::types::{Id, hash_id};
 
 const BUCKET: usize = 8;
 
-/// Remembers the last `length` ids given to it, or nearly: of a bucket that overflows the oldest goes early, and two ids in 2³² of
-/// a bucket look the same. Only the choice of victims hangs on it.
+/// Remembers about the last `length` ids that were given to it. When a bucket overflows its oldest id is forgotten early. Two ids
+/// in the same bucket look the same with a probability of 2⁻³². Only the choice of victims depends on this.
 #[derive(Debug, Default)]
 pub(super) struct Ghost {
-    /// The time of departure (0: none) in the upper half, a fingerprint in the lower.
+    /// The number of the departure (0 for a free entry) in the upper half, and a fingerprint of the id in the lower.
     entries: Vec<u64>,
     length: u32,
     now: u32,
 }
 
 impl Ghost {
-    /// Bytes for each slot of the tier: nine tenths remembered, a quarter more entries than that, and a fifth of slack.
+    /// Bytes for each slot of the tier: 8 bytes an entry, 0.9 ids remembered a slot, 5/4 entries an id, and a fifth more.
     pub(super) const BYTES_PER_ID: usize = 11;
 
     /// Remember `id` for the next `length` departures.
@@ -24,7 +24,7 @@ impl Ghost {
         let length = length.max(1);
         let needed = (length as usize * 5 / 4).next_multiple_of(BUCKET);
         if self.entries.len() < needed || self.now == u32::MAX {
-            // A fifth more, so that a tier that fills up does not forget with every row.
+            // A fifth more entries than needed, so that a tier that fills up does not start anew, and forget all, with every row.
             let wanted = if self.now == 0 { needed } else { (needed * 6 / 5).next_multiple_of(BUCKET) };
             let mut entries = Vec::new();
             if entries.try_reserve_exact(wanted).is_ok() {
@@ -33,7 +33,7 @@ impl Ghost {
             } else if self.entries.is_empty() {
                 return;
             } else {
-                // No memory to remember more: what there is begins anew, and forgets earlier.
+                // There is no memory to remember more. The table is emptied instead, and forgets earlier from now on.
                 self.entries.fill(0);
             }
             self.now = 0;
@@ -47,7 +47,7 @@ impl Ghost {
         }
     }
 
-    /// Whether `id` left lately; it is forgotten by that.
+    /// Whether `id` left lately. This forgets the id.
     pub(super) fn take(&mut self, id: Id) -> bool {
         if self.entries.is_empty() {
             return false;
@@ -60,14 +60,14 @@ impl Ghost {
         found.map(|held| *held = 0).is_some()
     }
 
-    /// Start loading what is looked at for `id`.
+    /// Start to load the bucket of `id` into the processor's cache.
     pub(super) fn prefetch(&self, id: Id) {
         if !self.entries.is_empty() {
             prefetch(&self.entries, self.start(id));
         }
     }
 
-    /// Where the bucket of `id` starts.
+    /// The index of the first entry of an id's bucket.
     fn start(&self, id: Id) -> usize {
         let buckets = self.entries.len() / BUCKET;
         ((u128::from(hash_id(id)) * buckets as u128) >> 64) as usize * BUCKET
@@ -79,7 +79,7 @@ impl Ghost {
     }
 }
 
-/// The end of the hash, whose beginning picks the bucket.
+/// The lower half of the hash. Its upper bits choose the bucket.
 fn fingerprint(id: Id) -> u32 {
     hash_id(id) as u32
 }

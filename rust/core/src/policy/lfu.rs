@@ -1,5 +1,6 @@
-//! Least frequently used, among equals the one whose last use is longest ago. In constant time by a list of levels, one for each
-//! count in use (Shah, Mitra, Matani: An O(1) algorithm for implementing the LFU cache eviction scheme, 2010).
+//! The policy `lfu`: the least frequently used row leaves first, and among equals the one whose last use is longest ago. Every step
+//! takes constant time, by a list of levels with one level for each count of uses that occurs. Source: Shah, Mitra, Matani, "An
+//! O(1) algorithm for implementing the LFU cache eviction scheme", 2010.
 
 use std::collections::TryReserveError;
 
@@ -9,17 +10,20 @@ use crate::types::{CacheSlot, Id};
 
 const NO_LEVEL: u32 = u32::MAX;
 
-/// See the module. Slots that were in use when their turn came wait apart in their level.
+/// The levels, lowest count first, and for each slot its level. Slots that were in use when their turn came are parked in their
+/// level.
 #[derive(Debug)]
 pub(super) struct Lfu {
     links: Links,
     homes: PerSlot<Home>,
     levels: Vec<Level>,
+    /// Indexes of `levels` that are not in use.
     free: Vec<u32>,
+    /// The level with the lowest count.
     lowest: u32,
 }
 
-/// The slots used `count` times. No level is empty.
+/// The slots whose rows were used `count` times. No level is empty.
 #[derive(Debug)]
 struct Level {
     count: u32,
@@ -29,6 +33,7 @@ struct Level {
     parked: List,
 }
 
+/// The level of a slot, and whether it is parked there.
 #[derive(Clone, Copy, Debug)]
 struct Home {
     level: u32,
@@ -52,25 +57,26 @@ impl Lfu {
         }
     }
 
-    /// The level of `count`, which is the next above `below` or is made there (`NO_LEVEL`: the lowest).
+    /// The index of the level for `count`. It is the next level above `below`, or is made there. With `NO_LEVEL` for `below` it is
+    /// the lowest.
     fn level_above(&mut self, below: u32, count: u32) -> u32 {
         let above = if below == NO_LEVEL { self.lowest } else { self.levels[below as usize].above };
         if above != NO_LEVEL && self.levels[above as usize].count == count {
             return above;
         }
         let level = Level { count, above, below, ready: List::default(), parked: List::default() };
-        let place = if let Some(place) = self.free.pop() {
-            self.levels[place as usize] = level;
-            place
+        let made = if let Some(free) = self.free.pop() {
+            self.levels[free as usize] = level;
+            free
         } else {
             self.levels.push(level);
             self.levels.len() as u32 - 1
         };
-        self.join(below, place);
+        self.join(below, made);
         if above != NO_LEVEL {
-            self.join(place, above);
+            self.join(made, above);
         }
-        place
+        made
     }
 
     fn join(&mut self, below: u32, above: u32) {
@@ -90,7 +96,7 @@ impl Lfu {
         self.homes.set(slot, home);
     }
 
-    /// Out of its list; its level stays, empty or not.
+    /// Take a slot out of its list. Its level stays, even if it is empty.
     fn take_out(&mut self, slot: CacheSlot) -> Home {
         let home = self.homes.get(slot);
         if home.level != NO_LEVEL {
@@ -101,15 +107,15 @@ impl Lfu {
         home
     }
 
-    fn drop_if_empty(&mut self, place: u32) {
-        if place == NO_LEVEL {
+    fn drop_if_empty(&mut self, index: u32) {
+        if index == NO_LEVEL {
             return;
         }
-        let level = &self.levels[place as usize];
+        let level = &self.levels[index as usize];
         if level.ready.is_empty() && level.parked.is_empty() {
             let (below, above) = (level.below, level.above);
             self.join(below, above);
-            self.free.push(place);
+            self.free.push(index);
         }
     }
 
@@ -151,26 +157,26 @@ impl Policy for Lfu {
     }
 
     fn victim(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
-        let mut place = self.lowest;
-        while place != NO_LEVEL {
-            if let Some(slot) = self.recheck(place, RECHECKED, evictable) {
+        let mut level = self.lowest;
+        while level != NO_LEVEL {
+            if let Some(slot) = self.recheck(level, RECHECKED, evictable) {
                 return Some(slot);
             }
-            while let Some(slot) = self.levels[place as usize].ready.back() {
+            while let Some(slot) = self.levels[level as usize].ready.back() {
                 if evictable(slot) {
                     return Some(slot);
                 }
                 self.take_out(slot);
-                self.put(slot, Home { level: place, parked: true });
+                self.put(slot, Home { level, parked: true });
             }
-            place = self.levels[place as usize].above;
+            level = self.levels[level as usize].above;
         }
-        let mut place = self.lowest;
-        while place != NO_LEVEL {
-            if let Some(slot) = self.recheck(place, u32::MAX, evictable) {
+        let mut level = self.lowest;
+        while level != NO_LEVEL {
+            if let Some(slot) = self.recheck(level, u32::MAX, evictable) {
                 return Some(slot);
             }
-            place = self.levels[place as usize].above;
+            level = self.levels[level as usize].above;
         }
         None
     }
@@ -186,7 +192,7 @@ impl Policy for Lfu {
     }
 
     fn bytes_per_slot(&self) -> usize {
-        // Levels are few beside slots: d of them take d²/2 uses to make.
+        // Levels are not counted: they are few beside the slots, because d different counts take at least d²/2 uses.
         Links::BYTES_PER_SLOT + size_of::<Home>()
     }
 }

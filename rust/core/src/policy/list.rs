@@ -1,5 +1,5 @@
-//! Doubly linked lists of slots. The links lie in one array by slot, so that a list costs no allocation and a slot is in one
-//! list at most.
+//! Doubly linked lists of slots. The links lie in one array that is indexed by slot. So a list costs no allocation, and a slot is
+//! in one list at most.
 
 use std::collections::TryReserveError;
 
@@ -9,11 +9,11 @@ use crate::types::CacheSlot;
 
 const END: CacheSlot = CacheSlot::MAX;
 
-/// The links of all slots of a policy.
+/// The links of all slots of a policy: for each slot its newer and its older neighbour.
 #[derive(Debug, Default)]
 pub(super) struct Links(Vec<[CacheSlot; 2]>);
 
-/// One list: its newest slot in front, its oldest at the back.
+/// A list of slots. Its newest slot is in front, its oldest at the back.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct List {
     front: CacheSlot,
@@ -45,12 +45,12 @@ impl List {
 impl Links {
     pub(super) const BYTES_PER_SLOT: usize = size_of::<[CacheSlot; 2]>();
 
-    /// Room for `slots`, where the system gives it at once.
+    /// Links with memory for `slots`, unless the system refuses to give that much at once.
     pub(super) fn with_capacity(slots: u32) -> Self {
         Self(room_for(slots as usize))
     }
 
-    /// Make sure that slots below `slots` take no more memory.
+    /// Reserve memory, so that slots below `slots` need no more.
     pub(super) fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
         self.0.try_reserve(slots.saturating_sub(self.0.len()))
     }
@@ -61,12 +61,12 @@ impl Links {
         }
     }
 
-    /// Start loading the links of a slot.
+    /// Start to load the links of a slot into the processor's cache.
     pub(super) fn prefetch(&self, slot: CacheSlot) {
         prefetch(&self.0, slot as usize);
     }
 
-    /// Put a slot that is in no list in front.
+    /// Put a slot that is in no list at the front of `list`.
     pub(super) fn push_front(&mut self, list: &mut List, slot: CacheSlot) {
         self.cover(slot);
         self.0[slot as usize] = [END, list.front];
@@ -78,7 +78,7 @@ impl Links {
         list.len += 1;
     }
 
-    /// Put a slot that is in no list at the back.
+    /// Put a slot that is in no list at the back of `list`.
     pub(super) fn push_back(&mut self, list: &mut List, slot: CacheSlot) {
         self.cover(slot);
         self.0[slot as usize] = [list.back, END];
@@ -90,7 +90,7 @@ impl Links {
         list.len += 1;
     }
 
-    /// Take out a slot that is in `list`.
+    /// Take a slot out of `list`, in which it is.
     pub(super) fn unlink(&mut self, list: &mut List, slot: CacheSlot) {
         let [newer, older] = self.0[slot as usize];
         match newer {
@@ -111,7 +111,7 @@ impl Links {
     }
 }
 
-/// A value for each slot, `T::default()` where none was set.
+/// A value for each slot. It is `T::default()` where none was set.
 #[derive(Debug, Default)]
 pub(super) struct PerSlot<T>(Vec<T>);
 
@@ -137,7 +137,7 @@ impl<T: Copy + Default> PerSlot<T> {
         self.0[slot as usize] = value;
     }
 
-    /// Start loading the value of a slot.
+    /// Start to load the value of a slot into the processor's cache.
     pub(super) fn prefetch(&self, slot: CacheSlot) {
         prefetch(&self.0, slot as usize);
     }

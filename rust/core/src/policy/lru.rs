@@ -1,4 +1,4 @@
-//! Least recently used.
+//! The policy `lru`: the least recently used row leaves first.
 
 use std::collections::TryReserveError;
 
@@ -6,44 +6,45 @@ use super::list::{Links, List, PerSlot};
 use super::{AHEAD, Policy, RECHECKED};
 use crate::types::{CacheSlot, Id};
 
-/// One queue by last use. Slots that were in use when their turn came wait apart, and go first once they are not.
+/// A queue in the order of last use. Slots that were in use when their turn came are parked, and go first once they are free.
 #[derive(Debug, Default)]
 pub(super) struct Lru {
     links: Links,
-    places: PerSlot<Place>,
+    lists: PerSlot<InList>,
     queue: List,
     parked: List,
 }
 
+/// The list that a slot is in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Place {
+enum InList {
     #[default]
-    Nowhere,
+    Neither,
     Queue,
     Parked,
 }
 
 impl Lru {
     pub(super) fn new(capacity: u32) -> Self {
-        Self { links: Links::with_capacity(capacity), places: PerSlot::with_capacity(capacity), ..Self::default() }
+        Self { links: Links::with_capacity(capacity), lists: PerSlot::with_capacity(capacity), ..Self::default() }
     }
 
     fn take_out(&mut self, slot: CacheSlot) {
-        match self.places.get(slot) {
-            Place::Nowhere => {}
-            Place::Queue => self.links.unlink(&mut self.queue, slot),
-            Place::Parked => self.links.unlink(&mut self.parked, slot),
+        match self.lists.get(slot) {
+            InList::Neither => {}
+            InList::Queue => self.links.unlink(&mut self.queue, slot),
+            InList::Parked => self.links.unlink(&mut self.parked, slot),
         }
-        self.places.set(slot, Place::Nowhere);
+        self.lists.set(slot, InList::Neither);
     }
 
-    fn put(&mut self, slot: CacheSlot, place: Place) {
-        let list = if place == Place::Parked { &mut self.parked } else { &mut self.queue };
+    fn put(&mut self, slot: CacheSlot, which: InList) {
+        let list = if which == InList::Parked { &mut self.parked } else { &mut self.queue };
         self.links.push_front(list, slot);
-        self.places.set(slot, place);
+        self.lists.set(slot, which);
     }
 
-    /// The first of the oldest `count` parked slots that is evictable; the others go to the front.
+    /// The first evictable slot among the `count` oldest parked ones. Those that are not evictable move to the front.
     fn recheck(&mut self, count: u32, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
         for _ in 0..count.min(self.parked.len()) {
             let slot = self.parked.back()?;
@@ -59,18 +60,18 @@ impl Lru {
 impl Policy for Lru {
     fn inserted(&mut self, slot: CacheSlot, _id: Id) {
         self.take_out(slot);
-        self.put(slot, Place::Queue);
+        self.put(slot, InList::Queue);
     }
 
     fn accessed(&mut self, slots: &[CacheSlot]) {
         for (at, &slot) in slots.iter().enumerate() {
             if let Some(&ahead) = slots.get(at + AHEAD) {
-                self.places.prefetch(ahead);
+                self.lists.prefetch(ahead);
                 self.links.prefetch(ahead);
             }
-            if self.places.get(slot) != Place::Nowhere {
+            if self.lists.get(slot) != InList::Neither {
                 self.take_out(slot);
-                self.put(slot, Place::Queue);
+                self.put(slot, InList::Queue);
             }
         }
     }
@@ -84,14 +85,14 @@ impl Policy for Lru {
                 return Some(slot);
             }
             self.take_out(slot);
-            self.put(slot, Place::Parked);
+            self.put(slot, InList::Parked);
         }
         self.recheck(u32::MAX, evictable)
     }
 
     fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
         self.links.reserve(slots)?;
-        self.places.reserve(slots)
+        self.lists.reserve(slots)
     }
 
     fn removed(&mut self, slot: CacheSlot, _id: Id, _evicted: bool) {
@@ -99,6 +100,6 @@ impl Policy for Lru {
     }
 
     fn bytes_per_slot(&self) -> usize {
-        Links::BYTES_PER_SLOT + size_of::<Place>()
+        Links::BYTES_PER_SLOT + size_of::<InList>()
     }
 }

@@ -1,8 +1,10 @@
-//! S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP 2023).
+//! The policy `s3fifo`, which is S3-FIFO. Source: Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction",
+//! SOSP 2023.
 //!
-//! A new row enters the *small* queue, a tenth of the slots. At its end it moves to the *main* queue if it was used more than
-//! once since, else it leaves, and the *ghost* queue remembers its id for as many departures as main has slots: a row that comes
-//! back in that time enters main. At main's end a row that was used goes round again. A scan so passes through small only.
+//! A new row enters the *small* queue, which has a tenth of the slots. At the end of that queue, a row that was used at least twice
+//! since moves to the *main* queue. Any other row leaves, and the *ghost* remembers its id for as many departures as main has
+//! slots. A row that comes back in that time enters main. At the end of main, a row that was used goes round again. So the rows of
+//! a scan pass through the small queue only.
 
 use std::collections::TryReserveError;
 
@@ -11,11 +13,12 @@ use super::list::{Links, List, PerSlot};
 use super::{AHEAD, Policy, RECHECKED};
 use crate::types::{CacheSlot, Id};
 
-/// See the module. Slots that were in use when their turn came wait apart, and are back at their queue's end once they are not.
+/// The queues of the module's description. Slots that were in use when their turn came are parked, and return to the end of their
+/// queue once they are free.
 #[derive(Debug, Default)]
 pub(super) struct S3Fifo {
     links: Links,
-    /// `Mark`s, packed: a plan touches the byte of each of its slots.
+    /// A packed `Mark` for each slot. One byte is little to touch for each row of a plan.
     marks: PerSlot<u8>,
     small: List,
     main: List,
@@ -27,7 +30,7 @@ pub(super) struct S3Fifo {
 struct Mark {
     queue: Queue,
     parked: bool,
-    /// Uses since the row entered or went round, at most three.
+    /// Uses since the row entered the queue or went round in it. The paper counts up to three, and so does this.
     uses: u8,
 }
 
@@ -65,9 +68,9 @@ impl Mark {
     }
 }
 
-/// Uses in the small queue that take a row to the main queue.
+/// The uses in the small queue that move a row to the main queue.
 const USES_TO_STAY: u8 = 2;
-/// One slot in this many is the small queue's.
+/// One slot in this many belongs to the small queue.
 const SMALL_SHARE: u32 = 10;
 
 impl S3Fifo {
@@ -100,7 +103,7 @@ impl S3Fifo {
         mark
     }
 
-    /// Of the `count` oldest parked slots, those that are evictable go back to the end of their queue.
+    /// Look at the `count` oldest parked slots. Those that are evictable return to the end of their queue.
     fn recheck(&mut self, count: u32, evictable: &mut dyn FnMut(CacheSlot) -> bool) {
         for _ in 0..count.min(self.parked.len()) {
             let Some(slot) = self.parked.back() else { return };
@@ -115,7 +118,7 @@ impl S3Fifo {
         }
     }
 
-    /// One step at the end of a queue: the slot there, if it is to leave; it moves otherwise.
+    /// Handle the slot at the end of a queue. It is returned if it is to leave, and moves elsewhere otherwise.
     fn step(&mut self, slot: CacheSlot, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
         let mark = Mark::unpack(self.marks.get(slot));
         let moved = match mark.queue {
@@ -130,7 +133,7 @@ impl S3Fifo {
     }
 
     fn scan(&mut self, evictable: &mut dyn FnMut(CacheSlot) -> bool) -> Option<CacheSlot> {
-        // Every step moves a slot to main, takes a use away or parks a slot, so that this ends.
+        // Every step moves a slot to main, takes a use away, or parks a slot. So this ends.
         loop {
             let small_is_full = self.small.len() > (self.small.len() + self.main.len()) / SMALL_SHARE;
             let slot = match (self.small.back(), self.main.back()) {

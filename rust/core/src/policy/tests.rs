@@ -18,7 +18,7 @@ impl Tier {
         Self { policy: new_policy(kind, capacity), slots: BTreeMap::new(), ids: vec![None; capacity as usize] }
     }
 
-    /// Use a row; whether it was here.
+    /// Use a row. The result is whether it was in the tier.
     fn touch(&mut self, id: Id) -> bool {
         if let Some(&slot) = self.slots.get(&id) {
             self.policy.accessed(&[slot]);
@@ -65,77 +65,111 @@ fn steps(pins: bool) -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..400)
 }
 
-/// What is known of a resident slot: uses, time of the last use.
+/// What is known of each slot with a row: the number of uses, and the time of the last one.
 type Resident = BTreeMap<CacheSlot, (u32, usize)>;
 
-/// Runs the steps; `expected` names the victim that must be proposed, where only one will do.
+/// A policy, and what it must know.
+struct Checked<E> {
+    policy: Box<dyn Policy>,
+    resident: Resident,
+    pinned: BTreeSet<CacheSlot>,
+    now: usize,
+    /// The victim that must be proposed, where only one will do.
+    expected: E,
+}
+
+fn id_of(slot: CacheSlot) -> Id {
+    i64::from(slot) - 5
+}
+
+impl<E: Fn(&Resident) -> Option<CacheSlot>> Checked<E> {
+    fn touch(&mut self, slot: CacheSlot) {
+        if let Some((uses, last)) = self.resident.get_mut(&slot) {
+            self.policy.accessed(&[slot]);
+            (*uses, *last) = (*uses + 1, self.now);
+        } else {
+            self.policy.inserted(slot, id_of(slot));
+            self.resident.insert(slot, (1, self.now));
+        }
+    }
+
+    fn touch_all_from(&mut self, first: CacheSlot) {
+        let used: Vec<CacheSlot> = self.resident.range(first..).map(|(slot, _)| *slot).collect();
+        self.policy.accessed(&used);
+        for slot in used {
+            self.now += 1;
+            let (uses, _) = self.resident[&slot];
+            self.resident.insert(slot, (uses + 1, self.now));
+        }
+    }
+
+    /// Ask for a victim, and check it.
+    fn propose(&mut self) -> Result<Option<CacheSlot>, TestCaseError> {
+        let Self { policy, resident, pinned, expected, .. } = self;
+        let victim = policy.victim(&mut |slot| {
+            assert!(resident.contains_key(&slot), "the policy asks about slots that have a row only");
+            !pinned.contains(&slot)
+        });
+        prop_assert_eq!(victim.is_some(), resident.len() > pinned.len(), "there is a victim if a slot is evictable");
+        if let Some(victim) = victim {
+            prop_assert!(resident.contains_key(&victim) && !pinned.contains(&victim));
+            if let Some(expected) = expected(resident) {
+                prop_assert_eq!(victim, expected);
+            }
+        }
+        Ok(victim)
+    }
+
+    fn evict(&mut self, victim: CacheSlot) {
+        self.resident.remove(&victim);
+        self.policy.removed(victim, id_of(victim), true);
+    }
+
+    fn step(&mut self, step: &Step) -> Result<(), TestCaseError> {
+        self.now += 1;
+        match *step {
+            Step::Touch(slot) => self.touch(slot),
+            Step::TouchMany(first) => self.touch_all_from(first),
+            Step::Remove(slot) => {
+                if self.resident.remove(&slot).is_some() {
+                    self.policy.removed(slot, id_of(slot), false);
+                    self.pinned.remove(&slot);
+                }
+            }
+            Step::Pin(slot) => {
+                if self.resident.contains_key(&slot) {
+                    self.pinned.insert(slot);
+                }
+            }
+            Step::Unpin(slot) => {
+                self.pinned.remove(&slot);
+            }
+            Step::Evict => {
+                if let Some(victim) = self.propose()? {
+                    self.evict(victim);
+                }
+            }
+            Step::Propose => drop(self.propose()?),
+        }
+        Ok(())
+    }
+}
+
+/// Run the steps. `expected` names the victim that must be proposed, where only one will do.
 fn run(
     kind: PolicyKind,
     steps: &[Step],
     expected: impl Fn(&Resident) -> Option<CacheSlot>,
 ) -> Result<(), TestCaseError> {
-    let mut policy = new_policy(kind, 8);
-    let mut resident = Resident::new();
-    let mut pinned = BTreeSet::new();
-    let mut now = 0;
-    for step in steps {
-        now += 1;
-        match *step {
-            Step::Touch(slot) => {
-                if let Some((uses, last)) = resident.get_mut(&slot) {
-                    policy.accessed(&[slot]);
-                    (*uses, *last) = (*uses + 1, now);
-                } else {
-                    policy.inserted(slot, i64::from(slot) - 5);
-                    resident.insert(slot, (1, now));
-                }
-            }
-            Step::TouchMany(first) => {
-                let used: Vec<CacheSlot> = resident.range(first..).map(|(slot, _)| *slot).collect();
-                policy.accessed(&used);
-                for slot in used {
-                    now += 1;
-                    let (uses, _) = resident[&slot];
-                    resident.insert(slot, (uses + 1, now));
-                }
-            }
-            Step::Remove(slot) => {
-                if resident.remove(&slot).is_some() {
-                    policy.removed(slot, i64::from(slot) - 5, false);
-                    pinned.remove(&slot);
-                }
-            }
-            Step::Pin(slot) => {
-                if resident.contains_key(&slot) {
-                    pinned.insert(slot);
-                }
-            }
-            Step::Unpin(slot) => {
-                pinned.remove(&slot);
-            }
-            Step::Evict | Step::Propose => {
-                let victim = policy.victim(&mut |slot| {
-                    assert!(resident.contains_key(&slot), "only residents are asked about");
-                    !pinned.contains(&slot)
-                });
-                prop_assert_eq!(victim.is_some(), resident.len() > pinned.len(), "a victim if one is evictable");
-                let Some(victim) = victim else { continue };
-                prop_assert!(resident.contains_key(&victim) && !pinned.contains(&victim));
-                if let Some(expected) = expected(&resident) {
-                    prop_assert_eq!(victim, expected);
-                }
-                if matches!(step, Step::Evict) {
-                    resident.remove(&victim);
-                    policy.removed(victim, i64::from(victim) - 5, true);
-                }
-            }
-        }
-    }
-    // No slot was lost: all come out once nothing is in use.
+    let (policy, pinned) = (new_policy(kind, 8), BTreeSet::new());
+    let mut checked = Checked { policy, resident: Resident::new(), pinned, now: 0, expected };
+    steps.iter().try_for_each(|step| checked.step(step))?;
+    // No slot was lost: all leave once none is in use.
+    let Checked { mut policy, mut resident, .. } = checked;
     while !resident.is_empty() {
         let victim = policy.victim(&mut |_| true).expect("some are left");
         prop_assert!(resident.remove(&victim).is_some());
-        policy.removed(victim, i64::from(victim) - 5, true);
+        policy.removed(victim, id_of(victim), true);
     }
     prop_assert_eq!(policy.victim(&mut |_| true), None);
     Ok(())
@@ -192,7 +226,7 @@ fn lru_evicts_slots_released_after_their_turn_first() {
     assert_eq!(policy.victim(&mut |_| true), Some(1));
 }
 
-/// Hot rows used in every round, then a scan of rows used once each; how many hot rows are left.
+/// Use hot rows several times, then scan rows that are used once each. The result is how many hot rows are left.
 fn hot_rows_after_a_scan(kind: PolicyKind) -> usize {
     let mut tier = Tier::new(kind, 100);
     for _ in 0..4 {
@@ -218,13 +252,14 @@ fn s3_fifo_lets_a_row_that_comes_back_soon_into_main_and_one_that_comes_back_lat
     (0..150).for_each(|id| {
         tier.touch(id);
     });
-    // Rows 0 to 49 left through small; 49 lately. It comes back to main, and a scan passes it by.
+    // Rows 0 to 49 left through small, 49 last. It comes back to main, and a scan does not drive it out.
     assert!(!tier.touch(49));
     (1000..1080).for_each(|id| {
         tier.touch(id);
     });
     assert!(tier.slots.contains_key(&49));
-    // Row 7 left more than main's ninety departures ago: it comes back to small, and the next scan takes it along.
+    // Row 7 left more than ninety departures ago, which is as many as main has slots. It comes back to small, and the next scan
+    // drives it out.
     assert!(!tier.touch(7));
     (2000..2100).for_each(|id| {
         tier.touch(id);
@@ -240,7 +275,7 @@ fn s3_fifo_gives_each_use_in_main_one_round_more() {
         policy.accessed(&[slot]);
         policy.accessed(&[slot]);
     }
-    // All go to main; slot 0 has two more uses there, slot 1 one.
+    // All go to main. Slot 0 has two more uses there, and slot 1 has one.
     assert_eq!(policy.victim(&mut |_| true), Some(0));
     policy.accessed(&[0]);
     policy.accessed(&[0]);

@@ -1,4 +1,4 @@
-//! A fixed-size arena of rows in anonymous memory, with an overflow area for working sets past its capacity.
+//! A fixed-size arena of rows in anonymous memory, with an overflow area for batches that do not fit it.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -11,36 +11,36 @@ use crate::error::{Error, Kind, Result};
 use crate::mapping::{Mapping, page_bytes};
 use crate::sync::lock;
 
-/// Both parts of a mapping start on a cache line.
+/// Bytes of a cache line. Both parts of a mapping (vector parts, headers) start on one.
 const LINE_BYTES: usize = 64;
-/// Rows of overflow chunk 0; chunk `k` has `FIRST_CHUNK_ROWS << k`.
+/// Rows of overflow chunk 0. Chunk `k` has `FIRST_CHUNK_ROWS << k` rows.
 const FIRST_CHUNK_ROWS: usize = 1024;
-/// Enough chunks for every `u32` slot.
+/// The number of chunks that holds every `u32` slot.
 const CHUNKS: usize = 23;
 
-/// Rows `0..capacity` in one mapping (huge pages where the system gives them), rows from `capacity` on in overflow chunks.
-/// Untouched rows cost no memory and read as zeros. Who reads and writes a row is the caller's business (pins): the arena only
-/// gives addresses.
+/// Memory for rows. Rows `0..capacity` lie in one mapping (in huge pages where the system gives them), and rows from `capacity` on
+/// in overflow chunks. A row that was never written costs no memory and reads as zeros. The arena only gives addresses: its users
+/// agree by pins and locks on who reads and writes which row.
 #[derive(Debug)]
 pub struct Arena {
     vectors: *mut u8,
     headers: *mut RowHeader,
     stride: usize,
     capacity: u32,
-    /// Starts of the overflow chunks, null from the first that is not reserved on; written under `growth` only.
+    /// The starts of the overflow chunks; null for those that are not reserved. They are written under `growth` only.
     chunks: [AtomicPtr<u8>; CHUNKS],
-    /// One thread at a time adds or removes chunks.
+    /// Held to add or remove chunks.
     growth: Mutex<()>,
     mapping: Mapping,
 }
 
-// SAFETY: the arena hands out addresses and never dereferences them; the mappings are its own until drop.
+// SAFETY: the arena owns its mappings until it is dropped, hands out addresses in them, and dereferences none.
 unsafe impl Send for Arena {}
-// SAFETY: as above; chunk addresses are atomics and growth is under a lock.
+// SAFETY: every shared method computes addresses, reads atomics, or changes chunks under the lock `growth`.
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Room for `capacity` rows. `Kind::Memory` where the system refuses the mapping.
+    /// An arena of `capacity` rows. `Kind::Memory` where the system refuses the mapping.
     pub fn new(layout: RowLayout, capacity: u32) -> Result<Self> {
         let stride = layout.stride_bytes();
         let vector_bytes = part_bytes(stride, capacity as usize);
@@ -57,16 +57,16 @@ impl Arena {
         })
     }
 
-    /// Rows in the main mapping.
+    /// The number of rows in the main mapping.
     pub fn capacity(&self) -> u32 {
         self.capacity
     }
 
-    /// Make overflow slots `capacity..capacity + rows` valid; they stay valid, at the same addresses, until shrunk.
-    /// May be called while other slots are in use. `Kind::Memory` where the system refuses the mapping, `Kind::Capacity` where
-    /// slots would not fit `u32`.
+    /// Make overflow slots `capacity..capacity + rows` valid. They stay valid, at the same addresses, until they are shrunk. Other
+    /// slots may be in use meanwhile. `Kind::Memory` where the system refuses the mapping; `Kind::Capacity` where the slots would
+    /// not fit `u32`.
     pub fn reserve_overflow(&self, rows: u32) -> Result<()> {
-        // u32::MAX is NO_SLOT.
+        // The slot number u32::MAX is NO_SLOT.
         if u64::from(self.capacity) + u64::from(rows) > u64::from(u32::MAX) {
             return Err(Error::new(
                 Kind::Capacity,
@@ -83,7 +83,8 @@ impl Arena {
         for chunk in 0..=chunk_of(rows as usize - 1).0 {
             if self.chunks[chunk].load(Ordering::Relaxed).is_null() {
                 let mapping = Mapping::new(self.chunk_bytes(chunk))?;
-                // Release: a thread that gets a slot of this chunk from another one sees its address.
+                // Release pairs with the Acquire in `overflow_row`: a thread that got a slot of this chunk from another thread sees
+                // its address.
                 self.chunks[chunk].store(mapping.start(), Ordering::Release);
                 std::mem::forget(mapping);
             }
@@ -91,10 +92,10 @@ impl Arena {
         Ok(())
     }
 
-    /// Give back overflow chunks past `capacity + rows`, and with `rows == 0` all of them. None of those slots may be in use.
+    /// Unmap the overflow chunks past `capacity + rows`; all of them with `rows == 0`. None of their slots may be in use.
     pub fn shrink_overflow(&self, rows: u32) {
         let first = if rows == 0 { 0 } else { chunk_of(rows as usize - 1).0 + 1 };
-        // This is asked after every row that is removed, and nearly always there is nothing to give back.
+        // This is called after every row that is removed, and nearly always there is nothing to unmap.
         if self.chunks.get(first).is_none_or(|chunk| chunk.load(Ordering::Relaxed).is_null()) {
             return;
         }
@@ -111,7 +112,7 @@ impl Arena {
         }
     }
 
-    /// Give the pages that hold only rows of `slots` back to the system; the rows' contents are lost. Overflow slots are left.
+    /// Give the pages that hold only rows of `slots` back to the system. Those rows lose their contents. Overflow slots stay.
     pub fn discard(&self, slots: Range<u32>) {
         let (start, end) = (slots.start as usize, slots.end.min(self.capacity) as usize);
         if start >= end {
@@ -123,19 +124,19 @@ impl Arena {
             let from = (base.addr() + start * width).next_multiple_of(page);
             let to = (base.addr() + end * width) / page * page;
             if from < to {
-                // SAFETY: the pages lie within the arena's own mapping and hold only rows the caller gives up. Failure (locked
-                // memory) only keeps the pages resident.
+                // SAFETY: the pages lie within the arena's own mapping, and hold only rows that the caller gives up. Where this
+                // fails (for locked memory) the pages merely stay resident.
                 unsafe { libc::madvise(base.with_addr(from).cast(), to - from, libc::MADV_DONTNEED) };
             }
         }
     }
 
-    /// Bytes a row costs here: stride and header.
+    /// Bytes that a row costs here: its stride and its header.
     pub fn bytes_per_row(layout: &RowLayout) -> usize {
         layout.stride_bytes() + size_of::<RowHeader>()
     }
 
-    /// The address of a row. Valid while the arena lives and, for overflow slots, while they are reserved.
+    /// The address of a row. It is valid while the arena lives and, for an overflow slot, while that is reserved.
     #[allow(clippy::inline_always)] // The innermost loop of every kernel.
     #[inline(always)]
     pub fn row(&self, slot: u32) -> RowAddress {
@@ -162,7 +163,7 @@ impl Arena {
         }
     }
 
-    /// Bytes of memory that the rows take now: of the mapping as the system says, of overflow chunks all.
+    /// Bytes of memory that the rows take now: of the mapping what the system reports as resident, and overflow chunks in full.
     #[cfg(test)]
     pub(crate) fn resident_bytes(&self) -> usize {
         let chunks = self.chunks.iter().enumerate().filter(|(_, chunk)| !chunk.load(Ordering::Relaxed).is_null());
@@ -177,19 +178,20 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // Not under the lock: nobody else is here, and in a forked child it may be held for ever.
+        // This does not take the lock. Nobody else uses the arena now, and in a forked child another thread may hold the lock for
+        // ever.
         self.unmap_chunks(0);
         debug_assert_eq!(self.vectors, self.mapping.start());
     }
 }
 
-/// The chunk of an overflow row and its place there: chunk `k` holds rows `FIRST × (2^k − 1)` to `FIRST × (2^(k+1) − 1)`.
+/// The chunk of an overflow row, and the row's index there. Chunk `k` holds rows `FIRST × (2^k − 1)` to `FIRST × (2^(k+1) − 1)`.
 fn chunk_of(row: usize) -> (usize, usize) {
     let chunk = (row / FIRST_CHUNK_ROWS + 1).ilog2() as usize;
     (chunk, row - FIRST_CHUNK_ROWS * ((1 << chunk) - 1))
 }
 
-/// Bytes of `rows` elements of `width`, whole cache lines.
+/// Bytes of `rows` elements of `width` bytes, rounded up to whole cache lines.
 fn part_bytes(width: usize, rows: usize) -> usize {
     (width * rows).next_multiple_of(LINE_BYTES)
 }
@@ -202,7 +204,7 @@ mod tests {
         RowLayout { dim, vector_slots: 1, scalar_slot: true }
     }
 
-    /// Write every float and the id of a row; the test owns all rows.
+    /// Write every float and the id of a row.
     fn write(arena: &Arena, layout: &RowLayout, slot: u32, value: f32) {
         let row = arena.row(slot);
         // SAFETY: the test is the only user of the arena's rows.
@@ -214,7 +216,7 @@ mod tests {
 
     fn read(arena: &Arena, layout: &RowLayout, slot: u32) -> (Vec<f32>, i64) {
         let row = arena.row(slot);
-        // SAFETY: as above.
+        // SAFETY: the test is the only user of the arena's rows, and the slot is valid.
         unsafe { (std::slice::from_raw_parts(row.vector, layout.vector_floats()).to_vec(), (*row.header).id) }
     }
 

@@ -1,7 +1,7 @@
-//! How a row is born: a counter-based random function of (seed, table key, id, column).
+//! Births: the initial weights of a row are a counter-based random function of (seed, table key, id, column).
 //!
-//! Everything here is IEEE addition, multiplication, division and square root in a fixed order, so a row has the same bits on every
-//! machine. Golden vectors (`tests/fixtures/v1/births.txt`) hold it fixed for ever.
+//! All arithmetic here is IEEE addition, multiplication, division and square root in a fixed order, so a row has the same bits on
+//! every machine. Golden vectors (`tests/fixtures/v1/births.txt`) pin the function.
 
 #![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
 
@@ -13,39 +13,39 @@ use crate::error::{Error, Kind, Result};
 use crate::simd::{Isa, Job};
 use crate::types::{Id, hash_id};
 
-/// The distribution of initial weights. Optimizer slots are born zero.
+/// The distribution of initial weights. Optimizer slots are born as zeros.
 ///
 /// Its serde form is part of a checkpoint's manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "name", deny_unknown_fields)]
 pub enum Initializer {
-    /// Every weight `value`.
+    /// Every weight is `value`.
     Constant {
         /// The value.
         value: f32,
     },
-    /// Uniform in `[low, high)`; `low` where both are equal.
+    /// Uniform in `[low, high)`. Every weight is `low` where both are equal.
     Uniform {
         /// Lower bound.
         low: f32,
         /// Upper bound.
         high: f32,
     },
-    /// Normal, within 6.3 standard deviations (the ends of 32 random bits).
+    /// Normal. Weights lie within 6.34 standard deviations of the mean, because they are made of 32 random bits.
     Normal {
         /// Mean.
         mean: f32,
         /// Standard deviation.
         std: f32,
     },
-    /// Normal within `mean ± 2 std`, distributed as if redrawn until inside, as TensorFlow's.
+    /// Normal within `mean ± 2 std`, as if redrawn until inside. This is the distribution of TensorFlow's `truncated_normal`.
     TruncatedNormal {
         /// Mean.
         mean: f32,
         /// Standard deviation before truncation.
         std: f32,
     },
-    /// The same ramp for every id: `low + column / (D − 1) × (high − low)`, `low` where `D` is 1; `RecSDK`'s LINEAR.
+    /// The same ramp for every id: `low + column / (D − 1) × (high − low)`, or `low` where `D` is 1. This is LINEAR of `RecSDK`.
     Linear {
         /// Value of the first column.
         low: f32,
@@ -102,30 +102,31 @@ fn spread(low: f32, high: f32) -> Result<()> {
     }
 }
 
-/// Births of one table: initializer, seed and table key together.
+/// Makes the initial weights of one table's rows.
 #[derive(Clone, Copy, Debug)]
 pub struct RowBirth {
     initializer: Initializer,
-    /// Philox's key, from seed and table key.
+    /// The key of Philox, made of the seed and the table key.
     key: [u32; 2],
 }
 
-/// Columns of the blocks made at once.
+/// The columns whose weights are computed at once.
 const COLUMNS: usize = 4 * BLOCKS;
 
 impl RowBirth {
-    /// Checks the initializer's numbers (`Kind::Config` when they are not finite or out of order).
+    /// The births of a table with this initializer, seed and table key. `Kind::Config` where a number of the initializer is not
+    /// finite or out of order.
     pub fn new(initializer: Initializer, seed: u64, key: u64) -> Result<Self> {
         initializer.check()?;
-        // Philox has 64 bits of key and we have 128: the table key is mixed before it meets the seed, so that tables with
-        // neighbouring keys under neighbouring seeds share no stream.
+        // Philox takes 64 bits of key, and seed and table key have 128. The table key is hashed before it is combined with the
+        // seed, so that tables with neighbouring keys under neighbouring seeds do not share a random stream.
         let mixed = hash_id((seed ^ hash_id(key as Id)) as Id);
         Ok(Self { initializer, key: [mixed as u32, (mixed >> 32) as u32] })
     }
 
-    /// Write the initial weights of `id` to `weights` (`[D]`).
+    /// Write the initial weights of `id` to `weights`, which is `[D]`.
     ///
-    /// Column `c` takes word `c mod 4` of the Philox4x32-10 block with counter `(c / 4, 0, low half of id, high half of id)`.
+    /// Column `c` uses word `c mod 4` of the Philox4x32-10 block with counter `(c / 4, 0, low half of id, high half of id)`.
     pub fn fill(&self, id: Id, weights: &mut [f32]) {
         self.fill_on(Isa::best(), id, weights);
     }
@@ -151,10 +152,10 @@ impl Job for Fill<'_> {
             Initializer::Constant { value } => weights.fill(value),
             Initializer::Uniform { low, high } => {
                 let width = high - low;
-                // The sum may round up to `high`, which is outside.
+                // The sum may round up to `high`, which is outside the interval.
                 let last = if low < high { high.next_down() } else { low };
                 birth.each(id, weights, |word| {
-                    // 24 bits: every value of the unit interval is exact.
+                    // 24 bits give exact values in the unit interval.
                     let unit = (word >> 8) as f32 * (1.0 / 16_777_216.0);
                     (low + width * unit).min(last)
                 });
@@ -184,7 +185,7 @@ impl Job for Fill<'_> {
 }
 
 impl RowBirth {
-    /// Each column's word, turned into its weight.
+    /// Turn the random word of each column into the column's weight.
     #[inline(always)]
     fn each(&self, id: Id, weights: &mut [f32], weight_of: impl Fn(u32) -> f32) {
         let id = id as u64;
@@ -201,7 +202,7 @@ impl RowBirth {
     }
 }
 
-/// The middle of the word's 2⁻³² wide part of the unit interval: never 0 or 1, exact.
+/// The middle of the word's interval when the unit interval is cut into 2³² parts. It is exact, and never 0 or 1.
 #[inline(always)]
 fn open_unit(word: u32) -> f64 {
     (f64::from(word) + 0.5) * (1.0 / 4_294_967_296.0)
@@ -254,7 +255,7 @@ mod tests {
 
     #[test]
     fn a_uniform_weight_never_reaches_the_upper_bound() {
-        // 24 bits of a unit interval on top of 1 round up to the bound for half of the top words.
+        // Float32 just above 1 is coarser than 24 bits of this interval, so half of the topmost words would round up to the bound.
         let (low, high) = (1.0, 1.000_000_2);
         let birth = RowBirth::new(Initializer::Uniform { low, high }, 1, 2).expect("valid");
         let mut weights = vec![0.0; 10_000];

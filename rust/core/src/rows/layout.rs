@@ -1,37 +1,37 @@
-//! The layout of a row in memory.
+//! How a row lies in memory.
 
 use crate::types::SCORE_HALF_LIFE_STEPS;
 use crate::types::{Id, RowMeta};
 
-/// Which values a row has. `D` = `dim`; the vector part is `[D × (1 + vector_slots)]`, weights first.
+/// The values that a row has. Its vector part is `[D × (1 + vector_slots)]` float32 with `D` = `dim`, weights first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowLayout {
-    /// Width of the embedding.
+    /// The number of weights of a row.
     pub dim: usize,
-    /// Optimizer slots of width `dim` (0, 1 or 2).
+    /// The number of optimizer slots of width `dim`: 0, 1 or 2.
     pub vector_slots: usize,
-    /// Whether there is one scalar slot a row (rowwise Adagrad's `sum`), kept in the header.
+    /// Whether each row has one scalar optimizer slot (rowwise Adagrad's `sum`). It lies in the header.
     pub scalar_slot: bool,
 }
 
 impl RowLayout {
-    /// Floats of the vector part.
+    /// The number of floats of the vector part.
     pub fn vector_floats(&self) -> usize {
         self.dim * (1 + self.vector_slots)
     }
 
-    /// Floats of the vector part and the scalar slot: what a record stores.
+    /// The number of floats of the vector part and the scalar slot, which is what a record stores.
     pub fn floats(&self) -> usize {
         self.vector_floats() + usize::from(self.scalar_slot)
     }
 
-    /// Bytes between the vector parts of two neighbouring rows in an arena: padded to 16.
+    /// Bytes between the vector parts of two neighbouring rows in an arena, a multiple of 16.
     pub fn stride_bytes(&self) -> usize {
         (self.vector_floats() * 4).next_multiple_of(16)
     }
 }
 
-/// The fixed part of a row in memory, 32 bytes.
+/// The part of a row in memory that has the same size in every table: 32 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct RowHeader {
@@ -43,19 +43,19 @@ pub struct RowHeader {
     pub count: u32,
     /// See [`RowMeta::score`].
     pub score: f32,
-    /// The scalar optimizer slot; 0 where the layout has none.
+    /// The scalar optimizer slot, or 0 where the layout has none.
     pub scalar: f32,
     /// See [`RowMeta::modified_epoch`].
     pub modified_epoch: u32,
 }
 
 impl RowHeader {
-    /// The metadata.
+    /// The row's metadata.
     pub fn meta(&self) -> RowMeta {
         RowMeta { count: self.count, last_step: self.last_step, score: self.score, modified_epoch: self.modified_epoch }
     }
 
-    /// Overwrite the metadata.
+    /// Replace the row's metadata.
     pub fn set_meta(&mut self, meta: RowMeta) {
         self.count = meta.count;
         self.last_step = meta.last_step;
@@ -63,10 +63,11 @@ impl RowHeader {
         self.modified_epoch = meta.modified_epoch;
     }
 
-    /// Record a training step that used the row `occurrences` times. Exact in `f32` halvings, so the same everywhere.
+    /// Record a training step that used the row `occurrences` times. The score is halved once for each half life that ended since
+    /// the last step, and then grows by `occurrences`. Halving a float32 is exact, so the score is the same on every machine.
     ///
-    /// Half lives are counted from step 0, not from the row's last step: so none is lost however often the row is used, and nothing
-    /// but the last step need be known.
+    /// Half lives are counted from step 0 and not from the row's last step. So a row that is used more often than once a half life
+    /// decays too, and only its last step need be stored.
     pub fn touch(&mut self, occurrences: u32, step: u64, epoch: u32) {
         let halvings = (step / SCORE_HALF_LIFE_STEPS).saturating_sub(self.last_step / SCORE_HALF_LIFE_STEPS);
         let decayed = if halvings > 140 { 0.0 } else { (0..halvings).fold(self.score, |score, _| score * 0.5) };
@@ -77,12 +78,12 @@ impl RowHeader {
     }
 }
 
-/// A row to read: its header and its vector part (`layout.vector_floats()` long).
+/// A row for reading.
 #[derive(Clone, Copy, Debug)]
 pub struct RowRef<'a> {
-    /// Id, metadata and scalar slot.
+    /// The id, the metadata and the scalar slot.
     pub header: &'a RowHeader,
-    /// Weights, then vector slots.
+    /// The vector part: weights, then vector slots. Its length is `layout.vector_floats()`.
     pub vector: &'a [f32],
 }
 

@@ -1,4 +1,4 @@
-//! Rows to be read together, where they lie.
+//! A list of rows that are read together.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -7,93 +7,93 @@ use super::arena::Arena;
 use super::layout::{RowHeader, RowRef};
 use crate::types::CacheSlot;
 
-/// Some rows, by their numbers: in slots of an arena, or one behind the other. What lists them is small beside them.
+/// Some rows, by index. They lie in slots of an arena, or one behind the other. A list is two slices, whatever the rows' size.
 #[derive(Clone, Copy, Debug)]
 pub struct RowList<'a> {
-    place: Place<'a>,
+    rows: Rows<'a>,
     floats: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Place<'a> {
+enum Rows<'a> {
     Slots(&'a Arena, &'a [CacheSlot]),
     Block(&'a [RowHeader], &'a [f32]),
 }
 
 impl<'a> RowList<'a> {
-    /// Headers `[n]` and vector parts `[n, floats]`.
+    /// Rows of headers `[n]` and vector parts `[n, floats]`.
     ///
     /// # Panics
-    /// When the vector parts are not as long as that.
+    /// Panics when `vectors` has another length than that.
     pub fn block(headers: &'a [RowHeader], vectors: &'a [f32], floats: usize) -> Self {
         assert_eq!(vectors.len(), headers.len() * floats, "a vector part for each header");
-        Self { place: Place::Block(headers, vectors), floats }
+        Self { rows: Rows::Block(headers, vectors), floats }
     }
 
-    /// Rows of an arena, with vector parts of `floats`.
+    /// Rows in the slots of an arena, with vector parts of `floats` floats.
     ///
     /// # Safety
-    /// The slots are valid in the arena, whose rows are as wide, and nobody writes those rows during `'a`.
+    /// The slots are valid in the arena, whose rows have vector parts of `floats` floats, and nobody writes these rows during `'a`.
     pub(crate) unsafe fn in_slots(arena: &'a Arena, slots: &'a [CacheSlot], floats: usize) -> Self {
-        Self { place: Place::Slots(arena, slots), floats }
+        Self { rows: Rows::Slots(arena, slots), floats }
     }
 
-    /// How many rows.
+    /// The number of rows.
     #[inline]
     pub fn len(&self) -> usize {
-        match self.place {
-            Place::Slots(_, slots) => slots.len(),
-            Place::Block(headers, _) => headers.len(),
+        match self.rows {
+            Rows::Slots(_, slots) => slots.len(),
+            Rows::Block(headers, _) => headers.len(),
         }
     }
 
-    /// Whether there are none.
+    /// Whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Floats of a row's vector part.
+    /// The number of floats of a row's vector part.
     #[inline]
     pub fn floats(&self) -> usize {
         self.floats
     }
 
-    /// A row.
+    /// The row at an index.
     ///
     /// # Panics
-    /// When there is none of that number.
+    /// Panics when there is no such row.
     #[allow(clippy::inline_always)] // Called for each row.
     #[inline(always)]
     pub fn get(&self, row: usize) -> RowRef<'a> {
-        match self.place {
-            Place::Slots(arena, slots) => {
+        match self.rows {
+            Rows::Slots(arena, slots) => {
                 let row = arena.row(slots[row]);
-                // SAFETY: the promise of `in_slots`.
+                // SAFETY: who called `in_slots` promised that the slot is valid and that nobody writes the row during `'a`.
                 unsafe { RowRef { header: &*row.header, vector: std::slice::from_raw_parts(row.vector, self.floats) } }
             }
-            Place::Block(headers, vectors) => {
+            Rows::Block(headers, vectors) => {
                 RowRef { header: &headers[row], vector: &vectors[row * self.floats..][..self.floats] }
             }
         }
     }
 
-    /// Those of a range of numbers.
+    /// The rows of a range of indexes.
     ///
     /// # Panics
-    /// When some of them are not there.
+    /// Panics when some of them do not exist.
     #[must_use]
     pub fn range(&self, rows: Range<usize>) -> Self {
-        let place = match self.place {
-            Place::Slots(arena, slots) => Place::Slots(arena, &slots[rows]),
-            Place::Block(headers, vectors) => {
+        let rows = match self.rows {
+            Rows::Slots(arena, slots) => Rows::Slots(arena, &slots[rows]),
+            Rows::Block(headers, vectors) => {
                 let floats = rows.start * self.floats..rows.end * self.floats;
-                Place::Block(&headers[rows], &vectors[floats])
+                Rows::Block(&headers[rows], &vectors[floats])
             }
         };
-        Self { place, ..*self }
+        Self { rows, ..*self }
     }
 
-    /// All of them, in order.
+    /// All rows, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = RowRef<'a>> + use<'a> {
         let all = *self;
         (0..all.len()).map(move |row| all.get(row))
@@ -121,7 +121,7 @@ mod tests {
                 row.vector.copy_from_nonoverlapping(vectors[n * 3..].as_ptr(), 3);
             }
         }
-        // SAFETY: the slots are valid, and nobody writes any more.
+        // SAFETY: the slots are valid, and nobody writes to the arena any more.
         let in_slots = unsafe { RowList::in_slots(&arena, &slots, 3) };
         let block = RowList::block(&headers, &vectors, 3);
         for (one, other) in [(in_slots, block), (in_slots.range(1..3), block.range(1..3))] {

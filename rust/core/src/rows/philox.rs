@@ -1,17 +1,17 @@
-//! The counter-based random function under births: Philox4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers:
-//! as easy as 1, 2, 3; SC 2011).
+//! Philox4x32 with 10 rounds, the counter-based random function that births use. Source: Salmon, Moraes, Dror, Shaw, "Parallel
+//! random numbers: as easy as 1, 2, 3", SC 2011.
 
-/// A counter, or the random words it becomes.
+/// A counter, or the four random words that it is turned into.
 pub(super) type Block = [u32; 4];
 
-/// Blocks made at once: lanes of a vector.
+/// The number of blocks that are computed at once, in the lanes of vector registers.
 pub(super) const BLOCKS: usize = 16;
 
-/// The blocks of `BLOCKS` counters under one key.
+/// The random blocks of `BLOCKS` counters under one key.
 #[inline(always)]
 #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for every instruction set; see `simd`.
 pub(super) fn philox4x32_10(counters: &[Block; BLOCKS], key: [u32; 2]) -> [Block; BLOCKS] {
-    // Word by word, for lanes.
+    // The words are regrouped by their position in the block, so that each array fills vector lanes.
     let mut words = [[0_u32; BLOCKS]; 4];
     for block in 0..BLOCKS {
         for word in 0..4 {
@@ -44,7 +44,7 @@ pub(super) fn philox4x32_10(counters: &[Block; BLOCKS], key: [u32; 2]) -> [Block
 mod tests {
     use super::*;
 
-    /// The known answers that come with Random123.
+    /// The known answers that are distributed with Random123, the authors' library.
     #[test]
     fn philox_gives_the_published_answers() {
         let mut counters = [[0; 4]; BLOCKS];

@@ -1,13 +1,14 @@
-//! The quantile function of the standard normal distribution, in basic arithmetic only: the same bits on every machine.
+//! The quantile function of the standard normal distribution. It uses basic arithmetic only, and so gives the same bits on every
+//! machine.
 #![allow(clippy::inline_always)] // Compiled for every instruction set; see `simd`.
 
-/// Φ(2), where the truncated normal distribution ends.
+/// Φ(2), the cumulative probability at the upper end of the truncated normal distribution.
 pub(super) const NORMAL_CDF_AT_TWO: f64 = 0.977_249_868_051_820_8;
 
-/// The `x` with Φ(x) = `p`, to one part in 5 million; `p` from 2⁻³³ to 1 − 2⁻³³.
+/// The `x` for which Φ(x) = `p`, accurate to one part in 5 million. `p` lies between 2⁻³³ and 1 − 2⁻³³.
 ///
-/// Algorithm AS 241, PPND7 (Wichura: The percentage points of the normal distribution, Applied Statistics 37, 1988), evaluated in
-/// `f64`. Its third interval, past the bounds of `p`, is left out.
+/// This is PPND7 of algorithm AS 241 (Wichura, "The percentage points of the normal distribution", Applied Statistics 37, 1988),
+/// evaluated in float64. Its third interval is left out, because it lies beyond the bounds of `p`.
 #[inline(always)]
 pub(super) fn normal_quantile(p: f64) -> f64 {
     let q = p - 0.5;
@@ -23,15 +24,15 @@ pub(super) fn normal_quantile(p: f64) -> f64 {
     (numerator / denominator).copysign(q)
 }
 
-/// Natural logarithm of a positive normal number, to about 1e-14.
+/// The natural logarithm of a positive normal number, to about 1e-14.
 #[inline(always)]
 fn ln(value: f64) -> f64 {
-    // value = mantissa × 2^exponent with mantissa in [√½, √2).
+    // value = mantissa × 2^exponent, with the mantissa in [√½, √2).
     const SQRT_HALF_BITS: u64 = 0x3fe6_a09e_667f_3bcd;
     let shifted = value.to_bits().wrapping_sub(SQRT_HALF_BITS);
     let exponent = (shifted as i64) >> 52;
     let mantissa = f64::from_bits((shifted & ((1 << 52) - 1)).wrapping_add(SQRT_HALF_BITS));
-    // 2 artanh(z), z = (m − 1) / (m + 1), |z| ≤ 0.172.
+    // ln(m) = 2 artanh(z) with z = (m − 1) / (m + 1), as a power series; |z| ≤ 0.172.
     let z = (mantissa - 1.0) / (mantissa + 1.0);
     let square = z * z;
     let mut series = 1.0 / 19.0;
@@ -54,7 +55,7 @@ mod tests {
         }
     }
 
-    /// Values of Python's `statistics.NormalDist().inv_cdf`, good to 1e-15.
+    /// The expected values are those of Python's `statistics.NormalDist().inv_cdf`, which are accurate to 1e-15.
     #[test]
     fn quantiles_agree_with_a_double_precision_source() {
         for (p, expected) in [

@@ -74,7 +74,7 @@ mod x86 {
     };
     use std::ptr;
 
-    use crate::kernels::threads::{Shared, for_each_on_half};
+    use crate::kernels::threads::{Disjoint, for_each_on_half};
     use crate::prefetch::prefetch_range;
     use crate::rows::RowList;
 
@@ -114,8 +114,8 @@ mod x86 {
         assert!(rows.floats() >= columns.len() * dim, "rows as wide as all columns");
         assert!(!folding || can_fold(), "a processor that folds");
         let all = rows.len();
-        let columns: Vec<Shared<u8>> = columns.iter_mut().map(|column| Shared(column.as_mut_ptr())).collect();
-        let sums: Vec<Shared<u32>> = sums.iter_mut().map(|sums| Shared(sums.as_mut_ptr())).collect();
+        let columns: Vec<Disjoint<u8>> = columns.iter_mut().map(|column| Disjoint(column.as_mut_ptr())).collect();
+        let sums: Vec<Disjoint<u32>> = sums.iter_mut().map(|sums| Disjoint(sums.as_mut_ptr())).collect();
         let to = Target { all, dim, columns: &columns, sums: &sums };
         for_each_on_half((0..all).step_by(ROWS_PER_TASK), |begin| {
             // What comes after is asked for at the end.
@@ -178,8 +178,8 @@ mod x86 {
     struct Target<'a> {
         all: usize,
         dim: usize,
-        columns: &'a [Shared<u8>],
-        sums: &'a [Shared<u32>],
+        columns: &'a [Disjoint<u8>],
+        sums: &'a [Disjoint<u32>],
     }
 
     impl Target<'_> {

@@ -1,20 +1,24 @@
-//! A file system in RAM that knows what a power cut would leave: the test twin of the disk engines.
+//! A file system in RAM that knows what a power cut would leave. Tests use it in place of a disk.
 //!
-//! Every file has a *live* content and a *durable* one, and the tree has live and durable entries. `sync` makes a file's content
-//! durable, `sync_dir` the entries of one directory (a new directory is itself an entry of its parent). [`MemoryEngine::crash`]
-//! gives an engine that holds only what was durable.
+//! Every file has a *live* and a *durable* content, and the tree has live and durable entries. `sync` makes the content of a file
+//! durable, and `sync_dir` the entries of one directory. A new directory is itself an entry of its parent. [`MemoryEngine::crash`]
+//! makes an engine that holds only what was durable.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use super::memory_tree::{Change, Content, Edit, Entries, Node, SECTOR, Tree, errno, is_root, normal, write_into};
 use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, lock, short_file};
 use crate::error::{Error, Result};
 use crate::sync::lock as locked;
+use tree::{Change, Content, Edit, Entries, Node, SECTOR, Tree, errno, is_root, normal, write_into};
 
-/// Files in RAM. Clones share them.
+#[cfg(test)]
+mod tests;
+mod tree;
+
+/// A file system in RAM. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryEngine {
     tree: Arc<Mutex<Tree>>,
@@ -39,7 +43,7 @@ impl Drop for Held {
     }
 }
 
-/// A directory held by [`IoEngine::hold_dir`].
+/// A directory that is held by [`IoEngine::hold_dir`].
 struct HeldDir {
     tree: Arc<Mutex<Tree>>,
     dir: PathBuf,
@@ -51,11 +55,11 @@ impl Drop for HeldDir {
         let mut tree = locked(&self.tree);
         match self.how {
             Hold::ToRemove | Hold::ToOpen => {
-                tree.removing.remove(&self.dir);
+                tree.held_alone.remove(&self.dir);
             }
             Hold::ToRead => {
-                if let Some(place) = tree.reading.iter().position(|dir| *dir == self.dir) {
-                    tree.reading.swap_remove(place);
+                if let Some(index) = tree.reading.iter().position(|dir| *dir == self.dir) {
+                    tree.reading.swap_remove(index);
                 }
             }
         }
@@ -63,15 +67,15 @@ impl Drop for HeldDir {
 }
 
 impl MemoryEngine {
-    /// What a power cut now would leave: synced contents under synced entries. Nothing of it is shared with this engine.
+    /// What a power cut now would leave: synced contents under synced entries. The copy shares nothing with this engine.
     #[must_use]
     pub fn crash(&self) -> Self {
         let tree = locked(&self.tree);
         Self::image(&tree.durable, |content| content.durable.clone())
     }
 
-    /// What a power cut might leave besides: of the entry changes not synced the first few, in order, and of the writes not
-    /// synced any sectors, in any order. Decided by `seed`.
+    /// One of the states that a power cut now might leave besides [`MemoryEngine::crash`]. Of the unsynced changes of entries the
+    /// first few are kept, in their order. Of the unsynced writes any sectors are kept. `seed` decides which.
     #[must_use]
     pub fn crash_torn(&self, seed: u64) -> Self {
         let mut draw = Draw(seed);
@@ -98,7 +102,7 @@ impl MemoryEngine {
         })
     }
 
-    /// What the death of the process alone leaves: everything that was written. Locks are free.
+    /// What the death of the process alone would leave: everything that was written. Locks are free.
     #[must_use]
     pub fn kill(&self) -> Self {
         let tree = locked(&self.tree);
@@ -121,7 +125,7 @@ impl MemoryEngine {
         let reachable = |path: &Path| {
             path.ancestors().skip(1).filter(|dir| !is_root(dir)).all(|dir| matches!(entries.get(dir), Some(Node::Dir)))
         };
-        let mut copied = BTreeMap::new(); // A file with several names stays one.
+        let mut copied = BTreeMap::new(); // A file with several names stays one file.
         let copy: Entries = entries
             .iter()
             .filter(|(path, _)| reachable(path))
@@ -144,7 +148,8 @@ impl MemoryEngine {
     }
 }
 
-/// `SplitMix64` as a generator.
+/// The `SplitMix64` generator (Steele, Lea, Flood, OOPSLA 2014): a counter that steps by the golden ratio, and a mixing function of
+/// it.
 struct Draw(u64);
 
 impl Draw {
@@ -325,7 +330,7 @@ impl IoEngine for MemoryEngine {
         if !matches!(tree.live.get(&path), Some(Node::Dir)) {
             return Err(Error::io("remove", &path, &errno(libc::ENOENT)));
         }
-        // Children sort behind their directory: backwards, each directory is empty when its turn comes.
+        // Children sort behind their directory. In reverse order each directory is empty when its turn comes.
         let inside: Vec<PathBuf> = tree.live.keys().filter(|entry| entry.starts_with(&path)).cloned().collect();
         for entry in inside.into_iter().rev() {
             tree.change(Change::Remove(entry));
@@ -340,7 +345,8 @@ impl IoEngine for MemoryEngine {
         if !tree.is_dir(&path) {
             return Err(Error::io("sync", &path, &errno(libc::ENOENT)));
         }
-        // A rename between directories happens as a whole, so it brings what came before it in the other one.
+        // A rename between two directories is durable as a whole. So it makes the earlier changes of the other directory durable
+        // too.
         let mut dirs = BTreeSet::from([path]);
         loop {
             let before = dirs.len();
@@ -372,7 +378,7 @@ impl IoEngine for MemoryEngine {
         if !tree.is_dir(&path) {
             return Err(Error::io("lock", &path, &errno(libc::ENOENT)));
         }
-        // The lock file is there, as on disk: whoever asks whether the directory is empty sees the same.
+        // The lock file exists here as on disk, so that a caller who asks whether the directory is empty gets the same answer.
         let file = path.join(OsStr::new(lock::LOCK_FILE));
         if !tree.live.contains_key(&file) {
             tree.change(Change::Add(file, Node::File(Arc::default())));
@@ -390,118 +396,13 @@ impl IoEngine for MemoryEngine {
             return Err(Error::io("open the directory", &dir, &errno(libc::ENOENT)));
         }
         let is_read = tree.reading.contains(&dir);
-        if tree.removing.contains(&dir) || (how != Hold::ToRead && is_read) {
+        if tree.held_alone.contains(&dir) || (how != Hold::ToRead && is_read) {
             return Err(lock::held_otherwise(&dir, how));
         }
         match how {
             Hold::ToRead => tree.reading.push(dir.clone()),
-            Hold::ToRemove | Hold::ToOpen => drop(tree.removing.insert(dir.clone())),
+            Hold::ToRemove | Hold::ToOpen => drop(tree.held_alone.insert(dir.clone())),
         }
         Ok(DirLock::held(&dir, HeldDir { tree: self.tree.clone(), dir: dir.clone(), how }))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::io::{ALIGNMENT, AlignedBuf, publish, read_file};
-
-    fn page(byte: u8) -> AlignedBuf {
-        let mut page = AlignedBuf::zeroed(ALIGNMENT);
-        page.fill(byte);
-        page
-    }
-
-    fn engine_with_dir() -> MemoryEngine {
-        let engine = MemoryEngine::default();
-        engine.create_dir_all(Path::new("/d")).unwrap();
-        engine.sync_dir(Path::new("/")).unwrap();
-        engine
-    }
-
-    #[test]
-    fn a_crash_keeps_synced_content_under_synced_entries_only() {
-        let engine = engine_with_dir();
-        let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
-        file.write_at(0, &page(1)).unwrap();
-        file.sync().unwrap();
-        assert!(!engine.crash().exists(Path::new("/d/a")).unwrap(), "the entry was not synced");
-        engine.sync_dir(Path::new("/d")).unwrap();
-        file.write_at(ALIGNMENT as u64, &page(2)).unwrap();
-        assert_eq!(read_file(&engine.crash(), Path::new("/d/a"), 1 << 20).unwrap(), &page(1)[..]);
-        assert_eq!(read_file(&engine.kill(), Path::new("/d/a"), 1 << 20).unwrap().len(), 2 * ALIGNMENT);
-    }
-
-    #[test]
-    fn a_crash_brings_back_what_was_removed_without_a_sync_of_the_directory() {
-        let engine = engine_with_dir();
-        publish(&engine, Path::new("/d/a"), b"old").unwrap();
-        engine.remove_file(Path::new("/d/a")).unwrap();
-        assert!(engine.crash().exists(Path::new("/d/a")).unwrap());
-        engine.sync_dir(Path::new("/d")).unwrap();
-        assert!(!engine.crash().exists(Path::new("/d/a")).unwrap());
-    }
-
-    #[test]
-    fn entries_below_a_directory_that_is_not_durable_are_lost() {
-        let engine = MemoryEngine::default();
-        engine.create_dir_all(Path::new("/p/q")).unwrap();
-        publish(&engine, Path::new("/p/q/a"), b"x").unwrap();
-        engine.sync_dir(Path::new("/p")).unwrap();
-        assert!(!engine.crash().exists(Path::new("/p/q/a")).unwrap());
-        engine.sync_dir(Path::new("/")).unwrap();
-        assert!(engine.crash().exists(Path::new("/p/q/a")).unwrap());
-    }
-
-    #[test]
-    fn a_rename_between_directories_is_whole_after_a_sync_of_either() {
-        for synced in ["/d", "/e"] {
-            let engine = engine_with_dir();
-            engine.create_dir_all(Path::new("/e")).unwrap();
-            engine.sync_dir(Path::new("/")).unwrap();
-            engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
-            engine.rename(Path::new("/d/a"), Path::new("/e/b")).unwrap();
-            engine.sync_dir(Path::new(synced)).unwrap();
-            let after = engine.crash();
-            assert!(
-                after.exists(Path::new("/e/b")).unwrap() && !after.exists(Path::new("/d/a")).unwrap(),
-                "{synced} synced"
-            );
-        }
-    }
-
-    #[test]
-    fn a_torn_crash_keeps_some_sectors_and_never_tears_a_sector() {
-        let engine = engine_with_dir();
-        let file = engine.open(Path::new("/d/a"), Open::Create { preallocate: 0 }).unwrap();
-        file.write_at(0, &page(1)).unwrap();
-        file.sync().unwrap();
-        engine.sync_dir(Path::new("/d")).unwrap();
-        file.write_at(0, &page(2)).unwrap();
-        let mut partial = 0;
-        for seed in 0..16 {
-            let bytes = read_file(&engine.crash_torn(seed), Path::new("/d/a"), 1 << 20).unwrap();
-            for sector in bytes.chunks(SECTOR) {
-                assert!(sector.iter().all(|byte| *byte == sector[0]) && [1, 2].contains(&sector[0]));
-            }
-            partial += usize::from(bytes.contains(&1) && bytes.contains(&2));
-        }
-        assert!(partial > 0, "16 seeds and no torn write");
-    }
-
-    #[test]
-    fn publishing_over_a_file_leaves_the_old_or_the_new_one_at_every_torn_crash() {
-        let engine = engine_with_dir();
-        publish(&engine, Path::new("/d/a"), b"old").unwrap();
-        publish(&engine, Path::new("/d/b"), b"other").unwrap();
-        let file = engine.open(Path::new("/d/a.tmp"), Open::Create { preallocate: 0 }).unwrap();
-        file.write_at(0, &page(b'n')).unwrap();
-        file.set_len(3).unwrap();
-        file.sync().unwrap();
-        engine.rename(Path::new("/d/a.tmp"), Path::new("/d/a")).unwrap();
-        for seed in 0..32 {
-            let found = read_file(&engine.crash_torn(seed), Path::new("/d/a"), 1 << 20).unwrap();
-            assert!(found == b"old" || found == b"nnn", "{found:?}");
-        }
     }
 }

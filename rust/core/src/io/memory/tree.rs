@@ -1,11 +1,11 @@
-//! The entries and files of the memory engine: what they are now, and what of that is durable.
+//! The entries and files of the memory engine: their current state, and the part of it that is durable.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// Writes reach the medium in sectors: a torn write keeps or loses each of them as a whole.
+/// Bytes of a sector of the medium. A torn write keeps or loses each sector as a whole.
 pub(super) const SECTOR: usize = 512;
 
 #[derive(Clone, Debug)]
@@ -35,7 +35,7 @@ pub(super) fn write_into(content: &mut Vec<u8>, offset: usize, data: &[u8]) {
 pub(super) struct Content {
     pub(super) live: Vec<u8>,
     pub(super) durable: Vec<u8>,
-    /// What leads from `durable` to `live`, in order.
+    /// The edits that lead from `durable` to `live`, in their order.
     pub(super) unsynced: Vec<Edit>,
 }
 
@@ -59,7 +59,7 @@ pub(super) enum Node {
 
 pub(super) type Entries = BTreeMap<PathBuf, Node>;
 
-/// A change of directory entries, done as a whole or not at all.
+/// A change of directory entries, which happens as a whole or not at all.
 #[derive(Clone, Debug)]
 pub(super) enum Change {
     Add(PathBuf, Node),
@@ -103,13 +103,13 @@ impl Change {
 pub(super) struct Tree {
     pub(super) live: Entries,
     pub(super) durable: Entries,
-    /// Changes in `live` that are not in `durable`, in order.
+    /// The changes in `live` that are not in `durable`, in their order.
     pub(super) unsynced: Vec<Change>,
     pub(super) held: BTreeSet<PathBuf>,
-    /// Directories that are read, once for each who does.
+    /// The directories that are being read, once for each reader.
     pub(super) reading: Vec<PathBuf>,
-    /// Directories that are being removed.
-    pub(super) removing: BTreeSet<PathBuf>,
+    /// The directories that are being removed or opened.
+    pub(super) held_alone: BTreeSet<PathBuf>,
 }
 
 impl Tree {
@@ -126,7 +126,7 @@ impl Tree {
         self.live.keys().filter(|entry| entry.parent() == Some(path)).cloned().collect()
     }
 
-    /// How many names a file has.
+    /// The number of a file's names.
     pub(super) fn names_of(&self, content: &Arc<Mutex<Content>>) -> u64 {
         self.live.values().filter(|node| matches!(node, Node::File(file) if Arc::ptr_eq(file, content))).count() as u64
     }

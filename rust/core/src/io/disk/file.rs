@@ -1,0 +1,315 @@
+//! An open file on disk: how it is opened, read in whole sectors, and written.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+use crate::error::{Error, Kind, Result};
+use crate::io::cover::{Cover, Step};
+use crate::io::{ALIGNMENT, BufPool, IoFile, Open, check_aligned, open_error, short_file};
+
+/// Mode of the files that are made, less the bits of the process's umask.
+const FILE_MODE: u32 = 0o640;
+/// Bytes of a bounce buffer: the most that is copied at a time where the caller's memory is not aligned.
+const BOUNCE_BYTES: usize = 1 << 20;
+/// Bounce buffers that are kept when nobody uses them.
+const BOUNCE_BUFFERS: usize = 16;
+
+/// What all files of one engine have in common.
+#[derive(Clone, Debug)]
+pub(super) struct FileSettings {
+    /// The process that made the engine. No other may use the files.
+    pub(super) process: u32,
+    /// Whether to ask for `O_DIRECT`.
+    pub(super) direct: bool,
+    /// The most bytes asked for in one system call. What is longer takes several calls.
+    pub(super) call_bytes: usize,
+    bounce: Arc<BufPool>,
+}
+
+impl FileSettings {
+    /// Files of this process.
+    pub(super) fn new(direct: bool) -> Self {
+        let bounce = Arc::new(BufPool::new(BOUNCE_BYTES, BOUNCE_BUFFERS));
+        Self { process: std::process::id(), direct, call_bytes: 1 << 30, bounce }
+    }
+}
+
+/// An open file of a [`super::DiskEngine`].
+#[derive(Debug)]
+pub(crate) struct DiskFile {
+    path: PathBuf,
+    file: File,
+    process: u32,
+    /// Offset, length and memory address of a read or write must be multiples of this. It is 1 with the page cache.
+    align: usize,
+    bounce: Arc<BufPool>,
+    call_bytes: usize,
+}
+
+/// `Kind::State` unless this process is the one that made an engine, whose id is `made`.
+pub(super) fn check_process(made: u32) -> Result<()> {
+    let here = std::process::id();
+    if made == here {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::State,
+        format!(
+            "this table's files were opened by process {made}, and this is process {here}, which was forked from it: make the table \
+             in this process (multiprocessing start method \"spawn\")"
+        ),
+    ))
+}
+
+/// Repeat a system call for as long as signals interrupt it.
+pub(super) fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    loop {
+        match call() {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            done => return done,
+        }
+    }
+}
+
+/// `Kind::Corruption` unless `file` is a regular file. This package writes no others.
+pub(crate) fn check_regular(path: &Path, file: &File) -> Result<()> {
+    let kind = file.metadata().map_err(|e| Error::io("inspect", path, &e))?.file_type();
+    if kind.is_file() {
+        return Ok(());
+    }
+    let found = if kind.is_dir() {
+        "a directory"
+    } else if kind.is_fifo() {
+        "a pipe"
+    } else {
+        "a device"
+    };
+    Err(Error::corruption(path, 0, "what is there", "a regular file", found))
+}
+
+/// Turn `O_NONBLOCK` off again. With it `io_uring` would hand back reads that have to wait for the disk.
+fn set_blocking(file: &File) -> io::Result<()> {
+    Ok(fcntl_setfl(file, fcntl_getfl(file)? - OFlags::NONBLOCK)?)
+}
+
+/// Turn `O_DIRECT` on where the file system takes it. The result is the alignment in bytes that reads and writes need then.
+#[cfg(target_os = "linux")]
+fn turn_direct(file: &File) -> Option<usize> {
+    use rustix::fs::{AtFlags, StatxFlags, statx};
+    // Kernels before 6.1 do not tell the alignment. Every device takes multiples of a page.
+    let align = match statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
+        Ok(stat) if stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => {
+            stat.stx_dio_offset_align.max(stat.stx_dio_mem_align) as usize
+        }
+        _ => ALIGNMENT,
+    };
+    if align == 0 || align > ALIGNMENT || !align.is_power_of_two() {
+        return None;
+    }
+    let turned = fcntl_getfl(file).and_then(|flags| fcntl_setfl(file, flags | OFlags::DIRECT));
+    turned.is_ok().then_some(align)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn turn_direct(_file: &File) -> Option<usize> {
+    None
+}
+
+/// Allocate blocks without changing the file's length. A file system that cannot do this allocates them when they are written.
+#[cfg(target_os = "linux")]
+fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
+    use rustix::fs::{FallocateFlags, fallocate};
+    match uninterrupted(|| Ok(fallocate(file, FallocateFlags::KEEP_SIZE, 0, bytes)?)) {
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => Ok(()),
+        done => done,
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn preallocate(_file: &File, _bytes: u64) -> io::Result<()> {
+    Ok(())
+}
+
+impl DiskFile {
+    /// Open or make a regular file. A symbolic link is `Kind::Path`, anything else that is no regular file `Kind::Corruption`.
+    pub(super) fn open(path: &Path, how: Open, settings: &FileSettings) -> Result<Self> {
+        let mut options = File::options();
+        options.read(true).custom_flags(libc::O_NOFOLLOW);
+        let what = match how {
+            // Without O_NONBLOCK, opening a pipe that lies in the file's place would wait until somebody writes to it.
+            Open::Read => {
+                options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+                "open"
+            }
+            Open::Write => {
+                options.write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+                "open"
+            }
+            Open::Create { .. } => {
+                options.write(true).create_new(true).mode(FILE_MODE);
+                "make"
+            }
+        };
+        let file = uninterrupted(|| options.open(path)).map_err(|e| open_error(what, path, &e))?;
+        if !matches!(how, Open::Create { .. }) {
+            check_regular(path, &file)?;
+            set_blocking(&file).map_err(|e| open_error(what, path, &e))?;
+        }
+        let align = if settings.direct { turn_direct(&file) } else { None };
+        if let Open::Create { preallocate: bytes } = how
+            && bytes > 0
+            && let Err(e) = preallocate(&file, bytes)
+        {
+            let error = Error::io("set aside room for", path, &e);
+            // The caller gets the first error. Where the empty file cannot be removed, the directory's owner sweeps it later.
+            return Err(std::fs::remove_file(path).err().map_or(error.clone(), |e| error.context(format!("({e})"))));
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            process: settings.process,
+            align: align.unwrap_or(1),
+            bounce: settings.bounce.clone(),
+            call_bytes: settings.call_bytes,
+        })
+    }
+
+    /// Offset, length and memory address of a read must be multiples of this; 1 with the page cache.
+    pub(crate) fn align(&self) -> usize {
+        self.align
+    }
+
+    /// The most bytes to ask for in one system call.
+    pub(crate) fn call_bytes(&self) -> usize {
+        self.call_bytes
+    }
+
+    /// Whether `process` opened this file. A batch asks for its own process id once, and compares it with each file's here.
+    pub(crate) fn is_of(&self, process: u32) -> bool {
+        self.process == process
+    }
+
+    fn check_process(&self) -> Result<()> {
+        check_process(self.process)
+    }
+
+    /// Read the sectors of a cover into `buffer`, whose start is aligned and which holds at least the cover's span.
+    pub(crate) fn read_cover(&self, cover: &mut Cover, buffer: &mut [u8]) -> Result<()> {
+        if cover.len == 0 {
+            return Ok(());
+        }
+        loop {
+            let end = cover.span.min(cover.got + self.call_bytes);
+            let part = &mut buffer[cover.got..end];
+            let count = uninterrupted(|| self.file.read_at(part, cover.start + cover.got as u64))
+                .map_err(|e| Error::io("read", &self.path, &e))?;
+            match cover.advance(count) {
+                Step::Done => return Ok(()),
+                Step::More => {}
+                Step::Short => return Err(self.short(cover)),
+            }
+        }
+    }
+
+    /// The error of a read that reaches past the file's end.
+    pub(crate) fn short(&self, cover: &Cover) -> Error {
+        let wanted_end = cover.start + (cover.skip + cover.len) as u64;
+        self.len().map_or_else(|e| e, |len| short_file(&self.path, wanted_end, len))
+    }
+
+    fn write_all(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < data.len() {
+            let part = &data[done..data.len().min(done + self.call_bytes)];
+            let count = uninterrupted(|| self.file.write_at(part, offset + done as u64))?;
+            // A direct write must start at a sector. A sector of which the system wrote a part only is written again.
+            let reached = done + count - (done + count) % self.align;
+            if reached == done {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            done = reached;
+        }
+        Ok(())
+    }
+}
+
+impl AsFd for DiskFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl IoFile for DiskFile {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.file.metadata().map_err(|e| Error::io("read the size of", &self.path, &e))?.len())
+    }
+
+    fn is_direct(&self) -> bool {
+        self.align > 1
+    }
+
+    fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
+        self.check_process()?;
+        check_aligned(&self.path, offset, data.len())?;
+        let written = if data.as_ptr().addr().is_multiple_of(self.align) {
+            self.write_all(offset, data)
+        } else {
+            let mut bounce = self.bounce.take()?;
+            data.chunks(bounce.len()).enumerate().try_for_each(|(chunk, part)| {
+                bounce[..part.len()].copy_from_slice(part);
+                self.write_all(offset + (chunk * BOUNCE_BYTES) as u64, &bounce[..part.len()])
+            })
+        };
+        written.map_err(|e| Error::io("write", &self.path, &e))
+    }
+
+    fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.check_process()?;
+        let mut cover = Cover::new(offset, into.len(), self.align);
+        if cover.skip == 0 && cover.span == into.len() && into.as_ptr().addr().is_multiple_of(self.align) {
+            return self.read_cover(&mut cover, into);
+        }
+        let mut bounce = self.bounce.take()?;
+        let mut done = 0;
+        while done < into.len() {
+            let at = offset + done as u64;
+            let room = bounce.len() - (at % self.align as u64) as usize;
+            let part = &mut into[done..];
+            let part_len = part.len().min(room);
+            let mut cover = Cover::new(at, part_len, self.align);
+            self.read_cover(&mut cover, &mut bounce)?;
+            part[..part_len].copy_from_slice(&bounce[cover.skip..cover.skip + part_len]);
+            done += part_len;
+        }
+        Ok(())
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.check_process()?;
+        uninterrupted(|| self.file.set_len(len)).map_err(|e| Error::io("resize", &self.path, &e))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.check_process()?;
+        // fdatasync makes the length durable too. It is not repeated after an error, because the kernel may have dropped the pages.
+        self.file.sync_data().map_err(|e| Error::io("sync", &self.path, &e))
+    }
+
+    fn links(&self) -> Result<u64> {
+        Ok(self.file.metadata().map_err(|e| Error::io("inspect", &self.path, &e))?.nlink())
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}

@@ -1,0 +1,83 @@
+use super::*;
+use crate::io::{ALIGNMENT, AlignedBuf, PsyncEngine};
+
+fn pattern(len: usize) -> AlignedBuf {
+    let mut data = AlignedBuf::zeroed(len);
+    data.iter_mut().enumerate().for_each(|(i, byte)| *byte = (i * 31 % 251) as u8);
+    data
+}
+
+fn continued<R: BatchReader>(engine: &DiskEngine<R>) {
+    let dir = tempfile::tempdir().unwrap();
+    let file = engine.open(&dir.path().join("a"), Open::Create { preallocate: 1 << 20 }).unwrap();
+    let data = pattern(40 * ALIGNMENT);
+    file.write_at(0, &data).unwrap();
+    let places = [(0, data.len()), (1, 3 * ALIGNMENT), (5000, 20_000), (data.len() as u64 - 1, 1)];
+    for (offset, len) in places {
+        let mut found = vec![0; len];
+        file.read_at(offset, &mut found).unwrap();
+        assert!(found == data[offset as usize..][..len], "{len} bytes at {offset}");
+    }
+    let reads: Vec<Read> = places.iter().map(|&(offset, len)| Read { file: file.clone(), offset, len }).collect();
+    let mut seen = 0;
+    engine.read_batch(&reads, &mut |position, outcome| {
+        let (offset, len) = places[position];
+        assert!(outcome.unwrap() == &data[offset as usize..][..len], "{len} bytes at {offset}");
+        seen += 1;
+    });
+    assert_eq!(seen, places.len());
+}
+
+#[test]
+fn writes_and_reads_that_the_system_cuts_short_are_continued() {
+    for direct in [false, true] {
+        continued(&PsyncEngine::new(direct).with_call_bytes(ALIGNMENT));
+        #[cfg(target_os = "linux")]
+        if let Ok(engine) = crate::io::UringEngine::new(direct) {
+            continued(&engine.with_call_bytes(ALIGNMENT));
+        }
+    }
+}
+
+#[test]
+fn what_is_no_regular_file_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let (pipe, inner, file) = (dir.path().join("pipe"), dir.path().join("inner"), dir.path().join("file"));
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    std::fs::create_dir(&inner).unwrap();
+    std::fs::write(&file, "x").unwrap();
+    for direct in [false, true] {
+        let engine = PsyncEngine::new(direct);
+        for (path, found) in [(&pipe, "a pipe"), (&inner, "a directory")] {
+            let error = engine.open(path, Open::Read).unwrap_err();
+            let expected = format!(
+                "{} is damaged at byte 0: what is there should be a regular file and is {found}",
+                path.display()
+            );
+            assert_eq!((error.kind(), error.to_string()), (Kind::Corruption, expected));
+        }
+        let locked = dir.path().join("locked").join(direct.to_string());
+        std::fs::create_dir_all(&locked).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, locked.join("lock"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        assert_eq!(engine.lock_dir(&locked).unwrap_err().kind(), Kind::Corruption);
+        let flags = rustix::fs::fcntl_getfl(DiskFile::open(&file, Open::Read, &engine.files).unwrap()).unwrap();
+        assert!(!flags.contains(rustix::fs::OFlags::NONBLOCK), "{flags:?}");
+    }
+}
+
+#[test]
+fn an_engine_of_another_process_is_refused_with_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut engine = PsyncEngine::default();
+    engine.files.process = 1;
+    let file = DiskFile::open(&dir.path().join("a"), Open::Create { preallocate: 0 }, &engine.files).unwrap();
+    let file: Arc<dyn IoFile> = Arc::new(file);
+    let kind = |e: Error| e.kind();
+    assert_eq!(engine.open(dir.path(), Open::Read).map_err(kind).unwrap_err(), Kind::State);
+    assert_eq!(file.write_at(0, &[]).map_err(kind), Err(Kind::State));
+    assert_eq!(file.sync().map_err(kind), Err(Kind::State));
+    let mut errors = Vec::new();
+    let read = Read { file, offset: 0, len: 1 };
+    engine.read_batch(&[read.clone(), read], &mut |_, outcome| errors.push(outcome.unwrap_err().kind()));
+    assert_eq!(errors, [Kind::State, Kind::State]);
+}

@@ -1,0 +1,102 @@
+//! The kernels give the same bits on every instruction set, number of threads and kind of memory.
+#![allow(unsafe_code)]
+
+use super::*;
+use crate::kernels::backward::{backward_on, weight_gradient_on};
+
+/// The outputs, the weight gradients and the rows after two steps.
+fn run_all(isa: Isa, threads: usize, kind: OptimizerKind, dim: usize) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
+    // There are enough rows and bags to give every thread a part.
+    let table = Table::new(kind.layout(dim), 400, 3);
+    let (mut outs, mut dots) = (Vec::new(), Vec::new());
+    for step in 1..=2 {
+        let batch = Batch::new(400, dim, step);
+        let (weighted, mean) = (step == 2, step == 1);
+        outs.extend(batch.forward(isa, &table.store(), weighted, mean, threads).iter().map(|value| value.to_bits()));
+        let pooled = batch.pooled(dim, weighted, mean);
+        let mut dot = vec![0.0; batch.slots.len()];
+        let optimizer = OptimizerStep { kind, hyperparameters: numbers(0.01), step };
+        // SAFETY: slots are below 400 and distinct in the index, and the gradient has all its columns.
+        unsafe {
+            weight_gradient_on(isa, &table.store(), &batch.slots, &pooled.of_weights(&batch.grad), &mut dot, threads);
+            backward_on(isa, &table.store(), &batch.index, &pooled.of_rows(&batch.grad), &optimizer, threads);
+        }
+        dots.extend(dot.iter().map(|value| value.to_bits()));
+    }
+    (outs, dots, bits(&table.values()))
+}
+
+#[test]
+fn instruction_sets_and_thread_counts_change_no_bit() {
+    for kind in KINDS {
+        for dim in DIMS {
+            let expected = run_all(Isa::Baseline, 1, kind, dim);
+            for isa in Isa::all() {
+                for threads in [1, 2, 3, 8] {
+                    assert!(
+                        run_all(isa, threads, kind, dim) == expected,
+                        "{kind:?} dim {dim} {isa:?} {threads} threads"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn tensors_and_arena_rows_change_no_bit() {
+    for kind in KINDS {
+        for dim in [3, 20, 64] {
+            let layout = kind.layout(dim);
+            let table = Table::new(layout, 40, 5);
+            let rows = table.values();
+            let mut parts: Vec<Vec<f32>> = (0..3)
+                .map(|part| rows.iter().flat_map(|row| row.iter().skip(part * dim).take(dim).copied()).collect())
+                .collect();
+            let mut scalars: Vec<f32> = rows.iter().map(|row| *row.last().expect("not empty")).collect();
+            let [weights, first, second] = &mut parts[..] else { unreachable!("three parts") };
+            let tensors = TensorRows {
+                layout,
+                weights: weights.as_mut_ptr(),
+                vector_slots: [first.as_mut_ptr(), second.as_mut_ptr()],
+                scalars: scalars.as_mut_ptr(),
+            };
+            let batch = Batch::new(40, dim, 6);
+            let isa = Isa::best();
+            let from_arena = batch.forward(isa, &table.store(), true, false, 1);
+            let from_tensors = batch.forward(isa, &tensors, true, false, 1);
+            assert_eq!(bits(&[from_arena]), bits(&[from_tensors]));
+            let pooled = batch.pooled(dim, true, false);
+            let optimizer = OptimizerStep { kind, hyperparameters: numbers(0.01), step: 3 };
+            // SAFETY: slots are below 40 and distinct in the index, and the tensors have 40 rows.
+            unsafe {
+                backward(&table.store(), &batch.index, &pooled.of_rows(&batch.grad), &optimizer, 1);
+                backward(&tensors, &batch.index, &pooled.of_rows(&batch.grad), &optimizer, 1);
+            }
+            for (slot, row) in table.values().iter().enumerate() {
+                for part in 0..=layout.vector_slots {
+                    let tensor = &parts[part][slot * dim..(slot + 1) * dim];
+                    assert_eq!(&row[part * dim..(part + 1) * dim], tensor, "{kind:?} dim {dim} part {part}");
+                }
+                assert_eq!(row[layout.vector_floats()].to_bits(), scalars[slot].to_bits());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_forked_child_runs_on_threads_of_its_own() {
+    let expected = run_all(Isa::best(), 2, OptimizerKind::Sgd, 64);
+    // SAFETY: the child only computes, reads memory that no other thread of the parent changes, and leaves by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let same = run_all(Isa::best(), 2, OptimizerKind::Sgd, 64) == expected;
+        // SAFETY: _exit ends this process without the test harness's exit handlers.
+        unsafe { libc::_exit(if same { 42 } else { 1 }) };
+    }
+    assert!(child > 0, "fork failed");
+    let mut status = 0;
+    // SAFETY: this waits for the child that was made above, and `status` outlives the call.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 42, "the child ended with status {status}");
+}
