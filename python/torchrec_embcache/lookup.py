@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _native, lifetime
+from .bags import check_offsets
 from .cache import CacheTable
 from .config import Unseen, check_choice
-from .exceptions import EmbCacheWarning, InputError, StateError, UnsupportedError
+from .exceptions import EmbCacheWarning, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
 from .lookahead import Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
 
-__all__ = ["LookupGroup", "PlannedBatch", "check_offsets"]
+__all__ = ["LookupGroup", "PlannedBatch"]
 
 I64 = NDArray[np.int64]
 ParamGroups = Callable[[], Sequence[Mapping[str, Any]]]
@@ -250,28 +251,6 @@ class LookupGroup:
             f"set it to {size} or more",
             EmbCacheWarning,
             stacklevel=2,
-        )
-
-
-def check_offsets(offsets: I64, count: int, features: int) -> None:
-    """`InputError` unless `offsets` [F * B + 1] start at 0, never decrease and end at `count`."""
-    if len(offsets) == 0 or (len(offsets) - 1) % features:
-        raise InputError(f"offsets has {len(offsets)} entries: give bags * {features} + 1")
-    if offsets[0] != 0:
-        raise InputError(f"offsets[0]={offsets[0]}: the first bag starts at 0")
-    if offsets[-1] != count:
-        raise InputError(
-            f"offsets[{len(offsets) - 1}]={offsets[-1]} and there are {count} ids: the last bag ends where the ids end"
-        )
-    steps = np.diff(offsets)
-    if len(steps) and steps.min() < 0:
-        place = int(np.argmax(steps < 0))
-        if offsets[place] > count:
-            raise InputError(
-                f"offsets[{place}]={offsets[place]} and there are {count} ids: no bag starts past their end"
-            )
-        raise InputError(
-            f"offsets[{place + 1}]={offsets[place + 1]} is below offsets[{place}]={offsets[place]}: sort them"
         )
 
 

@@ -1,11 +1,12 @@
-"""Training with lookahead: rows of the batches to come are fetched while this one computes.
+"""Training with lookahead: the rows of later batches are fetched while this one computes.
 
-In each step: plan the batch `lookahead` ahead (its ids arrived in the step before) on a thread beside, load one more batch and
-start sending its ids, compute the current one. Every rank does these in the same order: the exchanges are collectives.
+In each step the pipeline plans the batch that is `lookahead` ahead, whose ids arrived in the step before, on a thread beside. It
+loads one more batch and begins to send its ids. Then it computes the current batch. The exchanges are collectives, so that every
+rank does all of this in the same order.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torchrec.distributed.train_pipeline.utils import TrainPipelineContext
 from torchrec.distributed.types import NoWait
 
 from .config import check_int
-from .sharded.collections import ShardedCacheModule
+from .sharded.module import ShardedCacheModule
 
 __all__ = ["EmbCacheTrainPipelineSparseDist"]
 
@@ -25,11 +26,32 @@ logger = logging.getLogger("torchrec_embcache")
 
 
 class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
-    """TorchRec's `TrainPipelineSparseDist` with rows fetched `lookahead` (1 to 8) batches ahead; results are the same bits.
+    """TorchRec's `TrainPipelineSparseDist`, with the rows of up to 8 later batches fetched while one computes.
 
-    `progress(iterator)` trains on the next batch and returns the model's output; StopIteration when they are used up. The model
-    is as TorchRec wants it: it returns (loss, output), batches are `Pipelineable`, and each sharded module reads its features
-    straight from the batch. Queued batches: lookahead + 2. An error drops the batch it comes from; the next `progress` goes on.
+    Results are the same bits whatever `lookahead` is. `lookahead + 2` batches are queued.
+
+    Args:
+        model: returns `(loss, output)`, and each of its sharded modules reads its features straight from the batch, as TorchRec
+            wants it. Batches are `Pipelineable`.
+        optimizer: of the dense parameters. The rows' optimizer runs in the backward.
+        device: that batches are copied to.
+        lookahead: how many batches ahead rows are fetched, from 1 to 8.
+        execute_all_batches, apply_jit, context_type, pipeline_postproc, custom_model_fwd, dmp_collection_sync_interval_batches,
+            enqueue_batch_after_forward, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs,
+            async_inplace_copy: as for TorchRec's class.
+
+    Raises `ConfigError` for a `lookahead` out of range. An error in a step drops the batch that it comes from, and the next
+    `progress` goes on with the batch after it.
+
+    For example::
+
+        pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer, device, lookahead=4)
+        batches = iter(loader)
+        while True:
+            try:
+                output = pipeline.progress(batches)
+            except StopIteration:
+                break
     """
 
     def __init__(
@@ -38,26 +60,55 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         lookahead: int = 1,
-        **options: Any,
+        *,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        context_type: type[TrainPipelineContext] = TrainPipelineContext,
+        pipeline_postproc: bool = False,
+        custom_model_fwd: Callable[[Any], tuple[torch.Tensor, Any]] | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        enqueue_batch_after_forward: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        async_inplace_copy: bool = False,
     ) -> None:
         self._lookahead = check_int("lookahead", lookahead, 1, MAX_LOOKAHEAD)
-        self._planned = 0  # batches at the head of the queue whose rows are on their way
-        super().__init__(model, optimizer, device, **options)
+        self._planned = 0  # batches at the head of the queue that are planned
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            execute_all_batches=execute_all_batches,
+            apply_jit=apply_jit,
+            context_type=context_type,
+            pipeline_postproc=pipeline_postproc,
+            custom_model_fwd=custom_model_fwd,
+            dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
+            enqueue_batch_after_forward=enqueue_batch_after_forward,
+            enable_inplace_copy_batch=enable_inplace_copy_batch,
+            free_features_storage_early=free_features_storage_early,
+            clear_data_dist_inputs=clear_data_dist_inputs,
+            async_inplace_copy=async_inplace_copy,
+        )
 
     @property
     def lookahead(self) -> int:
-        """How many batches ahead rows are fetched."""
+        """How many batches ahead rows are fetched, from 1 to 8."""
         return self._lookahead
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
-        """Bring the queue to `lookahead + 1` batches, all of them planned, as far as there are batches."""
+        """Bring the queue to `lookahead + 1` planned batches, or as many as there are."""
         while len(self.batches) <= self._lookahead and self._enqueue(dataloader_iter):
             pass
         while self._planned < min(len(self.batches), self._lookahead + 1):
             self._plan_next()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Train (or, with the model in eval mode, run) one batch."""
+        """Train on the next batch of `dataloader_iter` and return the model's output. With the model in eval mode, only run it.
+
+        Raises `StopIteration` when no batch is left.
+        """
         if not self._model_attached:
             self.attach()
         try:
@@ -100,12 +151,12 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         self._planned = 0
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = False) -> None:
-        """Take the model (again) after `detach`. Queued batches, whose ids have arrived, go on where they were."""
-        del sparse_dist  # would send the ids of a queued batch again
+        """Take the model again after `detach`. Batches that were queued before go on where they were."""
+        del sparse_dist  # True would send the ids of queued batches again
         super().attach(model, sparse_dist=False)
 
     def _enqueue(self, dataloader_iter: Iterator[Any]) -> bool:
-        """Load one batch, if there is one, and start sending its ids."""
+        """Load one batch, if there is one, and begin to send its ids. Whether there was one."""
         if not self.enqueue_batch(dataloader_iter):
             return False
         if self._pipelined_modules:

@@ -49,7 +49,7 @@ _BASE = {
     "table_copy",
 }
 _TABLE = _BASE | {"kernels", "rows", "owners", "cache"}
-_CACHE = _TABLE | {"lookahead", "lookup", "whole_model", "state_dicts"}
+_CACHE = _TABLE | {"bags", "lookahead", "lookup", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "loading"}
 PYTHON_IMPORTS = {
@@ -75,10 +75,12 @@ PYTHON_IMPORTS = {
     "cache": _BASE | {"kernels", "rows", "owners"},
     "lookahead": set(),
     "progress": {"exceptions"},
-    "lookup": _TABLE | {"lookahead"},
+    "lookup": _TABLE | {"bags", "lookahead"},
     "whole_model": _TABLE,
     "state_dicts": _TABLE | {"whole_model"},
-    "nn": _CACHE,
+    "bags": {"exceptions", "rows", "config", "optimizers"},
+    "table_module": _CACHE,
+    "nn": _CACHE | {"table_module"},
     "modules": _CACHE | {"nn"},
     "sharded": _CACHE | {"nn", "modules"},
     "train_pipeline": _CACHE | {"nn", "modules", "sharded"},
@@ -393,10 +395,7 @@ def new_and_ended(found: set[str], left: set[str], name: str, capsys: pytest.Cap
 LONG_FILES = {
     "python/torchrec_embcache/cache.py",
     "python/torchrec_embcache/kernels.py",
-    "python/torchrec_embcache/modules/collections.py",
-    "python/torchrec_embcache/nn.py",
     "python/torchrec_embcache/serialize.py",
-    "python/torchrec_embcache/sharded/collections.py",
     "rust/core/src/cache/place_device.rs",
     "rust/core/src/cache/table.rs",
     "rust/core/src/checkpoint/manifest/manifests.rs",

@@ -1,10 +1,12 @@
 """Which optimizer a table trains with, as users of TorchRec say it.
 
-Two ways: `apply_optimizer_in_backward(cls, module.parameters(), kwargs)` and the sharder's `fused_params`. As in TorchRec the first
-overrides the second, and what neither names takes FBGEMM's default (`SplitTableBatchedEmbeddingBagsCodegen`).
+There are two ways: `apply_optimizer_in_backward(cls, module.parameters(), kwargs)` and the sharder's `fused_params`. As in
+TorchRec, the first overrides the second. A number that neither names has FBGEMM's default, which is that of
+`SplitTableBatchedEmbeddingBagsCodegen`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +19,18 @@ from torchrec.types import DataType
 from torchrec_embcache.exceptions import ConfigError, StateError, UnsupportedError
 from torchrec_embcache.optimizers import SGD, Adagrad, AdamW, OptimizerSpec, RowWiseAdagrad
 
-__all__ = ["NO_OPTIMIZER", "choose_optimizer", "no_optimizer_error"]
+__all__ = [
+    "NO_OPTIMIZER",
+    "OPTIMIZER_ATTRIBUTES",
+    "choose_optimizer",
+    "no_optimizer_error",
+    "without_optimizer_attributes",
+]
 
-# FBGEMM's Adam decouples weight decay: `AdamW`'s formula. So `torch.optim.Adam`, which TorchRec maps to it, does too.
+#: The attributes of a parameter in which `apply_optimizer_in_backward` notes what it was given.
+OPTIMIZER_ATTRIBUTES = ("_optimizer_classes", "_optimizer_kwargs")
+
+# FBGEMM's Adam decouples weight decay, which is `AdamW`'s formula. TorchRec maps `torch.optim.Adam` to it, so this does too.
 _BY_TYPE: dict[Any, type[OptimizerSpec]] = {
     EmbOptimType.SGD: SGD,
     EmbOptimType.EXACT_SGD: SGD,
@@ -45,9 +56,9 @@ _FBGEMM_DEFAULTS: dict[str, Any] = {
     "beta2": 0.999,
     "weight_decay": 0.0,
     "gradient_clipping": False,
-    "max_gradient": 1.0,  # counts with gradient_clipping only
+    "max_gradient": 1.0,  # is used with gradient_clipping only
 }
-# Parameters taken only at values that change nothing.
+# Parameters that are taken only with values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "momentum": (0, 0.0),
     "dampening": (0, 0.0),
@@ -66,16 +77,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_dtype": (DataType.FP32, SparseType.FP32),
     "enforce_hbm": (None, False),
 }
-# Rows of a table without optimizer carry no slots.
+# What a table without an optimizer has: its rows carry no slots.
 NO_OPTIMIZER = SGD(lr=0.0)
 
 
 def choose_optimizer(
     table: str, param: nn.Parameter | None, fused_params: Mapping[str, Any] | None
 ) -> OptimizerSpec | None:
-    """The optimizer of `table`, whose zero-row weight is `param`; None where neither way names one.
+    """The optimizer of `table`, whose zero-row weight is `param`. None where neither way names one.
 
-    `UnsupportedError` names the optimizer or parameter that is not known here, `ConfigError` a number out of range.
+    `UnsupportedError` for an optimizer or a parameter that is not supported, `ConfigError` for a number out of range.
     """
     classes = getattr(param, "_optimizer_classes", [])
     if len(classes) > 1:
@@ -167,10 +178,27 @@ def _check_decay_mode(table: str, source: str, mode: Any, given: Mapping[str, An
 
 
 def no_optimizer_error(tables: list[str]) -> StateError:
-    """What training a table without optimizer raises."""
+    """The error that training a table without an optimizer raises."""
     return StateError(
         f"tables {', '.join(map(repr, tables))} have no optimizer and cannot be trained: before the first step and before "
         'sharding call apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, module.parameters(), {"lr": 0.02}), or '
         "give the sharder "
         'fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}; to only read, call model.eval()'
     )
+
+
+@contextmanager
+def without_optimizer_attributes(params: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Within this context the parameters do not have `OPTIMIZER_ATTRIBUTES`.
+
+    TorchRec would turn them into FBGEMM's arguments, change them, and refuse optimizers that this package knows.
+    """
+    kept = {
+        param: {name: param.__dict__.pop(name) for name in OPTIMIZER_ATTRIBUTES if name in param.__dict__}
+        for param in params.values()
+    }
+    try:
+        yield
+    finally:
+        for param, attributes in kept.items():
+            param.__dict__.update(attributes)

@@ -10,13 +10,20 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingType,
+)
 
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection
 from torchrec_embcache.modules.optimizer_choice import choose_optimizer
 
-from .collections import EmbCacheShardedEmbeddingBagCollection, EmbCacheShardedEmbeddingCollection, ShardedCacheModule
+from .collections import EmbCacheShardedEmbeddingBagCollection, EmbCacheShardedEmbeddingCollection
+from .module import ShardedCacheModule
 from .sharding import SHARDING_TYPES
 
 __all__ = ["EmbCacheEmbeddingBagCollectionSharder", "EmbCacheEmbeddingCollectionSharder"]
@@ -27,9 +34,9 @@ S = TypeVar("S", bound=ShardedCacheModule)
 
 
 class _CacheSharder(Generic[M, S]):
-    """What both sharders share, from module `M` to sharded module `S`. A mixin over TorchRec's class.
+    """What both sharders share, from module `M` to sharded module `S`, as a mixin over TorchRec's class.
 
-    The planner weighs a table by its budget in rows: how many ids there are says nothing of memory.
+    The planner weighs a table by how many rows its budgets hold: how many ids there may be says nothing of memory.
     """
 
     _module_type: type[M]
@@ -45,12 +52,12 @@ class _CacheSharder(Generic[M, S]):
 
     @property
     def module_type(self) -> type[M]:
-        """What it shards."""
+        """The class of the modules that it shards."""
         return self._module_type
 
     @property
     def sharded_module_type(self) -> type[S]:
-        """What it makes."""
+        """The class of the modules that it makes."""
         return self._sharded_module_type
 
     def shard(
@@ -61,7 +68,10 @@ class _CacheSharder(Generic[M, S]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> S:
-        """The sharded module. Rows that `module` has move: each rank takes those of its buckets; `module` is closed."""
+        """The sharded module. Each rank takes over the rows of its buckets that `module` has, and `module` is closed.
+
+        Raises `UnsupportedError` for what TorchRec's sharder has and this one has not, `ConfigError` for a plan that does not fit.
+        """
         return self._sharded_module_type(
             module,
             self._checked(module, params, env),
@@ -73,27 +83,27 @@ class _CacheSharder(Generic[M, S]):
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Row-wise (by bucket) and table-wise, on any device.
+        """Row-wise, by bucket, and table-wise, on any device.
 
-        Where the planner asks for a table whose constraint allows neither: what the constraint allows. The planner runs on the
-        first rank alone, where an error would leave the others waiting; `shard` refuses such a plan on every rank.
+        Where a constraint of the planner's allows neither for a table, this gives what it allows. The planner runs on the first
+        rank alone, where an error would leave the other ranks waiting. `shard` then refuses the plan on every rank.
         """
         del compute_device_type
         return list(SHARDING_TYPES) + _demanded_by(sys._getframe(1).f_locals)  # noqa: SLF001
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """The planner prices our kernel as TorchRec's fused one: it knows no bandwidth of customised kernels."""
+        """TorchRec's fused kernel, because the planner has no price for a customised one."""
         del sharding_type, compute_device_type
         return [EmbeddingComputeKernel.FUSED.value]
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        """Each table as a meta parameter of as many rows as its budgets in RAM hold."""
+        """Each table as a parameter on meta, with as many rows as its budgets in RAM hold."""
         return {name: _meta_parameter(module, name, param) for name, param in module.weights().items()}
 
     def _checked(
         self, module: Any, params: dict[str, ParameterSharding], env: ShardingEnv
     ) -> dict[str, ParameterSharding]:
-        """`params` with our kernel in a copy; the typed errors of what is not supported."""
+        """A copy of `params` that names the kernel of this package. Raises for what is not supported."""
         if isinstance(env, ShardingEnv2D):
             raise UnsupportedError("2D parallelism is not supported yet: use one ShardingEnv over all ranks")
         if env.process_group is None:
@@ -125,18 +135,25 @@ class _CacheSharder(Generic[M, S]):
                 "them: give at least one bucket a rank, or shard the table table-wise"
             )
 
-    def reshard(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refused."""
+    def reshard(
+        self,
+        sharded_module: S,
+        changed_shard_to_params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> S:
+        """Raise `UnsupportedError`: shards of a live module cannot move."""
+        del sharded_module, changed_shard_to_params, env, device
         raise UnsupportedError(
             "moving the shards of a live module is not supported yet: save with Saver and load into the new plan"
         )
 
 
 def _demanded_by(planner: Mapping[str, Any]) -> list[str]:
-    """The sharding types that a planner's constraint demands of a table, where it allows none of ours.
+    """The sharding types that a planner's constraint demands of a table, where it allows none of `SHARDING_TYPES`.
 
-    `planner` has the variables of TorchRec's enumerator as it asks: itself, `self`, and the table's name, `name`. It tells a
-    sharder neither.
+    `planner` has the variables of TorchRec's enumerator at its call: `self`, the enumerator, and `name`, the table's name. The
+    enumerator gives a sharder neither.
     """
     constraints = getattr(planner.get("self"), "_constraints", None) or {}
     demanded = getattr(constraints.get(planner.get("name")), "sharding_types", None) or []
@@ -145,14 +162,51 @@ def _demanded_by(planner: Mapping[str, Any]) -> list[str]:
 
 def _meta_parameter(module: Any, name: str, param: nn.Parameter) -> nn.Parameter:
     planned = nn.Parameter(torch.empty(module.planned_rows(name), param.shape[1], device="meta"))
-    planned.__dict__.update(param.__dict__)  # the optimizer in backward, which sizes the optimizer's state
+    planned.__dict__.update(param.__dict__)  # has the optimizer in backward, by which the planner sizes the slots
     return planned
 
 
 class EmbCacheEmbeddingBagCollectionSharder(
     _CacheSharder[EmbCacheEmbeddingBagCollection, EmbCacheShardedEmbeddingBagCollection], EmbeddingBagCollectionSharder
 ):
-    """Shards `EmbCacheEmbeddingBagCollection`. Optimizers are set as TorchRec's: by `fused_params`, or in the backward."""
+    """Shards `EmbCacheEmbeddingBagCollection` for `DistributedModelParallel`, row-wise by bucket or table-wise.
+
+    Args:
+        fused_params: what training uses, as for TorchRec's sharder: `optimizer` (an `EmbOptimType`), `learning_rate`, `eps`,
+            `beta1`, `beta2`, `weight_decay`, `gradient_clipping` and `max_gradient`. Where `apply_optimizer_in_backward` set an
+            optimizer, that one is used.
+        qcomm_codecs_registry: TorchRec's codecs for the exchanges between ranks.
+
+    Raises `ConfigError` and `UnsupportedError` for `fused_params` that are out of range or not supported.
+
+    Example, of a world of one rank; `torch.distributed` is initialised, by torchrun for one::
+
+        >>> import torch
+        >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        >>> from torchrec import KeyedJaggedTensor
+        >>> from torchrec.distributed import DistributedModelParallel
+        >>> from torchrec_embcache import (
+        ...     EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagCollectionSharder, EmbCacheEmbeddingBagConfig, TierBudgets,
+        ...     cache_modules,
+        ...     initializers,
+        ... )
+        >>> item = EmbCacheEmbeddingBagConfig(
+        ...     name="item", embedding_dim=3, num_embeddings=1000, feature_names=["item_id"],
+        ...     initializer=initializers.Linear(0.0, 1.0),  # every row is born as 0.0, 0.5, 1.0
+        ... )
+        >>> model = torch.nn.Sequential(EmbCacheEmbeddingBagCollection(tables=[item], tiers=TierBudgets(host_bytes="1MiB")))
+        >>> sharder = EmbCacheEmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5})
+        >>> model = DistributedModelParallel(model, device=torch.device("cpu"), sharders=[sharder])
+        >>> features = KeyedJaggedTensor(["item_id"], torch.tensor([7, -1, 7]), lengths=torch.tensor([2, 1]))
+        >>> pooled = model(features).values()  # [B, C], B = 2, C = 3
+        >>> pooled.detach()
+        tensor([[0.0000, 1.0000, 2.0000],
+                [0.0000, 0.5000, 1.0000]])
+        >>> pooled.sum().backward()  # the update happens here, on the ranks that own the rows
+        >>> cache_modules(model)["0"].tables["item"].read_rows([7, -1]).weights
+        tensor([[-1.0000, -0.5000,  0.0000],
+                [-0.5000,  0.0000,  0.5000]])
+    """
 
     _module_type = EmbCacheEmbeddingBagCollection
     _sharded_module_type = EmbCacheShardedEmbeddingBagCollection
@@ -161,7 +215,17 @@ class EmbCacheEmbeddingBagCollectionSharder(
 class EmbCacheEmbeddingCollectionSharder(
     _CacheSharder[EmbCacheEmbeddingCollection, EmbCacheShardedEmbeddingCollection], EmbeddingCollectionSharder
 ):
-    """Shards `EmbCacheEmbeddingCollection`. Optimizers are set as TorchRec's: by `fused_params`, or in the backward."""
+    """Shards `EmbCacheEmbeddingCollection` for `DistributedModelParallel`, row-wise by bucket or table-wise.
+
+    Args:
+        fused_params: what training uses, as for TorchRec's sharder: `optimizer` (an `EmbOptimType`), `learning_rate`, `eps`,
+            `beta1`, `beta2`, `weight_decay`, `gradient_clipping` and `max_gradient`. Where `apply_optimizer_in_backward` set an
+            optimizer, that one is used.
+        qcomm_codecs_registry: TorchRec's codecs for the exchanges between ranks.
+        use_index_dedup: TorchRec's. `UnsupportedError` for True: each rank removes duplicates before it looks up anyway.
+
+    For an example see `EmbCacheEmbeddingBagCollectionSharder`.
+    """
 
     _module_type = EmbCacheEmbeddingCollection
     _sharded_module_type = EmbCacheShardedEmbeddingCollection

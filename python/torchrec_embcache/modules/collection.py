@@ -1,0 +1,302 @@
+"""What the two unsharded collections share: their tables, optimizers and lookups, under TorchRec's classes."""
+
+import copy
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.collective import is_distributed, world_size
+from torchrec_embcache.config import TierBudgets, check_int, check_name
+from torchrec_embcache.exceptions import ConfigError, StateError
+from torchrec_embcache.lookup import LookupGroup
+from torchrec_embcache.state_dicts import check_rows_are_here
+from torchrec_embcache.whole_model import CacheModule
+
+from .arrivals import import_torchrec, trained_by
+from .configs import CacheConfig, as_cache_configs
+from .features import check_features, in_order
+from .optimizer import TableOptimizer
+from .optimizer_choice import OPTIMIZER_ATTRIBUTES, choose_optimizer, no_optimizer_error
+from .tables import ModuleTables, Shard, table_weights, tables_text, trainable, zero_row_parameter
+
+__all__ = ["CacheCollection", "Trainer", "matching", "stand_ins"]
+
+#: What trained a module of TorchRec's: an optimizer, the optimizers in its backward, or nothing that is to be kept.
+Trainer = torch.optim.Optimizer | Literal["in_backward"] | None
+
+
+class CacheCollection(CacheModule, FusedOptimizerModule):
+    """What both unsharded collections share, as a mixin over TorchRec's class.
+
+    The tables are checked when the module is made, and opened when they are first used.
+    """
+
+    training: bool
+    _prefix: str
+
+    def _prepare(
+        self,
+        configs: list[Any],
+        tiers: TierBudgets | None,
+        name: str,
+        seed: int,
+        device: torch.device | str | None,
+        replicated: bool,
+    ) -> None:
+        """To be called after TorchRec's `__init__`, which ran on stand-ins of one row each.
+
+        It puts the real configs in their place, and zero-row weights, and checks the tables' settings.
+        """
+        if tiers is not None and not isinstance(tiers, TierBudgets):
+            raise ConfigError(f"tiers={tiers!r}: give a TierBudgets")
+        self.name = check_name("name", name)
+        self._seed = check_int("seed", seed, 0, (1 << 64) - 1)
+        self._tiers = tiers
+        self._replicated = replicated
+        self._configs = configs
+        self._device = torch.device(device) if device is not None else torch.device("cpu")
+        # A module on "meta" looks nothing up before it is sharded, and the sharder then names the device.
+        on = torch.device("cpu") if self._device.type == "meta" else self._device
+        for config in configs:
+            holder = self._holder()[config.name]
+            del holder.weight
+            holder.register_parameter("weight", zero_row_parameter(config.embedding_dim, on))
+        shards = {config.name: Shard() for config in configs}
+        self._tables = ModuleTables(
+            configs,
+            module=_files_name(name),
+            tiers=tiers,
+            seed=seed,
+            device=on,
+            shards=shards,
+            specs=dict.fromkeys(shards),
+        )
+        self._tables.warn_on_state_dict(self)
+        self._flushes = self._tables.flush_schedule(collective=False)
+        self._features = [feature for config in configs for feature in config.feature_names]
+        self._anchor = torch.zeros(0, device=on, requires_grad=True)
+        self._lookup: tuple[TableOptimizer, LookupGroup] | None = None
+
+    def _holder(self) -> nn.ModuleDict:
+        holder = getattr(self, self._prefix)
+        assert isinstance(holder, nn.ModuleDict), "TorchRec's attribute"
+        return holder
+
+    def table_configs(self) -> list[Any]:
+        """The configs of the tables."""
+        return self._configs
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The zero-row parameter of each table."""
+        return table_weights(self._holder())
+
+    @property
+    def tables(self) -> Mapping[str, CacheTable]:
+        """Each table by its name, with `stats`, `export`, `read_rows` and the rest of `CacheTable`."""
+        return self._tables
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizer of all tables that have one, with a param group for each; learning-rate schedulers work on it."""
+        return self._ready()[0]
+
+    def settle(self) -> None:
+        """Give the tables the optimizers that `apply_optimizer_in_backward` has set by now."""
+        self._ready()
+
+    def hyperparameters(self, table: str) -> dict[str, Any]:
+        """The numbers of the table's param group. A table without an optimizer has the numbers that an `SGD` starts with."""
+        return self._ready()[0].groups.get(table, super().hyperparameters(table))
+
+    @property
+    def device(self) -> torch.device:
+        """The device that results are on."""
+        return self._device
+
+    def reset_parameters(self) -> None:
+        """Do nothing. A row is born when it is first looked up."""
+
+    def _ready(self) -> tuple[TableOptimizer, LookupGroup]:
+        """The optimizer as it is set by now, and the lookup over all tables."""
+        if not self._tables:
+            raise StateError(f"module {self.name!r} was sharded and its tables went with it: use the sharded module")
+        weights = self.weights()
+        chosen = {name: choose_optimizer(name, weights[name], None) for name in self._tables.untrainable}
+        new = {name: spec for name, spec in chosen.items() if spec is not None}
+        for name, spec in new.items():
+            self._tables.set_optimizer(name, spec)
+        if self._lookup is None or new:
+            optimizer = self._tables.optimizer(f"{self._prefix}.", weights, weights)
+            for name in optimizer.groups:
+                _share_group(weights[name], optimizer.groups[name])
+            self._lookup = optimizer, self._tables.group(self._configs, optimizer)
+        return self._lookup
+
+    def _start(self, features: Any, *, weighted: bool) -> tuple[KeyedJaggedTensor, LookupGroup, bool]:
+        """The batch, checked and in the order of the tables' features, the lookup, and whether this forward trains."""
+        owner = f"{type(self).__name__} {self.name!r}"
+        features = check_features(features, self._features, weighted=weighted, owner=owner, device=self._device)
+        train = self.training and torch.is_grad_enabled() and trainable(owner, self.weights())
+        _, lookup = self._ready()
+        if train:
+            self._check_alone(owner)
+            if self._tables.untrainable:
+                raise no_optimizer_error(self._tables.untrainable)
+            self._flushes.before_forward()
+        return in_order(features, self._features), lookup, train
+
+    def _check_alone(self, owner: str) -> None:
+        """`StateError` where each of several ranks would train a table of its own, and `replicated` does not say so."""
+        ranks = world_size()
+        if ranks > 1 and not self._replicated:
+            sharder = "EmbCacheEmbeddingBagCollectionSharder"
+            if self._prefix == "embeddings":
+                sharder = "EmbCacheEmbeddingCollectionSharder"
+            raise StateError(
+                f"{owner} is not sharded and would train a table of its own on each of {ranks} ranks: give "
+                f"DistributedModelParallel its sharder, sharders=[{sharder}()]; or make the module with replicated=True if every "
+                "rank is to have rows of its own, which nothing averages"
+            )
+
+    def shard_tables(
+        self, shards: Mapping[str, Shard], fused_params: Mapping[str, Any] | None, device: torch.device
+    ) -> ModuleTables:
+        """The tables of one rank, which take over the rows of their buckets. The tables of this module are closed."""
+        weights = self.weights()
+        specs = {name: choose_optimizer(name, param, fused_params) for name, param in weights.items()}
+        tables = ModuleTables(
+            self._configs,
+            module=self.name,
+            tiers=self._tiers,
+            seed=self._seed,
+            device=device,
+            shards=shards,
+            specs=specs,
+        )
+        self._lookup = None
+        tables.take_rows(self._tables.hand_over())
+        return tables
+
+    def tables_by_key(self, prefix: str) -> dict[str, CacheTable]:
+        """The tables by the keys that their weights have in a state dict."""
+        return {f"{prefix}{self._prefix}.{name}.weight": table for name, table in self._tables.items()}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        check_rows_are_here(state_dict, self.tables_by_key(prefix), strict=strict)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A module of its own, with the same rows, slots, steps and numbers. `StateError` where a table has an SSD tier."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = copy.deepcopy(value, memo) if name != "_lookup" else None
+        for name, param in self.weights().items():
+            # torch copies a parameter without its attributes: here they say which optimizer a table is to have.
+            chosen = {key: param.__dict__[key] for key in OPTIMIZER_ATTRIBUTES if key in param.__dict__}
+            made.weights()[name].__dict__.update(chosen)
+        if self._lookup is not None:
+            # Numbers may have changed since, as where a scheduler has lowered the learning rate.
+            for now, group in zip(self.fused_optimizer.param_groups, made.fused_optimizer.param_groups, strict=True):
+                group.update({key: value for key, value in now.items() if key != "params"})
+        return made
+
+    def __repr__(self) -> str:
+        """A line for each table. TorchRec's own modules inside are stand-ins of one row, so that they are not shown."""
+        groups = self._lookup[0].groups if self._lookup is not None else {}
+        return f"{type(self).__name__}(\n{tables_text(self._tables, groups)}\n)"
+
+    def planned_rows(self, name: str) -> int:
+        """How many rows the planner prices a table at: those that fit its budgets in RAM, at most `num_embeddings`."""
+        table = self._tables[name]
+        config = next(config for config in self._configs if config.name == name)
+        budget = table.tiers.host + table.tiers.device
+        rows: int = min(config.num_embeddings, budget // (4 * table.spec.record_floats(table.dim)))
+        return max(rows, 1)
+
+    def flush(self) -> None:
+        """Write every dirty row to the SSD tiers and publish a state of each table by itself.
+
+        `torchrec_embcache.flush(model)` publishes one state of all tables.
+        """
+        for table in self._tables.values():
+            table.flush()
+
+    def close(self) -> None:
+        """Forget the batches that were prefetched, then flush and close every table."""
+        if self._lookup is not None:
+            self._lookup[1].drop_prefetched()
+        self._tables.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"closing module {self.name!r} failed too: {failure}")
+
+    def take_over(self, holder: nn.ModuleDict, optimizer: Trainer) -> None:
+        """Import rows 0 to N - 1 of each table of TorchRec's module, with the state that `optimizer` keeps of them."""
+        sources = {name: holder.get_parameter(f"{name}.weight") for name in self._tables}
+        trained = {name: trained_by(source, optimizer) for name, source in sources.items()}
+        for name, weight in self.weights().items():
+            if (by := trained[name]) is not None:
+                by.mark(weight)
+        self.settle()
+        for name, table in self._tables.items():
+            import_torchrec(table, sources[name].detach(), trained[name])
+
+
+def _files_name(name: str) -> str:
+    """The name of the SSD directory of an unsharded module. Every rank has all rows, so that each needs a directory of its own."""
+    rank = dist.get_rank() if is_distributed() else 0
+    return f"{name}-unsharded-{rank}" if rank else name
+
+
+def _share_group(param: nn.Parameter, group: dict[str, Any]) -> None:
+    """Let the optimizer that `apply_optimizer_in_backward` made have the same group, so that a scheduler works on either."""
+    for optimizer in getattr(param, "_in_backward_optimizers", []):
+        groups = getattr(optimizer, "param_groups", None)
+        if groups:
+            for key, value in groups[0].items():
+                group.setdefault(key, value)
+            groups[0] = group
+
+
+def stand_ins(configs: list[Any]) -> list[Any]:
+    """Copies of `configs` of one row each. TorchRec's constructors allocate the weights, on meta, where 10^18 rows overflow."""
+    made = []
+    for config in configs:
+        stand_in = copy.copy(config)
+        stand_in.num_embeddings = 1
+        made.append(stand_in)
+    return made
+
+
+def matching(tables: list[Any] | None, given: list[Any], kind: type[Any]) -> list[CacheConfig]:
+    """The configs of a module with the rows of TorchRec's, whose configs are `given`.
+
+    `tables` says more of each table where it is not None. `ConfigError` where it does not match `given`.
+    """
+    configs = as_cache_configs(given if tables is None else tables, kind)
+    wanted = {config.name: (config.embedding_dim, config.feature_names) for config in given}
+    have = {config.name: (config.embedding_dim, config.feature_names) for config in configs}
+    if wanted != have:
+        raise ConfigError(
+            f"tables={have} do not match the collection's {wanted}: give the same names, dims and features"
+        )
+    return configs

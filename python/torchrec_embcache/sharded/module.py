@@ -1,0 +1,441 @@
+"""What the two sharded collections share, and the one exchange that makes an error on one rank an error on all."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_embcache.buckets import BucketHash
+from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values
+from torchrec_embcache.collective import all_gather, raise_on_every_rank
+from torchrec_embcache.exceptions import InputError, MismatchError, StateError, UnsupportedError
+from torchrec_embcache.lifetime import FlushSchedule
+from torchrec_embcache.modules.features import check_features, in_order
+from torchrec_embcache.modules.optimizer_choice import no_optimizer_error, without_optimizer_attributes
+from torchrec_embcache.modules.tables import (
+    ModuleTables,
+    Shard,
+    table_weights,
+    tables_text,
+    trainable,
+    zero_row_parameter,
+)
+from torchrec_embcache.owners import import_on_owners
+from torchrec_embcache.state_dicts import check_rows_are_here
+from torchrec_embcache.whole_model import CacheModule
+
+from .lookup import CacheLookup, PlannedFeatures
+
+__all__ = ["ShardedCacheModule"]
+
+logger = logging.getLogger("torchrec_embcache")
+
+
+class ShardedCacheModule(CacheModule):
+    """What both sharded collections share, as a mixin over TorchRec's class.
+
+    The calls of a batch, in order:
+
+    1. `input_dist` checks the batch and begins to send its ids to the ranks that own their rows.
+    2. `prefetch`, which only a pipeline calls, announces the batch, so that its rows are fetched ahead.
+    3. `compute_and_output_dist` plans the batch, waits for its rows, agrees with the other ranks that all went well, and looks up.
+    """
+
+    _built = False
+    _prefix: str
+    _env: ShardingEnv
+    _device: torch.device
+    _lookups: list[CacheLookup]
+    _input_dists: list[nn.Module]
+    _has_uninitialized_input_dist: bool
+    _create_input_dist: Callable[[list[str]], None]
+    training: bool
+
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, Any] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        self._prepare(module, table_name_to_parameter_sharding, env, fused_params, device)
+        with without_optimizer_attributes(module.weights()):
+            super().__init__(  # type: ignore[call-arg]
+                module,
+                table_name_to_parameter_sharding,
+                env,
+                fused_params=None,
+                device=device,
+                qcomm_codecs_registry=qcomm_codecs_registry,
+                module_fqn=module_fqn,
+            )
+        self._finish()
+
+    def _prepare(
+        self,
+        module: Any,
+        plan: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: Mapping[str, Any] | None,
+        device: torch.device | None,
+    ) -> None:
+        """Make this rank's tables.
+
+        TorchRec's `__init__`, which makes the lookups, needs them, and comes after this. Until it has run, `nn.Module` takes no
+        attributes, so that they go into `__dict__`.
+        """
+        shards = {}
+        for config in module.table_configs():
+            param = plan[config.name]
+            if param.sharding_type == ShardingType.ROW_WISE.value:
+                shards[config.name] = Shard(env.rank, env.world_size, spread=True)
+            elif param.ranks[0] == env.rank:
+                shards[config.name] = Shard(env.rank, env.world_size, spread=False)
+        state = self.__dict__
+        on = device or torch.device("cpu")
+        error: Exception | None = None
+        try:
+            state["_cache"] = module.shard_tables(shards, fused_params, on)
+        except Exception as caught:
+            error = caught
+        raise_on_every_rank(error, env.process_group, on)
+        state["_features"] = list(
+            dict.fromkeys(name for config in module.table_configs() for name in config.feature_names)
+        )
+        state["_input_keys"] = None
+        state["_buckets_known"] = False
+        state["_owner"] = f"{type(self).__name__} {module.name!r}"
+        state["_configs"] = {config.name: config for config in module.table_configs()}
+        state["_weighted"] = module.is_weighted() if hasattr(module, "is_weighted") else False
+
+    def _finish(self) -> None:
+        """Give every rank a parameter of every table, so that state dicts have the same keys whatever the plan."""
+        holder = getattr(self, self._prefix)
+        for name, config in self._configs.items():
+            if not hasattr(holder[name], "weight"):
+                holder[name].register_parameter(
+                    "weight", zero_row_parameter(config.embedding_dim, self._cache.device, optimized=True)
+                )
+        self._cache.warn_on_state_dict(self)
+        self.__dict__["_flushes"] = self._cache.flush_schedule(collective=True)
+        self._built = True
+
+    # `_prepare` sets these.
+    _cache: ModuleTables
+    _buckets_known: bool
+    _configs: dict[str, Any]
+    _features: list[str]
+    _input_keys: list[str] | None
+    _owner: str
+    _weighted: bool
+    _flushes: FlushSchedule
+
+    @property
+    def tables(self) -> Mapping[str, CacheTable]:
+        """This rank's shards by the tables' names, with `stats`, `export`, `read_rows` and the rest of `CacheTable`."""
+        return self._cache
+
+    def import_rows(
+        self,
+        table: str,
+        ids: Ids,
+        weights: Values,
+        slots: Mapping[str, Values] | None = None,
+        metadata: RowMetadata | None = None,
+    ) -> None:
+        """Put rows into a table, over those that are there. Collective.
+
+        Every rank calls this at the same time, each with rows of any ids, or with none. Each row goes to the rank that owns it.
+
+        Args:
+            table: the table's name.
+            ids: [n] distinct 64-bit integers, as a tensor, a numpy array or a list.
+            weights: [n, D] numbers, likewise.
+            slots: the optimizer's slots by name, as in `RowChunk.slots`; None: zeros.
+            metadata: None: as of rows that were never used.
+
+        Raises:
+            InputError: on every rank where the rows of one are malformed, or `table` is not the name of a table.
+            StateError: no rank has the table.
+            CapacityError: on every rank where one has no room. The call can be made again once there is.
+
+        For example `sharded.import_rows("item", part_of_a_file["ids"], part_of_a_file["weights"])`.
+        """
+        if table not in self._configs:
+            raise InputError(f"{self._owner} has no table {table!r}: give one of {', '.join(self._configs)}")
+        import_on_owners(table, self._cache.get(table), ids, weights, slots, metadata)
+
+    def hyperparameters(self, table: str) -> dict[str, Any]:
+        """The numbers of the table's param group, such as `lr`, as training uses them now."""
+        groups = [lookup.fused_optimizer.groups for lookup in self._lookups]
+        return next((group[table] for group in groups if table in group), super().hyperparameters(table))
+
+    def _create_lookups(self) -> None:
+        for sharding in self._shardings():
+            sharding.make_lookup = self._make_lookup
+            sharding.bucket_hash_of = self._bucket_hash_of
+            self._lookups.append(sharding.create_lookup())
+
+    def _shardings(self) -> list[Any]:
+        """TorchRec's shardings, in the order of their input exchanges."""
+        raise NotImplementedError
+
+    def buckets_changed(self) -> None:
+        """Send ids to the owners of the tables' buckets as these are now."""
+        for sharding in self._shardings():
+            for table in sharding.sharded_tables():
+                if table.name in self._cache:
+                    table.total_num_buckets = self._cache[table.name].total_num_buckets
+        if not self._has_uninitialized_input_dist:
+            self._input_dists[:] = [sharding.create_input_dist() for sharding in self._shardings()]
+
+    def _bucket_hash_of(self, table: str) -> BucketHash:
+        return self._cache[table].bucket_hash
+
+    def _agree_on_buckets(self) -> None:
+        """Open the tables, and check that all ranks say the same of how ids fall into buckets. Collective.
+
+        The files of a table that is resumed say it. Every rank comes here before its first batch is sent. Where a table cannot be
+        opened on one of them, or they do not agree, all come here again with the next batch.
+        """
+        mine: dict[str, tuple[int, str]] = {}
+        error: Exception | None = None
+        try:
+            for name, table in self._cache.items():
+                table.open()
+                mine[name] = (table.total_num_buckets, table.bucket_hash)
+        except Exception as caught:
+            error = caught
+        everyone = all_gather((mine, error is None), self._env.process_group)
+        self._buckets_known = all(opened for _, opened in everyone)
+        if error is not None:
+            raise error
+        for rank, (theirs, _) in enumerate(everyone):
+            for name, buckets in theirs.items():
+                if buckets != mine.get(name, buckets):
+                    self._buckets_known = False
+                    raise MismatchError(
+                        f"{self._owner}: table {name!r} has {mine[name][0]} buckets of kind {mine[name][1]!r} on this rank, and "
+                        f"{buckets[0]} of kind {buckets[1]!r} on rank {rank}: their SSD directories are of different saves; "
+                        'load a checkpoint made with Saver, with reopen="discard"'
+                    )
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The zero-row parameter of every table of the module, also of tables on other ranks."""
+        return table_weights(getattr(self, self._prefix))
+
+    def _make_lookup(self, tables: list[Any], spreads_bags: bool) -> CacheLookup:
+        configs = [self._configs[table.name] for table in tables]
+        pooled = self._prefix == "embedding_bags"
+        return CacheLookup(
+            self._cache, configs, spreads_bags=spreads_bags, pooled=pooled, after_backward=self._agree_in_backward
+        )
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raise the error of any rank on all of them. Every rank comes here at the same point of a step."""
+        raise_on_every_rank(error, self._env.process_group, self._cache.device)
+
+    def _agree_in_backward(self, error: Exception | None) -> None:
+        """Do as `_agree`, but raise when the whole backward is through.
+
+        DDP's reducer would refuse every later step if its backward were cut short.
+        """
+        try:
+            self._agree(error)
+        except Exception as caught:
+            self._agree_on_steps()
+            _raise_at_end_of_backward(caught)
+
+    def _agree_on_steps(self) -> None:
+        """Count a backward that failed on some ranks as a step of all: a table whose ranks count differently could not be saved."""
+        mine = {name: table.native.step() for name, table in self._cache.items() if table.is_open}
+        for steps in all_gather(mine, self._env.process_group):
+            for name, step in steps.items():
+                if name in mine and step > mine[name]:
+                    mine[name] = step
+                    self._cache[name].native.set_step(step)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise StateError(
+            f"{self._owner} cannot be copied: its tables are shared by ranks that talk to each other. Make a second model, and "
+            "give it the rows: Saver().save(model, path), then Saver().load(copy, path)"
+        )
+
+    def __repr__(self) -> str:
+        """A line for each of this rank's shards."""
+        groups = {name: group for lookup in self._lookups for name, group in lookup.fused_optimizer.groups.items()}
+        return f"{type(self).__name__}(\n{tables_text(self._cache, groups)}\n)"
+
+    def reset_parameters(self) -> None:
+        """Do nothing. A row is born when it is first looked up."""
+
+    def tables_by_key(self, prefix: str) -> dict[str, CacheTable]:
+        """This rank's tables by the keys that their weights have in a state dict."""
+        return {f"{prefix}{self._prefix}.{name}.weight": table for name, table in self._cache.items()}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        if self._built:
+            check_rows_are_here(state_dict, self.tables_by_key(prefix), strict=strict)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as TorchRec does. While the module is being made there is nothing to load."""
+        if not self._built:
+            return _IncompatibleKeys([], [])
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Check the batch and begin to send it.
+
+        A bad batch travels as an empty one, so that the other ranks do not wait. The forward then refuses it on every rank.
+        """
+        try:
+            checked = self._check(features)
+            if self._input_keys is not None and checked.keys() != self._input_keys:
+                checked = in_order(checked, self._input_keys)
+        except Exception as error:
+            ctx.error = error
+            checked = self._empty_batch()
+        self._input_keys = checked.keys()
+        if not self._buckets_known:
+            try:
+                self._agree_on_buckets()
+            except Exception as error:
+                ctx.error, checked = error, self._empty_batch()
+            if not self._has_uninitialized_input_dist:
+                self.buckets_changed()
+        if self._has_uninitialized_input_dist:
+            # TorchRec would also warn here of ids at or above num_embeddings, which are fine with these tables.
+            self._create_input_dist(self._input_keys)
+            self._has_uninitialized_input_dist = False
+        return super().input_dist(ctx, checked)  # type: ignore[misc]
+
+    def _check(self, features: Any) -> KeyedJaggedTensor:
+        return check_features(
+            features, self._features, weighted=self._weighted, owner=self._owner, device=self._cache.device
+        )
+
+    def _empty_batch(self) -> KeyedJaggedTensor:
+        keys = self._input_keys or self._features
+        device = self._cache.device
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=torch.empty(0, dtype=torch.int64, device=device),
+            lengths=torch.zeros(len(keys), dtype=torch.int64, device=device),
+            weights=torch.empty(0, device=device) if self._weighted else None,
+            stride=1,
+        )
+
+    def prefetch(
+        self, dist_input: KJTList, forward_stream: Any = None, ctx: Any = None, *, beside: bool = False
+    ) -> None:
+        """Plan a batch whose ids have arrived, and begin to fetch its rows.
+
+        With `beside` a thread plans it while this one computes, until `settle_prefetched`. Nothing is done without `ctx`, the
+        batch's context, in which the first error of a batch is kept.
+        """
+        del forward_stream
+        if ctx is None or ctx.error is not None:
+            return
+        try:
+            train = self._trains()
+        except Exception as error:
+            ctx.error = error
+            return
+        for lookup, features in zip(self._lookups, dist_input, strict=True):
+            lookup.announce(features, train=train, beside=beside, failed=self._say_not_ahead)
+
+    def _say_not_ahead(self, error: Exception) -> None:
+        # The forward of the batch plans it again, and raises on every rank what is still wrong then.
+        logger.warning("%s: rows could not be fetched ahead: %s", self._owner, error)
+
+    def settle_prefetched(self) -> None:
+        """Wait until every batch that was prefetched is planned. Afterwards only the SSD tier still works on other threads."""
+        for lookup in self._lookups:
+            lookup.settle()
+
+    def forget_prefetched(self) -> None:
+        """Unpin the rows of batches that were prefetched and will not come."""
+        for lookup in self._lookups:
+            lookup.forget_announced()
+
+    def _trains(self) -> bool:
+        train = self.training and torch.is_grad_enabled() and trainable(self._owner, self.weights())
+        if train and self._cache.untrainable:
+            raise no_optimizer_error(self._cache.untrainable)
+        return train
+
+    @contextmanager
+    def _ready(self, ctx: Any, dist_input: KJTList) -> Iterator[None]:
+        """Within this context every row of the batch is in its slot, on every rank; otherwise every rank raises.
+
+        An error leaves no row pinned.
+        """
+        if self.training and torch.is_grad_enabled():
+            # Every rank comes here, also with a bad batch, because the ranks flush together.
+            self._flushes.before_forward()
+        planned: list[PlannedFeatures] = []
+        error = ctx.error
+        try:
+            try:
+                if error is None:
+                    train = self._trains()
+                    for lookup, features in zip(self._lookups, dist_input, strict=True):
+                        planned.append(lookup.plan(features, train=train))
+                    for batch in planned:
+                        batch.wait()
+            except Exception as caught:
+                error = caught
+            self._agree(error)
+            for lookup, batch in zip(self._lookups, planned, strict=True):
+                lookup.use(batch)
+            yield
+        except BaseException:
+            for batch in planned:
+                batch.release()
+            raise
+
+    def compute(self, ctx: Any, dist_input: KJTList) -> list[torch.Tensor]:
+        """The results of one batch's lookups."""
+        with self._ready(ctx, dist_input):
+            result: list[torch.Tensor] = super().compute(ctx, dist_input)  # type: ignore[misc]
+        return result
+
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:  # noqa: A002 - TorchRec's name
+        """The results of one batch's lookups, which are on their way to the ranks of their samples."""
+        with self._ready(ctx, input):
+            return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
+
+    def update_shards(
+        self,
+        changed_sharding_params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None,
+    ) -> None:
+        """Raise `UnsupportedError`: shards of a live module cannot move."""
+        del changed_sharding_params, env, device
+        raise UnsupportedError(
+            "update_shards is not supported yet: save with Saver and load into a model with the new plan"
+        )
+
+
+def _raise_at_end_of_backward(error: Exception) -> None:
+    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch's own users of it, DDP and FSDP, say so too
+    pending = [error]
+
+    def fail() -> None:
+        raise pending.pop()
+
+    # Callbacks run in the order in which they are added, and those that a callback adds run last. So this one runs after DDP's,
+    # which DDP adds when its last gradient is ready.
+    engine.queue_callback(lambda: engine.queue_callback(fail))

@@ -1,0 +1,289 @@
+"""One table as an `nn.Module`: what `EmbCacheEmbedding` and `EmbCacheEmbeddingBag` share.
+
+Shapes: n rows, D the table's width.
+"""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from .cache import CacheTable, FoundRows, Ids, RowExport, RowMetadata, Values
+from .collective import world_size
+from .config import OnFull, Policy, TierBudgets, Unseen, check_int
+from .exceptions import ConfigError, EmbCacheWarning, InputError, UnsupportedError
+from .initializers import Initializer, Uniform
+from .lifetime import FlushSchedule
+from .lookup import LookupGroup
+from .metrics import TableStats
+from .optimizers import SGD, FusedOptimizer, OptimizerSpec
+from .state_dicts import check_rows_are_here, note_rows
+from .whole_model import CacheModule
+
+__all__ = [
+    "TableModule",
+    "check_torch_arguments",
+    "import_pretrained",
+    "one_feature",
+    "optimizer_of",
+    "width_of",
+]
+
+I64 = NDArray[np.int64]
+
+
+class _ByName:
+    """Refuses a call that `torch.nn` would take and this package does not, and says which call to write instead."""
+
+    # Editors and type checkers read the arguments from `__init__`, which lists them one by one.
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *positional: object, **settings: object) -> Self:
+            """Raise `ConfigError` for arguments by position and for `num_embeddings`."""
+            if not positional and "num_embeddings" not in settings:
+                return super().__new__(cls)
+            given = [*map(repr, positional), *(f"{name}={value!r}" for name, value in settings.items())]
+            width = settings.get("embedding_dim", positional[1] if len(positional) > 1 else 64)
+            raise ConfigError(
+                f"{cls.__name__}({', '.join(given)}): settings are given by name, and there is no num_embeddings: every 64-bit id "
+                f"has a row, and budgets in bytes say how many rows stay in memory. Write {cls.__name__}(name='item', "
+                f"embedding_dim={width!r}, tiers=TierBudgets(host_bytes='1GiB'), optimizer=optimizers.RowWiseAdagrad(lr=0.02))"
+            )
+
+
+def check_torch_arguments(*, dtype: torch.dtype | None, max_norm: None, scale_grad_by_freq: bool, sparse: bool) -> None:
+    """`UnsupportedError` for values of `torch.nn`'s arguments that this package does not support."""
+    for field, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+        if value:
+            raise UnsupportedError(
+                f"{field}={value!r}: the update is fused into the backward, which does not support it; leave it out"
+            )
+    if dtype not in (None, torch.float32):
+        raise UnsupportedError(f"dtype={dtype!r}: rows are float32; leave it out")
+
+
+class TableModule(CacheModule, nn.Module, _ByName):
+    """A module with one table and the lookups in it.
+
+    `weight`, a parameter of shape [0, D], is what `parameters()` shows. Freezing it freezes the table.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        embedding_dim: int,
+        tiers: TierBudgets,
+        optimizer: OptimizerSpec,
+        initializer: Initializer | None,
+        seed: int,
+        padding_idx: int | None,
+        policy: Policy,
+        on_full: OnFull,
+        unseen: Unseen,
+        total_num_buckets: int,
+        device: torch.device | str,
+        replicated: bool,
+    ) -> None:
+        super().__init__()
+        if optimizer is None:
+            raise ConfigError(
+                "optimizer=None: the update is fused into the backward; give one of torchrec_embcache.optimizers"
+            )
+        self.embedding_dim = check_int("embedding_dim", embedding_dim, 1, 65_536)
+        self.padding_idx = None
+        if padding_idx is not None:
+            self.padding_idx = check_int("padding_idx", padding_idx, -(1 << 63), (1 << 63) - 1)
+        bound = 1 / math.sqrt(self.embedding_dim)
+        self.table = CacheTable(
+            name=name,
+            dim=self.embedding_dim,
+            tiers=tiers,
+            initializer=initializer if initializer is not None else Uniform(-bound, bound),
+            optimizer=optimizer,
+            seed=seed,
+            policy=policy,
+            on_full=on_full,
+            total_num_buckets=total_num_buckets,
+            device=device,
+        )
+        self.weight = nn.Parameter(torch.empty(0, self.embedding_dim, device=self.table.device))
+        self.optimizer = FusedOptimizer([self.weight], [optimizer])
+        self._group = _group_of(self.table, self.optimizer, unseen)
+        self._warned_state_dict = False
+        self._replicated = replicated
+        self._flushes = FlushSchedule([tiers.flush_interval], collective=False)
+        self.table.open()
+
+    @property
+    def tables(self) -> Mapping[str, CacheTable]:
+        """The one table, by its name."""
+        return {self.table.name: self.table}
+
+    def hyperparameters(self, table: str) -> dict[str, Any]:
+        """The numbers of the optimizer's one param group, such as `lr`, as training uses them now."""
+        del table
+        return dict(self.optimizer.param_groups[0])
+
+    def _begin_forward(self) -> bool:
+        """Whether this forward trains. Before one that does, flush if it is time, and warn of several ranks."""
+        if not self._trains:
+            return False
+        if not self._replicated and (ranks := world_size()) > 1:
+            self._replicated = True
+            warnings.warn(
+                f"table {self.table.name!r} trains on each of {ranks} ranks by itself: every rank has rows of its own, which "
+                "nothing averages, DistributedDataParallel neither. To share one table use an EmbCacheEmbeddingBagCollection "
+                "with its sharder (DistributedModelParallel(..., sharders=[...])), or say replicated=True if this is meant",
+                EmbCacheWarning,
+                stacklevel=3,
+            )
+        self._flushes.before_forward()
+        return True
+
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled() and self.weight.requires_grad
+
+    def __len__(self) -> int:
+        """How many rows there are, in all tiers together."""
+        return len(self.table)
+
+    def __bool__(self) -> bool:
+        """True, also without rows: code asks `if module` to learn whether there is a module."""
+        return True
+
+    def stats(self) -> TableStats:
+        """The counters of the table and of its tiers; see `CacheTable.stats`."""
+        return self.table.stats()
+
+    def export(self, chunk_rows: int = 65_536) -> RowExport:
+        """Every row of every tier, in chunks of at most `chunk_rows`; see `CacheTable.export`."""
+        return self.table.export(chunk_rows)
+
+    def read_rows(self, ids: Ids) -> FoundRows:
+        """The rows of `ids` [n], in that order; see `CacheTable.read_rows`."""
+        return self.table.read_rows(ids)
+
+    def import_rows(
+        self,
+        ids: Ids,
+        weights: Values,
+        slots: Mapping[str, Values] | None = None,
+        metadata: RowMetadata | None = None,
+    ) -> None:
+        """Put rows of `ids` [n] with `weights` [n, D] into the table; see `CacheTable.import_rows`."""
+        self.table.import_rows(ids, weights, slots, metadata)
+
+    def remove_rows(self, ids: Ids) -> int:
+        """Forget the rows of `ids` [n]; see `CacheTable.remove_rows`."""
+        return self.table.remove_rows(ids)
+
+    def flush(self) -> None:
+        """Write every dirty row to the SSD tier and publish one state; see `CacheTable.flush`."""
+        self.table.flush()
+
+    def close(self) -> None:
+        """Forget the batches that were prefetched, then flush and close the table; see `CacheTable.close`."""
+        self._group.drop_prefetched()
+        self.table.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._group.drop_prefetched()
+        self.table.__exit__(kind, error, trace)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_rows(destination, {f"{prefix}weight": self.table})
+        if not self._warned_state_dict and self.table.is_open and len(self.table):
+            self._warned_state_dict = True
+            warnings.warn(
+                f"state_dict() does not hold the {len(self.table)} rows of table {self.table.name!r}: save them with "
+                "torchrec_embcache.saver.Saver, or export()",
+                EmbCacheWarning,
+                stacklevel=2,
+            )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
+        check_rows_are_here(state_dict, {f"{prefix}weight": self.table}, strict=strict)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        probe = fn(torch.empty(0, device=self.weight.device))
+        if probe.dtype != torch.float32:
+            raise UnsupportedError(f"table {self.table.name!r} cannot become {probe.dtype}: rows are float32")
+        if probe.device != self.weight.device:
+            raise UnsupportedError(
+                f"table {self.table.name!r} cannot move to {probe.device}: make the module with device={str(probe.device)!r}"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A module of its own with the same rows, optimizer slots, step and numbers. `StateError` where there is an SSD tier."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            if name != "_group":
+                made.__dict__[name] = copy.deepcopy(value, memo)
+        made.__dict__["_group"] = _group_of(made.table, made.optimizer, self._group.unseen)
+        return made
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows: settings, rows, budgets and the optimizer's learning rate."""
+        return self.table.describe(self.hyperparameters(self.table.name))
+
+
+def one_feature(ids: I64) -> I64:
+    """Where the ids of the one feature begin and end: int64 [2]."""
+    return np.array([0, len(ids)], np.int64)
+
+
+def width_of(kind: type[TableModule], weights: Values | None) -> int:
+    """D of the rows `weights` [n, D] that `from_pretrained` of `kind` is given. `InputError` where they are no such rows."""
+    if weights is None:
+        raise InputError(
+            f"from_pretrained has no weights: rows have ids here, so write {kind.__name__}.from_pretrained(ids, weights, ...); "
+            "torch.arange(len(weights)) numbers them as torch.nn does"
+        )
+    try:
+        shape = np.shape(weights)
+    except ValueError as cause:
+        raise InputError(f"weights is no array of numbers: {cause}") from cause
+    if len(shape) != 2:
+        raise InputError(f"weights has shape {list(shape)}: give [n, D], a row for each id")
+    return int(shape[1])
+
+
+def optimizer_of(optimizer: OptimizerSpec | None, *, freeze: bool) -> OptimizerSpec:
+    """The optimizer of a module that `from_pretrained` makes. `ConfigError` where the module is to train and none is given."""
+    if optimizer is None and not freeze:
+        raise ConfigError("freeze=False without an optimizer: give one of torchrec_embcache.optimizers")
+    return optimizer if optimizer is not None else SGD()
+
+
+def import_pretrained(module: TableModule, ids: Ids, weights: Values, *, freeze: bool) -> None:
+    """Give a module that was just made its rows. The module is closed where that fails."""
+    try:
+        module.import_rows(ids, weights)
+    except BaseException:
+        module.close()
+        raise
+    module.weight.requires_grad_(not freeze)
+
+
+def _group_of(table: CacheTable, optimizer: FusedOptimizer, unseen: Unseen) -> LookupGroup:
+    """The lookup of a module's one table. It holds no reference to the module: without a cycle, deleting frees at once."""
+    return LookupGroup([table], [0], lambda: optimizer.param_groups, unseen=unseen)
