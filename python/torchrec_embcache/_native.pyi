@@ -93,9 +93,21 @@ class Table:
 # count uint32 [n], last_step uint64 [n], score float32 [n], modified_epoch uint32 [n]
 Meta = tuple[NDArray[np.uint32], NDArray[np.uint64], F32, NDArray[np.uint32]]
 
-# A checkpoint: its name, the XXH3 of its manifest; and the first epoch whose modifications it does not have.
-Identity = tuple[str, int]
-Ancestor = tuple[str, int, int]
+@final
+class CheckpointId:
+    """What identifies a checkpoint. Compared by value, pickled."""
+
+    def __new__(cls, name: str, manifest_xxh3: int) -> CheckpointId: ...
+    name: str
+    manifest_xxh3: int
+
+@final
+class Ancestor:
+    """A checkpoint that a delta of a table can build on. Compared by value, pickled."""
+
+    def __new__(cls, id: CheckpointId, next_epoch: int) -> Ancestor: ...  # noqa: A002
+    id: CheckpointId
+    next_epoch: int  # the first epoch whose modifications it does not have
 
 @final
 class Export:
@@ -181,11 +193,96 @@ class Plan:
 
 # ---- checkpoint (rust/core/src/checkpoint): the calls of a save and of a load, in order, are in saver.py
 
-def check_save_dir(path: str, checks: str = "strict") -> str: ...  # absolute; made (mode 0750) when missing; PathError, StoragePermissionError
-def check_load_dir(path: str, checks: str = "strict") -> str: ...  # absolute; need not be writable
-def resolve_dir(path: str, to_save: bool) -> str: ...  # absolute, links followed; what is missing at its end is kept
-def open_save_dir(path: str, checks: str = "strict") -> tuple[str, int]: ...  # as check_save_dir, with the directory as an open descriptor, the caller's to close
-def open_load_dir(path: str, checks: str = "strict") -> tuple[str, int]: ...  # as check_load_dir, likewise
+@final
+class Directory:
+    """A directory that passed the checks of path, owner and permission bits, and is held by its descriptor.
+
+    What works in it works in the directory that was checked, whatever its path names by then. With basic checks the links in the path
+    are followed once, when it is made.
+    """
+
+    @staticmethod
+    def to_save(path: str, checks: Literal["strict", "basic"]) -> Directory: ...  # made (mode 0750) when missing; PathError, StoragePermissionError
+    @staticmethod
+    def to_load(path: str, checks: Literal["strict", "basic"]) -> Directory: ...  # it need not be writable
+    path: str  # absolute, without links
+    def has(self, name: str) -> bool: ...  # whether something lies there; a link is not followed
+    def open_descriptor(self) -> int: ...  # of the directory, the caller's to close
+
+@final
+class Digest:
+    """What identifies the manifest of a rank or of a part. Compared by value, pickled."""
+
+    def __new__(cls, bytes: int, xxh3: int) -> Digest: ...  # noqa: A002
+    bytes: int
+    xxh3: int
+
+@final
+class TableWritten:
+    """What writing one table made."""
+
+    rows: int
+    tombstones: int
+    linked_bytes: int  # of segments that the checkpoint shares with the SSD tier
+    copied_bytes: int  # of segments that could not be linked
+
+@final
+class Published:
+    """What publishing a checkpoint did."""
+
+    id: CheckpointId
+    left: list[str]  # which older checkpoints could not be removed, and why
+
+@final
+class WrittenPart:
+    """A part that one rank wrote. Pickled."""
+
+    def __new__(cls, directory: str, name: str, digest: Digest) -> WrittenPart: ...
+    directory: str
+    name: str
+    digest: Digest
+
+@final
+class StreamRange:
+    """A range of a rank's stream of extents."""
+
+    offset: int
+    bytes: int
+
+@final
+class TableToSave:
+    """A table of this rank that is to be held and written beside training."""
+
+    def __new__(
+        cls, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor | None = None
+    ) -> TableToSave: ...  # `ancestor`: what a delta of it builds on
+
+@final
+class NewestCheckpoint:
+    """What the newest checkpoint of a directory says of itself."""
+
+    id: CheckpointId
+    merged: CheckpointId | None  # the delta that it was merged from
+    next_epoch: int
+    kind: Literal["full", "delta", "snapshot"]
+    tables: list[tuple[str, str]]  # module and table of each
+
+@final
+class SavedTable:
+    """What a checkpoint says of one of its tables."""
+
+    module: str
+    table: str
+    key: int
+    dim: int
+    optimizer: str
+    hyperparameters: dict[str, float]
+    step: int
+    seed: int
+    total_num_buckets: int
+    bucket_hash: BucketHash
+    rows: int
+
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def bucket_order(  # rows by (bucket, uint64(id)), and where in that order each bucket of [begin, end) starts, and the last one ends
     ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: BucketHash, begin: int, end: int
@@ -194,9 +291,9 @@ def has_room_for_threads() -> bool: ...  # memory for threads: one that begins a
 def buckets_of(ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: BucketHash) -> NDArray[np.uint32]: ...
 def hash_ids(ids: NDArray[np.int64]) -> None: ...  # in place: what "splitmix64" divides by the number of buckets
 def ids_of_hashes(hashes: NDArray[np.int64]) -> None: ...  # in place: the inverse
-def sweep_parts(path: str) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
-def latest_checkpoint(path: str) -> str: ...  # what CheckpointReader takes; PathError when there is none
-def newest_checkpoint(path: str) -> dict[str, Any] | None: ...  # identity, merged, next_epoch, kind (full, delta or snapshot), tables; None when there is none
+def sweep_parts(directory: Directory) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
+def latest_checkpoint(directory: Directory) -> str: ...  # what CheckpointReader takes; PathError when there is none
+def newest_checkpoint(directory: Directory) -> NewestCheckpoint | None: ...  # None when there is none
 
 @final
 class EntryLock:
@@ -235,29 +332,27 @@ class CheckpointSave:
 
     def __new__(
         cls,
-        path: str,
+        directory: Directory,
         random: int,  # 64 bits that tell saves at the same time apart
+        *,
         keep: int = 1,
-        parent: Identity | None = None,  # of a delta
-        merged: Identity | None = None,  # the delta or snapshot that it replaces
-        snapshot: bool = False,  # tables are written by `link_table`
+        parent: CheckpointId | None = None,  # of a delta
+        merged: CheckpointId | None = None,  # the delta or linked checkpoint that it replaces
+        linked: bool = False,  # tables are written by `link_table`
     ) -> CheckpointSave: ...
     name: str
-    identity: Identity  # after publish()
-    def adopt(self, rank: int, world_size: int, parts: Sequence[tuple[str, str, tuple[int, int]]]) -> tuple[int, int]: ...  # directory, name, digest of each; the rank's digest
+    def adopt(self, rank: int, world_size: int, parts: Sequence[WrittenPart]) -> Digest: ...  # the rank's digest
     def write_dense_metadata(self, metadata: bytes) -> None: ...  # what the ranks' extents mean
-    def publish(self, digests: Sequence[tuple[int, int]], next_epoch: int) -> list[str]: ...  # by rank; what old checkpoints could not be removed
+    def publish(self, digests: Sequence[Digest], next_epoch: int) -> Published: ...  # digests by rank
     def abandon(self) -> None: ...
 
 @final
 class CheckpointWriter:
     """One rank's part of a save."""
 
-    def __new__(cls, path: str, name: str, rank: int, world_size: int) -> CheckpointWriter: ...
-    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> int: ...  # rows written
-    def link_table(
-        self, module: str, table: Table, hyperparameters: Mapping[str, float]
-    ) -> tuple[int, int, int]: ...  # rows; bytes of segments linked, and copied because they could not be; without an SSD tier as write_table
+    def __new__(cls, directory: Directory, name: str, rank: int, world_size: int) -> CheckpointWriter: ...
+    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...
+    def link_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...  # without an SSD tier as write_table
     def write_rows(
         self,
         spec: str,  # the table's entry in a manifest (`spec`), JSON
@@ -267,8 +362,8 @@ class CheckpointWriter:
     ) -> int: ...  # rows written; what `chunks` raises is raised
     def write_changes(
         self, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor
-    ) -> tuple[int, int]: ...  # rows and tombstones written
-    def finish(self) -> tuple[int, int]: ...  # digest for `publish`
+    ) -> TableWritten: ...
+    def finish(self) -> Digest: ...  # for `publish`
 
 @final
 class CheckpointMoment:
@@ -276,16 +371,16 @@ class CheckpointMoment:
 
     def __new__(
         cls,
-        path: str,
+        directory: Directory,
         name: str,
         rank: int,
         world_size: int,
-        tables: Sequence[tuple[str, Table, Mapping[str, float], Ancestor | None]],  # module, table, hyperparameters, what a delta builds on
+        tables: Sequence[TableToSave],
         next_epoch: int,  # of rows trained from now on
         bytes_per_second: int | None,
     ) -> CheckpointMoment: ...  # StateError while another moment of a table is held
-    def write_table(self) -> tuple[int, int] | None: ...  # the next one's rows and tombstones; None when there was none left
-    def finish(self) -> tuple[int, int]: ...  # digest for `publish`
+    def write_table(self) -> TableWritten | None: ...  # the next one; None when there was none left
+    def finish(self) -> Digest: ...  # for `publish`
     def release(self) -> None: ...  # harmless twice
 
 def work_behind() -> None: ...  # the calling thread gets the lowest priority, for good
@@ -295,48 +390,48 @@ class CheckpointCompaction:
     """One rank's part of merging a chain of deltas."""
 
     @staticmethod
-    def open(path: str, latest: str) -> CheckpointCompaction | None: ...  # None where it is full already
-    identity: Identity
+    def open(directory: Directory, latest: str) -> CheckpointCompaction | None: ...  # None where it is full already
+    id: CheckpointId
     next_epoch: int
     rows: int
-    links: int
     def release(self) -> None: ...  # nothing more is read: saves may remove what is merged
     def write(
         self, name: str, rank: int, world_size: int, progress: Callable[[int], object] | None = None
-    ) -> tuple[int, int]: ...  # digest for `publish`; progress is told of rows
+    ) -> Digest: ...  # for `publish`; progress is told of rows
 
 @final
 class CheckpointPart:
     """What one rank writes of a save whose ranks agree on nothing before its end. Nobody sweeps it for as long as it lives."""
 
-    def __new__(cls, path: str, random: int, expected_bytes: int) -> CheckpointPart: ...  # expected_bytes: of all extents
+    def __new__(cls, directory: Directory, random: int, expected_bytes: int) -> CheckpointPart: ...  # expected_bytes: of all extents
     name: str
-    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> int: ...  # rows written
-    def hold_tables(self, tables: Sequence[tuple[str, Table, Mapping[str, float]]], next_epoch: int) -> None: ...  # as of now; rows trained from now on carry next_epoch
+    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...
+    def hold_tables(self, tables: Sequence[TableToSave], next_epoch: int) -> None: ...  # as of now; rows trained from now on carry next_epoch
     def write_held_tables(self) -> int: ...  # while training goes on; rows written
     def append(self, data: NDArray[np.uint8]) -> None: ...  # to the extent that is being written
-    def end_extent(self) -> tuple[int, int]: ...  # where it is in this rank's stream, and its length
-    def finish(self) -> tuple[int, int]: ...  # digest for `adopt`
+    def end_extent(self) -> StreamRange: ...  # where it is in this rank's stream
+    def finish(self) -> WrittenPart: ...  # for `adopt`
     def abandon(self) -> None: ...  # harmless twice
 
 @final
 class CheckpointReader:
     """A checkpoint and those it builds on, whose manifests are checked. No save removes them while this lives, or until `release`."""
 
-    def __new__(cls, path: str, latest: str) -> CheckpointReader: ...
+    def __new__(cls, directory: Directory, latest: str) -> CheckpointReader: ...
     name: str
-    identity: Identity
+    id: CheckpointId
     links: list[str]  # names, newest first
     next_epoch: int
     kind: Literal["full", "delta", "snapshot"]
     def release(self) -> None: ...  # nothing more is read: saves may remove them
-    def tables(self) -> list[dict[str, Any]]: ...  # module, table, key, dim, optimizer, hyperparameters, step, seed, total_num_buckets, bucket_hash, rows
+    def tables(self) -> list[SavedTable]: ...
     def check_table(
         self,
         module: str,
         table: Table,
         bucket_begin: int,
         bucket_end: int,
+        *,
         saved: tuple[str, str] | None = None,  # module and table there, where others
         segments: bool = False,  # False: MismatchError where it would have to be opened from segments
         slots: bool = True,  # False: rows come without the optimizer's slots, and any optimizer fits
@@ -359,12 +454,12 @@ class SnapshotSegments:
 class CheckpointRows:
     """A checkpoint whose rows are read without tables."""
 
-    def __new__(cls, path: str, latest: str) -> CheckpointRows: ...
+    def __new__(cls, directory: Directory, latest: str) -> CheckpointRows: ...
     def manifest(self) -> str: ...  # JSON
     def read(
         self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[I64, F32, F32, Meta], None] | None
     ) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
-    def reshard(self, path: str, random: int, world_size: int) -> tuple[str, list[str]]: ...  # written again there: its name, and what could not be removed
+    def reshard(self, to: Directory, random: int, world_size: int) -> Published: ...  # written again there
 
 def io_engine_name() -> str: ...  # the engine this process uses
 def io_fallback_reason() -> str | None: ...  # why it is not io_uring, where the system refused that

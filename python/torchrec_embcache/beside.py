@@ -1,13 +1,12 @@
-"""Saves beside training: the rows of one moment, held and written by a thread while training goes on."""
+"""Work beside training: a thread that saves while training goes on, and the process group that is its own."""
 
 from __future__ import annotations
 
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Self, TypeVar
@@ -17,100 +16,14 @@ import torch.distributed as dist
 from . import _native
 from .cache import CacheTable
 from .collective import Group, is_distributed
-from .paths import Root
 from .under_way import SaveUnderWay, finish_saves
 
-__all__ = ["BesideTraining", "HeldTables", "TableToSave", "Written", "finish_saves", "own_group"]
+__all__ = ["BesideTraining", "finish_saves", "own_group"]
 
 T = TypeVar("T")
 
 # How long a rank waits for the others to have written theirs. Ranks that are gone are noticed at once.
 _LONGEST_SAVE = timedelta(days=7)
-
-
-@dataclass(frozen=True)
-class TableToSave:
-    """A table of this rank: its module's path in the model, itself, its hyperparameters, and what a delta of it builds on."""
-
-    module: str
-    table: CacheTable
-    hyperparameters: Mapping[str, float]
-    ancestor: _native.Ancestor | None = None
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a rank wrote: its digest, for the coordinator to publish, and how many rows and tombstones."""
-
-    digest: tuple[int, int]
-    rows: int
-    tombstones: int
-
-
-class HeldTables:
-    """This rank's tables as they are when this is made, to be written into a checkpoint while they are trained.
-
-    Held until `write` or `release`. Rows that training changes before they are written are copied first, in 32 MiB of memory
-    and past that in a file in the checkpoint's directory.
-    """
-
-    def __init__(
-        self,
-        path: Root,
-        name: str,
-        place: tuple[int, int],
-        tables: Sequence[TableToSave],
-        next_epoch: int,
-        max_bytes_per_second: int | None = None,
-    ) -> None:
-        """Hold them for the part of a rank in a checkpoint that was begun.
-
-        `place`: rank and number of ranks. `next_epoch`: of rows trained from now on, the same on all ranks, with which the
-        checkpoint is published. `StateError` where one of the tables is held already; then none is.
-        """
-        self.next_epoch = next_epoch
-        self._tables = tuple(tables)
-        natives = [(one.module, one.table.native, dict(one.hyperparameters), one.ancestor) for one in tables]
-        try:
-            self._held = _native.CheckpointMoment(
-                path.to_save(), name, *place, natives, next_epoch, max_bytes_per_second
-            )
-        except BaseException:
-            self._forget()
-            raise
-
-    def write(self, told: Callable[[TableToSave, int | None], object] = lambda _table, _rows: None) -> Written:
-        """Write and sync the rows. `told` is called with each table before it is written (None) and after, with its rows."""
-        rows = tombstones = 0
-        try:
-            for table in self._tables:
-                told(table, None)
-                more, left = self._held.write_table() or (0, 0)
-                rows, tombstones = rows + more, tombstones + left
-                told(table, more)
-            return Written(self._held.finish(), rows, tombstones)
-        finally:
-            # Not only when all ranks are done: training pays for what is held.
-            self.release()
-
-    def release(self) -> None:
-        """Hold the tables no more. Harmless twice."""
-        self._held.release()
-
-    def published(self, identity: _native.Identity) -> None:
-        """The checkpoint is the newest, on all ranks: a delta can build on it."""
-        for one in self._tables:
-            one.table.native.saved_beside(self.next_epoch, (*identity, self.next_epoch))
-
-    def given_up(self) -> None:
-        """The checkpoint is not published, and the tables are held no more."""
-        self.release()
-        self._forget()
-
-    def _forget(self) -> None:
-        """What leaves the tables from now on is kept for no delta on the checkpoint."""
-        for one in self._tables:
-            one.table.native.saved_beside(self.next_epoch)
 
 
 class BesideTraining:

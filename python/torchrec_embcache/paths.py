@@ -1,4 +1,4 @@
-"""Directories of checkpoints as users give them: made absolute, their links resolved once, and the rules that they are held to."""
+"""Directories of checkpoints as users give them, and the rules that they are held to."""
 
 import errno
 import os
@@ -8,9 +8,12 @@ from . import _native
 from .config import absolute_path
 from .exceptions import PathError, StorageError, StoragePermissionError
 
-__all__ = ["PathChecks", "Root", "basic_root", "given_path", "is_there"]
+__all__ = ["Directory", "PathChecks", "given_path", "is_there", "open_to_load", "open_to_save"]
 
 PathChecks = Literal["strict", "basic"]
+
+# A directory that passed the checks, held by its descriptor.
+Directory = _native.Directory
 
 
 def given_path(field: str, path: object) -> str:
@@ -21,31 +24,17 @@ def given_path(field: str, path: object) -> str:
     return absolute_path(field, text) if text else ""
 
 
-class Root(str):
-    """An absolute path of a directory of checkpoints, and the rules that it is held to wherever it is opened."""
+def open_to_save(path: object, checks: PathChecks = "basic") -> Directory:
+    """Check the directory at a user's path, make it when it is missing, and hold it. `PathError`, `StoragePermissionError`.
 
-    __slots__ = ("checks",)
-    checks: PathChecks
-
-    @classmethod
-    def of(cls, path: str, checks: PathChecks, *, to_save: bool) -> "Root":
-        """With basic checks the links in `path` are followed, now and not again. `PathError`, `StoragePermissionError`."""
-        root = cls(_native.resolve_dir(path, to_save) if checks == "basic" else path)
-        root.checks = checks
-        return root
-
-    def to_save(self) -> str:
-        """The directory, checked, and made when missing. `PathError`, `StoragePermissionError`."""
-        return _native.check_save_dir(self, self.checks)
-
-    def to_load(self) -> str:
-        """The directory, checked; it need not be writable. `PathError`, `StoragePermissionError`."""
-        return _native.check_load_dir(self, self.checks)
+    With basic checks the links in `path` are followed, now and not again. Basic checks are the default everywhere but in `Saver`.
+    """
+    return _native.Directory.to_save(given_path("path", path), checks)
 
 
-def basic_root(path: object, *, to_save: bool) -> Root:
-    """A user's path under basic checks, for everything but `Saver`, where strict ones are the default."""
-    return Root.of(given_path("path", path), "basic", to_save=to_save)
+def open_to_load(path: object, checks: PathChecks = "basic") -> Directory:
+    """Check the directory at a user's path, which need not be writable, and hold it. `PathError`, `StoragePermissionError`."""
+    return _native.Directory.to_load(given_path("path", path), checks)
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:

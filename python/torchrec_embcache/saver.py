@@ -22,21 +22,24 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
+from dataclasses import asdict
 
 import torch.distributed as dist
 from torch import nn
 
-from . import _native
 from .beside import BesideTraining, finish_saves, own_group
-from .collective import all_gather, is_distributed, together
+from .collective import is_distributed, together
 from .config import check_choice, check_int, parse_bytes
 from .exceptions import ConfigError, InputError
-from .loading import LoadSession, open_together
-from .paths import PathChecks
+from .paths import Directory, PathChecks, open_to_load, open_to_save
 from .progress import Progress, ProgressWanted, Tracker
 from .reports import LoadReport, SaveReport
 from .save_log import logged
-from .saving import AsyncSave, Part, SaveSession, plan_save, write_tables
+from .saving import plan_save, write_tables
+from .sessions.load import LoadSession, Merge
+from .sessions.moment import MomentSession
+from .sessions.ranks import AllRanks
+from .sessions.save import RankPart, SaveSession
 from .shards import agreed_path, shards_at_rest, shards_of
 
 __all__ = ["LoadReport", "Progress", "SaveReport", "Saver"]
@@ -90,35 +93,32 @@ class Saver:
         `StorageError` (a full disk), `StateError` (of a delta: another process saved to `path` meanwhile), `InputError` (no
         cache module in `module`, or two of one path).
         """
-        rank, world_size = self._place()
+        ranks = self._ranks()
         keep = check_int("keep", keep, 1, 1 << 20)
         if snapshot and incremental:
             raise ConfigError("incremental=True and snapshot=True: a snapshot has every row; give one of them")
         shards = together(lambda: shards_at_rest(module))
-        root = agreed_path(path, self.path_checks, to_save=True)
-        plan = plan_save(shards, root, rank, incremental=incremental)
+        directory = self._open_to_save(path)
+        plan = plan_save(shards, directory, ranks.rank, incremental=incremental)
 
-        def write(name: str) -> Part:
-            with Tracker(progress, "save", plan.rows, shown=rank == 0) as tracker:
-                return write_tables(plan, name, (rank, world_size), tracker, snapshot=snapshot)
+        def write() -> RankPart:
+            with Tracker(progress, "save", plan.rows, shown=ranks.rank == 0) as tracker:
+                writer = session.writer()
+                totals = write_tables(plan, writer, tracker, linked=snapshot)
+                return RankPart(writer.finish(), **asdict(totals))
 
-        parent = None if plan.base is None else plan.base.identity
-        with SaveSession(root, keep, parent=parent, snapshot=snapshot) as session:
-            name = session.begin(rank)
-            written = all_gather(together(lambda: write(name)))
-            digests = [part.digest for part in written]
-            identity = all_gather(together(lambda: session.publish(digests, plan.epoch)))[0]
-        for _, _, table in shards:
-            table.native.set_epoch(plan.epoch)
-            if not snapshot:
-                table.native.saved_as((*identity, plan.epoch))
-        rows, tombstones = sum(part.rows for part in written), sum(part.tombstones for part in written)
+        with SaveSession(directory, ranks, keep=keep, parent=plan.parent, linked=snapshot) as session:
+            session.begin()
+            session.write(write)
+            session.publish(plan.epoch, [table for _, _, table in shards])
+        parts = session.parts
+        rows, tombstones = sum(part.rows for part in parts), sum(part.tombstones for part in parts)
         if not snapshot:
-            return plan.report(name, rows, tombstones)
-        linked, copied = sum(part.linked_bytes for part in written), sum(part.copied_bytes for part in written)
+            return plan.report(session.name, rows, tombstones)
+        linked, copied = sum(part.linked_bytes for part in parts), sum(part.copied_bytes for part in parts)
         if copied:
-            _log.warning("%s: %d bytes of segments were copied, as its file system cannot link them", root, copied)
-        return SaveReport(name, "snapshot", None, None, rows, 0, linked, copied)
+            _log.warning("%s: %d bytes of segments were copied, as its file system cannot link them", directory, copied)
+        return SaveReport(session.name, "snapshot", None, None, rows, 0, linked, copied)
 
     @logged
     def save_async(
@@ -146,7 +146,7 @@ class Saver:
         wait. From `progress` they raise `StateError`. The future cannot be cancelled. The process ends when the save has ended; in
         an `atexit` function the save is done before this returns. Errors at the call as `save`'s; `ConfigError` for the rate.
         """
-        rank, world_size = self._place()
+        ranks = self._ranks()
         keep = check_int("keep", keep, 1, 1 << 20)
         rate = None
         if max_bytes_per_second is not None:
@@ -154,14 +154,13 @@ class Saver:
             check_int("max_bytes_per_second", rate, 1, (1 << 63) - 1)
         together(finish_saves)
         shards = together(lambda: shards_of(module))
-        root = agreed_path(path, self.path_checks, to_save=True)
+        directory = self._open_to_save(path)
         group = own_group()
-        plan = plan_save(shards, root, rank, incremental=incremental)
-        session = SaveSession(root, keep, parent=None if plan.base is None else plan.base.identity)
-        saving = AsyncSave(plan, session, group, (rank, world_size), progress, rate)
-        with BesideTraining([table for _, _, table in shards], saving.give_up) as save:
-            saving.hold()
-            return save.start(saving.finish)
+        plan = plan_save(shards, directory, ranks.rank, incremental=incremental)
+        session = MomentSession(plan, ranks, group, keep=keep, progress=progress, max_bytes_per_second=rate)
+        with BesideTraining([table for _, _, table in shards], session.give_up) as save:
+            session.hold()
+            return save.start(session.finish)
 
     @logged
     def load(
@@ -204,15 +203,16 @@ class Saver:
         another, or its manifests or headers are damaged (`CorruptionError`). When its rows turn out to be damaged, or reading fails
         (`StorageError`), the tables refuse use on every rank until a load succeeds.
         """
-        rank, _ = self._place()
+        ranks = self._ranks()
         shards = together(lambda: shards_at_rest(module))
-        root = agreed_path(path, self.path_checks, to_save=False)
+        given = agreed_path(path)
+        directory = together(lambda: open_to_load(given, self.path_checks))
         if checkpoint is not None and not re.fullmatch(r"\d{10,20}-[0-9a-f]{16}", checkpoint):
             raise InputError(f"checkpoint={checkpoint!r} is not the name of one: give SaveReport.checkpoint")
-        with LoadSession(shards, root, checkpoint, slots=slots) as session:
-            session.open()
-            session.check(tables, rename, strict=strict)
-            return session.load(lambda: Tracker(progress, "load", session.most_rows, shown=rank == 0))
+        with LoadSession(ranks, checkpoint, slots=slots) as session:
+            session.open(directory)
+            session.check(shards, tables=tables, rename=rename, strict=strict)
+            return session.load(lambda: Tracker(progress, "load", session.most_rows, shown=ranks.rank == 0))
 
     def compact(self, path: str | os.PathLike[str], *, keep: int = 1, progress: ProgressWanted = None) -> SaveReport:
         """Merge the newest checkpoint in `path` and all it builds on into a full one, which loads find from then on.
@@ -222,45 +222,40 @@ class Saver:
         meanwhile). `keep` and `progress` as in `save`. Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and
         `StateError` when something was saved to `path` meanwhile: that stays, call again.
         """
-        rank, world_size = self._place()
+        ranks = self._ranks()
         keep = check_int("keep", keep, 1, 1 << 20)
-        root = agreed_path(path, self.path_checks, to_save=True)
+        merge = Merge(ranks, agreed_path(path), self.path_checks)
+        chain = merge.chain
+        if chain is None:
+            return SaveReport(merge.newest, "full", None, None, 0, 0)
+        total = chain.rows if ranks.world_size == 1 else None
 
-        def find() -> tuple[str, str]:
-            latest = _native.latest_checkpoint(root.to_load())  # first: it makes no directory where there is none
-            return root.to_save(), latest
+        def write() -> RankPart:
+            return merge.write(session.name, Tracker(progress, "compact", total, shown=ranks.rank == 0))
 
-        latest, merged = open_together(find, _native.CheckpointCompaction.open)
-        if merged is None:
-            return SaveReport(latest, "full", None, None, 0, 0)
+        with SaveSession(merge.directory, ranks, keep=keep, merged=chain.id) as session:
+            session.begin()
+            session.write(write)
+            session.publish(chain.next_epoch)
+        return SaveReport(session.name, "full", None, None, chain.rows, 0)
 
-        def write(name: str) -> tuple[int, int]:
-            total = merged.rows if world_size == 1 else None
-            with Tracker(progress, "compact", total, shown=rank == 0) as tracker:
-                digest = merged.write(name, rank, world_size, tracker.advance)
-            # When it is published, what was merged can be removed.
-            merged.release()
-            return digest
+    def _open_to_save(self, path: str | os.PathLike[str]) -> Directory:
+        """The directory that all ranks save to, checked and made when missing. Collective."""
+        given = agreed_path(path)
+        return together(lambda: open_to_save(given, self.path_checks))
 
-        with SaveSession(root, keep, merged=merged.identity) as session:
-            name = session.begin(rank)
-            digests = all_gather(together(lambda: write(name)))
-            together(lambda: session.publish(digests, merged.next_epoch))
-        return SaveReport(name, "full", None, None, merged.rows, 0)
-
-    def _place(self) -> tuple[int, int]:
-        """This process's rank, and how many there are."""
+    def _ranks(self) -> AllRanks:
+        """The ranks that save and load together. `ConfigError` where this one is not who it was said to be."""
         if is_distributed():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
+            rank = dist.get_rank()
             if self.rank not in (None, rank):
                 raise ConfigError(f"rank={self.rank} and torch.distributed says {rank}: leave rank out")
-            return rank, world_size
-        if self.rank is None:
+        elif self.rank is None:
             raise ConfigError(
                 "rank=None and torch.distributed is not initialised: give Saver(rank=0), or initialise it first"
             )
-        if self.rank != 0:
+        elif self.rank != 0:
             raise ConfigError(
                 f"rank={self.rank} without torch.distributed, where there is one rank: give Saver(rank=0)"
             )
-        return 0, 1
+        return AllRanks()

@@ -40,9 +40,9 @@ from .cache import CacheTable
 from .collective import all_gather, is_distributed, together
 from .config import check_int
 from .exceptions import InputError, MismatchError, StateError, UnsupportedError
-from .loading import TablesUnderLoad
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .paths import given_path
+from .sessions.load import TablesUnderLoad
 from .under_way import refuse_in_own_save
 from .whole_model import CacheModule
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .cache import CacheTable
 from .collective import all_gather, together
 from .exceptions import InputError, PathError
-from .paths import PathChecks, Root, given_path
+from .paths import given_path
 from .under_way import finish_saves
 from .whole_model import CacheModule, cache_modules
 
@@ -28,7 +28,7 @@ def shards_of(module: nn.Module) -> list[Shard]:
         raise InputError(f"{type(module).__name__} has no cache module: nothing to save or load")
     for owner in modules.values():
         owner.settle()
-    found = [(place, owner, table) for place, owner in modules.items() for table in owner.tables.values()]
+    found = [(module_path, owner, table) for module_path, owner in modules.items() for table in owner.tables.values()]
     found.sort(key=lambda shard: (shard[0], shard[2].name))
     for _, _, table in found:
         table.open()
@@ -42,14 +42,14 @@ def shards_at_rest(module: nn.Module) -> list[Shard]:
     return found
 
 
-def agreed_path(path: str | os.PathLike[str], checks: PathChecks, *, to_save: bool) -> Root:
-    """`path`, absolute; `PathError` when ranks differ in the place it names."""
+def agreed_path(path: str | os.PathLike[str]) -> str:
+    """`path`, absolute; `PathError` when ranks differ in the directory that it names. Collective."""
     given = together(lambda: given_path("path", path))
     everyone = all_gather(os.path.normpath(given) if given else "")
     if len(set(everyone)) > 1:
-        named = ", ".join(f"rank {rank}: {place!r}" for rank, place in enumerate(everyone))
+        named = ", ".join(f"rank {rank}: {each!r}" for rank, each in enumerate(everyone))
         raise PathError(f"path differs between ranks: give all the same ({named})")
-    return together(lambda: Root.of(given, checks, to_save=to_save))
+    return given
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:

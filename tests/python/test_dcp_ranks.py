@@ -385,9 +385,9 @@ def asynchronous(rank: int, size: int, path: str) -> None:
     assert torch.equal(loaded["plain"], full(1))
     assert sorted(tables.contents()) == [row for row in rows(1) if row[0] in {i for i, *_ in model.contents()}]
     # What one rank cannot stage fails the save on both.
-    held_back = _native.CheckpointPart(path, rank, 0)
+    held_back = _native.CheckpointPart(_native.Directory.to_save(path, "basic"), rank, 0)
     if rank == 1:
-        held_back.hold_tables([("", model.tables["spread"].native, {})], 9)
+        held_back.hold_tables([_native.TableToSave("", model.tables["spread"].native, {})], 9)
     future = dcp.async_save(state, storage_writer=writer, process_group=group)
     with pytest.raises(CheckpointException, match="is being saved beside training"):
         future.result()

@@ -101,8 +101,9 @@ def test_exchanging_the_directory_for_a_link_all_the_time_leads_no_door_elsewher
 
 
 DCP_STAGES = [
-    (save_by_dcp, "check_save_dir"), (save_by_dcp, "sweep_parts"), (save_by_dcp, "CheckpointPart"), (save_by_dcp, "CheckpointSave"),
-    (save_beside_by_dcp, "check_save_dir"), (save_beside_by_dcp, "CheckpointPart"), (save_beside_by_dcp, "CheckpointSave"),
+    (save_by_dcp, "Directory.to_save"), (save_by_dcp, "sweep_parts"), (save_by_dcp, "CheckpointPart"),
+    (save_by_dcp, "CheckpointSave"),
+    (save_beside_by_dcp, "Directory.to_save"), (save_beside_by_dcp, "CheckpointPart"), (save_beside_by_dcp, "CheckpointSave"),
 ]  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def test_a_directory_swapped_at_any_step_of_a_save_by_dcp_gets_nothing_written_t
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("name", ["check_load_dir", "latest_checkpoint", "CheckpointReader"])
+@pytest.mark.parametrize("name", ["Directory.to_load", "latest_checkpoint", "CheckpointReader"])
 def test_a_directory_swapped_at_any_step_of_a_load_by_dcp_is_not_read_from(
     name: str, after: bool, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,10 +164,10 @@ COMMANDS = [
     ("compact {root}", _native, "latest_checkpoint"), ("compact {root}", _native, "CheckpointSave"),
     ("verify {root}", _native, "latest_checkpoint"), ("verify {root}", _native, "CheckpointRows"),
     ("reshard {source} {root} --world-size 2", checkpoints.Opened, "at"),
-    ("reshard {source} {root} --world-size 2", _native, "check_save_dir"),
+    ("reshard {source} {root} --world-size 2", _native, "Directory.to_save"),
     ("reshard {root} {base}/made --world-size 2", _native, "latest_checkpoint"),
     ("reshard {root} {base}/made --world-size 2", _native, "CheckpointRows"),
-    ("convert {plain} {root}", _native, "check_save_dir"), ("convert {plain} {root}", _native, "CheckpointSave"),
+    ("convert {plain} {root}", _native, "Directory.to_save"), ("convert {plain} {root}", _native, "CheckpointSave"),
     ("convert {plain} {root}", _native, "CheckpointWriter"),
     ("convert {source} {empty} --to npy", Directory, "to_save"), ("convert {source} {empty} --to npy", Directory, "create"),
     ("convert {source} {empty} --to npy", Directory, "below"), ("convert {source} {empty} --to safetensors", Directory, "below"),

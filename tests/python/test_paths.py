@@ -23,7 +23,7 @@ from torchrec_embcache.exceptions import (
     StorageError,
     StoragePermissionError,
 )
-from torchrec_embcache.paths import is_there
+from torchrec_embcache.paths import is_there, open_to_save
 from torchrec_embcache.saver import Saver
 
 BATCHES = random_batches(4, bags=8, ids=400, seed=5)
@@ -237,8 +237,13 @@ def test_a_path_that_cannot_be_looked_at_is_an_error_and_not_absent(tmp_path: Pa
         with pytest.raises(StorageError, match="cannot look at") as caught:
             is_there(tmp_path / unknown)
         assert caught.value.errno is not None
-        with pytest.raises(StorageError):
-            holds_checkpoint(str(tmp_path / unknown))
+    tmp_path.chmod(0o750)
+    directory = open_to_save(tmp_path)
+    assert not directory.has("nothing")
+    assert not holds_checkpoint(directory)
+    assert directory.has("round")
+    with pytest.raises(StorageError, match="cannot look at"):
+        directory.has("x" * 300)
 
 
 class Two(nn.Module):

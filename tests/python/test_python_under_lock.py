@@ -207,16 +207,16 @@ def test_snapshots_and_parts_of_checkpoints_that_are_dropped_while_device_rows_a
         for step in range(10):
             train(bag, step)
         native = bag.table.native
-        root, name = _native.check_save_dir(directory + "/checkpoints"), "0000000001-0000000000000001"
-        os.mkdir(root + "/" + name, 0o750)
+        root, name = _native.Directory.to_save(directory + "/checkpoints", "strict"), "0000000001-0000000000000001"
+        os.mkdir(root.path + "/" + name, 0o750)
 
         def part():
             made = _native.CheckpointPart(root, 7, 0)
-            made.hold_tables([("m", native, {})], native.epoch() + 1)
+            made.hold_tables([_native.TableToSave("m", native, {})], native.epoch() + 1)
             return made
 
         def snapshot():
-            return _native.CheckpointMoment(root, name, 0, 1, [("m", native, {}, None)], native.epoch() + 1, None)
+            return _native.CheckpointMoment(root, name, 0, 1, [_native.TableToSave("m", native, {})], native.epoch() + 1, None)
 
         for make_one in (part, snapshot):
             held.append(make_one())

@@ -18,6 +18,7 @@ from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingBag,
     TierBudgets,
+    _native,
     cache_modules,
     initializers,
     optimizers,
@@ -400,8 +401,6 @@ def test_damaged_rows_make_every_table_refuse_use_until_a_load_succeeds(root: Pa
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torchrec_embcache.saver as module
-
     bag = make_bag()
     train(bag)
     Saver(0).save(bag, root)
@@ -412,7 +411,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(root: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module._native, "CheckpointWriter", full)
+        patch.setattr(_native, "CheckpointWriter", full)
         with pytest.raises(OSError, match="No space left"):
             Saver(0).save(bag, root)
     assert len(list(root.iterdir())) == 3, "the unfinished checkpoint is removed"

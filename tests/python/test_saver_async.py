@@ -24,10 +24,11 @@ from test_saver import make_bag, root, rows, train
 from test_saver_delta import loaded, tiers
 from test_saver_ranks import IDS, Shards, weights_of
 from torchrec_embcache import _native, beside, optimizers
-from torchrec_embcache.beside import HeldTables, TableToSave
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, PathError, StateError, StorageError
-from torchrec_embcache.paths import Root
+from torchrec_embcache.paths import open_to_save
 from torchrec_embcache.saver import Progress, Saver, SaveReport
+from torchrec_embcache.sessions.moment import HeldTables
+from torchrec_embcache.sessions.ranks import OneRank
 from world import Child, World
 
 __all__ = ["root"]  # the fixture
@@ -199,13 +200,12 @@ def test_an_error_is_told_by_the_future_and_costs_nothing(root: Path, held: thre
 
 def test_tables_that_could_not_all_be_held_keep_nothing_for_a_delta(root: Path) -> None:
     one, two = make_bag(), make_bag("other")
-    begun = _native.CheckpointSave(str(root), 1)
-    first = HeldTables(
-        Root.of(str(root), "strict", to_save=True), begun.name, (0, 1), [TableToSave("two", two.table, {})], 3
-    )
-    both = [TableToSave("one", one.table, {}), TableToSave("two", two.table, {})]
+    directory = open_to_save(root, "strict")
+    begun = _native.CheckpointSave(directory, 1)
+    both = [(bag.table, _native.TableToSave(name, bag.table.native, {})) for name, bag in (("one", one), ("two", two))]
+    first = HeldTables(directory, begun.name, OneRank(), both[1:], 3)
     with pytest.raises(StateError, match="beside training"):
-        HeldTables(Root.of(str(root), "strict", to_save=True), begun.name, (0, 1), both, 4)
+        HeldTables(directory, begun.name, OneRank(), both, 4)
     for bag in (one, two):
         bag.import_rows(torch.tensor([7]), torch.ones(1, 4))
     # For a checkpoint that is to come an import is a modification.

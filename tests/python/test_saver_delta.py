@@ -12,7 +12,7 @@ from torch import nn
 from tables import bucket_of
 from test_saver import OPTIMIZERS, make_bag, root, rows, train
 from test_saver_ranks import IDS, Shards, weights_of
-from torchrec_embcache import TierBudgets, initializers, optimizers
+from torchrec_embcache import TierBudgets, _native, initializers, optimizers
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, InputError, MismatchError, StateError
 from torchrec_embcache.saver import LoadReport, Progress, Saver
 from world import World
@@ -107,8 +107,6 @@ def test_rows_that_a_full_table_drops_are_not_brought_back(ssd: bool, root: Path
 
 
 def test_a_save_that_fails_loses_nothing_for_the_next_delta(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torchrec_embcache.saver as module
-
     bag = make_bag()
     train(bag)
     Saver(0).save(bag, root)
@@ -119,7 +117,7 @@ def test_a_save_that_fails_loses_nothing_for_the_next_delta(root: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module._native, "CheckpointWriter", full)
+        patch.setattr(_native, "CheckpointWriter", full)
         with pytest.raises(OSError, match="No space left"):
             Saver(0).save(bag, root, incremental=True)
     with pytest.raises(RuntimeError, match="stopped"):

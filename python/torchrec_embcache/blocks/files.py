@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_embcache import _native
+from torchrec_embcache import _native, paths
 from torchrec_embcache.exceptions import (
     CorruptionError,
     EmbCacheError,
@@ -21,7 +21,6 @@ from torchrec_embcache.exceptions import (
     StorageError,
     StoragePermissionError,
 )
-from torchrec_embcache.paths import basic_root
 
 __all__ = [
     "CHUNK_BYTES",
@@ -98,12 +97,14 @@ class Directory:
     @classmethod
     def to_save(cls, path: str) -> Self:
         """The user's directory, checked and made when missing. `PathError`, `StoragePermissionError`."""
-        return cls(*_native.open_save_dir(basic_root(path, to_save=True), "basic"))
+        checked = paths.open_to_save(path)
+        return cls(checked.path, checked.open_descriptor())
 
     @classmethod
     def to_load(cls, path: str) -> Self:
         """The user's directory, checked. `PathError`, `StoragePermissionError`."""
-        return cls(*_native.open_load_dir(basic_root(path, to_save=False), "basic"))
+        checked = paths.open_to_load(path)
+        return cls(checked.path, checked.open_descriptor())
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ import numpy as np
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, PathError
-from torchrec_embcache.paths import basic_root, is_there
+from torchrec_embcache.paths import Directory, is_there, open_to_load, open_to_save
 from torchrec_embcache.saver import Saver
 
 from .report import FOUND, Grid, Report, date_of
@@ -31,7 +31,7 @@ _NAME = re.compile(r"\d{10,}-[0-9a-f]{16}")
 class Opened:
     """One checkpoint of a directory, its manifests checked."""
 
-    root: str
+    directory: Directory
     name: str
     rows: _native.CheckpointRows
     manifest: dict[str, Any]
@@ -39,13 +39,19 @@ class Opened:
     @classmethod
     def at(cls, path: str) -> "Opened":
         """`path` is a directory of checkpoints, of which `LATEST` names one, or one checkpoint in it."""
-        directory = Path(basic_root(path, to_save=False).to_load())
-        if _NAME.fullmatch(directory.name) and not is_there(directory / "LATEST"):
-            root, name = str(directory.parent), directory.name
+        directory = open_to_load(path)
+        name = os.path.basename(directory.path)
+        if _NAME.fullmatch(name) and not directory.has("LATEST"):
+            directory = open_to_load(os.path.dirname(directory.path))
         else:
-            root, name = str(directory), _native.latest_checkpoint(str(directory))
-        rows = _native.CheckpointRows(root, name)
-        return cls(root, name, rows, json.loads(rows.manifest()))
+            name = _native.latest_checkpoint(directory)
+        rows = _native.CheckpointRows(directory, name)
+        return cls(directory, name, rows, json.loads(rows.manifest()))
+
+    @property
+    def root(self) -> str:
+        """The path of the directory."""
+        return self.directory.path
 
     @property
     def tables(self) -> list[dict[str, Any]]:
@@ -53,10 +59,11 @@ class Opened:
         return [{**entry["spec"], "rows": entry["total_rows"]} for entry in self.manifest["tables"]]
 
 
-def _checkpoints(root: str) -> Iterator[dict[str, Any]]:
+def _checkpoints(directory: Directory) -> Iterator[dict[str, Any]]:
     """Every checkpoint of a directory, oldest first, the unfinished ones too."""
+    root = directory.path
     try:
-        latest = _native.latest_checkpoint(root)
+        latest = _native.latest_checkpoint(directory)
     except EmbCacheError:
         latest = None
     for name in sorted(name for name in os.listdir(root) if _NAME.fullmatch(name)):
@@ -69,7 +76,7 @@ def _checkpoints(root: str) -> Iterator[dict[str, Any]]:
             "files": len(files),
         }
         try:
-            manifest = json.loads(_native.CheckpointRows(root, name).manifest())
+            manifest = json.loads(_native.CheckpointRows(directory, name).manifest())
         except EmbCacheError as error:
             yield found | {"kind": None, "error": str(error)}
             continue
@@ -84,11 +91,11 @@ def _checkpoints(root: str) -> Iterator[dict[str, Any]]:
 
 def inspect(path: str) -> Report:
     """The checkpoints of a directory, and the tables of the newest (or of the one that `path` is); the tables of an `ssd_dir`."""
-    directory = Path(basic_root(path, to_save=False).to_load())
+    directory = Path(open_to_load(path).path)
     if not is_there(directory / "LATEST") and (shards := shards_below(directory)):
         return inspect_tiers(directory, shards)
     opened = Opened.at(str(directory))
-    found = list(_checkpoints(opened.root))
+    found = list(_checkpoints(opened.directory))
     tables = opened.tables
     for table in tables:
         table["hyperparameters"] = table["optimizer"]["hyperparameters"]
@@ -132,7 +139,7 @@ def _dense_damage(opened: Opened) -> str | None:
     """What is wrong with the tensors and objects beside the tables, if anything: each of their bytes is read."""
     window = np.empty(_WINDOW_BYTES, np.uint8)
     try:
-        reader = _native.CheckpointReader(opened.root, opened.name)
+        reader = _native.CheckpointReader(opened.directory, opened.name)
         reader.dense_metadata()
         for rank, stream_bytes in enumerate(reader.stream_bytes()):
             for start in range(0, stream_bytes, _WINDOW_BYTES):
@@ -182,10 +189,12 @@ def verify(path: str) -> Report:
 def reshard(source: str, target: str, world_size: int) -> Report:
     """Write a checkpoint again to the directory `target`, divided as `world_size` ranks would have saved it."""
     opened = Opened.at(source)
-    root = basic_root(target, to_save=True).to_save()
+    directory = open_to_save(target)
+    root = directory.path
     if os.path.samefile(root, opened.root):
         raise PathError(f"{target} holds the checkpoint itself: give another directory")
-    name, left = opened.rows.reshard(root, secrets.randbits(64), world_size)
+    published = opened.rows.reshard(directory, secrets.randbits(64), world_size)
+    name, left = published.id.name, list(published.left)
     if opened.manifest.get("dense") is not None:
         left.append("the tensors and objects beside the tables, which DCP saved, are not in it")
     data = {"source": opened.root, "target": root, "checkpoint": name, "ranks": world_size}

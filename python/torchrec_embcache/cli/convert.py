@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,10 @@ from torchrec_embcache.buckets import DEFAULT_BUCKET_HASH
 from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import InputError, PathError, UnsupportedError
 from torchrec_embcache.optimizers import SGD, Adagrad, Adam, AdamW, OptimizerSpec, RowWiseAdagrad
-from torchrec_embcache.paths import basic_root
-from torchrec_embcache.saving import abandon
+from torchrec_embcache.paths import Directory as CheckpointDirectory
+from torchrec_embcache.paths import open_to_save
+from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.save import RankPart, SaveSession
 
 from .checkpoints import Opened
 from .description import DESCRIPTION
@@ -87,7 +88,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
         if not tables:
             raise InputError(f"{source} holds no table in the layout {from_layout}")
         skipped = [name for table in tables for name in table.skipped]
-        written = _import(tables, basic_root(target, to_save=True).to_save(), settings)
+        written = _import(tables, open_to_save(target), settings)
     data = {
         "source": source,
         "target": target,
@@ -104,26 +105,24 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
 # ---- into a checkpoint
 
 
-def _import(tables: list[StoredTable], root: str, settings: Settings) -> list[dict[str, Any]]:
+def _import(tables: list[StoredTable], directory: CheckpointDirectory, settings: Settings) -> list[dict[str, Any]]:
     if not 1 <= settings.total_num_buckets <= MAX_NUM_BUCKETS:
         raise InputError(f"--buckets {settings.total_num_buckets}: give 1 to {MAX_NUM_BUCKETS}")
     specs = [_spec(table, settings) for table in tables]
     names = [(spec["module"], spec["table"]) for spec, _ in specs]
     if len(set(names)) < len(names):
         raise InputError(f"tables {names}: two have one name; tell them apart with --rename")
-    begun = _native.CheckpointSave(root, secrets.randbits(64))
-    try:
-        writer = _native.CheckpointWriter(root, begun.name, 0, 1)
-        last_epoch = 0
+    last_epoch = 0
+    with SaveSession(directory, OneRank()) as session:
+        session.begin()
+        writer = session.writer()
         for table, (spec, slots) in zip(tables, specs, strict=True):
             chunks = _Chunks(table, _OPTIMIZERS[spec["optimizer"]["name"]], slots)
             writer.write_rows(json.dumps(spec), 0, spec["total_num_buckets"], iter(chunks))
             last_epoch = max(last_epoch, chunks.last_epoch)
+        session.write(lambda: RankPart(writer.finish()))
         # Rows that are trained from here on carry a later epoch than all that came in, so that the next delta has only those.
-        begun.publish([writer.finish()], last_epoch + 1)
-    except BaseException:
-        abandon(begun)
-        raise
+        session.publish(last_epoch + 1)
     return [
         {
             "module": spec["module"],

@@ -2,9 +2,9 @@
 
 import os
 
-from torchrec_embcache.paths import is_there
+from torchrec_embcache.paths import Directory, open_to_load, open_to_save
 
-__all__ = ["AtPath", "holds_checkpoint", "rank_directory"]
+__all__ = ["AtPath", "holds_checkpoint", "rank_to_load", "rank_to_save"]
 
 
 class AtPath:
@@ -23,11 +23,20 @@ class AtPath:
         return isinstance(checkpoint_id, os.PathLike) or (bool(checkpoint_id) and "://" not in str(checkpoint_id))
 
 
-def rank_directory(path: str, rank: int) -> str:
-    """Where a rank that saves alone has its checkpoints."""
-    return os.path.join(path, f"rank-{rank}")
+def _of_rank(directory: Directory, rank: int) -> str:
+    return os.path.join(directory.path, f"rank-{rank}")
 
 
-def holds_checkpoint(root: str) -> bool:
+def rank_to_save(directory: Directory, rank: int) -> Directory:
+    """Where a rank that saves alone has its checkpoints, made when missing."""
+    return open_to_save(_of_rank(directory, rank))
+
+
+def rank_to_load(directory: Directory, rank: int) -> Directory:
+    """Where a rank that saved alone has its checkpoints."""
+    return open_to_load(_of_rank(directory, rank))
+
+
+def holds_checkpoint(directory: Directory) -> bool:
     """Whether a checkpoint was ever published in the directory. `StorageError` where that cannot be told."""
-    return is_there(os.path.join(root, "LATEST"))
+    return directory.has("LATEST")

@@ -15,14 +15,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, StateError
-from torchrec_embcache.loading import open_newest
-from torchrec_embcache.paths import Root, basic_root, given_path
+from torchrec_embcache.paths import given_path, open_to_load
+from torchrec_embcache.progress import Tracker
+from torchrec_embcache.sessions.load import LoadSession
+from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.shards import shards_of
+from torchrec_embcache.under_way import finish_saves
 
 from .metadata import Extent, from_json
-from .paths import AtPath, rank_directory
-from .tables import TableReader
+from .paths import AtPath, rank_to_load
 from .tensors import load_whole, read_box
 
 __all__ = ["EmbCacheStorageReader"]
@@ -32,12 +34,9 @@ __all__ = ["EmbCacheStorageReader"]
 class _Load:
     """A checkpoint that is being loaded."""
 
-    root: str
-    reader: _native.CheckpointReader
-    stream_bytes: list[int]
+    session: LoadSession
     # Whether this rank saved it alone.
     is_own: bool
-    tables: TableReader | None = None
 
 
 class EmbCacheStorageReader(AtPath, StorageReader):
@@ -72,14 +71,18 @@ class EmbCacheStorageReader(AtPath, StorageReader):
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the newest checkpoint; with `rank`, of the one that this rank saved with `use_collectives=False`."""
         rank = kwargs.get("rank")
-        root = basic_root(self.path, to_save=False)
-        root = Root.of(rank_directory(root, rank), "basic", to_save=False) if rank is not None else root
-        reader = open_newest(root.to_load(), lambda name: _native.CheckpointReader(root, name))
+        directory = open_to_load(self.path)
+        if rank is not None:
+            directory = rank_to_load(directory, rank)
+        session = LoadSession(OneRank(), slots=self.slots)
+        session.open(directory)
+        reader = session.reader
         document = reader.dense_metadata()
         if document is None:
-            raise MismatchError(f"the checkpoint {reader.name} in {root} has tables only: load it with Saver")
-        self._load = _Load(root, reader, reader.stream_bytes(), is_own=rank is not None)
-        metadata = from_json(document, os.path.join(root, reader.name, "dense.json"), self._load.stream_bytes)
+            raise MismatchError(f"the checkpoint {reader.name} in {directory} has tables only: load it with Saver")
+        self._load = _Load(session, is_own=rank is not None)
+        path = os.path.join(directory.path, reader.name, "dense.json")
+        metadata = from_json(document, path, reader.stream_bytes())
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -92,9 +95,10 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         """Check that the model's tables fit, before any rank changes anything."""
         load = self._current()
         if self.model is not None:
-            load.tables = TableReader(self.model, load.root, load.reader, slots=self.slots)
-            load.tables.check()
-        plan.storage_data = None if load.is_own else load.reader.name
+            shards = shards_of(self.model)
+            finish_saves()
+            load.session.check(shards)
+        plan.storage_data = None if load.is_own else load.session.reader.name
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -109,13 +113,11 @@ class EmbCacheStorageReader(AtPath, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items and tables."""
         load = self._current()
-        try:
-            for item in sorted(plan.items, key=self._place):
-                self._read_item(load.reader, item, planner)
-            if load.tables is not None:
-                load.tables.load()
-        finally:
-            load.reader.release()
+        with load.session as session:
+            for item in sorted(plan.items, key=self._stream_offset):
+                self._read_item(session, item, planner)
+            if self.model is not None:
+                session.load(lambda: Tracker(None, "load"))
         self._load = None
         future: Future[None] = Future()
         future.set_result(None)
@@ -134,15 +136,15 @@ class EmbCacheStorageReader(AtPath, StorageReader):
             )
         return extent
 
-    def _place(self, item: ReadItem) -> tuple[int, int]:
+    def _stream_offset(self, item: ReadItem) -> tuple[int, int]:
         extent = self._extent(item)
         return extent.rank, extent.offset
 
-    def _read_item(self, reader: _native.CheckpointReader, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read_item(self, session: LoadSession, item: ReadItem, planner: LoadPlanner) -> None:
         extent = self._extent(item)
 
         def read(start: int, into: NDArray[np.uint8]) -> None:
-            reader.read_extent(extent.rank, extent.offset + start, into)
+            session.reader.read_extent(extent.rank, extent.offset + start, into)
 
         def whole() -> NDArray[np.uint8]:
             into = np.empty(extent.bytes, np.uint8)

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import math
 import os
-import secrets
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,13 @@ from torch.futures import Future
 
 from torchrec_embcache import _native
 from torchrec_embcache.exceptions import StateError, UnsupportedError
-from torchrec_embcache.paths import Root, basic_root, given_path
-from torchrec_embcache.saving import Unfinished, abandon, warn_of
+from torchrec_embcache.paths import Directory, given_path, open_to_save
+from torchrec_embcache.sessions.part import PartSession
+from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.save import SaveSession
 
 from .metadata import Extent, to_json
-from .paths import AtPath, holds_checkpoint, rank_directory
+from .paths import AtPath, holds_checkpoint, rank_to_save
 from .tables import PartResult, Staged, TableWriter
 from .tensors import is_raw, save_whole, windows
 
@@ -38,12 +39,20 @@ _DCP_VERSION = "1.0.0"
 class _Save:
     """What one save has on this rank."""
 
-    path: Root
+    path: str
     rank: int
     use_collectives: bool
     staged: Staged | None
     # Held until the save is over, so that no other save sweeps it.
-    part: _native.CheckpointPart | None = None
+    part: PartSession | None = None
+    opened: Directory | None = None
+
+    @property
+    def directory(self) -> Directory:
+        """The directory at `path`, checked and made at its first use. All of this save works in what the path leads to then."""
+        if self.opened is None:
+            self.opened = open_to_save(self.path)
+        return self.opened
 
 
 class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
@@ -110,9 +119,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin a save, as `rank` of those that save together."""
         staged = self._tables.take_staged()
-        # Links are followed once: all of this save works in the directory that they lead to now.
-        root = basic_root(self.path, to_save=True)
-        self._save = _Save(root, kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
+        self._save = _Save(self.path, kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
@@ -126,30 +133,29 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
                 raise UnsupportedError(
                     "use_collectives=False saves each rank alone, and tables are whole over all: leave model out"
                 )
-            if holds_checkpoint(save.path):
+            if holds_checkpoint(save.directory):
                 raise StateError(
                     f"{self.path!r} holds a checkpoint of all ranks, which a load would find first: "
                     "give use_collectives=False a path of its own"
                 )
-        root = self._root(save).to_save()
-        if not self.overwrite and holds_checkpoint(root):
-            raise StateError(f"Checkpoint already exists in {root!r} and overwrite=False: give another path")
-        _native.sweep_parts(root)
+        directory = self._directory(save)
+        if not self.overwrite and holds_checkpoint(directory):
+            raise StateError(f"Checkpoint already exists in {directory.path!r} and overwrite=False: give another path")
+        _native.sweep_parts(directory)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items and tables, durably, under a name that the coordinator takes over in `finish`."""
         save = self._current()
-        root = self._root(save).to_save()
-        expected_bytes = sum(_tensor_bytes(item) for item in plan.items)
-        with Unfinished(lambda: _native.CheckpointPart(root, secrets.randbits(64), expected_bytes)) as part:
+        with PartSession() as part:
+            part.begin(self._directory(save), expected_bytes=sum(_tensor_bytes(item) for item in plan.items))
             save.part = part
             results = [_write_item(part, item, planner) for item in plan.items]
             epoch = self._tables.write(part) if save.staged is None else None
-            parts = [PartResult(root, part.name, part.finish(), epoch)]
+            parts = [PartResult(part.finish(), epoch)]
             if save.staged is not None:
                 parts.append(save.staged.result())
-        results += [WriteResult(MetadataIndex(name.part), 0, name) for name in parts]
+        results += [WriteResult(MetadataIndex(each.part.name), 0, each) for each in parts]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -158,16 +164,15 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         """Gather the ranks' parts into a checkpoint and publish it. Until then a load finds the one before."""
         save = self._current()
         try:
-            self._publish(self._root(save), metadata, results)
+            self._publish(self._directory(save), metadata, results)
         except BaseException:
             if save.part is not None:
-                abandon(save.part)
+                save.part.abandon()
             raise
         finally:
             self._save = None
 
-    def _publish(self, path: Root, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        root = path.to_save()
+    def _publish(self, directory: Directory, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [[result.storage_data for result in of_rank] for of_rank in results]
         parts = [[entry for entry in of_rank if isinstance(entry, PartResult)] for of_rank in written]
         metadata.version = _DCP_VERSION
@@ -179,29 +184,23 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
             if isinstance(result.storage_data, Extent)
         }
         document = to_json(metadata)
-        with Unfinished(lambda: _native.CheckpointSave(root, secrets.randbits(64))) as begun:
-            digests = [
-                begun.adopt(rank, len(parts), [(part.root, part.part, part.digest) for part in of_rank])
-                for rank, of_rank in enumerate(parts)
-            ]
-            begun.write_dense_metadata(document)
-            # The least: rows that any rank trains from now on must count as modified after this checkpoint.
-            epochs = [part.epoch for of_rank in parts for part in of_rank if part.epoch is not None]
-            left = begun.publish(digests, min(epochs, default=1))
-        warn_of(left, root)
+        # The least: rows that any rank trains from now on must count as modified after this checkpoint.
+        epochs = [part.epoch for of_rank in parts for part in of_rank if part.epoch is not None]
+        with SaveSession(directory, OneRank()) as session:
+            session.begin()
+            session.adopt([[part.part for part in of_rank] for of_rank in parts], document)
+            session.publish(min(epochs, default=1))
 
     def _current(self) -> _Save:
         if self._save is None:
             raise StateError("set_up_storage_writer() comes before the other calls of a save")
         return self._save
 
-    def _root(self, save: _Save) -> Root:
-        if save.use_collectives:
-            return save.path
-        return Root.of(rank_directory(save.path.to_save(), save.rank), "basic", to_save=True)
+    def _directory(self, save: _Save) -> Directory:
+        return save.directory if save.use_collectives else rank_to_save(save.directory, save.rank)
 
 
-def _write_item(part: _native.CheckpointPart, item: WriteItem, planner: SavePlanner) -> WriteResult:
+def _write_item(part: PartSession, item: WriteItem, planner: SavePlanner) -> WriteResult:
     data = planner.resolve_data(item)
     extent = Extent(0, 0, "bytes")
     if isinstance(data, io.BytesIO):
@@ -213,8 +212,8 @@ def _write_item(part: _native.CheckpointPart, item: WriteItem, planner: SavePlan
     else:
         extent = Extent(0, 0, "saved")
         part.append(np.frombuffer(save_whole(data.detach()), np.uint8))
-    offset, size = part.end_extent()
-    return WriteResult(item.index, size, dataclasses.replace(extent, offset=offset, bytes=size))
+    stored = part.end_extent()
+    return WriteResult(item.index, stored.bytes, dataclasses.replace(extent, offset=stored.offset, bytes=stored.bytes))
 
 
 def _tensor_bytes(item: WriteItem) -> int:

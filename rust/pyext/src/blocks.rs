@@ -1,56 +1,15 @@
-//! Directories of checkpoints, checked and held; and what block-level checkpoints, whose files Python writes, need besides.
+//! What block-level checkpoints, whose files Python writes, need of the core.
 
-use std::ffi::OsString;
-use std::os::fd::{IntoRawFd as _, OwnedFd};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::path::PathBuf;
+use std::sync::{PoisonError, RwLock};
 
 use embcache::checkpoint::{BlockFile, BlockPlace, BlockWriter as Writer};
-use embcache::io::{BeneathEngine, IoEngine, default_engine};
-use embcache::paths::Checks;
+use embcache::io::{BeneathEngine, default_engine};
 use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 
 use crate::buffers::slice;
 use crate::error::{input, to_python};
-use crate::paths::checks_from;
-
-/// Open a directory that is saved to, which was checked before by whatever rules its user chose; its absolute path, and an engine that
-/// works in it whatever becomes of the path. Of those rules the least are held again: nobody else may have exchanged it since.
-pub(crate) fn saving_in(path: &Path) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
-    let (path, directory) = Checks::Basic.open_to_save(path)?;
-    let engine = BeneathEngine::engine(default_engine()?, &path, directory);
-    Ok((path, engine))
-}
-
-/// Open a directory that is loaded from, as [`saving_in`].
-pub(crate) fn loading_from(path: &Path) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
-    let (path, directory) = Checks::Basic.open_to_load(path)?;
-    let engine = BeneathEngine::engine(default_engine()?, &path, directory);
-    Ok((path, engine))
-}
-
-fn opened((path, directory): (PathBuf, OwnedFd)) -> (OsString, i32) {
-    (path.into_os_string(), directory.into_raw_fd())
-}
-
-/// Check the directory that a checkpoint is saved to, making it when missing; its absolute path and an open descriptor.
-#[pyfunction]
-#[pyo3(signature = (path, checks="strict"))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn open_save_dir(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<(OsString, i32)> {
-    let checks = checks_from(checks)?;
-    py.detach(|| checks.open_to_save(&path)).map(opened).map_err(to_python)
-}
-
-/// Check the directory that a checkpoint is loaded from; its absolute path and an open descriptor.
-#[pyfunction]
-#[pyo3(signature = (path, checks="strict"))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn open_load_dir(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<(OsString, i32)> {
-    let checks = checks_from(checks)?;
-    py.detach(|| checks.open_to_load(&path)).map(opened).map_err(to_python)
-}
 
 /// CRC-32C of each chunk of some bytes.
 #[pyfunction]

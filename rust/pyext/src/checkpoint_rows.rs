@@ -1,7 +1,5 @@
 //! Rows of a checkpoint as arrays, without a table: for whoever reads, converts or divides checkpoints.
 
-use std::path::PathBuf;
-
 use embcache::checkpoint::{Chain, RowSink, RowSource, TableSpec, reshard};
 use embcache::rows::RowHeader;
 use embcache::{Error, Kind};
@@ -9,10 +7,11 @@ use numpy::{IntoPyArray, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
 
-use crate::blocks::saving_in;
 use crate::buffers::{GivenMeta, headers_from_python, matrix, meta_to_python, scalars_to_python, slice, slice2};
-use crate::checkpoint::open_chain;
+use crate::checkpoint_load::open_chain;
+use crate::directory::PyDirectory;
 use crate::error::{input, to_python};
+use crate::records::PyPublished;
 
 /// A chunk of rows: ids `[n]`, vectors `[n, V]`, scalars `[n]` or none, metadata or none.
 type GivenChunk<'py> = (
@@ -92,9 +91,8 @@ pub(crate) struct PyRows {
 #[pymethods]
 impl PyRows {
     #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn new(py: Python<'_>, path: PathBuf, latest: &str) -> PyResult<Self> {
-        open_chain(py, &path, latest).map(|inner| Self { inner })
+    fn new(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Self> {
+        open_chain(py, directory, latest).map(|inner| Self { inner })
     }
 
     fn manifest(&self) -> PyResult<String> {
@@ -142,14 +140,11 @@ impl PyRows {
         raised.map_or(read, Err)
     }
 
-    /// Write it again to another directory, divided between `world_size` ranks; its name there.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn reshard(&self, py: Python<'_>, path: PathBuf, random: u64, world_size: u32) -> PyResult<(String, Vec<String>)> {
+    fn reshard(&self, py: Python<'_>, to: &PyDirectory, random: u64, world_size: u32) -> PyResult<PyPublished> {
         let write = || {
-            let (path, engine) = saving_in(&path)?;
-            reshard(&engine, &self.inner, &path, random, world_size)
+            let (engine, path) = to.write()?;
+            reshard(engine, &self.inner, path, random, world_size)
         };
-        let published = py.detach(write).map_err(to_python)?;
-        Ok((published.latest.to_string(), published.left.iter().map(Error::to_string).collect()))
+        py.detach(write).map(Into::into).map_err(to_python)
     }
 }

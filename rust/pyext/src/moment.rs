@@ -1,17 +1,15 @@
 //! One rank's part of a save beside training.
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use embcache::checkpoint::{BesideOptions, CheckpointName, IMAGE_BYTES, RankMoment, TableToSave};
 use pyo3::prelude::*;
 
-use crate::blocks::saving_in;
-use crate::checkpoint::{ancestor, ended, lock};
+use crate::checkpoint::{ended, lock};
+use crate::directory::PyDirectory;
 use crate::error::to_python;
 use crate::foreign::drop_detached;
-use crate::table::PyTable;
+use crate::records::{PyDigest, PyTableToSave, PyTableWritten};
 
 /// From now on the calling thread works while others leave it time.
 #[pyfunction]
@@ -31,9 +29,6 @@ impl Drop for PyMoment {
     }
 }
 
-/// A table's module, itself, its hyperparameters, and the checkpoint that a delta of it builds on.
-type GivenTable = (String, Py<PyTable>, BTreeMap<String, f64>, Option<(String, u64, u32)>);
-
 #[pymethods]
 impl PyMoment {
     #[new]
@@ -41,42 +36,44 @@ impl PyMoment {
     #[expect(clippy::too_many_arguments, reason = "one call of Python")]
     fn new(
         py: Python<'_>,
-        path: PathBuf,
+        directory: &PyDirectory,
         name: &str,
         rank: u32,
         world_size: u32,
-        tables: Vec<GivenTable>,
+        tables: Vec<Py<PyTableToSave>>,
         next_epoch: u32,
         bytes_per_second: Option<u64>,
     ) -> PyResult<Self> {
         let name: CheckpointName = name.parse().map_err(to_python)?;
-        let tables: Vec<TableToSave> = tables
-            .into_iter()
-            .map(|(module, table, hyperparameters, builds_on)| TableToSave {
-                module,
-                table: table.get().inner.clone(),
-                hyperparameters,
-                ancestor: builds_on.map(ancestor),
-            })
-            .collect();
+        let table = |table: &Py<PyTableToSave>| {
+            let table = table.get();
+            TableToSave {
+                module: table.module.clone(),
+                table: table.table.get().inner.clone(),
+                hyperparameters: table.hyperparameters.clone(),
+                ancestor: table.ancestor.clone().map(Into::into),
+            }
+        };
+        let tables: Vec<TableToSave> = tables.iter().map(table).collect();
         let options = BesideOptions { next_epoch, image_bytes: IMAGE_BYTES, bytes_per_second };
         let begin = || {
-            let (path, engine) = saving_in(&path)?;
-            RankMoment::begin(engine, &path, name, (rank, world_size), tables, options)
+            let (engine, path) = directory.write()?;
+            RankMoment::begin(Arc::clone(engine), path, name, (rank, world_size), tables, options)
         };
         let begun = py.detach(begin).map_err(to_python)?;
         Ok(Self { inner: Mutex::new(Some(begun)) })
     }
 
-    fn write_table(&self, py: Python<'_>) -> PyResult<Option<(u64, u64)>> {
+    fn write_table(&self, py: Python<'_>) -> PyResult<Option<PyTableWritten>> {
         let write = || lock(&self.inner).as_mut().map(RankMoment::write_next);
-        py.detach(write).ok_or_else(|| ended("moment"))?.map_err(to_python)
+        let written = py.detach(write).ok_or_else(|| ended("moment"))?.map_err(to_python)?;
+        Ok(written.map(PyTableWritten::changes))
     }
 
-    fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+    fn finish(&self, py: Python<'_>) -> PyResult<PyDigest> {
         let finish = || {
             let moment = lock(&self.inner).take();
-            moment.map(|moment| moment.finish().map(|digest| (digest.bytes, digest.xxh3)))
+            moment.map(|moment| moment.finish().map(Into::into))
         };
         py.detach(finish).ok_or_else(|| ended("moment"))?.map_err(to_python)
     }

@@ -1,29 +1,28 @@
 //! Parts of a checkpoint, and extents.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use embcache::checkpoint::{Part, sweep_parts};
 use embcache::{Error, Kind};
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 
-use crate::blocks::saving_in;
 use crate::buffers::slice;
 use crate::checkpoint::lock;
+use crate::directory::PyDirectory;
 use crate::error::to_python;
 use crate::foreign::drop_detached;
+use crate::records::{PyStreamRange, PyTableToSave, PyTableWritten, PyWrittenPart};
 use crate::table::PyTable;
 
 /// Remove the parts in a directory that nobody holds; what could not be removed.
 #[pyfunction]
-#[pyo3(name = "sweep_parts", signature = (path))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn sweep(py: Python<'_>, path: PathBuf) -> PyResult<Vec<String>> {
+#[pyo3(name = "sweep_parts")]
+pub(crate) fn sweep(py: Python<'_>, directory: &PyDirectory) -> PyResult<Vec<String>> {
     let swept = py.detach(|| {
-        let (path, engine) = saving_in(&path)?;
-        sweep_parts(&*engine, &path)
+        let (engine, path) = directory.write()?;
+        sweep_parts(&**engine, path)
     });
     let left = swept.map_err(to_python)?;
     Ok(left.iter().map(Error::to_string).collect())
@@ -33,6 +32,7 @@ pub(crate) fn sweep(py: Python<'_>, path: PathBuf) -> PyResult<Vec<String>> {
 #[pyclass(frozen, name = "CheckpointPart", module = "torchrec_embcache._native")]
 pub(crate) struct PyPart {
     inner: Mutex<Option<Part>>,
+    directory: String,
     #[pyo3(get)]
     name: String,
 }
@@ -53,14 +53,14 @@ impl PyPart {
 #[pymethods]
 impl PyPart {
     #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    fn new(py: Python<'_>, path: PathBuf, random: u64, expected_bytes: u64) -> PyResult<Self> {
+    fn new(py: Python<'_>, directory: &PyDirectory, random: u64, expected_bytes: u64) -> PyResult<Self> {
         let part = py.detach(|| {
-            let (path, engine) = saving_in(&path)?;
-            Part::begin(engine, &path, random, expected_bytes)
+            let (engine, path) = directory.write()?;
+            Part::begin(Arc::clone(engine), path, random, expected_bytes)
         });
         let part = part.map_err(to_python)?;
-        Ok(Self { name: part.name().to_string(), inner: Mutex::new(Some(part)) })
+        let directory = directory.inner.path().to_string_lossy().into_owned();
+        Ok(Self { directory, name: part.name().to_string(), inner: Mutex::new(Some(part)) })
     }
 
     fn write_table(
@@ -69,20 +69,17 @@ impl PyPart {
         module: &str,
         table: &PyTable,
         hyperparameters: BTreeMap<String, f64>,
-    ) -> PyResult<u64> {
+    ) -> PyResult<PyTableWritten> {
         self.with(py, |part| part.tables()?.write_rows_of(module, &table.inner, hyperparameters))
+            .map(PyTableWritten::rows)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
-    fn hold_tables(
-        &self,
-        py: Python<'_>,
-        tables: Vec<(String, Py<PyTable>, BTreeMap<String, f64>)>,
-        next_epoch: u32,
-    ) -> PyResult<()> {
+    fn hold_tables(&self, py: Python<'_>, tables: Vec<Py<PyTableToSave>>, next_epoch: u32) -> PyResult<()> {
         let tables: Vec<_> = tables
             .iter()
-            .map(|(module, table, hyperparameters)| (module.clone(), &table.get().inner, hyperparameters.clone()))
+            .map(Py::get)
+            .map(|table| (table.module.clone(), &table.table.get().inner, table.hyperparameters.clone()))
             .collect();
         self.with(py, |part| part.hold(tables, next_epoch))
     }
@@ -97,14 +94,14 @@ impl PyPart {
         self.with(py, |part| part.extents()?.append(data))
     }
 
-    fn end_extent(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+    fn end_extent(&self, py: Python<'_>) -> PyResult<PyStreamRange> {
         let extent = self.with(py, |part| part.extents()?.end_extent())?;
-        Ok((extent.offset, extent.bytes))
+        Ok(PyStreamRange { offset: extent.offset, bytes: extent.bytes })
     }
 
-    fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        let digest = self.with(py, Part::finish)?;
-        Ok((digest.bytes, digest.xxh3))
+    fn finish(&self, py: Python<'_>) -> PyResult<PyWrittenPart> {
+        let digest = self.with(py, Part::finish)?.into();
+        Ok(PyWrittenPart { directory: self.directory.clone(), name: self.name.clone(), digest })
     }
 
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {

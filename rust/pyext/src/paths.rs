@@ -1,55 +1,15 @@
-//! Directories that users name: those of checkpoints and of SSD tiers.
+//! Directories of SSD tiers that users name.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::io::{BeneathEngine, IoEngine, default_engine};
-use embcache::paths::{Checks, directory_for_ssd, encode_name, open_for_ssd};
+use embcache::paths::{directory_for_ssd, encode_name, open_for_ssd};
 use embcache::ssd::Root;
-use embcache::{Error, Kind};
 use pyo3::prelude::*;
 
 use crate::error::to_python;
-
-/// The rules that a user chose by name.
-pub(crate) fn checks_from(name: &str) -> PyResult<Checks> {
-    match name {
-        "strict" => Ok(Checks::Strict),
-        "basic" => Ok(Checks::Basic),
-        _ => Err(to_python(Error::new(
-            Kind::Config,
-            format!("path_checks={name:?} is not known: use \"strict\" or \"basic\""),
-        ))),
-    }
-}
-
-/// Check the directory that a checkpoint is saved to, making it when missing; its absolute path.
-#[pyfunction]
-#[pyo3(signature = (path, checks="strict"))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn check_save_dir(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<OsString> {
-    let checks = checks_from(checks)?;
-    py.detach(|| checks.directory_to_save(&path)).map(PathBuf::into_os_string).map_err(to_python)
-}
-
-/// Check the directory that a checkpoint is loaded from; its absolute path.
-#[pyfunction]
-#[pyo3(signature = (path, checks="strict"))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn check_load_dir(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<OsString> {
-    let checks = checks_from(checks)?;
-    py.detach(|| checks.directory_to_load(&path)).map(PathBuf::into_os_string).map_err(to_python)
-}
-
-/// What a path leads to through links, as an absolute path without any.
-#[pyfunction]
-#[pyo3(signature = (path, to_save))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-pub(crate) fn resolve_dir(py: Python<'_>, path: PathBuf, to_save: bool) -> PyResult<OsString> {
-    let resolve = if to_save { Checks::resolve_to_save } else { Checks::resolve_to_load };
-    py.detach(|| resolve(Checks::Basic, &path)).map(PathBuf::into_os_string).map_err(to_python)
-}
 
 /// Check and hold a user's `ssd_dir`; its absolute path, and an engine that works in it whatever becomes of the path.
 pub(crate) fn ssd_engine(ssd_dir: &Path) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {

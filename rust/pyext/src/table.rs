@@ -23,6 +23,7 @@ use crate::error::{from_python, to_python};
 use crate::foreign::under_lock;
 use crate::logging::follow_levels;
 use crate::paths::ssd_engine;
+use crate::records::PyAncestor;
 use crate::segments::PySegments;
 
 /// Reads rows of the device tier by a Python callable.
@@ -240,16 +241,16 @@ impl PyTable {
     fn set_epoch(&self, py: Python<'_>, epoch: u32) -> PyResult<()> {
         py.detach(|| self.inner.set_epoch(epoch)).map_err(to_python)
     }
-    fn ancestors(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, u32)>> {
+    fn ancestors(&self, py: Python<'_>) -> PyResult<Vec<PyAncestor>> {
         let ancestors = py.detach(|| self.inner.ancestors()).map_err(to_python)?;
-        Ok(ancestors.into_iter().map(|one| (one.name, one.manifest_xxh3, one.next_epoch)).collect())
+        Ok(ancestors.into_iter().map(Into::into).collect())
     }
     #[pyo3(signature = (next_epoch, ancestor=None))]
-    fn saved_beside(&self, py: Python<'_>, next_epoch: u32, ancestor: Option<(String, u64, u32)>) {
-        py.detach(|| self.inner.saved_beside(next_epoch, ancestor.map(crate::checkpoint::ancestor)));
+    fn saved_beside(&self, py: Python<'_>, next_epoch: u32, ancestor: Option<PyAncestor>) {
+        py.detach(|| self.inner.saved_beside(next_epoch, ancestor.map(Into::into)));
     }
-    fn saved_as(&self, py: Python<'_>, ancestor: (String, u64, u32)) -> PyResult<()> {
-        py.detach(|| self.inner.saved_as(crate::checkpoint::ancestor(ancestor))).map_err(to_python)
+    fn saved_as(&self, py: Python<'_>, ancestor: PyAncestor) -> PyResult<()> {
+        py.detach(|| self.inner.saved_as(ancestor.into())).map_err(to_python)
     }
     #[pyo3(signature = (reason))]
     fn set_unusable(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {

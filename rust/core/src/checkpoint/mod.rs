@@ -35,6 +35,7 @@
 //! newest one and sweeps others; `ops` works on whole checkpoints. None imports from one that comes after it.
 
 mod blocks;
+mod directory;
 mod extents;
 mod manifest;
 mod ops;
@@ -44,6 +45,7 @@ mod rows;
 
 pub use crate::cache::{Gather, GroupSink};
 pub use blocks::writer::{BlockFile, BlockPlace, BlockWriter};
+pub use directory::Directory;
 pub use extents::reader::ExtentReader;
 pub use extents::writer::ExtentWriter;
 pub use manifest::dense::{DenseEntry, DenseShare, Extent};
@@ -52,6 +54,7 @@ pub use manifest::latest::{CheckpointName, Latest, PartName};
 pub use manifest::manifests::{CheckpointKind, Manifest, OptimizerSpec, Parent, TableEntry, TableSpec};
 pub use ops::beside::{BesideOptions, IMAGE_BYTES, Pace, RankMoment, TableToSave, work_behind};
 pub use ops::chain::{Chain, ChainReader};
+pub use ops::check::{Columns, Segments, TableRequest, TableSource};
 pub use ops::compact::Compaction;
 pub use ops::part::Part;
 pub use ops::reshard::reshard;

@@ -2,6 +2,7 @@
 
 pub(crate) mod beside;
 pub(crate) mod chain;
+pub(crate) mod check;
 pub(crate) mod compact;
 pub(crate) mod part;
 pub(crate) mod reshard;

@@ -1,0 +1,324 @@
+"""A checkpoint that is read from its opening on, and tables that refuse use while their rows are replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+from torchrec_embcache import _native
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.collective import is_distributed
+from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, StateError
+from torchrec_embcache.optimizers import check_saved_optimizer
+from torchrec_embcache.paths import Directory, PathChecks, open_to_load, open_to_save
+from torchrec_embcache.progress import Tracker
+from torchrec_embcache.reports import LoadReport
+from torchrec_embcache.shards import Shard
+from torchrec_embcache.table_names import Pair, check_names, check_rows, shown, sources_of
+
+from .ranks import Ranks
+from .save import RankPart
+
+__all__ = ["LoadSession", "Merge", "TablesUnderLoad"]
+
+_log = logging.getLogger("torchrec_embcache.saver")
+
+# A load begins again where a save replaced what it was about to read. Each time means a save that was completed meanwhile.
+ATTEMPTS = 100
+
+T = TypeVar("T")
+
+
+class TablesUnderLoad:
+    """Tables whose rows are replaced in a block: they refuse use (`StateError` with `reason`) until the block has succeeded.
+
+    Where it is left by an error or an interrupt before it changed any of them, they are as before. `by_all_ranks`: ranks replace
+    their rows together, and an error that all raise leaves the tables of all refusing use.
+    """
+
+    def __init__(self, tables: Iterable[CacheTable], reason: str, *, by_all_ranks: bool = False) -> None:
+        self._reason, self._by_all_ranks = reason, by_all_ranks and is_distributed()
+        self._before = [(table, table.unusable, table.native, table.native.version()) for table in tables]
+
+    @property
+    def changed(self) -> bool:
+        """Whether the contents of any of the tables are others than before."""
+        return any(
+            table.native_or_none is not native or native.is_closed() or native.version() != version
+            for table, _, native, version in self._before
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            for table, *_ in self._before:
+                table.set_unusable(self._reason)
+            return self  # within, or an interrupt here would come neither to the lines below nor to __exit__
+        except BaseException:
+            self._put_back()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for table, *_ in self._before:
+                table.set_unusable(None)
+        elif not (self.changed or (self._by_all_ranks and isinstance(error, Exception))):
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for table, unusable, *_ in self._before:
+            table.set_unusable(unusable)
+
+
+def _open_together(
+    ranks: Ranks, find: Callable[[], tuple[Directory, str]], open_it: Callable[[Directory, str], T], *, newest: bool
+) -> tuple[Directory, str, T]:
+    """The directory, the name, and what `open_it` gives for both. Collective.
+
+    `find` gives a directory and the name of a checkpoint on each rank; all ranks open the one that the first rank finds. Where a
+    save replaces the checkpoint before every rank has opened it this begins again with the next, if the `newest` is wanted and not
+    one that was asked for by its name.
+    """
+    path = ""
+    for _ in range(ATTEMPTS):
+        opened: list[T] = []
+        directories: list[Directory] = []
+
+        def look(directories: list[Directory] = directories) -> str:
+            directory, name = find()
+            directories.append(directory)
+            return name
+
+        name = ranks.together(look)[0]
+        directory = directories[0]
+        path = directory.path
+
+        def open_here(directory: Directory = directory, name: str = name, opened: list[T] = opened) -> bool:
+            try:
+                opened.append(open_it(directory, name))
+            except EmbCacheError as error:
+                if not newest or not _was_replaced(directory, name, error):
+                    raise
+            return bool(opened)
+
+        if all(ranks.together(open_here)):
+            return directory, name, opened[0]
+    raise StateError(
+        f"saves replaced the newest checkpoint in {path} {ATTEMPTS} times while it was being opened: load between saves, or save "
+        "with keep=2 or more"
+    )
+
+
+def _was_replaced(directory: Directory, name: str, error: EmbCacheError) -> bool:
+    """Whether `error`, of opening the checkpoint `name`, only says that a save replaced it meanwhile."""
+    if _native.latest_checkpoint(directory) == name:
+        return False
+    _log.info("%s was replaced before it was open (%s): opening the newest again", name, error)
+    return True
+
+
+class LoadSession:
+    """A checkpoint, the newest or the one named, that is loaded into tables on every rank.
+
+    As a block it keeps saves from removing the checkpoint until it is left. The order of calls: `open`, `check`, `load`. Nothing is
+    changed before `load`.
+    """
+
+    def __init__(self, ranks: Ranks, checkpoint: str | None = None, *, slots: bool = True) -> None:
+        """`slots`: whether rows come with the optimizer's slots; without them they fit tables with any optimizer."""
+        self._ranks, self._checkpoint, self._slots = ranks, checkpoint, slots
+        self._shards: list[Shard] = []
+        self._names: set[Pair] = set()
+        self._sources: dict[Pair, Pair] = {}
+        self._unexpected: set[Pair] = set()
+        self._only: Collection[str] | None = None
+        # Of each table of this rank, no fewer rows than it will have; without deltas exactly as many.
+        self._rows: dict[Pair, int] = {}
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more is read: saves may remove the checkpoint. Harmless twice."""
+        self._undo.close()
+
+    def open(self, directory: Directory) -> None:
+        """Open the checkpoint in `directory` and keep it from being removed. Collective."""
+
+        def find() -> tuple[Directory, str]:
+            return directory, self._checkpoint or _native.latest_checkpoint(directory)
+
+        self.directory, _, self.reader = _open_together(
+            self._ranks, find, _native.CheckpointReader, newest=self._checkpoint is None
+        )
+        self._undo.callback(self.reader.release)
+        self._saved = {(entry.module, entry.table): entry for entry in self.reader.tables()}
+
+    @property
+    def most_rows(self) -> int:
+        """No fewer rows than this rank will load."""
+        return sum(self._rows.values())
+
+    def check(
+        self,
+        shards: list[Shard],
+        *,
+        tables: Collection[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        strict: bool = True,
+    ) -> None:
+        """Check that the wanted tables of `shards` are there and fit, and the headers of their files. Collective."""
+        self._shards, self._only = shards, tables
+        mine = [(module_path, table.name) for module_path, _, table in shards]
+        self._names = {pair for pairs in self._ranks.together(lambda: mine) for pair in pairs}
+        self._ranks.together(lambda: self._check(tables, rename, strict=strict))
+
+    def _check(self, tables: Collection[str] | None, rename: Mapping[str, str] | None, *, strict: bool) -> None:
+        names, saved = self._names, self._saved
+        self._sources = sources_of(names, set(saved), tables, rename)
+        # One rank of several sees its own tables: those of other ranks are in the checkpoint and not here.
+        whole = tables is None and self._ranks.sees_all
+        self._unexpected = set(saved) - set(self._sources.values()) if whole else set()
+        if strict and not self._ranks.sees_all:
+            self._check_own_names()
+        elif strict:
+            check_names(names, self._sources, tables, self._unexpected, set(saved), self.directory.path)
+        for module_path, _, table in self._shards:
+            source = self._sources.get((module_path, table.name))
+            if source is not None:
+                self._rows[module_path, table.name] = self._check_table(module_path, table, source)
+
+    def _check_own_names(self) -> None:
+        for module, table in sorted(self._names - set(self._sources)):
+            there = ", ".join(f"{name!r} of module {path!r}" for path, name in sorted(self._saved)) or "none"
+            raise MismatchError(
+                f"the checkpoint in {self.directory} has no table {table!r} of module {module!r}; it has {there}: "
+                "leave model out, or give the one that was saved"
+            )
+
+    def _check_table(self, module_path: str, table: CacheTable, source: Pair) -> int:
+        saved = self._saved[source]
+        buckets = table.buckets_of(saved.total_num_buckets)
+        if self._slots:
+            check_saved_optimizer(f"{table.name!r} of module {module_path!r}", table.optimizer, saved.optimizer)
+        # Whoever is brought together by others cannot open tables of all ranks from segments at once.
+        return self.reader.check_table(
+            module_path, table.native, *buckets, saved=source, segments=self._ranks.sees_all, slots=self._slots
+        )
+
+    def load(self, tracker: Callable[[], Tracker]) -> LoadReport:
+        """Replace the contents of the tables. After an error they refuse use until a load succeeds. Collective."""
+        reader, sources, ranks = self.reader, self._sources, self._ranks
+        wanted = [shard for shard in self._shards if (shard[0], shard[2].name) in sources]
+        reason = f"loading the checkpoint {reader.name} in {self.directory} did not succeed; load one that is whole"
+        with contextlib.ExitStack() as undo:
+            under_load = TablesUnderLoad([table for *_, table in wanted], reason, by_all_ranks=True)
+
+            def refuse() -> None:
+                undo.enter_context(under_load)
+
+            ranks.together(refuse)
+            rows = dict.fromkeys(sorted(sources), 0)
+            for of_rank in ranks.together(lambda: self._replace_all(wanted, tracker)):
+                for pair, count in of_rank.items():
+                    rows[pair] += count
+            self._check_loaded(rows)
+            for module_path, _, table in wanted:
+                source = sources[module_path, table.name]
+                table.loaded_step = self._saved[source].step
+                if self._builds_on(source, (module_path, table.name)):
+                    table.native.saved_as(_native.Ancestor(reader.id, reader.next_epoch))
+        return self._report(rows)
+
+    def _builds_on(self, source: Pair, pair: Pair) -> bool:
+        """Whether a delta of the table can build on the checkpoint that it was loaded from.
+
+        It cannot on a linked checkpoint, on one where the table has another name, or where it came without its slots. What DCP
+        saved is no ancestor either: see docs/design-checkpoint.md.
+        """
+        return source == pair and self.reader.kind != "snapshot" and self._slots and self._ranks.sees_all
+
+    def _replace_all(self, wanted: Sequence[Shard], tracker: Callable[[], Tracker]) -> dict[Pair, int]:
+        loaded: dict[Pair, int] = {}
+        with tracker() as told:
+            for shard in wanted:
+                pair = shard[0], shard[2].name
+                told.table(shown(pair))
+                loaded[pair] = self._replace(shard, self._saved[self._sources[pair]], told.advance)
+        return loaded
+
+    def _replace(self, shard: Shard, saved: _native.SavedTable, advance: Callable[[int], object]) -> int:
+        """Replace the contents of one table; how many rows it has then. `advance` is told of rows as they are in place."""
+        module_path, owner, table = shard
+        segments = self.reader.segments(module_path, table.name)
+        table.adopt(saved.total_num_buckets, saved.key, saved.bucket_hash, segments)
+        # Also where nothing changed now: a load that was interrupted may have changed it and not come to here.
+        owner.buckets_changed()
+        if segments is None:
+            rows = self.reader.load_table(module_path, table.native, advance)
+            table.native.set_epoch(self.reader.next_epoch)
+            return rows
+        rows = table.stats().rows
+        advance(rows)
+        return rows
+
+    def _check_loaded(self, rows: Mapping[Pair, int]) -> None:
+        """`CorruptionError` unless the tables have the rows that the checkpoint says, of all ranks or of this one."""
+        if self._ranks.sees_all:
+            saved, sources = self._saved, self._sources
+            counts = {pair: (count, saved[sources[pair]].rows) for pair, count in rows.items()}
+            check_rows(counts, self.reader.name, self.directory.path)
+            return
+        for (module, table), count in rows.items():
+            if count != (expected := self._rows[module, table]):
+                raise CorruptionError(
+                    f"the checkpoint {self.reader.name} in {self.directory} is damaged: table {table!r} of module "
+                    f"{module!r} should have {expected} rows here and has {count}"
+                )
+
+    def _report(self, rows: Mapping[Pair, int]) -> LoadReport:
+        missing = sorted(self._names - set(self._sources)) if self._only is None else ()
+        return LoadReport(
+            checkpoint=self.reader.name,
+            deltas=len(self.reader.links) - 1,
+            rows={shown(pair): count for pair, count in rows.items()},
+            missing=tuple(shown(pair) for pair in missing),
+            unexpected=tuple(shown(pair) for pair in sorted(self._unexpected)),
+            renamed={shown(source): shown(pair) for pair, source in sorted(self._sources.items()) if pair != source},
+        )
+
+
+class Merge:
+    """The newest checkpoint of a directory with all that it builds on, to be written again as a full one."""
+
+    def __init__(self, ranks: Ranks, path: str, checks: PathChecks) -> None:
+        """Open the checkpoint, and the directory to save to. Collective."""
+        self._ranks = ranks
+
+        def find() -> tuple[Directory, str]:
+            latest = _native.latest_checkpoint(
+                open_to_load(path, checks)
+            )  # first: it makes no directory where there is none
+            return open_to_save(path, checks), latest
+
+        self.directory, self.newest, self.chain = _open_together(
+            ranks, find, _native.CheckpointCompaction.open, newest=True
+        )
+        """The directory, the name of the newest checkpoint, and what is merged; None where that is full already."""
+
+    def write(self, name: str, tracker: Tracker) -> RankPart:
+        """Write this rank's share of the rows into the checkpoint `name`."""
+        assert self.chain is not None, "there is something to merge"
+        with tracker:
+            digest = self.chain.write(name, self._ranks.rank, self._ranks.world_size, tracker.advance)
+        # When the new checkpoint is published, what was merged can be removed.
+        self.chain.release()
+        return RankPart(digest)

@@ -1,0 +1,117 @@
+"""A checkpoint from its beginning to its publication."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torchrec_embcache import _native
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.paths import Directory
+
+from .begun import Begun
+from .ranks import Ranks
+
+__all__ = ["RankPart", "SaveSession"]
+
+_log = logging.getLogger("torchrec_embcache.saver")
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank wrote: its digest, for the coordinator to publish, and how much it was."""
+
+    digest: _native.Digest
+    rows: int = 0
+    tombstones: int = 0
+    linked_bytes: int = 0
+    copied_bytes: int = 0
+
+
+class SaveSession(Begun[_native.CheckpointSave]):
+    """A checkpoint in `directory`. Every rank has a session; the coordinator's begins the checkpoint and publishes it.
+
+    As a block it abandons the checkpoint where the block is left by an error or an interrupt: a load finds the one before. The
+    order of calls: `begin`, then `write` (or `adopt` for each rank, where ranks wrote parts), then `publish`.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        ranks: Ranks,
+        *,
+        keep: int = 1,
+        parent: _native.CheckpointId | None = None,
+        merged: _native.CheckpointId | None = None,
+        linked: bool = False,
+    ) -> None:
+        """`parent`: what a delta builds on. `merged`: the checkpoint that this one replaces with all it builds on. `linked`: tables
+        with an SSD tier are in it as their segments. `keep`: so many of the newest checkpoints stay.
+        """
+        super().__init__()
+        self.directory, self.ranks = directory, ranks
+        self._keep, self._parent, self._merged, self._linked = keep, parent, merged, linked
+        self.name = ""
+        """The checkpoint's name, once it is begun."""
+        self.parts: list[RankPart] = []
+        """What each rank wrote, by rank, once all have."""
+
+    def begin(self) -> None:
+        """Begin the checkpoint. Collective."""
+        self.name = self.ranks.together(self._begin if self.ranks.rank == 0 else str)[0]
+
+    def _begin(self) -> str:
+        self._begun = _native.CheckpointSave(
+            self.directory,
+            secrets.randbits(64),
+            keep=self._keep,
+            parent=self._parent,
+            merged=self._merged,
+            linked=self._linked,
+        )
+        return self._begun.name
+
+    def writer(self) -> _native.CheckpointWriter:
+        """What writes this rank's rows into the checkpoint."""
+        return _native.CheckpointWriter(self.directory, self.name, self.ranks.rank, self.ranks.world_size)
+
+    def write(self, work: Callable[[], RankPart]) -> None:
+        """Do `work`, which writes this rank's part, on every rank. Collective."""
+        self.parts = self.ranks.together(work)
+
+    def adopt(self, parts: Sequence[Sequence[_native.WrittenPart]], dense_metadata: bytes) -> None:
+        """Take over what each rank wrote into parts of its own, by rank, with what describes their extents. The coordinator's."""
+        assert self._begun is not None, "begin() comes before"
+        begun = self._begun
+        self.parts = [RankPart(begun.adopt(rank, len(parts), list(of_rank))) for rank, of_rank in enumerate(parts)]
+        begun.write_dense_metadata(dense_metadata)
+
+    def publish(self, next_epoch: int, tables: Iterable[CacheTable] = ()) -> _native.CheckpointId:
+        """Make the checkpoint the newest one; what it is known by. Collective.
+
+        Once it is published on all ranks, rows of `tables` that are trained carry `next_epoch`, and deltas can build on it (not on
+        a linked one).
+        """
+        found = self.ranks.together(self._publish_with(next_epoch))[0]
+        assert found is not None, "the coordinator publishes"
+        for table in tables:
+            table.native.set_epoch(next_epoch)
+            if not self._linked:
+                table.native.saved_as(_native.Ancestor(found, next_epoch))
+        return found
+
+    def _publish_with(self, next_epoch: int) -> Callable[[], _native.CheckpointId | None]:
+        begun, digests = self._begun, [part.digest for part in self.parts]
+
+        def publish() -> _native.CheckpointId | None:
+            if begun is None:
+                return None
+            published = begun.publish(digests, next_epoch)
+            self._begun = None
+            for what in published.left:
+                _log.warning("an older checkpoint in %s could not be removed: %s", self.directory, what)
+            return published.id
+
+        return publish

@@ -1,0 +1,234 @@
+//! Loading checkpoints into tables, and merging them.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use embcache::checkpoint::{
+    Chain, ChainReader, CheckpointName, Columns, Compaction, Extent, ExtentReader, Latest, Segments, TableRequest,
+    TableSource,
+};
+use embcache::io::IoEngine;
+use embcache::{Error, Kind};
+use numpy::PyReadwriteArray1;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::buffers::slice_mut;
+use crate::checkpoint::lock;
+use crate::directory::PyDirectory;
+use crate::error::to_python;
+use crate::records::{PyCheckpointId, PyDigest, PySavedTable};
+use crate::segments::PySegments;
+use crate::table::PyTable;
+
+/// Tell a rank's callable how many more rows are done. An exception of its ends the work.
+fn report(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, rows: u64) -> embcache::Result<()> {
+    let Some(progress) = progress else { return Ok(()) };
+    Python::attach(|py| progress.call1(py, (rows,))).map(|_| ()).map_err(|error| {
+        *raised = Some(error);
+        Error::new(Kind::State, "progress raised an exception")
+    })
+}
+
+/// The checkpoint `latest` of a directory, with all that it builds on.
+pub(crate) fn open_chain(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Chain> {
+    let latest: Latest = latest.parse().map_err(to_python)?;
+    let (engine, path) = directory.read();
+    py.detach(|| Chain::open(engine, path, latest)).map_err(to_python)
+}
+
+/// One rank's part of merging a chain of deltas.
+#[pyclass(frozen, name = "CheckpointCompaction", module = "torchrec_embcache._native")]
+pub(crate) struct PyCompaction {
+    inner: Compaction,
+    path: PathBuf,
+    engine: Arc<dyn IoEngine>,
+}
+
+#[pymethods]
+impl PyCompaction {
+    #[staticmethod]
+    fn open(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Option<Self>> {
+        let latest: Latest = latest.parse().map_err(to_python)?;
+        let open = || {
+            let (engine, path) = directory.write()?;
+            let inner = Compaction::open(engine, path, latest)?;
+            Ok(inner.map(|inner| Self { inner, path: path.to_owned(), engine: Arc::clone(engine) }))
+        };
+        py.detach(open).map_err(to_python)
+    }
+
+    #[getter]
+    fn id(&self) -> PyCheckpointId {
+        self.inner.chain().identity().into()
+    }
+
+    #[getter]
+    fn next_epoch(&self) -> u32 {
+        self.inner.chain().manifest().next_epoch
+    }
+
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.inner.chain().manifest().tables.iter().map(|entry| entry.total_rows).sum()
+    }
+
+    fn release(&self) {
+        self.inner.chain().let_go();
+    }
+
+    #[pyo3(signature = (name, rank, world_size, progress=None))]
+    #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
+    fn write(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        rank: u32,
+        world_size: u32,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<PyDigest> {
+        let name: CheckpointName = name.parse().map_err(to_python)?;
+        let mut raised = None;
+        let written = py.detach(|| {
+            let mut told = |rows| report(progress.as_ref(), &mut raised, rows);
+            self.inner.write(&self.engine, &self.path, name, (rank, world_size), &mut told)
+        });
+        raised.map_or(Ok(()), Err)?;
+        written.map(Into::into).map_err(to_python)
+    }
+}
+
+/// A checkpoint whose manifests are checked, and all that it builds on.
+#[pyclass(frozen, name = "CheckpointReader", module = "torchrec_embcache._native")]
+pub(crate) struct PyReader {
+    inner: Chain,
+    /// How each table is loaded that `check_table` has checked, by the table's own module and name.
+    sources: Mutex<HashMap<(String, String), TableSource>>,
+    /// Of the newest checkpoint.
+    extents: ExtentReader,
+}
+
+#[pymethods]
+impl PyReader {
+    #[new]
+    fn new(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Self> {
+        let inner = open_chain(py, directory, latest)?;
+        Ok(Self { extents: inner.links()[0].extent_reader(), inner, sources: Mutex::default() })
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.inner.manifest().name
+    }
+
+    #[getter]
+    fn id(&self) -> PyCheckpointId {
+        self.inner.identity().into()
+    }
+
+    #[getter]
+    fn kind(&self) -> &'static str {
+        self.inner.manifest().kind.name()
+    }
+
+    #[getter]
+    fn links(&self) -> Vec<String> {
+        self.inner.names().map(str::to_owned).collect()
+    }
+
+    #[getter]
+    fn next_epoch(&self) -> u32 {
+        self.inner.manifest().next_epoch
+    }
+
+    fn release(&self) {
+        self.inner.let_go();
+    }
+
+    fn dense_metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let metadata = py.detach(|| self.inner.links()[0].dense_metadata()).map_err(to_python)?;
+        Ok(metadata.map(|metadata| PyBytes::new(py, &metadata)))
+    }
+
+    fn stream_bytes(&self) -> Vec<u64> {
+        self.extents.stream_bytes()
+    }
+
+    fn read_extent(&self, py: Python<'_>, rank: u32, offset: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
+        let into = slice_mut("into", &mut into)?;
+        let extent = Extent { offset, bytes: into.len() as u64 };
+        py.detach(|| self.extents.read(rank, extent, into)).map_err(to_python)
+    }
+
+    fn tables(&self) -> Vec<PySavedTable> {
+        self.inner.manifest().tables.iter().map(PySavedTable::of).collect()
+    }
+
+    #[pyo3(signature = (module, table, bucket_begin, bucket_end, *, saved=None, segments=false, slots=true))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of one request")]
+    fn check_table(
+        &self,
+        py: Python<'_>,
+        module: String,
+        table: &PyTable,
+        bucket_begin: u32,
+        bucket_end: u32,
+        saved: Option<(String, String)>,
+        segments: bool,
+        slots: bool,
+    ) -> PyResult<u64> {
+        let name = table.inner.config().name.clone();
+        let saved = saved.unwrap_or_else(|| (module.clone(), name.clone()));
+        let request = TableRequest {
+            module: &saved.0,
+            table: &saved.1,
+            buckets: bucket_begin..bucket_end,
+            columns: if slots { Columns::All } else { Columns::WithoutSlots },
+            segments: if segments { Segments::Open } else { Segments::Refuse },
+        };
+        let source = py.detach(|| self.inner.check_table(&table.inner, &request)).map_err(to_python)?;
+        let rows = source.most_rows();
+        lock(&self.sources).insert((module, name), source);
+        Ok(rows)
+    }
+
+    /// The segments that the table is to be opened from, if `check_table` found that it is. They are given once.
+    fn segments(&self, module: String, table: String) -> Option<PySegments> {
+        let (mut sources, key) = (lock(&self.sources), (module, table));
+        match sources.remove(&key)? {
+            TableSource::Segments(files, counters) => Some(PySegments { files: Arc::new(files), counters }),
+            rows @ TableSource::Rows(_) => {
+                sources.insert(key, rows);
+                None
+            }
+        }
+    }
+
+    #[pyo3(signature = (module, table, progress=None))]
+    #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
+    fn load_table(
+        &self,
+        py: Python<'_>,
+        module: String,
+        table: &PyTable,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<u64> {
+        let reader = self.rows_of(module, table.inner.config().name.clone())?;
+        let mut raised = None;
+        let loaded =
+            py.detach(|| reader.load_with(&table.inner, &mut |rows| report(progress.as_ref(), &mut raised, rows)));
+        raised.map_or(Ok(()), Err)?;
+        loaded.map_err(to_python)
+    }
+}
+
+impl PyReader {
+    /// What `check_table` made ready to read the rows of a table.
+    fn rows_of(&self, module: String, table: String) -> PyResult<ChainReader> {
+        match lock(&self.sources).remove(&(module, table)) {
+            Some(TableSource::Rows(reader)) => Ok(reader),
+            _ => Err(to_python(Error::new(Kind::State, "check_table() comes before load_table(), once for each"))),
+        }
+    }
+}

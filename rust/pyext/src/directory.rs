@@ -1,0 +1,89 @@
+//! Directories of checkpoints that users name.
+
+use std::ffi::OsString;
+use std::os::fd::IntoRawFd as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use embcache::checkpoint::Directory;
+use embcache::io::IoEngine;
+use embcache::paths::Checks;
+use embcache::{Error, Kind};
+use pyo3::prelude::*;
+
+use crate::error::to_python;
+
+/// The rules that a user chose by name.
+fn checks_from(name: &str) -> PyResult<Checks> {
+    match name {
+        "strict" => Ok(Checks::Strict),
+        "basic" => Ok(Checks::Basic),
+        _ => Err(to_python(Error::new(
+            Kind::Config,
+            format!("path_checks={name:?} is not known: use \"strict\" or \"basic\""),
+        ))),
+    }
+}
+
+/// A directory that passed the checks of path, owner and permission bits, and is held by its descriptor as long as this lives.
+#[pyclass(frozen, name = "Directory", module = "torchrec_embcache._native")]
+pub(crate) struct PyDirectory {
+    pub(crate) inner: Directory,
+}
+
+impl PyDirectory {
+    /// The directory's engine and its path, to read what lies there.
+    pub(crate) fn read(&self) -> (&Arc<dyn IoEngine>, &Path) {
+        (self.inner.engine(), self.inner.path())
+    }
+
+    /// The directory's engine and its path, to change what lies there.
+    pub(crate) fn write(&self) -> embcache::Result<(&Arc<dyn IoEngine>, &Path)> {
+        Ok((self.inner.engine_to_save()?, self.inner.path()))
+    }
+}
+
+#[pymethods]
+impl PyDirectory {
+    #[staticmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
+    fn to_save(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<Self> {
+        let checks = checks_from(checks)?;
+        py.detach(|| Directory::to_save(&path, checks)).map(|inner| Self { inner }).map_err(to_python)
+    }
+
+    #[staticmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
+    fn to_load(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<Self> {
+        let checks = checks_from(checks)?;
+        py.detach(|| Directory::to_load(&path, checks)).map(|inner| Self { inner }).map_err(to_python)
+    }
+
+    #[getter]
+    fn path(&self) -> OsString {
+        self.inner.path().as_os_str().to_owned()
+    }
+
+    fn __str__(&self) -> OsString {
+        self.path()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Directory({:?})", self.inner.path())
+    }
+
+    /// Whether something lies in the directory under this name; a link is not followed.
+    fn has(&self, py: Python<'_>, name: &str) -> PyResult<bool> {
+        py.detach(|| self.inner.engine().exists(&self.inner.path().join(name))).map_err(to_python)
+    }
+
+    /// A descriptor of the directory, which the caller closes.
+    fn open_descriptor(&self) -> PyResult<i32> {
+        let descriptor = self.inner.descriptor().map(|descriptor| descriptor.try_clone_to_owned());
+        let missing = || Error::new(Kind::State, "the directory has no descriptor");
+        let owned = descriptor
+            .ok_or_else(missing)
+            .and_then(|copy| copy.map_err(|error| Error::io("hold", self.inner.path(), &error)));
+        owned.map(|descriptor| descriptor.into_raw_fd()).map_err(to_python)
+    }
+}

@@ -1,0 +1,273 @@
+//! What crosses the border as a value with named fields: frozen, compared by its fields, and pickled where ranks send it to each other.
+
+use std::collections::BTreeMap;
+
+use embcache::cache::Ancestor;
+use embcache::checkpoint::{Checkpoint, Parent, RankDigest, TableEntry};
+use embcache::{Error, checkpoint};
+use pyo3::prelude::*;
+
+use crate::table::PyTable;
+
+/// What identifies a manifest: its length and its XXH3.
+#[pyclass(frozen, get_all, eq, hash, from_py_object, name = "Digest", module = "torchrec_embcache._native")]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct PyDigest {
+    bytes: u64,
+    xxh3: u64,
+}
+
+#[pymethods]
+impl PyDigest {
+    #[new]
+    fn new(bytes: u64, xxh3: u64) -> Self {
+        Self { bytes, xxh3 }
+    }
+
+    fn __getnewargs__(&self) -> (u64, u64) {
+        (self.bytes, self.xxh3)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Digest(bytes={}, xxh3={})", self.bytes, self.xxh3)
+    }
+}
+
+impl From<RankDigest> for PyDigest {
+    fn from(digest: RankDigest) -> Self {
+        Self { bytes: digest.bytes, xxh3: digest.xxh3 }
+    }
+}
+
+impl From<PyDigest> for RankDigest {
+    fn from(digest: PyDigest) -> Self {
+        Self { bytes: digest.bytes, xxh3: digest.xxh3 }
+    }
+}
+
+/// What identifies a checkpoint: its name and the XXH3 of its manifest.
+#[pyclass(frozen, get_all, eq, hash, from_py_object, name = "CheckpointId", module = "torchrec_embcache._native")]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct PyCheckpointId {
+    name: String,
+    manifest_xxh3: u64,
+}
+
+#[pymethods]
+impl PyCheckpointId {
+    #[new]
+    fn new(name: String, manifest_xxh3: u64) -> Self {
+        Self { name, manifest_xxh3 }
+    }
+
+    fn __getnewargs__(&self) -> (String, u64) {
+        (self.name.clone(), self.manifest_xxh3)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("CheckpointId(name={:?}, manifest_xxh3={})", self.name, self.manifest_xxh3)
+    }
+}
+
+impl From<Parent> for PyCheckpointId {
+    fn from(parent: Parent) -> Self {
+        Self { name: parent.name, manifest_xxh3: parent.manifest_xxh3 }
+    }
+}
+
+impl From<PyCheckpointId> for Parent {
+    fn from(id: PyCheckpointId) -> Self {
+        Self { name: id.name, manifest_xxh3: id.manifest_xxh3 }
+    }
+}
+
+/// A checkpoint that a delta of a table can build on, and the first epoch whose changes it does not have.
+#[pyclass(frozen, get_all, eq, hash, from_py_object, name = "Ancestor", module = "torchrec_embcache._native")]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct PyAncestor {
+    id: PyCheckpointId,
+    next_epoch: u32,
+}
+
+#[pymethods]
+impl PyAncestor {
+    #[new]
+    fn new(id: PyCheckpointId, next_epoch: u32) -> Self {
+        Self { id, next_epoch }
+    }
+
+    fn __getnewargs__(&self) -> (PyCheckpointId, u32) {
+        (self.id.clone(), self.next_epoch)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Ancestor(id={}, next_epoch={})", self.id.__repr__(), self.next_epoch)
+    }
+}
+
+impl From<Ancestor> for PyAncestor {
+    fn from(ancestor: Ancestor) -> Self {
+        let Ancestor { name, manifest_xxh3, next_epoch } = ancestor;
+        Self { id: PyCheckpointId { name, manifest_xxh3 }, next_epoch }
+    }
+}
+
+impl From<PyAncestor> for Ancestor {
+    fn from(ancestor: PyAncestor) -> Self {
+        let PyCheckpointId { name, manifest_xxh3 } = ancestor.id;
+        Self { name, manifest_xxh3, next_epoch: ancestor.next_epoch }
+    }
+}
+
+/// What writing one table made.
+#[pyclass(frozen, get_all, name = "TableWritten", module = "torchrec_embcache._native")]
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PyTableWritten {
+    pub(crate) rows: u64,
+    pub(crate) tombstones: u64,
+    pub(crate) linked_bytes: u64,
+    pub(crate) copied_bytes: u64,
+}
+
+impl PyTableWritten {
+    pub(crate) fn rows(rows: u64) -> Self {
+        Self { rows, ..Self::default() }
+    }
+
+    pub(crate) fn changes((rows, tombstones): (u64, u64)) -> Self {
+        Self { rows, tombstones, ..Self::default() }
+    }
+
+    pub(crate) fn linked(linked: checkpoint::LinkedTable) -> Self {
+        let bytes = linked.bytes;
+        Self { rows: linked.rows, tombstones: 0, linked_bytes: bytes.linked, copied_bytes: bytes.copied }
+    }
+}
+
+/// What publishing a checkpoint did.
+#[pyclass(frozen, get_all, name = "Published", module = "torchrec_embcache._native")]
+pub(crate) struct PyPublished {
+    id: PyCheckpointId,
+    left: Vec<String>,
+}
+
+impl From<checkpoint::Published> for PyPublished {
+    fn from(published: checkpoint::Published) -> Self {
+        let left = published.left.iter().map(Error::to_string).collect();
+        Self { id: published.identity.into(), left }
+    }
+}
+
+/// A part that one rank wrote, for the coordinator to take over.
+#[pyclass(frozen, get_all, from_py_object, name = "WrittenPart", module = "torchrec_embcache._native")]
+#[derive(Clone, Debug)]
+pub(crate) struct PyWrittenPart {
+    pub(crate) directory: String,
+    pub(crate) name: String,
+    pub(crate) digest: PyDigest,
+}
+
+#[pymethods]
+impl PyWrittenPart {
+    #[new]
+    fn new(directory: String, name: String, digest: PyDigest) -> Self {
+        Self { directory, name, digest }
+    }
+
+    fn __getnewargs__(&self) -> (String, String, PyDigest) {
+        (self.directory.clone(), self.name.clone(), self.digest.clone())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("WrittenPart({:?}, {:?}, {})", self.directory, self.name, self.digest.__repr__())
+    }
+}
+
+/// A range of a rank's stream of extents.
+#[pyclass(frozen, get_all, name = "StreamRange", module = "torchrec_embcache._native")]
+pub(crate) struct PyStreamRange {
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+}
+
+/// A table that is to be held and written beside training.
+#[pyclass(frozen, name = "TableToSave", module = "torchrec_embcache._native")]
+pub(crate) struct PyTableToSave {
+    pub(crate) module: String,
+    pub(crate) table: Py<PyTable>,
+    pub(crate) hyperparameters: BTreeMap<String, f64>,
+    pub(crate) ancestor: Option<PyAncestor>,
+}
+
+#[pymethods]
+impl PyTableToSave {
+    #[new]
+    #[pyo3(signature = (module, table, hyperparameters, ancestor=None))]
+    fn new(
+        module: String,
+        table: Py<PyTable>,
+        hyperparameters: BTreeMap<String, f64>,
+        ancestor: Option<PyAncestor>,
+    ) -> Self {
+        Self { module, table, hyperparameters, ancestor }
+    }
+}
+
+/// What the newest checkpoint of a directory says of itself.
+#[pyclass(frozen, get_all, name = "NewestCheckpoint", module = "torchrec_embcache._native")]
+pub(crate) struct PyNewestCheckpoint {
+    id: PyCheckpointId,
+    merged: Option<PyCheckpointId>,
+    next_epoch: u32,
+    kind: &'static str,
+    tables: Vec<(String, String)>,
+}
+
+impl PyNewestCheckpoint {
+    pub(crate) fn of(checkpoint: &Checkpoint) -> Self {
+        let manifest = checkpoint.manifest();
+        let name = |entry: &TableEntry| (entry.spec.module.clone(), entry.spec.table.clone());
+        Self {
+            id: checkpoint.identity().into(),
+            merged: manifest.merged.clone().map(Into::into),
+            next_epoch: manifest.next_epoch,
+            kind: manifest.kind.name(),
+            tables: manifest.tables.iter().map(name).collect(),
+        }
+    }
+}
+
+/// What a checkpoint says of one of its tables.
+#[pyclass(frozen, get_all, name = "SavedTable", module = "torchrec_embcache._native")]
+pub(crate) struct PySavedTable {
+    module: String,
+    table: String,
+    key: u64,
+    dim: u32,
+    optimizer: String,
+    hyperparameters: BTreeMap<String, f64>,
+    step: u64,
+    seed: u64,
+    total_num_buckets: u32,
+    bucket_hash: &'static str,
+    rows: u64,
+}
+
+impl PySavedTable {
+    pub(crate) fn of(entry: &TableEntry) -> Self {
+        let spec = &entry.spec;
+        Self {
+            module: spec.module.clone(),
+            table: spec.table.clone(),
+            key: spec.key,
+            dim: spec.dim,
+            optimizer: spec.optimizer.name.clone(),
+            hyperparameters: spec.optimizer.hyperparameters.clone(),
+            step: spec.step,
+            seed: spec.seed,
+            total_num_buckets: spec.total_num_buckets,
+            bucket_hash: spec.bucket_hash.name(),
+            rows: entry.total_rows,
+        }
+    }
+}
