@@ -1,4 +1,5 @@
-# Every target sets up what it needs, once: .venv with pinned packages, then the extension. Only python3, cargo, make and cc are asked for.
+# Every target sets up what it needs, once: .venv with pinned packages, then the extension. The machine needs only python3, cargo, make
+# and cc.
 .DELETE_ON_ERROR:
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules
@@ -9,20 +10,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
-# Without byte code beside the sources every process compiles torchrec and what it needs again: 17 s instead of 7.
+# Python must be free to write byte code. Without it every process compiles torchrec and what that needs again: 17 s instead of 7 s.
 unexport CONDA_PREFIX PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
-# One interpreter for every cargo command, or pyo3 is rebuilt in turn.
+# All cargo commands use one interpreter. pyo3 is rebuilt whenever the interpreter changes.
 export PYO3_PYTHON := $(CURDIR)/$(PY)
 export CARGO_TERM_PROGRESS_WHEN ?= never
 
-# fbgemm's flavour follows the machine: CUDA's does not import without a driver.
+# The flavour of fbgemm follows the machine: the one for CUDA cannot be imported without a driver.
 FLAVOUR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-# uv has certificates of its own; pip, and whoever runs a mirror, goes by the system's.
+# uv brings certificates of its own. Use the system's as pip does, so that mirrors with a certificate of their own work.
 SYSTEM_CERTS := $(if $(wildcard /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt /etc/ssl/cert.pem),--system-certs)
-# The environment is remade when a pin, the flavour or the folder (its scripts hold absolute paths) changes.
+# The environment is made again when a pin, the flavour or the folder changes (its scripts contain absolute paths).
 REQUIREMENTS := requirements/uv.txt requirements/runtime.txt requirements/$(FLAVOUR).txt requirements/dev.txt
 ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | cksum | tr ' ' -)
-# The extension is rebuilt when a source, or the set of sources (a folder's time), changes.
+# The extension is built again when a source or a folder of sources is newer than it.
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
@@ -69,8 +70,8 @@ test-rust: $(NATIVE)
 		cargo test --quiet --locked; \
 	fi
 
-# Every interleaving of a few threads on a slot's pins, and (of two preemptions) in the SSD tier and a table. Apart, because the flag
-# rebuilds what it reaches.
+# The loom models: every interleaving of a few threads on a slot's pins and, with at most two preemptions, in the SSD tier and in a table.
+# They have a target directory of their own, because the flag changes every crate.
 test-loom:
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --locked -p embcache --lib loom
 
@@ -80,7 +81,7 @@ test-python: $(NATIVE)
 fuzz:
 	@EMBCACHE_FUZZ_S=$(or $(FOR),300) cargo test --quiet --locked -p embcache-tests --test hostile
 
-# As root with loop devices the soak also cuts the power of file systems of its own; it says where it could not.
+# Run by root on a machine with loop devices, the soak also cuts the power of file systems of its own. It says so where it cannot.
 stress: export EMBCACHE_STRESS := $(or $(TIMES),20)
 stress: $(NATIVE)
 	@EMBCACHE_WATCHDOG_S=7200 cargo test --quiet --locked -p embcache-tests --test stress
@@ -95,7 +96,7 @@ lint: $(NATIVE)
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --concise --allowlist tests/stubtest_allowlist.txt torchrec_embcache._native
 
-# Where they cannot be had the benches say so.
+# Where the libraries cannot be had, the benches run without the rivals and say so.
 rivals:
 	@benches/rivals/libraries.sh target/rivals
 

@@ -1,4 +1,4 @@
-//! Configuration, checked before anything is made.
+//! The configuration of a table. It is checked before anything is made.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -7,18 +7,19 @@ use crate::error::{Error, Kind, Result};
 use crate::rows::{Initializer, RowLayout};
 use crate::types::{BucketHash, Bucketing};
 
-/// Which optimizer a table's rows carry slots for.
+/// The optimizer of a table, which decides the optimizer slots of its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OptimizerKind {
     /// No slots.
     Sgd,
-    /// `sum`: `[D]`.
+    /// One vector slot `sum`: `[D]` float32.
     Adagrad,
-    /// `sum`: one scalar.
+    /// One scalar slot `sum`.
     RowWiseAdagrad,
-    /// `exp_avg`, `exp_avg_sq`: `[D]`; weight decay added to the gradient (L2).
+    /// Two vector slots `exp_avg` and `exp_avg_sq`: `[D]` float32 each. Weight decay is added to the gradient (L2).
     Adam,
-    /// `exp_avg`, `exp_avg_sq`: `[D]`; weight decay apart from the gradient (decoupled).
+    /// Two vector slots `exp_avg` and `exp_avg_sq`: `[D]` float32 each. Weight decay is applied apart from the gradient
+    /// (decoupled).
     AdamW,
 }
 
@@ -34,7 +35,7 @@ impl OptimizerKind {
         }
     }
 
-    /// The inverse of [`OptimizerKind::name`].
+    /// The inverse of [`OptimizerKind::name`]. `Kind::Config` for another name.
     pub fn from_name(name: &str) -> Result<Self> {
         [Self::Sgd, Self::Adagrad, Self::RowWiseAdagrad, Self::Adam, Self::AdamW]
             .into_iter()
@@ -58,7 +59,7 @@ impl OptimizerKind {
         RowLayout { dim, vector_slots, scalar_slot }
     }
 
-    /// The slots' names, vector slots first, as torch calls them.
+    /// The names of the slots as torch calls them, vector slots first.
     pub fn slot_names(self) -> &'static [&'static str] {
         match self {
             Self::Sgd => &[],
@@ -68,23 +69,23 @@ impl OptimizerKind {
     }
 }
 
-/// Replacement policy of a tier.
+/// The replacement policy of a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PolicyKind {
     /// Least recently used.
     Lru,
-    /// Least frequently used, ties by age.
+    /// Least frequently used, and among equals the one whose last use is longest ago.
     Lfu,
-    /// S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP 2023).
+    /// S3-FIFO (Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023).
     S3Fifo,
 }
 
 /// What happens when the last tier is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OnFull {
-    /// `Kind::Capacity`, before anything is lost.
+    /// The call fails with `Kind::Capacity` before anything is lost.
     Error,
-    /// Rows leave the table by policy, counted, with a tombstone.
+    /// Rows leave the table in the policy's order. They are counted, and each leaves a tombstone.
     Evict,
 }
 
@@ -97,55 +98,56 @@ pub enum Reopen {
     Resume,
     /// Remove what is there.
     Discard,
-    /// Continue from the state that [`SsdConfig::resume_token`] names. Where it names none, remove what is there: no state newer than
-    /// `unfinished` may have been published meanwhile.
+    /// Continue from the state that [`SsdConfig::resume_token`] names. Where it names none, remove what is there, provided that no
+    /// state newer than `unfinished` was published meanwhile.
     Auto {
         /// The newest state that is there and cannot be resumed, because a flush of several tables did not finish.
         unfinished: Option<u64>,
     },
 }
 
-/// The SSD tier of a table.
+/// The configuration of a table's SSD tier.
 #[derive(Clone, Debug)]
 pub struct SsdConfig {
-    /// The table's own directory, `<ssd_dir>/<module>/<table>/<rank>-of-<world>`, names already encoded. Made if missing.
+    /// The table's own directory: `<ssd_dir>/<module>/<table>/<rank>-of-<world>`, with encoded names. It is made if it is missing.
     pub dir: PathBuf,
-    /// Cap on the bytes of all files of the table.
+    /// The most bytes that all files of the table may take together.
     pub bytes: u64,
     /// What to do when the directory is not empty.
     pub reopen: Reopen,
-    /// With `Reopen::Resume`: the token of the state to resume; `None` takes the newest. With `Reopen::Auto`: `None` starts anew.
+    /// With `Reopen::Resume` the token of the state to resume, or `None` for the newest. With `Reopen::Auto` the token, or `None`
+    /// to start anew.
     pub resume_token: Option<u64>,
 }
 
-/// A table shard and its budgets.
+/// The configuration of a table shard, with its budgets.
 #[derive(Clone, Debug)]
 pub struct TableConfig {
     /// The table's name.
     pub name: String,
-    /// See [`crate::types::table_key`].
+    /// The table's key; see [`crate::types::table_key`].
     pub key: u64,
-    /// Width of the embedding, 1 to 65,536.
+    /// The width of the embedding, 1 to 65,536.
     pub dim: usize,
-    /// The optimizer whose slots the rows carry.
+    /// The optimizer whose slots the rows have.
     pub optimizer: OptimizerKind,
-    /// How rows are born.
+    /// The distribution of the initial weights.
     pub initializer: Initializer,
     /// The seed of births.
     pub seed: u64,
-    /// Buckets of the whole table.
+    /// The number of buckets of the whole table, all shards together.
     pub total_num_buckets: u32,
-    /// How ids fall into them. A table that resumes a state has that state's.
+    /// The function by which ids fall into buckets. A table that resumes a state has that of the state.
     pub bucket_hash: BucketHash,
-    /// The buckets this shard owns.
+    /// The buckets that this shard owns.
     pub buckets: Range<u32>,
-    /// Cap on the bytes of rows, metadata and indexes in RAM.
+    /// The most bytes of RAM for rows, metadata and indexes.
     pub host_bytes: u64,
-    /// Cache slots of a device tier; `None` runs the kernels on the host tier's rows in place.
+    /// The number of cache slots of a device tier. `None` runs the kernels on the rows in the host tier.
     pub device_rows: Option<u32>,
-    /// The SSD tier; `None` makes the host tier the last.
+    /// The SSD tier. `None` makes the host tier the last one.
     pub ssd: Option<SsdConfig>,
-    /// Replacement policy of device and host tier.
+    /// The replacement policy of the device tier and of the host tier.
     pub policy: PolicyKind,
     /// What happens when the last tier is full.
     pub on_full: OnFull,
@@ -157,7 +159,7 @@ impl TableConfig {
         self.optimizer.layout(self.dim)
     }
 
-    /// How ids fall into the table's buckets.
+    /// The rule by which ids fall into the table's buckets.
     pub fn bucketing(&self) -> Bucketing {
         Bucketing::new(self.total_num_buckets, self.bucket_hash)
     }

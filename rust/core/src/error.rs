@@ -1,4 +1,4 @@
-//! The one error type. Its kind decides the Python exception; its message says what to do next.
+//! The crate's error type. Its kind decides which Python exception is raised, and its message says what to do next.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -9,38 +9,38 @@ use rustix::process::{Resource, getrlimit};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
-    /// A configuration value is out of range or contradicts another.
+    /// A configuration value is out of range, or contradicts another one.
     Config,
     /// An argument of a call (ids, offsets, rows) is malformed.
     Input,
-    /// The last tier is full: the row does not fit any budget.
+    /// The last tier is full, and no budget has room for the row.
     Capacity,
-    /// The system refuses memory. Nothing has changed.
+    /// The system refused memory. Nothing has changed.
     Memory,
-    /// Bytes from disk are not what was written.
+    /// Bytes from disk are not those that were written.
     Corruption,
-    /// An operation on a file failed (`errno` says how).
+    /// An operation on a file failed. `errno` says how.
     Storage,
-    /// A path is refused: symbolic link, sensitive word, system directory, length.
+    /// A path is refused because of a symbolic link, a sensitive word, a system directory or its length.
     Path,
     /// A file or directory has the wrong owner or mode, or cannot be accessed.
     Permission,
     /// Another process or table holds the directory.
     InUse,
-    /// The call does not fit the state of the object (closed, already used, rows in use).
+    /// The call does not fit the state of the object (it is closed, it was used already, its rows are in use).
     State,
-    /// A checkpoint or SSD directory belongs to another table or configuration.
+    /// A checkpoint or an SSD directory belongs to another table or configuration.
     Mismatch,
-    /// An earlier write failed; the store only reads until it is reopened.
+    /// An earlier write failed. The SSD tier can only be read until it is reopened.
     ReadOnly,
-    /// What is asked for is not supported.
+    /// What was asked for is not supported.
     Unsupported,
 }
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error with its kind, a message that says what to do, and where known the file and the cause.
+/// An error: its kind, a message that says what to do, and the file and the `errno` where they are known.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
@@ -56,7 +56,7 @@ impl Error {
         Self { kind, message: message.into(), path: None, errno: None }
     }
 
-    /// A failed file operation: `what` is the operation, in the infinitive ("write the segment").
+    /// A failed file operation. `what` is the operation in the infinitive ("write the segment").
     pub fn io(what: &str, path: &Path, source: &std::io::Error) -> Self {
         let kind = match source.kind() {
             std::io::ErrorKind::PermissionDenied => Kind::Permission,
@@ -74,7 +74,7 @@ impl Error {
         Self { kind, message, path: Some(path.to_owned()), errno: source.raw_os_error() }
     }
 
-    /// Memory the system refuses: `what` is the operation, in the infinitive ("map rows").
+    /// Memory that the system refused. `what` is the operation in the infinitive ("map rows").
     pub fn memory(what: &str, bytes: usize, source: &std::io::Error) -> Self {
         Self {
             kind: Kind::Memory,
@@ -86,7 +86,7 @@ impl Error {
         }
     }
 
-    /// Bytes at `offset` of `path` that fail a check.
+    /// Bytes at byte `offset` of `path` that failed a check.
     pub fn corruption(
         path: &Path,
         offset: u64,
@@ -105,7 +105,7 @@ impl Error {
         }
     }
 
-    /// What ended in a panic.
+    /// The error of `what` when it ended in a panic. `panic` is the panic's payload.
     pub fn panicked(what: &str, panic: &(dyn Any + Send)) -> Self {
         let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         let said = said.unwrap_or("no message");
@@ -115,21 +115,21 @@ impl Error {
         )
     }
 
-    /// The same error, about the file or directory `path`.
+    /// The same error with `path` as the file or directory that it concerns.
     #[must_use]
     pub fn at(mut self, path: &Path) -> Self {
         self.path = Some(path.to_owned());
         self
     }
 
-    /// The same error about `to`, where it speaks of `from` or of what lies below.
+    /// The same error with `to` in place of `from`, in the message and in the path, also where it names something below `from`.
     #[must_use]
     pub fn renamed(mut self, from: &Path, to: &Path) -> Self {
         let (from_name, to_name) = (from.to_string_lossy(), to.to_string_lossy());
         let mut parts = self.message.split(&*from_name);
         let mut message = parts.next().unwrap_or_default().to_owned();
         for part in parts {
-            // Not of what only begins with that name, as "/proc/self/fd/57" with "/proc/self/fd/5".
+            // A path that only begins with the same characters stays, as "/proc/self/fd/57" does for "/proc/self/fd/5".
             message.push_str(if part.starts_with(char::is_alphanumeric) { &from_name } else { &to_name });
             message.push_str(part);
         }
@@ -145,25 +145,25 @@ impl Error {
         self
     }
 
-    /// The same error, of another kind.
+    /// The same error with another kind.
     #[must_use]
     pub fn with_kind(mut self, kind: Kind) -> Self {
         self.kind = kind;
         self
     }
 
-    /// What a caller can act on.
+    /// The kind: what a caller can act on.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Whether it says that bytes are damaged or not there. Any other error of a file says only that they could not be had now: what cannot
-    /// be read then is neither passed over nor removed.
+    /// Whether the error says that bytes are damaged or missing. Any other error of a file says only that its bytes could not be
+    /// read this time, so the file must be neither passed over nor removed.
     pub(crate) fn is_damage_or_absence(&self) -> bool {
         self.kind == Kind::Corruption || self.errno == Some(libc::ENOENT)
     }
 
-    /// The file concerned, where known.
+    /// The file or directory concerned, where it is known.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }

@@ -1,7 +1,7 @@
-//! Rows of embedding tables larger than memory: on SSD, in RAM, and planned for tensors on any device.
+//! Embedding tables that are larger than memory. Rows lie on SSD and in RAM, and are planned for tensors on any device.
 //!
 //! The crate knows no Python, no torch and no device memory. A [`cache::Table`] owns the rows of one table shard in its host and
-//! SSD tiers and decides where each row goes; a [`cache::Lookup`] plans a batch over several tables at once.
+//! SSD tiers, and decides where each row goes. A [`cache::Lookup`] plans a batch over several tables at once.
 
 pub mod cache;
 pub mod checkpoint;

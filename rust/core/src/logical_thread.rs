@@ -1,7 +1,7 @@
-//! Which thread works in whose place.
+//! Threads that work on behalf of other threads.
 //!
-//! The holder of a lock may have code that is not this crate's run on another thread, and wait for it. That code then works in the
-//! holder's place: it would wait for ever if it asked for the same lock, just as if it ran on the holder's own thread.
+//! The holder of a lock may have foreign code (code that is not this crate's) run on another thread and wait for it. That code
+//! works on behalf of the holder. If it asked for the same lock it would wait for ever, as it would on the holder's own thread.
 
 use std::cell::Cell;
 use std::num::NonZeroU64;
@@ -13,7 +13,7 @@ use crate::error::{Error, Kind};
 use crate::memory;
 use crate::process::{PerProcess, is_main_thread};
 
-/// A thread, together with all threads that work in its place.
+/// A thread, together with all threads that work on its behalf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogicalThread(NonZeroU64);
 
@@ -22,7 +22,7 @@ thread_local! {
 }
 
 impl LogicalThread {
-    /// The one that the calling thread belongs to.
+    /// The logical thread to which the calling thread belongs.
     pub fn current() -> Self {
         static LAST: AtomicU64 = AtomicU64::new(0);
         CURRENT.get().unwrap_or_else(|| {
@@ -33,7 +33,7 @@ impl LogicalThread {
         })
     }
 
-    /// Do `work` on the calling thread in the place of this one.
+    /// Do `work` on the calling thread, on behalf of this logical thread.
     pub fn run<T>(self, work: impl FnOnce() -> T) -> T {
         struct Before(Option<LogicalThread>);
         impl Drop for Before {
@@ -46,11 +46,11 @@ impl LogicalThread {
     }
 }
 
-/// Do `work` and wait for it: on a thread of its own where the caller is the process's main thread, else on the caller's.
+/// Do `work` and wait for its result. If the caller is the process's main thread, the work is done on another thread.
 ///
-/// An interpreter may run code of its user's, such as a signal handler, on the main thread whenever it runs anything there. Work that
-/// is done while a lock is held is kept away from that thread, so that such code runs before or after it and can use the lock. Where
-/// the system gives no thread, the caller does the work.
+/// An interpreter may run its user's code, such as a signal handler, on the main thread whenever it runs anything there. Work under
+/// a lock is kept away from that thread, so that such code runs before it or after it and can use the lock. Where the system gives
+/// no thread, the caller does the work.
 pub fn off_main_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     static ASIDE: PerProcess<ThreadPool> = PerProcess::new();
     if !is_main_thread() {
@@ -68,11 +68,11 @@ pub fn off_main_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     }
 }
 
-/// Stands beside a lock and says whether its holder is running code that is not this crate's.
+/// Stands beside a lock, and knows whether the lock's holder is running foreign code.
 #[derive(Debug, Default)]
 pub(crate) struct ForeignCode(AtomicU64);
 
-/// The foreign code has not returned yet.
+/// Lives as long as the foreign code runs.
 pub(crate) struct Running<'a>(&'a ForeignCode);
 
 impl ForeignCode {
@@ -82,9 +82,9 @@ impl ForeignCode {
         Running(self)
     }
 
-    /// Whether the calling thread is within that code: whatever it asks the lock for, it would wait for itself.
+    /// Whether the calling thread is within that foreign code. If so, asking for the lock would mean to wait for itself.
     pub(crate) fn is_calling(&self) -> bool {
-        // Only the holder writes the number, so that a thread finds its own number exactly when it is the holder.
+        // Only the holder writes the number. So a thread finds its own number here exactly when it is the holder.
         let holder = self.0.load(Ordering::Relaxed);
         holder != 0 && holder == LogicalThread::current().0.get()
     }

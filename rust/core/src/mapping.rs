@@ -1,23 +1,23 @@
-//! Memory straight from the system.
+//! Memory that is mapped directly from the system.
 #![allow(unsafe_code)]
 
 use std::ptr;
 
 use crate::error::{Error, Result};
 
-/// Mappings from this size on ask for huge pages; a smaller one would mostly round its memory up.
+/// Mappings of this many bytes or more ask for huge pages. A smaller one would mostly waste the end of its last page.
 const HUGE_PAGES_FROM_BYTES: usize = 8 << 20;
-/// Huge pages need this alignment.
+/// The size of a huge page in bytes, and its alignment.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Bytes of a page of the system.
 pub(crate) fn page_bytes() -> usize {
-    // SAFETY: sysconf only reads a constant of the system.
+    // SAFETY: sysconf reads a constant of the system and touches no memory of this process.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// An anonymous private mapping, unmapped on drop. Lazily backed by zero pages, never counted against the commit limit where
-/// the system permits that, in huge pages where it is large.
+/// An anonymous private mapping, which is unmapped when it is dropped. Its pages cost memory only once they are written, read as
+/// zeros before, and do not count against the commit limit where the system permits that. A large mapping is in huge pages.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: *mut u8,
@@ -25,21 +25,22 @@ pub(crate) struct Mapping {
 }
 
 impl Mapping {
-    /// `bytes` zeros, or more. `Kind::Memory` where the system refuses.
+    /// A mapping of at least `bytes` zero bytes. `Kind::Memory` where the system refuses.
     pub(crate) fn new(bytes: usize) -> Result<Self> {
         Self::map(bytes, bytes >= HUGE_PAGES_FROM_BYTES)
     }
 
-    /// As [`Mapping::new`], in huge pages whatever its size.
+    /// Like [`Mapping::new`], but in huge pages whatever the size.
     pub(crate) fn huge(bytes: usize) -> Result<Self> {
         Self::map(bytes, true)
     }
 
     fn map(bytes: usize, huge: bool) -> Result<Self> {
         let bytes = Self::rounded(bytes);
-        // With room to move the start onto a huge page; what is before and after it is unmapped again.
+        // The system chooses the address. One huge page more leaves room to move the start to a multiple of a huge page. What is
+        // before and after is unmapped again.
         let asked = if huge { bytes + HUGE_PAGE_BYTES } else { bytes };
-        // SAFETY: a fresh anonymous mapping at an address of the system's choice.
+        // SAFETY: this makes a new anonymous mapping at an address of the system's choice, so it replaces no other.
         let at = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -59,8 +60,8 @@ impl Mapping {
         }
         let before = at.addr().next_multiple_of(HUGE_PAGE_BYTES) - at.addr();
         let start = at.wrapping_add(before);
-        // SAFETY: both ranges are whole pages of the mapping just made that nobody has the address of. The advice may fail on
-        // systems without huge pages, which only costs speed.
+        // SAFETY: both ranges are whole pages of the mapping that was made above, and nobody else has their address. Where there
+        // are no huge pages the advice fails, which costs only speed.
         unsafe {
             if before > 0 {
                 libc::munmap(at.cast(), before);
@@ -73,23 +74,26 @@ impl Mapping {
         Ok(Self { start, bytes })
     }
 
-    /// Bytes of it that are in memory now.
+    /// Bytes of the mapping that are in memory now.
     #[cfg(test)]
     pub(crate) fn resident_bytes(&self) -> usize {
         let mut pages = vec![0_u8; self.bytes / page_bytes()];
-        // SAFETY: the range is this mapping, and there is a byte for each of its pages.
+        // SAFETY: the range is this mapping, and `pages` has a byte for each of its pages.
         let asked = unsafe { libc::mincore(self.start.cast(), self.bytes, pages.as_mut_ptr().cast()) };
         assert_eq!(asked, 0, "{}", std::io::Error::last_os_error());
         pages.iter().filter(|page| **page & 1 == 1).count() * page_bytes()
     }
 
-    /// Its first byte, at the start of a page.
+    /// The first byte of the mapping, at the start of a page.
     pub(crate) fn start(&self) -> *mut u8 {
         self.start
     }
 
-    /// The mapping that [`Mapping::new`] made for `bytes` at `start`.
-    pub(crate) fn from_start(start: *mut u8, bytes: usize) -> Self {
+    /// The mapping of `bytes` at `start`, which unmaps it when it is dropped.
+    ///
+    /// # Safety
+    /// [`Mapping::new`] made a mapping of `bytes` at `start`, it was forgotten and not dropped, and nobody else takes it back.
+    pub(crate) unsafe fn from_start(start: *mut u8, bytes: usize) -> Self {
         Self { start, bytes: Self::rounded(bytes) }
     }
 
@@ -98,14 +102,14 @@ impl Mapping {
     }
 }
 
-// SAFETY: the mapping owns its memory and never reads or writes it.
+// SAFETY: the mapping belongs to no thread, and this type never reads or writes it.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: a shared mapping only gives its address.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range is this mapping's own, and its owner gave up every address in it.
+        // SAFETY: the range is this mapping's own, and who dropped it gave up every address in it.
         unsafe { libc::munmap(self.start.cast(), self.bytes) };
     }
 }

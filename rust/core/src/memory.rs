@@ -1,8 +1,8 @@
-//! Memory that the system refuses, as an error and not as the end of the process.
+//! Makes memory that the system refuses an error instead of the end of the process.
 //!
-//! What is large (rows, indexes, staging buffers) is asked for before anything changes. For the many small allocations between
-//! there is a reserve: address space that is given up when the allocator gets nothing more, so that the operation under way comes to
-//! its end. The next one is refused ([`check`]) until the reserve can be had again.
+//! Large memory (rows, indexes, staging buffers) is requested before anything changes. For the many small allocations in between
+//! there is a reserve of address space. When the allocator gets no more memory the reserve is given up, so that the current
+//! operation can end. The next operation is refused ([`check`]) until the reserve can be set aside again.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -12,19 +12,19 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use crate::error::{Error, Result};
 
-/// Bytes of the reserve: of address space, they are never touched.
+/// Bytes of the reserve. It is address space only, and is never written.
 const RESERVE_BYTES: usize = 32 << 20;
-/// Less than this is left to the reserve.
+/// Requests for fewer bytes than this are not checked, and may use the reserve.
 const SMALL_BYTES: usize = 1 << 20;
 
-/// Stacks, and what the system's allocator keeps for each thread.
+/// Bytes that new threads need, for their stacks and for what the system's allocator keeps for each.
 pub(crate) const ROOM_FOR_THREADS: usize = 64 << 20;
 
 static RESERVE: AtomicPtr<libc::c_void> = AtomicPtr::new(null_mut());
 static SPENT: AtomicBool = AtomicBool::new(false);
 
 fn map(bytes: usize) -> io::Result<*mut libc::c_void> {
-    // SAFETY: a fresh anonymous mapping at an address of the system's choice.
+    // SAFETY: this makes a new anonymous mapping at an address of the system's choice, so it replaces no other.
     let at = unsafe {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         libc::mmap(null_mut(), bytes, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
@@ -32,129 +32,132 @@ fn map(bytes: usize) -> io::Result<*mut libc::c_void> {
     if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(at) }
 }
 
-/// The system's allocator, with a reserve for when it has nothing left. To be installed as the global allocator.
+/// Set the reserve aside, unless it is there.
+fn set_aside() -> io::Result<()> {
+    let made = map(RESERVE_BYTES)?;
+    if RESERVE.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        // SAFETY: the mapping was made above, has RESERVE_BYTES, and nobody else has its address.
+        unsafe { libc::munmap(made, RESERVE_BYTES) };
+    }
+    Ok(())
+}
+
+/// The system's allocator with a reserve for when it has no more memory. It is meant to be the global allocator.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ReservingAllocator;
 
 impl ReservingAllocator {
     /// Set the reserve aside, if the system permits.
     pub fn keep_reserve() {
-        let Ok(made) = map(RESERVE_BYTES) else { return };
-        if RESERVE.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            // SAFETY: mapped above, and nobody else has its address.
-            unsafe { libc::munmap(made, RESERVE_BYTES) };
-        }
+        let _ = set_aside();
     }
 
-    /// Give the reserve up; whether there was one.
+    /// Give the reserve up. The result is whether there was one.
     #[cold]
     fn spend() -> bool {
         let held = RESERVE.swap(null_mut(), Ordering::AcqRel);
         if held.is_null() {
-            // Another thread may have given it up a moment ago, for both.
+            // Another thread may have given it up a moment ago, which serves both.
             return SPENT.load(Ordering::Acquire);
         }
         SPENT.store(true, Ordering::Release);
-        // SAFETY: the mapping is RESERVE_BYTES long, and the swap made this thread its only owner.
+        // SAFETY: the mapping has RESERVE_BYTES, and the swap made this thread its only owner.
         unsafe { libc::munmap(held, RESERVE_BYTES) };
         true
     }
 }
 
-// SAFETY: every call goes to the system's allocator with the caller's own arguments; trying again changes nothing of its contract.
+// SAFETY: every call goes to the system's allocator with the caller's own arguments. Calling it twice breaks none of its rules.
 unsafe impl GlobalAlloc for ReservingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's contract.
+        // SAFETY: the caller keeps the contract of `alloc`, which is the system's own.
         with_reserve(layout.size(), || unsafe { System.alloc(layout) })
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's contract.
+        // SAFETY: the caller keeps the contract of `alloc_zeroed`, which is the system's own.
         with_reserve(layout.size(), || unsafe { System.alloc_zeroed(layout) })
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller's contract; a realloc that fails leaves the old block as it was.
+        // SAFETY: the caller keeps the contract of `realloc`. When that fails the old block stays as it was, so it may be called
+        // again.
         with_reserve(size, || unsafe { System.realloc(at, layout, size) })
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's contract.
+        // SAFETY: the caller keeps the contract of `dealloc`, and the block came from the system's allocator.
         unsafe { System.dealloc(at, layout) }
     }
 }
 
-/// Allocate `bytes`; where the system has none, again without the reserve, if that could help.
+/// Allocate `bytes`. Where the system has no more memory, try again without the reserve, if that could help.
 #[inline]
 fn with_reserve(bytes: usize, allocate: impl Fn() -> *mut u8) -> *mut u8 {
     let got = allocate();
     if got.is_null() && bytes < RESERVE_BYTES && ReservingAllocator::spend() { allocate() } else { got }
 }
 
-/// What `make` gives; where the system refuses it memory that does not come from the allocator, again without the reserve.
+/// The result of `make`. Where the system refuses it memory that does not come from the allocator, try again without the reserve.
 pub(crate) fn or_from_reserve<T>(make: impl Fn() -> Result<T>) -> Result<T> {
     make().or_else(|refused| if ReservingAllocator::spend() { make() } else { Err(refused) })
 }
 
-/// `Kind::Memory` when the reserve was needed and cannot be had again: to be asked where an operation begins.
+/// `Kind::Memory` when the reserve was given up and cannot be set aside again. Operations call this when they begin.
 pub fn check() -> Result<()> {
     if !SPENT.load(Ordering::Acquire) {
         return Ok(());
     }
-    let made = map(RESERVE_BYTES).map_err(|e| Error::memory("go on", RESERVE_BYTES, &e))?;
-    if RESERVE.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
-        // SAFETY: mapped above, and nobody else has its address.
-        unsafe { libc::munmap(made, RESERVE_BYTES) };
-    }
+    set_aside().map_err(|e| Error::memory("go on", RESERVE_BYTES, &e))?;
     SPENT.store(false, Ordering::Release);
     Ok(())
 }
 
-/// `Kind::Memory` unless the system has about `bytes` more now, for `what` (in the infinitive).
+/// `Kind::Memory` unless the system has about `bytes` of memory now, for `what` (in the infinitive).
 pub fn check_room(what: &str, bytes: usize) -> Result<()> {
     check()?;
     room(what, bytes)
 }
 
-/// As [`check_room`], also without the reserve: for what saves rows.
+/// Like [`check_room`], but does not ask whether the reserve is there. This is for operations that save rows.
 pub(crate) fn room(what: &str, bytes: usize) -> Result<()> {
     if bytes < SMALL_BYTES {
         return Ok(());
     }
     let made = map(bytes).map_err(|e| Error::memory(what, bytes, &e))?;
-    // SAFETY: mapped above, and nobody else has its address.
+    // SAFETY: the mapping was made above, has `bytes`, and nobody else has its address.
     unsafe { libc::munmap(made, bytes) };
     Ok(())
 }
 
-/// As [`room`], where need be of what the reserve was: for what saves rows, and cannot be refused once it has begun.
+/// Like [`room`], and uses the reserve where needed. This is for operations that save rows and cannot be refused any more.
 pub(crate) fn room_or_reserve(what: &str, bytes: usize) -> Result<()> {
     or_from_reserve(|| room(what, bytes))
 }
 
-/// Whether there is memory for threads: one that begins and gets none for what is its own ends the process.
+/// Whether there is memory to start threads. A thread that gets no memory when it starts ends the process.
 pub fn room_for_threads() -> bool {
     room("start threads", ROOM_FOR_THREADS).is_ok()
 }
 
-/// `len` zeros for `what` (in the infinitive); `Kind::Memory` where the system refuses.
+/// `len` zeros for `what` (in the infinitive). `Kind::Memory` where the system refuses.
 pub(crate) fn zeros<T: bytemuck::Zeroable>(what: &str, len: usize) -> Result<Vec<T>> {
     bytemuck::allocation::try_zeroed_vec(len).map_err(|()| refused(what, len.saturating_mul(size_of::<T>())))
 }
 
-/// Make room in `all` for `more`, `what` for; `Kind::Memory` where the system refuses.
+/// Reserve room in `all` for `more` elements, for `what` (in the infinitive). `Kind::Memory` where the system refuses.
 pub(crate) fn reserve<T>(all: &mut Vec<T>, what: &str, more: usize) -> Result<()> {
     all.try_reserve(more).map_err(|_| refused(what, (all.len().saturating_add(more)).saturating_mul(size_of::<T>())))
 }
 
-/// An empty vector with room for `len`; without it where the system refuses: what really comes asks again.
+/// An empty vector with room for `len` elements. Where the system refuses, it has no room, and elements that are pushed ask again.
 pub(crate) fn room_for<T>(len: usize) -> Vec<T> {
     let mut all = Vec::new();
     let _ = all.try_reserve_exact(len);
     all
 }
 
-/// The error of `bytes` that an allocator refuses.
+/// The error for `bytes` of memory that an allocator refused.
 pub(crate) fn refused(what: &str, bytes: usize) -> Error {
     Error::memory(what, bytes, &io::Error::from_raw_os_error(libc::ENOMEM))
 }
@@ -182,7 +185,7 @@ mod tests {
         assert!(ReservingAllocator::spend());
         assert!(RESERVE.load(Ordering::Acquire).is_null());
         check().unwrap();
-        // As memory that is mapped, and not the allocator's, is refused once.
+        // The system refuses once memory that is mapped and does not come from the allocator.
         let refused = std::cell::Cell::new(true);
         let once = || if refused.replace(false) { Err(super::refused("map", 1 << 20)) } else { Ok(7) };
         assert_eq!(or_from_reserve(once).unwrap(), 7);

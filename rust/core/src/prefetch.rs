@@ -1,13 +1,14 @@
-//! Asking the processor for memory ahead of its use.
+//! Requests to the processor to load memory before it is used.
 #![allow(unsafe_code)]
 
-/// Start loading the cache line of `slice[index]`; does nothing past the end, and on processors other than x86-64 and aarch64.
+/// Start to load the cache line of `slice[index]`. An index past the end does no harm. On processors other than x86-64 and aarch64
+/// this does nothing.
 #[inline]
 pub(crate) fn prefetch<T>(slice: &[T], index: usize) {
     prefetch_address(slice.as_ptr().wrapping_add(index));
 }
 
-/// Start loading the cache line at `address`, which need not be valid.
+/// Start to load the cache line at `address`, which need not be valid.
 #[inline]
 pub(crate) fn prefetch_address<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -18,7 +19,7 @@ pub(crate) fn prefetch_address<T>(address: *const T) {
     }
     #[cfg(target_arch = "aarch64")]
     {
-        // SAFETY: a prefetch never faults and changes no memory, whatever the address.
+        // SAFETY: the instruction is a prefetch, which never faults and changes no memory, whatever the address.
         unsafe {
             std::arch::asm!("prfm pldl1keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly))
         }
@@ -27,7 +28,7 @@ pub(crate) fn prefetch_address<T>(address: *const T) {
     let _ = address;
 }
 
-/// Start loading the cache lines of `bytes` from `address` on, none of which need be valid.
+/// Start to load the cache lines of `bytes` bytes from `address` on. They need not be valid.
 #[inline]
 pub(crate) fn prefetch_range(address: *const u8, bytes: usize) {
     const LINE: usize = 64;

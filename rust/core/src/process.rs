@@ -1,7 +1,7 @@
-//! Values of which a process has one, made when first asked for and never freed.
+//! Values of which each process has one. They are made when they are first needed and never freed.
 //!
 //! A forked child has its parent's memory but none of its threads, and a lock that another thread held at the fork stays locked in
-//! the child: so a child makes values, and the lock that they are made under, of its own.
+//! the child. So a child makes its own values, under a lock of its own.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -16,28 +16,28 @@ thread_local! {
     static BEHIND: Cell<bool> = const { Cell::new(false) };
 }
 
-/// From now on this thread works while others leave it time: it, and threads that it starts, have the lowest priority, and it asks no
+/// Make this thread work in the background from now on. It gets the lowest priority, as do threads that it starts, and it asks no
 /// other threads for help.
 pub fn work_behind() {
     BEHIND.set(true);
     #[cfg(target_os = "linux")]
-    // SAFETY: changes the calling thread's priority (0, on Linux) and touches no memory. Where it is refused the priority stays.
-    unsafe {
-        libc::setpriority(libc::PRIO_PROCESS, 0, 19);
+    {
+        // On Linux "no process" is the calling thread. Where this is refused the priority stays as it was.
+        let _ = rustix::process::setpriority_process(None, 19);
     }
 }
 
-/// Whether this thread is to work alone; see [`work_behind`].
+/// Whether this thread works in the background, without help; see [`work_behind`].
 pub(crate) fn works_behind() -> bool {
     BEHIND.get()
 }
 
-/// Whether the caller is on the thread that the process began with, or in a child the one that forked.
+/// Whether the caller is the thread with which the process began. In a forked child that is the thread that forked.
 pub fn is_main_thread() -> bool {
     #[cfg(target_os = "linux")]
     return rustix::thread::gettid() == rustix::process::getpid();
     #[cfg(target_os = "macos")]
-    // SAFETY: asks about the calling thread and touches no memory.
+    // SAFETY: this asks about the calling thread and touches no memory.
     return unsafe { libc::pthread_main_np() } != 0;
     #[cfg(not(any(target_os = "linux", target_os = "macos")))]
     return true;
@@ -67,8 +67,8 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
         Self(AtomicPtr::new(null_mut()))
     }
 
-    /// The value of this process, which `make` makes at the first call. Where several threads make the first call at the same time, one
-    /// of them makes the value and the others wait for it. After an error of `make` the next call tries again.
+    /// The value of this process, which `make` makes at the first call. Where several threads make the first call at the same time,
+    /// one of them makes the value and the others wait for it. After an error of `make` the next call tries again.
     pub fn get(&'static self, make: impl FnOnce() -> Result<T>) -> Result<&'static T> {
         let made = self.made();
         if let Some(value) = made.value.get() {
@@ -85,7 +85,7 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
     fn made(&'static self) -> &'static Made<T> {
         let process = std::process::id();
         let seen = self.0.load(Ordering::Acquire);
-        // SAFETY: null, or a value that was published below and is never freed.
+        // SAFETY: the pointer is null, or was published below and is never freed.
         if let Some(made) = unsafe { seen.as_ref() }
             && made.process == process
         {
@@ -93,15 +93,21 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
         }
         let fresh = Box::into_raw(Box::new(Made { process, making: Mutex::new(()), value: OnceLock::new() }));
         match self.0.compare_exchange(seen, fresh, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: published just now, and never freed from here on.
+            // SAFETY: `fresh` comes from the box above, was published by this exchange, and is never freed from now on.
             Ok(_) => unsafe { &*fresh },
             Err(other) => {
                 // SAFETY: `fresh` comes from the box above and nobody else has seen it.
                 drop(unsafe { Box::from_raw(fresh) });
-                // SAFETY: another thread of this process published it, and it is never freed.
+                // SAFETY: another thread of this process published `other`, and it is never freed.
                 unsafe { &*other }
             }
         }
+    }
+}
+
+impl<T: Send + Sync + 'static> Default for PerProcess<T> {
+    fn default() -> Self {
+        Self::new()
     }
 }
 

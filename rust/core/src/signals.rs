@@ -1,9 +1,10 @@
 //! Signals that are kept back while a lock is held.
 //!
-//! A program's handler of a signal may run code that asks for a lock which the thread it runs on holds, and would wait for itself. While
-//! a [`KeptBack`] lives, a signal is noted; when it goes, the signal is sent again and finds the handler that was there before.
+//! A program's signal handler may ask for a lock that the thread on which it runs holds, and would then wait for itself. While a
+//! [`KeptBack`] lives, signals are only noted. When it is dropped, each noted signal is sent again, and finds the handler that was
+//! there before.
 //!
-//! Handlers belong to the whole process: while one thread keeps signals back, the others do not see them either.
+//! Handlers belong to the whole process. While one thread keeps signals back, the other threads do not see them either.
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
@@ -14,37 +15,38 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 pub use crate::process::is_main_thread;
 
-/// Signals have the numbers from 1 to this.
+/// The highest signal number. The lowest is 1.
 pub const LAST: c_int = if cfg!(target_os = "linux") { 64 } else { 31 };
 
-/// Bit `n - 1`: signal `n` came while it was kept back.
+/// Bit `n - 1` is set when signal `n` came while it was kept back.
 static CAME: AtomicU64 = AtomicU64::new(0);
-/// The process that keeps signals back, or 0. A forked child inherits the handlers and has nobody who would send again what they noted.
+/// The process that keeps signals back, or 0. A forked child inherits the handlers, but has nobody who would send the noted signals
+/// again.
 static KEEPER: AtomicU32 = AtomicU32::new(0);
 static BEFORE: Before = Before([const { UnsafeCell::new(MaybeUninit::uninit()) }; LAST as usize]);
 
-/// By signal what was done with it before; written before the handler that reads it is set.
+/// For each signal, its action from before. An entry is written before the handler that reads it is set.
 struct Before([UnsafeCell<MaybeUninit<libc::sigaction>>; LAST as usize]);
 
-// SAFETY: of a process only the one who has made itself the KEEPER writes an entry, while no handler of this module is set for its
-// signal, and only that handler and the same keeper read it.
+// SAFETY: only the thread that made its process the KEEPER writes an entry, while this module's handler is not set for the signal.
+// Only that handler and the same keeper read it.
 unsafe impl Sync for Before {}
 
-/// Signals that wait until this is dropped.
+/// Keeps signals back until it is dropped.
 #[must_use = "signals are kept back until it is dropped"]
 pub struct KeptBack {
     signals: u64,
 }
 
-/// Keep the given signals back; `None` where somebody does so already. Those that a program cannot go on after, such as `SIGSEGV`, and
-/// numbers that are no signals are left as they are.
+/// Keep the given signals back. `None` where somebody does so already. Signals after which a program cannot go on, such as
+/// `SIGSEGV`, and numbers that are no signals are left as they are.
 pub fn keep_back(signals: impl IntoIterator<Item = c_int>) -> Option<KeptBack> {
     let (keeper, me) = (KEEPER.load(Ordering::Acquire), std::process::id());
     if keeper == me || KEEPER.compare_exchange(keeper, me, Ordering::AcqRel, Ordering::Relaxed).is_err() {
         return None;
     }
     if keeper != 0 {
-        // What came to the process that this one was forked from is not this one's.
+        // Signals that came to the parent of this process are not for this process.
         CAME.store(0, Ordering::Relaxed);
     }
     let mut kept = KeptBack { signals: 0 };
@@ -65,15 +67,15 @@ impl KeptBack {
         if !(1..=LAST).contains(&signal) || never.contains(&signal) || self.signals & bit(signal) != 0 {
             return;
         }
-        // A child that was forked while its parent kept signals back has the handler, and the entry, from there.
+        // A child that was forked while its parent kept signals back has inherited the handler and the entry.
         if is_noted(signal) {
-            // SAFETY: the entry was filled before the handler was set.
+            // SAFETY: the entry was filled before the handler was set, and only this thread, the keeper, may write it.
             unsafe { put_back(signal) };
         }
         let before = BEFORE.0[signal as usize - 1].get();
         let mut noting = MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: zeros are a sigaction with an empty mask, of which the fields below are set; `before` is this keeper's alone until
-        // the handler is set, and is filled before.
+        // SAFETY: zeros are a valid sigaction with an empty mask, whose other fields are set here. Until the handler is set
+        // `before` is this keeper's alone, and it is filled first.
         let set = unsafe {
             (*noting.as_mut_ptr()).sa_sigaction = noting_handler();
             (*noting.as_mut_ptr()).sa_flags = libc::SA_RESTART | libc::SA_ONSTACK;
@@ -89,13 +91,13 @@ impl KeptBack {
 impl Drop for KeptBack {
     fn drop(&mut self) {
         for signal in (1..=LAST).filter(|signal| self.signals & bit(*signal) != 0) {
-            // SAFETY: the entry was filled when the signal's handler was set, and nobody has written it since.
+            // SAFETY: the entry was filled before the signal's handler was set, and nobody has written it since.
             unsafe { put_back(signal) };
         }
         KEEPER.store(0, Ordering::Release);
         let came = CAME.fetch_and(!self.signals, Ordering::Relaxed) & self.signals;
         for signal in (1..=LAST).filter(|signal| came & bit(*signal) != 0) {
-            // SAFETY: sends a signal to the calling thread; its handler is what the program set.
+            // SAFETY: this sends a signal to the calling thread, whose handler is the program's own again.
             unsafe { libc::raise(signal) };
         }
     }
@@ -112,29 +114,29 @@ fn noting_handler() -> libc::sighandler_t {
 /// Whether this module's handler is set for the signal.
 fn is_noted(signal: c_int) -> bool {
     let mut now = MaybeUninit::<libc::sigaction>::uninit();
-    // SAFETY: where the call succeeds it has filled `now`.
+    // SAFETY: `now` is read only where the call succeeded, and has filled it.
     unsafe {
         libc::sigaction(signal, null(), now.as_mut_ptr()) == 0 && (*now.as_ptr()).sa_sigaction == noting_handler()
     }
 }
 
-/// What was done with the signal before, unless somebody has set something else meanwhile.
+/// Restore the action that the signal had before, unless somebody has set another one meanwhile.
 ///
 /// # Safety
-/// The signal's entry in `BEFORE` is filled, and nobody writes it.
+/// The signal's entry in `BEFORE` is filled, and nobody writes it during the call.
 unsafe fn put_back(signal: c_int) {
     if is_noted(signal) {
-        // SAFETY: by this function's contract.
+        // SAFETY: by the caller's promise the entry is filled and nobody writes it.
         unsafe { libc::sigaction(signal, (*BEFORE.0[signal as usize - 1].get()).as_ptr(), null_mut()) };
     }
 }
 
-/// The handler: what it calls may be called from a handler.
+/// The handler. It calls only what may be called within a handler.
 extern "C" fn note(signal: c_int) {
     if are_kept_back() {
         CAME.fetch_or(bit(signal), Ordering::Relaxed);
     } else {
-        // SAFETY: in a forked child nobody writes the entries, and this one was filled before this handler was set.
+        // SAFETY: in a forked child nobody writes the entries, and this one was filled before the handler was set.
         unsafe {
             put_back(signal);
             libc::raise(signal);
@@ -156,14 +158,14 @@ mod tests {
 
     fn handler_of(signal: c_int) -> libc::sighandler_t {
         let mut now = MaybeUninit::<libc::sigaction>::uninit();
-        // SAFETY: filled by the call.
+        // SAFETY: the call fills `now`, as the assertion checks.
         unsafe {
             assert_eq!(libc::sigaction(signal, null(), now.as_mut_ptr()), 0);
             (*now.as_ptr()).sa_sigaction
         }
     }
 
-    // One test, because handlers are the process's.
+    // All of this is one test, because handlers belong to the process.
     #[test]
     fn signals_wait_until_they_are_let_go_and_each_comes_once() {
         let (one, two) = (libc::SIGUSR1, libc::SIGUSR2);
@@ -175,7 +177,7 @@ mod tests {
         let kept = keep_back([one, two, libc::SIGSEGV, libc::SIGKILL, 0, 65]).expect("nobody else");
         assert_eq!(kept.signals, bit(one) | bit(two));
         assert!(keep_back([one]).is_none(), "kept back already");
-        // SAFETY: the handler notes the signal.
+        // SAFETY: the handler that is set now only notes the signal.
         let raised = unsafe { (libc::raise(one), libc::raise(one)) };
         assert_eq!((raised, HANDLED.load(Ordering::SeqCst)), ((0, 0), 0));
         drop(kept);
@@ -183,20 +185,20 @@ mod tests {
         assert_eq!(handler_of(one), handled as extern "C" fn(c_int) as libc::sighandler_t);
 
         let kept = keep_back([one]).expect("nobody else");
-        // SAFETY: the child ends by a signal's default, or by _exit.
+        // SAFETY: the child ends by a signal's default action or by _exit.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // SAFETY: in the child the handler from before runs at once.
+            // SAFETY: the handler only counts, and in the child it runs at once. _exit ends the child.
             unsafe {
                 libc::raise(one);
                 libc::_exit(HANDLED.load(Ordering::SeqCst) as c_int);
             }
         }
         let mut status = 0;
-        // SAFETY: waits for the child and fills `status`.
+        // SAFETY: this waits for the child, and `status` outlives the call.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 2));
-        // SAFETY: sets what another thread of the program might set.
+        // SAFETY: this only ignores the signal, as another thread of the program might do.
         unsafe { libc::signal(one, libc::SIG_IGN) };
         drop(kept);
         assert_eq!(handler_of(one), libc::SIG_IGN, "what was set meanwhile stays");

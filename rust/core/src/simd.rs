@@ -1,10 +1,11 @@
 //! One source for several instruction sets, with the same bits on each.
 //!
-//! A [`Job`] is compiled once an instruction set and run on the best that the processor has. Its arithmetic is IEEE addition,
-//! multiplication, division and square root on 16 virtual lanes, in an order that the source fixes; Rust never contracts a
-//! multiplication and an addition into one rounding, so the vector width changes nothing.
+//! A [`Job`] is compiled once for each instruction set, and runs on the best one of the processor. Its arithmetic is IEEE addition,
+//! multiplication, division and square root on 16 virtual lanes, in an order that the source fixes. Rust never contracts a
+//! multiplication and an addition into one rounding, so the width of the vectors changes nothing.
 #![allow(unsafe_code)]
-// What is not inlined into a job is compiled for the baseline; and plain loops over lanes, as closures may not be inlined.
+// Functions that are not inlined into a job are compiled for the baseline. Lanes are plain loops, because closures may not be
+// inlined.
 #![allow(clippy::inline_always, clippy::needless_range_loop)]
 
 use std::ops::{Add, Div, Mul, Sub};
@@ -14,30 +15,30 @@ use crate::prefetch::prefetch_address;
 /// An instruction set that jobs are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Isa {
-    /// What the crate is built for.
+    /// The instruction set that the crate is built for.
     Baseline,
-    /// The set AVX2 of x86-64.
+    /// AVX2 of x86-64.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// The sets AVX-512 F, BW, DQ and VL of x86-64.
+    /// AVX-512 F, BW, DQ and VL of x86-64.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
 
-/// Work to compile for every instruction set. `run` and all it calls in its loops must be `#[inline(always)]`.
+/// Work that is compiled for every instruction set. `run`, and all that it calls in its loops, must be `#[inline(always)]`.
 pub(crate) trait Job {
-    /// What the work gives.
+    /// The result of the work.
     type Output;
-    /// Do it.
+    /// Do the work.
     fn run(self) -> Self::Output;
 }
 
 impl Isa {
-    /// The widest that this processor has.
+    /// The widest instruction set of this processor.
     pub(crate) fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
-            // The macro caches what it finds.
+            // The macro keeps what it has found.
             if is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
@@ -52,7 +53,7 @@ impl Isa {
         Self::Baseline
     }
 
-    /// All that this processor has.
+    /// All instruction sets of this processor.
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
         match Self::best() {
@@ -64,16 +65,16 @@ impl Isa {
         }
     }
 
-    /// Run `job` as compiled for this instruction set, which the processor must have: values come from [`Isa::best`] and, in
-    /// tests, [`Isa::all`].
+    /// Run `job` as compiled for this instruction set. The processor must have it, which holds for the values of [`Isa::best`] and,
+    /// in tests, [`Isa::all`].
     #[inline]
     pub(crate) fn run<J: Job>(self, job: J) -> J::Output {
         match self {
             Self::Baseline => job.run(),
-            // SAFETY: an Isa of more than the baseline is only made after its features were detected.
+            // SAFETY: this value is only made after AVX2 was detected.
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => unsafe { run_avx2(job) },
-            // SAFETY: as above.
+            // SAFETY: this value is only made after the four sets of AVX-512 were detected.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => unsafe { run_avx512(job) },
         }
@@ -92,16 +93,16 @@ fn run_avx512<J: Job>(job: J) -> J::Output {
     job.run()
 }
 
-/// Virtual lanes of a vector.
+/// The number of virtual lanes of a vector.
 pub(crate) const LANES: usize = 16;
 
-/// 16 floats: one register of AVX-512, two of AVX2, four of SSE2 or NEON.
+/// 16 float32: one register of AVX-512, two of AVX2, four of SSE2 or NEON.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C, align(64))]
 pub(crate) struct Lanes([f32; LANES]);
 
 impl Lanes {
-    /// The same in every lane.
+    /// The same value in every lane.
     #[inline(always)]
     pub(crate) fn splat(value: f32) -> Self {
         Self([value; LANES])
@@ -111,22 +112,22 @@ impl Lanes {
     /// 16 floats can be read at `from`.
     #[inline(always)]
     pub(crate) unsafe fn load_all(from: *const f32) -> Self {
-        // SAFETY: the caller's promise; an array of floats has no stricter alignment.
+        // SAFETY: by the caller's promise 16 floats can be read, and an array of floats has no stricter alignment than a float.
         Self(unsafe { from.cast::<[f32; LANES]>().read() })
     }
 
-    /// The first `count` lanes, zeros after them.
+    /// The first `count` lanes from memory, and zeros after them.
     ///
     /// # Safety
     /// `count` floats can be read at `from`, `count <= 16`.
     #[inline(always)]
     pub(crate) unsafe fn load_first(from: *const f32, count: usize) -> Self {
         if count == LANES {
-            // SAFETY: the caller's promise.
+            // SAFETY: by the caller's promise `count` floats can be read, which here are 16.
             return unsafe { Self::load_all(from) };
         }
         let mut lanes = [0.0; LANES];
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's promise `count` floats can be read, which here are below 16, and `lanes` has 16.
         unsafe { copy_below_16(from, lanes.as_mut_ptr(), count) };
         Self(lanes)
     }
@@ -135,7 +136,7 @@ impl Lanes {
     /// 16 floats can be written at `to`.
     #[inline(always)]
     pub(crate) unsafe fn store_all(self, to: *mut f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's promise 16 floats can be written.
         unsafe { to.cast::<[f32; LANES]>().write(self.0) };
     }
 
@@ -144,14 +145,14 @@ impl Lanes {
     #[inline(always)]
     pub(crate) unsafe fn store_first(self, to: *mut f32, count: usize) {
         if count == LANES {
-            // SAFETY: the caller's promise.
+            // SAFETY: by the caller's promise `count` floats can be written, which here are 16.
             return unsafe { self.store_all(to) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's promise `count` floats can be written, which here are below 16, and there are 16 lanes to read.
         unsafe { copy_below_16(self.0.as_ptr(), to, count) };
     }
 
-    /// Square root of each lane.
+    /// The square root of each lane.
     #[inline(always)]
     pub(crate) fn sqrt(self) -> Self {
         let mut lanes = [0.0; LANES];
@@ -161,7 +162,7 @@ impl Lanes {
         Self(lanes)
     }
 
-    /// The sum of all lanes: halves added to halves.
+    /// The sum of all lanes. The upper half is added to the lower half, again and again.
     #[inline(always)]
     pub(crate) fn sum(self) -> f32 {
         let mut eight = [0.0; 8];
@@ -176,7 +177,7 @@ impl Lanes {
     }
 }
 
-/// Copy `count` floats in powers of two: short, and without a call.
+/// Copy fewer than 16 floats in pieces whose sizes are powers of two. This is short and calls no function.
 ///
 /// # Safety
 /// `count < 16` floats can be read at `from` and written at `to`, which do not overlap.
@@ -185,7 +186,7 @@ unsafe fn copy_below_16(from: *const f32, to: *mut f32, count: usize) {
     let mut at = 0;
     for power in [8, 4, 2, 1] {
         if count & power != 0 {
-            // SAFETY: `at + power <= count`.
+            // SAFETY: `at + power` is at most `count`, and by the caller's promise that many floats can be read and written.
             unsafe { to.add(at).copy_from_nonoverlapping(from.add(at), power) };
             at += power;
         }
@@ -209,11 +210,12 @@ macro_rules! lanewise {
 }
 lanewise!(Add add +, Sub sub -, Mul mul *, Div div /);
 
-/// Columns of a row that are summed in registers: one or four vectors of lanes, by name, as arrays of them are kept on the stack.
+/// Columns of a row that are summed in registers: one vector of lanes, or four. The four are fields with names, because the
+/// compiler keeps arrays of them on the stack.
 pub(crate) trait Columns: Copy {
-    /// Floats.
+    /// The number of float32.
     const FLOATS: usize;
-    /// All 0.
+    /// Zeros.
     fn zero() -> Self;
     /// # Safety
     /// `count` floats can be read at `from`; below `FLOATS` only where that is 16.
@@ -221,7 +223,7 @@ pub(crate) trait Columns: Copy {
     /// # Safety
     /// `count` floats can be written at `to`; below `FLOATS` only where that is 16.
     unsafe fn store(self, to: *mut f32, count: usize);
-    /// Start loading the `FLOATS` floats at `from`, any address.
+    /// Start to load the `FLOATS` floats at `from`, which may be any address.
     #[inline(always)]
     fn prefetch(from: *const f32) {
         for line in 0..Self::FLOATS / LANES {
@@ -231,11 +233,11 @@ pub(crate) trait Columns: Copy {
             prefetch_address(from.wrapping_add(Self::FLOATS - 1));
         }
     }
-    /// Columnwise sum.
+    /// The sum, column by column.
     fn plus(self, other: Self) -> Self;
-    /// Each times `factor`.
+    /// Each column times `factor`.
     fn times(self, factor: f32) -> Self;
-    /// Each divided by `divisor`.
+    /// Each column divided by `divisor`.
     fn over(self, divisor: f32) -> Self;
 }
 
@@ -247,12 +249,12 @@ impl Columns for Lanes {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32, count: usize) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's promise `count` floats can be read.
         unsafe { Self::load_first(from, count) }
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32, count: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's promise `count` floats can be written.
         unsafe { self.store_first(to, count) };
     }
     #[inline(always)]
@@ -281,7 +283,7 @@ impl Columns for Wide {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32, _count: usize) -> Self {
-        // SAFETY: the caller's promise, of 64 floats.
+        // SAFETY: by the caller's promise 64 floats can be read.
         unsafe {
             Self(
                 Lanes::load_all(from),
@@ -293,7 +295,7 @@ impl Columns for Wide {
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32, _count: usize) {
-        // SAFETY: the caller's promise, of 64 floats.
+        // SAFETY: by the caller's promise 64 floats can be written.
         unsafe {
             self.0.store_all(to);
             self.1.store_all(to.add(LANES));
@@ -315,8 +317,8 @@ impl Columns for Wide {
     }
 }
 
-/// Run a block for every 16 columns of a row: `|at, count|`, `count` below 16 only in the last. A macro, as the block must be
-/// inlined for both.
+/// Run a block for every 16 columns of a row as `|at, count|`, where `count` is below 16 in the last one only. This is a macro,
+/// because the block must be inlined in both places.
 macro_rules! by_lanes {
     ($dim:expr, |$at:ident, $count:ident| $block:block) => {{
         let mut $at = 0;

@@ -1,25 +1,25 @@
-//! Counters of a tier, copied out as plain numbers.
+//! The counters of a tier, as plain numbers.
 
-/// Counters of one tier of one table since it was opened.
+/// Counters of one tier of one table. Those that count events begin when the table is opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TierStats {
     /// Rows in the tier now.
     pub rows: u64,
-    /// Bytes the tier occupies now, its index included.
+    /// Bytes that the tier takes now, its index included.
     pub bytes: u64,
-    /// The tier's cap in bytes.
+    /// The tier's budget in bytes.
     pub capacity_bytes: u64,
-    /// Unique ids of plans found here.
+    /// Distinct ids of plans that were found in this tier.
     pub hits: u64,
-    /// Unique ids of plans looked for here and not found.
+    /// Distinct ids of plans that were looked for in this tier and not found.
     pub misses: u64,
     /// Rows that left the tier to make room.
     pub evictions: u64,
-    /// Bytes read from the tier to serve plans.
+    /// Bytes that were read from the tier to serve plans.
     pub read_bytes: u64,
-    /// Bytes written into the tier.
+    /// Bytes that were written into the tier.
     pub written_bytes: u64,
-    /// Nanoseconds plans spent on the tier, waits included.
+    /// Nanoseconds that plans spent on the tier, waits included.
     pub time_ns: u64,
 }
 
@@ -28,22 +28,22 @@ pub struct TierStats {
 pub struct SsdStats {
     /// The counters that every tier has.
     pub tier: TierStats,
-    /// Which I/O engine runs: `io_uring` or `pread`, with `+direct` where `O_DIRECT` is in use.
+    /// The I/O engine: `io_uring` or `pread`, with `+direct` where `O_DIRECT` is in use.
     pub io_engine: String,
-    /// Reads sent to the disk to serve plans: one brings all rows that lie near each other.
+    /// Reads that were sent to the disk to serve plans. One read brings all rows that lie near each other.
     pub reads: u64,
-    /// Bytes of rows given to the tier (header included).
+    /// Bytes of the rows that were given to the tier, their headers included.
     pub row_bytes_given: u64,
-    /// Bytes written by compaction.
+    /// Bytes that compaction wrote.
     pub compaction_bytes: u64,
-    /// Bytes of live records / bytes of sealed segments, 0 to 1.
+    /// Bytes of live records divided by bytes of sealed segments: 0 to 1.
     pub live_share: f64,
-    /// Segment files.
+    /// The number of segment files.
     pub segments: u64,
-    /// Bytes of RAM of the index.
+    /// Bytes of RAM that the index takes.
     pub index_bytes: u64,
-    /// Rows dropped by `on_full = evict`.
+    /// Rows that were dropped because of `on_full = evict`.
     pub dropped_rows: u64,
-    /// The last published state had to be given up for want of room: until the next publish there is nothing to resume.
+    /// Whether the last published state had to be given up for want of room. Then nothing can be resumed until the next publish.
     pub published_given_up: bool,
 }

@@ -1,4 +1,4 @@
-//! Synchronisation types: the standard library's, or loom's when a model test is built (`--cfg loom`).
+//! Synchronisation types: those of the standard library, or loom's when a model test is built (`--cfg loom`).
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{
@@ -14,9 +14,9 @@ pub(crate) use std::sync::{
 use std::sync::PoisonError;
 use std::time::Duration;
 
-/// A mutex: the standard library's or loom's.
+/// A mutex of the standard library or of loom.
 pub(crate) trait Lock {
-    /// Holds it.
+    /// Holds the mutex until it is dropped.
     type Guard<'a>
     where
         Self: 'a;
@@ -55,12 +55,12 @@ impl<T> Lock for loom::sync::Mutex<T> {
     }
 }
 
-/// Lock, also after a panic elsewhere: the data's own invariants are checked where they are used.
+/// Lock a mutex, even if a panic poisoned it. The users of the data check its invariants.
 pub(crate) fn lock<M: Lock>(mutex: &M) -> M::Guard<'_> {
     mutex.guard()
 }
 
-/// Whether a panic interrupted a change of what the lock protects. (A panic fails a model.)
+/// Whether a panic interrupted a change of what the lock protects. (In a loom model a panic ends the model, so this is false.)
 pub(crate) fn was_torn<T>(lock: &RwLock<T>) -> bool {
     #[cfg(not(loom))]
     return lock.is_poisoned();
@@ -68,12 +68,12 @@ pub(crate) fn was_torn<T>(lock: &RwLock<T>) -> bool {
     return std::mem::size_of_val(lock) == 0;
 }
 
-/// Wait to be notified.
+/// Wait for a notification.
 pub(crate) fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     condition.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Wait to be notified, at most so long. (A model knows no time: there it waits to be notified.)
+/// Wait for a notification, but at most for `most`. (A loom model has no time, and waits for the notification.)
 pub(crate) fn wait_at_most<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>, most: Duration) -> MutexGuard<'a, T> {
     #[cfg(not(loom))]
     return condition.wait_timeout(guard, most).unwrap_or_else(PoisonError::into_inner).0;

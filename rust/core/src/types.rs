@@ -1,36 +1,40 @@
-//! Ids, buckets and what is known of a row beside its values.
+//! Ids, their buckets, and the metadata of a row.
 
-/// An id as the user gives it: any 64-bit integer, negative ones included.
+/// An id as the user gives it. It may be any 64-bit integer, also a negative one.
 pub type Id = i64;
 
-/// A position in a tier that kernels run on. `NO_SLOT` stands for "no row": kernels read it as zeros and skip it in updates.
+/// A cache slot: the number of a row's position in the tier that kernels run on. `NO_SLOT` stands for "no row": kernels read it as
+/// zeros, and skip it in updates.
 pub type CacheSlot = u32;
 
 /// See [`CacheSlot`].
 pub const NO_SLOT: CacheSlot = u32::MAX;
 
-/// The default number of buckets of a table: a prime, for ids whose low bits say little.
+/// The default number of buckets of a table. It is a prime, which serves ids whose low bits say little.
 pub const DEFAULT_TOTAL_NUM_BUCKETS: u32 = 4093;
 
-/// The plain bucket of an id: `uint64(id) mod total_num_buckets`. Block-level checkpoints slice ids so; of a table see [`Bucketing`].
+/// The plain bucket of an id: `uint64(id) mod total_num_buckets`. Block-level checkpoints slice ids in this way. For the buckets of
+/// a table see [`Bucketing`].
 #[inline]
 pub fn bucket_of(id: Id, total_num_buckets: u32) -> u32 {
     (id as u64 % u64::from(total_num_buckets)) as u32
 }
 
-/// What is done to an id before it is divided by the number of buckets. It is part of the formats on disk, where a table says which.
+/// The function that is applied to an id before it is divided by the number of buckets. It is part of the formats on disk, where
+/// each table names its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BucketHash {
-    /// Nothing. Files of version 1, which do not name it, are of this kind; small ids are then in the buckets of the first rank.
+    /// The id itself. Files of version 1, which name no function, are of this kind. Small ids then all fall into the buckets of the
+    /// first rank.
     #[default]
     Plain,
-    /// [`hash_id`], so that ids of any pattern spread over the buckets, and the buckets over the ranks.
+    /// [`hash_id`], which spreads ids of any pattern evenly over the buckets, and the buckets over the ranks.
     SplitMix64,
 }
 
 impl BucketHash {
-    /// As files and the binding have it.
+    /// The name that files and the Python binding use.
     pub fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain",
@@ -43,7 +47,7 @@ impl BucketHash {
         [Self::Plain, Self::SplitMix64].into_iter().find(|hash| hash.name() == name)
     }
 
-    /// What is divided for an id.
+    /// The number that is divided for an id.
     #[inline]
     pub fn of(self, id: Id) -> u64 {
         match self {
@@ -53,9 +57,10 @@ impl BucketHash {
     }
 }
 
-/// How the ids of a table fall into its buckets: `hash(uint64(id)) mod total_num_buckets`.
+/// The rule by which the ids of a table fall into its buckets: `hash(uint64(id)) mod total_num_buckets`.
 ///
-/// The remainder is found by a multiplication with the divisor's reciprocal (Barrett 1986).
+/// The remainder is computed by a multiplication with the reciprocal of the divisor (Barrett, "Implementing the RSA algorithm on a
+/// standard digital signal processor", CRYPTO '86).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bucketing {
     total: u32,
@@ -65,12 +70,12 @@ pub struct Bucketing {
 
 impl Bucketing {
     /// # Panics
-    /// When there are no buckets.
+    /// Panics when there are no buckets.
     pub fn new(total_num_buckets: u32, hash: BucketHash) -> Self {
         Self { total: total_num_buckets, hash, reciprocal: u64::MAX / u64::from(total_num_buckets) }
     }
 
-    /// How many there are.
+    /// The number of buckets.
     pub fn total(self) -> u32 {
         self.total
     }
@@ -79,16 +84,16 @@ impl Bucketing {
     #[inline]
     pub fn of(self, id: Id) -> u32 {
         let (hashed, divisor) = (self.hash.of(id), u64::from(self.total));
-        // The quotient, or one less: the reciprocal is 2⁶⁴ / divisor less at most one.
+        // The quotient is exact or one too small, because the reciprocal is at most one less than 2⁶⁴ / divisor.
         let quotient = ((u128::from(hashed) * u128::from(self.reciprocal)) >> 64) as u64;
         let rest = hashed - quotient * divisor;
         (if rest < divisor { rest } else { rest - divisor }) as u32
     }
 }
 
-/// The 64-bit hash of an id that buckets, the SSD tier's index and footers use: the finaliser of `SplitMix64`, a bijection (Steele,
-/// Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, with the constants of Stafford's variant 13).
-/// It is part of the formats on disk, and `tests/fixtures/v2/buckets.txt` holds it: fixed for ever.
+/// The 64-bit hash of an id that buckets, the SSD tier's index and footers use. It is the finaliser of `SplitMix64`, a bijection
+/// (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, with the constants of Stafford's variant
+/// 13). It is part of the formats on disk, and can never change; `tests/fixtures/v2/buckets.txt` pins it.
 #[inline]
 pub fn hash_id(id: Id) -> u64 {
     let mut x = id as u64;
@@ -107,25 +112,27 @@ pub fn id_of_hash(hash: u64) -> Id {
     (x ^ (x >> 30) ^ (x >> 60)) as Id
 }
 
-/// The key of a table: derived from its name when it is created and kept with its files, so that a rename changes no birth.
+/// The key of a table: the xxh3-64 hash of the table's name when it was created. It is kept with the table's files, so that
+/// renaming the table does not change births.
 pub fn table_key(name: &str) -> u64 {
     xxhash_rust::xxh3::xxh3_64(name.as_bytes())
 }
 
-/// What is known of a row beside its weights and slots. Changes when a training step commits; moves with the row.
+/// The metadata of a row. It changes when a training step commits, and moves together with the row.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RowMeta {
-    /// Occurrences in training batches, saturating.
+    /// The number of occurrences in training batches. It stops at the largest `u32`.
     pub count: u32,
     /// The table's step counter at the last training step that used the row.
     pub last_step: u64,
-    /// Decayed use: the sum of the occurrences, halved whenever the table's step passes a multiple of `SCORE_HALF_LIFE_STEPS`.
+    /// How much the row is used: the sum of its occurrences, halved whenever the table's step passes a multiple of
+    /// `SCORE_HALF_LIFE_STEPS`.
     pub score: f32,
-    /// The checkpoint epoch of the last training step on the row.
+    /// The table's checkpoint epoch at the last training step that used the row.
     pub modified_epoch: u32,
 }
 
-/// Steps after which every row's score is halved.
+/// The number of steps after which the score of every row is halved.
 pub const SCORE_HALF_LIFE_STEPS: u64 = 1024;
 
 #[cfg(test)]
