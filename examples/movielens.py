@@ -1,13 +1,14 @@
 """MovieLens-100K as batches for a DLRM: who liked what, in the order of time.
 
-The ratings are read from the installed `recbole` wheel, which may ship them; they are not ours to copy.
+The ratings are read from the installed `recbole` wheel, which may distribute them. This project may not, and holds no copy.
 
 Features (ids are any 64-bit integers):
-    user, item          the rating's own
-    history             the up to 10 items the user liked last, in the table of `item`
-    taste               the user with each genre of the item, hashed: ids of the table `cross`, half of them negative
-    peers               the user's occupation and age band with the item, hashed: in `cross` too
-Dense: the user's age, the film's year, how much the user and the item have been rated so far. Label: a rating of 4 or 5.
+    user, item          those of the rating
+    history             the items that the user liked last, at most 10, in the table of `item`
+    taste               the user with each genre of the item, hashed to ids of the table `cross`, half of them negative
+    peers               the user's occupation and age band with the item, hashed to ids of `cross` too
+Dense: the user's age, the film's year, how often the user and the item have been rated so far. The label is 1 for a rating of 4 or
+5.
 """
 
 import csv
@@ -24,7 +25,7 @@ from torchrec.datasets.utils import Batch
 
 __all__ = ["FEATURES", "TABLES", "Ratings", "read_ratings"]
 
-# Table: its features. The DLRM wants one width for all.
+# The features of each table. The DLRM wants one width for all tables.
 TABLES = {"user": ["user"], "item": ["item", "history"], "cross": ["taste", "peers"]}
 FEATURES = [feature for features in TABLES.values() for feature in features]
 HISTORY = 10
@@ -33,7 +34,7 @@ LIKED = 4.0
 
 @dataclass(frozen=True)
 class Ratings:
-    """Ratings in the order of time. For R ratings: dense [R, 4], labels [R]; ids and lengths [R] of each feature."""
+    """Ratings in the order of time. For R ratings: dense [R, 4], labels [R], and ids and lengths [R] of each feature."""
 
     dense: torch.Tensor
     labels: torch.Tensor
@@ -50,7 +51,7 @@ class Ratings:
         return self.take(order[:cut]), self.take(order[cut:])
 
     def take(self, rows: torch.Tensor) -> "Ratings":
-        """Those ratings, in that order."""
+        """The ratings at the given positions, in that order."""
         values, lengths = {}, {}
         for feature in FEATURES:
             length = self.lengths[feature]
@@ -63,7 +64,7 @@ class Ratings:
         return Ratings(self.dense[rows], self.labels[rows], values, lengths)
 
     def batches(self, size: int, shuffle_seed: int | None = None) -> Iterator[Batch]:
-        """Batches of `size` ratings, the rest left out when they are shuffled."""
+        """Batches of `size` ratings. When they are shuffled, the rest that fills no batch is left out."""
         order = torch.arange(len(self))
         if shuffle_seed is not None:
             order = torch.randperm(len(self), generator=torch.Generator().manual_seed(shuffle_seed))
@@ -83,7 +84,7 @@ class Ratings:
 
 
 def dataset_folder() -> Path:
-    """Where the installed recbole keeps MovieLens-100K."""
+    """The folder in which the installed recbole keeps MovieLens-100K."""
     try:
         folder = Path(str(distribution("recbole").locate_file("recbole/dataset_example/ml-100k")))
     except PackageNotFoundError:
@@ -96,7 +97,7 @@ def dataset_folder() -> Path:
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
-    """A file of the data set; its columns without their types."""
+    """A file of the data set. The names of its columns are without their types."""
     with (dataset_folder() / f"ml-100k.{name}").open(encoding="utf-8", newline="") as file:
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         names = [column.split(":")[0] for column in next(rows)]
@@ -104,7 +105,7 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 
 def cross(*parts: int) -> int:
-    """A 64-bit id, signed, of several small ones (the finaliser of SplitMix64)."""
+    """A signed 64-bit id made of several small ones (by the finaliser of SplitMix64)."""
     mixed = 0
     for part in parts:
         mixed = (mixed * 1_000_003 + part + 1) & (2**64 - 1)

@@ -1,9 +1,9 @@
 """Train a DLRM on MovieLens-100K with tables in three tiers, and check everything that can be checked.
 
-1. The same DLRM twice, from the same first values: on plain TorchRec (`EmbeddingBagCollection`), and on
-   `EmbCacheEmbeddingBagCollection` with budgets so small that device tier, host tier and SSD all serve.
-2. Losses of every step, the AUC on later ratings and every row must agree.
-3. The tables are saved, and loaded by two fresh processes: every row, every prediction is compared; then they train on.
+1. The same DLRM is trained twice from the same first values: on plain TorchRec (`EmbeddingBagCollection`), and on
+   `EmbCacheEmbeddingBagCollection` with budgets so small that device tier, host tier and SSD all serve rows.
+2. The losses of every step, the AUC on later ratings, and every row must agree.
+3. The tables are saved, and loaded by two new processes. Every row and every prediction is compared. Then these train on.
 
     python examples/movielens_dlrm.py [--epochs 1] [--ratings 100000] [--folder DIR]
 
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# What the libraries say among themselves.
+# Hide what the libraries warn about among themselves.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
 for library in ("torchrec", "torch.fx"):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -57,12 +57,12 @@ from torchrec_embcache.saver import Saver
 DIM = 16
 BATCH = 512
 CPU = torch.device("cpu")
-# An eps near the gradients' size: with a tiny one Adagrad makes a whole step of what is rounding.
+# This eps is near the size of the gradients. With a tiny one, Adagrad makes a whole step of a gradient that is mere rounding.
 SPARSE_LR = {"lr": 0.05, "eps": 1e-5}
 DENSE_LR = 0.01
-# Rows the plain tables have; ours have as many as there are ids.
+# The number of rows of the plain tables. Cached tables have as many rows as there are ids.
 SIZES = {"user": 1_000, "item": 2_000, "cross": 50_000}
-# Of each table. A row is 96 bytes: 64 of weights, 32 of its header with the optimizer's sum.
+# The budgets of each table. A row takes 96 bytes: 64 of weights, and 32 of its header with the optimizer's sum.
 DEVICE_BYTES = {"user": "64KiB", "item": "192KiB", "cross": "384KiB"}
 HOST_BYTES = {"user": "192KiB", "item": "192KiB", "cross": "384KiB"}
 SSD_BYTES = "64MiB"
@@ -128,7 +128,7 @@ def tables_of(model: torch.nn.Module) -> dict[str, CacheTable]:
 
 
 def dense_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Those of the MLPs, by their names in the bare model."""
+    """The parameters of the MLPs, by their names in the bare model."""
     found = {}
     for name, parameter in model.named_parameters():
         bare = name[name.index("model.dense_arch") :] if "model.dense_arch" in name else name
@@ -140,7 +140,7 @@ def dense_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def predict(model: torch.nn.Module, batches: Iterator[Batch]) -> torch.Tensor:
-    """Logits of all ratings."""
+    """The logits of all ratings."""
     model.eval()
     logits = [model(batch)[1][1] for batch in batches]
     model.train()
@@ -148,7 +148,7 @@ def predict(model: torch.nn.Module, batches: Iterator[Batch]) -> torch.Tensor:
 
 
 def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of (liked, not liked) pairs that are in order, ties half (the Mann-Whitney statistic)."""
+    """The share of pairs (liked, not liked) that are in order, where a tie counts half (the Mann-Whitney statistic)."""
     _, inverse, counts = torch.unique(logits.double(), return_inverse=True, return_counts=True)
     rank = (torch.cumsum(counts, 0) - (counts - 1) / 2)[inverse]
     liked = labels > 0.5
@@ -158,7 +158,7 @@ def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The one that torchrun describes, or one process by itself."""
+    """The process group that torchrun describes, or one of this process by itself."""
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     else:
@@ -172,7 +172,7 @@ def process_group() -> Iterator[None]:
 
 
 def remap(batch: Batch, known: dict[str, torch.Tensor]) -> Batch:
-    """The batch with each id replaced by its position among the table's known ids, as a plain table needs it."""
+    """The batch with each id replaced by its index among the table's known ids, as a plain table needs it."""
     features = batch.sparse_features
     of_feature = {feature: table for table, names in TABLES.items() for feature in names}
     values = [torch.searchsorted(known[of_feature[feature]], features[feature].values()) for feature in FEATURES]
@@ -227,7 +227,7 @@ def train_cached(
 
 
 def demonstrate(options: argparse.Namespace, folder: Path) -> int:
-    """Steps 1 to 3, the last in processes of their own."""
+    """Steps 1 to 3. The last one runs in processes of its own."""
     checks = Checks()
     print("reading MovieLens-100K", flush=True)
     ratings = read_ratings()
@@ -292,7 +292,7 @@ def demonstrate(options: argparse.Namespace, folder: Path) -> int:
 
 
 def verify(options: argparse.Namespace, folder: Path) -> int:
-    """What one of two processes finds in the checkpoint: its share of every table, bit for bit."""
+    """Compare what one of two processes finds in the checkpoint with what was saved: its share of every table, bit for bit."""
     rank, world = dist.get_rank(), dist.get_world_size()
     ratings = read_ratings()
     _, later = ratings.take(torch.arange(min(options.ratings, len(ratings)))).split(0.8)
@@ -300,14 +300,14 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
     if rank == 0:
         ssd.mkdir(mode=0o750)
     dist.barrier()
-    model = shard(make_dlrm(make_cached(ssd, device_tier=False)))  # other budgets too
+    model = shard(make_dlrm(make_cached(ssd, device_tier=False)))  # with other budgets too
     Saver(rank).load(model, str(folder / "checkpoint"))
     with torch.no_grad():
         saved_dense = torch.load(folder / "dense.pt")
         for name, parameter in dense_parameters(model).items():
             parameter.copy_(saved_dense[name])
 
-    # Ranks find together: all of them take part in every exchange, and rank 0 reports.
+    # All ranks take part in every exchange, and rank 0 reports.
     findings: list[tuple[str, bool, str]] = []
     for name in TABLES:
         table = tables_of(model).get(name)
@@ -341,7 +341,7 @@ def verify(options: argparse.Namespace, folder: Path) -> int:
         ("training goes on", better, f"loss on the later ratings {both[0] / world:.4f}, then {both[1] / world:.4f}")
     )
 
-    flush(model)  # what was trained here since the load, on all ranks together
+    flush(model)  # flushes what was trained here since the load, on all ranks together
     checks = Checks()
     for finding in findings:
         if rank == 0:

@@ -9,7 +9,7 @@ __all__ = ["Checks", "rows_of", "show_tiers"]
 
 
 class Checks:
-    """What was compared; the run fails when one of them does."""
+    """Notes comparisons. The run fails if one of them fails."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -26,7 +26,9 @@ class Checks:
         self(what, difference <= tolerance, f"greatest difference {difference:.2g}, {tolerance:g} allowed")
 
     def mostly_close(self, what: str, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
-        """Compare two tensors of rows [n, D]: where rounding puts one sample on the other side of a ReLU, its rows may differ."""
+        """Compare two tensors of rows [n, D]. A few rows may differ, because rounding can put a sample on the other side of a
+        ReLU.
+        """
         difference = (a.double() - b.double()).abs().amax(1)
         share = float((difference <= tolerance).double().mean())
         self(
@@ -36,14 +38,14 @@ class Checks:
         )
 
     def end(self) -> int:
-        """The exit status."""
+        """The exit status: 0 if all comparisons succeeded."""
         if self.failed:
             print(f"{len(self.failed)} of the checks failed: {'; '.join(self.failed)}")
         return 1 if self.failed else 0
 
 
 def show_tiers(tables: dict[str, CacheTable]) -> Checks:
-    """What each tier of each table did; all three must have served."""
+    """Print what each tier of each table did. All three tiers must have served."""
     checks = Checks()
     heads = f"{'hits':>9} {'hit %':>6} {'evicted':>8} {'read MiB':>9} {'written MiB':>12} {'s':>7}"
     print(f"  {'table':6} {'tier':7} {'rows':>7} {'KiB':>7} {heads}")

@@ -1,9 +1,9 @@
-"""Two processes, one model: tables row-wise over both, TorchRec's own DistributedModelParallel and pipeline.
+"""Train one model in two processes. Tables are sharded row-wise, by TorchRec's own DistributedModelParallel and pipeline.
 
     torchrun --nproc-per-node 2 examples/torchrun_two_ranks.py
 
-Started plainly it starts itself that way. Each rank holds its share of every table (a range of buckets, by id), trains on its half
-of each batch, and saves its own part of one checkpoint, which any number of ranks can load.
+Without torchrun the script starts itself in this way. Each rank holds its share of every table (the ids of a range of buckets),
+trains on its half of each batch, and saves its part of one checkpoint. Any number of ranks can load that.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-# What the libraries say among themselves.
+# Hide what the libraries warn about among themselves.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
 for library in ("torchrec", "torch.fx"):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -43,7 +43,7 @@ FEATURES = ["who", "what", "where"]
 
 
 class Model(nn.Module):
-    """Two tables of different widths, three features, one linear layer."""
+    """Two tables of different widths with three features, and one linear layer."""
 
     def __init__(self, ssd_dir: Path) -> None:
         super().__init__()
@@ -126,10 +126,10 @@ def main() -> int:
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
         train(options)
-        # DistributedDataParallel, which DistributedModelParallel wraps the dense part in, keeps its process group and its threads
-        # until the process ends, also after `del model` and destroy_process_group(). One of these threads that lets go of a tensor
-        # while the interpreter shuts down aborts the process ("terminate called without an active exception"). Everything is saved
-        # here, so the process ends without that shutdown.
+        # DistributedModelParallel wraps the dense part in DistributedDataParallel, which keeps its process group and its threads
+        # until the process ends, even after `del model` and destroy_process_group(). If one of these threads lets go of a tensor
+        # while the interpreter shuts down, it aborts the process ("terminate called without an active exception"). Everything is
+        # saved here, so the process ends without that shutdown.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

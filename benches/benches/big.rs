@@ -1,5 +1,6 @@
-//! A store of 100M rows of one table's SSD tier: resident bytes an id while it is loaded, what appending and fetching cost at 1M,
-//! 10M and 100M rows, and how long it takes to reopen. One store serves all, so this program prints rows and takes no turns.
+//! Measures a store of 100M rows in the SSD tier of one table: the resident bytes an id while it is loaded, the rates of appending
+//! and fetching at 1M, 10M and 100M rows, and the time to reopen it. One store serves all of this, so the program prints rows and
+//! does not run in rounds.
 //!
 //! `EMBCACHE_BENCH_BIG_ROWS` sets another number of rows.
 
@@ -18,10 +19,10 @@ use embcache_benches::{
 };
 
 const BATCH: usize = 16_384;
-/// Fetches of a round.
+/// Fetches of a round, a batch each.
 const BATCHES: usize = 10;
 const ROUNDS: usize = 5;
-/// Bytes of a record and of its footer's entry, and a margin for a cap with headroom.
+/// Bytes of disk for each row: a record, its entry in a footer, and a margin for the headroom of the cap.
 const BYTES_A_ROW: u64 = RECORD_BYTES as u64 + 14 + 50;
 
 const RAM: &str = "ram_bytes_per_ssd_id";
@@ -40,7 +41,7 @@ fn main() {
     } else if flag("--reopen") {
         reopen(Path::new(&arguments[1]), arguments[2].parse().expect("a number of rows"));
     } else {
-        // Too large to be run by an unqualified `cargo bench`.
+        // A plain `cargo bench` does not run this, because it is too large.
         let wanted: Vec<&str> = names.into_iter().filter(|name| flag(name)).collect();
         if !wanted.is_empty() {
             if flag("--rows") {
@@ -59,7 +60,7 @@ fn cap_bytes(rows: u64) -> u64 {
     rows * BYTES_A_ROW + (512 << 20)
 }
 
-/// Rows handed to the tier and taken from it, always in the same memory. The first value of a row says its rank.
+/// Rows that are given to the tier and taken from it, always in the same memory. The first weight of a row is its rank.
 struct Batch {
     headers: Vec<RowHeader>,
     vectors: Vec<f32>,
@@ -70,7 +71,7 @@ impl Batch {
         Self { headers: vec![RowHeader::default(); BATCH], vectors: vec![1.0; BATCH * DIM] }
     }
 
-    /// Add the rows of ranks `begin..end`.
+    /// Append the rows of ranks `begin..end`.
     fn append(&mut self, tier: &SsdTier, begin: u64, end: u64) {
         let rows = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM)).zip(begin..end);
         let rows: Vec<RowRef<'_>> = rows
@@ -83,12 +84,12 @@ impl Batch {
         tier.append(&rows, &vec![false; rows.len()]).expect("the tier has room");
     }
 
-    /// Fetch the rows of `ranks`, a batch at most, and see that they are theirs.
+    /// Fetch the rows of `ranks`, a batch at most, and check that they are the right ones.
     #[allow(unsafe_code)]
     fn fetch(&mut self, tier: &SsdTier, ranks: &[u64]) {
         let places = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM));
         let wanted = ranks.iter().zip(places).map(|(rank, (header, vector))| {
-            // SAFETY: the buffers are this bench's own, and nobody looks at them before the fetch is done.
+            // SAFETY: the buffers belong to this bench, and nobody looks at them before the fetch is done.
             let place = unsafe { RowMut::new(RowAddress { header, vector: vector.as_mut_ptr() }) };
             (scattered_id(*rank), place)
         });
@@ -101,19 +102,20 @@ impl Batch {
     }
 }
 
-/// Loads the store, looking at it on the way.
+/// Loads the store, and measures on the way.
 struct Load {
     tier: SsdTier,
     batch: Batch,
     rows: u64,
-    /// Rows and resident bytes that growth is counted from.
+    /// The rows and the resident bytes from which growth is counted.
     base: (u64, u64),
-    /// Resident bytes past the base / rows past the base, the worst from a tenth of the rows on, and where.
+    /// The largest growth in resident bytes for each row of growth, from a tenth of the rows on, and the number of rows at which it
+    /// occurred.
     worst: (f64, u64),
 }
 
 impl Load {
-    /// Append up to `to` rows; rows a second.
+    /// Append rows until there are `to`. The result is the rate in rows a second.
     fn append(&mut self, to: u64, mut seen: impl FnMut(&mut Self)) -> f64 {
         let (begin, before) = (Instant::now(), self.rows);
         while self.rows < to {
@@ -125,7 +127,26 @@ impl Load {
         (self.rows - before) as f64 / begin.elapsed().as_secs_f64()
     }
 
-    /// Rounds of fetches, uniform over all rows so far: rows a second, and CPU microseconds a row.
+    /// Append rows until there are `size`, and note the worst growth of resident bytes from `from` rows on. The result is the rates in
+    /// rows a second of the last tenth of the way, so that they are those of a store of about this size.
+    fn grow_to(&mut self, size: u64, from: u64) -> Vec<f64> {
+        let watch = |load: &mut Load| {
+            if load.rows >= from && load.base.0 > 0 {
+                let grown = resident().now.saturating_sub(load.base.1) as f64 / (load.rows - load.base.0) as f64;
+                if grown > load.worst.0 {
+                    load.worst = (grown, load.rows);
+                }
+            }
+        };
+        self.append(size - size / 10, watch);
+        let part = |number: u64| size - size / 10 + size / 10 * number / ROUNDS as u64;
+        let rates = (1..=ROUNDS as u64).map(|number| self.append(part(number), watch)).collect();
+        self.append(size, watch);
+        rates
+    }
+
+    /// Do rounds of fetches, uniform over all rows so far. The result is the rate of each round in rows a second, and CPU
+    /// microseconds a row.
     fn fetch(&mut self, rounds: usize, batches: usize) -> (Vec<f64>, f64) {
         let count = batches * BATCH;
         let (mut rates, cpu) = (Vec::new(), cpu_seconds());
@@ -142,7 +163,7 @@ impl Load {
 fn measure(wanted: &[&str], scale: Scale) {
     let setting = std::env::var("EMBCACHE_BENCH_BIG_ROWS").ok().and_then(|text| text.parse().ok());
     let rows: u64 = setting.unwrap_or(scale.pick(100_000_000, 60_000));
-    // The footers' and the file system's share is in the cap; nothing is written past it.
+    // The cap covers the footers and the file system's share, and nothing is written past it.
     let scratch = Scratch::new(cap_bytes(rows) + (1 << 30)).unwrap_or_else(|why| {
         eprintln!("{why}");
         std::process::exit(1)
@@ -152,29 +173,14 @@ fn measure(wanted: &[&str], scale: Scale) {
     let before = resident().now;
     let sizes = [rows / 100, rows / 10, rows];
     for (at, size) in sizes.into_iter().enumerate() {
-        // The rate of the last tenth of the way, so that it is one of a store of about that size.
-        let mut rates = Vec::new();
         if at == 1 {
-            // What every store takes whatever its size is resident by now (the fetch's buffers) or soon: those on their way to
-            // disk.
+            // By now all is resident that every store takes whatever its size, such as the buffers of fetches. Buffers of rows on
+            // their way to disk come next.
             let mut base = 0;
             load.append(size / 10 * 3, |_| base = base.max(resident().now));
             load.base = (load.rows, base);
         }
-        let from = sizes[1];
-        let watch = |load: &mut Load| {
-            if load.rows >= from && load.base.0 > 0 {
-                let grown = resident().now.saturating_sub(load.base.1) as f64 / (load.rows - load.base.0) as f64;
-                if grown > load.worst.0 {
-                    load.worst = (grown, load.rows);
-                }
-            }
-        };
-        load.append(size - size / 10, watch);
-        for part in 1..=ROUNDS as u64 {
-            rates.push(load.append(size - size / 10 + size / 10 * part / ROUNDS as u64, watch));
-        }
-        load.append(size, watch);
+        let rates = load.grow_to(size, sizes[1]);
         let median = Row::new(APPEND[at], "rows/s", Better::Higher, rates.clone()).value;
         eprintln!("{size} rows: {median:.0} rows/s, {} MiB resident", resident().now >> 20);
         if wanted.contains(&APPEND[at]) {
@@ -191,16 +197,7 @@ fn measure(wanted: &[&str], scale: Scale) {
         }
     }
     if wanted.contains(&RAM) {
-        let mut row = Row::new(RAM, "bytes", Better::Lower, vec![load.worst.0]);
-        let index = load.tier.stats().index_bytes;
-        row.run.extend([
-            ("worst_at_rows", load.worst.1 as f64),
-            ("resident_bytes", resident().now as f64),
-            ("peak_resident_bytes", resident().peak as f64),
-            ("resident_bytes_before", before as f64),
-            ("index_bytes_per_id", index as f64 / rows as f64),
-        ]);
-        row.print();
+        print_ram(&load, before);
     }
     if wanted.contains(&REOPEN) {
         let begin = Instant::now();
@@ -212,7 +209,20 @@ fn measure(wanted: &[&str], scale: Scale) {
     }
 }
 
-/// The row of reopening: each round is a process of its own.
+/// Print the row of resident bytes for each id. `before` were resident before the load.
+fn print_ram(load: &Load, before: u64) {
+    let mut row = Row::new(RAM, "bytes", Better::Lower, vec![load.worst.0]);
+    row.run.extend([
+        ("worst_at_rows", load.worst.1 as f64),
+        ("resident_bytes", resident().now as f64),
+        ("peak_resident_bytes", resident().peak as f64),
+        ("resident_bytes_before", before as f64),
+        ("index_bytes_per_id", load.tier.stats().index_bytes as f64 / load.rows as f64),
+    ]);
+    row.print();
+}
+
+/// Print the row of reopening. Each round is a process of its own.
 fn reopened(dir: &Path, rows: u64, publish_seconds: f64, rounds: usize) {
     let this = std::env::current_exe().expect("the program's own path");
     let (mut seconds, mut peak) = (Vec::new(), 0.0_f64);
@@ -229,7 +239,7 @@ fn reopened(dir: &Path, rows: u64, publish_seconds: f64, rounds: usize) {
     row.print();
 }
 
-/// Open the store and fetch a batch: seconds, and the process's peak of resident bytes.
+/// Open the store and fetch a batch. Prints the seconds, and the process's peak of resident bytes.
 fn reopen(dir: &Path, rows: u64) {
     die_with_parent();
     for entry in std::fs::read_dir(dir.join("tier")).expect("the store").flatten() {

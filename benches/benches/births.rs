@@ -1,4 +1,4 @@
-//! New rows: planned, born and committed, as in the first steps of a training.
+//! Measures rows that are planned, born and committed, as in the first steps of a training.
 
 use std::time::Instant;
 

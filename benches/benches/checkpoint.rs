@@ -1,7 +1,7 @@
-//! Full checkpoints of a table whose rows are all in RAM, of 2 GiB: saved and synced, loaded into a new table with nothing in the page
-//! cache.
+//! Measures full checkpoints of a table of 2 GiB whose rows are all in RAM. They are saved and synced, and loaded into a new table
+//! with nothing in the page cache.
 //!
-//! `EMBCACHE_BENCH_SAVE_ROWS` sets the rows (7.5M).
+//! `EMBCACHE_BENCH_SAVE_ROWS` sets the number of rows (7.5M).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ const ROUNDS: usize = 5;
 const IMPORT_ROWS: usize = 65_536;
 const MODULE: &str = "model.ebc";
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
-/// Ranks that save, and ranks that load.
+/// The number of ranks that save, and of ranks that load.
 const RESHARD: (u32, u32) = (4, 3);
 
 fn main() {
@@ -38,7 +38,7 @@ fn main() {
     ]);
 }
 
-/// A table with room for `rows`, of the share of `rank` in `world`.
+/// A table with room for `rows` rows, with the buckets of `rank` in `world`.
 fn table(rows: u64, rank: u32, world: u32) -> Table {
     let policy = PolicyKind::S3Fifo;
     let total = DEFAULT_TOTAL_NUM_BUCKETS;
@@ -61,14 +61,14 @@ fn table(rows: u64, rank: u32, world: u32) -> Table {
     Table::open(config, None, default_engine().expect("an engine")).expect("a table")
 }
 
-/// The buckets of a rank: the first ranks have one more.
+/// The buckets of a rank. The first ranks have one bucket more.
 fn share(total: u32, rank: u32, world: u32) -> std::ops::Range<u32> {
     let (each, more) = (total / world, total % world);
     let begin = rank * each + rank.min(more);
     begin..begin + each + u32::from(rank < more)
 }
 
-/// Give a table those of `rows` rows that are its own; values differ from row to row.
+/// Give a table those of `rows` rows that it owns. Values differ from row to row.
 fn fill(table: &Table, rows: u64) {
     let config = table.config();
     let mut random = SplitMix64(3);
@@ -95,7 +95,7 @@ fn rows_of(scale: Scale) -> u64 {
     setting("EMBCACHE_BENCH_SAVE_ROWS", scale.pick(7_500_000, 20_000))
 }
 
-/// Save the tables of all ranks into a new folder; bytes of the files with rows.
+/// Save the tables of all ranks into a new folder. The result is the bytes of the files with rows.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, tables: &[Table]) -> u64 {
     std::fs::create_dir(root).expect("a folder of our own");
     let save = Save::begin(engine.clone(), root, 7).expect("begun");
@@ -125,7 +125,7 @@ enum Figure {
 struct Saves {
     table: Table,
     rows: u64,
-    /// Rivals are told how many rows, and no ids.
+    /// Rivals are told the number of rows, and are given no ids.
     no_ids: Ids,
     engine: Arc<dyn IoEngine>,
     raw: RawFiles,
@@ -213,7 +213,7 @@ impl Loads {
         Box::new(Self { rows, no_ids, bytes, engine, root, raw, cpu: 0.0, _scratch: scratch })
     }
 
-    /// Load into a new table; how long the load took.
+    /// Load the checkpoint into a new table. The result is the table and the time that the load took.
     fn load(&mut self) -> (Table, Duration) {
         let table = table(self.rows, 0, 1);
         let latest = Latest::read(&*self.engine, &self.root).expect("a checkpoint");
@@ -265,7 +265,7 @@ impl Rounds for Loads {
     }
 }
 
-/// A checkpoint of four ranks that three load; the worst of them.
+/// A checkpoint of four ranks that three ranks load. The value is that of the worst rank.
 struct Reshards {
     rows: u64,
     root: PathBuf,
@@ -310,7 +310,7 @@ impl Rounds for Reshards {
         None
     }
 
-    // The same each time.
+    // The value is the same each time, so one round is enough.
     fn rounds(&self) -> usize {
         1
     }

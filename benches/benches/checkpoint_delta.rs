@@ -1,7 +1,8 @@
-//! A delta of a table whose rows are all in RAM, one row in a hundred modified since its parent, beside a full save of the same table:
-//! both synced, in the same round. The value is the delta's time as a share of the full save's.
+//! Measures a delta of a table whose rows are all in RAM, of which one in a hundred was modified since the delta's parent. A full
+//! save of the same table is measured in the same round, and both are synced. The value is the delta's time divided by the full
+//! save's.
 //!
-//! `EMBCACHE_BENCH_SAVE_ROWS` sets the rows (7.5M: 2 GiB).
+//! `EMBCACHE_BENCH_SAVE_ROWS` sets the number of rows (7.5M, which are 2 GiB).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -71,7 +72,7 @@ impl Deltas {
         Box::new(deltas)
     }
 
-    /// Write rows by their numbers.
+    /// Write the rows of `numbers`.
     fn give(&self, numbers: impl Iterator<Item = u64>) {
         let header = |number| RowHeader { id: scattered_id(number), scalar: 0.25, ..RowHeader::default() };
         let headers: Vec<RowHeader> = numbers.map(header).collect();
@@ -79,7 +80,7 @@ impl Deltas {
         self.table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("room for all rows");
     }
 
-    /// Save, and go on from there; seconds, and the rows written.
+    /// Save, and make the checkpoint the newest ancestor. The result is the seconds, the number of rows written, and the ancestor.
     fn save(&self, root: &Path, ancestor: Option<&Ancestor>) -> (f64, u64, Ancestor) {
         let begin = Instant::now();
         let parent = ancestor

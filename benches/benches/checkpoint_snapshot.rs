@@ -1,8 +1,8 @@
-//! Linked snapshots of a table nine tenths of which are on SSD, beside full checkpoints of the same table in the same round: saved and
-//! synced with half the rows in RAM modified since, and loaded into a new table with the same budgets and nothing in the page cache. The
-//! values are shares of the full checkpoint's time.
+//! Measures linked checkpoints of a table of which nine tenths are on SSD. Full checkpoints of the same table are measured in the
+//! same round. They are saved and synced after half of the rows in RAM were modified, and loaded into a new table with the same
+//! budgets and nothing in the page cache. The values are shares of the full checkpoint's time.
 //!
-//! `EMBCACHE_BENCH_SNAPSHOT_ROWS` sets the rows (4M: 1.1 GiB).
+//! `EMBCACHE_BENCH_SNAPSHOT_ROWS` sets the number of rows (4M, which are 1.1 GiB).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use embcache_benches::{Bench, Better, DIM, Rounds, Scale, Scratch, forget_cached
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
 const MODULE: &str = "m";
 const IMPORT_ROWS: u64 = 65_536;
-/// One row in so many is modified between saves, always the same ones: they stay in RAM.
+/// One row in so many is modified between saves. It is always the same ones, so they stay in RAM.
 const HOT: u64 = 20;
 const ROUNDS: usize = 5;
 
@@ -34,7 +34,7 @@ fn rows_of(scale: Scale) -> u64 {
     setting("EMBCACHE_BENCH_SNAPSHOT_ROWS", scale.pick(4_000_000, 20_000))
 }
 
-/// Room for a table on SSD, a full checkpoint of it, and another such table.
+/// A folder with room for a table on SSD, a full checkpoint of it, and another such table.
 fn scratch_for(rows: u64) -> Scratch {
     Scratch::new(rows * 300 * 4 + (256 << 20)).unwrap_or_else(|why| panic!("{why}"))
 }
@@ -51,7 +51,7 @@ fn config(rows: u64, dir: &Path) -> TableConfig {
         total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
         bucket_hash: embcache::types::BucketHash::SplitMix64,
         buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
-        // A tenth of the rows, and the index.
+        // RAM for a tenth of the rows, and for the index.
         host_bytes: rows / 10 * host_row_bytes(&OPTIMIZER.layout(DIM), policy) + rows * 16 + (1 << 20),
         device_rows: None,
         ssd: Some(SsdConfig {
@@ -65,7 +65,7 @@ fn config(rows: u64, dir: &Path) -> TableConfig {
     }
 }
 
-/// Write rows by their numbers; values follow from the number and `salt`.
+/// Write the rows of `numbers`. Their values follow from the number and `salt`.
 fn give(table: &Table, numbers: impl Iterator<Item = u64>, salt: u64) {
     let header = |number| RowHeader { id: scattered_id(number), scalar: 0.25, ..RowHeader::default() };
     let headers: Vec<RowHeader> = numbers.map(header).collect();
@@ -85,7 +85,7 @@ fn filled(rows: u64, dir: &Path) -> Table {
     table
 }
 
-/// Save into a new folder; seconds, and what was linked.
+/// Save into a new folder. The result is the seconds, and what was linked.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, snapshot: bool) -> (f64, LinkedTable) {
     std::fs::create_dir(root).expect("a folder of our own");
     let begin = Instant::now();
@@ -186,7 +186,7 @@ impl Loads {
         self.scratch.path().join("restarted")
     }
 
-    /// Make a table of a checkpoint; seconds.
+    /// Make a table from a checkpoint. The result is the seconds and the table.
     fn load(&self, kind: &str) -> (f64, Table) {
         let root = self.scratch.path().join(kind);
         let latest = Latest::read(&*self.engine, &root).expect("a checkpoint");

@@ -1,4 +1,4 @@
-//! Unique ids and inverse of a batch.
+//! Measures the dedupe of a batch: its distinct ids, and the inverse.
 
 use std::time::Instant;
 
@@ -7,7 +7,7 @@ use embcache_benches::{
     BATCH_IDS, Bench, Better, Ids, PlainDedupe, Rounds, Scale, run, scattered_id, uniform_ranks, zipf_ranks,
 };
 
-/// Ids drawn from.
+/// Ids are drawn from so many.
 const ROWS: u64 = 10_000_000;
 const LIMIT: &str = "plain hash pass over a table sized for the batch, prefetching";
 

@@ -1,6 +1,7 @@
-//! The path of a batch whose rows are all in RAM: dedupe, look up, gather the row of every occurrence into the batch `[N, D]`.
+//! Measures the path of a batch whose rows are all in RAM: dedupe, look-up, and the gather of the row of every occurrence into `[N,
+//! D]`.
 //!
-//! Ours is the path that a module takes: a plan (with its locks, pins and policy), the forward, the release.
+//! Ours is the path that a module takes: a plan with its locks, pins and policy, then the forward, then the release.
 
 use std::time::Instant;
 
@@ -59,7 +60,7 @@ struct Plain {
     table: Vec<[f32; DIM]>,
 }
 
-/// What both tables hold in the row of a slot.
+/// The weights that both tables hold in the row of a slot.
 fn value(slot: usize) -> [f32; DIM] {
     std::array::from_fn(|column| (slot * 7 + column) as f32)
 }

@@ -1,4 +1,4 @@
-//! Finding ids in the index of a tier in RAM.
+//! Measures the look-up of ids in the index of a tier in RAM.
 
 use std::time::Instant;
 

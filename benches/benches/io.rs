@@ -1,4 +1,4 @@
-//! The process's I/O engine beside raw system calls on the same file.
+//! Measures the process's I/O engine beside raw system calls on the same file.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use embcache_benches::{
     Bench, Better, RAW_DEPTH, RawReads, Rounds, Scale, SplitMix64, cpu_seconds, run, write_sequentially,
 };
 
-/// A row of 64 floats, its header, and the record's own fields.
+/// Bytes of a read, about a record of 64 float32 with its header.
 const READ_BYTES: usize = 308;
 const CHUNK: usize = 1 << 20;
 

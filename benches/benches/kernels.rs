@@ -1,4 +1,4 @@
-//! Forward, and forward, backward and update, of bags of 20 rows of 64 floats whose slots are known.
+//! Measures the forward, and the forward with backward and update, on bags of 20 rows of 64 float32 whose slots are known.
 #![allow(unsafe_code)]
 
 use std::time::Instant;
@@ -51,11 +51,11 @@ enum Skew {
 
 /// What a plan knows of a batch.
 struct Batch {
-    /// `[N]`
+    /// The slot of each occurrence: `[N]`.
     slots: Vec<u32>,
-    /// `[U]`
+    /// The distinct slots: `[U]`.
     distinct: Vec<u32>,
-    /// `[N]`
+    /// For each occurrence the index of its slot in `distinct`: `[N]`.
     inverse: Vec<u32>,
 }
 
@@ -67,11 +67,11 @@ struct Kernels {
     arena: Arena,
     layout: RowLayout,
     plain: PlainTable,
-    /// `[B, DIM]`
+    /// The pooled output: `[B, DIM]`.
     out: Vec<f32>,
-    /// `[B, DIM]`
+    /// Its gradient: `[B, DIM]`.
     grad: Vec<f32>,
-    /// None: forward alone.
+    /// The optimizer; `None` to measure the forward alone.
     optimizer: Option<(OptimizerKind, PlainOptimizer)>,
     threads: usize,
     step: u64,
@@ -146,7 +146,7 @@ impl Kernels {
     fn step(&mut self, batch: usize, threads: usize) {
         let Batch { slots, distinct, inverse } = &self.batches[batch];
         let rows = ArenaRows { arena: &self.arena, layout: self.layout };
-        // SAFETY: slots are within the arena and distinct where they must be; the gradient has all its columns.
+        // SAFETY: slots are within the arena, and nobody writes its rows during the call.
         unsafe { forward_pooled(&rows, slots, &self.offsets, None, false, &mut self.out, DIM, 0, threads) };
         let Some((kind, _)) = self.optimizer else { return };
         self.step += 1;
@@ -156,7 +156,8 @@ impl Kernels {
         index.slots.clone_from(distinct);
         let hyperparameters = Hyperparameters { lr: 0.02, eps: 1e-8, beta1: 0.9, beta2: 0.999, weight_decay: 0.0 };
         let update = OptimizerStep { kind, hyperparameters, step: self.step };
-        // SAFETY: as above.
+        // SAFETY: slots are within the arena and distinct in the index, nobody else uses the rows, and the gradient has all its
+        // columns.
         unsafe { backward(&rows, &index, &pooled.of_rows(&self.grad), &update, threads) };
     }
 
@@ -179,10 +180,10 @@ impl Kernels {
         self.ids.values.len() as f64 / begin.elapsed().as_secs_f64()
     }
 
-    /// Vector parts of a batch's distinct rows, for `change` to look at or write.
+    /// Call `change` with the vector part of each distinct row of a batch, to read it or to write it.
     fn each_row(&self, batch: usize, mut change: impl FnMut(usize, &mut [f32])) {
         for (row, &slot) in self.batches[batch].distinct.iter().enumerate() {
-            // SAFETY: the slot is within the arena, and nobody else uses it.
+            // SAFETY: the slot is within the arena, and nobody else uses its row.
             change(row, unsafe {
                 std::slice::from_raw_parts_mut(self.arena.row(slot).vector, self.layout.vector_floats())
             });

@@ -1,7 +1,8 @@
-//! The SSD tier of one table beside raw system calls: rows fetched at random, batch by batch in turns (other stores take theirs between
-//! rounds, of a batch too), because what a disk of a virtual machine gives changes within seconds.
+//! Measures random fetches from the SSD tier of one table beside raw system calls. The two sides take turns batch by batch, and
+//! other stores take theirs between rounds, which are of one batch too. This is because the speed of a virtual machine's disk
+//! changes within seconds.
 //!
-//! `EMBCACHE_BENCH_SSD_ROWS` sets the rows (10M).
+//! `EMBCACHE_BENCH_SSD_ROWS` sets the number of rows (10M).
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use embcache_benches::{
     TierRows, cpu_seconds, new_tier, run, scattered_id, setting, uniform_ranks,
 };
 
-/// Rounds, of a batch each.
+/// Rounds, of one batch each.
 const ROUNDS: usize = 20;
 
 fn main() {
@@ -40,14 +41,14 @@ fn main() {
 struct Fetches {
     tier: SsdTier,
     rows: u64,
-    /// Every batch of the run.
+    /// The ids of all batches of the run.
     ids: Ids,
-    /// Of the next batch.
+    /// The index of the next batch.
     next: usize,
     headers: Vec<RowHeader>,
     vectors: Vec<f32>,
     raw: RawRecords,
-    /// What raw reads reached in the last round.
+    /// The rate that raw reads reached in the last round.
     raw_rate: Option<f64>,
     cost: bool,
     _scratch: Scratch,
@@ -83,7 +84,7 @@ impl Fetches {
         let ids = &self.ids.values[batch * self.ids.batch..][..self.ids.batch];
         let places = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM));
         let wanted = ids.iter().zip(places).map(|(id, (header, vector))| {
-            // SAFETY: the buffers are this bench's own, and nobody looks at them before the fetch is done.
+            // SAFETY: the buffers belong to this bench, and nobody looks at them before the fetch is done.
             (*id, unsafe { RowMut::new(RowAddress { header, vector: vector.as_mut_ptr() }) })
         });
         let missing = self.tier.fetch(wanted.collect()).wait().expect("rows on disk");
@@ -95,7 +96,7 @@ impl Rounds for Fetches {
     fn ours(&mut self) -> f64 {
         let (mut spent, mut cpu) = (Duration::ZERO, 0.0);
         let rows = self.ids.batch as f64;
-        // Neither always comes first.
+        // The two sides come first in turn.
         let first = self.next.is_multiple_of(2);
         for ours in [first, !first] {
             if ours {

@@ -1,11 +1,16 @@
-//! Rows that a table reads from its SSD tier after its own policy has evicted them: where they lie there is the table's doing.
+//! Measures rows that a table reads from its SSD tier after its own policy has evicted them. So the table decides where they lie.
 //!
-//! The table has a RAM budget of an eighth of the store, whose cap is twice its rows. Its rows are born by training, then it trains on the
-//! trace until eviction is steady. A round goes on with the trace as training does, one batch planned ahead: plan, wait for the batch before,
-//! commit it; all of it is timed, compaction beside it too. The rate is of distinct rows that were not in RAM. The limit is raw reads of the
-//! same files at random places, as many a batch, in turns with ours. No batch of either side waits for the last read of the one before.
+//! The table has a RAM budget of an eighth of the store, and the store's cap is twice its rows. The rows are born by training. Then
+//! the table trains on the trace until eviction is steady.
 //!
-//! `EMBCACHE_BENCH_SSD_ROWS` sets the rows (10M), `EMBCACHE_BENCH_SSD_WARM` the batches before the first round (120).
+//! A round goes on with the trace as a training does that plans one batch ahead: plan a batch, wait for the one before, commit
+//! that. All of this is timed, and so is the compaction beside it. The rate counts distinct rows that were not in RAM.
+//!
+//! The limit is raw reads of as many records at random positions in the same files, in turns with ours. On neither side does a
+//! batch wait for the last read of the one before.
+//!
+//! `EMBCACHE_BENCH_SSD_ROWS` sets the number of rows (10M), `EMBCACHE_BENCH_SSD_WARM` the number of batches before the first round
+//! (120).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,15 +26,15 @@ use embcache_benches::{
     StoreWork, Zipf, run, scattered_id, scattered_slot, setting,
 };
 
-/// Batches of a round, which is a turn of each side, and rounds.
+/// Batches of a turn. A round is a turn of each side.
 const BATCHES: usize = 10;
 const ROUNDS: usize = 14;
-/// Batches of misses noted for other stores.
+/// The misses of so many batches are noted for other stores.
 const MISSED: usize = 20;
 const EXPONENT: f64 = 1.05;
-/// Ids of a group of the sessions.
+/// Ids of a group in the trace of sessions.
 const GROUP: u64 = 16;
-/// After so many draws with probability one half all but an eighth of the ids have been present.
+/// After so many draws, each with probability one half, all but an eighth of the ids have been present.
 const DRAWS: u64 = 3;
 
 fn main() {
@@ -42,7 +47,7 @@ fn main() {
     ]);
 }
 
-/// Where a batch's ids come from.
+/// Makes the ids of batches.
 struct Trace {
     rows: u64,
     batch: usize,
@@ -52,18 +57,20 @@ struct Trace {
 }
 
 impl Trace {
-    /// Ids drawn one by one.
+    /// A trace whose ids are drawn one by one by Zipf's law.
     fn zipf(rows: u64, batch: usize) -> Self {
         Self { rows, batch, zipf: Zipf::new(rows, EXPONENT), random: SplitMix64(5), sessions: false }
     }
 
-    /// Groups of ids drawn, each id of a drawn group present with probability one half.
+    /// A trace of sessions: groups of ids are drawn by Zipf's law, and each id of a drawn group is present with probability one
+    /// half.
     fn sessions(rows: u64, batch: usize) -> Self {
         Self { rows, batch, zipf: Zipf::new(rows / GROUP, EXPONENT), random: SplitMix64(5), sessions: true }
     }
 
-    /// The ranks in the order in which the table comes to know them, which says nothing of how often each will be drawn. Sessions have a
-    /// history: each group was drawn as often as it takes until most of its ids have been present, and once more with the others.
+    /// Call `seen` with the ranks in the order in which the table first meets them, which has nothing to do with how often they
+    /// will be drawn. In a trace of sessions each group is drawn until most of its ids have been present, and once more with all
+    /// the others.
     fn history(&mut self, seen: &mut dyn FnMut(u64)) {
         if !self.sessions {
             (0..self.rows).for_each(|at| seen(scattered_slot(at, self.rows) as u64));
@@ -73,7 +80,7 @@ impl Trace {
         let mut unborn = vec![u16::MAX; groups as usize];
         for draw in 0..=DRAWS {
             for at in 0..groups {
-                // Another order each time.
+                // Each draw goes through the groups in another order.
                 let group = (0..=draw).fold(at, |at, _| scattered_slot(at, groups) as u64);
                 let drawn = self.random.next_u64() as u16;
                 let present = match (draw, unborn[group as usize]) {
@@ -133,14 +140,14 @@ struct Placed {
     lookup: Lookup,
     trace: Trace,
     rows: u64,
-    /// Rows read a batch in the last turn.
+    /// The number of rows that a batch read in the last turn.
     read: usize,
-    /// What raw reads reached in the last round.
+    /// The rate that raw reads reached in the last round.
     raw_rate: Option<f64>,
-    /// Counters before the first round.
+    /// The counters before the first round.
     begin: Option<TableStats>,
     batches: usize,
-    /// Ids that batches before the first round read from SSD, for stores that keep no rows in RAM.
+    /// Ids that batches before the first round read from SSD. They are for other stores, which keep no rows in RAM.
     missed: Ids,
     host_bytes: u64,
     scratch: Scratch,
@@ -175,7 +182,7 @@ impl Placed {
         Box::new(this)
     }
 
-    /// Train until eviction is steady, and note what the last batches miss.
+    /// Train until eviction is steady, and note the misses of the last batches.
     fn warm(&mut self, batches: u64) {
         let mut missed = Vec::new();
         for at in 0..batches {
@@ -216,7 +223,7 @@ impl Placed {
         self.lookup.plan(ids, &[0, ids.len() as i64], true, false, false).expect("a plan")
     }
 
-    /// A turn of ours: the rows read from SSD, and how long the whole of it took.
+    /// Do a turn of ours. The result is the number of rows read from SSD, and the time of the whole turn.
     fn train(&mut self) -> (usize, Duration) {
         self.batches += BATCHES;
         let batches: Vec<Vec<i64>> = (0..BATCHES).map(|_| self.trace.batch()).collect();
@@ -236,9 +243,10 @@ impl Placed {
         (read, took)
     }
 
-    /// A turn of the limit.
+    /// Do a turn of the limit.
     fn read_raw(&self) -> Duration {
-        // Compaction makes and removes files between turns. Two submissions of a table are read at once.
+        // The files are opened anew, because compaction makes and removes files between turns. A table has two submissions in
+        // flight.
         let mut raw = RawRecords::over(&self.scratch.path().join("tier"), RECORD_BYTES, 2 * RAW_DEPTH);
         let mut batches: Vec<_> = (0..BATCHES).map(|_| raw.draw(self.read)).collect();
         raw.read(&mut batches)
@@ -248,7 +256,7 @@ impl Placed {
         self.table.stats().expect("an open table")
     }
 
-    /// Rows that plans read from SSD so far.
+    /// The number of rows that plans have read from SSD so far.
     fn rows_read(&self) -> u64 {
         self.stats().ssd.expect("an SSD tier").tier.hits
     }
@@ -260,7 +268,7 @@ impl Rounds for Placed {
             self.begin = Some(self.stats());
         }
         let mut rate = 0.0;
-        // Neither always comes first.
+        // The two sides come first in turn.
         let first = (self.batches / BATCHES).is_multiple_of(2);
         for ours in [first, !first] {
             if ours {
@@ -304,7 +312,7 @@ impl Rounds for Placed {
         Some(StoreWork::Fetch { rows: self.rows, ram_bytes: self.host_bytes })
     }
 
-    /// Rows read are the same bits as rows that never left RAM.
+    /// Check that rows that are read have the same bits as rows that never left RAM.
     fn check(&mut self) {
         let ids = self.trace.batch();
         let rows = |lookup: &Lookup, train: bool| {

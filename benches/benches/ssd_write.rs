@@ -1,6 +1,7 @@
-//! Dirty rows written back to the SSD tier of one table, live rows at half the cap, beside raw sequential writes.
+//! Measures dirty rows that are written back to the SSD tier of one table beside raw sequential writes. Live rows take half of the
+//! cap.
 //!
-//! `EMBCACHE_BENCH_SSD_SECONDS` sets the length of a window (12).
+//! `EMBCACHE_BENCH_SSD_SECONDS` sets the length of a window in seconds (12).
 
 use std::time::{Duration, Instant};
 
@@ -34,14 +35,14 @@ struct WriteBack {
 impl WriteBack {
     fn make(scale: Scale) -> Box<dyn Rounds> {
         let rows: u64 = scale.pick(3_000_000, 20_000);
-        // Live bytes at half the cap.
+        // The live bytes are half of the cap.
         let cap = rows * RECORD_BYTES as u64 * 2 + scale.pick(0, 4 << 20);
         let scratch = Scratch::new(cap + raw_write_bytes(scale) as u64).unwrap_or_else(|why| panic!("{why}"));
         let tier = new_tier(scratch.path(), &default_engine().expect("an engine"), cap);
         let mut batch = TierRows::default();
         batch.load(&tier, rows);
         let mut this = Self { tier, rows, batch, random: SplitMix64(11), window: window(scale), scale, scratch };
-        // Until compaction keeps up with a cap that is full of dead records.
+        // Write until the cap is full of dead records, and compaction keeps up.
         for _ in 0..2 * rows / APPEND_ROWS as u64 {
             this.write();
         }
@@ -66,7 +67,7 @@ impl WriteBack {
 
 impl Rounds for WriteBack {
     fn ours(&mut self) -> f64 {
-        // What compaction did ahead while the other sides ran is used up before the clock starts.
+        // Use up, before the clock starts, what compaction did ahead while the other sides ran.
         self.write_for(self.window / 6);
         self.write_for(self.window)
     }

@@ -1,7 +1,8 @@
-//! Rows that leave RAM under zipf 1.05 written to the SSD tier of one table that is 65% or 80% full, compaction keeping up: rows a second beside
-//! raw sequential writes, and bytes handed to the files' writes a byte of the rows given (as records: 304 bytes).
+//! Measures rows that leave RAM under Zipf's law (exponent 1.05) and are written to the SSD tier of one table that is 65% or 80%
+//! full, while compaction keeps up. The values are rows a second beside raw sequential writes, and the bytes handed to the files'
+//! writes divided by the bytes of the rows given (304 bytes each, as records).
 //!
-//! `EMBCACHE_BENCH_SSD_SECONDS` sets the length of a window (12), `EMBCACHE_BENCH_SSD_ROWS` the rows (4M).
+//! `EMBCACHE_BENCH_SSD_SECONDS` sets the length of a window in seconds (12), `EMBCACHE_BENCH_SSD_ROWS` the number of rows (4M).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use embcache_benches::{
 };
 
 const WINDOWS: usize = 5;
-/// Rows of the trace for a row of the table, and how many of these the store is given before the first window.
+/// The trace has so many rows for each row of the table. It also says how many of these the store is given before the first window.
 const TRACE: usize = 8;
 const WARM: usize = 4;
 
@@ -63,7 +64,8 @@ impl Writer<'_> {
         self.at = (self.at + count) % self.ranks.len();
     }
 
-    /// Rows a second, and bytes handed to the engine for a byte of the rows given.
+    /// Write for `time`. The result is the rate in rows a second, and the bytes handed to the engine for each byte of the rows
+    /// given.
     fn write_for(&mut self, time: Duration) -> (f64, f64) {
         let (begin, written, given) = (Instant::now(), self.engine.written_bytes(), self.given());
         while begin.elapsed() < time {
@@ -80,7 +82,7 @@ impl Writer<'_> {
 }
 
 fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> [Row<'static>; 2] {
-    // A small tier has less room in proportion: segments, and the note of its checkpoints.
+    // A small tier has less room in proportion, because of its segments and the note of its checkpoints.
     let cap = rows * RECORD_BYTES as u64 * 100 / full.percent + scale.pick(0, 1 << 20);
     let scratch = Scratch::new(cap + raw_write_bytes(scale) as u64).unwrap_or_else(|why| panic!("{why}"));
     let engine = CountedEngine::over(default_engine().expect("an engine"));
@@ -98,7 +100,7 @@ fn measure(scale: Scale, full: &Fullness, rows: u64, ranks: &[u32]) -> [Row<'sta
     for _ in 0..scale.pick(WINDOWS, 1) {
         settle(&writer.tier);
         limits.push(raw_write_rate(scratch.path(), scale));
-        // What compaction did ahead meanwhile is used up before the clock starts.
+        // Use up, before the clock starts, what compaction did ahead meanwhile.
         writer.write_for(window / 6);
         let (rate, amplification) = writer.write_for(window);
         rates.push(rate);

@@ -1,8 +1,8 @@
-"""What each bench measures, in the words of docs/benchmarks.md; the key ones, of README.md; those that show growth."""
+"""What each bench measures, in the words of docs/benchmarks.md. Also the key benches of README.md, and those that show growth."""
 
 __all__ = ["GROWTH", "KEY", "SECTIONS"]
 
-# Section: its benches, each with what it measures.
+# The benches of each section, each with what it measures.
 SECTIONS: dict[str, dict[str, str]] = {
     "Ids, rows in RAM (one thread unless the name says more)": {
         "dedupe_zipf105": "distinct ids of a batch and the inverse",
@@ -76,7 +76,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
 }
 
-# Of README.md's table.
+# The benches of README.md's table.
 KEY: dict[str, str] = {
     "dedupe_zipf105": "distinct ids of a batch and the inverse",
     "host_hit_zipf105_10m": "dedupe, plan, gather; all rows in RAM",
@@ -100,7 +100,7 @@ KEY: dict[str, str] = {
     "reopen_100m_rows_seconds": "100M rows reopened, until the first batch",
 }
 
-# Path: benches of it by millions of rows.
+# The benches of each path, by millions of rows.
 GROWTH: dict[str, dict[int, str]] = {
     "index lookup (RAM)": {1: "index_lookup_zipf105_1m", 10: "index_lookup_zipf105_10m"},
     "hit path (RAM)": {1: "host_hit_zipf105_1m", 10: "host_hit_zipf105_10m"},

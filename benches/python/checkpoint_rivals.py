@@ -1,7 +1,7 @@
-"""What saving and loading a table is compared with: the same columns as torch tensors, saved and synced, or loaded into tensors
-that are there, with nothing in the page cache.
+"""What saving and loading a table is compared with. The same columns as torch tensors are saved and synced, or loaded into existing
+tensors with nothing in the page cache.
 
-A rival is made from (ids, R): R rows of D = 64 columns; the ids are not looked at. A round returns bytes of tensors a second.
+A rival is made from (ids, R) with R rows of D = 64 columns. It does not look at the ids. A round returns bytes of tensors a second.
 """
 
 import os
@@ -31,7 +31,7 @@ Save = Callable[[Tensors, Path], None]
 
 @cache
 def tensors(rows: int) -> Tensors:
-    """A table under rowwise Adagrad: weights and sum, and what the project keeps of a row, 288 bytes in all."""
+    """A table under rowwise Adagrad: the weights, the sum, and what this project keeps of a row. That is 288 bytes a row."""
     random = torch.Generator().manual_seed(3)
     return {
         "id": torch.randint(-(1 << 62), 1 << 62, (rows,), generator=random),
@@ -50,7 +50,7 @@ def bytes_of(state: Tensors) -> int:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A new folder on the disk under test, for a moment."""
+    """A new folder on the disk under test. It is removed at the end of the block."""
     parent = Path(os.environ.get("EMBCACHE_BENCH_DIR") or ROOT / "target")
     path = Path(tempfile.mkdtemp(prefix="bench-rival-", dir=parent))
     try:
@@ -60,7 +60,7 @@ def folder() -> Iterator[Path]:
 
 
 def sync(path: Path, forget: bool = False) -> None:
-    """Make a file durable, and let the page cache forget it."""
+    """Make a file durable. With `forget`, remove it from the page cache too."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -72,10 +72,10 @@ def sync(path: Path, forget: bool = False) -> None:
 
 def save_with_dcp(threads: int) -> Save:
     def save(state: Tensors, path: Path) -> None:
-        # It syncs its files.
+        # DCP syncs its files itself.
         writer = FileSystemWriter(path, thread_count=threads)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that there is one process
+            warnings.simplefilter("ignore")  # it warns that there is only one process
             dcp_save(dict(state), storage_writer=writer)
 
     return save
@@ -124,7 +124,7 @@ def loaded_by_dcp(_ids: torch.Tensor, rows: int) -> Round:
     return run
 
 
-# Bench: what it is compared with.
+# What each bench is compared with.
 CHECKPOINT_RIVALS: dict[str, dict[str, Rival]] = {
     "save_full": {
         "dcp.save": saved(save_with_dcp(1)),

@@ -1,8 +1,9 @@
-"""The step of a DLRM whose tables have a tenth of their bytes in RAM, beside the same DLRM with all of them in RAM on FBGEMM.
+"""Measures the step of a DLRM whose tables have a tenth of their bytes in RAM, beside the same DLRM with all of them in RAM on
+FBGEMM.
 
-Both are TorchRec's own DLRM under DistributedModelParallel, in one process, and train on the same batches in turn: ours on
+Both are TorchRec's own DLRM under DistributedModelParallel in one process, and train on the same batches in turn. Ours runs on
 `EmbCacheEmbeddingBagCollection` in `EmbCacheTrainPipelineSparseDist`, the rival on `EmbeddingBagCollection` in TorchRec's
-`TrainPipelineSparseDist`. Prints one row of results.json.
+`TrainPipelineSparseDist`. This prints one row of results.json.
 
     python benches/python/dlrm.py [--smoke]
 
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-# What the libraries say among themselves.
+# Hide what the libraries warn about among themselves.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
 for library in ("torchrec", "torch.fx"):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -60,7 +61,7 @@ TABLES = 8
 DIM = 64
 DENSE = 13
 SAMPLES = 8192
-BAG = (2, 3, 2, 3, 2, 3, 2, 3)  # ids of a bag of each table: 20 in all
+BAG = (2, 3, 2, 3, 2, 3, 2, 3)  # ids of a bag of each table, 20 in all
 FEATURES = [f"f{table}" for table in range(TABLES)]
 EXPONENT = 1.05
 THREADS = 2
@@ -72,21 +73,21 @@ IMPORT_ROWS = 65_536
 
 @dataclass(frozen=True)
 class Scale:
-    """How large and how long."""
+    """The size of the data, and the length of the run."""
 
-    rows: int  # of all tables
+    rows: int  # of all tables together
     samples: int
-    warm_steps: int  # until the cache is in its steady state
-    steps: int  # of a round
+    warm_steps: int  # after these the cache is in its steady state
+    steps: int  # of one round
     rounds: int
     lookahead: int
     policy: Any
 
 
 class Batches:
-    """Batches of ids drawn zipf over the rows of all tables together, scattered within their table.
+    """Batches of ids that are drawn by Zipf's law over the rows of all tables together, and scattered within their table.
 
-    Rank r of all rows is in table r % T; a table's ids are drawn by the weights (r + 1)^-exponent of its ranks.
+    Rank r of all rows is in table r % T. The ids of a table are drawn with the weights (r + 1)^-exponent of its ranks.
     """
 
     def __init__(self, scale: Scale) -> None:
@@ -97,12 +98,12 @@ class Batches:
         self._cumulative = [np.cumsum(column) for column in weights_RT.reshape(self.rows, TABLES).T]
 
     def make(self) -> Batch:
-        """One batch, of new ids."""
+        """Make one batch with new ids."""
         ids: list[NDArray[np.int64]] = []
         for cumulative, bag in zip(self._cumulative, BAG, strict=True):
             points = self._random.random(self._samples * bag) * cumulative[-1]
             rank = np.minimum(np.searchsorted(cumulative, points, side="right"), self.rows - 1)
-            # A prime that divides no number of rows in use: one to one, and neighbours go far apart.
+            # This prime divides no number of rows in use, so the map is one to one. It sends neighbours far apart.
             ids.append((rank * 2_654_435_761 + 12_345) % self.rows)
         lengths_TB = torch.tensor(BAG, dtype=torch.int32).repeat_interleave(self._samples)
         features = KeyedJaggedTensor(FEATURES, torch.from_numpy(np.concatenate(ids)), lengths=lengths_TB)
@@ -114,7 +115,7 @@ class Batches:
 def shard(
     tables: EmbeddingBagCollection, sharder: Any, kernel: EmbeddingComputeKernel | None = None
 ) -> DistributedModelParallel:
-    """The DLRM over `tables`: the same dense weights each time."""
+    """The DLRM over `tables`. It has the same dense weights each time."""
     torch.manual_seed(0)
     model = DLRMTrain(
         DLRM(
@@ -140,13 +141,13 @@ def dense_optimizer(model: DistributedModelParallel) -> torch.optim.Optimizer:
 
 
 def a_tenth_in_ram(scale: Scale, ssd_dir: Path) -> TierBudgets:
-    """A tenth of the bytes of the tables' weights in RAM, the index of the rows on SSD included."""
+    """Budgets with a tenth of the bytes of the tables' weights in RAM. This includes the index of the rows on SSD."""
     weight_bytes = scale.rows // TABLES * DIM * 4
     return TierBudgets(host_bytes=weight_bytes // 10, ssd_bytes=max(weight_bytes * 5 // 2, 64 << 20), ssd_dir=ssd_dir)
 
 
 def make_ours(scale: Scale, tiers: TierBudgets) -> tuple[DistributedModelParallel, Any]:
-    """Each table with these budgets; every row is in its table."""
+    """The model and its pipeline, in which each table has these budgets. Every row is in its table."""
     rows = scale.rows // TABLES
     configs = [
         EmbCacheEmbeddingBagConfig(
@@ -171,7 +172,7 @@ def make_ours(scale: Scale, tiers: TierBudgets) -> tuple[DistributedModelParalle
 
 
 def make_rival(scale: Scale) -> Any:
-    """FBGEMM's fused kernel, all rows in RAM."""
+    """The pipeline on FBGEMM's fused kernel, with all rows in RAM."""
     configs = [
         EmbeddingBagConfig(
             name=f"t{table}",
@@ -188,7 +189,7 @@ def make_rival(scale: Scale) -> Any:
 
 
 class Side:
-    """One pipeline, fed from the batches of all rounds in order; it takes them as far ahead as it likes."""
+    """One pipeline. It is fed from the batches of all rounds in order, and takes them as far ahead as it likes."""
 
     def __init__(self, pipeline: Any, batches: "Stream", ahead: int) -> None:
         self._pipeline = pipeline
@@ -204,7 +205,7 @@ class Side:
             number += 1
 
     def run(self, steps: int) -> list[float]:
-        """Seconds of each step. Batches are made before: no step has their making in it."""
+        """Do `steps` steps, and return the seconds of each. The batches are made before, so that no step is charged for that."""
         self._batches.make_until(self.next + steps + self._ahead)
         self._source = self._source or self._numbered()
         seconds = []
@@ -217,7 +218,7 @@ class Side:
 
 
 class Stream:
-    """Batches by number, kept as long as a side may want them."""
+    """Batches by number. They are kept as long as a side may want them."""
 
     def __init__(self, source: Batches) -> None:
         self._source = source
@@ -235,18 +236,18 @@ class Stream:
         return self._made[number]
 
     def forget_before(self, number: int) -> None:
-        """No side wants the batches before `number` again."""
+        """Forget the batches before `number`, which no side wants any more."""
         for old in [old for old in self._made if old < number]:
             del self._made[old]
 
 
 def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """The bench's row of results.json."""
+    """Measure, and return the bench's row of results.json."""
     torch.set_num_threads(THREADS)
     stream = Stream(Batches(scale))
     model, pipeline = make_ours(scale, a_tenth_in_ram(scale, folder))
     note("ours has its rows")
-    # At the start of a round: what was read ahead while the other side ran is not its gain.
+    # These steps begin a round and are not counted. A side must not gain from what it read ahead while the other side ran.
     uncounted = scale.lookahead + 2
     ours = Side(pipeline, stream, uncounted)
     rival = Side(make_rival(scale), stream, uncounted)
@@ -268,7 +269,7 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
         stream.forget_before(ours.next)
         note(f"ours {times['ours'][-1]:.0f} samples/s, the rival {times[RIVAL][-1]:.0f}")
     after = tier_counters(model)
-    # Otherwise the end of the process flushes them, and their directory is gone by then.
+    # Tables that are not closed here are flushed at the end of the process, when their directory is gone.
     for module in cache_modules(model).values():
         for table in module.tables.values():
             table.close()
@@ -291,7 +292,7 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
 
 
 def tier_counters(model: DistributedModelParallel) -> dict[str, int]:
-    """Of all tables."""
+    """The counters of all tables together."""
     counters = {"host_hits": 0, "ssd_reads": 0, "ssd_read_bytes": 0, "ssd_written_bytes": 0, "overflow_plans": 0}
     for module in cache_modules(model).values():
         for table in module.tables.values():
@@ -307,7 +308,9 @@ def tier_counters(model: DistributedModelParallel) -> dict[str, int]:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[tuple[Path, Callable[[str], None]]]:
-    """A process group of this process alone: a directory for as long, and what writes a line with the time to standard error."""
+    """A process group of this process alone. Yields a directory that lasts as long, and a function that writes a line with the
+    time to standard error.
+    """
     begin = time.monotonic()
 
     def note(text: str) -> None:

@@ -1,7 +1,7 @@
-"""The step of a DLRM with all rows in RAM while a checkpoint is saved beside it, against the step while none is.
+"""Measures the step of a DLRM with all rows in RAM while a checkpoint is saved beside it, against the step while none is.
 
-The DLRM and the batches are those of dlrm.py. Steps without and with a save take turns; the first step of a save has the call in
-it. Prints one row of results.json.
+The DLRM and the batches are those of dlrm.py. Steps without a save and with one take turns. The first step of a save includes the
+call. This prints one row of results.json.
 
     python benches/python/dlrm_async.py [--smoke]
 """
@@ -24,14 +24,14 @@ from torchrec_embcache import TierBudgets
 from torchrec_embcache.saver import Saver
 
 NAME = "save_async_step_slowdown"
-# Of the host budget for a row of DIM floats, its metadata, index and policy, and some to spare.
+# Bytes of the host budget for each row of DIM floats, with its metadata, index and policy, and some to spare.
 ROW_BYTES = DIM * 4 + 144
-# Batches that are there before a save begins; when they are used up more are made between two steps.
+# The number of batches that are ready before a save begins. When they are used up, more are made between two steps.
 BATCHES_AHEAD = 150
 
 
 def while_saving(side: Side, stream: Stream, model: torch.nn.Module, path: Path) -> tuple[list[float], float]:
-    """Seconds of each step while a save runs, and of the save."""
+    """Return the seconds of each step while a save runs, and the seconds of the save."""
     stream.make_until(side.next + BATCHES_AHEAD)
     begin = time.perf_counter()
     future = Saver().save_async(model, path)
@@ -45,7 +45,7 @@ def while_saving(side: Side, stream: Stream, model: torch.nn.Module, path: Path)
 
 
 def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """The bench's row of results.json."""
+    """Measure, and return the bench's row of results.json."""
     torch.set_num_threads(THREADS)
     stream = Stream(Batches(scale))
     tiers = TierBudgets(host_bytes=scale.rows // TABLES * ROW_BYTES)
@@ -82,9 +82,9 @@ def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str
 
 
 def run(description: str | None, steps: tuple[int, int], measure: Callable[..., dict[str, Any]]) -> int:
-    """The command line of a bench of saves of this DLRM with all rows in RAM: prints the row that `measure` gives.
+    """The command line of a bench that saves this DLRM with all rows in RAM. It prints the row that `measure` returns.
 
-    `steps`: two counts of steps of its `Scale`, where it is not a smoke run.
+    `steps` are two numbers of steps of its `Scale`, for a run that is no smoke run.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of benches; there is one here, which is measured whatever they are")

@@ -29,20 +29,20 @@ Unless said otherwise: ids drawn with exponent 1.05 over 10M ids (*zipf105*), sc
 163,840 ids (8192 bags of 20); rows of 64 float32; one thread; at least 20 batches a round; reads with `O_DIRECT`. `k`, `M` and `G`
 are powers of 1000.
 """
-# The commit and day of a row's measurement, as its setting names them.
+# Finds the commit and the day of a row's measurement in its setting.
 WHEN = ("commit", "date")
-# Of README.md: what is between is written here.
+# The marks in README.md between which the table is written.
 BEGIN, END = "<!-- make bench-docs writes from here -->", "<!-- to here -->"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def short(what: str) -> str:
-    """A rival's name without its settings, which stand in a list of their own."""
+    """The name of a rival without its settings, which have a list of their own."""
     return what.split(" (")[0]
 
 
 def compared(row: Row) -> str:
-    """The columns of limit and rivals."""
+    """The columns of the limit and of the rivals."""
     limit = f"{ratio(row, row['limit']['value']):.2f}" if row["limit"] else ""
     names = [short(rival["what"]) for rival in row["rivals"]]
     shown = [rival["what"] if names.count(name) > 1 else name for rival, name in zip(row["rivals"], names, strict=True)]
@@ -79,7 +79,7 @@ def key_figures(rows: dict[str, Row]) -> Iterator[str]:
 
 
 def with_key_figures(text: str, rows: dict[str, Row]) -> str:
-    """README.md with its table of now."""
+    """The text of README.md with its table replaced by the present one."""
     made = "\n".join([BEGIN, "", *key_figures(rows), "", END])
     text, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, text, flags=re.DOTALL)
     if count != 1:
@@ -88,7 +88,7 @@ def with_key_figures(text: str, rows: dict[str, Row]) -> str:
 
 
 def limits(rows: dict[str, Row]) -> Iterator[str]:
-    """What the limits are, each with the benches it is of."""
+    """What the limits are, each with its benches."""
     of: dict[str, list[str]] = {}
     for row in rows.values():
         if row["limit"]:
@@ -101,7 +101,7 @@ def limits(rows: dict[str, Row]) -> Iterator[str]:
 
 
 def figures(rows: dict[str, Row]) -> Iterator[str]:
-    """What else was seen in the runs."""
+    """What else was measured in the runs."""
     for row in rows.values():
         seen = {name: value for name, value in (row.get("run") or {}).items() if isinstance(value, int | float | str)}
         if seen:
@@ -114,7 +114,7 @@ def shown(value: float | str) -> str:
 
 
 def rivals(rows: dict[str, Row]) -> Iterator[str]:
-    """The settings of rivals that have any, each with the benches it is in."""
+    """The settings of the rivals that have any, each with its benches."""
     of: dict[str, list[str]] = {}
     for row in rows.values():
         for rival in row["rivals"]:
@@ -125,7 +125,7 @@ def rivals(rows: dict[str, Row]) -> Iterator[str]:
 
 
 def settings(rows: dict[str, Row]) -> Iterator[str]:
-    """The machines and versions, with the benches measured there where there are several."""
+    """The machines and versions, with the benches that were measured on each where there are several."""
     of: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for row in rows.values():
         where = {name: value for name, value in (row.get("setting") or {}).items() if name not in WHEN}

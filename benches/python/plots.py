@@ -29,12 +29,12 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float =
 
 
 def ratios_plot(rows: dict[str, Row]) -> str:
-    """Ours as a ratio to its limit (dot) and its rivals (diamonds), a bench a line, on a logarithmic axis."""
+    """Draw ours as a ratio to its limit (dot) and to its rivals (diamonds), one line for each bench, on a logarithmic axis."""
     compared = [row for row in rows.values() if row["limit"] or row["rivals"]]
     left, right, top, step = 290, 40, 40, 22
     width, height = 900, top + step * len(compared) + 40
     all_ratios = [ratio(row, other["value"]) for row in compared for other in [row["limit"], *row["rivals"]] if other]
-    # Powers of two around them all, and 1.
+    # Powers of two around all ratios and 1.
     least = min(-1, math.floor(math.log2(min(all_ratios, default=1))))
     greatest = max(1, math.ceil(math.log2(max(all_ratios, default=1))))
 
@@ -62,7 +62,7 @@ def ratios_plot(rows: dict[str, Row]) -> str:
 
 
 def growth_plot(rows: dict[str, Row]) -> str:
-    """Rates by rows of the table, both axes logarithmic; a bar is the spread."""
+    """Draw rates by the number of rows of the table, on two logarithmic axes. A bar is the spread."""
     lines = {path: {size: rows[name] for size, name in names.items() if name in rows} for path, names in GROWTH.items()}
     lines = {path: points for path, points in lines.items() if len(points) > 1}
     left, right, top, width, height = 70, 230, 30, 820, 420

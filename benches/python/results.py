@@ -1,4 +1,4 @@
-"""The file results.json: one row a bench, merged by name, and what a row was measured with and when."""
+"""The file results.json. It has one row for each bench, which is merged by name, and says how and when the row was measured."""
 
 import importlib.metadata
 import json
@@ -14,20 +14,20 @@ from typing import Any
 
 __all__ = ["Row", "describe", "merge", "quantity", "ratio", "read", "row", "setting"]
 
-# name, unit, better ("higher" or "lower"), value (median), low, high, limit ({what, value} or null), rivals ([{what, value}]), and
-# beside these: missing (rivals that this machine does not have: why), rounds, run (figures of the same run that are not compared),
-# setting (see `setting`).
+# A row has name, unit, better ("higher" or "lower"), value (the median), low, high, limit ({what, value} or null) and rivals
+# ([{what, value}]). Besides it has missing (the rivals that this machine lacks, and why), rounds, run (figures of the same run that
+# are not compared) and setting (see `setting`).
 Row = dict[str, Any]
 
 
 def ratio(row: Row, other: float) -> float:
-    """Above 1: ours is ahead."""
+    """The ratio of ours to another value, so turned that above 1 ours is ahead."""
     value = float(row["value"])
     return value / other if row["better"] == "higher" else other / value
 
 
 def quantity(value: float) -> str:
-    """Three digits, with k, M or G."""
+    """A value with three digits, and with k, M or G."""
     for power, letter in ((9, " G"), (6, " M"), (3, " k")):
         if abs(value) >= 10**power:
             return f"{value / 10**power:.3g}{letter}"
@@ -35,7 +35,7 @@ def quantity(value: float) -> str:
 
 
 def describe(row: Row) -> str:
-    """The row in a line."""
+    """The row as one line of text."""
     text = f"{quantity(row['value'])} {row['unit']} [{quantity(row['low'])} .. {quantity(row['high'])}]"
     if row["limit"]:
         text += f", {ratio(row, row['limit']['value']):.2f} of the limit"
@@ -56,7 +56,7 @@ def row(
     rivals: Sequence[dict[str, Any]] = (),
     run: dict[str, Any] | None = None,
 ) -> Row:
-    """A row: the median of our rounds, and their spread."""
+    """A row with the median of our rounds and their spread."""
     return {
         "name": name,
         "unit": unit,
@@ -78,7 +78,7 @@ def read(path: Path) -> list[Row]:
 
 
 def merge(path: Path, row: Row) -> None:
-    """Put a row in the place of the one of its name; the file is whole at any moment."""
+    """Replace the row of the same name, or add the row. The file is whole at any moment."""
     rows = [old for old in read(path) if old["name"] != row["name"]] + [row]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
@@ -88,7 +88,7 @@ def merge(path: Path, row: Row) -> None:
 
 @cache
 def setting() -> dict[str, str]:
-    """Machine, versions, commit and day (UTC)."""
+    """The machine, the versions, the commit and the day (UTC)."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
     rustc = subprocess.run(["rustc", "--version"], stdout=subprocess.PIPE, text=True, check=False).stdout.split()

@@ -1,7 +1,7 @@
-"""What the benches are compared with, each on the very batches that our round ran on.
+"""What the benches are compared with, each on the very batches on which our round ran.
 
-Shapes: K batches, N ids of a batch, B bags of a batch, R rows of the table, D = 64 columns.
-A rival is made from (ids int64 [K, N], R) and gives a round: a call that runs all K batches and returns ids a second.
+Shapes: K batches, N ids of a batch, B bags of a batch, R rows of the table, D = 64 columns. A rival is made from (ids int64 [K, N],
+R). The rival is a round: a call that runs all K batches and returns ids a second.
 """
 
 import time
@@ -19,7 +19,7 @@ BAG = 20  # ids of a bag
 
 
 def timed(ids_KN: torch.Tensor, step: Callable[[torch.Tensor], object], threads: int = 1) -> Round:
-    step(ids_KN[0])  # makes what a first call makes
+    step(ids_KN[0])  # lets the first call make what it needs once
 
     def run() -> float:
         torch.set_num_threads(threads)
@@ -36,7 +36,7 @@ def torch_unique(ids_KN: torch.Tensor, _rows: int) -> Round:
 
 
 def bag_offsets(ids_KN: torch.Tensor) -> torch.Tensor:
-    """[B + 1]"""
+    """The offsets of the bags: [B + 1]."""
     return torch.arange(0, ids_KN.shape[1] + 1, BAG)
 
 
@@ -67,7 +67,7 @@ def embedding_bag_sparse_adam(ids_KN: torch.Tensor, rows: int) -> Round:
 
 
 def fbgemm(optimizer: str | None, threads: int = 1) -> Rival:
-    """FBGEMM's table-batched embedding on the CPU; forward alone when there is no optimizer."""
+    """FBGEMM's table-batched embedding on the CPU. Without an optimizer it runs the forward alone."""
 
     def make(ids_KN: torch.Tensor, rows: int) -> Round:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -100,7 +100,7 @@ def fbgemm(optimizer: str | None, threads: int = 1) -> Rival:
     return make
 
 
-# Bench: what it is compared with.
+# What each bench is compared with.
 RIVALS: dict[str, dict[str, Rival]] = {
     "dedupe_zipf105": {"torch.unique (1 thread)": torch_unique},
     "dedupe_uniform": {"torch.unique (1 thread)": torch_unique},

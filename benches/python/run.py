@@ -1,8 +1,8 @@
 """Measures every bench beside its limit and its rivals, into target/bench/results.json.
 
-Benches that are served measure a round when asked, so that ours, the limit and the rivals take turns on the same batches; others
-print their rows themselves (see served.py; SCRIPTS has those in Python). Each row is merged into the file as soon as it is there;
-stopping loses only the bench under way.
+A bench that is served measures a round when it is asked to, so that ours, the limit and the rivals take turns on the same batches.
+Other benches print their rows themselves (see served.py; SCRIPTS has those in Python). Each row is merged into the file as soon as
+it is measured, so stopping loses only the bench that is running.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from stores import STORES, Store
 
 FOLDER = ROOT / "target" / "bench"
 MINUTES = 72
-# One bench; where a program prints several rows, all of them together.
+# Seconds for one bench, and for a program that prints several rows.
 BENCH_SECONDS = 300.0
 PROGRAM_SECONDS = 1200.0
-# Script beside this file: the rows it prints. It is given the names wanted, and --smoke.
+# The scripts beside this file, each with the rows that it prints. A script is given the names of the wanted rows, and --smoke.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "dlrm.py": ("dlrm_step_ram10pct_zipf105",),
     "dlrm_async.py": ("save_async_step_slowdown",),
@@ -46,7 +46,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures, and how: called with whether it is a smoke run, and the seconds it may take."""
+    """What one process measures. `rows` is told whether this is a smoke run, and how many seconds it may take."""
 
     names: tuple[str, ...]
     seconds: float
@@ -62,7 +62,7 @@ def batches(served: Served) -> torch.Tensor:
 
 
 def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
-    """The row of a served bench."""
+    """Measure a served bench, and return its row."""
     served = Served(program, name, smoke, seconds)
     stores: list[Store] = []
     try:
@@ -118,7 +118,7 @@ def printing_job(command: list[str], names: tuple[str, ...]) -> Job:
 
 
 def jobs(found: dict[str, Program], wanted: set[str]) -> list[Job]:
-    """What measures the benches wanted, all when there are none."""
+    """What measures the wanted benches; all of them when none is named."""
     served = [served_job(program.path, name) for name, program in found.items() if not program.prints_rows]
     printing = [
         ([str(path), "--rows"], [name for name, other in found.items() if other.path == path])

@@ -1,7 +1,7 @@
-"""The RAM that saving takes of a process that trains: the most bytes resident while a save runs, less those before it.
+"""Measures the RAM that saving takes of a process that trains: the most bytes resident while a save runs, less those before it.
 
-The DLRM and the batches are those of dlrm.py, all rows in RAM. A blocking save and one beside training take turns; the worse of
-both counts, what a training step takes for itself with it. Prints one row of results.json.
+The DLRM and the batches are those of dlrm.py, with all rows in RAM. A blocking save and a save beside training take turns, and the
+worse of both counts. What a training step takes for itself is included. This prints one row of results.json.
 
     python benches/python/save_ram.py [--smoke]
 """
@@ -24,21 +24,21 @@ from torchrec_embcache import TierBudgets
 from torchrec_embcache.saver import Saver
 
 NAME = "save_extra_ram_bytes"
-# As in <malloc.h>.
+# The number of M_MMAP_THRESHOLD in <malloc.h>.
 M_MMAP_THRESHOLD = -3
 
 
 def keep_out_of_the_heap(block_bytes: int) -> None:
-    """From now on the C library gives such blocks memory of their own.
+    """Make the C library map each large block by itself from now on.
 
-    In its heap what a step gave back stays resident or not, as it happens to lie: that alone moves the bytes resident between two
+    In its heap, memory that a step gave back stays resident or not by chance. That alone changes the resident bytes between two
     steps by 200 MiB.
     """
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, block_bytes) == 1
 
 
 def resident(what: str) -> int:
-    """Bytes that /proc/self/status gives as VmRSS (now) or VmHWM (the most since the peak was forgotten)."""
+    """The bytes of VmRSS (now) or VmHWM (the most since the peak was forgotten) in /proc/self/status."""
     found = re.search(rf"{what}:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
@@ -53,7 +53,7 @@ def most_more(work: Callable[[], object]) -> int:
 
 
 def measure(scale: Scale, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """The bench's row of results.json."""
+    """Measure, and return the bench's row of results.json."""
     torch.set_num_threads(THREADS)
     stream = Stream(Batches(scale))
     model, pipeline = make_ours(scale, TierBudgets(host_bytes=scale.rows // TABLES * ROW_BYTES))

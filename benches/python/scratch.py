@@ -1,4 +1,6 @@
-"""A folder on the disk under test that goes with its process, however that ends; as benches/src/scratch.rs has it for Rust."""
+"""A folder on the disk under test. It is removed with its process, however that ends. benches/src/scratch.rs is the same for
+Rust.
+"""
 
 import ctypes
 import os
@@ -19,13 +21,15 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """From now on this process is killed when the one that started it ends."""
+    """Let the system kill this process when the one that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def scratch(wanted_bytes: int) -> Iterator[Path]:
-    """A new folder under `EMBCACHE_BENCH_DIR` (usually target/) with so many bytes free; exits, saying so, where there are not."""
+    """A new folder under `EMBCACHE_BENCH_DIR` (by default target/) on a disk with at least `wanted_bytes` free. Without such a
+    disk this exits and says so.
+    """
     parent = Path(os.environ.get("EMBCACHE_BENCH_DIR") or ROOT / "target")
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
@@ -35,7 +39,8 @@ def scratch(wanted_bytes: int) -> Iterator[Path]:
             "EMBCACHE_BENCH_DIR to a folder on a larger disk"
         )
     path = Path(tempfile.mkdtemp(prefix="bench-", dir=parent))
-    # It reads until this process's end of the pipe is gone. A group of its own keeps a terminal's Ctrl-C from it.
+    # The remover reads until the end of the pipe on this process's side is gone. A group of its own keeps a terminal's Ctrl-C from
+    # it.
     janitor = subprocess.Popen(
         ["sh", "-c", 'read -r _; rm -rf -- "$0"', str(path)], stdin=subprocess.PIPE, process_group=0
     )

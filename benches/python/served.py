@@ -1,7 +1,7 @@
-"""The Rust bench programs: found and built, asked for rounds, or left to print whole rows.
+"""Finds and builds the Rust bench programs, asks them for rounds, or lets them print whole rows.
 
-A bench is *served* (it measures a round when asked, so that rivals take turns; see benches/src/serve.rs) or it *prints rows*
-(it needs the machine for itself, or measures several things on one store).
+A bench that is *served* measures a round when it is asked to, so that rivals take turns (see benches/src/serve.rs). A bench that
+*prints rows* needs the machine for itself, or measures several things on one store.
 """
 
 import json
@@ -21,19 +21,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Program:
-    """An executable and whether it prints the rows of a bench, or serves rounds."""
+    """An executable, and whether it prints the rows of a bench or serves rounds."""
 
     path: Path
     prints_rows: bool
 
 
-# Whose features are united: those that the tests are built with, so that a smoke run finds the core built by them.
+# The packages whose features are united. The tests are built with these, so a smoke run finds the core that they have built.
 PACKAGES = ("embcache", "embcache-tests", "embcache-benches", "embcache-rivals")
 
 
 @cache
 def built(smoke: bool) -> dict[str, list[Path]]:
-    """Folder of a package: its bench programs, made first; for a smoke run in the tests' profile, which is built the sooner."""
+    """Build the bench programs of all packages. The result is by the package's folder. A smoke run uses the tests' profile, which
+    is built faster.
+    """
     command = ["cargo", "bench", "--locked", "--no-run", "--message-format=json-render-diagnostics"]
     command += [argument for package in PACKAGES for argument in ("-p", package)]
     command += ["--profile", "dev"] if smoke else []
@@ -48,7 +50,7 @@ def built(smoke: bool) -> dict[str, list[Path]]:
 
 
 def programs(smoke: bool) -> dict[str, Program]:
-    """Bench name: the program that has it. Builds them first."""
+    """Build the bench programs, and map the name of each bench to the program that has it."""
     found: dict[str, Program] = {}
     for path in built(smoke)["benches"]:
         listed = subprocess.run([path, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -59,7 +61,7 @@ def programs(smoke: bool) -> dict[str, Program]:
 
 
 class Child:
-    """A program that answers in lines of JSON, killed when it is out of time."""
+    """A program that answers in lines of JSON. It is killed when its time is over."""
 
     def __init__(self, command: list[str], seconds: float, env: dict[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
@@ -70,13 +72,13 @@ class Child:
         self._timer.start()
 
     def write(self, line: str) -> None:
-        """Hands the program a line."""
+        """Hand the program a line."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def read(self) -> Any:
-        """The next line; `EOFError` at the end of a program that ended well."""
+        """The next line of the program. `EOFError` after a program that ended without an error."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line:
@@ -87,7 +89,7 @@ class Child:
         raise EOFError("the bench ended before it was asked to")
 
     def close(self) -> None:
-        """Ends the program: it sees the end of its input."""
+        """End the program, by ending its input."""
         self._timer.cancel()
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -99,7 +101,7 @@ class Child:
 
 
 class Served:
-    """A Rust bench that runs a round when asked."""
+    """A Rust bench that measures a round when it is asked to."""
 
     def __init__(self, program: Path, name: str, smoke: bool, seconds: float) -> None:
         self._child = Child([str(program), "--serve", name, *(["--smoke"] if smoke else [])], seconds)
@@ -111,12 +113,12 @@ class Served:
         return self._child.read()
 
     def close(self) -> None:
-        """Ends the program."""
+        """End the program."""
         self._child.close()
 
 
 def rows_of(command: list[str], seconds: float) -> Iterator[dict[str, Any]]:
-    """The rows that a program prints, each as soon as it is there."""
+    """The rows that a program prints, each as soon as it is printed."""
     child = Child(command, seconds)
     try:
         while True:

@@ -1,6 +1,8 @@
-"""Other stores beside the benches of the SSD tier: each in its own process, loaded with the same rows, asked for rounds in turn.
+"""Other stores beside the benches of the SSD tier. Each runs in a process of its own, is loaded with the same rows, and is asked
+for rounds in turn.
 
-The program is `benches/rivals`. Its libraries are where `make rivals` put them; a store that has none is reported as missing.
+The program is `benches/rivals`. Its libraries are where `make rivals` has put them. A store without its library is reported as
+missing.
 """
 
 import json
@@ -16,8 +18,8 @@ from served import ROOT, Child, built
 __all__ = ["STORES", "Store"]
 
 LIBRARIES = ROOT / "target" / "rivals" / "lib"
-# Bench: the stores that it is measured beside, and after how many rounds of ours each has one. Of fetches a round is a batch, as
-# near in time to ours as can be; rewriting is by time.
+# For each bench the stores beside which it is measured, and after how many rounds of ours each store has one. Of fetches a round is
+# one batch, so that both sides run at nearly the same time. Rewriting goes by time.
 STORES: dict[str, dict[str, int]] = {
     "ssd_fetch_uniform": {"rocksdb": 1, "lmdb": 4, "mmap": 4},
     "ssd_fetch_sessions": {"rocksdb": 1},
@@ -43,22 +45,22 @@ class Store:
                 request |= {"ids": file.name, "batch": ids.shape[1]}
             self._child.write(json.dumps(request))
             ready = self._child.read()
-        # Why it is not here, if it is not.
+        # The reason why the store is missing, if it is.
         self.missing: str | None = ready.get("missing")
         self.what: str = ready.get("what", store)
         self.rounds: list[dict[str, float]] = []
 
     def run(self) -> None:
-        """One round, the first time and every few times: value (rows a second) and cpu_us_per_row."""
+        """Measure one round, the first time and then every few times: value (rows a second) and cpu_us_per_row."""
         if self._asked % self._every == 0:
             self._child.write("run")
             self.rounds.append(self._child.read())
         self._asked += 1
 
     def row(self) -> dict[str, Any]:
-        """The rival of a row of results: medians of the rounds."""
+        """The rival of a row of results.json: the medians of the rounds."""
         return {"what": self.what} | {key: statistics.median(r[key] for r in self.rounds) for key in self.rounds[0]}
 
     def close(self) -> None:
-        """Ends the program, which removes the store."""
+        """End the program, which removes the store."""
         self._child.close()

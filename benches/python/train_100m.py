@@ -1,8 +1,8 @@
-"""A table of 100M rows, larger than the RAM of many machines, trained from its first row on within 4 GiB of resident memory.
+"""Trains a table of 100M rows, larger than the RAM of many machines, from its first row on within 4 GiB of resident memory.
 
-Every row is born in a training step of its own: batches of new ids until there are 1M, 10M and 100M rows. At each size the table is
-trained on batches drawn zipf over all rows so far. Prints rows of results.json: the peak of resident bytes of this process, which
-loads torch and does nothing else, and the rate of training at each size.
+Every row is born in a training step: there are batches of new ids until the table has 1M, 10M and 100M rows. At each size the table
+is trained on batches that are drawn by Zipf's law over all rows so far. This prints rows of results.json: the peak of resident
+bytes of this process, which loads torch and does nothing else, and the rate of training at each size.
 
     python benches/python/train_100m.py [NAME ...] [--smoke]
 
@@ -35,13 +35,15 @@ BAG = 20  # L
 ROUNDS = 5
 STEPS = 20  # of a round
 THREADS = 2
-# With torch itself, the write buffers and the batches in flight beside it, below 4 GiB.
+# With this budget, torch itself, the write buffers and the batches in flight stay below 4 GiB together.
 HOST_BYTES = 5 << 29
 BYTES_A_ROW = 304 + 14 + 50  # record, footer's entry, headroom
 
 
 def scattered(ranks: NDArray[np.int64]) -> torch.Tensor:
-    """An id for each rank: the finaliser of SplitMix64, so that neither neighbours nor low bits say anything."""
+    """An id for each rank. It is the finaliser of SplitMix64, so neither neighbouring ids nor low bits say anything about the
+    rank.
+    """
     x = ranks.astype(np.uint64) ^ np.uint64(0x5851F42D4C957F2D)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -49,7 +51,7 @@ def scattered(ranks: NDArray[np.int64]) -> torch.Tensor:
 
 
 def zipf_ranks(random: np.random.Generator, count: int, rows: int) -> NDArray[np.int64]:
-    """`count` ranks below `rows`, rank r in proportion to (r + 1)^-1.05: what falls past `rows` is drawn again."""
+    """Draw `count` ranks below `rows`, rank r in proportion to (r + 1)^-1.05. Ranks past `rows` are drawn again."""
     parts: list[NDArray[np.int64]] = []
     while (missing := count - sum(map(len, parts))) > 0:
         drawn = random.zipf(1.05, 2 * missing + 64)
@@ -58,13 +60,13 @@ def zipf_ranks(random: np.random.Generator, count: int, rows: int) -> NDArray[np
 
 
 def resident() -> dict[str, int]:
-    """VmRSS, now, and VmHWM, the peak, in bytes."""
+    """VmRSS (now) and VmHWM (the peak), in bytes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {name: int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM")}
 
 
 def train(table: EmbCacheEmbeddingBag, batches: Iterator[torch.Tensor]) -> int:
-    """Trains on each batch, with the one after it fetched meanwhile; how many ids."""
+    """Train on each batch while the next one is fetched. Returns the number of ids."""
     count = 0
     waiting = next(batches, None)
     if waiting is not None:
@@ -80,13 +82,13 @@ def train(table: EmbCacheEmbeddingBag, batches: Iterator[torch.Tensor]) -> int:
 
 
 def born(begin: int, end: int, bags: int) -> Iterator[torch.Tensor]:
-    """Batches of the ids of ranks begin..end, each once."""
+    """Batches of the ids of ranks begin..end, each id once."""
     for first in range(begin, end, bags * BAG):
         yield scattered(np.arange(first, min(end, first + bags * BAG), dtype=np.int64))
 
 
 def measure(rows: int, bags: int, steps: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of results.json, the peak last."""
+    """The rows of results.json, with the peak last."""
     torch.set_num_threads(THREADS)
     ssd_bytes = rows * BYTES_A_ROW + (512 << 20)
     table = EmbCacheEmbeddingBag(

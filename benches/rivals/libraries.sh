@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Puts librocksdb.so and liblmdb.so, with what they need, into the folder given: links to the system's where it has them, otherwise
-# out of Debian's or Ubuntu's packages, which are unpacked there and installed nowhere. Needs no root. What cannot be had is said,
-# and is no error: the benches then say which rival is missing.
+# Puts librocksdb.so and liblmdb.so, with what they need, into the given folder. Where the system has them these are links.
+# Otherwise they come out of Debian's or Ubuntu's packages, which are unpacked there and not installed. This needs no root. A
+# library that cannot be had is no error: it is reported, and the benches then say which rival is missing.
 set -uo pipefail
 folder=$(realpath -m "$1")
 mkdir -p "$folder/lib"
 
-# The system's library, by its link for compilers or its versioned name.
+# Prints the path of the system's library, found by its name with or without a version.
 system_library() {
 	{ ldconfig -p 2>/dev/null || /sbin/ldconfig -p; } | sed -n "s|^[[:space:]]*$1\.so[^ ]* .*=> ||p" | head -n 1
 }
@@ -16,13 +16,14 @@ apt() {
 		-o APT::Sandbox::User=root -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 }
 
-# The library packages that a package names, but the C and C++ runtimes, which every system that builds Rust has.
+# Prints the library packages on which a package depends. The C and C++ runtimes are left out, because every system that builds Rust
+# has them.
 libraries_of() {
 	apt apt-cache depends --no-recommends --no-suggests "$1" | sed -n 's/^ *Depends: \(lib[^ :<>]*\)$/\1/p' |
 		grep -Ev '^(libc6|libgcc-s1|libstdc\+\+6)$|-dev$'
 }
 
-# The library that a package for compilers is for, and what it depends on.
+# Fetches the library of a development package, and what that library depends on.
 fetch() {
 	mkdir -p "$folder/apt/state/lists/partial" "$folder/apt/cache/archives/partial"
 	[ -n "${updated:-}" ] || apt apt-get -qq update || return 1
@@ -41,7 +42,7 @@ fetch() {
 	rm -rf "$folder/apt/root"
 }
 
-# library, the package for compilers that names the one with the library
+# Arguments: the library, and the development package that depends on the package with the library.
 provide() {
 	local library=$1 package=$2 found
 	[ -e "$folder/lib/$library.so" ] && return

@@ -1,24 +1,24 @@
-//! The rows that leave RAM: what an SSD tier is given when a batch's rows push others out.
+//! The rows that leave RAM. An SSD tier is given them when the rows of a batch push others out.
 
 use crate::workload::{SplitMix64, Zipf};
 
-/// Ids are drawn by zipf's law and kept in an LRU of a tenth of them, all modified; the stream of the ranks that leave. Ids of the
-/// head hardly ever leave, so that this is the law's tail.
+/// The stream of the ranks that leave an LRU cache. Ids are drawn by Zipf's law, the cache holds a tenth of them, and all are
+/// modified. Ids of the law's head hardly ever leave, so the stream is the law's tail.
 pub struct Evictions {
     random: SplitMix64,
     law: Zipf,
-    /// Neighbours of a rank in the order of use: newer, older.
+    /// For each rank its neighbours in the order of use: the newer and the older one.
     links: Vec<[u32; 2]>,
     newest: u32,
     oldest: u32,
 }
 
 const NONE: u32 = u32::MAX;
-/// Not in RAM.
+/// The links of a rank that is not in RAM.
 const OUT: [u32; 2] = [NONE - 1, NONE - 1];
 
 impl Evictions {
-    /// Over ranks `0..rows`, RAM full.
+    /// The stream over the ranks `0..rows`, with a full cache.
     pub fn new(seed: u64, rows: u32, exponent: f64) -> Self {
         let links = vec![OUT; rows as usize];
         let mut this =
@@ -30,7 +30,7 @@ impl Evictions {
         this
     }
 
-    /// Use the next id; whether it was in RAM.
+    /// Use the next id. The result is whether it was in RAM.
     fn used(&mut self) -> bool {
         let rank = self.law.draw(&mut self.random) as u32;
         let held = self.links[rank as usize] != OUT;

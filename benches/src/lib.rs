@@ -1,15 +1,15 @@
-//! What the benches share: the workloads and the interleaved measurement.
+//! What the benches share: the workloads, and the measurement in alternating rounds.
 //!
-//! A bench measures ours and a limit on the same data: the limit is what a plain, well-written loop or raw system calls do with
-//! it. Each file in `benches/` is a program that hands its [`Bench`]es to [`run`]:
+//! A bench measures this project's code ("ours") and a limit on the same data. The limit is what a plain, well-written loop or raw
+//! system calls reach there. Each file in `benches/` is a program that hands its [`Bench`]es to [`run`]:
 //!
-//! - `cargo bench [-- NAME…]` measures each, alternating, prints ours, the limit and the ratio, and writes
-//!   `target/bench/<name>.json`. `--smoke`, or `EMBCACHE_BENCH=smoke`, shrinks the data, to show that it runs.
-//! - `--serve NAME` measures one round whenever a line on stdin asks for it, so that another program (`benches/python`) can
-//!   measure rivals between our rounds, on the same data. See [`serve`].
+//! - `cargo bench [-- NAME…]` measures each bench in alternating rounds, prints ours, the limit and their ratio, and writes
+//!   `target/bench/<name>.json`. `--smoke` or `EMBCACHE_BENCH=smoke` shrinks the data, which only shows that the bench runs.
+//! - `--serve NAME` measures one round whenever a line on stdin asks for it. Another program (`benches/python`) can so measure
+//!   rivals between our rounds on the same data. See [`serve`].
 //!
-//! A program that measures several things at once instead lists its names with `rows` behind them, and prints a [`Row`] as a line of
-//! JSON for each when called with `--rows NAME…`. See [`run_rows`].
+//! A program that measures several things at once lists its names with `rows` behind them instead. When it is called with `--rows
+//! NAME…` it prints a [`Row`] for each as a line of JSON. See [`run_rows`].
 
 mod evictions;
 mod measure;
@@ -29,7 +29,7 @@ pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, median, run, run_row
 pub use plain::{PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
 pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, forget_peak, resident};
-pub use raw_disk::{RAW_DEPTH, RawFiles, RawReads, RawRecords, RecordPlace, write_sequentially};
+pub use raw_disk::{RAW_DEPTH, RawFiles, RawReads, RawRecords, RecordPosition, write_sequentially};
 pub use scratch::Scratch;
 pub use store::StoreWork;
 pub use tier::{APPEND_ROWS, CountedEngine, RECORD_BYTES, ROW_BYTES, TierRows, new_tier, open_tier, tier_layout};

@@ -1,4 +1,4 @@
-//! Rounds of ours and of the limit, alternating; median and spread.
+//! Measures ours and the limit in alternating rounds. The result is the median with the spread.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -12,27 +12,27 @@ use crate::serve;
 use crate::store::StoreWork;
 use crate::workload::Ids;
 
-/// Which way is good.
+/// Which direction of a value is good.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
-    /// Rates.
+    /// Higher values are better, as for rates.
     Higher,
-    /// Costs.
+    /// Lower values are better, as for costs.
     Lower,
 }
 
 /// How large the data are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// As the bench's name says.
+    /// As large as the bench's name says.
     Full,
-    /// A hundredth or less: shows that it runs.
+    /// A hundredth of that or less, which only shows that the bench runs.
     Smoke,
 }
 
 impl Scale {
-    /// `full`, or `smoke` under [`Scale::Smoke`].
+    /// The value `full`, or `smoke` under [`Scale::Smoke`].
     pub fn pick<T>(self, full: T, smoke: T) -> T {
         match self {
             Self::Full => full,
@@ -41,45 +41,45 @@ impl Scale {
     }
 }
 
-/// The two sides of a bench, made ready. A round is one run over at least 20 batches, long enough to time.
+/// The two sides of a bench, with their data. A round runs over at least 20 batches, which is long enough to time.
 pub trait Rounds {
-    /// One round of ours: the value in the bench's unit.
+    /// Measure one round of ours. The result is in the bench's unit.
     fn ours(&mut self) -> f64;
 
-    /// One round of the limit, in the same unit; `None` where the bench has none.
+    /// Measure one round of the limit. The result is in the bench's unit, or `None` where the bench has no limit.
     fn limit(&mut self) -> Option<f64>;
 
-    /// How many rounds a full run has.
+    /// The number of rounds of a full run.
     fn rounds(&self) -> usize {
         7
     }
 
-    /// Figures of the rounds so far that are not compared with anything, by name.
+    /// Further figures of the rounds so far, by name. They are compared with nothing.
     fn figures(&self) -> BTreeMap<&'static str, f64> {
         BTreeMap::new()
     }
 
-    /// The batches that rivals are given, and the rows of the table they index (0: none).
+    /// The batches for rivals, and the number of rows of the table that they index (0 for none).
     fn data(&self) -> Option<(&Ids, u64)> {
         None
     }
 
-    /// What other stores are given to do; with `StoreWork::Fetch`, on the batches of `data`.
+    /// The work for other stores, where rivals are stores. `StoreWork::Fetch` is done on the batches of `data`.
     fn store(&self) -> Option<StoreWork> {
         None
     }
 
-    /// A claim about the two sides' results that must hold for the figures to mean anything, checked before the first round.
+    /// Check, before the first round, that the two sides have the same results, without which the figures would mean nothing.
     fn check(&mut self) {}
 }
 
-/// A bench by name.
+/// A bench.
 pub struct Bench {
-    /// As in `results.json`.
+    /// The name in `results.json`.
     pub name: &'static str,
-    /// Of the value.
+    /// The unit of the value.
     pub unit: &'static str,
-    /// Which way is good.
+    /// Which direction of the value is good.
     pub better: Better,
     /// What the limit is; `None` where there is none.
     pub limit: Option<&'static str>,
@@ -87,36 +87,36 @@ pub struct Bench {
     pub make: fn(Scale) -> Box<dyn Rounds>,
 }
 
-/// A row of `results.json` without rivals.
+/// A row of `results.json`, without rivals.
 #[derive(Serialize)]
 pub struct Row<'a> {
-    /// As in `results.json`.
+    /// The name of the bench.
     pub name: &'a str,
-    /// Of the values.
+    /// The unit of the values.
     pub unit: &'a str,
-    /// Which way is good.
+    /// Which direction of the values is good.
     pub better: Better,
-    /// Median of the rounds.
+    /// The median of the rounds.
     pub value: f64,
-    /// Least of them.
+    /// The least of the rounds.
     pub low: f64,
-    /// Greatest of them.
+    /// The greatest of the rounds.
     pub high: f64,
-    /// Beside ours, in the same run.
+    /// The limit, measured in the same run.
     pub limit: Option<Limit<'a>>,
-    /// None.
+    /// The rivals, of which there are none. (A driver adds them.)
     pub rivals: [(); 0],
-    /// How many rounds.
+    /// The number of rounds.
     pub rounds: usize,
-    /// Figures that are not compared with anything, by name.
+    /// Further figures, by name. They are compared with nothing.
     pub run: BTreeMap<&'static str, f64>,
 }
 
 impl<'a> Row<'a> {
-    /// The row of a bench without limit.
+    /// The row of a bench without a limit.
     ///
     /// # Panics
-    /// Without a round.
+    /// Panics without a round.
     pub fn new(name: &'a str, unit: &'a str, better: Better, mut rounds: Vec<f64>) -> Self {
         let (low, value, high) = spread(&mut rounds);
         let run = BTreeMap::new();
@@ -125,10 +125,10 @@ impl<'a> Row<'a> {
 }
 
 impl Row<'_> {
-    /// Hand the row to who reads this program's output.
+    /// Print the row for the program that reads this one's output.
     ///
     /// # Panics
-    /// When nobody does.
+    /// Panics when nobody reads it.
     pub fn print(&self) {
         let text = serde_json::to_string(self).expect("a row of numbers and names");
         writeln!(std::io::stdout(), "{text}").expect("the driver listens");
@@ -138,16 +138,16 @@ impl Row<'_> {
 /// What a limit reached.
 #[derive(Serialize)]
 pub struct Limit<'a> {
-    /// What it is.
+    /// What the limit is.
     pub what: &'a str,
-    /// Median of its rounds.
+    /// The median of its rounds.
     pub value: f64,
 }
 
-/// The main of a bench program; see the crate. Names of other programs' benches, and flags of other harnesses, mean nothing to it.
+/// The main function of a bench program; see the crate. It ignores names of other programs' benches and flags of other harnesses.
 ///
 /// # Panics
-/// When the results cannot be written.
+/// Panics when the results cannot be written.
 pub fn run(benches: &[Bench]) {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let flag = |name: &str| arguments.iter().any(|argument| argument == name);
@@ -167,8 +167,8 @@ pub fn run(benches: &[Bench]) {
     }
 }
 
-/// The main of a program that prints the rows called `names`: `measure` is told how large the data are to be and which rows are
-/// wanted. Without `--rows` (as `cargo bench` runs it) it measures them all, too.
+/// The main function of a program that prints the rows called `names`. `measure` is told how large the data are to be, and which
+/// rows are wanted. Without `--rows`, as `cargo bench` runs it, all rows are measured.
 pub fn run_rows(names: &[&str], measure: impl FnOnce(Scale, &dyn Fn(&str) -> bool)) {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     if arguments.iter().any(|argument| argument == "--list") {
@@ -191,7 +191,7 @@ fn scale(arguments: &[String]) -> Scale {
     if smoke || std::env::var("EMBCACHE_BENCH").is_ok_and(|how| how == "smoke") { Scale::Smoke } else { Scale::Full }
 }
 
-/// What is no flag, nor the value of a flag that criterion has.
+/// The arguments that are names. Flags are left out, and so are the values of criterion's flags.
 fn names(arguments: &[String]) -> Vec<&str> {
     let takes_value = ["--save-baseline", "--baseline", "--sample-size", "--measurement-time", "--warm-up-time"];
     let mut names = Vec::new();
@@ -241,15 +241,15 @@ fn measure(bench: &Bench, scale: Scale) {
     }
 }
 
-/// The value in the middle, the upper one of two.
+/// The median. Of an even number of values it is the upper one of the middle two.
 ///
 /// # Panics
-/// Without values.
+/// Panics without values.
 pub fn median(values: &[f64]) -> f64 {
     spread(&mut values.to_vec()).1
 }
 
-/// Least, median and greatest.
+/// The least value, the median and the greatest.
 fn spread(values: &mut [f64]) -> (f64, f64, f64) {
     values.sort_by(f64::total_cmp);
     (values[0], values[values.len() / 2], values[values.len() - 1])

@@ -5,10 +5,10 @@ use std::hint::select_unpredictable;
 
 use embcache::types::Id;
 
-/// Ids or rows asked for ahead.
+/// Ids or rows are prefetched so many ahead.
 const AHEAD: usize = 32;
 
-/// Start loading the cache line at `address`.
+/// Start to load the cache line at `address`.
 #[inline(always)]
 #[allow(clippy::inline_always)]
 pub fn prefetch<T>(address: *const T) {
@@ -27,24 +27,26 @@ fn mix(id: Id) -> u64 {
     (id ^ (id >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// Unique ids and inverse of a batch: one pass over a hash table of twice the batch's size or more.
+/// Finds the distinct ids and the inverse of a batch, by one pass over a hash table of at least twice the batch's size.
 #[derive(Debug)]
 pub struct PlainDedupe {
-    /// `base` plus the place in `unique`; below `base` is what earlier batches left, which is nothing.
+    /// Each position holds `base` plus an index of `unique`. Smaller numbers were left by earlier batches, and stand for an empty
+    /// position.
     table: Vec<u32>,
     base: u32,
     shift: u32,
     mostly_new: bool,
-    /// The distinct ids are the first `found`: `[batch]`.
+    /// The first `found` are the distinct ids: `[batch + 1]`.
     pub unique: Vec<Id>,
-    /// How many are distinct.
+    /// The number of distinct ids.
     pub found: usize,
-    /// `[batch]`
+    /// For each id of the batch its index in `unique`: `[batch]`.
     pub inverse: Vec<u32>,
 }
 
 impl PlainDedupe {
-    /// For batches of `batch` ids, most of them distinct (a branch for those is fastest) or not (none is).
+    /// For batches of `batch` ids. `mostly_new` says that most of them are distinct. A branch is fastest then, and none is fastest
+    /// otherwise.
     pub fn new(batch: usize, mostly_new: bool) -> Self {
         let bits = (batch * 2).next_power_of_two().trailing_zeros();
         Self {
@@ -58,10 +60,10 @@ impl PlainDedupe {
         }
     }
 
-    /// Fills `unique`, `found` and `inverse`.
+    /// Compute `unique`, `found` and `inverse`.
     ///
     /// # Panics
-    /// When `ids` is not as long as said.
+    /// Panics when the number of `ids` is not the size of the batch.
     pub fn dedupe(&mut self, ids: &[Id]) {
         assert_eq!(ids.len(), self.inverse.len(), "batches of one size");
         if self.base > u32::MAX - ids.len() as u32 {
@@ -74,8 +76,8 @@ impl PlainDedupe {
             let ahead = ids[(position + AHEAD).min(ids.len() - 1)];
             prefetch(self.table.as_ptr().wrapping_add((mix(ahead) >> self.shift) as usize));
             let mut at = (mix(id) >> self.shift) as usize;
-            // SAFETY: `at` is below the table's length by the shift or the mask; `found` is at most `position`, and `unique` has one
-            // place more than there are positions; the table holds `base` plus numbers below `found`, or less than `base`.
+            // SAFETY: `at` is below the table's length by the shift or by the mask. `found` is at most `position`, and `unique` has
+            // one element more than the batch. The table holds numbers below `base`, or `base` plus a number below `found`.
             let index = unsafe {
                 *self.unique.get_unchecked_mut(found as usize) = id;
                 loop {
@@ -85,11 +87,11 @@ impl PlainDedupe {
                         found += 1;
                         break found - 1;
                     }
-                    let place = select_unpredictable(held < base, found, held.wrapping_sub(base));
-                    if *self.unique.get_unchecked(place as usize) == id {
-                        *self.table.get_unchecked_mut(at) = base + place;
+                    let index = select_unpredictable(held < base, found, held.wrapping_sub(base));
+                    if *self.unique.get_unchecked(index as usize) == id {
+                        *self.table.get_unchecked_mut(at) = base + index;
                         found += u32::from(held < base);
-                        break place;
+                        break index;
                     }
                     at = (at + 1) & mask;
                 }
@@ -101,14 +103,14 @@ impl PlainDedupe {
     }
 }
 
-/// Id to slot: open addressing, one entry of 16 bytes a key, twice as many as keys, in huge pages.
+/// An index of ids by open addressing. It has two entries of 16 bytes for each id, in huge pages.
 #[derive(Debug)]
 pub struct PlainIndex {
     entries: Vec<[u64; 2]>,
 }
 
 impl PlainIndex {
-    /// The slots of `ids` are 0, 1, 2 and so on.
+    /// An index in which the slots of `ids` are 0, 1, 2 and so on.
     pub fn new(ids: &[Id]) -> Self {
         let mut entries = vec![[0; 2]; (ids.len() * 2).max(1)];
         huge_pages(&entries);
@@ -127,11 +129,11 @@ impl PlainIndex {
         ((u128::from(mix(id)) * entries as u128) >> 64) as usize
     }
 
-    /// The slots of `ids`, which are all here: in blocks, the homes of the next block are asked for while those of this one are
-    /// looked at.
+    /// Write the slots of `ids`, all of which must be in the index. This goes by blocks: the home entries of the next block are
+    /// prefetched while those of this block are looked at.
     ///
     /// # Panics
-    /// When `slots` is shorter than `ids`.
+    /// Panics when `slots` is shorter than `ids`.
     pub fn get(&self, ids: &[Id], slots: &mut [u32]) {
         assert!(slots.len() >= ids.len(), "a slot for each id");
         let count = self.entries.len();
@@ -147,7 +149,7 @@ impl PlainIndex {
                 let ahead = Self::home(count, ids[(begin + turn + AHEAD).min(ids.len() - 1)]);
                 homes[turn] = ahead;
                 prefetch(self.entries.as_ptr().wrapping_add(ahead));
-                // SAFETY: homes and the places after them, around the end, are below `count`.
+                // SAFETY: home entries, and those that follow them around the end, are below `count`.
                 *slot = unsafe {
                     while self.entries.get_unchecked(at)[0] != id as u64 {
                         at = if at + 1 == count { 0 } else { at + 1 };
@@ -159,14 +161,15 @@ impl PlainIndex {
     }
 }
 
-/// Ask for huge pages for memory not touched yet.
+/// Ask for huge pages for memory that was not touched yet.
 pub fn huge_pages<T>(memory: &[T]) {
     const HUGE: usize = 2 << 20;
     let start = memory.as_ptr().addr().next_multiple_of(HUGE);
     let end = memory.as_ptr().wrapping_add(memory.len()).addr();
     if end > start + HUGE {
         let bytes = (end - start) / HUGE * HUGE;
-        // SAFETY: whole pages of the caller's memory; the advice changes no contents. Where it fails it only costs speed.
+        // SAFETY: these are whole pages of the caller's memory, and the advice changes no contents. Where it fails it only costs
+        // speed.
         #[cfg(target_os = "linux")]
         unsafe {
             libc::madvise(start as *mut libc::c_void, bytes, libc::MADV_HUGEPAGE);

@@ -1,7 +1,8 @@
-//! The limits of the kernel benches: plain loops over rows of 64 floats that prefetch, given what a plan knows (slots of the
-//! occurrences, distinct slots, inverse). One bag is [`BAG`] occurrences, pooling is a sum, there is no weight decay.
+//! The limits of the kernel benches: plain loops over rows of 64 float32 that prefetch. They are given what a plan knows: the slots
+//! of the occurrences, the distinct slots, and the inverse. A bag has [`BAG`] occurrences, pooling is a sum, and there is no weight
+//! decay.
 #![allow(unsafe_code)]
-#![allow(clippy::inline_always)] // What is not inlined into a version for an instruction set is compiled for the baseline.
+#![allow(clippy::inline_always)] // Functions that are not inlined into the version for an instruction set are compiled for the baseline.
 
 use crate::plain::{huge_pages, prefetch};
 
@@ -9,9 +10,9 @@ use crate::plain::{huge_pages, prefetch};
 pub const DIM: usize = 64;
 /// Occurrences of a bag.
 pub const BAG: usize = 20;
-/// Occurrences asked for ahead.
+/// A row is prefetched so many occurrences ahead.
 const AHEAD: usize = 12;
-/// Distinct rows asked for ahead.
+/// A row is prefetched so many distinct rows ahead.
 const ROWS_AHEAD: usize = 8;
 const LR: f32 = 0.02;
 const EPS: f32 = 1e-8;
@@ -20,59 +21,59 @@ const BETA2: f32 = 0.999;
 
 type Columns = [f32; DIM];
 
-/// The update of one row.
+/// The update of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlainOptimizer {
-    /// One sum a row, apart.
+    /// A row has weights. The sums, one for each row, lie elsewhere.
     RowWiseAdagrad,
-    /// Row: weights, sums.
+    /// A row has weights, then sums.
     Adagrad,
-    /// Row: weights, first moments, second moments. Bias corrections as at the first step.
+    /// A row has weights, then first moments, then second moments. Bias corrections are those of the first step.
     Adam,
 }
 
-/// A table of rows at an address, one after another.
+/// A table of rows, one after another.
 #[derive(Clone, Debug)]
 pub struct PlainTable {
-    /// First row: weights, then optimizer slots.
+    /// The address of the first row. A row has weights, then optimizer slots.
     pub rows: *mut f32,
     /// Floats of a row.
     pub stride: usize,
-    /// `[R]`, of rowwise Adagrad.
+    /// The sums of rowwise Adagrad: `[R]`.
     pub sums: Vec<f32>,
     starts: Vec<u32>,
     ranks: Vec<u32>,
     occurrences: Vec<u32>,
 }
 
-/// Versions of `$body` for AVX-512 and AVX2, and the choice among them.
+/// Makes versions of `$body` for AVX-512 and AVX2, and a function that chooses among them.
 macro_rules! versions {
     ($($name:ident: $body:ident($($argument:ident: $type:ty),*);)*) => {$(
         /// # Safety
-        /// Slots name rows of the table, which nobody else uses; outputs and gradients have `DIM` columns a bag.
+        /// Slots are those of rows of the table, which nobody else uses. Outputs and gradients have `DIM` columns a bag.
         pub unsafe fn $name($($argument: $type),*) {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f")]
                 unsafe fn avx512($($argument: $type),*) {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller keeps the contract of `$body`.
                     unsafe { $body($($argument),*) }
                 }
                 #[target_feature(enable = "avx2")]
                 unsafe fn avx2($($argument: $type),*) {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller keeps the contract of `$body`.
                     unsafe { $body($($argument),*) }
                 }
                 if is_x86_feature_detected!("avx512f") {
-                    // SAFETY: detected, and the caller's promise.
+                    // SAFETY: AVX-512 was detected, and the caller keeps the contract of `$body`.
                     return unsafe { avx512($($argument),*) };
                 }
                 if is_x86_feature_detected!("avx2") {
-                    // SAFETY: detected, and the caller's promise.
+                    // SAFETY: AVX2 was detected, and the caller keeps the contract of `$body`.
                     return unsafe { avx2($($argument),*) };
                 }
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the contract of `$body`.
             unsafe { $body($($argument),*) }
         }
     )*};
@@ -98,7 +99,7 @@ unsafe fn forward(table: &PlainTable, slots: &[u32], out: &mut [f32]) {
             if let Some(&slot) = slots.get(position + AHEAD) {
                 prefetch_row(table.rows.wrapping_add(slot as usize * table.stride), DIM);
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: by the caller's promise the slot is that of a row of the table, and nobody writes it.
             let row = unsafe { &*table.rows.add(slots[position] as usize * table.stride).cast::<Columns>() };
             for column in 0..DIM {
                 sums[column] += row[column];
@@ -126,7 +127,7 @@ unsafe fn backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], gr
             }
         }
         let slot = distinct[row] as usize;
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's promise the slot is that of a row of the table, and nobody else uses it.
         let values = unsafe { std::slice::from_raw_parts_mut(table.rows.add(slot * table.stride), table.stride) };
         let (weights, slots) = values.split_at_mut(DIM);
         match optimizer {
@@ -163,7 +164,7 @@ unsafe fn backward(table: &mut PlainTable, distinct: &[u32], inverse: &[u32], gr
 }
 
 impl PlainTable {
-    /// Over `count` rows at `rows`.
+    /// A table of `count` rows at address `rows`.
     pub fn new(rows: *mut f32, stride: usize, count: usize) -> Self {
         let sums = vec![0.0; count];
         huge_pages(&sums);

@@ -1,4 +1,4 @@
-//! The limits of disk benches: raw system calls on the same files.
+//! The limits of the disk benches: raw system calls on the same files.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -13,42 +13,44 @@ use io_uring::{IoUring, opcode, types};
 
 use crate::workload::SplitMix64;
 
-/// Bytes that direct reads are aligned to.
+/// The alignment of direct reads in bytes.
 const SECTOR: usize = 512;
-/// Reads that the limits have in flight: as many as a ring of the project's engine.
+/// Reads that the limits have in flight. A ring of this project's engine has as many.
 pub const RAW_DEPTH: usize = 128;
-/// Completions waited for with one system call.
+/// Completions to wait for in one system call.
 const REAP: usize = 16;
-/// Bytes of a block, by which the distance between records is counted.
+/// Bytes of a block, in which the distance between records is counted.
 const BLOCK: u64 = 4096;
-/// Records are read together when their blocks are no further apart than this: about what the disk transfers in the time of one request.
+/// Records are read together when their blocks are at most so many bytes apart. The disk transfers about that much in the time of a
+/// request.
 const MERGED_GAP: u64 = 16 << 10;
 /// The most bytes of records that are read together.
 const LARGEST_MERGED: usize = 128 << 10;
-/// What a segment's footer takes for a record, at most.
+/// The most bytes that a segment's footer takes for each record.
 const FOOTER_ENTRY_BYTES: u64 = 14;
 
-/// A ring with `O_DIRECT` on one file or several, which are registered, as is the memory where that is permitted.
+/// A ring that reads one or several files with `O_DIRECT`. The files are registered with the ring, and so is its memory where that
+/// is permitted.
 pub struct RawReads {
     ring: IoUring,
     _files: Vec<File>,
     memory: AlignedBuf,
-    /// Whether the slots are registered.
+    /// Whether the memory is registered.
     fixed: bool,
     depth: usize,
     slot_bytes: usize,
 }
 
 impl RawReads {
-    /// Reads of up to `largest` bytes of any alignment, `depth` in flight.
+    /// A ring for one file, with `depth` reads of up to `largest` bytes in flight. Reads may have any alignment.
     ///
     /// # Panics
-    /// When the system refuses `io_uring` or `O_DIRECT`.
+    /// Panics when the system refuses `io_uring` or `O_DIRECT`.
     pub fn new(path: &Path, largest: usize, depth: usize) -> Self {
         Self::over(vec![open_direct(path).expect("O_DIRECT is permitted")], largest, depth)
     }
 
-    /// As [`RawReads::new`], over several files, which [`open_direct`] opened.
+    /// Like [`RawReads::new`], for several files that [`open_direct`] opened.
     fn over(files: Vec<File>, largest: usize, depth: usize) -> Self {
         let slot_bytes = largest.next_multiple_of(SECTOR) + SECTOR;
         let ring = IoUring::builder().setup_coop_taskrun().build(depth as u32);
@@ -58,35 +60,36 @@ impl RawReads {
             .chunks_exact_mut(slot_bytes)
             .map(|slot| libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot_bytes })
             .collect();
-        // SAFETY: the memory lives as long as the ring, and only completed reads of it are looked at.
+        // SAFETY: the memory lives as long as the ring, and only the memory of completed reads is looked at.
         let fixed = unsafe { ring.submitter().register_buffers(&slots) }.is_ok();
         let descriptors: Vec<i32> = files.iter().map(AsRawFd::as_raw_fd).collect();
         ring.submitter().register_files(&descriptors).expect("files can be registered");
         Self { ring, _files: files, memory, fixed, depth, slot_bytes }
     }
 
-    /// Read the sectors of `len` bytes at each offset; the sum of the first byte wanted of each, so that nothing is left out.
+    /// Read the sectors of `len` bytes at each offset. The result is the sum of the first wanted byte of each, so that no read can
+    /// be left out.
     ///
     /// # Panics
-    /// When a read fails or is short.
+    /// Panics when a read fails or is short.
     pub fn read(&mut self, offsets: &[u64], len: usize) -> u64 {
         self.read_from(offsets.len(), |at| (0, offsets[at], len))
     }
 
-    /// As [`RawReads::read`], `count` reads, each of the file, at the offset and of the length that `place` says.
+    /// Like [`RawReads::read`], for `count` reads. `read_at` gives for each read the index of its file, its offset and its length.
     ///
     /// # Panics
-    /// When a read fails or is short.
-    pub fn read_from(&mut self, count: usize, place: impl Fn(usize) -> (usize, u64, usize)) -> u64 {
+    /// Panics when a read fails or is short.
+    pub fn read_from(&mut self, count: usize, read_at: impl Fn(usize) -> (usize, u64, usize)) -> u64 {
         let mut next = 0;
         let mut done = 0;
         let mut sum = 0;
         let mut free: Vec<usize> = (0..self.depth).collect();
-        // Where in its slot what is wanted of a read begins and ends.
+        // For each slot of the memory, where the wanted bytes of its read begin and end.
         let mut wanted = vec![(0, 0); self.depth];
         while done < count {
             while let (Some(&slot), true) = (free.last(), next < count) {
-                let (file, offset, len) = place(next);
+                let (file, offset, len) = read_at(next);
                 let skip = (offset % SECTOR as u64) as usize;
                 let bytes = (skip + len).next_multiple_of(SECTOR) as u32;
                 let memory = self.memory.as_mut_ptr().wrapping_add(slot * self.slot_bytes);
@@ -116,16 +119,16 @@ impl RawReads {
     }
 }
 
-/// A place of a record: the number of its file, and its offset there.
-pub type RecordPlace = (usize, u64);
+/// Where a record lies: the index of its file, and its offset there.
+pub type RecordPosition = (usize, u64);
 
-/// Open a file whose reads leave the page cache out.
+/// Open a file for reads that bypass the page cache.
 fn open_direct(path: &Path) -> std::io::Result<File> {
     File::options().read(true).custom_flags(libc::O_DIRECT).open(path)
 }
 
-/// Reads of batches of records at random places of a tier's files: the limit of fetches. A batch is sorted, and records that lie
-/// close together are one read.
+/// Reads batches of records at random positions of a tier's files, as the limit of fetches. Each batch is sorted, and records that
+/// lie close together are one read.
 pub struct RawRecords {
     reads: RawReads,
     /// Bytes of the records of each file.
@@ -135,10 +138,10 @@ pub struct RawRecords {
 }
 
 impl RawRecords {
-    /// Over the segments in a directory of files, `depth` reads in flight.
+    /// A reader of the segments in a directory, with `depth` reads in flight.
     ///
     /// # Panics
-    /// When there are none, or as [`RawReads::new`].
+    /// Panics when there are no segments, and as [`RawReads::new`].
     pub fn over(dir: &Path, record_bytes: usize, depth: usize) -> Self {
         let (mut files, mut lengths) = (Vec::new(), Vec::new());
         for entry in std::fs::read_dir(dir).expect("a directory of files") {
@@ -148,13 +151,13 @@ impl RawRecords {
             }
             let file = match open_direct(&path) {
                 Ok(file) => file,
-                // Compaction has removed it since.
+                // Compaction has removed it meanwhile.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) => panic!("O_DIRECT is permitted: {error}"),
             };
             let bytes = file.metadata().expect("an open file").len();
             let records = bytes * record_bytes as u64 / (record_bytes as u64 + FOOTER_ENTRY_BYTES);
-            // Otherwise it is not written yet.
+            // Smaller segments are not written yet.
             if records > record_bytes as u64 {
                 files.push(file);
                 lengths.push(records);
@@ -165,33 +168,34 @@ impl RawRecords {
         Self { reads, lengths, random: SplitMix64(9), record_bytes }
     }
 
-    /// `count` places, each record of the files as likely, dead ones too.
+    /// Draw `count` records. Each record of the files is as likely as any other, dead ones included.
     ///
     /// # Panics
-    /// Never: `over` has seen to it that there is a file.
-    pub fn draw(&mut self, count: usize) -> Vec<RecordPlace> {
+    /// Never panics, because `over` has made sure that there is a file.
+    pub fn draw(&mut self, count: usize) -> Vec<RecordPosition> {
         let total = self.lengths.iter().sum();
-        let mut place = || {
+        let mut draw = || {
             let mut at = self.random.next_below(total);
             let file = self.lengths.iter().position(|len| at.checked_sub(*len).map(|rest| at = rest).is_none());
             let file = file.expect("inside a file");
             let at = at - at % self.record_bytes as u64;
             (file, at.min(self.lengths[file] - self.record_bytes as u64))
         };
-        (0..count).map(|_| place()).collect()
+        (0..count).map(|_| draw()).collect()
     }
 
-    /// Read batches, each sorted and merged by itself, the next one's reads following the last of the one before; how long it took.
+    /// Read batches and return the time that took. Each batch is sorted and merged by itself, and its reads follow directly on
+    /// those before.
     ///
     /// # Panics
-    /// As [`RawReads::read`].
-    pub fn read(&mut self, batches: &mut [Vec<RecordPlace>]) -> Duration {
+    /// Panics as [`RawReads::read`] does.
+    pub fn read(&mut self, batches: &mut [Vec<RecordPosition>]) -> Duration {
         let begin = Instant::now();
         let mut merged: Vec<(usize, u64, usize)> = Vec::with_capacity(batches.iter().map(Vec::len).sum());
-        for places in batches {
-            places.sort_unstable();
+        for records in batches {
+            records.sort_unstable();
             let first = merged.len();
-            for &mut (file, offset) in places {
+            for &mut (file, offset) in records {
                 let end = offset + self.record_bytes as u64;
                 if let Some((last, begin, len)) = merged[first..].last_mut()
                     && *last == file
@@ -209,15 +213,15 @@ impl RawRecords {
     }
 }
 
-/// Write a new file of `bytes`, `chunk` at a time, with `O_DIRECT`, and make it durable.
+/// Write a new file of `bytes` bytes with `O_DIRECT`, `chunk` bytes at a time, and make it durable.
 ///
 /// # Panics
-/// When the system refuses `O_DIRECT` or the disk is full.
+/// Panics when the system refuses `O_DIRECT`, and when the disk is full.
 pub fn write_sequentially(path: &Path, bytes: usize, chunk: usize) {
     assert!(chunk.is_multiple_of(ALIGNMENT) && bytes.is_multiple_of(chunk));
     let data = AlignedBuf::zeroed(chunk);
     let file = File::options().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path).expect("O_DIRECT");
-    // SAFETY: an open descriptor and plain integers.
+    // SAFETY: the descriptor is open, and the call touches no memory of this process.
     let set_aside = unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, bytes as libc::off_t) };
     assert_eq!(set_aside, 0, "fallocate");
     for offset in (0..bytes).step_by(chunk) {
@@ -226,12 +230,12 @@ pub fn write_sequentially(path: &Path, bytes: usize, chunk: usize) {
     file.sync_data().expect("fdatasync");
 }
 
-/// Bytes of a request of the limits of whole files.
+/// Bytes of a request on whole files.
 const REQUEST_BYTES: usize = 8 << 20;
-/// Threads that they have, each with a file of its own.
+/// The threads that work on whole files, each on a file of its own.
 const WRITERS: usize = 4;
 
-/// The limits of whole files: four threads, each of which writes and syncs, or reads, its quarter of `bytes`, 8 MiB at a time, with
+/// The limits of whole files. Each of four threads writes and syncs a quarter of the bytes, or reads it, 8 MiB at a time with
 /// `O_DIRECT`.
 #[derive(Debug)]
 pub struct RawFiles {
@@ -240,21 +244,21 @@ pub struct RawFiles {
 }
 
 impl RawFiles {
-    /// In a folder that is there, of `bytes` or a little more.
+    /// Files in an existing folder, with `bytes` bytes together or a little more.
     pub fn new(dir: &Path, bytes: usize) -> Self {
         let paths = (0..WRITERS).map(|number| dir.join(format!("raw-{number}"))).collect();
         Self { paths, file_bytes: bytes.div_ceil(WRITERS).next_multiple_of(ALIGNMENT) }
     }
 
-    /// Bytes of all files.
+    /// Bytes of all files together.
     pub fn bytes(&self) -> usize {
         self.file_bytes * WRITERS
     }
 
-    /// Write the files, which are not there yet; how long it took.
+    /// Make and write the files. The result is the time that took.
     ///
     /// # Panics
-    /// When the system refuses `O_DIRECT` or the disk is full.
+    /// Panics when the system refuses `O_DIRECT`, and when the disk is full.
     pub fn write(&self) -> Duration {
         let mut buffers: Vec<AlignedBuf> = self.paths.iter().map(|_| AlignedBuf::zeroed(REQUEST_BYTES)).collect();
         let mut random = SplitMix64(5);
@@ -265,7 +269,7 @@ impl RawFiles {
             let file = File::options().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path);
             let file = file.expect("O_DIRECT is permitted");
             let bytes = self.file_bytes as libc::off_t;
-            // SAFETY: an open descriptor and plain integers.
+            // SAFETY: the descriptor is open, and the call touches no memory of this process.
             let set_aside = unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, bytes) };
             assert_eq!(set_aside, 0, "fallocate");
             for offset in (0..self.file_bytes).step_by(REQUEST_BYTES) {
@@ -276,10 +280,10 @@ impl RawFiles {
         })
     }
 
-    /// Read the files; how long it took.
+    /// Read the files. The result is the time that took.
     ///
     /// # Panics
-    /// When they are not there.
+    /// Panics when the files do not exist.
     pub fn read(&self) -> Duration {
         let buffers = self.paths.iter().map(|_| AlignedBuf::zeroed(REQUEST_BYTES)).collect();
         self.at_once(buffers, |path, buffer| {
@@ -295,7 +299,7 @@ impl RawFiles {
     /// Remove the files.
     ///
     /// # Panics
-    /// When they are not there.
+    /// Panics when the files do not exist.
     pub fn remove(&self) {
         self.paths.iter().for_each(|path| std::fs::remove_file(path).expect("our own file"));
     }

@@ -1,4 +1,4 @@
-//! A folder on the disk under test that goes with its process, however that ends.
+//! A folder on the disk under test. It is removed with its process, however that ends.
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// The folder. Removed on drop, and by a process of its own when this one dies without.
+/// A scratch folder. Dropping it removes it. If this process dies before, another process removes it.
 #[derive(Debug)]
 pub struct Scratch {
     path: PathBuf,
@@ -15,7 +15,8 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// A new folder under `EMBCACHE_BENCH_DIR` (usually the build's `target`) with at least `bytes` free, or why there is none.
+    /// A new folder under `EMBCACHE_BENCH_DIR` (by default the build's `target`) on a disk with at least `bytes` free; or the
+    /// reason why there is none.
     pub fn new(bytes: u64) -> Result<Self, String> {
         let usual = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../target");
         let parent = std::env::var_os("EMBCACHE_BENCH_DIR").map_or_else(usual, PathBuf::from);
@@ -30,7 +31,8 @@ impl Scratch {
         }
         let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(&parent);
         let path = folder.map_err(|error| format!("cannot make a folder in {}: {error}", parent.display()))?.keep();
-        // It reads until this process's end of the pipe is gone. A group of its own keeps a terminal's Ctrl-C from it.
+        // The remover reads until the end of the pipe on this process's side is gone. A group of its own keeps a terminal's Ctrl-C
+        // from it.
         let janitor = Command::new("sh")
             .args(["-c", "read -r _; rm -rf -- \"$0\""])
             .arg(&path)
@@ -41,7 +43,7 @@ impl Scratch {
         Ok(Self { path, janitor })
     }
 
-    /// Where it is.
+    /// The path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -50,7 +52,7 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         drop(self.janitor.stdin.take());
-        // Its failure would leave files behind, which the next run's check of the free bytes sees.
+        // If this fails, files stay behind. The next run sees that when it checks the free bytes.
         let _ = self.janitor.wait();
     }
 }
@@ -60,7 +62,7 @@ fn free_bytes(path: &Path) -> std::io::Result<u64> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: all-zero is a valid value of this plain C struct.
     let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
-    // SAFETY: a C string and a struct that outlive the call.
+    // SAFETY: the path is a C string, and both it and the struct outlive the call.
     if unsafe { libc::statvfs(path.as_ptr(), &raw mut found) } != 0 {
         return Err(std::io::Error::last_os_error());
     }

@@ -1,4 +1,4 @@
-//! One bench, a round at a time, for a driver that measures rivals in between.
+//! Serves one bench, a round at a time, to a driver that measures rivals in between.
 //!
 //! 1. The program makes its data, checks the two sides and prints one line of JSON: name, unit, better, limit (what it is, or
 //!    null), batch (ids of a batch, 0 without data), rows, rounds (how many the driver is to ask for), store (what other stores

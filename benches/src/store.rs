@@ -1,35 +1,35 @@
-//! What another store is given to do beside a bench of the SSD tier.
+//! The work that another store does beside a bench of the SSD tier.
 
 use serde::{Deserialize, Serialize};
 
-/// A workload of rows that are 64 floats, rowwise Adagrad's scalar and 20 bytes of metadata, under an id.
+/// A workload on rows of 64 float32, rowwise Adagrad's scalar and 20 bytes of metadata, each under an id.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum StoreWork {
-    /// Load the ids `scattered_id(0..rows)` and compact; a round fetches batches of the bench's data, with nothing of the rows in
-    /// RAM when a batch begins: they are what a tier in RAM has missed.
+    /// Load the ids `scattered_id(0..rows)` and compact. A round fetches batches of the bench's data. Nothing of the rows is in RAM
+    /// when a batch begins, because they stand for the ids that a tier in RAM has missed.
     Fetch {
-        /// Rows loaded.
+        /// The number of rows to load.
         rows: u64,
-        /// What the store may hold in RAM.
+        /// The bytes of RAM that the store may use.
         ram_bytes: u64,
     },
-    /// Load the ids `scattered_id(0..rows)` and compact; a round rewrites rows drawn uniformly for `seconds`, a batch at a time, then
-    /// waits until the store has moved all of them to where they stay.
+    /// Load the ids `scattered_id(0..rows)` and compact. A round rewrites uniformly drawn rows for `seconds`, a batch at a time. It
+    /// then waits until the store has moved all of them to where they stay.
     Rewrite {
-        /// Rows loaded.
+        /// The number of rows to load.
         rows: u64,
-        /// What the store may hold in RAM.
+        /// The bytes of RAM that the store may use.
         ram_bytes: u64,
-        /// Rows handed over at a time.
+        /// The number of rows that are handed over at a time.
         batch: usize,
-        /// Length of the writing part of a round.
+        /// The seconds for which a round writes.
         seconds: f64,
     },
 }
 
 impl StoreWork {
-    /// Rows loaded.
+    /// The number of rows to load.
     pub fn rows(&self) -> u64 {
         match self {
             Self::Fetch { rows, .. } | Self::Rewrite { rows, .. } => *rows,

@@ -1,4 +1,4 @@
-//! An SSD tier to measure, the rows given to it, and an engine that counts what is written to and read from files.
+//! An SSD tier to measure, the rows for it, and an engine that counts bytes written and read.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -14,31 +14,31 @@ use embcache::ssd::{Identity, SsdTier};
 use crate::plain_kernels::DIM;
 use crate::workload::{SplitMix64, scattered_id, scattered_slot};
 
-/// Bytes of a record: 44 of header, 64 floats, rowwise Adagrad's scalar.
+/// Bytes of a record: a header of 44 bytes, 64 float32, and rowwise Adagrad's scalar.
 pub const RECORD_BYTES: usize = 304;
-/// A row as RAM holds it, which is what a log of rows would write at least.
+/// Bytes of a row in RAM. A log of rows would write at least that much for each.
 pub const ROW_BYTES: usize = 288;
 
-/// Rows given to the tier in one call.
+/// Rows that are given to the tier in one call.
 pub const APPEND_ROWS: usize = 16_384;
 
-/// Rows of 64 floats under rowwise Adagrad.
+/// The layout of rows of 64 float32 under rowwise Adagrad.
 pub fn tier_layout() -> RowLayout {
     OptimizerKind::RowWiseAdagrad.layout(DIM)
 }
 
-/// A new tier of `bytes` in the folder `tier` of `dir`.
+/// A new tier of `bytes` bytes in the folder `tier` of `dir`.
 ///
 /// # Panics
-/// When it cannot be made.
+/// Panics when the tier cannot be made.
 pub fn new_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64) -> SsdTier {
     open_tier(dir, engine, bytes, Reopen::Never)
 }
 
-/// A tier of `bytes` in the folder `tier` of `dir`, new or as published there.
+/// A tier of `bytes` bytes in the folder `tier` of `dir`. It is new, or resumed as it was published there.
 ///
 /// # Panics
-/// When it cannot be opened.
+/// Panics when the tier cannot be opened.
 pub fn open_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64, reopen: Reopen) -> SsdTier {
     let config = SsdConfig { dir: dir.join("tier"), bytes, reopen, resume_token: None };
     let identity = Identity {
@@ -56,14 +56,14 @@ pub fn open_tier(dir: &Path, engine: &Arc<dyn IoEngine>, bytes: u64, reopen: Reo
     SsdTier::open(&config, &identity, tier_layout(), engine.clone()).expect("a tier that opens").0
 }
 
-/// Rows to hand to the tier, with ids to be set.
+/// Rows to give to the tier. Their ids are set for each call.
 pub struct TierRows {
     headers: Vec<RowHeader>,
     vectors: Vec<f32>,
 }
 
 impl Default for TierRows {
-    /// [`APPEND_ROWS`] of them.
+    /// [`APPEND_ROWS`] rows of random weights.
     fn default() -> Self {
         let mut random = SplitMix64(3);
         let vectors = (0..APPEND_ROWS * DIM).map(|_| random.next_f64() as f32).collect();
@@ -72,10 +72,10 @@ impl Default for TierRows {
 }
 
 impl TierRows {
-    /// Give the tier a row of each id; `known` says that it has an older version of each.
+    /// Give the tier a row of each id. `known` says that the tier has an older version of each.
     ///
     /// # Panics
-    /// When the tier refuses, or for more ids than [`APPEND_ROWS`].
+    /// Panics when the tier refuses, and for more ids than [`APPEND_ROWS`].
     pub fn append(&mut self, tier: &SsdTier, ids: impl ExactSizeIterator<Item = i64>, known: bool) {
         let count = ids.len();
         let headers = &mut self.headers[..count];
@@ -88,17 +88,17 @@ impl TierRows {
         tier.append(&rows, &vec![known; count]).expect("the tier has room");
     }
 
-    /// Give a new tier the rows of ranks `0..rows`, in an order that says nothing of the rank.
+    /// Give a new tier the rows of ranks `0..rows`, in an order that has nothing to do with the rank.
     pub fn load(&mut self, tier: &SsdTier, rows: u64) {
         for first in (0..rows).step_by(APPEND_ROWS) {
-            let places = first..rows.min(first + APPEND_ROWS as u64);
-            let ids: Vec<i64> = places.map(|at| scattered_id(scattered_slot(at, rows) as u64)).collect();
+            let positions = first..rows.min(first + APPEND_ROWS as u64);
+            let ids: Vec<i64> = positions.map(|at| scattered_id(scattered_slot(at, rows) as u64)).collect();
             self.append(tier, ids.into_iter(), false);
         }
     }
 }
 
-/// Another engine, and the bytes handed to its files' writes and asked of their reads.
+/// Wraps another engine and counts the bytes that are written to files and read from them.
 #[derive(Debug)]
 pub struct CountedEngine {
     inner: Arc<dyn IoEngine>,
@@ -114,17 +114,17 @@ struct CountedFile {
 }
 
 impl CountedEngine {
-    /// Count what is written and read through `inner`.
+    /// An engine over `inner` with counts of 0.
     pub fn over(inner: Arc<dyn IoEngine>) -> Arc<Self> {
         Arc::new(Self { inner, written: Arc::default(), read: Arc::default() })
     }
 
-    /// Bytes asked of reads so far.
+    /// Bytes that reads were asked for so far.
     pub fn read_bytes(&self) -> u64 {
         self.read.load(Ordering::Relaxed)
     }
 
-    /// Bytes handed to writes so far.
+    /// Bytes that were handed to writes so far.
     pub fn written_bytes(&self) -> u64 {
         self.written.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Benches that write to the disk for a set time.
+//! What the benches share that write to the disk for a set time.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,16 +9,16 @@ use crate::measure::Scale;
 use crate::raw_disk::write_sequentially;
 use crate::tier::ROW_BYTES;
 
-/// The limit of benches that write rows.
+/// The name of the limit of benches that write rows.
 pub const RAW_WRITE: &str = "raw sequential O_DIRECT of 1 MiB + fdatasync, 288 bytes a row";
 const CHUNK: usize = 1 << 20;
 
-/// The number that an environment variable says, or the usual one.
+/// The number in an environment variable, or `usual`.
 pub fn setting(name: &str, usual: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
 }
 
-/// How long a window is: `EMBCACHE_BENCH_SSD_SECONDS`, usually 12.
+/// The length of a measured window: `EMBCACHE_BENCH_SSD_SECONDS`, by default 12 seconds.
 pub fn window(scale: Scale) -> Duration {
     match setting("EMBCACHE_BENCH_SSD_SECONDS", 0) {
         0 => Duration::from_millis(scale.pick(12_000, 200)),
@@ -26,7 +26,7 @@ pub fn window(scale: Scale) -> Duration {
     }
 }
 
-/// Wait until the tier's own work, which would slow the other sides, is done.
+/// Wait until the tier has finished its own work, which would slow down the other sides.
 pub fn settle(tier: &SsdTier) {
     let mut before = 0;
     loop {
@@ -39,10 +39,10 @@ pub fn settle(tier: &SsdTier) {
     }
 }
 
-/// Rows a second that a raw sequential write of a gibibyte into `dir` stands for.
+/// The rows a second to which a raw sequential write of 1 GiB into `dir` amounts.
 ///
 /// # Panics
-/// When the disk is full or refuses.
+/// Panics when the disk is full, and when it refuses.
 pub fn raw_write_rate(dir: &Path, scale: Scale) -> f64 {
     let path = dir.join("raw");
     let bytes = raw_write_bytes(scale);

@@ -1,32 +1,32 @@
-//! The workloads: seeded, the same in every run.
+//! The workloads. They are seeded, and so the same in every run.
 
 use embcache::types::{Id, hash_id};
 
 /// Ids of a batch: 8192 bags of 20.
 pub const BATCH_IDS: usize = 163_840;
 
-/// Batches of ids, or of slots, one after another.
+/// Batches of ids or of slots, one after another.
 #[derive(Clone, Debug)]
 pub struct Ids {
-    /// `[batches * batch]`
+    /// `[batches * batch]`.
     pub values: Vec<i64>,
-    /// Ids of a batch.
+    /// The number of ids of a batch.
     pub batch: usize,
 }
 
 impl Ids {
-    /// Maps ranks to ids or slots.
+    /// Batches whose ids or slots are `map` of the ranks.
     pub fn from_ranks(ranks: &[u64], batch: usize, map: impl Fn(u64) -> i64) -> Self {
         Self { values: ranks.iter().map(|&rank| map(rank)).collect(), batch }
     }
 
-    /// The batches in order.
+    /// The batches, in order.
     pub fn batches(&self) -> impl ExactSizeIterator<Item = &[i64]> {
         self.values.chunks_exact(self.batch)
     }
 }
 
-/// A stream of random numbers (`SplitMix64`; Steele, Lea, Flood 2014).
+/// A stream of pseudo-random numbers: the `SplitMix64` generator (Steele, Lea, Flood, OOPSLA 2014).
 #[derive(Clone, Debug)]
 pub struct SplitMix64(pub u64);
 
@@ -37,28 +37,29 @@ impl SplitMix64 {
         hash_id(self.0 as i64)
     }
 
-    /// Uniform in `[0, 1)`, 53 bits.
+    /// The next number, uniform in `[0, 1)`, of 53 bits.
     pub fn next_f64(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Uniform in `[0, below)`.
+    /// The next number, uniform in `[0, below)`.
     pub fn next_below(&mut self, below: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(below)) >> 64) as u64
     }
 }
 
-/// Zipf's law: ranks in `0..rows`, rank r drawn in proportion to `(r + 1)^-exponent`, by inversion of the exact distribution.
+/// Zipf's law on the ranks `0..rows`. Rank r is drawn in proportion to `(r + 1)^-exponent`, by inversion of the exact distribution.
 #[derive(Clone, Debug)]
 pub struct Zipf {
-    /// The cumulative weights of the law.
+    /// The cumulative weights of the ranks.
     cumulative: Vec<f64>,
-    /// The unit interval is cut into as many equal parts as there are ranks: for each part the rank that its start falls on.
+    /// The unit interval is cut into as many equal parts as there are ranks. This is, for each part, the rank on which its start
+    /// falls.
     guide: Vec<u32>,
 }
 
 impl Zipf {
-    /// Over fewer than 2³² ranks, at least one.
+    /// The law on `rows` ranks: at least 1, and fewer than 2³².
     pub fn new(rows: u64, exponent: f64) -> Self {
         let mut total = 0.0;
         let cumulative: Vec<f64> = (1..=rows)
@@ -78,7 +79,7 @@ impl Zipf {
         Self { cumulative, guide }
     }
 
-    /// The next rank.
+    /// Draw a rank.
     pub fn draw(&self, random: &mut SplitMix64) -> u64 {
         let unit = random.next_f64();
         let last = self.cumulative.len() - 1;
@@ -91,27 +92,27 @@ impl Zipf {
     }
 }
 
-/// `count` ranks of [`Zipf`].
+/// Draw `count` ranks from [`Zipf`].
 pub fn zipf_ranks(seed: u64, count: usize, rows: u64, exponent: f64) -> Vec<u64> {
     let zipf = Zipf::new(rows, exponent);
     let mut random = SplitMix64(seed);
     (0..count).map(|_| zipf.draw(&mut random)).collect()
 }
 
-/// `count` ranks in `0..rows`, each as likely.
+/// Draw `count` ranks in `0..rows`, each with the same probability.
 pub fn uniform_ranks(seed: u64, count: usize, rows: u64) -> Vec<u64> {
     let mut random = SplitMix64(seed);
     (0..count).map(|_| random.next_below(rows)).collect()
 }
 
-/// The id of a rank: a 64-bit mix, so that neither neighbours nor low bits say anything.
+/// The id of a rank. It is a 64-bit hash, so neither neighbouring ids nor low bits say anything about the rank.
 pub fn scattered_id(rank: u64) -> Id {
     hash_id((rank ^ 0x5851_f42d_4c95_7f2d) as i64) as i64
 }
 
-/// The slot of a rank in a table of `rows` rows: a permutation that sends neighbours far apart.
+/// The slot of a rank in a table of `rows` rows, by a permutation that sends neighbours far apart.
 pub fn scattered_slot(rank: u64, rows: u64) -> i64 {
-    // A prime that divides no table size in use, so that the map is one to one.
+    // This prime divides no table size in use, so the map is one to one.
     const STRIDE: u128 = 2_654_435_761;
     ((u128::from(rank) * STRIDE + 12_345) % u128::from(rows)) as i64
 }

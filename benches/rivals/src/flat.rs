@@ -1,4 +1,4 @@
-//! A flat file of rows, mapped, beside an index in RAM: what one writes without a store.
+//! A flat file of rows that is mapped into memory, beside an index in RAM. This is what one writes without a store.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -18,17 +18,17 @@ pub(crate) struct Flat {
     index: PlainIndex,
 }
 
-/// A mapping that threads read.
+/// A mapping that several threads read.
 struct Map(*const u8);
 
-// SAFETY: the mapping is read only, of a file that nobody writes.
+// SAFETY: the mapping is read-only, and nobody writes its file.
 unsafe impl Sync for Map {}
 
 impl Map {
     /// # Safety
-    /// The mapping has row `slot` and outlives the slice.
+    /// The mapping has row `slot`, and outlives the slice.
     unsafe fn row(&self, slot: u64) -> &[u8] {
-        // SAFETY: as the caller promises.
+        // SAFETY: by the caller's promise the mapping has this row.
         unsafe { std::slice::from_raw_parts(self.0.add(slot as usize * VALUE_BYTES), VALUE_BYTES) }
     }
 }
@@ -44,11 +44,11 @@ impl Flat {
         writer.into_inner().expect("room on the disk").sync_all().expect("fsync");
         let file = File::open(&path).expect("our own file");
         let bytes = ids.len() * VALUE_BYTES;
-        // SAFETY: a new read-only mapping of an open file, of its length.
+        // SAFETY: this makes a new read-only mapping of an open file, with the file's length.
         let map =
             unsafe { libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         assert_ne!(map, libc::MAP_FAILED, "mmap");
-        // SAFETY: our own mapping; the advice turns read-ahead off, which rows at random are slower with.
+        // SAFETY: the mapping is this store's own. The advice only turns read-ahead off, which slows random reads down.
         assert_eq!(unsafe { libc::madvise(map, bytes, libc::MADV_RANDOM) }, 0, "madvise");
         Self { file, map: map.cast(), bytes, index: PlainIndex::new(&ids) }
     }
@@ -56,7 +56,7 @@ impl Flat {
 
 impl Drop for Flat {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, which nobody reads any more.
+        // SAFETY: the mapping is this store's own, and nobody reads it any more.
         unsafe { libc::munmap(self.map.cast_mut().cast(), self.bytes) };
     }
 }
@@ -67,7 +67,7 @@ impl FetchStore for Flat {
     }
 
     fn cool(&mut self) {
-        // SAFETY: our own mapping; what is dropped is read again from the file.
+        // SAFETY: the mapping is this store's own, and pages that are dropped are read again from the file.
         assert_eq!(unsafe { libc::madvise(self.map.cast_mut().cast(), self.bytes, libc::MADV_DONTNEED) }, 0, "madvise");
         forget_cached(&self.file);
     }
@@ -77,10 +77,10 @@ impl FetchStore for Flat {
         self.index.get(ids, &mut slots);
         let map = &Map(self.map);
         sharded(slots.iter().map(|slot| u64::from(*slot)), out, || {
-            move |shard, places| {
+            move |shard, values_out| {
                 for &(slot, position) in shard {
-                    // SAFETY: the index has slots of rows that are in the file; the position is in this shard alone.
-                    unsafe { places.put(position, map.row(slot)) };
+                    // SAFETY: the index holds slots of rows that are in the file, and this position is in this shard alone.
+                    unsafe { values_out.put(position, map.row(slot)) };
                 }
             }
         });

@@ -1,17 +1,17 @@
-//! Where the stores' libraries are.
+//! Finds and loads the stores' libraries.
 #![allow(unsafe_code)]
 
 use libloading::Library;
 
 use crate::Missing;
 
-/// Load a library that `make rivals` found or fetched: the caller's environment names its folder in `LD_LIBRARY_PATH`.
+/// Load a library that `make rivals` has found or fetched. The environment variable `LD_LIBRARY_PATH` names its folder.
 pub(crate) fn load(name: &str) -> Result<Library, Missing> {
-    // SAFETY: what RocksDB's and LMDB's libraries run when they are loaded touches nothing of ours.
+    // SAFETY: the code that RocksDB's and LMDB's libraries run when they are loaded touches nothing of this program.
     unsafe { Library::new(name) }.map_err(|error| format!("{error}; `make rivals` says why it is not there"))
 }
 
-/// The functions of a library in use, each with its header's signature.
+/// Declares the functions of a library that are used, each with the signature of the library's header.
 macro_rules! calls {
     ($prefix:literal, $(fn $name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
         #[allow(non_snake_case)]
@@ -22,7 +22,7 @@ macro_rules! calls {
 
         impl Calls {
             pub(super) fn of(library: libloading::Library) -> Result<Self, crate::Missing> {
-                // SAFETY: the signatures are the header's, and the library lives as long as what was taken from it.
+                // SAFETY: the signature is that of the header, and the library lives as long as the functions taken from it.
                 unsafe {
                     Ok(Self {
                         $($name: *library

@@ -1,4 +1,4 @@
-//! LMDB through its C interface, loaded when it is there.
+//! LMDB through its C interface. The library is loaded if the machine has it.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
@@ -18,7 +18,7 @@ const MDB_RDONLY: c_uint = 0x2_0000;
 const MDB_NOTLS: c_uint = 0x20_0000;
 const MDB_NORDAHEAD: c_uint = 0x80_0000;
 const MDB_APPEND: c_uint = 0x2_0000;
-/// Rows of a transaction of the load.
+/// The number of rows that a transaction of the load writes.
 const LOADED_TOGETHER: usize = 100_000;
 
 #[repr(C)]
@@ -62,14 +62,14 @@ pub(crate) struct Lmdb {
     calls: Calls,
     path: PathBuf,
     map_bytes: usize,
-    /// Null while there is none.
+    /// Null while no environment is open.
     env: *mut c_void,
 }
 
-/// An environment that threads begin transactions in.
+/// An environment in which several threads begin transactions.
 struct Env<'a>(&'a Calls, *mut c_void);
 
-// SAFETY: an environment may be used by several threads, as LMDB's documentation says.
+// SAFETY: LMDB's documentation says that several threads may use an environment.
 unsafe impl Sync for Env<'_> {}
 
 /// A thread's read-only transaction.
@@ -78,7 +78,7 @@ struct Reading<'a>(&'a Calls, *mut c_void, c_uint);
 impl<'a> Reading<'a> {
     fn begin(env: &Env<'a>) -> Self {
         let (calls, mut txn, mut dbi) = (env.0, null_mut(), 0);
-        // SAFETY: the environment is open; the transaction is used by this thread alone.
+        // SAFETY: the environment is open, and this thread alone uses the transaction.
         unsafe {
             calls.check((calls.txn_begin)(env.1, null_mut(), MDB_RDONLY, &raw mut txn));
             calls.check((calls.dbi_open)(txn, null(), 0, &raw mut dbi));
@@ -88,7 +88,7 @@ impl<'a> Reading<'a> {
 
     fn get(&self, key: &[u8]) -> &[u8] {
         let (mut key, mut found) = (Val::of(key), Val { size: 0, data: null() });
-        // SAFETY: key and result outlive the call; the result lives as long as the transaction, which self borrows.
+        // SAFETY: key and result outlive the call. The bytes found live as long as the transaction, which self borrows.
         unsafe {
             self.0.check((self.0.get)(self.1, self.2, &raw mut key, &raw mut found));
             std::slice::from_raw_parts(found.data.cast(), found.size)
@@ -98,7 +98,7 @@ impl<'a> Reading<'a> {
 
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
-        // SAFETY: the transaction has not ended, and what it gave is borrowed from self.
+        // SAFETY: the transaction has not ended, and all that it gave out was borrowed from self.
         unsafe { (self.0.txn_abort)(self.1) };
     }
 }
@@ -106,7 +106,7 @@ impl Drop for Reading<'_> {
 impl Lmdb {
     pub(crate) fn load(dir: &Path, rows: u64) -> Result<Self, Missing> {
         let calls = Calls::of(library::load("liblmdb.so")?)?;
-        // A leaf of 4 KiB has 13 rows.
+        // A leaf of 4 KiB holds 13 rows.
         let map_bytes = (rows as usize).div_ceil(12) * 4096 + (64 << 20);
         let mut this = Self { calls, path: dir.join("lmdb"), map_bytes, env: null_mut() };
         this.open(MDB_NOSYNC);
@@ -135,7 +135,7 @@ impl Lmdb {
     fn open(&mut self, flags: c_uint) {
         let calls = &self.calls;
         let path = CString::new(self.path.to_str().expect("a path of ours")).expect("no zero in it");
-        // SAFETY: a new environment, set up before it is opened as LMDB asks.
+        // SAFETY: the environment is new, and is set up before it is opened, as LMDB asks.
         unsafe {
             calls.check((calls.env_create)(&raw mut self.env));
             calls.check((calls.env_set_mapsize)(self.env, self.map_bytes));
@@ -148,7 +148,7 @@ impl Lmdb {
 
 impl Drop for Lmdb {
     fn drop(&mut self) {
-        // SAFETY: the environment is open and no transaction is.
+        // SAFETY: the environment is open, and no transaction is.
         unsafe { (self.calls.env_close)(self.env) };
     }
 }
@@ -156,14 +156,14 @@ impl Drop for Lmdb {
 impl FetchStore for Lmdb {
     fn what(&self) -> String {
         let (mut major, mut minor, mut patch) = (0, 0, 0);
-        // SAFETY: three integers to write to.
+        // SAFETY: the three integers outlive the call.
         unsafe { (self.calls.version)(&raw mut major, &raw mut minor, &raw mut patch) };
         format!("LMDB {major}.{minor}.{patch} ({THREADS} threads, no read-ahead)")
     }
 
-    /// Closes the environment: pages that are mapped stay in the cache.
+    /// Close the environment. Pages that are mapped would stay in the page cache.
     fn cool(&mut self) {
-        // SAFETY: the environment is open and no transaction is.
+        // SAFETY: the environment is open, and no transaction is.
         unsafe { (self.calls.env_close)(self.env) };
         forget_cached(&File::open(&self.path).expect("our own file"));
         self.open(MDB_RDONLY);
@@ -173,12 +173,12 @@ impl FetchStore for Lmdb {
         let env = &Env(&self.calls, self.env);
         sharded(ids.iter().map(|id| *id as u64), out, || {
             let reading = Reading::begin(env);
-            move |shard, places| {
+            move |shard, values_out| {
                 for &(id, position) in shard {
                     let found = reading.get(&key(id as i64));
                     assert_eq!(found.len(), VALUE_BYTES, "a row as it was loaded");
-                    // SAFETY: the position is in this shard alone.
-                    unsafe { places.put(position, found) };
+                    // SAFETY: this position is in this shard alone.
+                    unsafe { values_out.put(position, found) };
                 }
             }
         });

@@ -1,4 +1,4 @@
-//! Stores to compare the SSD tier with, one a process, measured a round at a time between ours and the limit.
+//! Stores with which the SSD tier is compared, one in a process. Rounds are measured between those of ours and of the limit.
 //!
 //! 1. The driver starts `rivals --serve` and writes one line of JSON: [`Request`].
 //! 2. The store loads; the program prints one line of JSON: `{"what": ...}`, or `{"missing": why}` where the machine does not have
@@ -21,18 +21,18 @@ use serde::{Deserialize, Serialize};
 
 use rows::{VALUE_BYTES, value};
 
-/// Why a store cannot be measured here: the machine lacks its library.
+/// The reason why a store cannot be measured here: the machine lacks its library.
 type Missing = String;
 
-/// What the driver asks for.
+/// The driver's request.
 #[derive(Deserialize)]
 struct Request {
-    /// `rocksdb`, `lmdb` or `mmap`.
+    /// The store: `rocksdb`, `lmdb` or `mmap`.
     store: String,
     work: StoreWork,
-    /// Of `StoreWork::Fetch`: a file of int64 ids, little-endian.
+    /// For `StoreWork::Fetch`, a file of int64 ids in little-endian order.
     ids: Option<PathBuf>,
-    /// Ids of a batch; a round of `StoreWork::Fetch` is one.
+    /// The number of ids of a batch. A round of `StoreWork::Fetch` is one batch.
     batch: usize,
 }
 
@@ -42,17 +42,17 @@ struct Answer {
     cpu_us_per_row: f64,
 }
 
-/// A loaded store that batches are fetched from.
+/// A loaded store from which batches are fetched.
 trait FetchStore {
-    /// Name, version and settings that matter.
+    /// The store's name, its version, and the settings that matter.
     fn what(&self) -> String;
-    /// Leave nothing of the files in the page cache.
+    /// Remove the store's files from the page cache.
     fn cool(&mut self);
-    /// Put the value of each id in its place of `out`: `[ids, VALUE_BYTES]`.
+    /// Write the value of each id to `out`, which is `[ids, VALUE_BYTES]`.
     fn fetch(&mut self, ids: &[i64], out: &mut [u8]);
 }
 
-/// A loaded store that rows are rewritten in.
+/// A loaded store in which rows are rewritten.
 trait RewriteStore {
     fn what(&self) -> String;
     fn write(&mut self, ids: &[i64]);
@@ -71,7 +71,7 @@ fn main() {
     let mut next = || lines.next().map(|line| line.expect("the driver writes text"));
     let Some(request) = next() else { return };
     let request: Request = serde_json::from_str(&request).expect("a request as this program's documentation says");
-    // A row takes 380 bytes in the largest of the stores.
+    // A row takes at most 380 bytes in any of the stores.
     let scratch = Scratch::new(request.work.rows() * 380).unwrap_or_else(|why| panic!("{why}"));
     let mut out = std::io::stdout().lock();
     let (what, mut round) = match make(&request, scratch.path()) {

@@ -1,4 +1,4 @@
-//! `RocksDB` through its C interface, loaded when it is there, tuned for rows of some 290 bytes.
+//! `RocksDB` through its C interface, tuned for rows of some 290 bytes. The library is loaded if the machine has it.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_void};
@@ -10,13 +10,13 @@ use crate::library::{self, calls};
 use crate::rows::{THREADS, VALUE_BYTES, key, sharded, sorted_ids, value};
 use crate::{FetchStore, Missing, RewriteStore};
 
-/// Bytes of a key and its value.
+/// Bytes of a key with its value.
 const ROW_BYTES: usize = 8 + VALUE_BYTES;
 /// Bytes of a block of rows.
 const BLOCK_BYTES: usize = 4096;
-/// Threads that a batch is written by.
+/// The number of threads that write a batch.
 const WRITERS: usize = 4;
-/// Bytes of a file of the load.
+/// Bytes of a file that the load makes.
 const FILE_BYTES: usize = 64 << 20;
 
 calls! {
@@ -55,17 +55,17 @@ calls! {
     fn flush(*mut c_void, *const c_void, *mut *mut c_char);
 }
 
-/// An open database of one column family. Options made for it live as long as the process.
+/// An open database of one column family. The options that are made for it live as long as the process.
 struct Db {
     calls: Calls,
     pointer: *mut c_void,
     family: *mut c_void,
 }
 
-// SAFETY: a database may be used by several threads, as RocksDB's documentation says.
+// SAFETY: RocksDB's documentation says that several threads may use a database.
 unsafe impl Sync for Db {}
 
-/// Name and version: the library's file has it, its C interface has not.
+/// Name and version. The name of the library's file has the version, and its C interface does not tell it.
 fn version() -> String {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux with /proc");
     let version =
@@ -81,7 +81,7 @@ fn path_text(path: &Path) -> CString {
     text(path.to_str().expect("a path of ours"))
 }
 
-/// Call with a place for an error.
+/// Call a function that takes a pointer to an error.
 fn checked<T>(call: impl FnOnce(*mut *mut c_char) -> T) -> T {
     let mut error: *mut c_char = null_mut();
     let result = call(&raw mut error);
@@ -95,7 +95,7 @@ impl Db {
         let calls = Calls::of(library::load("librocksdb.so")?)?;
         let (path, default) = (path_text(&dir.join("rocksdb")), text("default"));
         let mut family = null_mut();
-        // SAFETY: options, names and places outlive the call.
+        // SAFETY: options, names and pointers outlive the call.
         let pointer = unsafe {
             let settings = (calls.options_create)();
             let base = (calls.options_create)();
@@ -120,7 +120,8 @@ impl Db {
         Ok(Self { calls, pointer, family })
     }
 
-    /// Take sorted files of the ids `scattered_id(0..rows)` into the last level, which is what a load and a full compaction leave.
+    /// Load sorted files of the ids `scattered_id(0..rows)` into the last level. This leaves what a load and a full compaction
+    /// leave.
     fn load(&self, dir: &Path, rows: u64, options: &str) {
         let calls = &self.calls;
         // SAFETY: options, writer and texts outlive the calls that they are handed to.
@@ -155,7 +156,7 @@ impl Db {
 
     fn property(&self, name: &str) -> Option<String> {
         let name = text(name);
-        // SAFETY: the name outlives the call; the answer ends with a zero and is freed once.
+        // SAFETY: the name outlives the call. The answer ends with a zero, and is freed once.
         unsafe {
             let answer = (self.calls.property_value)(self.pointer, name.as_ptr());
             (!answer.is_null()).then(|| {
@@ -182,21 +183,21 @@ impl Drop for Db {
     }
 }
 
-/// A database that is read.
+/// A database from which rows are read.
 pub(crate) struct Fetches {
     db: Db,
     read: *mut c_void,
 }
 
-/// Options of reads or writes that threads share.
+/// Options of reads or writes that several threads share.
 struct Options(*const c_void);
 
-// SAFETY: nobody changes them.
+// SAFETY: nobody changes the options.
 unsafe impl Sync for Options {}
 
 impl Fetches {
     pub(crate) fn load(dir: &Path, rows: u64, ram_bytes: u64) -> Result<Self, Missing> {
-        // Cold: no block of rows stays from one batch to the next. Index and filters are in RAM.
+        // All reads come from the disk: no block of rows stays in RAM from one batch to the next. Index and filters do.
         let options = format!(
             "create_if_missing=true;max_open_files=-1;use_direct_reads=true;use_direct_io_for_flush_and_compaction=true;\
              compression=kNoCompression;disable_auto_compactions=true;\
@@ -208,7 +209,7 @@ impl Fetches {
         db.load(dir, rows, &options);
         let held = db.number("rocksdb.estimate-table-readers-mem");
         assert!(held <= ram_bytes, "index and filters take {held} bytes of a budget of {ram_bytes}");
-        // SAFETY: makes a value.
+        // SAFETY: the function makes a new value.
         let read = unsafe { (db.calls.readoptions_create)() };
         Ok(Self { db, read })
     }
@@ -219,13 +220,13 @@ impl FetchStore for Fetches {
         format!("{} (direct reads, blocks of {BLOCK_BYTES}, sorted MultiGet on {THREADS} threads)", version())
     }
 
-    /// Direct reads leave nothing there.
+    /// There is nothing to do, because direct reads leave nothing in the page cache.
     fn cool(&mut self) {}
 
     fn fetch(&mut self, ids: &[i64], out: &mut [u8]) {
         let (db, read) = (&self.db, &Options(self.read));
         sharded(ids.iter().map(|id| *id as u64), out, || {
-            move |shard, places| {
+            move |shard, values_out| {
                 let calls = &db.calls;
                 let read = read.0;
                 let keys: Vec<[u8; 8]> = shard.iter().map(|&(id, _)| key(id as i64)).collect();
@@ -233,7 +234,7 @@ impl FetchStore for Fetches {
                 let sizes = vec![8; keys.len()];
                 let mut values = vec![null_mut(); keys.len()];
                 let mut errors: Vec<*mut c_char> = vec![null_mut(); keys.len()];
-                // SAFETY: arrays of one length that outlive the call.
+                // SAFETY: the arrays have one length, and outlive the call.
                 unsafe {
                     (calls.batched_multi_get_cf)(
                         db.pointer,
@@ -251,10 +252,11 @@ impl FetchStore for Fetches {
                 for (&(_, position), found) in shard.iter().zip(values) {
                     assert!(!found.is_null(), "a row that was loaded");
                     let mut size = 0;
-                    // SAFETY: the slice is held until it is destroyed, once; the position is in this shard alone.
+                    // SAFETY: the slice is valid until it is destroyed, which happens once, and this position is in this shard
+                    // alone.
                     unsafe {
                         let bytes = (calls.pinnableslice_value)(found, &raw mut size);
-                        places.put(position, std::slice::from_raw_parts(bytes.cast(), size));
+                        values_out.put(position, std::slice::from_raw_parts(bytes.cast(), size));
                         (calls.pinnableslice_destroy)(found);
                     }
                 }
@@ -263,7 +265,7 @@ impl FetchStore for Fetches {
     }
 }
 
-/// A database that is written.
+/// A database in which rows are rewritten.
 pub(crate) struct Rewrites {
     db: Db,
     write: *mut c_void,
@@ -284,7 +286,7 @@ impl Rewrites {
         );
         let db = Db::open(dir, &options)?;
         db.load(dir, rows, &options);
-        // SAFETY: each makes a value.
+        // SAFETY: each function makes a new value.
         let (write, batches, flush) = unsafe {
             let write = (db.calls.writeoptions_create)();
             (db.calls.writeoptions_disable_WAL)(write, 1);
@@ -294,10 +296,10 @@ impl Rewrites {
     }
 }
 
-/// A batch of writes, used by one thread at a time.
+/// A batch of writes. One thread at a time uses it.
 struct Batch(*mut c_void);
 
-// SAFETY: a batch is memory of no thread in particular.
+// SAFETY: a batch is memory that belongs to no thread.
 unsafe impl Send for Batch {}
 
 impl Batch {
@@ -318,7 +320,7 @@ impl Batch {
 impl Drop for Rewrites {
     fn drop(&mut self) {
         for batch in &self.batches {
-            // SAFETY: nobody uses it any more.
+            // SAFETY: nobody uses the batch any more.
             unsafe { (self.db.calls.writebatch_destroy)(batch.0) };
         }
     }
