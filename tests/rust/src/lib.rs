@@ -1,4 +1,4 @@
-//! What the test files share: a table with everything around it that a caller has to bring, and an SSD tier alone.
+//! What the test files share: a table with all that its caller provides, and an SSD tier by itself.
 
 pub mod ssd;
 mod watch;
@@ -15,24 +15,24 @@ use embcache::types::{BucketHash, CacheSlot, Id};
 
 pub use watch::watched;
 
-/// How many times as long as usual the tests run that try things at random: `EMBCACHE_STRESS`, or once.
+/// How many times as long as by default random tests run: `EMBCACHE_STRESS`, or 1.
 ///
 /// # Panics
 ///
-/// The variable is no number.
+/// Panics when the variable is no number.
 pub fn times() -> u64 {
     std::env::var("EMBCACHE_STRESS").map_or(1, |text| text.parse().expect("EMBCACHE_STRESS is a number"))
 }
 
-/// Tensors of a device tier, in RAM: what torch holds in production.
+/// The tensors of a device tier, in RAM. In production torch holds them.
 pub struct DeviceMemory {
     layout: RowLayout,
     parts: Mutex<Parts>,
-    /// After how many more reads of rows something else happens, and what.
+    /// An action, and the number of reads of rows that still pass before it is done.
     amid: Mutex<Option<(u32, Amid)>>,
 }
 
-/// What happens while the core reads rows of the device, or the error that the read ends with.
+/// What is done while the core reads rows of the device. The read ends with its error.
 type Amid = Box<dyn FnOnce() -> embcache::Result<()> + Send>;
 
 impl std::fmt::Debug for DeviceMemory {
@@ -112,20 +112,20 @@ impl DeviceRows for DeviceMemory {
     }
 }
 
-/// A table, its device tensors if it has a device tier, and a lookup of one feature over it.
+/// A table with its device tensors (if it has a device tier), and a lookup of one feature over it.
 #[derive(Debug)]
 pub struct Rig {
     /// The table.
     pub table: Table,
-    /// One feature.
+    /// A lookup of one feature.
     pub lookup: Lookup,
     device: Option<Arc<DeviceMemory>>,
-    /// Threads the kernels get.
+    /// The number of threads for the kernels.
     pub threads: usize,
     dim: usize,
 }
 
-/// A table of `dim` under `optimizer` whose host budget holds about `host_rows`, without other tiers.
+/// A table of width `dim` under `optimizer`, with a host budget for about `host_rows` rows and no other tiers.
 pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConfig {
     let policy = PolicyKind::Lru;
     TableConfig {
@@ -146,31 +146,31 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
     }
 }
 
-/// Hyperparameters under which every optimizer moves every weight.
+/// Hyperparameters with which every optimizer changes every weight.
 pub fn hyperparameters() -> Hyperparameters {
     Hyperparameters { lr: 0.1, eps: 1e-6, beta1: 0.9, beta2: 0.99, weight_decay: 0.01 }
 }
 
-/// Whether an error says all that is to be said of damage: where, what should be there, and what is.
+/// Whether an error says all that there is to say about damage: where it is, what should be there, and what is there.
 pub fn tells_of_damage(error: &embcache::Error) -> bool {
     let message = error.to_string();
     let place = error.path().is_some_and(|path| message.contains(&path.display().to_string()));
     place && ["is damaged at byte ", " should be ", " and is "].iter().all(|part| message.contains(part))
 }
 
-/// Every `usual`-th byte of a file is flipped in tests; each of them where `EMBCACHE_EVERY_BYTE` is set.
+/// In tests every `usual`-th byte of a file is flipped. With `EMBCACHE_EVERY_BYTE` every single one is.
 pub fn flips(usual: usize) -> usize {
     if std::env::var_os("EMBCACHE_EVERY_BYTE").is_some() { 1 } else { usual }
 }
 
-/// Every row of a table by id: header, and the bits of its vector part.
+/// Every row of a table by id: its header, and the bits of its vector part.
 pub type Contents = BTreeMap<Id, (RowHeader, Vec<u32>)>;
 
 impl Rig {
     /// Every row of every tier.
     ///
     /// # Panics
-    /// When a row is there twice.
+    /// Panics when a row is there twice.
     pub fn contents(&self) -> embcache::Result<Contents> {
         let floats = self.table.config().layout().vector_floats();
         let mut rows = Contents::new();
@@ -184,7 +184,7 @@ impl Rig {
         Ok(rows)
     }
 
-    /// Put rows in the table.
+    /// Import rows into the table.
     pub fn import(&self, rows: &Contents) -> embcache::Result<()> {
         let headers: Vec<RowHeader> = rows.values().map(|(header, _)| *header).collect();
         let vectors: Vec<f32> =
@@ -211,14 +211,14 @@ impl Rig {
         self.lookup.plan(ids, &[0, ids.len() as i64], train, ahead, unseen_zeros)
     }
 
-    /// Wait for a plan and scatter what it fetched.
+    /// Wait for a plan, and scatter what it fetched.
     pub fn place(&self, plan: &Plan) -> embcache::Result<()> {
         plan.wait()?;
         self.scatter(plan, 0)?;
         if self.device.is_some() { plan.scattered() } else { Ok(()) }
     }
 
-    /// Scatter what a plan fetched for this rig's table, which is the plan's number `table`.
+    /// Scatter what a plan fetched for this rig's table, which is table number `table` of the plan.
     pub fn scatter(&self, plan: &Plan, table: usize) -> embcache::Result<()> {
         if let Some(device) = &self.device {
             device.resize(plan.required_slots(table)? as usize);
@@ -228,22 +228,22 @@ impl Rig {
         Ok(())
     }
 
-    /// While rows are read from the device, after `reads` reads from now on: do `amid`, whose error ends that read.
+    /// Do `amid` while rows are read from the device, after `reads` more reads. Its error ends that read.
     ///
     /// # Panics
-    /// Where there is no device tier.
+    /// Panics where there is no device tier.
     pub fn amid_device_read(&self, reads: u32, amid: impl FnOnce() -> embcache::Result<()> + Send + 'static) {
         let device = self.device.as_ref().expect("a device tier");
         *device.amid.lock().unwrap_or_else(PoisonError::into_inner) = Some((reads, Box::new(amid)));
     }
 
-    /// Whether what `amid_device_read` was given happened, or was never given. Forgets it.
+    /// Whether the action of `amid_device_read` was done, or none was set. This removes the action.
     pub fn device_read_ended(&self) -> bool {
         let amid = self.device.as_ref().map(|device| &device.amid);
         amid.is_none_or(|amid| amid.lock().unwrap_or_else(PoisonError::into_inner).take().is_none())
     }
 
-    /// Do something with the device tensors: one entry, or none without a device tier.
+    /// Call `body` with the device tensors: a slice of one entry, which is `None` without a device tier.
     pub fn with_tensors<T>(&self, body: impl FnOnce(&mut [Option<DeviceTensors<'_>>]) -> T) -> T {
         match &self.device {
             None => body(&mut []),
@@ -258,7 +258,7 @@ impl Rig {
         }
     }
 
-    /// The sum of each bag: `[B, D]`. Every bag has `bag` ids, the last what is left.
+    /// The sum of each bag: `[B, D]`. Every bag has `bag` ids, and the last one has the rest.
     pub fn forward(&self, plan: &Plan, ids: usize, bag: usize) -> embcache::Result<Vec<f32>> {
         let offsets: Vec<i64> = (0..ids).step_by(bag).chain([ids]).map(|offset| offset as i64).collect();
         let mut out = vec![0.0; (offsets.len() - 1) * self.dim];
@@ -266,25 +266,25 @@ impl Rig {
         Ok(out)
     }
 
-    /// The backward of `forward` with a gradient that differs from place to place and from `salt` to `salt`.
+    /// The backward of `forward`, with a gradient that differs between positions and between values of `salt`.
     pub fn backward(&self, plan: &Plan, out: usize, salt: u32) -> embcache::Result<()> {
         let grad: Vec<f32> =
             (0..out as u32).map(|place| ((place * 37 + salt * 11) % 101) as f32 / 50.0 - 1.0).collect();
         self.backward_with(plan, &grad)
     }
 
-    /// The backward of `forward` with this gradient of its output.
+    /// The backward of `forward`, with this gradient of its output.
     pub fn backward_with(&self, plan: &Plan, grad: &[f32]) -> embcache::Result<()> {
         self.with_tensors(|tensors| plan.backward_pooled(grad, &[hyperparameters()], None, tensors, self.threads))
     }
 
-    /// One training step: the forward's output.
+    /// Do a training step. The result is the forward's output.
     pub fn train(&self, ids: &[Id], bag: usize, salt: u32) -> embcache::Result<Vec<f32>> {
         let plan = self.plan(ids, true, false, false)?;
         self.finish(&plan, ids.len(), bag, salt)
     }
 
-    /// Wait, forward and backward of a plan made before.
+    /// Wait for an earlier plan, and do its forward and its backward.
     pub fn finish(&self, plan: &Plan, ids: usize, bag: usize, salt: u32) -> embcache::Result<Vec<f32>> {
         self.place(plan)?;
         let out = self.forward(plan, ids, bag)?;
@@ -292,7 +292,7 @@ impl Rig {
         Ok(out)
     }
 
-    /// An evaluation's output.
+    /// Evaluate a batch. The result is the forward's output.
     pub fn evaluate(&self, ids: &[Id], bag: usize, unseen_zeros: bool) -> embcache::Result<Vec<f32>> {
         let plan = self.plan(ids, false, false, unseen_zeros)?;
         self.place(&plan)?;

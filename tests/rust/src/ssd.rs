@@ -1,4 +1,4 @@
-//! An SSD tier and its rows, of which each is a function of its id and a version.
+//! An SSD tier with rows, each of which is a function of its id and a version.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,28 +11,28 @@ use embcache::rows::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
 use embcache::ssd::{Identity, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 
-/// Width of a row.
+/// The width of a row.
 pub const DIM: usize = 8;
 
-/// What a table holds: the version of each id, which with the id determines the row.
+/// The contents of a tier: the version of each id. Id and version determine the row.
 pub type Versions = BTreeMap<Id, u32>;
 
-/// Rowwise Adagrad: a scalar slot, no vector slot.
+/// The layout under rowwise Adagrad: a scalar slot, and no vector slot.
 pub fn layout() -> RowLayout {
     OptimizerKind::RowWiseAdagrad.layout(DIM)
 }
 
-/// The table that the tier is of.
+/// The identity of the table to which the tier belongs.
 pub fn identity() -> Identity {
     Identity { table: "item".into(), ..Identity::of(&crate::config(DIM, OptimizerKind::RowWiseAdagrad, 1)) }
 }
 
-/// A tier of `bytes` in `dir`; a resume takes the newest state.
+/// A tier of `bytes` bytes in `dir`. A resume takes the newest state.
 pub fn config(dir: &Path, bytes: u64, reopen: Reopen) -> SsdConfig {
     SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_token: None }
 }
 
-/// Open or make the tier.
+/// Open the tier, or make it.
 pub fn open(engine: &Arc<dyn IoEngine>, config: &SsdConfig) -> Result<(SsdTier, Option<StateCounters>)> {
     SsdTier::open(config, &identity(), layout(), engine.clone())
 }
@@ -50,12 +50,12 @@ pub fn header(id: Id, version: u32) -> RowHeader {
     }
 }
 
-/// The vector part of a row, `[DIM]`.
+/// The vector part of a row: `[DIM]`.
 pub fn vector(id: Id, version: u32) -> Vec<f32> {
     (0..DIM as i64).map(|at| f32::from((hash_id(id.wrapping_mul(64) + at) >> (version % 32)) as u16)).collect()
 }
 
-/// Append version `version` of `ids`, and note it in `held`.
+/// Append version `version` of `ids`, and note that in `held`.
 pub fn append(tier: &SsdTier, ids: &[Id], version: u32, held: &mut Versions) -> Result<()> {
     let made: Vec<(RowHeader, Vec<f32>)> = ids.iter().map(|&id| (header(id, version), vector(id, version))).collect();
     let rows: Vec<RowRef<'_>> = made.iter().map(|(header, vector)| RowRef { header, vector }).collect();
@@ -65,17 +65,17 @@ pub fn append(tier: &SsdTier, ids: &[Id], version: u32, held: &mut Versions) -> 
     Ok(())
 }
 
-/// Where a fetch writes a row that a test keeps, and looks at only when the fetch is done.
+/// The memory to which a fetch writes a row. The test owns it, and looks at it only when the fetch is done.
 #[allow(unsafe_code)]
 pub fn place((header, vector): &mut (RowHeader, Vec<f32>)) -> RowMut {
-    // SAFETY: both are a test's own, which does not touch them before the fetch is done; the vector has the layout's floats.
+    // SAFETY: a test owns both, and does not touch them before the fetch is done. The vector has the layout's floats.
     unsafe { RowMut::new(RowAddress { header: &raw mut *header, vector: vector.as_mut_ptr() }) }
 }
 
-/// The version of each id that the tier has, with every bit of the row checked.
+/// The version of each id that the tier has, after a check of every bit of the row.
 ///
 /// # Panics
-/// When a row is another than its id and version say.
+/// Panics when a row is not the one of its id and version.
 pub fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
     let mut found: Vec<(RowHeader, Vec<f32>)> = vec![(RowHeader::default(), vec![f32::NAN; DIM]); ids.len()];
     let places = found.iter_mut().map(place);
@@ -91,10 +91,10 @@ pub fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<u32>>> {
     Ok(versions.collect())
 }
 
-/// Check that the tier holds exactly `held`, by fetch of `ids` and by scan.
+/// Check that the tier holds exactly `held`, by a fetch of `ids` and by a scan.
 ///
 /// # Panics
-/// When it does not.
+/// Panics when it does not.
 pub fn check(tier: &SsdTier, held: &Versions, ids: std::ops::Range<Id>) {
     let ids: Vec<Id> = ids.collect();
     let expected: Vec<Option<u32>> = ids.iter().map(|id| held.get(id).copied()).collect();

@@ -1,13 +1,14 @@
-//! A watchdog: a test that hangs says what its threads do, and ends.
+//! A watchdog for tests. A test that hangs reports what its threads do, and ends.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-/// Seconds that a watched test may take: a hang, not slowness, so many times what the slowest machine needs.
+/// The seconds that a watched test may take. This is for hangs and not for slowness, so it is many times what the slowest machine
+/// needs.
 const LIMIT_S: u64 = 600;
 
-/// Run `body`; if it is not done after [`LIMIT_S`] (`EMBCACHE_WATCHDOG_S`), print what `report` says and each thread's state, and
-/// abort.
+/// Run `body`. If that takes longer than [`LIMIT_S`] seconds (or `EMBCACHE_WATCHDOG_S`), print `report()` and the state of each
+/// thread, and abort.
 pub fn watched<T>(report: impl Fn() -> String + Send + 'static, body: impl FnOnce() -> T) -> T {
     let limit = std::env::var("EMBCACHE_WATCHDOG_S").ok().and_then(|limit| limit.parse().ok()).unwrap_or(LIMIT_S);
     let (done, wait) = channel::<()>();
@@ -16,7 +17,7 @@ pub fn watched<T>(report: impl Fn() -> String + Send + 'static, body: impl FnOnc
             return;
         }
         eprintln!("nothing moves since {limit} s at the latest; threads:\n{}", threads());
-        // Last: it may need a lock that is held for ever.
+        // The report comes last, because it may need a lock that is never released.
         eprintln!("{}", report());
         std::process::abort();
     });
@@ -26,7 +27,7 @@ pub fn watched<T>(report: impl Fn() -> String + Send + 'static, body: impl FnOnc
     result
 }
 
-/// Name, state and kernel wait channel of each thread of this process.
+/// The name, the state and the kernel's wait channel of each thread of this process.
 fn threads() -> String {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return String::new() };
     let read = |path: std::path::PathBuf| std::fs::read_to_string(path).unwrap_or_default().trim().to_owned();

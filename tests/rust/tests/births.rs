@@ -1,4 +1,4 @@
-//! Births: the same row for the same (seed, table key, id) for ever, and the distribution that was asked for.
+//! Births: the row of a (seed, table key, id) is always the same, and has the distribution that was asked for.
 
 use embcache::rows::{Initializer, RowBirth};
 use embcache::types::table_key;
@@ -26,7 +26,8 @@ fn named(name: &str, first: f32, second: f32) -> Initializer {
     }
 }
 
-/// One line a row: initializer, its two numbers, seed, table name, id, then the weights' bits in hexadecimal.
+/// Each line is a row: the initializer, its two numbers, the seed, the table name, the id, then the bits of the weights in
+/// hexadecimal.
 #[test]
 fn births_are_those_of_version_1() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/v1/births.txt");
@@ -50,7 +51,7 @@ fn births_are_those_of_version_1() {
     assert!(rows >= 20, "only {rows} rows in the fixture");
 }
 
-/// All weights of `rows` rows of 64.
+/// All weights of `rows` rows of width 64.
 fn sample(initializer: Initializer, rows: i64) -> Vec<f64> {
     (0..rows).flat_map(|id| row(initializer, SEED, table_key("t"), id, 64)).map(f64::from).collect()
 }
@@ -61,7 +62,7 @@ fn mean_and_std(values: &[f64]) -> (f64, f64) {
     (mean, variance.sqrt())
 }
 
-/// Kolmogorov and Smirnov's statistic against `cdf`, times √n: above 1.95 once in a thousand samples.
+/// The statistic of Kolmogorov and Smirnov against `cdf`, times √n. It is above 1.95 once in a thousand samples.
 fn kolmogorov(mut values: Vec<f64>, cdf: impl Fn(f64) -> f64) -> f64 {
     values.sort_by(f64::total_cmp);
     let n = values.len() as f64;
@@ -76,7 +77,7 @@ fn kolmogorov(mut values: Vec<f64>, cdf: impl Fn(f64) -> f64) -> f64 {
     distance * n.sqrt()
 }
 
-/// Φ by Simpson's rule from 0: good to 1e-12 here.
+/// Φ by Simpson's rule from 0 on. It is accurate to 1e-12 here.
 fn normal_cdf(x: f64) -> f64 {
     let density = |t: f64| (-0.5 * t * t).exp() / (2.0 * std::f64::consts::PI).sqrt();
     let steps = 200;
@@ -113,7 +114,7 @@ fn truncated_normal_weights_stay_within_two_deviations() {
     assert!(values.iter().any(|value| *value < -1.99) && values.iter().any(|value| *value > -0.01));
     let (mean, std) = mean_and_std(&values);
     assert!((mean + 1.0).abs() < 0.006, "mean {mean}");
-    // The standard deviation of a standard normal cut at ±2 is 0.8796.
+    // The standard deviation of a standard normal distribution that is truncated at ±2 is 0.8796.
     assert!((std - 0.5 * 0.879_626).abs() < 0.005, "std {std}");
     let (from, width) = (normal_cdf(-2.0), 1.0 - 2.0 * normal_cdf(-2.0));
     let statistic = kolmogorov(values, |x| (normal_cdf((x + 1.0) / 0.5) - from) / width);
@@ -152,7 +153,7 @@ fn correlation(first: &[f64], second: &[f64]) -> f64 {
         / (first.len() as f64 * std_1 * std_2)
 }
 
-/// Uncorrelated within five standard errors.
+/// Check that two rows are uncorrelated within five standard errors.
 fn assert_unrelated(first: &[f32], second: &[f32], what: &str) {
     let as_f64 = |row: &[f32]| row.iter().map(|&weight| f64::from(weight)).collect::<Vec<_>>();
     let correlation = correlation(&as_f64(first), &as_f64(second));
@@ -173,7 +174,7 @@ fn ids_seeds_tables_and_columns_are_independent() {
     for lag in [1, 4, 16, 64] {
         assert_unrelated(&base[..9000], &base[lag..9000 + lag], "columns");
     }
-    // The same columns down the ids.
+    // The same for columns, over many ids.
     let rows: Vec<Vec<f32>> = (0..10_000).map(|id| row(uniform, SEED, 3, id, 5)).collect();
     let column = |which: usize| rows.iter().map(|row| row[which]).collect::<Vec<_>>();
     assert_unrelated(&column(0), &column(1), "columns over ids");

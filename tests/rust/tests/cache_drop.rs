@@ -1,4 +1,4 @@
-//! Tables that drop rows by policy when they are full: never those of the call that needs the room.
+//! Full tables drop rows by policy, and never those of the call that needs the room.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn import(rig: &Rig, ids: std::ops::Range<Id>, version: f32) {
     rig.table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("an import");
 }
 
-/// Ids of all rows, each checked to have the value of `version`.
+/// The ids of all rows, after a check that each row has the value of `version`.
 fn ids_of(rig: &Rig, version: impl Fn(Id) -> f32) -> Vec<Id> {
     let mut ids = Vec::new();
     let sink = &mut |chunk: embcache::cache::Chunk| {
@@ -40,7 +40,8 @@ fn ids_of(rig: &Rig, version: impl Fn(Id) -> f32) -> Vec<Id> {
     ids
 }
 
-/// While an evaluation holds ids that the table does not have, a full table is trained on ids that it has, and then on one of those.
+/// An evaluation holds ids that the table does not have. Meanwhile the full table is trained on ids that it has, and then on one of
+/// those.
 fn unseen_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Option<u32>, ahead: bool) {
     let mut wanted = config(DIM, OptimizerKind::Sgd, 60);
     wanted.on_full = on_full;
@@ -70,7 +71,7 @@ fn unseen_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Option
         }
     }
     evaluation.release();
-    // Nothing of the plans is left in the accounts: a table with one row less takes one, and no second.
+    // The plans have left nothing in the accounts: a table with one row less takes one row, and no second one.
     rig.table.remove_rows(&[5]).expect("a removal");
     let room = 60 - rig.table.len().expect("a length");
     assert_eq!(room, 1);
@@ -110,7 +111,7 @@ fn an_import_into_a_full_table_keeps_the_rows_that_it_overwrites(ssd: bool, devi
     if device_rows.is_some() {
         rig.evaluate(&first[..30], 1, false).expect("some rows on the device");
     }
-    // The oldest of those that stayed, which would be the next to go, and some that went.
+    // These are the oldest rows that stayed, which would be dropped next, and some that were dropped.
     let (from, to) = (first[0] - 10, first[0] + 10);
     let there: Vec<Id> = first.iter().copied().filter(|id| (from..to).contains(id)).collect();
     assert!(!there.is_empty() && there.len() < 20);

@@ -1,4 +1,5 @@
-//! Faults of the disk under the cache: typed errors in the step that meets them, nothing lost that was in RAM, no pin left.
+//! Faults of the disk below the cache give typed errors in the step that meets them. Nothing that was in RAM is lost, and no pin
+//! stays.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -108,7 +109,7 @@ fn rows_loaded_after_a_clear_are_not_touched_by_reads_of_before_that_failed() {
         rig.train(&(first..first + 6000).collect::<Vec<Id>>(), 4, 1).expect("a step");
     }
     rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
-    // Rows that are on SSD alone, in several batches of reads, all of which fail.
+    // Read rows that are on SSD alone, in several batches of reads, all of which fail.
     faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
     drop(rig.plan(&(0..10_000).collect::<Vec<Id>>(), true, true, false).expect("a plan ahead, never waited for"));
     rig.table.clear().expect("no batch is in flight");
@@ -130,7 +131,7 @@ fn rows_loaded_after_a_clear_are_not_touched_by_reads_of_before_that_failed() {
         parts: vec![&weights, &sums],
     };
     rig.table.import_columns(PickedRows::all(&columns)).expect("a load");
-    // The next plan takes notice of reads that are over.
+    // The next plan takes over reads that have ended.
     rig.evaluate(&ids[..10], 1, false).expect("rows that are there");
     let read = rig.table.read_rows(&ids).expect("rows that are there");
     assert_eq!(read.found.iter().filter(|found| !**found).count(), 0, "rows are gone");
@@ -159,7 +160,7 @@ fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
         drop(plan);
         faults.clear();
     };
-    // The table has not taken notice of the failed reads yet: each of these does.
+    // The table has not taken over the failed reads yet. Each of these calls does.
     fails();
     rig.table.flush(2).expect("a flush reads nothing");
     fails();
@@ -172,7 +173,7 @@ fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
 
 fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
     let (rig, faults) = rig(three_tiers(device_rows, 60, 1 << 24));
-    // The same ids again and again: however late the disk is written to, nothing else runs out.
+    // The same ids come again and again, so however late the disk is written to, nothing else runs out.
     let all = batches(60, 50);
     let mut done = Vec::new();
     let mut failure = None;
@@ -195,7 +196,7 @@ fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
     if error.kind() == Kind::Storage {
         assert!(error.to_string().contains("saved elsewhere"), "{error}");
     }
-    // So do evaluations, of rows in every tier and of unseen ids, past the rows in RAM that can go nowhere.
+    // Evaluations succeed too, with rows of every tier and with unseen ids, also past the rows in RAM that can go nowhere.
     let (oracle, _) = self::rig(config(DIM, OptimizerKind::Adagrad, 100_000));
     for (salt, ids) in done.iter().enumerate() {
         oracle.train(ids, 4, salt as u32).expect("the oracle trains");
@@ -208,7 +209,7 @@ fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
     assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0);
     let error = rig.table.flush(1).expect_err("a flush needs the disk");
     assert_eq!(error.kind(), Kind::ReadOnly, "{error:?}");
-    // It stays refused when the disk has room again: only reopening tells what is there.
+    // The tier keeps refusing when the disk has room again, because only reopening shows what is on it.
     faults.clear();
     assert_eq!(rig.table.flush(2).expect_err("sticky").kind(), Kind::ReadOnly);
 }
@@ -274,7 +275,7 @@ fn a_full_table_may_drop_rows_by_policy_and_counts_them() {
 
 #[test]
 fn an_import_that_does_not_fit_changes_nothing_however_many_rows_it_has() {
-    // More rows than are taken at once; the first of them would fit.
+    // This is more rows than are imported at once, and the first of them would fit.
     const ROWS: i64 = 9000;
     for (device_rows, ssd) in [(None, None), (Some(20), None), (None, Some(5 << 18)), (Some(20), Some(5 << 18))] {
         let mut wanted = three_tiers(device_rows, if ssd.is_some() { 300 } else { 6000 }, ssd.unwrap_or_default());
@@ -292,7 +293,7 @@ fn an_import_that_does_not_fit_changes_nothing_however_many_rows_it_has() {
         assert_eq!(error.kind(), Kind::Capacity, "{error}");
         assert_eq!(contents(&rig), before, "a part of it was taken");
         assert_eq!(rig.table.len().expect("counted"), 50);
-        // What fits is taken, over rows that are there.
+        // Rows that fit are imported, over rows that exist.
         rig.import(&made(20..4500)).expect("it fits");
         assert_eq!(rig.table.len().expect("counted"), 4500);
         rig.import(&made(0..4500)).expect("all of them are there");

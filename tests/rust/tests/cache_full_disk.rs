@@ -1,4 +1,4 @@
-//! A disk that fills amid a call: all of what was asked is done or none of it, and whoever looks at the table sees the same rows.
+//! The disk fills up during a call. The call is done in full or not at all, and all ways to look at the table show the same rows.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -55,7 +55,7 @@ fn saved_beside(rig: &Rig) -> Contents {
     rows
 }
 
-/// Every row, after a check that all ways to see them give the same.
+/// Every row, after a check that all ways to look at them show the same.
 fn seen_alike(rig: &Rig) -> Contents {
     let mut rows = rig.contents().expect("every row");
     assert_eq!(rig.table.len().expect("a length"), rows.len() as u64, "len() and an export");
@@ -68,15 +68,16 @@ fn seen_alike(rig: &Rig) -> Contents {
         let vector = read.vectors[at * FLOATS..][..FLOATS].iter().map(|value| value.to_bits());
         assert!(vector.eq(bits.iter().copied()), "id {}", header.id);
     }
-    // After a save an import says when it was.
+    // Only an import after a save has an epoch, so epochs are not compared.
     for (header, _) in rows.values_mut() {
         header.modified_epoch = 0;
     }
     rows
 }
 
-/// Do `change` with the disk full from some operation on, of each kind and for each of many, and check what is there then: `after` where
-/// it succeeded, what was there before where not. How many times it failed, and how many it succeeded on a disk that failed meanwhile.
+/// Do `change` while the disk is full from some operation on, for each kind of operation and for many positions. Check that the
+/// table then has `after` where the call succeeded, and what it had before where not. The result is how often the call failed, and
+/// how often it succeeded although the disk failed during it.
 fn is_whole_or_not_done(
     prepare: &dyn Fn() -> (Rig, FaultEngine),
     change: &dyn Fn(&Rig) -> embcache::Result<()>,
@@ -98,7 +99,7 @@ fn is_whole_or_not_done(
             } else {
                 assert!(rows == *after, "{what}: {} rows, and {} wanted", rows.len(), after.len());
             }
-            // Once the tier knows of it everything that writes is refused, and changes nothing.
+            // Once the tier knows that the disk failed, everything that writes is refused, and changes nothing.
             if rig.table.is_read_only() {
                 went_on += u64::from(changed.is_ok());
                 let refused = rig.import(&made(0..10, 9)).expect_err("nothing can be written");

@@ -1,4 +1,4 @@
-//! The cache against an all-in-memory table and a `BTreeMap`: whatever the tiers, the same bits.
+//! The cache against a table in RAM and a `BTreeMap`: with any tiers, the bits are the same.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use proptest::prelude::*;
 const DIM: usize = 3;
 const BAG: usize = 3;
 
-/// Ids of the runs: few, so that they meet; the extremes among them.
+/// The ids of the runs. They are few, so that they recur, and the extremes are among them.
 fn an_id() -> impl Strategy<Value = Id> {
     prop_oneof![4 => 0_i64..24, 1 => Just(-1), 1 => Just(i64::MIN), 1 => Just(i64::MAX), 1 => -9_i64..0]
 }
@@ -72,7 +72,7 @@ enum Step {
     Export,
     Flush,
     Resume,
-    /// A checkpoint, or the begin of one that fails.
+    /// A checkpoint, or the beginning of one that fails.
     Save(bool),
     Delta,
 }
@@ -117,7 +117,7 @@ fn some_tiers() -> impl Strategy<Value = Tiers> {
     (prop::option::of(1_u32..20), 1_u64..24, any::<bool>(), policy, 1_usize..3, optimizer).prop_map(
         |(device_rows, host_rows, ssd, policy, threads, optimizer)| Tiers {
             device_rows,
-            // Without an SSD tier the host tier is the last: every row must fit.
+            // Without an SSD tier the host tier is the last one, so every row must fit there.
             host_rows: if ssd { host_rows } else { host_rows + 64 },
             ssd,
             policy,
@@ -292,7 +292,7 @@ impl Run {
         }
     }
 
-    /// What a delta holds makes the table out of each checkpoint it can build on.
+    /// Check that each delta, applied to a checkpoint on which it can build, gives the table.
     fn compare_deltas(&self) {
         let table = &self.rig.table;
         let floats = table.config().layout().vector_floats();
@@ -337,7 +337,7 @@ impl Run {
             .collect();
         let block = RowBlock { headers: &headers, vectors: &vectors };
         if self.rig.table.import_rows(block).map_err(|error| error.kind()) == Err(Kind::State) {
-            // A prefetched batch uses one of them.
+            // A prefetched batch uses one of these rows.
             self.waiting.clear();
             self.rig.table.import_rows(block).expect("an import once nothing is in flight");
         }

@@ -1,5 +1,5 @@
-//! A plan that fails, is given up or is dropped, at any place between its plan and its commit: every row of every table is where and as
-//! it was, or the tables refuse all use.
+//! A plan fails, is given up or is dropped at any point between its planning and its commit. Then every row of every table is where
+//! and as it was, or the tables refuse all use.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -30,18 +30,18 @@ fn settings(name: &str, device_rows: Option<u32>, host_rows: u64, ssd: bool) -> 
     wanted
 }
 
-/// Tiers of both tables, each too small for what the test trains.
+/// The tiers of both tables, each too small for what the test trains.
 const TIERS: [(Option<u32>, u64, bool); 4] =
     [(None, 30, true), (Some(14), 400, false), (Some(14), 12, true), (Some(5), 4, true)];
 
-/// Two tables under one lookup, a feature each.
+/// Two tables under one lookup, with a feature each.
 struct Pair {
     rigs: [Rig; 2],
     lookup: Lookup,
     faults: FaultEngine,
 }
 
-/// A batch: ids of both tables.
+/// A batch: the ids of both tables.
 type Batch = [Vec<Id>; 2];
 
 impl Pair {
@@ -72,7 +72,7 @@ impl Pair {
         })
     }
 
-    /// The steps of a batch after its plan, in order; each may fail.
+    /// Do the steps of a batch after its plan, in order. Each may fail.
     fn step(&self, plan: &Plan, batch: &Batch, salt: u32, until: Until) -> embcache::Result<()> {
         plan.wait()?;
         let nothing_to_scatter = !self.has_device() && matches!(until, Until::ScatteredInPart | Until::Scattered);
@@ -115,7 +115,7 @@ impl Pair {
         [0, 1].map(|table| self.rigs[table].contents().expect("every row can be read"))
     }
 
-    /// Both ways of reading give `expected`, and nothing more; nothing is pinned.
+    /// Check that both ways of reading give `expected` and nothing more, and that nothing is pinned.
     fn check(&self, expected: &[Contents; 2], what: &str) {
         for (rig, expected) in self.rigs.iter().zip(expected) {
             assert_eq!(rig.table.stats().expect("counters").pinned_rows, 0, "{what}: a pin leaked");
@@ -159,7 +159,7 @@ fn batches() -> Vec<Batch> {
     all
 }
 
-/// A pair that was trained, and its rows; all that is on SSD is in files.
+/// A pair that was trained, and its rows. All that is on SSD is in files.
 fn trained(tiers: (Option<u32>, u64, bool)) -> (Pair, [Contents; 2]) {
     let pair = Pair::open(tiers);
     for (salt, batch) in batches().iter().enumerate() {
@@ -172,12 +172,12 @@ fn trained(tiers: (Option<u32>, u64, bool)) -> (Pair, [Contents; 2]) {
     (pair, rows)
 }
 
-/// The batch that is given up: rows of all tiers, and rows that are not born.
+/// The batch that is given up. It has rows of all tiers, and ids whose rows are not born yet.
 fn given_up() -> Batch {
     [[1, 8, 15, 22, 29, 61, 62, 63, 4, 7].to_vec(), [2, 9, 16, 23, 30, 61, 62, 63, 5, 11].to_vec()]
 }
 
-/// The batch can be trained again, with the bits of a table that knows nothing of the failure.
+/// Check that the batch can be trained again, with the bits of a table that never had the failure.
 fn check_trains_on(pair: &Pair, tiers: (Option<u32>, u64, bool), what: &str) {
     let (other, _) = trained(tiers);
     for each in [pair, &other] {
@@ -209,7 +209,7 @@ fn a_plan_that_is_dropped_after_any_of_its_steps_leaves_every_row_as_it_was() {
     }
 }
 
-/// Where a fault is made to happen.
+/// Where the fault occurs.
 #[derive(Clone, Copy, Debug)]
 enum At {
     Read,
@@ -307,7 +307,7 @@ fn what_is_not_scattered_when_an_exclusive_change_ends_is_where_it_was() {
     plan.exclusively(|| {
         plan.wait().expect("its rows");
         pair.rigs[0].scatter(&plan, 0).expect("the first table's");
-        // The second table's scatter finds no memory.
+        // The scatter of the second table finds no memory.
     })
     .expect("nobody else is there");
     assert_eq!(plan.slots(0).expect_err("the plan is released").kind(), Kind::State);
@@ -379,7 +379,7 @@ fn a_row_that_another_plan_gave_a_slot_and_never_brought_is_brought_by_the_next(
     }
 }
 
-/// Two plans want one row, the second brings it to the device and trains it, and then comes the first.
+/// Two plans want one row. The second brings it to the device and trains it before the first comes.
 #[test]
 fn a_row_that_was_trained_meanwhile_is_not_scattered_again() {
     let (pair, _) = trained(TIERS[1]);
@@ -431,7 +431,7 @@ fn a_moment_that_is_dropped_while_rows_are_read_from_the_device_is_let_go_of_and
         });
         rig.table.read_rows(&[1, 2]).expect("rows");
         assert!(rig.device_read_ended());
-        // Both wait for a moment that is held.
+        // Both calls wait for a moment that is held.
         rig.table.clear().expect("no moment is held");
         drop(rig.table.moment(&images(), 2).expect("another moment"));
         rig.table.close().expect("no moment is held");

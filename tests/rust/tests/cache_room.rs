@@ -1,4 +1,4 @@
-//! Tables near their cap: nobody waits for room that only he himself could make, and no more rows come than the cap holds.
+//! Tables near their cap: no call waits for room that only it could make, and there are never more rows than the cap holds.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ fn rig(wanted: TableConfig) -> Rig {
     Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("a table")
 }
 
-/// Train ids from the table's length on, `at_once` a step, until the table is full; how many there are then.
+/// Train ids from the table's length on, `at_once` in a step, until the table is full. The result is the number of rows then.
 fn fill(rig: &Rig, at_once: Id) -> Id {
     let mut rows = rig.table.len().expect("a length") as Id;
     loop {
@@ -43,7 +43,7 @@ fn fill(rig: &Rig, at_once: Id) -> Id {
     }
 }
 
-/// Numbers that look random, the same each time.
+/// Numbers that look random, and are the same each time.
 fn numbers() -> impl FnMut(Id) -> Id {
     let mut state = 1_u64;
     move |below| {
@@ -71,7 +71,7 @@ fn a_plan_of_more_reads_than_are_submitted_at_once_never_waits_for_files_that_it
     });
 }
 
-/// Unseen ids that the index of the rows on SSD takes for rows that are there: it keeps parts of hashes, no ids.
+/// Unseen ids for which the index of the rows on SSD finds a row. It keeps parts of hashes, and no ids.
 fn false_traces(rig: &Rig, wanted: usize) -> Vec<Id> {
     let mut found = Vec::new();
     for first in (1 << 40..).step_by(100_000) {
@@ -93,7 +93,7 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacit
     fill(&table, 3);
     let unseen = false_traces(&table, 3);
     let rows = table.table.len().expect("a length");
-    // All of RAM is in use, so that a plan ahead leaves its reads to its forward.
+    // All of RAM is in use, so a plan ahead leaves its reads to its forward.
     let held: Vec<Id> = (0..1000).collect();
     let holds = table.plan(&held, true, false, false).expect("a plan");
     table.place(&holds).expect("rows in place");
@@ -108,7 +108,7 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacit
     assert_eq!(table.contents().expect("every row").len() as u64, rows);
 }
 
-/// What a stream still has: chunks, and how it ends.
+/// The rest of a stream: its chunks, and how it ends.
 fn rest(stream: ExportStream) -> (Vec<Chunk>, embcache::Result<()>) {
     let mut chunks = Vec::new();
     for chunk in stream {
@@ -120,7 +120,7 @@ fn rest(stream: ExportStream) -> (Vec<Chunk>, embcache::Result<()>) {
     (chunks, Ok(()))
 }
 
-/// A full table, and an export of it of which nobody has taken more than the first rows on SSD.
+/// A full table, and an export of it of which only the first rows on SSD were taken.
 fn full_with_a_waiting_export(device_rows: Option<u32>) -> (Rig, Id, ExportStream) {
     let mut wanted = on_ssd(4000, 2 << 20);
     wanted.device_rows = device_rows;
@@ -178,7 +178,7 @@ fn an_export_whose_chunks_nobody_takes_either_has_every_row_or_says_that_its_roo
                 table.train(&(rows..rows + 500).collect::<Vec<Id>>(), 1, 1).expect("a step");
                 rows += 500;
             }
-            // Each of these rows is newer in RAM than on SSD: to write them down takes room.
+            // Each of these rows is newer in RAM than on SSD, and writing it takes room.
             table.train(&(0..3000).collect::<Vec<Id>>(), 1, 2).expect("a step");
             let mut stream = table.table.export(100).expect("a stream");
             let mut taken: Vec<Chunk> = (&mut stream).take(60).map(|chunk| chunk.expect("a chunk")).collect();
@@ -215,7 +215,7 @@ fn a_full_table_drops_rows_of_ram_where_ram_holds_more_than_the_ssd_tier_may() {
             let ids: Vec<Id> = (step * 500..step * 500 + 500).collect();
             table.train(&ids, 1, step as u32).unwrap_or_else(|error| panic!("{what}: {error}"));
             if step % 7 == 3 {
-                // Some are in RAM and on SSD when they are dropped.
+                // Some rows are in RAM and on SSD when they are dropped.
                 table.table.flush(step as u64).unwrap_or_else(|error| panic!("{what}: {error}"));
             }
         }

@@ -10,7 +10,7 @@ use embcache::ssd::{Root, SsdTier};
 use embcache::types::Id;
 use embcache_tests::{Contents, Rig, config, flips, tells_of_damage};
 
-/// The first is the coordinator.
+/// The first root is the coordinator.
 const ROOTS: [&str; 3] = ["/one", "/two", "/three"];
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
 
@@ -42,7 +42,7 @@ fn contents(rigs: &[Rig]) -> Vec<Contents> {
     rigs.iter().map(|rig| rig.contents().expect("rows")).collect()
 }
 
-/// As `torchrec_embcache.flush` does it; states that earlier flushes left incomplete are `forgotten`.
+/// Flush as `torchrec_embcache.flush` does. States that earlier flushes left incomplete are `forgotten`.
 fn flush(engine: &Arc<dyn IoEngine>, rigs: &[Rig], token: u64) -> embcache::Result<()> {
     let roots: Vec<Root> = (0..ROOTS.len()).map(|number| root(engine, number)).collect();
     let names = (77..).zip(&roots).map(|(random, root)| root.name(random)).collect::<Result<Vec<u64>, _>>()?;
@@ -87,7 +87,7 @@ fn disk() -> MemoryEngine {
     memory
 }
 
-/// Flushes 1, 2 and 3 with training between; what was there at each, and how many of them returned.
+/// Do flushes 1, 2 and 3 with training between them. The result is the rows at each flush, and how many of them returned.
 fn run(engine: &Arc<dyn IoEngine>) -> (Vec<Vec<Contents>>, usize, embcache::Result<()>) {
     let (mut states, mut done) = (Vec::new(), 0);
     let mut all = || {
@@ -127,7 +127,7 @@ fn roots_agree_after_a_stop_at_every_operation_of_flushes() {
             assert!(token as usize >= done, "{context}: {token}");
             let rigs = open(&engine, Reopen::Resume, Some(token)).unwrap_or_else(|e| panic!("{context}: {e}"));
             assert!(contents(&rigs) == states[token as usize - 1], "{context}: other rows");
-            // And it goes on from there: what did not finish is no state of any later resume.
+            // Training goes on from there. A flush that did not finish is no state of any later resume.
             train(&rigs, 9).expect("trained");
             let trained = contents(&rigs);
             flush(&engine, &rigs, 9).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -188,7 +188,7 @@ fn a_coordinator_that_is_not_there_or_is_another_is_an_error_that_names_it() {
     assert!(!second.is_complete(3).expect("decided"));
     first.commit(3).expect("committed");
     assert!(second.is_complete(3).expect("decided"));
-    // Another disk is mounted there, with marks of its own.
+    // Another disk is mounted there, with flush marks of its own.
     for path in engine.list(Path::new("/one/.flushed")).expect("listed") {
         engine.remove_file(&path).expect("removed");
     }

@@ -1,5 +1,5 @@
-//! A process forked while other threads of its parent are inside the table: typed errors, no hang, the parent untouched, and tables
-//! of the child's own work.
+//! A process is forked while other threads of its parent are inside the table. The child gets typed errors and does not hang, the
+//! parent is not affected, and the child can make tables of its own.
 #![allow(unsafe_code)]
 
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use embcache::types::Id;
 use embcache_tests::{Rig, config, watched};
 
 const DIM: usize = 16;
-/// Seconds after which a hanging child is killed.
+/// Seconds after which a child that hangs is killed.
 const CHILD_S: u32 = 120;
 
 fn tiers(dir: PathBuf) -> TableConfig {
@@ -26,7 +26,7 @@ fn ids(batch: i64) -> Vec<Id> {
     (0..50).map(|id| batch * 50 + id).collect()
 }
 
-/// Use `rig`, inherited from the parent, in every way; what did not end in a typed error.
+/// Use `rig`, which comes from the parent, in every way. The result is the calls that did not end in a typed error.
 fn uses_that_pass(rig: Rig, plan: embcache::cache::Plan) -> Vec<&'static str> {
     let state = |error: embcache::Error| error.kind() == Kind::State && error.to_string().contains("fork");
     let refused = [
@@ -60,7 +60,7 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
         rig.table.flush(1).expect("a flush");
         let expected = rig.table.read_rows(&ids(0)).expect("rows").vectors;
 
-        // One thread holds a plan's lock, another the table's, both waiting for reads that do not come.
+        // One thread holds a plan's lock, another one the table's, and both wait for reads that never end.
         faults.hold(Operation::Read);
         let stuck = rig.plan(&ids(0), false, true, false).expect("a plan");
         let child = std::thread::scope(|scope| {
@@ -70,9 +70,9 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
             // SAFETY: the child calls the code under test and leaves by _exit.
             let child = unsafe { libc::fork() };
             if child == 0 {
-                // SAFETY: no memory is touched; a child that hangs dies of it.
+                // SAFETY: alarm touches no memory. It kills a child that hangs.
                 unsafe { libc::alarm(CHILD_S) };
-                // SAFETY: this process drops what is read here and uses neither original again.
+                // SAFETY: the child drops the copies that are read here, and uses neither original again.
                 let (rig, plan) = unsafe { (std::ptr::read(&raw const rig), std::ptr::read(&raw const stuck)) };
                 let mut passed = uses_that_pass(rig, plan);
                 let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
@@ -87,7 +87,7 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
                 if !passed.is_empty() {
                     eprintln!("did not do what it should in the child: {passed:?}");
                 }
-                // SAFETY: ends this process without the test harness's exit handlers.
+                // SAFETY: _exit ends this process without the test harness's exit handlers.
                 unsafe { libc::_exit(if passed.is_empty() { 42 } else { 1 }) };
             }
             faults.release();
@@ -95,7 +95,7 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
         });
         assert!(child > 0, "fork failed");
         let mut status = 0;
-        // SAFETY: waits for the child made above.
+        // SAFETY: this waits for the child that was made above, and `status` outlives the call.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 42, "the child ended with status {status}");
         assert_eq!(rig.table.read_rows(&ids(0)).expect("rows").vectors, expected);

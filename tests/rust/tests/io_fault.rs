@@ -145,7 +145,7 @@ fn faults_in_a_batch_hit_their_reads_only() {
         Err(error) => hit.push((position, Some(error.kind()))),
     });
     hit.sort_unstable_by_key(|(position, _)| *position);
-    // A rule that fires takes the operation: the ones behind it count from the next.
+    // A rule that hits takes the operation, so the rules behind it count from the next one.
     assert_eq!(hit, [(10, Some(Kind::Storage)), (21, None), (32, Some(Kind::Corruption))]);
 }
 
@@ -174,7 +174,7 @@ fn a_panic_of_a_thread_that_reads_ends_its_reads_with_an_error_and_strands_nobod
         let disk = Arc::new(PsyncEngine::new(false));
         let faults = FaultEngine::new(disk.clone());
         let file = faults.open(&path, Open::Read).unwrap();
-        // The pool's threads take the faulty file itself.
+        // The pool's threads read from the faulty file itself.
         let reads: Vec<Read> =
             (0..200).map(|number| Read { file: file.clone(), offset: number * 300, len: 300 }).collect();
         let outcomes = || {
@@ -185,7 +185,7 @@ fn a_panic_of_a_thread_that_reads_ends_its_reads_with_an_error_and_strands_nobod
             });
             outcomes.into_iter().map(|outcome| outcome.expect("each read comes")).collect::<Vec<_>>()
         };
-        // More panics than the pool has threads.
+        // This is more panics than the pool has threads.
         for number in 0..40 {
             faults.panic_at(Operation::Read, number);
             let ended = outcomes();

@@ -1,4 +1,4 @@
-//! A panic (a bug) in a thread that reads a batch: it is the error of what that thread was reading, and nobody waits for ever.
+//! A panic (a bug) in a thread that reads a batch becomes the error of what that thread was reading, and nobody waits for ever.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -8,7 +8,7 @@ use embcache::Result;
 use embcache::io::{IoEngine, IoFile, PsyncEngine, Read};
 use embcache_tests::watched;
 
-/// Each byte of a file is its offset's lowest byte; a read at [`Patterned::PANICS_AT`] panics.
+/// A file whose bytes are the lowest byte of their offset. A read at [`Patterned::PANICS_AT`] panics.
 #[derive(Debug)]
 struct Patterned;
 
@@ -45,7 +45,7 @@ impl IoFile for Patterned {
     }
 }
 
-/// Read at `offsets` in one batch; for each what came, once.
+/// Read at `offsets` in one batch. The result is what came for each, and each must come once.
 fn read(engine: &PsyncEngine, offsets: &[u64]) -> Vec<Result<u8>> {
     let file: Arc<dyn IoFile> = Arc::new(Patterned);
     let reads: Vec<Read> = offsets.iter().map(|&offset| Read { file: Arc::clone(&file), offset, len: 10 }).collect();
@@ -61,7 +61,7 @@ fn a_panic_in_a_thread_that_reads_is_an_error_of_its_reads_and_the_others_come()
     let offsets: Vec<u64> = (0..400).map(|read| read * 100).collect();
     let engine = PsyncEngine::default();
     watched(String::new, || {
-        // More often than there are threads: none of them is gone afterwards.
+        // This is done more often than there are threads, so none of them ended by it.
         for _ in 0..40 {
             let mut failed = 0;
             for (came, &offset) in read(&engine, &offsets).iter().zip(&offsets) {

@@ -1,4 +1,4 @@
-//! Directory locks between processes, and engines after a fork.
+//! Locks on directories between processes, and engines after a fork.
 #![allow(clippy::unwrap_used)]
 #![allow(unsafe_code)]
 
@@ -14,7 +14,7 @@ use embcache::io::{
 
 const HELD_DIR: &str = "EMBCACHE_TEST_HELD_DIR";
 
-/// The other process of the test below: holds a directory until it is killed. Without the variable there is nothing to do.
+/// The other process of the test below, which holds a directory until it is killed. Without the variable there is nothing to do.
 #[test]
 fn other_process() {
     let Some(dir) = std::env::var_os(HELD_DIR) else { return };
@@ -53,7 +53,7 @@ fn a_directory_given_up_is_free_although_a_forked_child_lives() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         loop {
-            // SAFETY: always sound.
+            // SAFETY: pause only waits for a signal.
             unsafe { libc::pause() };
         }
     }
@@ -61,7 +61,7 @@ fn a_directory_given_up_is_free_although_a_forked_child_lives() {
     assert_eq!(DirLock::hold(dir.path(), Hold::ToOpen).unwrap_err().kind(), Kind::InUse);
     drop(held);
     let again = (DirLock::acquire(dir.path()), DirLock::hold(dir.path(), Hold::ToOpen));
-    // SAFETY: `child` is this process's own.
+    // SAFETY: `child` is a child of this process, which has not waited for it yet.
     unsafe {
         libc::kill(child, libc::SIGKILL);
         libc::waitpid(child, std::ptr::null_mut(), 0);
@@ -72,33 +72,33 @@ fn a_directory_given_up_is_free_although_a_forked_child_lives() {
 
 #[test]
 fn a_child_that_is_forked_holds_none_of_the_directories_that_its_parent_holds() {
-    // A process that forks a child and is then gone, while it holds directories in both ways.
+    // A process forks a child and ends, while it holds directories in both ways.
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (mut from, mut to) = std::io::pipe().unwrap();
-    // SAFETY: the child only calls what follows and leaves by _exit.
+    // SAFETY: the child only calls what follows, and leaves by _exit.
     let parent = unsafe { libc::fork() };
     if parent == 0 {
         let held = (DirLock::acquire(one.path()).unwrap(), DirLock::hold(two.path(), Hold::ToRemove).unwrap());
-        // SAFETY: as above.
+        // SAFETY: this child only writes its pid and waits until it is killed.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // By now it has given them up.
+            // By now this process has given up the directories.
             std::io::Write::write_all(&mut to, &std::process::id().to_le_bytes()).unwrap();
             loop {
-                // SAFETY: always sound.
+                // SAFETY: pause only waits for a signal.
                 unsafe { libc::pause() };
             }
         }
         std::mem::forget(held);
-        // SAFETY: nothing is left to be done here.
+        // SAFETY: _exit ends this process, which has nothing left to do.
         unsafe { libc::_exit(0) };
     }
     let mut child = [0; 4];
     std::io::Read::read_exact(&mut from, &mut child).unwrap();
-    // SAFETY: `parent` is this process's own.
+    // SAFETY: `parent` is a child of this process, and the call writes nowhere.
     unsafe { libc::waitpid(parent, std::ptr::null_mut(), 0) };
     let again = (DirLock::acquire(one.path()), DirLock::hold(two.path(), Hold::ToRead));
-    // SAFETY: the process that made it has no other use for it.
+    // SAFETY: this kills the process whose pid came through the pipe. Nobody else needs it.
     unsafe { libc::kill(i32::from_le_bytes(child), libc::SIGKILL) };
     again.0.unwrap();
     again.1.unwrap();
@@ -113,7 +113,7 @@ fn readers_hold_a_directory_together_and_who_removes_it_alone() {
         let hold = |how| engine.hold_dir(dir.path(), how);
         let (one, two) = (hold(Hold::ToRead).unwrap(), hold(Hold::ToRead).unwrap());
         assert_eq!(hold(Hold::ToRemove).unwrap_err().kind(), Kind::InUse);
-        // Apart from whoever writes there.
+        // Writers hold the directory in another way, which is independent of this one.
         drop(engine.lock_dir(dir.path()).unwrap());
         drop(one);
         assert_eq!(hold(Hold::ToRemove).unwrap_err().kind(), Kind::InUse);
@@ -141,18 +141,18 @@ fn a_lock_file_that_is_a_symbolic_link_is_refused() {
     assert_eq!(std::fs::read(dir.path().join("precious")).unwrap(), b"data");
 }
 
-/// Run `child` in a fork and return its exit code.
+/// Run `child` in a fork. The result is its exit code.
 fn forked(child: impl FnOnce() -> bool) -> i32 {
-    // SAFETY: the child only touches what it inherited and leaves by _exit, without running destructors or the test harness.
+    // SAFETY: the child only touches what it inherited and leaves by _exit, without destructors or the test harness.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
         let good = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(false);
-        // SAFETY: always sound.
+        // SAFETY: _exit ends this process without the test harness's exit handlers.
         unsafe { libc::_exit(i32::from(!good)) };
     }
     let mut status = 0;
-    // SAFETY: `pid` is our child and `status` lives.
+    // SAFETY: `pid` is a child of this process, and `status` outlives the call.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert!(libc::WIFEXITED(status), "the child was killed");
     libc::WEXITSTATUS(status)

@@ -1,5 +1,5 @@
-//! Where each bucket starts is read in windows: the number of buckets is a number in a file, and asks for no memory. This test is alone in
-//! its file, because it looks at the memory of its process.
+//! The starts of buckets are read in windows, so the number of buckets, which is a number in a file, requests no memory. This test
+//! is alone in its file, because it looks at the memory of its process.
 #![allow(clippy::unwrap_used)]
 
 #[path = "checkpoint/made.rs"]
@@ -16,7 +16,7 @@ use embcache::types::Id;
 
 use made::{ROOT, Table, memory, save};
 
-/// A number of KiB of `/proc/self/status`, in bytes.
+/// A number of KiB in `/proc/self/status`, in bytes.
 fn status(field: &str) -> usize {
     let text = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix(field)).unwrap();
@@ -33,7 +33,7 @@ fn a_load_takes_no_memory_for_buckets_that_it_does_not_hold() {
     save(&engine, Path::new(ROOT), &[table], 1, 16 << 20, 7).unwrap();
     let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
     let checkpoint = Checkpoint::open(Arc::clone(&engine), Path::new(ROOT), latest).unwrap();
-    // From here on the peak counts.
+    // The peak counts from here on.
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     let before = status("VmRSS");
     for (buckets, share) in [(0..BUCKETS, 1), (0..BUCKETS / 2, 2), (BUCKETS / 2..BUCKETS, 2)] {

@@ -1,7 +1,7 @@
-//! The process's real memory under load: within `host_bytes` and the constants that docs/configuration.md gives, and flat over
-//! thousands of steps.
+//! The real memory of a process under load stays within `host_bytes` and the constants of docs/configuration.md, and does not grow
+//! over thousands of steps.
 //!
-//! Each case runs in a process of its own, so that what it holds is its own.
+//! Each case runs in a process of its own, so that it is charged for itself alone.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -18,21 +18,21 @@ use embcache_tests::{Rig, config};
 
 const CASE: &str = "EMBCACHE_TEST_MEMORY_CASE";
 const MIB: u64 = 1 << 20;
-/// What one table on SSD and one process take beyond `host_bytes`, as documented: write buffers, the engine's buffers, threads, the
-/// index's first pages and footers of segments that are open.
+/// The bytes that a table on SSD and its process take beyond `host_bytes`, as documented: write buffers, the engine's buffers,
+/// threads, the first pages of the index, and footers of open segments.
 const PROCESS_BYTES: u64 = 64 * MIB;
-/// A plan's own bytes for each distinct id, and for each occurrence.
+/// The bytes of a plan for each distinct id, and for each occurrence.
 const PLAN_BYTES_PER_ID: u64 = 160;
 const DIM: usize = 32;
 
-/// Kilobytes that the kernel counts under `field`.
+/// The kilobytes that the kernel counts under `field`.
 fn status(field: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with(field)).unwrap_or_else(|| panic!("no {field} in {status}"));
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// The most bytes that the process had resident so far.
+/// The most bytes that were resident in this process so far.
 fn peak() -> u64 {
     status("VmHWM:") * 1024
 }
@@ -59,7 +59,7 @@ fn report(what: &str, limit: u64, start: u64) {
     assert!(peak <= limit, "{what}: {peak} bytes more than at the start, {limit} are allowed");
 }
 
-/// Train rows of several times the budget with three batches ahead, then flush and save.
+/// Train rows of several times the budget, three batches ahead, then flush and save.
 fn train_and_save(dir: &Path) {
     let start = resident();
     let (host_bytes, rows, ids) = (12 * MIB, 330_000, 4096);
@@ -82,7 +82,7 @@ fn train_and_save(dir: &Path) {
     report("training", host_bytes + PROCESS_BYTES + plans, start);
     rig.table.flush(1).unwrap();
     report("flushing", host_bytes + PROCESS_BYTES + plans, start);
-    // Rows from SSD gathered to a group, and six images of one, filled and on their way to disk.
+    // Room for rows from SSD that are gathered to a group, and for six images of a group that are filled or on their way to disk.
     let group = 2 * MIB;
     let engine = default_engine().unwrap();
     std::fs::create_dir(dir.join("saved")).unwrap();
@@ -95,7 +95,7 @@ fn train_and_save(dir: &Path) {
     report("saving", host_bytes + PROCESS_BYTES + plans + 7 * group + in_ram, start);
 }
 
-/// So many rows on SSD that their index takes most of the budget: rows in RAM make place for it.
+/// Put so many rows on SSD that their index takes most of the budget, and rows in RAM make room for it.
 fn index_growth(dir: &Path) {
     let start = resident();
     let host_bytes = 24 * MIB;
@@ -124,7 +124,7 @@ fn count(dir: &str) -> usize {
     std::fs::read_dir(dir).unwrap().count()
 }
 
-/// Thousands of small steps, with evaluations, exports, flushes and plans that are dropped: nothing grows.
+/// Do thousands of small steps with evaluations, exports, flushes and dropped plans. Nothing may grow.
 fn steps_leave_nothing(dir: &Path) {
     let rig = Rig::open(tiers(&dir.join("t"), MIB / 4, 2 * MIB), default_engine().unwrap()).unwrap();
     let mut token = 0;
@@ -147,7 +147,7 @@ fn steps_leave_nothing(dir: &Path) {
     run(1000..3000);
     let after = (resident(), count("/proc/self/fd"), count("/proc/self/task"));
     println!("resident, files, threads: {before:?}, then {after:?}");
-    // The files are those of segments, of which there are more or fewer; an export that is dropped ends its thread soon.
+    // The files are those of segments, whose number varies. A dropped export ends its thread soon.
     assert!(after.0 < before.0 + 4 * MIB, "{before:?} became {after:?}");
     assert!(after.1 < before.1 + 200 && after.2 < before.2 + 8, "{before:?} became {after:?}");
 }

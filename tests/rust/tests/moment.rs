@@ -1,4 +1,5 @@
-//! Moments: the rows of one moment, bit for bit, whatever is done to the table before they are handed over.
+//! A moment has the rows of the instant at which it was taken, bit for bit, whatever is done to the table before they are handed
+//! over.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -36,7 +37,7 @@ impl Dice {
     }
 }
 
-/// A table that things are done to, the same for the same dice.
+/// A table on which things are done. The same dice do the same things.
 struct Run {
     rig: Rig,
     dice: Dice,
@@ -117,7 +118,7 @@ struct Tiers {
     on_full: OnFull,
 }
 
-/// Rows born, trained, evicted, moved between all tiers and dropped.
+/// Rows are born, trained, evicted, moved between all tiers, and dropped.
 const TIERS: [Tiers; 7] = [
     Tiers { device_rows: None, host_rows: 400, ssd: None, on_full: OnFull::Error },
     Tiers { device_rows: None, host_rows: 90, ssd: None, on_full: OnFull::Evict },
@@ -249,7 +250,7 @@ fn rows_that_cannot_be_kept_fail_the_moment_and_not_training() {
     }
 }
 
-/// An append goes on in another segment, whose file cannot be made: its rows that are in the first one count as not being there.
+/// An append goes on in another segment, whose file cannot be made. Its rows in the first segment then count as missing.
 #[test]
 fn rows_that_a_failed_write_left_on_ssd_are_in_a_moment_once() {
     let mut half_written = 0;
@@ -265,7 +266,7 @@ fn rows_that_a_failed_write_left_on_ssd_are_in_a_moment_once() {
         if rig.table.flush(1).is_ok() {
             break;
         }
-        // All rows are of one append, so a file that was made has some of them.
+        // All rows come from one append, so a file that was made has some of them.
         half_written += u64::from(passing > 0);
         assert_eq!(
             rig.table.stats().unwrap().ssd.unwrap().tier.rows,
@@ -317,7 +318,7 @@ fn clearing_and_closing_a_table_wait_for_its_moment() {
     }
 }
 
-/// Rows are written and compacted until all room is needed several times over, and nobody hands rows over meanwhile.
+/// Rows are written and compacted until all room was used several times over. Meanwhile nobody takes the moment's rows.
 #[test]
 fn a_full_ssd_tier_goes_on_under_a_moment_that_nobody_reads() {
     for on_full in [OnFull::Error, OnFull::Evict] {
@@ -355,7 +356,7 @@ fn a_full_ssd_tier_goes_on_under_a_moment_that_nobody_reads() {
                     rig.table.flush(token).unwrap();
                 }
             }
-            // More than the rows in RAM: segments were read before their turn.
+            // These are more rows than are in RAM, so segments were read before their turn.
             assert!(images.file_bytes() > 8 << 10, "{}", images.file_bytes());
             assert_eq!(contents(moment).unwrap(), expected);
         });

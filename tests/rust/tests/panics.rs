@@ -1,4 +1,4 @@
-//! Panics under the cache: the step that meets one ends, whatever was half done is refused from then on, and nothing waits for ever.
+//! Panics below the cache: the step that meets one ends, what was half done is refused from then on, and nothing waits for ever.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ fn ids(batch: i64) -> Vec<Id> {
     (0..50).map(|id| (batch * 37 + id * 13) % 600).collect()
 }
 
-/// Train until it is refused.
+/// Train until that is refused.
 fn error_of_training(rig: &Rig) -> embcache::Error {
     for batch in 0.. {
         if let Err(error) = rig.train(&ids(batch), 4, batch as u32) {
@@ -122,7 +122,7 @@ fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
 #[test]
 fn table_lookup_and_plans_can_be_dropped_in_any_order_while_their_reads_are_under_way() {
     watched(String::new, || {
-        // Which of the three goes first, second and last, and whether the reads end before the last of them.
+        // The orders in which the three are dropped, and whether the reads end before the last of them.
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
             for end_after in 0..4 {
                 let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
@@ -146,7 +146,7 @@ fn table_lookup_and_plans_can_be_dropped_in_any_order_while_their_reads_are_unde
                     parts[part] = None;
                 }
                 faults.release();
-                // Its directory is free once the last of them is gone, however late that is.
+                // The directory is free once the last of them is gone, however late that is.
                 loop {
                     match Table::open(tiers(60), None, Arc::new(faults.clone())) {
                         Err(error) if error.kind() == Kind::InUse => std::thread::yield_now(),

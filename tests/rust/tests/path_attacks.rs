@@ -1,4 +1,5 @@
-//! Somebody changes the path of a checkpoint, or what lies in it, between the check and the use: nothing is written or read elsewhere.
+//! Somebody changes the path of a checkpoint, or what lies in it, between the check and the use. Nothing is written or read
+//! elsewhere.
 #![allow(clippy::unwrap_used)]
 
 #[path = "checkpoint/made.rs"]
@@ -20,14 +21,14 @@ use embcache::paths::{open_to_load, open_to_save};
 use embcache::types::Id;
 use made::{Table, load, save};
 
-/// A directory for a checkpoint, and one of somebody else's that nothing may appear in.
-struct Place {
+/// A directory for a checkpoint, and a victim's directory in which nothing may appear.
+struct Fixture {
     base: tempfile::TempDir,
     root: PathBuf,
     victim: PathBuf,
 }
 
-impl Place {
+impl Fixture {
     fn new() -> Self {
         let base = tempfile::Builder::new().prefix("embcache").tempdir().unwrap();
         let (root, victim) = (base.path().join("checkpoint"), base.path().join("victim"));
@@ -44,7 +45,7 @@ impl Place {
         BeneathEngine::engine(Arc::new(PsyncEngine::new(true)), &path, directory)
     }
 
-    /// Put a link to the victim in the directory's place; where that is now.
+    /// Put a link to the victim in the directory's fixture. The result is the directory's new path.
     fn swap(&self) -> PathBuf {
         let moved = self.base.path().join("moved");
         fs::rename(&self.root, &moved).unwrap();
@@ -62,7 +63,7 @@ fn table() -> Table {
     Table::new("m", "a", RowWiseAdagrad, 4, &ids, 1)
 }
 
-/// Every file below, by its path.
+/// Every file below `root`, by its path.
 fn files(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     let mut todo = vec![root.to_owned()];
@@ -82,18 +83,18 @@ fn files(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 #[test]
 fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place() {
     for stage in 0..4 {
-        let place = Place::new();
-        let engine = place.engine();
-        let mut now = place.root.clone();
+        let fixture = Fixture::new();
+        let engine = fixture.engine();
+        let mut now = fixture.root.clone();
         let mut swap_at = |reached: u32| {
             if reached == stage {
-                now = place.swap();
+                now = fixture.swap();
             }
         };
         swap_at(0);
-        let begun = Save::begin(Arc::clone(&engine), &place.root, 5).unwrap();
+        let begun = Save::begin(Arc::clone(&engine), &fixture.root, 5).unwrap();
         swap_at(1);
-        let mut writer = RankWriter::new(Arc::clone(&engine), &place.root, begun.name(), 0, 1).unwrap();
+        let mut writer = RankWriter::new(Arc::clone(&engine), &fixture.root, begun.name(), 0, 1).unwrap();
         let table = table();
         let rows: Vec<_> = table.rows.values().cloned().collect();
         writer
@@ -105,20 +106,20 @@ fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place(
         let digest = writer.finish().unwrap();
         swap_at(3);
         begun.publish(&[digest], 1).unwrap();
-        place.assert_victim_untouched();
-        // Whoever checked the directory before loads it, whoever asks for the path now does not.
-        assert_eq!(load(&engine, &place.root, 1).unwrap(), vec![table]);
-        assert_eq!(open_to_load(&place.root).unwrap_err().kind(), Kind::Path);
+        fixture.assert_victim_untouched();
+        // Who checked the directory earlier can load it, and who asks for the path now cannot.
+        assert_eq!(load(&engine, &fixture.root, 1).unwrap(), vec![table]);
+        assert_eq!(open_to_load(&fixture.root).unwrap_err().kind(), Kind::Path);
         assert!(now.join("LATEST").exists());
     }
 }
 
 #[test]
 fn exchanging_the_directory_all_the_time_never_leads_a_save_elsewhere() {
-    let place = Place::new();
+    let fixture = Fixture::new();
     let tables = [table()];
-    let (root, link) = (place.root.clone(), place.base.path().join("link"));
-    symlink(&place.victim, &link).unwrap();
+    let (root, link) = (fixture.root.clone(), fixture.base.path().join("link"));
+    symlink(&fixture.victim, &link).unwrap();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -129,7 +130,7 @@ fn exchanging_the_directory_all_the_time_never_leads_a_save_elsewhere() {
         });
         let (mut saved, mut refused) = (0, 0);
         for random in 0.. {
-            // The other thread never stops in one state, so both happen.
+            // The other thread does not stay in one state, so both happen.
             if saved >= 4 && refused >= 4 {
                 break;
             }
@@ -148,22 +149,22 @@ fn exchanging_the_directory_all_the_time_never_leads_a_save_elsewhere() {
         }
         done.store(true, Ordering::Relaxed);
     });
-    place.assert_victim_untouched();
+    fixture.assert_victim_untouched();
 }
 
 #[test]
 fn what_lies_in_a_checkpoint_is_not_followed_when_it_is_a_link_and_not_waited_for_when_it_is_a_pipe() {
-    let place = Place::new();
+    let fixture = Fixture::new();
     let tables = [table()];
-    save(&place.engine(), &place.root, &tables, 1, 1000, 1).unwrap();
-    let mut good = files(&place.root);
-    // The lock is the savers'; a load reads the others.
+    save(&fixture.engine(), &fixture.root, &tables, 1, 1000, 1).unwrap();
+    let mut good = files(&fixture.root);
+    // The lock belongs to savers. A load reads the other files.
     good.retain(|path, _| path.file_name().is_some_and(|name| name != "lock"));
-    let kept = place.base.path().join("kept");
+    let kept = fixture.base.path().join("kept");
     let mut directories: Vec<PathBuf> = good.keys().filter_map(|path| Some(path.parent()?.to_owned())).collect();
     directories.sort();
     directories.dedup();
-    directories.retain(|path| path != &place.root);
+    directories.retain(|path| path != &fixture.root);
     for path in good.keys().chain(&directories) {
         for what in ["link", "pipe", "device", "directory", "nothing"] {
             fs::rename(path, &kept).unwrap();
@@ -174,18 +175,18 @@ fn what_lies_in_a_checkpoint_is_not_followed_when_it_is_a_link_and_not_waited_fo
                     rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, 0).unwrap();
                 }
                 "device" => {
-                    let device = rustix::fs::makedev(1, 5); // zeros without end
+                    let device = rustix::fs::makedev(1, 5); // a device of endless zeros
                     let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
                     let kind = rustix::fs::FileType::CharacterDevice;
                     if rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, device).is_err() {
-                        fs::rename(&kept, path).unwrap(); // only root makes devices
+                        fs::rename(&kept, path).unwrap(); // only root can make devices
                         continue;
                     }
                 }
                 "directory" => fs::create_dir(path).unwrap(),
                 _ => {}
             }
-            let error = load(&place.engine(), &place.root, 1).unwrap_err();
+            let error = load(&fixture.engine(), &fixture.root, 1).unwrap_err();
             let said = matches!(error.kind(), Kind::Path | Kind::Corruption | Kind::Storage);
             assert!(said, "{what} at {}: {error:?}", path.display());
             assert!(!error.to_string().contains("/proc/self/fd"), "{error}");
@@ -197,48 +198,48 @@ fn what_lies_in_a_checkpoint_is_not_followed_when_it_is_a_link_and_not_waited_fo
             fs::rename(&kept, path).unwrap();
         }
     }
-    assert_eq!(load(&place.engine(), &place.root, 1).unwrap(), tables);
+    assert_eq!(load(&fixture.engine(), &fixture.root, 1).unwrap(), tables);
 }
 
 #[test]
 fn a_save_removes_links_and_never_what_they_point_to() {
-    let place = Place::new();
+    let fixture = Fixture::new();
     let tables = [table()];
-    let engine = place.engine();
-    save(&engine, &place.root, &tables, 1, 1000, 1).unwrap();
-    let treasure = place.base.path().join("treasure");
+    let engine = fixture.engine();
+    save(&engine, &fixture.root, &tables, 1, 1000, 1).unwrap();
+    let treasure = fixture.base.path().join("treasure");
     fs::create_dir(&treasure).unwrap();
     fs::write(treasure.join("gold"), "gold").unwrap();
-    // A leftover of a save, and a file in one, that somebody made links.
-    symlink(&treasure, place.root.join("0000000007-00000000000000aa")).unwrap();
-    let leftover = place.root.join("0000000008-00000000000000bb");
+    // Somebody turned a leftover of a save, and a file in another one, into links.
+    symlink(&treasure, fixture.root.join("0000000007-00000000000000aa")).unwrap();
+    let leftover = fixture.root.join("0000000008-00000000000000bb");
     fs::create_dir(&leftover).unwrap();
     symlink(&treasure, leftover.join("m+a")).unwrap();
-    let published = save(&engine, &place.root, &tables, 1, 1000, 2).unwrap();
+    let published = save(&engine, &fixture.root, &tables, 1, 1000, 2).unwrap();
     assert_eq!(fs::read_to_string(treasure.join("gold")).unwrap(), "gold");
     assert!(!leftover.exists(), "{:?}", published.left);
-    assert_eq!(load(&engine, &place.root, 1).unwrap(), tables);
+    assert_eq!(load(&engine, &fixture.root, 1).unwrap(), tables);
 }
 
 #[test]
 fn the_lock_of_a_save_is_not_taken_through_a_link() {
-    let place = Place::new();
-    let engine = place.engine();
-    let leftover = place.root.join("0000000008-00000000000000bb");
+    let fixture = Fixture::new();
+    let engine = fixture.engine();
+    let leftover = fixture.root.join("0000000008-00000000000000bb");
     fs::create_dir(&leftover).unwrap();
-    let outside = place.victim.join("lock");
+    let outside = fixture.victim.join("lock");
     symlink(&outside, leftover.join("lock")).unwrap();
-    save(&engine, &place.root, &[table()], 1, 1000, 2).unwrap();
+    save(&engine, &fixture.root, &[table()], 1, 1000, 2).unwrap();
     assert!(!outside.exists());
 }
 
 #[test]
 fn paths_that_lead_out_of_the_directory_by_a_link_are_refused_by_every_operation() {
-    let place = Place::new();
-    let engine = place.engine();
-    fs::write(place.victim.join("file"), "here").unwrap();
-    symlink(&place.victim, place.root.join("link")).unwrap();
-    let (inside, file) = (place.root.join("link"), place.root.join("link/file"));
+    let fixture = Fixture::new();
+    let engine = fixture.engine();
+    fs::write(fixture.victim.join("file"), "here").unwrap();
+    symlink(&fixture.victim, fixture.root.join("link")).unwrap();
+    let (inside, file) = (fixture.root.join("link"), fixture.root.join("link/file"));
     let errors = [
         engine.open(&file, Open::Read).unwrap_err(),
         engine.open(&file, Open::Write).unwrap_err(),
@@ -246,7 +247,7 @@ fn paths_that_lead_out_of_the_directory_by_a_link_are_refused_by_every_operation
         engine.create_dir_all(&inside).unwrap_err(),
         engine.create_dir_all(&inside.join("new")).unwrap_err(),
         engine.list(&inside).unwrap_err(),
-        engine.rename(&file, &place.root.join("taken")).unwrap_err(),
+        engine.rename(&file, &fixture.root.join("taken")).unwrap_err(),
         engine.remove_file(&file).unwrap_err(),
         engine.remove_dir_all(&inside.join("file")).unwrap_err(),
         engine.sync_dir(&inside).unwrap_err(),
@@ -257,22 +258,22 @@ fn paths_that_lead_out_of_the_directory_by_a_link_are_refused_by_every_operation
         assert_eq!(error.kind(), Kind::Path, "{error}");
         assert!(error.to_string().contains(inside.to_str().unwrap()), "{error}");
     }
-    assert_eq!(files(&place.victim).len(), 1);
-    assert_eq!(fs::read_to_string(place.victim.join("file")).unwrap(), "here");
+    assert_eq!(files(&fixture.victim).len(), 1);
+    assert_eq!(fs::read_to_string(fixture.victim.join("file")).unwrap(), "here");
 }
 
 #[test]
 fn errors_speak_of_the_path_that_was_given() {
-    let place = Place::new();
-    let engine = place.engine();
-    save(&engine, &place.root, &[table()], 1, 1000, 1).unwrap();
-    let latest = Latest::read(&*engine, &place.root).unwrap();
+    let fixture = Fixture::new();
+    let engine = fixture.engine();
+    save(&engine, &fixture.root, &[table()], 1, 1000, 1).unwrap();
+    let latest = Latest::read(&*engine, &fixture.root).unwrap();
     let data =
-        files(&place.root).into_keys().find(|path| path.extension().is_some_and(|end| end == "safetensors")).unwrap();
+        files(&fixture.root).into_keys().find(|path| path.extension().is_some_and(|end| end == "safetensors")).unwrap();
     let mut bytes = fs::read(&data).unwrap();
-    bytes[4096] ^= 1; // of the first id
+    bytes[4096] ^= 1; // a byte of the first id
     fs::write(&data, bytes).unwrap();
-    let error = load(&engine, &place.root, 1).unwrap_err();
+    let error = load(&engine, &fixture.root, 1).unwrap_err();
     assert_eq!(error.kind(), Kind::Corruption);
     assert_eq!(error.path(), Some(data.as_path()), "{error}");
     assert!(error.to_string().contains(data.to_str().unwrap()), "{error} of {latest}");

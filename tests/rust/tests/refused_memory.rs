@@ -1,6 +1,7 @@
-//! Memory that the system refuses amid a batch: the batch is refused, no row is left half moved, and each can be read and trained again.
+//! The system refuses memory during a batch. The batch is refused, no row is left half moved, and each row can be read and trained
+//! again.
 //!
-//! Each case runs in a process of its own, because the limit is the process's.
+//! Each case runs in a process of its own, because the limit holds for the whole process.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used)]
 
@@ -17,7 +18,7 @@ use embcache::{Error, Kind};
 use embcache_tests::ssd::{self, Versions};
 use embcache_tests::{Contents, Rig, config, watched};
 
-/// As in the extension. Without a reserve, which the cases ask for that need it, it is the system's.
+/// The allocator of the extension. Without a reserve, which only some cases ask for, it is the system's.
 #[global_allocator]
 static ALLOCATOR: ReservingAllocator = ReservingAllocator;
 
@@ -29,11 +30,11 @@ const BAG: usize = 8;
 fn limit(more: Option<u64>) {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = statm.split(' ').next().unwrap().parse().unwrap();
-    // SAFETY: asks for a number.
+    // SAFETY: sysconf reads a constant of the system.
     let page = u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap();
     let most = more.map_or(libc::RLIM_INFINITY, |more| pages * page + more);
     let wanted = libc::rlimit { rlim_cur: most, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: reads a struct that lives here.
+    // SAFETY: the call reads a struct that outlives it.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const wanted) }, 0);
 }
 
@@ -53,7 +54,7 @@ fn rig(wanted: TableConfig) -> Rig {
     Rig::open(wanted, Arc::new(MemoryEngine::default())).unwrap()
 }
 
-/// What these batches leave in a table whose RAM has room for all.
+/// The table that these batches make if RAM has room for all of it.
 fn straight(dim: usize, batches: &[Vec<Id>]) -> (Rig, Contents) {
     let oracle = rig(config(dim, OptimizerKind::Adagrad, 400_000));
     for (salt, ids) in batches.iter().enumerate() {
@@ -67,7 +68,7 @@ fn is_of_memory(error: &Error) -> bool {
     error.kind() == Kind::Memory && error.errno() == Some(libc::ENOMEM)
 }
 
-/// A batch of more rows on SSD than the budget holds: for those past it memory is refused when reads of the others are under way.
+/// A batch has more rows on SSD than the budget holds. For those past the budget memory is refused while the others are being read.
 fn amid_reads() {
     const DIM: usize = 256;
     let rig = rig(three_tiers(DIM, None, 4300));
@@ -75,7 +76,7 @@ fn amid_reads() {
     for (salt, ids) in done.iter().enumerate() {
         rig.train(ids, BAG, salt as u32).unwrap();
     }
-    // Clean rows: nothing is written when they leave.
+    // The rows are clean, so nothing is written when they leave.
     rig.table.flush(1).unwrap();
     let (oracle, before) = straight(DIM, &done);
     let wanted: Vec<Id> = (0..8192).collect();
@@ -102,7 +103,7 @@ fn amid_reads() {
     assert!(rig.contents().unwrap() == straight(DIM, &done).1);
 }
 
-/// Rows that leave the device find no memory in the host tier: its index has to grow.
+/// Rows that leave the device find no memory in the host tier, whose index has to grow.
 fn below_the_device() {
     const DIM: usize = 2;
     const ROWS: Id = 400;
@@ -112,7 +113,7 @@ fn below_the_device() {
     for (salt, ids) in done.iter().enumerate() {
         rig.train(ids, BAG, salt as u32).unwrap();
     }
-    // Its index doubles on the way to 300,000 rows, at last to several MiB.
+    // The index doubles on the way to 300,000 rows, and takes several MiB in the end.
     limit(Some(MIB * 5 / 4));
     let refused = loop {
         let ids = batch(done.len() as Id);
@@ -134,7 +135,7 @@ fn below_the_device() {
     assert!(rig.contents().unwrap() == straight(DIM, &done).1);
 }
 
-/// Rows are fetched ahead for the device into a host tier whose index has to grow: after a resume it is empty.
+/// Rows are fetched ahead for the device into a host tier whose index has to grow, because it is empty after a resume.
 fn ahead_of_the_device() {
     const DIM: usize = 2;
     const ROWS: Id = 400;
@@ -163,7 +164,8 @@ fn ahead_of_the_device() {
     assert!(rig.contents().unwrap() == before, "a plan that was refused changed something");
 }
 
-/// Many tables write to SSD, each with a buffer, in less memory than all of these: a call is done, or refused and changes nothing.
+/// Many tables write to SSD, each with a buffer, in less memory than all buffers take. Each call is done, or is refused and changes
+/// nothing.
 fn onto_ssd() {
     const TABLES: usize = 80;
     ReservingAllocator::keep_reserve();
@@ -174,14 +176,14 @@ fn onto_ssd() {
         (0..TABLES).map(|n| (ssd::open(&engine, &at(n, Reopen::Never)).unwrap().0, Versions::new())).collect();
     let ids: Vec<Id> = (0..400).collect();
     let mut refused = Vec::new();
-    // Indexes have all ids, and no segment is open: from here on tables ask for nothing but write buffers.
+    // The indexes have all ids, and no segment is open. From here on tables request nothing but write buffers.
     for (tier, held) in &mut tables {
         ssd::append(tier, &ids, 1, held).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
     }
     limit(Some(MIB));
     for (number, (tier, held)) in tables.iter_mut().enumerate() {
-        // The first one writes much more than its buffers hold.
+        // The first table writes much more than its buffers hold.
         let versions = if number == 0 { 600 } else { 1 };
         for version in 2..=versions + 1 {
             if let Err(error) = ssd::append(tier, &ids, version, held) {

@@ -1,5 +1,5 @@
-//! The SSD tier stopped, or failed, at every operation on its files: what was published is whole, and what was handed over is
-//! readable as long as the process lives.
+//! The SSD tier is stopped, or fails, at every operation on its files. What was published is whole, and what was handed over can be
+//! read as long as the process lives.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -13,7 +13,7 @@ use embcache::{Error, Kind, Result};
 use embcache_tests::ssd::{Versions, append, config, fetch};
 
 const DIR: &str = "/embcache-crash/module/item/0-of-1";
-/// Small enough that the workload needs compaction, large enough for two states beside the rows.
+/// The cap is so small that the workload needs compaction, and so large that two states fit beside the rows.
 const CAP: u64 = 352 << 10;
 /// The rows fit, but published states may have to be given up.
 const TIGHT_CAP: u64 = 208 << 10;
@@ -37,24 +37,24 @@ fn open(
     embcache_tests::ssd::open(engine, &config)
 }
 
-/// A run of the workload: what the tier holds, and what it said it published.
+/// A run of the workload: what the tier holds, and what it reported as published.
 #[derive(Debug, Default)]
 struct Run {
     rows: Versions,
-    /// Ids of the call that failed, if one did: each may have been taken or not.
+    /// The ids of the call that failed, if one did. Each of them may have been taken or not.
     doubtful: Vec<Id>,
     published: Vec<State>,
-    /// The state that was being published when it failed.
+    /// The state that was being published when the publish failed.
     unfinished: Option<State>,
 }
 
-/// The ids of a step: scattered, so that no segment ever dies as a whole.
+/// The ids of a step. They are scattered, so that no segment ever dies as a whole.
 fn ids_of(step: u32) -> Vec<Id> {
     (0..IDS).filter(|id| hash_id(id ^ (i64::from(step) << 40)).is_multiple_of(6)).map(|id| id - IDS / 2).collect()
 }
 
 impl Run {
-    /// Appends, removals, publishes and a clear, until something fails.
+    /// Append, remove, publish and clear until something fails.
     fn go(&mut self, tier: &SsdTier) -> Result<()> {
         for step in 0..STEPS {
             let ids = ids_of(step);
@@ -91,8 +91,8 @@ impl Run {
         Ok(())
     }
 
-    /// Open what is left on `engine`: the last published state, or the one whose publish was not finished, and the one before
-    /// it where the tier still has it; each is whole. Then go on from there.
+    /// Open what is left on `engine`: the last published state or the one whose publish was not finished, and the one before where
+    /// the tier still has it. Each must be whole. Then go on from there.
     fn check_resumes(&self, bytes: u64, image: &MemoryEngine, given_up: bool, context: &str) {
         let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
         let tokens = SsdTier::published(Path::new(DIR), &*engine).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -105,7 +105,7 @@ impl Run {
         assert!(*newest >= acknowledged, "{context}: state {acknowledged} was published, {newest} is the newest there");
         for token in &tokens {
             let state = known.iter().find(|state| state.token == *token).expect("no state that was never published");
-            // Each on a copy of its own: resuming a state drops the newer ones.
+            // Each state is resumed on a copy of its own, because that drops the newer ones.
             let copy = image.kill();
             let engine: Arc<dyn IoEngine> = Arc::new(copy.clone());
             let (tier, counters) = open(&engine, bytes, Reopen::Resume, Some(*token))
@@ -124,7 +124,7 @@ impl Run {
     }
 }
 
-/// Every id is as in `rows`, and no other is here; the `doubtful` may be of any version.
+/// Check that every id is as in `rows`, and that there is no other. Ids in `doubtful` may have any version.
 fn check_rows(tier: &SsdTier, rows: &Versions, doubtful: &[Id], context: &str) {
     let ids: Vec<Id> = (-IDS..IDS).collect();
     let found = fetch(tier, &ids).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -149,7 +149,7 @@ fn engines() -> (MemoryEngine, FaultEngine, Arc<dyn IoEngine>) {
     (memory, fault.clone(), Arc::new(fault))
 }
 
-/// Open a fresh directory and run the workload, whatever fails.
+/// Run the workload in a new directory, whatever fails.
 fn run(engine: &Arc<dyn IoEngine>, bytes: u64) -> (Run, Option<SsdTier>, Result<()>) {
     let mut run = Run::default();
     match open(engine, bytes, Reopen::Never, None) {
@@ -165,7 +165,7 @@ fn is_of_storage(error: &Error) -> bool {
     matches!(error.kind(), Kind::Storage | Kind::ReadOnly)
 }
 
-/// Run the workload to its end and check all it leaves; whether compaction moved rows.
+/// Run the workload to its end and check all that it leaves. The result is whether compaction moved rows.
 fn run_undisturbed() -> bool {
     let (memory, fault, engine) = engines();
     let (run, tier, outcome) = run(&engine, CAP);
@@ -184,11 +184,11 @@ fn run_undisturbed() -> bool {
 
 #[test]
 fn the_workload_compacts_and_gives_no_state_up() {
-    // Compaction runs beside the workload: where the machine gives its thread no time, there may be nothing left for it.
+    // Compaction runs beside the workload. Where the machine gives its thread no time, there may be nothing left for it.
     assert!((0..100).any(|_| run_undisturbed()), "no run of the workload compacted");
 }
 
-/// Stop the world after 0, `step`, 2 `step`, … changes, until the workload comes to its end.
+/// Stop everything after 0, `step`, 2 `step`, … changes, until the workload comes to its end.
 fn cut_power(bytes: u64, step: usize) {
     for passing in (0..).step_by(step) {
         let (memory, fault, engine) = engines();
@@ -234,7 +234,7 @@ fn after_an_error_at_any_operation_the_rows_are_readable_and_the_states_whole() 
         check_rows(&tier, &run.rows, &run.doubtful, &context);
         if let Err(error) = outcome {
             assert!(is_of_storage(&error) && error.errno() == Some(errno), "{context}: {error:?}");
-            // What failed stays failed: no later write may pretend that the store is whole.
+            // What failed stays failed. No later write may pretend that the store is whole.
             for outcome in [
                 append(&tier, &[1], 99, &mut run.rows.clone()),
                 tier.remove(&[1]),

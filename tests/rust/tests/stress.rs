@@ -1,9 +1,9 @@
-//! Planners, trainers, evaluations, imports, removals, exports, moments and flushes all at once, over tiers so small that rows
+//! Plans, training, evaluations, imports, removals, exports, moments and flushes all run at once, over tiers so small that rows
 //! move all the time.
 //!
-//! Every row tells by itself whether it is whole: each training step of an id has the gradient 1, so that after `n` of them
-//! weights, slot and count are a function of `n`, which lies between the steps done before it was read and those begun after.
-//! `EMBCACHE_STRESS=20` runs twenty times as long.
+//! Each row shows by itself whether it is whole. Every training step of an id has the gradient 1, so after `n` steps weights, slot
+//! and count are a function of `n`. This `n` lies between the number of steps that were done before the row was read and the number
+//! of those that had begun after. `EMBCACHE_STRESS=20` runs twenty times as long.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -21,17 +21,17 @@ use embcache_tests::{Rig, config, times, watched};
 
 const DIM: usize = 8;
 const HOST_ROWS: u64 = 250;
-/// Ids that are trained.
+/// The ids that are trained.
 const IDS: Id = 3000;
-/// Ids that only the importing thread uses: `IDS..IDS + OWN`.
+/// The number of ids that only the importing thread uses. They are `IDS..IDS + OWN`.
 const OWN: Id = 400;
 const BATCH: usize = 48;
-/// Steps of each trainer.
+/// The steps of each trainer.
 const STEPS: u64 = 60;
 const TRAINERS: u64 = 3;
 const SSD_BYTES: u64 = 640 << 10;
 
-/// Random numbers of one thread.
+/// The random numbers of one thread.
 struct Dice(u64);
 
 impl Dice {
@@ -40,7 +40,7 @@ impl Dice {
         hash_id(self.0 as Id) % sides
     }
 
-    /// Distinct ids, most of them from a small set that wanders with `step`.
+    /// Distinct ids, most of them from a small set that moves with `step`.
     fn batch(&mut self, step: u64) -> Vec<Id> {
         let mut ids: Vec<Id> = (0..BATCH)
             .map(|_| {
@@ -55,7 +55,7 @@ impl Dice {
     }
 }
 
-/// What a row is after each number of steps: weights and slots as bits.
+/// The row after each number of steps: weights and slots as bits.
 struct Life(Vec<Vec<u32>>);
 
 impl Life {
@@ -77,7 +77,7 @@ impl Life {
         Self(states)
     }
 
-    /// How many steps made these floats, the first ones of a row.
+    /// The number of steps that made these floats, which are the first ones of a row.
     fn steps(&self, floats: &[f32]) -> Option<u32> {
         let is = |state: &Vec<u32>| floats.iter().zip(state).all(|(float, bits)| float.to_bits() == *bits);
         self.0.iter().position(is).map(|steps| steps as u32)
@@ -90,7 +90,7 @@ fn wanted(policy: PolicyKind, on_full: OnFull, dir: Option<&Path>, reopen: Reope
     wanted.on_full = on_full;
     wanted.initializer = Initializer::Constant { value: 1.0 };
     wanted.host_bytes = HOST_ROWS * embcache::cache::host_row_bytes(&wanted.layout(), policy);
-    // A cap of fewer rows than there are ids makes rows leave by policy.
+    // With a cap of fewer rows than there are ids, rows leave by policy.
     let bytes = if on_full == OnFull::Evict { SSD_BYTES * 2 / 5 } else { SSD_BYTES };
     wanted.ssd = dir.map(|dir| SsdConfig { dir: dir.to_owned(), bytes, reopen, resume_token: None });
     wanted
@@ -104,7 +104,7 @@ struct World {
     begun: Vec<AtomicU32>,
     done: Vec<AtomicU32>,
     trainers: AtomicU64,
-    /// Counts of what the run is for.
+    /// Counts of the events for which the run is made.
     overflows: AtomicU64,
     exports: AtomicU64,
     moments: AtomicU64,
@@ -127,7 +127,7 @@ impl World {
         self.trainers.load(Ordering::SeqCst) > 0 && !self.failed.load(Ordering::SeqCst)
     }
 
-    /// Check rows read between two looks at the counters: `floats` a row.
+    /// Check rows, of `floats` floats each, that were read between two looks at the counters.
     fn check(&self, ids: &[Id], rows: &[f32], floats: usize, least: &[u32], zeros: bool) {
         let most = World::count(&self.begun, ids);
         for (at, &id) in ids.iter().enumerate() {
@@ -146,7 +146,7 @@ impl World {
         }
     }
 
-    /// A trainer: plans ahead, abandons some, trains the others.
+    /// A trainer. It plans ahead, gives some plans up, and trains the others.
     fn train(&self, number: u64, steps: u64) {
         let mut dice = Dice(number << 32);
         let mut waiting: VecDeque<(Plan, Vec<Id>)> = VecDeque::new();
@@ -155,7 +155,7 @@ impl World {
             let ahead = dice.roll(4) > 0;
             waiting.push_back((self.rig.plan(&ids, true, ahead, false).unwrap(), ids));
             if dice.roll(12) == 0 {
-                // Dropped with its reads under way.
+                // The plan is dropped while its reads run.
                 waiting.pop_back();
             }
             let window = 1 + dice.roll(3) as usize;
@@ -202,7 +202,7 @@ impl World {
         }
     }
 
-    /// Exports, of which training may end some; what they give is whole rows, each once.
+    /// Export. Training may end an export, and what it gives is whole rows, each once.
     fn export(&self) {
         while self.running() {
             let least = World::count(&self.done, &(0..IDS).collect::<Vec<Id>>());
@@ -225,7 +225,7 @@ impl World {
         }
     }
 
-    /// Moments, which nothing ends: every row whole, once, and as of the moment.
+    /// Take moments, which nothing ends. Every row is whole, comes once, and is as of the moment.
     fn moment(&self, engine: &Arc<dyn IoEngine>, dir: &Path) {
         let all: Vec<Id> = (0..IDS).collect();
         let mut dice = Dice(1 << 63);
@@ -264,7 +264,7 @@ impl World {
         }
     }
 
-    /// Imports, reads and removes rows that nobody else uses.
+    /// Import, read and remove rows that nobody else uses.
     fn import(&self) {
         let mut dice = Dice(1 << 61);
         let mut version = vec![0_u32; OWN as usize];
@@ -322,7 +322,7 @@ impl World {
         }
     }
 
-    /// What must hold at any moment.
+    /// Check what must always hold.
     fn watch(&self) {
         while self.running() {
             let stats = self.rig.table.stats().unwrap();
@@ -344,7 +344,7 @@ fn vector(id: Id, version: u32) -> Vec<f32> {
     (0..2 * DIM).map(|at| (id * 64 + at as Id) as f32 + version as f32 / 1024.0).collect()
 }
 
-/// Run everything at once on `engine`, then check every row, and every row again after a flush and a resume.
+/// Run everything at once on `engine`, check every row, and check it again after a flush and a resume.
 fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: OnFull) {
     let steps = STEPS * times();
     let rig = Rig::open(wanted(policy, on_full, Some(dir), Reopen::Discard), engine.clone()).unwrap();
@@ -396,7 +396,7 @@ fn stress(engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind, on_full: O
     );
 }
 
-/// Nothing is pinned, and every row is what was done to it, in RAM, on SSD and after a resume.
+/// Check that nothing is pinned, and that every row is what was done to it, in RAM, on SSD and after a resume.
 fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: PolicyKind) {
     let stats = world.rig.table.stats().unwrap();
     assert_eq!(stats.pinned_rows, 0, "a pin was not returned");
@@ -428,7 +428,7 @@ fn at_rest(world: &World, engine: &Arc<dyn IoEngine>, dir: &Path, policy: Policy
     assert_eq!(resumed.table.step().unwrap(), stats.step);
 }
 
-/// Ids and steps of every row, sorted, each checked to be whole.
+/// The ids and the steps of all rows, sorted. Each row is checked to be whole.
 fn rows_of(world: &World, rig: &Rig) -> Vec<(Id, u32)> {
     let mut rows = Vec::new();
     let sink = &mut |chunk: embcache::cache::Chunk| {
@@ -469,7 +469,7 @@ fn every_row_is_whole_where_rows_leave_a_full_table_by_policy() {
 }
 
 fn on_disk(engine: &Arc<dyn IoEngine>) {
-    // Beside the build, which is on a disk where the temporary directory may be RAM.
+    // The folder is beside the build, which is on a disk. The temporary directory may be in RAM.
     let scratch = tempfile::Builder::new().prefix("stress-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     stress(engine, &scratch.path().join("t"), PolicyKind::S3Fifo, OnFull::Error);
 }

@@ -1,4 +1,4 @@
-//! Saves that begin and end while others sweep the same directory.
+//! Saves that begin and end while other saves sweep the same directory.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use embcache::io::{DirLock, Fault, FaultEngine, Hold, IoEngine, IoFile, Open, Op
 
 use crate::made::{ROOT, Table, load, memory, on, save, save_delta};
 
-/// An engine under which another save sweeps `root` before each directory is locked, unless somebody holds `root` then.
+/// An engine under which another save sweeps `root` before each directory is locked, unless somebody holds `root` at that moment.
 #[derive(Debug)]
 struct Swept {
     inner: Arc<dyn IoEngine>,
@@ -126,7 +126,7 @@ fn no_error_of_the_system_removes_what_a_checkpoint_that_is_being_read_builds_on
             let faults = FaultEngine::new(Arc::new(image.clone()));
             faults.hit_once(operation, passing, Fault::Fail(errno));
             let engine: Arc<dyn IoEngine> = Arc::new(faults.clone());
-            // Whether it ends well or not.
+            // This save may end well or not.
             drop(save(&engine, root, &tables(2), 1, 4096, 3));
             for published in [&full, &delta] {
                 let manifest = root.join(published.latest.to_string()).join("manifest.json");

@@ -1,4 +1,5 @@
-//! Saves beside training: the files are those of a blocking save at the same moment, and no stop or error costs the checkpoint before.
+//! Saves beside training. Their files are those of a blocking save at the same instant, and no stop or error costs the checkpoint
+//! before.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -17,7 +18,7 @@ use crate::made::{ROOT, Rows, load, memory};
 
 const RANDOM: u64 = 5;
 
-/// A table in RAM, one with a device tier, and one on all tiers, trained.
+/// A table in RAM, one with a device tier, and one on all tiers. All were trained.
 pub(crate) fn rigs() -> Vec<Rig> {
     let tiers = [(None, 400, false), (Some(20), 400, false), (Some(15), 20, true)];
     let rigs = tiers.into_iter().enumerate().map(|(number, (device_rows, host_rows, ssd))| {
@@ -56,12 +57,13 @@ fn to_save(rigs: &[Rig], base: Option<&Ancestor>) -> Vec<TableToSave> {
     rigs.iter().map(to_save).collect()
 }
 
-/// What the next save is published with.
+/// The epoch with which the next save is published.
 pub(crate) fn next_epoch(rigs: &[Rig]) -> u32 {
     rigs.iter().map(|rig| rig.table.epoch().unwrap()).max().unwrap() + 1
 }
 
-/// A save beside training, of what changed since `base` if there is one: `between` happens after the moment, `within` after each table.
+/// Save beside training, in full or as a delta on `base`. `between` is called after the moment was taken, and `within` after each
+/// table.
 pub(crate) fn save_beside(
     engine: &Arc<dyn IoEngine>,
     rigs: &[Rig],

@@ -1,4 +1,5 @@
-//! Deltas saved beside training: no stop costs the chain they build on, and the next delta is right, of the same run and of another.
+//! Deltas that are saved beside training. No stop costs the chain on which they build, and the next delta is right, in the same run
+//! and in another.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -13,7 +14,7 @@ use embcache_tests::Rig;
 use crate::beside::{loaded, next_epoch, rigs, rows_of, save_beside, save_blocking, train_all};
 use crate::made::{ROOT, memory};
 
-/// Rows change, leave, and come back.
+/// Change rows, remove some, and bring some back.
 fn change(rigs: &[Rig], salt: Id) {
     for rig in rigs {
         let gone: Vec<Id> = (0..190).filter(|id| (id + salt) % 11 == 0).collect();
@@ -26,7 +27,7 @@ fn ancestor(saved: &Published, next_epoch: u32) -> Ancestor {
     Ancestor { name: saved.identity.name.clone(), manifest_xxh3: saved.identity.manifest_xxh3, next_epoch }
 }
 
-/// Save every row; the tables descend from that.
+/// Save every row. The tables descend from this checkpoint.
 fn save_full(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Ancestor {
     let next_epoch = next_epoch(rigs);
     let made = ancestor(&save_blocking(engine, rigs).unwrap(), next_epoch);
@@ -37,7 +38,7 @@ fn save_full(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Ancestor {
     made
 }
 
-/// Save what changed since `base` while rows change; whether it succeeded is told to the tables.
+/// Save what changed since `base` while rows change. The tables are told whether this succeeded.
 fn save_changes(engine: &Arc<dyn IoEngine>, rigs: &[Rig], base: &Ancestor) -> embcache::Result<Ancestor> {
     let next_epoch = next_epoch(rigs);
     let result = save_beside(engine, rigs, Some(base), || change(rigs, 4), || change(rigs, 5), 1);
@@ -48,7 +49,7 @@ fn save_changes(engine: &Arc<dyn IoEngine>, rigs: &[Rig], base: &Ancestor) -> em
     result
 }
 
-/// The next delta on `base`, and what is swept by it.
+/// Save the next delta on `base`, and check what that sweeps.
 fn goes_on(image: &MemoryEngine, rigs: &[Rig], base: &Ancestor) {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let now = rows_of(rigs);
@@ -59,7 +60,7 @@ fn goes_on(image: &MemoryEngine, rigs: &[Rig], base: &Ancestor) {
     assert_eq!(image.list(Path::new(ROOT)).unwrap().len(), 2 + chain.names().count(), "orphans are swept");
 }
 
-/// A run that begins with what `LATEST` names.
+/// Begin a run with the checkpoint that `LATEST` names.
 fn resumed(image: &MemoryEngine) -> (Vec<Rig>, Ancestor) {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let chain = Chain::open(&engine, Path::new(ROOT), Latest::read(image, Path::new(ROOT)).unwrap()).unwrap();
@@ -105,14 +106,14 @@ fn a_stop_at_every_operation_of_a_delta_beside_training_keeps_the_chain_and_the_
             } else {
                 replaced += 1;
             }
-            // Of a process that loads what is there.
+            // Another process loads the checkpoint.
             let (others, latest) = resumed(&image);
             assert!(rows_of(&others) == found);
             assert_eq!(latest == base, found == old);
             change(&others, 7);
             goes_on(&image, &others, &latest);
         }
-        // Of the same process, when its disk is back.
+        // The same process saves again when its disk works again.
         let image = memory.kill();
         if result.is_err() && loaded(image.clone()) == old {
             goes_on(&image, &all, &base);

@@ -1,4 +1,5 @@
-//! Tensors that grow beside each other in files: every byte in its place, zeros between, and no half that is called whole.
+//! Tensors that grow beside each other in files. Every byte is at its position, there are zeros between them, and no half file
+//! passes for whole.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -35,7 +36,7 @@ fn write(engine: &dyn IoEngine, threads: usize) -> embcache::Result<Vec<Vec<u32>
     let (files, places) = layout();
     let writer = BlockWriter::new(engine, &files, &places, CHUNK, threads)?;
     let mut filled = vec![0_usize; places.len()];
-    // In turns, in lengths that fit neither pages nor pieces.
+    // The tensors grow in turns, by lengths that fit neither pages nor pieces.
     while filled.iter().zip(&places).any(|(filled, place)| (*filled as u64) < place.bytes) {
         for (block, place) in places.iter().enumerate() {
             let count = (place.bytes as usize - filled[block]).min(700_001 + block);

@@ -1,4 +1,4 @@
-//! Whatever stops a save, a load finds the checkpoint before or the new one, whole.
+//! Whatever stops a save, a load finds either the checkpoint before or the new one, whole.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ fn load_from(engine: MemoryEngine) -> Vec<Table> {
     load(&(Arc::new(engine) as Arc<dyn IoEngine>), Path::new(ROOT), 3).expect("a whole checkpoint")
 }
 
-/// A disk with a first checkpoint on it.
+/// A disk with a first checkpoint.
 fn with_first() -> MemoryEngine {
     let memory = memory();
     save_to(memory.clone(), 1).expect("saved");
@@ -59,7 +59,7 @@ fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one() {
             } else {
                 replaced += 1;
             }
-            // And saving goes on from there.
+            // Saving goes on from there.
             save_to(image.clone(), 3).expect("saved");
             assert_eq!(load_from(image.clone()), tables(3));
             assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 3, "orphans are swept");
@@ -98,7 +98,7 @@ fn the_first_save_to_a_directory_is_there_as_a_whole_or_not_at_all() {
 #[test]
 fn a_save_without_latest_keeps_complete_checkpoints_until_it_is_complete_itself() {
     let latest = Path::new(ROOT).join("LATEST");
-    // It is missing, damaged, or names a checkpoint that is not there.
+    // LATEST is missing, is damaged, or names a checkpoint that does not exist.
     for now in [None, Some("000"), Some("0000000009-0123456789abcdef\n")] {
         let (mut stops, mut kept) = (0, 0);
         loop {
@@ -182,8 +182,8 @@ fn a_read_that_fails_while_loading_is_reported() {
     assert!(passing > 20);
 }
 
-/// Stop `work` at every operation that changes the disk, on a chain of the first `links` moments: a load then finds the last of them, or
-/// the moment `after`; the save that follows a stop goes on from there.
+/// Stop `work` at every operation that changes the disk, on a chain of the first `links` versions of the tables. A load then finds
+/// the last of these or the version `after`, and the next save goes on from there.
 fn stop_everywhere(
     links: usize,
     after: usize,
@@ -213,7 +213,7 @@ fn stop_everywhere(
                 && Latest::read(&image, Path::new(ROOT)).ok() == Some(saved[links - 1].latest)
             {
                 kept += 1;
-                // What the next delta builds on is there whole.
+                // What the next delta builds on is whole.
                 let pair = (&*moments[links - 1], &*moments[3]);
                 let options = on(&saved[links - 1].identity);
                 save_delta(&again, Path::new(ROOT), pair, (1, 400), 9, options).expect("a delta");

@@ -1,4 +1,4 @@
-//! A full checkpoint and the deltas after it load as the rows that there were at the last one, and nothing else does.
+//! A full checkpoint and its deltas load as the rows at the last delta, and as nothing else.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ fn root() -> &'static Path {
     Path::new(ROOT)
 }
 
-/// Tables at some moments: rows change, come, leave and come back.
+/// Versions of tables. From one to the next, rows change, come, leave and come back.
 pub(crate) fn moments(count: u64) -> Vec<Vec<Table>> {
     let at = |salt: u64| {
         let table = |name: &str, optimizer, dim| {
             let mut now = Table::new("m", name, optimizer, dim, &(0..60).collect::<Vec<Id>>(), 0);
             for moment in 1..=salt {
-                // Of the ids, one in eight changes; one in nine leaves, to be back at the next moment but one.
+                // One in eight ids changes. One in nine leaves, and is back in the version after the next.
                 let ids: Vec<Id> = (0..90 + moment as Id).filter(|id| (*id + moment as Id) % 8 == 0).collect();
                 now.rows.extend(Table::new("m", name, optimizer, dim, &ids, moment).rows);
                 now.rows.retain(|id, _| (*id + moment as Id) % 9 != 0);
@@ -40,7 +40,7 @@ pub(crate) fn moments(count: u64) -> Vec<Vec<Table>> {
     (0..count).map(at).collect()
 }
 
-/// Save the moments as a full checkpoint and deltas, by so many ranks each.
+/// Save the versions as a full checkpoint and deltas. `worlds` are the numbers of ranks that save each.
 pub(crate) fn save_chain(engine: &Arc<dyn IoEngine>, moments: &[Vec<Table>], worlds: &[u32]) -> Vec<Published> {
     let mut saved = vec![save(engine, root(), &moments[0], worlds[0], 400, 7).expect("saved")];
     for (n, pair) in moments.windows(2).enumerate() {
@@ -52,7 +52,7 @@ pub(crate) fn save_chain(engine: &Arc<dyn IoEngine>, moments: &[Vec<Table>], wor
     saved
 }
 
-/// Merge what `LATEST` names, by `world` ranks.
+/// Merge the checkpoint that `LATEST` names with those it builds on, by `world` ranks.
 pub(crate) fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> embcache::Result<Published> {
     let latest = Latest::read(&**engine, root())?;
     let merged = Compaction::open(engine, root(), latest)?.expect("a chain");
@@ -88,7 +88,7 @@ fn any_world_size_loads_deltas_that_others_saved() {
             let loaded = load_chain(&engine, root(), 2, newest, Some(ids_at_once));
             assert_eq!(loaded.expect("loaded in parts"), moments[4]);
         }
-        // Every link is there, and loads.
+        // Every link of the chain exists and loads.
         for (published, moment) in saved.iter().zip(&moments) {
             assert_eq!(load_chain(&engine, root(), 3, published.latest, None).expect("loaded"), *moment);
         }
@@ -142,7 +142,7 @@ fn a_missing_link_and_another_in_its_place_are_refused() {
         let error = load(&engine, root(), 1).expect_err("a gap");
         assert_eq!(error.kind(), Kind::Corruption);
         assert!(error.to_string().contains(&saved[broken].identity.name), "{error}");
-        // One of the same name, as whole as any, of another run.
+        // This checkpoint has the same name and is whole too, but it comes from another run.
         let (other, foreign) = in_memory();
         let options = [SaveOptions::default(), on(&saved[0].identity), on(&saved[1].identity)];
         let name: CheckpointName = saved[broken].identity.name.parse().expect("a name");
@@ -156,7 +156,7 @@ fn a_missing_link_and_another_in_its_place_are_refused() {
     }
 }
 
-/// Make the next save to `other` be number `seq`, on what it is to build on, as it is in `memory`.
+/// Make the next save to `other` number `seq`, and give it what it builds on as that is in `memory`.
 fn place_before((memory, other): (&MemoryEngine, &MemoryEngine), seq: u64, saved: &[Published], broken: usize) {
     if broken > 0 {
         let before = saved[broken - 1].latest;
@@ -167,7 +167,7 @@ fn place_before((memory, other): (&MemoryEngine, &MemoryEngine), seq: u64, saved
     }
 }
 
-/// Save another moment's rows under the name that the moment `broken` had.
+/// Save the rows of another version under the name that the version `broken` had.
 fn save_delta_or_full(
     engine: &Arc<dyn IoEngine>,
     moments: &[Vec<Table>],
@@ -185,7 +185,7 @@ fn save_delta_or_full(
     }
 }
 
-/// Copy a directory's files.
+/// Copy the files of a directory.
 fn copy(from: &MemoryEngine, to: &MemoryEngine, dir: &Path) {
     to.create_dir_all(dir).expect("made");
     for path in from.list(dir).expect("listed") {
@@ -207,7 +207,7 @@ fn a_delta_on_what_is_no_longer_the_newest_is_not_published() {
     let moments = moments(3);
     let (_, engine) = in_memory();
     let saved = save_chain(&engine, &moments[..2], &[1]);
-    // Two deltas at once on the same: the first wins, and what it builds on stays.
+    // Two deltas on the same parent are saved at once. The first one wins, and its parent stays.
     let second = Save::begin_with(Arc::clone(&engine), root(), 1, on(&saved[1].identity)).expect("begun");
     save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 2, on(&saved[1].identity)).expect("published");
     assert_eq!(kind(second.publish(&[], 1)), Kind::State, "without ranks there is nothing to publish");

@@ -1,4 +1,5 @@
-//! Extents and parts: bytes come back as they were written, damage is found, and stops leave the checkpoint before or the new one.
+//! Extents and parts. Bytes come back as they were written, damage is found, and a stop leaves the checkpoint before or the new
+//! one.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,12 +15,12 @@ use crate::made::{ROOT, Table, kind, load, memory};
 const WORLD: u32 = 2;
 const META: &[u8] = b"what the extents mean";
 
-/// Bytes that follow from their place and `salt`.
+/// Bytes that follow from their position and `salt`.
 fn bytes(len: usize, salt: u64) -> Vec<u8> {
     (0..len).map(|at| hash_id((at as u64 / 8) as i64 ^ (salt << 40) as i64).to_le_bytes()[at % 8]).collect()
 }
 
-/// What a rank writes: empty, small, and larger than files and pieces.
+/// The extents that a rank writes: empty, small, and larger than files and pieces.
 fn contents(rank: u32, salt: u64, large: usize) -> Vec<Vec<u8>> {
     let salt = salt * 100 + u64::from(rank) * 10;
     [0, 1, 4096, 4097, 70_000, large].iter().enumerate().map(|(n, &len)| bytes(len, salt + n as u64)).collect()
@@ -30,10 +31,10 @@ fn tables(salt: u64) -> Vec<Table> {
     vec![Table::new("m", "a", RowWiseAdagrad, 3, &ids, salt)]
 }
 
-/// What [`Save::adopt`] takes of a rank.
+/// What [`Save::adopt`] takes from a rank.
 type Named = Vec<(PathBuf, PartName, RankDigest)>;
 
-/// One rank's parts: tables in one, extents in the other.
+/// Write the parts of one rank. One part has tables, the other extents.
 fn write(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
@@ -61,7 +62,7 @@ fn write(
     Ok((extents, vec![sparse, dense], digests))
 }
 
-/// A save by two ranks; each rank's extents.
+/// Save as two ranks. The result is the extents of each rank.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Result<Vec<Vec<Extent>>> {
     sweep_parts(&**engine, root)?;
     let (mut extents, mut held, mut named) = (Vec::new(), Vec::new(), Vec::new());
@@ -80,7 +81,7 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Res
     Ok(extents)
 }
 
-/// Every byte of what `LATEST` names, by rank and extent.
+/// Every byte of the checkpoint that `LATEST` names, by rank and extent.
 fn read(engine: &Arc<dyn IoEngine>, root: &Path, extents: &[Vec<Extent>]) -> Result<Vec<Vec<Vec<u8>>>> {
     let checkpoint = Checkpoint::open(Arc::clone(engine), root, Latest::read(&**engine, root)?)?;
     assert_eq!(checkpoint.dense_metadata()?.as_deref(), Some(META));
@@ -100,7 +101,7 @@ fn written(salt: u64, large: usize) -> Vec<Vec<Vec<u8>>> {
 fn extents_come_back_whole_and_in_parts_across_files_and_pieces() {
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
     let dir = tempfile::tempdir().expect("a directory");
-    // Larger than two pieces: threads write, and files are larger than a piece.
+    // This is larger than two pieces, so threads write, and files are larger than a piece.
     let large = (9 << 20) + 5;
     let extents = save(&engine, dir.path(), 1, large).expect("saved");
     assert!(extents.iter().flatten().all(|extent| extent.offset % 4096 == 0));
@@ -140,7 +141,7 @@ fn a_flipped_bit_anywhere_is_found() {
                 dirs.push(path);
                 continue;
             }
-            // The lock is the savers'; a load does not read it.
+            // The lock belongs to savers, and a load does not read it.
             if path.file_name().is_some_and(|name| name == "lock") {
                 continue;
             }

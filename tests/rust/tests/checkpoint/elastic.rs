@@ -1,4 +1,4 @@
-//! Tables of the cache saved by some ranks and loaded by others: every row, slot and metadata, whatever tiers either have.
+//! Some ranks save tables of the cache, and others load them. Every row, slot and metadata is the same, whatever tiers either have.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,7 +21,7 @@ fn ids() -> Vec<Id> {
     (0..ROWS).map(|n| hash_id(n) as Id).collect()
 }
 
-/// The part of `rank` in `world`, whose tiers are such and such by turns: RAM, RAM and SSD, all three.
+/// The configuration of `rank` in `world`. The tiers differ from rank to rank: RAM; RAM and SSD; all three.
 fn rank_of(rank: u32, world: u32, dim: usize, optimizer: OptimizerKind, place: &str) -> TableConfig {
     let kind = (rank + world) % 3;
     let mut config = config(dim, optimizer, if kind == 0 { 2 * ROWS as u64 } else { 150 });
@@ -39,7 +39,7 @@ fn ranks(engine: &Arc<dyn IoEngine>, world: u32, dim: usize, optimizer: Optimize
     (0..world).map(open).collect()
 }
 
-/// Train every rank's own ids in batches, some of them twice.
+/// Train the own ids of every rank in batches, and some of them twice.
 fn train(ranks: &[Rig]) -> Contents {
     for rig in ranks {
         let config = rig.table.config();
@@ -61,7 +61,7 @@ fn save(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize) {
     save_on(engine, ranks, group_bytes, None);
 }
 
-/// Save all rows, or what changed since an ancestor; what the next delta builds on.
+/// Save all rows, or what changed since an ancestor. The result is the ancestor on which the next delta builds.
 fn save_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Option<&Ancestor>) -> Ancestor {
     let parent = on.map(|on| Parent { name: on.name.clone(), manifest_xxh3: on.manifest_xxh3 });
     let options = SaveOptions { parent, ..SaveOptions::default() };
@@ -83,7 +83,7 @@ fn save_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Op
     Ancestor { name, manifest_xxh3, next_epoch }
 }
 
-/// As `save_on`; the ranks go on from there.
+/// Do what `save_on` does, and let the ranks go on from there.
 fn go_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Option<&Ancestor>) -> Ancestor {
     let made = save_on(engine, ranks, group_bytes, on);
     for rig in ranks {
@@ -134,7 +134,7 @@ fn a_chain_loads_into_any_tiers_as_the_tables_were_when_its_last_link_was_saved(
 
 #[test]
 fn any_number_of_ranks_loads_the_tables_of_any_other_into_any_tiers() {
-    // Rows of 64 bytes are copied past the caches, those of 20 are not.
+    // Rows of 64 bytes are copied past the processor's caches, and those of 20 bytes are not.
     for (dim, optimizer) in [(16, OptimizerKind::Adam), (5, OptimizerKind::RowWiseAdagrad)] {
         for writers in 1..=4 {
             let engine: Arc<dyn IoEngine> = Arc::new(memory());
@@ -144,7 +144,7 @@ fn any_number_of_ranks_loads_the_tables_of_any_other_into_any_tiers() {
             save(&engine, &saved, 20_000);
             for readers in 1..=4 {
                 let loaded = ranks(&engine, readers, dim, optimizer, &format!("loaded-{writers}"));
-                // What was there goes.
+                // Rows that were there before go.
                 loaded[0].train(&[loaded_id(&loaded[0])], 1, 5).expect("trained");
                 load(&engine, &loaded);
                 assert!(all(&loaded) == expected, "{writers} to {readers} ranks, dim {dim}");
@@ -154,7 +154,7 @@ fn any_number_of_ranks_loads_the_tables_of_any_other_into_any_tiers() {
     }
 }
 
-/// An id of a rank's own that no test saves.
+/// An id that belongs to a rank, and that no test saves.
 fn loaded_id(rig: &Rig) -> Id {
     let config = rig.table.config();
     let own = |id: &Id| config.buckets.contains(&config.bucketing().of(*id));
@@ -182,7 +182,7 @@ fn a_loaded_table_trains_on_as_the_one_that_was_saved() {
     assert!(all(&loaded) == all(&saved));
 }
 
-/// Looks rows up, so that others leave for the SSD tier, whenever an export asks whether there is room.
+/// Looks rows up whenever an export asks whether there is room, so that other rows leave for the SSD tier.
 struct Reading<'a> {
     rig: &'a Rig,
     turn: i64,
@@ -218,7 +218,7 @@ impl GroupSink for Reading<'_> {
 fn an_export_gives_every_row_once_while_lookups_move_rows_between_tiers() {
     for kind in 0..3 {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
-        // The tiers of rank `kind` of three.
+        // The tiers are those of rank `kind` of three.
         let mut config = rank_of(kind, 3, 16, OptimizerKind::Adam, "tiers");
         config.buckets = 0..config.total_num_buckets;
         let rigs = [Rig::open(config, engine).expect("opened")];

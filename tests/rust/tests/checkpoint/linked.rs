@@ -1,5 +1,5 @@
-//! Snapshots of tables whose SSD tier's segments are linked, not written again: whole after every stop, unchanged by what the table does
-//! afterwards, and opened as a table again.
+//! Linked checkpoints: the segments of a table's SSD tier are linked and not written again. They are whole after every stop, do not
+//! change when the table goes on, and can be opened as a table again.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -65,10 +65,10 @@ pub(crate) fn chain(engine: &Arc<dyn IoEngine>) -> embcache::Result<Chain> {
     Chain::open(engine, Path::new(ROOT), Latest::read(&**engine, Path::new(ROOT))?)
 }
 
-/// The rows of the newest checkpoint, read as any checkpoint is.
+/// The rows of the newest checkpoint, read in the same way as those of any checkpoint.
 pub(crate) fn read(engine: &Arc<dyn IoEngine>) -> embcache::Result<Contents> {
     let mut rows = Contents::new();
-    // In two parts, each of which leaves the rows of the other out.
+    // They are read in two parts, each of which leaves out the rows of the other.
     for buckets in [0..5, 5..13] {
         chain(engine)?.table_reader("m", "t", buckets)?.read(&mut |headers, vectors| {
             let floats = vectors.len() / headers.len();
@@ -82,7 +82,7 @@ pub(crate) fn read(engine: &Arc<dyn IoEngine>) -> embcache::Result<Contents> {
     Ok(rows)
 }
 
-/// The table opened from the newest checkpoint, which is a snapshot.
+/// The table that is opened from the newest checkpoint, which is a linked one.
 pub(crate) fn open(engine: &Arc<dyn IoEngine>) -> embcache::Result<Table> {
     let chain = chain(engine)?;
     let files = chain.links()[0].segments_of("m", "t", &(0..13))?.expect("a snapshot's segments");
@@ -147,7 +147,7 @@ fn a_stop_at_every_operation_leaves_the_checkpoint_before_or_the_snapshot_and_th
                 kept += 1;
                 let resumed = Rig::open(table_config(Reopen::Resume), Arc::clone(&image)).expect("resumed");
                 assert_eq!(resumed.contents().expect("exported"), old, "after {stops} changes");
-                // And saving goes on from there.
+                // Saving goes on from there.
                 save(&image, &resumed.table, 3, true).expect("saved");
                 assert_eq!(read(&image).expect("read"), old);
             }
@@ -234,7 +234,7 @@ fn another_file_system_gets_copies_and_the_report_says_so() {
         assert_eq!(engine.open(&path, Open::Read).expect("opened").links().expect("counted"), 1);
     }
     drop(rig);
-    // They are durable.
+    // The rows are durable.
     let crashed: Arc<dyn IoEngine> = Arc::new(memory.crash());
     assert_eq!(read(&crashed).expect("read"), moment);
     assert_eq!(contents(&open(&shared).expect("opened")), moment);
@@ -296,7 +296,7 @@ fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
     let error = snapshot.links()[0].segments_of("m", "t", &(0..7)).expect_err("other buckets");
     assert_eq!(error.kind(), Kind::Mismatch);
     assert!(error.to_string().contains(&format!("`embcache compact {ROOT}`")), "{error}");
-    // Divided anew, elsewhere; and in its place.
+    // The checkpoint is divided anew, once elsewhere and once in its own directory.
     let elsewhere = Path::new("/checkpoints/elsewhere");
     engine.create_dir_all(elsewhere).expect("made");
     reshard(&engine, &snapshot, elsewhere, 5, 3).expect("written");

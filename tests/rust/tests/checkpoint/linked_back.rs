@@ -1,4 +1,5 @@
-//! Snapshots linked back into tables: whole after every stop of a load, and never a file that somebody else may write.
+//! Linked checkpoints that are linked back into tables. A table is whole after every stop of a load, and has no file that somebody
+//! else may write.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ fn a_stop_at_every_operation_of_a_load_leaves_the_snapshot_whole_and_the_tier_on
             segments(engine, &dir).iter().map(|path| read_file(engine, path, 1 << 20).expect("read")).collect()
         };
         let bytes = bytes_in(&memory);
-        // What the load replaces.
+        // The load replaces these rows.
         train(&rig, 8..12);
         rig.table.flush(1).expect("flushed");
         let replaced = rig.contents().expect("exported");
@@ -84,7 +85,7 @@ fn a_snapshot_that_is_removed_while_it_is_loaded_is_missed() {
     let error = std::thread::scope(|scope| {
         let loading = scope.spawn(|| open(&shared).map(drop));
         engine.wait_until_held();
-        // Open by now, and with no name that keeps a tier from writing it again.
+        // The files are open by now, and have no name that keeps a tier from writing them again.
         for path in &paths {
             memory.remove_file(path).expect("removed");
         }

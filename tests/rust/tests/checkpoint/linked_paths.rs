@@ -1,4 +1,4 @@
-//! Somebody changes what lies on the way between an SSD tier and its snapshot while files are linked: nothing is made elsewhere, and
+//! Somebody changes what lies between an SSD tier and its linked checkpoint while files are linked. Nothing is made elsewhere, and
 //! nothing else is linked.
 
 use std::collections::BTreeMap;
@@ -18,16 +18,16 @@ use embcache_tests::{Contents, Rig};
 
 use crate::linked::{contents, table_config, train};
 
-struct Place {
+struct Fixture {
     base: tempfile::TempDir,
     root: PathBuf,
     tier: PathBuf,
-    /// Somebody else's, with a file of each segment's name.
+    /// A directory of somebody else, with a file of each segment's name.
     victim: PathBuf,
     engine: FaultEngine,
 }
 
-impl Place {
+impl Fixture {
     fn new() -> Self {
         let base = tempfile::Builder::new().prefix("embcache").tempdir().expect("made");
         let dir = |name: &str| {
@@ -52,7 +52,7 @@ impl Place {
         rig
     }
 
-    /// Save a snapshot; the paths as they were checked.
+    /// Save a linked checkpoint through paths as they were checked.
     fn save(&self, table: &Table) -> embcache::Result<LinkedTable> {
         let (root, directory) = open_to_save(&self.root)?;
         let engine = BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory);
@@ -64,7 +64,7 @@ impl Place {
         Ok(linked)
     }
 
-    /// The snapshot's segments, wherever its directory is by now.
+    /// The segments of the linked checkpoint, wherever its directory is by now.
     fn segments(&self, root: &Path) -> embcache::Result<SegmentFiles> {
         let (root, directory) = open_to_load(root)?;
         let engine = BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory);
@@ -79,7 +79,7 @@ impl Place {
         contents(&table.expect("opened"))
     }
 
-    /// Do something while the first file is about to be linked by `work`.
+    /// Do `attack` while `work` is about to link the first file.
     fn amid<T: Send>(&self, work: impl FnOnce() -> T + Send, attack: impl FnOnce()) -> T {
         self.engine.hold(Operation::Link);
         std::thread::scope(|scope| {
@@ -102,54 +102,54 @@ fn segments_in(dir: &Path) -> Vec<PathBuf> {
     names(dir).into_iter().filter(|path| path.extension().is_some_and(|found| found == "seg")).collect()
 }
 
-/// The directory of the checkpoint's one table.
+/// The directory of the checkpoint's only table.
 fn table_dir(root: &Path) -> PathBuf {
     names(root).into_iter().map(|path| path.join("m+t")).find(|path| path.is_dir()).expect("there")
 }
 
 #[test]
 fn a_checkpoints_directory_swapped_for_a_link_gets_no_segment_elsewhere() {
-    let place = Place::new();
-    let rig = place.trained();
-    let moved = place.base.path().join("moved");
+    let fixture = Fixture::new();
+    let rig = fixture.trained();
+    let moved = fixture.base.path().join("moved");
     let swap = || {
-        fs::rename(&place.root, &moved).expect("renamed");
-        symlink(&place.victim, &place.root).expect("linked");
+        fs::rename(&fixture.root, &moved).expect("renamed");
+        symlink(&fixture.victim, &fixture.root).expect("linked");
     };
-    let linked = place.amid(|| place.save(&rig.table), swap).expect("saved where it was");
+    let linked = fixture.amid(|| fixture.save(&rig.table), swap).expect("saved where it was");
     assert!(linked.bytes.linked > 0 && linked.bytes.copied == 0, "{linked:?}");
-    assert!(names(&place.victim).is_empty());
-    assert_eq!(place.load(&moved), rig.contents().expect("exported"));
+    assert!(names(&fixture.victim).is_empty());
+    assert_eq!(fixture.load(&moved), rig.contents().expect("exported"));
 }
 
 #[test]
 fn a_tables_directory_swapped_for_a_link_amid_the_links_is_refused() {
-    let place = Place::new();
-    let rig = place.trained();
+    let fixture = Fixture::new();
+    let rig = fixture.trained();
     let swap = || {
-        let dir = table_dir(&place.root);
+        let dir = table_dir(&fixture.root);
         fs::rename(&dir, dir.with_extension("moved")).expect("renamed");
-        symlink(&place.victim, &dir).expect("linked");
+        symlink(&fixture.victim, &dir).expect("linked");
     };
-    let error = place.amid(|| place.save(&rig.table), swap).expect_err("a link is in the way");
+    let error = fixture.amid(|| fixture.save(&rig.table), swap).expect_err("a link is in the way");
     assert_eq!(error.kind(), Kind::Path, "{error}");
-    assert!(names(&place.victim).is_empty() && !error.to_string().contains("/proc/self/fd"), "{error}");
-    // Nothing names what was begun.
-    assert!(!place.root.join("LATEST").exists());
+    assert!(names(&fixture.victim).is_empty() && !error.to_string().contains("/proc/self/fd"), "{error}");
+    // Nothing names the save that was begun.
+    assert!(!fixture.root.join("LATEST").exists());
 }
 
 #[test]
 fn what_takes_the_name_of_a_segment_is_not_linked() {
     for kind in ["link", "file"] {
-        let place = Place::new();
-        let rig = place.trained();
-        let secret = place.victim.join("secret");
+        let fixture = Fixture::new();
+        let rig = fixture.trained();
+        let secret = fixture.victim.join("secret");
         fs::write(&secret, b"not a segment").expect("written");
         let swap = || {
-            let segments = segments_in(&place.tier);
+            let segments = segments_in(&fixture.tier);
             assert!(segments.len() > 1);
             for path in segments {
-                // As one who wants a file of his in the snapshot: the segment itself stays, under another name.
+                // This is what one would do to get a file of one's own into the checkpoint. The segment stays, under another name.
                 fs::rename(&path, path.with_extension("moved")).expect("renamed");
                 if kind == "link" {
                     symlink(&secret, &path).expect("linked");
@@ -158,20 +158,20 @@ fn what_takes_the_name_of_a_segment_is_not_linked() {
                 }
             }
         };
-        let linked = place.amid(|| place.save(&rig.table), swap).expect("saved");
+        let linked = fixture.amid(|| fixture.save(&rig.table), swap).expect("saved");
         assert!(linked.bytes.linked > 0 && linked.bytes.copied == 0, "{linked:?}");
-        assert_eq!(place.load(&place.root), rig.contents().expect("exported"));
+        assert_eq!(fixture.load(&fixture.root), rig.contents().expect("exported"));
     }
 }
 
 #[test]
 fn whatever_stands_in_the_place_of_a_linked_segment_is_refused_at_once() {
-    let place = Place::new();
-    let rig = place.trained();
-    place.save(&rig.table).expect("saved");
+    let fixture = Fixture::new();
+    let rig = fixture.trained();
+    fixture.save(&rig.table).expect("saved");
     drop(rig);
-    let kept = place.base.path().join("kept");
-    for path in segments_in(&table_dir(&place.root)) {
+    let kept = fixture.base.path().join("kept");
+    for path in segments_in(&table_dir(&fixture.root)) {
         for what in ["link", "pipe", "directory", "nothing"] {
             fs::rename(&path, &kept).expect("renamed");
             match what {
@@ -183,7 +183,7 @@ fn whatever_stands_in_the_place_of_a_linked_segment_is_refused_at_once() {
                 "directory" => fs::create_dir(&path).expect("made"),
                 _ => {}
             }
-            let error = place.segments(&place.root).expect_err("no segment");
+            let error = fixture.segments(&fixture.root).expect_err("no segment");
             let said = matches!(error.kind(), Kind::Path | Kind::Corruption | Kind::Storage);
             assert!(said && !error.to_string().contains("/proc/self/fd"), "{what}: {error:?}");
             if what == "directory" {
@@ -194,5 +194,5 @@ fn whatever_stands_in_the_place_of_a_linked_segment_is_refused_at_once() {
             fs::rename(&kept, &path).expect("renamed");
         }
     }
-    assert!(place.segments(&place.root).is_ok());
+    assert!(fixture.segments(&fixture.root).is_ok());
 }

@@ -14,7 +14,7 @@ use embcache::rows::{Initializer, RowHeader};
 use embcache::types::{BucketHash, Id, hash_id};
 use embcache::{Error, Result};
 
-/// Where the tests save to.
+/// The directory to which the tests save.
 pub(crate) const ROOT: &str = "/checkpoints/sparse";
 
 /// Rows by id: header and vector part.
@@ -27,7 +27,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// A table with rows whose every value follows from the id and `salt`.
+    /// A table of rows whose values all follow from the id and `salt`.
     pub(crate) fn new(module: &str, table: &str, optimizer: OptimizerKind, dim: usize, ids: &[Id], salt: u64) -> Self {
         let layout = optimizer.layout(dim);
         let row = |id: Id| {
@@ -77,7 +77,7 @@ impl Table {
         buckets: &Range<u32>,
         chunk_rows: usize,
     ) -> impl FnMut(&mut RowSink<'_>) -> Result<()> + use<> {
-        // Not in the order of the file.
+        // This is not the order of the file.
         let mut rows: Vec<(RowHeader, Vec<f32>)> = self.part(buckets).into_values().collect();
         rows.sort_by_key(|(header, _)| hash_id(header.id));
         move |sink| {
@@ -91,14 +91,14 @@ impl Table {
     }
 }
 
-/// Buckets of a rank as `TorchRec` splits them: the first ranks have one more.
+/// The buckets of a rank, as `TorchRec` splits them. The first ranks have one bucket more.
 pub(crate) fn split(total: u32, rank: u32, world: u32) -> Range<u32> {
     let (each, more) = (total / world, total % world);
     let begin = rank * each + rank.min(more);
     begin..begin + each + u32::from(rank < more)
 }
 
-/// Save tables split over `world` ranks, with groups of at most `group_bytes`.
+/// Save tables that are split over `world` ranks, in groups of at most `group_bytes` bytes.
 pub(crate) fn save(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
@@ -110,7 +110,7 @@ pub(crate) fn save(
     save_with(engine, root, tables, (world, group_bytes), random, SaveOptions::default())
 }
 
-/// As `save`, with options.
+/// Does what `save` does, with options.
 pub(crate) fn save_with(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
@@ -154,7 +154,7 @@ pub(crate) fn save_delta(
                 let (was, is) = (before.part(&buckets), now.part(&buckets));
                 let mut changed = now.clone();
                 changed.rows.retain(|id, row| was.get(id) != Some(row));
-                // A tombstone of a row that is there again, or never was, does no harm.
+                // A tombstone of a row that is there again, or that never was there, does no harm.
                 let mut left: Vec<Id> = was.keys().copied().filter(|id| is.get(id) != was.get(id)).collect();
                 left.extend((1000..1005).filter(|&id| buckets.contains(&now.spec.bucketing().of(id))));
                 let changes = Changes { left: &left, total_rows: is.len() as u64 };
@@ -167,17 +167,17 @@ pub(crate) fn save_delta(
     save.publish(&digests, 1)
 }
 
-/// What is built on this checkpoint.
+/// The options of a save that builds on `parent`.
 pub(crate) fn on(parent: &Parent) -> SaveOptions {
     SaveOptions { parent: Some(parent.clone()), ..SaveOptions::default() }
 }
 
-/// Load what `LATEST` names as `world` ranks, each of which must get its own buckets and nothing else.
+/// Load the checkpoint that `LATEST` names as `world` ranks. Each must get its own buckets and nothing else.
 pub(crate) fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Result<Vec<Table>> {
     load_chain(engine, root, world, Latest::read(&**engine, root)?, None)
 }
 
-/// As `load`, of any checkpoint, holding at most so many ids of deltas.
+/// Does what `load` does, with any checkpoint, and holds at most `held` ids of deltas at once.
 pub(crate) fn load_chain(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
@@ -224,7 +224,7 @@ pub(crate) fn kind<T>(result: Result<T>) -> embcache::Kind {
     result.err().as_ref().map(Error::kind).expect("refused")
 }
 
-/// A directory tree in RAM with [`ROOT`] in it.
+/// A directory tree in RAM that contains [`ROOT`].
 pub(crate) fn memory() -> embcache::io::MemoryEngine {
     let engine = embcache::io::MemoryEngine::default();
     engine.create_dir_all(Path::new(ROOT)).expect("made");

@@ -14,7 +14,7 @@ use crate::made::{ROOT, Table, kind, load, memory, save, split};
 
 fn several() -> Vec<Table> {
     let ids: Vec<Id> = (-40..60).chain([Id::MIN, Id::MAX, 1 << 40, -(1 << 50)]).collect();
-    // By (module, table), as manifests list them.
+    // The tables are in the order of (module, table), as manifests list them.
     vec![
         Table::new("", "root", Sgd, 1, &ids, 1),
         Table::new("model.ebc", "adam", Adam, 3, &ids, 2),
@@ -123,7 +123,7 @@ fn the_safetensors_library_alone_reads_the_files_and_direct_io_could_write_them(
 
 #[test]
 fn a_rank_reads_its_own_byte_ranges_only() {
-    // One group of 14,000 rows, its weights over 875 chunks; a rank of seven owns one bucket of seven.
+    // One group of 14,000 rows has its weights in 875 chunks. A rank of seven owns one bucket of seven.
     let dir = tempfile::tempdir().expect("a directory");
     let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
     let table = Table::new("m", "t", Sgd, 256, &(0..14_000).collect::<Vec<Id>>(), 1);
@@ -252,7 +252,7 @@ proptest! {
         save(&engine, Path::new(ROOT), std::slice::from_ref(&table), writers, group_bytes, 7).expect("saved");
         let loaded = load(&engine, Path::new(ROOT), readers).expect("loaded");
         prop_assert_eq!(&loaded[0].spec, &table.spec);
-        // Compared as bits: NaNs are values like others.
+        // They are compared as bits, because NaNs are values like others.
         let bits = |table: &Table| -> Vec<(Id, u32, Vec<u32>)> {
             table.rows.iter().map(|(id, (header, vector))| {
                 (*id, header.score.to_bits(), vector.iter().map(|value| value.to_bits()).collect())
@@ -283,7 +283,7 @@ fn a_look_that_fails_makes_no_checkpoint_missing_and_removes_none() {
                 continue;
             }
         }
-        // Of a save all looks but those of its sweep must succeed; whatever becomes of it, what `LATEST` names is whole.
+        // All looks of a save but those of its sweep must succeed. Whatever happens to the save, what `LATEST` names is whole.
         let saved = save(&engine, root, &older, 1, 4096, 3);
         fault.clear();
         let expected = if saved.is_ok() { &older } else { &newer };

@@ -1,4 +1,4 @@
-//! An operation fails, once or from then on: the process lives, what the steps before left stays readable, and can be saved elsewhere.
+//! An operation fails, once or from then on. The process lives on, and what earlier steps left can be read, and saved elsewhere.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::workload::{
     save,
 };
 
-/// The tables after each number of parts of an undisturbed run.
+/// The tables after each number of parts of a run that nothing disturbs.
 fn undisturbed(kinds: Kinds) -> Vec<Snapshot> {
     let memory = disk();
     let engine: Arc<dyn IoEngine> = Arc::new(memory);
@@ -31,12 +31,12 @@ fn undisturbed(kinds: Kinds) -> Vec<Snapshot> {
     all
 }
 
-/// The part that a run came to a stop in only trains (an import or a removal that fails halfway may be half done).
+/// Whether the part in which a run stopped only trains. (An import or a removal that fails may be half done.)
 fn only_trains(parts: u64) -> bool {
     parts.is_multiple_of(PARTS)
 }
 
-/// What is in the tables can be saved to another disk, and comes back from there.
+/// Check that the tables can be saved to another disk, and loaded from there.
 fn can_be_saved_elsewhere(rigs: &[Rig], context: &str) {
     let elsewhere: Arc<dyn IoEngine> = Arc::new(disk());
     let tables: Vec<_> = rigs.iter().map(|rig| &rig.table).collect();
@@ -45,7 +45,7 @@ fn can_be_saved_elsewhere(rigs: &[Rig], context: &str) {
     assert!(found == Some(Snapshot::of(rigs).unwrap()), "{context}: saved elsewhere with other rows");
 }
 
-/// What a failed write leaves: rows to read and save, refusals to train, and the states flushed before.
+/// Check what a failed write leaves: rows can be read and saved, training is refused, and the states flushed before are there.
 fn lives_on(run: &Run, kinds: Kinds, rigs: &[Rig], errno: i32, context: &str) {
     can_be_saved_elsewhere(rigs, context);
     let before = Snapshot::of(rigs).unwrap();
@@ -77,7 +77,7 @@ fn after_an_error_at_an_operation(kinds: Kinds, first: u64, step: u64) {
                 Ok(()) => survived += 1,
                 Err(error) => {
                     assert!(is_of_storage(&error) && error.errno() == Some(errno), "{context}: {error:?}");
-                    // A table that is closed says so, whatever it has.
+                    // A closed table says that it is closed, whatever else it has.
                     if run.parts < STEPS * 2 * PARTS || rigs.iter().all(|rig| rig.table.step().is_ok()) {
                         if only_trains(run.parts) && kinds.ids == ROOMY.ids {
                             let found = Snapshot::of(&rigs).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -116,7 +116,7 @@ fn after_an_error_at_an_operation_of_tables_that_drop_rows() {
     after_an_error_at_an_operation(EVICTING, 2, every(7));
 }
 
-/// Do it again after an error that a disk gives once.
+/// Repeat `work` after an error that a disk gives once.
 fn again<T>(mut work: impl FnMut() -> Result<T>, errors: &mut u64, context: &str) -> T {
     loop {
         match work() {
@@ -133,7 +133,8 @@ fn again<T>(mut work: impl FnMut() -> Result<T>, errors: &mut u64, context: &str
     }
 }
 
-/// One read of the whole run fails, is short, or brings a wrong bit: whoever asked is told, asks again, and nothing is different.
+/// One read of the whole run fails, is short, or brings a wrong bit. The caller gets the error and repeats the call, and nothing is
+/// different.
 fn one_bad_read(kinds: Kinds, fault: Fault, step: usize) {
     let known = undisturbed(kinds);
     let mut told = 0;
@@ -205,7 +206,7 @@ fn a_disk_that_cannot_be_read_from(begin: u64) {
         told += u64::from(done.is_err());
         trained += u64::from(done.is_ok() && step >= 80);
         if rigs[0].table.is_read_only() {
-            // Rows were half written when no room was left: then only reopening helps, as the error said.
+            // Rows were half written when there was no more room. Then only reopening helps, as the error said.
             return;
         }
     }
@@ -214,7 +215,7 @@ fn a_disk_that_cannot_be_read_from(begin: u64) {
     assert_eq!(rows, rigs[0].table.len().unwrap(), "the count of rows follows what was dropped");
 }
 
-/// More segments than a table keeps to write again lose all their rows, time and again.
+/// More segments than a table keeps for reuse lose all their rows, again and again.
 #[test]
 fn files_that_cannot_be_removed_are_named_and_no_row_is_lost_count_of() {
     let kinds = Kinds { ssd_bytes: 512 << 10, ids: 4000, ..ROOMY };
@@ -226,7 +227,7 @@ fn files_that_cannot_be_removed_are_named_and_no_row_is_lost_count_of() {
     fault.hit_every(Operation::RemoveFile, Fault::Fail(libc::EPERM));
     let all: Vec<_> = (-50..kinds.ids).collect();
     let held_bytes = || -> u64 {
-        // A file that is renamed meanwhile is another one's bytes.
+        // The bytes of a file that is renamed meanwhile are those of another file.
         let files = memory.list(&directory(0)).unwrap();
         files.iter().filter_map(|path| memory.open(path, Open::Read).ok()).map(|file| file.len().unwrap()).sum()
     };

@@ -1,7 +1,7 @@
-//! A process that trains, flushes, compacts and saves (in full, deltas, and merges them) is killed at random, hundreds of times, on a
-//! real disk; each time the next one goes on from what was flushed, and what was saved loads.
+//! A process that trains, flushes, compacts and saves (in full, as deltas, and by merging them) is killed at random, hundreds of
+//! times, on a real disk. Each time the next process goes on from what was flushed, and what was saved can be loaded.
 //!
-//! `EMBCACHE_KILLS` sets how often (by default 60 for each way to do I/O).
+//! `EMBCACHE_KILLS` sets the number of kills (by default 60 for each way to do I/O).
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -21,11 +21,11 @@ const ROOT: &str = "EMBCACHE_TEST_KILL_ROOT";
 const ENGINE: &str = "EMBCACHE_TEST_KILL_ENGINE";
 const CHILD: &str = "kill::child_that_trains_until_it_is_killed";
 const DIM: usize = 32;
-/// Of the SSD tier: rows and two states fit, and what compaction leaves behind for a while.
+/// The cap of the SSD tier. The rows and two states fit, with what compaction leaves behind for a while.
 const CAP: u64 = 6 << 20;
-/// Steps between saves, each with a flush after it, which remembers it.
+/// The steps between saves. A flush, which remembers the save, follows each.
 const FLUSH: u64 = 3;
-/// Checkpoints of a chain that is merged.
+/// The number of checkpoints of a chain that is merged.
 const CHAIN: usize = 3;
 
 fn engine(name: &str) -> Option<Arc<dyn IoEngine>> {
@@ -47,7 +47,7 @@ fn table_config(root: &Path, device: bool, reopen: Reopen) -> TableConfig {
     wanted
 }
 
-/// The ids of a step, and in some steps those that are forgotten after it.
+/// The ids of a step and, in some steps, those that are removed after it.
 fn ids_of(step: u64) -> (Vec<Id>, Vec<Id>) {
     let draw = |n: u64| (hash_id((step << 16 | n) as i64) % 4000) as Id - 2000;
     ((0..400).map(draw).collect(), if step % 5 == 4 { (400..440).map(draw).collect() } else { Vec::new() })
@@ -59,7 +59,7 @@ fn go(rig: &Rig, step: u64) {
     rig.table.remove_rows(&gone).unwrap();
 }
 
-/// A delta where the table knows what it changed since the newest checkpoint, else a full save; which.
+/// Save a delta where the table knows what it changed since the newest checkpoint, else save in full. The result says which.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> &'static str {
     let newest = Latest::find(&**engine, root).unwrap().map(|latest| Chain::open(engine, root, latest).unwrap());
     let ancestor = newest.as_ref().and_then(|chain| {
@@ -85,7 +85,7 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> 
     if ancestor.is_some() { "delta" } else { "saved" }
 }
 
-/// Merge the newest checkpoint with what it builds on, where that is many; whether it was.
+/// Merge the newest checkpoint with those it builds on, if these are many. The result is whether that was so.
 fn merge(engine: &Arc<dyn IoEngine>, root: &Path, random: u64) -> bool {
     let latest = Latest::read(&**engine, root).unwrap();
     let Some(chain) = Compaction::open(engine, root, latest).unwrap() else { return false };
@@ -106,7 +106,7 @@ fn child_that_trains_until_it_is_killed() {
     let (root, engine) = (Path::new(&root), engine(&name).unwrap());
     let nothing = SsdTier::published(&directory(root), &*engine).unwrap().is_empty();
     let reopen = if nothing { Reopen::Discard } else { Reopen::Resume };
-    // Every other process has a device tier: what is on disk knows nothing of it.
+    // Every other process has a device tier. What is on disk knows nothing of it.
     let rig = Rig::open(table_config(root, std::process::id().is_multiple_of(2), reopen), engine.clone()).unwrap();
     let mut out = std::io::stdout();
     for step in rig.table.step().unwrap().. {
@@ -126,7 +126,7 @@ fn child_that_trains_until_it_is_killed() {
     }
 }
 
-/// Every row; but for the epoch of its last change, which says what was saved meanwhile.
+/// Every row without the epoch of its last change, which depends on what was saved meanwhile.
 fn contents(rig: &Rig) -> Contents {
     let mut rows = rig.contents().unwrap();
     for (header, _) in rows.values_mut() {
@@ -135,7 +135,7 @@ fn contents(rig: &Rig) -> Contents {
     rows
 }
 
-/// The table as it is after each number of steps, made as far as it is asked for.
+/// The table after each number of steps. It is computed as far as it is asked for.
 struct Straight {
     rig: Rig,
     after: Vec<Contents>,
@@ -156,7 +156,7 @@ impl Straight {
     }
 }
 
-/// The steps of the checkpoint that is there, its rows compared.
+/// The number of steps of the newest checkpoint, after its rows were compared.
 fn check_saved(engine: &Arc<dyn IoEngine>, root: &Path, straight: &mut Straight) -> u64 {
     let root = root.join("saved");
     let Some(latest) = Latest::find(&**engine, &root).unwrap() else { return 0 };
@@ -170,7 +170,7 @@ fn check_saved(engine: &Arc<dyn IoEngine>, root: &Path, straight: &mut Straight)
 
 fn kill_again_and_again(name: &str) {
     let Some(engine) = engine(name) else {
-        // Nothing to be shown where the system refuses io_uring: the other engine is what it runs on.
+        // There is nothing to show where the system refuses io_uring, because that runs on the other engine.
         return;
     };
     let kills: u64 = std::env::var("EMBCACHE_KILLS").map_or(60, |text| text.parse().expect("a number"));
@@ -187,10 +187,11 @@ fn kill_again_and_again(name: &str) {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // Anywhere within the work that follows a line; in one round of eight as soon as it is there.
+        // The kill comes anywhere within the work that follows a line, and in one round of eight as soon as the process has
+        // started.
         let lines = if round % 8 == 7 { 0 } else { 1 + hash_id(round as i64) % 12 };
         let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
-        // Whether a line is of the child's own.
+        // The result is whether the line is one of the child's own.
         let mut hear = |line: String| {
             let Some((what, number)) = line.split_once(' ') else { return false };
             let Ok(number) = number.parse::<u64>() else { return false };
@@ -208,12 +209,12 @@ fn kill_again_and_again(name: &str) {
         while seen < lines {
             seen += u64::from(hear(said.next().expect("the child ended by itself").unwrap()));
         }
-        // Some way into what comes next: the work of a step takes about as long as these turns of a loop.
+        // Wait some way into what comes next. The work of a step takes about as long as these turns of a loop.
         let turns = hash_id(!(round as i64)) % 400_000;
         assert_eq!((0..turns).map(std::hint::black_box).count() as u64, turns);
         child.kill().unwrap();
         child.wait().unwrap();
-        // What it said before it died, and was not read.
+        // These are lines that it printed before it died, and that were not read yet.
         for line in said.map_while(Result::ok) {
             hear(line);
         }
@@ -235,7 +236,7 @@ fn kill_again_and_again(name: &str) {
         resumed += 1;
     }
     let checkpoints = engine.list(&root.join("saved")).unwrap().len();
-    // LATEST, its lock, a chain, and what the last process was at.
+    // The entries are LATEST, its lock, a chain, and what the last process was about to make.
     assert!(checkpoints <= CHAIN + 3, "{checkpoints} entries where checkpoints are: orphans stay");
     assert!(
         resumed * 10 >= kills * 8 && saved > 0 && flushed > 20 && deltas > kills / 10 && merges > kills / 30,

@@ -1,7 +1,7 @@
-//! The machine or the process stops at an operation; what comes up again holds one flushed state, whole, and goes on from it.
+//! The machine or the process stops at an operation. What comes up again has one flushed state, whole, and goes on from it.
 //!
-//! A power cut is modelled: of what was not synced any part may be on the disk. Each stop is looked at as the death of the process,
-//! as a cut that keeps only what was synced, and as two cuts that keep some of the rest. `EMBCACHE_STRESS=20` makes those forty.
+//! A power cut is modelled: any part of what was not synced may be on the disk. Each stop is looked at as the death of the process,
+//! as a cut that keeps only what was synced, and as two cuts that keep some of the rest. With `EMBCACHE_STRESS=20` these are forty.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::workload::{
     CHECKPOINTS, DEVICE, EVICTING, Kinds, ROOMY, Run, Snapshot, directory, disk, is_of_storage, load, open, save, train,
 };
 
-/// Stops tried in each kind of run: each `EMBCACHE_CRASH_EVERY`-th operation (1: all), by default one in `usual`.
+/// The stops that are tried in each kind of run: each `EMBCACHE_CRASH_EVERY`-th operation (1 for all), by default one in `usual`.
 pub(crate) fn every(usual: u64) -> u64 {
     std::env::var("EMBCACHE_CRASH_EVERY").map_or(usual, |text| text.parse().expect("EMBCACHE_CRASH_EVERY is a number"))
 }
@@ -54,7 +54,7 @@ fn segments(engine: &dyn IoEngine, table: usize) -> (BTreeSet<u64>, BTreeSet<u64
     (there, named)
 }
 
-/// Resume what an image holds and go on from there; `false` where it holds nothing to resume.
+/// Resume what an image has and go on from there; `false` where it has nothing to resume.
 pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &str) -> bool {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let Some((token, flushed)) = run.newest(image, context) else { return false };
@@ -64,7 +64,7 @@ pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &s
         let (there, named) = segments(image, table);
         assert_eq!(there, named, "{context}: files of no state stay");
     }
-    // What follows has the bits of tables that never stopped, as long as no policy drops rows.
+    // As long as no policy drops rows, what follows has the bits of tables that never stopped.
     let straight = flushed.in_ram();
     for (table, (rig, straight)) in rigs.iter().zip(&straight).enumerate() {
         for step in 100..103 {
@@ -86,7 +86,7 @@ pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &s
     true
 }
 
-/// A stop at each operation of coming up again, then coming up once more. How many stops there were.
+/// Stop at each operation of a resume, and resume once more. The result is the number of stops.
 fn resumes_after_a_stop_while_resuming(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &str) -> u64 {
     let Some((token, _)) = run.newest(image, context) else { return 0 };
     for passing in 0.. {
@@ -110,7 +110,8 @@ fn resumes_after_a_stop_while_resuming(run: &Run, kinds: Kinds, image: &MemoryEn
     unreachable!("an opening has an end")
 }
 
-/// A load finds the checkpoint before or the one that was being saved; the next save leaves nothing of either behind.
+/// Check that a load finds the checkpoint before or the one that was being saved, and that the next save leaves nothing of either
+/// behind.
 pub(crate) fn checkpoint_is_whole(run: &Run, image: &MemoryEngine, context: &str) {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
     let found = load(&engine).unwrap_or_else(|e| panic!("{context}: {e}"));

@@ -1,4 +1,4 @@
-//! What is stopped: two tables over all tiers that train, drop rows, forget rows, import, flush, save, and close.
+//! The workload that is stopped: two tables over all tiers that train, drop rows, remove rows, import, flush, save, and close.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,17 +24,17 @@ const NAMES: [&str; 2] = ["item", "user"];
 pub(crate) struct Kinds {
     pub(crate) device_rows: Option<u32>,
     pub(crate) on_full: OnFull,
-    /// Of each table's SSD tier.
+    /// The cap of each table's SSD tier in bytes.
     pub(crate) ssd_bytes: u64,
-    /// Ids are drawn from this many.
+    /// Ids are drawn from so many.
     pub(crate) ids: i64,
 }
 
-/// Rows fit; compaction has something to do.
+/// The rows fit, and compaction has work to do.
 pub(crate) const ROOMY: Kinds = Kinds { device_rows: None, on_full: OnFull::Error, ssd_bytes: 192 << 10, ids: 260 };
 /// The same with a device tier above.
 pub(crate) const DEVICE: Kinds = Kinds { device_rows: Some(12), ..ROOMY };
-/// Rows do not fit: each step drops some, with tombstones.
+/// The rows do not fit. Each step drops some, which leave tombstones.
 pub(crate) const EVICTING: Kinds = Kinds { on_full: OnFull::Evict, ssd_bytes: 144 << 10, ids: 2000, ..ROOMY };
 
 pub(crate) fn directory(table: usize) -> PathBuf {
@@ -55,7 +55,7 @@ fn table_config(table: usize, kinds: Kinds, reopen: Reopen, resume_token: Option
     wanted
 }
 
-/// Both tables, opened.
+/// Open both tables.
 pub(crate) fn open(
     engine: &Arc<dyn IoEngine>,
     kinds: Kinds,
@@ -65,7 +65,7 @@ pub(crate) fn open(
     (0..2).map(|table| Rig::open(table_config(table, kinds, reopen, resume_token), engine.clone())).collect()
 }
 
-/// Rows and step counter of each table.
+/// The rows and the step counter of each table.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Snapshot(pub(crate) Vec<(Contents, u64)>);
 
@@ -99,10 +99,10 @@ pub(crate) fn ids_of(step: u64, table: usize, kinds: Kinds) -> Vec<Id> {
         .collect()
 }
 
-/// What one table does in a step: it trains, and in some steps it forgets rows, or takes some in.
+/// The parts of what one table does in a step: it trains, and in some steps it removes rows or imports some.
 pub(crate) const PARTS: u64 = 2;
 
-/// One of them.
+/// Do one of these parts.
 pub(crate) fn do_part(rig: &Rig, step: u64, table: usize, part: u64, kinds: Kinds) -> Result<()> {
     match (part, step % 9, table) {
         (0, ..) => train(rig, step, table, kinds),
@@ -134,7 +134,7 @@ pub(crate) fn save(engine: &Arc<dyn IoEngine>, tables: &[&Table], random: u64) -
     save.publish(&[writer.finish()?], 1).map(|_| ())
 }
 
-/// What `LATEST` names, read into tables in RAM; `None` where there is no checkpoint.
+/// The checkpoint that `LATEST` names, read into tables in RAM; `None` where there is none.
 pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
     let latest = match Latest::read(&**engine, Path::new(CHECKPOINTS)) {
         Err(error) if error.kind() == Kind::Path => return Ok(None),
@@ -152,20 +152,20 @@ pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
 /// One run of the workload, and what it knows of what it did.
 #[derive(Debug, Default)]
 pub(crate) struct Run {
-    /// Flushes of both tables under one token that came to their end, and the one that was under way.
+    /// The flushes of both tables under one token that ended, and the one that was running.
     pub(crate) flushed: Vec<(u64, Snapshot)>,
     pub(crate) flushing: Option<(u64, Snapshot)>,
     /// The last save that succeeded, and those that were begun after it.
     pub(crate) saved: Option<Snapshot>,
     pub(crate) saving: Vec<Snapshot>,
-    /// Parts done, of all tables.
+    /// The number of parts done, of all tables.
     pub(crate) parts: u64,
-    /// Whether a table gave its states up for room, at some time.
+    /// Whether a table ever gave its states up for room.
     pub(crate) given_up: bool,
 }
 
 impl Run {
-    /// Everything, until something fails. Saves may fail: what is saved is another store than what is trained.
+    /// Do everything until something fails. Saves may fail, because they go to another store than training.
     pub(crate) fn go(&mut self, engine: &Arc<dyn IoEngine>, kinds: Kinds, rigs: &[Rig]) -> Result<()> {
         for step in 0..STEPS {
             for (table, rig) in rigs.iter().enumerate() {
@@ -208,7 +208,7 @@ impl Run {
         Ok(())
     }
 
-    /// The newest token that both tables of an image have, if any, and what it holds.
+    /// The newest token that both tables of an image have, if any, and the rows of that state.
     pub(crate) fn newest(&self, engine: &dyn IoEngine, context: &str) -> Option<(u64, &Snapshot)> {
         let tokens: Vec<Vec<u64>> = (0..2)
             .map(|table| SsdTier::published(&directory(table), engine).unwrap_or_else(|e| panic!("{context}: {e}")))
@@ -231,7 +231,7 @@ fn halved(bits: &[u32]) -> Vec<u32> {
     bits.iter().map(|&bits| (f32::from_bits(bits) / 2.0).to_bits()).collect()
 }
 
-/// A file system with the base directories on it, durably.
+/// A file system on which the base directories are durable.
 pub(crate) fn disk() -> MemoryEngine {
     let memory = MemoryEngine::default();
     for dir in ["/base/m", CHECKPOINTS] {
@@ -243,7 +243,7 @@ pub(crate) fn disk() -> MemoryEngine {
     memory
 }
 
-/// Whether an error is one that a fault of the disk may give.
+/// Whether an error is one that a fault of the disk may cause.
 pub(crate) fn is_of_storage(error: &Error) -> bool {
     matches!(error.kind(), Kind::Storage | Kind::ReadOnly)
 }

@@ -1,4 +1,4 @@
-//! Numbers of a checkpoint that ask for memory: none gets more than the files are large.
+//! Numbers in a checkpoint by which memory is requested. None of them gets more than the size of the files.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use crate::mutate::{Files, engine_of};
 
 pub(crate) const LARGE: [u64; 8] =
     [1 << 16, 1 << 24, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, 1 << 53, 1 << 62, u64::MAX];
-/// What is allocated whatever the files say: errors, maps of tables.
+/// Bytes that are allocated whatever the files say, for errors and maps of tables.
 const FIXED: usize = 16 << 10;
 
-/// Where the numbers of a JSON value are, as pointers.
+/// The positions of the numbers in a JSON value, as JSON pointers.
 pub(crate) fn numbers(value: &Value, at: &str, found: &mut Vec<String>) {
     match value {
         Value::Number(_) => found.push(at.to_owned()),
@@ -32,7 +32,7 @@ pub(crate) fn is_rank(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().contains("-of-")) && !is_data(path)
 }
 
-/// Make the coordinator's manifest say of the tables what the ranks say, so that what lies behind that comparison is met.
+/// Make the coordinator's manifest say the same of the tables as the ranks' do, so that the code behind that comparison runs.
 fn agree(files: &mut Files) {
     let ranks: Vec<Value> =
         files.iter().filter(|(path, _)| is_rank(path)).map(|(_, bytes)| value(bytes).unwrap()).collect();
@@ -50,7 +50,7 @@ fn agree(files: &mut Files) {
     *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
 }
 
-/// The largest request of opening every table, and whether all of them were refused.
+/// The largest request for memory while every table is opened, and whether all of them were refused.
 fn open(files: &Files) -> (bool, usize) {
     let engine = engine_of(files);
     largest_of(|| {
@@ -84,7 +84,7 @@ fn no_number_of_a_manifest_makes_a_load_allocate_more_than_the_files_are_large()
         for pointer in pointers {
             for large in LARGE {
                 let mut files = seed().clone();
-                // What describes a table is the same on all ranks.
+                // The description of a table is the same on all ranks.
                 let same =
                     |other: &Path| other == path || (is_rank(other) && is_rank(path) && pointer.contains("/spec/"));
                 for (_, bytes) in files.iter_mut().filter(|(other, _)| same(other)) {

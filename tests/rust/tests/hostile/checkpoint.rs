@@ -1,4 +1,4 @@
-//! The files of a checkpoint: LATEST, manifests, data files.
+//! The files of a checkpoint: LATEST, manifests and data files.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -21,7 +21,7 @@ fn tables() -> Vec<Table> {
     vec![Table::new("m", "a", RowWiseAdagrad, 4, &ids, 1), Table::new("m", "b", Sgd, 2, &ids[..9], 2)]
 }
 
-/// The tables before the last checkpoint: some rows were others, some are gone, some were not there.
+/// The tables before the last checkpoint. Some rows were different, some have gone since, and some were not there yet.
 fn before() -> Vec<Table> {
     let mut before = tables();
     for table in &mut before {
@@ -37,7 +37,7 @@ fn before() -> Vec<Table> {
     before
 }
 
-/// A checkpoint of two tables by two ranks, in several data files each, and a delta on it.
+/// A checkpoint of two tables by two ranks, with several data files of each, and a delta on it.
 pub(crate) fn seed() -> &'static Files {
     static SEED: OnceLock<Files> = OnceLock::new();
     SEED.get_or_init(|| {
@@ -67,7 +67,7 @@ pub(crate) fn is_data(path: &Path) -> bool {
     path.extension().is_some_and(|found| found == "safetensors")
 }
 
-/// Offset and length of a tensor in a data file.
+/// The offset and the length of a tensor in a data file.
 fn tensor(header: &Value, data: usize, name: &str, len: usize) -> Option<(usize, usize)> {
     let offset = |at: usize| header[name]["data_offsets"][at].as_u64().and_then(|at| usize::try_from(at).ok());
     let (start, end) = (data.checked_add(offset(0)?)?, data.checked_add(offset(1)?)?);
@@ -134,7 +134,7 @@ pub(crate) fn reseal(files: &mut Files) {
         *bytes = serde_json::to_vec_pretty(&manifest).unwrap();
         digests.push((path.clone(), bytes.len(), xxh3_64(bytes)));
     }
-    // By name, so that what a delta builds on is sealed before it.
+    // They are sealed in the order of their names, so that the parent of a delta comes before it.
     let mut sealed_as: Vec<(String, u64)> = Vec::new();
     for (path, bytes) in files.iter_mut().filter(|(path, _)| path.ends_with("manifest.json")) {
         let Some(mut manifest) = value(bytes) else { continue };
@@ -169,7 +169,7 @@ fn sealed(manifest: &Value) -> Vec<u8> {
     format!("{body},\n  \"xxh3\": {}\n}}\n", xxh3_64(rendered.as_bytes())).into_bytes()
 }
 
-/// Load every table as one rank and as the second of three. Rows that are not `original` fail.
+/// Load every table as one rank and as the second rank of three. Rows that are not `original` fail.
 fn load(files: &Files, original: bool) -> TestCaseResult {
     let engine = engine_of(files);
     let opened =

@@ -1,8 +1,9 @@
-//! Bytes from disk are hostile: files made by the code, changed at random in bytes and in structure, most of them with every checksum
-//! made right again, so that what lies behind the checksums is met too.
+//! Bytes from disk are hostile. Files that the code has made are changed at random, in bytes and in structure. In most of them
+//! every checksum is made right again, so that the code behind the checksums runs too.
 //!
-//! Whatever the files say: no panic, no hang, no allocation that the size of the files does not explain, and errors of kinds that
-//! tell what is wrong. `EMBCACHE_FUZZ_S=600` (`make fuzz FOR=600`) runs for that many seconds instead of a fixed number of cases.
+//! Whatever the files say, there must be no panic, no hang, no allocation that the size of the files does not explain, and only
+//! errors whose kind says what is wrong. `EMBCACHE_FUZZ_S=600` (`make fuzz FOR=600`) runs for that many seconds instead of a fixed
+//! number of cases.
 #![allow(clippy::unwrap_used)]
 
 mod amounts;
@@ -22,10 +23,10 @@ use embcache::{Error, Kind};
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, TestCaseError, TestCaseResult, TestRunner};
 
-/// Cases of each target where no time is given.
+/// The cases of each target where no time is given.
 const CASES: u32 = 400;
-/// No single allocation is larger: the largest legal one is a piece of the SSD index, of 33 MiB whatever the files say (a reader's
-/// staging of one group is less, as the groups of these files are small).
+/// No single allocation may be larger. The largest legal one is a piece of the SSD index, which has 33 MiB whatever the files say.
+/// (A reader stages one group at a time, and the groups of these files are smaller.)
 const LARGEST_ALLOCATION: usize = 33 << 20;
 
 /// Run `test` on many values of `strategy`.
@@ -51,7 +52,7 @@ fn fuzz<S: Strategy>(strategy: &S, test: impl Fn(S::Value) -> TestCaseResult) {
     }
 }
 
-/// Check that an error is one that damaged files may end in, and says where.
+/// Check that an error is one that damaged files may cause, and says where the damage is.
 fn check_error(error: &Error) -> TestCaseResult {
     let expected = matches!(
         error.kind(),

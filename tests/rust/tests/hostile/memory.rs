@@ -1,4 +1,4 @@
-//! How much is allocated at once, by any thread and by one.
+//! Measures the largest single allocation, by any thread and by one.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -11,7 +11,7 @@ thread_local! {
     static LARGEST_HERE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The system's allocator, with a note of the largest request.
+/// The system's allocator, which notes the largest request.
 struct Noting;
 
 #[global_allocator]
@@ -19,7 +19,7 @@ static ALLOCATOR: Noting = Noting;
 
 fn note(bytes: usize) {
     LARGEST.fetch_max(bytes, Ordering::Relaxed);
-    // A thread that ends has none any more.
+    // A thread that is ending has no note any more.
     let _ = LARGEST_HERE.try_with(|largest| largest.set(largest.get().max(bytes)));
 }
 
@@ -27,21 +27,21 @@ fn note(bytes: usize) {
 unsafe impl GlobalAlloc for Noting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         note(layout.size());
-        // SAFETY: the caller's promises are those that System asks for.
+        // SAFETY: the caller keeps the contract of `alloc`, which is System's own.
         unsafe { System.alloc(layout) }
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         note(layout.size());
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `alloc_zeroed`, which is System's own.
         unsafe { System.alloc_zeroed(layout) }
     }
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         note(bytes);
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `realloc`, which is System's own.
         unsafe { System.realloc(at, layout, bytes) }
     }
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `dealloc`, and the block came from System.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -51,7 +51,7 @@ pub(crate) fn largest() -> usize {
     LARGEST.load(Ordering::Relaxed)
 }
 
-/// What `work` gives, and the largest request that this thread made meanwhile.
+/// The result of `work`, and the largest request that this thread made meanwhile.
 pub(crate) fn largest_of<T>(work: impl FnOnce() -> T) -> (T, usize) {
     LARGEST_HERE.with(|largest| largest.set(0));
     let result = work();

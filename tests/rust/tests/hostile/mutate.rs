@@ -1,4 +1,4 @@
-//! Changes of files: of bytes, and of JSON.
+//! Changes of files, both of their bytes and of the JSON in them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use embcache::io::{ALIGNMENT, AlignedBuf, IoEngine, MemoryEngine, Open};
 use proptest::prelude::*;
 use serde_json::Value;
 
-/// The files of a directory tree by path.
+/// The files of a directory tree, by path.
 pub(crate) type Files = BTreeMap<PathBuf, Vec<u8>>;
 
 /// Read every file below `dir`.
@@ -41,14 +41,14 @@ pub(crate) fn engine_of(files: &Files) -> Arc<dyn IoEngine> {
     Arc::new(engine)
 }
 
-/// A change of one file. Places are parts of its length.
+/// A change of one file. Positions are fractions of its length.
 #[derive(Clone, Debug)]
 pub(crate) enum Change {
     Flip {
         at: f64,
         bit: u8,
     },
-    /// Overwrite with a number of 1, 2, 4 or 8 bytes; `at` counts from the start or, negative, from the end.
+    /// Overwrite with a number of 1, 2, 4 or 8 bytes. `at` counts from the start or, if it is negative, from the end.
     Number {
         at: i32,
         width: u8,
@@ -61,19 +61,19 @@ pub(crate) enum Change {
         bytes: usize,
         with: u8,
     },
-    /// Copy `bytes` from one place to another.
+    /// Copy `bytes` from one position to another.
     Copy {
         from: f64,
         to: f64,
         bytes: usize,
     },
-    /// Replace a leaf or container of the JSON in it.
+    /// Replace a leaf or a container of the JSON in it.
     Json {
         which: f64,
         how: JsonChange,
     },
     Remove,
-    /// The contents of the next file of its kind in its place.
+    /// Replace its contents by those of the next file of its kind.
     Next,
 }
 
@@ -81,7 +81,7 @@ pub(crate) enum Change {
 pub(crate) enum JsonChange {
     Set(Value),
     Remove,
-    /// An array's element, or an object's value, again as the next one.
+    /// Add an element of an array, or a value of an object, once more as the next one.
     Twice,
     Swap,
 }
@@ -109,7 +109,7 @@ fn json_value() -> impl Strategy<Value = Value> {
         1 => Just(Value::from("x".repeat(70_000))),
         1 => Just(Value::Array(vec![])),
         1 => Just(Value::Object(serde_json::Map::new())),
-        // As deep as a parser may be asked to go, and deeper.
+        // The depth goes up to what a parser may be asked for, and beyond.
         1 => (1..300_usize).prop_map(|depth| (0..depth).fold(Value::Null, |inner, _| Value::Array(vec![inner]))),
     ]
 }
@@ -135,10 +135,10 @@ pub(crate) fn change() -> impl Strategy<Value = Change> {
     ]
 }
 
-/// Where the JSON in a file's bytes starts and ends.
+/// Finds where the JSON in a file's bytes starts and ends.
 pub(crate) type FindJson = fn(&[u8]) -> Option<(usize, usize)>;
 
-/// Which file (the whole part chooses its kind) and what becomes of it.
+/// A file (the whole part chooses its kind), and the change of it.
 pub(crate) type Step = (f64, Change);
 
 pub(crate) fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -149,7 +149,7 @@ fn place(part: f64, len: usize) -> usize {
     ((part * len as f64) as usize).min(len.saturating_sub(1))
 }
 
-/// The files with one extension, all kinds as likely.
+/// The files of one extension. All kinds have the same probability.
 fn of_one_kind(files: &Files, which: f64) -> Vec<PathBuf> {
     let mut kinds: BTreeMap<_, Vec<PathBuf>> = BTreeMap::new();
     for path in files.keys() {
@@ -159,7 +159,7 @@ fn of_one_kind(files: &Files, which: f64) -> Vec<PathBuf> {
     kinds.into_values().nth(which as usize % count).unwrap_or_default()
 }
 
-/// Change the files; the paths of those changed.
+/// Change the files. The result is the paths of those that changed.
 pub(crate) fn apply(files: &mut Files, steps: &[Step], json: FindJson) -> Vec<PathBuf> {
     let mut changed = Vec::new();
     for (which, change) in steps {
@@ -179,7 +179,7 @@ pub(crate) fn apply(files: &mut Files, steps: &[Step], json: FindJson) -> Vec<Pa
                 {
                     change_json(&mut value, *which, how);
                     let mut rendered = serde_json::to_vec_pretty(&value).unwrap();
-                    // What follows stays where it is, if it can.
+                    // What follows the JSON stays at its position, if it can.
                     rendered.resize(rendered.len().max(end - start), b' ');
                     bytes.splice(start..end, rendered);
                 }
@@ -203,7 +203,7 @@ pub(crate) fn apply(files: &mut Files, steps: &[Step], json: FindJson) -> Vec<Pa
     changed
 }
 
-/// The paths of every value in `value`, itself not.
+/// The JSON pointers to every value in `value`, without the one to itself.
 fn pointers(value: &Value, at: &str, into: &mut Vec<String>) {
     let mut visit = |key: String, value: &Value| {
         let pointer = format!("{at}/{}", key.replace('~', "~0").replace('/', "~1"));

@@ -1,4 +1,4 @@
-//! The files of a snapshot: manifests that list segments, and the segments.
+//! The files of a linked checkpoint: manifests that list segments, and the segments.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ fn table_config() -> TableConfig {
     TableConfig { ssd: Some(ssd), ..config(4, OptimizerKind::RowWiseAdagrad, 30) }
 }
 
-/// A snapshot with dead records and tombstones, and its rows.
+/// A linked checkpoint with dead records and tombstones, and its rows.
 fn seed() -> &'static (Files, Contents) {
     static SEED: OnceLock<(Files, Contents)> = OnceLock::new();
     SEED.get_or_init(|| {
@@ -63,7 +63,7 @@ fn is_segment(path: &Path) -> bool {
     path.extension().is_some_and(|found| found == "seg")
 }
 
-/// Make every checksum right, those of the segments that changed too.
+/// Make every checksum right, also those of the segments that changed.
 fn reseal_all(files: &mut Files, changed: &[PathBuf], sorted: bool) {
     for path in changed.iter().filter(|path| is_segment(path)) {
         if let Some(bytes) = files.get_mut(path) {
@@ -94,8 +94,8 @@ fn reseal_all(files: &mut Files, changed: &[PathBuf], sorted: bool) {
     reseal(files);
 }
 
-/// Read every row, of all buckets and of some, and open a table from the segments and use it. Rows that are not `original` fail, and so
-/// does a changed file.
+/// Read every row, of all buckets and of some; open a table from the segments, and use it. Rows that are not `original` fail, and
+/// so does a changed file.
 fn load(files: &Files, original: bool) -> TestCaseResult {
     let known = &seed().1;
     let engine = engine_of(files);
@@ -211,7 +211,7 @@ fn the_seed_loads_and_resealing_changes_nothing_but_white_space() {
     assert_eq!(found.rows(), seed().1.len() as u64);
 }
 
-/// The largest request of opening the snapshot's segments, as far as their footers go, and whether they were refused.
+/// The largest request for memory while the segments are opened as far as their footers, and whether they were refused.
 fn check(files: &Files) -> (bool, usize) {
     let engine = engine_of(files);
     largest_of(|| {
@@ -237,7 +237,7 @@ fn no_number_of_a_list_of_segments_makes_a_load_allocate_more_than_the_files_are
             let mut files = seed().0.clone();
             let mut manifest = manifest.clone();
             *manifest.pointer_mut(pointer).unwrap() = large.into();
-            // What stands twice says the same.
+            // Numbers that stand in two places say the same.
             let rows = manifest["tables"][0]["segments"]["rows"].clone();
             manifest["tables"][0]["total_rows"] = rows.clone();
             files.insert(path.clone(), serde_json::to_vec_pretty(&manifest).unwrap());

@@ -49,7 +49,7 @@ fn is(path: &Path, suffix: &str) -> bool {
     path.extension().is_some_and(|found| found == suffix)
 }
 
-/// Where the JSON of a state file lies.
+/// Where the JSON of a state file starts and ends.
 fn json(bytes: &[u8]) -> Option<(usize, usize)> {
     let start = bytes.iter().position(|&byte| byte == b'\n')? + 1;
     bytes.starts_with(b"embcache").then_some((start, bytes.len()))
@@ -66,7 +66,7 @@ fn set_crc(bytes: &mut [u8], over: std::ops::Range<usize>, at: usize) {
     }
 }
 
-/// Bind a record whose checksum was just made to its place, as the header says which segment of which table it is in.
+/// Bind a record, whose checksum was just made, to its position, as the header says which segment of which table it is in.
 fn bind(bytes: &mut [u8], at: usize, number: u32) {
     let long = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let first = hash_id((long(28) ^ long(20).rotate_left(32)) as Id) as u32;
@@ -74,7 +74,7 @@ fn bind(bytes: &mut [u8], at: usize, number: u32) {
     bytes[at..at + 4].copy_from_slice(&bound.to_le_bytes());
 }
 
-/// Make the checksums of a segment right, and with `sorted` the order of its entries too.
+/// Make the checksums of a segment right and, with `sorted`, the order of its entries too.
 pub(crate) fn reseal_segment(bytes: &mut [u8], sorted: bool) {
     const TRAILER: usize = 48;
     let (header, record) = (le(bytes, 8), le(bytes, 16).max(44));
@@ -111,7 +111,7 @@ pub(crate) fn state_file(body: &[u8]) -> Vec<u8> {
     [line.as_bytes(), body].concat()
 }
 
-/// Make every checksum right that names another's bytes.
+/// Make every checksum right that covers bytes of another file.
 fn reseal(files: &mut Files, changed: &[std::path::PathBuf], sorted: bool) {
     for path in changed.iter().filter(|path| is(path, "seg")) {
         if let Some(bytes) = files.get_mut(path) {
@@ -144,7 +144,7 @@ fn reseal(files: &mut Files, changed: &[std::path::PathBuf], sorted: bool) {
     }
 }
 
-/// Open the tier that these files make and use it in every way. A row that was never written fails unless `resealed`.
+/// Open the tier of these files, and use it in every way. A row that was never written fails unless `resealed`.
 pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestCaseResult {
     let engine = engine_of(files);
     if let Err(error) = SsdTier::published(Path::new(DIR), &*engine) {
@@ -154,7 +154,7 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
         Ok(tier) => tier,
         Err(error) => {
             check_error(&error)?;
-            // A refused directory can always be given up.
+            // A refused directory can always be discarded.
             let again = open(&engine, Reopen::Discard, None);
             prop_assert!(again.is_ok(), "{:?}", again.err());
             return Ok(());
@@ -211,12 +211,12 @@ pub(crate) fn use_it(files: &Files, token: Option<u64>, resealed: bool) -> TestC
     Ok(())
 }
 
-/// What a resume of these files is refused with.
+/// The kind of error with which a resume of these files is refused.
 pub(crate) fn refusal(files: &Files) -> Option<Kind> {
     open(&engine_of(files), Reopen::Resume, None).err().map(|error| error.kind())
 }
 
-/// What lies there after a resume.
+/// The files after a resume.
 pub(crate) fn files_after_use(before: &Files) -> Files {
     let engine = engine_of(before);
     open(&engine, Reopen::Resume, None).unwrap().close().unwrap();

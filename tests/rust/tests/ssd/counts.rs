@@ -1,5 +1,5 @@
-//! The live records that are found in a segment are held against those that the tier counts there: a row that cannot be found is damage,
-//! and never a row that was not trained.
+//! The live records that are found in a segment are compared with those that the tier counts there. A row that cannot be found is
+//! damage, and never passes for a row that was not trained.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ fn word(bytes: &[u8], at: usize) -> usize {
     u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize
 }
 
-/// Where the newest record of `id` lies: file and the bytes of it there. Of a row that was written once.
+/// Where the newest record of `id` lies: its file, and its bytes there. The row must have been written once.
 fn place_of(engine: &dyn IoEngine, id: Id) -> (PathBuf, std::ops::Range<usize>) {
     for path in segments(engine) {
         let bytes = read_file(engine, &path, 8 << 20).unwrap();
@@ -40,7 +40,7 @@ fn place_of(engine: &dyn IoEngine, id: Id) -> (PathBuf, std::ops::Range<usize>) 
     panic!("row {id} is in no segment");
 }
 
-/// Change a file in place, as a disk does.
+/// Change a file without the engine's knowledge, as a failing disk does.
 fn change(engine: &dyn IoEngine, path: &Path, with: impl FnOnce(&mut [u8])) {
     let mut bytes = read_file(engine, path, 8 << 20).unwrap();
     with(&mut bytes);
@@ -49,14 +49,14 @@ fn change(engine: &dyn IoEngine, path: &Path, with: impl FnOnce(&mut [u8])) {
     engine.open(path, Open::Write).unwrap().write_at(0, &whole).unwrap();
 }
 
-/// One bit of the id that the record of `id` holds flips; the file.
+/// Flip one bit of the id in the record of `id`. The result is the file.
 fn flip_id(engine: &dyn IoEngine, id: Id) -> PathBuf {
     let (path, place) = place_of(engine, id);
     change(engine, &path, |bytes| bytes[place.start + 9] ^= 0x40);
     path
 }
 
-/// The record of `id` is replaced by that of `other`, as a write to the wrong place does; the file.
+/// Replace the record of `id` by that of `other`, as a write to a wrong position does. The result is the file.
 fn replace(engine: &dyn IoEngine, id: Id, other: Id) -> PathBuf {
     let (from, record) = place_of(engine, other);
     let whole = read_file(engine, &from, 8 << 20).unwrap()[record].to_vec();
@@ -65,7 +65,7 @@ fn replace(engine: &dyn IoEngine, id: Id, other: Id) -> PathBuf {
     path
 }
 
-/// A published tier, of which every row was written once, and `unread` rows that are not in files yet.
+/// A published tier, each row of which was written once, and `unread` rows that are not in files yet.
 fn tier(engine: &Arc<dyn IoEngine>, rows: Id, unread: Id) -> (SsdTier, Versions) {
     let (tier, _) = open(engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
     let mut held = Versions::new();
@@ -75,7 +75,7 @@ fn tier(engine: &Arc<dyn IoEngine>, rows: Id, unread: Id) -> (SsdTier, Versions)
     (tier, held)
 }
 
-/// Rows that a way to read all of them gives.
+/// A way to read all rows. The result is their number.
 type ReadAll = fn(&SsdTier, &Arc<dyn IoEngine>) -> Result<usize>;
 
 /// Every way to read all rows of a tier.
@@ -127,7 +127,7 @@ fn check_refused(error: &Error, path: &Path, what: &str) {
     assert!(tells_of_damage(error) && error.path() == Some(path), "{what}: {error}");
 }
 
-/// What happens to the row 77 on disk; the file that it happens to.
+/// A kind of damage to row 77 on disk. The result is the damaged file.
 type Damage = fn(&dyn IoEngine) -> PathBuf;
 
 const DAMAGE: [(&str, Damage); 2] =
@@ -169,7 +169,7 @@ fn rows_that_change_amid_a_scan_are_no_damage() {
     tier.scan(&mut |row| {
         met += 1;
         if met % 300 == 0 {
-            // Rows die in segments that were read, that are being read and that are still to be read.
+            // Rows die in segments that were read, that are being read, and that are still to be read.
             let ids: Vec<Id> = (0..3000).filter(|id| (id + met) % 41 == 0 && held.contains_key(id)).collect();
             append(&tier, &ids, version, &mut held)?;
             let gone: Vec<Id> = (0..3000).filter(|id| (id + met) % 503 == 0 && held.contains_key(id)).collect();
@@ -197,7 +197,7 @@ fn compaction_leaves_a_segment_with_damaged_ids_alone_and_what_is_full_says_so()
         let mut held = Versions::new();
         append(&tier, &(0..rows).collect::<Vec<Id>>(), 1, &mut held).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
-        // One row in each segment of the first half.
+        // One row in each segment of the first half is damaged.
         let mut damaged: Vec<PathBuf> = Vec::new();
         let mut lost: Vec<Id> = Vec::new();
         for id in (0..rows / 2).step_by(20) {

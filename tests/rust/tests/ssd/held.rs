@@ -1,4 +1,4 @@
-//! Who holds a table's directory, also where somebody removes the file by which it says so.
+//! A table holds its directory, also when somebody removes the file that says so.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,12 +14,12 @@ const CAP: u64 = 512 << 10;
 const DIR: &str = "EMBCACHE_TEST_HELD_TIER";
 const CHILD: &str = "held::child_that_tries_to_open_what_another_process_holds";
 
-/// The ways to open a directory that holds a state.
+/// The ways to open a directory that has a state.
 fn ways() -> [Reopen; 3] {
     [Reopen::Resume, Reopen::Discard, Reopen::Auto { unfinished: None }]
 }
 
-/// What opening and removing the table's files say, while the table is open elsewhere.
+/// The errors of opening and removing the table's files while the table is open elsewhere.
 fn refusals(engine: &Arc<dyn IoEngine>, dir: &Path) -> Vec<Error> {
     let mut errors: Vec<Error> =
         ways().into_iter().map(|reopen| open(engine, &config(dir, CAP, reopen)).map(drop).unwrap_err()).collect();

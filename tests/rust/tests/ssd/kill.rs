@@ -1,4 +1,4 @@
-//! A process that appends and publishes is killed; the directory goes on from what it had published.
+//! A process that appends and publishes is killed. The directory goes on from what it had published.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
@@ -15,7 +15,7 @@ const IDS: Id = 6000;
 const DIR: &str = "EMBCACHE_TEST_KILL_DIR";
 const CHILD: &str = "kill::child_that_appends_and_publishes_until_it_is_killed";
 
-/// The ids that a step writes, and those it removes.
+/// The ids that a step writes, and those that it removes.
 fn ids_of(step: u32) -> (Vec<Id>, Vec<Id>) {
     let draw = |id: &Id| hash_id(*id ^ (i64::from(step) << 40)) % 16;
     (
@@ -24,7 +24,7 @@ fn ids_of(step: u32) -> (Vec<Id>, Vec<Id>) {
     )
 }
 
-/// Do step `step` in `held`, and in the tier where there is one.
+/// Do step `step` in `held`, and in the tier if there is one.
 fn go(step: u32, held: &mut Versions, tier: Option<&SsdTier>) {
     let (written, mut removed) = ids_of(step);
     match tier {
@@ -78,7 +78,7 @@ fn a_killed_process_leaves_the_last_published_state_whole() {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // Anywhere within the work that follows a line, and in its first lines, when it has just resumed.
+        // The kill comes anywhere within the work that follows a line, also in the first lines, when the process has just resumed.
         let lines = 1 + hash_id(round as i64) % 40;
         let mut seen = 0;
         for line in BufReader::new(child.stdout.take().unwrap()).lines() {
@@ -101,7 +101,7 @@ fn a_killed_process_leaves_the_last_published_state_whole() {
             continue;
         };
         let step = token as u32;
-        // The last state it spoke of, or one that was published after.
+        // It is the last state that the process reported, or one that was published later.
         assert!(published.is_none_or(|published| step >= published), "{step} < {published:?}");
         let mut held = Versions::new();
         (0..=step).for_each(|step| go(step, &mut held, None));

@@ -1,4 +1,4 @@
-//! Rows modified since an epoch are found without reading the others.
+//! Rows that were modified since an epoch are found without reading the others.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use embcache_tests::ssd::{Versions, append, config, open, vector};
 const DIR: &str = "/embcache-modified/tier";
 const CAP: u64 = 8 << 20;
 
-/// The versions of rows modified since `since`.
+/// The versions of the rows that were modified since `since`.
 fn scan(tier: &SsdTier, since: u32) -> Result<Versions> {
     let mut found = Versions::new();
     tier.scan_since(since, &mut |row| {

@@ -1,4 +1,4 @@
-//! Panics in the tier's threads, in each place where they touch the disk: a typed error that stays, nobody waits for ever, and what was
+//! Panics in the tier's threads, wherever these use the disk, become a typed error that stays. Nobody waits for ever, and what was
 //! handed over can be read.
 
 use std::path::Path;
@@ -20,8 +20,8 @@ fn tier() -> (SsdTier, FaultEngine) {
     (open(&engine, &config(Path::new("/t"), 160 << 10, Reopen::Never)).unwrap().0, faults)
 }
 
-/// Append, so that segments are full of live and dead records, and `publish` now and then or not, until it is refused (or the watchdog
-/// bites).
+/// Append until that is refused (or the watchdog ends the test), so that segments are full of live and dead records. With `publish`
+/// also publish now and then.
 fn write_until_refused(tier: &SsdTier, publish: bool, held: &mut Versions) -> embcache::Error {
     let all: Vec<Id> = (0..IDS).collect();
     if let Err(error) = append(tier, &all, 1, held) {
@@ -45,7 +45,7 @@ fn a_tier_only_reads_after_a_panic(operation: Operation) {
         let (tier, faults) = tier();
         let mut held = Versions::new();
         faults.panic_at(operation, passing);
-        // Nothing is synced but for a publish.
+        // Only a publish syncs.
         let error = write_until_refused(&tier, operation == Operation::Sync, &mut held);
         assert!(!faults.will_panic());
         assert_eq!(error.kind(), Kind::ReadOnly, "{error}");
@@ -53,7 +53,7 @@ fn a_tier_only_reads_after_a_panic(operation: Operation) {
         assert_eq!(append(&tier, &[1], 1000, &mut held).unwrap_err().kind(), Kind::ReadOnly);
         assert_eq!(tier.remove(&[1]).unwrap_err().kind(), Kind::ReadOnly);
         assert_eq!(tier.publish(1, StateCounters::default()).unwrap_err().kind(), Kind::ReadOnly);
-        // Of the refused append some rows may be taken.
+        // Some rows of the refused append may have been taken.
         let ids: Vec<Id> = (0..IDS).collect();
         for (id, found) in ids.iter().zip(fetch(&tier, &ids).unwrap()) {
             assert!(found >= held.get(id).copied(), "{id}: {found:?}");
@@ -72,7 +72,7 @@ fn a_panic_of_a_flusher_leaves_a_tier_that_reads() {
 
 #[test]
 fn a_panic_of_compaction_leaves_a_tier_that_reads() {
-    // Nothing but compaction reads here.
+    // Only compaction reads here.
     watched(String::new, || a_tier_only_reads_after_a_panic(Operation::Read));
 }
 

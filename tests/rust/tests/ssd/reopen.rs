@@ -1,4 +1,4 @@
-//! Directories: which are refused, who holds them, and the ways to open one that is not empty.
+//! Directories: which ones are refused, who holds them, and how one that is not empty is opened.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -31,7 +31,7 @@ fn a_directory_that_is_not_empty_is_refused_with_both_ways_out() {
     let engine = memory();
     let dir = Path::new(DIR);
     for _ in 0..2 {
-        // An empty one may be opened any way, again and again.
+        // An empty directory may be opened in any way, again and again.
         for reopen in [Reopen::Never, Reopen::Resume, Reopen::Discard] {
             assert_eq!(open(&engine, &config(dir, CAP, reopen)).unwrap().1, None);
         }
@@ -42,7 +42,7 @@ fn a_directory_that_is_not_empty_is_refused_with_both_ways_out() {
     let error = open(&engine, &config(dir, CAP, Reopen::Never)).unwrap_err();
     assert_eq!(error.kind(), Kind::State);
     assert!(error.to_string().contains("\"resume\"") && error.to_string().contains("\"discard\""), "{error}");
-    // Nothing was published: there is nothing to go on from.
+    // Nothing was published, so there is nothing to resume.
     let error = open(&engine, &config(dir, CAP, Reopen::Resume)).unwrap_err();
     assert_eq!(error.kind(), Kind::State);
     assert!(error.to_string().contains("Saver"), "{error}");
@@ -165,7 +165,7 @@ fn directories_of_a_wrong_kind_or_mode_are_refused_before_anything_is_written() 
     }
     assert_eq!(std::fs::read_dir(&made).unwrap().count(), 0);
     std::fs::set_permissions(&made, std::fs::Permissions::from_mode(0o750)).unwrap();
-    // A directory that holds other things is refused before a lock file is put beside them.
+    // A directory with other contents is refused before a lock file is made in it.
     std::fs::write(made.join("notes.txt"), "mine").unwrap();
     assert_eq!(kind(open(&engine, &config(&made, CAP, Reopen::Never))), Kind::State);
     assert_eq!(std::fs::read_dir(&made).unwrap().count(), 1);
@@ -191,7 +191,7 @@ fn a_cap_that_became_too_small_is_refused_with_the_least_that_works() {
     let least = error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     let (tier, _) = open(&engine, &config(dir, least, Reopen::Resume)).unwrap();
     check(&tier, &held, -5..8005);
-    // The room is real: every row can be written again.
+    // The room exists: every row can be written again.
     for version in 2..5 {
         append(&tier, &(0..8000).collect::<Vec<_>>(), version, &mut held).unwrap();
     }

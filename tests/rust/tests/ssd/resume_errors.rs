@@ -1,4 +1,5 @@
-//! Errors of the system while a directory is opened: whatever cannot be read now is not taken for damaged or absent, and is not removed.
+//! Errors of the system while a directory is opened. What cannot be read now is not taken for damaged or missing, and is not
+//! removed.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ const DIR: &str = "/embcache-resume-errors/tier";
 const CAP: u64 = 1 << 20;
 const TOKENS: [u64; 2] = [5, 8];
 
-/// Two states that have segments of their own, and what each holds.
+/// Two states with segments of their own, and what each holds.
 fn two_states(memory: &MemoryEngine) -> [Versions; 2] {
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
     let (tier, _) = open(&engine, &config(Path::new(DIR), CAP, Reopen::Never)).unwrap();
@@ -28,7 +29,7 @@ fn two_states(memory: &MemoryEngine) -> [Versions; 2] {
     states
 }
 
-/// Open the directory with the newest state.
+/// Open the directory with its newest state.
 fn resume(engine: &Arc<dyn IoEngine>) -> Result<SsdTier> {
     open(engine, &config(Path::new(DIR), CAP, Reopen::Resume)).map(|(tier, _)| tier)
 }
@@ -59,7 +60,7 @@ fn no_error_of_the_system_costs_the_older_state() {
             let is_over = fault.will_hit();
             fault.clear();
             if is_over {
-                // There are no more operations of the kind.
+                // There are no more operations of this kind.
                 check(&resumed.unwrap(), &states[1], 0..100);
                 assert!(passing > 0, "{context}: the kind is not used");
                 break;

@@ -1,4 +1,4 @@
-//! Files of segments that are gone are written again: within the cap, and none outlives the tier or its process.
+//! Files of segments that are gone are written again. They stay within the cap, and none outlives the tier or its process.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -24,14 +24,14 @@ fn segment_bytes(engine: &dyn IoEngine) -> u64 {
     segments(engine).iter().map(|path| engine.open(path, Open::Read).unwrap().len().unwrap()).sum()
 }
 
-/// Segments made so far by renaming an older one's file, and by making a file.
+/// The number of segments made so far by renaming an older one's file, and by making a file.
 fn made(fault: &FaultEngine) -> (usize, usize) {
     let log = fault.log();
     let of = |wanted| log.iter().filter(|(operation, path)| *operation == wanted && is_segment(path)).count();
     (of(Operation::Rename), of(Operation::Create))
 }
 
-/// A tier of `cap` bytes, and half of the ids it has room for.
+/// A tier of `cap` bytes, and half of the ids for which it has room.
 fn tier(cap: u64) -> (MemoryEngine, FaultEngine, SsdTier, Vec<Id>) {
     let memory = MemoryEngine::default();
     let fault = FaultEngine::new(Arc::new(memory.clone()));
@@ -51,7 +51,7 @@ fn rows_rewritten_in_whole_segments_are_written_to_the_files_of_those_they_leave
         assert!(memory.live_bytes() <= CAP, "{} bytes", memory.live_bytes());
     }
     let (renamed, created) = made(&fault);
-    // Of each round the table keeps eight files, or as many as have room.
+    // In each round the table keeps eight files, or as many as have room.
     assert!(renamed > 100, "{renamed} files written again, {created} made");
     check(&tier, &held, -5..ids.len() as Id + 5);
     tier.publish(1, StateCounters::default()).unwrap();
@@ -70,7 +70,7 @@ fn files_that_are_kept_go_when_the_tier_closes_and_are_swept_after_a_kill() {
     append(&tier, &ids, 1, &mut held).unwrap();
     tier.publish(1, StateCounters::default()).unwrap();
     let named = segments(&memory);
-    // What is written and rewritten now is of no state: its files are kept.
+    // What is written now belongs to no state, so its files are kept.
     for version in 2..6 {
         append(&tier, &ids, version, &mut held.clone()).unwrap();
     }

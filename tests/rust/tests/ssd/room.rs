@@ -1,4 +1,4 @@
-//! The cap: what fits, what happens when it does not, and when the disk itself is full.
+//! The cap: what fits, what happens when rows do not fit, and what happens when the disk itself is full.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -171,7 +171,7 @@ fn after_a_full_disk_the_tier_refuses_writes_and_serves_all_it_was_given() {
             let before = held.clone();
             let mut done = append(&tier, &ids, version, &mut held);
             if operation == Operation::Sync {
-                // Nothing is synced but for a publish.
+                // Only a publish syncs.
                 done = done.and_then(|()| tier.publish(u64::from(version), StateCounters::default()));
             }
             if let Err(error) = done {
@@ -191,7 +191,7 @@ fn after_a_full_disk_the_tier_refuses_writes_and_serves_all_it_was_given() {
         ] {
             assert_eq!(refused.unwrap_err().kind(), Kind::ReadOnly, "{operation:?}");
         }
-        // Rows of the call that failed may be the newer ones; all others are as they were given.
+        // Rows of the call that failed may be the newer ones. All others are as they were given.
         let ids: Vec<Id> = held.keys().copied().collect();
         for (id, found) in ids.iter().zip(fetch(&tier, &ids).unwrap()) {
             assert!(found == Some(held[id]) || found == Some(version), "id {id}: {found:?}");
@@ -223,7 +223,7 @@ fn fetches_appends_and_scans_of_many_tables_at_once_are_right() {
             });
         }
     });
-    // However many tables there are; the threads of the scope above may not be gone yet.
+    // This holds for any number of tables. The threads of the scope above may still be ending.
     let of_ours = |task: &std::fs::DirEntry| {
         std::fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name.starts_with("embcache-"))
     };
@@ -241,7 +241,7 @@ fn an_eviction_that_fails_halfway_says_which_rows_are_gone_and_counts_them() {
         let mut held = Versions::new();
         append(&tier, &(0..1000).collect::<Vec<_>>(), 1, &mut held).unwrap();
         tier.publish(1, StateCounters::default()).unwrap();
-        // It reads the footer of one segment after the other, and drops the rows of each.
+        // The eviction reads the footer of one segment after the other, and drops the rows of each.
         fault.hit_once(Operation::Read, passing, Fault::Fail(libc::EIO));
         let gone = match tier.evict(600, &|_| false) {
             Ok(gone) => gone,
@@ -329,7 +329,7 @@ fn rows_are_evicted_in_the_order_of_writing_and_a_footer_is_read_once_for_all_th
     }
     faults.clear();
     assert_eq!(gone, expected[..205], "oldest first");
-    // Rows that had to stay are asked for again when the rest is gone.
+    // Rows that had to stay are asked for again when the others are gone.
     gone.extend(tier.evict(10_000, &kept).unwrap());
     assert_eq!(gone.len(), expected.len());
     assert!(tier.evict(10_000, &kept).unwrap().is_empty());
