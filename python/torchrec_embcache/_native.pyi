@@ -18,9 +18,111 @@ F32 = NDArray[np.float32]
 
 # Reads rows of the device tier: cache slots int64 [n] -> (vectors float32 [n, V], scalars float32 [n], zeros where no scalar slot).
 DeviceGather = Callable[[I64], tuple[F32, F32]]
-# Device tier of one table as CPU arrays, for the core kernels: weights [S, D], vector slots each [S, D], scalar slot [S] or None.
 BucketHash = Literal["splitmix64", "plain"]
-DeviceArrays = tuple[F32, Sequence[F32], F32 | None]
+Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]
+Policy = Literal["lru", "lfu", "s3fifo"]
+
+@final
+class RowInitializer:
+    """How the rows of a table are born."""
+
+    @staticmethod
+    def constant(value: float) -> RowInitializer: ...
+    @staticmethod
+    def uniform(low: float, high: float) -> RowInitializer: ...  # in [low, high)
+    @staticmethod
+    def normal(mean: float, std: float) -> RowInitializer: ...
+    @staticmethod
+    def truncated_normal(mean: float, std: float) -> RowInitializer: ...  # drawn again outside mean ± 2 std
+    @staticmethod
+    def linear(low: float, high: float) -> RowInitializer: ...  # the same ramp for every id
+
+@final
+class RowMetadata:
+    """What is known of n rows beside their values."""
+
+    def __new__(
+        cls, count: NDArray[np.uint32], last_step: NDArray[np.uint64], score: F32, modified_epoch: NDArray[np.uint32]
+    ) -> RowMetadata: ...
+    count: NDArray[np.uint32]  # [n] occurrences in training batches
+    last_step: NDArray[np.uint64]  # [n] the table's step at the row's last training step
+    score: F32  # [n] decayed use
+    modified_epoch: NDArray[np.uint32]  # [n] the checkpoint epoch of the last training step
+
+@final
+class RowBlock:
+    """n rows with everything that belongs to them, in memory of their own."""
+
+    def __new__(cls, ids: I64, vectors: F32, scalars: F32, metadata: RowMetadata) -> RowBlock: ...
+    ids: I64  # [n]
+    vectors: F32  # [n, V]
+    scalars: F32  # [n], zeros where rows have no scalar slot
+    metadata: RowMetadata
+    def __len__(self) -> int: ...
+
+@final
+class FoundRows:
+    """The rows of n ids, in the order of the ids."""
+
+    found: NDArray[np.bool_]  # [n]; False: the id has no row, and what stands here is its initial value
+    vectors: F32  # [n, V]
+    scalars: F32  # [n], zeros where rows have no scalar slot
+    metadata: RowMetadata
+
+@final
+class TierStats:
+    """Counters that every tier has; `metrics.py` says what each counts."""
+
+    rows: int
+    bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    read_bytes: int
+    written_bytes: int
+    time_ns: int
+
+@final
+class SsdStats:
+    """Further counters of the SSD tier."""
+
+    tier: TierStats
+    io_engine: str
+    row_bytes_given: int
+    compaction_bytes: int
+    live_share: float
+    segments: int
+    index_bytes: int
+    dropped_rows: int
+    published_given_up: bool
+
+@final
+class TableStats:
+    """Counters of a table, and of its tiers."""
+
+    rows: int
+    step: int
+    pinned_rows: int
+    overflow_plans: int
+    dropped_rows: int
+    device: TierStats | None
+    host: TierStats
+    ssd: SsdStats | None
+
+@final
+class TableCounters:
+    """How often a table was trained, and the checkpoint epoch that rows trained now are marked with."""
+
+    step: int
+    epoch: int
+
+@final
+class RowBytes:
+    """How many bytes a row takes of `host_bytes` and of `device_bytes`."""
+
+    host: int
+    device: int
 
 @final
 class Table:
@@ -32,8 +134,8 @@ class Table:
         name: str,
         key: int | None,  # None: derived from the name
         dim: int,
-        optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"],
-        initializer: tuple[str, float, float],  # ("constant", v, 0) ("uniform", low, high) ("normal", mean, std) ("truncated_normal", mean, std) ("linear", low, high)
+        optimizer: Optimizer,
+        initializer: RowInitializer,
         seed: int,
         total_num_buckets: int,
         bucket_hash: BucketHash,
@@ -46,7 +148,7 @@ class Table:
         ssd_bytes: int,
         reopen: Literal["resume", "discard", "auto"] | None,  # auto: resumes resume_token; starts anew where it is None
         resume_token: int | None,
-        policy: Literal["lru", "lfu", "s3fifo"],
+        policy: Policy,
         on_full: Literal["error", "evict"],
         segments: SnapshotSegments | None = None,  # its contents, in place of whatever is in ssd_dir
         unfinished: int | None = None,  # with reopen="auto": the newest state there that no flush of several tables completed
@@ -72,11 +174,11 @@ class Table:
     def saved_beside(self, next_epoch: int, ancestor: Ancestor | None = None) -> None: ...  # as saved_as, of a CheckpointMoment's moment; None: its save failed
     def set_unusable(self, reason: str | None) -> None: ...  # refuse every use (StateError with the reason) until set to None
     def unusable(self) -> str | None: ...  # the reason, while it refuses
-    def counters(self) -> tuple[int, int]: ...  # step and epoch, of an unusable table too
-    def stats(self) -> dict[str, Any]: ...  # {"rows", "step", "pinned_rows", "overflow_plans", "dropped_rows", "device": {...} | None, "host": {...}, "ssd": {...} | None}
+    def counters(self) -> TableCounters: ...  # of an unusable table too
+    def stats(self) -> TableStats: ...
     def export(self, chunk_rows: int) -> Export: ...
-    def read_rows(self, ids: I64, incomplete: bool = False) -> tuple[NDArray[np.bool_], F32, F32, Meta]: ...  # found [n], vectors [n, V], scalars [n], metadata; unseen: initial value. `incomplete`: of an unusable table too
-    def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, meta: Meta | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
+    def read_rows(self, ids: I64, *, incomplete: bool = False) -> FoundRows: ...  # `incomplete`: of an unusable table too
+    def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, metadata: RowMetadata | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
     def remove_rows(self, ids: I64) -> int: ...  # how many were there
     def clear(self) -> None: ...
     def flush(self, token: int | None) -> None: ...  # write every dirty row down and publish one state; None: under the next even token
@@ -114,7 +216,7 @@ class Export:
     """Streams every row as of its making; a step taken meanwhile ends it with StateError."""
 
     def __iter__(self) -> Export: ...
-    def __next__(self) -> tuple[I64, F32, F32, Meta]: ...  # ids [n], vectors [n, V], scalars [n], metadata; own memory
+    def __next__(self) -> RowBlock: ...
 
 @final
 class FlushRoot:
@@ -138,11 +240,43 @@ class Lookup:
         self,
         ids: I64,  # [N], feature after feature
         feature_splits: I64,  # [F + 1], where each feature's ids start in `ids`
-        train: bool,  # False: unseen ids are not inserted
-        ahead: bool,  # True: prefetch: fetch as far as the budget allows, never overflow
-        unseen_zeros: bool,  # with train=False: an unseen id reads zeros instead of its initial value
+        mode: PlanMode,
         threads: int,  # that may work for it, births above all
     ) -> Plan: ...
+
+@final
+class PlanMode:
+    """How a plan treats the ids of its batch."""
+
+    def __new__(cls, *, train: bool, ahead: bool, unseen_zeros: bool) -> PlanMode: ...
+    train: bool  # a backward follows; False: ids that were never trained are not inserted
+    ahead: bool  # fetch as far as the budget allows, and never overflow; `Plan.wait` does the rest
+    unseen_zeros: bool  # with train=False: an id that was never trained reads zeros instead of its initial value
+
+@final
+class FetchedRows:
+    """The M rows that a plan fetched for the device tier of a table."""
+
+    slots: I64  # [M], where each is to be scattered to
+    vectors: F32  # [M, V]
+    scalars: F32  # [M]
+
+@final
+class Transposed:
+    """The occurrences of a plan's ids of one table, by distinct row: those of row u are `occurrences[starts[u]:starts[u + 1]]`."""
+
+    slots: I64  # [U]
+    starts: I64  # [U + 1]
+    occurrences: I64  # [N'], positions in the plan's `ids`
+
+@final
+class DeviceArrays:
+    """The device tier of one table as CPU arrays, for the core's kernels."""
+
+    def __new__(cls, weights: F32, vector_slots: Sequence[F32], scalars: F32 | None) -> DeviceArrays: ...
+    weights: F32  # [S, D]
+    vector_slots: list[F32]  # each [S, D]
+    scalars: F32 | None  # [S]; None: rows have no scalar slot
 
 @final
 class Plan:
@@ -158,10 +292,10 @@ class Plan:
     def overflow_rows(self) -> list[int]: ...  # per table: rows that did not fit the tier the kernels run on
     # Device tier, per table t of the lookup
     def required_slots(self, table: int) -> int: ...  # device tensors must hold at least this many slots (more than device_rows: overflow)
-    def fetched(self, table: int) -> tuple[I64, F32, F32]: ...  # slots [M], vectors [M, V], scalars [M] to scatter before the forward
+    def fetched(self, table: int) -> FetchedRows: ...  # to be scattered before the forward
     def scattered(self) -> None: ...  # what `fetched` gave is in the tensors of all tables; a plan released before leaves rows where they were
     def slots(self, feature: int) -> I64: ...  # [N_f] cache slot of each occurrence; -1 for a row of zeros
-    def transposed(self, table: int) -> tuple[I64, I64, I64]: ...  # slots [U], starts [U + 1], occurrences [N'] as positions in `ids`
+    def transposed(self, table: int) -> Transposed: ...
     # `work` (`wait`, scatter and `scattered`; or `begin_update`, update and `commit`; or kernels on the tensors as they are then) while nobody
     # else forwards, updates or copies rows. Handlers of signals run after it. Ended before `scattered` it releases the plan.
     def exclusively(self, work: Callable[[], None]) -> None: ...
@@ -465,6 +599,6 @@ def io_engine_name() -> str: ...  # the engine this process uses
 def io_fallback_reason() -> str | None: ...  # why it is not io_uring, where the system refused that
 def drain_log() -> None: ...  # hands the events of the core so far to Python's logging; reads its levels first
 def table_key(name: str) -> int: ...
-def row_bytes(dim: int, optimizer: str, policy: str) -> tuple[int, int]: ...  # bytes a row takes of host_bytes and of device_bytes
+def row_bytes(dim: int, optimizer: Optimizer, policy: Policy) -> RowBytes: ...
 def check_ssd_dir(ssd_dir: str) -> str: ...  # absolute; PathError, StoragePermissionError: missing, a link, of another, too open, not writable
 def table_dir(ssd_dir: str, module: str, table: str, rank: int, world_size: int) -> str: ...  # a table's own directory, names encoded

@@ -139,10 +139,10 @@ class CacheTable:
             _native.check_ssd_dir(str(tiers.ssd_dir))
 
     def _check_budgets(self) -> int | None:
-        host_row, device_row = _native.row_bytes(self.dim, self.spec.kind, self.policy)
+        row_bytes = _native.row_bytes(self.dim, self.spec.kind, self.policy)
         for field, budget, row in (
-            ("host_bytes", self.tiers.host, host_row),
-            ("device_bytes", self.tiers.device, device_row),
+            ("host_bytes", self.tiers.host, row_bytes.host),
+            ("device_bytes", self.tiers.device, row_bytes.device),
             ("ssd_bytes", self.tiers.ssd, self.spec.record_floats(self.dim) * 4),
         ):
             if budget < row and (budget or field == "host_bytes"):
@@ -153,7 +153,7 @@ class CacheTable:
             raise ConfigError(
                 f"TierBudgets.device_bytes=0 on {self.device}: give the device tier of table {self.name!r} a budget"
             )
-        return min(self.tiers.device // device_row, (1 << 31) - 1) if self.tiers.device else None
+        return min(self.tiers.device // row_bytes.device, (1 << 31) - 1) if self.tiers.device else None
 
     def _check_device_memory(self, spec: OptimizerSpec) -> None:
         """`ConfigError` for a device tier larger than the device's whole memory, which the system may promise all the same."""
@@ -394,7 +394,7 @@ class CacheTable:
         For example `table.export().to_numpy()["weights"]`, where all rows fit in RAM.
         """
         stream = self.native.export(check_int("chunk_rows", chunk_rows, 1, 1 << 30))
-        return RowExport((RowChunk(*self._parts(*chunk)) for chunk in stream), self._no_rows)
+        return RowExport((RowChunk(*self._parts(block.ids, block)) for block in stream), self._no_rows)
 
     def _no_rows(self) -> RowChunk:
         found = self.read_rows(torch.empty(0, dtype=torch.int64))
@@ -405,8 +405,8 @@ class CacheTable:
         counters.
         """
         array = row_ids(ids, self.device)
-        found, vectors, scalars, meta = self.native.read_rows(array)
-        return FoundRows(*self._parts(array.copy(), vectors, scalars, meta), found=torch.from_numpy(found))
+        rows = self.native.read_rows(array)
+        return FoundRows(*self._parts(array.copy(), rows), found=torch.from_numpy(rows.found))
 
     def import_rows(
         self,
@@ -449,20 +449,20 @@ class CacheTable:
         return self.native.remove_rows(row_ids(ids, self.device))
 
     def _parts(
-        self, ids: NDArray[np.int64], vectors: NDArray[np.float32], scalars: NDArray[np.float32], meta: _native.Meta
+        self, ids: NDArray[np.int64], rows: _native.RowBlock | _native.FoundRows
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], RowMetadata]:
-        columns = torch.split(torch.from_numpy(vectors), self.dim, 1)
+        columns = torch.split(torch.from_numpy(rows.vectors), self.dim, 1)
         spec = self.spec
         slots = {name: part.contiguous() for name, part in zip(spec.slot_names, columns[1:], strict=False)}
         if spec.scalar_slot():
-            slots[spec.slot_names[-1]] = torch.from_numpy(scalars)
-        return torch.from_numpy(ids), columns[0].contiguous(), slots, RowMetadata.of(meta)
+            slots[spec.slot_names[-1]] = torch.from_numpy(rows.scalars)
+        return torch.from_numpy(ids), columns[0].contiguous(), slots, RowMetadata.of(rows.metadata)
 
     @property
     def ssd_bytes_held(self) -> int:
         """Bytes of the files of the SSD tier."""
-        ssd = self.native.stats()["ssd"]
-        return int(ssd["bytes"]) if ssd is not None else 0
+        ssd = self.native.stats().ssd
+        return ssd.tier.bytes if ssd is not None else 0
 
     @property
     def of_several_ranks(self) -> bool:

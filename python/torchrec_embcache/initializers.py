@@ -5,21 +5,20 @@ order of arrival, nor on world size, threads or evictions. Optimizer slots are b
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 import numpy as np
 
+from . import _native
 from .exceptions import ConfigError
 
 __all__ = ["Constant", "Initializer", "Linear", "Normal", "TruncatedNormal", "Uniform"]
 
 
 @dataclass(frozen=True)
-class Initializer:
-    """Base of the initializers. `native()` gives (name, first number, second number)."""
-
-    name: ClassVar[str]
+class Initializer(ABC):
+    """Base of the initializers, which say how rows are born."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -34,10 +33,9 @@ class Initializer:
                 )
             object.__setattr__(self, field.name, number)
 
-    def native(self) -> tuple[str, float, float]:
+    @abstractmethod
+    def native(self) -> _native.RowInitializer:
         """As the core takes it."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return (self.name, values[0], values[1] if len(values) > 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,10 @@ class Constant(Initializer):
     """Every weight is `value`."""
 
     value: float = 0.0
-    name: ClassVar[str] = "constant"
+
+    def native(self) -> _native.RowInitializer:
+        """As the core takes it."""
+        return _native.RowInitializer.constant(self.value)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,10 @@ class Uniform(Initializer):
 
     low: float = 0.0
     high: float = 1.0
-    name: ClassVar[str] = "uniform"
+
+    def native(self) -> _native.RowInitializer:
+        """As the core takes it."""
+        return _native.RowInitializer.uniform(self.low, self.high)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +72,10 @@ class Normal(Initializer):
 
     mean: float = 0.0
     std: float = 1.0
-    name: ClassVar[str] = "normal"
+
+    def native(self) -> _native.RowInitializer:
+        """As the core takes it."""
+        return _native.RowInitializer.normal(self.mean, self.std)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +88,10 @@ class TruncatedNormal(Initializer):
 
     mean: float = 0.0
     std: float = 1.0
-    name: ClassVar[str] = "truncated_normal"
+
+    def native(self) -> _native.RowInitializer:
+        """As the core takes it."""
+        return _native.RowInitializer.truncated_normal(self.mean, self.std)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +104,10 @@ class Linear(Initializer):
 
     low: float = 0.0
     high: float = 1.0
-    name: ClassVar[str] = "linear"
+
+    def native(self) -> _native.RowInitializer:
+        """As the core takes it."""
+        return _native.RowInitializer.linear(self.low, self.high)
 
 
 def _check_std(initializer: Initializer, std: float) -> None:

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from . import _native
 from .exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from ._native import DeviceArrays, Plan, Table
+    from ._native import DeviceArrays, FetchedRows, Plan, Table
     from .optimizers import OptimizerSpec
 
 __all__ = [
@@ -117,22 +118,22 @@ class DeviceTier:
                 raise MemoryError(str(error)) from error
             raise
 
-    def scatter(self, slots: NDArray[np.int64], vectors: NDArray[np.float32], scalars: NDArray[np.float32]) -> None:
-        """Put rows in their cache slots [n]: vectors [n, V], scalars [n]."""
-        if len(slots) == 0:
+    def scatter(self, fetched: FetchedRows) -> None:
+        """Put the rows that a plan fetched into their cache slots."""
+        if len(fetched.slots) == 0:
             return
         self.changes()
-        index = torch.from_numpy(slots).to(self.device)
-        values = torch.from_numpy(vectors).to(self.device)
-        for place, part in enumerate((self.weights, *self.vector_slots)):
-            part.index_copy_(0, index, values[:, place * self.dim : (place + 1) * self.dim])
+        index = torch.from_numpy(fetched.slots).to(self.device)
+        values = torch.from_numpy(fetched.vectors).to(self.device)
+        for number, part in enumerate((self.weights, *self.vector_slots)):
+            part.index_copy_(0, index, values[:, number * self.dim : (number + 1) * self.dim])
         if self.scalars is not None:
-            self.scalars.index_copy_(0, index, torch.from_numpy(scalars).to(self.device))
+            self.scalars.index_copy_(0, index, torch.from_numpy(fetched.scalars).to(self.device))
 
     def arrays(self) -> DeviceArrays:
         """The tensors as numpy arrays, shared memory: for the core's kernels, on the CPU."""
         scalars = self.scalars.numpy() if self.scalars is not None else None
-        return self.weights.numpy(), [slot.numpy() for slot in self.vector_slots], scalars
+        return _native.DeviceArrays(self.weights.numpy(), [slot.numpy() for slot in self.vector_slots], scalars)
 
 
 def _grown(tensor: Tensor, more: int) -> Tensor:
@@ -341,15 +342,15 @@ class TorchBackend(KernelBackend):
             first, count = mine[0], len(mine)
             # [B * count, D]: gradient of bag b of the table's feature j in row b * count + j.
             table_grad = grad[:, columns[first] : columns[first + count]].reshape(bags * count, tier.dim)
-            slots, starts, occurrences = plan.transposed(table)
-            feature_of, bag_of = np.divmod(bag[occurrences], max(bags, 1))
+            rows = plan.transposed(table)
+            feature_of, bag_of = np.divmod(bag[rows.occurrences], max(bags, 1))
             index = self._tensor(bag_of * count + (feature_of - first))
-            positions = self._tensor(occurrences)
+            positions = self._tensor(rows.occurrences)
             weights = scale.index_select(0, positions) if scale is not None else None
             if out is not None:
-                rows = tier.weights.index_select(0, self._tensor(np.repeat(slots, np.diff(starts))))
-                out.index_copy_(0, positions, (rows * table_grad.index_select(0, index)).sum(1))
-            updates.append((table, slots, _segment_sum(table_grad, index, self._tensor(starts), weights)))
+                used = tier.weights.index_select(0, self._tensor(np.repeat(rows.slots, np.diff(rows.starts))))
+                out.index_copy_(0, positions, (used * table_grad.index_select(0, index)).sum(1))
+            updates.append((table, rows.slots, _segment_sum(table_grad, index, self._tensor(rows.starts), weights)))
         self._update_and_commit(plan, updates, hyperparameters)
         return out
 
@@ -357,9 +358,9 @@ class TorchBackend(KernelBackend):
         """See the base."""
         updates = []
         for table in range(len(self.tables)):
-            slots, starts, occurrences = plan.transposed(table)
-            summed = _segment_sum(grad, self._tensor(occurrences), self._tensor(starts), None)
-            updates.append((table, slots, summed))
+            rows = plan.transposed(table)
+            summed = _segment_sum(grad, self._tensor(rows.occurrences), self._tensor(rows.starts), None)
+            updates.append((table, rows.slots, summed))
         self._update_and_commit(plan, updates, hyperparameters)
 
     def _update_and_commit(

@@ -6,6 +6,7 @@ its `Lookahead`. Everything else is called by the thread that trains.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from . import _native
 
 if TYPE_CHECKING:
-    from ._native import Lookup, Plan
+    from ._native import Lookup, Plan, PlanMode
 
 __all__ = ["Lookahead", "PlanOptions"]
 
@@ -27,15 +28,21 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How a batch is planned; see `Lookup.plan` in `_native.pyi`."""
+    """How a batch is planned; see `PlanMode` in `_native.pyi`."""
 
     train: bool
     unseen_zeros: bool
     threads: int
 
     def plan(self, lookup: Lookup, ids: I64, splits: I64, *, ahead: bool) -> Plan:
-        """A plan of the core's."""
-        return lookup.plan(ids, splits, self.train, ahead, self.unseen_zeros, self.threads)
+        """A plan of the core's. With `ahead` it fetches only as far as the budget goes."""
+        return lookup.plan(ids, splits, _mode(self.train, ahead, self.unseen_zeros), self.threads)
+
+
+@functools.cache
+def _mode(train: bool, ahead: bool, unseen_zeros: bool) -> PlanMode:
+    """A mode of the core's. There are six, and each is made once."""
+    return _native.PlanMode(train=train, ahead=ahead, unseen_zeros=unseen_zeros)
 
 
 @dataclass(eq=False)

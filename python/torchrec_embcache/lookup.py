@@ -216,7 +216,7 @@ class LookupGroup:
             for place, tier in enumerate(tiers):
                 if tier is not None:
                     tier.ensure(plan.required_slots(place))
-                    tier.scatter(*plan.fetched(place))
+                    tier.scatter(plan.fetched(place))
             plan.scattered()
 
         if any(tier is not None for tier in tiers):
@@ -241,11 +241,11 @@ class LookupGroup:
         return backend
 
     def _warn_overflow(self, table: CacheTable, rows: int) -> None:
-        host_row, device_row = _native.row_bytes(table.dim, table.spec.kind, table.policy)
+        row_bytes = _native.row_bytes(table.dim, table.spec.kind, table.policy)
         if table.tier is None:
-            field, size = "host_bytes", table.tiers.host + rows * host_row
+            field, size = "host_bytes", table.tiers.host + rows * row_bytes.host
         else:
-            field, size = "device_bytes", table.tiers.device + rows * device_row
+            field, size = "device_bytes", table.tiers.device + rows * row_bytes.device
         warnings.warn(
             f"table {table.name!r}: {rows} rows of a batch did not fit TierBudgets.{field} and use memory beyond it; "
             f"set it to {size} or more",

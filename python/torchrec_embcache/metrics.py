@@ -1,17 +1,26 @@
-"""Counters of a table and its tiers, as plain dataclasses."""
+"""The counters of a table and of its tiers, as users see them.
 
-from collections.abc import Mapping
+The names of the fields are those of the core's counters. CONTRIBUTING.md says where a counter is added.
+"""
+
 from dataclasses import dataclass, fields
 from typing import Any, Self
+
+from . import _native
 
 __all__ = ["SsdStats", "TableStats", "TierStats"]
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """Counters of one tier of one table since it was opened; `rows`, `bytes` and `capacity_bytes` are of now.
+    """The counters of one tier of one table since the table was opened.
 
-    `hits` and `misses` count the distinct ids of plans; `time_ns` is what plans spent on the tier, waits included.
+    - `rows`, `bytes`: what the tier holds now. The bytes include its index.
+    - `capacity_bytes`: its budget.
+    - `hits`, `misses`: distinct ids of plans that were found in the tier, and that were looked for and not found.
+    - `evictions`: rows that left the tier to make room.
+    - `read_bytes`, `written_bytes`: bytes read from the tier for plans, and bytes written into it.
+    - `time_ns`: nanoseconds that plans spent on the tier, waits included.
     """
 
     rows: int
@@ -25,18 +34,23 @@ class TierStats:
     time_ns: int
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """From the core's counters, by name."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+    def of(cls, native: _native.TierStats) -> Self:
+        """From the core's counters."""
+        return cls(**_named(TierStats, native))
 
 
 @dataclass(frozen=True)
 class SsdStats(TierStats):
-    """Further counters of the SSD tier.
+    """The counters of the SSD tier.
 
-    `io_engine` is "io_uring" or "pread", with "+direct" where O_DIRECT is in use; `row_bytes_given` counts the bytes of the rows
-    handed to the tier, `compaction_bytes` those that compaction wrote; `live_share` is live bytes / bytes of sealed segments;
-    `published_given_up`: the last flush can no longer be resumed, its segments were needed for space.
+    - `io_engine`: "io_uring" or "pread", with "+direct" where files are read past the system's page cache (O_DIRECT).
+    - `row_bytes_given`: bytes of the rows that were given to the tier.
+    - `compaction_bytes`: bytes that compaction wrote.
+    - `live_share`: the bytes of live records, divided by the bytes of sealed segments; 0 to 1.
+    - `segments`: files.
+    - `index_bytes`: bytes of RAM of the tier's index, which count in `host_bytes`.
+    - `dropped_rows`: rows that `on_full="evict"` removed.
+    - `published_given_up`: the last flush can no longer be resumed, because the room of its segments was needed.
     """
 
     io_engine: str
@@ -48,18 +62,30 @@ class SsdStats(TierStats):
     dropped_rows: int
     published_given_up: bool
 
+    @classmethod
+    def of(cls, native: _native.SsdStats) -> Self:  # type: ignore[override]
+        """From the core's counters."""
+        every_tier = _named(TierStats, native.tier)
+        return cls(**every_tier, **_named(cls, native, apart_from=every_tier))
+
     @property
     def write_amplification(self) -> float:
-        """Bytes written by the tier / bytes of rows given to it; 0 before the first."""
+        """Bytes that the tier wrote, divided by the bytes of the rows that it was given; 0 before the first row."""
         return self.written_bytes / self.row_bytes_given if self.row_bytes_given else 0.0
 
 
 @dataclass(frozen=True)
 class TableStats:
-    """Counters of one table shard. `host` is the last tier unless there is an `ssd`.
+    """The counters of one shard of a table.
 
-    `rows` counts all tiers; `step` the training steps; `pinned_rows` the cache slots that batches in flight hold; `overflow_plans`
-    the batches whose rows did not fit the tier that kernels run on; `dropped_rows` those that `on_full="evict"` removed.
+    - `rows`: rows in all tiers together.
+    - `step`: training steps.
+    - `pinned_rows`: cache slots that batches in flight hold.
+    - `overflow_plans`: batches whose rows did not fit the tier that kernels run on.
+    - `dropped_rows`: rows that `on_full="evict"` removed.
+    - `device`, `host`, `ssd`: the counters of each tier; None for a tier that the table does not have.
+
+    For example `bag.stats().host.hits`.
     """
 
     rows: int
@@ -72,16 +98,16 @@ class TableStats:
     ssd: SsdStats | None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """From the core's counters, by name."""
-        device, ssd = values["device"], values["ssd"]
-        return cls(
-            rows=values["rows"],
-            step=values["step"],
-            pinned_rows=values["pinned_rows"],
-            overflow_plans=values["overflow_plans"],
-            dropped_rows=values["dropped_rows"],
-            device=TierStats.of(device) if device is not None else None,
-            host=TierStats.of(values["host"]),
-            ssd=SsdStats.of(ssd) if ssd is not None else None,
-        )
+    def of(cls, native: _native.TableStats) -> Self:
+        """From the core's counters."""
+        tiers: dict[str, Any] = {
+            "device": TierStats.of(native.device) if native.device is not None else None,
+            "host": TierStats.of(native.host),
+            "ssd": SsdStats.of(native.ssd) if native.ssd is not None else None,
+        }
+        return cls(**tiers, **_named(cls, native, apart_from=tiers))
+
+
+def _named(kind: type[Any], native: object, apart_from: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The values of `native` that are named as the fields of the dataclass `kind`; those in `apart_from` are left out."""
+    return {field.name: getattr(native, field.name) for field in fields(kind) if field.name not in (apart_from or {})}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -65,16 +65,17 @@ class _Rows:
     ids: NDArray[np.int64]
     vectors: NDArray[np.float32]
     scalars: NDArray[np.float32] | None
-    meta: _native.Meta | None
+    metadata: _native.RowMetadata | None
 
-    def columns(self) -> list[NDArray[np.generic]]:
+    def columns(self) -> list[NDArray[Any]]:
         """Each column [n] or [n, width]; the same ones on every rank that gives the same parts."""
-        return [
-            self.ids,
-            self.vectors,
-            *([self.scalars] if self.scalars is not None else []),
-            *(self.meta if self.meta is not None else ()),
-        ]
+        found: list[NDArray[Any]] = [self.ids, self.vectors]
+        if self.scalars is not None:
+            found.append(self.scalars)
+        if self.metadata is not None:
+            known = self.metadata
+            found += [known.count, known.last_step, known.score, known.modified_epoch]
+        return found
 
 
 def import_on_owners(
@@ -101,7 +102,7 @@ def import_on_owners(
         return rows, _owners(name, rows.ids, holdings)
 
     rows, owners = together(prepare)
-    if len(set(all_gather((rows.scalars is not None, rows.meta is not None)))) > 1:
+    if len(set(all_gather((rows.scalars is not None, rows.metadata is not None)))) > 1:
         raise InputError(
             f"table {name!r}: some ranks give slots or metadata and others do not: give the same parts everywhere"
         )
@@ -116,7 +117,7 @@ def import_on_owners(
 
     def take() -> None:
         if shard is not None and len(arrived.ids):
-            shard.native.import_rows(arrived.ids, arrived.vectors, arrived.scalars, arrived.meta)
+            shard.native.import_rows(arrived.ids, arrived.vectors, arrived.scalars, arrived.metadata)
 
     together(take)
 
@@ -160,12 +161,10 @@ def _exchange(rows: _Rows, owners: NDArray[np.int64], device: torch.device) -> _
     columns = [_send(column[order], sent.tolist(), received, device) for column in rows.columns()]
     ids, vectors, *others = columns
     scalars = others.pop(0) if rows.scalars is not None else None
-    return _Rows(ids, vectors, scalars, tuple(others) if rows.meta is not None else None)  # type: ignore[arg-type]
+    return _Rows(ids, vectors, scalars, _native.RowMetadata(*others) if rows.metadata is not None else None)
 
 
-def _send(
-    column: NDArray[np.generic], sent: list[int], received: list[int], device: torch.device
-) -> NDArray[np.generic]:
+def _send(column: NDArray[Any], sent: list[int], received: list[int], device: torch.device) -> NDArray[Any]:
     """One column's rows to their owners: [m] or [m, width], of the column's type. Bytes travel, which every backend knows."""
     width = column.dtype.itemsize * (column.shape[1] if column.ndim == 2 else 1)
     own = torch.from_numpy(np.ascontiguousarray(column).reshape(-1).view(np.uint8)).to(device)

@@ -165,13 +165,20 @@ class RowMetadata:
     modified_epoch: Tensor
 
     @classmethod
-    def of(cls, native: _native.Meta) -> Self:
+    def of(cls, native: _native.RowMetadata) -> Self:
         """From the core's arrays."""
-        count, last_step, score, epoch = native
-        wide = [torch.from_numpy(column.astype(np.int64)) for column in (count, last_step, epoch)]
-        return cls(count=wide[0], last_step=wide[1], score=torch.from_numpy(score), modified_epoch=wide[2])
 
-    def native(self, rows: int) -> _native.Meta:
+        def wide(column: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(column.astype(np.int64))
+
+        return cls(
+            count=wide(native.count),
+            last_step=wide(native.last_step),
+            score=torch.from_numpy(native.score),
+            modified_epoch=wide(native.modified_epoch),
+        )
+
+    def native(self, rows: int) -> _native.RowMetadata:
         """As the core takes it; `InputError` for other lengths than `rows` or numbers out of range."""
 
         def column(field: str, bits: int) -> NDArray[np.int64]:
@@ -190,7 +197,7 @@ class RowMetadata:
             raise InputError(
                 f"metadata.score has shape {tuple(self.score.shape)} of {self.score.dtype}: give float32 [{rows}]"
             )
-        return (
+        return _native.RowMetadata(
             column("count", 32).astype(np.uint32),
             column("last_step", 63).astype(np.uint64),
             np.ascontiguousarray(self.score.cpu().numpy()),

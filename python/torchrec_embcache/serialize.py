@@ -34,7 +34,7 @@ from .blocks.files import Directory
 from .blocks.helpers import Helpers
 from .blocks.publication import Save, begin
 from .blocks.reader import SavedBlocks, SavedTable, SavedTensor
-from .blocks.schema import DTYPES, ID, WriteBlock, columns_of, empty_rows, slots_of
+from .blocks.schema import DTYPES, ID, WriteBlock, columns_of, empty_rows, metadata_of, slots_of, with_ids
 from .blocks.writer import WINDOW_BYTES, write_shard
 from .cache import CacheTable
 from .collective import all_gather, is_distributed, together
@@ -283,7 +283,11 @@ class Loader:
                     table.native.clear()
                 if len(sources) == 1 and table.stats().rows == 0 and sources[0][0].key != table.native.key:
                     table.adopt(table.total_num_buckets, sources[0][0].key, table.bucket_hash)
-            into = [_Into(table, *table.native.counters(), with_slots=self.slots) for table, _ in plan]
+            counters = [table.native.counters() for table, _ in plan]
+            into = [
+                _Into(table, now.step, now.epoch, with_slots=self.slots)
+                for (table, _), now in zip(plan, counters, strict=True)
+            ]
             for each, (_, sources) in zip(into, plan, strict=True):
                 counts.append(sum(each.load(source, slots, pool) for source, slots in sources))
             for tensor, stored in dense:
@@ -473,17 +477,14 @@ class _Into:
         if columns.keys() >= slots_of(table).keys():
             rows = empty_rows(table, len(ids))
         else:
-            _, *others = table.native.read_rows(ids, incomplete=True)
-            rows = (ids.copy(), *others)
+            found = table.native.read_rows(ids, incomplete=True)
+            rows = with_ids(ids, found)
         into = columns_of(table, rows)
         for slot, column in columns.items():
             into[slot][...] = column
-        given, vectors, scalars, metadata = rows
         for first in range(0, len(ids), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
-            count, last_step, score, epoch = metadata
-            meta = count[part], last_step[part], score[part], epoch[part]
-            table.native.import_rows(given[part], vectors[part], scalars[part], meta)
+            table.native.import_rows(rows.ids[part], rows.vectors[part], rows.scalars[part], metadata_of(rows, part))
         return len(ids)
 
 

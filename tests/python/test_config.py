@@ -96,15 +96,15 @@ def test_buckets_are_split_into_neighbouring_ranges_the_first_one_larger(world):
 @pytest.mark.parametrize(
     ("make", "native"),
     [
-        (lambda: initializers.Constant(2), ("constant", 2.0, 0.0)),
-        (lambda: initializers.Uniform(-1, 1), ("uniform", -1.0, 1.0)),
-        (lambda: initializers.Normal(), ("normal", 0.0, 1.0)),
-        (lambda: initializers.TruncatedNormal(0.5, 0.25), ("truncated_normal", 0.5, 0.25)),
-        (lambda: initializers.Linear(0.5, 3), ("linear", 0.5, 3.0)),
+        (lambda: initializers.Constant(2), "Constant { value: 2.0 }"),
+        (lambda: initializers.Uniform(-1, 1), "Uniform { low: -1.0, high: 1.0 }"),
+        (lambda: initializers.Normal(), "Normal { mean: 0.0, std: 1.0 }"),
+        (lambda: initializers.TruncatedNormal(0.5, 0.25), "TruncatedNormal { mean: 0.5, std: 0.25 }"),
+        (lambda: initializers.Linear(0.5, 3), "Linear { low: 0.5, high: 3.0 }"),
     ],
 )
 def test_initializers_render_for_the_core(make, native):
-    assert make().native() == native
+    assert repr(make().native()) == native
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,12 @@ def rows_of(*tables: CacheTable) -> dict[int, tuple[bytes, ...]]:
     """Every bit of every row of the shards of a table."""
     found: dict[int, tuple[bytes, ...]] = {}
     for table in tables:
-        for ids, vectors, scalars, meta in table.native.export(50):
-            for n, row_id in enumerate(ids.tolist()):
+        for rows in table.native.export(50):
+            known = rows.metadata
+            columns = (rows.vectors, rows.scalars, known.count, known.last_step, known.score, known.modified_epoch)
+            for n, row_id in enumerate(rows.ids.tolist()):
                 assert row_id not in found
-                found[row_id] = (vectors[n].tobytes(), scalars[n].tobytes(), *(column[n].tobytes() for column in meta))
+                found[row_id] = tuple(column[n].tobytes() for column in columns)
     return found
 
 

@@ -178,7 +178,7 @@ def _break_third_announcement(model: torch.nn.Module) -> None:
 
                 class Failing:
                     def plan(self, *args: Any, native: Any = native, calls: list[int] = calls) -> Any:
-                        ahead = args[3]
+                        ahead = args[2].ahead
                         calls.append(ahead)
                         if ahead and sum(calls) == 3:
                             raise CapacityError("no room ahead")

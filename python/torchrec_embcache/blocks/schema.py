@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrec_embcache import _native
 from torchrec_embcache.cache import CacheTable
 
 from .files import TensorEntry
 
-__all__ = ["DTYPES", "ID", "Columns", "WriteBlock", "columns_of", "empty_rows", "slots_of"]
+__all__ = ["DTYPES", "ID", "Columns", "WriteBlock", "columns_of", "empty_rows", "metadata_of", "slots_of", "with_ids"]
 
 # Values of rows by slot, one entry a row.
 Columns = dict[str, NDArray[Any]]
@@ -66,24 +67,42 @@ def slots_of(table: CacheTable) -> dict[str, TensorEntry]:
     return {entry.name: entry for entry in entries}
 
 
-def columns_of(table: CacheTable, rows: tuple[Any, ...]) -> Columns:
-    """Rows as the core gives and takes them (ids, vectors [n, V], scalars [n], metadata), by slot; views."""
-    ids, vectors, scalars, (count, last_step, score, epoch) = rows
+def columns_of(table: CacheTable, rows: _native.RowBlock) -> Columns:
+    """Rows as the core gives and takes them, by slot; views."""
+    ids, vectors, scalars, metadata = rows.ids, rows.vectors, rows.scalars, rows.metadata
     spec = table.spec
-    columns = {ID: ids}
+    columns: Columns = {ID: ids}
     for place, name in enumerate((WEIGHTS, *spec.slot_names[: spec.vector_slots])):
         columns[name] = vectors[:, place * table.dim : (place + 1) * table.dim]
     if spec.scalar_slot():
         columns[spec.slot_names[-1]] = scalars
-    return columns | {"last_step": last_step, "count": count, "score": score, "modified_epoch": epoch}
+    return columns | {
+        "last_step": metadata.last_step,
+        "count": metadata.count,
+        "score": metadata.score,
+        "modified_epoch": metadata.modified_epoch,
+    }
 
 
-def empty_rows(table: CacheTable, count: int) -> tuple[Any, ...]:
+def with_ids(ids: NDArray[np.int64], found: _native.FoundRows) -> _native.RowBlock:
+    """The rows that were found for `ids` [n], with these ids, in memory of their own."""
+    return _native.RowBlock(ids.copy(), found.vectors, found.scalars, found.metadata)
+
+
+def metadata_of(rows: _native.RowBlock, part: slice) -> _native.RowMetadata:
+    """The metadata of some of the rows; views."""
+    known = rows.metadata
+    return _native.RowMetadata(known.count[part], known.last_step[part], known.score[part], known.modified_epoch[part])
+
+
+def empty_rows(table: CacheTable, count: int) -> _native.RowBlock:
     """Rows of zeros, to be filled by way of `columns_of`."""
     zeros: Any = np.zeros
-    return (
+    return _native.RowBlock(
         zeros(count, np.int64),
         zeros((count, table.spec.vector_floats(table.dim)), np.float32),
         zeros(count, np.float32),
-        (zeros(count, np.uint32), zeros(count, np.uint64), zeros(count, np.float32), zeros(count, np.uint32)),
+        _native.RowMetadata(
+            zeros(count, np.uint32), zeros(count, np.uint64), zeros(count, np.float32), zeros(count, np.uint32)
+        ),
     )

@@ -156,10 +156,10 @@ class _ShardWriter:
         done = 0
         under_way: list[Future[None]] = []
         for rows in native.export(max(RUN_BYTES // row_bytes, 1)):
-            done += len(rows[0])
+            done += len(rows)
             if done > total:
                 break
-            order, offsets = _native.bucket_order(rows[0], table.total_num_buckets, table.bucket_hash, begin, end)
+            order, offsets = _native.bucket_order(rows.ids, table.total_num_buckets, table.bucket_hash, begin, end)
             columns = columns_of(table, rows)
             # Of one block one run after the other.
             for future in under_way:
@@ -167,7 +167,7 @@ class _ShardWriter:
             under_way = [
                 self.pool.submit(self._append, block.number, columns[str(block.block.slot)], order) for block in blocks
             ]
-            runs.append(len(rows[0]))
+            runs.append(len(rows))
             starts.append(offsets)
         for future in under_way:
             future.result()

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::buffers::{slice, slice_mut};
 use crate::error::input;
-use crate::table::bucket_hash_from;
+use crate::settings::bucket_hash_from;
 
 /// The order of rows by (bucket, `uint64(id)`), and where in it each of the buckets `[begin, end)` starts, and the last one ends.
 #[pyfunction]

@@ -1,4 +1,4 @@
-//! `Lookup`.
+//! A lookup over several tables, which plans batches.
 
 use embcache::cache::Lookup;
 use numpy::PyReadonlyArray1;
@@ -8,6 +8,7 @@ use crate::buffers::slice;
 use crate::error::to_python;
 use crate::logging::follow_levels_sometimes;
 use crate::plan::PyPlan;
+use crate::settings::PyPlanMode;
 use crate::table::PyTable;
 
 /// Plans batches over several tables.
@@ -26,20 +27,18 @@ impl PyLookup {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
-    #[expect(clippy::too_many_arguments, reason = "the arguments that _native.pyi documents")]
     fn plan(
         &self,
         py: Python<'_>,
         ids: PyReadonlyArray1<'_, i64>,
         feature_splits: PyReadonlyArray1<'_, i64>,
-        train: bool,
-        ahead: bool,
-        unseen_zeros: bool,
+        mode: Py<PyPlanMode>,
         threads: usize,
     ) -> PyResult<PyPlan> {
         follow_levels_sometimes(py);
         let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
-        py.detach(|| self.inner.plan_on(threads, ids, splits, train, ahead, unseen_zeros))
+        let mode = mode.get();
+        py.detach(|| self.inner.plan_on(threads, ids, splits, mode.train, mode.ahead, mode.unseen_zeros))
             .map(PyPlan::new)
             .map_err(to_python)
     }

@@ -1,23 +1,22 @@
-//! `Plan`.
+//! The plan of one batch, and the kernels that run on it.
 
 use embcache::cache::Plan;
 use embcache::kernels::Hyperparameters;
 use embcache::{Error, Kind};
-use numpy::{
-    IntoPyArray, PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1, PyReadwriteArray2,
-};
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1, PyReadwriteArray2};
 use pyo3::prelude::*;
 
 use crate::buffers::{
-    GivenDevice, device_tensors, matrix, positions_to_python, slice, slice_mut, slice2, slice2_mut, slots_to_python,
+    device_tensors, matrix, positions_to_python, slice, slice_mut, slice2, slice2_mut, slots_to_python,
 };
 use crate::error::to_python;
 use crate::foreign::{drop_detached, without_handlers};
+use crate::rows::{GivenArrays, PyFetchedRows, PyTransposed, borrow_device};
 
-/// One batch.
+/// One batch, whose rows are pinned.
 #[pyclass(frozen, name = "Plan", module = "torchrec_embcache._native")]
 pub(crate) struct PyPlan {
-    /// `None` only while it is dropped.
+    /// It is `None` only while it is dropped.
     inner: Option<Plan>,
 }
 
@@ -44,9 +43,6 @@ fn hyperparameters(rows: &PyReadonlyArray2<'_, f64>) -> PyResult<Vec<Hyperparame
         .collect())
 }
 
-/// Per table its device tensors, or `None`.
-type Device<'py> = Option<Vec<Option<GivenDevice<'py>>>>;
-
 #[pymethods]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
 impl PyPlan {
@@ -71,17 +67,16 @@ impl PyPlan {
         py.detach(|| plan.required_slots(table)).map_err(to_python)
     }
 
-    #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
-    fn fetched<'py>(
-        &self,
-        py: Python<'py>,
-        table: usize,
-    ) -> PyResult<(Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<f32>>)> {
+    fn fetched(&self, py: Python<'_>, table: usize) -> PyResult<PyFetchedRows> {
         let plan = self.plan()?;
         let (fetched, floats) =
             py.detach(|| Ok((plan.fetched(table)?, plan.vector_floats(table)?))).map_err(to_python)?;
         let (slots, vectors, scalars) = fetched;
-        Ok((slots_to_python(py, &slots), matrix(py, vectors, floats)?, scalars.into_pyarray(py)))
+        Ok(PyFetchedRows {
+            slots: slots_to_python(py, &slots).unbind(),
+            vectors: matrix(py, vectors, floats)?.unbind(),
+            scalars: scalars.into_pyarray(py).unbind(),
+        })
     }
 
     fn slots<'py>(&self, py: Python<'py>, feature: usize) -> PyResult<Bound<'py, PyArray1<i64>>> {
@@ -90,15 +85,14 @@ impl PyPlan {
         Ok(slots_to_python(py, &slots))
     }
 
-    #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
-    fn transposed<'py>(
-        &self,
-        py: Python<'py>,
-        table: usize,
-    ) -> PyResult<(Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>)> {
+    fn transposed(&self, py: Python<'_>, table: usize) -> PyResult<PyTransposed> {
         let plan = self.plan()?;
         let (slots, starts, occurrences) = py.detach(|| plan.transposed(table)).map_err(to_python)?;
-        Ok((slots_to_python(py, &slots), positions_to_python(py, &starts), positions_to_python(py, &occurrences)))
+        Ok(PyTransposed {
+            slots: slots_to_python(py, &slots).unbind(),
+            starts: positions_to_python(py, &starts).unbind(),
+            occurrences: positions_to_python(py, &occurrences).unbind(),
+        })
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned callables")]
@@ -124,7 +118,6 @@ impl PyPlan {
         py.detach(|| plan.commit()).map_err(to_python)
     }
 
-    #[pyo3(signature = (offsets, weights, mean, out, device, threads))]
     #[expect(clippy::too_many_arguments, reason = "one call a phase")]
     fn forward_pooled(
         &self,
@@ -133,62 +126,63 @@ impl PyPlan {
         weights: Option<PyReadonlyArray1<'_, f32>>,
         mean: PyReadonlyArray1<'_, bool>,
         mut out: PyReadwriteArray2<'_, f32>,
-        mut device: Device<'_>,
+        device: GivenArrays,
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
         let (offsets, mean) = (slice("offsets", &offsets)?, slice("mean", &mean)?);
         let weights = weights.as_ref().map(|weights| slice("weights", weights)).transpose()?;
         let out = slice2_mut("out", &mut out)?;
-        let mut device = device_tensors(device.as_deref_mut().unwrap_or_default())?;
+        let mut borrowed = borrow_device(py, &device)?;
+        let mut device = device_tensors(&mut borrowed)?;
         py.detach(|| plan.forward_pooled(offsets, weights, mean, out, &mut device, threads)).map_err(to_python)
     }
 
-    #[pyo3(signature = (out, device, threads))]
     fn forward_sequence(
         &self,
         py: Python<'_>,
         mut out: PyReadwriteArray2<'_, f32>,
-        mut device: Device<'_>,
+        device: GivenArrays,
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
         let out = slice2_mut("out", &mut out)?;
-        let mut device = device_tensors(device.as_deref_mut().unwrap_or_default())?;
+        let mut borrowed = borrow_device(py, &device)?;
+        let mut device = device_tensors(&mut borrowed)?;
         py.detach(|| plan.forward_sequence(out, &mut device, threads)).map_err(to_python)
     }
 
-    #[pyo3(signature = (grad, hyperparameters, weight_grad, device, threads))]
     fn backward_pooled(
         &self,
         py: Python<'_>,
         grad: PyReadonlyArray2<'_, f32>,
         hyperparameters: PyReadonlyArray2<'_, f64>,
         mut weight_grad: Option<PyReadwriteArray1<'_, f32>>,
-        mut device: Device<'_>,
+        device: GivenArrays,
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
         let grad = slice2("grad", &grad)?;
         let hyperparameters = self::hyperparameters(&hyperparameters)?;
         let weight_grad = weight_grad.as_mut().map(|grad| slice_mut("weight_grad", grad)).transpose()?;
-        let mut device = device_tensors(device.as_deref_mut().unwrap_or_default())?;
+        let mut borrowed = borrow_device(py, &device)?;
+        let mut device = device_tensors(&mut borrowed)?;
         py.detach(|| plan.backward_pooled(grad, &hyperparameters, weight_grad, &mut device, threads)).map_err(to_python)
     }
 
-    #[pyo3(signature = (grad, hyperparameters, device, threads))]
     fn backward_sequence(
         &self,
         py: Python<'_>,
         grad: PyReadonlyArray2<'_, f32>,
         hyperparameters: PyReadonlyArray2<'_, f64>,
-        mut device: Device<'_>,
+        device: GivenArrays,
         threads: usize,
     ) -> PyResult<()> {
         let plan = self.plan()?;
         let grad = slice2("grad", &grad)?;
         let hyperparameters = self::hyperparameters(&hyperparameters)?;
-        let mut device = device_tensors(device.as_deref_mut().unwrap_or_default())?;
+        let mut borrowed = borrow_device(py, &device)?;
+        let mut device = device_tensors(&mut borrowed)?;
         py.detach(|| plan.backward_sequence(grad, &hyperparameters, &mut device, threads)).map_err(to_python)
     }
 

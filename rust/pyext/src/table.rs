@@ -1,32 +1,32 @@
-//! `Table` and `Export`.
+//! A table of the core, and the export of its rows.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table, device_row_bytes, host_row_bytes};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
-use embcache::rows::Initializer;
 use embcache::ssd::SsdTier;
-use embcache::stats::TierStats;
-use embcache::types::{BucketHash, CacheSlot, table_key};
-use embcache::{Error, Kind};
-use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2};
+use embcache::types::{CacheSlot, table_key};
+use numpy::{PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
-use crate::buffers::{
-    GivenMeta, Meta, headers_from_python, matrix, meta_to_python, scalars_to_python, slice, slice2, slots_to_python,
-};
+use crate::buffers::{headers_from_python, slice, slice2, slots_to_python};
 use crate::error::{from_python, to_python};
 use crate::foreign::under_lock;
 use crate::logging::follow_levels;
 use crate::paths::ssd_engine;
 use crate::records::PyAncestor;
+use crate::rows::{PyFoundRows, PyRowBlock, PyRowMetadata};
 use crate::segments::PySegments;
+use crate::settings::{
+    PyInitializer, PyRowBytes, PyTableCounters, bucket_hash_from, on_full_from, optimizer_from, policy_from,
+    reopen_from,
+};
+use crate::stats::PyTableStats;
 
-/// Reads rows of the device tier by a Python callable.
+/// Reads rows of the device tier through a callable of Python.
 struct PythonGather {
     callable: Py<PyAny>,
     vector_floats: usize,
@@ -58,39 +58,7 @@ impl DeviceRows for PythonGather {
     }
 }
 
-fn config_error(message: String) -> PyErr {
-    to_python(Error::new(Kind::Config, message))
-}
-
-fn initializer_from((kind, first, second): (String, f32, f32)) -> PyResult<Initializer> {
-    Ok(match kind.as_str() {
-        "constant" => Initializer::Constant { value: first },
-        "uniform" => Initializer::Uniform { low: first, high: second },
-        "normal" => Initializer::Normal { mean: first, std: second },
-        "truncated_normal" => Initializer::TruncatedNormal { mean: first, std: second },
-        "linear" => Initializer::Linear { low: first, high: second },
-        _ => return Err(config_error(format!("initializer {kind:?} is not known"))),
-    })
-}
-
-pub(crate) fn bucket_hash_from(name: &str) -> PyResult<BucketHash> {
-    BucketHash::from_name(name).ok_or_else(|| {
-        config_error(format!(
-            "bucket_hash {name:?} is not known: use \"splitmix64\", or \"plain\" for rows of older files"
-        ))
-    })
-}
-
-fn policy_from(name: &str) -> PyResult<PolicyKind> {
-    Ok(match name {
-        "lru" => PolicyKind::Lru,
-        "lfu" => PolicyKind::Lfu,
-        "s3fifo" => PolicyKind::S3Fifo,
-        _ => return Err(config_error(format!("policy {name:?} is not known: use \"lru\", \"lfu\" or \"s3fifo\""))),
-    })
-}
-
-/// How long a call waits in the core before it looks for signals.
+/// How long a call waits in the core before it lets Python handle signals.
 const SIGNALS_EVERY: Duration = Duration::from_millis(50);
 
 /// One table shard.
@@ -100,7 +68,7 @@ pub(crate) struct PyTable {
 }
 
 impl PyTable {
-    /// Wait until no save beside training holds the rows. Ctrl-C ends the wait: Python's handlers of signals run between its slices.
+    /// Wait until no save beside training holds the rows. Python's signal handlers run meanwhile, so that Ctrl-C ends the wait.
     fn wait_for_save(&self, py: Python<'_>) -> PyResult<()> {
         while !py.detach(|| self.inner.wait_for_save(SIGNALS_EVERY)).map_err(to_python)? {
             py.check_signals()?;
@@ -123,7 +91,7 @@ impl PyTable {
         key: Option<u64>,
         dim: usize,
         optimizer: &str,
-        initializer: (String, f32, f32),
+        initializer: Py<PyInitializer>,
         seed: u64,
         total_num_buckets: u32,
         bucket_hash: &str,
@@ -142,28 +110,13 @@ impl PyTable {
         unfinished: Option<u64>,
         ssd_root: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let reopen = match reopen {
-            None => Reopen::Never,
-            Some("resume") => Reopen::Resume,
-            Some("discard") => Reopen::Discard,
-            Some("auto") => Reopen::Auto { unfinished },
-            Some(other) => {
-                return Err(config_error(format!(
-                    "reopen={other:?} is not known: use None, \"resume\", \"discard\" or \"auto\""
-                )));
-            }
-        };
-        let on_full = match on_full {
-            "error" => OnFull::Error,
-            "evict" => OnFull::Evict,
-            other => return Err(config_error(format!("on_full={other:?} is not known: use \"error\" or \"evict\""))),
-        };
+        let reopen = reopen_from(reopen, unfinished)?;
         let config = TableConfig {
             key: key.unwrap_or_else(|| table_key(&name)),
             name,
             dim,
-            optimizer: OptimizerKind::from_name(optimizer).map_err(to_python)?,
-            initializer: initializer_from(initializer)?,
+            optimizer: optimizer_from(optimizer)?,
+            initializer: initializer.get().core,
             seed,
             total_num_buckets,
             bucket_hash: bucket_hash_from(bucket_hash)?,
@@ -172,7 +125,7 @@ impl PyTable {
             device_rows,
             ssd: ssd_dir.map(|dir| SsdConfig { dir, bytes: ssd_bytes, reopen, resume_token }),
             policy: policy_from(policy)?,
-            on_full,
+            on_full: on_full_from(on_full)?,
         };
         follow_levels(py);
         let vector_floats = config.layout().vector_floats();
@@ -195,7 +148,6 @@ impl PyTable {
     fn key(&self) -> u64 {
         self.inner.config().key
     }
-    /// How ids fall into buckets: as it was given, or as the state that was resumed says.
     #[getter]
     fn bucket_hash(&self) -> &'static str {
         self.inner.config().bucket_hash.name()
@@ -260,38 +212,13 @@ impl PyTable {
     fn unusable(&self, py: Python<'_>) -> PyResult<Option<String>> {
         py.detach(|| self.inner.unusable()).map_err(to_python)
     }
-    /// Step and epoch.
-    fn counters(&self, py: Python<'_>) -> PyResult<(u64, u32)> {
-        py.detach(|| self.inner.counters()).map_err(to_python)
+    fn counters(&self, py: Python<'_>) -> PyResult<PyTableCounters> {
+        let (step, epoch) = py.detach(|| self.inner.counters()).map_err(to_python)?;
+        Ok(PyTableCounters { step, epoch })
     }
 
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = py.detach(|| self.inner.stats()).map_err(to_python)?;
-        let all = PyDict::new(py);
-        all.set_item("rows", stats.rows)?;
-        all.set_item("step", stats.step)?;
-        all.set_item("pinned_rows", stats.pinned_rows)?;
-        all.set_item("overflow_plans", stats.overflow_plans)?;
-        all.set_item("dropped_rows", stats.dropped_rows)?;
-        all.set_item("device", stats.device.map(|tier| tier_dict(py, &tier)).transpose()?)?;
-        all.set_item("host", tier_dict(py, &stats.host)?)?;
-        let ssd = stats
-            .ssd
-            .map(|ssd| -> PyResult<_> {
-                let dict = tier_dict(py, &ssd.tier)?;
-                dict.set_item("io_engine", &ssd.io_engine)?;
-                dict.set_item("row_bytes_given", ssd.row_bytes_given)?;
-                dict.set_item("compaction_bytes", ssd.compaction_bytes)?;
-                dict.set_item("live_share", ssd.live_share)?;
-                dict.set_item("segments", ssd.segments)?;
-                dict.set_item("index_bytes", ssd.index_bytes)?;
-                dict.set_item("dropped_rows", ssd.dropped_rows)?;
-                dict.set_item("published_given_up", ssd.published_given_up)?;
-                Ok(dict)
-            })
-            .transpose()?;
-        all.set_item("ssd", ssd)?;
-        Ok(all)
+    fn stats(&self, py: Python<'_>) -> PyResult<PyTableStats> {
+        PyTableStats::new(py, py.detach(|| self.inner.stats()).map_err(to_python)?)
     }
 
     fn export(&self, py: Python<'_>, chunk_rows: usize) -> PyResult<PyExport> {
@@ -299,27 +226,15 @@ impl PyTable {
         Ok(PyExport { stream: Mutex::new(stream), vector_floats: self.vector_floats() })
     }
 
-    #[pyo3(signature = (ids, incomplete=false))]
-    #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
+    #[pyo3(signature = (ids, *, incomplete=false))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
-    fn read_rows<'py>(
-        &self,
-        py: Python<'py>,
-        ids: PyReadonlyArray1<'py, i64>,
-        incomplete: bool,
-    ) -> PyResult<(Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<f32>>, Meta<'py>)> {
+    fn read_rows(&self, py: Python<'_>, ids: PyReadonlyArray1<'_, i64>, incomplete: bool) -> PyResult<PyFoundRows> {
         let ids = slice("ids", &ids)?;
         let read = || if incomplete { self.inner.read_incomplete_rows(ids) } else { self.inner.read_rows(ids) };
         let rows = py.detach(read).map_err(to_python)?;
-        Ok((
-            rows.found.into_pyarray(py),
-            matrix(py, rows.vectors, self.vector_floats())?,
-            scalars_to_python(py, &rows.headers),
-            meta_to_python(py, &rows.headers),
-        ))
+        PyFoundRows::of(py, rows.found, &rows.headers, rows.vectors, self.vector_floats())
     }
 
-    #[pyo3(signature = (ids, vectors, scalars, meta))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
     fn import_rows<'py>(
         &self,
@@ -327,10 +242,11 @@ impl PyTable {
         ids: PyReadonlyArray1<'py, i64>,
         vectors: PyReadonlyArray2<'py, f32>,
         scalars: Option<PyReadonlyArray1<'py, f32>>,
-        meta: Option<GivenMeta<'py>>,
+        metadata: Option<Py<PyRowMetadata>>,
     ) -> PyResult<()> {
         let scalars = scalars.as_ref().map(|scalars| slice("scalars", scalars)).transpose()?;
-        let headers = headers_from_python(slice("ids", &ids)?, scalars, meta.as_ref())?;
+        let metadata = metadata.as_ref().map(|metadata| metadata.get().borrowed(py)).transpose()?;
+        let headers = headers_from_python(slice("ids", &ids)?, scalars, metadata.as_ref())?;
         let vectors = slice2("vectors", &vectors)?;
         py.detach(|| self.inner.import_rows(RowBlock { headers: &headers, vectors })).map_err(to_python)
     }
@@ -378,35 +294,20 @@ impl PyTable {
     }
 }
 
-/// An engine that works in the user's `ssd_dir`, which it checks and holds; the process's own where there is none.
+/// An engine that works in the user's `ssd_dir`, which it checks and holds. Without one it is the engine of the process.
 fn engine_beneath(ssd_root: Option<&Path>) -> embcache::Result<Arc<dyn IoEngine>> {
     ssd_root.map_or_else(default_engine, |root| ssd_engine(root).map(|(_, engine)| engine))
 }
 
-fn tier_dict<'py>(py: Python<'py>, tier: &TierStats) -> PyResult<Bound<'py, PyDict>> {
-    let dict = PyDict::new(py);
-    dict.set_item("rows", tier.rows)?;
-    dict.set_item("bytes", tier.bytes)?;
-    dict.set_item("capacity_bytes", tier.capacity_bytes)?;
-    dict.set_item("hits", tier.hits)?;
-    dict.set_item("misses", tier.misses)?;
-    dict.set_item("evictions", tier.evictions)?;
-    dict.set_item("read_bytes", tier.read_bytes)?;
-    dict.set_item("written_bytes", tier.written_bytes)?;
-    dict.set_item("time_ns", tier.time_ns)?;
-    Ok(dict)
-}
-
-/// Bytes of the host and device budgets that one row takes.
+/// How many bytes one row takes of the host and of the device budget.
 #[pyfunction]
-#[pyo3(signature = (dim, optimizer, policy))]
-pub(crate) fn row_bytes(dim: usize, optimizer: &str, policy: &str) -> PyResult<(u64, u64)> {
-    let layout = OptimizerKind::from_name(optimizer).map_err(to_python)?.layout(dim);
+pub(crate) fn row_bytes(dim: usize, optimizer: &str, policy: &str) -> PyResult<PyRowBytes> {
+    let layout = optimizer_from(optimizer)?.layout(dim);
     let policy = policy_from(policy)?;
-    Ok((host_row_bytes(&layout, policy), device_row_bytes(&layout, policy)))
+    Ok(PyRowBytes { host: host_row_bytes(&layout, policy), device: device_row_bytes(&layout, policy) })
 }
 
-/// A stream of chunks of rows.
+/// A stream of blocks of rows.
 #[pyclass(frozen, name = "Export", module = "torchrec_embcache._native")]
 pub(crate) struct PyExport {
     stream: Mutex<ExportStream>,
@@ -419,20 +320,9 @@ impl PyExport {
         slf
     }
 
-    #[expect(clippy::type_complexity, reason = "the tuple that _native.pyi documents")]
-    fn __next__<'py>(
-        &self,
-        py: Python<'py>,
-    ) -> PyResult<Option<(Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<f32>>, Meta<'py>)>>
-    {
+    fn __next__(&self, py: Python<'_>) -> PyResult<Option<PyRowBlock>> {
         let next = py.detach(|| self.stream.lock().unwrap_or_else(std::sync::PoisonError::into_inner).next());
         let Some(chunk) = next.transpose().map_err(to_python)? else { return Ok(None) };
-        let ids: Vec<i64> = chunk.headers.iter().map(|header| header.id).collect();
-        Ok(Some((
-            ids.into_pyarray(py),
-            matrix(py, chunk.vectors, self.vector_floats)?,
-            scalars_to_python(py, &chunk.headers),
-            meta_to_python(py, &chunk.headers),
-        )))
+        PyRowBlock::of(py, &chunk.headers, chunk.vectors, self.vector_floats).map(Some)
     }
 }

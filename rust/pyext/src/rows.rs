@@ -1,0 +1,200 @@
+//! Rows as numpy arrays that Python holds.
+//!
+//! Shapes: n rows, V floats of a row's vector part, U distinct rows of a plan, M rows that a plan fetched, S slots of a device tier.
+
+use embcache::rows::RowHeader;
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
+use pyo3::prelude::*;
+
+use crate::buffers::{GivenDevice, GivenMeta, Meta, matrix, meta_to_python, scalars_to_python};
+use crate::error::input;
+
+/// What is known of rows beside their values.
+#[pyclass(frozen, get_all, name = "RowMetadata", module = "torchrec_embcache._native")]
+pub(crate) struct PyRowMetadata {
+    count: Py<PyArray1<u32>>,
+    last_step: Py<PyArray1<u64>>,
+    score: Py<PyArray1<f32>>,
+    modified_epoch: Py<PyArray1<u32>>,
+}
+
+#[pymethods]
+impl PyRowMetadata {
+    #[new]
+    fn new(
+        count: Py<PyArray1<u32>>,
+        last_step: Py<PyArray1<u64>>,
+        score: Py<PyArray1<f32>>,
+        modified_epoch: Py<PyArray1<u32>>,
+    ) -> Self {
+        Self { count, last_step, score, modified_epoch }
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("RowMetadata of {} rows", self.count.bind(py).len()?))
+    }
+}
+
+impl PyRowMetadata {
+    fn of(py: Python<'_>, headers: &[RowHeader]) -> PyResult<Py<Self>> {
+        let (count, last_step, score, modified_epoch): Meta<'_> = meta_to_python(py, headers);
+        Py::new(py, Self::new(count.unbind(), last_step.unbind(), score.unbind(), modified_epoch.unbind()))
+    }
+
+    /// The arrays, which nobody may write while they are borrowed.
+    pub(crate) fn borrowed<'py>(&self, py: Python<'py>) -> PyResult<GivenMeta<'py>> {
+        Ok((
+            self.count.bind(py).try_readonly()?,
+            self.last_step.bind(py).try_readonly()?,
+            self.score.bind(py).try_readonly()?,
+            self.modified_epoch.bind(py).try_readonly()?,
+        ))
+    }
+}
+
+/// Rows with everything that belongs to them.
+#[pyclass(frozen, get_all, name = "RowBlock", module = "torchrec_embcache._native")]
+pub(crate) struct PyRowBlock {
+    ids: Py<PyArray1<i64>>,
+    vectors: Py<PyArray2<f32>>,
+    scalars: Py<PyArray1<f32>>,
+    metadata: Py<PyRowMetadata>,
+}
+
+#[pymethods]
+impl PyRowBlock {
+    #[new]
+    fn new(
+        ids: Py<PyArray1<i64>>,
+        vectors: Py<PyArray2<f32>>,
+        scalars: Py<PyArray1<f32>>,
+        metadata: Py<PyRowMetadata>,
+    ) -> Self {
+        Self { ids, vectors, scalars, metadata }
+    }
+
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.ids.bind(py).len()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("RowBlock of {} rows", self.__len__(py)?))
+    }
+}
+
+impl PyRowBlock {
+    pub(crate) fn of(py: Python<'_>, headers: &[RowHeader], vectors: Vec<f32>, vector_floats: usize) -> PyResult<Self> {
+        let ids: Vec<i64> = headers.iter().map(|header| header.id).collect();
+        Ok(Self {
+            ids: ids.into_pyarray(py).unbind(),
+            vectors: matrix(py, vectors, vector_floats)?.unbind(),
+            scalars: scalars_to_python(py, headers).unbind(),
+            metadata: PyRowMetadata::of(py, headers)?,
+        })
+    }
+}
+
+/// The rows of some ids, in the order of the ids. Where an id has no row, these are the values that it would be born with.
+#[pyclass(frozen, get_all, name = "FoundRows", module = "torchrec_embcache._native")]
+pub(crate) struct PyFoundRows {
+    found: Py<PyArray1<bool>>,
+    vectors: Py<PyArray2<f32>>,
+    scalars: Py<PyArray1<f32>>,
+    metadata: Py<PyRowMetadata>,
+}
+
+#[pymethods]
+impl PyFoundRows {
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("FoundRows of {} ids", self.found.bind(py).len()?))
+    }
+}
+
+impl PyFoundRows {
+    pub(crate) fn of(
+        py: Python<'_>,
+        found: Vec<bool>,
+        headers: &[RowHeader],
+        vectors: Vec<f32>,
+        vector_floats: usize,
+    ) -> PyResult<Self> {
+        Ok(Self {
+            found: found.into_pyarray(py).unbind(),
+            vectors: matrix(py, vectors, vector_floats)?.unbind(),
+            scalars: scalars_to_python(py, headers).unbind(),
+            metadata: PyRowMetadata::of(py, headers)?,
+        })
+    }
+}
+
+/// The rows that a plan fetched for a device tier, and the slots that they are to be scattered to.
+#[pyclass(frozen, get_all, name = "FetchedRows", module = "torchrec_embcache._native")]
+pub(crate) struct PyFetchedRows {
+    pub(crate) slots: Py<PyArray1<i64>>,
+    pub(crate) vectors: Py<PyArray2<f32>>,
+    pub(crate) scalars: Py<PyArray1<f32>>,
+}
+
+#[pymethods]
+impl PyFetchedRows {
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("FetchedRows of {} slots", self.slots.bind(py).len()?))
+    }
+}
+
+/// The occurrences of a plan's ids by distinct row.
+#[pyclass(frozen, get_all, name = "Transposed", module = "torchrec_embcache._native")]
+pub(crate) struct PyTransposed {
+    pub(crate) slots: Py<PyArray1<i64>>,
+    pub(crate) starts: Py<PyArray1<i64>>,
+    pub(crate) occurrences: Py<PyArray1<i64>>,
+}
+
+#[pymethods]
+impl PyTransposed {
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("Transposed of {} rows", self.slots.bind(py).len()?))
+    }
+}
+
+/// The device tier of one table, as arrays that share the memory of its tensors.
+#[pyclass(frozen, get_all, name = "DeviceArrays", module = "torchrec_embcache._native")]
+pub(crate) struct PyDeviceArrays {
+    weights: Py<PyArray2<f32>>,
+    vector_slots: Vec<Py<PyArray2<f32>>>,
+    scalars: Option<Py<PyArray1<f32>>>,
+}
+
+#[pymethods]
+impl PyDeviceArrays {
+    #[new]
+    fn new(
+        weights: Py<PyArray2<f32>>,
+        vector_slots: Vec<Py<PyArray2<f32>>>,
+        scalars: Option<Py<PyArray1<f32>>>,
+    ) -> Self {
+        Self { weights, vector_slots, scalars }
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("DeviceArrays of {} slots", self.weights.bind(py).len()?))
+    }
+}
+
+/// The device arrays of each table of a lookup as Python gives them; `None` for a table whose kernels run on the host tier.
+pub(crate) type GivenArrays = Option<Vec<Option<Py<PyDeviceArrays>>>>;
+
+/// The arrays of `given`, which nobody else may read or write while they are borrowed.
+pub(crate) fn borrow_device<'py>(py: Python<'py>, given: &GivenArrays) -> PyResult<Vec<Option<GivenDevice<'py>>>> {
+    let busy = |_| input("the device arrays are in use by another call: end it first");
+    let borrow = |arrays: &PyDeviceArrays| -> PyResult<GivenDevice<'py>> {
+        let vector_slots = arrays.vector_slots.iter().map(|slot| slot.bind(py).try_readwrite().map_err(busy));
+        Ok((
+            arrays.weights.bind(py).try_readwrite().map_err(busy)?,
+            vector_slots.collect::<PyResult<_>>()?,
+            arrays.scalars.as_ref().map(|scalars| scalars.bind(py).try_readwrite().map_err(busy)).transpose()?,
+        ))
+    };
+    let tables = given.as_deref().unwrap_or_default();
+    tables.iter().map(|arrays| arrays.as_ref().map(|arrays| borrow(arrays.get())).transpose()).collect()
+}

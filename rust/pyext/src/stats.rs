@@ -1,0 +1,106 @@
+//! The counters of a table and of its tiers, as Python sees them.
+//!
+//! Each class lists its counters once. The names are those of the core's fields, of the attributes in `_native.pyi`, and of the fields
+//! in `metrics.py`; a test compares the last two with the classes here.
+
+use embcache::cache::TableStats;
+use embcache::stats::{SsdStats, TierStats};
+use pyo3::prelude::*;
+
+/// A frozen class with an attribute for each counter, made of the core's structure that has fields of the same names.
+macro_rules! counters {
+    ($(#[$about:meta])* $class:ident, $name:tt, $core:ty { $($counter:ident: $kind:ty),+ $(,)? } $(, $inner:ident: $of:ty)?) => {
+        $(#[$about])*
+        #[pyclass(frozen, get_all, name = $name, module = "torchrec_embcache._native")]
+        pub(crate) struct $class {
+            $($inner: Py<$of>,)?
+            $($counter: $kind,)+
+        }
+
+        #[pymethods]
+        impl $class {
+            fn __repr__(&self) -> String {
+                let counters = [$(format!(concat!(stringify!($counter), "={:?}"), self.$counter)),+];
+                format!(concat!($name, "({})"), counters.join(", "))
+            }
+        }
+
+        impl $class {
+            fn new(py: Python<'_>, core: $core) -> PyResult<Py<Self>> {
+                Py::new(py, Self { $($inner: <$of>::new(py, core.$inner)?,)? $($counter: core.$counter,)+ })
+            }
+        }
+    };
+}
+
+counters! {
+    /// Counters that every tier has.
+    PyTierStats, "TierStats", TierStats {
+        rows: u64,
+        bytes: u64,
+        capacity_bytes: u64,
+        hits: u64,
+        misses: u64,
+        evictions: u64,
+        read_bytes: u64,
+        written_bytes: u64,
+        time_ns: u64,
+    }
+}
+
+counters! {
+    /// Further counters of the SSD tier; `tier` has those that every tier has.
+    PySsdStats, "SsdStats", SsdStats {
+        io_engine: String,
+        row_bytes_given: u64,
+        compaction_bytes: u64,
+        live_share: f64,
+        segments: u64,
+        index_bytes: u64,
+        dropped_rows: u64,
+        published_given_up: bool,
+    }, tier: PyTierStats
+}
+
+/// Counters of a table that belong to no tier.
+#[pyclass(frozen, get_all, name = "TableStats", module = "torchrec_embcache._native")]
+pub(crate) struct PyTableStats {
+    rows: u64,
+    step: u64,
+    pinned_rows: u64,
+    overflow_plans: u64,
+    dropped_rows: u64,
+    device: Option<Py<PyTierStats>>,
+    host: Py<PyTierStats>,
+    ssd: Option<Py<PySsdStats>>,
+}
+
+#[pymethods]
+impl PyTableStats {
+    fn __repr__(&self) -> String {
+        format!(
+            "TableStats(rows={}, step={}, pinned_rows={}, overflow_plans={}, dropped_rows={}, host={})",
+            self.rows,
+            self.step,
+            self.pinned_rows,
+            self.overflow_plans,
+            self.dropped_rows,
+            self.host.get().__repr__()
+        )
+    }
+}
+
+impl PyTableStats {
+    pub(crate) fn new(py: Python<'_>, core: TableStats) -> PyResult<Self> {
+        Ok(Self {
+            rows: core.rows,
+            step: core.step,
+            pinned_rows: core.pinned_rows,
+            overflow_plans: core.overflow_plans,
+            dropped_rows: core.dropped_rows,
+            device: core.device.map(|tier| PyTierStats::new(py, tier)).transpose()?,
+            host: PyTierStats::new(py, core.host)?,
+            ssd: core.ssd.map(|tier| PySsdStats::new(py, tier)).transpose()?,
+        })
+    }
+}

@@ -1,0 +1,75 @@
+"""A counter has one name, from the binding to the class that users see, and what the binding gives is frozen."""
+
+import ast
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tables import make_bag, ssd_tiers, step
+from torchrec_embcache import SsdStats, TableStats, TierStats, _native, optimizers
+
+STUB = Path(_native.__file__).parent / "_native.pyi"
+
+
+def in_stub(name: str) -> set[str]:
+    """The attributes of a class in the stub."""
+    (found,) = (
+        node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    return {
+        inner.target.id
+        for inner in found.body
+        if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name)
+    }
+
+
+def attributes(kind: type[Any]) -> set[str]:
+    return {name for name, value in vars(kind).items() if inspect.isdatadescriptor(value)}
+
+
+@pytest.mark.parametrize("kind", [TierStats, SsdStats, TableStats])
+def test_a_counter_has_one_name_everywhere(kind):
+    native = getattr(_native, kind.__name__)
+    ours = {field.name for field in fields(kind)}
+    if kind is SsdStats:
+        ours = ours - {field.name for field in fields(TierStats)} | {"tier"}
+    assert attributes(native) == ours == in_stub(kind.__name__)
+
+
+def test_stats_are_what_the_binding_counts(tmp_path):
+    with make_bag(tiers=ssd_tiers(tmp_path / "ssd", device_bytes="64KiB"), optimizer=optimizers.Adam(lr=0.1)) as bag:
+        step(bag, [[1, 2], [2]])
+        bag.flush()
+        counted, stats = bag.table.native.stats(), bag.stats()
+    assert stats.rows == counted.rows == 2
+    assert stats.device.rows == counted.device.rows == 2
+    assert stats.ssd.row_bytes_given == counted.ssd.row_bytes_given > 0
+    assert stats.ssd.written_bytes == counted.ssd.tier.written_bytes > 0
+    assert repr(counted).startswith("TableStats(rows=2, step=1, ")
+    assert "io_engine=" in repr(counted.ssd)
+    with pytest.raises(AttributeError):
+        counted.rows = 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DeviceArrays",
+        "FetchedRows",
+        "FoundRows",
+        "PlanMode",
+        "RowBlock",
+        "RowBytes",
+        "RowMetadata",
+        "SsdStats",
+        "TableCounters",
+        "TableStats",
+        "TierStats",
+        "Transposed",
+    ],
+)
+def test_what_the_stub_says_of_a_frozen_class_is_there(name):
+    assert attributes(getattr(_native, name)) == in_stub(name)
