@@ -6,7 +6,7 @@ Every method that can block releases the GIL. Errors are the classes of `torchre
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +41,7 @@ class RowInitializer:
 class RowMetadata:
     """What is known of n rows beside their values."""
 
-    def __new__(
-        cls, count: NDArray[np.uint32], last_step: NDArray[np.uint64], score: F32, modified_epoch: NDArray[np.uint32]
-    ) -> RowMetadata: ...
+    def __new__(cls, count: NDArray[np.uint32], last_step: NDArray[np.uint64], score: F32, modified_epoch: NDArray[np.uint32]) -> RowMetadata: ...
     count: NDArray[np.uint32]  # [n] occurrences in training batches
     last_step: NDArray[np.uint64]  # [n] the table's step at the row's last training step
     score: F32  # [n] decayed use
@@ -320,9 +318,7 @@ class Plan:
         device: Sequence[DeviceArrays | None] | None,
         threads: int,
     ) -> None: ...  # update, commit, unpin; StateError the second time. offsets, weights and mean are those of the forward
-    def backward_sequence(
-        self, grad: F32, hyperparameters: NDArray[np.float64], device: Sequence[DeviceArrays | None] | None, threads: int
-    ) -> None: ...
+    def backward_sequence(self, grad: F32, hyperparameters: NDArray[np.float64], device: Sequence[DeviceArrays | None] | None, threads: int) -> None: ...
     def release(self) -> None: ...  # unpin without training; harmless twice
 
 # ---- checkpoint (rust/core/src/checkpoint): the calls of a save and of a load, in order, are in saver.py
@@ -387,9 +383,7 @@ class StreamRange:
 class TableToSave:
     """A table of this rank that is to be held and written beside training."""
 
-    def __new__(
-        cls, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor | None = None
-    ) -> TableToSave: ...  # `ancestor`: what a delta of it builds on
+    def __new__(cls, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor | None = None) -> TableToSave: ...  # `ancestor`: what a delta of it builds on
 
 @final
 class NewestCheckpoint:
@@ -494,9 +488,7 @@ class CheckpointWriter:
         bucket_end: int,
         chunks: Iterable[tuple[I64, F32, F32 | None, Meta | None]],  # distinct ids [n], vectors [n, V], scalars [n], metadata
     ) -> int: ...  # rows written; what `chunks` raises is raised
-    def write_changes(
-        self, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor
-    ) -> TableWritten: ...
+    def write_changes(self, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor) -> TableWritten: ...
     def finish(self) -> Digest: ...  # for `publish`
 
 @final
@@ -529,9 +521,7 @@ class CheckpointCompaction:
     next_epoch: int
     rows: int
     def release(self) -> None: ...  # nothing more is read: saves may remove what is merged
-    def write(
-        self, name: str, rank: int, world_size: int, progress: Callable[[int], object] | None = None
-    ) -> Digest: ...  # for `publish`; progress is told of rows
+    def write(self, name: str, rank: int, world_size: int, progress: Callable[[int], object] | None = None) -> Digest: ...  # for `publish`; progress is told of rows
 
 @final
 class CheckpointPart:
@@ -571,9 +561,7 @@ class CheckpointReader:
         slots: bool = True,  # False: rows come without the optimizer's slots, and any optimizer fits
     ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded
     def segments(self, module: str, table: str) -> SnapshotSegments | None: ...  # after check_table: not None: make a Table of these, no load_table
-    def load_table(
-        self, module: str, table: Table, progress: Callable[[int], object] | None = None
-    ) -> int: ...  # after check_table, with the buckets it was given; rows loaded; progress is told of rows
+    def load_table(self, module: str, table: Table, progress: Callable[[int], object] | None = None) -> int: ...  # after check_table, with the buckets it was given; rows loaded; progress is told of rows
     def dense_metadata(self) -> bytes | None: ...  # as `write_dense_metadata` was given it
     def stream_bytes(self) -> list[int]: ...  # of each rank's stream of extents
     def read_extent(self, rank: int, offset: int, into: NDArray[np.uint8]) -> None: ...  # any part of a stream, verified
@@ -590,9 +578,7 @@ class CheckpointRows:
 
     def __new__(cls, directory: Directory, latest: str) -> CheckpointRows: ...
     def manifest(self) -> str: ...  # JSON
-    def read(
-        self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[I64, F32, F32, Meta], None] | None
-    ) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
+    def read(self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[I64, F32, F32, Meta], None] | None) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
     def reshard(self, to: Directory, random: int, world_size: int) -> Published: ...  # written again there
 
 def io_engine_name() -> str: ...  # the engine this process uses

@@ -56,66 +56,61 @@ fn has_room_for_threads() -> bool {
     embcache::memory::room_for_threads()
 }
 
+/// The module `torchrec_embcache._native`. This lists all that it exports.
 #[pymodule]
-fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    ReservingAllocator::keep_reserve();
-    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    foreign::register(module)?;
-    logging::register(module)?;
-    module.add_class::<table::PyTable>()?;
-    module.add_class::<table::PyExport>()?;
-    module.add_class::<lookup::PyLookup>()?;
-    module.add_class::<rows::PyRowMetadata>()?;
-    module.add_class::<rows::PyRowBlock>()?;
-    module.add_class::<rows::PyFoundRows>()?;
-    module.add_class::<rows::PyFetchedRows>()?;
-    module.add_class::<rows::PyTransposed>()?;
-    module.add_class::<rows::PyDeviceArrays>()?;
-    module.add_class::<settings::PyInitializer>()?;
-    module.add_class::<settings::PyPlanMode>()?;
-    module.add_class::<settings::PyRowBytes>()?;
-    module.add_class::<settings::PyTableCounters>()?;
-    module.add_class::<stats::PyTierStats>()?;
-    module.add_class::<stats::PySsdStats>()?;
-    module.add_class::<stats::PyTableStats>()?;
-    module.add_class::<plan::PyPlan>()?;
-    module.add_class::<paths::PyRoot>()?;
-    module.add_class::<checkpoint::PySave>()?;
-    module.add_class::<checkpoint::PyWriter>()?;
-    module.add_class::<checkpoint_load::PyReader>()?;
-    module.add_class::<checkpoint_rows::PyRows>()?;
-    module.add_class::<checkpoint_load::PyCompaction>()?;
-    module.add_class::<part::PyPart>()?;
-    module.add_function(wrap_pyfunction!(part::sweep, module)?)?;
-    module.add_class::<moment::PyMoment>()?;
-    module.add_class::<segments::PySegments>()?;
-    module.add_function(wrap_pyfunction!(moment::work_behind, module)?)?;
-    module.add_class::<directory::PyDirectory>()?;
-    module.add_class::<records::PyDigest>()?;
-    module.add_class::<records::PyCheckpointId>()?;
-    module.add_class::<records::PyAncestor>()?;
-    module.add_class::<records::PyTableWritten>()?;
-    module.add_class::<records::PyPublished>()?;
-    module.add_class::<records::PyWrittenPart>()?;
-    module.add_class::<records::PyStreamRange>()?;
-    module.add_class::<records::PyTableToSave>()?;
-    module.add_class::<records::PyNewestCheckpoint>()?;
-    module.add_class::<records::PySavedTable>()?;
-    module.add_function(wrap_pyfunction!(blocks::chunk_checksums, module)?)?;
-    module.add_function(wrap_pyfunction!(has_room_for_threads, module)?)?;
-    module.add_function(wrap_pyfunction!(buckets::bucket_order, module)?)?;
-    module.add_function(wrap_pyfunction!(buckets::buckets_of, module)?)?;
-    module.add_function(wrap_pyfunction!(buckets::hash_ids, module)?)?;
-    module.add_function(wrap_pyfunction!(buckets::ids_of_hashes, module)?)?;
-    module.add_class::<blocks::BlockWriter>()?;
-    module.add_class::<lock::PyEntryLock>()?;
-    module.add_function(wrap_pyfunction!(checkpoint::latest_checkpoint, module)?)?;
-    module.add_function(wrap_pyfunction!(checkpoint::newest_checkpoint, module)?)?;
-    module.add_function(wrap_pyfunction!(io_engine_name, module)?)?;
-    module.add_function(wrap_pyfunction!(io_fallback_reason, module)?)?;
-    module.add_function(wrap_pyfunction!(table_key, module)?)?;
-    module.add_function(wrap_pyfunction!(table::row_bytes, module)?)?;
-    module.add_function(wrap_pyfunction!(paths::check_ssd_dir, module)?)?;
-    module.add_function(wrap_pyfunction!(paths::table_dir, module)?)?;
-    Ok(())
+mod _native {
+    #[pymodule_export]
+    use super::blocks::{BlockWriter, chunk_checksums};
+    #[pymodule_export]
+    use super::buckets::{bucket_order, buckets_of, hash_ids, ids_of_hashes};
+    #[pymodule_export]
+    use super::checkpoint::{PySave, PyWriter, latest_checkpoint, newest_checkpoint};
+    #[pymodule_export]
+    use super::checkpoint_load::{PyCompaction, PyReader};
+    #[pymodule_export]
+    use super::checkpoint_rows::PyRows;
+    #[pymodule_export]
+    use super::directory::PyDirectory;
+    #[pymodule_export]
+    use super::lock::PyEntryLock;
+    #[pymodule_export]
+    use super::logging::drain_log;
+    #[pymodule_export]
+    use super::lookup::PyLookup;
+    #[pymodule_export]
+    use super::moment::{PyMoment, work_behind};
+    #[pymodule_export]
+    use super::part::{PyPart, sweep};
+    #[pymodule_export]
+    use super::paths::{PyRoot, check_ssd_dir, table_dir};
+    #[pymodule_export]
+    use super::plan::PyPlan;
+    #[pymodule_export]
+    use super::records::{
+        PyAncestor, PyCheckpointId, PyDigest, PyNewestCheckpoint, PyPublished, PySavedTable, PyStreamRange,
+        PyTableToSave, PyTableWritten, PyWrittenPart,
+    };
+    #[pymodule_export]
+    use super::rows::{PyDeviceArrays, PyFetchedRows, PyFoundRows, PyRowBlock, PyRowMetadata, PyTransposed};
+    #[pymodule_export]
+    use super::segments::PySegments;
+    #[pymodule_export]
+    use super::settings::{PyInitializer, PyPlanMode, PyRowBytes, PyTableCounters};
+    #[pymodule_export]
+    use super::stats::{PySsdStats, PyTableStats, PyTierStats};
+    #[pymodule_export]
+    use super::table::{PyExport, PyTable, row_bytes};
+    #[pymodule_export]
+    use super::{has_room_for_threads, io_engine_name, io_fallback_reason, table_key};
+
+    use super::{ReservingAllocator, foreign, logging};
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn begin(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        ReservingAllocator::keep_reserve();
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        foreign::register(module)?;
+        logging::register(module)
+    }
 }

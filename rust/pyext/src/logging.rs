@@ -378,7 +378,6 @@ fn log_ends(py: Python<'_>) -> PyResult<()> {
 /// Have the core's events from now on. Where the process has another listener for them already, they stay with that.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
-    module.add_function(wrap_pyfunction!(drain_log, module)?)?;
     let ends = wrap_pyfunction!(log_ends, module)?;
     py.import("atexit")?.call_method1("register", (ends,))?;
     if tracing::dispatcher::set_global_default(tracing::Dispatch::new(ToPython)).is_ok() {
