@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-# As in Makefile: every process that is started would compile torch again.
+# The same as in the Makefile. Without byte code every process that is started would compile torch again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# A shell lets what it starts in the background ignore Ctrl-C, and processes that tests start, to end them by it, inherit that.
+# A shell makes background processes ignore Ctrl-C, and the processes that tests start inherit that. Some tests end these by Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -21,7 +21,7 @@ from world import World  # noqa: E402
 
 @pytest.fixture(params=["in_place", "device_tier", "torch_kernels"])
 def backend(request, monkeypatch):
-    """Settings of a table, for each way that kernels can run on the CPU."""
+    """The settings of a table, for each way in which kernels run on the CPU."""
     if request.param == "torch_kernels":
         monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
     if request.param == "in_place":
@@ -31,7 +31,9 @@ def backend(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[World]:
-    """Two processes, started by the first test that runs something on them: importing torchrec takes seconds a process."""
+    """Two processes. The first test that runs something on them starts them, because importing torchrec takes each of them
+    seconds.
+    """
     world = World(2)
     yield world
     world.stop()
@@ -39,7 +41,7 @@ def two_ranks() -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def three_ranks() -> Iterator[World]:
-    """Three processes, as `two_ranks`."""
+    """Three processes; see `two_ranks`."""
     world = World(3)
     yield world
     world.stop()
@@ -47,7 +49,7 @@ def three_ranks() -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[World]:
-    """Four processes, as `two_ranks`."""
+    """Four processes; see `two_ranks`."""
     world = World(4)
     yield world
     world.stop()

@@ -24,7 +24,7 @@ BUCKETS = 11
 
 
 def dense_state(salt: int = 0) -> dict[str, Any]:
-    """One of everything that is no shard: dtypes, views, empty, scalar, larger than a window, objects."""
+    """One of everything that is not sharded: dtypes, views, an empty tensor, a scalar, one larger than a window, and objects."""
     generator = torch.Generator().manual_seed(salt)
     wide = torch.randn(1500, 1600, generator=generator)
     return {
@@ -47,7 +47,7 @@ def dense_state(salt: int = 0) -> dict[str, Any]:
 
 
 def stageable(state: dict[str, Any]) -> dict[str, Any]:
-    """What torch's own stager takes of a state dict."""
+    """The part of a state dict that torch's own stager takes."""
     return {key: value for key, value in state.items() if key != "sparse"}
 
 
@@ -83,7 +83,7 @@ def weights_of(ids: torch.Tensor, salt: int = 0) -> torch.Tensor:
 
 
 class Model(CacheModule, nn.Module):
-    """A table spread over all ranks by bucket."""
+    """A table that is spread over all ranks by bucket."""
 
     def __init__(self, rank: int = 0, size: int = 1, salt: int | None = None, dim: int = 3) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class Model(CacheModule, nn.Module):
 
 
 def rows(salt: int) -> list[tuple[int, list[float], float]]:
-    """What all ranks' models of this salt hold together."""
+    """The rows that the models of this salt on all ranks hold together."""
     sums = IDS.to(torch.float32).tolist()
     return sorted(zip(IDS.tolist(), weights_of(IDS, salt).tolist(), sums, strict=True))
 
 
 def held(path: Any) -> list[str]:
-    """What a checkpoints' directory holds beside the lock of saves."""
+    """The entries of a directory of checkpoints, without the lock of saves."""
     return sorted(name for name in os.listdir(path) if name != "lock")
 
 
@@ -137,6 +137,6 @@ def save(state: dict[str, Any], path: Any, model: nn.Module | None = None, **set
 
 
 def load(state: dict[str, Any], path: Any, model: nn.Module | None = None, **settings: Any) -> dict[str, Any]:
-    """The saved state, in place of one of the same structure."""
+    """The saved state, loaded over a state of the same structure."""
     dcp.load(state, storage_reader=EmbCacheStorageReader(path, model), **settings)
     return state

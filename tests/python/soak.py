@@ -1,4 +1,4 @@
-"""The soak's operations, what the rows are after each by numpy alone, and the process that does them until it is killed.
+"""The operations of the soak, the rows after each of them by numpy alone, and the process that does them until it is killed.
 
 Every operation comes from a seed. So the parent of a process that was killed knows which rows each flush and each save held.
 """
@@ -25,14 +25,14 @@ from torchrec_embcache.saver import Saver
 DIM = 8
 INITIAL = np.float32(1.0)
 LEARNING_RATE = np.float32(0.5)
-# Ids of each table. All columns of a row get the same gradient and are equal, so a row is told by two floats.
+# The number of ids of each table. All columns of a row get the same gradient and stay equal, so two floats identify a row.
 IDS = {"plain": 5000, "device": 3000, "ram": 1000}
 BUDGETS = {
     "plain": {"host_bytes": "64KiB", "ssd_bytes": "8MiB"},
     "device": {"host_bytes": "64KiB", "device_bytes": "32KiB", "ssd_bytes": "8MiB"},
     "ram": {"host_bytes": "4MiB"},
 }
-# Operations, and how many there are of each among some ninety.
+# The operations, and how often each occurs among some ninety.
 OFTEN = {
     "train": 40,
     "prefetch": 5,
@@ -55,13 +55,13 @@ OFTEN = {
 SAVES = ("save", "delta", "async", "snapshot")
 CHANGES = ("train", "prefetch", "import", "remove")
 
-# By table: weight and sum of squares [ids, 2] float32 of each id, NaN where there is no row.
+# For each table the weight and the sum of squares of each id: [ids, 2] float32, NaN where there is no row.
 Rows = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that is done; `values` are gradients of occurrences, or weights to import, one an id."""
+    """One operation. `values` are gradients of occurrences, or weights to import, one for each id."""
 
     number: int
     what: str
@@ -72,7 +72,7 @@ class Operation:
 
 
 def operations(seed: int) -> Iterator[Operation]:
-    """What a process with this seed does, without an end."""
+    """The operations of a process with this seed, without an end."""
     draw = np.random.default_rng(seed)
     share = np.array(list(OFTEN.values())) / sum(OFTEN.values())
     for number in itertools.count():
@@ -130,7 +130,7 @@ def _step(values: np.ndarray, operation: Operation) -> None:
 
 
 class Tables(nn.Module):
-    """One table on SSD, one with a device tier too, one in RAM; each with another optimizer."""
+    """One table on SSD, one with a device tier too, and one in RAM, each with another optimizer."""
 
     def __init__(self, ssd: Path, reopen: str) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Tables(nn.Module):
         return getattr(self, table)
 
     def rows(self) -> Rows:
-        """Every row; each is whole, there once, and counted."""
+        """Every row. Each must be whole, come once, and be counted."""
         found = no_rows()
         for table, values in found.items():
             for chunk in self.bag(table).export(512):
@@ -175,7 +175,7 @@ class Tables(nn.Module):
 
 
 class Process:
-    """What runs in a process of its own, below `folder`; `notes` are where the parent looks."""
+    """The part that runs in a process of its own, below `folder`. The parent reads `notes`."""
 
     def __init__(self, say: Callable[[tuple[str, int, int]], None], folder: Path, notes: Path) -> None:
         self._say, self._folder, self._notes = say, folder, notes
@@ -184,17 +184,17 @@ class Process:
         self._saving: tuple[Future[Any], int] | None = None
 
     def say(self, what: str, number: int = 0) -> None:
-        """One word to the parent, with the rows that were compared since the last."""
+        """Send one word to the parent, with the number of rows that were compared since the last word."""
         self._say((what, number, self._compared))
         self._compared = 0
 
     def note(self, what: str, rows: Rows) -> None:
-        """Hand all rows to the parent."""
+        """Send all rows to the parent."""
         np.savez(self._notes / f"{what}.npz", **rows)
         self.say(what)
 
     def start(self, load: bool) -> None:
-        """Say what a load finds, then what the tables resume; with `load` these start anew, and load."""
+        """Report what a load finds, then what the tables resume. With `load` the tables start anew, and load."""
         if (self._checkpoints / "LATEST").exists():
             self.note("loaded", self._load_beside(self._checkpoints))
             self.tables = Tables(self._folder / "ssd", "discard" if load else "auto")
@@ -207,7 +207,7 @@ class Process:
         self.note("begun from the load" if load else "resumed", self.model)
 
     def _load_beside(self, checkpoints: Path) -> Rows:
-        """The rows of a checkpoint. A snapshot loads into tables that have an SSD tier."""
+        """The rows of a checkpoint. A linked checkpoint is loaded into tables with an SSD tier."""
         beside = self._folder / "beside"
         shutil.rmtree(beside, ignore_errors=True)
         tables = Tables(beside, "discard")
@@ -218,7 +218,7 @@ class Process:
         return rows
 
     def run(self, seed: int, may_fill: bool) -> None:
-        """Operations, until one of them is the end or the disk is full."""
+        """Do operations until one of them is the end, or the disk is full."""
         for operation in operations(seed):
             if operation.what in ("fill", "empty"):
                 if may_fill:
@@ -266,7 +266,7 @@ class Process:
             self._finish()
             self._compare("the end")
             self._flush(operation.number)
-            # Nothing changed since the flush, so what closing publishes of each table is the same state.
+            # Nothing changed since the flush, so closing publishes the same state of each table.
             self.tables.close()
 
     def _read(self, operation: Operation) -> None:
@@ -307,14 +307,14 @@ class Process:
         self.say("save done", operation.number)
 
     def _finish(self) -> None:
-        """Wait for the save beside training, if there is one."""
+        """Wait for the save beside training, if one is running."""
         if self._saving is not None:
             (saving, number), self._saving = self._saving, None
             saving.result()
             self.say("save done", number)
 
     def _ballast(self, operation: Operation) -> None:
-        """Fill the disk but for a little, or make room again."""
+        """Fill the disk except for a little, or make room again."""
         ballast = self._folder / "ballast"
         if operation.what == "empty":
             ballast.unlink(missing_ok=True)
@@ -323,11 +323,13 @@ class Process:
         spare = [0, 200_000, 1_000_000, 2_000_000][operation.keep]
         size = disk.f_bfree * disk.f_frsize - spare
         if size > 0:
-            with ballast.open("ab") as file, contextlib.suppress(OSError):  # then it is as full as it gets
+            with ballast.open("ab") as file, contextlib.suppress(OSError):  # now it is as full as it gets
                 os.posix_fallocate(file.fileno(), file.tell(), size)
 
     def _refused(self, operation: Operation) -> None:
-        """After an error of a full disk: the operation is done or not, not half. The process ends where tables now only read."""
+        """Check, after an error of a full disk, that the operation was done in full or not at all. The process ends where tables
+        can only be read now.
+        """
         found = self.tables.rows()
         after = copied(self.model)
         apply(after, operation)
@@ -346,7 +348,8 @@ class Process:
         Saver(0).save(self.tables, elsewhere)
         saved = self._load_beside(elsewhere)
         assert same(saved, found), f"saved elsewhere: {difference(saved, found)}"
-        # Without the flush of each table by itself that dropping them makes: those that still write would go ahead of the others.
+        # Drop the tables without the flush of each that dropping makes. The tables that can still write would get ahead of the
+        # others.
         self.say("ended")
         os._exit(0)
 
@@ -366,7 +369,7 @@ def difference(found: Rows, expected: Rows) -> str:
 def soak(
     say: Callable[[tuple[str, int, int]], None], folder: str, notes: str, seed: int, load: bool, may_fill: bool
 ) -> None:
-    """A process of the soak; what is wrong is said, whatever becomes of the process."""
+    """A process of the soak. It reports what is wrong, whatever happens to the process."""
     warnings.simplefilter("ignore")
     process = Process(say, Path(folder), Path(notes))
     try:

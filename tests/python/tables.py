@@ -24,7 +24,7 @@ Bags = list[list[int]]
 
 
 def make_bag(**settings) -> EmbCacheEmbeddingBag:
-    """A small table; every setting can be given."""
+    """A small table, whose settings can all be given."""
     defaults = {
         "name": "item",
         "embedding_dim": 4,
@@ -37,7 +37,7 @@ def make_bag(**settings) -> EmbCacheEmbeddingBag:
 
 
 def bucket_of(row_id: int, total_num_buckets: int) -> int:
-    """The bucket of an id by the documented rule, written down again: SplitMix64's finaliser, then the remainder."""
+    """The bucket of an id by the documented rule, written a second time here: SplitMix64's finaliser, then the remainder."""
     mask = (1 << 64) - 1
     mixed = row_id & mask
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
@@ -46,7 +46,7 @@ def bucket_of(row_id: int, total_num_buckets: int) -> int:
 
 
 def jagged(bags: Bags) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [N] and offsets [B] of bags."""
+    """The ids [N] and the offsets [B] of bags."""
     offsets = [0]
     for bag in bags:
         offsets.append(offsets[-1] + len(bag))
@@ -56,12 +56,12 @@ def jagged(bags: Bags) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bags_strategy(ids: Sequence[int] = (*EXTREME_IDS, *range(2, 14))) -> st.SearchStrategy[Bags]:
-    """One batch: empty bags, duplicate ids and extreme ids included."""
+    """One batch with empty bags, duplicate ids and extreme ids."""
     return st.lists(st.lists(st.sampled_from(ids), max_size=5), min_size=1, max_size=5)
 
 
 def random_batches(count: int, bags: int, ids: int, seed: int = 0) -> list[Bags]:
-    """Batches over `ids` ids, extreme ones included, skewed, with empty bags and duplicates."""
+    """Batches over `ids` ids. They are skewed, and have extreme ids, empty bags and duplicates."""
     rng = random.Random(seed)
     pool = [*EXTREME_IDS, *(rng.randrange(-(2**63), 2**63) for _ in range(ids - len(EXTREME_IDS)))]
     return [
@@ -71,7 +71,7 @@ def random_batches(count: int, bags: int, ids: int, seed: int = 0) -> list[Bags]
 
 
 def step(module: EmbCacheEmbeddingBag, bags: Bags, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """One training step with a gradient that depends on the output; the output."""
+    """Do one training step with a gradient that depends on the output. Returns the output."""
     ids, offsets = jagged(bags)
     out = module(ids, offsets, per_sample_weights=weights)
     scale = torch.arange(1, out.numel() + 1, dtype=torch.float32).view_as(out) / out.numel()
@@ -80,7 +80,7 @@ def step(module: EmbCacheEmbeddingBag, bags: Bags, weights: torch.Tensor | None 
 
 
 def train(module: EmbCacheEmbeddingBag, batches: Sequence[Bags], lookahead: int = 0) -> list[torch.Tensor]:
-    """Train on every batch, prefetching `lookahead` batches ahead; the outputs."""
+    """Train on every batch, and prefetch `lookahead` batches ahead. Returns the outputs."""
     outs = []
     for place, bags in enumerate(batches):
         for ahead in range(place if place == 0 else place + lookahead, min(place + lookahead + 1, len(batches))):
@@ -113,6 +113,6 @@ class Contents:
 
 
 def ssd_tiers(directory: Path, **budgets) -> TierBudgets:
-    """Budgets with an SSD tier below `directory`, which is made private."""
+    """Budgets with an SSD tier below `directory`, whose permissions are made private."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return TierBudgets(**{"host_bytes": "64KiB", "ssd_bytes": "64MiB", "ssd_dir": directory, **budgets})

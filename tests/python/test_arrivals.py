@@ -1,4 +1,4 @@
-"""Rows that were trained elsewhere: from TorchRec's modules with their optimizers, and by id from any arrays."""
+"""Rows that were trained elsewhere: they come from TorchRec's modules with their optimizers, or by id from any arrays."""
 
 import warnings
 from typing import Any
@@ -33,14 +33,14 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def batch(seed: int) -> Kjt:
-    """Every id of every table once or more: torch's dense optimizers train rows that are in no batch, ours do not."""
+    """Every id of every table, once or more. Torch's dense optimizers train rows that are in no batch, and ours do not."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.cat([torch.randperm(20, generator=generator) for _ in "abc"])
     return Kjt.from_lengths_sync(["a", "b", "c"], values, torch.full((30,), 2))
 
 
 def trained(optimizer: str, in_backward: bool) -> tuple[EmbeddingBagCollection, Any]:
-    """TorchRec's collection after three steps, and what trains it."""
+    """TorchRec's collection after three steps, and its optimizer."""
     torch.manual_seed(3)
     tables = bag_tables()
     for table in tables:

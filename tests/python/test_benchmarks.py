@@ -1,4 +1,4 @@
-"""The figures of docs/benchmarks.md and README.md: made from results alone, by benches/python/document.py."""
+"""The figures of docs/benchmarks.md and README.md are made from results alone, by benches/python/document.py."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Which bucket an id falls into: one rule in the core and in torch, held by golden values; and files of the older rule."""
+"""The bucket of an id: the core and torch have one rule, which golden values pin. Files of the older rule are read too."""
 
 import shutil
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from torchrec_embcache.sharded.sharding import BucketFeaturesDist
 from world import World
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-# Two ranks wrote these rows by version 1 of the formats, whose buckets are of the ids themselves.
+# Two ranks wrote these rows by version 1 of the formats, whose buckets are those of the ids themselves.
 OLD_BUCKETS = 11
 OLD_IDS = torch.cat([torch.arange(-20, 40), torch.tensor([-(1 << 63), (1 << 63) - 1, 1 << 40, 12345678901])])
 OLD_ROWS = {
@@ -69,7 +69,7 @@ def test_torch_and_the_core_hash_alike_and_back() -> None:
     ]
     assert torch.equal(buckets.ids_of_hashes_(hashes.clone()), ids)
 
-    # What runs on other devices, here on this one.
+    # This is the code for other devices, which runs on the CPU here.
     class Elsewhere(torch.Tensor):
         device = torch.device("meta")
 
@@ -79,7 +79,9 @@ def test_torch_and_the_core_hash_alike_and_back() -> None:
 
 
 def exchange(rank: int, size: int, hashed: list[bool], pipelined: bool) -> list[list[int]]:
-    """What arrives of each feature when every rank sends all ids; `pipelined`: what TorchRec's pipelines hand to their exchange."""
+    """The ids that arrive of each feature when every rank sends all ids. With `pipelined` TorchRec's pipelines make the
+    exchange.
+    """
     del rank, size
     counts = [4093, 11][: len(hashed)]
     module = BucketFeaturesDist(
@@ -146,7 +148,7 @@ def rows_of(table: CacheTable) -> dict[int, tuple[list[float], float]]:
 
 
 def old(tmp_path: Path, what: str) -> Path:
-    """A copy of a fixture of version 1, with the permissions that a directory of ours has."""
+    """A copy of a fixture of version 1, with the permissions of this package's directories."""
     root = tmp_path / what
     shutil.copytree(FIXTURES / "v1" / what, root)
     for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
@@ -155,10 +157,10 @@ def old(tmp_path: Path, what: str) -> Path:
 
 
 def load_old(rank: int, size: int, root: str, path: str) -> tuple[dict[str, Any], Any, Any]:
-    """Load the checkpoint of version 1, train on, save; then load that again."""
+    """Load the checkpoint of version 1, train on, save, and load that again."""
     model = nn.ModuleDict({"shards": Shards(rank, size, 4093)})
     table = model["shards"].tables["spread"]  # type: ignore[operator]
-    Saver(rank).load(model, root, strict=False)  # "whole" is not in it
+    Saver(rank).load(model, root, strict=False)  # the word "whole" is not in it
     found = rows_of(table)
     about = {
         "buckets": table.total_num_buckets,
@@ -192,7 +194,7 @@ def test_a_checkpoint_of_version_1_loads_at_any_world_size_and_its_rule_goes_on(
 def test_ssd_directories_of_version_1_resume_and_each_rank_keeps_its_rows(tmp_path: Path) -> None:
     root = old(tmp_path, "ssd")
     together: dict[int, Any] = {}
-    for again in range(2):  # resumed as they are, and as this version leaves them
+    for again in range(2):  # they are resumed as they are, and as this version leaves them
         for rank in range(2):
             tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="8MiB", ssd_dir=root, reopen="resume")
             with CacheTable(**settings(rank, 2, tiers=tiers, total_num_buckets=OLD_BUCKETS)) as table:

@@ -1,4 +1,4 @@
-"""The `embcache` command: what it shows, finds, converts and divides, and what its exit status says."""
+"""The `embcache` command: what it shows, finds, converts and divides, and the meaning of its exit status."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from torchrec_embcache.saver import Saver
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Path:
-    """A directory of checkpoints: mode 0750, as `Saver` wants it."""
+    """A directory of checkpoints with mode 0750, as `Saver` wants it."""
     return tmp_path / "ckpt"
 
 
@@ -43,7 +43,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, di
 def flip(path: Path) -> None:
     file = max(path.rglob("*.safetensors"), key=lambda file: file.stat().st_size)
     data = bytearray(file.read_bytes())
-    # Not in the header: in the middle of the columns.
+    # The flip is not in the header but in the middle of the columns.
     data[4096 + (len(data) - 4096) // 8] ^= 1
     file.write_bytes(data)
 
@@ -78,7 +78,7 @@ def test_people_see_tables(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "rowwise_adagrad" in shown
     assert "item" in shown
     (line,) = (line for line in shown.splitlines() if "LATEST" in line)
-    assert line.split()[:3] == [delta, "delta", full]  # in a pipe one line each, however long
+    assert line.split()[:3] == [delta, "delta", full]  # one line each in a pipe, however long
 
 
 def test_verify_reads_everything_and_damage_is_status_one(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +208,7 @@ def made(rows_: int = 50, dim: int = 4, seed: int = 0) -> tuple[NDArray[np.int64
 
 
 def write_recsdk(folder: Path, ids: NDArray[np.int64], columns: dict[str, NDArray[np.float32]]) -> None:
-    """As RecSDK's EmbcacheManager::Save does."""
+    """Write a file as RecSDK's EmbcacheManager::Save does."""
     for name, values in {"key": ids, **columns}.items():
         (folder / name).mkdir(parents=True)
         attribute = [values.itemsize, *values.shape]
@@ -312,7 +312,7 @@ def test_what_a_conversion_could_not_publish_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Forgetful:
-        """A writer that gives no right digest."""
+        """A writer whose digests are wrong."""
 
         def __init__(self, *arguments: Any) -> None:
             self.made = made_by(*arguments)
@@ -371,7 +371,7 @@ def test_inspect_reads_the_directories_of_ssd_tiers(tmp_path: Path, capsys: pyte
         item = found["ssd"][0]
         assert (code, item["table"], item["rows"], item["dim"], item["step"]) == (0, "item", 300, 4, 1)
         assert item["bytes"] == sum(file.stat().st_size for file in shard.iterdir())
-    (shard / "lock").unlink()  # somebody tidied up; the state is there
+    (shard / "lock").unlink()  # somebody tidied up, but the state exists
     assert [entry["directory"] for entry in run(capsys, "inspect", ssd)[1]["ssd"]] == [
         "item/item/0-of-1",
         "user/user/0-of-1",

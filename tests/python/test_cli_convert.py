@@ -1,4 +1,4 @@
-"""`embcache convert` where something is wrong: hostile layouts, names that are no directory's, a file system that is full."""
+"""`embcache convert` where something is wrong: hostile layouts, names that no directory can have, a full file system."""
 
 import json
 import os
@@ -28,7 +28,7 @@ WEIGHTS = np.ones((3, 4), np.float32)
 
 
 def npy(folder: Path, description: bytes | None = None, **columns: Any) -> Path:
-    """A table in the layout `npy`; bytes are written as they are."""
+    """A table in the layout `npy`. Bytes are written as they are."""
     (folder / "item").mkdir(parents=True)
     for name, values in {"id": IDS, "weight": WEIGHTS, **columns}.items():
         if isinstance(values, bytes):
@@ -41,7 +41,7 @@ def npy(folder: Path, description: bytes | None = None, **columns: Any) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *more: str) -> tuple[str, str]:
-    """The type and the message of the error; nothing is published."""
+    """The type and the message of the error of a conversion that publishes nothing."""
     code, found = run(capsys, "convert", source, target, *more)
     assert code == 3, found
     assert not list(target.glob("LATEST"))
@@ -133,7 +133,7 @@ def test_a_recsdk_attribute_whose_product_wraps_around_is_refused(
         folder.mkdir(parents=True)
         np.array(attribute, np.int64).tofile(folder / "slice.attribute")
         with (folder / "slice.data").open("wb") as file:
-            file.truncate(8 * rows_ if column == "key" else 0)  # sparse
+            file.truncate(8 * rows_ if column == "key" else 0)  # a sparse file
     kind, message = refused(capsys, tmp_path / "theirs", tmp_path / "ours")
     assert kind == "CorruptionError"
     assert "slice.attribute" in message or "slice.data" in message
@@ -204,7 +204,7 @@ def test_a_delta_after_a_table_came_back_has_only_what_was_trained_since(
 
 
 def _convert_with_files_of(most_bytes: int, source: Path, target: Path, layout: str) -> tuple[int, str]:
-    """Exit status and standard error of `convert` in a process whose files may have `most_bytes`."""
+    """The exit status and the standard error of `convert` in a process whose files may have at most `most_bytes` bytes."""
     done = subprocess.run(
         [sys.executable, "-m", "torchrec_embcache", "convert", str(source), str(target), "--to", layout],
         capture_output=True,

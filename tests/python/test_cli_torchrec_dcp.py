@@ -47,7 +47,9 @@ class Model(nn.Module):
 
 
 def save_trained(rank: int, size: int, path: str, optimizer: str, wide: str) -> dict[str, Any]:
-    """Train TorchRec's own model a step on every rank and save it through DCP. This rank's shards of each tensor, by name."""
+    """Train TorchRec's own model for a step on every rank, and save it through DCP. Returns this rank's shards of each tensor by
+    name.
+    """
     torch.manual_seed(7)
     kind = torchrec.optim.RowWiseAdagrad if optimizer == "rowwise" else torch.optim.Adagrad
     constraints = {
@@ -76,7 +78,7 @@ def save_trained(rank: int, size: int, path: str, optimizer: str, wide: str) -> 
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Tensors of the shards that all ranks have."""
+    """The tensors made of the shards of all ranks."""
     found: dict[str, np.ndarray[Any, Any]] = {}
     for tensors in ranks:
         for name, (size, shards) in tensors.items():
@@ -239,7 +241,7 @@ def test_damaged_files_and_what_is_not_read_are_named(tmp_path: Path) -> None:
 
 
 def test_strided_and_split_tensors_are_read_row_by_row(tmp_path: Path) -> None:
-    weight = torch.arange(24.0).reshape(2, 12).t()  # column-major
+    weight = torch.arange(24.0).reshape(2, 12).t()  # in column-major order
     path = save(tmp_path / "ckpt", embedding_bags__t__weight=weight)
     (table,) = read_tables(path)[0]
     rows = np.concatenate([columns["weight"] for columns in table.chunks(5)])

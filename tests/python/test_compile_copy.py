@@ -91,7 +91,7 @@ def train(model: nn.Module, first: int = 0, count: int = 3) -> list[torch.Tensor
 
 
 def rows(collection) -> dict[str, dict[int, list[float]]]:
-    """Weights, slots and metadata of every row, by table and id."""
+    """The weights, slots and metadata of every row, by table and id."""
     found = {}
     for name, table in collection.tables.items():
         for chunk in table.export():
@@ -141,7 +141,7 @@ def test_a_model_over_a_collection_is_traced_and_trains_the_same_bits(trace, ove
 
 
 def test_torchrecs_own_collections_are_traced_by_the_same_tracer():
-    # What the test above is held against.
+    # This is what the test above is compared with.
     config = {"name": "t1", "feature_names": ["f1", "f2"], **COMMON}
     for model in (
         OverBags(EmbeddingBagCollection([EmbeddingBagConfig(**config)])),
@@ -176,7 +176,7 @@ def test_a_copied_collection_trains_on_as_the_first_and_shares_nothing_with_it(m
     model = over(make())
     if trained:
         train(model)
-        model.collection.fused_optimizer.param_groups[0]["lr"] = 0.03  # as a scheduler would
+        model.collection.fused_optimizer.param_groups[0]["lr"] = 0.03  # as a scheduler would do
     copied = copy.deepcopy(model)
     before = rows(model.collection)
     assert rows(copied.collection) == before

@@ -1,4 +1,6 @@
-"""Records on SSD that are not what was written: every way to read them says so, and the format before this one is still read."""
+"""Records on SSD that are not those that were written: every way to read them reports it. The format before this one is still
+read.
+"""
 
 import os
 import shutil
@@ -25,7 +27,7 @@ RECORD_HEADER = 44
 
 
 def records(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Position, length and id of each record of rows in a segment."""
+    """The position, the length and the id of each record of a row in a segment."""
     data = path.read_bytes()
     header, content, length = struct.unpack_from("<I", data, 8)[0], data[12], struct.unpack_from("<I", data, 16)[0]
     at = header
@@ -35,7 +37,7 @@ def records(path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def place_of(root: Path, row: int) -> tuple[Path, int, int]:
-    """File, position and length of the record of a row that was written once."""
+    """The file, the position and the length of the record of a row that was written once."""
     found = [
         (path, at, length) for path in sorted(root.rglob("*.seg")) for at, length, id_ in records(path) if id_ == row
     ]
@@ -53,7 +55,7 @@ def flip_id(root: Path, row: int) -> None:
 
 
 def replace_by(root: Path, row: int, other: int) -> None:
-    """As a write that went to the wrong place."""
+    """Damage a file as a write to a wrong position does."""
     source, start, length = place_of(root, other)
     record = source.read_bytes()[start : start + length]
     path, at, _ = place_of(root, row)
@@ -63,7 +65,7 @@ def replace_by(root: Path, row: int, other: int) -> None:
 
 
 def in_version_1(root: Path) -> EmbCacheEmbeddingBag:
-    """The table whose files the version before wrote: see `test_a_directory_of_version_1_goes_on`."""
+    """The table whose files the previous version wrote: see `test_a_directory_of_version_1_goes_on`."""
     return make_bag(
         embedding_dim=8,
         tiers=TierBudgets(host_bytes="64KiB", ssd_bytes="2MiB", ssd_dir=root / "ssd", reopen="resume"),
@@ -88,7 +90,7 @@ def weights(bag: EmbCacheEmbeddingBag) -> dict[int, float]:
     return found
 
 
-# Rows 0 to 119 were trained once and flushed; then each third once more, each tenth was removed, and the rest flushed.
+# Rows 0 to 119 were trained once and flushed. Then each third was trained once more, each tenth removed, and the rest flushed.
 OF_VERSION_1 = {row: 6.0 if row % 3 == 0 else 6.5 for row in range(120) if row % 10}
 
 
@@ -99,7 +101,7 @@ def test_a_directory_of_version_1_goes_on(version_1):
         assert found.ids[found.found].tolist() == list(OF_VERSION_1)
         out = bag(torch.tensor([[1], [2], [200]]))
         out.sum().backward()
-    # By now its rows lie in segments of both versions, and compaction moves what is left of the old ones.
+    # By now the rows lie in segments of both versions, and compaction moves the rest of the old ones.
     expected = {**OF_VERSION_1, 1: 6.0, 2: 6.0, 200: 6.5}
     with in_version_1(version_1) as bag:
         assert weights(bag) == expected
@@ -123,7 +125,7 @@ def test_a_snapshot_of_version_1_is_verified_and_loaded(version_1, tmp_path, cap
 
 
 def test_another_record_in_a_segment_of_version_1_is_no_row_that_was_never_trained(version_1):
-    (version_1 / "snapshot").rename(version_1.parent / "kept")  # its names of the files
+    (version_1 / "snapshot").rename(version_1.parent / "kept")  # the names of its files
     replace_by(version_1, 11, 13)
     with in_version_1(version_1) as bag:
         with pytest.raises(CorruptionError, match="record's id should be 11 and is 13"):
@@ -137,7 +139,7 @@ def test_another_record_in_a_segment_of_version_1_is_no_row_that_was_never_train
 
 
 def closed_tier(root: Path) -> None:
-    """A table of which most rows are on SSD alone, each written once."""
+    """A table with most rows on SSD alone, each written once."""
     with make_bag(tiers=ssd_tiers(root, host_bytes="16KiB")) as bag:
         for first in range(0, 2000, 200):
             step(bag, [list(range(first, first + 200))])

@@ -28,12 +28,12 @@ from torchrec_embcache.exceptions import (
 from torchrec_embcache.saver import Saver
 from world import Child, process_group
 
-# DCP says so whenever there is no process group.
+# DCP gives this warning whenever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
 def causes(raised: pytest.ExceptionInfo[BaseException]) -> list[BaseException]:
-    """The errors of the ranks in DCP's exception."""
+    """The errors of the ranks, out of DCP's exception."""
     assert isinstance(raised.value, CheckpointException)
     return [error for error, _ in raised.value.failures.values()]
 
@@ -67,7 +67,7 @@ def test_a_state_dict_that_is_not_flattened_comes_back(tmp_path: Path) -> None:
 
 def test_a_state_dict_is_rebuilt_from_the_checkpoint_alone(tmp_path: Path) -> None:
     state = dense_state(1)
-    del state["sparse"]  # DCP makes a strided tensor in its place
+    del state["sparse"]  # DCP makes a strided tensor in its position
     save(state, tmp_path / "ckpt")
     reader = EmbCacheStorageReader(tmp_path / "ckpt")
     rebuilt = _load_state_dict_from_keys(storage_reader=reader)
@@ -132,12 +132,12 @@ def test_dense_and_tables_are_saved_and_loaded_together(tmp_path: Path) -> None:
     assert same(load(blank(dense_state()), tmp_path / "ckpt", loaded), dense_state(1))
     assert sorted(loaded.contents()) == rows(1)
     assert loaded.tables["spread"].native.step() == 43
-    # Without the model its tables are left alone; and Saver reads the tables of such a checkpoint.
+    # Without the model the tables are not loaded. Saver reads the tables of such a checkpoint too.
     assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(1))
     alone = Model()
     Saver(0).load(alone, tmp_path / "ckpt")
     assert sorted(alone.contents()) == rows(1)
-    # Rows that are trained from now on count as modified after this checkpoint.
+    # Rows that are trained from now on count as modified since this checkpoint.
     assert model.tables["spread"].native.epoch() == loaded.tables["spread"].native.epoch()
 
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path: Path) -> No
 
 
 def check_staged(path: Path) -> None:
-    """Whether the checkpoint is the state at the call of an asynchronous save."""
+    """Whether the checkpoint has the state of the call of an asynchronous save."""
     expected, loaded = stageable(dense_state(1)), Model()
     assert same(load(blank(expected), path, loaded), expected)
     assert sorted(loaded.contents()) == rows(1)
@@ -196,7 +196,7 @@ def test_deltas_of_a_saver_hold_what_changed_before_and_after_saves_through_dcp(
     future = dcp.async_save({}, storage_writer=writer)
     table.import_rows(IDS[8:12], weights_of(IDS[8:12], 9), {"sum": torch.zeros(4)})
     table.remove_rows(IDS[12:13])
-    # It waits until the tables are held no more.
+    # It waits until nothing holds the tables any more.
     report = Saver(0).save(model, tmp_path / "saver", incremental=True)
     future.result()
     assert (report.kind, report.rows, report.tombstones) == ("delta", 10, 3)
@@ -209,14 +209,14 @@ def test_deltas_of_a_saver_hold_what_changed_before_and_after_saves_through_dcp(
 
 
 class Refusing(DefaultSavePlanner):
-    """Fails a save where it is planned."""
+    """A planner that fails a save while that is planned."""
 
     def create_local_plan(self) -> Any:
         raise ValueError("no plan")
 
 
 def save_in_processes(say: Any, path: str, store: str) -> None:
-    """Trains on while a process beside saves; a save fails first, and the last is a blocking one of the same writer."""
+    """Train on while a process beside saves. A save fails first, and the last one is a blocking save by the same writer."""
     warnings.simplefilter("ignore")
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     with process_group(0, 1, store):
@@ -258,7 +258,7 @@ def test_a_pickled_writer_is_its_configuration(tmp_path: Path) -> None:
     writer = EmbCacheStorageWriter(tmp_path / "ckpt", Model(salt=1), overwrite=False)
     copy = pickle.loads(pickle.dumps(writer))
     assert (copy.checkpoint_id, copy.overwrite, copy.save_id) == (writer.checkpoint_id, False, writer.save_id)
-    # It has no tables, and says so instead of saving without them.
+    # That process has no tables. It reports this instead of saving without them.
     with pytest.raises(CheckpointException) as raised:
         dcp.save({"a": torch.ones(1)}, storage_writer=copy)
     assert [type(error) for error in causes(raised)] == [StateError]
@@ -308,7 +308,7 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path) -> None:
 
 
 class Unplain(DefaultSavePlanner):
-    """A planner whose data no file can hold."""
+    """A planner whose data fits no file."""
 
     def create_global_plan(self, all_plans: Any) -> Any:
         plans, metadata = super().create_global_plan(all_plans)

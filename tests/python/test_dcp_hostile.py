@@ -1,4 +1,4 @@
-"""Metadata that lies, with checksums that fit: refused, typed, before anything is allocated by it."""
+"""Metadata that lies although its checksums are right: it is refused with a typed error before anything is allocated for it."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ VALUES += [{"tuple": [1]}, {"size": [-1]}, {"what": 1}, [1 << 40] * 3, [0] * 100
 
 
 def document() -> dict[str, Any]:
-    """Metadata of a state dict with one of everything, whose tensors lie behind each other in rank 0's stream."""
+    """The metadata of a state dict with one of everything, whose tensors lie one behind the other in rank 0's stream."""
     state, mappings = torch_dcp.flatten_state_dict(dense_state(1))
     plan = torch_dcp.create_default_local_save_plan(state, True)
     _, metadata = torch_dcp.create_default_global_save_plan([plan])
@@ -64,7 +64,7 @@ def document() -> dict[str, Any]:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container of a document with each of its keys."""
+    """Every container of a document, with each of its keys."""
     keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield value, key
@@ -72,7 +72,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def check(document: Any) -> Metadata | None:
-    """Reads it; None where it is refused. What is not refused lies within its streams."""
+    """Read the document. None where it is refused. What is not refused must lie within its streams."""
     try:
         metadata = from_json(json.dumps(document).encode(), "dense.json", STREAMS)
     except (CorruptionError, UnsupportedError):

@@ -1,4 +1,4 @@
-"""Saves through DCP that are killed, at random: the checkpoint before, or the new one, is there whole."""
+"""Saves through DCP are killed at random. Then either the checkpoint before or the new one is there, whole."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|u
 
 
 def save_until_killed(say: Callable[[int], None], path: str, how: str, rank: int, size: int) -> None:
-    """Says the number of each save before it begins."""
+    """Report the number of each save before it begins."""
     warnings.simplefilter("ignore")
     model = Model(rank, size)
     writer = EmbCacheStorageWriter(path, model)
@@ -36,7 +36,7 @@ def save_until_killed(say: Callable[[int], None], path: str, how: str, rank: int
             state = {"salt": salt, "a": torch.full((1 << 18,), float(salt))}
             if how == "thread":
                 future = dcp.async_save(state, storage_writer=writer)
-                # Training goes on: what is killed is a save beside it.
+                # Training goes on, because the save that is killed runs beside it.
                 model.fill(-salt)
                 state["a"].zero_()
                 future.result()
@@ -54,7 +54,7 @@ def test_a_kill_during_saves_leaves_a_whole_checkpoint(tmp_path: Path, how: str,
     rng = random.Random(seed)
     path = tmp_path / "ckpt"
     ranks = [Child(save_until_killed, str(path), how, rank, len(killed)) for rank in range(len(killed))]
-    # Some saves in, amid one.
+    # Let some saves end, and kill within one.
     for _ in range(rng.randrange(3, 6)):
         last = ranks[0].hear()
     time.sleep(rng.random() * 0.03)
@@ -63,7 +63,7 @@ def test_a_kill_during_saves_leaves_a_whole_checkpoint(tmp_path: Path, how: str,
     last = max([last, *ranks[0].ended()[0]])
     for rank in ranks[1:]:
         rank.ended()
-    # The last save that was over, or the one that was under way.
+    # It is the last save that ended, or the one that was running.
     model = Model()
     state = load({"salt": -1, "a": torch.zeros(1 << 18)}, path, model)
     assert last - 1 <= state["salt"] <= last
@@ -74,7 +74,7 @@ def test_a_kill_during_saves_leaves_a_whole_checkpoint(tmp_path: Path, how: str,
 
 
 class Halting(EmbCacheStorageWriter):
-    """Stands still at a step of its save, in the process that DCP saves in, and says so by a file."""
+    """Stop at a step of the save, in the process in which DCP saves, and report this by a file."""
 
     where = ""
 
@@ -102,7 +102,7 @@ class Halting(EmbCacheStorageWriter):
 
 
 def train_while_savers_are_killed(say: Callable[[Any], None], path: str) -> None:
-    """Says, of each save whose process is killed, the error of its future and what a load then finds."""
+    """Report, for each save whose process is killed, the error of its future and what a load then finds."""
     warnings.simplefilter("ignore")
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     model = Model()
@@ -137,7 +137,8 @@ def train_while_savers_are_killed(say: Callable[[Any], None], path: str) -> None
             os.kill(_async_process_executor._CHECKPOINT_PROCESS._save_process.pid, signal.SIGKILL)
             writer.where = ""
             say((type(future.exception()).__name__, str(future.exception()), found()))
-            # DCP starts no other process of itself: a save in one fails, typed, and what it staged is given back.
+            # DCP does not start another process by itself. A save that runs in one fails with a typed error, and what it staged is
+            # given back.
             fill(salt + 1)
             say(str(begin(AsyncCheckpointerType.PROCESS).exception()))
             begin(AsyncCheckpointerType.THREAD).result()

@@ -1,4 +1,6 @@
-"""What DCP asks of a storage beyond its signatures: order of calls, kinds of futures, what travels, what is held, and when."""
+"""What DCP asks of a storage beyond its signatures: the order of calls, the kinds of futures, what is sent and what is held, and
+when.
+"""
 
 import io
 import pickle
@@ -34,14 +36,14 @@ def blanks() -> dict[str, Any]:
 
 
 class Recorder:
-    """Notes the names of the storage's methods as they are called, with the keywords that DCP gives."""
+    """Note the names of the storage's methods as they are called, and the keywords that DCP passes."""
 
     calls: list[str]
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
         if name in vars(StorageWriter) | vars(StorageReader) and callable(found):
-            # DCP gives its keywords to whoever calls them kwargs.
+            # DCP passes these keywords to every method that takes kwargs.
             def noted(*args: Any, **kwargs: Any) -> Any:
                 super(Recorder, self).__getattribute__("calls").append(
                     " ".join([name, *sorted(kwargs.keys() & {"rank", "use_collectives"})])
@@ -68,7 +70,7 @@ def test_dcp_makes_its_calls_in_the_order_that_the_storage_is_made_for(tmp_path:
         dcp.load(state := blanks(), storage_reader=reader, **given)
         assert same(state, STATE)
         reset = ["reset"] if given else []
-        # Each once; the writer itself asks for storage_meta again when it publishes.
+        # Each is called once. The writer itself asks for storage_meta again when it publishes.
         assert list(dict.fromkeys(writer.calls)) == [
             *reset,
             "storage_meta",
@@ -106,7 +108,7 @@ def test_both_are_what_dcp_takes_for_a_storage_and_a_stager(tmp_path: Path) -> N
     assert isinstance(writer, StorageWriter)
     assert isinstance(writer, AsyncStager)
     assert isinstance(reader, StorageReader)
-    # One that is false counts as none given.
+    # A false one counts as not given.
     assert writer
     assert reader
     for place, is_path in ((tmp_path, True), (str(tmp_path), True), ("s3://bucket/ckpt", False), ("", False)):
@@ -152,7 +154,7 @@ def test_what_travels_is_small_and_names_no_checkpoint(tmp_path: Path) -> None:
         assert len(pickle.dumps(metadata)) < 5000
         found.append(metadata.storage_data)
         assert all(type(extent) is Extent for extent in metadata.storage_data.values())
-    # With cached plans a save is given those of one before: they hold for it.
+    # With cached plans a save gets those of an earlier one, which are still right.
     assert found[0] == found[1] == found[2]
 
 
@@ -190,7 +192,7 @@ def test_memory_in_row_major_order_is_not_copied() -> None:
 
 
 class Watched(DefaultLoadPlanner):
-    """Gives out copies, so that what is not committed is lost; notes the order."""
+    """A planner that gives out copies, so that what is not committed is lost. It notes the order of the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +217,7 @@ def test_each_tensor_is_committed_before_the_next_is_resolved(tmp_path: Path) ->
 
 
 class Changing(DefaultSavePlanner):
-    """Gives other data than the state dict holds: in another layout, or bytes."""
+    """A planner that gives other data than the state dict holds: in another layout, or as bytes."""
 
     def resolve_data(self, write_item: Any) -> Any:
         data = super().resolve_data(write_item)
@@ -229,7 +231,7 @@ def test_what_the_planner_gives_is_what_is_saved(tmp_path: Path) -> None:
 
 
 class Own:
-    """A state of its own: DCP asks it for its tensors, and gives them back."""
+    """An object with a state of its own. DCP asks it for its tensors, and gives them back."""
 
     def __init__(self, value: float) -> None:
         self.value = torch.full((3,), value)

@@ -1,4 +1,4 @@
-"""DCP through this package's storage, on several ranks: sharded tensors, resharding, tables, and errors of one rank."""
+"""DCP through this package's storage on several ranks: sharded tensors, resharding, tables, and errors of one rank."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, _nat
 from world import World
 
 ROWS, COLUMNS = 13, 9
-# Ways to spread a tensor over ranks; the state has one tensor of each, and loads put them into each other.
+# The ways to spread a tensor over ranks. The state has one tensor of each, and loads put each into the others.
 KINDS = [
     "rows", "columns", "boxes", "chunks", "dtensor", "across", "replica", "checkpointable", "own items", "plain",
 ]  # fmt: skip
@@ -46,7 +46,7 @@ def spec(dim: int, ranks: list[int]) -> ChunkShardingSpec:
 
 
 def uneven(size: int) -> EnumerableShardingSpec:
-    """Boxes of both dimensions, several on a rank."""
+    """Boxes of both dimensions, several on each rank."""
     cuts = [(0, 0, 4, 9), (4, 0, 9, 5), (4, 5, 3, 4), (7, 5, 6, 4)]
     shards = [
         ShardMetadata(shard_offsets=[r, c], shard_sizes=[n, m], placement=f"rank:{place % size}/cpu")
@@ -65,13 +65,13 @@ def sharded(how: Any, value: torch.Tensor) -> Any:
 
 
 def rows_of(rank: int, size: int) -> tuple[int, int]:
-    """Where a rank's rows begin and end, where ranks do not have equally many."""
+    """Where the rows of a rank begin and end, if ranks do not have equally many."""
     cuts = [0, *(ROWS - 3 * (size - n) for n in range(1, size)), ROWS]
     return cuts[rank], cuts[rank + 1]
 
 
 def checkpointable(value: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """A rank's rows in two pieces, apart in one local tensor, described by the attributes of `CheckpointableTensor`."""
+    """A rank's rows in two pieces that lie apart in one local tensor. The attributes of `CheckpointableTensor` describe them."""
     begin, end = rows_of(rank, size)
     made: Any = torch.zeros(end - begin + 2, COLUMNS + 1)
     made.global_shape = (ROWS, COLUMNS)
@@ -89,7 +89,7 @@ def pieces_of(made: Any) -> list[torch.Tensor]:
 
 
 class OwnItems(torch.Tensor):
-    """A rank's rows; it makes DCP's items itself, as tensors could before `CheckpointableTensor`."""
+    """A rank's rows. It makes DCP's items itself, as tensors could before `CheckpointableTensor`."""
 
     begin: int
 
@@ -112,7 +112,7 @@ class OwnItems(torch.Tensor):
 
 
 def spread(kind: str, value: torch.Tensor) -> Any:
-    """`value` over all ranks."""
+    """The tensor `value`, spread over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = list(range(size))
     if kind == "plain":
@@ -155,7 +155,7 @@ def check(made: Any, value: torch.Tensor) -> None:
 
 
 def state_of(salt: int | None, turn: int = 0) -> dict[str, Any]:
-    """A tensor of each kind, `turn` kinds on, replicated ones and objects; zeros without `salt`."""
+    """A tensor of each kind, moved on by `turn` kinds, and replicated tensors and objects. Without `salt` all are zeros."""
     state: dict[str, Any] = {"object": ["saved", salt]}
     for n, name in enumerate(KINDS):
         value = torch.zeros(ROWS, COLUMNS) if salt is None else full(salt) + n
@@ -187,7 +187,7 @@ def save_ranks(rank: int, size: int, path: str, salts: list[int], caching: bool 
 
 
 def load_ranks(rank: int, size: int, path: str, salt: int, turns: list[int]) -> list[tuple[int, list[float], float]]:
-    """Load as it was saved, with tables, then each tensor into those of other kinds; the tables' contents."""
+    """Load as it was saved, with tables, and then each tensor into those of other kinds. Returns the tables' contents."""
     model = Model(rank, size)
     for turn in turns:
         state = state_of(None, turn)
@@ -248,7 +248,7 @@ def test_ranks_save_and_load_without_collectives(two_ranks: World, tmp_path: Pat
 
 
 class Unreadable:
-    """Cannot be pickled on one rank."""
+    """An object that cannot be pickled on one rank."""
 
     def __reduce__(self) -> Any:
         raise TypeError("not for pickling")
@@ -258,7 +258,7 @@ def failing(rank: int, size: int, path: str) -> None:
     save(state_of(1), path, Model(rank, size, 1))
     broken = state_of(2)
     if rank == 1:
-        # Found when rank 1 writes: rank 0 has written its part by then, or is about to.
+        # The error is found when rank 1 writes. By then rank 0 has written its part, or is about to.
         del broken["plain"]
         broken["only here"] = Unreadable()
     with pytest.raises(CheckpointException, match="not for pickling"):
@@ -267,7 +267,7 @@ def failing(rank: int, size: int, path: str) -> None:
     model = Model(rank, size)
     load(loaded, path, model)
     check_state(loaded, 1)
-    # A rank whose table does not fit: no rank's table is touched.
+    # On one rank a table does not fit. Then the tables of no rank are changed.
     other = Model(rank, size, 7) if rank == 0 else Model(rank, size, dim=4)
     before = other.contents() if rank == 0 else None
     with pytest.raises(CheckpointException):
@@ -304,7 +304,7 @@ ON_COORDINATOR = {"prepare_global_plan", "finish"}
 
 
 def break_step(storage: Any, step: str) -> Any:
-    """The storage, with a step that raises; "later" is the future of its data."""
+    """The storage with a step that raises. For "later" that is the future of its data."""
 
     def broken(*_args: Any, **_kwargs: Any) -> Any:
         raise ValueError(f"broken {step}")
@@ -333,7 +333,7 @@ def failing_steps(rank: int, size: int, path: str) -> None:
         with pytest.raises(CheckpointException, match=f"broken {step}") as raised:
             dcp.save(state_of(2), storage_writer=writer)
         assert raised.value.failures.keys() == {0 if step in ON_COORDINATOR else 1}
-        writer.close()  # or what it wrote is held as long as it lives
+        writer.close()  # else what it wrote is held as long as it lives
     for step in LOAD_STEPS:
         reader = EmbCacheStorageReader(path, Model(rank, size))
         if rank == (0 if step in ON_COORDINATOR else 1):
@@ -343,11 +343,11 @@ def failing_steps(rank: int, size: int, path: str) -> None:
     state, model = state_of(None), Model(rank, size)
     load(state, path, model)
     check_state(state, 1)
-    # A load that failed holds the checkpoint as long as its reader lives, here in a cycle with its error.
+    # A load that failed holds the checkpoint as long as its reader lives. Here the reader is in a cycle with the error.
     del reader
     gc.collect()
     dist.barrier()
-    # The same writer goes on after a save that failed.
+    # The same writer can be used again after a save that failed.
     writer = EmbCacheStorageWriter(path, Model(rank, size, 3))
     for fails in (True, False):
         broken = state_of(3) | ({"only here": Unreadable()} if fails and rank == 1 else {})
@@ -369,7 +369,7 @@ def asynchronous(rank: int, size: int, path: str) -> None:
     writer = EmbCacheStorageWriter(path, model := Model(rank, size, 1))
     state = {"rows": spread("rows", full(1)), "plain": full(1)}
     future = dcp.async_save(state, storage_writer=writer, process_group=group)
-    # Training goes on, collectives and all.
+    # Training goes on, with its collectives.
     state["plain"].zero_()
     for shard in state["rows"].local_shards():
         shard.tensor.zero_()
@@ -384,7 +384,7 @@ def asynchronous(rank: int, size: int, path: str) -> None:
     check(loaded["rows"], full(1))
     assert torch.equal(loaded["plain"], full(1))
     assert sorted(tables.contents()) == [row for row in rows(1) if row[0] in {i for i, *_ in model.contents()}]
-    # What one rank cannot stage fails the save on both.
+    # If one rank cannot stage something, the save fails on both.
     held_back = _native.CheckpointPart(_native.Directory.to_save(path, "basic"), rank, 0)
     if rank == 1:
         held_back.hold_tables([_native.TableToSave("", model.tables["spread"].native, {})], 9)
@@ -421,7 +421,7 @@ def test_four_ranks_load_into_other_meshes_than_they_saved_from(four_ranks: Worl
 
 
 class Collective(Stateful):
-    """Needs every rank to load it at the same time."""
+    """An object that every rank must load at the same time."""
 
     def __init__(self) -> None:
         self.sum = torch.zeros(1)
@@ -461,7 +461,7 @@ def resumed(_rank: int, size: int, path: str) -> None:
         train(model, optimizer, range(2))
         parts = get_state_dict(model, optimizer)
         first, second = Collective(), Collective()
-        # In another order on each rank.
+        # The order is different on each rank.
         objects = {"a": first, "b": second} if dist.get_rank() == 0 else {"b": second, "a": first}
         save({"model": parts[0], "optimizer": parts[1], **objects}, f"{path}-{how}")
         expected = train(model, optimizer, range(2, 4))

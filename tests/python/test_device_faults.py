@@ -1,4 +1,4 @@
-"""Torch has no memory, at any call between a plan and its commit: both tables of the lookup are as before, or refuse all use."""
+"""Torch has no memory at some call between a plan and its commit. Both tables of the lookup are as before, or refuse all use."""
 
 import threading
 
@@ -19,7 +19,7 @@ GIVEN_UP = np.array([0, 7, 14, 21, 3, 70, 71, 35, 28, 2, 9, 72, 5, 11], np.int64
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread_of_torch():
-    """The tests have no work for more."""
+    """One thread, since the tests have no work for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,7 +27,7 @@ def one_thread_of_torch():
 
 
 class Refusing:
-    """Makes one of torch's calls that change or make tensors fail, as where the device has no memory."""
+    """A mode that makes one of torch's calls that change or make tensors fail, as where the device has no memory."""
 
     def __init__(self, monkeypatch) -> None:
         self.left: int | None = None
@@ -59,7 +59,7 @@ class Refusing:
 
 
 class Pair:
-    """Two tables under one lookup, a feature each."""
+    """Two tables under one lookup, with a feature each."""
 
     def __init__(self, directory, tiers) -> None:
         sizes = {"host_bytes": "2KiB" if tiers == "ssd" else "1MiB", "device_bytes": "1KiB"}
@@ -162,7 +162,7 @@ def test_a_device_tier_that_was_opened_or_grew_in_inference_mode_is_trained_late
             with torch.inference_mode():
                 found.append(bag(torch.arange(40).view(-1, 1)))
 
-        # On a thread of its own the tensors are made where the mode is on.
+        # On a thread of its own, the tensors are made where the mode is active.
         thread = threading.Thread(target=evaluate)
         thread.start()
         thread.join()
@@ -173,7 +173,7 @@ def test_a_device_tier_that_was_opened_or_grew_in_inference_mode_is_trained_late
 
 @pytest.mark.filterwarnings("ignore:table 'item'.* did not fit")
 def test_an_update_is_not_lost_when_another_thread_grows_the_device_tier_meanwhile(monkeypatch):
-    """The other thread comes when this one has looked the tensors up and has not updated them."""
+    """Let the other thread come when this one has looked the tensors up and has not updated them yet."""
     monkeypatch.setenv("EMBCACHE_KERNELS", "core")
     settings = {"optimizer": optimizers.SGD(lr=1.0), "initializer": initializers.Constant(1.0)}
     with make_bag(tiers=TierBudgets(host_bytes="1MiB", device_bytes="1KiB"), **settings) as bag:
@@ -185,7 +185,7 @@ def test_an_update_is_not_lost_when_another_thread_grows_the_device_tier_meanwhi
             found = real(tier)
             if not growing.ident:
                 growing.start()
-                growing.join(timeout=0.3)  # it would be done by then
+                growing.join(timeout=0.3)  # otherwise it would be done by then
             return found
 
         monkeypatch.setattr(DeviceTier, "arrays", arrays)

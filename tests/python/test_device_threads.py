@@ -1,4 +1,4 @@
-"""Rows of a device tier copied by other threads while one trains: whole ones, whichever kernels change them."""
+"""Other threads copy rows of a device tier while one thread trains. The copies are whole, whichever kernels change the rows."""
 
 import threading
 
@@ -12,12 +12,12 @@ from torchrec_embcache.kernels import DeviceTier, TorchBackend
 
 IDS = 120
 STEPS = 80
-# More than any id is trained in as many steps of 18 ids.
+# No id is trained more often than this in so many steps of 18 ids.
 LIFE = 45
 
 
 def made(directory, **budgets):
-    """Every step has the gradient 1 for each of its ids, so that a row is a function of its count."""
+    """A batch in which every id has the gradient 1, so that a row is a function of its count."""
     return make_bag(
         tiers=ssd_tiers(directory, **{"host_bytes": "4KiB", "device_bytes": "3KiB", **budgets}),
         initializer=initializers.Constant(1.0),
@@ -31,7 +31,7 @@ def train(bag, ids):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread_of_torch():
-    """The threads of these tests are enough."""
+    """One thread, since these tests have threads of their own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def one_thread_of_torch():
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory):
-    """Weights and slot after each number of steps."""
+    """The weights and the slot after each number of steps."""
     with made(tmp_path_factory.mktemp("life")) as bag:
         rows = []
         for _ in range(LIFE):
@@ -52,7 +52,7 @@ def life(tmp_path_factory):
 
 
 def check(life, chunk):
-    """Each row is as its count says."""
+    """Check that each row is as its count says."""
     for at, count in enumerate(chunk.metadata.count.tolist()):
         weights, total = life[count]
         assert torch.equal(chunk.weights[at], weights), f"id {chunk.ids[at]}: other weights than after {count} steps"
@@ -120,7 +120,7 @@ def test_rows_are_whole_while_a_thread_trains_and_others_read_export_and_flush(k
 
 @pytest.mark.parametrize(("owner", "name"), [(DeviceTier, "scatter"), (TorchBackend, "_update")])
 def test_a_reader_waits_until_device_rows_are_placed_and_committed(owner, name, life, tmp_path, monkeypatch):
-    """One that comes before the rows are scattered, or between their update and its commit."""
+    """Let a thread come before the rows are scattered, or between their update and its commit."""
     monkeypatch.setenv("EMBCACHE_KERNELS", "torch")
     real = getattr(owner, name)
     found = []
@@ -132,13 +132,13 @@ def test_a_reader_waits_until_device_rows_are_placed_and_committed(owner, name, 
         reader = threading.Thread(target=lambda: found.append(bag.read_rows(torch.arange(4))))
         readers.append(reader)
         reader.start()
-        reader.join(timeout=0.3)  # it would be done by then
+        reader.join(timeout=0.3)  # otherwise it would be done by then
         if name == "scatter":
             real(*arguments)
 
     with made(tmp_path) as bag:
         train(bag, torch.arange(4))
-        train(bag, torch.arange(50, 110))  # those before leave the device
+        train(bag, torch.arange(50, 110))  # the rows of before leave the device
         monkeypatch.setattr(owner, name, amid)
         train(bag, torch.arange(4))
         for reader in readers:

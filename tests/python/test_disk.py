@@ -1,4 +1,4 @@
-"""What is said of the disk below SSD tiers: files of other ranks, room that is not there, full tiers; and what is logged."""
+"""Reports on the disk below SSD tiers: files of other ranks, room that is missing, full tiers; and what is logged."""
 
 import gc
 import logging
@@ -26,13 +26,13 @@ BATCHES = random_batches(12, 6, 60, seed=5)
 
 @pytest.fixture(autouse=True)
 def _no_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables that earlier tests left open count for nothing here, and are not dropped amid a test, which is logged."""
+    """Make sure that tables of earlier tests do not count here, and are not dropped during a test, which would be logged."""
     gc.collect()
     monkeypatch.setattr("torchrec_embcache.lifetime._open", weakref.WeakSet())
 
 
 def shard(directory: Path | None, rank: int, ranks: int, **settings: Any) -> CacheTable:
-    """A rank's part of a table, opened."""
+    """Open a rank's part of a table."""
     reopen = settings.pop("reopen", None)
     table = CacheTable(
         name="t",
@@ -54,7 +54,7 @@ def names(directory: Path) -> set[str]:
 
 @pytest.fixture
 def of_two_ranks(tmp_path: Path) -> Path:
-    """What two ranks left."""
+    """The files that two ranks left."""
     for rank in range(2):
         shard(tmp_path, rank, 2).close()
     return tmp_path
@@ -100,7 +100,7 @@ def test_auto_removes_files_of_another_number_of_ranks_when_its_own_rows_are_flu
             ids = ids[torch.from_numpy(table.owns(ids.numpy()))]
             table.import_rows(ids, torch.ones(len(ids), 4))
             rows.append(len(ids))
-    # Killed before a flush: the rows are where they were.
+    # It was killed before a flush, so the rows are where they were.
     child = Child(train_alone, tmp_path)
     assert child.hear() == 3
     child.kill()
@@ -148,7 +148,7 @@ def _flushed_by_ranks(rank: int, _world: int, folder: str) -> list[set[str]]:
 
 
 def test_auto_waits_for_a_flush_of_all_ranks(tmp_path: Path, two_ranks: World) -> None:
-    """A flush of one rank's shard is not the table: the other ranks' rows may be lost yet."""
+    """A flush of one rank's shard is not one of the table. The rows of the other ranks may still be lost."""
     for rank in range(3):
         shard(tmp_path, rank, 3).close()
     old, new = {"0-of-3", "1-of-3", "2-of-3"}, {"0-of-2", "1-of-2"}
@@ -225,7 +225,7 @@ def test_budgets_past_the_free_space_of_the_file_system_warn_once(tmp_path: Path
     with pytest.warns(EmbCacheWarning, match=r"TierBudgets.ssd_bytes of the open tables .* are free there") as caught:
         first = make_bag(name="first", tiers=tiers)
     assert len(caught) == 1
-    with make_bag(name="second", tiers=tiers):  # and no second warning, which would be an error here
+    with make_bag(name="second", tiers=tiers):  # there is no second warning, which would be an error here
         pass
     first.close()
 
@@ -249,7 +249,7 @@ def test_budgets_of_several_tables_are_added_up(tmp_path: Path, monkeypatch: pyt
 
 
 def fill(bag: EmbCacheEmbeddingBag) -> str:
-    """The error of more rows than it holds."""
+    """The error when more rows come than fit."""
     for first in range(0, 1_000_000, 1000):
         try:
             bag.import_rows(torch.arange(first, first + 1000), torch.zeros(1000, bag.embedding_dim))
@@ -298,7 +298,7 @@ def test_an_index_that_fills_the_host_budget_says_how_much_is_needed(tmp_path: P
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """What is said at INFO or above from here on."""
+    """What is logged at INFO or above from here on."""
     said: list[str] = []
 
     class Keeps(logging.Handler):
@@ -373,7 +373,7 @@ def test_reading_by_pread_because_io_uring_is_refused_is_said_once(
 
 
 def save_on(rank: int, _size: int, path: str) -> list[str]:
-    """What each rank says of a save."""
+    """What each rank logs about a save."""
     said: list[str] = []
 
     class Keeps(logging.Handler):

@@ -1,4 +1,4 @@
-"""EmbCacheEmbedding and EmbCacheEmbeddingBag: arguments, modes and training, as of `torch.nn`."""
+"""EmbCacheEmbedding and EmbCacheEmbeddingBag: arguments, modes and training are those of `torch.nn`."""
 
 import pickle
 
@@ -135,7 +135,7 @@ def reference_optimizer(spec, parameters):
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])
 def test_training_agrees_with_torch(kind, mode, decay, backend):
-    # Every row is in every batch: torch's dense optimizers decay and age all rows, ours those of the batch.
+    # Every row is in every batch, because torch's dense optimizers decay and age all rows, and ours those of the batch.
     spec = type(OPTIMIZERS[kind])(lr=0.05, weight_decay=decay)
     ids = torch.tensor([0, 1, 2, 3, 4, 5, 5, 2, 0])
     offsets = torch.tensor([0, 4, 4, 7])
@@ -186,7 +186,7 @@ def test_weight_decay_touches_rows_of_the_batch_only(kind, backend):
             after = rows_of(embedding, range(5))
             moved = (before != after).any(1).nonzero().flatten().tolist()
             assert moved == ids
-            assert ((after - before)[ids] * before[ids] < 0).all()  # towards zero
+            assert ((after - before)[ids] * before[ids] < 0).all()  # rounded towards zero
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -278,7 +278,7 @@ def test_evaluation_reads_unseen_ids_and_inserts_nothing(unseen, backend):
             assert bag(ids).tolist() == [[value] * 4]
         with torch.inference_mode():
             assert bag(ids).tolist() == [[value] * 4]
-        assert bag(ids).tolist() == [[3.0] * 4]  # about to be trained: born with its initial value
+        assert bag(ids).tolist() == [[3.0] * 4]  # about to be trained, so it is born with its initial value
         assert bag.read_rows(torch.tensor([1])).found.tolist() == [False]
         assert (len(bag), bag.stats().step) == (0, 0)
         assert pinned(bag) == 0
@@ -498,7 +498,7 @@ def test_a_state_dict_warns_once_that_rows_are_elsewhere():
         with pytest.warns(EmbCacheWarning, match="2 rows of table 'item'.*Saver"):
             state = model.state_dict()
         assert state["bag.weight"].shape == (0, 4)
-        model.load_state_dict(model.state_dict())  # no second warning: warnings are errors here
+        model.load_state_dict(model.state_dict())  # there is no second warning; warnings are errors here
 
 
 def test_use_after_close_is_refused():

@@ -1,4 +1,4 @@
-"""Each example runs, briefly, and says by its exit status whether what it checks holds."""
+"""Each example runs briefly, and its exit status says whether all that it checks holds."""
 
 import os
 import re
@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Each process imports this as it starts. It notes which of gloo's threads live when the interpreter begins to shut down: one that
-# lets go of a tensor from then on aborts the process.
+# Each process imports this as it starts. It notes which of gloo's threads live when the interpreter begins to shut down. A thread
+# that lets go of a tensor after that aborts the process.
 NOTE_THREADS_AT_EXIT = """
 import atexit, glob, os
 
@@ -45,7 +45,7 @@ def test_movielens_agrees_with_plain_torchrec_and_loads_into_two_processes() -> 
 
 
 def found_rows(said: str) -> tuple[int, int]:
-    """The rows and steps that the plain example begins with."""
+    """The rows and the steps with which the plain example begins."""
     found = re.search(r"the table has (\d+) rows and (\d+) steps", said)
     assert found is not None, said
     return int(found[1]), int(found[2])

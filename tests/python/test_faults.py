@@ -1,6 +1,7 @@
-"""What the system refuses: memory, disk, files, threads, io_uring. Typed errors, a process that lives, rows to save elsewhere.
+"""The system refuses memory, disk, files, threads or io_uring. There are typed errors, the process lives on, and rows can be saved
+elsewhere.
 
-Each scenario runs in a child of its own, forked by one process that has imported everything: limits are for the whole process.
+Each scenario runs in a child of its own, which one process that has imported everything forks. Limits hold for a whole process.
 """
 
 import ctypes
@@ -42,7 +43,7 @@ def a_bag(**settings: Any) -> Any:
 
 
 def train(bag: Any, steps: range) -> int:
-    """Steps that were done before the first error of the package, or of torch or Python where they have no memory."""
+    """The steps before the first error of the package, or of torch or Python where these have no memory."""
     for step in steps:
         try:
             bag(ids_of(step)).sum().backward()
@@ -128,7 +129,7 @@ def memory_for_the_index_on_ssd(root: str) -> str:
 
 
 def memory_of_calls(root: str, device: str) -> str:
-    """Calls with hardly any memory left: each is done, or raises and can be made again. None ends the process, or hangs."""
+    """Make calls with hardly any memory left. Each is done, or raises and can be made again. None ends the process or hangs."""
     budgets = ssd_tiers(Path(root, "ssd"), host_bytes="2MiB", device_bytes=device, ssd_bytes="128MiB")
     bag = a_bag(tiers=budgets)
     train(bag, range(2))
@@ -152,7 +153,7 @@ def memory_of_calls(root: str, device: str) -> str:
             resource.setrlimit(resource.RLIMIT_AS, (taken + extra, resource.RLIM_INFINITY))
             try:
                 call()
-            except (MemoryError, RuntimeError, EmbCacheError) as error:  # torch's own is a RuntimeError
+            except (MemoryError, RuntimeError, EmbCacheError) as error:  # torch's own error is a RuntimeError
                 raised.add(type(error).__name__)
             finally:
                 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -174,7 +175,7 @@ def disk_full(root: str, small: str) -> str:
     assert bag.failure.errno == ENOSPC
     expected = straight(done)
     with warnings.catch_warnings(), torch.no_grad():
-        # Nothing asks for a larger host_bytes, which would not help.
+        # The message does not ask for a larger host_bytes, which would not help.
         warnings.simplefilter("error")
         bag.eval()
         for step in range(done):
@@ -184,7 +185,7 @@ def disk_full(root: str, small: str) -> str:
     for refused in (
         bag.flush,
         lambda: bag(ids_of(done)).sum().backward(),
-        lambda: bag(torch.tensor([[1]])).sum().backward(),  # a row that would need no write
+        lambda: bag(torch.tensor([[1]])).sum().backward(),  # this row would need no write
         lambda: bag.import_rows(torch.tensor([1]), torch.zeros(1, 64)),
         lambda: bag.remove_rows(ids_of(0).flatten()[:1]),
     ):
@@ -243,7 +244,7 @@ def few_files(root: str) -> str:
 
 
 def no_threads(root: str) -> str:
-    if os.geteuid() == 0:  # whose threads are not counted
+    if os.geteuid() == 0:  # its threads are not counted
         os.chown(root, 65_534, 65_534)
         os.setresgid(65_534, 65_534, 65_534)
         os.setresuid(65_534, 65_534, 65_534)
@@ -263,7 +264,7 @@ def no_threads(root: str) -> str:
 
 
 def no_locked_memory(root: str) -> str:
-    if os.geteuid() == 0:  # who may lock as much as there is
+    if os.geteuid() == 0:  # may lock as much memory as there is
         os.chown(root, 65_534, 65_534)
         os.setresgid(65_534, 65_534, 65_534)
         os.setresuid(65_534, 65_534, 65_534)
@@ -294,7 +295,7 @@ IO_URING_SETUP, IO_URING_ENTER, SECCOMP = 425, 426, 317
 
 
 def forbid(call: int, errno: int) -> None:
-    """Let `call` fail with `errno` in every thread of this process from now on, as a container's rules do."""
+    """Let `call` fail with `errno` in every thread of this process from now on, as the rules of a container do."""
     libc = ctypes.CDLL(None, use_errno=True)
     load, equal, give = 0x20, 0x15, 0x06
     program = b"".join(
@@ -352,7 +353,7 @@ SCENARIOS: dict[str, Callable[..., str]] = {
 
 
 def serve() -> None:
-    """Run scenarios that come by name, one a line, each in a child; answer with its status and words."""
+    """Run the scenarios whose names come in, one a line, each in a child. Answer with its status and its words."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.optim.SGD([torch.zeros(1)])  # torch imports more with the first optimizer
@@ -410,7 +411,7 @@ def run() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def small_disk() -> Iterator[str]:
-    """A file system of 6 MiB; skips where none may be mounted."""
+    """A file system of 6 MiB. Skips the test where none may be mounted."""
     with tempfile.TemporaryDirectory() as place:
         made = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", place], capture_output=True, check=False

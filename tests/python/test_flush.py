@@ -1,4 +1,4 @@
-"""Flush and resume: what a kill leaves, whose directory it is, one state of several tables."""
+"""Flush and resume: what a kill leaves, whose directory it is, and one state of several tables."""
 
 import contextlib
 import errno
@@ -53,7 +53,7 @@ def test_resuming_takes_the_last_flush_whatever_was_trained_since(tmp_path):
         bag.flush()
     flushed = Contents.of(bag)
     train(bag, BATCHES[6:])
-    bag.table.native.close()  # as a kill: nothing is flushed
+    bag.table.native.close()  # like a kill, without a flush
     with bag_in(tmp_path / "ssd", reopen="resume") as bag:
         assert Contents.of(bag) == flushed
 
@@ -98,7 +98,7 @@ def test_a_directory_with_files_wants_to_be_told_what_to_do(tmp_path):
         bag_in(tmp_path / "ssd")
     with bag_in(tmp_path / "ssd", reopen="discard") as bag:
         assert len(bag) == 0
-    with bag_in(tmp_path / "new", reopen="resume") as bag:  # nothing there: begins
+    with bag_in(tmp_path / "new", reopen="resume") as bag:  # nothing is there, so it starts anew
         assert len(bag) == 0
 
 
@@ -169,7 +169,7 @@ def test_a_flush_that_ends_between_two_tables_leaves_the_state_before_it(tmp_pat
     for bag in model.values():
         train(bag, BATCHES[3:6])
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_embcache.publish.Mark.decide", lambda *_: None)  # every table published, no mark made
+        patch.setattr("torchrec_embcache.publish.Mark.decide", lambda *_: None)  # no mark is made
         flush(model)
     for bag in model.values():
         bag.table.native.close()
@@ -213,7 +213,7 @@ def test_marks_stay_where_tables_cannot_be_looked_for(tmp_path, monkeypatch, ref
     flush(model)
     second = model.pop("second")
     flushed = Contents.of(second)
-    second.table.native.close()  # it keeps the state that was flushed together with the first's
+    second.table.native.close()  # it keeps the state that was flushed together with the first table's
     model["third"] = bag_in(ssd, name="third")
     listdir = os.listdir
 
@@ -325,7 +325,7 @@ def test_a_root_whose_coordinator_is_gone_says_where_it_was(tmp_path, monkeypatc
     (tmp_path / "one").rename(tmp_path / "elsewhere")
     with pytest.raises(StateError, match=f"{tmp_path / 'one'}, which says whether it was, is not there.*discard"):
         bag_in(tmp_path / "two", name="two", reopen="resume")
-    (tmp_path / "one").mkdir(mode=0o700)  # another directory there says nothing
+    (tmp_path / "one").mkdir(mode=0o700)  # another directory there means nothing
     with pytest.raises(StateError, match="is not there"):
         bag_in(tmp_path / "two", name="two", reopen="resume")
     (tmp_path / "one").rmdir()
@@ -361,8 +361,8 @@ def rank_directory(root):
 
 
 def flush_on_ranks(rank, _size, root, fail_rank):
-    """Two good flushes, then one that fails on `fail_rank`; the error's words and what a resume finds."""
-    settings = {"name": f"shard{rank}"}  # tables of level 1 know no ranks: each rank has its own
+    """Do two good flushes, then one that fails on `fail_rank`. Returns the error's words, and what a resume finds."""
+    settings = {"name": f"shard{rank}"}  # tables of level 1 know no ranks, so each rank has its own
     bag = bag_in(rank_directory(root), **settings)
     train(bag, BATCHES[:2])
     flush(bag)
@@ -397,7 +397,9 @@ def test_a_flush_that_fails_on_one_rank_raises_on_all_and_leaves_the_state_befor
 
 
 def kill_on_ranks(rank, _size, root, follows):
-    """Two good flushes of ranks with a root each, the second cut short where ranks follow the coordinator: what a resume finds."""
+    """Do two good flushes of ranks with a root each, the second of which is cut short where ranks follow the coordinator.
+    Returns what a resume finds.
+    """
     settings = {"name": f"shard{rank}"}
     directory = Path(root, f"disk{rank}")
     bag = bag_in(directory, **settings)
@@ -423,7 +425,7 @@ def test_ranks_with_a_root_each_agree_where_a_flush_is_cut_short(two_ranks, tmp_
 
 
 def flush_on_machines(rank, _size, root):
-    """The words of warnings of two flushes of ranks that see no directory but their own."""
+    """The words of the warnings of two flushes of ranks that see only their own directory."""
     bag = bag_in(Path(root, f"disk{rank}"), name=f"shard{rank}")
     mine = os.path.abspath(Path(root, f"disk{rank}"))
 
@@ -463,7 +465,7 @@ def test_a_model_without_tables_has_nothing_to_flush():
     with pytest.raises(InputError, match="Linear has no cache module"):
         flush(torch.nn.Linear(1, 1))
     with make_bag() as bag:
-        flush(torch.nn.Sequential(bag))  # no SSD tier: nothing to do
+        flush(torch.nn.Sequential(bag))  # no SSD tier, so there is nothing to do
         bag.flush()
 
 

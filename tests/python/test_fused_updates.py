@@ -1,6 +1,7 @@
-"""What differs from an optimizer's step where the backward updates: clipping, scaled losses, accumulation, `torch.autograd.grad`.
+"""Where an update within the backward differs from an optimizer's step: clipping, scaled losses, accumulation,
+`torch.autograd.grad`.
 
-`docs/fused-updates.md` says it to users, with the cures that are tested here.
+`docs/fused-updates.md` tells users about it, with the cures that are tested here.
 """
 
 import json
@@ -37,7 +38,7 @@ KINDS = {
 
 
 def scale(out: torch.Tensor) -> torch.Tensor:
-    """A gradient on both sides of the limit."""
+    """Batches with gradients on both sides of the limit."""
     return torch.linspace(-1.0, 1.0, out.numel()).view_as(out)
 
 
@@ -79,7 +80,7 @@ def test_max_gradient_is_fbgemms_gradient_clipping(kind, mode, backend):
 
 @pytest.mark.parametrize("kind", ["adam", "adamw"])
 def test_max_gradient_clamps_what_reaches_the_output(kind, backend):
-    """Held against a clamp by a hook on the output, for optimizers whose formula is torch's and not FBGEMM's."""
+    """Compare with a clamp by a hook on the output, for optimizers whose formula is torch's and not FBGEMM's."""
     make = {"adam": optimizers.Adam, "adamw": optimizers.AdamW}[kind]
     with (
         make_bag(optimizer=make(lr=0.1, max_gradient=LIMIT), **backend) as bag,
@@ -109,7 +110,7 @@ def test_max_gradient_gives_the_same_bits_on_any_number_of_threads(monkeypatch):
 
 
 def test_tables_of_one_lookup_have_limits_of_their_own(backend):
-    """Bags and sequences; feature 0 and 1 read table 0, which is not limited."""
+    """Bags and sequences. Features 0 and 1 read table 0, which has no limit."""
 
     def tables() -> list[CacheTable]:
         return [
@@ -169,7 +170,7 @@ def test_max_gradient_is_in_a_checkpoint_as_other_hyperparameters(tmp_path: Path
     ("params", "limit"),
     [
         ({"gradient_clipping": True, "max_gradient": 0.5}, 0.5),
-        ({"gradient_clipping": True}, 1.0),  # FBGEMM's default
+        ({"gradient_clipping": True}, 1.0),  # the default of FBGEMM
         ({"gradient_clipping": False, "max_gradient": 0.5}, None),
         ({"max_gradient": None}, None),
         ({}, None),
@@ -237,7 +238,7 @@ def test_a_hook_on_the_output_takes_the_scale_back():
         scaler.scale(out.square().sum()).backward()
     ids = torch.tensor([1, 2, 3])
     assert torch.equal(scaled.read_rows(ids).weights, plain.read_rows(ids).weights)
-    # A scale that was too large: torch skips the dense step, and the rows stay.
+    # The scale was too large. Torch skips the dense step, and the rows stay as they are.
     before = scaled.read_rows(ids).weights
     out = scaled(ids)
     out.register_hook(lambda grad: torch.nan_to_num(grad / scaler.get_scale(), 0.0, 0.0, 0.0))
@@ -250,7 +251,7 @@ def test_each_backward_of_an_accumulation_updates():
     for _ in range(2):
         (rows(torch.tensor([1])).sum() / 2).backward()
     assert rows.read_rows(torch.tensor([1])).metadata.last_step.tolist() == [2]
-    # The cure that the page names: one lookup of all the micro-batches.
+    # The page names this cure: one lookup of all micro-batches.
     once = model()[1]
     (once(torch.tensor([[1], [1]])).sum() / 2).backward()
     assert once.read_rows(torch.tensor([1])).metadata.last_step.tolist() == [1]

@@ -1,7 +1,7 @@
-"""Ctrl-C at any line of a save, a load or a close: everything is as before, or the tables whose rows were touched refuse use.
+"""Ctrl-C at any line of a save, a load or a close. Everything is as before, or the tables whose rows were changed refuse use.
 
-The interrupt is raised at one line of the package after another, by the tracing that debuggers use, and its error is kept, as a
-notebook keeps it. `EMBCACHE_EVERY_LINE=1` tries every line, else a part of them is tried.
+The interrupt is raised at one line of the package after the other, by the tracing that debuggers use. Its error is kept, as a
+notebook keeps it. With `EMBCACHE_EVERY_LINE=1` every line is tried, else a part of them.
 """
 
 import os
@@ -32,7 +32,9 @@ SECONDS = 60.0
 
 
 class Lines:
-    """Counts the lines of the package that this thread runs in a block, and raises `KeyboardInterrupt` at the one of a number."""
+    """Count the lines of the package that this thread runs in a block, and raise `KeyboardInterrupt` at the line of a given
+    number.
+    """
 
     def __init__(self, stop_at: int | None) -> None:
         self.count, self.stopped_at = 0, ""
@@ -64,7 +66,7 @@ class Lines:
 
 
 def some_slots(info: Any) -> Any:
-    """A filter: the rows without their optimizer's slots, which stay what they are."""
+    """A filter that takes the rows without their optimizer's slots, which stay as they are."""
     return {to: {name: ["id", "embedding"] for name in sources} for to, sources in info.items()}
 
 
@@ -107,7 +109,7 @@ def tiers_of(name: str, folder: Path) -> TierBudgets:
 
 
 def points(lines: int, turn: int) -> range:
-    """The lines to try: all, or some 25 of them, from another one on for each operation."""
+    """The lines to try: all, or some 25 of them that begin at another line for each operation."""
     if os.environ.get("EMBCACHE_EVERY_LINE"):
         return range(lines)
     apart = max(lines // 25, 1)
@@ -115,7 +117,7 @@ def points(lines: int, turn: int) -> range:
 
 
 def stopped(work: Callable[[], object], stop_at: int) -> tuple[Lines, BaseException | None]:
-    """`work` with an interrupt at a line; the error, kept with all that it holds."""
+    """Do `work` with an interrupt at a line. Returns the error, kept with all that it holds."""
     with Lines(stop_at) as lines:
         try:
             work()
@@ -125,12 +127,12 @@ def stopped(work: Callable[[], object], stop_at: int) -> tuple[Lines, BaseExcept
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether the interrupt came through, by itself or in what DCP makes of errors; or was caught after the work was done."""
+    """Whether the interrupt came through, by itself or in what DCP makes of errors, or was caught after the work was done."""
     return error is None or isinstance(error, KeyboardInterrupt | EmbCacheError) or "KeyboardInterrupt" in repr(error)
 
 
 def goes_on(bag: EmbCacheEmbeddingBag, folder: Path, turn: int) -> None:
-    """It trains, is saved beside training and in another way, is loaded from there, and closes."""
+    """Check that the model trains, is saved beside training and in another way, is loaded from there, and closes."""
     step(bag, BATCHES[5])
     now = Contents.of(bag)
     another = [name for name in SAVES if name not in ("snapshot", "async")][turn % 5]
@@ -168,14 +170,14 @@ def interrupt_saves(say: Callable[[Any], None], name: str, base: str, turn: int)
         try:
             assert Contents.of(bag) == before
             goes_on(bag, folder, stop_at)
-            # The checkpoint is the one before, or the new one, and another save of any kind follows it.
+            # The checkpoint is the one before or the new one, and a further save of any kind succeeds.
             if name in ("delta", "save", "async"):
                 other = make_bag()
                 Saver(0).load(other, folder / "ck")
         except BaseException as wrong:
             raise AssertionError(f"after an interrupt at {at.stopped_at}, line {stop_at} of {lines.count}") from wrong
         shutil.rmtree(folder)
-        say(None)  # it goes on: who listens waits for one line at most
+        say(None)  # it goes on; a listener waits for one line at most
         if stop_at % 3 == 0:
             kept.clear()
     say(len(points(lines.count, turn)))
@@ -196,7 +198,7 @@ def interrupt_loads(say: Callable[[Any], None], name: str, base: str, turn: int)
     bag, _ = fresh(Path(base, "count"))
     with Lines(None) as lines:
         load(bag, str(Path(base, "count", "ck")))
-    loaded = Contents.of(bag)  # of blocks these are the rows that were there too
+    loaded = Contents.of(bag)  # for blocks these include the rows that were there
     for stop_at in points(lines.count, turn):
         folder = Path(base, str(stop_at))
         bag, saved = fresh(folder)
@@ -227,7 +229,7 @@ def interrupt_loads(say: Callable[[Any], None], name: str, base: str, turn: int)
         except BaseException as wrong:
             raise AssertionError(f"after an interrupt at {at.stopped_at}, line {stop_at} of {lines.count}") from wrong
         shutil.rmtree(folder)
-        say(None)  # it goes on: who listens waits for one line at most
+        say(None)  # it goes on; a listener waits for one line at most
         if stop_at % 3 == 0:
             kept.clear()
     say((len(points(lines.count, turn)), refused))
@@ -261,7 +263,7 @@ def interrupt_closing(say: Callable[[Any], None], base: str) -> None:
 
 
 def result(child: Child) -> Any:
-    """What it says last, and that it ended well."""
+    """The last line of output of a process that ended well."""
     while (said := child.hear()) is None:
         pass
     assert child.ended() == ([], 0)

@@ -1,4 +1,4 @@
-"""A training process is killed in a step, a flush or a save; what goes on from there has the bits of one that was not."""
+"""A training process is killed in a step, a flush or a save. What goes on from there has the bits of one that was not killed."""
 
 import os
 import random
@@ -24,7 +24,7 @@ def a_bag(root, reopen=None):
 
 
 def train_until_killed(say, root):
-    """Steps from where the last flush was, with a flush every other step and a save every fourth; then nothing."""
+    """Do steps from the last flush on, with a flush every other step and a save every fourth, and then wait."""
     warnings.simplefilter("ignore")
     with a_bag(root, "resume") as bag:
         for done in range(bag.stats().step, len(BATCHES)):
@@ -41,7 +41,7 @@ def train_until_killed(say, root):
 
 
 def load_shard(rank, size, root):
-    """The rows of a rank's shard of the checkpoint, and its step."""
+    """The rows of a rank's shard of the checkpoint, and the checkpoint's step."""
     from test_saver_ranks import CacheModule, nn
 
     table = CacheTable(

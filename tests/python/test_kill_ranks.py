@@ -1,4 +1,4 @@
-"""Both ranks of a sharded model are killed at random, one a moment after the other; they resume one flush of both, whole."""
+"""Both ranks of a sharded model are killed at random, one shortly after the other. They resume one flush of both, whole."""
 
 import os
 import random
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:table .* did not fit", "ignore:t
 
 
 def a_model(tiers: TierBudgets) -> Any:
-    """Its linear layer stays as it is, so that the tables alone are all that training changes."""
+    """A model whose linear layer does not change, so that training changes the tables alone."""
     return sharded(Model(Settings(tiers=tiers)), MIXED, FUSED)
 
 
@@ -37,13 +37,13 @@ def train(model: Any, rank: int, steps: range) -> None:
 
 
 def steps_done(model: Any) -> int:
-    """The step of all tables of this rank, which is one."""
+    """The step of all tables of this rank, which is the same."""
     (done,) = {table.stats().step for module in cache_modules(model).values() for table in module.tables.values()}
     return int(done)
 
 
 def train_until_killed(say: Callable[[tuple[str, int]], None], rank: int, folder: str, store: str) -> None:
-    """Steps from where the last flush was, with a flush after every other one; then nothing."""
+    """Do steps from the last flush on, with a flush after every other one, and then wait."""
     warnings.simplefilter("ignore")
     with process_group(rank, 2, store):
         model = a_model(on_ssd(folder))
@@ -64,7 +64,7 @@ def _resumed(_rank: int, _world: int, folder: str) -> tuple[int, Rows]:
         found = steps_done(model), rows_of(model)
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            table.native.close()  # without a flush: the next finds what this one did
+            table.native.close()  # without a flush, so that the next process finds what this one did
     return found
 
 
@@ -102,9 +102,9 @@ def test_two_ranks_killed_at_random_resume_one_flush_of_both(two_ranks, tmp_path
         for place, child in enumerate(ranks):
             rest, status = child.ended()
             said[place].extend(rest)
-            # The second may have found the first gone and be on its way out.
+            # The second rank may have found the first one gone, and be about to end.
             assert status == -9 or place != first, "a rank ended by itself"
-        # What one rank's call returned for is complete for both.
+        # A flush that returned on one rank is complete for both.
         told = [done for words in said for what, done in words if what == "flushed"]
         flushed = max([flushed, *told])
         found = two_ranks.run(_resumed, str(folder))

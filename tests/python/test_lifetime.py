@@ -39,7 +39,7 @@ def bag_in(directory: Path, *, name: str = "item", mode: str = "mean", **tiers: 
 
 
 def killed(*bags: EmbCacheEmbeddingBag) -> None:
-    """As a kill: what was not flushed is gone."""
+    """End the process like a kill, so that what was not flushed is lost."""
     for bag in bags:
         bag.table.native.close()
 
@@ -66,7 +66,7 @@ def test_the_end_of_the_process_says_that_a_step_failed_half_way_and_flushes_not
 
 
 def run(source: str, folder: Path, *, sent: signal.Signals | None = None) -> tuple[int, str, str]:
-    """A program in a process of its own, which `sent` is sent to when it says "ready"; its exit status and what it said."""
+    """Run a program in a process of its own, and send it `sent` when it says "ready". Returns its exit status and its output."""
     head = """
     import sys, torch
     from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, flush, optimizers
@@ -102,7 +102,7 @@ def run(source: str, folder: Path, *, sent: signal.Signals | None = None) -> tup
 
 
 def rows_and_step(folder: Path, name: str = "item") -> tuple[int, int]:
-    """What a new table finds."""
+    """The rows that a new table finds."""
     budgets = ssd_tiers(folder, host_bytes="1MiB", reopen="auto")
     with EmbCacheEmbeddingBag(
         name=name, embedding_dim=4, mode="sum", tiers=budgets, optimizer=optimizers.SGD(lr=0.1)
@@ -165,7 +165,7 @@ ids, offsets = torch.arange(100, 107), torch.tensor([0])
 
 
 def test_ctrl_c_amid_a_step_leaves_the_last_flush_and_says_so(tmp_path: Path) -> None:
-    # Autograd runs the backward of the forward that came last first: `second` is updated and `first` is not.
+    # Autograd runs the backward of the last forward first. So `second` is updated and `first` is not.
     program = INTERRUPTED + "(Interrupts.apply(first(ids, offsets)).sum() + second(ids, offsets).sum()).backward()"
     status, _, err = run(program, tmp_path / "ssd")
     assert status == -signal.SIGINT
@@ -175,7 +175,7 @@ def test_ctrl_c_amid_a_step_leaves_the_last_flush_and_says_so(tmp_path: Path) ->
 
 
 class Interrupts(torch.autograd.Function):
-    """Whose backward is met by a Ctrl-C."""
+    """A function whose backward meets a Ctrl-C."""
 
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ class Interrupts(torch.autograd.Function):
 
 @pytest.fixture
 def two_flushed(tmp_path: Path) -> list[EmbCacheEmbeddingBag]:
-    """Two tables with a flush of two steps."""
+    """Two tables that were flushed at two steps."""
     bags = [bag_in(tmp_path / "ssd", name=name, host_bytes="1MiB", mode="sum") for name in ("first", "second")]
     for bag in bags:
         train(bag, BATCHES[:2])
@@ -334,7 +334,7 @@ def test_a_dropped_table_is_flushed_and_frees_its_directory_at_once(tmp_path: Pa
 def test_a_table_whose_constructor_raises_is_dropped_in_silence(
     wrong: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with bag_in(tmp_path / "ssd"):  # so that this process looks after its tables
+    with bag_in(tmp_path / "ssd"):  # now this process looks after its tables
         caplog.clear()
         with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match=next(iter(wrong))):
             make_bag(**wrong)
@@ -452,7 +452,7 @@ def test_flush_every_so_long_flushes_at_the_first_step_after_it(
         step(bag, bags)
         published.append(len(bag.table.published()))
         now[0] += 150.0 if place != 6 else 0.0
-    # 150 s a step: 600 s have passed before the fifth, and 450 s more before the last one.
+    # A step takes 150 s. Before the fifth one 600 s have passed, and 450 s more before the last one.
     assert published == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     bag.close()
 
@@ -474,7 +474,7 @@ def test_evaluation_and_recomputed_activations_flush_nothing(tmp_path: Path) -> 
 
 
 def schedule_on_ranks(rank: int, _size: int, every: Any) -> list[int]:
-    """The steps before which a rank flushes, where the clocks of the ranks go differently."""
+    """The steps before which a rank flushes when the clocks of the ranks differ."""
     flushed: list[int] = []
     steps = [0]
     now = [1000.0 * rank]
@@ -497,7 +497,7 @@ def test_ranks_flush_at_the_same_steps_whatever_their_clocks_say(
     if expected is not None:
         assert first == expected
     else:
-        # Rank 0's clock says a second a step.
+        # By rank 0's clock a step takes a second.
         assert len(first) == 2
         assert all(20 <= later - earlier <= 30 for earlier, later in zip([0, *first], first, strict=False))
 
@@ -516,7 +516,7 @@ def flushed_in_turn(rank: int, world: int, folder: str) -> tuple[Any, Any]:
     train_model(model, iter(steps[6:]))
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            table.native.close()  # as a kill
+            table.native.close()  # like a kill
     return rows, rows_of(made("resume"))
 
 
@@ -559,7 +559,7 @@ def train_unsharded(_rank: int, _size: int, settings: dict[str, Any]) -> str:
     batch = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 2]), lengths=torch.tensor([2]))
     made = collection(**settings)
     made.eval()
-    made(batch)  # reading is harmless
+    made(batch)  # reading does no harm
     made.train()
     try:
         made(batch).values().sum().backward()

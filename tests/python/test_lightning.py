@@ -1,4 +1,4 @@
-"""Lightning's own checkpoints with the tables beside."""
+"""Lightning's own checkpoints with the tables beside them."""
 
 import warnings
 from pathlib import Path
@@ -18,7 +18,7 @@ from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.lightning import EmbCacheCheckpoint
 
-# Lightning advises of workers, loggers and devices.
+# Lightning gives advice about workers, loggers and devices.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning:lightning.*"),
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),

@@ -1,4 +1,6 @@
-"""Batches planned on a thread beside: their order, their errors, and forwards that come before the plan is made."""
+"""Batches that are planned on a thread beside training: their order, their errors, and forwards that come before the plan is
+made.
+"""
 
 import os
 import threading
@@ -29,7 +31,7 @@ class Plan:
 
 
 class Lookup:
-    """Plans a batch when it is let; the batch is known by its first id."""
+    """Plan a batch when it is permitted to. The batch is known by its first id."""
 
     def __init__(self, *, incomplete: int | None = None, bad: int | None = None) -> None:
         self.incomplete, self.bad = incomplete, bad
@@ -89,7 +91,7 @@ def test_a_forward_waits_for_the_plan_of_its_batch_and_not_for_those_behind():
         lookup.let.release()
         plan, dropped = taken.result(WAIT_S)
     assert (plan.first, dropped) == (1, 0)
-    lookup.begins()  # the second, which nobody let go on
+    lookup.begins()  # the second batch, which nobody permitted
     lookup.let.release()
     lookahead.settle()
     assert [plan.first for plan in lookup.plans] == [1, 2]

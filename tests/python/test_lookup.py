@@ -1,4 +1,4 @@
-"""LookupGroup: several tables and features at once, against torch's own ops on dense copies of the tables."""
+"""LookupGroup: several tables and features at once, compared with torch's own ops on dense copies of the tables."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def make_tables(dims, specs, backend):
 
 
 def dense(tables):
-    """Every table's first rows as torch parameters."""
+    """The first rows of every table as torch parameters."""
     return [torch.nn.Parameter(table.read_rows(torch.arange(ROWS)).weights) for table in tables]
 
 

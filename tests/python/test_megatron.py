@@ -59,7 +59,7 @@ class Model(nn.Module):
         self.bag = make_bag()
 
     def state(self) -> dict[str, Any]:
-        """As megatron's models give it, with the tables."""
+        """A sharded state dict as megatron's models give it, with the tables."""
         tensors = {
             name: ShardedTensor.from_rank_offsets(f"dense.{name}", t) for name, t in self.dense.state_dict().items()
         }
@@ -77,7 +77,7 @@ def extra(value: object) -> dict[str, Any]:
 
 
 def run_beside(request: Any) -> None:
-    """As megatron's caller runs it, in a fork of the trainer."""
+    """Save as megatron's caller does, in a fork of the trainer."""
     args = list(request.async_fn_args)
     args[1] = request.preload_fn()
     process = mp.get_context("fork").Process(target=request.async_fn, args=args, kwargs=request.async_fn_kwargs)
@@ -157,7 +157,7 @@ def test_a_directory_of_tables_that_is_a_link_a_pipe_or_open_to_others_is_refuse
     links = [lambda: linked(elsewhere), lambda: linked(kept)] if os.geteuid() == 0 else []
     for make in (*links, lambda: os.mkfifo(folder), folder.touch):
         make()
-        # Without a directory of tables a load finds none there.
+        # Without the directory of the tables a load finds no tables.
         refused(PathError, MismatchError, StoragePermissionError)
         folder.unlink()
     kept.rename(folder)
@@ -166,7 +166,7 @@ def test_a_directory_of_tables_that_is_a_link_a_pipe_or_open_to_others_is_refuse
     refused(StoragePermissionError)
     folder.chmod(0o750)
     if os.geteuid() == 0:
-        os.chown(folder, 12345, -1)  # another user's tables may be read, and are not written to
+        os.chown(folder, 12345, -1)  # another user's tables may be read but not written
         with pytest.raises((StoragePermissionError, PathError)):
             save.save_sharded_objects(megatron.sharded_tables(make_bag()), path)
         os.chown(folder, 0, -1)
@@ -263,13 +263,13 @@ def test_tables_and_tensors_are_removed_by_the_prefix_of_their_key(path: Path) -
 
 
 class OnlyTensorsSave(megatron.SaveShardedStrategy):
-    """Leaves objects to the common strategy."""
+    """A strategy that leaves objects to the common strategy."""
 
     can_handle_sharded_objects = False  # type: ignore[assignment]
 
 
 class OnlyTensorsLoad(megatron.LoadShardedStrategy):
-    """Leaves objects to the common strategy."""
+    """A strategy that leaves objects to the common strategy."""
 
     can_handle_sharded_objects = False  # type: ignore[assignment]
 
@@ -372,7 +372,7 @@ class Shard(CacheModule, nn.Module):
         return {"item": self.table}
 
     def owned(self) -> torch.Tensor:
-        """Those of 400 ids that this rank owns."""
+        """Those of 400 ids that belong to this rank."""
         begin, end = self.table.buckets
         return torch.tensor([i for i in range(-200, 200) if begin <= bucket_of(i, self.table.total_num_buckets) < end])
 
@@ -404,7 +404,7 @@ def check_loaded(shard: Shard, loaded: dict[str, Any], rank: int, world: int) ->
 
 def _save_and_load(rank: int, world: int, where: str, asynchronous: bool) -> None:
     megatron.register()
-    # Megatron writes by processes of its own, which the test's, as daemons, may not start.
+    # Megatron writes by processes of its own, which the tests' processes may not start, because they are daemons.
     mp.current_process()._config["daemon"] = False
     shard = Shard(rank, world)
     shard.table.import_rows(ids := shard.owned(), values(ids))
@@ -427,5 +427,5 @@ def test_ranks_save_and_load_together_and_one_rank_loads_what_two_saved(
     two_ranks.run(_save_and_load, str(path), asynchronous)
     shard = Shard(0, 1)
     state = state_of(shard, 0, 1, False)
-    del state["rng"]  # megatron's objects are of as many ranks as saved them
+    del state["rng"]  # megatron's objects belong to as many ranks as saved them
     check_loaded(shard, dist_checkpointing.load(state, str(path)), 0, 1)

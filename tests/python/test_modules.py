@@ -1,4 +1,6 @@
-"""The collections without sharding: configs, outputs and training as TorchRec's, budgets, and what is refused."""
+"""The collections without sharding: configs, outputs and training are those of TorchRec's, with budgets, and with errors for bad
+input.
+"""
 
 import dataclasses
 import math
@@ -49,7 +51,7 @@ def bag_tables() -> list[EmbeddingBagConfig]:
 
 
 def features(weighted: bool = False, seed: int = 0) -> Kjt:
-    """Features in another order than the tables', one that no table reads, empty bags and duplicate ids."""
+    """Features in another order than that of the tables, one that no table reads, empty bags and duplicate ids."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (4, 5), generator=generator)
     values = torch.randint(0, 20, (int(lengths.sum()),), generator=generator)
@@ -356,7 +358,7 @@ def test_a_scheduler_reaches_the_next_backward(handle):
     else:
         schedulers = [StepLR(param._in_backward_optimizers[0], 1, gamma=0.0) for param in module.parameters()]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch: no step() before the scheduler's
+        warnings.simplefilter("ignore", UserWarning)  # torch wants a step() before the scheduler's
         for scheduler in schedulers:
             scheduler.step()
     module(features()).values().sum().backward()
@@ -469,7 +471,7 @@ def test_a_model_of_several_modules_is_found_and_flushed(tmp_path):
     flush(model)
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            table.native.close()  # as a kill would: without a flush
+            table.native.close()  # like a kill, without a flush
     again = bags(tiers=dataclasses.replace(tiers, reopen="resume"), name="one")
     assert rows(again) == {("t1", 7): [1.0] * 6}
     again.close()

@@ -1,4 +1,4 @@
-"""Which optimizer a table of TorchRec's collections trains with, by each way to say it."""
+"""The optimizer with which a table of TorchRec's collections trains, for each way to choose it."""
 
 from typing import Any
 

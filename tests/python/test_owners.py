@@ -1,4 +1,4 @@
-"""Rows that any rank gives and their owners take: `import_rows` of sharded modules, and `collective=True` of shards."""
+"""Rows that any rank gives and that their owners take: `import_rows` of sharded modules, and `collective=True` of shards."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def weights_of(ids: list[int], dim: int) -> list[list[float]]:
 
 
 def _given(rank: int, world: int) -> list[int]:
-    """The ids that a rank gives: those of all owners, and of the last rank none."""
+    """The ids that a rank gives. They belong to all owners, and the last rank gives none."""
     return IDS[rank :: max(world - 1, 1)] if rank < world - 1 or world == 1 else []
 
 
@@ -58,7 +58,7 @@ def test_a_shard_sends_rows_to_the_other_shards(three_ranks: Any) -> None:
 
 
 def _refused(rank: int, _world: int) -> list[Any]:
-    """What is wrong on one rank alone, one after the other: the error on this rank, and its rows after it."""
+    """Errors of one rank alone, one after the other. Returns the error on this rank, and its rows after it."""
     model = sharded(Model(), ROW_WISE)
     module = model.module.bags
     module.import_rows("tb", [7 + rank], weights_of([7 + rank], 8))

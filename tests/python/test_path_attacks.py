@@ -1,4 +1,6 @@
-"""Somebody changes a checkpoint's path, or what lies there, between check and use: typed errors, and nothing made elsewhere."""
+"""Somebody changes a checkpoint's path, or what lies there, between check and use. There are typed errors, and nothing is made
+elsewhere.
+"""
 
 import contextlib
 import os
@@ -91,7 +93,7 @@ def state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def errors_of_dcp() -> Iterator[None]:
-    """Without `torch.distributed` it has one rank, whose error is wrapped."""
+    """DCP without `torch.distributed` has one rank, whose error it wraps."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
         try:
@@ -101,7 +103,7 @@ def errors_of_dcp() -> Iterator[None]:
             if isinstance(error, AssertionError) and "symbolic link" in str(error):
                 raise PathError(
                     str(error)
-                ) from None  # of what is raised where metadata are read it keeps the words alone
+                ) from None  # an error that is raised where metadata are read keeps only its words
             raise error from None
 
 
@@ -116,7 +118,7 @@ def save_beside_by_dcp(bag: Any, path: Path) -> None:
 
 
 def load_by_dcp(bag: Any, path: Path) -> None:
-    EmbCacheStorageReader(path, bag).read_metadata()  # for the types of its errors: see above
+    EmbCacheStorageReader(path, bag).read_metadata()  # its errors have types: see above
     with errors_of_dcp():
         dcp.load(state(), storage_reader=EmbCacheStorageReader(path, bag))
 
@@ -135,13 +137,13 @@ Door = tuple[Callable[[Any, Path], None], Callable[[Any, Path], None]]
 
 
 def of_another_user(link: Path) -> None:
-    """Links of the caller's own are followed where checks are basic; an attacker's are not. Only root can make one."""
+    """A user's own links are followed where checks are basic, and an attacker's are not. Only root can make the latter."""
     if os.geteuid() == 0:
         os.lchown(link, 12345, -1)
 
 
 class Place:
-    """A checkpoint's directory, and one of somebody else's that nothing may appear in."""
+    """A checkpoint's directory, and one of somebody else in which nothing may appear."""
 
     def __init__(self, base: Path) -> None:
         self.root, self.victim, self.moved = base / "checkpoint", base / "victim", base / "moved"
@@ -184,7 +186,7 @@ def swapping(monkeypatch: pytest.MonkeyPatch, place: Place, owner: Any, name: st
         return result
 
     if method:
-        # Classes of the core cannot be changed: another object stands in for this one.
+        # Classes of the core cannot be changed, so another object stands in for this one.
         methods = {each: getattr(getattr(owner, first), each) for each in ("to_save", "to_load")}
         monkeypatch.setattr(owner, first, SimpleNamespace(**methods | {method: call}))
     else:
@@ -192,7 +194,7 @@ def swapping(monkeypatch: pytest.MonkeyPatch, place: Place, owner: Any, name: st
 
 
 def works_while_swapped(door: Any, bag: Any, place: Place, owner: Any, name: str, after: bool) -> bool:
-    """Whether a save or a load succeeds although the directory is swapped at a call; otherwise it is a refusal of the path."""
+    """Whether a save or a load succeeds although the directory is swapped at a call. Otherwise it must refuse the path."""
     with pytest.MonkeyPatch.context() as patched:
         swapping(patched, place, owner, name, after)
         try:
@@ -221,7 +223,7 @@ def test_a_directory_swapped_for_a_link_at_any_step_of_a_save_gets_nothing_writt
     assert not list(place.victim.iterdir())
     place.back()
     other = make_bag()
-    if saved:  # where the directory is now
+    if saved:  # the directory's present path
         (load if door is save else load_blocks)(other, place.root)
         assert Contents.of(other) == Contents.of(bag)
 
@@ -279,7 +281,7 @@ def test_paths_that_lead_elsewhere_or_name_what_they_should_not_are_refused(door
     wrong = ["link", "link/below", "nowhere", "a/../b", "..", "api_key", "a/password/b", "x" * 1025]
     for path in [*(Path(f"{tmp_path}/{name}") for name in wrong), Path("/etc/embcache"), Path("/proc/x"), Path("/usr")]:
         for use in door:
-            # What the command merges is found by basic rules, which judge no name: there nothing can be made in /proc.
+            # What the command merges is found by basic rules, which judge no name. Nothing can be made in /proc there.
             with pytest.raises((PathError, StorageError) if str(path) == "/proc/x" else PathError):
                 use(bag, path)
     assert sorted(tmp_path.iterdir()) == before
@@ -360,7 +362,7 @@ def test_whatever_stands_in_the_place_of_a_checkpoints_files_and_directories_is_
     bag = trained()
     save_it(bag, place.root)
     kept = tmp_path / "kept"
-    ignored = {"lock", "begun.json", "index", "tensorkey.json"}  # other programs' and other shards', not read by a load
+    ignored = {"lock", "begun.json", "index", "tensorkey.json"}  # a load does not read these files
     paths = [path for path in sorted(place.root.rglob("*")) if path.name not in ignored and path.suffix != ".lock"]
     assert len(paths) > 4
     for path in paths:
@@ -370,7 +372,7 @@ def test_whatever_stands_in_the_place_of_a_checkpoints_files_and_directories_is_
         elif what == "pipe":
             os.mkfifo(path)
         elif what == "device":
-            os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # zeros without end
+            os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # endless zeros
         elif what == "directory":
             path.mkdir()
         other = make_bag()

@@ -1,4 +1,6 @@
-"""The command and DCP while somebody exchanges the directory, or a file in it: exit status or typed error, nothing elsewhere."""
+"""Somebody exchanges the directory, or a file in it, while the command or DCP runs. There is an exit status or a typed error,
+and nothing is made elsewhere.
+"""
 
 import contextlib
 import ctypes
@@ -48,7 +50,7 @@ def place(tmp_path: Path) -> Place:
 
 @contextlib.contextmanager
 def exchanging(one: Path, other: Path) -> Iterator[None]:
-    """A thread that exchanges the two all the time; the first is what it was in the end."""
+    """A thread that exchanges two paths all the time. At the end the first path is what it was."""
     libc, over, times = ctypes.CDLL(None, use_errno=True), threading.Event(), 0
 
     def exchange() -> None:
@@ -57,7 +59,7 @@ def exchanging(one: Path, other: Path) -> Iterator[None]:
         times += 1
 
     def work() -> None:
-        # Now and then for long enough that the check is passed, and not for what follows.
+        # Now and then it waits long enough for the check to pass, and for nothing that follows.
         while not over.wait(random.random() * 0.004) or times % 2:
             exchange()
 
@@ -151,7 +153,7 @@ def test_a_directory_swapped_at_any_step_of_a_load_by_dcp_is_not_read_from(
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Contents, Path, Path]:
-    """A checkpoint and a delta on it, the same in another layout, and what they hold."""
+    """A checkpoint with a delta, the same in another layout, and the rows that they hold."""
     base = tmp_path_factory.mktemp("chain")
     save(bag := trained(), base / "saved")
     train(bag, random_batches(1, bags=8, ids=60, seed=9))

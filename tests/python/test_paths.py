@@ -1,4 +1,6 @@
-"""Directories of SSD tiers and checkpoints: where a relative path leads, who may change it, what is done when it cannot be read."""
+"""Directories of SSD tiers and checkpoints: where a relative path leads, who may change it, and what happens when it cannot be
+read.
+"""
 
 import contextlib
 import errno
@@ -131,7 +133,7 @@ def test_the_rules_of_saver_have_two_names() -> None:
 
 
 def refuses(path: Path, match: str) -> None:
-    """An SSD tier, and a save by whatever rules, at `path`."""
+    """Make an SSD tier, and a save by any rules, at `path`."""
     for use in (
         lambda: tiered(path),
         lambda: Saver(0).save(make_bag(), path),
@@ -166,7 +168,7 @@ def test_no_directory_is_written_to_whose_parents_others_may_exchange(tmp_path: 
         refuses(leaf, match)
         assert not list(leaf.iterdir())
     os.chown(parent, 0, 12345)
-    parent.chmod(0o1777)  # as /tmp
+    parent.chmod(0o1777)  # like /tmp
     accepts(leaf)
 
 
@@ -247,7 +249,7 @@ def test_a_path_that_cannot_be_looked_at_is_an_error_and_not_absent(tmp_path: Pa
 
 
 class Two(nn.Module):
-    """Two tables, whose flush is one decision that a mark in their directory tells of."""
+    """Two tables whose flush is one decision. A mark in their directory records it."""
 
     def __init__(self, ssd: Path, reopen: Any = None) -> None:
         super().__init__()
@@ -272,7 +274,7 @@ def test_no_older_state_is_resumed_because_the_mark_of_the_newer_one_cannot_be_l
                 model.grow(rows)
                 flush(model)
         finally:
-            os._exit(0)  # as a crash: nothing is flushed at the end
+            os._exit(0)  # like a crash: nothing is flushed at the end
     os.waitpid(child, 0)
     marks, kept = ssd / ".flushed", ssd / "kept"
     marks.rename(kept)
@@ -288,7 +290,7 @@ def test_no_older_state_is_resumed_because_the_mark_of_the_newer_one_cannot_be_l
 
 @contextlib.contextmanager
 def files_left(free: int) -> Iterator[None]:
-    """This process can open no more than `free` files, or so."""
+    """Let this process open only about `free` more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, hard))

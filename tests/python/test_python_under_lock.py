@@ -1,4 +1,4 @@
-"""Python that runs while the core holds a table's lock: signal handlers, the garbage collector, destructors. Nothing hangs."""
+"""Python code that runs while the core holds a table's lock: signal handlers, the garbage collector, destructors. Nothing hangs."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def patched(owner, name, before):
 
 
 def run(script: str, directory: Path, kernels: str = "torch") -> str:
-    """The output of a script in a process of its own, which must end well; one that hangs is ended."""
+    """The output of a script in a process of its own, which must end well. A script that hangs is ended."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", BEFORE + textwrap.dedent(script), str(directory)],
         capture_output=True,
@@ -64,7 +64,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.mark.parametrize("kernels", ["core", "torch"])
 def test_a_signal_handler_that_uses_the_table_runs_when_its_lock_is_free(tmp_path: Path, kernels: str) -> None:
-    """A signal comes amid each read, scatter and update of device rows; its handler does what one at preemption does."""
+    """A signal comes during each read, scatter and update of device rows. Its handler does what a handler of preemption does."""
     out = run(
         """
         bag = make()

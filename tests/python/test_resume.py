@@ -1,4 +1,6 @@
-"""Train 2k steps, or train k, save, be killed, load elsewhere, train k: the same bits of every row, its slots and its metadata."""
+"""Train 2k steps, or train k, save, be killed, load elsewhere and train k. Every row, its slots and its metadata have the same
+bits.
+"""
 
 import itertools
 import os
@@ -20,7 +22,7 @@ from world import Child, World, process_group
 
 K = 12
 BATCHES = random_batches(2 * K, 6, 160, seed=8)
-# From a batch's working set to every row, on every tier.
+# From the working set of one batch up to every row, on every tier.
 ELSEWHERE: dict[str, dict[str, str]] = {
     "ram": {"host_bytes": "1MiB"},
     "ssd": {"host_bytes": "3KiB", "ssd_bytes": "32MiB"},
@@ -38,7 +40,7 @@ def bag_in(root: Path, where: str, optimizer: str, **settings: Any) -> Any:
 
 
 def train_save_and_die(_say: Any, root: Path, where: str, optimizer: str) -> None:
-    """A full save, a delta of k steps, and steps of which the checkpoint knows nothing."""
+    """Do a full save, a delta of k steps, and steps of which the checkpoint knows nothing."""
     warnings.simplefilter("ignore")
     bag = bag_in(root, where, optimizer)
     train(bag, BATCHES[: K // 2], lookahead=2)
@@ -74,7 +76,7 @@ def test_a_run_that_is_killed_after_its_save_goes_on_bit_for_bit_in_tiers_of_any
 
 
 def shared_batches(steps: range, rank: int, size: int) -> Iterator[KeyedJaggedTensor]:
-    """A rank's share of the samples of each step; features of one id, so that no sum depends on where it is taken."""
+    """A rank's share of the samples of each step. Features have one id, so no sum depends on the rank on which it is computed."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         lengths = (torch.rand(len(FEATURES), 8, generator=generator) < 0.9).long()
@@ -85,7 +87,7 @@ def shared_batches(steps: range, rank: int, size: int) -> Iterator[KeyedJaggedTe
 
 
 def train_ranks(model: Any, steps: range, rank: int, size: int) -> None:
-    """TorchRec divides gradients by the number of ranks: exactly, as it is a power of two."""
+    """TorchRec divides gradients by the number of ranks. That is exact, because it is a power of two."""
     for batch in shared_batches(steps, rank, size):
         (model(batch) * size).backward()
 

@@ -1,4 +1,4 @@
-"""Rows by id: export, read, import, remove, over every tier."""
+"""Rows by id: export, read, import and remove, over every tier."""
 
 import warnings
 
@@ -14,7 +14,7 @@ from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError,
 
 @pytest.fixture(params=["host", "ssd", "device", "device_ssd"])
 def tiers(request, tmp_path):
-    """Budgets of every combination of tiers; with an SSD tier, the others hold a few rows."""
+    """Budgets for every combination of tiers. With an SSD tier the others hold a few rows."""
     small = {"host_bytes": "2KiB"} if "ssd" in request.param else {"host_bytes": "1MiB"}
     if "device" in request.param:
         small["device_bytes"] = "2KiB" if "ssd" in request.param else "1MiB"
@@ -257,7 +257,7 @@ def test_a_full_last_tier_raises_before_anything_is_lost():
         assert 4 < number < 100
         assert Contents.of(bag) == before
         assert bag.stats().pinned_rows == 0
-        step(bag, [[0, number - 1]])  # rows that are there go on training
+        step(bag, [[0, number - 1]])  # existing rows go on training
         assert len(bag) == number
         bag.remove_rows(torch.tensor([0]))
         step(bag, [[number]])
@@ -298,7 +298,7 @@ def test_stats_count_rows_bytes_hits_and_misses_of_each_tier(tmp_path):
 
 
 def odd_ids() -> list[torch.Tensor]:
-    """Ids of the right dtype whose numbers do not lie one after the other, or are not there."""
+    """Ids of the right dtype that do not lie one after the other in memory, or are not in RAM."""
     plain = torch.arange(4)
     with FakeTensorMode():
         fake = torch.arange(4)

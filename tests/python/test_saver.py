@@ -105,7 +105,7 @@ def test_training_goes_on_bit_for_bit_after_a_load(optimizer: optimizers.Optimiz
     train(straight, seed=1)
     train(loaded, seed=1)
     before, after = rows(straight), rows(loaded)
-    # Only the checkpoint epoch of rows trained since tells the two apart.
+    # Only the checkpoint epoch of rows that were trained since tells the two apart.
     assert {row_id: row[:-2] for row_id, row in after.items()} == {row_id: row[:-2] for row_id, row in before.items()}
     assert loaded.table.native.step() == straight.table.native.step() == 10
 
@@ -176,7 +176,7 @@ def test_several_modules_with_tables_of_one_name(root: Path) -> None:
 
 
 class DistributedDataParallel(nn.Module):
-    """Named as torch's wrapper, without a process group."""
+    """A module with the name of torch's wrapper, without a process group."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Saves beside training: the checkpoint is the state at the call, deltas go on from it, an error is told by the future."""
+"""Saves beside training: the checkpoint has the state of the call, deltas continue from it, and the future reports an error."""
 
 import itertools
 import os
@@ -38,7 +38,7 @@ SECONDS = 120.0
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Saves beside training write nothing until this is set."""
+    """Make saves beside training wait, before they write anything, until this is set."""
     go = threading.Event()
     monkeypatch.setattr(beside._native, "work_behind", lambda: go.wait(SECONDS))
     yield go
@@ -46,7 +46,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def files(root: Path, report: SaveReport) -> dict[str, bytes]:
-    """What a checkpoint consists of, but for its manifests, which have its name."""
+    """The contents of a checkpoint without its manifests, which contain its name."""
     return {path.name: path.read_bytes() for path in (root / report.checkpoint).rglob("*.safetensors")}
 
 
@@ -75,7 +75,7 @@ def test_the_checkpoint_is_the_state_at_the_call_and_deltas_go_on_from_it(
     Saver(0).load(other, root)
     assert rows(other) == before
     assert other.table.native.step() == 10
-    # What was trained, and what left, since the call is in the next delta; that may be beside training too.
+    # What was trained or has left since the call is in the next delta, which may be saved beside training too.
     bag.remove_rows(torch.tensor([7]))
     left = 4 - sum(row_id in rows(bag) for row_id in (3, -4, 5, 7))
     first = Saver(0).save(bag, root, incremental=True, keep=9)
@@ -208,7 +208,7 @@ def test_tables_that_could_not_all_be_held_keep_nothing_for_a_delta(root: Path) 
         HeldTables(directory, begun.name, OneRank(), both, 4)
     for bag in (one, two):
         bag.import_rows(torch.tensor([7]), torch.ones(1, 4))
-    # For a checkpoint that is to come an import is a modification.
+    # For a checkpoint that comes later, an import is a modification.
     epochs = [next(bag.table.export()).metadata.modified_epoch.tolist() for bag in (one, two)]
     assert epochs == [[0], [3]]
     first.given_up()
@@ -274,7 +274,7 @@ def test_progress_is_told_in_the_thread_and_can_end_the_save(root: Path) -> None
     with pytest.raises(ValueError, match="no more"):
         Saver(0).save_async(two, root, progress=refuse).result(SECONDS)
     assert (root / "LATEST").read_text() == latest
-    # A callback of the future may save: the save is over.
+    # A callback of the future may save, because the save has ended.
     again: Future[SaveReport] = Future()
     future = Saver(0).save_async(two, root)
     future.add_done_callback(lambda _: again.set_result(Saver(0).save(two, root)))
@@ -312,7 +312,7 @@ def save_beside_training(rank: int, size: int, path: str) -> list[str]:
         shards.fill(IDS)
         before = shards.contents()
         future = Saver().save_async(model, path, keep=9)
-        # Training's collectives go on while no rank, or only one, has begun to write.
+        # The collectives of training go on while no rank, or only one, has begun to write.
         for table in shards.tables.values():
             begin, end = table.buckets
             mine = torch.tensor([begin <= bucket_of(row_id, 11) < end for row_id in range(300)])
@@ -329,7 +329,7 @@ def save_beside_training(rank: int, size: int, path: str) -> list[str]:
         go.set()
         report = future.result(SECONDS)
         group = beside.own_group()
-        # What each rank changed is in the delta, built on a checkpoint that all ranks know.
+        # The changes of each rank are in the delta, which builds on a checkpoint that all ranks know.
         delta = Saver().save_async(model, path, incremental=True, keep=9).result(SECONDS)
         assert (delta.kind, delta.parent) == ("delta", report.checkpoint)
         assert beside.own_group() is group, "one process group for all saves"
@@ -337,7 +337,7 @@ def save_beside_training(rank: int, size: int, path: str) -> list[str]:
             again = Shards(rank, size)
             Saver().load(nn.ModuleDict({"shards": again}), path, checkpoint=checkpoint)
             assert sorted(again.contents()) == sorted(expected)
-        # What only one rank finds is told on all: in the call, and by the future.
+        # An error that only one rank meets is raised on all, in the call and by the future.
         with pytest.raises(EmbCacheError):
             Saver().save_async(model, path if rank == 0 else b"bytes")  # type: ignore[arg-type]
 
@@ -360,7 +360,7 @@ def test_ranks_save_beside_training_and_tell_each_other_of_errors(two_ranks: Wor
 
 
 def outlive(say: Callable[[str], None], rank: int, store: str, path: str, how: str) -> None:
-    """A save is under way when the default group is destroyed, or when one rank is gone."""
+    """A save runs when the default group is destroyed, or when one rank is gone."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     shards = Shards(rank, 2)
     shards.fill(IDS)
@@ -373,7 +373,7 @@ def outlive(say: Callable[[str], None], rank: int, store: str, path: str, how: s
         os._exit(9)
     else:
         say(type(future.exception(SECONDS)).__name__)
-        os._exit(0)  # a group that is broken waits for nobody
+        os._exit(0)  # a broken group waits for nobody
 
 
 @pytest.mark.parametrize("how", ["destroyed", "gone"])
@@ -392,12 +392,12 @@ def test_a_save_outlives_the_default_group_and_notices_a_rank_that_is_gone(
 
 
 def save_until_killed(say: Callable[[str], None], path: str) -> None:
-    """Saves, and up to 15 steps beside each, from where the last checkpoint was, until somebody kills the process."""
+    """Save, and do up to 15 steps beside each save, from the last checkpoint on, until somebody kills the process."""
     bag, saver = make_bag(), Saver(0)
     if (Path(path) / "LATEST").exists():
         saver.load(bag, path)
     for save in itertools.count():
-        # A full one takes some 20 ms.
+        # A full save takes some 20 ms.
         future = saver.save_async(bag, path, save % 3 > 0, keep=2, max_bytes_per_second="1MiB")
         for _beside in range(15):
             train(bag, 1, seed=bag.table.native.step(), ids=400)
@@ -422,7 +422,7 @@ def test_what_latest_names_is_whole_whenever_a_process_is_killed_amid_its_saves(
             train(straight, 1, seed=step, ids=400)
         found, expected = rows(bag), rows(straight)
         assert found.keys() == expected.keys()
-        # But for the epoch, which says what was saved meanwhile.
+        # Only the epoch differs, which depends on what was saved meanwhile.
         assert all(
             (*row[:-2], row[-1]) == (*expected[row_id][:-2], expected[row_id][-1]) for row_id, row in found.items()
         )

@@ -1,4 +1,4 @@
-"""Deltas: what changed since the last checkpoint is what a load needs beside it, whatever happened between."""
+"""Deltas: a load needs beside the last checkpoint what changed since, whatever happened between."""
 
 import logging
 import os
@@ -59,11 +59,11 @@ def test_deltas_hold_what_was_trained_imported_and_removed(
     found = Saver(0).load(other, root)
     assert (found.deltas, found.rows, found.checkpoint) == (3, {"item": len(bag)}, report.checkpoint)
     assert other.table.native.step() == bag.table.native.step() == 23
-    # The one that loaded goes on with deltas, on the same chain.
+    # The model that loaded goes on with deltas, on the same chain.
     train(other, 1, seed=9)
     assert Saver(0).save(other, root, incremental=True).parent == report.checkpoint
     assert loaded(root, optimizer=optimizer) == rows(other)
-    # So it is no longer this one's: what it saves is everything, and it says so.
+    # So the chain belongs to the first model no more. That one saves everything, and says so.
     again = Saver(0).save(bag, root, incremental=True)
     assert again.kind == "full"
     assert "another run" in str(again.reason)
@@ -147,7 +147,7 @@ def test_a_flush_keeps_what_a_delta_needs(root: Path, tmp_path: Path) -> None:
     train(bag, 1, seed=3)
     Saver(0).save(bag, root, incremental=True)
     newest = rows(bag)
-    bag.table.native.close()  # as a kill: the flush before the last save is resumed
+    bag.table.native.close()  # like a kill: the flush before the last save is resumed
     with make_bag(**settings) as bag:
         report = Saver(0).save(bag, root, incremental=True)
         assert report.kind == "full", "what the newest has is not known here"
@@ -296,7 +296,7 @@ def test_what_was_loaded_under_another_name_is_saved_in_full_and_loads(root: Pat
     for seed, bag in enumerate(saved.values()):
         train(bag, seed=seed)
     Saver(0).save(saved, root)
-    # The first and the second table exchanged; and one's rows a second time, over those of a table that was saved.
+    # The first and the second table are exchanged, and the rows of one are put a second time over those of a saved table.
     for model_, arguments in (
         (model(a="one", b="two", c="three"), {"rename": {"a/one": "b/two", "b/two": "a/one"}}),
         (saved, {"tables": ["c/three"], "rename": {"a/one": "c/three"}}),

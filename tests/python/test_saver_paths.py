@@ -1,4 +1,4 @@
-"""Where a checkpoint may be: every rule on paths, owners and permission bits, for saves and for loads."""
+"""Where a checkpoint may be: all rules on paths, owners and permission bits, for saves and for loads."""
 
 import os
 import stat
@@ -119,7 +119,7 @@ def test_symbolic_links_are_refused_in_any_component(tmp_path: Path, root: Path)
 
 
 def as_another_user(work: Callable[[], None]) -> int:
-    """Run `work` in a child that is not root; its exit code."""
+    """Run `work` in a child that is not root. Returns its exit code."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -157,7 +157,7 @@ def test_a_load_needs_no_write_permission_and_a_save_does(tmp_path: Path, root: 
 
     assert as_another_user(load) == 0
     assert as_another_user(save) == 0
-    # And to root, who may do anything, the directory belongs to somebody else.
+    # For root, who may do anything, the directory belongs to somebody else.
     with pytest.raises(StoragePermissionError, match="belongs to user 65534"):
         Saver(0).load(make_bag(), root)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: any number of ranks loads them, and an error on one rank is an error on all."""
+"""Checkpoints of several ranks: any number of ranks can load them, and an error on one rank is an error on all."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ def weights_of(ids: torch.Tensor) -> torch.Tensor:
 
 
 class Shards(CacheModule, nn.Module):
-    """A table spread over all ranks by bucket, and one that is whole on the last rank."""
+    """A table that is spread over all ranks by bucket, and one that is whole on the last rank."""
 
     def __init__(self, rank: int, size: int, total_num_buckets: int = BUCKETS) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def refusals(rank: int, size: int, path: str, damaged: str) -> None:
         Saver().save(model, f"{path}-{rank}")
     with pytest.raises(PathError, match="differs between ranks"):
         Saver().load(model, f"{path}-{rank}")
-    # What only one rank notices is raised on both.
+    # An error that only one rank meets is raised on both.
     with pytest.raises(PathError):
         Saver().save(model, path if rank == 0 else b"bytes")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="torch.distributed says"):
@@ -133,7 +133,7 @@ def refusals(rank: int, size: int, path: str, damaged: str) -> None:
     with pytest.raises(StateError, match="different settings or steps"):
         Saver().save(model, path)
     assert shards.contents() == before  # type: ignore[operator]
-    # Rows of the last bucket, which the last rank alone reads, are damaged: no rank serves anything.
+    # Rows of the last bucket, which only the last rank reads, are damaged. Then no rank serves anything.
     with pytest.raises(CorruptionError):
         Saver().load(model, damaged)
     for table in shards.tables.values():  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Any sequence of saves, loads and merges, with training between: a fresh model loads what the last save to a directory saw."""
+"""Any sequence of saves, loads and merges with training between: a new model loads what the last save to a directory saw."""
 
 import os
 import random
@@ -22,7 +22,7 @@ STEPS = 25
 
 
 class Run:
-    """A model of two tables on tiers at random, and what each directory should hold."""
+    """A model of two tables on random tiers, and what each directory should hold."""
 
     def __init__(self, seed: int, path: Path) -> None:
         self.rng = random.Random(seed)

@@ -83,7 +83,7 @@ def test_dcp_loads_tables_without_slots_too(tmp_path):
 def test_blocks_load_without_slots_too(tmp_path):
     with trained() as bag, make_bag(optimizer=optimizers.RowWiseAdagrad(lr=0.05)) as other:
         serialize.Saver(path=str(tmp_path / "blocks"), hashtables={"item": bag}).save()
-        # Both optimizers call their slot "sum", of other widths.
+        # Both optimizers call their slot "sum", but its widths differ.
         with pytest.raises(MismatchError, match="slots=False"):
             serialize.Loader(str(tmp_path / "blocks"), {"item": other}).load()
         loader = serialize.Loader(str(tmp_path / "blocks"), {"item": other}, slots=False)
@@ -91,7 +91,7 @@ def test_blocks_load_without_slots_too(tmp_path):
         assert loader.load().tables == {"item": len(bag)}
         assert_weights_without_slots(other, bag)
         assert other.table.step() == 0
-        # Rows lie over those that are there, whose slots stay.
+        # Rows are loaded over existing ones, whose slots stay.
         step(other, BATCHES[0])
         before = other.read_rows(all_ids(bag))
         assert before.slots["sum"].any()
@@ -136,7 +136,7 @@ def test_a_snapshot_is_read_row_by_row_into_tables_without_an_ssd_tier(tmp_path)
 
 
 def test_slots_are_not_even_read(tmp_path):
-    """A damaged slot ends a load of slots, and means nothing to one without."""
+    """A damaged slot ends a load of slots, and does not matter to a load without slots."""
     ids = torch.arange(3000)
     with make_bag(embedding_dim=16, optimizer=optimizers.Adagrad(lr=0.1)) as bag, make_bag(embedding_dim=16) as other:
         bag.import_rows(ids, torch.rand(3000, 16), {"sum": torch.full((3000, 16), 7.25)})

@@ -1,4 +1,6 @@
-"""Snapshots for a fast restart: SSD tiers linked into the checkpoint, opened from it on the same ranks, converted for others."""
+"""Linked checkpoints for a fast restart: SSD tiers are linked into the checkpoint, opened from it on the same ranks, and
+converted for others.
+"""
 
 import logging
 import os
@@ -45,7 +47,7 @@ def test_a_restart_from_a_snapshot_goes_on_bit_for_bit_and_writes_no_row_again(
     assert report.copied_bytes == 0
     assert data_files(root) == []
     files = {path: path.read_bytes() for path in segments(root)}
-    # Training goes on, over flushes and a resume; the snapshot stays what it was.
+    # Training goes on, over flushes and a resume. The linked checkpoint does not change.
     for seed in range(1, 5):
         train(bag, 5, seed=seed, ids=200)
         bag.table.flush()
@@ -70,7 +72,7 @@ def test_a_restart_from_a_snapshot_goes_on_bit_for_bit_and_writes_no_row_again(
     for module in (straight, other):
         train(module, 10, seed=1, ids=200)
     assert rows(other) == rows(straight)
-    # What was loaded is flushed and resumed as ever.
+    # What was loaded is flushed and resumed as always.
     after = rows(other)
     other.close()
     again = make_bag(tiers=tiers(kind, tmp_path / "restarted"))
@@ -94,7 +96,7 @@ def test_deltas_do_not_build_on_a_snapshot_which_counts_among_those_that_stay(ro
     assert {first.checkpoint, snapshot.checkpoint} <= set(os.listdir(root)) | {first.checkpoint}
     with pytest.raises(ConfigError, match="snapshot=True"):
         Saver(0).save(bag, root, incremental=True, snapshot=True)
-    # Loaded, a snapshot is no ancestor either; and the sweep removes it with its segments, not those of the tier.
+    # A linked checkpoint that was loaded is no ancestor. The sweep removes it with its own segments and without those of the tier.
     Saver(0).load(bag, root, checkpoint=snapshot.checkpoint)
     assert Saver(0).save(bag, root, incremental=True).kind == "full"
     assert segments(root) == []
@@ -118,7 +120,7 @@ def test_a_table_without_an_ssd_tier_beside_one_with(root: Path, tmp_path: Path)
     other = model(tmp_path / "two")
     Saver(0).load(other, root)
     assert all(rows(other[name]) == rows(saved[name]) for name in saved)
-    # Only the table in files loads anywhere.
+    # Only the table that was saved in files can be loaded anywhere.
     lone = nn.ModuleDict({"ram": make_bag("a", tiers=tiers("ssd", tmp_path)), "ssd": make_bag("b")})
     with pytest.raises(MismatchError, match="embcache compact"):
         Saver(0).load(lone, root)
@@ -156,7 +158,7 @@ def test_a_snapshot_goes_out_to_plain_files_and_back_as_a_checkpoint(
     assert run(capsys, "convert", root, tmp_path / "plain", "--to", layout)[0] == 0
     assert run(capsys, "convert", tmp_path / "plain", tmp_path / "back", "--to", "embcache")[0] == 0
     assert loaded(tmp_path / "back") == rows(bag)
-    # From ours to ours is not convert's.
+    # `convert` does not convert from this package's layout to the same.
     code, found = run(capsys, "convert", root, tmp_path / "again", "--to", "embcache")
     assert code == 3
     assert "`reshard` and `compact`" in found["error"]["message"]
@@ -251,7 +253,7 @@ def test_on_another_file_system_segments_are_copied_and_the_report_says_so(
 
 
 class OnSsd(Shards):
-    """As `Shards`, with an SSD tier of each."""
+    """The same as `Shards`, with an SSD tier for each."""
 
     def __init__(self, rank: int, size: int, place: str) -> None:
         super().__init__(rank, size)

@@ -31,7 +31,7 @@ SHARDING = {"spread": "row_wise", "whole": "table_wise", "rows": "row_wise"}
 
 
 class Model(nn.Module):
-    """Bags of two tables and sequences of one, of which the first is spread and the second whole when sharded."""
+    """Bags of two tables and sequences of one table. When they are sharded, the first table is spread and the second one whole."""
 
     def __init__(self, total_num_buckets: int, tiers: TierBudgets) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def make(size: int, sharded: bool, total_num_buckets: int = 11, tiers: TierBudge
 
 
 def train(model: nn.Module, seed: int) -> float:
-    """One step; its loss on this rank."""
+    """Do one step. Returns its loss on this rank."""
     loss = model(batch_of(seed))
     loss.backward()
     return float(loss.detach())
@@ -124,7 +124,7 @@ def train_and_save(rank: int, size: int, path: str) -> Any:
 
 def load_and_go_on(rank: int, size: int, path: str, total_num_buckets: int) -> Any:
     model = make(size, sharded=True, total_num_buckets=total_num_buckets)
-    train(model, 99)  # makes the exchanges; its rows are replaced
+    train(model, 99)  # this makes the exchanges; its rows are replaced
     Saver().load(model, path)
     loaded = contents(model)
     losses = [train(model, 100 + 10 * step + rank) for step in range(3)]
@@ -144,7 +144,7 @@ def test_sharded_and_unsharded_load_each_others_checkpoints(two_ranks: World, tm
     saved = merged(two_ranks.run(train_and_save, str(path)))
     assert {name for name, _ in saved} == {"spread", "whole", "rows"}
     model = make(1, sharded=False)
-    Saver(0).load(model, path)  # before its optimizers were ever used
+    Saver(0).load(model, path)  # before its optimizers were used at all
     assert contents(model) == saved
     unsharded = tmp_path / "unsharded"
     Saver(0).save(model, unsharded)
@@ -159,7 +159,7 @@ def test_a_sharded_model_goes_on_with_the_buckets_of_the_file(two_ranks: World, 
     other = two_ranks.run(load_and_go_on, str(path), 4093)
     for run in (same, other):
         assert merged([rows for rows, _, _ in run]) == saved
-    # Ids go to the owners of the file's buckets: the runs train the same rows, each on one rank.
+    # Ids go to the owners of the file's buckets. The runs train the same rows, each on one rank.
     assert merged([rows for _, rows, _ in other]) == merged([rows for _, rows, _ in same])
     assert [losses for _, _, losses in other] == [losses for _, _, losses in same]
 

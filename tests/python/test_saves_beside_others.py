@@ -1,4 +1,4 @@
-"""Saves beside what else a process does: loads of the same directory, closing tables, forks, and the end of the interpreter."""
+"""Saves beside other work of a process: loads of the same directory, closing tables, forks, and the end of the interpreter."""
 
 import subprocess
 import sys
@@ -77,7 +77,7 @@ def test_a_load_whose_checkpoint_is_replaced_before_it_is_open_takes_the_next(
     report = Saver(0).load(other, root)
     assert report.checkpoint == saves[-1]
     assert Contents.of(other) == Contents.of(bag)
-    # One that is named is that one or none.
+    # A load of a named checkpoint loads that one or nothing.
     saves.clear()
     with pytest.raises(CorruptionError, match="a checkpoint that is there"):
         Saver(0).load(other, root, checkpoint=report.checkpoint)
@@ -123,7 +123,7 @@ def test_a_table_whose_rows_cannot_be_read_while_blocks_are_loaded_over_them_ref
     bag = make_bag(tiers=ssd_tiers(tmp_path / "ssd", host_bytes="512KiB"))
     bag.import_rows(ids, torch.zeros(20_000, 4))
     bag.flush()
-    # One record of those that the load reads, so that it has loaded others by then.
+    # The read of one record fails, when others have been loaded.
     segments = sorted((tmp_path / "ssd").rglob("*.seg"))
     assert segments
     for segment in segments[:1]:
@@ -170,7 +170,7 @@ bag(torch.arange(500).reshape(100, 5)).sum().backward()
 
 
 def run(script: str, path: Path, how: str = "") -> str:
-    """The output of a script in a process of its own, which must end well; one that hangs ends itself."""
+    """The output of a script in a process of its own, which must end well. A script that hangs ends itself."""
     path.chmod(0o750)
     done = subprocess.run(
         [sys.executable, "-c", BEFORE + textwrap.dedent(script), str(path), how],

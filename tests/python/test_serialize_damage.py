@@ -71,7 +71,7 @@ def test_every_changed_byte_is_found_and_the_tables_refuse_use_until_a_load_succ
             else:
                 assert len(other) == 0
         file.write_bytes(good)
-    assert used  # some damage is found when rows are in place already
+    assert used  # some damage is found when rows are loaded already
 
 
 @pytest.mark.parametrize("what", ["symlink", "fifo", "device", "directory", "nothing", "shorter", "longer"])
@@ -155,7 +155,7 @@ def test_a_checkpoint_stays_while_it_is_loaded(path: Path, monkeypatch: pytest.M
 
 
 def reseal(path: Path) -> None:
-    """Make the checksums of the manifests right again, from the shards' up to LATEST."""
+    """Make the checksums of the manifests right again, from those of the shards up to LATEST."""
     folder = saved_folder(path)
     shards = sorted(folder.glob("shard-*-of-*.json"))
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -166,7 +166,7 @@ def reseal(path: Path) -> None:
 
 
 def places(value: object, *at: Any) -> Iterator[tuple[Any, ...]]:
-    """Where the numbers of a JSON value are."""
+    """The positions of the numbers in a JSON value."""
     if isinstance(value, dict):
         for name, below in value.items():
             yield from places(below, *at, name)

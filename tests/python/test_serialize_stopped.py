@@ -1,4 +1,4 @@
-"""A block-level save is stopped at each operation on its files: a load finds the save before, or the new one, whole."""
+"""A block-level save is stopped at each operation on its files. A load finds the save before or the new one, whole."""
 
 import os
 import shutil
@@ -19,20 +19,20 @@ BATCHES = random_batches(6, bags=8, ids=90, seed=3)
 
 
 class Stopped(BaseException):
-    """The process, or the machine, is gone."""
+    """Stands for the end of the process, or of the machine."""
 
 
 class Disk:
-    """`os` and `shutil` for the code that saves: counts what changes files, stops at one of these, and knows what is durable."""
+    """`os` and `shutil` for the code that saves. It counts what changes files, stops at one of these, and knows what is durable."""
 
     def __init__(self, stash: Path, stop_at: int) -> None:
         self.changes, self.stopped = 0, False
         self._stash, self._stop_at = stash, stop_at
         stash.mkdir()
-        self._unsynced: set[int] = set()  # inodes whose content is
+        self._unsynced: set[int] = set()  # the inodes whose content is durable
         self._names: list[
             tuple[str, Callable[[], None]]
-        ] = []  # by directory, how to undo what was done to its entries since its sync
+        ] = []  # for each directory, how to undo the changes of its entries since its last sync
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -47,7 +47,7 @@ class Disk:
         self.changes += 1
 
     def _kept(self, path: str) -> Callable[[], None]:
-        """Puts a file back as it is now."""
+        """A function that puts a file back as it is now."""
         if not os.path.exists(path):
             return lambda: None
         kept = self._stash / str(len(list(self._stash.iterdir())))
@@ -106,7 +106,7 @@ class Disk:
         shutil.rmtree(name, dir_fd=dir_fd)
 
     def writer(self, path: str, fd: int, made: Any, *rest: Any) -> Any:
-        """The core's writer of data files, for what it does to them."""
+        """The core's writer of data files, for its operations on these."""
         disk = self
         for name, _, _ in made:
             self._change()
@@ -136,7 +136,7 @@ class Disk:
         return Watched()
 
     def lose_power(self, root: Path) -> None:
-        """What was not synced is lost: entries as they were, content zeros."""
+        """Lose what was not synced: entries become what they were, and content becomes zeros."""
         for _, undo in reversed(self._names):
             undo()
         for path in root.rglob("*"):
@@ -183,7 +183,7 @@ def test_a_save_that_is_stopped_at_any_operation_leaves_the_save_before_or_the_n
         assert after in (old, new), f"neither, after {stop_at} changes"
         assert after == new or not done, "a save that succeeded is lost"
         outcomes.append(after == new)
-        # And saving goes on from there, and leaves one save.
+        # Saving goes on from there, and leaves one save.
         saver.save()
         assert found(path) == new
         assert len([entry for entry in path.iterdir() if entry.is_dir()]) == 1, "leftovers are swept"

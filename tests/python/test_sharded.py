@@ -246,7 +246,7 @@ def test_an_error_on_one_rank_is_raised_on_every_rank_at_the_same_step(two_ranks
 
 
 def _filled(rank: int, world: int) -> Any:
-    """Table "ta" is on one rank alone and soon full."""
+    """Table "ta" is on one rank alone, and is soon full."""
     settings = Settings(tiers=TierBudgets(host_bytes="12KiB"))
     model = sharded(Model(settings), {**ROW_WISE, "ta": "table_wise"}, FUSED)
     steps = 0
@@ -386,10 +386,10 @@ def _without_training(rank: int, world: int) -> Any:
     model.eval()
     _, (_, second) = model(steps[0])
     loss, _ = model(steps[0])
-    loss.backward()  # the dense part alone
+    loss.backward()  # only the dense part
     still = len(rows_of(model))
     model.train()
-    model(steps[0])  # never trained on; TorchRec's requests of the exchange are cycles
+    model(steps[0])  # never trained on; the requests of TorchRec's exchange are cycles
     gc.collect()
     return torch.equal(first, second), nothing, still, len(rows_of(model)), pinned_rows(model)
 
@@ -457,7 +457,7 @@ def _resumed(rank: int, world: int, folder: str) -> Any:
     train(model, iter(steps[2:]))
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            table.native.close()  # as a kill would: without a flush
+            table.native.close()  # like a kill, without a flush
     del model
     again = Model(Settings(tiers=TierBudgets(host_bytes="256KiB", ssd_bytes="32MiB", ssd_dir=folder, reopen="resume")))
     again = sharded(again, MIXED, FUSED)

@@ -1,4 +1,4 @@
-"""TorchRec's planner with our sharders: what a constraint demands and we do not support is refused, on every rank."""
+"""TorchRec's planner with our sharders. A constraint that we do not support is refused, on every rank."""
 
 import pytest
 import torch
@@ -38,7 +38,9 @@ def test_a_constraint_that_demands_an_unsupported_sharding_is_refused_on_every_r
 
 @pytest.mark.parametrize("kind", ["column_wise", "table_row_wise", "table_column_wise", "data_parallel"])
 def test_torchrecs_planner_shows_the_sharder_which_constraint_it_asks_about(kind):
-    """The sharder reads it from the planner's variables, as no argument has it. Where this fails TorchRec's planner has changed."""
+    """The sharder reads this from the planner's variables, because it is no argument. If this test fails, TorchRec's planner has
+    changed.
+    """
     planner = EmbeddingEnumerator(
         topology=Topology(world_size=2, compute_device="cpu"),
         batch_size=8,

@@ -1,10 +1,11 @@
 """A soak: processes train, flush, save, merge and load at random until they are killed or the power fails, again and again.
 
-Each process finds the rows of the last flush and of the last save that returned before, or of one that was under way. Every row of
-every table is compared. `EMBCACHE_STRESS=20` takes twenty times as many processes.
+Each process must find the rows of the last flush and of the last save that returned, or of one that was running. Every row of every
+table is compared. With `EMBCACHE_STRESS=20` there are twenty times as many processes.
 
-On file systems of its own, which need root and loop devices, the disk also gets full, and half of the ends are power cuts: the file
-system is shut down as it is, so that neither its journal nor its dirty pages are written any more, and is mounted again.
+On file systems of its own, which need root and loop devices, the disk also gets full, and half of the ends are power cuts. For
+these the file system is shut down as it is, so that neither its journal nor its dirty pages are written any more, and is mounted
+again.
 """
 
 import collections
@@ -26,9 +27,9 @@ from soak import IDS, Rows, apply, copied, difference, no_rows, operations, same
 from world import Child
 
 ROUNDS = 3 * int(os.environ.get("EMBCACHE_STRESS", "1"))
-# FS_IOC_SHUTDOWN of Linux, and its argument that leaves unwritten what was not written.
+# FS_IOC_SHUTDOWN of Linux, and its argument by which nothing more is written.
 SHUT_DOWN, AS_IT_IS = 0x8004587D, struct.pack("I", 2)
-# What mkfs is told, and the size of the image.
+# The arguments of mkfs, and the size of the image.
 FILE_SYSTEMS = {
     "ext4": (["mkfs.ext4", "-q", "-F"], 64 << 20),
     "xfs": (["mkfs.xfs", "-q", "-f"], 320 << 20),
@@ -38,7 +39,7 @@ LOG = logging.getLogger("soak")
 
 
 class Disk:
-    """A directory, on a disk that may be the test's own."""
+    """A directory on a disk, which may be the test's own."""
 
     def __init__(self, place: Path, image: Path | None = None) -> None:
         self.place = place
@@ -56,7 +57,7 @@ class Disk:
         subprocess.run(["umount", str(self.place)], check=True, capture_output=True)
 
     def cut_power(self) -> bool:
-        """From here on nothing reaches the disk; `False` where this file system has no such call."""
+        """Let nothing reach the disk from here on. `False` where this file system has no such call."""
         at = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.ioctl(at, SHUT_DOWN, AS_IT_IS)
@@ -68,7 +69,7 @@ class Disk:
 
 
 def _made(name: str, folder: Path) -> Disk:
-    """A disk with this file system; the test is skipped, and says why, where there can be none."""
+    """A disk with this file system. Where there can be none the test is skipped, and says why."""
     command, size = FILE_SYSTEMS[name]
     image, place = folder / "image", folder / "disk"
     place.mkdir()
@@ -106,7 +107,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 
 
 class Promises:
-    """What the next process must find: of flushes and of saves the rows of the last that returned, and of those begun since."""
+    """What the next process must find: the rows of the last flush and of the last save that returned, and of those begun since."""
 
     def __init__(self, notes: Path) -> None:
         self._notes = notes
@@ -114,7 +115,7 @@ class Promises:
         self.counts: collections.Counter[str] = collections.Counter()
 
     def listen(self, words: list[tuple[str, int, int]], seed: int) -> None:
-        """Check what a process said, and remember what it promised."""
+        """Check what a process said, and note what it promised."""
         ahead, model = operations(seed), no_rows()
         skipped: set[int] = set()
         reached = 0
@@ -139,7 +140,7 @@ class Promises:
                 self.of[store] = self.of[store][[known for known, _ in self.of[store]].index(number) :]
 
     def _found(self, what: str, seed: int) -> Rows:
-        """The rows that a process found, which are some that were promised; from now on those are."""
+        """The rows that a process found must be some that were promised. From now on they are the promised ones."""
         with np.load(self._notes / f"{what}.npz") as file:
             found = {table: file[table] for table in IDS}
         store = "flush" if what == "resumed" else "save"
@@ -157,7 +158,7 @@ class Promises:
 
 
 def _one(disk: Disk, notes: Path, draw: random.Random, promises: Promises, last: bool) -> None:
-    """One process, from its start to its end; the last one only looks."""
+    """Run one process from its start to its end. The last process only looks."""
     seed = -1 if last else draw.randrange(1 << 30)
     child = Child(soak, str(disk.place), str(notes), seed, draw.random() < 0.25 and not last, disk.is_own)
     words = []

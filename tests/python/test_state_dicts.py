@@ -1,4 +1,4 @@
-"""A `state_dict` notes the rows that it does not hold, and is not loaded, in silence, where they are not."""
+"""A `state_dict` notes that it lacks the rows, and it is not silently loaded where they are missing."""
 
 import copy
 import re
@@ -78,7 +78,7 @@ def test_a_state_dict_of_trained_tables_is_not_loaded_where_their_rows_are_not(t
         fresh.load_state_dict(copy.deepcopy(made.state_dict()))
     with pytest.raises(StateError, match=ROWS_ARE_MISSING):
         fresh.load_state_dict({**state})
-    # What the error says: the rows first, or the dense part alone.
+    # The error says what to do: load the rows first, or load the dense part alone.
     dense_alone = model()
     assert not dense_alone.load_state_dict(state, strict=False).missing_keys
     assert torch.equal(dense_alone["dense"].weight, made["dense"].weight)
@@ -112,12 +112,12 @@ def test_what_has_no_rows_on_either_side_is_loaded_in_silence(tmp_path):
     assert not other["tables"].tables["t"].is_open
     other.load_state_dict(through_torch(fresh.state_dict(), tmp_path))
     assert not other["tables"].tables["t"].is_open
-    # One of its tables alone has rows: so does the model.
+    # One of its tables has rows, and so the model has.
     with make_bag() as bag:
         state = bag.state_dict()
         step(bag, [[1, 2]])
         bag.load_state_dict(state)
-    # And into a model that has rows: nothing is lost of what was saved.
+    # It is loaded into a model that has rows too. Nothing of what was saved is lost.
     trained().load_state_dict(fresh.state_dict())
 
 
@@ -176,7 +176,7 @@ def test_torchs_own_dcp_saves_and_loads_the_same_keys(tmp_path):
 
 
 def wrapped(made: nn.Module) -> dict[str, Any]:
-    """As torch's tutorial gives a model to DCP: an object with `state_dict` and `load_state_dict`."""
+    """A model as torch's tutorial gives it to DCP: an object with `state_dict` and `load_state_dict`."""
     return {"app": made}
 
 
@@ -224,7 +224,7 @@ def _sharded(_rank: int, _world: int, folder: str) -> Any:
         Saver().save(made, f"{folder}/rows-{number}")
         for other in (ROW_WISE, TABLE_WISE):
             fresh = sharded(Model(), other, {"learning_rate": 0.1})
-            # Every rank loads what the first saved, as is usual.
+            # Every rank loads what the first one saved, as is usual.
             state = torch.load(f"{folder}/{number}-0.pt", weights_only=True)
             try:
                 fresh.load_state_dict(dict(state))

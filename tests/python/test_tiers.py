@@ -1,4 +1,4 @@
-"""Tiers are invisible: the same bits whatever the budgets, the policy, the lookahead and the threads."""
+"""Tiers are invisible: the bits are the same for all budgets, policies, lookaheads and numbers of threads."""
 
 import itertools
 
@@ -24,7 +24,7 @@ from torchrec_embcache.exceptions import HostMemoryError
 
 POLICIES = ["lru", "lfu", "s3fifo"]
 BATCHES = random_batches(24, 6, 160, seed=1)
-# Host and device budgets from one batch's working set (about 15 rows) to every row.
+# Host and device budgets, from the working set of one batch (about 15 rows) up to every row.
 BUDGETS = {
     "host": {"host_bytes": "1MiB"},
     "ssd_batch": {"host_bytes": "3KiB", "ssd_bytes": "64MiB"},
@@ -43,7 +43,7 @@ def budgets(name, directory):
 
 
 def trained(batches, lookahead=0, **settings):
-    """Outputs, final contents of a run; every pin is gone at its end."""
+    """The outputs and the final contents of a run, at whose end nothing is pinned."""
     with make_bag(**settings) as bag:
         outs = [out.numpy().tobytes() for out in train(bag, batches, lookahead)]
         assert bag.stats().pinned_rows == 0
@@ -162,7 +162,7 @@ def test_a_working_set_beyond_the_budget_trains_warns_and_gives_the_same_bits(na
     with make_bag(tiers=tiers) as bag:
         with pytest.warns(EmbCacheWarning, match=f"table 'item'.*{words}"):
             first = step(bag, wide[0])
-        outs = [first, *(step(bag, bags) for bags in wide[1:])]  # warned once: warnings are errors here
+        outs = [first, *(step(bag, bags) for bags in wide[1:])]  # it warned once; warnings are errors here
         assert bag.stats().overflow_plans >= 1
         assert ([out.numpy().tobytes() for out in outs], Contents.of(bag)) == expected
 

@@ -1,4 +1,4 @@
-"""Tokens of flushes grow, whatever the clock says, whoever flushes, and whatever is left on disk."""
+"""Tokens of flushes grow whatever the clock says, whoever flushes, and whatever is left on disk."""
 
 import shutil
 import threading
@@ -36,7 +36,7 @@ def test_a_flush_follows_another_that_left_no_state_though_the_clock_went_back(t
         bag.flush()
         flush(bag)
         last = max(bag.table.published())
-        # As where room is short: the states are given up.
+        # This is as where room is short, when states are given up.
         for token in bag.table.published():
             bag.table.native.forget_published(token)
         monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
@@ -77,7 +77,7 @@ def test_threads_that_flush_one_table_or_its_model_take_turns(tmp_path):
     flush(model)
     held = [Contents.of(bag) for bag in model]
     for bag in model:
-        bag.table.native.close()  # as a kill: nothing is flushed
+        bag.table.native.close()  # like a kill: nothing is flushed
     model = model_in(tmp_path / "ssd", reopen="resume")
     assert [Contents.of(bag) for bag in model] == held
     close(model)

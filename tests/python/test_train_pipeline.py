@@ -1,4 +1,4 @@
-"""TorchRec's pipelines and the lookahead pipeline on two ranks: the same bits as a plain loop."""
+"""TorchRec's pipelines and the lookahead pipeline on two ranks have the same bits as a plain loop."""
 
 import gc
 import warnings
@@ -121,7 +121,7 @@ def test_evaluation_pipelines_give_the_same_bits_and_change_nothing(two_ranks):
 
 
 def _interrupted(rank: int, world: int) -> Any:
-    """An evaluation by hand in the middle of training."""
+    """Evaluate by hand in the middle of training."""
     plain = made()
     want = train(plain, batches(STEPS, rank, world))
     model = made()

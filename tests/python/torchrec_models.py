@@ -1,4 +1,4 @@
-"""A model with two cache modules, its batches, and what its tables hold: for tests on one rank and on several."""
+"""A model with two cache modules, its batches, and the rows of its tables, for tests on one rank and on several."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ TABLES = ("ta", "tb", "tc")
 ROW_WISE = dict.fromkeys(TABLES, "row_wise")
 TABLE_WISE = dict.fromkeys(TABLES, "table_wise")
 MIXED = {"ta": "table_wise", "tb": "row_wise", "tc": "row_wise"}
-# Ids at the ends of 64 bits, negative ones, and enough others that every rank of four has some.
+# Ids at the ends of the 64-bit range, negative ones, and enough others that each of four ranks has some.
 IDS = [-1, -2, -(2**63), 2**63 - 1, 0, 5, 2**40 + 3, -17, 10**12, *range(100, 160)]
 
 
@@ -51,14 +51,14 @@ class Batch(Pipelineable):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a test varies."""
+    """The settings that a test varies."""
 
     weighted: bool = False
     buckets: int = 7
     tiers: TierBudgets = TIERS
     pooling: PoolingType = PoolingType.MEAN
     need_indices: bool = False
-    replicated: bool = False  # trained unsharded on each of several ranks
+    replicated: bool = False  # whether it is trained unsharded on each of several ranks
     options: dict[str, Any] = field(default_factory=dict)  # of every table
 
 
@@ -66,7 +66,7 @@ PLAIN = Settings()
 
 
 class Model(nn.Module):
-    """Bags "a", "b" (in two tables of different widths), "c"; sequences of "a"; a linear layer; a mean loss."""
+    """Bags of "a", "b" (in two tables of different widths) and "c", sequences of "a", a linear layer, and a mean loss."""
 
     def __init__(self, settings: Settings = PLAIN) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Model(nn.Module):
 
 
 def batches(count: int, rank: int = 0, world: int = 1, *, size: int = 8, weighted: bool = False) -> Iterator[Batch]:
-    """`count` global batches of `size` samples, of which rank `rank` gets its share."""
+    """`count` global batches of `size` samples. Rank `rank` gets its share of each."""
     generator = torch.Generator().manual_seed(1)
     pool = torch.tensor(IDS)
     for _ in range(count):
@@ -143,7 +143,7 @@ def batches(count: int, rank: int = 0, world: int = 1, *, size: int = 8, weighte
 def sharded(
     model: nn.Module, shardings: dict[str, str] | None = None, fused_params: dict[str, Any] | None = None
 ) -> DistributedModelParallel:
-    """`model` under TorchRec's planner, each table sharded as `shardings` says (None: as the planner likes)."""
+    """`model` under TorchRec's planner. Each table is sharded as `shardings` says (None for the planner's choice)."""
     sharders = [
         EmbCacheEmbeddingBagCollectionSharder(fused_params),
         EmbCacheEmbeddingCollectionSharder(fused_params),
@@ -162,7 +162,7 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, steps: Iterator[Batch]) -> Tensor:
-    """The plain loop; the loss of each step."""
+    """Train in a plain loop. Returns the loss of each step."""
     optimizer = dense_optimizer(model)
     losses = []
     for batch in steps:
@@ -190,7 +190,7 @@ def rows_of(model: nn.Module) -> Rows:
 
 
 def together(parts: list[Rows]) -> Rows:
-    """The rows of all ranks, each on one rank only."""
+    """The rows of all ranks. Each row must be on one rank only."""
     merged: Rows = {}
     for part in parts:
         assert not merged.keys() & part.keys()

@@ -1,4 +1,6 @@
-"""Processes for tests: worlds, started once and given functions of test files to run on every rank, and such as are killed."""
+"""Processes for tests: groups that are started once and then run functions of test files on every rank, and processes that are
+killed.
+"""
 
 import contextlib
 import importlib.util
@@ -16,16 +18,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Children are forked from one process that has imported these: that takes each of them seconds.
+# Children are forked from one process that has imported these modules. To import them takes seconds.
 IMPORTED_ONCE = ["torchrec_embcache.sharded", "torchrec_embcache.saver", "torchrec_embcache.train_pipeline"]
-# Generous: they only keep a hang from lasting for ever.
+# These limits are generous. They only keep a hang from lasting for ever.
 COLLECTIVE_TIMEOUT_S = 120
 ANSWER_TIMEOUT_S = 300
 
 
 @contextlib.contextmanager
 def process_group(rank: int, size: int, store: str) -> Iterator[None]:
-    """A gloo group of `size` ranks that meet at the file `store`; the environment as torchrun sets it."""
+    """A gloo group of `size` ranks, which meet at the file `store`. The environment is set as torchrun sets it."""
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -43,7 +45,7 @@ def process_group(rank: int, size: int, store: str) -> Iterator[None]:
 
 
 def processes() -> Any:
-    """Where to get processes, queues and pipes from."""
+    """The source of processes, queues and pipes."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     return context
@@ -73,9 +75,9 @@ def _serve(rank: int, size: int, store: str, tasks: Any, answers: Any) -> None:
 
 
 class Child:
-    """`function(say, *args)` in a process of its own; `say` hands a small object to the parent, in one write.
+    """Run `function(say, *args)` in a process of its own. `say` hands a small object to the parent, in one write.
 
-    Only one that is no daemon can have processes of its own, which then end with it.
+    Only a process that is no daemon can have processes of its own, which then end with it.
     """
 
     def __init__(self, function: Callable[..., None], *args: Any, daemon: bool = True) -> None:
@@ -88,17 +90,17 @@ class Child:
         say.close()
 
     def hear(self) -> Any:
-        """What it says next; `EOFError` when it has ended."""
+        """The next object that it says. `EOFError` when it has ended."""
         if not self._said.poll(ANSWER_TIMEOUT_S):
             raise TimeoutError("the process says nothing")
         return self._said.recv()
 
     def kill(self) -> None:
-        """SIGKILL, at once."""
+        """Kill it with SIGKILL, at once."""
         self._process.kill()
 
     def ended(self) -> tuple[list[Any], int]:
-        """When it has ended: what it had said until then, and its exit status, which is minus the signal that killed it."""
+        """What it said until its end, and its exit status, which is minus the signal that killed it."""
         rest = []
         with contextlib.suppress(EOFError):
             while True:
@@ -134,7 +136,9 @@ class World:
             process.start()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(rank, size, *args)` on every rank; what each returned, by rank. A rank that raises fails the caller."""
+        """Run `function(rank, size, *args)` on every rank. Returns the results by rank. A rank that raises makes the caller
+        fail.
+        """
         if not self._processes:
             self._start()
         file = inspect.getsourcefile(function)
@@ -148,7 +152,7 @@ class World:
             if failure is not None:
                 failures.append(f"rank {rank}:\n{failure}")
         if failures:
-            self.stop()  # ranks may have lost step
+            self.stop()  # ranks may be at different steps
             raise AssertionError("\n".join(failures))
         return results
 
