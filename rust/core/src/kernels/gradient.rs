@@ -75,8 +75,7 @@ pub enum Gradient<'a> {
 pub struct PooledFeature<'a> {
     /// The feature's first column in the pooled output.
     pub column: usize,
-    /// `[B + 1]`: where each bag starts among the feature's own occurrences. The first is 0, and they do not decrease. The caller
-    /// checks that.
+    /// `[B + 1]`: where each bag starts among the feature's own occurrences. The first is 0, and they do not decrease.
     pub offsets: &'a [i64],
     /// The per-sample weights of the feature's occurrences.
     pub weights: Option<&'a [f32]>,
@@ -142,6 +141,9 @@ impl Writes {
 
 impl PooledGradient {
     /// The positions for the gradient `[B, columns]` of the pooled output. `Kind::Input` when that has `2^32` elements or more.
+    ///
+    /// # Panics
+    /// Panics when the offsets of a feature decrease or do not start at 0.
     pub fn new(columns: usize, features: &[PooledFeature<'_>], threads: usize) -> Result<Self> {
         let count = |feature: &PooledFeature<'_>| feature.offsets.last().map_or(0, |&end| end as usize);
         let total = features.iter().map(count).sum();
@@ -161,6 +163,9 @@ impl PooledGradient {
         let mut begin = 0;
         for feature in features {
             let bags = feature.offsets.len().saturating_sub(1);
+            // One comparison for each bag. The unsafe writes below depend on it.
+            let starts_at_0 = feature.offsets.first().is_none_or(|&first| first == 0);
+            assert!(starts_at_0 && feature.offsets.is_sorted(), "offsets start at 0 and do not decrease");
             if bags.saturating_mul(columns) > u32::MAX as usize {
                 return Err(Error::new(
                     Kind::Input,
@@ -172,8 +177,8 @@ impl PooledGradient {
             deal(threads, bags, cost_before, |bags| {
                 for bag in bags {
                     let start = (bag * columns + feature.column) as u32;
-                    // SAFETY: offsets do not decrease and end at the feature's count. So each position belongs to one bag, and all
-                    // are below `total`, for which there is room.
+                    // SAFETY: offsets start at 0, do not decrease, and end at the feature's count. So each position belongs to one
+                    // bag, and all are below `total`, for which there is room.
                     unsafe { writes.bag(feature, bag, begin, start) };
                 }
             });
@@ -241,6 +246,14 @@ mod tests {
         let made = PooledGradient::new(8, &features, 1).expect("small");
         let Gradient::Pooled { starts, scale: None, .. } = made.of_rows(&[]) else { panic!("a scale of ones") };
         assert_eq!(starts, [4, 12, 12]);
+    }
+
+    #[test]
+    fn offsets_that_do_not_start_at_0_or_decrease_are_a_panic_and_not_unwritten_memory() {
+        for offsets in [&[1, 2][..], &[0, 3, 2], &[0, -1]] {
+            let features = [PooledFeature { column: 0, offsets, weights: None, mean: false }];
+            assert!(std::panic::catch_unwind(|| PooledGradient::new(8, &features, 1)).is_err(), "{offsets:?}");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always)] // Otherwise the kernels' inner loops would call code that is compiled for the baseline instruction set.
 
-use crate::rows::{Arena, RowLayout};
+use crate::rows::{Arena, RowHeader, RowLayout};
 use crate::types::CacheSlot;
 
 /// The addresses of the parts of a row. Implementations only compute addresses, and are inlined into the kernels.
@@ -38,11 +38,11 @@ impl RowStore for ArenaRows<'_> {
     fn vector_slot(&self, which: usize, slot: CacheSlot) -> *mut f32 {
         self.arena.row(slot).vector.wrapping_add(self.layout.dim * (1 + which))
     }
+    #[allow(clippy::cast_ptr_alignment)] // A header and its fields are aligned.
     #[inline(always)]
     fn scalar(&self, slot: CacheSlot) -> *mut f32 {
-        let header = self.arena.row(slot).header;
-        // SAFETY: this computes an address within the header, which lies in the arena's mapping, and reads nothing.
-        unsafe { &raw mut (*header).scalar }
+        let header: *mut u8 = self.arena.row(slot).header.cast();
+        header.wrapping_add(std::mem::offset_of!(RowHeader, scalar)).cast()
     }
 }
 

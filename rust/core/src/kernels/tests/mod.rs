@@ -44,15 +44,14 @@ impl Table {
         let values = floats(seed, rows as usize * layout.vector_floats());
         for slot in 0..rows {
             let row = table.arena.row(slot);
-            let from = slot as usize * layout.vector_floats();
-            for (column, value) in values[from..from + layout.vector_floats()].iter().enumerate() {
-                // Optimizer slots are sums of squares, so they are not negative.
-                let value = if column < layout.dim { *value } else { value.abs() * 0.1 };
-                // SAFETY: the row is within the arena, and this test is its only user.
-                unsafe { row.vector.add(column).write(value) };
-            }
-            // SAFETY: the header is within the arena, and this test is its only user.
-            unsafe { (*row.header).scalar = if layout.scalar_slot { values[from].abs() * 0.1 } else { 0.0 } };
+            let drawn = &values[slot as usize * layout.vector_floats()..][..layout.vector_floats()];
+            // SAFETY: the row is within the arena, and this test is its only user.
+            let (vector, header) =
+                unsafe { (std::slice::from_raw_parts_mut(row.vector, layout.vector_floats()), &mut *row.header) };
+            // Optimizer slots are sums of squares, so they are not negative.
+            let value = |(column, value): (usize, &f32)| if column < layout.dim { *value } else { value.abs() * 0.1 };
+            vector.iter_mut().zip(drawn.iter().enumerate().map(value)).for_each(|(to, value)| *to = value);
+            header.scalar = if layout.scalar_slot { drawn[0].abs() * 0.1 } else { 0.0 };
         }
         table
     }
