@@ -87,11 +87,11 @@ impl Batch {
     /// Fetch the rows of `ranks`, a batch at most, and check that they are the right ones.
     #[allow(unsafe_code)]
     fn fetch(&mut self, tier: &SsdTier, ranks: &[u64]) {
-        let places = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM));
-        let wanted = ranks.iter().zip(places).map(|(rank, (header, vector))| {
+        let targets = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM));
+        let wanted = ranks.iter().zip(targets).map(|(rank, (header, vector))| {
             // SAFETY: the buffers belong to this bench, and nobody looks at them before the fetch is done.
-            let place = unsafe { RowMut::new(RowAddress { header, vector: vector.as_mut_ptr() }) };
-            (scattered_id(*rank), place)
+            let target = unsafe { RowMut::new(RowAddress { header, vector: vector.as_mut_ptr() }) };
+            (scattered_id(*rank), target)
         });
         let missing = tier.fetch(wanted.collect()).wait().expect("rows on disk");
         assert!(missing.is_empty());

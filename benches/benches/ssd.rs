@@ -82,8 +82,8 @@ impl Fetches {
     #[allow(unsafe_code)]
     fn fetch(&mut self, batch: usize) {
         let ids = &self.ids.values[batch * self.ids.batch..][..self.ids.batch];
-        let places = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM));
-        let wanted = ids.iter().zip(places).map(|(id, (header, vector))| {
+        let targets = self.headers.iter_mut().zip(self.vectors.chunks_exact_mut(DIM));
+        let wanted = ids.iter().zip(targets).map(|(id, (header, vector))| {
             // SAFETY: the buffers belong to this bench, and nobody looks at them before the fetch is done.
             (*id, unsafe { RowMut::new(RowAddress { header, vector: vector.as_mut_ptr() }) })
         });
@@ -104,8 +104,8 @@ impl Rounds for Fetches {
                 self.fetch(self.next);
                 (spent, cpu) = (begin.elapsed(), cpu_seconds() - before);
             } else if !self.cost {
-                let places = self.raw.draw(self.ids.batch);
-                self.raw_rate = Some(rows / self.raw.read(&mut [places]).as_secs_f64());
+                let records = self.raw.draw(self.ids.batch);
+                self.raw_rate = Some(rows / self.raw.read(&mut [records]).as_secs_f64());
             }
         }
         self.next = (self.next + 1) % ROUNDS;

@@ -49,7 +49,7 @@ pub fn is_main_thread() -> bool {
 /// static STARTED: embcache::PerProcess<std::time::Instant> = embcache::PerProcess::new();
 /// let started = STARTED.get(|| Ok(std::time::Instant::now()))?;
 /// assert_eq!(started, STARTED.get(|| unreachable!("it is made once"))?);
-/// # embcache::Result::Ok(())
+/// # Ok::<(), embcache::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct PerProcess<T>(AtomicPtr<Made<T>>);

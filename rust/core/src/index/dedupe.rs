@@ -60,7 +60,7 @@ impl Deduper {
     /// # Panics
     /// Panics with 2³⁰ ids or more.
     pub fn dedupe(&mut self, ids: &[Id], deduped: &mut Deduped) {
-        assert!(ids.len() < MOST, "a batch of {} ids is too large", ids.len());
+        assert!(ids.len() < MOST, "a batch of {} ids is too large: it must have fewer than 2^30", ids.len());
         for tried in 1..=HASHES {
             if self.pass(ids, deduped, tried == HASHES) {
                 return;
@@ -245,9 +245,9 @@ mod tests {
         let hash = IdHash::new(0x1234_5678_9abc_def1);
         let mut ids = chosen_against(hash, 1000);
         ids.extend([0, 5]);
-        assert!(ids[..1000].iter().all(|&id| position(hash, id, 12) == 0), "they meet");
+        assert!(ids[..1000].iter().all(|&id| position(hash, id, 12) == 0), "all of them have home 0");
         let (mut deduper, mut deduped) = (Deduper { hash, ..Deduper::default() }, Deduped::default());
-        assert!(deduper.pass(&ids, &mut deduped, true), "with the hash under which they meet");
+        assert!(deduper.pass(&ids, &mut deduped, true), "the pass ends under the hash with which they collide");
         assert_eq!(deduped, model(&ids));
     }
 
@@ -267,7 +267,7 @@ mod tests {
         for seed in [1, 0x1234_5678_9abc_def1, u64::MAX] {
             let hash = IdHash::new(seed);
             let ids = chosen_against(hash, 80_000);
-            assert!(ids.iter().all(|&id| position(hash, id, 18) == 0), "they meet");
+            assert!(ids.iter().all(|&id| position(hash, id, 18) == 0), "all of them have home 0");
             let (mut deduper, mut deduped) = (Deduper { hash, ..Deduper::default() }, Deduped::default());
             let mut twice = ids.clone();
             twice.extend(ids.iter().rev());
@@ -276,7 +276,7 @@ mod tests {
             assert_ne!(
                 deduper.hash.multiplier(),
                 hash.multiplier(),
-                "another hash was taken, under which they do not meet"
+                "it went on with another hash, under which they do not collide"
             );
             assert!(deduper.pass(&twice, &mut deduped, false));
         }

@@ -160,7 +160,7 @@ impl HostIndex {
     /// # Panics
     /// Panics when `slots` and `ids` differ in length.
     pub fn get_batch(&self, ids: &[Id], slots: &mut [CacheSlot]) {
-        assert_eq!(ids.len(), slots.len(), "a slot for each id");
+        assert_eq!(ids.len(), slots.len(), "slots and ids must have the same length");
         if self.len == 0 {
             return slots.fill(NO_SLOT);
         }
@@ -177,8 +177,8 @@ impl HostIndex {
     /// # Panics
     /// Panics when the index must grow and the system has no memory. After [`HostIndex::reserve`] it need not grow.
     pub fn insert(&mut self, id: Id, slot: CacheSlot) {
-        debug_assert!(slot != NO_SLOT, "a row is in a slot");
-        debug_assert!(self.get(id) == NO_SLOT, "an id is inserted when it is absent");
+        debug_assert!(slot != NO_SLOT, "the slot must not be NO_SLOT");
+        debug_assert!(self.get(id) == NO_SLOT, "an inserted id must be absent");
         if self.len >= self.limit {
             self.reserve(1).unwrap_or_else(|refused| panic!("{refused}"));
         }
@@ -191,7 +191,7 @@ impl HostIndex {
     /// # Panics
     /// Panics as [`HostIndex::insert`] does.
     pub fn insert_new(&mut self, id: Id, slot: CacheSlot) -> bool {
-        debug_assert!(slot != NO_SLOT, "a row is in a slot");
+        debug_assert!(slot != NO_SLOT, "the slot must not be NO_SLOT");
         if self.len >= self.limit {
             self.reserve(1).unwrap_or_else(|refused| panic!("{refused}"));
         }
@@ -223,8 +223,8 @@ impl HostIndex {
     /// # Panics
     /// Panics when the id is absent.
     pub fn replace(&mut self, id: Id, slot: CacheSlot) {
-        debug_assert!(slot != NO_SLOT, "a row is in a slot");
-        let (line, entry) = self.find(id).expect("an id is replaced when it is present");
+        debug_assert!(slot != NO_SLOT, "the slot must not be NO_SLOT");
+        let (line, entry) = self.find(id).expect("the id of a replaced slot must be present");
         self.lines_mut()[line].tags[entry] = slot + 1;
     }
 

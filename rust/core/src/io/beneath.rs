@@ -62,7 +62,11 @@ impl BeneathEngine {
         let mut here = self.root.clone();
         for component in below.components() {
             let Component::Normal(name) = component else {
-                return Err(Error::new(Kind::Path, format!("{} is not a plain path", path.display())).at(path));
+                return Err(Error::new(
+                    Kind::Path,
+                    format!("{} contains '..': give a path without it", path.display()),
+                )
+                .at(path));
             };
             here.push(name);
             let from = held.as_ref().unwrap_or(&self.directory);

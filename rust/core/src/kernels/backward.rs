@@ -94,7 +94,7 @@ pub(super) unsafe fn weight_gradient_on<R: RowStore>(
     out: &mut [f32],
     threads: usize,
 ) {
-    assert_eq!(slots.len(), out.len(), "one gradient a slot");
+    assert_eq!(slots.len(), out.len(), "out and slots must have the same length");
     let dim = rows.layout().dim;
     let source = Source::new(gradient, dim);
     let out = Disjoint(out.as_mut_ptr());
@@ -226,8 +226,8 @@ struct Call<'a, R> {
 impl<R: RowStore> Call<'_, R> {
     fn deal<U: RowUpdate>(&self, update: U, threads: usize) {
         let TransposedIndex { slots, starts, occurrences } = self.index;
-        assert_eq!(slots.len() + 1, starts.len(), "one start a row and the end");
-        assert_eq!(starts[slots.len()] as usize, occurrences.len(), "starts end at the last occurrence");
+        assert_eq!(slots.len() + 1, starts.len(), "starts must have one element more than slots");
+        assert_eq!(starts[slots.len()] as usize, occurrences.len(), "starts must end at the number of occurrences");
         let dim = self.source.dim as u64;
         let cost_before = |row: usize| (u64::from(starts[row]) + row as u64 * ROW_COST) * dim;
         deal(threads, slots.len(), cost_before, |range| self.isa.run(UpdateJob { call: self, update, range }));

@@ -165,7 +165,7 @@ impl PooledGradient {
             let bags = feature.offsets.len().saturating_sub(1);
             // One comparison for each bag. The unsafe writes below depend on it.
             let starts_at_0 = feature.offsets.first().is_none_or(|&first| first == 0);
-            assert!(starts_at_0 && feature.offsets.is_sorted(), "offsets start at 0 and do not decrease");
+            assert!(starts_at_0 && feature.offsets.is_sorted(), "offsets must start at 0 and must not decrease");
             if bags.saturating_mul(columns) > u32::MAX as usize {
                 return Err(Error::new(
                     Kind::Input,

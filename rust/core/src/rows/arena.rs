@@ -71,7 +71,7 @@ impl Arena {
             return Err(Error::new(
                 Kind::Capacity,
                 format!(
-                    "{} slots and {rows} of overflow are more than slot numbers can name: use smaller batches",
+                    "{} slots and {rows} overflow slots are more than the 2^32 - 1 slot numbers: use smaller batches",
                     self.capacity
                 ),
             ));

@@ -26,7 +26,7 @@ impl<'a> RowList<'a> {
     /// # Panics
     /// Panics when `vectors` has another length than that.
     pub fn block(headers: &'a [RowHeader], vectors: &'a [f32], floats: usize) -> Self {
-        assert_eq!(vectors.len(), headers.len() * floats, "a vector part for each header");
+        assert_eq!(vectors.len(), headers.len() * floats, "vectors must have floats for each header");
         Self { rows: Rows::Block(headers, vectors), floats }
     }
 

@@ -12,7 +12,7 @@ fn check_structure(index: &HostIndex) {
         for entry in 0..line.len() {
             assert_eq!(index.find(line.ids[entry]), Some((at, entry)));
         }
-        assert!(line.tags[line.len()..].iter().all(|tag| *tag == 0), "those in use first");
+        assert!(line.tags[line.len()..].iter().all(|tag| *tag == 0), "entries in use come first");
         len += line.len();
     }
     assert_eq!(len, index.len());
@@ -115,7 +115,7 @@ fn removal_around_the_end_leaves_no_gap() {
             check_structure(&index);
         }
     }
-    assert_eq!(index.lines, lines, "all in lines that follow each other around the end");
+    assert_eq!(index.lines, lines, "the index did not grow, so all ids are in lines around the end");
 }
 
 proptest! {
@@ -147,7 +147,7 @@ proptest! {
         let mut one_by_one = vec![0; ids.len()];
         if !index.is_empty() {
             slots_ahead(index.hash, index.lines(), &ids, &mut one_by_one, Line::tag);
-            prop_assert_eq!(slots, one_by_one, "on every instruction set");
+            prop_assert_eq!(slots, one_by_one, "every instruction set finds the same slots");
         }
     }
 }
