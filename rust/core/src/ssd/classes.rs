@@ -10,10 +10,10 @@
 //! Rows that were written together and are again are used together, and are read with fewer reads where they lie together: they, and the
 //! rows between them, go to one class.
 
-use super::index::Location;
+use crate::ssd::index::Location;
 
 /// The most classes that a tier has.
-pub(super) const MOST_CLASSES: u8 = 4;
+pub(crate) const MOST_CLASSES: u8 = 4;
 /// The class of rows that nothing is known of.
 const FIRST: u8 = 1;
 /// The share of the difference between what was seen and what was expected by which the expectation changes.
@@ -27,22 +27,22 @@ const PATIENCE: f64 = 2.0;
 
 /// The classes of one tier: numbers below `count`, which is 2 to [`MOST_CLASSES`].
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Classes {
-    pub(super) count: u8,
+pub(crate) struct Classes {
+    pub(crate) count: u8,
     /// Rows in the tier.
-    pub(super) rows: u64,
+    pub(crate) rows: u64,
 }
 
 impl Classes {
     /// Of a row that the tier did not have.
-    pub(super) fn of_new() -> u8 {
+    pub(crate) fn of_new() -> u8 {
         FIRST
     }
 
     /// Of a row that is written again `interval` writes after its older version, which was in `class`. `dither`, 0 to 1, decides
     /// where the step is not whole: the same for rows written together, so that they stay together.
     #[inline]
-    pub(super) fn of_rewritten(self, class: u8, interval: u64, dither: f32) -> u8 {
+    pub(crate) fn of_rewritten(self, class: u8, interval: u64, dither: f32) -> u8 {
         let relative = (interval.max(1) as f32 / self.rows.max(1) as f32).log2();
         let seen = (relative + f32::from(FIRST)).clamp(0.0, f32::from(self.count - 1));
         let expected = f32::from(class) + SMOOTHING * (seen - f32::from(class));
@@ -51,7 +51,7 @@ impl Classes {
 
     /// Of a row of `class` that is alive `age` writes after its own.
     #[inline]
-    pub(super) fn of_moved(self, class: u8, age: u64) -> u8 {
+    pub(crate) fn of_moved(self, class: u8, age: u64) -> u8 {
         let interval = self.rows as f64 * f64::from(i32::from(class) - i32::from(FIRST)).exp2();
         (class + u8::from(age as f64 > PATIENCE * interval)).min(self.count - 1)
     }
@@ -59,7 +59,7 @@ impl Classes {
 
 /// Give neighbours among the rows of a call that were neighbours before, where their older versions lie, the class in the middle of
 /// theirs and of those between them.
-pub(super) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Location>]) {
+pub(crate) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Location>]) {
     let were_near = |one: Option<Location>, other: Option<Location>| {
         one.zip(other).is_some_and(|(one, other)| {
             one.segment == other.segment && one.record.abs_diff(other.record) <= NEARBY_RECORDS

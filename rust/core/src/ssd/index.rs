@@ -1,82 +1,55 @@
-//! The index of the SSD tier: id to location, in about ten bytes an id, without the ids.
+//! The index of the SSD tier: it finds the location of an id, takes about ten bytes an id, and keeps no ids.
 //!
-//! An id is known by its *print*: the first bits of its hash, which pick a sub-table, and its *tag*, bits of another hash that depends on
-//! a secret of the index, so that nobody can choose ids whose tags meet or lie side by side. An entry is 8 bytes: the tag (24 bits) and the
-//! location (40 bits). The tag alone gives the entry's home, `tag * homes / 2^tag_bits`, which
-//! keeps the order of tags at any size: a sub-table is the sorted list of its tags with gaps (ordered linear probing; Amble and
-//! Knuth 1974), so it grows without the ids, and a search ends at the first tag that is not smaller.
+//! An id is known by its *print*: the first bits of its hash, which pick a sub-table, and its *tag*, bits of another hash that depends on a
+//! secret of the index, so that nobody can choose ids whose tags meet or lie side by side. An entry is 8 bytes: the tag (24 bits) and the
+//! location (40 bits). The tag alone gives the entry's home, `tag * homes / 2^tag_bits`, which keeps the order of tags at any size: a
+//! sub-table is the sorted list of its tags with gaps (ordered linear probing; Amble and Knuth 1974), so it grows without the ids, and a
+//! search ends at the first tag that is not smaller.
 //!
 //! At most one entry has a given print. An id whose print is taken goes to a small exact map (see `exact`), which is looked at first. So a
-//! search has one candidate at most. It may be another id's with the same print (whoever reads the record finds out), but never
-//! where the id asked for is in the index.
+//! search has one candidate at most. It may be another id's with the same print (whoever reads the record finds out), but never where the
+//! id asked for is in the index.
 //!
-//! Sub-tables grow by [`GROWTH`] when [`MAX_LOAD`] is reached, each at its own counts, so that neither the bytes nor the time of
-//! growing come all at once. They live in pages of one pool, so that growing leaves no holes in the heap.
+//! Sub-tables grow by [`GROWTH`] when [`MAX_LOAD`] is reached, each at its own counts, so that neither the bytes nor the time of growing
+//! come all at once. They live in pages of one pool, so that growing leaves no holes in the heap.
 //!
-//! With 2³⁴ prints, 3 ids in 100 are in the exact map where there are 10⁹, and 12 in 100 where there are [`TagIndex::MOST_IDS`]: an id takes
-//! 12 bytes at most up to 2 × 10⁹ of them, and 14 at the limit.
-
-#[cfg(not(loom))]
-use std::hash::BuildHasher;
+//! With 2³⁴ prints, 3 ids in 100 are in the exact map where there are 10⁹, and 12 in 100 where there are [`TagIndex::MOST_IDS`]: an id
+//! takes 12 bytes at most up to 2 × 10⁹ of them, and 14 at the limit.
 
 use exact::Exact;
+use pages::{EMPTY, PAGE, Pages};
 
 use crate::error::Result;
-use crate::memory::zeros;
 use crate::prefetch::prefetch;
 use crate::types::{Id, hash_id};
 
-/// Where a record is. `segment` below 2²⁰ − 1, `record` below 2²⁰.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Location {
-    /// Number of the segment.
-    pub segment: u32,
-    /// Number of the record in its segment.
-    pub record: u32,
-}
+/// Bits of a tag. With 1024 sub-tables an id has one of 2³⁴ prints.
+pub(crate) const TAG_BITS: u32 = 24;
 
-impl Location {
-    /// One past the largest segment number that an index holds.
-    pub const MAX_SEGMENTS: u32 = (1 << 20) - 1;
-    /// One past the largest record number that an index holds.
-    pub const MAX_RECORDS: u32 = 1 << 20;
-
-    #[inline]
-    fn bits(self) -> u64 {
-        assert!(self.segment < Self::MAX_SEGMENTS && self.record < Self::MAX_RECORDS, "{self:?} has more than 40 bits");
-        u64::from(self.segment) << 20 | u64::from(self.record)
-    }
-
-    fn from_bits(bits: u64) -> Self {
-        Self { segment: (bits >> 20) as u32 & 0xf_ffff, record: bits as u32 & 0xf_ffff }
-    }
-}
-
+/// Bits of a location in an entry.
 const LOCATION_BITS: u32 = 40;
 const LOCATION_MASK: u64 = (1 << LOCATION_BITS) - 1;
-/// No entry. Larger than every entry, because no location has all bits set.
-const EMPTY: u64 = u64::MAX;
-const PAGE: usize = 128;
-/// 33 MiB: more than any allocator keeps in its heap, where what stays for good, between what comes and goes, leaves holes. It comes
-/// untouched from the system, so that what is not used costs no memory.
-const PAGES_PER_CHUNK: usize = 33 << 10;
+/// By how much a sub-table grows at a time.
 const GROWTH: f64 = 1.2;
+/// Homes of the smallest sub-table.
 const SMALLEST: f64 = 64.0;
+/// A sub-table grows when it has entries for 0.9 of its homes.
 const MAX_LOAD: f64 = 0.9;
+/// A search asks for the memory of the id that comes 16 searches later.
 const AHEAD: usize = 16;
 
-/// Ids to locations. See the module.
+/// Finds the location of an id. See the module.
 #[derive(Debug)]
 pub struct TagIndex {
     prints: Prints,
     tables: Vec<SubTable>,
-    pool: Pool,
+    pool: Pages,
     exact: Exact,
     tagged: usize,
     scratch: Vec<u64>,
 }
 
-/// The entries of one sub-table: position `p` is in `pages[p / PAGE]`; homes are positions `0..homes`, what follows is overhang.
+/// The entries of one sub-table. Position `p` is in `pages[p / PAGE]`. Positions `0..homes` are homes, and those that follow are overhang.
 #[derive(Clone, Debug, Default)]
 struct SubTable {
     homes: u32,
@@ -90,21 +63,21 @@ impl TagIndex {
     /// More ids than these are not to be added: past them the exact map takes too large a share.
     pub const MOST_IDS: u64 = 1 << 32;
 
-    /// The index with 1024 sub-tables and tags of `tag_bits` bits (24; 1 to 24). Few bits make many ids collide: for tests.
+    /// An index with 1024 sub-tables and tags of `tag_bits` bits, 1 to 24. With few bits, as in tests, many ids collide.
     pub fn new(tag_bits: u32) -> Self {
         Self::with_sub_tables(10, tag_bits)
     }
 
-    /// The index with 2^`sub_table_bits` (at most 16) sub-tables and tags of `tag_bits` (1 to 24) bits.
+    /// An index with 2^`sub_table_bits` (at most 16) sub-tables and tags of `tag_bits` (1 to 24) bits.
     ///
     /// # Panics
     /// With widths out of these ranges.
     pub fn with_sub_tables(sub_table_bits: u32, tag_bits: u32) -> Self {
         assert!(sub_table_bits <= 16 && (1..=24).contains(&tag_bits), "widths out of range");
         Self {
-            prints: Prints { sub_table_bits, tag_bits, secret: [secret(), secret() | 1, secret() | 1] },
+            prints: Prints::new(sub_table_bits, tag_bits),
             tables: vec![SubTable::default(); 1 << sub_table_bits],
-            pool: Pool::default(),
+            pool: Pages::default(),
             exact: Exact::default(),
             tagged: 0,
             scratch: Vec::new(),
@@ -135,13 +108,13 @@ impl TagIndex {
     pub fn bytes(&self) -> usize {
         size_of::<Self>()
             + self.tables.iter().map(|table| size_of::<SubTable>() + table.pages.capacity() * 4).sum::<usize>()
-            + self.pool.used as usize * PAGE * 8
+            + self.pool.bytes()
             + self.exact.bytes()
             + self.scratch.capacity() * 8
     }
 
-    /// The one location where `id` may be. `Some` for every id in the index, and its own location; for other ids `None` or, where
-    /// the print is the same, another id's.
+    /// The one location where `id` may be. For an id in the index it is the id's own. For another id it is `None`, or the location of an id with the
+    /// same print.
     #[inline]
     pub fn get(&self, id: Id) -> Option<Location> {
         if let Some(location) = self.exact.get(id) {
@@ -151,7 +124,7 @@ impl TagIndex {
         self.find(table, tag).ok().map(|(_, entry)| Location::from_bits(entry))
     }
 
-    /// [`TagIndex::get`] for each id, with the memory asked for ahead.
+    /// [`TagIndex::get`] for each id, whose memory is asked for ahead.
     ///
     /// # Panics
     /// When `locations` has not the length of `ids`.
@@ -168,14 +141,14 @@ impl TagIndex {
         }
     }
 
-    /// Ask for the memory of `more` entries to come, so that [`TagIndex::insert`] of them needs no large block.
+    /// Ask for the memory of `more` ids to come, so that [`TagIndex::insert`] of them needs no large block.
     ///
     /// Errors: `Kind::Memory`, and nothing has changed.
     pub fn reserve(&mut self, more: usize) -> Result<()> {
-        // Each sub-table that an entry comes to may grow by a step, and by what it was filled with.
-        let grown = 2 * self.tables.len().min(more) + more / (PAGE / 2) + self.pool.used as usize / 4;
+        // Each sub-table that an entry comes to may grow by a step, and by the entries themselves.
+        let grown = 2 * self.tables.len().min(more) + more / (PAGE / 2) + self.pool.used() / 4;
         self.pool.reserve(grown)?;
-        // Tags depend on a secret, so that an id meets another in its sub-table by chance alone; all may be in one sub-table.
+        // Tags depend on a secret, so that an id meets another in its sub-table by chance alone. All ids may be in one sub-table.
         let pairs = more as u128 * (self.len() + more) as u128;
         let met = (pairs >> self.prints.tag_bits).min(more as u128) as usize;
         self.exact.reserve(more.min(2 * met + 8))
@@ -201,7 +174,7 @@ impl TagIndex {
         }
     }
 
-    /// Point an id that is known to be present elsewhere; where it was.
+    /// Point an id that is known to be present to another location; the one before.
     pub fn replace(&mut self, id: Id, location: Location) -> Option<Location> {
         if let Some(place) = self.exact.get_mut(id) {
             return Some(std::mem::replace(place, location));
@@ -212,7 +185,7 @@ impl TagIndex {
         Some(Location::from_bits(entry))
     }
 
-    /// Remove an id that is known to be present; where it was.
+    /// Remove an id that is known to be present; its location.
     pub fn remove(&mut self, id: Id) -> Option<Location> {
         if let Some(location) = self.exact.remove(id) {
             return Some(location);
@@ -270,7 +243,7 @@ impl TagIndex {
         }
     }
 
-    /// Where `tag` is, and its entry; or where it belongs.
+    /// The position of `tag` and its entry; `Err` with the position where it belongs.
     #[inline]
     fn find(&self, table: usize, tag: u64) -> Result<(usize, u64), usize> {
         let least = tag << LOCATION_BITS;
@@ -290,7 +263,7 @@ impl TagIndex {
         &mut self.pool.page_mut(self.tables[table].pages[at / PAGE])[at % PAGE]
     }
 
-    /// Put `entry` at `at`; what was there moves on by one, up to the next gap.
+    /// Put `entry` at `at`. Entries from there to the next gap move on by one.
     fn shift_in(&mut self, table: usize, mut at: usize, mut entry: u64) {
         while entry != EMPTY {
             if at / PAGE == self.tables[table].pages.len() {
@@ -302,7 +275,7 @@ impl TagIndex {
         }
     }
 
-    /// Take out the entry at `at`; those behind it that are not at home move back by one.
+    /// Take out the entry at `at`. Those behind it that are not at home move back by one.
     fn shift_out(&mut self, table: usize, mut at: usize) {
         loop {
             let next = at + 1;
@@ -351,44 +324,6 @@ impl TagIndex {
     }
 }
 
-/// How an id's print is taken from its hash.
-#[derive(Clone, Copy, Debug)]
-pub struct Prints {
-    sub_table_bits: u32,
-    tag_bits: u32,
-    /// What tags depend on. The second and the third, which multiply, are odd.
-    secret: [u64; 3],
-}
-
-impl Prints {
-    /// Whether two ids have the same print.
-    pub fn are_equal(self, one: Id, other: Id) -> bool {
-        self.print(hash_id(one)) == self.print(hash_id(other))
-    }
-
-    /// Sub-table and tag of a hash.
-    #[inline]
-    fn print(self, hash: u64) -> (usize, u64) {
-        let table = (hash >> 48) as usize >> (16 - self.sub_table_bits);
-        // Hashes at equal steps leave one product at steps that are equal again, and by chance these are close to a whole turn. The second
-        // product takes the steps apart.
-        let once = folded(hash ^ self.secret[0], self.secret[1]);
-        (table, folded(once, self.secret[2]) >> (64 - self.tag_bits))
-    }
-
-    #[inline]
-    fn home(self, tag: u64, homes: u32) -> usize {
-        ((tag * u64::from(homes)) >> self.tag_bits) as usize
-    }
-}
-
-/// Both halves of a product in one word, so that each bit of the result hangs on bits above and below it.
-#[inline]
-fn folded(one: u64, other: u64) -> u64 {
-    let product = u128::from(one) * u128::from(other);
-    (product >> 64) as u64 ^ product as u64
-}
-
 /// Homes of a sub-table at a level from 1 on, in its geometric series, and the most entries that it takes then.
 fn size(table: usize, level: u32) -> (u32, u32) {
     // Multiples of the golden ratio spread the phases evenly for any number of sub-tables.
@@ -397,67 +332,14 @@ fn size(table: usize, level: u32) -> (u32, u32) {
     (size as u32, (size * MAX_LOAD) as u32)
 }
 
-/// Pages of entries, all empty when taken.
-#[derive(Debug, Default)]
-struct Pool {
-    chunks: Vec<Box<[u64]>>,
-    used: u32,
-}
-
-impl Pool {
-    #[inline]
-    fn page(&self, page: u32) -> &[u64] {
-        let start = page as usize % PAGES_PER_CHUNK * PAGE;
-        &self.chunks[page as usize / PAGES_PER_CHUNK][start..start + PAGE]
-    }
-
-    #[inline]
-    fn page_mut(&mut self, page: u32) -> &mut [u64] {
-        let start = page as usize % PAGES_PER_CHUNK * PAGE;
-        &mut self.chunks[page as usize / PAGES_PER_CHUNK][start..start + PAGE]
-    }
-
-    /// Have `pages` more to take.
-    fn reserve(&mut self, pages: usize) -> Result<()> {
-        while self.chunks.len() * PAGES_PER_CHUNK < self.used as usize + pages {
-            let chunk = zeros("hold the index of the rows on SSD", PAGES_PER_CHUNK * PAGE)?;
-            self.chunks.push(chunk.into_boxed_slice());
-        }
-        Ok(())
-    }
-
-    fn take(&mut self) -> u32 {
-        let page = self.take_as_it_is();
-        self.page_mut(page).fill(EMPTY);
-        page
-    }
-
-    /// A page with whatever is in it.
-    fn take_as_it_is(&mut self) -> u32 {
-        let page = self.used;
-        if page as usize == self.chunks.len() * PAGES_PER_CHUNK {
-            self.reserve(1).unwrap_or_else(|refused| panic!("{refused}"));
-        }
-        self.used += 1;
-        page
-    }
-}
-
-/// A number that nobody outside this process knows.
-#[cfg(not(loom))]
-fn secret() -> u64 {
-    std::collections::hash_map::RandomState::new().hash_one(0_u64)
-}
-
-/// A model runs the same way each time.
-#[cfg(loom)]
-fn secret() -> u64 {
-    0x0123_4567_89ab_cdef
-}
-
 mod exact;
 mod fill;
+mod location;
+mod pages;
+mod prints;
 #[cfg(test)]
 mod tests;
 
 pub use fill::{Filled, Filler};
+pub use location::Location;
+pub use prints::Prints;

@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use loom::thread::{Builder, JoinHandle};
 
-use super::background::Background;
-use super::open::Tuning;
-use super::shared::Stream;
+use super::resume::open::Tuning;
+use super::room::compaction::Choice;
 use super::tests::{Row, SMALL, TINY, append, config, open_tuned};
+use super::work::compact::{next, schedule};
+use super::work::moment::read_before_turn;
+use super::workers::Workers;
 use super::{Fetch, SsdTier};
 use crate::config::Reopen;
 use crate::io::{IoEngine, MemoryEngine};
@@ -34,23 +36,16 @@ pub(crate) fn spawn<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static
 
 /// Do the reads that wait; the file of each must be there.
 pub(crate) fn read_waiting(engine: &dyn IoEngine) {
-    Background::shared().unwrap().fetch_waiting(|job| {
-        for path in job.files() {
-            assert!(engine.exists(path).unwrap(), "{} is gone before it is read", path.display());
-        }
+    Workers::of_process().unwrap().read_waiting(|path| {
+        assert!(engine.exists(path).unwrap(), "{} is gone before it is read", path.display());
     });
 }
 
 impl SsdTier {
     /// Put everything so far into files.
     pub(crate) fn settle(&self) {
-        {
-            let mut state = self.shared.state();
-            for stream in Stream::all() {
-                state.seal(stream);
-            }
-        }
-        Background::shared().unwrap().flush_waiting();
+        self.inner.state().seal_all();
+        Workers::of_process().unwrap().write_waiting();
     }
 }
 
@@ -84,11 +79,11 @@ fn versions(tier: &SsdTier, engine: &dyn IoEngine, ids: &[Id]) -> Vec<Option<u32
 /// Nothing is counted that is not there, and the other way round; what is open is closed, so that nobody waits for the flusher.
 fn check_counts(tier: &SsdTier) {
     tier.settle();
-    let space = &tier.shared.home.space;
-    let state = tier.shared.view();
-    let live: u32 = state.current().map(|segment| segment.live.load(crate::sync::Ordering::Relaxed)).sum();
-    assert_eq!(u64::from(live), state.index.len() as u64);
-    let held: u64 = state.current().map(|segment| segment.held_bytes()).sum();
+    let space = &tier.inner.home.space;
+    let state = tier.inner.view();
+    let live: u32 = state.segments().iter().map(|segment| segment.live()).sum();
+    assert_eq!(u64::from(live), state.rows());
+    let held: u64 = state.segments().iter().map(|segment| segment.held_bytes()).sum();
     assert_eq!(space.used_bytes(), held, "of files that are gone the bytes are free");
 }
 
@@ -99,8 +94,8 @@ fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() 
         let (tier, engine) = tier(256 << 10, SMALL);
         // One more fills the buffer.
         append(&tier, &rows(0..191, 1), |_| false).unwrap();
-        let background = Background::shared().unwrap();
-        let flusher = spawn(move || background.work_as_flusher());
+        let background = Workers::of_process().unwrap();
+        let flusher = spawn(move || background.work_as_writer());
         let appending = {
             let tier = Arc::clone(&tier);
             spawn(move || append(&tier, &rows(191..192, 1), |_| false).unwrap())
@@ -108,7 +103,7 @@ fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() 
         assert_eq!(versions(&tier, &*engine, &[0, 190]), [Some(1); 2]);
         appending.join().unwrap();
         assert_eq!(versions(&tier, &*engine, &[1, 191]), [Some(1); 2]);
-        background.end_flusher();
+        background.end_writer();
         flusher.join().unwrap();
         check_counts(&tier);
     });
@@ -143,16 +138,16 @@ fn with_a_victim() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
         tier.settle();
     }
     append(&tier, &rows(2..4, 2), |_| true).unwrap();
-    let state = tier.shared.view();
-    assert!(super::compact::victim(&tier.shared, &state).is_some(), "compaction would have nothing to do");
+    let state = tier.inner.view();
+    assert!(next(&tier.inner, &state) != Choice::Nothing, "compaction would have nothing to do");
     drop(state);
     (tier, engine)
 }
 
 /// The compactor's thread, which finds the tier in its inbox.
 fn compact(tier: &Arc<SsdTier>) -> JoinHandle<()> {
-    tier.shared.schedule_compaction();
-    spawn(|| Background::shared().unwrap().compact_waiting())
+    schedule(&tier.inner);
+    spawn(|| Workers::of_process().unwrap().compact_waiting())
 }
 
 /// Of compaction, which moves a row, and an append or a removal of the same id, the newer one stays.
@@ -213,7 +208,7 @@ fn loom_a_moment_has_its_rows_while_they_are_moved_overwritten_and_read_before_t
         let moment = tier.moment(&mut [1].into_iter(), 0, keep).unwrap();
         let reading_early = {
             let tier = Arc::clone(&tier);
-            spawn(move || tier.shared.read_for_moment())
+            spawn(move || read_before_turn(&tier.inner))
         };
         append(&tier, &rows(0..1, 3), |_| true).unwrap();
         let mut given = Vec::new();

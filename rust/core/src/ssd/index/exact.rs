@@ -1,17 +1,19 @@
-//! Ids that share their print with another, in full: few as long as prints are many.
+//! Keeps in full the ids that share their print with another. They are few as long as there are many prints.
 //!
-//! They are in one map while they are few, and in [`MAPS`] maps later, so that a map that grows holds up the table for a moment only. Which
-//! map an id is in, and where, depends on a secret: nobody can choose ids that meet there.
+//! While they are few they are in one map, and later in [`MAPS`] maps, so that a map that grows holds the table up only briefly. Which map an id is in, and
+//! where, depends on a secret, so that nobody can choose ids that meet there.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};
 
-use super::{Location, secret};
+use super::location::Location;
+use super::prints::secret;
 use crate::error::Result;
 use crate::types::{Id, hash_id};
 
-/// Maps, once there are this many ids.
+/// Maps, once there are more ids than [`FEW`].
 const MAPS: usize = 1024;
+/// As many ids are kept in one map.
 const FEW: usize = 1 << 15;
 
 #[derive(Debug)]

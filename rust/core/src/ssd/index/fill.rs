@@ -1,16 +1,19 @@
-//! Filling an empty index from ids, sub-table after sub-table: each is made at its final size, by several threads.
+//! Fills an empty index from ids, sub-table after sub-table. Each is made at its final size, and several threads may make some at the same time.
 
-use super::{EMPTY, LOCATION_BITS, Location, PAGE, Prints, SubTable, TagIndex, size};
+use super::location::Location;
+use super::pages::{EMPTY, PAGE};
+use super::prints::Prints;
+use super::{LOCATION_BITS, SubTable, TagIndex, size};
 use crate::error::Result;
 use crate::types::{Id, id_of_hash};
 
-/// Makes sub-tables for one index. Cheap to copy.
+/// Makes sub-tables for one index. It is cheap to copy.
 #[derive(Clone, Copy, Debug)]
 pub struct Filler {
     prints: Prints,
 }
 
-/// A sub-table made, to be put into its index.
+/// A sub-table that was made and is to be put into its index.
 #[derive(Debug)]
 pub struct Filled {
     table: usize,
@@ -31,7 +34,7 @@ impl Filler {
         (table < self.sub_tables()).then(|| ((table as u64) << 48) << (16 - self.prints.sub_table_bits))
     }
 
-    /// The sub-tables of `ids`, distinct ones: those of a sub-table all in one call, and side by side.
+    /// Make the sub-tables of `ids`, which are distinct. All ids of a sub-table are in one call, and lie side by side.
     pub fn fill(self, ids: &[(u64, Location)]) -> Vec<Filled> {
         let same_table =
             |a: &(u64, Location), b: &(u64, Location)| self.prints.print(a.0).0 == self.prints.print(b.0).0;
@@ -70,7 +73,8 @@ impl Filler {
         Filled { table, sub_table, entries, exact }
     }
 
-    /// The entries of ids, with their hashes, by ascending tag. Tags are spread evenly, so nearly all of it is putting each into its bucket.
+    /// The entries of ids, with their hashes, by ascending tag. Tags are spread evenly, so nearly all of it is putting each into its
+    /// bucket.
     fn by_tag(self, ids: &[(u64, Location)]) -> Vec<(u64, u64)> {
         let buckets = (ids.len() / 4).next_power_of_two().min(1 << self.prints.tag_bits);
         let shift = self.prints.tag_bits - buckets.trailing_zeros();
@@ -85,7 +89,7 @@ impl Filler {
         for end in &mut ends {
             before += std::mem::replace(end, before);
         }
-        // Here `ends` are starts; each moves to its end as the bucket fills.
+        // At first these are starts. Each moves to its end as the bucket fills.
         let mut sorted = vec![(0, 0); ids.len()];
         for &id in ids {
             let (entry, hash) = entry(id);
@@ -103,7 +107,7 @@ impl Filler {
 }
 
 impl TagIndex {
-    /// What makes sub-tables for this index.
+    /// Makes sub-tables for this index.
     pub fn filler(&self) -> Filler {
         Filler { prints: self.prints }
     }

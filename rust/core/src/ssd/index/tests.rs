@@ -202,17 +202,17 @@ proptest! {
             index.insert((number ^ salt) as i64, at(number));
         }
         let promised = {
-            let pool = index.pool.used as usize;
+            let pool = index.pool.used();
             index.reserve(more).unwrap();
             let grown = 2 * index.tables.len().min(more) + more / (PAGE / 2) + pool / 4;
-            prop_assert!(index.pool.chunks.len() * PAGES_PER_CHUNK >= pool + grown);
+            prop_assert!(index.pool.room() >= pool + grown);
             pool + grown
         };
         for number in 0..more as u64 {
             let number = before as u64 + number;
             index.insert((number ^ salt) as i64, at(number));
         }
-        prop_assert!(index.pool.used as usize <= promised, "{} pages and {promised} promised", index.pool.used);
+        prop_assert!(index.pool.used() <= promised, "{} pages and {promised} promised", index.pool.used());
         check_structure(&index);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use super::*;
 use crate::error::Kind;
 use crate::io::MemoryEngine;
-use crate::ssd::buffer::{BLOCK_BYTES, Pool};
+use crate::ssd::segment::buffer::{BLOCK_BYTES, Pool};
 
 #[test]
 fn rows_are_found_before_and_after_they_are_written() {
@@ -104,7 +104,7 @@ fn tombstones_go_when_no_dead_record_is_left_that_they_could_be_for() {
         append(&tier, &rows(token as Id * 1000..token as Id * 1000 + 10), |_| false).unwrap();
         tier.publish(token, StateCounters::default()).unwrap();
     }
-    assert!(tier.shared.view().tombstones.is_empty());
+    assert!(tier.inner.view().segments().tombstones().segments == 0);
     assert_eq!(scan(&tier).unwrap().len(), 30);
 }
 
@@ -116,9 +116,9 @@ fn hundreds_of_tables_with_a_few_rows_each_share_the_process_buffers() {
         .map(|table| {
             let mut config = config(64 << 20, Reopen::Never);
             config.dir = format!("/embcache-test/{table}").into();
-            let (shared, _) = Shared::open(&config, &identity(), layout(), engine.clone(), usual).unwrap();
-            assert_eq!(shared.home.block_bytes, BLOCK_BYTES);
-            SsdTier { shared }
+            let (inner, _) = opening::open(&config, &identity(), layout(), engine.clone(), usual, None).unwrap();
+            assert_eq!(inner.home.block_bytes, BLOCK_BYTES);
+            SsdTier { inner }
         })
         .collect();
     let ids: Vec<Id> = (0..300).collect();
@@ -128,7 +128,7 @@ fn hundreds_of_tables_with_a_few_rows_each_share_the_process_buffers() {
             append(tier, &rows, |_| version > 1).unwrap();
         }
     }
-    assert!(Pool::shared().out() < 100, "{} buffers out", Pool::shared().out());
+    assert!(Pool::of_process().out() < 100, "{} buffers out", Pool::of_process().out());
     for tier in &tiers {
         let expected: Vec<Option<Row>> = ids.iter().map(|id| Some(Row::new(*id, 3))).collect();
         assert_eq!(fetch(tier, &ids).unwrap(), expected);
@@ -142,8 +142,8 @@ fn records_larger_than_a_block_go_through() {
     let layout = OptimizerKind::Adam.layout(dim);
     let identity = Identity { dim: dim as u64, optimizer: "adam".into(), ..identity() };
     let config = config(64 << 20, Reopen::Never);
-    let (shared, _) = Shared::open(&config, &identity, layout, engine, Tuning::default()).unwrap();
-    let tier = SsdTier { shared };
+    let (inner, _) = opening::open(&config, &identity, layout, engine, Tuning::default(), None).unwrap();
+    let tier = SsdTier { inner };
     let rows = tier.capacity_rows() as Id;
     assert!(rows > 20, "{rows}");
     let row = |id: Id| (RowHeader { id, ..RowHeader::default() }, vec![id as f32; layout.vector_floats()]);

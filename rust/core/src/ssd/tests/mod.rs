@@ -5,8 +5,7 @@ mod model;
 
 use std::sync::Arc;
 
-use super::open::Tuning;
-use super::shared::Shared;
+use super::resume::open::{self as opening, Tuning};
 use super::{Identity, SsdTier, StateCounters};
 use crate::config::{OptimizerKind, Reopen, SsdConfig};
 use crate::error::Result;
@@ -56,8 +55,8 @@ pub(super) fn open_tuned(
     config: &SsdConfig,
     tuning: Tuning,
 ) -> Result<(SsdTier, Option<StateCounters>)> {
-    let (shared, counters) = Shared::open(config, &identity(), layout(), engine.clone(), tuning)?;
-    Ok((SsdTier { shared }, counters))
+    let (inner, counters) = opening::open(config, &identity(), layout(), engine.clone(), tuning, None)?;
+    Ok((SsdTier { inner }, counters))
 }
 
 /// A row that its id and version determine.
@@ -128,5 +127,5 @@ fn scan(tier: &SsdTier) -> Result<Vec<Row>> {
 
 /// Let the flusher finish.
 fn settle(tier: &SsdTier) {
-    tier.shared.home.space.wait_idle();
+    tier.inner.home.space.wait_idle();
 }

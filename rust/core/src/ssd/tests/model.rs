@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::Kind;
 use crate::io::MemoryEngine;
-use crate::ssd::segment::OpenSegment;
+use crate::ssd::work::compact;
 
 const IDS: Id = 400;
 
@@ -118,13 +118,13 @@ impl World {
                 self.tier().publish(self.token, counters).unwrap();
                 self.states.push((self.token, self.rows.clone(), counters));
             }
-            Op::Compact => while self.tier().shared.compact_once() {},
+            Op::Compact => while compact::once(&self.tier().inner) {},
             Op::Scan => {
                 let expected: Vec<Row> = self.rows.values().cloned().collect();
                 assert_eq!(scan(self.tier()).unwrap(), expected);
             }
             Op::Spill => {
-                self.tier().shared.state().open.iter_mut().flatten().for_each(OpenSegment::spill);
+                self.tier().inner.state().spill();
                 self.check_fetch(&(-IDS..IDS).collect::<Vec<_>>());
             }
             Op::Evict { rows, keep_multiples_of } => {
@@ -220,8 +220,8 @@ impl World {
     fn check(&self) {
         let tier = self.tier();
         assert_eq!(tier.rows(), self.rows.len() as u64);
-        let state = tier.shared.view();
-        let live: u32 = state.current().map(|s| s.live.load(std::sync::atomic::Ordering::Relaxed)).sum();
+        let state = tier.inner.view();
+        let live: u32 = state.segments().iter().map(|s| s.live()).sum();
         assert_eq!(u64::from(live), self.rows.len() as u64, "live counts");
         drop(state);
         assert!(self.memory.live_bytes() <= self.cap, "{} bytes in files", self.memory.live_bytes());

@@ -1,0 +1,194 @@
+//! The file of a published state: a small file that names the segments of one consistent state, their lengths and checksums.
+//!
+//! `<token>.state` is a line `embcache-ssd-state 2 <crc32c> <bytes> <note bytes>`, then as many bytes of JSON, then the table's note. It is
+//! published whole (temporary file, sync, rename, sync of the directory) after every segment that it names was synced.
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use crate::error::{Error, Kind, Result};
+use crate::io::{IoEngine, publish, read_file};
+use crate::rows::RowLayout;
+use crate::ssd::format::names::state_path;
+use crate::ssd::identity::{Identity, StateCounters};
+
+const TITLE: &str = "embcache-ssd-state";
+/// The format that is written. It says how ids fall into buckets (`bucket_hash`).
+const FORMAT: u32 = 2;
+/// The oldest format that is read. Its tables have plain buckets, and all its segments are of version 1.
+const OLDEST_FORMAT: u32 = 1;
+/// No file of a state is longer: 2²⁰ segments at less than 128 bytes each, and the longest note.
+const LIMIT_BYTES: u64 = 256 << 20;
+
+/// A counter in a file that is larger than this is damage: counting one by one does not get there. What is added to a counter up to
+/// this does not overflow.
+pub(crate) const MAX_COUNT: u64 = 1 << 62;
+
+/// A segment as a state names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Named {
+    /// Serial.
+    #[serde(rename = "n")]
+    pub serial: u64,
+    /// Whether it holds tombstones.
+    #[serde(rename = "t")]
+    pub tombstones: bool,
+    /// Length of the file.
+    #[serde(rename = "b")]
+    pub file_bytes: u64,
+    /// Checksum of the trailer.
+    #[serde(rename = "c")]
+    pub crc: u32,
+}
+
+/// Sealed segments that together hold a tier's rows, as a linked checkpoint names them.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SegmentSet {
+    /// No record has a larger `write_seq`.
+    pub write_seq: u64,
+    /// Rows. A row counts once, however many records of it there are.
+    pub rows: u64,
+    /// The segments.
+    pub segments: Vec<Named>,
+}
+
+impl SegmentSet {
+    /// Bytes of the files.
+    pub fn bytes(&self) -> u64 {
+        self.segments.iter().map(|named| named.file_bytes).sum()
+    }
+
+    /// `Err` says what is wrong with the numbers, which come from a file.
+    pub fn check(&self) -> Result<(), String> {
+        let highest = self.segments.iter().map(|named| named.serial).max().unwrap_or(0);
+        let longest = self.segments.iter().map(|named| named.file_bytes).max().unwrap_or(0);
+        if [self.write_seq, highest].into_iter().any(|number| number > MAX_COUNT)
+            || [self.rows, longest].into_iter().any(|number| number > 1 << 44)
+            || self.segments.len() > 1 << 20
+        {
+            return Err("the numbers of its segments are out of range".into());
+        }
+        let serials: HashSet<u64> = self.segments.iter().map(|named| named.serial).collect();
+        if serials.len() == self.segments.len() { Ok(()) } else { Err("a segment is there twice".into()) }
+    }
+}
+
+/// The contents of a state's file.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct StateFile {
+    pub(crate) token: u64,
+    pub(crate) identity: Identity,
+    pub(crate) vector_floats: u64,
+    pub(crate) scalar_slot: bool,
+    pub(crate) counters: StateCounters,
+    /// No record of this state has a larger `write_seq`.
+    pub(crate) write_seq: u64,
+    pub(crate) rows: u64,
+    pub(crate) segments: Vec<Named>,
+    /// The table's own bytes. Their length is in the first line, and the checksum there covers them too.
+    #[serde(skip)]
+    pub(crate) note: Vec<u8>,
+}
+
+impl StateFile {
+    /// Write the file durably.
+    pub(crate) fn write(&self, engine: &dyn IoEngine, dir: &Path) -> Result<()> {
+        let body = serde_json::to_string(self)
+            .map_err(|e| Error::new(Kind::Storage, format!("cannot render the state of {}: {e}", dir.display())))?;
+        let crc = crc32c::crc32c_append(crc32c::crc32c(body.as_bytes()), &self.note);
+        let mut bytes = format!("{TITLE} {FORMAT} {crc:08x} {} {}\n{body}", body.len(), self.note.len()).into_bytes();
+        bytes.extend_from_slice(&self.note);
+        publish(engine, &state_path(dir, self.token), &bytes)
+    }
+
+    /// Read and check the state `token` of `dir`.
+    pub(crate) fn read(engine: &dyn IoEngine, dir: &Path, token: u64) -> Result<Self> {
+        let path = state_path(dir, token);
+        let bytes = read_file(engine, &path, LIMIT_BYTES)?;
+        let damaged = |what: &str, expected: String, got: String| Error::corruption(&path, 0, what, expected, got);
+        let line_end = bytes.iter().take(128).position(|byte| *byte == b'\n').unwrap_or(0);
+        let line = String::from_utf8_lossy(&bytes[..line_end]);
+        let body = &bytes[(line_end + 1).min(bytes.len())..];
+        let parts: Vec<&str> = line.split(' ').collect();
+        let &[TITLE, format, crc, len, note_len] = parts.as_slice() else {
+            let expected = format!("'{TITLE} {FORMAT} <crc32c> <bytes> <note bytes>'");
+            return Err(damaged("the first line", expected, format!("'{line}'")));
+        };
+        if !(OLDEST_FORMAT..=FORMAT).any(|known| format == known.to_string()) {
+            return Err(Error::new(
+                Kind::Mismatch,
+                format!(
+                    "{} has format {format} and this version reads formats {OLDEST_FORMAT} to {FORMAT}",
+                    path.display()
+                ),
+            ));
+        }
+        let lengths = len.parse::<usize>().ok().zip(note_len.parse::<usize>().ok());
+        let whole = lengths.filter(|(len, note_len)| len.checked_add(*note_len) == Some(body.len()));
+        let Some((len, _)) = whole else {
+            return Err(damaged("the length of the state", format!("{len} and {note_len}"), body.len().to_string()));
+        };
+        let got = format!("{:08x}", crc32c::crc32c(body));
+        if crc != got {
+            return Err(damaged("the state's checksum", crc.to_owned(), got));
+        }
+        let (body, note) = body.split_at(len);
+        let mut state: Self = serde_json::from_slice(body)
+            .map_err(|e| damaged("the state", "fields of a known format".to_owned(), format!("not readable ({e})")))?;
+        note.clone_into(&mut state.note);
+        if state.token != token {
+            return Err(damaged("the token", token.to_string(), state.token.to_string()));
+        }
+        let highest = state.segments.iter().map(|segment| segment.serial).max().unwrap_or(0);
+        for (what, number) in
+            [("write_seq", state.write_seq), ("the step", state.counters.step), ("the serial of a segment", highest)]
+        {
+            if number > MAX_COUNT {
+                return Err(damaged(what, format!("at most {MAX_COUNT}"), number.to_string()));
+            }
+        }
+        let serials: HashSet<u64> = state.segments.iter().map(|segment| segment.serial).collect();
+        if serials.len() != state.segments.len() {
+            let got = format!("{} of {}", serials.len(), state.segments.len());
+            return Err(damaged("the number of distinct segments", state.segments.len().to_string(), got));
+        }
+        Ok(state)
+    }
+
+    /// `Mismatch`, which names the first field that differs, unless the state is of this table. How ids fall into buckets may differ,
+    /// because the table takes that over from the state.
+    pub(crate) fn check_identity(&self, identity: &Identity, layout: &RowLayout, dir: &Path) -> Result<()> {
+        let (was, is) = (&self.identity, identity);
+        let layout_name = |vector_floats: u64, scalar: bool| {
+            format!("{vector_floats} floats{}", if scalar { " and a scalar" } else { "" })
+        };
+        let fields: [(&str, String, String); 10] = [
+            ("table", was.table.clone(), is.table.clone()),
+            ("table key", was.key.to_string(), is.key.to_string()),
+            ("embedding_dim", was.dim.to_string(), is.dim.to_string()),
+            ("optimizer", was.optimizer.clone(), is.optimizer.clone()),
+            ("seed", was.seed.to_string(), is.seed.to_string()),
+            ("initializer", was.initializer.clone(), is.initializer.clone()),
+            ("total_num_buckets", was.total_num_buckets.to_string(), is.total_num_buckets.to_string()),
+            ("first bucket of this rank", was.bucket_begin.to_string(), is.bucket_begin.to_string()),
+            ("last bucket of this rank", was.bucket_end.to_string(), is.bucket_end.to_string()),
+            (
+                "row",
+                layout_name(self.vector_floats, self.scalar_slot),
+                layout_name(layout.vector_floats() as u64, layout.scalar_slot),
+            ),
+        ];
+        match fields.iter().find(|(_, was, is)| was != is) {
+            None => Ok(()),
+            Some((field, was, is)) => Err(Error::new(
+                Kind::Mismatch,
+                format!(
+                    "cannot resume {}: {field} was {was} there and is {is} now; to change it, load a checkpoint made with Saver \
+                     and open the directory with reopen = \"discard\"",
+                    dir.display()
+                ),
+            )),
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Whose rows a tier holds, and what a published state remembers of its table.
+
+use crate::config::TableConfig;
+use crate::types::BucketHash;
+
+/// The table shard that a tier's files belong to. A published state keeps it, and a resume compares it.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Identity {
+    /// Table name.
+    pub table: String,
+    /// Table key.
+    pub key: u64,
+    /// Embedding width.
+    pub dim: u64,
+    /// Optimizer name.
+    pub optimizer: String,
+    /// Seed of births.
+    pub seed: u64,
+    /// Rendering of the initializer.
+    pub initializer: String,
+    /// Buckets of the table.
+    pub total_num_buckets: u32,
+    /// How ids fall into the buckets. States of format 1 do not say it; their tables have [`BucketHash::Plain`].
+    #[serde(default)]
+    pub bucket_hash: BucketHash,
+    /// First bucket of this shard.
+    pub bucket_begin: u32,
+    /// One past the last bucket of this shard.
+    pub bucket_end: u32,
+}
+
+impl Identity {
+    /// The identity of the table that `config` describes.
+    pub fn of(config: &TableConfig) -> Self {
+        Self {
+            table: config.name.clone(),
+            key: config.key,
+            dim: config.dim as u64,
+            optimizer: config.optimizer.name().to_owned(),
+            seed: config.seed,
+            initializer: format!("{:?}", config.initializer),
+            total_num_buckets: config.total_num_buckets,
+            bucket_hash: config.bucket_hash,
+            bucket_begin: config.buckets.start,
+            bucket_end: config.buckets.end,
+        }
+    }
+}
+
+/// The table's counters that a published state keeps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct StateCounters {
+    /// The table's step counter.
+    pub step: u64,
+    /// The table's checkpoint epoch.
+    pub epoch: u32,
+}

@@ -1,0 +1,321 @@
+//! Restoring: the rows of a set of segments back into an index, from footers alone.
+//!
+//! Each of several threads takes a range of hashes, which is some sub-tables of the index. It reads that part of all footers side by side,
+//! sub-table after sub-table. All entries of one id are in one sub-table, where the newest wins, and each sub-table is made at its final
+//! size. Beside the index memory does not grow with the rows.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use crate::error::{Error, Kind, Result};
+use crate::io::{IoEngine, IoFile, Open, descriptors};
+use crate::ssd::format::end::most_padding;
+use crate::ssd::format::names::segment_path;
+use crate::ssd::format::record::Binding;
+use crate::ssd::format::segment::{Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, TRAILER_BYTES, decode_trailer};
+use crate::ssd::format::state::{Named, StateFile};
+use crate::ssd::index::{Filler, Location, TagIndex};
+use crate::ssd::segment::file::{Sealed, Segment};
+use crate::ssd::segment::footers::{Footers, Hashes, check_crc, positions};
+use crate::ssd::segment::home::Home;
+use crate::ssd::tier::state::TierState;
+use crate::sync::lock;
+
+/// A thread handles about so many entries at once.
+const RANGE_ENTRIES: u64 = 1 << 16;
+/// Bytes that are read ahead of all footers, by all threads together.
+const READ_AHEAD_BYTES: u64 = 64 << 20;
+/// The most bytes of one read, which has at least a page. Larger reads make a disk hardly faster.
+const READ_BYTES: u64 = 60 << 10;
+/// There is one thread for each so many entries.
+const ENTRIES_A_THREAD: u64 = 1 << 18;
+/// There are at most so many threads. Each waits for its reads, and sorts what it has read while others wait, so that the disk is kept
+/// busy.
+const MOST_THREADS: u64 = 4;
+
+/// The file of a segment that a state names. All of it was checked except entries and records.
+pub(crate) struct Found {
+    serial: u64,
+    content: Content,
+    binding: Binding,
+    file: Arc<dyn IoFile>,
+    sealed: Sealed,
+}
+
+impl Found {
+    /// Make it a segment, which holds its bytes of the cap.
+    fn take(self, home: &Home) -> Result<Arc<Segment>> {
+        let Self { serial, content, binding, file, sealed } = self;
+        Segment::reopened(home, serial, (content, binding), file, sealed).map(Arc::new)
+    }
+}
+
+/// Open the segment that a state names, and check all of it except entries and records.
+pub(crate) fn open_segment(home: &Home, named: &Named, path: &Path) -> Result<Arc<Segment>> {
+    find_segment(home, named, path)?.take(home)
+}
+
+fn find_segment(home: &Home, named: &Named, path: &Path) -> Result<Found> {
+    if !home.engine.exists(path)? {
+        return Err(Error::corruption(path, 0, "a segment that the state names", "there", "missing"));
+    }
+    descriptors::check_reserve(&home.dir)?;
+    let file = home.engine.open(path, Open::Read)?;
+    let file_bytes = file.len()?;
+    if file_bytes != named.file_bytes {
+        return Err(Error::corruption(path, 0, "the file's length", named.file_bytes, file_bytes));
+    }
+    let header_bytes = home.schema.header_bytes();
+    let least = (header_bytes + TRAILER_BYTES) as u64;
+    if file_bytes < least {
+        return Err(Error::corruption(path, 0, "the file's length", format!("at least {least}"), file_bytes));
+    }
+    debug_assert!(header_bytes <= MAX_HEADER_BYTES);
+    let mut header = vec![0; header_bytes];
+    file.read_at(0, &mut header)?;
+    let (content, binding) = home.schema.check_header(&header, path, named.serial)?;
+    if (content == Content::Tombstones) != named.tombstones {
+        let expected = if named.tombstones { "tombstones" } else { "rows" };
+        return Err(Error::corruption(path, 12, "the segment's content", expected, format!("{content:?}")));
+    }
+    let mut trailer = [0; TRAILER_BYTES];
+    let at = file_bytes - TRAILER_BYTES as u64;
+    file.read_at(at, &mut trailer)?;
+    let trailer = decode_trailer(&trailer, path, at, named.serial)?;
+    if trailer.crc != named.crc {
+        let (expected, got) = (format!("{:08x}", named.crc), format!("{:08x}", trailer.crc));
+        return Err(Error::corruption(path, at, "the footer's checksum named by the state", expected, got));
+    }
+    let records = u64::from(trailer.records) * (home.schema.record_bytes(content) + trailer.entries().bytes()) as u64;
+    let padded_from = header_bytes as u64 + records;
+    if trailer.records > Location::MAX_RECORDS || padded_from > at || at - padded_from > most_padding(file_bytes) {
+        let expected = format!("that of {file_bytes} bytes");
+        return Err(Error::corruption(path, at + 8, "the number of records", expected, trailer.records));
+    }
+    let mut padding = vec![0; (at - padded_from) as usize];
+    file.read_at(padded_from, &mut padding)?;
+    if let Some(byte) = padding.iter().position(|byte| *byte != 0) {
+        return Err(Error::corruption(path, padded_from + byte as u64, "a byte of padding", 0, padding[byte]));
+    }
+    Ok(Found { serial: named.serial, content, binding, file, sealed: Sealed { trailer, file_bytes } })
+}
+
+/// The segments that states name, each of which is opened once.
+#[derive(Default)]
+pub(crate) struct Opened {
+    by_serial: HashMap<u64, Arc<Segment>>,
+}
+
+impl Opened {
+    /// The segments of `state`, all or none. Where the state is damaged, no file of it holds bytes of the cap.
+    pub(crate) fn segments_of(&mut self, home: &Home, state: &StateFile) -> Result<Vec<Arc<Segment>>> {
+        let new = state.segments.iter().filter(|named| !self.contains(named.serial));
+        let find = |named: &Named| find_segment(home, named, &segment_path(&home.dir, named.serial));
+        let found: Vec<Found> = new.map(find).collect::<Result<_>>()?;
+        for found in found {
+            self.by_serial.insert(found.serial, found.take(home)?);
+        }
+        Ok(state.segments.iter().map(|named| self.by_serial[&named.serial].clone()).collect())
+    }
+
+    /// Whether one of them has this serial.
+    pub(crate) fn contains(&self, serial: u64) -> bool {
+        self.by_serial.contains_key(&serial)
+    }
+}
+
+#[derive(Clone, Copy, Default)]
+struct Candidate {
+    hash: u64,
+    write_seq: u64,
+    /// Position among the segments.
+    segment: u32,
+    record: u32,
+}
+
+/// What a thread has found in its part of the footers, beside the rows.
+struct Part {
+    /// This part's share of the checksum of each segment's footer. The exclusive or of the shares of all parts is the checksum.
+    checksums: Vec<u32>,
+    /// The live records of each segment.
+    live: Vec<u32>,
+    highest_epoch: u32,
+}
+
+/// What all threads of a restore share.
+struct Restore<'a> {
+    engine: &'a dyn IoEngine,
+    segments: &'a [Arc<Segment>],
+    /// Entries with a larger `write_seq` do not belong to the state.
+    write_seq: u64,
+    /// Entries of a footer that are read at once.
+    read_ahead: u32,
+    /// Sub-tables that are handled at once.
+    tables_at_once: usize,
+    filler: Filler,
+    index: Mutex<&'a mut TagIndex>,
+}
+
+/// Sorts candidates by hash, and those of one hash with the newest first. Hashes are spread evenly, so nearly all of the work is to put
+/// each into its bucket.
+#[derive(Default)]
+struct Sorter {
+    found: Vec<Candidate>,
+    sorted: Vec<Candidate>,
+    ends: Vec<u32>,
+}
+
+impl Sorter {
+    /// Sort the candidates that were found, whose hashes are `begin..end`. Nothing is found afterwards.
+    fn sorted(&mut self, (begin, end): Hashes) -> &[Candidate] {
+        let buckets = (self.found.len() / 4).max(2).next_power_of_two();
+        let width = end.unwrap_or(0).wrapping_sub(begin).wrapping_sub(1);
+        // The least shift that leaves no more than so many buckets.
+        let shift = (64 - width.leading_zeros()).saturating_sub(buckets.trailing_zeros());
+        let bucket = |candidate: &Candidate| ((candidate.hash - begin) >> shift) as usize;
+        self.ends.clear();
+        self.ends.resize(buckets, 0);
+        for candidate in &self.found {
+            self.ends[bucket(candidate)] += 1;
+        }
+        let mut before = 0;
+        for end in &mut self.ends {
+            before += std::mem::replace(end, before);
+        }
+        // At first these are starts. Each moves to its end as the bucket fills.
+        self.sorted.clear();
+        self.sorted.resize(self.found.len(), Candidate::default());
+        for candidate in self.found.drain(..) {
+            let end = &mut self.ends[bucket(&candidate)];
+            self.sorted[*end as usize] = candidate;
+            *end += 1;
+        }
+        let mut start = 0;
+        for &end in &self.ends {
+            let found = &mut self.sorted[start..end as usize];
+            if found.len() > 1 {
+                found.sort_unstable_by_key(|candidate| (candidate.hash, Reverse(candidate.write_seq)));
+            }
+            start = end as usize;
+        }
+        &self.sorted
+    }
+}
+
+impl Restore<'_> {
+    /// Fill the sub-tables `tables` from the part of the footers that holds their `hashes`. `begin` and `end` say by segment where the part
+    /// is.
+    fn part(&self, tables: Range<usize>, (begin, end): (&[u32], &[u32]), hashes: Hashes) -> Result<Part> {
+        let mut footers = Footers::new(self.engine, self.segments, (begin, end), hashes, self.read_ahead)?;
+        let mut live = vec![0; self.segments.len()];
+        let mut highest_epoch = 0;
+        let mut sorter = Sorter::default();
+        let mut rows: Vec<(u64, Location)> = Vec::new();
+        for first in tables.clone().step_by(self.tables_at_once) {
+            let end_hash = self.filler.first_hash(tables.end.min(first + self.tables_at_once));
+            footers.below(end_hash, |segment, hash, entry| {
+                if entry.write_seq <= self.write_seq {
+                    highest_epoch = highest_epoch.max(entry.modified_epoch);
+                    let (segment, record) = (segment as u32, entry.record);
+                    sorter.found.push(Candidate { hash, write_seq: entry.write_seq, segment, record });
+                }
+            })?;
+            let mut last = None;
+            for candidate in sorter.sorted((self.filler.first_hash(first).unwrap_or(0), end_hash)) {
+                // The newest of an id comes first, and where it is a tombstone there is no row.
+                let newest = last.replace(candidate.hash) != Some(candidate.hash);
+                let segment = &self.segments[candidate.segment as usize];
+                if newest && segment.content == Content::Rows {
+                    rows.push((candidate.hash, segment.location(candidate.record)));
+                    live[candidate.segment as usize] += 1;
+                }
+            }
+            let filled = self.filler.fill(&rows);
+            lock(&self.index).adopt(&filled)?;
+            rows.clear();
+        }
+        Ok(Part { checksums: footers.finish()?, live, highest_epoch })
+    }
+
+    /// Fill the whole index with `threads` threads.
+    fn run(&self, threads: usize) -> Result<Vec<Part>> {
+        let bounds: Vec<usize> = (0..=threads).map(|thread| self.filler.sub_tables() * thread / threads).collect();
+        let hashes: Vec<Option<u64>> = bounds.iter().map(|&bound| self.filler.first_hash(bound)).collect();
+        let inner: Vec<u64> = hashes[1..threads].iter().flatten().copied().collect();
+        let mut starts = vec![vec![0; self.segments.len()]];
+        starts.extend(positions(self.engine, self.segments, &inner)?);
+        starts.push(self.segments.iter().map(|segment| segment.records()).collect());
+        let part = |thread: usize| {
+            let places = (starts[thread].as_slice(), starts[thread + 1].as_slice());
+            self.part(bounds[thread]..bounds[thread + 1], places, (hashes[thread].unwrap_or(0), hashes[thread + 1]))
+        };
+        if threads == 1 {
+            return Ok(vec![part(0)?]);
+        }
+        std::thread::scope(|scope| {
+            let started: Vec<_> = (0..threads)
+                .map(|thread| std::thread::Builder::new().spawn_scoped(scope, move || part(thread)))
+                .collect();
+            let ended = started.into_iter().map(|started| {
+                let failed = |what: String| Error::new(Kind::Storage, format!("a thread that reopens {what}"));
+                let thread = started.map_err(|error| failed(format!("could not be started: {error}")))?;
+                thread.join().map_err(|_| failed("ended in a panic".into()))?
+            });
+            // All are waited for, also after the first error.
+            let ended: Vec<Result<Part>> = ended.collect();
+            ended.into_iter().collect()
+        })
+    }
+}
+
+/// How many threads restore so many entries. `threads` takes the place of the usual number.
+fn threads_for(entries: u64, tables: usize, threads: Option<usize>) -> usize {
+    let usual = (entries / ENTRIES_A_THREAD).clamp(1, MOST_THREADS);
+    threads.unwrap_or(usual as usize).clamp(1, tables)
+}
+
+/// What the file at `path` says that the segments hold.
+pub(crate) struct Wanted<'a> {
+    pub(crate) write_seq: u64,
+    pub(crate) rows: u64,
+    pub(crate) path: &'a Path,
+}
+
+/// The state of a tier that has what `wanted` says of `segments`. `index` is empty.
+pub(crate) fn restore(
+    mut index: TagIndex,
+    wanted: &Wanted<'_>,
+    segments: &[Arc<Segment>],
+    home: &Home,
+    threads: Option<usize>,
+) -> Result<TierState> {
+    let entries: u64 = segments.iter().map(|s| u64::from(s.records())).sum();
+    let filler = index.filler();
+    let tables = filler.sub_tables();
+    let threads = threads_for(entries, tables, threads);
+    let read_bytes = (READ_AHEAD_BYTES / (segments.len().max(1) * threads) as u64).clamp(4096, READ_BYTES);
+    let tables_at_once = (RANGE_ENTRIES * tables as u64).div_ceil(entries.max(1)).clamp(1, tables as u64) as usize;
+    let restore = Restore {
+        engine: &*home.engine,
+        segments,
+        write_seq: wanted.write_seq,
+        read_ahead: read_bytes as u32 / MOST_ENTRY_BYTES as u32,
+        tables_at_once,
+        filler,
+        index: Mutex::new(&mut index),
+    };
+    let parts = restore.run(threads)?;
+    for (at, segment) in segments.iter().enumerate() {
+        check_crc(segment, parts.iter().fold(0, |crc, part| crc ^ part.checksums[at]))?;
+        segment.set_live(parts.iter().map(|part| part.live[at]).sum());
+    }
+    let rows = index.len() as u64;
+    if rows != wanted.rows {
+        return Err(Error::corruption(wanted.path, 0, "the rows that the footers hold", wanted.rows, rows));
+    }
+    let highest_epoch = parts.iter().map(|part| part.highest_epoch).max().unwrap_or(0);
+    Ok(TierState::restored(index, segments, (wanted.write_seq, highest_epoch)))
+}

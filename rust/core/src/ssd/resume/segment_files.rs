@@ -1,0 +1,167 @@
+//! Segments outside any tier's directory, as a linked checkpoint has them: read where they lie, or linked into a tier's directory.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::config::SsdConfig;
+use crate::error::{Error, Result};
+use crate::io::{IoEngine, Open, link_or_copy};
+use crate::rows::{RowHeader, RowLayout, RowRef};
+use crate::ssd::format::names::segment_path;
+use crate::ssd::format::record::RecordKind;
+use crate::ssd::format::segment::{Content, Schema};
+use crate::ssd::format::state::SegmentSet;
+use crate::ssd::identity::Identity;
+use crate::ssd::index::{TAG_BITS, TagIndex};
+use crate::ssd::resume::restore::{Wanted, open_segment, restore};
+use crate::ssd::room::geometry::Geometry;
+use crate::ssd::segment::file::Segment;
+use crate::ssd::segment::footers::read_entries;
+use crate::ssd::segment::home::Home;
+use crate::ssd::tier::state::TierState;
+use crate::ssd::work::scan::ScanSink;
+use crate::types::Id;
+
+/// The cap of a tier that is only read: 16 TiB.
+const READ_ONLY_CAP_BYTES: u64 = 1 << 44;
+/// Bytes that are read at once.
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// Segments outside any tier's directory. Their headers, footers and lengths were checked.
+#[derive(Clone, Debug)]
+pub struct SegmentFiles {
+    engine: Arc<dyn IoEngine>,
+    identity: Identity,
+    layout: RowLayout,
+    set: SegmentSet,
+    /// Where they are, in the set's order.
+    paths: Vec<PathBuf>,
+    /// The file that names the set.
+    named_in: PathBuf,
+}
+
+impl SegmentFiles {
+    /// The segments `set` of the table `identity`, as the file `named_in` names them. `path_of` says where the one with a serial is.
+    ///
+    /// Errors: `Corruption` where a file is missing, has another length, belongs to another table or state, or has a damaged footer.
+    pub fn open(
+        engine: Arc<dyn IoEngine>,
+        (identity, layout): (Identity, RowLayout),
+        set: &SegmentSet,
+        path_of: impl Fn(u64) -> PathBuf,
+        named_in: PathBuf,
+    ) -> Result<Self> {
+        let paths = set.segments.iter().map(|named| path_of(named.serial)).collect();
+        let files = Self { engine, identity, layout, set: set.clone(), paths, named_in };
+        let home = files.home()?;
+        for segment in files.segments(&home)? {
+            read_entries(&*files.engine, &segment)?;
+        }
+        Ok(files)
+    }
+
+    /// Rows that they hold.
+    pub fn rows(&self) -> u64 {
+        self.set.rows
+    }
+
+    /// Bytes of the files.
+    pub fn bytes(&self) -> u64 {
+        self.set.bytes()
+    }
+
+    /// The layout of their rows.
+    pub fn layout(&self) -> RowLayout {
+        self.layout
+    }
+
+    fn home(&self) -> Result<Home> {
+        let schema = Schema::new(self.identity.key, &self.identity.optimizer, &self.layout);
+        let geometry = Geometry::new(READ_ONLY_CAP_BYTES, &schema, None)?;
+        let dir = self.named_in.parent().unwrap_or(Path::new(".")).to_owned();
+        let home = Home::new(dir, schema, geometry, None, Arc::clone(&self.engine))?;
+        // Whatever happens, these files are somebody else's.
+        home.space.close();
+        Ok(home)
+    }
+
+    fn segments(&self, home: &Home) -> Result<Vec<Arc<Segment>>> {
+        let named = self.set.segments.iter().zip(&self.paths);
+        named.map(|(named, path)| open_segment(home, named, path)).collect()
+    }
+
+    fn wanted(&self) -> Wanted<'_> {
+        Wanted { write_seq: self.set.write_seq, rows: self.set.rows, path: &self.named_in }
+    }
+
+    /// Hand every row to `sink` once, in no particular order. Every record is verified. It takes about 10 bytes of RAM a row until it ends.
+    pub fn read(&self, sink: &mut ScanSink<'_>) -> Result<()> {
+        let home = self.home()?;
+        let segments = self.segments(&home)?;
+        let state = restore(TagIndex::new(TAG_BITS), &self.wanted(), &segments, &home, None)?;
+        let mut rows = 0;
+        for segment in &segments {
+            rows += self.read_segment(segment, state.index(), sink)?;
+        }
+        if rows == self.set.rows {
+            return Ok(());
+        }
+        Err(Error::corruption(&self.named_in, 0, "the rows that the segments hold", self.set.rows, rows))
+    }
+
+    /// Hand the rows of a segment that `index` points to to `sink`; how many they are.
+    fn read_segment(&self, segment: &Segment, index: &TagIndex, sink: &mut ScanSink<'_>) -> Result<u64> {
+        let record_bytes = segment.record_bytes;
+        let records = segment.records();
+        let at_once = (CHUNK_BYTES / record_bytes).max(1) as u32;
+        let kind = if segment.content == Content::Rows { RecordKind::Row } else { RecordKind::Tombstone };
+        let mut bytes = vec![0; at_once.min(records) as usize * record_bytes];
+        let mut vector = vec![0.0; self.layout.vector_floats()];
+        let mut rows = 0;
+        for first in (0..records).step_by(at_once as usize) {
+            let count = at_once.min(records - first);
+            let chunk = &mut bytes[..count as usize * record_bytes];
+            segment.file.read_at(segment.offset(first), chunk)?;
+            let decoded = (first..).zip(chunk.chunks_exact(record_bytes));
+            let decoded = decoded.map(|(number, bytes)| segment.decode(number, bytes)).collect::<Result<Vec<_>>>()?;
+            if let Some(at) = decoded.iter().position(|record| record.kind != kind) {
+                let offset = segment.offset(first + at as u32) + 5;
+                let (expected, got) = (format!("{kind:?}"), format!("{:?}", decoded[at].kind));
+                return Err(Error::corruption(segment.path(), offset, "the record's kind", expected, got));
+            }
+            let ids: Vec<Id> = decoded.iter().map(|record| record.id).collect();
+            let mut here = vec![None; ids.len()];
+            index.get_batch(&ids, &mut here);
+            for ((number, here), record) in (first..).zip(here).zip(&decoded) {
+                if here == Some(segment.location(number)) {
+                    let header: RowHeader = record.unpack(&self.layout, &mut vector);
+                    sink(RowRef { header: &header, vector: &vector })?;
+                    rows += 1;
+                }
+            }
+        }
+        Ok(rows)
+    }
+
+    /// Make them the contents of the tier at `home`, whose directory has no segment.
+    pub(crate) fn install(
+        &self,
+        config: &SsdConfig,
+        home: &Home,
+        index: TagIndex,
+        threads: Option<usize>,
+    ) -> Result<TierState> {
+        home.geometry.check_room(config, self.rows(), self.bytes())?;
+        let mut segments = Vec::with_capacity(self.paths.len());
+        for (named, from) in self.set.segments.iter().zip(&self.paths) {
+            let to = segment_path(&home.dir, named.serial);
+            link_or_copy(&*home.engine, &*self.engine.open(from, Open::Read)?, &to)?;
+            // For as long as the file has this name too, no other tier takes it for its own alone and writes it again.
+            if !self.engine.exists(from)? {
+                return Err(Error::io("link", from, &std::io::Error::from_raw_os_error(libc::ENOENT)));
+            }
+            segments.push(open_segment(home, named, &to)?);
+        }
+        restore(index, &self.wanted(), &segments, home, threads)
+    }
+}

@@ -1,0 +1,236 @@
+//! How a table's cap is divided into segments, and how many rows it can hold.
+
+use crate::config::SsdConfig;
+use crate::error::{Error, Kind, Result};
+use crate::io::ALIGNMENT;
+use crate::ssd::classes::MOST_CLASSES;
+use crate::ssd::format::segment::{
+    Content, MAX_HEADER_BYTES, MOST_ENTRY_BYTES, Schema, TRAILER_BYTES, most_entry_bytes,
+};
+use crate::ssd::index::{Location, TagIndex};
+use crate::ssd::workers::COMPACTORS;
+
+/// No segment has more than 64 MiB.
+const LARGEST_SEGMENT: u64 = 64 << 20;
+/// No segment has less than 8 KiB.
+const SMALLEST_SEGMENT: u64 = 8 << 10;
+/// A cap is divided into 512 segments where they are neither the largest nor the smallest. There are many, because some of them are kept
+/// free or are half full.
+const SEGMENTS_A_CAP: u64 = 512;
+/// A small cap is divided into 64 segments, or more of [`WORTHWHILE_SEGMENT`].
+const FEWEST_SEGMENTS_A_CAP: u64 = 64;
+/// Smaller segments than 4 MiB cost too much each.
+const WORTHWHILE_SEGMENT: u64 = 4 << 20;
+/// Classes of rows where segments are few.
+const FEW_CLASSES: u8 = 2;
+/// Segments that no row can count on, beside the open ones of rows: that of tombstones, one that compaction writes into, and one that is to
+/// be opened.
+const SPARE_SEGMENTS: u64 = 3;
+/// One part in 16 of the cap is kept for records that are dead and not yet compacted, and for tombstones. It is at least the second segment
+/// that compaction needs.
+const DEAD_SHARE: u64 = 16;
+/// Bytes of a state's file for its fields.
+const STATE_BYTES: u64 = 1024;
+/// Bytes of a state's file for each segment that it names.
+const STATE_BYTES_A_SEGMENT: u64 = 64;
+/// The caller's note in a state takes at most this part of the cap: 1/2048.
+const NOTE_SHARE: u64 = 2048;
+/// The caller's note in a state takes at most 128 MiB, however large the cap is.
+const MOST_NOTE_BYTES: u64 = 128 << 20;
+/// Whole segments that stay free while nothing is being moved. See [`Geometry::kept_bytes`].
+const KEPT_SEGMENTS: u32 = 2;
+
+/// The most bytes of a note where the cap is `cap_bytes`.
+pub(crate) fn note_bytes(cap_bytes: u64) -> usize {
+    (cap_bytes / NOTE_SHARE).min(MOST_NOTE_BYTES) as usize
+}
+
+fn spare_segments(classes: u8) -> u64 {
+    SPARE_SEGMENTS + u64::from(classes)
+}
+
+/// How a table's files are laid out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Geometry {
+    /// Bytes for segments: the cap without what states and the lock file take.
+    pub(crate) cap_bytes: u64,
+    /// The most bytes of a segment's file.
+    pub(crate) segment_bytes: u64,
+    pub(crate) header_bytes: usize,
+    /// Bytes of a row's record.
+    pub(crate) row_bytes: usize,
+    /// Rows that a segment has room for at least.
+    pub(crate) rows_per_segment: u32,
+    /// Classes of rows; see `classes`.
+    pub(crate) classes: u8,
+    /// Rows that fit, with the headroom left free.
+    pub(crate) capacity_rows: u64,
+    /// The most bytes of the caller's note in a state.
+    pub(crate) note_bytes: usize,
+}
+
+impl Geometry {
+    /// Divide `cap_bytes`. `segment_bytes` takes the place of the usual size, for tests.
+    ///
+    /// Errors: `Config` where the cap is too small for one row, or larger than an index can number.
+    pub(crate) fn new(cap_bytes: u64, schema: &Schema, segment_bytes: Option<u64>) -> Result<Self> {
+        let row_bytes = schema.record_bytes(Content::Rows);
+        let header_bytes = schema.header_bytes();
+        debug_assert!(header_bytes <= MAX_HEADER_BYTES);
+        let frame = header_bytes + TRAILER_BYTES;
+        let (segment_bytes, rows_per_segment) = segment_size(cap_bytes, frame, row_bytes, segment_bytes);
+        let segments = cap_bytes / segment_bytes;
+        let note_bytes = note_bytes(cap_bytes);
+        let state = STATE_BYTES + STATE_BYTES_A_SEGMENT * (segments + 64) + note_bytes as u64;
+        // Two states and the one being published; the lock file.
+        let fixed = 3 * state.next_multiple_of(ALIGNMENT as u64) + ALIGNMENT as u64;
+        let classes = if segments < 2 * FEWEST_SEGMENTS_A_CAP { FEW_CLASSES } else { MOST_CLASSES };
+        let spare = spare_segments(classes);
+        let usable = cap_bytes.saturating_sub(fixed + spare * segment_bytes);
+        let usable = u128::from(usable.saturating_sub(segment_bytes.max(usable / DEAD_SHARE)));
+        let capacity_rows = (usable * u128::from(rows_per_segment) / u128::from(segment_bytes)) as u64;
+        if segments > u64::from(Location::MAX_SEGMENTS) {
+            let most = segment_bytes * u64::from(Location::MAX_SEGMENTS);
+            return Err(Error::new(
+                Kind::Config,
+                format!(
+                    "ssd_bytes = {cap_bytes} is more than an SSD tier can number: set it to {most} or less, or use more ranks"
+                ),
+            ));
+        }
+        if capacity_rows == 0 {
+            let rows_bytes = segment_bytes.div_ceil(u64::from(rows_per_segment));
+            let least = (fixed + (spare + 1) * segment_bytes + 2 * rows_bytes).next_multiple_of(64 << 10);
+            return Err(Error::new(
+                Kind::Config,
+                format!(
+                    "ssd_bytes = {cap_bytes} is too small for one row of {row_bytes} bytes and the room that compaction needs: \
+                     set it to {least} or more, or to 0 for no SSD tier"
+                ),
+            ));
+        }
+        Ok(Self {
+            cap_bytes: cap_bytes - fixed.min(cap_bytes),
+            segment_bytes,
+            header_bytes,
+            row_bytes,
+            rows_per_segment,
+            classes,
+            capacity_rows: capacity_rows.min(TagIndex::MOST_IDS),
+            note_bytes,
+        })
+    }
+
+    /// Bytes that no row can count on: those of open segments, and those kept free.
+    fn spare_bytes(&self) -> u64 {
+        spare_segments(self.classes) * self.segment_bytes
+    }
+
+    /// Bytes that stay free when a row from RAM is taken, or an open segment is closed by a publish.
+    ///
+    /// While nothing is being moved they are two segments: then either one whole segment is free, or the room in open segments takes the
+    /// live rows of any segment. While something is being moved they are one segment for each that can be moved at a time, or rows from RAM
+    /// would take the room that the others need.
+    pub(crate) fn kept_bytes(&self, moving: u32) -> u64 {
+        let segments = if moving == 0 { KEPT_SEGMENTS } else { COMPACTORS };
+        self.segment_bytes * u64::from(segments)
+    }
+
+    /// Rows that a file of `room` bytes takes at least, where none has a larger `write_seq` or epoch than these.
+    pub(crate) fn rows_in(&self, room: u64, highest_seq: u64, highest_epoch: u32) -> u64 {
+        let most = (room / self.row_bytes as u64).min(u64::from(Location::MAX_RECORDS));
+        let each = self.row_bytes + most_entry_bytes(most as u32, highest_seq, highest_epoch);
+        most.min(room.saturating_sub((self.header_bytes + TRAILER_BYTES) as u64) / each as u64)
+    }
+
+    /// `Config` where the cap is too small for `rows` in segments that hold `held` bytes. What compaction needs is free whenever a state is
+    /// made, so it has to be free when the state is resumed.
+    pub(crate) fn check_room(&self, config: &SsdConfig, rows: u64, held: u64) -> Result<()> {
+        if rows <= self.capacity_rows && held + self.kept_bytes(0) <= self.cap_bytes {
+            return Ok(());
+        }
+        let overhead = config.bytes - self.cap_bytes;
+        let records = rows * self.segment_bytes.div_ceil(u64::from(self.rows_per_segment));
+        let least = held.max(records + records / 8) + self.spare_bytes() + self.segment_bytes + overhead;
+        Err(Error::new(
+            Kind::Config,
+            format!(
+                "ssd_bytes = {} is too small for the {rows} rows in {}: set it to {least} or more to resume",
+                config.bytes,
+                config.dir.display()
+            ),
+        ))
+    }
+}
+
+/// The bytes of a segment, and the rows that it has room for, where header and trailer take `frame` bytes.
+fn segment_size(cap_bytes: u64, frame: usize, row_bytes: usize, segment_bytes: Option<u64>) -> (u64, u32) {
+    let one_row = (frame + row_bytes + MOST_ENTRY_BYTES).next_multiple_of(ALIGNMENT) as u64;
+    let target = segment_bytes
+        .unwrap_or_else(|| {
+            let few = (cap_bytes / FEWEST_SEGMENTS_A_CAP).min(WORTHWHILE_SEGMENT);
+            (cap_bytes / SEGMENTS_A_CAP).max(few).clamp(SMALLEST_SEGMENT, LARGEST_SEGMENT)
+        })
+        .max(one_row)
+        .next_multiple_of(ALIGNMENT as u64);
+    let fit = (target - frame as u64) / (row_bytes + MOST_ENTRY_BYTES) as u64;
+    let rows_per_segment = fit.min(u64::from(Location::MAX_RECORDS)) as u32;
+    // A segment that is full of records before it is full of bytes is made smaller.
+    let full = frame as u64 + u64::from(rows_per_segment) * (row_bytes + MOST_ENTRY_BYTES) as u64;
+    (full.next_multiple_of(ALIGNMENT as u64), rows_per_segment)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::OptimizerKind;
+
+    fn geometry(cap: u64, dim: usize) -> Result<Geometry> {
+        Geometry::new(cap, &Schema::new(1, "adam", &OptimizerKind::Adam.layout(dim)), None)
+    }
+
+    #[test]
+    fn the_rows_of_the_capacity_and_the_headroom_fit_the_cap() {
+        for dim in [1, 16, 64, 1000, 65_536] {
+            for cap in [256 << 10, 1 << 20, 100 << 20, 16 << 30, 1 << 44] {
+                let Ok(g) = geometry(cap, dim) else {
+                    assert!(cap < 10 * (dim as u64 * 12 + 4096).max(8192) + (128 << 10), "{cap} refused for {dim}");
+                    continue;
+                };
+                assert!(g.segment_bytes % ALIGNMENT as u64 == 0 && g.rows_per_segment >= 1);
+                // What is full of live rows when compaction can do no more.
+                let full = u128::from(g.cap_bytes - g.spare_bytes() - g.segment_bytes);
+                let (rows, bytes) = (u128::from(g.rows_per_segment), u128::from(g.segment_bytes));
+                assert!(u128::from(g.capacity_rows) * bytes <= full * rows, "{g:?}");
+                assert!(g.rows_per_segment <= Location::MAX_RECORDS);
+            }
+        }
+    }
+
+    #[test]
+    fn no_capacity_is_larger_than_what_the_index_takes() {
+        let small = Schema::new(1, "sgd", &OptimizerKind::Sgd.layout(1));
+        let g = Geometry::new(60 << 40, &small, None).unwrap();
+        assert_eq!(g.capacity_rows, TagIndex::MOST_IDS);
+        let error = Geometry::new(65 << 40, &small, None).unwrap_err();
+        assert_eq!(error.kind(), Kind::Config);
+        let most = error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+        assert!(Geometry::new(most, &small, None).is_ok());
+    }
+
+    #[test]
+    fn four_fifths_of_a_large_cap_can_be_live() {
+        let schema = Schema::new(1, "rowwise_adagrad", &OptimizerKind::RowWiseAdagrad.layout(64));
+        let g = Geometry::new(8 << 30, &schema, None).unwrap();
+        assert!(g.capacity_rows * g.row_bytes as u64 > (8 << 30) / 5 * 4, "{g:?}");
+    }
+
+    #[test]
+    fn a_cap_below_one_row_is_refused_with_the_least_that_works() {
+        let error = geometry(100, 16).unwrap_err();
+        assert_eq!(error.kind(), Kind::Config);
+        let least: u64 =
+            error.to_string().split("set it to ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+        assert!(geometry(least, 16).is_ok(), "{least}");
+    }
+}

@@ -1,0 +1,361 @@
+//! The decisions about room: by tables, by properties of every view, and in a model of a tier that does what they say.
+
+mod model;
+
+use proptest::prelude::*;
+
+use super::compaction::{Choice, SegmentView, View, choose};
+use super::waiting::{self, Step, next_for_room};
+use crate::ssd::workers::COMPACTORS;
+
+/// Bytes of a full segment in these tests, which has 100 rows.
+const UNIT: u64 = 1000;
+const ROWS: u32 = 100;
+
+/// A tier with a cap of 100 segments, of which so many are free. It was never published.
+fn tier(free: u64) -> View {
+    View {
+        can_write: true,
+        cap_bytes: 100 * UNIT,
+        segment_bytes: UNIT,
+        rows_per_segment: ROWS,
+        free_bytes: free * UNIT,
+        moving: 0,
+        rows_to_move: 1000,
+        was_published: false,
+        states: 0,
+        retained_bytes: 0,
+        tombstone_segments: 0,
+        tombstone_bytes: 0,
+        tombstones_before: 0,
+        next_seq: 1000,
+    }
+}
+
+/// As [`tier`], with two published states.
+fn published(free: u64) -> View {
+    View { was_published: true, states: 2, ..tier(free) }
+}
+
+/// A full segment of which so many records are live, made when the record with number `made_seq` was written.
+fn full(slot: u32, live: u32, made_seq: u64) -> SegmentView {
+    SegmentView {
+        slot,
+        serial: u64::from(slot),
+        can_move: true,
+        sealed: true,
+        records: ROWS,
+        live,
+        held_bytes: UNIT,
+        names: 1,
+        made_seq,
+    }
+}
+
+/// A segment that was closed with so many records, all of them live.
+fn short(slot: u32, records: u32) -> SegmentView {
+    let held_bytes = UNIT * u64::from(records) / u64::from(ROWS);
+    SegmentView { records, live: records, held_bytes, ..full(slot, 0, 0) }
+}
+
+fn named(segment: SegmentView) -> SegmentView {
+    SegmentView { names: 2, ..segment }
+}
+
+#[test]
+fn what_compaction_takes() {
+    let many_short = |count: u32| (0..count).map(|slot| short(slot, 20 - slot.min(10))).collect::<Vec<_>>();
+    let tombs = |view: View| View { tombstone_segments: 9, tombstone_bytes: 900, tombstones_before: 50, ..view };
+    let cases: Vec<(&str, View, Vec<SegmentView>, Choice)> = vec![
+        ("there is room", tier(50), vec![full(1, 1, 0)], Choice::Nothing),
+        ("room is short and a segment has dead records", tier(4), vec![full(1, 99, 0)], Choice::MakeRoom(1)),
+        ("room is short and nothing is dead", tier(4), vec![full(1, 100, 0)], Choice::Nothing),
+        (
+            "a segment with room that was never filled counts as if the rest were dead",
+            tier(1),
+            { vec![SegmentView { held_bytes: UNIT, ..short(1, 60) }] },
+            Choice::MakeRoom(1),
+        ),
+        ("of two equally old the emptier", tier(4), vec![full(1, 60, 0), full(2, 40, 0)], Choice::MakeRoom(2)),
+        ("an older one may be fuller", tier(4), vec![full(1, 60, 0), full(2, 40, 999)], Choice::MakeRoom(1)),
+        ("nothing is written any more", View { can_write: false, ..tier(1) }, vec![full(1, 1, 0)], Choice::Nothing),
+        (
+            "a scan, a mover or damage has it",
+            tier(1),
+            { vec![SegmentView { can_move: false, ..full(1, 1, 0) }] },
+            Choice::Nothing,
+        ),
+        (
+            "its live rows do not fit",
+            View { rows_to_move: 9, ..tier(1) },
+            { vec![full(1, 10, 0), full(2, 50, 0)] },
+            Choice::Nothing,
+        ),
+        ("the one that fits", View { rows_to_move: 50, ..tier(1) }, vec![full(1, 60, 0), full(2, 50, 0)], {
+            Choice::MakeRoom(2)
+        }),
+        (
+            "as many are moved as there are threads",
+            View { moving: COMPACTORS, ..tier(4) },
+            { vec![full(1, 1, 0)] },
+            Choice::Nothing,
+        ),
+        ("two are moved and a third has its room", View { moving: 2, ..tier(3) }, vec![full(1, 1, 0)], {
+            Choice::MakeRoom(1)
+        }),
+        ("two are moved and a third has none", View { moving: 2, ..tier(2) }, vec![full(1, 1, 0)], Choice::Nothing),
+        ("a published tier keeps an eighth of the cap", published(12), vec![full(1, 50, 0)], Choice::MakeRoom(1)),
+        ("it leaves a segment that is more than half live", published(12), vec![full(1, 51, 0)], Choice::Nothing),
+        ("but takes it where rows wait", published(2), vec![full(1, 99, 0)], Choice::MakeRoom(1)),
+        (
+            "but not above three quarters where giving up states makes room",
+            { View { retained_bytes: UNIT, ..published(2) } },
+            vec![full(1, 76, 0)],
+            Choice::Nothing,
+        ),
+        ("and up to three quarters then", View { retained_bytes: UNIT, ..published(2) }, vec![full(1, 75, 0)], {
+            Choice::MakeRoom(1)
+        }),
+        ("a named segment makes no room", published(1), vec![named(full(1, 1, 0))], Choice::Nothing),
+        ("tombstones pile up", tombs(tier(50)), vec![full(9, 99, 0), full(4, 99, 0)], Choice::FreeTombstones(4)),
+        (
+            "tombstones hold a sixteenth",
+            View { tombstone_bytes: 6251, tombstones_before: 50, ..tier(50) },
+            { vec![full(4, 99, 0)] },
+            Choice::FreeTombstones(4),
+        ),
+        ("later segments keep no tombstones", tombs(tier(50)), vec![full(50, 1, 0)], Choice::Nothing),
+        ("full segments keep no tombstones", tombs(tier(50)), vec![full(4, 100, 0)], Choice::Nothing),
+        ("there is no room to free tombstones", tombs(published(1)), vec![named(full(4, 1, 0))], Choice::Nothing),
+        (
+            "named segments with dead records are thinned out",
+            published(30),
+            { vec![named(full(1, 59, 0)), named(full(2, 20, 0))] },
+            Choice::Thin(2),
+        ),
+        ("above 0.6 live they stay", published(30), vec![named(full(1, 60, 0))], Choice::Nothing),
+        (
+            "where much is retained they stay",
+            View { retained_bytes: 25 * UNIT, ..published(30) },
+            { vec![named(full(1, 1, 0))] },
+            Choice::Nothing,
+        ),
+        ("where a third is free they stay", published(34), vec![named(full(1, 1, 0))], Choice::Nothing),
+        ("many small ones", published(50), many_short(13), Choice::Merge(10)),
+        ("a few small ones", published(50), many_short(12), Choice::Nothing),
+        ("a quarter full is small", published(50), (0..13).map(|slot| short(slot, 25)).collect(), Choice::Merge(0)),
+        ("fuller is not small", published(50), (0..40).map(|slot| short(slot, 26)).collect(), Choice::Nothing),
+    ];
+    for (case, view, segments, expected) in cases {
+        assert_eq!(choose(&view, segments.into_iter()), expected, "{case}");
+    }
+}
+
+#[test]
+fn what_whoever_waits_for_room_does() {
+    let nothing = waiting::View { free_bytes: 2 * UNIT, needed_bytes: 3 * UNIT, ..waiting::View::default() };
+    let all = waiting::View {
+        is_compacting: true,
+        has_changed: true,
+        has_failed: true,
+        open_with_dead: true,
+        moment_is_unread: true,
+        takers: 1,
+        states_are_in_the_way: true,
+        room_is_coming: true,
+        file_is_stuck: true,
+        segment_is_unreadable: true,
+        ..nothing
+    };
+    // Each row takes away what the step before it was for.
+    type Change = fn(&mut waiting::View);
+    let steps: [(Change, Step); 12] = [
+        (|view| view.free_bytes = view.needed_bytes, Step::Go),
+        (|view| view.free_bytes -= 1, Step::Compact),
+        (|view| view.is_compacting = false, Step::LookAgain),
+        (|view| view.has_changed = false, Step::ReadOnly),
+        (|view| view.has_failed = false, Step::CloseOpen),
+        (|view| view.open_with_dead = false, Step::ReadForMoment),
+        (|view| view.moment_is_unread = false, Step::EndScans),
+        (|view| view.takers = 0, Step::GiveUpState),
+        (|view| view.states_are_in_the_way = false, Step::Wait),
+        (|view| view.room_is_coming = false, Step::FilesAreStuck),
+        (|view| view.file_is_stuck = false, Step::SegmentIsUnreadable),
+        (|view| view.segment_is_unreadable = false, Step::Full),
+    ];
+    let mut view = all;
+    for (change, expected) in steps {
+        change(&mut view);
+        assert_eq!(next_for_room(&view), expected, "{view:?}");
+    }
+    assert_eq!(next_for_room(&nothing), Step::Full);
+}
+
+prop_compose! {
+    fn any_view()(
+        free in 0..40_u64,
+        moving in 0..=COMPACTORS + 1,
+        rows_to_move in 0..300_u64,
+        (can_write, was_published) in any::<(bool, bool)>(),
+        states in 0..3_usize,
+        retained in 0..40_u64,
+        (tombstone_segments, tombstones_before) in (0..12_usize, 0..12_u64),
+    ) -> View {
+        let states = if was_published { states } else { 0 };
+        View {
+            can_write,
+            moving,
+            rows_to_move,
+            was_published,
+            states,
+            retained_bytes: if states == 0 { 0 } else { retained * UNIT },
+            tombstone_segments,
+            tombstone_bytes: tombstone_segments as u64 * UNIT,
+            tombstones_before,
+            ..tier(free)
+        }
+    }
+}
+
+prop_compose! {
+    fn any_segment()(
+        records in 0..=ROWS,
+        live in 0..=ROWS,
+        more_bytes in 0..=UNIT,
+        names in 1..4_u32,
+        (can_move, sealed) in any::<(bool, bool)>(),
+        made_seq in 0..1000_u64,
+    ) -> SegmentView {
+        let least = UNIT * u64::from(records) / u64::from(ROWS);
+        SegmentView {
+            can_move: can_move && sealed,
+            sealed,
+            live: live.min(records),
+            held_bytes: (least + more_bytes).min(UNIT),
+            names,
+            made_seq,
+            ..short(0, records)
+        }
+    }
+}
+
+fn any_segments() -> impl Strategy<Value = Vec<SegmentView>> {
+    prop::collection::vec(any_segment(), 0..30).prop_map(|mut segments| {
+        for (number, segment) in segments.iter_mut().enumerate() {
+            (segment.slot, segment.serial) = (number as u32, number as u64);
+        }
+        segments
+    })
+}
+
+fn any_waiting() -> impl Strategy<Value = waiting::View> {
+    let flags = any::<[bool; 9]>();
+    (flags, 0..3_usize, 0..6_u64, 3..6_u64).prop_map(|(flags, takers, free, needed)| waiting::View {
+        free_bytes: free * UNIT,
+        needed_bytes: needed * UNIT,
+        is_compacting: flags[0],
+        has_changed: flags[1],
+        has_failed: flags[2],
+        open_with_dead: flags[3],
+        moment_is_unread: flags[4],
+        takers,
+        states_are_in_the_way: flags[5],
+        room_is_coming: flags[6],
+        file_is_stuck: flags[7],
+        segment_is_unreadable: flags[8],
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    /// Property C1: what is chosen can be moved, whole, and is there.
+    #[test]
+    fn a_choice_can_be_finished(view in any_view(), segments in any_segments()) {
+        let choice = choose(&view, segments.iter().copied());
+        let Some(slot) = choice.slot() else { return Ok(()) };
+        let chosen = segments[slot as usize];
+        prop_assert!(view.can_write && chosen.can_move && chosen.sealed);
+        prop_assert!(u64::from(chosen.live) <= view.rows_to_move);
+        prop_assert!(view.moving == 0 || view.moving < COMPACTORS && view.free_bytes >= u64::from(view.moving + 1) * UNIT);
+    }
+
+    /// Property C2: what makes room frees more at once than its live rows take in full segments.
+    #[test]
+    fn making_room_makes_room(view in any_view(), segments in any_segments()) {
+        if let Choice::MakeRoom(slot) = choose(&view, segments.iter().copied()) {
+            let chosen = segments[slot as usize];
+            prop_assert_eq!(chosen.names, 1, "no published state keeps the file");
+            let taken = u64::from(chosen.live) * UNIT;
+            let dead = chosen.live < chosen.records;
+            prop_assert!(dead || taken < chosen.held_bytes * u64::from(ROWS));
+        }
+    }
+
+    /// Property C3: while rows wait and no state could be given up for them, any segment is taken that makes room and can be moved.
+    #[test]
+    fn no_room_is_left_lying(view in any_view(), segments in any_segments()) {
+        let view = View { free_bytes: view.free_bytes % (3 * UNIT), moving: 0, can_write: true, ..view };
+        let makes_room = |s: &SegmentView| s.can_move && s.names == 1 && s.share(&view) < 1.0;
+        let fits = |s: &SegmentView| u64::from(s.live) <= view.rows_to_move;
+        let could = segments.iter().any(|s| makes_room(s) && fits(s));
+        let choice = choose(&view, segments.iter().copied());
+        if could && !view.states_are_in_the_way(segments.iter().copied()) {
+            prop_assert!(matches!(choice, Choice::MakeRoom(_)), "{:?}", choice);
+        }
+        if !could {
+            prop_assert!(!matches!(choice, Choice::MakeRoom(_)), "{:?}", choice);
+        }
+    }
+
+    /// Property C4: what is moved for another reason than room leaves a segment free beside the one that it may need.
+    #[test]
+    fn nothing_else_makes_room_short(view in any_view(), segments in any_segments()) {
+        let choice = choose(&view, segments.iter().copied());
+        if matches!(choice, Choice::FreeTombstones(_) | Choice::Thin(_) | Choice::Merge(_)) {
+            prop_assert!(view.free_bytes >= 2 * UNIT);
+        }
+    }
+
+    /// Property W1: a step needs only what is there.
+    #[test]
+    fn a_step_can_be_done(view in any_waiting()) {
+        let there = match next_for_room(&view) {
+            Step::Go => view.free_bytes >= view.needed_bytes,
+            Step::Compact => view.is_compacting,
+            Step::LookAgain => view.has_changed,
+            Step::ReadOnly => view.has_failed,
+            Step::CloseOpen => view.open_with_dead,
+            Step::ReadForMoment => view.moment_is_unread,
+            Step::EndScans => view.takers > 0,
+            Step::GiveUpState => view.states_are_in_the_way,
+            Step::Wait => view.room_is_coming,
+            Step::FilesAreStuck => view.file_is_stuck,
+            Step::SegmentIsUnreadable => view.segment_is_unreadable,
+            Step::Full => true,
+        };
+        prop_assert!(there);
+    }
+
+    /// Property W2: an error that says why comes only where nothing is left that could make room.
+    #[test]
+    fn nobody_is_refused_while_something_could_make_room(view in any_waiting()) {
+        if matches!(next_for_room(&view), Step::FilesAreStuck | Step::SegmentIsUnreadable | Step::Full) {
+            prop_assert!(view.free_bytes < view.needed_bytes && view.takers == 0);
+            prop_assert!(!view.is_compacting && !view.has_changed && !view.open_with_dead && !view.moment_is_unread);
+            prop_assert!(!view.states_are_in_the_way && !view.room_is_coming);
+        }
+    }
+
+    /// Property W3: nobody waits for a change that nothing will bring, and no state goes while anything else could make room.
+    #[test]
+    fn states_go_last(view in any_waiting()) {
+        let step = next_for_room(&view);
+        if step == Step::Wait {
+            prop_assert!(view.room_is_coming);
+        }
+        if step == Step::GiveUpState {
+            prop_assert!(!view.is_compacting && !view.open_with_dead && !view.moment_is_unread && view.takers == 0);
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Write buffers. A process has one pool of them, so that hundreds of tables share what one of them needs.
+//!
+//! A table that appends takes a buffer. When the buffer is full it goes to the writers, and comes back after the write. No table ever waits
+//! for another's half-filled buffer: the pool gives more than its share, and then asks the tables to hand theirs in at the end of a call
+//! ([`Pool::is_short`]). Tables wait only where too many buffers wait for the disk ([`Pool::throttle`]).
+
+use crate::io::AlignedBuf;
+use crate::sync::{Condvar, Mutex, lock, wait};
+
+/// Bytes of a buffer of the pool.
+pub(crate) const BLOCK_BYTES: usize = 1 << 20;
+/// Buffers that are kept to be used again.
+const KEPT: usize = 16;
+/// Where more buffers than these are out, tables are asked to hand in half-filled ones.
+const SHARE: usize = 64;
+/// Where as many buffers wait for the disk, appending waits too.
+pub(crate) const WAITING: usize = 24;
+
+#[derive(Debug, Default)]
+struct Counts {
+    free: Vec<AlignedBuf>,
+    out: usize,
+    waiting: usize,
+}
+
+/// The buffers of the process.
+#[derive(Debug, Default)]
+pub(crate) struct Pool {
+    counts: Mutex<Counts>,
+    written: Condvar,
+}
+
+impl Pool {
+    /// The process's pool.
+    #[cfg(not(loom))]
+    pub(crate) fn of_process() -> &'static Self {
+        static POOL: crate::process::PerProcess<Pool> = crate::process::PerProcess::new();
+        POOL.get(|| Ok(Self::default())).expect("a pool is made without fail")
+    }
+
+    /// The model's pool.
+    #[cfg(loom)]
+    pub(crate) fn of_process() -> &'static Self {
+        loom::lazy_static! {
+            static ref POOL: Pool = Pool::default();
+        }
+        &POOL
+    }
+
+    /// A buffer of `bytes`, with any contents.
+    pub(crate) fn take(&self, bytes: usize) -> AlignedBuf {
+        if bytes != BLOCK_BYTES {
+            return AlignedBuf::zeroed(bytes);
+        }
+        let mut counts = lock(&self.counts);
+        counts.out += 1;
+        let free = counts.free.pop();
+        drop(counts);
+        free.unwrap_or_else(|| AlignedBuf::zeroed(bytes))
+    }
+
+    /// Bytes that the system has to give for so many buffers of `bytes` each.
+    pub(crate) fn missing_bytes(&self, buffers: usize, bytes: usize) -> usize {
+        let free = if bytes == BLOCK_BYTES { lock(&self.counts).free.len() } else { 0 };
+        buffers.saturating_sub(free) * bytes
+    }
+
+    /// Give a buffer back.
+    pub(crate) fn give(&self, buffer: AlignedBuf) {
+        if buffer.len() != BLOCK_BYTES {
+            return;
+        }
+        let mut counts = lock(&self.counts);
+        counts.out = counts.out.saturating_sub(1);
+        if counts.free.len() < KEPT {
+            counts.free.push(buffer);
+        }
+    }
+
+    /// Whether tables should hand in their half-filled buffers.
+    pub(crate) fn is_short(&self) -> bool {
+        lock(&self.counts).out > SHARE
+    }
+
+    /// Buffers that tables and the flusher have now.
+    #[cfg(test)]
+    pub(crate) fn out(&self) -> usize {
+        lock(&self.counts).out
+    }
+
+    /// Wait while too many buffers wait for the disk. To be called without any lock.
+    pub(crate) fn throttle(&self) {
+        let mut counts = lock(&self.counts);
+        while counts.waiting >= WAITING {
+            counts = wait(&self.written, counts);
+        }
+    }
+
+    /// A buffer begins to wait for the disk.
+    pub(crate) fn submitted(&self) {
+        lock(&self.counts).waiting += 1;
+    }
+
+    /// A buffer no longer waits for the disk.
+    pub(crate) fn done(&self) {
+        lock(&self.counts).waiting -= 1;
+        self.written.notify_all();
+    }
+}
+
+/// A filled buffer on its way to disk. It has the bytes `start..start + filled` of the file. The first `to_write` of them are to be
+/// written; the rest is in the next block too.
+#[derive(Debug)]
+pub(crate) struct Block {
+    /// `None` only while it is dropped.
+    buffer: Option<AlignedBuf>,
+    pub(crate) start: u64,
+    pub(crate) filled: usize,
+    pub(crate) to_write: usize,
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            Pool::of_process().give(buffer);
+        }
+    }
+}
+
+impl Block {
+    pub(crate) fn new(buffer: AlignedBuf, start: u64, filled: usize, to_write: usize) -> Self {
+        Self { buffer: Some(buffer), start, filled, to_write }
+    }
+
+    /// Its bytes, and after them any others that are in the buffer.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.buffer.as_deref().unwrap_or_default()
+    }
+
+    /// The bytes at `offset` of the file, if all of them are here.
+    pub(crate) fn get(&self, offset: u64, len: usize) -> Option<&[u8]> {
+        let at = offset.checked_sub(self.start)? as usize;
+        let end = at.checked_add(len)?;
+        (end <= self.filled).then(|| &self.bytes()[at..end])
+    }
+}

@@ -1,0 +1,431 @@
+//! A segment: an append-only file of records, first open (filled through a buffer, see `open`), then sealed (with a footer, and never
+//! written again).
+//!
+//! A segment's file lives as long as anyone has its [`Segment`]: the tier's current set, a published state, a fetch or a scan under way.
+//! The current set and the published states *name* it besides ([`Segment::name`]). When none of them does any more, whoever drops the
+//! segment last removes its file.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use crate::error::{Error, Kind, Result};
+use crate::io::{IoEngine, IoFile};
+use crate::ssd::classes::Classes;
+use crate::ssd::format::end::{End, end_of};
+use crate::ssd::format::record::{Binding, Record, decode};
+use crate::ssd::format::segment::{Content, EntryFormat, Trailer};
+use crate::ssd::format::state::Named;
+use crate::ssd::index::Location;
+use crate::ssd::room::space::Space;
+use crate::ssd::segment::buffer::{Block, Pool};
+use crate::ssd::segment::home::Home;
+use crate::ssd::segment::unwritten::{Job, Place, Unwritten};
+use crate::ssd::workers::{Task, Workers};
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, Ordering, lock};
+
+/// What is known of a segment once its footer is written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sealed {
+    pub(crate) trailer: Trailer,
+    pub(crate) file_bytes: u64,
+}
+
+/// A segment's file and what all share who have it.
+///
+/// Where a field is said to change under the tier's lock, it is an atomic only so that it can be read without that lock.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    pub(crate) serial: u64,
+    /// Its number in locations. Another segment gets that only when this one is dropped.
+    pub(crate) slot: u32,
+    pub(crate) content: Content,
+    /// What ties its records to it.
+    pub(crate) binding: Binding,
+    /// Bytes of each record.
+    pub(crate) record_bytes: usize,
+    pub(crate) header_bytes: usize,
+    /// The class of its rows; see `classes`.
+    pub(crate) class: u8,
+    /// The tier's next `write_seq` when the segment was made.
+    pub(crate) made_seq: u64,
+    pub(crate) file: Arc<dyn IoFile>,
+    engine: Arc<dyn IoEngine>,
+    space: Arc<Space>,
+    /// Bytes of the cap that it holds.
+    held_bytes: AtomicU64,
+    unwritten: Unwritten,
+    sealed: OnceLock<Sealed>,
+    /// Whether all of it is durable.
+    synced: AtomicBool,
+    /// How many of the current set and the published states name it.
+    names: AtomicU32,
+    /// Whether none names it any more.
+    doomed: AtomicBool,
+    /// Records that the index points to. Changes under the tier's lock.
+    live: AtomicU32,
+    /// Records in it. Changes under the tier's lock.
+    records: AtomicU32,
+    /// The sum of its records' `write_seq`. Changes under the tier's lock.
+    seq_sum: AtomicU64,
+    /// The highest `modified_epoch` of its records. Changes under the tier's lock.
+    highest_epoch: AtomicU32,
+    /// Scans that are to come to it. Compaction must not empty it before.
+    scans: AtomicU32,
+    /// Whether compaction is moving its rows. Changes under the tier's lock.
+    moving: AtomicBool,
+    /// Whether compaction met bytes in it that it could not read, so that it stays as it is.
+    damaged: AtomicBool,
+    /// The error that set `damaged`.
+    damage: Mutex<Option<Error>>,
+}
+
+/// What a segment is made for: its content, its class, and the tier's next `write_seq`.
+pub(crate) type Purpose = (Content, u8, u64);
+
+impl Segment {
+    /// A sealed segment found on disk, which the caller has checked.
+    pub(crate) fn reopened(
+        home: &Home,
+        serial: u64,
+        (content, binding): (Content, Binding),
+        file: Arc<dyn IoFile>,
+        sealed: Sealed,
+    ) -> Result<Self> {
+        // Files do not keep the class: the rows are of the class of rows that nothing is known of.
+        let purpose = (content, Classes::of_new(), sealed.trailer.highest_seq);
+        let mut segment = Self::make(home, serial, purpose, file, sealed.file_bytes)?;
+        segment.binding = binding;
+        let middle = u64::midpoint(sealed.trailer.lowest_seq, sealed.trailer.highest_seq);
+        let records = u64::from(sealed.trailer.records);
+        segment.seq_sum.store(middle.saturating_mul(records), Ordering::Relaxed);
+        segment.highest_epoch.store(sealed.trailer.highest_epoch, Ordering::Relaxed);
+        segment.synced.store(true, Ordering::Relaxed);
+        segment.unwritten.written_to(sealed.file_bytes);
+        segment.records.store(sealed.trailer.records, Ordering::Relaxed);
+        segment.sealed.set(sealed).expect("just made");
+        Ok(segment)
+    }
+
+    /// Segment `serial`, whose file is there and holds `bytes` of the cap.
+    pub(crate) fn make(
+        home: &Home,
+        serial: u64,
+        (content, class, made_seq): Purpose,
+        file: Arc<dyn IoFile>,
+        bytes: u64,
+    ) -> Result<Self> {
+        Ok(Self {
+            serial,
+            slot: home.space.take(bytes)?,
+            content,
+            binding: home.schema.binding(serial),
+            record_bytes: home.schema.record_bytes(content),
+            header_bytes: home.geometry.header_bytes,
+            class,
+            made_seq,
+            file,
+            engine: home.engine.clone(),
+            space: home.space.clone(),
+            held_bytes: AtomicU64::new(bytes),
+            unwritten: Unwritten::default(),
+            sealed: OnceLock::new(),
+            synced: AtomicBool::new(false),
+            names: AtomicU32::new(0),
+            doomed: AtomicBool::new(false),
+            live: AtomicU32::new(0),
+            records: AtomicU32::new(0),
+            seq_sum: AtomicU64::new(0),
+            highest_epoch: AtomicU32::new(0),
+            scans: AtomicU32::new(0),
+            moving: AtomicBool::new(false),
+            damaged: AtomicBool::new(false),
+            damage: Mutex::default(),
+        })
+    }
+
+    /// The path of its file.
+    pub(crate) fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// Where record `number` starts.
+    #[inline]
+    pub(crate) fn offset(&self, number: u32) -> u64 {
+        self.header_bytes as u64 + u64::from(number) * self.record_bytes as u64
+    }
+
+    /// The location of record `number`.
+    #[inline]
+    pub(crate) fn location(&self, number: u32) -> Location {
+        Location { segment: self.slot, record: number }
+    }
+
+    /// Check and take apart its record `number`, which is `bytes`.
+    #[inline]
+    pub(crate) fn decode<'a>(&self, number: u32, bytes: &'a [u8]) -> Result<Record<'a>> {
+        decode(bytes, (self.binding, number), self.path(), self.offset(number))
+    }
+
+    /// Find the `len` bytes at `offset`; `with` gets them if they are in a block.
+    #[inline]
+    pub(crate) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> Place {
+        self.unwritten.locate(offset, len, with)
+    }
+
+    /// What is known of it once its footer is written.
+    pub(crate) fn sealed(&self) -> Option<&Sealed> {
+        self.sealed.get()
+    }
+
+    /// Where the footer starts.
+    pub(crate) fn footer_offset(&self) -> u64 {
+        self.offset(self.records())
+    }
+
+    /// How the entries of its footer lie. It must be sealed.
+    pub(crate) fn entry_format(&self) -> EntryFormat {
+        self.sealed().map(|sealed| sealed.trailer.entries()).expect("only sealed segments have a footer")
+    }
+
+    /// How a state names it, once it is sealed.
+    pub(crate) fn named(&self) -> Option<Named> {
+        let sealed = self.sealed()?;
+        Some(Named {
+            serial: self.serial,
+            tombstones: self.content == Content::Tombstones,
+            file_bytes: sealed.file_bytes,
+            crc: sealed.trailer.crc,
+        })
+    }
+
+    /// Bytes of the cap that it holds.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.held_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Records in it.
+    #[inline]
+    pub(crate) fn records(&self) -> u32 {
+        self.records.load(Ordering::Relaxed)
+    }
+
+    /// Records that the index points to.
+    #[inline]
+    pub(crate) fn live(&self) -> u32 {
+        self.live.load(Ordering::Relaxed)
+    }
+
+    /// Records that the index does not point to.
+    pub(crate) fn dead(&self) -> u32 {
+        self.records() - self.live()
+    }
+
+    /// The mean `write_seq` of its records.
+    #[inline]
+    pub(crate) fn mean_seq(&self) -> u64 {
+        self.seq_sum.load(Ordering::Relaxed) / u64::from(self.records().max(1))
+    }
+
+    /// The highest `modified_epoch` of its records.
+    pub(crate) fn highest_epoch(&self) -> u32 {
+        self.highest_epoch.load(Ordering::Relaxed)
+    }
+
+    /// Count a record that was just added. To be called under the tier's lock.
+    #[inline]
+    pub(crate) fn count_record(&self, record: u32, write_seq: u64, modified_epoch: u32) {
+        self.records.store(record + 1, Ordering::Relaxed);
+        let sum = self.seq_sum.load(Ordering::Relaxed).saturating_add(write_seq);
+        self.seq_sum.store(sum, Ordering::Relaxed);
+        self.highest_epoch.store(self.highest_epoch().max(modified_epoch), Ordering::Relaxed);
+    }
+
+    /// Count records that the index points to from now on. To be called under the tier's lock, so a load and a store are enough: an atomic
+    /// addition would wait for the stores of the record, which are slow.
+    #[inline]
+    pub(crate) fn add_live(&self, records: u32) {
+        self.live.store(self.live() + records, Ordering::Relaxed);
+    }
+
+    /// Count records that the index points to no longer; how many live ones are left. To be called under the tier's lock.
+    pub(crate) fn remove_live(&self, records: u32) -> u32 {
+        let left = self.live() - records;
+        self.live.store(left, Ordering::Relaxed);
+        left
+    }
+
+    /// Set the number of its live records, which a resume has counted.
+    pub(crate) fn set_live(&self, records: u32) {
+        self.live.store(records, Ordering::Relaxed);
+    }
+
+    /// A scan is to come to it.
+    pub(crate) fn begin_scan(&self) {
+        self.scans.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A scan has come to it, or never will.
+    pub(crate) fn end_scan(&self) {
+        self.scans.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether a scan is to come to it.
+    pub(crate) fn is_to_be_scanned(&self) -> bool {
+        self.scans.load(Ordering::Relaxed) > 0
+    }
+
+    /// Whether compaction is moving its rows.
+    pub(crate) fn is_moving(&self) -> bool {
+        self.moving.load(Ordering::Relaxed)
+    }
+
+    /// Compaction begins, or ceases, to move its rows. To be called under the tier's lock.
+    pub(crate) fn set_moving(&self, moving: bool) {
+        self.moving.store(moving, Ordering::Relaxed);
+    }
+
+    /// Whether compaction is to leave it alone.
+    pub(crate) fn is_damaged(&self) -> bool {
+        self.damaged.load(Ordering::Relaxed)
+    }
+
+    /// Why compaction leaves it alone, if it does.
+    pub(crate) fn damage(&self) -> Option<Error> {
+        lock(&self.damage).clone()
+    }
+
+    /// From now on compaction leaves it alone.
+    pub(crate) fn set_damaged(&self, cause: Error) {
+        *lock(&self.damage) = Some(cause);
+        self.damaged.store(true, Ordering::Relaxed);
+    }
+
+    /// Let compaction try again, unless the bytes themselves are damaged.
+    pub(crate) fn forgive(&self) {
+        let mut damage = lock(&self.damage);
+        if damage.as_ref().is_some_and(|cause| cause.kind() != Kind::Corruption) {
+            *damage = None;
+            self.damaged.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// How many of the current set and the published states name it.
+    pub(crate) fn names(&self) -> u32 {
+        self.names.load(Ordering::Relaxed)
+    }
+
+    /// The current set or a published state names it from now on.
+    pub(crate) fn name(&self) {
+        self.names.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The current set or a published state no longer names it.
+    pub(crate) fn unname(&self) {
+        if self.names.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.doomed.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Have the writers do a job that has a block. Until it is done the bytes are found in the block.
+    pub(crate) fn submit(self: &Arc<Self>, block: Arc<Block>, job: Job, workers: &Workers) {
+        self.unwritten.add_block(block);
+        Pool::of_process().submitted();
+        self.enqueue(job, workers);
+    }
+
+    /// Have the writers make it durable, if it is not. It must be sealed. Nothing but a state that names it needs that: a segment goes only
+    /// when no state needs it, and what the current set has in its place is durable before a state names it.
+    pub(crate) fn sync(self: &Arc<Self>, workers: &Workers) {
+        if !self.is_synced() {
+            self.enqueue(Job::Sync, workers);
+        }
+    }
+
+    /// Whether all of it is durable.
+    pub(crate) fn is_synced(&self) -> bool {
+        self.synced.load(Ordering::Acquire)
+    }
+
+    fn enqueue(self: &Arc<Self>, job: Job, workers: &Workers) {
+        self.space.begin();
+        if self.unwritten.add_job(job) {
+            workers.write(Box::new(DoJobs(self.clone())));
+        }
+    }
+
+    /// Do the jobs that wait. One thread at a time does.
+    fn do_jobs(&self) {
+        while let Some(job) = self.unwritten.next_job() {
+            let has_block = job.block().is_some();
+            let run = || {
+                if self.doomed.load(Ordering::Relaxed) {
+                    job.block().into_iter().for_each(|block| self.unwritten.drop_block(block));
+                    return Ok(());
+                }
+                // After a failure blocks stay, to be read from there.
+                if self.space.has_failed() { Ok(()) } else { self.run(job) }
+            };
+            let result = catch_unwind(AssertUnwindSafe(run))
+                .unwrap_or_else(|panic| Err(Error::panicked(&format!("writing {}", self.path().display()), &*panic)));
+            if has_block {
+                Pool::of_process().done();
+            }
+            self.space.end(result);
+        }
+    }
+
+    fn run(&self, job: Job) -> Result<()> {
+        match job {
+            Job::Write(block) => {
+                self.file.write_at(block.start, &block.bytes()[..block.to_write])?;
+                self.space.wrote(block.to_write);
+                self.unwritten.written_to(block.start + block.to_write as u64);
+                self.unwritten.drop_block(&block);
+            }
+            Job::Seal { tail, mut entries } => {
+                let room = self.held_bytes();
+                let records = &tail.bytes()[..tail.filled];
+                let End { bytes, trailer, file_bytes } = end_of(tail.start, records, &mut entries, self.serial, room)?;
+                self.file.write_at(tail.start, &bytes)?;
+                self.space.wrote(bytes.len());
+                if file_bytes < room {
+                    self.file.set_len(file_bytes)?;
+                }
+                self.unwritten.written_to(file_bytes);
+                self.unwritten.drop_block(&tail);
+                let before = self.held_bytes.swap(file_bytes, Ordering::Relaxed);
+                self.sealed.get_or_init(|| Sealed { trailer, file_bytes });
+                self.space.resize(before, file_bytes);
+            }
+            Job::Sync => {
+                self.file.sync()?;
+                self.synced.store(true, Ordering::Release);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The writers' task for a segment.
+struct DoJobs(Arc<Segment>);
+
+impl Task for DoJobs {
+    fn run(self: Box<Self>) {
+        self.0.do_jobs();
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // Loom does not know that this is the last holder, and so these are the last values. It finds them where they are changed.
+        let held = self.held_bytes.fetch_add(0, Ordering::Relaxed);
+        let doomed = self.doomed.fetch_or(false, Ordering::Relaxed);
+        // A file that cannot be removed goes on holding its bytes; whoever opens the directory next removes it.
+        let remove = || self.engine.remove_file(self.path());
+        // A file with other names is somebody else's too.
+        let alone = || self.file.links().is_ok_and(|links| links == 1);
+        let gone = doomed && self.space.remove_or_keep(self.path(), held, alone, remove);
+        self.space.release(self.slot, held, gone);
+    }
+}

@@ -1,0 +1,9 @@
+//! Segments: the write buffers that they are filled through, their files, open and sealed, and their footers.
+
+pub(crate) mod buffer;
+pub(crate) mod file;
+pub(crate) mod footers;
+pub(crate) mod home;
+pub(crate) mod open;
+pub(crate) mod part;
+pub(crate) mod unwritten;

@@ -1,0 +1,194 @@
+//! A segment that takes records. They go into a write buffer; full buffers go to the writers.
+
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::io::{ALIGNMENT, AlignedBuf};
+use crate::ssd::format::names::segment_path;
+use crate::ssd::format::segment::{Entry, TRAILER_BYTES, most_entry_bytes};
+use crate::ssd::index::Location;
+use crate::ssd::room::geometry::Geometry;
+use crate::ssd::segment::buffer::{Block, Pool};
+use crate::ssd::segment::file::{Purpose, Segment};
+use crate::ssd::segment::home::Home;
+use crate::ssd::segment::unwritten::Job;
+use crate::ssd::workers::Workers;
+use crate::types::Id;
+
+/// A segment that takes records. The tier's state owns it, so it changes under the tier's lock.
+#[derive(Debug)]
+pub(crate) struct OpenSegment {
+    segment: Arc<Segment>,
+    /// The footer's entries of the records so far, in the order of writing.
+    entries: Vec<Entry>,
+    /// Its first `filled` bytes are those of the file from `start` on.
+    buffer: AlignedBuf,
+    start: u64,
+    filled: usize,
+    /// The most bytes of the file.
+    room: u64,
+    block_bytes: usize,
+    workers: &'static Workers,
+}
+
+impl OpenSegment {
+    /// Make the file of segment `serial`, which the current set names. `None` where files that could not be removed hold the room for it.
+    pub(crate) fn create(home: &Home, serial: u64, purpose: Purpose) -> Result<Option<Self>> {
+        let content = purpose.0;
+        let path = segment_path(&home.dir, serial);
+        let room = home.geometry.segment_bytes;
+        let Some(file) = home.make_file(&path, room)? else { return Ok(None) };
+        let segment = Segment::make(home, serial, purpose, file, room)?;
+        segment.name();
+        let header = home.schema.header(serial, content);
+        let mut buffer = AlignedBuf::zeroed(header.len().next_multiple_of(ALIGNMENT));
+        buffer[..header.len()].copy_from_slice(&header);
+        Ok(Some(Self {
+            segment: Arc::new(segment),
+            entries: Vec::new(),
+            buffer,
+            start: 0,
+            filled: header.len(),
+            room,
+            block_bytes: home.block_bytes,
+            workers: home.workers,
+        }))
+    }
+
+    /// The segment, as readers share it.
+    #[inline]
+    pub(crate) fn segment(&self) -> &Arc<Segment> {
+        &self.segment
+    }
+
+    /// The footer's entries of the records so far, in the order of writing.
+    pub(crate) fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// Bytes of RAM that the entries take.
+    pub(crate) fn entries_bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Entry>()
+    }
+
+    /// Rows that it takes at least, beside those in it, where none has a larger `write_seq` or epoch than these.
+    pub(crate) fn rows_left(&self, geometry: &Geometry, highest_seq: u64, highest_epoch: u32) -> u64 {
+        geometry.rows_in(self.room, highest_seq, highest_epoch).saturating_sub(self.entries.len() as u64)
+    }
+
+    /// Whether there is no room for one more record, where none has a larger `write_seq` or epoch than these.
+    #[inline]
+    pub(crate) fn is_full(&self, highest_seq: u64, highest_epoch: u32) -> bool {
+        let records = self.entries.len() as u32 + 1;
+        let entry_bytes = most_entry_bytes(records, highest_seq, highest_epoch);
+        let frame = self.segment.header_bytes + TRAILER_BYTES;
+        let bytes = frame as u64 + u64::from(records) * (self.segment.record_bytes + entry_bytes) as u64;
+        records > Location::MAX_RECORDS || bytes > self.room
+    }
+
+    /// Room for one more record, and its number. The caller fills all of its bytes.
+    #[inline]
+    pub(crate) fn push(&mut self, id: Id, write_seq: u64, modified_epoch: u32) -> (u32, &mut [u8]) {
+        let len = self.segment.record_bytes;
+        if self.filled + len > self.buffer.len() {
+            self.make_room(len);
+        }
+        let record = self.entries.len() as u32;
+        if self.entries.len() == self.entries.capacity() {
+            self.make_room_for_entries();
+        }
+        self.entries.push(Entry { id, write_seq, modified_epoch, record });
+        self.segment.count_record(record, write_seq, modified_epoch);
+        let at = self.filled;
+        self.filled += len;
+        (record, &mut self.buffer[at..at + len])
+    }
+
+    /// Bytes of RAM that the entries will take beside those they have, where `more` records follow.
+    pub(crate) fn entries_to_come(&self, more: usize) -> usize {
+        let (entries, room) = (self.entries.len(), self.entries.capacity());
+        if entries.saturating_add(more) <= room {
+            0
+        } else {
+            entries.max(more.min(self.most_entries())) * size_of::<Entry>()
+        }
+    }
+
+    fn most_entries(&self) -> usize {
+        self.room as usize / (self.segment.record_bytes + most_entry_bytes(0, 0, 0)) + 1
+    }
+
+    /// Make room for twice as many entries, or as many as the file's records can have.
+    #[cold]
+    fn make_room_for_entries(&mut self) {
+        let entries = self.entries.len();
+        self.entries.reserve_exact(entries.max(64).min(self.most_entries().saturating_sub(entries)).max(1));
+    }
+
+    #[cold]
+    fn make_room(&mut self, len: usize) {
+        if self.buffer.len() < self.block_bytes {
+            let mut larger = Pool::of_process().take(self.block_bytes);
+            larger[..self.filled].copy_from_slice(&self.buffer[..self.filled]);
+            self.buffer = larger;
+        }
+        if self.filled + len > self.buffer.len() {
+            let usual = self.block_bytes;
+            self.hand_in(|_| usual);
+        }
+    }
+
+    /// Give the whole sectors of the buffer to the writers. The bytes that follow go into the next buffer, which has `size(bytes left)`
+    /// bytes. It begins with the sector in which the record begins that straddles the end of what is written, so that each record is whole
+    /// in a block or in the buffer.
+    fn hand_in(&mut self, size: impl Fn(usize) -> usize) {
+        let end = self.start + self.filled as u64;
+        let whole = end - end % ALIGNMENT as u64;
+        if whole == self.start {
+            return;
+        }
+        let carry = if whole == end {
+            end
+        } else {
+            let (header, record) = (self.segment.header_bytes as u64, self.segment.record_bytes as u64);
+            let straddling = header + (whole - header) / record * record;
+            (straddling - straddling % ALIGNMENT as u64).max(self.start)
+        };
+        let left = (end - carry) as usize;
+        let mut next = Pool::of_process().take(size(left));
+        next[..left].copy_from_slice(&self.buffer[self.filled - left..self.filled]);
+        let buffer = std::mem::replace(&mut self.buffer, next);
+        let to_write = (whole - self.start) as usize;
+        let block = Arc::new(Block::new(buffer, self.start, self.filled, to_write));
+        self.start = carry;
+        self.filled = left;
+        self.segment.submit(block.clone(), Job::Write(block), self.workers);
+    }
+
+    /// Keep no more memory than for the bytes that cannot be written yet.
+    pub(crate) fn spill(&mut self) {
+        if self.buffer.len() == self.block_bytes {
+            self.hand_in(|left| left.next_multiple_of(ALIGNMENT).max(ALIGNMENT));
+        }
+    }
+
+    /// The record at `offset`, if it is in the buffer.
+    #[inline]
+    pub(crate) fn get(&self, offset: u64) -> Option<&[u8]> {
+        let at = offset.checked_sub(self.start)? as usize;
+        let end = at + self.segment.record_bytes;
+        (end <= self.filled).then(|| &self.buffer[at..end])
+    }
+
+    /// Give the buffer back. Nothing of the segment is wanted any more.
+    pub(crate) fn abandon(self) {
+        Pool::of_process().give(self.buffer);
+    }
+
+    /// Take no more records. The writers write the rest and the footer, and the segment is [`Segment::sealed`] when that is done.
+    pub(crate) fn seal(self) -> Arc<Segment> {
+        let tail = Arc::new(Block::new(self.buffer, self.start, self.filled, 0));
+        self.segment.submit(tail.clone(), Job::Seal { tail, entries: self.entries }, self.workers);
+        self.segment
+    }
+}

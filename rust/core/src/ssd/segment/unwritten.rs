@@ -1,0 +1,104 @@
+//! What of a segment is not in its file yet: blocks on their way there, and the jobs that take them there, in order.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::ssd::format::segment::Entry;
+use crate::ssd::segment::buffer::Block;
+use crate::sync::{AtomicU64, Mutex, Ordering, lock};
+
+/// Something that the writers do for a segment.
+#[derive(Debug)]
+pub(crate) enum Job {
+    /// Write a block.
+    Write(Arc<Block>),
+    /// Write the last records and the footer.
+    Seal { tail: Arc<Block>, entries: Vec<Entry> },
+    /// Make the file durable.
+    Sync,
+}
+
+impl Job {
+    /// The block that it writes, if it writes one.
+    pub(crate) fn block(&self) -> Option<&Arc<Block>> {
+        match self {
+            Self::Write(block) | Self::Seal { tail: block, .. } => Some(block),
+            Self::Sync => None,
+        }
+    }
+}
+
+/// Where bytes of a segment are.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// In the file.
+    File,
+    /// In a block on its way to the file. The reader was given them.
+    Block,
+    /// In the buffer of the open segment.
+    Buffer,
+}
+
+/// Blocks of a segment that are not in its file yet, and the jobs that wait.
+#[derive(Debug, Default)]
+pub(crate) struct Unwritten {
+    jobs: Mutex<Jobs>,
+    blocks: Mutex<Vec<Arc<Block>>>,
+    /// Bytes from the start of the file that can be read from it.
+    in_file: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Jobs {
+    waiting: VecDeque<Job>,
+    /// Whether a writer does them, or has been told to.
+    has_writer: bool,
+}
+
+impl Unwritten {
+    /// Find the `len` bytes at `offset`; `with` gets them if they are in a block.
+    #[inline]
+    pub(crate) fn locate(&self, offset: u64, len: usize, with: &mut dyn FnMut(&[u8])) -> Place {
+        let end = offset + len as u64;
+        if self.in_file.load(Ordering::Acquire) >= end {
+            return Place::File;
+        }
+        let blocks = lock(&self.blocks);
+        if let Some(bytes) = blocks.iter().find_map(|block| block.get(offset, len)) {
+            with(bytes);
+            return Place::Block;
+        }
+        // A block leaves only after its bytes are in the file.
+        if self.in_file.load(Ordering::Acquire) >= end { Place::File } else { Place::Buffer }
+    }
+
+    /// From now on the block's bytes are found in it.
+    pub(crate) fn add_block(&self, block: Arc<Block>) {
+        lock(&self.blocks).push(block);
+    }
+
+    /// The first `bytes` of the segment are in the file.
+    pub(crate) fn written_to(&self, bytes: u64) {
+        self.in_file.store(bytes, Ordering::Release);
+    }
+
+    /// Let go of a block whose bytes are in the file, or are wanted by nobody.
+    pub(crate) fn drop_block(&self, block: &Arc<Block>) {
+        lock(&self.blocks).retain(|other| !Arc::ptr_eq(other, block));
+    }
+
+    /// Add a job; `true` where a writer has to be told.
+    pub(crate) fn add_job(&self, job: Job) -> bool {
+        let mut jobs = lock(&self.jobs);
+        jobs.waiting.push_back(job);
+        !std::mem::replace(&mut jobs.has_writer, true)
+    }
+
+    /// The next job. Where there is none, the next one that is added has a writer told again.
+    pub(crate) fn next_job(&self) -> Option<Job> {
+        let mut jobs = lock(&self.jobs);
+        let next = jobs.waiting.pop_front();
+        jobs.has_writer = next.is_some();
+        next
+    }
+}

@@ -1,0 +1,153 @@
+//! What a tier knows of a moment: which records belong to it, and which segments are still to be read for it.
+//!
+//! At the moment the segments are listed. From then on every record that the index begins or ceases to point to is marked, by one bit a
+//! record in segments that have any. A record belongs to the moment if the index points to it and it is not marked; or if it is marked and
+//! the index does not point to it, because it was the newest of its id then and no longer is.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::error::Error;
+use crate::rows::RowRef;
+use crate::ssd::index::Location;
+use crate::ssd::segment::part::Part;
+use crate::sync::{Mutex, lock};
+
+/// Takes rows of a moment that are read before their turn.
+pub type KeepRow = dyn Fn(RowRef<'_>) + Send + Sync;
+
+/// The moment of a tier, as its state holds it.
+pub(crate) struct Moment {
+    /// By segment number, until the segment's rows are read.
+    marks: Vec<Option<Marks>>,
+    unread: Arc<Unread>,
+}
+
+/// Which of a segment's first `records` records are marked.
+struct Marks {
+    records: u32,
+    /// Records that belong to the moment.
+    live: u32,
+    /// Empty as long as no record is marked.
+    bits: Vec<u64>,
+}
+
+/// Segments whose rows were not read yet, and who takes the rows of those that cannot wait.
+pub(crate) struct Unread {
+    parts: Mutex<VecDeque<Part>>,
+    /// Rows that were modified before this epoch are not wanted.
+    pub(crate) since: u32,
+    /// The first error of a read before its turn.
+    failed: Mutex<Option<Error>>,
+    keep: Box<KeepRow>,
+}
+
+impl std::fmt::Debug for Moment {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Moment").field("segments", &self.marks.iter().flatten().count()).finish_non_exhaustive()
+    }
+}
+
+impl Moment {
+    /// The moment of now, with the rows of `parts`, where segment numbers are below `slots`.
+    pub(crate) fn new(parts: Vec<Part>, slots: usize, since: u32, keep: Box<KeepRow>) -> Self {
+        let mut marks: Vec<Option<Marks>> = Vec::new();
+        marks.resize_with(slots, || None);
+        for part in &parts {
+            let live = part.segment.live();
+            marks[part.segment.slot as usize] = Some(Marks { records: part.records, live, bits: Vec::new() });
+        }
+        let unread = Unread { parts: Mutex::new(parts.into()), since, failed: Mutex::default(), keep };
+        Self { marks, unread: Arc::new(unread) }
+    }
+
+    /// The segments that are still to be read.
+    pub(crate) fn unread(&self) -> &Arc<Unread> {
+        &self.unread
+    }
+
+    /// The index begins or ceases to point to a record.
+    #[inline]
+    pub(crate) fn mark(&mut self, location: Location) {
+        let Some(Some(marks)) = self.marks.get_mut(location.segment as usize) else { return };
+        if location.record < marks.records {
+            if marks.bits.is_empty() {
+                marks.bits = vec![0; marks.records.div_ceil(64) as usize];
+            }
+            marks.bits[location.record as usize / 64] ^= 1 << (location.record % 64);
+        }
+    }
+
+    /// The record at `location` does not belong to the moment, because the newest version of its row is in another tier.
+    pub(crate) fn leave_out(&mut self, location: Location) {
+        self.mark(location);
+        if let Some(Some(marks)) = self.marks.get_mut(location.segment as usize)
+            && location.record < marks.records
+        {
+            marks.live = marks.live.saturating_sub(1);
+        }
+    }
+
+    /// The records of a segment that belong to the moment; `None` where the segment was read.
+    pub(crate) fn live_records(&self, slot: u32) -> Option<u32> {
+        self.marks.get(slot as usize).and_then(Option::as_ref).map(|marks| marks.live)
+    }
+
+    /// Whether a record of a segment that is being read is marked.
+    pub(crate) fn is_marked(&self, location: Location) -> bool {
+        let marks = self.marks.get(location.segment as usize).and_then(Option::as_ref);
+        let word = marks.and_then(|marks| marks.bits.get(location.record as usize / 64));
+        word.is_some_and(|word| word >> (location.record % 64) & 1 == 1)
+    }
+
+    /// Whether rows are still to be read, or are being read.
+    pub(crate) fn is_unread(&self) -> bool {
+        self.marks.iter().any(Option::is_some)
+    }
+
+    /// The rows of a segment of `unread` were read, or cannot be. Nothing changes where `unread` is another moment's.
+    pub(crate) fn was_read(&mut self, unread: &Arc<Unread>, slot: u32) {
+        if Arc::ptr_eq(&self.unread, unread) {
+            self.marks[slot as usize] = None;
+        }
+    }
+}
+
+impl Unread {
+    /// How many segments nobody has begun to read.
+    pub(crate) fn len(&self) -> usize {
+        lock(&self.parts).len()
+    }
+
+    /// The next segment to read, which is the oldest.
+    pub(crate) fn next(&self) -> Option<Part> {
+        lock(&self.parts).pop_front()
+    }
+
+    /// The segment with the fewest live rows: it makes room soonest when it is read.
+    pub(crate) fn emptiest(&self) -> Option<Part> {
+        let mut parts = lock(&self.parts);
+        let emptiest = (0..parts.len()).min_by_key(|&at| parts[at].segment.live());
+        emptiest.and_then(|at| parts.remove(at))
+    }
+
+    /// Take all segments that nobody has begun to read.
+    pub(crate) fn take_all(&self) -> VecDeque<Part> {
+        std::mem::take(&mut *lock(&self.parts))
+    }
+
+    /// Give a row that is read before its turn to the moment's owner.
+    pub(crate) fn keep(&self, row: RowRef<'_>) {
+        (self.keep)(row);
+    }
+
+    /// A read before its turn has failed. That is the moment's owner's error, and not that of whoever waits for room.
+    pub(crate) fn fail(&self, error: Error) {
+        lock(&self.failed).get_or_insert(error);
+    }
+
+    /// The first error of a read before its turn.
+    pub(crate) fn failed(&self) -> Option<Error> {
+        lock(&self.failed).clone()
+    }
+}

@@ -1,0 +1,396 @@
+//! What changes under a tier's lock: the index, the segments that it points into, and what counts them.
+//!
+//! Its operations keep these together. Where a record dies, [`TierState::count_buried`] is called before the lock is given up.
+
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::ssd::classes::Classes;
+use crate::ssd::format::record::encode_tombstone;
+use crate::ssd::format::segment::Content;
+use crate::ssd::index::{Location, TagIndex};
+use crate::ssd::segment::file::Segment;
+use crate::ssd::segment::open::OpenSegment;
+use crate::ssd::tier::moment::Moment;
+use crate::ssd::tier::segments::Segments;
+use crate::ssd::tier::states::States;
+use crate::ssd::tier::streams::{OpenSegments, Stream};
+use crate::ssd::tier::tally::Tally;
+use crate::types::Id;
+
+/// The state of a tier, under its lock.
+#[derive(Debug)]
+pub(crate) struct TierState {
+    index: TagIndex,
+    segments: Segments,
+    open: OpenSegments,
+    states: States,
+    /// The next record's `write_seq`.
+    next_seq: u64,
+    /// The next segment's serial.
+    next_serial: u64,
+    /// No record has a larger `modified_epoch`.
+    highest_epoch: u32,
+    /// Segments whose rows compaction is moving now.
+    moving: u32,
+    /// See [`Classes::of_rewritten`].
+    dither: f32,
+    closed: bool,
+    /// The moment whose rows are being read, if there is one.
+    moment: Option<Moment>,
+    /// What the scans under way have still to find.
+    tallies: Vec<Arc<Tally>>,
+}
+
+/// A record as it goes into an open segment, before it is bound to its place there.
+#[derive(Clone, Copy)]
+pub(crate) struct NewRecord<'a> {
+    pub(crate) id: Id,
+    pub(crate) write_seq: u64,
+    pub(crate) modified_epoch: u32,
+    pub(crate) bytes: &'a [u8],
+}
+
+impl TierState {
+    /// The state of an empty tier. `index` is empty too.
+    pub(crate) fn new(index: TagIndex) -> Self {
+        Self {
+            index,
+            segments: Segments::default(),
+            open: OpenSegments::default(),
+            states: States::default(),
+            next_seq: 1,
+            next_serial: 1,
+            highest_epoch: 0,
+            moving: 0,
+            dither: 0.0,
+            closed: false,
+            moment: None,
+            tallies: Vec::new(),
+        }
+    }
+
+    /// The state of a tier that `segments` hold, to whose records `index` points. None has a larger `write_seq` or epoch than these.
+    pub(crate) fn restored(
+        index: TagIndex,
+        segments: &[Arc<Segment>],
+        (highest_seq, highest_epoch): (u64, u32),
+    ) -> Self {
+        let mut state = Self { next_seq: highest_seq + 1, highest_epoch, ..Self::new(index) };
+        state.leave_serials_of(segments);
+        for segment in segments {
+            segment.name();
+            state.segments.add(segment.clone());
+            match segment.content {
+                Content::Rows if segment.live() == 0 => state.segments.is_emptied(segment.slot),
+                Content::Rows => {}
+                Content::Tombstones => state.segments.add_tombstones(segment.clone(), state.next_serial),
+            }
+        }
+        state
+    }
+
+    /// Take over the states that a resume found, oldest first.
+    pub(crate) fn resume(&mut self, states: States) {
+        let named: Vec<Arc<Segment>> = states.segments().cloned().collect();
+        self.leave_serials_of(&named);
+        self.states = states;
+    }
+
+    /// Give no segment the serial of one of these.
+    fn leave_serials_of(&mut self, segments: &[Arc<Segment>]) {
+        let next = segments.iter().map(|segment| segment.serial + 1).max();
+        self.next_serial = self.next_serial.max(next.unwrap_or(0));
+    }
+
+    // ---- looking
+
+    /// Where the newest record of each id is.
+    #[inline]
+    pub(crate) fn index(&self) -> &TagIndex {
+        &self.index
+    }
+
+    /// Rows here.
+    pub(crate) fn rows(&self) -> u64 {
+        self.index.len() as u64
+    }
+
+    /// The current set.
+    #[inline]
+    pub(crate) fn segments(&self) -> &Segments {
+        &self.segments
+    }
+
+    /// The open segments.
+    pub(crate) fn open(&self) -> &OpenSegments {
+        &self.open
+    }
+
+    /// The published states.
+    pub(crate) fn states(&self) -> &States {
+        &self.states
+    }
+
+    /// The published states, to change them.
+    pub(crate) fn states_mut(&mut self) -> &mut States {
+        &mut self.states
+    }
+
+    /// The moment whose rows are being read, if there is one.
+    pub(crate) fn moment(&self) -> Option<&Moment> {
+        self.moment.as_ref()
+    }
+
+    /// The moment, to change it.
+    pub(crate) fn moment_mut(&mut self) -> &mut Option<Moment> {
+        &mut self.moment
+    }
+
+    /// The next record's `write_seq`.
+    pub(crate) fn next_seq(&self) -> u64 {
+        self.next_seq
+    }
+
+    /// No record has a larger `modified_epoch`.
+    pub(crate) fn highest_epoch(&self) -> u32 {
+        self.highest_epoch
+    }
+
+    /// Segments whose rows compaction is moving now.
+    pub(crate) fn moving(&self) -> u32 {
+        self.moving
+    }
+
+    /// Whether the tier is closed.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed
+    }
+
+    /// The classes of rows, `count` of them, for as many rows as there are now.
+    pub(crate) fn classes(&self, count: u8) -> Classes {
+        Classes { count, rows: self.rows() }
+    }
+
+    /// Bytes of files that only published states need.
+    pub(crate) fn retained_bytes(&self) -> u64 {
+        let is_current = |segment: &&Arc<Segment>| {
+            self.segments.in_slot(segment.slot).is_some_and(|current| Arc::ptr_eq(current, segment))
+        };
+        let mut retained: Vec<&Arc<Segment>> = self.states.segments().filter(|segment| !is_current(segment)).collect();
+        retained.sort_unstable_by_key(|segment| segment.serial);
+        retained.dedup_by_key(|segment| segment.serial);
+        retained.iter().map(|segment| segment.held_bytes()).sum()
+    }
+
+    /// Whether `stream` has no open segment with room for one more record.
+    #[inline]
+    pub(crate) fn is_full(&self, stream: Stream) -> bool {
+        self.open.get(stream).is_none_or(|open| open.is_full(self.next_seq, self.highest_epoch))
+    }
+
+    // ---- records
+
+    /// Have memory for `more` ids that are not here yet.
+    ///
+    /// Errors: `Kind::Memory`, and nothing has changed.
+    pub(crate) fn reserve(&mut self, more: usize) -> Result<()> {
+        self.index.reserve(more)
+    }
+
+    /// Take `records` numbers for records; the first of them.
+    pub(crate) fn take_seqs(&mut self, records: u64) -> u64 {
+        let first = self.next_seq;
+        self.next_seq += records;
+        first
+    }
+
+    /// The next of a series that is spread evenly over 0 to 1: multiples of the golden ratio.
+    pub(crate) fn next_dither(&mut self) -> f32 {
+        self.dither = (self.dither + 0.618_034).fract();
+        self.dither
+    }
+
+    /// Records with this `modified_epoch` are about to be written.
+    pub(crate) fn note_epoch(&mut self, modified_epoch: u32) {
+        self.highest_epoch = self.highest_epoch.max(modified_epoch);
+    }
+
+    /// Write a row's record to a stream that has room. `known` says that an older version of the row is here; else it is not.
+    #[inline]
+    pub(crate) fn write_row(&mut self, stream: Stream, row: NewRecord<'_>, known: bool) {
+        let open = self.open.get_mut(stream).expect("just made ready");
+        let binding = open.segment().binding;
+        let (record, room) = open.push(row.id, row.write_seq, row.modified_epoch);
+        room.copy_from_slice(row.bytes);
+        binding.bind(record, room);
+        let location = open.segment().location(record);
+        open.segment().add_live(1);
+        match if known { self.index.replace(row.id, location) } else { None } {
+            Some(older) => self.bury(older),
+            None => self.index.insert(row.id, location),
+        }
+    }
+
+    /// Copy the live record `number` of `victim`, which was checked, to a stream that has room, and point the index there.
+    pub(crate) fn move_row(&mut self, stream: Stream, row: NewRecord<'_>, (victim, number): (&Segment, u32)) {
+        let open = self.open.get_mut(stream).expect("just made ready");
+        let binding = open.segment().binding;
+        let (record, room) = open.push(row.id, row.write_seq, row.modified_epoch);
+        room.copy_from_slice(row.bytes);
+        victim.binding.rebind(number, (binding, record), room);
+        let location = open.segment().location(record);
+        open.segment().add_live(1);
+        self.index.replace(row.id, location);
+        self.bury(victim.location(number));
+    }
+
+    /// Remove an id, and write its tombstone to the open segment of tombstones, which has room; whether the id was here.
+    pub(crate) fn write_tombstone(&mut self, id: Id) -> bool {
+        if !self.remove_unwritten(id) {
+            return false;
+        }
+        let seq = self.take_seqs(1);
+        let open = self.open.get_mut(Stream::Tombstones).expect("just made ready");
+        let binding = open.segment().binding;
+        let (record, bytes) = open.push(id, seq, self.highest_epoch);
+        encode_tombstone(bytes, id, self.highest_epoch, seq);
+        binding.bind(record, bytes);
+        true
+    }
+
+    /// Remove an id without a tombstone; whether it was here.
+    pub(crate) fn remove_unwritten(&mut self, id: Id) -> bool {
+        let location = self.index.remove(id);
+        if let Some(location) = location {
+            self.bury(location);
+        }
+        location.is_some()
+    }
+
+    /// The record at `location` is no longer the newest of its id.
+    #[inline]
+    fn bury(&mut self, location: Location) {
+        if let Some(moment) = &mut self.moment {
+            moment.mark(location);
+        }
+        self.tallies.iter().for_each(|tally| tally.died(location));
+        self.segments.bury(location);
+    }
+
+    /// Count the records that died since the last call.
+    pub(crate) fn count_buried(&mut self) {
+        self.segments.count_buried();
+    }
+
+    /// Forget all rows.
+    pub(crate) fn clear(&mut self) {
+        self.index.clear();
+        self.tallies.drain(..).for_each(|tally| tally.end());
+        // The writers find that nobody names the segments any more, and give their buffers back.
+        for stream in Stream::all() {
+            if let Some(open) = self.open.take(stream) {
+                open.abandon();
+            }
+        }
+        self.segments.clear();
+    }
+
+    // ---- segments
+
+    /// The serial of a segment that is to be opened now, and the `write_seq` of its first record.
+    pub(crate) fn next_segment(&self) -> (u64, u64) {
+        (self.next_serial, self.next_seq)
+    }
+
+    /// Add an open segment, which has the serial of [`TierState::next_segment`].
+    pub(crate) fn add_open(&mut self, stream: Stream, open: OpenSegment) {
+        self.next_serial += 1;
+        self.segments.add(open.segment().clone());
+        self.open.put(stream, open);
+    }
+
+    /// Whether `stream` has an open segment with room. One that is full is closed.
+    pub(crate) fn takes(&mut self, stream: Stream) -> bool {
+        if self.is_full(stream) {
+            self.seal(stream);
+        }
+        self.open.get(stream).is_some()
+    }
+
+    /// Close the open segment of a stream. The writers finish it.
+    pub(crate) fn seal(&mut self, stream: Stream) {
+        let Some(open) = self.open.take(stream) else { return };
+        let segment = open.seal();
+        if stream == Stream::Tombstones {
+            self.segments.add_tombstones(segment, self.next_serial);
+        } else if segment.live() == 0 {
+            self.segments.is_emptied(segment.slot);
+        }
+    }
+
+    /// Close all open segments.
+    pub(crate) fn seal_all(&mut self) {
+        for stream in Stream::all() {
+            self.seal(stream);
+        }
+    }
+
+    /// The stream of an open segment of rows that holds dead records, if there is one. That of the rows that are rewritten least often
+    /// comes first.
+    pub(crate) fn open_with_dead(&self) -> Option<Stream> {
+        Stream::of_rows().rev().find(|stream| self.open.get(*stream).is_some_and(|open| open.segment().dead() > 0))
+    }
+
+    /// Hand in the buffers of open segments, so that none that is half filled is kept.
+    pub(crate) fn spill(&mut self) {
+        self.open.spill();
+    }
+
+    /// Let go of segments without live rows, and of tombstones that nothing needs any more.
+    pub(crate) fn reap(&mut self) {
+        self.segments.reap();
+    }
+
+    /// Let go of tombstones that nothing needs any more.
+    pub(crate) fn prune_tombstones(&mut self) {
+        self.segments.prune_tombstones();
+    }
+
+    /// Close the open segments; the current set, the last `write_seq` in it, and its rows.
+    pub(crate) fn name_current(&mut self) -> (Vec<Arc<Segment>>, u64, u64) {
+        self.seal_all();
+        self.reap();
+        (self.segments.iter().cloned().collect(), self.next_seq - 1, self.rows())
+    }
+
+    /// Compaction begins to move the rows of a segment.
+    pub(crate) fn begin_moving(&mut self, segment: &Segment) {
+        self.moving += 1;
+        segment.set_moving(true);
+    }
+
+    /// Compaction has ended to move the rows of a segment.
+    pub(crate) fn end_moving(&mut self, segment: &Segment) {
+        self.moving -= 1;
+        segment.set_moving(false);
+    }
+
+    /// Close the tier: nothing is written any more.
+    pub(crate) fn close(&mut self) {
+        self.closed = true;
+        self.seal_all();
+    }
+
+    // ---- scans
+
+    /// A scan begins; every record that dies is taken off its tally.
+    pub(crate) fn begin_scan(&mut self, tally: Arc<Tally>) {
+        self.tallies.push(tally);
+    }
+
+    /// A scan has ended.
+    pub(crate) fn end_scan(&mut self, tally: &Arc<Tally>) {
+        self.tallies.retain(|other| !Arc::ptr_eq(other, tally));
+    }
+}

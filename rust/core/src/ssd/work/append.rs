@@ -1,0 +1,171 @@
+//! Rows that come into the tier.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Kind, Result};
+use crate::rows::RowRef;
+use crate::ssd::classes::{Classes, keep_neighbours_together};
+use crate::ssd::format::record::encode_row;
+use crate::ssd::index::TagIndex;
+use crate::ssd::segment::buffer::Pool;
+use crate::ssd::tier::inner::TierInner;
+use crate::ssd::tier::state::{NewRecord, TierState};
+use crate::ssd::tier::streams::Stream;
+use crate::ssd::work::compact;
+use crate::ssd::work::make_room::wait_for_more_room;
+use crate::ssd::work::memory::{AT_ONCE, check_memory, spill_if_short};
+use crate::ssd::work::remove::remove_unwritten;
+use crate::sync::Ordering;
+use crate::types::Id;
+
+/// The most bytes of records that are written while the tier's lock is held once.
+const BYTES_AT_ONCE: usize = 1 << 20;
+
+/// Records of rows that are being appended, and are in no segment yet.
+#[derive(Default)]
+struct Records {
+    bytes: Vec<u8>,
+    classes: Vec<u8>,
+    /// `write_seq` of the first one. Those of the others follow.
+    first_seq: u64,
+}
+
+/// See [`SsdTier::append`](crate::ssd::SsdTier::append).
+pub(crate) fn append(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
+    check_rows(tier, rows, known)?;
+    tier.check_writable()?;
+    let new = known.iter().filter(|known| !**known).count() as u64;
+    if new > 0 {
+        let mut state = tier.state();
+        let held = state.rows();
+        if held + new > tier.home.geometry.capacity_rows {
+            drop(state);
+            return Err(tier.full(held, new));
+        }
+        debug_assert!(held + new <= TagIndex::MOST_IDS, "the capacity is no larger");
+        state.reserve(new as usize)?;
+    }
+    check_memory(tier, rows.len(), tier.home.geometry.row_bytes)?;
+    let mut done = 0;
+    append_all(tier, rows, known, &mut done).inspect_err(|_| {
+        // What the caller does not know of as being here is not here.
+        let new = rows[..done].iter().zip(known).filter(|(_, known)| !**known);
+        remove_unwritten(tier, &new.map(|(row, _)| row.header.id).collect::<Vec<Id>>());
+    })
+}
+
+/// Append rows, of which `done` are done.
+fn append_all(tier: &Arc<TierInner>, rows: &[RowRef<'_>], known: &[bool], done: &mut usize) -> Result<()> {
+    let at_once = (BYTES_AT_ONCE / tier.home.geometry.row_bytes).clamp(1, AT_ONCE);
+    let (mut seq, dither) = {
+        let mut state = tier.state();
+        (state.take_seqs(rows.len() as u64), state.next_dither())
+    };
+    let mut records = Records::default();
+    for (rows, known) in rows.chunks(at_once).zip(known.chunks(at_once)) {
+        make_records(tier, rows, known, (seq, dither), &mut records);
+        seq += rows.len() as u64;
+        let mut taken = 0;
+        while taken < rows.len() {
+            Pool::of_process().throttle();
+            if tier.home.space.has_failed() {
+                tier.check_writable()?;
+            }
+            let mut state = tier.state();
+            let (more, ready) = append_some(tier, &mut state, rows, known, &records, taken);
+            *done += more;
+            ready?;
+            if more == 0 {
+                drop(state);
+                wait_for_more_room(tier, *done > 0)?;
+                continue;
+            }
+            taken += more;
+            state.reap();
+            compact::if_worthwhile(tier, &state);
+        }
+    }
+    spill_if_short(tier);
+    let bytes = (rows.len() * tier.home.geometry.row_bytes) as u64;
+    tier.counters.row_bytes_given.fetch_add(bytes, Ordering::Relaxed);
+    Ok(())
+}
+
+fn check_rows(tier: &TierInner, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
+    if rows.len() != known.len() {
+        let message = format!("{} rows and {} flags: give one flag a row", rows.len(), known.len());
+        return Err(Error::new(Kind::Input, message));
+    }
+    let floats = tier.layout.vector_floats();
+    let Some(row) = rows.iter().find(|row| row.vector.len() != floats) else { return Ok(()) };
+    let message =
+        format!("the row of id {} has {} floats and the table's rows have {floats}", row.header.id, row.vector.len());
+    Err(Error::new(Kind::Input, message))
+}
+
+/// Make the records of rows, the first with this `write_seq`, and decide their classes. The tier's lock is not held meanwhile, except to
+/// look up where older versions are.
+fn make_records(
+    tier: &TierInner,
+    rows: &[RowRef<'_>],
+    known: &[bool],
+    (first_seq, dither): (u64, f32),
+    records: &mut Records,
+) {
+    let row_bytes = tier.home.geometry.row_bytes;
+    records.first_seq = first_seq;
+    records.classes.clear();
+    records.classes.resize(rows.len(), Classes::of_new());
+    if known.contains(&true) {
+        let ids: Vec<Id> = rows.iter().map(|row| row.header.id).collect();
+        let mut older = vec![None; ids.len()];
+        let state = tier.view();
+        state.index().get_batch(&ids, &mut older);
+        let classes = tier.classes(&state);
+        older.iter_mut().zip(known).filter(|(_, known)| !**known).for_each(|(older, _)| *older = None);
+        for ((class, older), seq) in records.classes.iter_mut().zip(&older).zip(first_seq..) {
+            if let Some(older) = older {
+                let segment = state.segments().of(*older);
+                let interval = seq.saturating_sub(segment.mean_seq());
+                *class = classes.of_rewritten(segment.class.min(classes.count - 1), interval, dither);
+            }
+        }
+        keep_neighbours_together(&mut records.classes, &older);
+    }
+    records.bytes.resize(rows.len() * row_bytes, 0);
+    for ((row, bytes), seq) in rows.iter().zip(records.bytes.chunks_exact_mut(row_bytes)).zip(first_seq..) {
+        encode_row(bytes, row.header, row.vector, tier.layout.scalar_slot, seq);
+    }
+}
+
+/// Take rows from number `first` on, as long as there is room in the open segments or for new ones; how many.
+fn append_some(
+    tier: &TierInner,
+    state: &mut TierState,
+    rows: &[RowRef<'_>],
+    known: &[bool],
+    records: &Records,
+    first: usize,
+) -> (usize, Result<()>) {
+    if tier.home.space.free_bytes() < tier.bytes_kept(state) {
+        return (0, Ok(()));
+    }
+    state.note_epoch(rows.iter().map(|row| row.header.modified_epoch).max().unwrap_or(0));
+    let bytes = records.bytes.chunks_exact(tier.home.geometry.row_bytes);
+    let each = rows.iter().zip(known).zip(records.classes.iter().zip(bytes)).zip(records.first_seq..);
+    let (mut taken, mut ready) = (0, Ok(true));
+    for (((row, known), (class, bytes)), write_seq) in each.skip(first) {
+        let stream = Stream::Rows(*class);
+        if state.is_full(stream) {
+            ready = tier.ready(state, stream);
+            if !matches!(ready, Ok(true)) {
+                break;
+            }
+        }
+        let (id, modified_epoch) = (row.header.id, row.header.modified_epoch);
+        state.write_row(stream, NewRecord { id, write_seq, modified_epoch, bytes }, *known);
+        taken += 1;
+    }
+    state.count_buried();
+    (taken, ready.map(|_| ()))
+}

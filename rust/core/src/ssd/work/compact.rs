@@ -1,0 +1,287 @@
+//! Compaction: the live records of a segment move to the open segments of their classes, as they are and in order, and the segment goes.
+//!
+//! A few threads serve all tiers of a process, each a segment at a time. So several reads are under way, and files are removed beside them.
+//! Which segment is taken is decided by [`choose`].
+
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+
+use crate::error::Result;
+use crate::io::{ALIGNMENT, BufPool, PooledBuf};
+use crate::memory;
+use crate::process::PerProcess;
+use crate::ssd::classes::MOST_CLASSES;
+use crate::ssd::format::record::{Record, le_u64};
+use crate::ssd::format::segment::Content;
+use crate::ssd::room::compaction::{Choice, SegmentView, View, choose};
+use crate::ssd::segment::buffer::Pool;
+use crate::ssd::segment::file::Segment;
+use crate::ssd::tier::inner::TierInner;
+use crate::ssd::tier::state::{NewRecord, TierState};
+use crate::ssd::work::scan::live_records_missing;
+use crate::ssd::workers::{COMPACTORS, Task};
+use crate::sync::Ordering;
+use crate::types::Id;
+
+/// Bytes that are read at once from a segment that is moved.
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// The compactors' task: compact a tier as long as that is worthwhile.
+struct Compact(Weak<TierInner>);
+
+impl Task for Compact {
+    fn run(self: Box<Self>) {
+        let Some(tier) = self.0.upgrade() else { return };
+        tier.contain("compaction", || {
+            tier.compaction_begins();
+            while once(&tier) {}
+            tier.home.space.poke();
+        });
+    }
+}
+
+/// Have a thread compact this tier.
+pub(crate) fn schedule(tier: &Arc<TierInner>) {
+    if tier.compaction_becomes_due() {
+        tier.home.workers.compact(Box::new(Compact(Arc::downgrade(tier))));
+    }
+}
+
+/// Have a thread compact this tier if there is something for it to do.
+pub(crate) fn if_worthwhile(tier: &Arc<TierInner>, state: &TierState) {
+    if next(tier, state) != Choice::Nothing {
+        schedule(tier);
+    }
+}
+
+/// What compaction takes next.
+pub(crate) fn next(tier: &TierInner, state: &TierState) -> Choice {
+    choose(&view_of(tier, state), segments_of(state))
+}
+
+/// The tier as [`choose`] sees it.
+pub(crate) fn view_of(tier: &TierInner, state: &TierState) -> View {
+    let (space, geometry) = (&tier.home.space, &tier.home.geometry);
+    let free_bytes = space.free_bytes();
+    let (seq, epoch) = (state.next_seq(), state.highest_epoch());
+    let left: u64 = state.open().of_rows().map(|open| open.rows_left(geometry, seq, epoch)).sum();
+    let to_open = (free_bytes / geometry.segment_bytes).saturating_sub(u64::from(state.moving()));
+    let tombstones = state.segments().tombstones();
+    View {
+        can_write: !state.is_closed() && !space.has_failed(),
+        cap_bytes: geometry.cap_bytes,
+        segment_bytes: geometry.segment_bytes,
+        rows_per_segment: geometry.rows_per_segment,
+        free_bytes,
+        moving: state.moving(),
+        rows_to_move: left + to_open * geometry.rows_in(geometry.segment_bytes, seq, epoch),
+        was_published: state.states().last_token().is_some(),
+        states: state.states().len(),
+        retained_bytes: if state.states().len() == 0 { 0 } else { state.retained_bytes() },
+        tombstone_segments: tombstones.segments,
+        tombstone_bytes: tombstones.bytes,
+        tombstones_before: tombstones.before,
+        next_seq: seq,
+    }
+}
+
+/// The segments of the current set as [`choose`] sees them.
+pub(crate) fn segments_of(state: &TierState) -> impl Iterator<Item = SegmentView> + Clone {
+    state.segments().iter().map(|segment| {
+        let sealed = segment.sealed().is_some();
+        let idle = !segment.is_to_be_scanned() && !segment.is_moving() && !segment.is_damaged();
+        SegmentView {
+            slot: segment.slot,
+            serial: segment.serial,
+            can_move: segment.content == Content::Rows && sealed && idle,
+            sealed,
+            records: segment.records(),
+            live: segment.live(),
+            held_bytes: segment.held_bytes(),
+            names: segment.names(),
+            made_seq: segment.made_seq,
+        }
+    })
+}
+
+/// Compact one segment; whether there may be more to do.
+pub(crate) fn once(tier: &Arc<TierInner>) -> bool {
+    let _compacting = tier.compacting();
+    let victim = {
+        let mut state = tier.state();
+        state.reap();
+        let choice = next(tier, &state);
+        let chosen = choice.slot().and_then(|slot| state.segments().in_slot(slot)).cloned();
+        let Some(victim) = chosen else { return false };
+        log_choice(tier, &state, choice, &victim);
+        state.begin_moving(&victim);
+        // Another thread can take the next one meanwhile.
+        if_worthwhile(tier, &state);
+        victim
+    };
+    // It is dropped before the victim, and so before the victim's file is removed.
+    let _moving = Moving { tier, victim: &victim };
+    let moved = move_rows(tier, &victim);
+    let mut state = tier.state();
+    let emptied = victim.live() == 0;
+    let failed = moved.is_err();
+    if let Err(cause) = moved {
+        tracing::debug!(
+            table = tier.identity.table,
+            serial = victim.serial,
+            "compaction leaves a segment alone: {cause}"
+        );
+        victim.set_damaged(cause);
+    }
+    state.reap();
+    drop(state);
+    emptied || failed
+}
+
+/// Say what was chosen, and the numbers that led there.
+fn log_choice(tier: &TierInner, state: &TierState, choice: Choice, victim: &Segment) {
+    if !tracing::enabled!(tracing::Level::DEBUG) {
+        return;
+    }
+    let view = view_of(tier, state);
+    let share = segments_of(state).find(|s| s.slot == victim.slot).map_or(0.0, |s| s.share(&view));
+    tracing::debug!(
+        table = tier.identity.table,
+        reason = choice.reason(),
+        serial = victim.serial,
+        live = victim.live(),
+        records = victim.records(),
+        share = %format_args!("{share:.3}"),
+        names = victim.names(),
+        free_bytes = view.free_bytes,
+        rows_to_move = view.rows_to_move,
+        moving = view.moving,
+        states = view.states,
+        retained_bytes = view.retained_bytes,
+        tombstone_bytes = view.tombstone_bytes,
+        "compaction moves a segment"
+    );
+}
+
+/// Move the live records of `victim`, as far as there is room. An error means that bytes of it cannot be read, or are not what was written.
+/// Then the segment stays as it is.
+fn move_rows(tier: &Arc<TierInner>, victim: &Arc<Segment>) -> Result<()> {
+    for (first, count) in chunks_of(victim) {
+        // Write buffers of its rows' classes are asked for here, because nobody can be told once some rows have moved.
+        let buffers = Pool::of_process().missing_bytes(usize::from(MOST_CLASSES), tier.home.block_bytes);
+        memory::room_or_reserve("compact the SSD tier", buffers)?;
+        let chunk = Chunk::read(victim, first, count)?;
+        Pool::of_process().throttle();
+        if !move_chunk(tier, victim, &chunk)? || victim.live() == 0 {
+            return Ok(());
+        }
+    }
+    // Every record was looked at, and each live one has moved or died since. The lock makes the count that of whole operations.
+    let left = {
+        let _counted = tier.view();
+        victim.live()
+    };
+    if left == 0 {
+        return Ok(());
+    }
+    Err(live_records_missing(tier, victim, victim.records(), (left, 0)))
+}
+
+/// Move the live ones of the records of a chunk; false when there is no more room.
+fn move_chunk(tier: &Arc<TierInner>, victim: &Segment, chunk: &Chunk) -> Result<bool> {
+    let (records, damage) = live_records(tier, victim, chunk);
+    let mut state = tier.state();
+    if state.is_closed() || tier.home.space.has_failed() {
+        return Ok(false);
+    }
+    let classes = tier.classes(&state);
+    let (mut moved_bytes, mut room_left) = (0, true);
+    for (number, bytes, record) in records {
+        if !state.index().is_at(record.id, victim.location(number)) {
+            continue;
+        }
+        let age = state.next_seq().saturating_sub(record.write_seq);
+        let class = classes.of_moved(victim.class.min(classes.count - 1), age);
+        // An error here is a failed write, which the space keeps. The segment is not to blame.
+        let Some(stream) = tier.ready_for_moved(&mut state, class).unwrap_or(None) else {
+            room_left = false;
+            break;
+        };
+        let (id, write_seq, modified_epoch) = (record.id, record.write_seq, record.modified_epoch);
+        state.move_row(stream, NewRecord { id, write_seq, modified_epoch, bytes }, (victim, number));
+        moved_bytes += bytes.len() as u64;
+    }
+    state.count_buried();
+    drop(state);
+    tier.counters.compaction_bytes.fetch_add(moved_bytes, Ordering::Relaxed);
+    damage.map_or(Ok(room_left), Err)
+}
+
+type Numbered<'a> = (u32, &'a [u8], Record<'a>);
+
+/// The records of a chunk that the index points to, checked, and the first error of one that is damaged. A record that is not live now
+/// never will be.
+fn live_records<'a>(tier: &TierInner, victim: &Segment, chunk: &'a Chunk) -> (Vec<Numbered<'a>>, Option<crate::Error>) {
+    let numbered = chunk.records(victim);
+    let ids: Vec<Id> = numbered.clone().map(|(_, record)| le_u64(record, 8) as Id).collect();
+    let mut locations = vec![None; ids.len()];
+    tier.view().index().get_batch(&ids, &mut locations);
+    let (mut records, mut damage) = (Vec::new(), None);
+    for ((number, bytes), location) in numbered.zip(locations) {
+        if location == Some(victim.location(number)) {
+            match victim.decode(number, bytes) {
+                Ok(record) => records.push((number, bytes, record)),
+                Err(error) => drop(damage.get_or_insert(error)),
+            }
+        }
+    }
+    (records, damage)
+}
+
+/// A segment that is being moved, until this is dropped.
+struct Moving<'a> {
+    tier: &'a TierInner,
+    victim: &'a Segment,
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        self.tier.state().end_moving(self.victim);
+        self.tier.home.space.poke();
+    }
+}
+
+/// The first record of each chunk, and how many it has.
+fn chunks_of(segment: &Segment) -> impl Iterator<Item = (u32, u32)> + use<> {
+    let records = segment.records();
+    let at_once = (CHUNK_BYTES / segment.record_bytes).max(1) as u32;
+    (0..records).step_by(at_once as usize).map(move |first| (first, at_once.min(records - first)))
+}
+
+/// Some consecutive records of a segment, as they lie on disk.
+struct Chunk {
+    first: u32,
+    bytes: PooledBuf,
+    /// Where in `bytes` the records are.
+    place: Range<usize>,
+}
+
+impl Chunk {
+    /// Read `count` records from number `first` on, in whole sectors where the file has them.
+    fn read(segment: &Segment, first: u32, count: u32) -> Result<Self> {
+        static BUFFERS: PerProcess<Arc<BufPool>> = PerProcess::new();
+        let (start, end) = (segment.offset(first), segment.offset(first + count));
+        let from = start - start % ALIGNMENT as u64;
+        let whole = end.next_multiple_of(ALIGNMENT as u64);
+        let to = segment.sealed().filter(|sealed| whole <= sealed.file_bytes).map_or(end, |_| whole);
+        let buffers = BUFFERS.get(|| Ok(Arc::new(BufPool::new(CHUNK_BYTES + 2 * ALIGNMENT, COMPACTORS as usize))))?;
+        let mut bytes = buffers.take_at_least((to - from) as usize)?;
+        segment.file.read_at(from, &mut bytes[..(to - from) as usize])?;
+        Ok(Self { first, bytes, place: (start - from) as usize..(end - from) as usize })
+    }
+
+    /// The records and their numbers.
+    fn records(&self, segment: &Segment) -> impl Iterator<Item = (u32, &[u8])> + Clone {
+        (self.first..).zip(self.bytes[self.place.clone()].chunks_exact(segment.record_bytes))
+    }
+}

@@ -1,0 +1,64 @@
+//! Looking rows up. Those in buffers are taken at once; those in files join a batch of reads.
+
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::rows::RowMut;
+use crate::ssd::segment::unwritten::Place;
+use crate::ssd::tier::inner::TierInner;
+use crate::ssd::tier::reads::{Fetch, FetchBatch, FetchJob, Places};
+use crate::types::Id;
+
+/// Look `wanted` up. What is on disk is read when `batch` is submitted.
+pub(crate) fn fetch_in(
+    tier: &TierInner,
+    wanted: Vec<(Id, RowMut)>,
+    places: Option<Places>,
+    batch: &mut FetchBatch,
+) -> Arc<Fetch> {
+    let fetch = tier.reads.begin();
+    if let Err(error) = tier.check_usable() {
+        fetch.finish(Err(error));
+        return fetch;
+    }
+    let mut job = FetchJob::new(&tier.reads, &fetch, wanted, places);
+    if let Err(error) = look_up(tier, &mut job) {
+        fetch.finish(Err(error));
+    } else if job.needs_no_disk() {
+        job.finish(Ok(()));
+    } else {
+        batch.add(job);
+    }
+    fetch
+}
+
+/// Look every id of a job up. Copies what is in buffers, lists what is in files.
+fn look_up(tier: &TierInner, job: &mut FetchJob) -> Result<()> {
+    let ids = job.ids();
+    let mut locations = vec![None; ids.len()];
+    let state = tier.view();
+    state.index().get_batch(&ids, &mut locations);
+    let mut listed = vec![u32::MAX; state.segments().slots()];
+    for (position, location) in locations.into_iter().enumerate() {
+        let Some(location) = location else {
+            job.is_missing(position);
+            continue;
+        };
+        let segment = state.segments().of(location);
+        let offset = segment.offset(location.record);
+        let mut taken = Ok(());
+        let place = segment.locate(offset, segment.record_bytes, &mut |bytes| {
+            taken = job.take(position, segment, location.record, bytes);
+        });
+        match place {
+            Place::Block => taken?,
+            Place::Buffer => {
+                let bytes = state.open().of(segment).and_then(|open| open.get(offset));
+                let bytes = bytes.expect("a record is in file, block or buffer");
+                job.take(position, segment, location.record, bytes)?;
+            }
+            Place::File => job.list(position, segment, location, &mut listed),
+        }
+    }
+    Ok(())
+}

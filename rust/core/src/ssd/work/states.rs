@@ -1,0 +1,44 @@
+//! Published states that go: their files are removed durably, then their segments are let go of.
+
+use crate::error::Result;
+use crate::ssd::format::names::state_path;
+use crate::ssd::tier::inner::TierInner;
+use crate::ssd::tier::state::TierState;
+
+/// Remove the file of the state at `position` (oldest first), durably, then let go of its segments.
+pub(crate) fn forget_at(tier: &TierInner, state: &mut TierState, position: usize) -> Result<()> {
+    let Some(token) = state.states().token_at(position) else { return Ok(()) };
+    let path = state_path(&tier.home.dir, token);
+    let removed = tier.home.engine.remove_file(&path).and_then(|()| tier.home.engine.sync_dir(&tier.home.dir));
+    if let Err(error) = removed {
+        tier.home.space.fail(error.clone());
+        return Err(error);
+    }
+    state.states_mut().remove(position);
+    Ok(())
+}
+
+/// Forget the state named `token`, if it is published.
+pub(crate) fn forget_token(tier: &TierInner, token: u64) -> Result<()> {
+    let _publishing = tier.publishing();
+    tier.check_writable()?;
+    let mut state = tier.state();
+    match state.states().position(token) {
+        Some(position) => forget_at(tier, &mut state, position),
+        None => Ok(()),
+    }
+}
+
+/// Make room by giving up the oldest state. Where it is the last one, nothing is left to resume until the next publish.
+pub(crate) fn give_up_oldest(tier: &TierInner, state: &mut TierState) -> Result<()> {
+    tracing::debug!(
+        table = tier.identity.table,
+        token = state.states().token_at(0),
+        states = state.states().len(),
+        free_bytes = tier.home.space.free_bytes(),
+        retained_bytes = state.retained_bytes(),
+        "an SSD tier gives up its oldest published state, because room is short"
+    );
+    state.states_mut().give_up_oldest();
+    forget_at(tier, state, 0)
+}
