@@ -1,28 +1,31 @@
-//! Which rows lie together: those that are expected to be rewritten at about the same rate.
+//! Decides which rows lie together: those that are expected to be rewritten at about the same rate.
 //!
-//! A segment whose records die together costs compaction little: it waits until most are dead, or it is left alone. A segment has a
-//! class, and a row's class is that of the segment it lies in: no byte a row is kept. Class `c` is for rows rewritten about every
-//! `2^(c - FIRST)` times as many writes as the tier has rows. A rewritten row moves from its class towards that of the interval seen
-//! (exponential smoothing, as of counts by class only whole steps can be kept, with the fraction of a step turned into a share of calls);
-//! a row that compaction meets long after it should have been rewritten moves to the next class. Intervals as predictors: Wang et al.,
-//! Separating data via block invalidation time inference for write amplification reduction in log-structured storage, FAST 2022.
+//! A segment whose records die together costs compaction little: it waits until most of them are dead, or it is left alone. A segment has a
+//! class, and a row's class is that of the segment it lies in, so that no byte is kept for each row. Class `c` is for rows that are
+//! rewritten once in `2^(c - FIRST)` times as many writes as the tier has rows.
 //!
-//! Rows that were written together and are again are used together, and are read with fewer reads where they lie together: they, and the
-//! rows between them, go to one class.
+//! - A rewritten row moves from its class towards the class of the interval that was seen, by exponential smoothing. Only whole steps
+//!   between classes can be kept, so a fraction of a step is made in that share of the calls.
+//! - A row that compaction meets long after it should have been rewritten moves to the next class.
+//! - Rows that were written together before, and are again, are used together. They take fewer reads where they lie together. So they, and
+//!   the rows between them, go to one class.
+//!
+//! Intervals predict the next rewrite: Wang et al., Separating data via block invalidation time inference for write amplification reduction
+//! in log-structured storage, FAST 2022.
 
 use crate::ssd::index::Location;
 
 /// The most classes that a tier has.
 pub(crate) const MOST_CLASSES: u8 = 4;
-/// The class of rows that nothing is known of.
+/// The class of a row of which nothing is known.
 const FIRST: u8 = 1;
-/// The share of the difference between what was seen and what was expected by which the expectation changes.
+/// The expected class changes by a quarter of its difference from the class that was seen.
 const SMOOTHING: f32 = 0.25;
-/// Two rows are neighbours in a call that writes them when their positions differ by this much at most.
+/// Two rows of a call are neighbours where their positions in it differ by at most 8.
 const NEIGHBOURS: usize = 8;
-/// Two rows were neighbours before when their older versions are in one segment, this many records apart at most.
+/// Two rows were neighbours before where their older versions are in one segment, at most 32 records apart.
 const NEARBY_RECORDS: u32 = 32;
-/// A row stays in its class until this many times the class's interval have passed.
+/// A row stays in its class until twice the class's interval has passed.
 const PATIENCE: f64 = 2.0;
 
 /// The classes of one tier: numbers below `count`, which is 2 to [`MOST_CLASSES`].
@@ -34,13 +37,13 @@ pub(crate) struct Classes {
 }
 
 impl Classes {
-    /// Of a row that the tier did not have.
+    /// The class of a row that the tier did not have.
     pub(crate) fn of_new() -> u8 {
         FIRST
     }
 
-    /// Of a row that is written again `interval` writes after its older version, which was in `class`. `dither`, 0 to 1, decides
-    /// where the step is not whole: the same for rows written together, so that they stay together.
+    /// The class of a row that is written again `interval` writes after its older version, which was in `class`. Where the step is not
+    /// whole, `dither`, from 0 to 1, decides. It is the same for rows that are written together, so that they stay together.
     #[inline]
     pub(crate) fn of_rewritten(self, class: u8, interval: u64, dither: f32) -> u8 {
         let relative = (interval.max(1) as f32 / self.rows.max(1) as f32).log2();
@@ -49,7 +52,7 @@ impl Classes {
         ((expected + dither) as u8).min(self.count - 1)
     }
 
-    /// Of a row of `class` that is alive `age` writes after its own.
+    /// The class of a row of `class` that is still alive `age` writes after its own.
     #[inline]
     pub(crate) fn of_moved(self, class: u8, age: u64) -> u8 {
         let interval = self.rows as f64 * f64::from(i32::from(class) - i32::from(FIRST)).exp2();
@@ -57,8 +60,8 @@ impl Classes {
     }
 }
 
-/// Give neighbours among the rows of a call that were neighbours before, where their older versions lie, the class in the middle of
-/// theirs and of those between them.
+/// Find the neighbours among the rows of a call that were neighbours before, by where their `older` versions lie. Give them, and the rows
+/// between them, the median of their classes.
 pub(crate) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Location>]) {
     let were_near = |one: Option<Location>, other: Option<Location>| {
         one.zip(other).is_some_and(|(one, other)| {
@@ -70,7 +73,7 @@ pub(crate) fn keep_neighbours_together(classes: &mut [u8], older: &[Option<Locat
         let (mut last, mut at) = (first, first);
         while at <= last {
             let ahead = (at + NEIGHBOURS).min(classes.len() - 1);
-            // What is joined already need not be looked at again.
+            // Rows that are joined already need not be looked at again.
             if let Some(near) = (last.max(at) + 1..=ahead).rev().find(|&near| were_near(older[at], older[near])) {
                 last = near;
             }
@@ -97,7 +100,7 @@ mod tests {
 
     const CLASSES: Classes = Classes { count: MOST_CLASSES, rows: 1000 };
 
-    /// The share of calls, with dithers spread evenly, that send a row to each class.
+    /// The share of calls that send a row to each class, where dithers are spread evenly.
     fn shares(class: u8, interval: u64) -> [f32; MOST_CLASSES as usize] {
         let mut shares = [0.0; MOST_CLASSES as usize];
         for dither in 0..100 {
@@ -135,12 +138,13 @@ mod tests {
     #[test]
     fn rows_written_together_before_and_now_go_to_one_class_with_those_between_them() {
         let at = |segment, record| Some(Location { segment, record });
-        // Two of a group, one between them, another of the group; then rows that nothing links; then two far apart in one segment.
+        // First two of a group, one between them, and another of the group. Then rows that nothing links. Then two far apart in one
+        // segment.
         let older = [at(1, 10), at(2, 7), at(1, 12), at(1, 30), None, at(3, 1), at(4, 0), at(4, 1000)];
         let mut classes = [0, 3, 0, 1, 1, 2, 0, 3];
         keep_neighbours_together(&mut classes, &older);
         assert_eq!(classes, [0, 0, 0, 0, 1, 2, 0, 3]);
-        // Links that overlap join; a neighbour too many rows on does not.
+        // Links that overlap join. A neighbour too many rows later does not.
         let older = [at(1, 0), at(2, 0), at(1, 5), at(2, 5), None, None, None, None, None, None, None, None, at(2, 6)];
         let mut classes = [1, 2, 3, 2, 0, 0, 0, 0, 0, 0, 0, 0, 3];
         keep_neighbours_together(&mut classes, &older);

@@ -1,20 +1,22 @@
-//! The index of the SSD tier: it finds the location of an id, takes about ten bytes an id, and keeps no ids.
+//! The index of the SSD tier. It finds the location of an id, takes about ten bytes an id, and keeps no ids.
 //!
 //! An id is known by its *print*: the first bits of its hash, which pick a sub-table, and its *tag*, bits of another hash that depends on a
 //! secret of the index, so that nobody can choose ids whose tags meet or lie side by side. An entry is 8 bytes: the tag (24 bits) and the
-//! location (40 bits). The tag alone gives the entry's home, `tag * homes / 2^tag_bits`, which keeps the order of tags at any size: a
-//! sub-table is the sorted list of its tags with gaps (ordered linear probing; Amble and Knuth 1974), so it grows without the ids, and a
-//! search ends at the first tag that is not smaller.
+//! location (40 bits).
+//!
+//! The tag alone gives the entry's home, `tag * homes / 2^tag_bits`, which keeps the order of tags at any size. So a sub-table is the
+//! sorted list of its tags with gaps (ordered linear probing; Amble and Knuth 1974). It grows without the ids, and a search ends at the
+//! first tag that is not smaller.
 //!
 //! At most one entry has a given print. An id whose print is taken goes to a small exact map (see `exact`), which is looked at first. So a
-//! search has one candidate at most. It may be another id's with the same print (whoever reads the record finds out), but never where the
-//! id asked for is in the index.
+//! search has one candidate at most. For an id that is not in the index it may be another id's with the same print, which whoever reads the
+//! record finds out.
 //!
 //! Sub-tables grow by [`GROWTH`] when [`MAX_LOAD`] is reached, each at its own counts, so that neither the bytes nor the time of growing
 //! come all at once. They live in pages of one pool, so that growing leaves no holes in the heap.
 //!
-//! With 2³⁴ prints, 3 ids in 100 are in the exact map where there are 10⁹, and 12 in 100 where there are [`TagIndex::MOST_IDS`]: an id
-//! takes 12 bytes at most up to 2 × 10⁹ of them, and 14 at the limit.
+//! With 2³⁴ prints, 3 ids in 100 are in the exact map where there are 10⁹ ids, and 12 in 100 where there are [`TagIndex::MOST_IDS`]. An id
+//! takes at most 12 bytes up to 2 × 10⁹ ids, and 14 at the limit.
 
 use exact::Exact;
 use pages::{EMPTY, PAGE, Pages};
@@ -113,8 +115,8 @@ impl TagIndex {
             + self.scratch.capacity() * 8
     }
 
-    /// The one location where `id` may be. For an id in the index it is the id's own. For another id it is `None`, or the location of an id with the
-    /// same print.
+    /// The one location where `id` may be. For an id in the index it is the id's own. For another id it is `None`, or the location of an id
+    /// with the same print.
     #[inline]
     pub fn get(&self, id: Id) -> Option<Location> {
         if let Some(location) = self.exact.get(id) {

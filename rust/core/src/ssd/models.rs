@@ -1,6 +1,6 @@
-//! Every interleaving, up to two preemptions, of a few threads in the tier's own code: `make test-loom`.
+//! Explores every interleaving of a few threads in the tier's own code, up to two preemptions (`make test-loom`).
 //!
-//! Waits have no time limits here: a wake-up that is lost is a deadlock, which loom reports.
+//! Waits have no time limits here, so that a wake-up that is lost is a deadlock, which loom reports.
 
 use std::sync::Arc;
 
@@ -19,10 +19,10 @@ use crate::rows::RowRef;
 use crate::sync::{Mutex, lock};
 use crate::types::Id;
 
-/// Room for frames of code that is not optimised.
+/// Words of a thread's stack. Code that is not optimised takes large frames.
 const STACK_WORDS: usize = 64 << 10;
 
-/// Explore `body` and the threads it starts.
+/// Explore `body` and the threads that it starts.
 pub(crate) fn model(body: impl Fn() + Send + Sync + Copy + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
@@ -34,7 +34,7 @@ pub(crate) fn spawn<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static
     Builder::new().stack_size(STACK_WORDS).spawn(body).unwrap()
 }
 
-/// Do the reads that wait; the file of each must be there.
+/// Do the reads that wait. The file of each must be there.
 pub(crate) fn read_waiting(engine: &dyn IoEngine) {
     Workers::of_process().unwrap().read_waiting(|path| {
         assert!(engine.exists(path).unwrap(), "{} is gone before it is read", path.display());
@@ -59,7 +59,7 @@ fn rows(ids: std::ops::Range<Id>, version: u32) -> Vec<Row> {
     ids.map(|id| Row::new(id, version)).collect()
 }
 
-/// The versions of `ids` now, each row whole.
+/// The versions of `ids` now. Each row must be whole.
 fn versions(tier: &SsdTier, engine: &dyn IoEngine, ids: &[Id]) -> Vec<Option<u32>> {
     let mut found: Vec<Row> = ids.iter().map(|_| Row::empty()).collect();
     let fetch: Arc<Fetch> = tier.fetch(ids.iter().copied().zip(found.iter_mut().map(Row::as_mut)).collect());
@@ -76,7 +76,7 @@ fn versions(tier: &SsdTier, engine: &dyn IoEngine, ids: &[Id]) -> Vec<Option<u32
     versions.collect()
 }
 
-/// Nothing is counted that is not there, and the other way round; what is open is closed, so that nobody waits for the flusher.
+/// Compare what is counted with what is there. Open segments are closed first, so that nobody waits for the writers.
 fn check_counts(tier: &SsdTier) {
     tier.settle();
     let space = &tier.inner.home.space;
@@ -87,15 +87,15 @@ fn check_counts(tier: &SsdTier) {
     assert_eq!(space.used_bytes(), held, "of files that are gone the bytes are free");
 }
 
-/// A full buffer goes to the flusher, is written, and is let go of, while its rows are read: from buffer, block or file.
+/// A full buffer goes to the writers, is written, and is let go of, while its rows are read from the buffer, the block or the file.
 #[test]
 fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() {
     model(|| {
         let (tier, engine) = tier(256 << 10, SMALL);
-        // One more fills the buffer.
+        // One more row fills the buffer.
         append(&tier, &rows(0..191, 1), |_| false).unwrap();
         let background = Workers::of_process().unwrap();
-        let flusher = spawn(move || background.work_as_writer());
+        let writer = spawn(move || background.work_as_writer());
         let appending = {
             let tier = Arc::clone(&tier);
             spawn(move || append(&tier, &rows(191..192, 1), |_| false).unwrap())
@@ -104,12 +104,12 @@ fn loom_a_row_is_found_at_every_moment_of_its_way_from_the_buffer_to_the_file() 
         appending.join().unwrap();
         assert_eq!(versions(&tier, &*engine, &[1, 191]), [Some(1); 2]);
         background.end_writer();
-        flusher.join().unwrap();
+        writer.join().unwrap();
         check_counts(&tier);
     });
 }
 
-/// Newer versions empty a segment, whose file goes, while a fetch that found it is about to read.
+/// Newer versions empty a segment, so that its file goes, while a fetch that has found it is about to read.
 #[test]
 fn loom_a_segment_that_is_let_go_of_keeps_its_file_as_long_as_a_read_needs_it() {
     model(|| {
@@ -130,7 +130,7 @@ fn loom_a_segment_that_is_let_go_of_keeps_its_file_as_long_as_a_read_needs_it() 
     });
 }
 
-/// Half of a segment is dead, and the cap is short enough for compaction to take it.
+/// A tier in which half of a segment is dead, and room is so short that compaction takes it.
 fn with_a_victim() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
     let (tier, engine) = tier(88 << 10, TINY);
     for first in 0..6 {
@@ -144,13 +144,13 @@ fn with_a_victim() -> (Arc<SsdTier>, Arc<dyn IoEngine>) {
     (tier, engine)
 }
 
-/// The compactor's thread, which finds the tier in its inbox.
+/// Start a compactor, which finds the tier in its inbox.
 fn compact(tier: &Arc<SsdTier>) -> JoinHandle<()> {
     schedule(&tier.inner);
     spawn(|| Workers::of_process().unwrap().compact_waiting())
 }
 
-/// Of compaction, which moves a row, and an append or a removal of the same id, the newer one stays.
+/// Compaction moves a row while the same id is appended or removed. What is newer stays.
 #[test]
 fn loom_a_row_that_compaction_moves_is_not_older_than_what_is_written_meanwhile() {
     model(|| {
@@ -175,7 +175,7 @@ fn loom_a_row_that_compaction_moves_stays_removed() {
     });
 }
 
-/// A scan, which reads a list of segments, misses no row that compaction moves and gives none twice.
+/// A scan reads a list of segments. It misses no row that compaction moves, and gives none twice.
 #[test]
 fn loom_a_scan_beside_compaction_gives_every_row_once() {
     model(|| {
@@ -194,7 +194,8 @@ fn loom_a_scan_beside_compaction_gives_every_row_once() {
     });
 }
 
-/// Of a moment every row is given once, in its version, while compaction moves it, it is overwritten, and segments are read early.
+/// A moment gives each of its rows once, in its version, while compaction moves them, they are overwritten, and segments are read before
+/// their turn.
 #[test]
 fn loom_a_moment_has_its_rows_while_they_are_moved_overwritten_and_read_before_their_turn() {
     model(|| {

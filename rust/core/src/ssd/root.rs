@@ -1,13 +1,13 @@
-//! One decision about a flush of several tables, whose directories may lie below several roots (`ssd_dir`s), on several disks.
+//! Makes a flush of several tables complete by one decision. Their directories may lie below several roots (`ssd_dir`s), on several disks.
 //!
-//! Every table publishes the state under one token first. Then, in `<root>/.flushed`:
+//! First every table publishes its state under one token. Then, in `<root>/.flushed`:
 //!
-//! 1. each root but one, the coordinator, gets `<token>.prepared`, which names the coordinator;
-//! 2. the coordinator gets `<token>`: from now on the flush is complete, everywhere;
-//! 3. the others get `<token>` too, and need the coordinator no longer.
+//! 1. Each root except one, the coordinator, gets `<token>.prepared`, which names the coordinator.
+//! 2. The coordinator gets `<token>`. From then on the flush is complete, everywhere.
+//! 3. The others get `<token>` too, and need the coordinator no longer.
 //!
-//! A root has a random name, the file `<name>.root`: of two machines with a disk each at the same path, neither takes the other's root
-//! for its own.
+//! A root has a random name, by the file `<name>.root`. So of two machines with a disk each at the same path, neither takes the other's
+//! root for its own.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -19,7 +19,7 @@ use crate::io::{IoEngine, Open, publish, read_file};
 
 const MARKS: &str = ".flushed";
 const TITLE: &str = "embcache-flush 1";
-/// Longer than any mark with a path of [`crate::paths::MAX_PATH_BYTES`].
+/// No mark is longer, with a path of [`crate::paths::MAX_PATH_BYTES`].
 const LIMIT_BYTES: u64 = 4096;
 
 /// A directory that holds tables' directories, and the marks of their flushes.
@@ -36,7 +36,7 @@ impl Root {
         Self { engine, dir: dir.to_owned(), marks: dir.join(MARKS) }
     }
 
-    /// A name of this root; `random` becomes it where there is none. Marks that are here are durable when this returns.
+    /// A name of this root. Where it has none, `random` becomes its name. Marks that are here are durable when this returns.
     pub fn name(&self, random: u64) -> Result<u64> {
         if !self.engine.exists(&self.marks)? {
             self.engine.create_dir_all(&self.marks)?;
@@ -52,12 +52,12 @@ impl Root {
         Ok(name)
     }
 
-    /// Whether this is the root that has (among others, where two processes made one at once) the name `name`.
+    /// Whether this root has the name `name`. It has several where two processes made one at the same time.
     pub fn is_named(&self, name: u64) -> Result<bool> {
         self.engine.exists(&self.name_path(name))
     }
 
-    /// Durably: whether the flush `token` is complete, the root at `dir` (absolute) with the name `name` says.
+    /// Note durably that the root at `dir`, an absolute path, with the name `name` says whether the flush `token` is complete.
     pub fn prepare(&self, token: u64, dir: &Path, name: u64) -> Result<()> {
         let mut body = format!("{name:016x} ").into_bytes();
         body.extend_from_slice(dir.as_os_str().as_bytes());
@@ -66,7 +66,7 @@ impl Root {
         publish(&*self.engine, &self.prepared_path(token), &text)
     }
 
-    /// Say, durably, that the flush `token` is complete.
+    /// Note durably that the flush `token` is complete.
     pub fn commit(&self, token: u64) -> Result<()> {
         let path = self.committed_path(token);
         if !self.engine.exists(&path)? {
@@ -75,7 +75,9 @@ impl Root {
         self.sync()
     }
 
-    /// Whether the flush `token` is complete. `State` where its coordinator has to say that and is not there, `Corruption`.
+    /// Whether the flush `token` is complete.
+    ///
+    /// Errors: `State` where its coordinator has to say that and is not there, `Corruption` where the mark is damaged.
     pub fn is_complete(&self, token: u64) -> Result<bool> {
         if self.engine.exists(&self.committed_path(token))? {
             return Ok(true);
@@ -98,7 +100,7 @@ impl Root {
         self.engine.exists(&coordinator.committed_path(token))
     }
 
-    /// Remove the marks of a flush whose states no table keeps.
+    /// Remove the marks of a flush of which no table keeps a state.
     pub fn forget(&self, token: u64) -> Result<()> {
         for path in [self.prepared_path(token), self.committed_path(token)] {
             if self.engine.exists(&path)? {
@@ -108,7 +110,7 @@ impl Root {
         Ok(())
     }
 
-    /// Tokens of the flushes that marks here speak of, ascending.
+    /// Tokens of the flushes that have marks here, ascending.
     pub fn tokens(&self) -> Result<Vec<u64>> {
         if !self.engine.exists(&self.marks)? {
             return Ok(Vec::new());
@@ -152,7 +154,7 @@ fn mark_token(path: &Path) -> Option<u64> {
     (token.to_string() == digits).then_some(token)
 }
 
-/// Name and path of the coordinator in a mark's bytes.
+/// The name and the path of the coordinator that a mark's bytes say.
 fn coordinator(bytes: &[u8], path: &Path) -> Result<(u64, PathBuf)> {
     let shown = || format!("{:?}", String::from_utf8_lossy(&bytes[..bytes.len().min(80)]));
     let parse = || {

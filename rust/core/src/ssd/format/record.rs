@@ -1,21 +1,21 @@
-//! Records: how a row lies on disk. Format version 2, little-endian, packed.
+//! Records: how a row lies on disk. The format is version 2, little-endian and packed.
 //!
 //! | byte | bytes | field |
 //! | --- | --- | --- |
-//! | 0 | 4 | crc32c of all that follows, payload included, xor the mask of the record's place |
+//! | 0 | 4 | crc32c of all that follows, payload included, xor the mask of the record's position |
 //! | 4 | 1 | version, 2 |
 //! | 5 | 1 | kind: 1 row, 2 tombstone |
 //! | 6 | 2 | 0 |
 //! | 8 | 8 | id |
-//! | 16 | 8 | `write_seq`: order of writing; kept by compaction |
+//! | 16 | 8 | `write_seq`: the order of writing; compaction keeps it |
 //! | 24 | 8 | last step |
-//! | 32 | 4 | `modified_epoch`; kept by compaction |
+//! | 32 | 4 | `modified_epoch`; compaction keeps it |
 //! | 36 | 4 | count |
 //! | 40 | 4 | score, f32 |
 //! | 44 | 4 × floats | rows only: the vector part, then the scalar slot where the layout has one, f32 |
 //!
-//! The mask of a place (see [`Binding`]) binds a record to its table, its segment and its number there. A whole record that lies where
-//! another belongs, because a disk lost a write or put it elsewhere, is therefore damage like any other. In version 1 the mask is 0.
+//! The mask (see [`Binding`]) binds a record to its table, its segment and its number there. So a whole record that lies where another
+//! belongs, because a disk lost a write or put it elsewhere, is damage like any other. In version 1 the mask is 0.
 
 use std::path::Path;
 
@@ -23,26 +23,27 @@ use crate::error::{Error, Result};
 use crate::rows::{RowHeader, RowLayout};
 use crate::types::{Id, hash_id};
 
-/// Bytes before the payload; all of a tombstone.
+/// Bytes of a record before its payload. A tombstone has no others.
 pub(crate) const RECORD_HEADER_BYTES: usize = 44;
 const VERSION: u8 = 2;
-/// The difference between the masks of two neighbours. It is odd, so that no two records of a segment have the same mask.
+/// The difference between the masks of two records that follow each other. It is odd, so that no two records of a segment have the same
+/// mask.
 const MASK_STEP: u32 = 0x9e37_79b1;
 
 // The payload is copied as it lies in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "records are little-endian");
 
-/// What a record says about its id.
+/// What a record says of its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum RecordKind {
-    /// Its row.
+    /// This is its row.
     Row = 1,
-    /// That it is no more.
+    /// It was removed.
     Tombstone = 2,
 }
 
-/// What ties the records of a segment to it.
+/// Ties the records of a segment to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Binding {
     version: u8,
@@ -51,13 +52,13 @@ pub(crate) struct Binding {
 }
 
 impl Binding {
-    /// Of records that are written now, to segment `serial` of the table `key`.
+    /// The binding of records that are written now, to segment `serial` of the table `key`.
     pub(crate) fn new(key: u64, serial: u64) -> Self {
         let first = hash_id((key ^ serial.rotate_left(32)) as i64) as u32;
         Self { version: VERSION, first, step: MASK_STEP }
     }
 
-    /// Of records of version 1, which are bound to no place.
+    /// The binding of records of version 1, which is none.
     pub(crate) fn version_1() -> Self {
         Self { version: 1, first: 0, step: 0 }
     }
@@ -67,7 +68,7 @@ impl Binding {
         self.first.wrapping_add(number.wrapping_mul(self.step))
     }
 
-    /// Bind a record that was just encoded to place `number`.
+    /// Bind a record that was just encoded to number `number`.
     #[inline]
     pub(crate) fn bind(self, number: u32, record: &mut [u8]) {
         debug_assert_eq!((self.version, record[4]), (VERSION, VERSION), "no segment of an older version is written");
@@ -75,7 +76,7 @@ impl Binding {
         record[..4].copy_from_slice(&crc.to_le_bytes());
     }
 
-    /// Bind a copy of a record that was checked at place `from` of this segment's to place `to.1` of the segment of `to.0`.
+    /// Bind a copy of this segment's record `from`, which was checked, to number `to.1` of the segment whose binding is `to.0`.
     #[inline]
     pub(crate) fn rebind(self, from: u32, to: (Self, u32), record: &mut [u8]) {
         if self.version == VERSION {
@@ -89,12 +90,12 @@ impl Binding {
     }
 }
 
-/// Bytes of a row's record.
+/// Bytes of the record of a row of `layout`.
 pub(crate) fn row_record_bytes(layout: &RowLayout) -> usize {
     RECORD_HEADER_BYTES + layout.floats() * 4
 }
 
-/// A record read back and checked.
+/// A record that was read and checked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Record<'a> {
     pub(crate) kind: RecordKind,
@@ -104,11 +105,11 @@ pub(crate) struct Record<'a> {
     pub(crate) modified_epoch: u32,
     pub(crate) count: u32,
     pub(crate) score: f32,
-    /// Little-endian floats; empty for a tombstone.
+    /// Little-endian floats. A tombstone has none.
     pub(crate) payload: &'a [u8],
 }
 
-/// Write a row's record into `into`, which has exactly [`row_record_bytes`]. It is still to be bound to its place.
+/// Write a row's record into `into`, which has exactly [`row_record_bytes`]. It is still to be bound to its segment.
 pub(crate) fn encode_row(into: &mut [u8], header: &RowHeader, vector: &[f32], scalar_slot: bool, write_seq: u64) {
     encode_header(into, RecordKind::Row, header, write_seq);
     let vector = bytemuck::cast_slice::<f32, u8>(vector);
@@ -120,7 +121,7 @@ pub(crate) fn encode_row(into: &mut [u8], header: &RowHeader, vector: &[f32], sc
     finish(into);
 }
 
-/// Write a tombstone into `into`, which has exactly [`RECORD_HEADER_BYTES`]. It is still to be bound to its place.
+/// Write a tombstone into `into`, which has exactly [`RECORD_HEADER_BYTES`]. It is still to be bound to its segment.
 pub(crate) fn encode_tombstone(into: &mut [u8], id: Id, modified_epoch: u32, write_seq: u64) {
     let header = RowHeader { id, modified_epoch, ..RowHeader::default() };
     encode_header(into, RecordKind::Tombstone, &header, write_seq);
@@ -144,7 +145,8 @@ fn finish(into: &mut [u8]) {
     into[..4].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Check and take apart record `number` of a segment, in `bytes`, which lie at `offset` of `path` and are as long as the segment's records.
+/// Check and take apart record `number` of a segment. It is in `bytes`, which lie at `offset` of `path` and are as long as the segment's
+/// records.
 pub(crate) fn decode<'a>(
     bytes: &'a [u8],
     (binding, number): (Binding, u32),
@@ -185,8 +187,8 @@ pub(crate) fn decode<'a>(
 }
 
 impl Record<'_> {
-    /// The row's header, and its vector part copied into `vector`. The payload must have the layout's length (the segment's
-    /// header was checked against it).
+    /// Copy the row's vector part into `vector`, and return its header. The payload must have the layout's length, with which the segment's
+    /// header was compared.
     pub(crate) fn unpack(&self, layout: &RowLayout, vector: &mut [f32]) -> RowHeader {
         let bytes = layout.vector_floats() * 4;
         bytemuck::cast_slice_mut::<f32, u8>(vector).copy_from_slice(&self.payload[..bytes]);
@@ -202,14 +204,14 @@ impl Record<'_> {
     }
 }
 
-/// The little-endian u32 at `at`, which the caller has checked to be inside.
+/// The little-endian u32 at `at`. The caller has checked that it is inside.
 pub(crate) fn le_u32(bytes: &[u8], at: usize) -> u32 {
     let mut word = [0; 4];
     word.copy_from_slice(&bytes[at..at + 4]);
     u32::from_le_bytes(word)
 }
 
-/// The little-endian u64 at `at`, which the caller has checked to be inside.
+/// The little-endian u64 at `at`. The caller has checked that it is inside.
 pub(crate) fn le_u64(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[at..at + 8]);
@@ -222,7 +224,7 @@ mod tests {
     use crate::error::Kind;
 
     const LAYOUT: RowLayout = RowLayout { dim: 3, vector_slots: 1, scalar_slot: true };
-    const PLACE: (Binding, u32) = (Binding { version: VERSION, first: 0x1234_5678, step: MASK_STEP }, 5);
+    const POSITION: (Binding, u32) = (Binding { version: VERSION, first: 0x1234_5678, step: MASK_STEP }, 5);
 
     fn sample() -> (RowHeader, Vec<f32>, Vec<u8>) {
         let header = RowHeader {
@@ -236,7 +238,7 @@ mod tests {
         let vector: Vec<f32> = (0..6).map(|x| x as f32 - 2.5).collect();
         let mut bytes = vec![0; row_record_bytes(&LAYOUT)];
         encode_row(&mut bytes, &header, &vector, LAYOUT.scalar_slot, 77);
-        PLACE.0.bind(PLACE.1, &mut bytes);
+        POSITION.0.bind(POSITION.1, &mut bytes);
         (header, vector, bytes)
     }
 
@@ -244,7 +246,7 @@ mod tests {
     fn a_row_comes_back_bit_for_bit() {
         let (header, vector, bytes) = sample();
         assert_eq!(bytes.len(), 44 + 7 * 4);
-        let record = decode(&bytes, PLACE, Path::new("x"), 0).unwrap();
+        let record = decode(&bytes, POSITION, Path::new("x"), 0).unwrap();
         assert_eq!((record.kind, record.id, record.write_seq), (RecordKind::Row, -7, 77));
         let mut read = vec![0.0; 6];
         let got = record.unpack(&LAYOUT, &mut read);
@@ -258,7 +260,7 @@ mod tests {
         for bit in 0..bytes.len() * 8 {
             let mut flipped = bytes.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
-            let error = decode(&flipped, PLACE, Path::new("dir/x.seg"), 4096).unwrap_err();
+            let error = decode(&flipped, POSITION, Path::new("dir/x.seg"), 4096).unwrap_err();
             assert_eq!(error.kind(), Kind::Corruption, "bit {bit}");
             assert!(error.to_string().contains("dir/x.seg is damaged at byte 4096"), "{error}");
         }
@@ -267,7 +269,7 @@ mod tests {
     #[test]
     fn zeros_and_short_bytes_are_no_record() {
         for len in [0, 1, 43, 44, 72] {
-            let decoded = decode(&vec![0; len], PLACE, Path::new("x"), 0).map(|record| record.id);
+            let decoded = decode(&vec![0; len], POSITION, Path::new("x"), 0).map(|record| record.id);
             assert_eq!(decoded.unwrap_err().kind(), Kind::Corruption, "{len}");
         }
     }
@@ -276,34 +278,34 @@ mod tests {
     fn a_tombstone_has_no_payload() {
         let mut bytes = vec![0; RECORD_HEADER_BYTES];
         encode_tombstone(&mut bytes, i64::MIN, 5, 6);
-        PLACE.0.bind(PLACE.1, &mut bytes);
-        let record = decode(&bytes, PLACE, Path::new("x"), 0).unwrap();
+        POSITION.0.bind(POSITION.1, &mut bytes);
+        let record = decode(&bytes, POSITION, Path::new("x"), 0).unwrap();
         assert_eq!((record.kind, record.id, record.modified_epoch), (RecordKind::Tombstone, i64::MIN, 5));
         // A checksummed tombstone where a row's length is expected is refused all the same.
         let mut long = vec![0; 48];
         encode_tombstone(&mut long, 1, 5, 6);
-        PLACE.0.bind(PLACE.1, &mut long);
-        assert_eq!(decode(&long, PLACE, Path::new("x"), 0).unwrap_err().kind(), Kind::Corruption);
+        POSITION.0.bind(POSITION.1, &mut long);
+        assert_eq!(decode(&long, POSITION, Path::new("x"), 0).unwrap_err().kind(), Kind::Corruption);
     }
 
     #[test]
-    fn a_whole_record_at_another_place_is_found() {
+    fn a_whole_record_at_another_position_is_found() {
         let (_, _, bytes) = sample();
-        let refused = |place: (Binding, u32)| {
-            decode(&bytes, place, Path::new("x"), 0).is_err_and(|error| error.kind() == Kind::Corruption)
+        let refused = |position: (Binding, u32)| {
+            decode(&bytes, position, Path::new("x"), 0).is_err_and(|error| error.kind() == Kind::Corruption)
         };
-        assert!((0..1 << 20).filter(|number| *number != PLACE.1).all(|number| refused((PLACE.0, number))));
-        assert!((0..1000).all(|serial| refused((Binding::new(7, serial), PLACE.1))), "another segment");
+        assert!((0..1 << 20).filter(|number| *number != POSITION.1).all(|number| refused((POSITION.0, number))));
+        assert!((0..1000).all(|serial| refused((Binding::new(7, serial), POSITION.1))), "another segment");
         let (here, there) = (Binding::new(7, 3), Binding::new(8, 3));
         assert!((0..1000).all(|number| here.mask(number) != there.mask(number)), "another table");
     }
 
     #[test]
-    fn a_record_that_moves_is_bound_to_its_new_place_and_becomes_one_of_this_version() {
+    fn a_record_that_moves_is_bound_to_its_new_position_and_becomes_one_of_this_version() {
         let (header, vector, bytes) = sample();
         let to = (Binding::new(7, 9), 11);
         let mut moved = bytes.clone();
-        PLACE.0.rebind(PLACE.1, to, &mut moved);
+        POSITION.0.rebind(POSITION.1, to, &mut moved);
         let mut old = bytes;
         old[4] = 1;
         finish(&mut old);

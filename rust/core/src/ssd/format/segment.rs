@@ -1,4 +1,4 @@
-//! The frame of a segment file: header, then packed records, then footer entries, then the trailer. Format version 2.
+//! The frame of a segment's file, in format version 2: a header, packed records, the footer's entries, and the trailer.
 //!
 //! ```text
 //! header   "EMBCSEG2" | header bytes u32 | content u8 (1 rows, 2 tombstones) | field count u8 | 0 u16 | record bytes u32
@@ -11,10 +11,10 @@
 //!          | crc32c of the entries u32 | crc32c of the trailer so far u32
 //! ```
 //!
-//! In version 1 the header begins with "EMBCSEG1", the records are of version 1, and all else is the same. Such segments are read, and
+//! In version 1 the header begins with "EMBCSEG1" and the records are of version 1. All else is the same. Such segments are read, and
 //! compaction moves their records to segments of version 2.
 //!
-//! The hash is not stored: it is a function of the id. Whether an entry is a row or a tombstone is the segment's content.
+//! The hash is not stored, because it is a function of the id. Whether entries are rows or tombstones is the segment's content.
 
 use std::path::Path;
 
@@ -30,11 +30,11 @@ const TRAILER_MAGIC: &[u8; 8] = b"EMBCFOOT";
 const FIXED_HEADER_BYTES: usize = 36;
 const DTYPE_F32: u8 = 1;
 
-/// An entry of a footer takes no more bytes.
+/// The most bytes of an entry of a footer.
 pub(crate) const MOST_ENTRY_BYTES: usize = 8 + 8 + 4 + 3;
 /// Bytes of the trailer.
 pub(crate) const TRAILER_BYTES: usize = 48;
-/// No header is longer.
+/// The most bytes of a header.
 pub(crate) const MAX_HEADER_BYTES: usize = 4096;
 
 /// What the records of a segment are.
@@ -52,7 +52,7 @@ struct Field {
     width: u32,
 }
 
-/// What the header of every segment of a table says, but its serial and content.
+/// What the headers of all segments of a table say, except serial and content.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Schema {
     table_key: u64,
@@ -61,7 +61,7 @@ pub(crate) struct Schema {
 }
 
 impl Schema {
-    /// The schema of rows of `layout`; slots have the optimizer's names where it is known.
+    /// The schema of rows of `layout`. Slots have the names that the optimizer gives them, where it is known.
     pub(crate) fn new(table_key: u64, optimizer: &str, layout: &RowLayout) -> Self {
         let names = OptimizerKind::from_name(optimizer).map(OptimizerKind::slot_names).unwrap_or_default();
         let slots = layout.vector_slots + usize::from(layout.scalar_slot);
@@ -87,12 +87,12 @@ impl Schema {
         FIXED_HEADER_BYTES + self.fields.iter().map(|field| field.name.len() + 6).sum::<usize>() + 4
     }
 
-    /// What ties records that are written now to segment `serial`.
+    /// The binding of records that are written now to segment `serial`.
     pub(crate) fn binding(&self, serial: u64) -> Binding {
         Binding::new(self.table_key, serial)
     }
 
-    /// The header of segment `serial`, which is written now.
+    /// The header of segment `serial`, in the version that is written now.
     pub(crate) fn header(&self, serial: u64, content: Content) -> Vec<u8> {
         self.header_with(HEADER_MAGIC, serial, content)
     }
@@ -116,8 +116,8 @@ impl Schema {
         bytes
     }
 
-    /// Check that `bytes`, the start of the file at `path`, are the header of segment `serial`; its content, and what ties its records to
-    /// it.
+    /// Check that `bytes`, the start of the file at `path`, are the header of segment `serial`. Returns its content and the binding of its
+    /// records.
     pub(crate) fn check_header(&self, bytes: &[u8], path: &Path, serial: u64) -> Result<(Content, Binding)> {
         let (magic, binding) = if bytes.starts_with(&HEADER_MAGIC_1) {
             (HEADER_MAGIC_1, Binding::version_1())
@@ -146,7 +146,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// The order of a footer.
+    /// Footers are sorted by this.
     pub(crate) fn key(&self) -> (u64, u64) {
         (hash_id(self.id), self.write_seq)
     }
@@ -160,9 +160,9 @@ pub(crate) struct Trailer {
     pub(crate) lowest_seq: u64,
     pub(crate) highest_seq: u64,
     pub(crate) entries_crc: u32,
-    /// Bytes of an entry's epoch.
+    /// Bytes that an entry's epoch takes.
     epoch_bytes: u8,
-    /// Checksum of the trailer, by which a state names it.
+    /// Checksum of the trailer. A state names the segment by it.
     pub(crate) crc: u32,
 }
 
@@ -176,13 +176,13 @@ pub(crate) struct EntryFormat {
     record_bytes: usize,
 }
 
-/// The most bytes that an entry takes in a footer of `records` records, of which none has a larger `write_seq` or epoch than these.
+/// The most bytes of an entry in a footer of `records` records, where none has a larger `write_seq` or epoch than these.
 #[inline]
 pub(crate) fn most_entry_bytes(records: u32, highest_seq: u64, highest_epoch: u32) -> usize {
     8 + width(highest_seq) + width(u64::from(highest_epoch)) + width(u64::from(records))
 }
 
-/// The bytes that `value` takes.
+/// The fewest bytes that hold `value`.
 #[inline]
 fn width(value: u64) -> usize {
     (u64::BITS - value.leading_zeros()).div_ceil(8) as usize
@@ -211,7 +211,7 @@ impl EntryFormat {
         record.copy_from_slice(&entry.record.to_le_bytes()[..record.len()]);
     }
 
-    /// The entry in `bytes`, which has the length of one. What the bytes say is not checked.
+    /// The entry in `bytes`, which are as long as one. What they say is not checked.
     #[inline]
     pub(crate) fn decode(&self, bytes: &[u8]) -> Entry {
         let (id, rest) = bytes.split_at(8);
@@ -227,7 +227,7 @@ impl EntryFormat {
 }
 
 impl Trailer {
-    /// How the entries before it lie.
+    /// How the entries before the trailer lie.
     pub(crate) fn entries(&self) -> EntryFormat {
         EntryFormat {
             lowest_seq: self.lowest_seq,
@@ -278,7 +278,7 @@ fn bounds<T: Ord + Copy + Default>(values: impl Iterator<Item = T> + Clone) -> (
     (values.clone().min().unwrap_or_default(), values.max().unwrap_or_default())
 }
 
-/// Check and take apart the trailer in `bytes`, which lie at `offset` of `path` and have [`TRAILER_BYTES`].
+/// Check and take apart the trailer in `bytes`, of which there are [`TRAILER_BYTES`], and which lie at `offset` of `path`.
 pub(crate) fn decode_trailer(bytes: &[u8], path: &Path, offset: u64, serial: u64) -> Result<Trailer> {
     let (stored, crc) = (le_u32(bytes, 44), crc32c::crc32c(&bytes[..44]));
     if stored != crc {

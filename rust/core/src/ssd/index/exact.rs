@@ -1,7 +1,7 @@
 //! Keeps in full the ids that share their print with another. They are few as long as there are many prints.
 //!
-//! While they are few they are in one map, and later in [`MAPS`] maps, so that a map that grows holds the table up only briefly. Which map an id is in, and
-//! where, depends on a secret, so that nobody can choose ids that meet there.
+//! While they are few they are in one map, and later in [`MAPS`] maps, so that a map that grows holds the table up only briefly. Which map
+//! an id is in, and where, depends on a secret, so that nobody can choose ids that meet there.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};

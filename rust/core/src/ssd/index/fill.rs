@@ -1,4 +1,5 @@
-//! Fills an empty index from ids, sub-table after sub-table. Each is made at its final size, and several threads may make some at the same time.
+//! Fills an empty index from ids, sub-table after sub-table. Each is made at its final size, and several threads may make some at the same
+//! time.
 
 use super::location::Location;
 use super::pages::{EMPTY, PAGE};

@@ -7,8 +7,8 @@ use crate::memory::zeros;
 pub(super) const EMPTY: u64 = u64::MAX;
 /// Entries of a page.
 pub(super) const PAGE: usize = 128;
-/// Pages that are asked from the system at once: 33 MiB. That is more than any allocator keeps in its heap, where what stays for good leaves holes
-/// between what comes and goes. It comes untouched from the system, so that what is not used costs no memory.
+/// Pages that are asked from the system at once: 33 MiB. That is more than any allocator keeps in its heap, where what stays for good
+/// leaves holes between what comes and goes. It comes untouched from the system, so that what is not used costs no memory.
 const PAGES_PER_CHUNK: usize = 33 << 10;
 
 /// Pages of entries.

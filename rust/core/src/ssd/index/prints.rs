@@ -29,8 +29,8 @@ impl Prints {
     #[inline]
     pub(super) fn print(self, hash: u64) -> (usize, u64) {
         let table = (hash >> 48) as usize >> (16 - self.sub_table_bits);
-        // One product leaves hashes at equal steps at equal steps again, which by chance are close to a whole turn. The second product takes
-        // the steps apart.
+        // One product leaves hashes at equal steps at equal steps again, which by chance are close to a whole turn. The second product
+        // takes the steps apart.
         let once = folded(hash ^ self.secret[0], self.secret[1]);
         (table, folded(once, self.secret[2]) >> (64 - self.tag_bits))
     }

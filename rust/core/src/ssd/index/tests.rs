@@ -8,7 +8,7 @@ fn at(number: u64) -> Location {
     Location { segment: (number >> 10) as u32 & 0xffff, record: number as u32 & 0x3ff }
 }
 
-/// Sorted tags, each reachable from its home without a gap, counts right.
+/// Check that tags are sorted, that each can be reached from its home without a gap, and that counts are right.
 fn check_structure(index: &TagIndex) {
     let mut tagged = 0;
     for (table, sub) in index.tables.iter().enumerate() {
@@ -142,7 +142,7 @@ proptest! {
                     model.remove(&id);
                 }
                 (_, None) => {
-                    // Whatever an absent id's print finds, it is the location of some id that is there.
+                    // Where an absent id's print finds something, that is the location of an id that is there.
                     let found = index.get(id);
                     prop_assert!(found.is_none_or(|location| model.values().any(|other| *other == location)));
                 }
@@ -217,7 +217,7 @@ proptest! {
     }
 }
 
-/// Hashes of ids as somebody would choose them who knows how an index without a secret takes prints.
+/// Hashes of ids that somebody would choose who knows how an index without a secret takes prints.
 fn chosen(which: &str, number: u64) -> u64 {
     match which {
         "one print" => 5 << 54 | number,
@@ -243,7 +243,7 @@ fn ids_that_are_chosen_to_meet_are_spread_over_their_sub_table() {
         for index in [&index, &filled] {
             check_structure(index);
             assert!(ids.iter().enumerate().all(|(number, id)| index.is_at(*id, at(number as u64))));
-            // Of all in one sub-table 107 share a tag on average.
+            // With all ids in one sub-table, 107 of them share a tag on average.
             assert!(index.exact_len() < 300, "{} of {which} share a tag", index.exact_len());
             let mut farthest = 0;
             for &table in &tables {

@@ -82,7 +82,7 @@ impl Pool {
         lock(&self.counts).out > SHARE
     }
 
-    /// Buffers that tables and the flusher have now.
+    /// Buffers that tables and the writers have now.
     #[cfg(test)]
     pub(crate) fn out(&self) -> usize {
         lock(&self.counts).out

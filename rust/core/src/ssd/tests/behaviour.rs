@@ -1,4 +1,4 @@
-//! One test a behaviour.
+//! Behaviours of the tier, one in each test.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -56,7 +56,7 @@ fn fetches_and_scans_beside_appends_and_compaction_see_each_row_whole_and_no_old
                 }
             }
         });
-        // Where the machine gives the compactor no time, nothing may be left for it to move: until it has moved something.
+        // Where the machine gives the compactor no time, it may find nothing to move. So this goes on until it has moved something.
         for number in (2..10_000).take_while(|number| *number < 80 || tier.stats().compaction_bytes == 0) {
             let some: Vec<Row> = version(number).into_iter().filter(|row| row.header.id % 5 != 0).collect();
             append(&tier, &some, |_| true).unwrap();
@@ -160,7 +160,7 @@ fn records_larger_than_a_block_go_through() {
     }
 }
 
-/// Rows, newer versions of some of them, and removals, published in several segments.
+/// A published tier of several segments, with newer versions of some rows, and removals; and its rows.
 fn published_rows() -> (MemoryEngine, Vec<Row>) {
     let memory = MemoryEngine::default();
     let engine: Arc<dyn IoEngine> = Arc::new(memory.clone());
@@ -203,7 +203,7 @@ fn a_damaged_footer_is_found_by_any_number_of_threads() {
         for (at, threads) in (number..2400).step_by(157).zip([1, 3, 8].into_iter().cycle()) {
             let engine: Arc<dyn IoEngine> = Arc::new(memory.kill());
             let mut flipped = bytes.clone();
-            // In the footer's entries or its trailer, which are its last bytes.
+            // The byte is in the footer's entries or the trailer, which are the file's last bytes.
             let place = bytes.len() - 1 - at;
             flipped[place] ^= 1 << (at % 8);
             crate::io::publish(&*engine, path, &flipped).unwrap();

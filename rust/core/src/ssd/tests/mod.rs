@@ -38,11 +38,11 @@ pub(super) fn config(bytes: u64, reopen: Reopen) -> SsdConfig {
     SsdConfig { dir: "/embcache-test/item".into(), bytes, reopen, resume_token: None }
 }
 
-/// Segments of 32 KiB filled through buffers of 12 KiB, and tags that collide.
+/// Segments of 32 KiB, which are filled through buffers of 12 KiB, and tags that collide.
 pub(super) const SMALL: Tuning =
     Tuning { segment_bytes: Some(32 << 10), block_bytes: Some(12 << 10), index_bits: Some((1, 5)), threads: Some(2) };
 
-/// Segments of 8 KiB, each one buffer: the cap is reached soon.
+/// Segments of 8 KiB, each of which is one buffer, so that the cap is reached soon.
 pub(super) const TINY: Tuning =
     Tuning { segment_bytes: Some(8 << 10), block_bytes: None, index_bits: Some((1, 5)), threads: Some(2) };
 
@@ -59,7 +59,7 @@ pub(super) fn open_tuned(
     Ok((SsdTier { inner }, counters))
 }
 
-/// A row that its id and version determine.
+/// A row whose contents are a function of its id and version.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Row {
     pub(super) header: RowHeader,
@@ -102,7 +102,7 @@ pub(super) fn append(tier: &SsdTier, rows: &[Row], known: impl Fn(Id) -> bool) -
     tier.append(&refs, &known)
 }
 
-/// The rows of `ids`, `None` where the tier has none.
+/// The rows of `ids`, with `None` for those that the tier has not.
 fn fetch(tier: &SsdTier, ids: &[Id]) -> Result<Vec<Option<Row>>> {
     let mut rows: Vec<Row> = ids.iter().map(|_| Row::empty()).collect();
     let wanted = ids.iter().copied().zip(rows.iter_mut().map(Row::as_mut)).collect();
@@ -125,7 +125,7 @@ fn scan(tier: &SsdTier) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Let the flusher finish.
+/// Wait until the writers have written everything.
 fn settle(tier: &SsdTier) {
     tier.inner.home.space.wait_idle();
 }

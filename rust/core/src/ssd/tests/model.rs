@@ -1,4 +1,4 @@
-//! The tier against a `BTreeMap`: random operations, then random ends of the process.
+//! The tier beside a `BTreeMap`, through random operations and random ends of the process.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ const IDS: Id = 400;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Append rows of ids `first, first + step, …`.
+    /// Append rows with the ids `first, first + step, …`.
     Append {
         first: Id,
         step: Id,
@@ -31,14 +31,14 @@ enum Op {
     Publish,
     Compact,
     Scan,
-    /// What happens at the end of an append where the process's buffers are scarce.
+    /// Do what happens at the end of an append where the process's buffers are scarce.
     Spill,
     Evict {
         rows: u64,
         keep_multiples_of: Id,
     },
     Clear,
-    /// The process dies; the machine too where `power`.
+    /// End the process, and the machine too where `power` says how.
     Die {
         power: Option<u64>,
         older: bool,
@@ -168,7 +168,7 @@ impl World {
     }
 
     fn die(&mut self, power: Option<u64>, older: bool) {
-        // A power cut may come while the flusher works; what was not synced is torn at random.
+        // A power cut may come while the writers work. What was not synced is torn at random.
         self.memory = match power {
             Some(seed) => self.memory.crash_torn(seed),
             None => self.memory.kill(),
@@ -179,7 +179,7 @@ impl World {
     /// Go on from the last published state, or the one before.
     fn reopen(&mut self, older: bool) {
         let given_up = self.tier().stats().published_given_up;
-        // The old tier goes on in its own copy of the files (or has been closed).
+        // The old tier was closed, or goes on in its own copy of the files.
         self.tier = None;
         self.engine = Arc::new(self.memory.clone());
         let dir = config(self.cap, Reopen::Resume).dir;

@@ -1,5 +1,5 @@
-//! A tier of numbers alone that does what is decided, one step after the other: every row of its capacity fits, whatever is written, removed and
-//! published (property R).
+//! A tier of numbers alone that does what is decided, one step after the other: every row of its capacity fits, whatever is written,
+//! removed and published (property R).
 
 use std::collections::BTreeMap;
 
