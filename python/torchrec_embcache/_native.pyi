@@ -5,11 +5,108 @@ Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids
 Every method that can block releases the GIL. Errors are the classes of `torchrec_embcache.exceptions`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ._native_checkpoint import (
+    Ancestor as Ancestor,
+)
+from ._native_checkpoint import (
+    BlockReader as BlockReader,
+)
+from ._native_checkpoint import (
+    BlockRun as BlockRun,
+)
+from ._native_checkpoint import (
+    BlockSave as BlockSave,
+)
+from ._native_checkpoint import (
+    BlockShape as BlockShape,
+)
+from ._native_checkpoint import (
+    BlockToWrite as BlockToWrite,
+)
+from ._native_checkpoint import (
+    CheckpointCompaction as CheckpointCompaction,
+)
+from ._native_checkpoint import (
+    CheckpointId as CheckpointId,
+)
+from ._native_checkpoint import (
+    CheckpointMoment as CheckpointMoment,
+)
+from ._native_checkpoint import (
+    CheckpointPart as CheckpointPart,
+)
+from ._native_checkpoint import (
+    CheckpointReader as CheckpointReader,
+)
+from ._native_checkpoint import (
+    CheckpointRows as CheckpointRows,
+)
+from ._native_checkpoint import (
+    CheckpointSave as CheckpointSave,
+)
+from ._native_checkpoint import (
+    CheckpointWriter as CheckpointWriter,
+)
+from ._native_checkpoint import (
+    Digest as Digest,
+)
+from ._native_checkpoint import (
+    Directory as Directory,
+)
+from ._native_checkpoint import (
+    NewestCheckpoint as NewestCheckpoint,
+)
+from ._native_checkpoint import (
+    Published as Published,
+)
+from ._native_checkpoint import (
+    SavedTable as SavedTable,
+)
+from ._native_checkpoint import (
+    ShardSaved as ShardSaved,
+)
+from ._native_checkpoint import (
+    SnapshotSegments as SnapshotSegments,
+)
+from ._native_checkpoint import (
+    StreamRange as StreamRange,
+)
+from ._native_checkpoint import (
+    TableOfBlocks as TableOfBlocks,
+)
+from ._native_checkpoint import (
+    TableToSave as TableToSave,
+)
+from ._native_checkpoint import (
+    TableWritten as TableWritten,
+)
+from ._native_checkpoint import (
+    WrittenPart as WrittenPart,
+)
+from ._native_checkpoint import (
+    WrittenTable as WrittenTable,
+)
+from ._native_checkpoint import (
+    chunk_checksums as chunk_checksums,
+)
+from ._native_checkpoint import (
+    latest_checkpoint as latest_checkpoint,
+)
+from ._native_checkpoint import (
+    newest_checkpoint as newest_checkpoint,
+)
+from ._native_checkpoint import (
+    sweep_parts as sweep_parts,
+)
+from ._native_checkpoint import (
+    work_behind as work_behind,
+)
 
 __version__: str  # of the package
 
@@ -194,22 +291,6 @@ class Table:
 Meta = tuple[NDArray[np.uint32], NDArray[np.uint64], F32, NDArray[np.uint32]]
 
 @final
-class CheckpointId:
-    """What identifies a checkpoint. Compared by value, pickled."""
-
-    def __new__(cls, name: str, manifest_xxh3: int) -> CheckpointId: ...
-    name: str
-    manifest_xxh3: int
-
-@final
-class Ancestor:
-    """A checkpoint that a delta of a table can build on. Compared by value, pickled."""
-
-    def __new__(cls, id: CheckpointId, next_epoch: int) -> Ancestor: ...  # noqa: A002
-    id: CheckpointId
-    next_epoch: int  # the first epoch whose modifications it does not have
-
-@final
 class Export:
     """Streams every row as of its making; a step taken meanwhile ends it with StateError."""
 
@@ -321,265 +402,12 @@ class Plan:
     def backward_sequence(self, grad: F32, hyperparameters: NDArray[np.float64], device: Sequence[DeviceArrays | None] | None, threads: int) -> None: ...
     def release(self) -> None: ...  # unpin without training; harmless twice
 
-# ---- checkpoint (rust/core/src/checkpoint): the calls of a save and of a load, in order, are in saver.py
-
 @final
-class Directory:
-    """A directory that passed the checks of path, owner and permission bits, and is held by its descriptor.
+class BucketOrder:
+    """Rows in the order of their buckets."""
 
-    What works in it works in the directory that was checked, whatever its path names by then. With basic checks the links in the path
-    are followed once, when it is made.
-    """
-
-    @staticmethod
-    def to_save(path: str, checks: Literal["strict", "basic"]) -> Directory: ...  # made (mode 0750) when missing; PathError, StoragePermissionError
-    @staticmethod
-    def to_load(path: str, checks: Literal["strict", "basic"]) -> Directory: ...  # it need not be writable
-    path: str  # absolute, without links
-    def has(self, name: str) -> bool: ...  # whether something lies there; a link is not followed
-    def open_descriptor(self) -> int: ...  # of the directory, the caller's to close
-
-@final
-class Digest:
-    """What identifies the manifest of a rank or of a part. Compared by value, pickled."""
-
-    def __new__(cls, bytes: int, xxh3: int) -> Digest: ...  # noqa: A002
-    bytes: int
-    xxh3: int
-
-@final
-class TableWritten:
-    """What writing one table made."""
-
-    rows: int
-    tombstones: int
-    linked_bytes: int  # of segments that the checkpoint shares with the SSD tier
-    copied_bytes: int  # of segments that could not be linked
-
-@final
-class Published:
-    """What publishing a checkpoint did."""
-
-    id: CheckpointId
-    left: list[str]  # which older checkpoints could not be removed, and why
-
-@final
-class WrittenPart:
-    """A part that one rank wrote. Pickled."""
-
-    def __new__(cls, directory: str, name: str, digest: Digest) -> WrittenPart: ...
-    directory: str
-    name: str
-    digest: Digest
-
-@final
-class StreamRange:
-    """A range of a rank's stream of extents."""
-
-    offset: int
-    bytes: int
-
-@final
-class TableToSave:
-    """A table of this rank that is to be held and written beside training."""
-
-    def __new__(cls, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor | None = None) -> TableToSave: ...  # `ancestor`: what a delta of it builds on
-
-@final
-class NewestCheckpoint:
-    """What the newest checkpoint of a directory says of itself."""
-
-    id: CheckpointId
-    merged: CheckpointId | None  # the delta that it was merged from
-    next_epoch: int
-    kind: Literal["full", "delta", "snapshot"]
-    tables: list[tuple[str, str]]  # module and table of each
-
-@final
-class SavedTable:
-    """What a checkpoint says of one of its tables."""
-
-    module: str
-    table: str
-    key: int
-    dim: int
-    optimizer: str
-    hyperparameters: dict[str, float]
-    step: int
-    seed: int
-    total_num_buckets: int
-    bucket_hash: BucketHash
-    rows: int
-
-def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
-def bucket_order(  # rows by (bucket, uint64(id)), and where in that order each bucket of [begin, end) starts, and the last one ends
-    ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: BucketHash, begin: int, end: int
-) -> list[NDArray[np.int64]]: ...
-def has_room_for_threads() -> bool: ...  # memory for threads: one that begins and gets none for what is its own ends the process
-def buckets_of(ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: BucketHash) -> NDArray[np.uint32]: ...
-def hash_ids(ids: NDArray[np.int64]) -> None: ...  # in place: what "splitmix64" divides by the number of buckets
-def ids_of_hashes(hashes: NDArray[np.int64]) -> None: ...  # in place: the inverse
-def sweep_parts(directory: Directory) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
-def latest_checkpoint(directory: Directory) -> str: ...  # what CheckpointReader takes; PathError when there is none
-def newest_checkpoint(directory: Directory) -> NewestCheckpoint | None: ...  # None when there is none
-
-@final
-class EntryLock:
-    """A lock, by flock, on the directory that `directory` is an open descriptor of, or on the file `name` in it, which is made.
-
-    `with` takes it, when others have given it up. `StorageError`, `PathError` (a symbolic link).
-    """
-
-    def __new__(cls, path: str, directory: int, name: str | None, alone: bool) -> EntryLock: ...  # `path` is for messages
-    def take_now(self) -> bool: ...  # whether it could be taken at once
-    def release(self) -> None: ...  # harmless twice
-    def __enter__(self) -> EntryLock: ...
-    def __exit__(self, *_error: object) -> None: ...
-
-@final
-class BlockWriter:
-    """Data files of a shard's blocks, in a directory that is open. Tensors grow at the same time, each in order, by any threads."""
-
-    def __new__(
-        cls,
-        path: str,
-        directory: int,  # its descriptor
-        files: Sequence[tuple[str, bytes, int]],  # name, first bytes and length, in whole pages
-        blocks: Sequence[tuple[int, int, int]],  # number of the file, first byte there (a whole page) and length
-        chunk_bytes: int,  # under one checksum
-        threads: int,
-    ) -> BlockWriter: ...
-    def append(self, block: int, data: NDArray[np.uint8]) -> None: ...
-    def append_rows(self, block: int, rows: NDArray[np.uint8], order: NDArray[np.int64]) -> None: ...  # [n, bytes of a row]
-    def finish(self) -> list[NDArray[np.uint32]]: ...  # durable but for the files' names; checksums of each block, of whole pages
-    def close(self) -> None: ...  # writes no more, when what is under way is written
-
-@final
-class CheckpointSave:
-    """The coordinator's part of a save. Other saves leave its directory alone for as long as it lives."""
-
-    def __new__(
-        cls,
-        directory: Directory,
-        random: int,  # 64 bits that tell saves at the same time apart
-        *,
-        keep: int = 1,
-        parent: CheckpointId | None = None,  # of a delta
-        merged: CheckpointId | None = None,  # the delta or linked checkpoint that it replaces
-        linked: bool = False,  # tables are written by `link_table`
-    ) -> CheckpointSave: ...
-    name: str
-    def adopt(self, rank: int, world_size: int, parts: Sequence[WrittenPart]) -> Digest: ...  # the rank's digest
-    def write_dense_metadata(self, metadata: bytes) -> None: ...  # what the ranks' extents mean
-    def publish(self, digests: Sequence[Digest], next_epoch: int) -> Published: ...  # digests by rank
-    def abandon(self) -> None: ...
-
-@final
-class CheckpointWriter:
-    """One rank's part of a save."""
-
-    def __new__(cls, directory: Directory, name: str, rank: int, world_size: int) -> CheckpointWriter: ...
-    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...
-    def link_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...  # without an SSD tier as write_table
-    def write_rows(
-        self,
-        spec: str,  # the table's entry in a manifest (`spec`), JSON
-        bucket_begin: int,
-        bucket_end: int,
-        chunks: Iterable[tuple[I64, F32, F32 | None, Meta | None]],  # distinct ids [n], vectors [n, V], scalars [n], metadata
-    ) -> int: ...  # rows written; what `chunks` raises is raised
-    def write_changes(self, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor) -> TableWritten: ...
-    def finish(self) -> Digest: ...  # for `publish`
-
-@final
-class CheckpointMoment:
-    """One rank's part of a save beside training: the tables as they were when it was made, held until it is released or dropped."""
-
-    def __new__(
-        cls,
-        directory: Directory,
-        name: str,
-        rank: int,
-        world_size: int,
-        tables: Sequence[TableToSave],
-        next_epoch: int,  # of rows trained from now on
-        bytes_per_second: int | None,
-    ) -> CheckpointMoment: ...  # StateError while another moment of a table is held
-    def write_table(self) -> TableWritten | None: ...  # the next one; None when there was none left
-    def finish(self) -> Digest: ...  # for `publish`
-    def release(self) -> None: ...  # harmless twice
-
-def work_behind() -> None: ...  # the calling thread gets the lowest priority, for good
-
-@final
-class CheckpointCompaction:
-    """One rank's part of merging a chain of deltas."""
-
-    @staticmethod
-    def open(directory: Directory, latest: str) -> CheckpointCompaction | None: ...  # None where it is full already
-    id: CheckpointId
-    next_epoch: int
-    rows: int
-    def release(self) -> None: ...  # nothing more is read: saves may remove what is merged
-    def write(self, name: str, rank: int, world_size: int, progress: Callable[[int], object] | None = None) -> Digest: ...  # for `publish`; progress is told of rows
-
-@final
-class CheckpointPart:
-    """What one rank writes of a save whose ranks agree on nothing before its end. Nobody sweeps it for as long as it lives."""
-
-    def __new__(cls, directory: Directory, random: int, expected_bytes: int) -> CheckpointPart: ...  # expected_bytes: of all extents
-    name: str
-    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...
-    def hold_tables(self, tables: Sequence[TableToSave], next_epoch: int) -> None: ...  # as of now; rows trained from now on carry next_epoch
-    def write_held_tables(self) -> int: ...  # while training goes on; rows written
-    def append(self, data: NDArray[np.uint8]) -> None: ...  # to the extent that is being written
-    def end_extent(self) -> StreamRange: ...  # where it is in this rank's stream
-    def finish(self) -> WrittenPart: ...  # for `adopt`
-    def abandon(self) -> None: ...  # harmless twice
-
-@final
-class CheckpointReader:
-    """A checkpoint and those it builds on, whose manifests are checked. No save removes them while this lives, or until `release`."""
-
-    def __new__(cls, directory: Directory, latest: str) -> CheckpointReader: ...
-    name: str
-    id: CheckpointId
-    links: list[str]  # names, newest first
-    next_epoch: int
-    kind: Literal["full", "delta", "snapshot"]
-    def release(self) -> None: ...  # nothing more is read: saves may remove them
-    def tables(self) -> list[SavedTable]: ...
-    def check_table(
-        self,
-        module: str,
-        table: Table,
-        bucket_begin: int,
-        bucket_end: int,
-        *,
-        saved: tuple[str, str] | None = None,  # module and table there, where others
-        segments: bool = False,  # False: MismatchError where it would have to be opened from segments
-        slots: bool = True,  # False: rows come without the optimizer's slots, and any optimizer fits
-    ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded
-    def segments(self, module: str, table: str) -> SnapshotSegments | None: ...  # after check_table: not None: make a Table of these, no load_table
-    def load_table(self, module: str, table: Table, progress: Callable[[int], object] | None = None) -> int: ...  # after check_table, with the buckets it was given; rows loaded; progress is told of rows
-    def dense_metadata(self) -> bytes | None: ...  # as `write_dense_metadata` was given it
-    def stream_bytes(self) -> list[int]: ...  # of each rank's stream of extents
-    def read_extent(self, rank: int, offset: int, into: NDArray[np.uint8]) -> None: ...  # any part of a stream, verified
-
-@final
-class SnapshotSegments:
-    """What a table's SSD tier consisted of when a snapshot was saved; checked as far as footers go."""
-
-    rows: int
-
-@final
-class CheckpointRows:
-    """A checkpoint whose rows are read without tables."""
-
-    def __new__(cls, directory: Directory, latest: str) -> CheckpointRows: ...
-    def manifest(self) -> str: ...  # JSON
-    def read(self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[I64, F32, F32, Meta], None] | None) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
-    def reshard(self, to: Directory, random: int, world_size: int) -> Published: ...  # written again there
+    order: I64  # of the rows, by (bucket, uint64(id))
+    starts: I64  # where in that order each bucket of [begin, end) starts, and the last one ends
 
 def io_engine_name() -> str: ...  # the engine this process uses
 def io_fallback_reason() -> str | None: ...  # why it is not io_uring, where the system refused that
@@ -588,3 +416,8 @@ def table_key(name: str) -> int: ...
 def row_bytes(dim: int, optimizer: Optimizer, policy: Policy) -> RowBytes: ...
 def check_ssd_dir(ssd_dir: str) -> str: ...  # absolute; PathError, StoragePermissionError: missing, a link, of another, too open, not writable
 def table_dir(ssd_dir: str, module: str, table: str, rank: int, world_size: int) -> str: ...  # a table's own directory, names encoded
+def has_room_for_threads() -> bool: ...  # memory for threads: one that begins and gets none for what is its own ends the process
+def buckets_of(ids: NDArray[np.int64], total_num_buckets: int, bucket_hash: BucketHash) -> NDArray[np.uint32]: ...
+def hash_ids(ids: NDArray[np.int64]) -> None: ...  # in place: what "splitmix64" divides by the number of buckets
+def ids_of_hashes(hashes: NDArray[np.int64]) -> None: ...  # in place: the inverse
+def bucket_order(ids: I64, total_num_buckets: int, bucket_hash: BucketHash, begin: int, end: int) -> BucketOrder: ...

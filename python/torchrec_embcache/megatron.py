@@ -35,10 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .blocks.files import Directory
 from .collective import is_distributed, together
 from .config import check_name
 from .exceptions import EmbCacheWarning, InputError, MismatchError, StateError, StorageError, UnsupportedError
+from .folder import Folder
 from .saver import Saver, SaveReport
 from .whole_model import cache_modules
 
@@ -216,7 +216,7 @@ def _remove_tensors(directory: Path, prefix: str) -> bool:
         planner_data=kept(old.planner_data),
         storage_data=stored,
     )
-    with Directory(str(directory), os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder:
+    with Folder(str(directory), os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder:
         folder.publish(".metadata", pickle.dumps(new))
         files = {where.relative_path for where in stored.values()}
         for name in sorted({where.relative_path for where in old.storage_data.values()} - files):

@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tables import Contents, make_bag, random_batches, train
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, _native, serialize
-from torchrec_embcache.blocks import publication
+from torchrec_embcache.blocks import loader, saver
 from torchrec_embcache.cli.checkpoints import compact, reshard, verify
 from torchrec_embcache.cli.convert import Settings, convert
 from torchrec_embcache.exceptions import CorruptionError, PathError, StateError, StorageError, StoragePermissionError
 from torchrec_embcache.saver import Saver
+from torchrec_embcache.sessions.blocks import BlockSession
 
 BATCHES = random_batches(3, bags=8, ids=60, seed=3)
 
@@ -208,8 +209,8 @@ def works_while_swapped(door: Any, bag: Any, place: Place, owner: Any, name: str
 
 SAVE_STAGES = [
     (save, _native, "Directory.to_save"), (save, _native, "CheckpointSave"), (save, _native, "CheckpointWriter"),
-    (save_blocks, _native, "Directory.to_save"), (save_blocks, publication, "_join"),
-    (save_blocks, serialize, "write_shard"), (save_blocks, publication, "_sweep"),
+    (save_blocks, _native, "Directory.to_save"), (save_blocks, BlockSession, "begin"), (save_blocks, BlockSession, "open_files"),
+    (save_blocks, saver, "write_shard"), (save_blocks, BlockSession, "publish"),
 ]  # fmt: skip
 
 
@@ -230,7 +231,7 @@ def test_a_directory_swapped_for_a_link_at_any_step_of_a_save_gets_nothing_writt
 
 LOAD_STAGES = [
     (load, _native, "Directory.to_load"), (load, _native, "latest_checkpoint"), (load, _native, "CheckpointReader"),
-    (load_blocks, _native, "Directory.to_load"), (load_blocks, serialize, "SavedBlocks"),
+    (load_blocks, _native, "Directory.to_load"), (load_blocks, _native, "BlockReader"), (load_blocks, loader, "SavedBlocks"),
 ]  # fmt: skip
 
 

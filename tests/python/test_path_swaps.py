@@ -32,11 +32,11 @@ from test_path_attacks import (
     trained,
 )
 from torchrec_embcache import EmbCacheError, _native
-from torchrec_embcache.blocks.files import Directory
 from torchrec_embcache.cli import checkpoints, main
 from torchrec_embcache.cli.convert import Settings, convert
 from torchrec_embcache.cli.report import FAILED, FOUND
 from torchrec_embcache.exceptions import PathError, StoragePermissionError
+from torchrec_embcache.folder import Folder
 from torchrec_embcache.saver import Saver
 
 CONVERT = importlib.import_module("torchrec_embcache.cli.convert")
@@ -171,8 +171,8 @@ COMMANDS = [
     ("reshard {root} {base}/made --world-size 2", _native, "CheckpointRows"),
     ("convert {plain} {root}", _native, "Directory.to_save"), ("convert {plain} {root}", _native, "CheckpointSave"),
     ("convert {plain} {root}", _native, "CheckpointWriter"),
-    ("convert {source} {empty} --to npy", Directory, "to_save"), ("convert {source} {empty} --to npy", Directory, "create"),
-    ("convert {source} {empty} --to npy", Directory, "below"), ("convert {source} {empty} --to safetensors", Directory, "below"),
+    ("convert {source} {empty} --to npy", Folder, "to_save"), ("convert {source} {empty} --to npy", Folder, "create"),
+    ("convert {source} {empty} --to npy", Folder, "below"), ("convert {source} {empty} --to safetensors", Folder, "below"),
     ("convert {source} {empty} --to safetensors", CONVERT, "_export"),
 ]  # fmt: skip
 

@@ -254,7 +254,7 @@ def test_a_save_that_an_atexit_function_begins_is_completed(how: str, tmp_path: 
 def test_a_worker_forked_amid_a_save_of_blocks_does_not_hold_the_saves_after_it(tmp_path: Path) -> None:
     out = run(
         """
-        from torchrec_embcache.blocks.files import Directory
+        from torchrec_embcache.sessions.blocks import BlockSession
 
         children = []
 
@@ -266,14 +266,13 @@ def test_a_worker_forked_amid_a_save_of_blocks_does_not_hold_the_saves_after_it(
                     signal.pause()
             children.append(pid)
 
-        def forking(blocks):
+        def forking(session, *given):
             fork()
-            return blocks
+            open_files(session, *given)
 
-        with Directory.to_save(path + "/blocks") as directory, directory.alone():
-            fork()
+        open_files, BlockSession.open_files = BlockSession.open_files, forking
         for _ in range(3):
-            BlockSaver(0, 1, 2, path + "/blocks", {"item": bag}, filter_func=forking).save()
+            BlockSaver(0, 1, 2, path + "/blocks", {"item": bag}).save()
         assert all(os.waitpid(child, os.WNOHANG) == (0, 0) for child in children), "they live"
         print(len([name for name in os.listdir(path + "/blocks") if name.startswith("blocks-")]))
         for child in children:

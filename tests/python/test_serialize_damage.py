@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from tables import Contents, make_bag, random_batches, train
-from torchrec_embcache import serialize
-from torchrec_embcache.blocks import publication, writer
-from torchrec_embcache.blocks.files import Directory, crc32c
+from torchrec_embcache import _native
+from torchrec_embcache.blocks import loader, writer
 from torchrec_embcache.blocks.reader import SavedBlocks
 from torchrec_embcache.exceptions import CorruptionError, MismatchError, PathError, StateError, UnsupportedError
+from torchrec_embcache.paths import open_to_load
 from torchrec_embcache.serialize import Loader, Saver
+from torchrec_embcache.sessions.blocks import BlockSession
 
 BATCHES = random_batches(6, bags=8, ids=90, seed=3)
 
@@ -119,7 +120,8 @@ def test_a_save_that_fails_leaves_the_one_before_and_no_files(path: Path, monkey
     before, content = saved_folder(path), Contents.of(bag)
     train(bag, BATCHES[:2])
     stages: list[tuple[Any, str]] = [
-        (writer._ShardWriter, "_append"), (writer._ShardWriter, "_write_table"), (writer, "finish"), (publication, "crc32c"),
+        (BlockSession, "open_files"), (writer._ShardWriter, "_append"), (writer._ShardWriter, "_write_table"),
+        (BlockSession, "publish"),
     ]  # fmt: skip
     for module, name in stages:
 
@@ -141,17 +143,22 @@ def test_a_checkpoint_stays_while_it_is_loaded(path: Path, monkeypatch: pytest.M
     Saver(path=str(path), hashtables={"item": bag}).save()
     content = Contents.of(bag)
 
-    plain = serialize._compare
+    plain = loader._compare
 
     def compare(*args: Any) -> Any:
         train(bag, BATCHES[:1])
         Saver(path=str(path), hashtables={"item": bag}).save()
         return plain(*args)
 
-    monkeypatch.setattr(serialize, "_compare", compare)
+    monkeypatch.setattr(loader, "_compare", compare)
     other = make_bag()
     Loader(str(path), {"item": other}).load()
     assert Contents.of(other) == content
+
+
+def crc32c(data: bytes) -> int:
+    """Of all of `data`."""
+    return int(_native.chunk_checksums(np.frombuffer(data, np.uint8), len(data))[0])
 
 
 def reseal(path: Path) -> None:
@@ -197,7 +204,7 @@ def test_no_value_of_a_manifest_makes_a_load_allocate_more_than_the_files_are_la
         reseal(path)
         tracemalloc.start()
         try:
-            with Directory.to_load(str(path)) as root, SavedBlocks(root):
+            with SavedBlocks(open_to_load(path)):
                 pass
         except (CorruptionError, UnsupportedError):
             refused += 1

@@ -20,12 +20,14 @@ from torchrec_embcache.cli.convert import Settings, convert
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.saver import Saver
+from torchrec_embcache.serialize import BlockSaver
 
 PACKAGE = Path(torchrec_embcache.__file__).parent
 SECONDS = 60.0
 # What begins a save or a load in the core, and what ends it.
 BEGINS = {
     "CheckpointSave", "CheckpointWriter", "CheckpointPart", "CheckpointMoment", "CheckpointReader", "CheckpointCompaction",
+    "BlockSave",
 }  # fmt: skip
 ENDS = {"publish", "abandon", "adopt"}
 
@@ -46,7 +48,7 @@ def test_only_the_sessions_begin_saves_and_loads_in_the_core() -> None:
     called = modules_that_call(BEGINS)
     # `verify` reads the bytes beside the tables without a load.
     assert {path for path in called if not path.startswith("sessions/")} == {"cli/checkpoints.py"}
-    assert {"sessions/save.py", "sessions/part.py", "sessions/moment.py"} <= called
+    assert {"sessions/save.py", "sessions/part.py", "sessions/moment.py", "sessions/blocks.py"} <= called
 
 
 def doors(path: Path) -> dict[str, Callable[[Any], object]]:
@@ -79,10 +81,11 @@ def doors(path: Path) -> dict[str, Callable[[Any], object]]:
             dense(), storage_writer=EmbCacheStorageWriter(path / "dcp", bag), no_dist=True
         ).result(),
         "convert": by_conversion,
+        "blocks": lambda bag: BlockSaver(path=str(path / "blocks"), hashtables={"item": bag}).save(),
     }
 
 
-@pytest.mark.parametrize("door", ["save", "async", "compact", "dcp", "dcp async", "convert"])
+@pytest.mark.parametrize("door", ["save", "async", "compact", "dcp", "dcp async", "convert", "blocks"])
 def test_whatever_is_begun_is_ended_by_a_session(door: str, tmp_path: Path) -> None:
     bag = make_bag()
     train(bag, random_batches(2, bags=8, ids=60, seed=9))

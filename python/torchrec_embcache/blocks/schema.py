@@ -3,6 +3,7 @@
 Shapes: n rows, D the table's width, V = D * (1 + vector slots) floats of a row's vector part, weights first.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +15,28 @@ from torch import Tensor
 from torchrec_embcache import _native
 from torchrec_embcache.cache import CacheTable
 
-from .files import TensorEntry
-
-__all__ = ["DTYPES", "ID", "Columns", "WriteBlock", "columns_of", "empty_rows", "metadata_of", "slots_of", "with_ids"]
+__all__ = [
+    "DTYPES",
+    "ID",
+    "NUMPY_TYPES",
+    "PAD",
+    "Column",
+    "Columns",
+    "WriteBlock",
+    "columns_of",
+    "empty_rows",
+    "metadata_of",
+    "slots_of",
+    "with_ids",
+]
 
 # Values of rows by slot, one entry a row.
 Columns = dict[str, NDArray[Any]]
 
 # What RecIS calls the ids and the weights of a table.
 ID, WEIGHTS = "id", "embedding"
+# How the tensors of zeros between blocks are called in a file, with a number behind and maybe more "_" before.
+PAD = "__pad."
 # As safetensors names types.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -30,6 +44,8 @@ DTYPES = {
     torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }  # fmt: skip
+# The types of a table's columns.
+NUMPY_TYPES: dict[str, type[np.generic]] = {"I64": np.int64, "U64": np.uint64, "F32": np.float32, "U32": np.uint32}
 
 
 @dataclass(frozen=True)
@@ -56,15 +72,27 @@ class WriteBlock:
         return self.name if self.slot is None else f"{self.name}@{self.slot}"
 
 
-def slots_of(table: CacheTable) -> dict[str, TensorEntry]:
-    """The blocks of a table, ids first, each with the shape of one row."""
+@dataclass(frozen=True)
+class Column:
+    """A column of a table's rows. `dtype` as safetensors names it; `shape` of one row's entry."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of one row's entry."""
+        return math.prod(self.shape) * np.dtype(NUMPY_TYPES[self.dtype]).itemsize
+
+
+def slots_of(table: CacheTable) -> dict[str, Column]:
+    """The columns of a table by slot, ids first."""
     spec = table.spec
-    entries = [TensorEntry(ID, "I64", ()), TensorEntry(WEIGHTS, "F32", (table.dim,))]
-    for place, name in enumerate(spec.slot_names):
-        entries.append(TensorEntry(name, "F32", (table.dim,) if place < spec.vector_slots else ()))
+    columns = {ID: Column("I64", ()), WEIGHTS: Column("F32", (table.dim,))}
+    for number, name in enumerate(spec.slot_names):
+        columns[name] = Column("F32", (table.dim,) if number < spec.vector_slots else ())
     metadata = {"last_step": "U64", "count": "U32", "score": "F32", "modified_epoch": "U32"}
-    entries += [TensorEntry(name, dtype, ()) for name, dtype in metadata.items()]
-    return {entry.name: entry for entry in entries}
+    return columns | {name: Column(dtype, ()) for name, dtype in metadata.items()}
 
 
 def columns_of(table: CacheTable, rows: _native.RowBlock) -> Columns:
@@ -72,8 +100,8 @@ def columns_of(table: CacheTable, rows: _native.RowBlock) -> Columns:
     ids, vectors, scalars, metadata = rows.ids, rows.vectors, rows.scalars, rows.metadata
     spec = table.spec
     columns: Columns = {ID: ids}
-    for place, name in enumerate((WEIGHTS, *spec.slot_names[: spec.vector_slots])):
-        columns[name] = vectors[:, place * table.dim : (place + 1) * table.dim]
+    for number, name in enumerate((WEIGHTS, *spec.slot_names[: spec.vector_slots])):
+        columns[name] = vectors[:, number * table.dim : (number + 1) * table.dim]
     if spec.scalar_slot():
         columns[spec.slot_names[-1]] = scalars
     return columns | {

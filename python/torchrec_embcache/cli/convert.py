@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_embcache import _native
-from torchrec_embcache.blocks.files import Directory, render_json
 from torchrec_embcache.buckets import DEFAULT_BUCKET_HASH
 from torchrec_embcache.config import MAX_NUM_BUCKETS
 from torchrec_embcache.exceptions import InputError, PathError, UnsupportedError
+from torchrec_embcache.folder import Folder
 from torchrec_embcache.optimizers import SGD, Adagrad, Adam, AdamW, OptimizerSpec, RowWiseAdagrad
-from torchrec_embcache.paths import Directory as CheckpointDirectory
-from torchrec_embcache.paths import open_to_save
+from torchrec_embcache.paths import Directory, open_to_save
 from torchrec_embcache.sessions.ranks import OneRank
 from torchrec_embcache.sessions.save import RankPart, SaveSession
 
@@ -72,7 +71,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
     if from_layout == "embcache":
         opened = Opened.at(source)
         made = not os.path.lexists(target)
-        with Directory.to_save(target) as empty:
+        with Folder.to_save(target) as empty:
             try:
                 written = _export(opened, empty, to_layout)
             except BaseException:
@@ -105,7 +104,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
 # ---- into a checkpoint
 
 
-def _import(tables: list[StoredTable], directory: CheckpointDirectory, settings: Settings) -> list[dict[str, Any]]:
+def _import(tables: list[StoredTable], directory: Directory, settings: Settings) -> list[dict[str, Any]]:
     if not 1 <= settings.total_num_buckets <= MAX_NUM_BUCKETS:
         raise InputError(f"--buckets {settings.total_num_buckets}: give 1 to {MAX_NUM_BUCKETS}")
     specs = [_spec(table, settings) for table in tables]
@@ -213,7 +212,7 @@ class _Chunks:
 # ---- out of a checkpoint
 
 
-def _export(opened: Opened, target: Directory, layout: str) -> list[dict[str, Any]]:
+def _export(opened: Opened, target: Folder, layout: str) -> list[dict[str, Any]]:
     """Write every table to a directory of its own below `target`. Where one cannot be written nothing is left of any."""
     if target.names():
         raise PathError(f"{target.path} is not empty: give a new directory")
@@ -230,7 +229,7 @@ def _export(opened: Opened, target: Directory, layout: str) -> list[dict[str, An
         raise
 
 
-def _export_table(opened: Opened, target: Directory, name: str, entry: dict[str, Any], layout: str) -> dict[str, Any]:
+def _export_table(opened: Opened, target: Folder, name: str, entry: dict[str, Any], layout: str) -> dict[str, Any]:
     optimizer = _OPTIMIZERS[entry["optimizer"]["name"]]
     dim = entry["dim"]
     with target.below(name, make=True) as folder:
@@ -247,7 +246,7 @@ def _export_table(opened: Opened, target: Directory, name: str, entry: dict[str,
 
             opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], take)
         described = {field: value for field, value in entry.items() if field != "rows"}
-        folder.publish(DESCRIPTION, render_json(described))
+        folder.publish(DESCRIPTION, (json.dumps(described, ensure_ascii=False, indent=1) + "\n").encode())
     return {field: entry[field] for field in ("module", "table", "rows", "dim")} | {"optimizer": optimizer.kind}
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_embcache.blocks.files import PAD
+from torchrec_embcache.blocks.schema import PAD
 from torchrec_embcache.exceptions import CorruptionError, InputError, UnsupportedError
 
 from .description import DESCRIPTION, parse_description

@@ -8,8 +8,8 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from torchrec_embcache.blocks.files import Directory, sync, write_at
 from torchrec_embcache.exceptions import EmbCacheError, StorageError, UnsupportedError
+from torchrec_embcache.folder import Folder, sync, write_at
 from torchrec_embcache.optimizers import OptimizerSpec
 
 from .layouts import METADATA, Columns
@@ -40,7 +40,7 @@ class _NpyColumn:
     process with SIGBUS.
     """
 
-    def __init__(self, folder: Directory, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+    def __init__(self, folder: Folder, name: str, dtype: Any, shape: tuple[int, ...]) -> None:
         header = io.BytesIO()
         described = np.lib.format.header_data_from_array_1_0(np.empty((0,), dtype)) | {"shape": shape}
         np.lib.format.write_array_header_1_0(header, described)
@@ -72,7 +72,7 @@ class _NpyColumn:
 class _NpySink:
     """One file a column."""
 
-    def __init__(self, folder: Directory, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
+    def __init__(self, folder: Folder, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
         rows, dim = entry["rows"], entry["dim"]
         shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
             "id": (np.int64, (rows,)),
@@ -107,7 +107,7 @@ class _NpySink:
 class _SafetensorsSink:
     """Files of at most 256 MiB of rows."""
 
-    def __init__(self, folder: Directory, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
+    def __init__(self, folder: Folder, entry: dict[str, Any], optimizer: type[OptimizerSpec]) -> None:
         try:
             from safetensors import SafetensorError
             from safetensors.numpy import save_file
@@ -141,7 +141,7 @@ class _SafetensorsSink:
             if isinstance(cause, EmbCacheError):
                 raise
             raise StorageError(f"cannot write {path}: {cause}") from cause
-        fd, _ = self._folder.open(name)
+        fd = self._folder.open(name)
         try:
             sync(fd, path)
         finally:

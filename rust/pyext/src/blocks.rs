@@ -1,19 +1,26 @@
-//! What block-level checkpoints, whose files Python writes, need of the core.
+//! Block-level saves and loads.
 
-use std::path::PathBuf;
-use std::sync::{PoisonError, RwLock};
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError, RwLock};
 
-use embcache::checkpoint::{BlockFile, BlockPlace, BlockWriter as Writer};
-use embcache::io::{BeneathEngine, default_engine};
-use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadonlyArray2};
+use embcache::checkpoint::{
+    BlockReader, BlockRun, BlockSave, BlockShape, BlockToWrite, Finished, Join, Shard, ShardWriter, TableOfBlocks,
+    TableShare, WrittenTable,
+};
+use embcache::types::Bucketing;
+use embcache::{Error, Kind};
+use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray1};
 use pyo3::prelude::*;
 
-use crate::buffers::slice;
+use crate::buffers::{slice, slice_mut, slice2};
+use crate::checkpoint::{ended, lock};
+use crate::directory::PyDirectory;
 use crate::error::{input, to_python};
+use crate::foreign::drop_detached;
+use crate::settings::bucket_hash_from;
 
 /// CRC-32C of each chunk of some bytes.
 #[pyfunction]
-#[pyo3(signature = (data, chunk_bytes))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
 pub(crate) fn chunk_checksums<'py>(
     py: Python<'py>,
@@ -28,51 +35,168 @@ pub(crate) fn chunk_checksums<'py>(
     Ok(found.into_pyarray(py))
 }
 
-/// Writes the data files of a shard's blocks.
-#[pyclass(frozen, module = "torchrec_embcache._native")]
-pub(crate) struct BlockWriter(RwLock<Option<Writer>>);
+/// Do `work` without the GIL. While it waits for another process it looks for signals: what a handler raises ends the wait.
+fn waiting<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(&mut (dyn FnMut() -> embcache::Result<()> + '_)) -> embcache::Result<T> + Send,
+) -> PyResult<T> {
+    let mut raised = None;
+    let done = py.detach(|| {
+        let mut wait = || {
+            Python::attach(|py| py.check_signals()).map_err(|error| {
+                raised = Some(error);
+                Error::new(Kind::State, "a signal ended the wait for another process")
+            })
+        };
+        work(&mut wait)
+    });
+    raised.map_or(Ok(()), Err)?;
+    done.map_err(to_python)
+}
 
-impl BlockWriter {
+/// A block to write: of a table's rows the ids or one slot, or a dense tensor.
+#[pyclass(frozen, name = "BlockToWrite", module = "torchrec_embcache._native")]
+pub(crate) struct PyBlockToWrite(BlockToWrite);
+
+#[pymethods]
+impl PyBlockToWrite {
+    #[new]
+    fn new(name: String, slot: Option<String>, dtype: String, shape: Vec<u64>) -> Self {
+        Self(BlockToWrite { name, slot, dtype, shape })
+    }
+}
+
+/// A table whose blocks were written: what the manifest says of it, and where in each run the rows of each bucket start.
+#[pyclass(frozen, name = "WrittenTable", module = "torchrec_embcache._native")]
+pub(crate) struct PyWrittenTable(WrittenTable);
+
+#[pymethods]
+impl PyWrittenTable {
+    #[new]
+    #[pyo3(signature = (*, name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_hash, bucket_begin, bucket_end, runs,
+        starts))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of one description")]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
+    fn new(
+        name: String,
+        dim: u32,
+        optimizer: String,
+        key: u64,
+        seed: u64,
+        step: u64,
+        epoch: u32,
+        total_num_buckets: u32,
+        bucket_hash: String,
+        bucket_begin: u32,
+        bucket_end: u32,
+        runs: Vec<u64>,
+        starts: PyReadonlyArray2<'_, i64>,
+    ) -> PyResult<Self> {
+        let starts = slice2("starts", &starts)?.to_vec();
+        let buckets = [bucket_begin, bucket_end];
+        let share =
+            TableShare { name, dim, optimizer, key, seed, step, epoch, total_num_buckets, bucket_hash, buckets, runs };
+        Ok(Self(WrittenTable { share, starts }))
+    }
+}
+
+/// One shard's part of a block-level save.
+#[pyclass(frozen, name = "BlockSave", module = "torchrec_embcache._native")]
+pub(crate) struct PyBlockSave {
+    save: Mutex<Option<BlockSave>>,
+    writer: RwLock<Option<ShardWriter>>,
+    #[pyo3(get)]
+    name: String,
+}
+
+impl Drop for PyBlockSave {
+    fn drop(&mut self) {
+        drop_detached(Some((self.take_writer(), lock(&self.save).take())));
+    }
+}
+
+impl PyBlockSave {
+    fn begin(
+        py: Python<'_>,
+        directory: &PyDirectory,
+        (index, count): (u32, u32),
+        steps: &[(String, u64)],
+        join: &Join,
+        random: u64,
+    ) -> PyResult<Self> {
+        let shard = Shard { index, count };
+        let save = waiting(py, |wait| BlockSave::begin(&directory.inner, shard, steps, join, random, wait))?;
+        let name = save.name().to_string();
+        Ok(Self { save: Mutex::new(Some(save)), writer: RwLock::new(None), name })
+    }
+
     fn append_with(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> embcache::Result<()> {
-        let writer = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let writer = self.writer.read().unwrap_or_else(PoisonError::into_inner);
         writer.as_ref().ok_or_else(closed)?.append(block, bytes, copy)
     }
 
-    fn take(&self) -> Option<Writer> {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).take()
+    fn take_writer(&self) -> Option<ShardWriter> {
+        self.writer.write().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
-fn closed() -> embcache::Error {
-    embcache::Error::new(embcache::Kind::State, "these blocks are finished: make another writer")
+fn closed() -> Error {
+    Error::new(Kind::State, "these blocks are finished: make another writer")
 }
 
 #[pymethods]
-impl BlockWriter {
+impl PyBlockSave {
+    /// Join the newest save that waits for the shard, or begin one.
+    #[staticmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
+    fn join_or_begin(
+        py: Python<'_>,
+        directory: &PyDirectory,
+        shard: u32,
+        shards: u32,
+        steps: Vec<(String, u64)>,
+        random: u64,
+    ) -> PyResult<Self> {
+        Self::begin(py, directory, (shard, shards), &steps, &Join::NewestOrNew, random)
+    }
+
+    /// Begin a save.
     #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
-    #[pyo3(signature = (path, directory, files, blocks, chunk_bytes, threads))]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn new(
         py: Python<'_>,
-        path: PathBuf,
-        directory: i32,
-        files: Vec<(PathBuf, Vec<u8>, u64)>,
-        blocks: Vec<(usize, u64, u64)>,
-        chunk_bytes: usize,
-        threads: usize,
+        directory: &PyDirectory,
+        shard: u32,
+        shards: u32,
+        steps: Vec<(String, u64)>,
+        random: u64,
     ) -> PyResult<Self> {
-        let open = || {
-            // A descriptor of our own of the caller's directory.
-            let same = PathBuf::from(format!("/proc/self/fd/{directory}"));
-            let held = std::fs::File::open(same).map_err(|error| embcache::Error::io("open", &path, &error))?;
-            let engine = BeneathEngine::engine(default_engine()?, &path, held.into());
-            let file = |(name, header, bytes)| BlockFile { path: path.join::<PathBuf>(name), header, bytes };
-            let files: Vec<BlockFile> = files.into_iter().map(file).collect();
-            let blocks: Vec<BlockPlace> =
-                blocks.into_iter().map(|(file, start, bytes)| BlockPlace { file, start, bytes }).collect();
-            Writer::new(&*engine, &files, &blocks, chunk_bytes, threads)
-        };
-        py.detach(open).map(|writer| Self(RwLock::new(Some(writer)))).map_err(to_python)
+        Self::begin(py, directory, (shard, shards), &steps, &Join::New, random)
+    }
+
+    /// Join the save of a name.
+    #[staticmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
+    fn join(
+        py: Python<'_>,
+        directory: &PyDirectory,
+        shard: u32,
+        shards: u32,
+        steps: Vec<(String, u64)>,
+        name: String,
+    ) -> PyResult<Self> {
+        Self::begin(py, directory, (shard, shards), &steps, &Join::Named(name), 0)
+    }
+
+    /// Make the data files.
+    fn open_files(&self, py: Python<'_>, parallel: u32, blocks: Vec<Py<PyBlockToWrite>>) -> PyResult<()> {
+        let blocks: Vec<BlockToWrite> = blocks.iter().map(|block| block.get().0.clone()).collect();
+        py.detach(|| {
+            let save = lock(&self.save);
+            let writer = ShardWriter::new(save.as_ref().ok_or_else(|| ended("save"))?, parallel, blocks);
+            *self.writer.write().unwrap_or_else(PoisonError::into_inner) = Some(writer.map_err(to_python)?);
+            Ok(())
+        })
     }
 
     /// Add bytes to a block.
@@ -110,14 +234,152 @@ impl BlockWriter {
         py.detach(|| self.append_with(block, order.len() * width, copy)).map_err(to_python)
     }
 
-    /// Make it durable; of each block the CRC-32C of its chunks.
-    fn finish<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyArray1<u32>>>> {
-        let finished = py.detach(|| self.take().ok_or_else(closed)?.finish()).map_err(to_python)?;
-        Ok(finished.into_iter().map(|checksums| checksums.into_pyarray(py)).collect())
+    /// Make all durable; whether it was the last shard, which publishes the save.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
+    fn publish(&self, py: Python<'_>, tables: Vec<Py<PyWrittenTable>>) -> PyResult<PyShardSaved> {
+        let tables: Vec<WrittenTable> = tables.iter().map(|table| table.get().0.clone()).collect();
+        let finished = waiting(py, |wait| {
+            let writer = self.take_writer().ok_or_else(closed)?;
+            let save = lock(&self.save);
+            writer.finish(save.as_ref().ok_or_else(closed)?, tables, wait)
+        })?;
+        // Others may sweep it from now on.
+        py.detach(|| drop(lock(&self.save).take()));
+        let (is_last, left) = match finished {
+            Finished::OthersWait => (false, Vec::new()),
+            Finished::Published(left) => (true, left),
+        };
+        Ok(PyShardSaved { is_last, left: left.iter().map(Error::to_string).collect() })
     }
 
-    /// Write no more, when what is under way is written. Harmless twice.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| drop(self.take()));
+    /// Give the shard's part up, when what is under way is written. Harmless twice.
+    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| {
+            drop(self.take_writer());
+            lock(&self.save).take().map_or(Ok(()), BlockSave::abandon)
+        })
+        .map_err(to_python)
+    }
+}
+
+/// What the end of a shard's part did.
+#[pyclass(frozen, get_all, name = "ShardSaved", module = "torchrec_embcache._native")]
+pub(crate) struct PyShardSaved {
+    is_last: bool,
+    left: Vec<String>,
+}
+
+/// What of a table's rows a block holds, or a dense tensor.
+#[pyclass(frozen, get_all, name = "BlockShape", module = "torchrec_embcache._native")]
+pub(crate) struct PyBlockShape {
+    name: String,
+    dtype: String,
+    shape: Vec<u64>,
+    bytes: u64,
+}
+
+impl PyBlockShape {
+    fn of(name: &str, shape: &BlockShape) -> Self {
+        let BlockShape { dtype, shape, bytes } = shape.clone();
+        Self { name: name.to_owned(), dtype, shape, bytes }
+    }
+}
+
+/// What a block-level save says of a table.
+#[pyclass(frozen, get_all, name = "TableOfBlocks", module = "torchrec_embcache._native")]
+pub(crate) struct PyTableOfBlocks {
+    name: String,
+    dim: u32,
+    key: u64,
+    step: u64,
+    epoch: u32,
+    total_num_buckets: u32,
+    bucket_hash: String,
+    slots: Vec<Py<PyBlockShape>>,
+}
+
+impl PyTableOfBlocks {
+    fn of(py: Python<'_>, table: &TableOfBlocks) -> PyResult<Self> {
+        let shape = |(slot, shape): (&String, &BlockShape)| Py::new(py, PyBlockShape::of(slot, shape));
+        Ok(Self {
+            name: table.name.clone(),
+            dim: table.dim,
+            key: table.key,
+            step: table.step,
+            epoch: table.epoch,
+            total_num_buckets: table.bucketing.total(),
+            bucket_hash: table.bucket_hash.clone(),
+            slots: table.slots.iter().map(shape).collect::<PyResult<_>>()?,
+        })
+    }
+}
+
+/// Rows that lie together in the blocks of one shard.
+#[pyclass(frozen, name = "BlockRun", module = "torchrec_embcache._native")]
+pub(crate) struct PyBlockRun(BlockRun);
+
+#[pymethods]
+impl PyBlockRun {
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.0.rows()
+    }
+}
+
+/// The newest complete save of a directory.
+#[pyclass(frozen, name = "BlockReader", module = "torchrec_embcache._native")]
+pub(crate) struct PyBlockReader(BlockReader);
+
+#[pymethods]
+impl PyBlockReader {
+    #[new]
+    fn new(py: Python<'_>, directory: &PyDirectory) -> PyResult<Self> {
+        waiting(py, |wait| BlockReader::open(&directory.inner, wait)).map(Self)
+    }
+
+    fn release(&self, py: Python<'_>) {
+        py.detach(|| self.0.let_go());
+    }
+
+    fn tables(&self, py: Python<'_>) -> PyResult<Vec<PyTableOfBlocks>> {
+        self.0.tables().map(|table| PyTableOfBlocks::of(py, table)).collect()
+    }
+
+    fn tensors(&self) -> Vec<PyBlockShape> {
+        self.0.tensors().map(|(name, shape)| PyBlockShape::of(name, &shape)).collect()
+    }
+
+    fn runs(
+        &self,
+        table: &str,
+        total_num_buckets: u32,
+        bucket_hash: &str,
+        bucket_begin: u32,
+        bucket_end: u32,
+    ) -> PyResult<Vec<PyBlockRun>> {
+        if total_num_buckets == 0 {
+            return Err(input("total_num_buckets is 0: give 1 at least"));
+        }
+        let bucketing = Bucketing::new(total_num_buckets, bucket_hash_from(bucket_hash)?);
+        let buckets: Range<u32> = bucket_begin..bucket_end;
+        let runs = self.0.runs(table, bucketing, &buckets).map_err(to_python)?;
+        Ok(runs.into_iter().map(PyBlockRun).collect())
+    }
+
+    fn read_rows(
+        &self,
+        py: Python<'_>,
+        table: &str,
+        run: &PyBlockRun,
+        slot: &str,
+        mut into: PyReadwriteArray1<'_, u8>,
+    ) -> PyResult<()> {
+        let into = slice_mut("into", &mut into)?;
+        py.detach(|| self.0.read_rows(table, &run.0, slot, into)).map_err(to_python)
+    }
+
+    fn read_tensor(&self, py: Python<'_>, name: &str, begin: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
+        let into = slice_mut("into", &mut into)?;
+        py.detach(|| self.0.read_tensor(name, begin, into)).map_err(to_python)
     }
 }

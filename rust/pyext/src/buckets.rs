@@ -8,18 +8,24 @@ use crate::buffers::{slice, slice_mut};
 use crate::error::input;
 use crate::settings::bucket_hash_from;
 
+/// Rows in the order of their buckets.
+#[pyclass(frozen, get_all, name = "BucketOrder", module = "torchrec_embcache._native")]
+pub(crate) struct PyBucketOrder {
+    order: Py<PyArray1<i64>>,
+    starts: Py<PyArray1<i64>>,
+}
+
 /// The order of rows by (bucket, `uint64(id)`), and where in it each of the buckets `[begin, end)` starts, and the last one ends.
 #[pyfunction]
-#[pyo3(signature = (ids, total_num_buckets, bucket_hash, begin, end))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts borrowed arrays")]
-pub(crate) fn bucket_order<'py>(
-    py: Python<'py>,
-    ids: PyReadonlyArray1<'py, Id>,
+pub(crate) fn bucket_order(
+    py: Python<'_>,
+    ids: PyReadonlyArray1<'_, Id>,
     total_num_buckets: u32,
     bucket_hash: &str,
     begin: u32,
     end: u32,
-) -> PyResult<[Bound<'py, PyArray1<i64>>; 2]> {
+) -> PyResult<PyBucketOrder> {
     let ids = slice("ids", &ids)?;
     if total_num_buckets == 0 || begin > end {
         return Err(input(format!("buckets {begin} to {end} of {total_num_buckets}: give some, in order")));
@@ -37,7 +43,7 @@ pub(crate) fn bucket_order<'py>(
         let starts: Vec<i64> = (begin..=end).map(start).collect();
         (keyed.iter().map(|&(.., row)| row as i64).collect::<Vec<i64>>(), starts)
     });
-    Ok([order.into_pyarray(py), starts.into_pyarray(py)])
+    Ok(PyBucketOrder { order: order.into_pyarray(py).unbind(), starts: starts.into_pyarray(py).unbind() })
 }
 
 /// The bucket of each id.

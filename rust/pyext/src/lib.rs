@@ -12,7 +12,6 @@ mod checkpoint_rows;
 mod directory;
 mod error;
 mod foreign;
-mod lock;
 mod logging;
 mod lookup;
 mod moment;
@@ -60,9 +59,12 @@ fn has_room_for_threads() -> bool {
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use super::blocks::{BlockWriter, chunk_checksums};
+    use super::blocks::{
+        PyBlockReader, PyBlockRun, PyBlockSave, PyBlockShape, PyBlockToWrite, PyShardSaved, PyTableOfBlocks,
+        PyWrittenTable, chunk_checksums,
+    };
     #[pymodule_export]
-    use super::buckets::{bucket_order, buckets_of, hash_ids, ids_of_hashes};
+    use super::buckets::{PyBucketOrder, bucket_order, buckets_of, hash_ids, ids_of_hashes};
     #[pymodule_export]
     use super::checkpoint::{PySave, PyWriter, latest_checkpoint, newest_checkpoint};
     #[pymodule_export]
@@ -71,8 +73,6 @@ mod _native {
     use super::checkpoint_rows::PyRows;
     #[pymodule_export]
     use super::directory::PyDirectory;
-    #[pymodule_export]
-    use super::lock::PyEntryLock;
     #[pymodule_export]
     use super::logging::drain_log;
     #[pymodule_export]

@@ -44,12 +44,18 @@ mod publish;
 mod rows;
 
 pub use crate::cache::{Gather, GroupSink};
+pub use blocks::manifest::TableShare;
+pub use blocks::names::{BlockSaveName, Shard};
+pub use blocks::reader::{BlockReader, BlockRun, BlockShape, TableOfBlocks};
+pub use blocks::save::{BlockSave, Finished, Join};
+pub use blocks::shard::{BlockToWrite, ShardWriter, WrittenTable};
 pub use blocks::writer::{BlockFile, BlockPlace, BlockWriter};
 pub use directory::Directory;
 pub use extents::reader::ExtentReader;
 pub use extents::writer::ExtentWriter;
 pub use manifest::dense::{DenseEntry, DenseShare, Extent};
 pub use manifest::digest::RankDigest;
+pub use manifest::holds::Wait;
 pub use manifest::latest::{CheckpointName, Latest, PartName};
 pub use manifest::manifests::{CheckpointKind, Manifest, OptimizerSpec, Parent, TableEntry, TableSpec};
 pub use ops::beside::{BesideOptions, IMAGE_BYTES, Pace, RankMoment, TableToSave, work_behind};

@@ -227,6 +227,10 @@ impl IoEngine for BeneathEngine {
         self.within(path, |alias| self.inner.lock_dir(alias))
     }
 
+    fn lock_file(&self, path: &Path) -> Result<DirLock> {
+        self.at(path, |alias| self.inner.lock_file(alias))
+    }
+
     fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
         self.within(path, |alias| self.inner.hold_dir(alias, how))
     }

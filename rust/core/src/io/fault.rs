@@ -416,6 +416,10 @@ impl IoEngine for FaultEngine {
         self.faults.check_running("lock", path)?;
         self.inner.lock_dir(path)
     }
+    fn lock_file(&self, path: &Path) -> Result<DirLock> {
+        self.faults.check_running("lock", path)?;
+        self.inner.lock_file(path)
+    }
     fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
         self.faults.check_running("lock", path)?;
         self.inner.hold_dir(path, how)

@@ -82,7 +82,14 @@ impl DirLock {
     /// Errors, at once: `InUse` when another table, in this process or another one, holds the directory; `Path` when `lock` is a
     /// symbolic link; `Corruption` when it is no regular file; `Permission` and `Storage` as the file system says.
     pub fn acquire(dir: &Path) -> Result<Self> {
-        let path = dir.join(LOCK_FILE);
+        Self::acquire_file(&dir.join(LOCK_FILE), dir)
+    }
+
+    /// Hold the file at `path`, which is made, by `flock`, and write this process's pid into it. The lock stands for `what`, which errors
+    /// name as in use.
+    ///
+    /// The errors are those of [`DirLock::acquire`].
+    pub(super) fn acquire_file(path: &Path, what: &Path) -> Result<Self> {
         let mut file = File::options()
             .read(true)
             .write(true)
@@ -90,14 +97,14 @@ impl DirLock {
             .truncate(false)
             .mode(0o640)
             .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-            .open(&path)
-            .map_err(|e| super::open_error("open the lock file", &path, &e))?;
+            .open(path)
+            .map_err(|e| super::open_error("open the lock file", path, &e))?;
         // Reading a pipe, below, would wait for a writer.
-        check_regular(&path, &file)?;
+        check_regular(path, &file)?;
         match flock_now(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => return Err(in_use(dir, &owner(&mut file))),
-            Err(errno) => return Err(Error::io("lock", &path, &errno.into())),
+            Err(Errno::WOULDBLOCK) => return Err(in_use(what, &owner(&mut file))),
+            Err(errno) => return Err(Error::io("lock", path, &errno.into())),
         }
         let line = format!("{}\n", std::process::id());
         let mut found = String::new();
@@ -107,9 +114,9 @@ impl DirLock {
             file.set_len(0)
                 .and_then(|()| file.rewind())
                 .and_then(|()| file.write_all(line.as_bytes()))
-                .map_err(|e| Error::io("write the pid to", &path, &e))?;
+                .map_err(|e| Error::io("write the pid to", path, &e))?;
         }
-        Ok(Self::held(dir, Flock::of(file)))
+        Ok(Self::held(what, Flock::of(file)))
     }
 
     /// Hold a directory that exists, by `flock` on the directory itself. This needs no right to write there.
@@ -134,36 +141,6 @@ impl DirLock {
             Err(Errno::WOULDBLOCK) => Err(held_otherwise(dir, how)),
             Err(Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(Self::held(dir, ())),
             Err(errno) => Err(Error::io("lock", dir, &errno.into())),
-        }
-    }
-
-    /// Hold the directory `dir` itself, or the file `name` in it, which is made where it is missing, by `flock`. With `alone`
-    /// nobody else holds it then; without, others may hold it in the same way. With `wait` this waits until the lock can be had or
-    /// a signal comes. `None` where it was not had: somebody else holds it, or a signal came.
-    pub fn of_entry(dir: &Path, name: Option<&str>, alone: bool, wait: bool) -> Result<Option<Self>> {
-        let (path, mut options) = (dir.join(name.unwrap_or(".")), File::options());
-        match name {
-            None => options.read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW),
-            Some(_) => options
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .mode(0o640)
-                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK),
-        };
-        let file = options.open(&path).map_err(|e| super::open_error("lock", &path, &e))?;
-        let how = match (alone, wait) {
-            (true, true) => FlockOperation::LockExclusive,
-            (true, false) => FlockOperation::NonBlockingLockExclusive,
-            (false, true) => FlockOperation::LockShared,
-            (false, false) => FlockOperation::NonBlockingLockShared,
-        };
-        // A signal ends the wait, so that the caller can look for Ctrl-C.
-        match flock(&file, how) {
-            Ok(()) => Ok(Some(Self::held(&path, Flock::of(file)))),
-            Err(Errno::INTR | Errno::WOULDBLOCK) => Ok(None),
-            Err(errno) => Err(Error::io("lock", &path, &errno.into())),
         }
     }
 

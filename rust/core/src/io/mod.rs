@@ -135,6 +135,14 @@ pub trait IoEngine: Send + Sync + fmt::Debug {
     /// Hold an existing directory for as long as the lock lives, alone. When somebody else holds it this fails at once with
     /// `Kind::InUse`, which names the holder's pid.
     fn lock_dir(&self, path: &Path) -> Result<DirLock>;
+    /// Hold a file for as long as the lock lives, alone, and make the file when there is none. When somebody else holds it this
+    /// fails at once with `Kind::InUse`. Engines that only pass calls on for the sake of directories need not have it.
+    fn lock_file(&self, path: &Path) -> Result<DirLock> {
+        Err(Error::new(
+            Kind::Unsupported,
+            format!("cannot lock {}: this engine locks directories only", path.display()),
+        ))
+    }
     /// Hold a directory itself: together with others to read it, or alone to remove or open it. When another hold forbids this it
     /// fails at once with `Kind::InUse`. This is independent of [`IoEngine::lock_dir`].
     fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock>;

@@ -3,6 +3,7 @@
 mod at_once;
 mod beside;
 mod beside_delta;
+mod block_saves;
 mod blocks;
 mod crash;
 mod damage;

@@ -7,6 +7,10 @@
 #![allow(clippy::unwrap_used)]
 
 mod amounts;
+#[path = "../checkpoint/block_saves.rs"]
+#[allow(dead_code)]
+mod block_saves;
+mod blocks;
 mod checkpoint;
 #[path = "../checkpoint/made.rs"]
 #[allow(dead_code)]

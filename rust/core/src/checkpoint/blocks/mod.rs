@@ -1,3 +1,31 @@
-//! Files that a block-level save writes: many blocks that grow side by side.
+//! Block-level saves: tables and tensors as named blocks, with the files and names of RecIS 1, published as a whole.
+//!
+//! ```text
+//! path/LATEST.blocks                                           the newest complete save and the CRC-32C of its manifest
+//! path/blocks-<seq>-<random>/begun.json                        shards and steps of the tables: by it other shards know their save
+//! path/blocks-<seq>-<random>/model-<k>-of-<n>.safetensors      blocks, as RecIS names them
+//! path/blocks-<seq>-<random>/check-<i>-of-<n>.safetensors      checksums of a shard's blocks, and where buckets start
+//! path/blocks-<seq>-<random>/shard-<i>-of-<n>.json             a shard's tables, blocks and runs, written when they are durable
+//! path/blocks-<seq>-<random>/index, tensorkey.json             RecIS' indexes
+//! path/blocks-<seq>-<random>/manifest.json                     CRC-32C of the shards' manifests, written by the last shard
+//! ```
+//!
+//! Saving, shard by shard, in any order and in any processes:
+//!
+//! 1. [`BlockSave::begin`] makes a save or joins the one that waits for the shard.
+//! 2. [`ShardWriter::new`] makes the data files, [`ShardWriter::append`] fills the blocks.
+//! 3. [`ShardWriter::finish`] makes all durable and writes the shard's manifest. Whichever shard is the last publishes: from then on a
+//!    load finds this save, and older ones are removed.
+//!
+//! Loading: [`BlockReader::open`] checks the manifests of the newest save and keeps it from being removed; then rows and tensors are read,
+//! verified as they arrive.
 
+pub(crate) mod files;
+pub(crate) mod index;
+pub(crate) mod layout;
+pub(crate) mod manifest;
+pub(crate) mod names;
+pub(crate) mod reader;
+pub(crate) mod save;
+pub(crate) mod shard;
 pub(crate) mod writer;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
+use super::verify::verify;
 use crate::checkpoint::manifest::dense::{
     CHUNK_BYTES, DENSE_DIR, DenseFile, DenseShare, Extent, PAGE_BYTES, PIECE_BYTES, THREADS, extents_file,
 };
@@ -194,14 +195,7 @@ impl InFile {
     /// Whether the chunks from byte `start` on, a multiple of a chunk, are as they were written.
     fn verify(&self, start: u64, bytes: &[u8]) -> Result<()> {
         let first = (start / CHUNK_BYTES as u64) as usize;
-        for (n, chunk) in bytes.chunks(CHUNK_BYTES).enumerate() {
-            let (expected, found) = (self.checksums[first + n], crc32c::crc32c(chunk));
-            if expected != found {
-                let at = start + (n * CHUNK_BYTES) as u64;
-                let what = format!("the checksum of {} bytes", chunk.len());
-                return Err(Error::corruption(&self.path, at, &what, expected, found));
-            }
-        }
-        Ok(())
+        let what = |len: usize| format!("the checksum of {len} bytes");
+        verify(&self.path, start, &self.checksums[first..], bytes, &what)
     }
 }

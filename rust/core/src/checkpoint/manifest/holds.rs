@@ -24,6 +24,31 @@ pub(crate) fn lock_root(engine: &dyn IoEngine, root: &Path) -> Result<DirLock> {
     }
 }
 
+/// What a wait for another process does between two looks: its error ends the wait.
+pub type Wait<'a> = dyn FnMut() -> Result<()> + 'a;
+
+/// Hold the directory of block-level saves itself, alone, for a few file operations. Others do so in moments, or as long as they remove
+/// an older save.
+pub(crate) fn hold_alone(engine: &dyn IoEngine, root: &Path, wait: &mut Wait<'_>) -> Result<DirLock> {
+    loop {
+        match engine.hold_dir(root, Hold::ToRemove) {
+            Err(error) if error.kind() == Kind::InUse => {
+                wait()?;
+                sleep(Duration::from_millis(5));
+            }
+            held => return held,
+        }
+    }
+}
+
+/// Hold the directory `dir` to remove it; `None` where it is read, or written by shards of a block-level save.
+pub(crate) fn hold_unread(engine: &dyn IoEngine, dir: &Path) -> Result<Option<DirLock>> {
+    match engine.hold_dir(dir, Hold::ToRemove) {
+        Err(error) if error.kind() == Kind::InUse => Ok(None),
+        held => held.map(Some),
+    }
+}
+
 /// Make the directory `dir` in `root` and hold it. Sweeps wait meanwhile: they see none that is made and not held yet.
 pub(crate) fn make_held(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<DirLock> {
     let _no_sweep = lock_root(engine, root)?;
@@ -35,10 +60,7 @@ pub(crate) fn make_held(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Resul
 pub(crate) fn hold_to_sweep(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<Option<[DirLock; 2]>> {
     let _none_is_made = lock_root(engine, root)?;
     // First, so that no file is made in a checkpoint that stays.
-    let unread = match engine.hold_dir(dir, Hold::ToRemove) {
-        Err(error) if error.kind() == Kind::InUse => return Ok(None),
-        held => held?,
-    };
+    let Some(unread) = hold_unread(engine, dir)? else { return Ok(None) };
     match engine.lock_dir(dir) {
         Err(error) if error.kind() == Kind::InUse => Ok(None),
         held => held.map(|unwritten| Some([unread, unwritten])),

@@ -167,6 +167,11 @@ impl<R: BatchReader> IoEngine for DiskEngine<R> {
         DirLock::acquire(path)
     }
 
+    fn lock_file(&self, path: &Path) -> Result<DirLock> {
+        self.check_process()?;
+        DirLock::acquire_file(path, path)
+    }
+
     fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {
         self.check_process()?;
         DirLock::hold(path, how)

@@ -207,6 +207,24 @@ impl MemoryFile {
     }
 }
 
+impl MemoryEngine {
+    /// Lock the file `file`, whose lock stands for `what`.
+    fn lock(&self, file: &Path, what: &Path) -> Result<DirLock> {
+        let mut tree = locked(&self.tree);
+        if !file.parent().is_some_and(|dir| tree.is_dir(dir)) {
+            return Err(Error::io("lock", what, &errno(libc::ENOENT)));
+        }
+        // The lock file exists here as on disk, so that a caller who asks whether the directory is empty gets the same answer.
+        if !tree.live.contains_key(file) {
+            tree.change(Change::Add(file.to_owned(), Node::File(Arc::default())));
+        }
+        if !tree.held.insert(what.to_owned()) {
+            return Err(lock::in_use(what, &format!("by pid {} (this process)", std::process::id())));
+        }
+        Ok(DirLock::held(what, Held { tree: self.tree.clone(), dir: what.to_owned() }))
+    }
+}
+
 impl IoEngine for MemoryEngine {
     fn name(&self) -> String {
         "memory".into()
@@ -374,19 +392,12 @@ impl IoEngine for MemoryEngine {
 
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
         let path = normal(path);
-        let mut tree = locked(&self.tree);
-        if !tree.is_dir(&path) {
-            return Err(Error::io("lock", &path, &errno(libc::ENOENT)));
-        }
-        // The lock file exists here as on disk, so that a caller who asks whether the directory is empty gets the same answer.
-        let file = path.join(OsStr::new(lock::LOCK_FILE));
-        if !tree.live.contains_key(&file) {
-            tree.change(Change::Add(file, Node::File(Arc::default())));
-        }
-        if !tree.held.insert(path.clone()) {
-            return Err(lock::in_use(&path, &format!("by pid {} (this process)", std::process::id())));
-        }
-        Ok(DirLock::held(&path, Held { tree: self.tree.clone(), dir: path.clone() }))
+        self.lock(&path.join(OsStr::new(lock::LOCK_FILE)), &path)
+    }
+
+    fn lock_file(&self, path: &Path) -> Result<DirLock> {
+        let path = normal(path);
+        self.lock(&path, &path)
     }
 
     fn hold_dir(&self, path: &Path, how: Hold) -> Result<DirLock> {

@@ -1,0 +1,351 @@
+"""The part of `_native` that saves and loads checkpoints (`rust/core/src/checkpoint`). There is no module of this name at run time.
+
+The calls of a save and of a load, in order, are in `sessions`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._native import F32, I64, BucketHash, Meta, Table
+
+@final
+class CheckpointId:
+    """What identifies a checkpoint. Compared by value, pickled."""
+
+    def __new__(cls, name: str, manifest_xxh3: int) -> CheckpointId: ...
+    name: str
+    manifest_xxh3: int
+
+@final
+class Ancestor:
+    """A checkpoint that a delta of a table can build on. Compared by value, pickled."""
+
+    def __new__(cls, id: CheckpointId, next_epoch: int) -> Ancestor: ...  # noqa: A002
+    id: CheckpointId
+    next_epoch: int  # the first epoch whose modifications it does not have
+
+@final
+class Directory:
+    """A directory that passed the checks of path, owner and permission bits, and is held by its descriptor.
+
+    What works in it works in the directory that was checked, whatever its path names by then. With basic checks the links in the path
+    are followed once, when it is made.
+    """
+
+    @staticmethod
+    def to_save(path: str, checks: Literal["strict", "basic"]) -> Directory: ...  # made (mode 0750) when missing; PathError, StoragePermissionError
+    @staticmethod
+    def to_load(path: str, checks: Literal["strict", "basic"]) -> Directory: ...  # it need not be writable
+    path: str  # absolute, without links
+    def has(self, name: str) -> bool: ...  # whether something lies there; a link is not followed
+    def open_descriptor(self) -> int: ...  # of the directory, the caller's to close
+
+@final
+class Digest:
+    """What identifies the manifest of a rank or of a part. Compared by value, pickled."""
+
+    def __new__(cls, bytes: int, xxh3: int) -> Digest: ...  # noqa: A002
+    bytes: int
+    xxh3: int
+
+@final
+class TableWritten:
+    """What writing one table made."""
+
+    rows: int
+    tombstones: int
+    linked_bytes: int  # of segments that the checkpoint shares with the SSD tier
+    copied_bytes: int  # of segments that could not be linked
+
+@final
+class Published:
+    """What publishing a checkpoint did."""
+
+    id: CheckpointId
+    left: list[str]  # which older checkpoints could not be removed, and why
+
+@final
+class WrittenPart:
+    """A part that one rank wrote. Pickled."""
+
+    def __new__(cls, directory: str, name: str, digest: Digest) -> WrittenPart: ...
+    directory: str
+    name: str
+    digest: Digest
+
+@final
+class StreamRange:
+    """A range of a rank's stream of extents."""
+
+    offset: int
+    bytes: int
+
+@final
+class TableToSave:
+    """A table of this rank that is to be held and written beside training."""
+
+    def __new__(cls, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor | None = None) -> TableToSave: ...  # `ancestor`: what a delta of it builds on
+
+@final
+class NewestCheckpoint:
+    """What the newest checkpoint of a directory says of itself."""
+
+    id: CheckpointId
+    merged: CheckpointId | None  # the delta that it was merged from
+    next_epoch: int
+    kind: Literal["full", "delta", "snapshot"]
+    tables: list[tuple[str, str]]  # module and table of each
+
+@final
+class SavedTable:
+    """What a checkpoint says of one of its tables."""
+
+    module: str
+    table: str
+    key: int
+    dim: int
+    optimizer: str
+    hyperparameters: dict[str, float]
+    step: int
+    seed: int
+    total_num_buckets: int
+    bucket_hash: BucketHash
+    rows: int
+
+def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
+def sweep_parts(directory: Directory) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
+def latest_checkpoint(directory: Directory) -> str: ...  # what CheckpointReader takes; PathError when there is none
+def newest_checkpoint(directory: Directory) -> NewestCheckpoint | None: ...  # None when there is none
+
+@final
+class BlockToWrite:
+    """A block to write: of a table's rows the ids or one slot, or a dense tensor (slot None)."""
+
+    def __new__(cls, name: str, slot: str | None, dtype: str, shape: Sequence[int]) -> BlockToWrite: ...
+
+@final
+class WrittenTable:
+    """A table whose blocks were written: what the shard's manifest says of it."""
+
+    def __new__(
+        cls,
+        *,
+        name: str,
+        dim: int,
+        optimizer: str,
+        key: int,
+        seed: int,
+        step: int,
+        epoch: int,
+        total_num_buckets: int,
+        bucket_hash: BucketHash,
+        bucket_begin: int,
+        bucket_end: int,
+        runs: Sequence[int],  # rows of each run
+        starts: I64,  # [runs, buckets + 1]: where in each run the rows of each bucket start, and the last ones end
+    ) -> WrittenTable: ...
+
+@final
+class ShardSaved:
+    """What the end of a shard's part did."""
+
+    is_last: bool  # it published the save
+    left: list[str]  # which older saves could not be removed, and why
+
+@final
+class BlockSave:
+    """One shard's part of a block-level save. Nobody sweeps it, and no other process writes the shard, as long as this lives.
+
+    `steps`: of the tables, by name. Ctrl-C ends a wait for other processes.
+    """
+
+    def __new__(
+        cls, directory: Directory, shard: int, shards: int, steps: Sequence[tuple[str, int]], random: int
+    ) -> BlockSave: ...  # a new one
+    @staticmethod
+    def join_or_begin(
+        directory: Directory, shard: int, shards: int, steps: Sequence[tuple[str, int]], random: int
+    ) -> BlockSave: ...  # the newest that waits for this shard and saw the tables at the same steps, or a new one
+    @staticmethod
+    def join(
+        directory: Directory, shard: int, shards: int, steps: Sequence[tuple[str, int]], name: str
+    ) -> BlockSave: ...  # InUseError where it does not fit
+    name: str
+    def open_files(self, parallel: int, blocks: Sequence[BlockToWrite]) -> None: ...
+    def append(self, block: int, data: NDArray[np.uint8]) -> None: ...
+    def append_rows(self, block: int, rows: NDArray[np.uint8], order: I64) -> None: ...  # [n, bytes of a row]
+    def publish(self, tables: Sequence[WrittenTable]) -> ShardSaved: ...
+    def abandon(self) -> None: ...  # a save of one shard is removed; harmless twice
+
+@final
+class BlockShape:
+    """What of a table's rows a block holds, by slot, or a dense tensor."""
+
+    name: str
+    dtype: str  # as safetensors names it
+    shape: list[int]  # of one row, or of the tensor
+    bytes: int  # of one row, or of the tensor
+
+@final
+class TableOfBlocks:
+    """What a block-level save says of a table."""
+
+    name: str
+    dim: int
+    key: int
+    step: int
+    epoch: int
+    total_num_buckets: int
+    bucket_hash: BucketHash
+    slots: list[BlockShape]
+
+@final
+class BlockRun:
+    """Rows that lie together in the blocks of one shard, sorted by (bucket, uint64(id))."""
+
+    rows: int
+
+@final
+class BlockReader:
+    """The newest complete block-level save of a directory, whose manifests are checked. It stays until `release`."""
+
+    def __new__(cls, directory: Directory) -> BlockReader: ...
+    def release(self) -> None: ...  # nothing more is read: saves may remove it
+    def tables(self) -> list[TableOfBlocks]: ...
+    def tensors(self) -> list[BlockShape]: ...
+    def runs(
+        self, table: str, total_num_buckets: int, bucket_hash: BucketHash, bucket_begin: int, bucket_end: int
+    ) -> list[BlockRun]: ...  # with the save's own buckets only those rows, else all
+    def read_rows(self, table: str, run: BlockRun, slot: str, into: NDArray[np.uint8]) -> None: ...  # verified; ids are those of the buckets, in order
+    def read_tensor(self, name: str, begin: int, into: NDArray[np.uint8]) -> None: ...  # verified
+
+@final
+class CheckpointSave:
+    """The coordinator's part of a save. Other saves leave its directory alone for as long as it lives."""
+
+    def __new__(
+        cls,
+        directory: Directory,
+        random: int,  # 64 bits that tell saves at the same time apart
+        *,
+        keep: int = 1,
+        parent: CheckpointId | None = None,  # of a delta
+        merged: CheckpointId | None = None,  # the delta or linked checkpoint that it replaces
+        linked: bool = False,  # tables are written by `link_table`
+    ) -> CheckpointSave: ...
+    name: str
+    def adopt(self, rank: int, world_size: int, parts: Sequence[WrittenPart]) -> Digest: ...  # the rank's digest
+    def write_dense_metadata(self, metadata: bytes) -> None: ...  # what the ranks' extents mean
+    def publish(self, digests: Sequence[Digest], next_epoch: int) -> Published: ...  # digests by rank
+    def abandon(self) -> None: ...
+
+@final
+class CheckpointWriter:
+    """One rank's part of a save."""
+
+    def __new__(cls, directory: Directory, name: str, rank: int, world_size: int) -> CheckpointWriter: ...
+    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...
+    def link_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...  # without an SSD tier as write_table
+    def write_rows(
+        self,
+        spec: str,  # the table's entry in a manifest (`spec`), JSON
+        bucket_begin: int,
+        bucket_end: int,
+        chunks: Iterable[tuple[I64, F32, F32 | None, Meta | None]],  # distinct ids [n], vectors [n, V], scalars [n], metadata
+    ) -> int: ...  # rows written; what `chunks` raises is raised
+    def write_changes(self, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor) -> TableWritten: ...
+    def finish(self) -> Digest: ...  # for `publish`
+
+@final
+class CheckpointMoment:
+    """One rank's part of a save beside training: the tables as they were when it was made, held until it is released or dropped."""
+
+    def __new__(
+        cls,
+        directory: Directory,
+        name: str,
+        rank: int,
+        world_size: int,
+        tables: Sequence[TableToSave],
+        next_epoch: int,  # of rows trained from now on
+        bytes_per_second: int | None,
+    ) -> CheckpointMoment: ...  # StateError while another moment of a table is held
+    def write_table(self) -> TableWritten | None: ...  # the next one; None when there was none left
+    def finish(self) -> Digest: ...  # for `publish`
+    def release(self) -> None: ...  # harmless twice
+
+def work_behind() -> None: ...  # the calling thread gets the lowest priority, for good
+
+@final
+class CheckpointCompaction:
+    """One rank's part of merging a chain of deltas."""
+
+    @staticmethod
+    def open(directory: Directory, latest: str) -> CheckpointCompaction | None: ...  # None where it is full already
+    id: CheckpointId
+    next_epoch: int
+    rows: int
+    def release(self) -> None: ...  # nothing more is read: saves may remove what is merged
+    def write(self, name: str, rank: int, world_size: int, progress: Callable[[int], object] | None = None) -> Digest: ...  # for `publish`; progress is told of rows
+
+@final
+class CheckpointPart:
+    """What one rank writes of a save whose ranks agree on nothing before its end. Nobody sweeps it for as long as it lives."""
+
+    def __new__(cls, directory: Directory, random: int, expected_bytes: int) -> CheckpointPart: ...  # expected_bytes: of all extents
+    name: str
+    def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...
+    def hold_tables(self, tables: Sequence[TableToSave], next_epoch: int) -> None: ...  # as of now; rows trained from now on carry next_epoch
+    def write_held_tables(self) -> int: ...  # while training goes on; rows written
+    def append(self, data: NDArray[np.uint8]) -> None: ...  # to the extent that is being written
+    def end_extent(self) -> StreamRange: ...  # where it is in this rank's stream
+    def finish(self) -> WrittenPart: ...  # for `adopt`
+    def abandon(self) -> None: ...  # harmless twice
+
+@final
+class CheckpointReader:
+    """A checkpoint and those it builds on, whose manifests are checked. No save removes them while this lives, or until `release`."""
+
+    def __new__(cls, directory: Directory, latest: str) -> CheckpointReader: ...
+    name: str
+    id: CheckpointId
+    links: list[str]  # names, newest first
+    next_epoch: int
+    kind: Literal["full", "delta", "snapshot"]
+    def release(self) -> None: ...  # nothing more is read: saves may remove them
+    def tables(self) -> list[SavedTable]: ...
+    def check_table(
+        self,
+        module: str,
+        table: Table,
+        bucket_begin: int,
+        bucket_end: int,
+        *,
+        saved: tuple[str, str] | None = None,  # module and table there, where others
+        segments: bool = False,  # False: MismatchError where it would have to be opened from segments
+        slots: bool = True,  # False: rows come without the optimizer's slots, and any optimizer fits
+    ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded
+    def segments(self, module: str, table: str) -> SnapshotSegments | None: ...  # after check_table: not None: make a Table of these, no load_table
+    def load_table(self, module: str, table: Table, progress: Callable[[int], object] | None = None) -> int: ...  # after check_table, with the buckets it was given; rows loaded; progress is told of rows
+    def dense_metadata(self) -> bytes | None: ...  # as `write_dense_metadata` was given it
+    def stream_bytes(self) -> list[int]: ...  # of each rank's stream of extents
+    def read_extent(self, rank: int, offset: int, into: NDArray[np.uint8]) -> None: ...  # any part of a stream, verified
+
+@final
+class SnapshotSegments:
+    """What a table's SSD tier consisted of when a snapshot was saved; checked as far as footers go."""
+
+    rows: int
+
+@final
+class CheckpointRows:
+    """A checkpoint whose rows are read without tables."""
+
+    def __new__(cls, directory: Directory, latest: str) -> CheckpointRows: ...
+    def manifest(self) -> str: ...  # JSON
+    def read(self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[I64, F32, F32, Meta], None] | None) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
+    def reshard(self, to: Directory, random: int, world_size: int) -> Published: ...  # written again there
+

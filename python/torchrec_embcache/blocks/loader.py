@@ -1,0 +1,296 @@
+"""The load of block-level checkpoints, with RecIS' signature."""
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.config import check_int
+from torchrec_embcache.exceptions import InputError, MismatchError, StateError
+from torchrec_embcache.paths import given_path, open_to_load
+from torchrec_embcache.sessions.load import TablesUnderLoad
+from torchrec_embcache.under_way import refuse_in_own_save
+
+from .given import checked_modules, checked_tensors, refuse_twice, table_names, tables_of
+from .helpers import Helpers
+from .reader import SavedBlocks, SavedTable, SavedTensor
+from .schema import DTYPES, ID, columns_of, empty_rows, metadata_of, slots_of, with_ids
+from .writer import WINDOW_BYTES
+
+__all__ = ["BlockLoader", "LoadInfo", "LoadedBlocks"]
+
+_log = logging.getLogger("torchrec_embcache.serialize")
+
+# Destination to {source: slots}. Of a table the slots are names such as "id", "embedding", "sum"; a dense tensor has none.
+LoadInfo = dict[str, dict[str, list[str]]]
+# A table, and what of which of the checkpoint's goes into it; a tensor and the checkpoint's.
+_Plan = list[tuple[CacheTable, list[tuple[SavedTable, list[str]]]]]
+_DensePlan = list[tuple[Tensor, SavedTensor]]
+# Rows of one call of the core: more at once are refused where they might not fit, and these only where they do not.
+ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class LoadedBlocks:
+    """What a load did. `tables`: rows by destination. `tensors`: the dense ones. `missing`: asked for and not in the checkpoint.
+    `unexpected`: in the checkpoint, and nothing was given for it.
+    """
+
+    tables: dict[str, int]
+    tensors: list[str]
+    missing: list[str]
+    unexpected: list[str]
+
+
+class BlockLoader:
+    """Loads blocks into tables and dense tensors; any number of shards, whatever number saved them."""
+
+    def __init__(
+        self,
+        checkpoint_path: str,
+        hashtables: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        parallel: int = 16,
+        filter_func: Callable[[LoadInfo], LoadInfo] = lambda info: info,
+        *,
+        strict: bool = True,
+        slots: bool = True,
+    ) -> None:
+        """`hashtables` and `tensors` as for `Saver`; every shard gives its own tables and reads the rows that they own.
+
+        `parallel`: threads that read. `filter_func` is given the load info and returns what to load: entries and slots dropped,
+        sources renamed, several sources for one table. `strict=False`: load what is there and only report the rest.
+
+        `slots=False`: ids, weights and metadata alone, into tables with any optimizer or none: the load info comes without the
+        optimizer's slots, and the tables keep their step. Slots of rows that are new here start at zeros.
+        """
+        self.checkpoint_path = given_path("checkpoint_path", checkpoint_path)
+        self.parallel = check_int("parallel", parallel, 1, 1024)
+        self.strict = strict
+        self.slots = slots
+        self._modules = checked_modules(hashtables)
+        self._tensors = checked_tensors(tensors)
+        refuse_twice(table_names(self._modules), self._tensors)
+        self.filter_func = filter_func
+
+    def default_load_info(self) -> LoadInfo:
+        """Every table and tensor from the source of its own name, with all its slots; without the optimizer's if so asked."""
+        info: LoadInfo = {}
+        for name, table in tables_of(self._modules).items():
+            left_out = () if self.slots else table.spec.slot_names
+            info[name] = {name: [slot for slot in slots_of(table) if slot not in left_out]}
+        return info | {name: {name: []} for name in self._tensors}
+
+    def load(self) -> LoadedBlocks:
+        """Put the rows of the checkpoint over what the tables hold, and its dense tensors into `tensors`, in place.
+
+        A row's slots that are not loaded stay what they are, or are initial where the table has no such row. Metadata and the steps
+        of the tables never go back. A table that is empty takes the key of its only source: rows not seen yet are born as they
+        would have been there.
+
+        Names that the checkpoint lacks, or that nothing was given for, are a `MismatchError` unless `strict=False`; so are other
+        widths, types and shapes. That, and the manifests, are checked before anything is touched. Where rows turn out to be damaged
+        (`CorruptionError`), or reading fails (`StorageError`), the tables refuse use until a load succeeds, which starts with them
+        empty. Each process raises its own errors only.
+        """
+        tables = tables_of(self._modules)
+        default = self.default_load_info()
+        info = _checked_info(self.filter_func(json.loads(json.dumps(default))), default)
+        root = open_to_load(self.checkpoint_path)
+        with SavedBlocks(root) as saved:
+            missing, unexpected = _compare(info, default, saved, tables.keys())
+            for what, names in (("has no", missing), ("has, and nothing was given for,", unexpected)):
+                if names and self.strict:
+                    raise MismatchError(
+                        f"the checkpoint in {root.path} {what} {', '.join(names)}: filter them, or strict=False"
+                    )
+                if names:
+                    _log.warning("the checkpoint in %s %s %s", root.path, what, ", ".join(names))
+            plan: _Plan = [
+                (tables[to], [(saved.tables[name], slots) for name, slots in sources.items() if name in saved.tables])
+                for to, sources in info.items()
+                if to in tables
+            ]
+            for table, sources in plan:
+                for source, slots in sources:
+                    _check_fits(table, source, slots, root.path)
+            dense: _DensePlan = [
+                (self._tensors[to], saved.tensors[name])
+                for to, sources in info.items()
+                for name in sources
+                if to in self._tensors and name in saved.tensors
+            ]
+            for tensor, stored in dense:
+                if (DTYPES[tensor.dtype], tuple(tensor.shape)) != (stored.dtype, stored.shape):
+                    raise MismatchError(
+                        f"tensor {stored.name!r} is {stored.dtype} {list(stored.shape)} in {root.path} and "
+                        f"{DTYPES[tensor.dtype]} {list(tensor.shape)} here: load it into one of that type and shape"
+                    )
+            rows = self._read(plan, dense, root.path)
+        into = [to for to in info if to in tables]
+        return LoadedBlocks(
+            tables=dict(zip(into, rows, strict=True)),
+            tensors=sorted(to for to in info if to in self._tensors and to not in missing),
+            missing=missing,
+            unexpected=unexpected,
+        )
+
+    def _read(self, plan: _Plan, dense: _DensePlan, where: str) -> list[int]:
+        reason = f"loading blocks from {where} did not succeed; load a checkpoint that is whole"
+        counts = []
+        incomplete = {id(table) for table, _ in plan if table.unusable is not None}
+        with (
+            TablesUnderLoad([table for table, _ in plan], reason),
+            Helpers(self.parallel, "embcache-blocks") as pool,
+        ):
+            for table, sources in plan:
+                if id(table) in incomplete:
+                    refuse_in_own_save(table, "load")
+                    table.native.clear()
+                if len(sources) == 1 and table.stats().rows == 0 and sources[0][0].key != table.native.key:
+                    table.adopt(table.total_num_buckets, sources[0][0].key, table.bucket_hash)
+            counters = [table.native.counters() for table, _ in plan]
+            into = [
+                _Into(table, now.step, now.epoch, with_slots=self.slots)
+                for (table, _), now in zip(plan, counters, strict=True)
+            ]
+            for each, (_, sources) in zip(into, plan, strict=True):
+                counts.append(sum(each.load(source, slots, pool) for source, slots in sources))
+            for tensor, stored in dense:
+                _load_dense(tensor, stored, pool)
+        return counts
+
+
+def _checked_info(info: object, default: LoadInfo) -> LoadInfo:
+    """What the filter returned, if it is a load info whose destinations were given."""
+    if not isinstance(info, dict):
+        raise InputError(
+            f"filter_func returned a {type(info).__name__}: return the load info, {{destination: {{source: [slots]}}}}"
+        )
+    for to, sources in info.items():
+        if to not in default:
+            raise InputError(
+                f"filter_func returned the destination {to!r}, which was not given: there are {sorted(default)}"
+            )
+        known = next(iter(default[to].values()))
+        if not isinstance(sources, dict) or not all(
+            isinstance(slots, list) and set(slots) <= set(known) and len(set(slots)) == len(slots)
+            for slots in sources.values()
+        ):
+            raise InputError(
+                f"filter_func returned {sources!r} for {to!r}: return {{source: slots}} with slots of {known}"
+            )
+        if known and any(ID not in slots for slots in sources.values()):
+            raise InputError(
+                f'filter_func dropped "id" of {to!r}: keep it beside the slots to load, or drop the whole entry'
+            )
+        if not known and len(sources) > 1:
+            raise InputError(f"filter_func returned {len(sources)} sources for the tensor {to!r}: it can have one")
+    return info
+
+
+def _compare(
+    info: LoadInfo, default: LoadInfo, saved: SavedBlocks, tables: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """What the checkpoint lacks, and what it has that nothing was given for. What the filter drops is neither."""
+    known, missing = set(tables), []
+    for to, sources in info.items():
+        for name, slots in sources.items():
+            there = name in (saved.tables if to in known else saved.tensors)
+            if not there:
+                missing.append(name)
+            elif to in known:
+                missing += [f"{name}@{slot}" for slot in slots if slot not in saved.tables[name].slots]
+    given = {name for sources in info.values() for name in sources} | default.keys()
+    return sorted(set(missing)), sorted((saved.tables.keys() | saved.tensors.keys()) - given)
+
+
+def _check_fits(table: CacheTable, source: SavedTable, slots: list[str], where: str) -> None:
+    mine = slots_of(table)
+    for slot, entry in source.slots.items():
+        if slot in slots and (entry.dtype, entry.shape) != (mine[slot].dtype, mine[slot].shape):
+            raise MismatchError(
+                f"table {source.name!r} has {slot!r} of {entry.dtype} {list(entry.shape)} a row in {where} and {table.name!r} "
+                f"has {mine[slot].dtype} {list(mine[slot].shape)}: load it into one of that width and optimizer, filter the slot, "
+                "or leave all slots out by BlockLoader(..., slots=False)"
+            )
+    if table.stats().pinned_rows:
+        raise StateError(f"table {table.name!r} has rows in use by a batch in flight: load between steps")
+
+
+@dataclass(frozen=True)
+class _Into:
+    """A table under load, with its step and epoch before."""
+
+    table: CacheTable
+    step: int
+    epoch: int
+    # Without the optimizer's slots it keeps its step, by which Adam corrects them.
+    with_slots: bool
+
+    def load(self, source: SavedTable, slots: list[str], pool: Executor) -> int:
+        """Rows loaded. Two runs are read ahead."""
+        table = self.table
+        wanted = [slot for slot in slots if slot in source.slots]
+        count = 0
+        waiting: deque[dict[str, Future[NDArray[Any]]]] = deque()
+
+        def take() -> int:
+            return self._import({slot: future.result() for slot, future in waiting.popleft().items()})
+
+        for run in source.runs(table.total_num_buckets, table.bucket_hash, table.buckets):
+            waiting.append(run.submit(wanted, pool))
+            if len(waiting) > 2:
+                count += take()
+        while waiting:
+            count += take()
+        table.native.set_step(max(self.step, source.step) if self.with_slots else self.step)
+        table.loaded_step = max(table.loaded_step, source.step)
+        table.native.set_epoch(max(self.epoch, source.epoch))
+        return count
+
+    def _import(self, columns: dict[str, NDArray[Any]]) -> int:
+        table, ids = self.table, columns[ID]
+        owned = table.owns(ids)
+        if not owned.all():
+            columns = {slot: column[owned] for slot, column in columns.items()}
+            ids = columns[ID]
+        if len(ids) == 0:
+            return 0
+        if columns.keys() >= slots_of(table).keys():
+            rows = empty_rows(table, len(ids))
+        else:
+            rows = with_ids(ids, table.native.read_rows(ids, incomplete=True))
+        into = columns_of(table, rows)
+        for slot, column in columns.items():
+            into[slot][...] = column
+        for first in range(0, len(ids), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            table.native.import_rows(rows.ids[part], rows.vectors[part], rows.scalars[part], metadata_of(rows, part))
+        return len(ids)
+
+
+def _load_dense(tensor: Tensor, stored: SavedTensor, pool: Executor) -> None:
+    """Copy it into place, in windows; whole where `tensor` is not contiguous."""
+    target = tensor.detach()
+    flat = target.reshape(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+    width = flat.element_size()
+
+    def window(begin: int, end: int) -> None:
+        data = torch.from_numpy(stored.read(begin, end).copy())
+        flat[begin // width : end // width].copy_(data.view(flat.dtype))
+
+    total = stored.bytes
+    waiting = [pool.submit(window, at, min(at + WINDOW_BYTES, total)) for at in range(0, total, WINDOW_BYTES)]
+    for future in waiting:
+        future.result()
+    if not target.is_contiguous():
+        target.copy_(flat.view(target.shape))

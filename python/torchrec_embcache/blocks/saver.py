@@ -1,0 +1,127 @@
+"""The save of block-level checkpoints, with RecIS' signature."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.collective import all_gather, is_distributed, together
+from torchrec_embcache.config import check_int
+from torchrec_embcache.exceptions import InputError
+from torchrec_embcache.paths import Directory, given_path, open_to_save
+from torchrec_embcache.sessions.blocks import BlockSession
+from torchrec_embcache.sessions.ranks import AllRanks
+
+from .given import checked_modules, checked_tensors, refuse_twice, table_names, tables_of
+from .schema import DTYPES, ID, WriteBlock, slots_of
+from .writer import write_shard
+
+__all__ = ["BlockSaver"]
+
+_log = logging.getLogger("torchrec_embcache.serialize")
+
+
+class BlockSaver:
+    """Saves tables and dense tensors as blocks, a shard of them at a time.
+
+    Every shard makes a `BlockSaver` with its `shard_index` and the same `shard_num` and `path`, and calls `save()`. When the last
+    of them is done the checkpoint is there, in place of the one before. Where `torch.distributed` has `shard_num` ranks the call is
+    collective: it returns when all are done, and an error of one is raised on all. Otherwise shards, in one process or several, may
+    save one after the other in any order; none waits.
+    """
+
+    def __init__(
+        self,
+        shard_index: int = 0,
+        shard_num: int = 1,
+        parallel: int = 8,
+        path: str = ".",
+        hashtables: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        filter_func: Callable[[list[WriteBlock]], list[WriteBlock]] = lambda blocks: blocks,
+    ) -> None:
+        """`hashtables`: by name, tables (`module.tables["item"]`), `EmbCacheEmbedding(Bag)`s, or whole cache modules, whose tables
+        are called `<name>.<table>`. `tensors`: dense ones by name; only shard 0 saves them. `parallel`: threads that write, and the
+        most files of a shard. `filter_func` is given the blocks and returns those to save. Raises `ConfigError`, `InputError`.
+        """
+        self.shard_num = check_int("shard_num", shard_num, 1, 1 << 20)
+        self.shard_index = check_int("shard_index", shard_index, 0, self.shard_num - 1)
+        self.parallel = check_int("parallel", parallel, 1, 1024)
+        self.path = given_path("path", path)
+        self._modules = checked_modules(hashtables)
+        self._tensors = checked_tensors(tensors)
+        refuse_twice(table_names(self._modules), self._tensors)
+        self.filter_func = filter_func
+
+    def make_write_blocks(self) -> list[WriteBlock]:
+        """What `save()` hands to the filter: every block of every table of this shard, and on shard 0 the dense tensors."""
+        blocks = []
+        for name, table in tables_of(self._modules).items():
+            rows = len(table)
+            for slot, entry in slots_of(table).items():
+                blocks.append(WriteBlock(name, slot, entry.dtype, (rows, *entry.shape), table))
+        for name, tensor in self._tensors.items() if self.shard_index == 0 else ():
+            blocks.append(WriteBlock(name, None, DTYPES[tensor.dtype], tuple(tensor.shape), tensor))
+        return blocks
+
+    def save(self) -> None:
+        """Write the blocks that the filter leaves. Tables must not be trained meanwhile (`StateError`).
+
+        Until every shard has saved, and when anything fails, a load finds the checkpoint before. Raises `PathError`,
+        `StoragePermissionError`, `StorageError`, `MismatchError` (shards that do not make one table), and `InputError` where the
+        filter returns something else than blocks, or leaves a table slots without "id".
+        """
+        if is_distributed() and dist.get_world_size() == self.shard_num > 1:
+            self._save_together()
+            return
+        blocks = self._picked()
+        with self._session(open_to_save(self.path), _steps(blocks)) as session:
+            session.begin()
+            last = write_shard(session, self.parallel, blocks)
+        _log.info(
+            "shard %d of %d is saved in %s%s",
+            self.shard_index,
+            self.shard_num,
+            self.path,
+            "" if last else ", others wait",
+        )
+
+    def _save_together(self) -> None:
+        """As one: the ranks agree on the save, then all write, then all say that they are done."""
+        shards = all_gather(self.shard_index)
+        if sorted(shards) != list(range(self.shard_num)):
+            raise InputError(f"shard_index is {shards} on the ranks: give each shard to one of them")
+        blocks = together(self._picked)
+        steps = {name: step for each in all_gather(_steps(blocks)) for name, step in each.items()}
+        directory = together(lambda: open_to_save(self.path))
+        with self._session(directory, steps) as session:
+            session.begin_together(AllRanks())
+            together(lambda: write_shard(session, self.parallel, blocks))
+
+    def _session(self, directory: Directory, steps: dict[str, int]) -> BlockSession:
+        return BlockSession(directory, self.shard_index, self.shard_num, steps)
+
+    def _picked(self) -> list[WriteBlock]:
+        given = self.make_write_blocks()
+        picked: object = self.filter_func(list(given))
+        if not isinstance(picked, list) or not all(isinstance(block, WriteBlock) for block in picked):
+            raise InputError("filter_func did not return a list of the blocks that it was given: return those to save")
+        names = {block.tensor_name for block in given}
+        kept = [block.tensor_name for block in picked]
+        if len(set(kept)) != len(kept) or not names.issuperset(kept):
+            raise InputError(
+                "filter_func returned a block twice, or one that it was not given: return those to save, once"
+            )
+        for block in picked:
+            if not block.dense and f"{block.name}@{ID}" not in kept:
+                raise InputError(
+                    f'filter_func left table {block.name!r} without its "id": keep it, or drop the whole table'
+                )
+        return picked
+
+
+def _steps(blocks: list[WriteBlock]) -> dict[str, int]:
+    return {block.name: block.source.native.step() for block in blocks if isinstance(block.source, CacheTable)}

@@ -1,0 +1,175 @@
+//! The files by which RecIS finds blocks, and whether the shards of a save make whole tables.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use serde::Serialize;
+
+use super::files::render;
+use super::layout::InOrder;
+use super::manifest::{BlockEntry, ShardManifest, TableShare};
+use super::names::Shard;
+use crate::error::{Error, Kind, Result};
+
+/// RecIS' indexes of a save.
+pub(crate) struct Indexes {
+    /// Names of blocks by their names in the files.
+    pub(crate) names: Vec<u8>,
+    /// Which file has which block.
+    pub(crate) files: Vec<u8>,
+}
+
+#[derive(Serialize)]
+struct FileIndex<'a> {
+    file_index: InOrder<'a, usize>,
+    block_index: InOrder<'a, usize>,
+}
+
+/// Values by name, in the order in which names first came.
+struct ByName<V> {
+    entries: Vec<(String, V)>,
+    at: HashMap<String, usize>,
+}
+
+impl<V> ByName<V> {
+    fn new() -> Self {
+        Self { entries: Vec::new(), at: HashMap::new() }
+    }
+
+    fn set(&mut self, name: String, value: V) {
+        match self.at.get(&name) {
+            Some(&at) => self.entries[at].1 = value,
+            None => {
+                self.at.insert(name.clone(), self.entries.len());
+                self.entries.push((name, value));
+            }
+        }
+    }
+}
+
+impl Indexes {
+    /// Of all shards, by number, which make whole tables.
+    pub(crate) fn new(manifests: &[ShardManifest]) -> Result<Self> {
+        let (mut names, mut places) = (ByName::new(), ByName::new());
+        let mut files: ByName<usize> = ByName::new();
+        for (index, manifest) in manifests.iter().enumerate() {
+            let shard = Shard { index: index as u32, count: manifests.len() as u32 };
+            for block in &manifest.blocks {
+                let file = shard.data_file(block.file, manifest.parallel);
+                let number = files.at.get(&file).copied().unwrap_or(files.entries.len());
+                files.set(file, number);
+                let (part, full) = names_of(block, manifest, shard);
+                names.set(part.clone(), full);
+                places.set(part, number);
+            }
+        }
+        let index = FileIndex { file_index: InOrder(&files.entries), block_index: InOrder(&places.entries) };
+        Ok(Self { names: render(&InOrder(&names.entries))?, files: render(&index)? })
+    }
+}
+
+/// A block's name in its file, and the one that RecIS knows it by.
+fn names_of(block: &BlockEntry, manifest: &ShardManifest, shard: Shard) -> (String, String) {
+    let Some(slot) = &block.slot else {
+        // The blank is what RecIS calls the slice of a whole tensor.
+        return (block.name.clone(), format!("{}^ ", block.name));
+    };
+    let slice = manifest.tables.iter().find(|table| table.name == block.name).map(|table| slice(table, shard));
+    (shard.part_name(&block.name, slot), format!("{}@{slot}^{}", block.name, slice.unwrap_or_default()))
+}
+
+/// RecIS' slice of a shard's block: "begin@end@total", the range of `uint64(id) mod total` that its ids are in.
+///
+/// A shard that owns hashed buckets has ids of the whole range. RecIS finds blocks by names that differ in the slice alone, so those of
+/// several such shards differ in their leading zeros.
+fn slice(table: &TableShare, shard: Shard) -> String {
+    let ([mut begin, mut end], total) = (table.buckets, table.total_num_buckets);
+    let mut left = total.to_string().len();
+    let mut right = left;
+    if table.bucket_hash != "plain" {
+        if (begin, end) != (0, total) {
+            let ways = (shard.count - 1).isqrt() + 1;
+            left += (shard.index / ways) as usize;
+            right += (shard.index % ways) as usize;
+        }
+        (begin, end) = (0, total);
+    }
+    format!("{begin:0left$}@{end:0right$}@{total}")
+}
+
+/// A shard's part of a table.
+struct Part<'a> {
+    shard: usize,
+    share: &'a TableShare,
+    /// Slots, and the shape of one row in each.
+    slots: Vec<(&'a str, &'a [u64])>,
+}
+
+/// `Mismatch` unless the shards of each table agree and hold every bucket once, and each name is the name of one thing.
+pub(crate) fn check_whole(manifests: &[ShardManifest]) -> Result<()> {
+    let refuse = |what: String| Err(Error::new(Kind::Mismatch, what));
+    let mut tables: BTreeMap<&str, Vec<Part<'_>>> = BTreeMap::new();
+    let mut dense = BTreeSet::new();
+    for (shard, manifest) in manifests.iter().enumerate() {
+        for share in &manifest.tables {
+            let of_table = manifest.blocks.iter().filter(|block| block.name == share.name);
+            let slots = of_table.filter_map(|block| Some((block.slot.as_deref()?, block.shape.get(1..)?))).collect();
+            tables.entry(&share.name).or_default().push(Part { shard, share, slots });
+        }
+        for block in manifest.blocks.iter().filter(|block| block.slot.is_none()) {
+            if !dense.insert(block.name.as_str()) {
+                return refuse(format!("tensor {:?} is saved by several shards: give it to one", block.name));
+            }
+        }
+    }
+    let both: Vec<&&str> = dense.iter().filter(|name| tables.contains_key(**name)).collect();
+    if !both.is_empty() {
+        return refuse(format!("{both:?} are tables on one shard and tensors on another: rename one"));
+    }
+    tables.into_iter().try_for_each(|(name, parts)| check_parts(name, parts))
+}
+
+fn check_parts(name: &str, mut parts: Vec<Part<'_>>) -> Result<()> {
+    let refuse = |what: String| Err(Error::new(Kind::Mismatch, format!("table {name:?}{what}")));
+    for part in &parts {
+        if let Some((field, mine, other)) = differs(part, &parts[0]) {
+            let (shard, first) = (part.shard, parts[0].shard);
+            return refuse(format!(
+                " has {field} {mine} on shard {shard} and {other} on shard {first}: save the shards of one table at one step, \
+                 with the same filter"
+            ));
+        }
+    }
+    let total = parts[0].share.total_num_buckets;
+    parts.sort_by_key(|part| part.share.buckets);
+    let mut at = 0;
+    for Part { shard, share, .. } in &parts {
+        let [begin, end] = share.buckets;
+        if begin != at {
+            return refuse(format!(": bucket {at} is followed by {begin} of shard {shard}: give each shard's table"));
+        }
+        at = end;
+    }
+    if at != total {
+        return refuse(format!(": no shard has the buckets from {at} on: give each shard's table"));
+    }
+    Ok(())
+}
+
+/// A field in which two shards' parts of a table differ, and both values.
+fn differs(part: &Part<'_>, other: &Part<'_>) -> Option<(&'static str, String, String)> {
+    let fields = |share: &TableShare| {
+        [
+            ("dim", share.dim.to_string()),
+            ("optimizer", share.optimizer.clone()),
+            ("key", share.key.to_string()),
+            ("seed", share.seed.to_string()),
+            ("step", share.step.to_string()),
+            ("total_num_buckets", share.total_num_buckets.to_string()),
+            ("bucket_hash", share.bucket_hash.clone()),
+        ]
+    };
+    let slots = [("slots", format!("{:?}", part.slots), format!("{:?}", other.slots))];
+    let pairs = fields(part.share).into_iter().zip(fields(other.share));
+    let fields = pairs.map(|((name, mine), (_, theirs))| (name, mine, theirs));
+    fields.chain(slots).find(|(_, mine, theirs)| mine != theirs)
+}

@@ -1,0 +1,189 @@
+//! What a shard says of its part of a save, and what the save says of its shards.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::layout::Tensor;
+use super::names::Shard;
+use crate::error::{Error, Kind, Result};
+use crate::types::{BucketHash, Bucketing};
+
+/// What every manifest of a save says it is.
+const FORMAT: &str = "torchrec-embcache blocks";
+/// The version of the format.
+const VERSION: u32 = 1;
+/// The most files of a shard.
+const MAX_PARALLEL: u32 = 1024;
+/// The widest table.
+const MAX_DIM: u32 = 65_536;
+/// The most buckets of a table.
+const MAX_BUCKETS: u32 = (1 << 31) - 1;
+/// How ids of tables fall into buckets whose manifests do not say it.
+const OLDEST_HASH: &str = "plain";
+
+fn oldest_hash() -> String {
+    OLDEST_HASH.to_owned()
+}
+
+/// One shard's rows of a table.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TableShare {
+    /// The table's name in the save.
+    pub name: String,
+    /// Width of the embedding.
+    pub dim: u32,
+    /// The optimizer's name.
+    pub optimizer: String,
+    /// See [`crate::types::table_key`].
+    pub key: u64,
+    /// Seed of births.
+    pub seed: u64,
+    /// Training steps so far.
+    pub step: u64,
+    /// The table's epoch.
+    pub epoch: u32,
+    /// Buckets of the table.
+    pub total_num_buckets: u32,
+    /// How ids fall into them, by [`BucketHash::name`].
+    #[serde(default = "oldest_hash")]
+    pub bucket_hash: String,
+    /// The first bucket of the shard, and the one after its last.
+    pub buckets: [u32; 2],
+    /// Rows of each run: rows that are sorted by (bucket, `uint64(id)`) among themselves.
+    pub runs: Vec<u64>,
+}
+
+impl TableShare {
+    /// How ids fall into the table's buckets.
+    pub(crate) fn bucketing(&self, path: &Path) -> Result<Bucketing> {
+        let hash = BucketHash::from_name(&self.bucket_hash).ok_or_else(|| {
+            let what = format!(
+                "{}: bucket_hash {:?} is not known: load it with a newer release",
+                path.display(),
+                self.bucket_hash
+            );
+            Error::new(Kind::Unsupported, what)
+        })?;
+        Ok(Bucketing::new(self.total_num_buckets, hash))
+    }
+
+    /// Rows of all runs; `None` where they are more than any table has.
+    pub(crate) fn rows(&self) -> Option<u64> {
+        self.runs.iter().try_fold(0_u64, |all, &rows| all.checked_add(rows)).filter(|&rows| rows < 1 << 62)
+    }
+
+    /// Columns of the table of starts: one more than the shard has buckets.
+    pub(crate) fn starts(&self) -> u64 {
+        u64::from(self.buckets[1] - self.buckets[0]) + 1
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let [begin, end] = self.buckets;
+        if !(1..=MAX_BUCKETS).contains(&self.total_num_buckets) || begin > end || end > self.total_num_buckets {
+            return Err(format!("buckets {begin} to {end} are not within 0 to {}", self.total_num_buckets));
+        }
+        if !(1..=MAX_DIM).contains(&self.dim) {
+            return Err(format!("dim {} is not within 1 to {MAX_DIM}", self.dim));
+        }
+        if self.runs.contains(&0) || self.rows().is_none() {
+            return Err("the rows of its runs cannot be counted".into());
+        }
+        // The last ones of their kinds cannot go on.
+        if self.step > i64::MAX as u64 || self.epoch == u32::MAX {
+            return Err(format!("step {} or epoch {} is out of range", self.step, self.epoch));
+        }
+        Ok(())
+    }
+}
+
+/// A block of a shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct BlockEntry {
+    /// The table's name, or the tensor's.
+    pub(crate) name: String,
+    /// What of the table's rows it holds; `None` of a dense tensor.
+    pub(crate) slot: Option<String>,
+    pub(crate) dtype: String,
+    pub(crate) shape: Vec<u64>,
+    /// The number of its data file.
+    pub(crate) file: u32,
+}
+
+impl BlockEntry {
+    /// The block as a tensor of its file.
+    pub(crate) fn tensor(&self, shard: Shard) -> Result<Tensor, String> {
+        let name = self.slot.as_ref().map_or_else(|| self.name.clone(), |slot| shard.part_name(&self.name, slot));
+        Tensor::new(name, &self.dtype, self.shape.clone())
+    }
+}
+
+/// `shard-<i>-of-<n>.json`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ShardManifest {
+    pub(crate) shard: u32,
+    pub(crate) shards: u32,
+    /// The most data files of the shard.
+    pub(crate) parallel: u32,
+    pub(crate) tables: Vec<TableShare>,
+    pub(crate) blocks: Vec<BlockEntry>,
+    /// CRC-32C of the file with the checksums.
+    pub(crate) check: u32,
+}
+
+impl ShardManifest {
+    /// `Corruption` unless this is the manifest of `shard`, whose numbers are within the format's bounds.
+    pub(crate) fn check(&self, shard: Shard, path: &Path) -> Result<()> {
+        let damaged = |what: String| Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"));
+        if (self.shard, self.shards) != (shard.index, shard.count) {
+            return Err(damaged(format!("it is of shard {} of {}", self.shard, self.shards)));
+        }
+        if !(1..=MAX_PARALLEL).contains(&self.parallel) || self.blocks.iter().any(|block| block.file >= self.parallel) {
+            return Err(damaged(format!("it has {} files", self.parallel)));
+        }
+        for table in &self.tables {
+            table.check().map_err(|what| damaged(format!("table {:?}: {what}", table.name)))?;
+        }
+        Ok(())
+    }
+}
+
+/// `manifest.json`: the CRC-32C of each shard's manifest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SaveManifest {
+    format: String,
+    version: u32,
+    pub(crate) shards: Vec<u32>,
+}
+
+/// What a later release's manifest has too.
+#[derive(Deserialize)]
+struct Head {
+    format: serde_json::Value,
+    version: serde_json::Value,
+}
+
+impl SaveManifest {
+    pub(crate) fn new(shards: Vec<u32>) -> Self {
+        Self { format: FORMAT.to_owned(), version: VERSION, shards }
+    }
+
+    /// From JSON; `Unsupported` for another format or version.
+    pub(crate) fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
+        let head: Head = parse(bytes, path)?;
+        if head.format != FORMAT || head.version != VERSION {
+            let what = format!("{} is of another format or version: load it with a newer release", path.display());
+            return Err(Error::new(Kind::Unsupported, what).at(path));
+        }
+        let found: Self = parse(bytes, path)?;
+        if found.shards.is_empty() {
+            return Err(Error::corruption(path, 0, "the shards", "checksums", "none"));
+        }
+        Ok(found)
+    }
+}
+
+/// A JSON object; `Corruption` for anything else.
+pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> Result<T> {
+    serde_json::from_slice(bytes).map_err(|error| Error::corruption(path, 0, "the manifest", "valid", error))
+}

@@ -1,0 +1,140 @@
+//! What the files of block-level saves are called.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use super::files::{read_small, read_utf8_line};
+use crate::checkpoint::manifest::latest::CheckpointName;
+use crate::error::{Error, Kind, Result};
+use crate::io::IoEngine;
+
+/// The file that names the newest complete save.
+pub(crate) const LATEST_FILE: &str = "LATEST.blocks";
+/// The file by which other shards know the save that they belong to.
+pub(crate) const BEGUN_FILE: &str = "begun.json";
+/// RecIS' index of which file has which block.
+pub(crate) const INDEX_FILE: &str = "index";
+/// RecIS' names of blocks.
+pub(crate) const NAMES_FILE: &str = "tensorkey.json";
+
+/// One shard of those that save tables together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// Its number, from 0.
+    pub index: u32,
+    /// How many shards there are.
+    pub count: u32,
+}
+
+impl Shard {
+    /// The manifest of the shard.
+    pub(crate) fn manifest_file(self) -> String {
+        format!("shard-{:06}-of-{:06}.json", self.index, self.count)
+    }
+
+    /// The file whose lock a process holds while it saves the shard.
+    pub(crate) fn lock_file(self) -> String {
+        format!("shard-{:06}.lock", self.index)
+    }
+
+    /// The shard's checksums.
+    pub(crate) fn check_file(self) -> String {
+        format!("check-{:06}-of-{:06}.safetensors", self.index, self.count)
+    }
+
+    /// The data file `file` of the `parallel` that a shard has at most, as RecIS names it.
+    pub(crate) fn data_file(self, file: u32, parallel: u32) -> String {
+        let (index, parallel) = (u64::from(self.index), u64::from(parallel));
+        format!(
+            "model-{:06}-of-{:06}.safetensors",
+            index * parallel + u64::from(file),
+            parallel * u64::from(self.count)
+        )
+    }
+
+    /// The name of a table's block in its file, as RecIS has it.
+    pub(crate) fn part_name(self, table: &str, slot: &str) -> String {
+        format!("{table}.{slot}/part_{}_{}", self.index, self.count)
+    }
+
+    /// All shards of this one's save.
+    pub(crate) fn all(self) -> impl Iterator<Item = Self> {
+        (0..self.count).map(move |index| Self { index, ..self })
+    }
+}
+
+/// The name of a save's directory: a number that grows with every save to the path, and a random part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BlockSaveName(pub(crate) CheckpointName);
+
+impl BlockSaveName {
+    /// The number.
+    pub(crate) fn seq(self) -> u64 {
+        self.0.seq
+    }
+
+    /// The save's directory.
+    pub(crate) fn dir(self, root: &Path) -> PathBuf {
+        root.join(self.to_string())
+    }
+}
+
+impl fmt::Display for BlockSaveName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "blocks-{}", self.0)
+    }
+}
+
+impl FromStr for BlockSaveName {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let name = text.strip_prefix("blocks-").and_then(|rest| rest.parse().ok());
+        name.map(Self).ok_or_else(|| Error::new(Kind::Input, format!("{text:?} is not the name of a block-level save")))
+    }
+}
+
+/// The saves in a directory, complete or not, oldest first.
+pub(crate) fn saves(engine: &dyn IoEngine, root: &Path) -> Result<Vec<BlockSaveName>> {
+    let mut found: Vec<BlockSaveName> =
+        engine.list(root)?.iter().filter_map(|entry| entry.file_name()?.to_str()?.parse().ok()).collect();
+    found.sort_unstable();
+    Ok(found)
+}
+
+/// The content of `LATEST.blocks`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LatestBlocks {
+    pub(crate) name: BlockSaveName,
+    /// CRC-32C of the save's manifest.
+    pub(crate) manifest_crc32c: u32,
+}
+
+impl LatestBlocks {
+    /// The newest complete save; `None` where there is none.
+    pub(crate) fn find(engine: &dyn IoEngine, root: &Path) -> Result<Option<Self>> {
+        let path = root.join(LATEST_FILE);
+        if !engine.exists(&path)? {
+            return Ok(None);
+        }
+        let bytes = read_small(engine, &path, 256)?;
+        let parse = |line: &str| {
+            let (name, checksum) = line.split_once(' ')?;
+            let manifest_crc32c = u32::from_str_radix(checksum, 16).ok()?;
+            let latest = Self { name: name.parse().ok()?, manifest_crc32c };
+            (latest.to_string() == line).then_some(latest)
+        };
+        let latest = read_utf8_line(&bytes).and_then(parse);
+        latest.map(Some).ok_or_else(|| {
+            let found = String::from_utf8_lossy(&bytes[..bytes.len().min(80)]).into_owned();
+            Error::corruption(&path, 0, "the line", "the name of a save and a checksum", format!("{found:?}"))
+        })
+    }
+}
+
+impl fmt::Display for LatestBlocks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:08x}", self.name, self.manifest_crc32c)
+    }
+}

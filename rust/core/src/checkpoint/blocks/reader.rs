@@ -1,0 +1,433 @@
+//! A block-level save that is read: its manifests checked, then its blocks, verified as they arrive.
+//!
+//! What manifests say is held against the lengths of the files before anything is allocated by it.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use super::files::{check, read_checked};
+use super::layout::{Layout, Spacing, Tensor, whole_pages};
+use super::manifest::{SaveManifest, ShardManifest, TableShare, parse};
+use super::names::{LATEST_FILE, LatestBlocks, Shard};
+use super::shard::check_tensors;
+use crate::checkpoint::directory::Directory;
+use crate::checkpoint::extents::verify::verify;
+use crate::checkpoint::manifest::dense::{CHUNK_BYTES, PIECE_BYTES, THREADS};
+use crate::checkpoint::manifest::holds::{Wait, hold_alone};
+use crate::checkpoint::manifest::names::MANIFEST_FILE;
+use crate::error::{Error, Kind, Result};
+use crate::io::{BufPool, DirLock, Hold, IoEngine, IoFile};
+use crate::sync::lock;
+use crate::types::{Bucketing, Id};
+
+/// The slot that holds a table's ids.
+const ID: &str = "id";
+
+/// A block in a file.
+#[derive(Debug)]
+struct Block {
+    tensor: Tensor,
+    io: Arc<dyn IoFile>,
+    /// Its first byte in the file.
+    start: u64,
+    /// CRC-32C of each chunk of the block's whole pages.
+    checksums: Vec<u32>,
+}
+
+/// What of a table's rows a block holds: of a dense tensor the whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockShape {
+    /// The type as safetensors names it.
+    pub dtype: String,
+    /// The shape of one row, or of the tensor.
+    pub shape: Vec<u64>,
+    /// Bytes of one row, or of the tensor.
+    pub bytes: u64,
+}
+
+/// A shard's rows of a table.
+#[derive(Debug)]
+struct Share {
+    buckets: Range<u32>,
+    runs: Vec<u64>,
+    /// `[runs, buckets + 1]`.
+    starts: Vec<i64>,
+    blocks: BTreeMap<String, Block>,
+}
+
+/// What the save says of a table: the same on all shards, but for the epoch, of which this is the highest.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TableOfBlocks {
+    /// Its name in the save.
+    pub name: String,
+    /// Width of the embedding.
+    pub dim: u32,
+    /// See [`crate::types::table_key`].
+    pub key: u64,
+    /// Training steps.
+    pub step: u64,
+    /// The table's epoch.
+    pub epoch: u32,
+    /// How ids fall into the table's buckets.
+    pub bucketing: Bucketing,
+    /// How the manifest calls that.
+    pub bucket_hash: String,
+    /// What its blocks hold, by slot.
+    pub slots: BTreeMap<String, BlockShape>,
+}
+
+/// A table of the save.
+#[derive(Debug)]
+struct Table {
+    about: TableOfBlocks,
+    shares: Vec<Share>,
+}
+
+/// Rows that lie together in the blocks of one share, sorted by (bucket, `uint64(id)`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockRun {
+    share: usize,
+    rows: Range<u64>,
+    buckets: Range<u32>,
+}
+
+impl BlockRun {
+    /// How many rows they are.
+    pub fn rows(&self) -> u64 {
+        self.rows.end - self.rows.start
+    }
+}
+
+/// The newest complete save of a directory, which stays there as long as this is held.
+#[derive(Debug)]
+pub struct BlockReader {
+    dir: PathBuf,
+    tables: BTreeMap<String, Table>,
+    tensors: BTreeMap<String, Block>,
+    buffers: Arc<BufPool>,
+    held: Mutex<Option<DirLock>>,
+}
+
+impl BlockReader {
+    /// Open the newest save and check its manifests. `wait` is called while another process publishes one, and ends the wait by an error.
+    ///
+    /// Errors: `Path` where there is none; `Corruption`, `Unsupported` (a newer format), `Storage`.
+    pub fn open(directory: &Directory, wait: &mut Wait<'_>) -> Result<Self> {
+        let (engine, root) = (&**directory.engine(), directory.path());
+        let (latest, held) = hold_newest(engine, root, wait)?;
+        let dir = latest.name.dir(root);
+        let path = dir.join(MANIFEST_FILE);
+        let manifest = SaveManifest::parse(&read_checked(engine, &path, latest.manifest_crc32c)?, &path)?;
+        let mut reader = Self {
+            dir,
+            tables: BTreeMap::new(),
+            tensors: BTreeMap::new(),
+            buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS)),
+            held: Mutex::new(Some(held)),
+        };
+        let count = manifest.shards.len() as u32;
+        for (index, &expected) in manifest.shards.iter().enumerate() {
+            let shard = Shard { index: index as u32, count };
+            let path = reader.dir.join(shard.manifest_file());
+            let found: ShardManifest = parse(&read_checked(engine, &path, expected)?, &path)?;
+            found.check(shard, &path)?;
+            reader.open_shard(engine, shard, found, &path)?;
+        }
+        reader.tables.values().try_for_each(|table| table.check_whole(&reader.dir))?;
+        Ok(reader)
+    }
+
+    /// The directory of the save.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Nothing more is read: saves may remove it.
+    pub fn let_go(&self) {
+        drop(lock(&self.held).take());
+    }
+
+    /// The tables, by name.
+    pub fn tables(&self) -> impl Iterator<Item = &TableOfBlocks> {
+        self.tables.values().map(|table| &table.about)
+    }
+
+    /// The dense tensors, by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, BlockShape)> {
+        self.tensors.iter().map(|(name, block)| (name.as_str(), BlockShape::of(&block.tensor, 0)))
+    }
+
+    fn open_shard(&mut self, engine: &dyn IoEngine, shard: Shard, found: ShardManifest, path: &Path) -> Result<()> {
+        let damaged = |what: String| Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"));
+        let tensors = found.blocks.iter().map(|block| block.tensor(shard)).collect::<Result<Vec<_>, _>>();
+        let tensors = tensors.map_err(damaged)?;
+        let mut files = BTreeMap::new();
+        for entry in &found.blocks {
+            if files.contains_key(&entry.file) {
+                continue;
+            }
+            let in_file = found.blocks.iter().zip(&tensors).filter(|(other, _)| other.file == entry.file);
+            let layout = Layout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), Spacing::Pages);
+            let layout = layout.map_err(damaged)?;
+            let io = layout.open(engine, &self.dir.join(shard.data_file(entry.file, found.parallel)))?;
+            files.insert(entry.file, (layout, io));
+        }
+        // From here on shapes are those of files that are there: nothing larger is allocated.
+        let (checksums, starts) = self.read_checks(engine, shard, &found, &tensors, path)?;
+        let mut blocks: BTreeMap<&str, BTreeMap<String, Block>> = BTreeMap::new();
+        for ((entry, tensor), checksums) in found.blocks.iter().zip(tensors).zip(checksums) {
+            let (layout, io) = &files[&entry.file];
+            let start = layout.start(&tensor);
+            let block = Block { tensor, io: Arc::clone(io), start, checksums };
+            let twice = match &entry.slot {
+                None => self.tensors.insert(entry.name.clone(), block),
+                Some(slot) => blocks.entry(&entry.name).or_default().insert(slot.clone(), block),
+            };
+            if twice.is_some() {
+                return Err(damaged(format!("{:?} is there twice", entry.name)));
+            }
+        }
+        for (share, starts) in found.tables.iter().zip(starts) {
+            let blocks = blocks.remove(share.name.as_str()).unwrap_or_default();
+            self.add_share(share, starts, blocks, path)?;
+        }
+        match blocks.keys().next() {
+            Some(name) => Err(damaged(format!("{name:?} is not among its tables"))),
+            None => Ok(()),
+        }
+    }
+
+    /// The checksums of a shard's blocks, and where the buckets of its tables start.
+    #[allow(clippy::type_complexity)] // two lists
+    fn read_checks(
+        &self,
+        engine: &dyn IoEngine,
+        shard: Shard,
+        found: &ShardManifest,
+        tensors: &[Tensor],
+        path: &Path,
+    ) -> Result<(Vec<Vec<u32>>, Vec<Vec<i64>>)> {
+        let damaged = |what: String| Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"));
+        let tables: Vec<&TableShare> = found.tables.iter().collect();
+        let described = check_tensors(tensors, &tables).map_err(damaged)?;
+        let layout = Layout::new(&described.iter().collect::<Vec<_>>(), Spacing::None).map_err(damaged)?;
+        let path = self.dir.join(shard.check_file());
+        let bytes = layout.read(engine, &path)?;
+        check(&path, &bytes, found.check)?;
+        layout.check_header(&path, &bytes)?;
+        let data = |tensor: &Tensor| {
+            let start = layout.start(tensor) as usize;
+            &bytes[start..start + tensor.bytes as usize]
+        };
+        let (of_blocks, of_tables) = described.split_at(tensors.len());
+        let checksums = of_blocks.iter().map(|tensor| bytemuck::pod_collect_to_vec(data(tensor))).collect();
+        let starts = of_tables.iter().map(|tensor| bytemuck::pod_collect_to_vec(data(tensor))).collect();
+        Ok((checksums, starts))
+    }
+
+    fn add_share(
+        &mut self,
+        share: &TableShare,
+        starts: Vec<i64>,
+        blocks: BTreeMap<String, Block>,
+        path: &Path,
+    ) -> Result<()> {
+        let damaged = |what: &str, expected: &str| {
+            Error::corruption(path, 0, &format!("{what} of table {:?}", share.name), expected, "others")
+        };
+        let slots: BTreeMap<String, BlockShape> =
+            blocks.iter().map(|(slot, block)| (slot.clone(), BlockShape::of(&block.tensor, 1))).collect();
+        let rows = share.rows().unwrap_or(u64::MAX);
+        let known = |shape: &BlockShape| {
+            matches!(shape.dtype.as_str(), "I64" | "U64" | "F32" | "U32")
+                && (shape.shape.is_empty() || shape.shape == [u64::from(share.dim)])
+        };
+        let ids = slots.get(ID).is_some_and(|ids| ids.dtype == "I64" && ids.shape.is_empty());
+        let counted = blocks.values().all(|block| block.tensor.shape.first() == Some(&rows));
+        if !ids || !counted || !slots.values().all(known) || !starts_fit(share, &starts) {
+            return Err(damaged("the counts", "consistent"));
+        }
+        let about = TableOfBlocks {
+            name: share.name.clone(),
+            dim: share.dim,
+            key: share.key,
+            step: share.step,
+            epoch: share.epoch,
+            bucketing: share.bucketing(path)?,
+            bucket_hash: share.bucket_hash.clone(),
+            slots,
+        };
+        let table =
+            self.tables.entry(share.name.clone()).or_insert_with(|| Table { about: about.clone(), shares: Vec::new() });
+        let epoch = table.about.epoch.max(about.epoch);
+        if (TableOfBlocks { epoch, ..table.about.clone() }) != (TableOfBlocks { epoch, ..about }) {
+            return Err(damaged("the settings", "as on the other shards"));
+        }
+        table.about.epoch = epoch;
+        let [begin, end] = share.buckets;
+        table.shares.push(Share { buckets: begin..end, runs: share.runs.clone(), starts, blocks });
+        Ok(())
+    }
+
+    /// What holds the rows of `buckets`, as `bucketing` counts them: where the save has the same buckets only those, else all rows.
+    ///
+    /// Errors: `Input` where there is no such table.
+    pub fn runs(&self, table: &str, bucketing: Bucketing, buckets: &Range<u32>) -> Result<Vec<BlockRun>> {
+        let table = self.table(table)?;
+        let same = table.about.bucketing == bucketing;
+        let mut runs = Vec::new();
+        for (number, share) in table.shares.iter().enumerate() {
+            let wanted = if same {
+                share.buckets.start.max(buckets.start)..share.buckets.end.min(buckets.end)
+            } else {
+                share.buckets.clone()
+            };
+            if wanted.is_empty() {
+                continue;
+            }
+            let columns = share.buckets.len() + 1;
+            let mut first = 0;
+            for (starts, rows) in share.starts.chunks(columns).zip(&share.runs) {
+                let start = |bucket: u32| first + starts[(bucket - share.buckets.start) as usize] as u64;
+                let within = start(wanted.start)..start(wanted.end);
+                if !within.is_empty() {
+                    runs.push(BlockRun { share: number, rows: within, buckets: wanted.clone() });
+                }
+                first += rows;
+            }
+        }
+        Ok(runs)
+    }
+
+    /// Read a slot of the rows of `run`, verified, into memory of their length. Ids must be those of the run's buckets, in order.
+    ///
+    /// Errors: `Corruption`, `Storage`; `Input` where there is no such slot or the length is another.
+    pub fn read_rows(&self, table: &str, run: &BlockRun, slot: &str, into: &mut [u8]) -> Result<()> {
+        let table = self.table(table)?;
+        let block = table.shares.get(run.share).and_then(|share| share.blocks.get(slot));
+        let (Some(block), Some(shape)) = (block, table.about.slots.get(slot)) else {
+            return Err(Error::new(Kind::Input, format!("table {:?} has no {slot:?}", table.about.name)));
+        };
+        self.read(block, run.rows.start * shape.bytes..run.rows.end * shape.bytes, into)?;
+        if slot == ID { table.check_order(block, run, into) } else { Ok(()) }
+    }
+
+    /// Read some bytes of a dense tensor, verified.
+    ///
+    /// Errors: as [`BlockReader::read_rows`].
+    pub fn read_tensor(&self, name: &str, begin: u64, into: &mut [u8]) -> Result<()> {
+        let block = self.tensors.get(name);
+        let block = block.ok_or_else(|| Error::new(Kind::Input, format!("there is no tensor {name:?}")))?;
+        self.read(block, begin..begin.saturating_add(into.len() as u64), into)
+    }
+
+    fn table(&self, name: &str) -> Result<&Table> {
+        self.tables.get(name).ok_or_else(|| Error::new(Kind::Input, format!("there is no table {name:?}")))
+    }
+
+    /// Read a range of a block's bytes, in pieces whose chunks are verified.
+    fn read(&self, block: &Block, range: Range<u64>, into: &mut [u8]) -> Result<()> {
+        if range.end > block.tensor.bytes || range.end - range.start != into.len() as u64 {
+            let what = format!("{range:?} of {} bytes of {:?} cannot be read", block.tensor.bytes, block.tensor.name);
+            return Err(Error::new(Kind::Input, what));
+        }
+        let (chunk, piece, pages) = (CHUNK_BYTES as u64, PIECE_BYTES as u64, whole_pages(block.tensor.bytes));
+        let (mut at, mut rest) = (range.start, into);
+        while at < range.end {
+            let cover =
+                at / chunk * chunk..range.end.next_multiple_of(chunk).min(pages).min(at / chunk * chunk + piece);
+            let end = cover.end.min(range.end);
+            let (head, tail) = rest.split_at_mut((end - at) as usize);
+            let len = (cover.end - cover.start) as usize;
+            let mut bytes = self.buffers.take_at_least(len)?;
+            block.io.read_at(block.start + cover.start, &mut bytes[..len])?;
+            block.verify(&cover, &bytes[..len])?;
+            head.copy_from_slice(&bytes[(at - cover.start) as usize..(end - cover.start) as usize]);
+            (at, rest) = (end, tail);
+        }
+        Ok(())
+    }
+}
+
+impl Block {
+    fn verify(&self, cover: &Range<u64>, bytes: &[u8]) -> Result<()> {
+        let first = (cover.start / CHUNK_BYTES as u64) as usize;
+        let what = |len: usize| format!("the checksum of {len} bytes of {:?}", self.tensor.name);
+        verify(self.io.path(), self.start + cover.start, &self.checksums[first..], bytes, &what)
+    }
+}
+
+impl BlockShape {
+    /// Of a tensor without its first `leading` dimensions.
+    fn of(tensor: &Tensor, leading: usize) -> Self {
+        let shape = tensor.shape.get(leading..).unwrap_or_default().to_vec();
+        let bytes = shape.iter().product::<u64>() * tensor.width;
+        Self { dtype: tensor.dtype.clone(), shape, bytes }
+    }
+}
+
+impl Table {
+    /// `Corruption` unless the shards hold every bucket once.
+    fn check_whole(&self, dir: &Path) -> Result<()> {
+        let mut ranges: Vec<&Range<u32>> = self.shares.iter().map(|share| &share.buckets).collect();
+        ranges.sort_by_key(|range| (range.start, range.end));
+        let ends = ranges.iter().map(|range| range.end);
+        let starts = ranges.iter().map(|range| range.start).skip(1).chain([self.about.bucketing.total()]);
+        let what = format!("the buckets of table {:?}", self.about.name);
+        let first = ranges.first().map_or(0, |range| range.start);
+        for (expected, found) in [(0, first)].into_iter().chain(ends.zip(starts)) {
+            if expected != found {
+                return Err(Error::corruption(dir, 0, &what, expected, found));
+            }
+        }
+        Ok(())
+    }
+
+    /// `Corruption` unless the ids are those of the run's buckets, sorted, each once.
+    fn check_order(&self, block: &Block, run: &BlockRun, ids: &[u8]) -> Result<()> {
+        let bucketing = self.about.bucketing;
+        let ids = ids.as_chunks::<8>().0.iter().map(|bytes| Id::from_le_bytes(*bytes));
+        let mut last = None;
+        for id in ids {
+            let key = (bucketing.of(id), id.cast_unsigned());
+            if !run.buckets.contains(&key.0) || last.is_some_and(|last| last >= key) {
+                let what = format!("the ids of {:?} from row {} on", block.tensor.name, run.rows.start);
+                let (at, expected) =
+                    (block.start + run.rows.start * 8, format!("of buckets {:?}, in order", run.buckets));
+                return Err(Error::corruption(block.io.path(), at, &what, expected, "others"));
+            }
+            last = Some(key);
+        }
+        Ok(())
+    }
+}
+
+/// Whether rows start in the order of the buckets, from 0 to the end of each run.
+fn starts_fit(share: &TableShare, starts: &[i64]) -> bool {
+    let runs = starts.chunks(share.starts() as usize);
+    runs.len() == share.runs.len()
+        && runs.zip(&share.runs).all(|(starts, &rows)| {
+            starts.is_sorted() && starts.first() == Some(&0) && starts.last().is_some_and(|&last| last as u64 == rows)
+        })
+}
+
+/// Find the newest complete save and hold it.
+fn hold_newest(engine: &dyn IoEngine, root: &Path, wait: &mut Wait<'_>) -> Result<(LatestBlocks, DirLock)> {
+    let _alone = hold_alone(engine, root, wait)?;
+    let latest = LatestBlocks::find(engine, root)?.ok_or_else(|| {
+        let what = format!(
+            "there is no block-level checkpoint in {}: {LATEST_FILE} is missing; save one first",
+            root.display()
+        );
+        Error::new(Kind::Path, what).at(root)
+    })?;
+    let dir = latest.name.dir(root);
+    if !engine.exists(&dir)? {
+        let expected = "that of a save that is there";
+        return Err(Error::corruption(&root.join(LATEST_FILE), 0, "the name", expected, latest.name));
+    }
+    let held = engine.hold_dir(&dir, Hold::ToRead)?;
+    Ok((latest, held))
+}

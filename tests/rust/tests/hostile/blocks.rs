@@ -1,0 +1,98 @@
+//! Numbers of block-level saves that ask for memory, and headers that are not those of the manifest's counts.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use embcache::checkpoint::{BlockReader, Directory};
+use embcache::io::MemoryEngine;
+use embcache::{Error, Kind};
+use serde_json::Value;
+
+use crate::amounts::{LARGE, limit, numbers};
+use crate::block_saves::{ROOT, never, save};
+use crate::memory::largest_of;
+use crate::mutate::{Files, engine_of, files};
+
+/// The files of a save of two shards.
+fn seed() -> &'static Files {
+    static SEED: OnceLock<Files> = OnceLock::new();
+    SEED.get_or_init(|| {
+        let engine: MemoryEngine = crate::block_saves::memory();
+        save(engine.clone(), 2, 1).unwrap();
+        files(&engine, Path::new(ROOT))
+    })
+}
+
+/// Make the checksums of the manifests right again, from the shards' up to LATEST.blocks.
+fn reseal(files: &mut Files) {
+    let named = |files: &Files, end: &str| -> Vec<PathBuf> {
+        files.keys().filter(|path| path.to_string_lossy().contains(end)).cloned().collect()
+    };
+    let shards: Vec<u32> = named(files, "/shard-")
+        .iter()
+        .filter(|path| path.extension().is_some_and(|end| end == "json"))
+        .map(|path| crc32c::crc32c(&files[path]))
+        .collect();
+    let manifest = named(files, "/manifest.json").remove(0);
+    let mut value: Value = serde_json::from_slice(&files[&manifest]).unwrap();
+    value["shards"] = shards.into();
+    let bytes = serde_json::to_vec(&value).unwrap();
+    let name = manifest.parent().unwrap().file_name().unwrap().to_string_lossy().into_owned();
+    let line = format!("{name} {:08x}\n", crc32c::crc32c(&bytes));
+    files.insert(manifest, bytes);
+    files.insert(Path::new(ROOT).join("LATEST.blocks"), line.into_bytes());
+}
+
+/// What opening the save gives, and the largest request that it makes.
+fn open(files: &Files) -> (Result<(), Error>, usize) {
+    let directory = Directory::in_engine(Arc::clone(&engine_of(files)), Path::new(ROOT));
+    largest_of(|| BlockReader::open(&directory, &mut never).map(drop))
+}
+
+#[test]
+fn no_number_of_a_shards_manifest_makes_a_load_allocate_more_than_the_files_are_large() {
+    let mut sealed = seed().clone();
+    reseal(&mut sealed);
+    open(&sealed).0.expect("it is whole");
+    let shards: Vec<PathBuf> = seed()
+        .keys()
+        .filter(|path| path.to_string_lossy().contains("/shard-") && path.extension().is_some_and(|end| end == "json"))
+        .cloned()
+        .collect();
+    assert_eq!(shards.len(), 2);
+    let mut refused = 0;
+    for path in &shards {
+        let good: Value = serde_json::from_slice(&seed()[path]).unwrap();
+        let mut pointers = Vec::new();
+        numbers(&good, "", &mut pointers);
+        for pointer in pointers {
+            for large in LARGE {
+                let mut bad = good.clone();
+                *bad.pointer_mut(&pointer).unwrap() = large.into();
+                let mut files = seed().clone();
+                files.insert(path.clone(), serde_json::to_vec(&bad).unwrap());
+                reseal(&mut files);
+                let (result, largest) = open(&files);
+                if let Err(error) = result {
+                    assert!(matches!(error.kind(), Kind::Corruption | Kind::Unsupported), "{error:?}");
+                    refused += 1;
+                }
+                assert!(largest <= limit(&files), "{largest} bytes for {pointer} = {large}");
+            }
+        }
+    }
+    assert!(refused > 100, "{refused} refused");
+}
+
+#[test]
+fn a_header_that_says_it_is_huge_is_refused_without_room_for_it() {
+    for path in seed().keys().filter(|path| path.extension().is_some_and(|end| end == "safetensors")) {
+        for length in LARGE {
+            let mut files = seed().clone();
+            files.get_mut(path).unwrap()[..8].copy_from_slice(&length.to_le_bytes());
+            let (result, largest) = open(&files);
+            assert_eq!(result.expect_err("another header").kind(), Kind::Corruption);
+            assert!(largest <= limit(&files), "{largest} bytes for a header of {length}");
+        }
+    }
+}
