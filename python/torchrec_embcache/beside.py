@@ -14,8 +14,8 @@ from typing import Self, TypeVar
 import torch.distributed as dist
 
 from . import _native
-from .cache import CacheTable
 from .collective import Group, is_distributed
+from .table_shard import TableShard
 from .under_way import SaveUnderWay, finish_saves
 
 __all__ = ["BesideTraining", "finish_saves", "own_group"]
@@ -33,7 +33,7 @@ class BesideTraining:
     begun, and nobody waits for the save any more.
     """
 
-    def __init__(self, tables: Iterable[CacheTable], give_up: Callable[[], object]) -> None:
+    def __init__(self, tables: Iterable[TableShard], give_up: Callable[[], object]) -> None:
         self._save = SaveUnderWay(tables)
         self._give_up = give_up
 

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from . import _native, lifetime
 from .bags import check_offsets
-from .cache import CacheTable
 from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
 from .lookahead import Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
+from .table_shard import TableShard
 
 __all__ = ["LookupGroup", "PlannedBatch"]
 
@@ -43,7 +43,7 @@ class LookupGroup:
 
     def __init__(
         self,
-        tables: Sequence[CacheTable],
+        tables: Sequence[TableShard],
         feature_tables: Sequence[int],
         param_groups: ParamGroups,
         *,
@@ -240,7 +240,7 @@ class LookupGroup:
                 )
         return backend
 
-    def _warn_overflow(self, table: CacheTable, rows: int) -> None:
+    def _warn_overflow(self, table: TableShard, rows: int) -> None:
         row_bytes = _native.row_bytes(table.dim, table.spec.kind, table.policy)
         if table.tier is None:
             field, size = "host_bytes", table.tiers.host + rows * row_bytes.host

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from . import _native
-from .cache import CacheTable
 from .collective import all_gather, together
 from .exceptions import CorruptionError
 from .paths import Directory
@@ -15,6 +14,7 @@ from .progress import Tracker
 from .reports import SaveReport
 from .shards import Shard, numbers_of
 from .table_names import Pair, shown
+from .table_shard import TableShard
 
 __all__ = ["SavePlan", "Totals", "plan_save", "write_tables"]
 
@@ -52,7 +52,7 @@ class SavePlan:
         """How many rows this rank writes; None where only the writing tells."""
         return sum(len(table) for _, _, table in self.shards) if self.base is None else None
 
-    def ancestor(self, module_path: str, table: CacheTable) -> _native.Ancestor | None:
+    def ancestor(self, module_path: str, table: TableShard) -> _native.Ancestor | None:
         """What a delta of the table builds on, as the table knows it."""
         return None if self.base is None else self.base.ancestors[module_path, table.name]
 
@@ -107,7 +107,7 @@ def _base(shards: list[Shard], directory: Directory, rank: int) -> tuple[Base | 
     if everyone != found.tables:
         return None, f"{name} has other tables than the model"
 
-    def ancestor(table: CacheTable) -> _native.Ancestor | None:
+    def ancestor(table: TableShard) -> _native.Ancestor | None:
         known = table.native.ancestors()
         return next((one for one in known if one.id in (found.id, found.merged)), None)
 

@@ -8,17 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .cache import CacheTable
+from .cache import internals
 from .collective import all_gather, together
 from .exceptions import InputError, PathError
 from .paths import given_path
+from .table_shard import TableShard
 from .under_way import finish_saves
 from .whole_model import CacheModule, cache_modules
 
 __all__ = ["Shard", "agreed_path", "numbers_of", "shards_at_rest", "shards_of"]
 
 # A table on this rank: its module's path in the model, the module, the table.
-Shard = tuple[str, CacheModule, CacheTable]
+Shard = tuple[str, CacheModule, TableShard]
 
 
 def shards_of(module: nn.Module) -> list[Shard]:
@@ -28,7 +29,11 @@ def shards_of(module: nn.Module) -> list[Shard]:
         raise InputError(f"{type(module).__name__} has no cache module: nothing to save or load")
     for owner in modules.values():
         owner.settle()
-    found = [(module_path, owner, table) for module_path, owner in modules.items() for table in owner.tables.values()]
+    found = [
+        (module_path, owner, internals(table))
+        for module_path, owner in modules.items()
+        for table in owner.tables.values()
+    ]
     found.sort(key=lambda shard: (shard[0], shard[2].name))
     for _, _, table in found:
         table.open()

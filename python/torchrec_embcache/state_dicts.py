@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .cache import CacheTable
+from .cache import internals
 from .collective import all_gather
 from .exceptions import StateError
+from .table_shard import TableShard
 from .whole_model import cache_modules
 
 __all__ = ["TableState", "check_rows_are_here", "note_rows", "notes_of"]
@@ -25,7 +26,7 @@ __all__ = ["TableState", "check_rows_are_here", "note_rows", "notes_of"]
 _NOTE = "_embcache_rows"
 
 
-def note_rows(state: Mapping[str, Any], keys: Mapping[str, CacheTable]) -> None:
+def note_rows(state: Mapping[str, Any], keys: Mapping[str, TableShard]) -> None:
     """Note in the entries `keys` of a state dict what their tables hold. Opens nothing; live parameters are left alone."""
     for key, table in keys.items():
         entry = state.get(key)
@@ -33,7 +34,7 @@ def note_rows(state: Mapping[str, Any], keys: Mapping[str, CacheTable]) -> None:
             entry.__dict__[_NOTE] = _note(table) if table.is_open else _note_of_unopened(table)
 
 
-def _note(table: CacheTable) -> dict[str, Any]:
+def _note(table: TableShard) -> dict[str, Any]:
     """Plain values alone, which `torch.load(weights_only=True)` takes."""
     return {
         "table": table.name,
@@ -46,7 +47,7 @@ def _note(table: CacheTable) -> dict[str, Any]:
     }
 
 
-def _note_of_unopened(table: CacheTable) -> dict[str, Any]:
+def _note_of_unopened(table: TableShard) -> dict[str, Any]:
     """What is known without opening it: whose state dict this is. Files of its SSD tier may have rows."""
     return {"table": table.name, "rows": 0, "contents": table.contents}
 
@@ -59,7 +60,7 @@ def notes_of(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield note
 
 
-def check_rows_are_here(state: Mapping[str, Any], keys: Mapping[str, CacheTable], *, strict: bool) -> None:
+def check_rows_are_here(state: Mapping[str, Any], keys: Mapping[str, TableShard], *, strict: bool) -> None:
     """`StateError` where an entry of `keys` notes rows that the table does not hold.
 
     `strict` is what `_load_from_state_dict` was given; nothing is refused where the user's call says `strict=False`.
@@ -85,7 +86,7 @@ def check_rows_are_here(state: Mapping[str, Any], keys: Mapping[str, CacheTable]
             )
 
 
-def _refuse_what_dcp_filled(noted: Mapping[str, Mapping[str, Any]], keys: Mapping[str, CacheTable]) -> None:
+def _refuse_what_dcp_filled(noted: Mapping[str, Mapping[str, Any]], keys: Mapping[str, TableShard]) -> None:
     """`StateError` where the state dict is this very module's, and none of its tables ever had a row.
 
     Loading it makes sense only after `dcp.load` has filled it. What that read says nothing of rows.
@@ -103,7 +104,7 @@ def _refuse_what_dcp_filled(noted: Mapping[str, Mapping[str, Any]], keys: Mappin
     )
 
 
-def _never_had_rows(table: CacheTable) -> bool:
+def _never_had_rows(table: TableShard) -> bool:
     if table.past_contents or table.loaded_step:
         return False
     if not table.is_open and table.tiers.ssd:
@@ -111,7 +112,7 @@ def _never_had_rows(table: CacheTable) -> bool:
     return not table.is_open or (table.unusable is None and len(table) == 0 and table.native.step() == 0)
 
 
-def _difference(note: Mapping[str, Any], table: CacheTable) -> str | None:
+def _difference(note: Mapping[str, Any], table: TableShard) -> str | None:
     """What the table holds instead of the rows noted; None where it holds them, as far as can be told on one rank."""
     if not note["rows"] or note["contents"] in table.past_contents:
         # The latter was taken of this very table before a load replaced its rows: DCP loads into such a state dict.
@@ -170,7 +171,7 @@ class TableState:
 
     def _held(self) -> dict[str, list[int]]:
         mine = {
-            f"{path}/{name}": [len(table), table.native.step() or table.loaded_step]
+            f"{path}/{name}": [len(table), table.step() or internals(table).loaded_step]
             for path, module in cache_modules(self._model).items()
             for name, table in module.tables.items()
             if table.is_open

@@ -1,65 +1,60 @@
-"""What is done with a table from outside it: it in one line, and a copy of it in memory."""
+"""A table in one line, and a copy of it in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
-if TYPE_CHECKING:
-    from .cache import CacheTable
+from .exceptions import EmbCacheError, StateError
+from .table_shard import TableShard
 
-from .exceptions import EmbCacheError
-
-__all__ = ["described", "in_memory_copy", "rows_text"]
-
-Table = TypeVar("Table", bound="CacheTable")
+__all__ = ["described", "in_memory_copy"]
 
 
-def rows_text(table: CacheTable, *, closed: bool) -> str:
+def _rows_text(table: TableShard) -> str:
     """How many rows it has, or the state that keeps it from telling. Opens and raises nothing."""
     try:
-        if closed or (table.native_or_none is not None and table.native_or_none.is_closed()):
+        if table.is_closed or (table.native_or_none is not None and table.native_or_none.is_closed()):
             return "closed"
         if table.unusable is not None:
             return "unusable"
         return str(len(table)) if table.is_open else "not opened yet"
-    except EmbCacheError:  # an update failed half-way, or the process is a fork of its own: its next use says which
+    except EmbCacheError:  # an update failed half-way, or the process is a fork of its own; its next use says which
         return "unusable"
 
 
-def described(table: CacheTable, rows: str, numbers: Mapping[str, Any] | None) -> str:
-    """Settings, optimizer, rows and budgets in one line. `numbers`: the optimizer's as they are now."""
+def described(table: TableShard, numbers: Mapping[str, Any] | None) -> str:
+    """Settings, optimizer, rows and budgets in one line. `numbers`: those of the optimizer as they are now."""
     optimizer = "none"
     if table.optimizer is not None:
         lr = (numbers or table.optimizer.param_group()).get("lr")
         optimizer = f"{type(table.optimizer).__name__}(lr={lr})"
     return (
-        f"{table.name!r}, embedding_dim={table.dim}, optimizer={optimizer}, policy={table.policy}, rows={rows}, "
+        f"{table.name!r}, embedding_dim={table.dim}, optimizer={optimizer}, policy={table.policy}, rows={_rows_text(table)}, "
         f"tiers=({table.tiers.describe()})"
     )
 
 
-def in_memory_copy(table: Table, memo: dict[int, Any]) -> Table:
-    """A table with the same settings, rows, slots, metadata, step and epoch. The caller checks that `table` can be copied."""
-    made = type(table)(
-        name=table.name,
-        module=table.module,
-        dim=table.dim,
-        tiers=table.tiers,
-        initializer=table.initializer,
-        optimizer=table.optimizer,
-        seed=table.seed,
-        policy=table.policy,
-        on_full=table.on_full,
+def in_memory_copy(table: TableShard) -> TableShard:
+    """A table with the same settings, rows, slots, metadata, step and epoch. `StateError` where it cannot be copied."""
+    if table.directory is not None:
+        raise StateError(
+            f"table {table.name!r} cannot be copied: the files of its SSD tier have one owner. Make a second module with "
+            "budgets of its own (in RAM, or another ssd_dir), and give it the rows: Saver(rank).save(model, path), then "
+            "Saver(rank).load(copy, path)"
+        )
+    if table.is_closed:
+        raise StateError(f"table {table.name!r} is closed: make a new module to use it again")
+    table.refuse_unusable()
+    settings = replace(
+        table.settings,
         total_num_buckets=table.total_num_buckets,
+        bucket_hash=table.bucket_hash,
         buckets=table.buckets,
-        rank=table.rank,
-        world_size=table.world_size,
-        device=table.device,
         key=table.key,
     )
-    made.bucket_hash = table.bucket_hash
-    memo[id(table)] = made
+    made = TableShard(settings, table.optimizer)
     if table.is_open:
         made.open()
         for chunk in table.export():

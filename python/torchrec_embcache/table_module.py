@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .cache import CacheTable, FoundRows, Ids, RowExport, RowMetadata, Values
+from .cache import CacheTable, FoundRows, Ids, RowExport, RowMetadata, Values, internals
 from .collective import world_size
 from .config import OnFull, Policy, TierBudgets, Unseen, check_int
 from .exceptions import ConfigError, EmbCacheWarning, InputError, UnsupportedError
@@ -206,7 +206,7 @@ class TableModule(CacheModule, nn.Module, _ByName):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        note_rows(destination, {f"{prefix}weight": self.table})
+        note_rows(destination, {f"{prefix}weight": internals(self.table)})
         if not self._warned_state_dict and self.table.is_open and len(self.table):
             self._warned_state_dict = True
             warnings.warn(
@@ -217,7 +217,7 @@ class TableModule(CacheModule, nn.Module, _ByName):
             )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
-        check_rows_are_here(state_dict, {f"{prefix}weight": self.table}, strict=strict)
+        check_rows_are_here(state_dict, {f"{prefix}weight": internals(self.table)}, strict=strict)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -286,4 +286,4 @@ def import_pretrained(module: TableModule, ids: Ids, weights: Values, *, freeze:
 
 def _group_of(table: CacheTable, optimizer: FusedOptimizer, unseen: Unseen) -> LookupGroup:
     """The lookup of a module's one table. It holds no reference to the module: without a cycle, deleting frees at once."""
-    return LookupGroup([table], [0], lambda: optimizer.param_groups, unseen=unseen)
+    return LookupGroup([internals(table)], [0], lambda: optimizer.param_groups, unseen=unseen)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .cache import CacheTable
+from .cache import CacheTable, internals
 from .exceptions import InputError
 from .flushing import flush_tables
 
@@ -41,7 +41,7 @@ class CacheModule:
 
     def hyperparameters(self, table: str) -> dict[str, Any]:
         """The optimizer's numbers for a table, as training uses them now."""
-        return self.tables[table].spec.param_group()
+        return internals(self.tables[table]).spec.param_group()
 
     def buckets_changed(self) -> None:
         """A load gave a table another number of buckets: forget whatever was derived from the one before."""
@@ -89,5 +89,10 @@ def flush(model: nn.Module) -> None:
     if not modules:
         raise InputError(f"{type(model).__name__} has no cache module: nothing to flush")
     flush_tables(
-        [table for module in modules.values() for table in module.tables.values() if table.directory is not None]
+        [
+            internals(table)
+            for module in modules.values()
+            for table in module.tables.values()
+            if table.directory is not None
+        ]
     )

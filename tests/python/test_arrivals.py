@@ -75,7 +75,7 @@ def test_a_torchrec_collection_trains_on_here_as_it_would_have_there(optimizer: 
     for name, table in ours.tables.items():
         rows = table.read_rows(torch.arange(20))
         torch.testing.assert_close(rows.weights, theirs.embedding_bags[name].weight.detach(), rtol=2e-5, atol=2e-6)
-        assert table.native.step() == (5 if optimizer != "sgd" else 2)
+        assert table.step() == (5 if optimizer != "sgd" else 2)
     group = ours.fused_optimizer.param_groups[0]
     assert group["lr"] == 0.05
 

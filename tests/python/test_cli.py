@@ -240,7 +240,7 @@ def test_recsdks_layout_converts_merged_and_by_rank(
     bag = loaded(target, optimizer=optimizers.Adam(lr=0.1))
     kept = bag.read_rows(torch.from_numpy(ids))
     assert len(bag) == len(ids)
-    assert bag.table.native.step() == 7
+    assert bag.table.step() == 7
     np.testing.assert_array_equal(kept.weights.numpy(), weight)
     np.testing.assert_array_equal(kept.slots["exp_avg"].numpy(), one)
     np.testing.assert_array_equal(kept.slots["exp_avg_sq"].numpy(), two)

@@ -14,6 +14,7 @@ import pytest
 
 from tables import make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, _native, initializers, optimizers
+from torchrec_embcache.cache import internals
 
 PACKAGE = "torchrec_embcache"
 MOST_WAITING = 1024  # of rust/pyext/src/logging.rs
@@ -132,7 +133,7 @@ def test_a_handler_may_use_the_table_and_log_and_ask_for_the_rest(tmp_path: Path
     try:
         _native.drain_log()
         for _ in range(20):
-            table.native.flush(None)
+            internals(table).native.flush(None)
         _native.drain_log()
     finally:
         logger.removeHandler(handler)
@@ -155,10 +156,10 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
     try:
         with caplog.at_level(logging.DEBUG, PACKAGE):
             _native.drain_log()
-            table.native.flush(None)
+            internals(table).native.flush(None)
             assert stuck.wait(60)
             for _ in range(MOST_WAITING + 10):
-                table.native.flush(None)
+                internals(table).native.flush(None)
             go_on.set()
             _native.drain_log()
             (said,) = [record for record in caplog.records if "were dropped" in record.getMessage()]
@@ -235,7 +236,7 @@ def test_a_process_that_forks_while_events_come_does_not_hang(tmp_path: Path) ->
     table, going = opened("parent"), True
     def flush():
         while going:
-            table.native.flush(None)
+            internals(table).native.flush(None)
     threads = [threading.Thread(target=flush) for _ in range(2)]
     for thread in threads:
         thread.start()

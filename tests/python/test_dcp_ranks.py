@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from dcp_cases import IDS, Model, held, load, rows, save
 from torchrec_embcache import EmbCacheStorageReader, EmbCacheStorageWriter, _native
+from torchrec_embcache.cache import internals
 from world import World
 
 ROWS, COLUMNS = 13, 9
@@ -387,7 +388,7 @@ def asynchronous(rank: int, size: int, path: str) -> None:
     # If one rank cannot stage something, the save fails on both.
     held_back = _native.CheckpointPart(_native.Directory.to_save(path, "basic"), rank, 0)
     if rank == 1:
-        held_back.hold_tables([_native.TableToSave("", model.tables["spread"].native, {})], 9)
+        held_back.hold_tables([_native.TableToSave("", internals(model.tables["spread"]).native, {})], 9)
     future = dcp.async_save(state, storage_writer=writer, process_group=group)
     with pytest.raises(CheckpointException, match="is being saved beside training"):
         future.result()

@@ -8,6 +8,7 @@ import torch
 
 from tables import Contents, make_bag, ssd_tiers, train
 from torchrec_embcache import TierBudgets, initializers, optimizers
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import EmbCacheError, StateError
 from torchrec_embcache.kernels import DeviceTier
 from torchrec_embcache.lookup import LookupGroup
@@ -71,7 +72,7 @@ class Pair:
         first = self.bags[0]._group
         second = self.bags[1]._group
         self.group = LookupGroup(
-            [bag.table for bag in self.bags], [0, 1], lambda: [*first.param_groups(), *second.param_groups()]
+            [internals(bag.table) for bag in self.bags], [0, 1], lambda: [*first.param_groups(), *second.param_groups()]
         )
 
     def train(self, ids) -> None:
@@ -89,7 +90,7 @@ class Pair:
 
     def close(self) -> None:
         for bag in self.bags:
-            bag.table.native.close()
+            internals(bag.table).native.close()
 
 
 @pytest.mark.filterwarnings("ignore:table '[ab]'.* did not fit")
@@ -192,5 +193,5 @@ def test_an_update_is_not_lost_when_another_thread_grows_the_device_tier_meanwhi
         out.sum().backward()
         growing.join()
         assert growing.ident
-        assert bag.table.tier.weights.shape[0] >= 60
+        assert internals(bag.table).tier.weights.shape[0] >= 60
         assert bag.read_rows(torch.tensor([1])).weights.tolist() == [[0.0] * 4]

@@ -15,6 +15,7 @@ import torch
 
 from tables import AMPLE, make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import CapacityError, EmbCacheWarning
 from torchrec_embcache.flushing import flush_tables
 from torchrec_embcache.saver import Saver
@@ -97,7 +98,7 @@ def test_auto_removes_files_of_another_number_of_ranks_when_its_own_rows_are_flu
     for rank in range(2):
         with shard(tmp_path, rank, 2) as table:
             ids = torch.arange(100)
-            ids = ids[torch.from_numpy(table.owns(ids.numpy()))]
+            ids = ids[torch.from_numpy(internals(table).owns(ids.numpy()))]
             table.import_rows(ids, torch.ones(len(ids), 4))
             rows.append(len(ids))
     # It was killed before a flush, so the rows are where they were.
@@ -140,7 +141,7 @@ def _flushed_by_ranks(rank: int, _world: int, folder: str) -> list[set[str]]:
     torch.distributed.barrier()
     seen.append(names(Path(folder)))
     torch.distributed.barrier()
-    flush_tables([table])
+    flush_tables([internals(table)])
     torch.distributed.barrier()
     seen.append(names(Path(folder)))
     table.close()

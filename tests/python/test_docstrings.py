@@ -42,6 +42,7 @@ def test_examples_in_docstrings_give_what_they_say(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "name",
     [
+        "CacheTable",
         "EmbCacheEmbedding",
         "EmbCacheEmbeddingBag",
         "EmbCacheEmbeddingBagCollection",

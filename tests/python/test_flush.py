@@ -13,6 +13,7 @@ import torch
 
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import CacheTable, EmbCacheWarning, _native, cache_modules, flush, initializers, optimizers
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import (
     CorruptionError,
     EmbCacheError,
@@ -53,7 +54,7 @@ def test_resuming_takes_the_last_flush_whatever_was_trained_since(tmp_path):
         bag.flush()
     flushed = Contents.of(bag)
     train(bag, BATCHES[6:])
-    bag.table.native.close()  # like a kill, without a flush
+    internals(bag.table).native.close()  # like a kill, without a flush
     with bag_in(tmp_path / "ssd", reopen="resume") as bag:
         assert Contents.of(bag) == flushed
 
@@ -153,7 +154,7 @@ def test_a_flush_of_a_model_is_one_state_of_all_its_tables(tmp_path):
     flushed = {name: Contents.of(bag) for name, bag in model.items()}
     for bag in model.values():
         train(bag, BATCHES[6:])
-        bag.table.native.close()
+        internals(bag.table).native.close()
     model = two_bags(tmp_path / "ssd", "resume")
     assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
     for bag in model.values():
@@ -172,7 +173,7 @@ def test_a_flush_that_ends_between_two_tables_leaves_the_state_before_it(tmp_pat
         patch.setattr("torchrec_embcache.publish.Mark.decide", lambda *_: None)  # no mark is made
         flush(model)
     for bag in model.values():
-        bag.table.native.close()
+        internals(bag.table).native.close()
     model = two_bags(tmp_path / "ssd", "resume")
     assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
     for bag in model.values():
@@ -185,7 +186,7 @@ def test_a_first_flush_of_a_model_that_never_finished_is_nothing_to_resume(tmp_p
         patch.setattr("torchrec_embcache.publish.Mark.decide", lambda *_: None)
         flush(model)
     for bag in model.values():
-        bag.table.native.close()
+        internals(bag.table).native.close()
     with pytest.raises(StateError, match="did not finish.*discard"):
         bag_in(tmp_path / "ssd", name="first", reopen="resume")
 
@@ -213,7 +214,7 @@ def test_marks_stay_where_tables_cannot_be_looked_for(tmp_path, monkeypatch, ref
     flush(model)
     second = model.pop("second")
     flushed = Contents.of(second)
-    second.table.native.close()  # it keeps the state that was flushed together with the first table's
+    internals(second.table).native.close()  # it keeps the state that was flushed together with the first table's
     model["third"] = bag_in(ssd, name="third")
     listdir = os.listdir
 
@@ -292,7 +293,7 @@ def test_roots_agree_wherever_a_flush_of_a_model_is_cut_short(tmp_path, monkeypa
             with contextlib.suppress(Killed):
                 flush(model)
         for bag in model.values():
-            bag.table.native.close()
+            internals(bag.table).native.close()
         model = bags_of_roots(directory, "resume")
         found = {name: Contents.of(bag) for name, bag in model.items()}
         assert found in contents[1:], f"roots differ where the flush ends at call {calls}"
@@ -302,7 +303,7 @@ def test_roots_agree_wherever_a_flush_of_a_model_is_cut_short(tmp_path, monkeypa
         flush(model)
         flushed = {name: Contents.of(bag) for name, bag in model.items()}
         for bag in model.values():
-            bag.table.native.close()
+            internals(bag.table).native.close()
         model = bags_of_roots(directory, "resume")
         assert {name: Contents.of(bag) for name, bag in model.items()} == flushed
         for bag in model.values():
@@ -321,7 +322,7 @@ def test_a_root_whose_coordinator_is_gone_says_where_it_was(tmp_path, monkeypatc
         patch.setattr("torchrec_embcache.publish.Mark.follow", lambda *_: None)
         flush(model)
     for bag in model.values():
-        bag.table.native.close()
+        internals(bag.table).native.close()
     (tmp_path / "one").rename(tmp_path / "elsewhere")
     with pytest.raises(StateError, match=f"{tmp_path / 'one'}, which says whether it was, is not there.*discard"):
         bag_in(tmp_path / "two", name="two", reopen="resume")
@@ -340,7 +341,7 @@ def test_a_damaged_older_state_is_dropped_with_a_warning_and_a_damaged_newest_on
         train(bag, bags)
         bag.flush()
     flushed = Contents.of(bag)
-    bag.table.native.close()
+    internals(bag.table).native.close()
     older, newest = sorted(Path(bag.table.directory).glob("*.state"))
     intact = newest.read_bytes()
     for state in (older, newest):
@@ -349,7 +350,7 @@ def test_a_damaged_older_state_is_dropped_with_a_warning_and_a_damaged_newest_on
         bag_in(tmp_path / "ssd", reopen="resume")
     assert older.exists()
     newest.write_bytes(intact)
-    with pytest.warns(EmbCacheWarning, match="of the one before.*dropped"):
+    with pytest.warns(EmbCacheWarning, match="of the flush before.*dropped"):
         bag = bag_in(tmp_path / "ssd", reopen="resume")
     assert Contents.of(bag) == flushed
     train(bag, BATCHES[4:6])
@@ -372,12 +373,12 @@ def flush_on_ranks(rank, _size, root, fail_rank):
     train(bag, BATCHES[4:6])
     words = ""
     if rank == fail_rank:
-        bag.table.flush_as = refuse
+        internals(bag.table).flush_as = refuse
     try:
         flush(bag)
     except StorageError as error:
         words = str(error)
-    bag.table.native.close()
+    internals(bag.table).native.close()
     torch.distributed.barrier()
     with bag_in(rank_directory(root), reopen="resume", **settings) as bag:
         return words, Contents.of(bag) == flushed
@@ -412,7 +413,7 @@ def kill_on_ranks(rank, _size, root, follows):
         for cut in ("follow",) if follows else ("decide", "follow", "forget"):
             patch.setattr(f"torchrec_embcache.publish.Mark.{cut}", lambda *_: None)
         flush(bag)
-    bag.table.native.close()
+    internals(bag.table).native.close()
     torch.distributed.barrier()
     with bag_in(directory, reopen="resume", **settings) as bag:
         found = Contents.of(bag)
@@ -445,7 +446,7 @@ def flush_on_machines(rank, _size, root):
         train(bag, BATCHES[:2])
         flush(bag)
     flushed = Contents.of(bag)
-    bag.table.native.close()
+    internals(bag.table).native.close()
     with bag_in(Path(root, f"disk{rank}"), name=f"shard{rank}", reopen="resume") as bag:
         same = Contents.of(bag) == flushed
     return [str(warning.message) for warning in caught if issubclass(warning.category, EmbCacheWarning)], same

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import torchrec_embcache
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets
+from torchrec_embcache.cache import internals
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.exceptions import EmbCacheError, StateError
 from torchrec_embcache.saver import Saver
@@ -211,12 +212,12 @@ def interrupt_loads(say: Callable[[Any], None], name: str, base: str, turn: int)
                 now = Contents.of(bag)
             except StateError:
                 refused += 1
-                reason = bag.table.unusable
+                reason = internals(bag.table).unusable
                 assert reason is not None, "it refuses use for another reason"
-                if bag.table.native_or_none is not None and not bag.table.native.is_closed():
-                    bag.table.set_unusable(None)
+                if internals(bag.table).native_or_none is not None and not internals(bag.table).native.is_closed():
+                    internals(bag.table).set_unusable(None)
                     assert Contents.of(bag) != before, "it refuses use, and nothing was touched"
-                    bag.table.set_unusable(reason)
+                    internals(bag.table).set_unusable(reason)
                 load(bag, str(folder / "ck"))
                 now = Contents.of(bag)
                 if name != "some slots":

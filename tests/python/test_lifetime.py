@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tables import Contents, jagged, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, cache_modules, flush, lifetime, optimizers
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import EmbCacheWarning, StateError
 from torchrec_embcache.modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig
 from torchrec_models import MIXED, Model, Settings, batches, rows_of, sharded
@@ -41,7 +42,7 @@ def bag_in(directory: Path, *, name: str = "item", mode: str = "mean", **tiers: 
 def killed(*bags: EmbCacheEmbeddingBag) -> None:
     """End the process like a kill, so that what was not flushed is lost."""
     for bag in bags:
-        bag.table.native.close()
+        internals(bag.table).native.close()
 
 
 def test_the_end_of_the_process_says_that_a_step_failed_half_way_and_flushes_nothing(tmp_path, monkeypatch):
@@ -360,11 +361,11 @@ def test_only_open_tables_are_looked_after(tmp_path: Path) -> None:
     before = set(lifetime.open_tables())
     bag = bag_in(tmp_path / "ssd")
     table = bag.table
-    assert set(lifetime.open_tables()) - before == {table}
+    assert set(lifetime.open_tables()) - before == {internals(table)}
     step(bag, BATCHES[0])
-    assert table.has_unflushed_rows
+    assert internals(table).has_unflushed_rows
     bag.close()
-    assert not table.has_unflushed_rows
+    assert not internals(table).has_unflushed_rows
     del bag, table
     assert set(lifetime.open_tables()) <= before
 
@@ -413,9 +414,8 @@ def test_auto_never_discards_what_was_published_after_it_looked(
         train(bag, BATCHES[:3])
         whole = Contents.of(bag)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "torchrec_embcache.cache.CacheTable.published", lambda _: []
-        )  # as if it had been published just now
+        # As if it had been published just now.
+        patch.setattr("torchrec_embcache.table_shard.TableShard.published", lambda _: [])
         with pytest.raises(OSError, match="published a state .* just now: open the table again"):
             bag_in(tmp_path / "ssd")
     with bag_in(tmp_path / "ssd") as bag:
@@ -516,7 +516,7 @@ def flushed_in_turn(rank: int, world: int, folder: str) -> tuple[Any, Any]:
     train_model(model, iter(steps[6:]))
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            table.native.close()  # like a kill
+            internals(table).native.close()  # like a kill
     return rows, rows_of(made("resume"))
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tables import make_bag, ssd_tiers, step
 from torchrec_embcache import SsdStats, TableStats, TierStats, _native, optimizers
+from torchrec_embcache.cache import internals
 
 STUB = Path(_native.__file__).parent / "_native.pyi"
 
@@ -43,7 +44,7 @@ def test_stats_are_what_the_binding_counts(tmp_path):
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", device_bytes="64KiB"), optimizer=optimizers.Adam(lr=0.1)) as bag:
         step(bag, [[1, 2], [2]])
         bag.flush()
-        counted, stats = bag.table.native.stats(), bag.stats()
+        counted, stats = internals(bag.table).native.stats(), bag.stats()
     assert stats.rows == counted.rows == 2
     assert stats.device.rows == counted.device.rows == 2
     assert stats.ssd.row_bytes_given == counted.ssd.row_bytes_given > 0

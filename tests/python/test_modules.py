@@ -28,6 +28,7 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import (
     ConfigError,
     InputError,
@@ -321,7 +322,7 @@ def test_an_optimizer_may_be_set_after_rows_were_read_or_imported():
     assert after.keys() == before.keys()
     read = {("t1", id_) for id_ in features()["a"].values().tolist() + features()["b"].values().tolist()}
     assert all((after[key] != before[key]) == (key in read) for key in before if key[0] == "t1")
-    assert ours.tables["t1"].spec.kind == "adamw"
+    assert ours.tables["t1"].optimizer.kind == "adamw"
 
 
 def test_evaluation_no_grad_and_frozen_tables_change_nothing():
@@ -471,7 +472,7 @@ def test_a_model_of_several_modules_is_found_and_flushed(tmp_path):
     flush(model)
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            table.native.close()  # like a kill, without a flush
+            internals(table).native.close()  # like a kill, without a flush
     again = bags(tiers=dataclasses.replace(tiers, reopen="resume"), name="one")
     assert rows(again) == {("t1", 7): [1.0] * 6}
     again.close()

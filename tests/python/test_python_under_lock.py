@@ -12,6 +12,7 @@ BEFORE = """
 import gc, os, signal, sys, threading
 import torch
 from torchrec_embcache import _native, EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.kernels import DeviceTier, TorchBackend
 from torchrec_embcache.saver import Saver
@@ -175,8 +176,8 @@ def test_a_destructor_that_uses_the_table_while_its_rows_are_read_gets_a_typed_e
                 tried(lambda: len(bag))
                 tried(bag.stats)
                 tried(bag.flush)
-                tried(bag.table.native.clear)
-                tried(bag.table.native.close)
+                tried(internals(bag.table).native.clear)
+                tried(internals(bag.table).native.close)
                 tried(lambda: bag.read_rows(torch.arange(2)))
                 tried(lambda: bag(ids(0)))
                 tried(lambda: next(bag.export()))
@@ -206,7 +207,7 @@ def test_snapshots_and_parts_of_checkpoints_that_are_dropped_while_device_rows_a
         bag = make()
         for step in range(10):
             train(bag, step)
-        native = bag.table.native
+        native = internals(bag.table).native
         root, name = _native.Directory.to_save(directory + "/checkpoints", "strict"), "0000000001-0000000000000001"
         os.mkdir(root.path + "/" + name, 0o750)
 

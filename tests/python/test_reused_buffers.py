@@ -103,11 +103,12 @@ CHANGED_WHILE_READ = """
 import threading
 import numpy as np
 from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import InputError
 
 table = CacheTable(name="t", dim=4, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1),
                    initializer=initializers.Constant(1.0))
-lookup = _native.Lookup([table.native], [0, 0])
+lookup = _native.Lookup([internals(table).native], [0, 0])
 reading = _native.PlanMode(train=False, ahead=False, unseen_zeros=False)
 
 def made():

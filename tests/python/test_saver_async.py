@@ -24,6 +24,7 @@ from test_saver import make_bag, root, rows, train
 from test_saver_delta import loaded, tiers
 from test_saver_ranks import IDS, Shards, weights_of
 from torchrec_embcache import _native, beside, optimizers
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import ConfigError, EmbCacheError, InputError, PathError, StateError, StorageError
 from torchrec_embcache.paths import open_to_save
 from torchrec_embcache.saver import Progress, Saver, SaveReport
@@ -74,7 +75,7 @@ def test_the_checkpoint_is_the_state_at_the_call_and_deltas_go_on_from_it(
     other = make_bag(optimizer=optimizers.Adagrad(lr=0.1))
     Saver(0).load(other, root)
     assert rows(other) == before
-    assert other.table.native.step() == 10
+    assert other.table.step() == 10
     # What was trained or has left since the call is in the next delta, which may be saved beside training too.
     bag.remove_rows(torch.tensor([7]))
     left = 4 - sum(row_id in rows(bag) for row_id in (3, -4, 5, 7))
@@ -148,7 +149,7 @@ def test_saves_loads_and_closing_wait_for_the_one_under_way(root: Path, held: th
     calls = [
         note("save", lambda: Saver(0).save(bag, root)),
         note("save_async", lambda: Saver(0).save_async(other, root.parent / "elsewhere").result(SECONDS)),
-        note("close", other.table.native.epoch),
+        note("close", internals(other.table).native.epoch),
     ]
     calls[2].join(SECONDS)
     assert ended == [("close", False)], "the others wait"
@@ -202,7 +203,10 @@ def test_tables_that_could_not_all_be_held_keep_nothing_for_a_delta(root: Path) 
     one, two = make_bag(), make_bag("other")
     directory = open_to_save(root, "strict")
     begun = _native.CheckpointSave(directory, 1)
-    both = [(bag.table, _native.TableToSave(name, bag.table.native, {})) for name, bag in (("one", one), ("two", two))]
+    both = [
+        (internals(bag.table), _native.TableToSave(name, internals(bag.table).native, {}))
+        for name, bag in (("one", one), ("two", two))
+    ]
     first = HeldTables(directory, begun.name, OneRank(), both[1:], 3)
     with pytest.raises(StateError, match="beside training"):
         HeldTables(directory, begun.name, OneRank(), both, 4)
@@ -400,7 +404,7 @@ def save_until_killed(say: Callable[[str], None], path: str) -> None:
         # A full save takes some 20 ms.
         future = saver.save_async(bag, path, save % 3 > 0, keep=2, max_bytes_per_second="1MiB")
         for _beside in range(15):
-            train(bag, 1, seed=bag.table.native.step(), ids=400)
+            train(bag, 1, seed=bag.table.step(), ids=400)
             if future.done():
                 break
         say(future.result(SECONDS).kind)
@@ -418,7 +422,7 @@ def test_what_latest_names_is_whole_whenever_a_process_is_killed_amid_its_saves(
         said |= set(rest)
         bag, straight = make_bag(), make_bag()
         Saver(0).load(bag, root)
-        for step in range(bag.table.native.step()):
+        for step in range(bag.table.step()):
             train(straight, 1, seed=step, ids=400)
         found, expected = rows(bag), rows(straight)
         assert found.keys() == expected.keys()

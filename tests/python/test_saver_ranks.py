@@ -11,6 +11,7 @@ from torch import nn
 
 from tables import bucket_of
 from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.whole_model import CacheModule
@@ -55,7 +56,7 @@ class Shards(CacheModule, nn.Module):
             begin, end = table.buckets
             mine = torch.tensor([begin <= bucket_of(row_id, BUCKETS) < end for row_id in ids.tolist()])
             table.import_rows(ids[mine], weights_of(ids[mine]), {"sum": ids[mine].to(torch.float32)})
-            table.native.set_step(42)
+            internals(table).native.set_step(42)
 
     def contents(self) -> list[tuple[str, int, list[float], float]]:
         return [
@@ -83,7 +84,7 @@ def save(rank: int, size: int, path: str) -> None:
 def load(rank: int, size: int, path: str, total_num_buckets: int = BUCKETS) -> tuple[Any, int]:
     shards = Shards(rank, size, total_num_buckets)
     Saver(rank).load(nn.ModuleDict({"shards": shards}), path)
-    assert all(table.native.step() == 42 for table in shards.tables.values())
+    assert all(table.step() == 42 for table in shards.tables.values())
     assert all(table.total_num_buckets == BUCKETS for table in shards.tables.values())
     return shards.contents(), shards.changed
 
@@ -129,7 +130,7 @@ def refusals(rank: int, size: int, path: str, damaged: str) -> None:
     shards.fill(IDS[:3])  # type: ignore[operator]
     before = shards.contents()  # type: ignore[operator]
     if rank == 1:
-        shards.tables["spread"].native.advance_step()  # type: ignore[index, union-attr]
+        internals(shards.tables["spread"]).native.advance_step()  # type: ignore[index, union-attr]
     with pytest.raises(StateError, match="different settings or steps"):
         Saver().save(model, path)
     assert shards.contents() == before  # type: ignore[operator]

@@ -19,6 +19,7 @@ from test_saver import data_files, make_bag, root, rows, train
 from test_saver_delta import loaded, tiers
 from test_saver_ranks import IDS, Shards
 from torchrec_embcache import EmbCacheStorageReader, TierBudgets, serialize
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, MismatchError, PathError, StateError
 from torchrec_embcache.saver import Saver
 from world import World
@@ -51,11 +52,11 @@ def test_a_restart_from_a_snapshot_goes_on_bit_for_bit_and_writes_no_row_again(
     for seed in range(1, 5):
         train(bag, 5, seed=seed, ids=200)
         bag.table.flush()
-    straight_step = bag.table.native.step()
+    straight_step = bag.table.step()
     bag.close()
     resumed = make_bag(tiers=tiers(kind, tmp_path))
     train(resumed, 10, seed=5, ids=200)
-    assert resumed.table.native.step() == straight_step + 10
+    assert resumed.table.step() == straight_step + 10
     resumed.close()
     assert {path: path.read_bytes() for path in segments(root)} == files
     (tmp_path / "restarted").mkdir()
@@ -64,11 +65,11 @@ def test_a_restart_from_a_snapshot_goes_on_bit_for_bit_and_writes_no_row_again(
     found = Saver(0).load(other, root)
     assert (found.checkpoint, found.rows) == (report.checkpoint, {"item": len(before)})
     assert rows(other) == before
-    assert other.table.native.step() == 10
+    assert other.table.step() == 10
     assert set(links(tmp_path / "restarted")) <= {2, 3}
     straight = make_bag()
     train(straight, 10)
-    straight.table.native.set_epoch(other.table.native.epoch())
+    internals(straight.table).native.set_epoch(internals(other.table).native.epoch())
     for module in (straight, other):
         train(module, 10, seed=1, ids=200)
     assert rows(other) == rows(straight)
@@ -258,7 +259,7 @@ class OnSsd(Shards):
     def __init__(self, rank: int, size: int, place: str) -> None:
         super().__init__(rank, size)
         for table in self._tables.values():
-            table.tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="4MiB", ssd_dir=place)
+            internals(table).tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="4MiB", ssd_dir=place)
 
 
 def save_and_restart(rank: int, size: int, path: str, place: str) -> list[Any]:
@@ -268,7 +269,7 @@ def save_and_restart(rank: int, size: int, path: str, place: str) -> list[Any]:
     assert report.linked_bytes > 0
     again = OnSsd(rank, size, f"{place}/again")
     Saver().load(again, path)
-    assert {table.native.step() for table in again.tables.values()} == {42}
+    assert {table.step() for table in again.tables.values()} == {42}
     assert sorted(again.contents()) == sorted(saved.contents())
     return sorted(again.contents())
 
@@ -297,7 +298,7 @@ def test_a_load_that_fails_half_way_leaves_tables_that_refuse_until_one_succeeds
     (tmp_path / "other").mkdir()
     other = make_bag(tiers=tiers("ssd", tmp_path / "other"))
     train(other, seed=4)
-    adopt = type(other.table).adopt
+    adopt = type(internals(other.table)).adopt
 
     def fail(self: Any, *given: Any) -> bool:
         path = segments(root)[0]
@@ -308,7 +309,7 @@ def test_a_load_that_fails_half_way_leaves_tables_that_refuse_until_one_succeeds
             path.with_suffix(".away").rename(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(other.table), "adopt", fail)
+        patch.setattr(type(internals(other.table)), "adopt", fail)
         with pytest.raises(Exception, match="seg"):
             Saver(0).load(other, root)
     with pytest.raises(StateError, match="load one that is whole"):

@@ -15,6 +15,7 @@ from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
 from test_saver import root
 from torchrec_embcache import _native, optimizers
 from torchrec_embcache.blocks import writer
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import CorruptionError, StateError
 from torchrec_embcache.saver import Progress, Saver
 from torchrec_embcache.serialize import Loader
@@ -81,7 +82,7 @@ def test_a_load_whose_checkpoint_is_replaced_before_it_is_open_takes_the_next(
     saves.clear()
     with pytest.raises(CorruptionError, match="a checkpoint that is there"):
         Saver(0).load(other, root, checkpoint=report.checkpoint)
-    assert other.table.unusable is None
+    assert internals(other.table).unusable is None
 
 
 def save_again_and_again(say: Callable[[Any], None], path: str, times: int) -> None:
@@ -134,10 +135,10 @@ def test_a_table_whose_rows_cannot_be_read_while_blocks_are_loaded_over_them_ref
     def some_slots(info: Any) -> Any:
         return {to: {name: ["id", "embedding"] for name in sources} for to, sources in info.items()}
 
-    version = bag.table.native.version()
+    version = internals(bag.table).native.version()
     with pytest.raises(CorruptionError):
         Loader(str(tmp_path / "blocks"), {"item": bag}, filter_func=some_slots, strict=False).load()
-    assert bag.table.native.version() != version, "rows were loaded before"
+    assert internals(bag.table).native.version() != version, "rows were loaded before"
     with pytest.raises(StateError, match="did not succeed"):
         bag.read_rows(ids[:1])
     with pytest.raises(StateError, match="did not succeed"):

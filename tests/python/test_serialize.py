@@ -16,7 +16,7 @@ from tables import Contents, bucket_of, make_bag, random_batches, ssd_tiers, tra
 from torchrec_embcache import TierBudgets, initializers, optimizers
 from torchrec_embcache.blocks import reader, writer
 from torchrec_embcache.blocks.helpers import Helpers
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import (
     CapacityError,
@@ -59,7 +59,7 @@ def rows_of(*tables: CacheTable) -> dict[int, tuple[bytes, ...]]:
     """Every bit of every row of the shards of a table."""
     found: dict[int, tuple[bytes, ...]] = {}
     for table in tables:
-        for rows in table.native.export(50):
+        for rows in internals(table).native.export(50):
             known = rows.metadata
             columns = (rows.vectors, rows.scalars, known.count, known.last_step, known.score, known.modified_epoch)
             for n, row_id in enumerate(rows.ids.tolist()):
@@ -161,7 +161,7 @@ def test_any_number_of_shards_loads_what_any_number_saved(
         owned = [i for i in whole if begin <= bucket_of(i, table.total_num_buckets) < end]
         assert loaded.tables["item"] == len(owned) == len(table)
         assert torch.equal(dense, torch.arange(9))
-        assert table.native.step() == bag.table.native.step()
+        assert table.step() == bag.table.step()
     assert rows_of(*into) == whole
 
 
@@ -394,15 +394,15 @@ def test_until_every_shard_has_saved_the_checkpoint_before_is_loaded(path: Path)
     shards = [shard_of(rank, 2) for rank in range(2)]
     for shard in shards:
         Loader(str(path), {"item": shard}).load()
-        shard.native.set_step(99)
+        internals(shard).native.set_step(99)
     Saver(1, 2, path=str(path), hashtables={"item": shards[1]}).save()
     between = make_bag()
     Loader(str(path), {"item": between}).load()
-    assert between.table.native.step() == old.table.native.step()
+    assert between.table.step() == old.table.step()
     Saver(0, 2, path=str(path), hashtables={"item": shards[0]}).save()
     after = make_bag()
     Loader(str(path), {"item": after}).load()
-    assert after.table.native.step() == 99
+    assert after.table.step() == 99
     assert [entry.name for entry in path.iterdir() if entry.is_dir()] == [saved_folder(path).name]
 
 
@@ -410,14 +410,14 @@ def test_a_shard_that_was_killed_in_one_save_does_not_complete_it_with_the_rows_
     shards = [shard_of(rank, 2) for rank in range(2)]
     Saver(0, 2, path=str(path), hashtables={"item": shards[0]}).save()  # shard 1 was killed here
     for shard in shards:
-        shard.native.set_step(7)
+        internals(shard).native.set_step(7)
     Saver(1, 2, path=str(path), hashtables={"item": shards[1]}).save()
     with pytest.raises(PathError, match="no block-level checkpoint"):
         Loader(str(path), {"item": make_bag()}).load()
     Saver(0, 2, path=str(path), hashtables={"item": shards[0]}).save()
     bag = make_bag()
     Loader(str(path), {"item": bag}).load()
-    assert bag.table.native.step() == 7
+    assert bag.table.step() == 7
     assert len([entry for entry in path.iterdir() if entry.is_dir()]) == 1  # what was left is swept
 
 

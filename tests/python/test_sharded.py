@@ -37,6 +37,7 @@ from torchrec_embcache import (
     flush,
     initializers,
 )
+from torchrec_embcache.cache import internals
 from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StateError, UnsupportedError
 from torchrec_models import (
@@ -352,13 +353,13 @@ def _handed_over(rank: int, world: int, world_shardings: Any) -> Any:
     apply_optimizer_in_backward(ROWWISE[0], model.table_parameters(), ROWWISE[1])
     train(model, batches(2))  # the same global batches on every rank
     before = rows_of(model)
-    steps = {name: table.native.step() for name, table in model.bags.tables.items()}
+    steps = {name: table.step() for name, table in model.bags.tables.items()}
     old = model.bags
     model = sharded(model, world_shardings)
     after = rows_of(model)
     with pytest.raises(StateError, match="was sharded"):
         old(next(iter(batches(1))).features)
-    kept = all(table.native.step() == steps[name] for name, table in cache_modules(model)["bags"].tables.items())
+    kept = all(table.step() == steps[name] for name, table in cache_modules(model)["bags"].tables.items())
     return before, after, kept, train(model, batches(1, rank, world))
 
 
@@ -457,7 +458,7 @@ def _resumed(rank: int, world: int, folder: str) -> Any:
     train(model, iter(steps[2:]))
     for module in cache_modules(model).values():
         for table in module.tables.values():
-            table.native.close()  # like a kill, without a flush
+            internals(table).native.close()  # like a kill, without a flush
     del model
     again = Model(Settings(tiers=TierBudgets(host_bytes="256KiB", ssd_bytes="32MiB", ssd_dir=folder, reopen="resume")))
     again = sharded(again, MIXED, FUSED)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tables import Contents, make_bag, ssd_tiers, step
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers, publish
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import EmbCacheError, StateError
 
 VERSION_1 = Path(__file__).parent.parent / "fixtures" / "v1" / "ssd_tier"
@@ -38,7 +39,7 @@ def test_a_flush_follows_another_that_left_no_state_though_the_clock_went_back(t
         last = max(bag.table.published())
         # This is as where room is short, when states are given up.
         for token in bag.table.published():
-            bag.table.native.forget_published(token)
+            internals(bag.table).native.forget_published(token)
         monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
         monkeypatch.setattr(time, "time", lambda: now / 1e9 - 3600)
         step(bag, [[3, 4]])
@@ -77,7 +78,7 @@ def test_threads_that_flush_one_table_or_its_model_take_turns(tmp_path):
     flush(model)
     held = [Contents.of(bag) for bag in model]
     for bag in model:
-        bag.table.native.close()  # like a kill: nothing is flushed
+        internals(bag.table).native.close()  # like a kill: nothing is flushed
     model = model_in(tmp_path / "ssd", reopen="resume")
     assert [Contents.of(bag) for bag in model] == held
     close(model)

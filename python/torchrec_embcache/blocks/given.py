@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.exceptions import InputError, UnsupportedError
 from torchrec_embcache.nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
+from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
 
 from .schema import DTYPES
@@ -67,15 +68,15 @@ def table_names(modules: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def tables_of(modules: Mapping[str, Any]) -> dict[str, CacheTable]:
+def tables_of(modules: Mapping[str, Any]) -> dict[str, TableShard]:
     """The tables of this shard, opened, by the names of their blocks."""
-    tables: list[CacheTable] = []
+    tables: list[TableShard] = []
     for value in modules.values():
         if isinstance(value, CacheTable):
-            tables.append(value)
+            tables.append(internals(value))
         else:
             value.settle()
-            tables += value.tables.values()
+            tables += map(internals, value.tables.values())
     for table in tables:
         table.open()
     return dict(zip(table_names(modules), tables, strict=True))

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError
 from torchrec_embcache.paths import given_path, open_to_load
 from torchrec_embcache.sessions.load import TablesUnderLoad
+from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.under_way import refuse_in_own_save
 
 from .given import checked_modules, checked_tensors, refuse_twice, table_names, tables_of
@@ -32,7 +32,7 @@ _log = logging.getLogger("torchrec_embcache.serialize")
 # Destination to {source: slots}. Of a table the slots are names such as "id", "embedding", "sum"; a dense tensor has none.
 LoadInfo = dict[str, dict[str, list[str]]]
 # A table, and what of which of the checkpoint's goes into it; a tensor and the checkpoint's.
-_Plan = list[tuple[CacheTable, list[tuple[SavedTable, list[str]]]]]
+_Plan = list[tuple[TableShard, list[tuple[SavedTable, list[str]]]]]
 _DensePlan = list[tuple[Tensor, SavedTensor]]
 # Rows of one call of the core: more at once are refused where they might not fit, and these only where they do not.
 ROWS_AT_ONCE = 4096
@@ -213,7 +213,7 @@ def _compare(
     return sorted(set(missing)), sorted((saved.tables.keys() | saved.tensors.keys()) - given)
 
 
-def _check_fits(table: CacheTable, source: SavedTable, slots: list[str], where: str) -> None:
+def _check_fits(table: TableShard, source: SavedTable, slots: list[str], where: str) -> None:
     mine = slots_of(table)
     for slot, entry in source.slots.items():
         if slot in slots and (entry.dtype, entry.shape) != (mine[slot].dtype, mine[slot].shape):
@@ -230,7 +230,7 @@ def _check_fits(table: CacheTable, source: SavedTable, slots: list[str], where: 
 class _Into:
     """A table under load, with its step and epoch before."""
 
-    table: CacheTable
+    table: TableShard
     step: int
     epoch: int
     # Without the optimizer's slots it keeps its step, by which Adam corrects them.

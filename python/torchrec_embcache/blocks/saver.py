@@ -7,13 +7,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.collective import all_gather, is_distributed, together
 from torchrec_embcache.config import check_int
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.paths import Directory, given_path, open_to_save
 from torchrec_embcache.sessions.blocks import BlockSession
 from torchrec_embcache.sessions.ranks import AllRanks
+from torchrec_embcache.table_shard import TableShard
 
 from .given import checked_modules, checked_tensors, refuse_twice, table_names, tables_of
 from .schema import DTYPES, ID, WriteBlock, slots_of
@@ -124,4 +124,4 @@ class BlockSaver:
 
 
 def _steps(blocks: list[WriteBlock]) -> dict[str, int]:
-    return {block.name: block.source.native.step() for block in blocks if isinstance(block.source, CacheTable)}
+    return {block.name: block.source.native.step() for block in blocks if isinstance(block.source, TableShard)}

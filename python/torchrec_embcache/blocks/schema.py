@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_embcache import _native
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.table_shard import TableShard
 
 __all__ = [
     "DTYPES",
@@ -59,7 +59,7 @@ class WriteBlock:
     slot: str | None
     dtype: str
     shape: tuple[int, ...]
-    source: CacheTable | Tensor = field(repr=False, compare=False)
+    source: TableShard | Tensor = field(repr=False, compare=False)
 
     @property
     def dense(self) -> bool:
@@ -85,7 +85,7 @@ class Column:
         return math.prod(self.shape) * np.dtype(NUMPY_TYPES[self.dtype]).itemsize
 
 
-def slots_of(table: CacheTable) -> dict[str, Column]:
+def slots_of(table: TableShard) -> dict[str, Column]:
     """The columns of a table by slot, ids first."""
     spec = table.spec
     columns = {ID: Column("I64", ()), WEIGHTS: Column("F32", (table.dim,))}
@@ -95,7 +95,7 @@ def slots_of(table: CacheTable) -> dict[str, Column]:
     return columns | {name: Column(dtype, ()) for name, dtype in metadata.items()}
 
 
-def columns_of(table: CacheTable, rows: _native.RowBlock) -> Columns:
+def columns_of(table: TableShard, rows: _native.RowBlock) -> Columns:
     """Rows as the core gives and takes them, by slot; views."""
     ids, vectors, scalars, metadata = rows.ids, rows.vectors, rows.scalars, rows.metadata
     spec = table.spec
@@ -123,7 +123,7 @@ def metadata_of(rows: _native.RowBlock, part: slice) -> _native.RowMetadata:
     return _native.RowMetadata(known.count[part], known.last_step[part], known.score[part], known.modified_epoch[part])
 
 
-def empty_rows(table: CacheTable, count: int) -> _native.RowBlock:
+def empty_rows(table: TableShard, count: int) -> _native.RowBlock:
     """Rows of zeros, to be filled by way of `columns_of`."""
     zeros: Any = np.zeros
     return _native.RowBlock(

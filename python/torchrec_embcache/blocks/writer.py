@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_embcache import _native
-from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import StateError
 from torchrec_embcache.sessions.blocks import BlockSession
+from torchrec_embcache.table_shard import TableShard
 
 from .helpers import Helpers
 from .schema import WriteBlock, columns_of, slots_of
@@ -73,7 +73,7 @@ class _ShardWriter:
     def _write_table(self, name: str) -> _native.WrittenTable:
         blocks = [(number, block) for number, block in self._blocks if block.name == name and not block.dense]
         table = blocks[0][1].source
-        assert isinstance(table, CacheTable)
+        assert isinstance(table, TableShard)
         native, total = table.native, blocks[0][1].shape[0]
         row_bytes = sum(column.bytes for column in slots_of(table).values())
         step, begin, end = native.step(), *table.buckets

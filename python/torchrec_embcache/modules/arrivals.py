@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.fused import EmptyFusedOptimizer
 
-from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.exceptions import ConfigError, InputError, UnsupportedError
+from torchrec_embcache.table_shard import TableShard
 
 __all__ = ["TrainedBy", "import_torchrec", "trained_by"]
 
@@ -98,7 +98,7 @@ def _numbers(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dic
     return numbers
 
 
-def import_torchrec(table: CacheTable, weight: Tensor, by: TrainedBy | None) -> None:
+def import_torchrec(table: TableShard, weight: Tensor, by: TrainedBy | None) -> None:
     """Rows 0 to N - 1 of a table from TorchRec's `weight` [N, D], some at a time, with the slots that `by` has."""
     if weight.dtype != torch.float32:
         raise UnsupportedError(f"table {table.name!r} has {weight.dtype} weights: rows are float32, convert it first")

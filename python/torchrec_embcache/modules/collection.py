@@ -12,12 +12,13 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.collective import is_distributed, world_size
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.state_dicts import check_rows_are_here
+from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
 
 from .arrivals import import_torchrec, trained_by
@@ -185,9 +186,9 @@ class CacheCollection(CacheModule, FusedOptimizerModule):
         tables.take_rows(self._tables.hand_over())
         return tables
 
-    def tables_by_key(self, prefix: str) -> dict[str, CacheTable]:
+    def tables_by_key(self, prefix: str) -> dict[str, TableShard]:
         """The tables by the keys that their weights have in a state dict."""
-        return {f"{prefix}{self._prefix}.{name}.weight": table for name, table in self._tables.items()}
+        return {f"{prefix}{self._prefix}.{name}.weight": internals(table) for name, table in self._tables.items()}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
         check_rows_are_here(state_dict, self.tables_by_key(prefix), strict=strict)
@@ -216,7 +217,7 @@ class CacheCollection(CacheModule, FusedOptimizerModule):
 
     def planned_rows(self, name: str) -> int:
         """How many rows the planner prices a table at: those that fit its budgets in RAM, at most `num_embeddings`."""
-        table = self._tables[name]
+        table = internals(self._tables[name])
         config = next(config for config in self._configs if config.name == name)
         budget = table.tiers.host + table.tiers.device
         rows: int = min(config.num_embeddings, budget // (4 * table.spec.record_floats(table.dim)))
@@ -258,7 +259,7 @@ class CacheCollection(CacheModule, FusedOptimizerModule):
                 by.mark(weight)
         self.settle()
         for name, table in self._tables.items():
-            import_torchrec(table, sources[name].detach(), trained[name])
+            import_torchrec(internals(table), sources[name].detach(), trained[name])
 
 
 def _files_name(name: str) -> str:

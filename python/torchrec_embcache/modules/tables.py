@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torchrec.optim.fused import EmptyFusedOptimizer
 
-from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.config import TierBudgets, Unseen, bucket_range
 from torchrec_embcache.exceptions import ConfigError, EmbCacheWarning, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
 from torchrec_embcache.state_dicts import note_rows
+from torchrec_embcache.table_shard import TableShard
 
 from .configs import CacheConfig, num_buckets, table_initializer
 from .optimizer import TableOptimizer
@@ -165,6 +166,10 @@ class ModuleTables(Mapping[str, CacheTable]):
     def __len__(self) -> int:
         return len(self._tables)
 
+    def shard(self, name: str) -> TableShard | None:
+        """This rank's shard of a table, as the modules work with it; None where the rank has none."""
+        return internals(self._tables[name]) if name in self._tables else None
+
     @property
     def untrainable(self) -> list[str]:
         """Tables that have no optimizer."""
@@ -173,12 +178,12 @@ class ModuleTables(Mapping[str, CacheTable]):
     def set_optimizer(self, name: str, spec: OptimizerSpec) -> None:
         """Give a table its optimizer. Rows that were imported before keep their weights; their slots start at zero."""
         table = self._tables[name]
-        if not table.is_open or table.spec.kind == spec.kind or len(table) == 0:
+        if not table.is_open or internals(table).spec.kind == spec.kind or len(table) == 0:
             table.optimizer = spec
             return
         # Without optimizer nothing is trained, so these rows came in by import and fit in memory.
         chunks = [(chunk.ids, chunk.weights) for chunk in table.export()]
-        table.native.clear()
+        internals(table).native.clear()
         table.optimizer = spec
         for ids, weights in chunks:
             table.import_rows(ids, weights)
@@ -203,9 +208,9 @@ class ModuleTables(Mapping[str, CacheTable]):
                 if optimizer is not None:
                     self.set_optimizer(name, optimizer)
                 continue
-            same_slots = table.spec.kind == target.spec.kind
+            same_slots = internals(table).spec.kind == internals(target).spec.kind
             for chunk in table.export():
-                mine = _in_buckets(chunk.ids, target)
+                mine = torch.from_numpy(internals(target).owns(chunk.ids.numpy()))
                 slots = {slot: values[mine] for slot, values in chunk.slots.items()} if same_slots else None
                 metadata = type(chunk.metadata)(
                     **{
@@ -215,7 +220,7 @@ class ModuleTables(Mapping[str, CacheTable]):
                 )
                 target.import_rows(chunk.ids[mine], chunk.weights[mine], slots, metadata)
             if same_slots:
-                target.native.set_step(table.native.step())
+                internals(target).native.set_step(table.step())
             table.close()
 
     def optimizer(self, prefix: str, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> TableOptimizer:
@@ -239,7 +244,7 @@ class ModuleTables(Mapping[str, CacheTable]):
             return [optimizer.groups[name] for name in names]
 
         features = [place for place, config in enumerate(configs) for _ in config.feature_names]
-        tables = [self._tables[name] for name in names]
+        tables = [internals(self._tables[name]) for name in names]
         return LookupGroup(tables, features, param_groups, unseen=self.unseen, after_backward=after_backward)
 
     def flush_schedule(self, *, collective: bool) -> FlushSchedule:
@@ -289,8 +294,3 @@ def _note_rows(module: Any, state: Any, prefix: str, metadata: Any) -> None:
 def tables_text(tables: Mapping[str, CacheTable], groups: Mapping[str, Mapping[str, Any]]) -> str:
     """A line for each table, for `print(module)`; `groups` has the optimizers' numbers as they are now, by table."""
     return "\n".join(f"  {table.describe(groups.get(name))}" for name, table in tables.items())
-
-
-def _in_buckets(ids: torch.Tensor, table: CacheTable) -> torch.Tensor:
-    """Which of `ids` [n] fall into the table's buckets: bool [n]."""
-    return torch.from_numpy(table.owns(ids.numpy()))

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from torchrec_embcache import _native
-from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.collective import is_distributed
 from torchrec_embcache.exceptions import CorruptionError, EmbCacheError, MismatchError, StateError
 from torchrec_embcache.optimizers import check_saved_optimizer
@@ -18,6 +17,7 @@ from torchrec_embcache.progress import Tracker
 from torchrec_embcache.reports import LoadReport
 from torchrec_embcache.shards import Shard
 from torchrec_embcache.table_names import Pair, check_names, check_rows, shown, sources_of
+from torchrec_embcache.table_shard import TableShard
 
 from .ranks import Ranks
 from .save import RankPart
@@ -39,7 +39,7 @@ class TablesUnderLoad:
     their rows together, and an error that all raise leaves the tables of all refusing use.
     """
 
-    def __init__(self, tables: Iterable[CacheTable], reason: str, *, by_all_ranks: bool = False) -> None:
+    def __init__(self, tables: Iterable[TableShard], reason: str, *, by_all_ranks: bool = False) -> None:
         self._reason, self._by_all_ranks = reason, by_all_ranks and is_distributed()
         self._before = [(table, table.unusable, table.native, table.native.version()) for table in tables]
 
@@ -204,7 +204,7 @@ class LoadSession:
                 "leave model out, or give the one that was saved"
             )
 
-    def _check_table(self, module_path: str, table: CacheTable, source: Pair) -> int:
+    def _check_table(self, module_path: str, table: TableShard, source: Pair) -> int:
         saved = self._saved[source]
         buckets = table.buckets_of(saved.total_num_buckets)
         if self._slots:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torchrec_embcache import _native
-from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.collective import Group, together
 from torchrec_embcache.paths import Directory
 from torchrec_embcache.progress import ProgressWanted, Tracker
@@ -13,6 +12,7 @@ from torchrec_embcache.reports import SaveReport
 from torchrec_embcache.saving import SavePlan
 from torchrec_embcache.shards import numbers_of
 from torchrec_embcache.table_names import shown
+from torchrec_embcache.table_shard import TableShard
 
 from .ranks import GroupRanks, Ranks
 from .save import RankPart, SaveSession
@@ -32,7 +32,7 @@ class HeldTables:
         directory: Directory,
         name: str,
         ranks: Ranks,
-        tables: Sequence[tuple[CacheTable, _native.TableToSave]],
+        tables: Sequence[tuple[TableShard, _native.TableToSave]],
         next_epoch: int,
         max_bytes_per_second: int | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class HeldTables:
             self._forget()
             raise
 
-    def write(self, tell: Callable[[CacheTable, int | None], object] = lambda _table, _rows: None) -> RankPart:
+    def write(self, tell: Callable[[TableShard, int | None], object] = lambda _table, _rows: None) -> RankPart:
         """Write and sync the rows. `tell` is called with each table before it is written (None) and after, with its rows."""
         rows = tombstones = 0
         try:
@@ -149,7 +149,7 @@ class MomentSession:
         names = {table: shown((module_path, table.name)) for module_path, _, table in self._plan.shards}
         with self._tracker as tracker:
 
-            def tell(table: CacheTable, rows: int | None) -> None:
+            def tell(table: TableShard, rows: int | None) -> None:
                 if rows is None:
                     tracker.table(names[table])
                 else:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torchrec_embcache import _native
-from torchrec_embcache.cache import CacheTable
 from torchrec_embcache.paths import Directory
+from torchrec_embcache.table_shard import TableShard
 
 from .begun import Begun
 from .ranks import Ranks
@@ -88,7 +88,7 @@ class SaveSession(Begun[_native.CheckpointSave]):
         self.parts = [RankPart(begun.adopt(rank, len(parts), list(of_rank))) for rank, of_rank in enumerate(parts)]
         begun.write_dense_metadata(dense_metadata)
 
-    def publish(self, next_epoch: int, tables: Iterable[CacheTable] = ()) -> _native.CheckpointId:
+    def publish(self, next_epoch: int, tables: Iterable[TableShard] = ()) -> _native.CheckpointId:
         """Make the checkpoint the newest one; what it is known by. Collective.
 
         Once it is published on all ranks, rows of `tables` that are trained carry `next_epoch`, and deltas can build on it (not on

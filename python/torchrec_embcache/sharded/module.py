@@ -13,7 +13,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.buckets import BucketHash
-from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values
+from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values, internals
 from torchrec_embcache.collective import all_gather, raise_on_every_rank
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
@@ -29,6 +29,7 @@ from torchrec_embcache.modules.tables import (
 )
 from torchrec_embcache.owners import import_on_owners
 from torchrec_embcache.state_dicts import check_rows_are_here
+from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
 
 from .lookup import CacheLookup, PlannedFeatures
@@ -173,7 +174,7 @@ class ShardedCacheModule(CacheModule):
         """
         if table not in self._configs:
             raise InputError(f"{self._owner} has no table {table!r}: give one of {', '.join(self._configs)}")
-        import_on_owners(table, self._cache.get(table), ids, weights, slots, metadata)
+        import_on_owners(table, self._cache.shard(table), ids, weights, slots, metadata)
 
     def hyperparameters(self, table: str) -> dict[str, Any]:
         """The numbers of the table's param group, such as `lr`, as training uses them now."""
@@ -258,12 +259,12 @@ class ShardedCacheModule(CacheModule):
 
     def _agree_on_steps(self) -> None:
         """Count a backward that failed on some ranks as a step of all: a table whose ranks count differently could not be saved."""
-        mine = {name: table.native.step() for name, table in self._cache.items() if table.is_open}
+        mine = {name: table.step() for name, table in self._cache.items() if table.is_open}
         for steps in all_gather(mine, self._env.process_group):
             for name, step in steps.items():
                 if name in mine and step > mine[name]:
                     mine[name] = step
-                    self._cache[name].native.set_step(step)
+                    internals(self._cache[name]).native.set_step(step)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise StateError(
@@ -279,9 +280,9 @@ class ShardedCacheModule(CacheModule):
     def reset_parameters(self) -> None:
         """Do nothing. A row is born when it is first looked up."""
 
-    def tables_by_key(self, prefix: str) -> dict[str, CacheTable]:
+    def tables_by_key(self, prefix: str) -> dict[str, TableShard]:
         """This rank's tables by the keys that their weights have in a state dict."""
-        return {f"{prefix}{self._prefix}.{name}.weight": table for name, table in self._cache.items()}
+        return {f"{prefix}{self._prefix}.{name}.weight": internals(table) for name, table in self._cache.items()}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any) -> None:
         if self._built:

@@ -1,0 +1,160 @@
+"""What a table is made with, checked before anything is made."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from . import _native
+from .buckets import DEFAULT_BUCKET_HASH, BucketHash
+from .config import (
+    MAX_NUM_BUCKETS,
+    OnFull,
+    Policy,
+    TierBudgets,
+    bucket_range,
+    check_choice,
+    check_int,
+    check_name,
+)
+from .exceptions import ConfigError
+from .initializers import Initializer
+from .optimizers import OptimizerSpec
+
+__all__ = ["TableSettings", "check_device_memory", "check_optimizer", "device_rows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns."""
+
+    name: str
+    module: str
+    dim: int
+    tiers: TierBudgets
+    initializer: Initializer
+    seed: int
+    policy: Policy
+    on_full: OnFull
+    total_num_buckets: int
+    bucket_hash: BucketHash
+    buckets: tuple[int, int]
+    rank: int
+    world_size: int
+    device: torch.device
+    key: int | None
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        name: str,
+        dim: int,
+        tiers: TierBudgets,
+        initializer: Initializer,
+        seed: int,
+        module: str | None,
+        policy: Policy,
+        on_full: OnFull,
+        total_num_buckets: int,
+        buckets: tuple[int, int] | None,
+        rank: int,
+        world_size: int,
+        device: torch.device | str,
+        key: int | None,
+    ) -> Self:
+        """The settings as `CacheTable` takes them. `ConfigError` for a value that is out of range or of another type."""
+        name = check_name("name", name)
+        module = check_name("module", module if module is not None else name)
+        dim = check_int("embedding_dim", dim, 1, 65_536)
+        seed = check_int("seed", seed, 0, (1 << 64) - 1)
+        world_size = check_int("world_size", world_size, 1, 1 << 20)
+        rank = check_int("rank", rank, 0, world_size - 1)
+        total_num_buckets = check_int("total_num_buckets", total_num_buckets, 1, MAX_NUM_BUCKETS)
+        begin, end = buckets if buckets is not None else bucket_range(rank, world_size, total_num_buckets)
+        if not 0 <= begin <= end <= total_num_buckets:
+            raise ConfigError(f"buckets={buckets!r} is no range of the {total_num_buckets} buckets: give (begin, end)")
+        if not isinstance(tiers, TierBudgets):
+            raise ConfigError(f"tiers={tiers!r} is not TierBudgets: give TierBudgets(host_bytes=...)")
+        if not isinstance(initializer, Initializer):
+            raise ConfigError(f"initializer={initializer!r} is not known: use one of torchrec_embcache.initializers")
+        check_choice("policy", policy, Policy)
+        check_choice("on_full", on_full, OnFull)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as cause:
+            raise ConfigError(f"device={device!r} is not a device: give one such as 'cpu' or 'cuda:0'") from cause
+        return cls(
+            name=name,
+            module=module,
+            dim=dim,
+            tiers=tiers,
+            initializer=initializer,
+            seed=seed,
+            policy=policy,
+            on_full=on_full,
+            total_num_buckets=total_num_buckets,
+            bucket_hash=DEFAULT_BUCKET_HASH,
+            buckets=(begin, end),
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            key=key,
+        )
+
+    def on_a_device_that_works(self) -> Self:
+        """The settings with the number of the device, where `device` is "cuda" alone. `ConfigError` where it cannot be used."""
+        try:
+            return replace(self, device=torch.empty(0, device=self.device).device)
+        except (RuntimeError, AssertionError) as cause:
+            raise ConfigError(f"device={str(self.device)!r} cannot be used: {cause}") from cause
+
+
+def device_rows(settings: TableSettings, spec: OptimizerSpec) -> int | None:
+    """How many rows fit the device tier; None where there is none. `ConfigError` for a budget that has no room for one row."""
+    tiers = settings.tiers
+    row_bytes = _native.row_bytes(settings.dim, spec.kind, settings.policy)
+    for field, budget, row in (
+        ("host_bytes", tiers.host, row_bytes.host),
+        ("device_bytes", tiers.device, row_bytes.device),
+        ("ssd_bytes", tiers.ssd, spec.record_floats(settings.dim) * 4),
+    ):
+        if budget < row and (budget or field == "host_bytes"):
+            raise ConfigError(
+                f"TierBudgets.{field}={budget} is too small for one row of table {settings.name!r}: {row} bytes at least"
+            )
+    if settings.device.type != "cpu" and not tiers.device:
+        raise ConfigError(
+            f"TierBudgets.device_bytes=0 on {settings.device}: give the device tier of table {settings.name!r} a budget"
+        )
+    return min(tiers.device // row_bytes.device, (1 << 31) - 1) if tiers.device else None
+
+
+def check_device_memory(settings: TableSettings, spec: OptimizerSpec, rows: int) -> None:
+    """`ConfigError` where the `rows` of a device tier are more than all memory of the device.
+
+    The system may promise such memory all the same, and end the process when it is used.
+    """
+    device = settings.device
+    if device.type == "cuda":
+        memory = int(torch.cuda.mem_get_info(device)[1])
+    elif device.type == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    wanted = rows * spec.record_floats(settings.dim) * 4
+    if wanted > memory:
+        raise ConfigError(
+            f"TierBudgets.device_bytes={settings.tiers.device} of table {settings.name!r} takes {wanted} bytes on {device}, "
+            f"which has {memory}: give less"
+        )
+
+
+def check_optimizer(optimizer: object) -> OptimizerSpec | None:
+    """`optimizer` if it is one, or None. `ConfigError` for anything else."""
+    if not isinstance(optimizer, OptimizerSpec | None):
+        raise ConfigError(f"optimizer={optimizer!r} is not known: use one of torchrec_embcache.optimizers")
+    return optimizer

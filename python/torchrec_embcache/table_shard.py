@@ -1,0 +1,434 @@
+"""One shard of a table, as the modules of this package work with it. Users have it as `CacheTable`.
+
+Shapes: n rows, D the table's width, V = D * (1 + vector slots) floats of a row's vector part, weights first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import _native, disk, lifetime, publish
+from .buckets import BucketHash, buckets_of
+from .collective import world_size as ranks_of_process
+from .config import Reopen, bucket_range, check_int
+from .exceptions import HostMemoryError, InputError, StateError
+from .kernels import DeviceTier
+from .metrics import TableStats
+from .optimizers import SGD, OptimizerSpec
+from .owners import import_on_owners
+from .resuming import StateToResume, state_to_resume, warn_of_lost_state
+from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, row_ids, row_vectors
+from .table_settings import TableSettings, check_device_memory, check_optimizer, device_rows
+from .under_way import refuse_in_own_save
+
+__all__ = ["TableShard"]
+
+# Named after the module that users know.
+_log = logging.getLogger(f"{__package__}.cache")
+
+
+class TableShard:
+    """One shard of a table: its settings, its tiers and its rows. It is opened at its first use, or by `open`."""
+
+    def __init__(self, settings: TableSettings, optimizer: OptimizerSpec | None) -> None:
+        """Check what `TableSettings` does not. Raises `ConfigError`, `PathError` or `StoragePermissionError`; writes nothing."""
+        self._closed = False
+        self._tier: DeviceTier | None = None
+        self._native: _native.Table | None = None
+        self._optimizer = check_optimizer(optimizer)
+        self.device_rows = device_rows(settings, self.spec)
+        settings = settings.on_a_device_that_works()
+        self.settings = settings
+        self.name, self.module, self.dim = settings.name, settings.module, settings.dim
+        self.tiers, self.device = settings.tiers, settings.device
+        self.rank, self.world_size, self.seed = settings.rank, settings.world_size, settings.seed
+        self.policy, self.on_full = settings.policy, settings.on_full
+        # A load may replace these four. Of a table that is resumed or loaded its files say how ids fall into buckets.
+        self.key = settings.key
+        self.total_num_buckets, self.bucket_hash = settings.total_num_buckets, settings.bucket_hash
+        self.buckets = settings.buckets
+        # What tells these contents from those before a load replaced them, and the step that a load found.
+        self.contents = secrets.token_hex(8)
+        self.past_contents: set[str] = set()
+        self.loaded_step = 0
+        # The version of the rows that a resume finds. None: it finds other rows, or none.
+        self._flushed: int | None = None
+        self._supersedes = False
+        self._opened_by = 0
+        self._opened_among_ranks = False
+        # Held from the choice of a flush's token until its state is published.
+        self.flushing = threading.RLock()
+        self._discard = False
+        self._unusable: str | None = None
+        if self.directory is not None:
+            _native.check_ssd_dir(str(self.tiers.ssd_dir))
+
+    # ---- settings
+
+    @property
+    def optimizer(self) -> OptimizerSpec | None:
+        """The optimizer whose slots the rows carry; None until one is set. It is fixed once the table has rows."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: OptimizerSpec) -> None:
+        spec = check_optimizer(optimizer)
+        if self._native is not None and spec is not None and spec.kind != self.spec.kind:
+            if len(self._native):
+                raise StateError(
+                    f"table {self.name!r} has rows with the slots of {self.spec.given_as}: set {spec.given_as} before it has any"
+                )
+            refuse_in_own_save(self, "set the optimizer")
+            self._discard = True  # the files of the empty table that was just opened
+            self._native.close()
+            self._native = self._tier = None
+        self._optimizer = spec
+        self.device_rows = device_rows(self.settings, self.spec)
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The optimizer, or one without slots where none is set."""
+        return self._optimizer if self._optimizer is not None else SGD()
+
+    @property
+    def directory(self) -> str | None:
+        """The SSD tier's directory of this shard; None without an SSD tier."""
+        if not self.tiers.ssd:
+            return None
+        return _native.table_dir(str(self.tiers.ssd_dir), self.module, self.name, self.rank, self.world_size)
+
+    def buckets_of(self, total_num_buckets: int) -> tuple[int, int]:
+        """The buckets [begin, end) that this shard owns where there are `total_num_buckets`: all, if it owns all now."""
+        if self.buckets == (0, self.total_num_buckets):
+            return 0, total_num_buckets
+        return bucket_range(self.rank, self.world_size, total_num_buckets)
+
+    def owns(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `ids` [n] fall into the buckets of this shard: bool [n]."""
+        begin, end = self.buckets
+        buckets = buckets_of(ids, self.total_num_buckets, self.bucket_hash)
+        return (buckets >= begin) & (buckets < end)
+
+    # ---- opening
+
+    @property
+    def native(self) -> _native.Table:
+        """The core's table, which is opened if it is not."""
+        if self._native is None:
+            self.open()
+        assert self._native is not None, "open() sets it or raises"
+        return self._native
+
+    @property
+    def native_or_none(self) -> _native.Table | None:
+        """The core's table, if it is open."""
+        return self._native
+
+    @property
+    def tier(self) -> DeviceTier | None:
+        """The device tier's tensors; None where kernels run on the host tier's rows in place. Opens the table."""
+        self.open()
+        return self._tier
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tiers are open."""
+        return self._native is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, after which it cannot be used again."""
+        return self._closed
+
+    def open(self, resume_token: int | None = None, segments: _native.SnapshotSegments | None = None) -> None:
+        """Open the tiers; harmless twice. `segments` become the contents, in place of whatever is in the directory.
+
+        `resume_token` names the state to resume; by default it is the newest complete one.
+        """
+        if self._closed:
+            raise StateError(f"table {self.name!r} is closed: make a new module to use it again")
+        # An adoption that was interrupted may have closed the core's table: then it is opened again.
+        if self._native is not None and not (self._discard and self._native.is_closed()):
+            return
+        directory = self.directory
+        reopen: Reopen | None = "discard" if self._discard else self.tiers.reopen
+        state = state_to_resume(self, reopen, resume_token)
+        tier = self._made_tier()
+        native: _native.Table | None = None
+        try:
+            native = self._made_native(directory, reopen, state, tier, segments)
+            if self._unusable is not None:
+                native.set_unusable(self._unusable)
+            self.bucket_hash = native.bucket_hash
+            self._opened_by = os.getpid()
+            self._opened_among_ranks = self.world_size > 1 or ranks_of_process() > 1
+            self._flushed = native.version() if segments is None else None
+            # Both in one statement, so that an interrupt leaves the table open or not.
+            self._tier, self._native = tier, native
+        except BaseException:
+            # Closed here: an error that somebody keeps would hold the table, and with it the directory.
+            if native is not None and self._native is not native:
+                native.close()
+            raise
+        warn_of_lost_state(self, state)
+        if directory is not None:
+            lifetime.opened(self)
+        self._supersedes = disk.look_after(self, lifetime.open_tables(), resumed=state.token)
+
+    def _made_tier(self) -> DeviceTier | None:
+        if self.device_rows is None:
+            return None
+        spec = self.spec
+        check_device_memory(self.settings, spec, self.device_rows)
+        try:
+            return DeviceTier(self.dim, spec.vector_slots, spec.scalar_slot(), self.device_rows, self.device)
+        except RuntimeError as cause:
+            raise HostMemoryError(
+                f"TierBudgets.device_bytes={self.tiers.device} of table {self.name!r} cannot be had on {self.device}: give "
+                f"less, or free memory there ({cause})"
+            ) from cause
+
+    def _made_native(
+        self,
+        directory: str | None,
+        reopen: Reopen | None,
+        state: StateToResume,
+        tier: DeviceTier | None,
+        segments: _native.SnapshotSegments | None,
+    ) -> _native.Table:
+        return _native.Table(
+            name=self.name,
+            key=self.key,
+            dim=self.dim,
+            optimizer=self.spec.kind,
+            initializer=self.settings.initializer.native(),
+            seed=self.seed,
+            total_num_buckets=self.total_num_buckets,
+            bucket_hash=self.bucket_hash,
+            bucket_begin=self.buckets[0],
+            bucket_end=self.buckets[1],
+            host_bytes=self.tiers.host,
+            device_rows=self.device_rows,
+            device_gather=tier.gather if tier is not None else None,
+            ssd_dir=directory,
+            ssd_bytes=self.tiers.ssd,
+            reopen=reopen,
+            resume_token=state.token,
+            policy=self.policy,
+            on_full=self.on_full,
+            segments=segments,
+            unfinished=state.unfinished,
+            ssd_root=str(self.tiers.ssd_dir) if directory is not None else None,
+        )
+
+    # ---- what a load does
+
+    def set_unusable(self, reason: str | None) -> None:
+        """Refuse every use, with a `StateError` that gives the reason, until this is called with None."""
+        self._unusable = reason
+        if self._native is not None and not self._native.is_closed():
+            self._native.set_unusable(reason)
+
+    @property
+    def unusable(self) -> str | None:
+        """Why every use is refused; None where it is not."""
+        # What the core says is used: an interrupt may have come before it was told that a load has succeeded.
+        if self._native is not None and not self._native.is_closed():
+            return self._native.unusable()
+        return self._unusable
+
+    def refuse_unusable(self) -> None:
+        """`StateError` where every use is refused."""
+        reason = self.unusable
+        if reason is not None:
+            raise StateError(f"table {self.name!r} cannot be used: {reason}")
+
+    def adopt(
+        self,
+        total_num_buckets: int,
+        key: int,
+        bucket_hash: BucketHash,
+        segments: _native.SnapshotSegments | None = None,
+    ) -> bool:
+        """Take over the number of buckets, how ids fall into them, and the key of a checkpoint that is about to be loaded.
+
+        Where one of them differs, the table is made anew, without its rows. With `segments` it is made anew with the rows, step and
+        epoch of a linked checkpoint. Returns whether the buckets changed.
+        """
+        self.past_contents.add(self.contents)
+        self.contents = secrets.token_hex(8)
+        changed = (total_num_buckets, bucket_hash) != (self.total_num_buckets, self.bucket_hash)
+        if changed or key != self.native.key or segments is not None:
+            refuse_in_own_save(self, "load")
+            self._discard = True  # the rows of the table before
+            buckets = self.buckets_of(total_num_buckets)
+            self.native.close()
+            # In one statement: wherever an interrupt comes, `open` makes an empty table of the old settings or of the new ones.
+            settings = buckets, total_num_buckets, key, bucket_hash, None
+            self.buckets, self.total_num_buckets, self.key, self.bucket_hash, self._native = settings
+            self._tier = None
+            self.open(segments=segments)
+        return changed
+
+    # ---- rows
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self.native)
+
+    def step(self) -> int:
+        """Training steps so far."""
+        return self.native.step()
+
+    def stats(self) -> TableStats:
+        """The counters of the table and of its tiers."""
+        return TableStats.of(self.native.stats())
+
+    def export(self, chunk_rows: int = 65_536) -> RowExport:
+        """Every row of every tier; see `CacheTable.export`."""
+        stream = self.native.export(check_int("chunk_rows", chunk_rows, 1, 1 << 30))
+        return RowExport((RowChunk(*self._parts(block.ids, block)) for block in stream), self._no_rows)
+
+    def _no_rows(self) -> RowChunk:
+        found = self.read_rows(torch.empty(0, dtype=torch.int64))
+        return RowChunk(found.ids, found.weights, found.slots, found.metadata)
+
+    def read_rows(self, ids: Ids) -> FoundRows:
+        """The rows of `ids`; see `CacheTable.read_rows`."""
+        array = row_ids(ids, self.device)
+        rows = self.native.read_rows(array)
+        return FoundRows(*self._parts(array.copy(), rows), found=torch.from_numpy(rows.found))
+
+    def import_rows(
+        self,
+        ids: Ids,
+        weights: Values,
+        slots: Mapping[str, Values] | None = None,
+        metadata: RowMetadata | None = None,
+        *,
+        collective: bool = False,
+    ) -> None:
+        """Put rows into the table; see `CacheTable.import_rows`."""
+        if collective:
+            import_on_owners(self.name, self, ids, weights, slots, metadata)
+            return
+        self.refuse_unusable()
+        array = row_ids(ids, self.device)
+        if not isinstance(metadata, RowMetadata | None):
+            raise InputError(f"metadata is a {type(metadata).__name__}: give RowMetadata, or leave it out")
+        vectors, scalars = row_vectors(self.spec, self.dim, len(array), weights, slots)
+        self.native.import_rows(array, vectors, scalars, metadata.native(len(array)) if metadata is not None else None)
+
+    def remove_rows(self, ids: Ids) -> int:
+        """Forget the rows of `ids`; see `CacheTable.remove_rows`."""
+        return self.native.remove_rows(row_ids(ids, self.device))
+
+    def _parts(
+        self, ids: NDArray[np.int64], rows: _native.RowBlock | _native.FoundRows
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], RowMetadata]:
+        columns = torch.split(torch.from_numpy(rows.vectors), self.dim, 1)
+        spec = self.spec
+        slots = {name: part.contiguous() for name, part in zip(spec.slot_names, columns[1:], strict=False)}
+        if spec.scalar_slot():
+            slots[spec.slot_names[-1]] = torch.from_numpy(rows.scalars)
+        return torch.from_numpy(ids), columns[0].contiguous(), slots, RowMetadata.of(rows.metadata)
+
+    # ---- flushes, and the end
+
+    def published(self) -> list[int]:
+        """Tokens of the states that a resume can take, oldest first."""
+        directory = self.directory
+        return _native.Table.published(directory, str(self.tiers.ssd_dir)) if directory is not None else []
+
+    def known_tokens(self) -> list[int]:
+        """Tokens of the states in the directory, and that of the last one published or resumed, whose state may be gone."""
+        last = self.native.last_token()
+        return self.published() if last is None else [*self.published(), last]
+
+    @property
+    def ssd_bytes_held(self) -> int:
+        """Bytes of the files of the SSD tier."""
+        ssd = self.native.stats().ssd
+        return ssd.tier.bytes if ssd is not None else 0
+
+    @property
+    def of_several_ranks(self) -> bool:
+        """Whether it was opened in a process that is one of several ranks."""
+        return self._opened_among_ranks
+
+    @property
+    def has_unflushed_rows(self) -> bool:
+        """Whether it is open in this process with an SSD tier, and its rows changed since the last state that a resume finds."""
+        native = self._native
+        if native is None or self._closed or self._opened_by != os.getpid() or native.is_closed():
+            return False
+        return bool(self.tiers.ssd) and self.unusable is None and native.version() != self._flushed
+
+    def flush(self) -> None:
+        """Write every dirty row to the SSD tier and publish one state; see `CacheTable.flush`."""
+        self.refuse_unusable()
+        if self.directory is not None:
+            began = time.monotonic()
+            with self.flushing:
+                version = self.flush_as(None)
+            self.note_flushed(version)
+            _log.info("flushed %d rows of table %r in %.1f s", len(self), self.name, time.monotonic() - began)
+
+    def flush_as(self, token: int | None) -> int:
+        """Flush as the state named `token` (see `publish`); None is the next token of this table alone.
+
+        States that a flush of several tables left incomplete are forgotten. Returns the version of the rows that the state has, for
+        `note_flushed`.
+        """
+        for other in self.published():
+            try:
+                complete = publish.is_complete(str(self.tiers.ssd_dir), other)
+            except StateError:  # it is older than the state that was resumed, so that nobody needs it
+                complete = False
+            if not complete:
+                self.native.forget_published(other)
+        # Read before the flush: rows that are trained meanwhile may be in the state or not.
+        version = self.native.version()
+        self.native.flush(token)
+        return version
+
+    def note_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
+        """Note that a resume finds the rows of this version from now on; `by_all_ranks`: the rows of every rank."""
+        self._flushed = version
+        if self._supersedes:
+            self._supersedes = disk.remove_superseded(self, by_all_ranks=by_all_ranks)
+
+    def close(self) -> None:
+        """Flush and close; see `CacheTable.close`."""
+        native = self._native
+        if self._closed or native is None or native.is_closed():
+            self._closed = True
+            return
+        refuse_in_own_save(self, "close")
+        try:
+            # What a failed load left is no state to resume.
+            if self.unusable is None:
+                self.flush()
+            native.close()
+        except Exception:
+            native.close()
+            self._closed = True
+            raise
+        self._closed = True
+
+    def __del__(self) -> None:
+        # The constructor may have raised before there was anything to look after.
+        if getattr(self, "_native", None) is not None:
+            lifetime.dropped(self)
