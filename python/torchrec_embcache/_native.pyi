@@ -1,8 +1,9 @@
-"""The Rust core as Python sees it. Private: the public classes wrap it.
+"""The Rust core as Python sees it. It is private: the public classes wrap it.
 
-Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids, U distinct rows, V floats of a row's vector part
-(`dim * (1 + vector slots)`: weights first, then each vector slot), C columns of the pooled output. All arrays are C-contiguous numpy.
-Every method that can block releases the GIL. Errors are the classes of `torchrec_embcache.exceptions`.
+Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids, U distinct rows, D a table's width, V floats of a row's
+vector part (`D * (1 + vector slots)`: the weights first, then each vector slot), C columns of the pooled output, S slots of a device tier.
+All arrays are C-contiguous numpy arrays. Every method that can block releases the GIL. Errors are the classes of
+`torchrec_embcache.exceptions`.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,7 +114,7 @@ __version__: str  # of the package
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 
-# Reads rows of the device tier: cache slots int64 [n] -> (vectors float32 [n, V], scalars float32 [n], zeros where no scalar slot).
+# Reads rows of the device tier: from cache slots [n] to vectors [n, V] and scalars [n], which are zeros where rows have no scalar slot.
 DeviceGather = Callable[[I64], tuple[F32, F32]]
 BucketHash = Literal["splitmix64", "plain"]
 Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]
@@ -227,7 +228,7 @@ class Table:
         cls,
         *,
         name: str,
-        key: int | None,  # None: derived from the name
+        key: int | None,  # None: it is derived from the name
         dim: int,
         optimizer: Optimizer,
         initializer: RowInitializer,
@@ -241,13 +242,13 @@ class Table:
         device_gather: DeviceGather | None,
         ssd_dir: str | None,  # the table's own directory
         ssd_bytes: int,
-        reopen: Literal["resume", "discard", "auto"] | None,  # auto: resumes resume_token; starts anew where it is None
+        reopen: Literal["resume", "discard", "auto"] | None,  # "auto" resumes resume_token, and starts anew where that is None
         resume_token: int | None,
         policy: Policy,
         on_full: Literal["error", "evict"],
-        segments: SnapshotSegments | None = None,  # its contents, in place of whatever is in ssd_dir
-        unfinished: int | None = None,  # with reopen="auto": the newest state there that no flush of several tables completed
-        ssd_root: str | None = None,  # the user's directory, which is checked, and held as long as the table is open
+        segments: SnapshotSegments | None = None,  # become its contents, in place of whatever is in ssd_dir
+        unfinished: int | None = None,  # with reopen="auto": the newest state there, where no flush of several tables completed it
+        ssd_root: str | None = None,  # the user's directory, which is checked, and held open as long as the table is
     ) -> Table: ...
     name: str
     key: int
@@ -256,15 +257,15 @@ class Table:
     optimizer: str
     slot_names: list[str]
     vector_floats: int
-    def __len__(self) -> int: ...  # rows of the table: those born and not removed, all tiers
-    def version(self) -> int: ...  # changes with every change of the rows, not with moves between tiers
+    def __len__(self) -> int: ...  # rows of all tiers: those that were born and not removed
+    def version(self) -> int: ...  # changes with every change of a row, not when rows move between tiers
     def is_closed(self) -> bool: ...
     def step(self) -> int: ...  # training steps so far
     def set_step(self, step: int) -> None: ...
-    def advance_step(self) -> None: ...  # a backward without ids on this rank
-    def epoch(self) -> int: ...  # checkpoint epoch that rows trained now are marked with
+    def advance_step(self) -> None: ...  # counts a backward without ids on this rank
+    def epoch(self) -> int: ...  # the checkpoint epoch that rows trained now are marked with
     def set_epoch(self, epoch: int) -> None: ...
-    def ancestors(self) -> list[Ancestor]: ...  # checkpoints that a delta can build on, oldest first
+    def ancestors(self) -> list[Ancestor]: ...  # the checkpoints that a delta can build on, oldest first
     def saved_as(self, ancestor: Ancestor) -> None: ...  # once it is published on all ranks, or loaded
     def saved_beside(self, next_epoch: int, ancestor: Ancestor | None = None) -> None: ...  # as saved_as, of a CheckpointMoment's moment; None: its save failed
     def set_unusable(self, reason: str | None) -> None: ...  # refuse every use (StateError with the reason) until set to None
@@ -276,11 +277,11 @@ class Table:
     def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, metadata: RowMetadata | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
     def remove_rows(self, ids: I64) -> int: ...  # how many were there
     def clear(self) -> None: ...
-    def flush(self, token: int | None) -> None: ...  # write every dirty row down and publish one state; None: under the next even token
-    def last_token(self) -> int | None: ...  # of the last state that was flushed or resumed, whether or not it is still there
-    def published_given_up(self) -> bool: ...  # the states to resume were given up for space since the last flush
-    def is_read_only(self) -> bool: ...  # a write of the SSD tier failed: it only reads
-    def forget_published(self, token: int) -> None: ...  # nothing where no state has it
+    def flush(self, token: int | None) -> None: ...  # writes every dirty row down and publishes one state; None: under the next even token
+    def last_token(self) -> int | None: ...  # of the last state that was flushed or resumed, even where that is gone
+    def published_given_up(self) -> bool: ...  # whether the states to resume were given up for space since the last flush
+    def is_read_only(self) -> bool: ...  # whether a write of the SSD tier failed, so that it only reads
+    def forget_published(self, token: int) -> None: ...  # does nothing where no state has this token
     def close(self) -> None: ...  # stops background work; does not flush
     @staticmethod
     def remove_shard(ssd_dir: str, ssd_root: str | None = None) -> None: ...  # a table's own directory, with all in it; InUseError, StateError where other files lie there
@@ -292,14 +293,14 @@ Meta = tuple[NDArray[np.uint32], NDArray[np.uint64], F32, NDArray[np.uint32]]
 
 @final
 class Export:
-    """Streams every row as of its making; a step taken meanwhile ends it with StateError."""
+    """Streams every row as of the moment when it was made. `StateError` ends it where the table was trained meanwhile."""
 
     def __iter__(self) -> Export: ...
     def __next__(self) -> RowBlock: ...
 
 @final
 class FlushRoot:
-    """A directory that tables' directories lie in (`ssd_dir`), and the marks of their flushes; `publish.py` has the order of calls."""
+    """A directory that the directories of tables lie in (`ssd_dir`), with the marks of their flushes; `publish.py` has the order of calls."""
 
     def __new__(cls, ssd_dir: str) -> FlushRoot: ...
     def name(self, random: int) -> int: ...  # its name; `random` (64 bits) becomes it where there is none. Marks there are durable then
@@ -312,15 +313,15 @@ class FlushRoot:
 
 @final
 class Lookup:
-    """Plans batches over several tables. `feature_tables[f]` is the table of feature f; features of one table are neighbours."""
+    """Plans batches over several tables. `feature_tables[f]` is the table of feature f; the features of one table lie side by side."""
 
     def __new__(cls, tables: Sequence[Table], feature_tables: Sequence[int]) -> Lookup: ...
     def plan(
         self,
         ids: I64,  # [N], feature after feature
-        feature_splits: I64,  # [F + 1], where each feature's ids start in `ids`
+        feature_splits: I64,  # [F + 1], where the ids of each feature begin in `ids`, and where the last ones end
         mode: PlanMode,
-        threads: int,  # that may work for it, births above all
+        threads: int,  # that may work for it, mostly on births of rows
     ) -> Plan: ...
 
 @final
@@ -359,28 +360,33 @@ class DeviceArrays:
 
 @final
 class Plan:
-    """One batch: its rows are pinned from the plan until the backward, `release`, or its death.
+    """One batch. Its rows are pinned from the plan until the backward, `release`, or the plan's death.
 
-    Calls, in order: `wait`; for tables with a device tier `required_slots`, `fetched` (scatter them), `scattered`; one forward; then either
-    one backward of the core, or `transposed`, `begin_update`, torch ops and `commit`; `release` at any time.
+    The calls, in order:
+
+    1. `wait`; for tables with a device tier `required_slots`, `fetched`, whose rows are to be scattered, and `scattered`.
+    2. A forward, any number of times.
+    3. Either a backward of the core, or `transposed`, `begin_update`, torch ops and `commit`.
+
+    `release` can be called at any time.
     """
 
-    def wait(self) -> None: ...  # every row is in its slot of the tier that kernels run on (device tables: in `fetched`)
-    def is_ready(self) -> bool: ...  # wait would not block
-    def complete_ahead(self) -> bool: ...  # an `ahead` plan fetched everything (False: the budget ended it early)
-    def overflow_rows(self) -> list[int]: ...  # per table: rows that did not fit the tier the kernels run on
-    # Device tier, per table t of the lookup
-    def required_slots(self, table: int) -> int: ...  # device tensors must hold at least this many slots (more than device_rows: overflow)
+    def wait(self) -> None: ...  # until every row is in a slot of the tier that kernels run on (with a device tier: in `fetched`)
+    def is_ready(self) -> bool: ...  # whether `wait` would not block
+    def complete_ahead(self) -> bool: ...  # whether an `ahead` plan fetched everything, or the budget ended it early
+    def overflow_rows(self) -> list[int]: ...  # for each table: how many rows did not fit the tier that kernels run on
+    # Of a table of the lookup with a device tier, by its number:
+    def required_slots(self, table: int) -> int: ...  # the device tensors must have at least so many slots; those from device_rows on are overflow
     def fetched(self, table: int) -> FetchedRows: ...  # to be scattered before the forward
-    def scattered(self) -> None: ...  # what `fetched` gave is in the tensors of all tables; a plan released before leaves rows where they were
-    def slots(self, feature: int) -> I64: ...  # [N_f] cache slot of each occurrence; -1 for a row of zeros
+    def scattered(self) -> None: ...  # says that what `fetched` gave is in the tensors of all tables; a plan released before leaves rows where they were
+    def slots(self, feature: int) -> I64: ...  # [N_f], the cache slot of each occurrence of the feature; -1 for a row of zeros
     def transposed(self, table: int) -> Transposed: ...
-    # `work` (`wait`, scatter and `scattered`; or `begin_update`, update and `commit`; or kernels on the tensors as they are then) while nobody
-    # else forwards, updates or copies rows. Handlers of signals run after it. Ended before `scattered` it releases the plan.
+    # Does `work` while nobody else forwards, updates or copies rows. Handlers of signals run after it. `work` is either `wait`, scatter and
+    # `scattered`, or `begin_update`, update and `commit`, or kernels on the tensors. Where it ends before `scattered`, the plan is released.
     def exclusively(self, work: Callable[[], None]) -> None: ...
-    def begin_update(self) -> None: ...  # from here to `commit` rows change: what ends in between leaves tables that refuse all use
-    def commit(self) -> None: ...  # device tables trained by torch ops: marks rows dirty, counts, unpins, advances the step
-    # The core's kernels; `device[t]` gives the arrays of tables with a device tier, None for tables in place
+    def begin_update(self) -> None: ...  # from here to `commit` rows change; an error in between leaves tables that refuse all use
+    def commit(self) -> None: ...  # after torch ops updated the tensors: marks rows dirty, counts, unpins, and advances the step
+    # The core's kernels. `device[t]` has the arrays of table t, or None where kernels run on the host tier's rows in place.
     def forward_pooled(
         self,
         offsets: I64,  # [F * B + 1] into `ids`, feature-major as in a KeyedJaggedTensor
@@ -395,12 +401,12 @@ class Plan:
         self,
         grad: F32,  # [B, C]
         hyperparameters: NDArray[np.float64],  # [T, 5]: lr, eps, beta1, beta2, weight_decay
-        weight_grad: F32 | None,  # [N], filled with the gradient of `weights`, from the rows before the update
+        weight_grad: F32 | None,  # [N], is filled with the gradient of `weights`, from the rows before the update
         device: Sequence[DeviceArrays | None] | None,
         threads: int,
-    ) -> None: ...  # update, commit, unpin; StateError the second time. offsets, weights and mean are those of the forward
+    ) -> None: ...  # updates, commits and unpins; StateError the second time. offsets, weights and mean are those of the forward
     def backward_sequence(self, grad: F32, hyperparameters: NDArray[np.float64], device: Sequence[DeviceArrays | None] | None, threads: int) -> None: ...
-    def release(self) -> None: ...  # unpin without training; harmless twice
+    def release(self) -> None: ...  # unpins without training; harmless twice
 
 @final
 class BucketOrder:

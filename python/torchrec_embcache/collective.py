@@ -1,4 +1,4 @@
-"""What ranks do together: exchange values, raise each other's errors. Without `torch.distributed` there is one rank."""
+"""What ranks do together: exchange values, and raise each other's errors. Without `torch.distributed` there is one rank."""
 
 import pickle
 from collections.abc import Callable
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """Whether a default process group is initialised."""
+    """Whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -30,7 +30,7 @@ def world_size() -> int:
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of each rank, in rank order. Collective; values are pickled."""
+    """The value of each rank, in the order of the ranks. Collective; values are pickled."""
     if not is_distributed():
         return [value]
     values: list[T] = [value] * dist.get_world_size(group)
@@ -41,9 +41,10 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def raise_on_every_rank(
     error: Exception | None, group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> None:
-    """Raise on each rank if any rank has an error: its own where it has one, else that of the first rank that has. Collective.
+    """Raise on every rank if any rank has an error. Collective.
 
-    One flag, a tensor on `device`, is reduced; errors travel only when it is set.
+    A rank raises its own error if it has one, else that of the first rank that has. One flag, a tensor on `device`, is reduced;
+    errors travel only where it is set.
     """
     if is_distributed() and dist.get_world_size(group) > 1:
         flag = torch.tensor([error is not None], dtype=torch.int32, device=device)
@@ -57,19 +58,19 @@ def raise_on_every_rank(
         try:
             raise error
         finally:
-            del error  # no cycle with this frame: what the traceback holds is freed with the error
+            del error  # else this frame and the traceback form a cycle, which keeps all that the traceback holds
     _raise_first(errors)
 
 
 def together(work: Callable[[], T]) -> T:
-    """`work()` on this rank; an error on any rank is raised on all. Collective."""
+    """What `work()` returns on this rank. An error on any rank is raised on all. Collective."""
     result, error = _tried(work)
     raise_on_every_rank(error)
     return result[0]
 
 
 def _tried(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
-    """What `work()` returns, or the error that it raises."""
+    """What `work()` returns, in a list, or the error that it raises."""
     try:
         return [work()], None
     except Exception as error:
@@ -77,16 +78,22 @@ def _tried(work: Callable[[], T]) -> tuple[list[T], Exception | None]:
 
 
 class Group:
-    """The ranks as one thread of each knows them: its collectives meet none of other threads, and outlive the default group."""
+    """The ranks as one thread of each sees them.
+
+    Collectives of other threads do not interfere, and it outlives the default group.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """`group`: a gloo group for this alone; None where there is one rank."""
+        """`group` is a gloo group that nobody else uses; None where there is one rank."""
         self._group = group
         self.broken = False
-        """Whether ranks are gone, or in step no more."""
+        """Whether ranks have ended, or are no longer in step."""
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` is on each rank, in rank order; an error on any rank is raised on all. Collective; values are pickled."""
+        """What `work()` returns on each rank, in their order.
+
+        An error on any rank is raised on all. Collective; values are pickled.
+        """
         result, error = _tried(work)
         outcomes: list[tuple[list[T], EmbCacheError | None]] = [(result, None)]
         if self._group is not None and self._group.size() > 1:
@@ -107,7 +114,7 @@ class Group:
 
 
 def _exchange(value: T, group: dist.ProcessGroup) -> list[T]:
-    """As `all_gather`, by the group itself: it needs no default group."""
+    """Do as `all_gather`, by the group's own methods, which need no default group."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     group.allgather([sizes], [torch.tensor([len(data)])]).wait()
@@ -119,7 +126,7 @@ def _exchange(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _raise_first(errors: list[EmbCacheError | None]) -> None:
-    """Raise the first of other ranks' errors, by rank."""
+    """Raise the error of the first rank that has one."""
     for rank, other in enumerate(errors):
         if other is not None:
             other.message = f"rank {rank}: {other.message}"

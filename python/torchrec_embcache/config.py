@@ -1,4 +1,4 @@
-"""Budgets and the other settings of a table, checked before anything is made."""
+"""The budgets of a table, and checks of settings."""
 
 import os
 import re
@@ -28,9 +28,9 @@ OnFull = Literal["error", "evict"]
 Unseen = Literal["initial", "zeros"]
 Reopen = Literal["resume", "discard", "auto"]
 
-# A prime, for ids whose low bits say little. Fixed for the life of a table.
+# A prime number, so that ids whose low bits are alike are spread too. It is fixed for the life of a table.
 DEFAULT_TOTAL_NUM_BUCKETS = 4093
-# Of a new table. Where each bucket starts takes 8 bytes in every file of 16 MiB of rows: with more it would be most of the file.
+# Every file of 16 MiB of rows says in 8 bytes where each bucket begins: with more buckets that would be most of the file.
 MAX_NUM_BUCKETS = 1 << 20
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -39,7 +39,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(field: str, value: int | str) -> int:
-    """A size in bytes from an int or a string such as "8GiB", "1.5GiB", "64MiB", "512KiB", "4096B"; `ConfigError` names `field`."""
+    """A size in bytes, from an int or a string such as "8GiB", "1.5GiB", "64MiB", "512KiB" or "4096B".
+
+    `ConfigError` names `field`.
+    """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(
             f'{field}={value!r} is not a size: give bytes as an int, or a string such as "8GiB" or "64MiB"'
@@ -68,8 +71,9 @@ def bytes_text(size: int) -> str:
 
 
 def parse_interval(field: str, value: object) -> int | float:
-    """A number of steps as an int, or a duration such as "30s", "10min", "1.5h" or "1d" in seconds as a float; `ConfigError` names
-    `field`.
+    """A number of steps as an int, or the seconds of a duration such as "30s", "10min", "1.5h" or "1d" as a float.
+
+    `ConfigError` names `field`.
     """
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
@@ -85,9 +89,9 @@ def parse_interval(field: str, value: object) -> int | float:
 
 
 def absolute_path(field: str, path: str) -> str:
-    """`path` as seen from the directory that the process is in now, so that it stays what it is when that changes.
+    """`path` as an absolute path, from the current directory of the process. So it means the same when that changes.
 
-    `PathError` names `field` where it begins with "~", which only a shell replaces, or where that directory is gone.
+    `PathError` names `field` where the path begins with "~", which only a shell replaces, or where the current directory is gone.
     """
     if path.startswith("~"):
         raise PathError(
@@ -110,7 +114,7 @@ def check_choice(field: str, value: object, choices: Any) -> None:
 
 
 def check_int(field: str, value: object, low: int, high: int) -> int:
-    """`value` as an int; `ConfigError` unless it is one from `low` to `high`, both included."""
+    """`value` as an int. `ConfigError` unless it is an integer from `low` to `high`, both included."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ConfigError(f"{field}={value!r} is not an integer: give one from {low} to {high}")
     number: int = value.__index__()
@@ -120,7 +124,7 @@ def check_int(field: str, value: object, low: int, high: int) -> int:
 
 
 def check_name(field: str, value: object) -> str:
-    """`value` if it is a string that can name a table or a module: 1 to 200 bytes of UTF-8 without NUL."""
+    """`value` if it can name a table or a module: a string of 1 to 200 bytes of UTF-8 without NUL. Else `ConfigError`."""
     if not isinstance(value, str):
         raise ConfigError(f"{field}={value!r} is not a name: give a string")
     try:
@@ -136,23 +140,36 @@ def check_name(field: str, value: object) -> str:
 class TierBudgets:
     """How many bytes of each tier a table may use on this rank.
 
-    A budget is an int (bytes) or a string ("8GiB", "64MiB", "512KiB"). It counts rows with optimizer slots and metadata and their
-    index; the index of the rows on SSD counts in `host_bytes`.
+    A budget is an int (bytes) or a string such as "8GiB", "64MiB" or "512KiB". It counts rows with their optimizer slots and
+    metadata, and their index. The index of the rows on SSD counts in `host_bytes`. The last tier holds every row.
 
-    - `device_bytes`: the device tier. On the CPU 0 (the default) runs the kernels on the host tier's rows in place; a value
-      makes a device tier of CPU tensors.
-    - `host_bytes`: the host tier. Mandatory.
-    - `ssd_bytes`, `ssd_dir`: the SSD tier, all its files together; with neither there is none, and one without the other is a
-      `ConfigError`. The last tier holds every row. A relative `ssd_dir` is one of the directory that the process is in at this
-      call.
-    - `reopen`: a directory that holds a table's files is opened only with "resume" (go on from the last flush), "discard" (remove
-      them) or "auto" (go on from the last flush, and start anew where there is none). The last two also remove what a run with
-      another number of ranks left of the table.
-    - `flush_every`: flush the SSD tiers while training, every so many steps (an int) or so often ("30s", "10min", "2h"), before the
-      forward that comes next; None: only when `flush` or `close` is called. A process that is killed loses what it trained since.
+    Args:
+        device_bytes: the device tier. On the CPU 0, the default, runs the kernels on the host tier's rows in place, and another
+            value makes a device tier of CPU tensors. On other devices it is mandatory.
+        host_bytes: the host tier. Mandatory.
+        ssd_bytes: the SSD tier, all its files together. It needs `ssd_dir`; without both there is no SSD tier.
+        ssd_dir: an existing directory that only this user can write to. A relative path is made absolute at this call.
+        reopen: what is done with files of the table that are there already. "resume" goes on from the last flush, "discard" removes
+            them, and "auto" goes on from the last flush and starts anew where there is none. The last two also remove what a run
+            with another number of ranks left of the table. None: a directory that holds files is refused.
+        flush_every: flush the SSD tier while training, after so many steps (an int) or so often ("30s", "10min", "2h"), before the
+            next forward. None: only when `flush` or `close` is called. A process that is killed loses what it trained since the
+            last flush.
 
-    For example `TierBudgets(host_bytes="1GiB", ssd_bytes="100GiB", ssd_dir="cache", reopen="auto", flush_every="10min")` goes on
-    where the run before stopped, however it did.
+    Raises:
+        ConfigError: a value is out of range, or one of `ssd_bytes` and `ssd_dir` is missing.
+        PathError: `ssd_dir` begins with "~".
+
+    Example::
+
+        >>> from torchrec_embcache import TierBudgets
+        >>> tiers = TierBudgets(host_bytes="1GiB", ssd_bytes="100GiB", ssd_dir="/data/cache", reopen="auto", flush_every="10min")
+        >>> tiers.host, tiers.ssd
+        (1073741824, 107374182400)
+        >>> tiers.describe()
+        'host 1 GiB, ssd 100 GiB in /data/cache'
+
+    With these a run goes on where the one before stopped, however it stopped.
     """
 
     device_bytes: int | str = 0
@@ -182,7 +199,7 @@ class TierBudgets:
         self._check_ssd()
 
     def _check_ssd(self) -> None:
-        """`ConfigError` for half an SSD tier, and for what needs one that is not there."""
+        """`ConfigError` for an SSD tier with one of its two settings, and for what needs an SSD tier where there is none."""
         if self.ssd_dir is None and self.ssd_bytes:
             raise ConfigError(
                 f"TierBudgets.ssd_bytes={self.ssd_bytes} without ssd_dir: give the SSD tier a directory of yours that exists "
@@ -203,22 +220,22 @@ class TierBudgets:
 
     @property
     def device(self) -> int:
-        """`device_bytes` in bytes."""
+        """`device_bytes` as a number."""
         return int(self.device_bytes)
 
     @property
     def host(self) -> int:
-        """`host_bytes` in bytes."""
+        """`host_bytes` as a number."""
         return int(self.host_bytes)
 
     def describe(self) -> str:
-        """The tiers and their budgets, for people, such as "host 256 MiB, ssd 20 GiB in cache"."""
+        """The tiers and their budgets in one line for people, such as "host 256 MiB, ssd 20 GiB in cache"."""
         parts = [("device", self.device, ""), ("host", self.host, ""), ("ssd", self.ssd, f" in {self.ssd_dir}")]
         return ", ".join(f"{tier} {bytes_text(size)}{where}" for tier, size, where in parts if size)
 
     @property
     def ssd(self) -> int:
-        """Bytes of the SSD tier; 0 when there is none."""
+        """The bytes of the SSD tier; 0 where there is none."""
         return int(self.ssd_bytes) if self.ssd_dir is not None else 0
 
     @property
@@ -228,7 +245,10 @@ class TierBudgets:
 
 
 def bucket_range(rank: int, world_size: int, total_num_buckets: int) -> tuple[int, int]:
-    """The buckets [begin, end) of `rank`, split as TorchRec splits them: the first ranks have one more."""
+    """The buckets [begin, end) of `rank`, split as TorchRec splits them.
+
+    Where the shares do not come out even, the first ranks have one more.
+    """
     share, rest = divmod(total_num_buckets, world_size)
     begin = rank * share + min(rank, rest)
     return begin, begin + share + (rank < rest)

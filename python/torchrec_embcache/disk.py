@@ -1,4 +1,4 @@
-"""What a person should know of the disk below SSD tiers: room that is not there, files that nobody reads, how files are read."""
+"""What people are told of the disk below SSD tiers: room that is missing, files that nobody reads, and how files are read."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ _SHARD = re.compile(r"(\d{1,7})-of-(\d{1,7})")
 
 
 class OpenTable(Protocol):
-    """What is asked of an open table."""
+    """What is asked of an open table here."""
 
     name: str
     tiers: TierBudgets
@@ -31,23 +31,24 @@ class OpenTable(Protocol):
     def __len__(self) -> int: ...
 
     def step(self) -> int:
-        """Its step counter."""
+        """How many steps it was trained."""
 
     @property
     def directory(self) -> str | None:
-        """Of its files; None without an SSD tier."""
+        """The directory of its files; None without an SSD tier."""
 
     @property
     def ssd_bytes_held(self) -> int:
-        """Bytes of its files."""
+        """How many bytes its files have."""
 
 
 def look_after(table: OpenTable, tables: Sequence[OpenTable], *, resumed: int | None) -> bool:
-    """Say what a person should know of a table that was opened just now. `tables`: all that have an SSD tier, this one included.
-    `resumed`: the token of the state that it resumed.
+    """Say what people should know of a table that was just opened, and remove files of runs with another number of ranks.
 
-    What a run with another number of ranks left is removed where the table is to start anew, and, where it is to find out itself,
-    if the state that it resumed has the whole table. True: `remove_superseded` is to remove it after a flush.
+    `tables` are all open ones with an SSD tier, this one included. `resumed` is the token of the state that the table resumed.
+
+    The files are removed with `reopen="discard"`. With "auto" they are removed if the state that was resumed has the whole table.
+    Returns True where they stay for now, and `remove_superseded` is to remove them after a flush.
     """
     _say_opened(table, resumed=resumed is not None)
     if table.directory is None:
@@ -60,9 +61,9 @@ def look_after(table: OpenTable, tables: Sequence[OpenTable], *, resumed: int | 
 
 
 def remove_superseded(table: OpenTable, *, by_all_ranks: bool) -> bool:
-    """After a flush: remove what a run with another number of ranks left. Until then a crash leaves its rows to be resumed.
+    """After a flush, remove the files of runs with another number of ranks. Until then a crash leaves their rows to be resumed.
 
-    True: the flush was of this shard alone, and other ranks have the rest of the table, so that this is to be called again.
+    Returns True where the flush was of this shard alone and other ranks have the rest of the table: this is to be called again.
     """
     if table.directory is None or not (by_all_ranks or _has_all_buckets(table)):
         return True
@@ -90,7 +91,7 @@ _engine_said = False
 
 
 def _say_engine() -> None:
-    """Say once how this process reads files, where that is not the fast way."""
+    """Say once how this process reads files, where it cannot use the fast way."""
     global _engine_said
     reason = _native.io_fallback_reason()
     if _engine_said or reason is None:
@@ -99,16 +100,16 @@ def _say_engine() -> None:
     _log.info("SSD tiers and checkpoints are read by %s, as io_uring is refused: %s", _native.io_engine_name(), reason)
 
 
-# Roots that were warned of.
+# Roots that a warning was given for.
 _small: set[str] = set()
 
 
 def _warn_of_space(ssd_dir: str, tables: Sequence[OpenTable]) -> None:
-    """Warn once of a root (`ssd_dir`) whose file system has less room than the budgets of the open tables on it may take yet."""
+    """Warn once of a root (`ssd_dir`) whose file system has less room than the budgets of the open tables on it may still take."""
     try:
         device, system = os.stat(ssd_dir).st_dev, os.statvfs(ssd_dir)
     except OSError:
-        return  # opening the table says what is wrong
+        return  # opening the table raises what is wrong
     free = system.f_bavail * system.f_frsize
     if ssd_dir in _small:
         return
@@ -119,7 +120,7 @@ def _warn_of_space(ssd_dir: str, tables: Sequence[OpenTable]) -> None:
                 bytes_held = table.ssd_bytes_held
                 budgets, held = budgets + table.tiers.ssd, held + bytes_held
         except (OSError, EmbCacheError):
-            pass  # it is closed, unusable or without its directory, which it says itself
+            pass  # it is closed, unusable or without its directory, which its own use raises
     if budgets - held <= free:
         return
     _small.add(ssd_dir)
@@ -133,7 +134,7 @@ def _warn_of_space(ssd_dir: str, tables: Sequence[OpenTable]) -> None:
 
 
 def say_unflushed(directory: str) -> None:
-    """Say that files of a shard are removed, if there are any, because no flush of them can be resumed."""
+    """Say that the files of a shard, if there are any, are removed because no flush in them can be resumed."""
     files = [name for name in os.listdir(directory) if name != "lock"] if os.path.isdir(directory) else []
     if files:
         _log.warning(
@@ -145,11 +146,12 @@ def say_unflushed(directory: str) -> None:
 
 
 def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, say: bool = True) -> bool:
-    """Say which files other runs left beside a shard's `directory`; remove those of another number of ranks if that is asked for.
-    Whether there are some of another number of ranks that were not to be removed.
+    """Say which files other runs left beside a shard's `directory`. With `remove`, remove those of another number of ranks.
 
-    Each rank looks after its part of those directories, and a table's only rank after all. What another process has open stays, and
-    so does what holds other files than a table's.
+    Returns whether files of another number of ranks are left for a flush to remove.
+
+    Each rank looks after a part of those directories, and the only rank of a table after all of them. Directories that another
+    process has open stay, and so do those that hold other files than a table's.
     """
     parent, own = os.path.split(directory)
     only_rank = _has_all_buckets(table)
@@ -187,7 +189,7 @@ def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, 
 
 
 def _shards_in(parent: str) -> list[str]:
-    """Names of the directories of shards of one table."""
+    """The names of the directories of one table's shards."""
     try:
         with os.scandir(parent) as entries:
             return [
@@ -202,7 +204,7 @@ def _remove(path: str, ssd_dir: str) -> None:
         published = bool(_native.Table.published(path, ssd_dir))
         _native.Table.remove_shard(path, ssd_dir)
     except EmbCacheError as error:
-        if os.path.isdir(path):  # else another process removed it
+        if os.path.isdir(path):  # else another process has removed it
             _log.warning("%s was left by a run with another number of ranks, and stays: %s", path, error)
     else:
         what = "the rows that it flushed last are gone" if published else "nothing in it could be resumed"

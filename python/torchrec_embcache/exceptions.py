@@ -1,7 +1,7 @@
 """Every error and warning of the package.
 
-Errors derive from `EmbCacheError` and from the built-in exception that fits, so that code which knows nothing of this package
-catches them too. Messages name the field or argument, its value and what to do.
+Errors derive from `EmbCacheError` and from the built-in exception that fits, so that code which does not know this package catches
+them, too. A message names the field or argument, its value, and what to do.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ __all__ = [
 class EmbCacheError(Exception):
     """Base of all errors of the package.
 
-    `errno` (an `errno` number) and `filename` are set where the operating system reported the error, else None.
+    `errno`, a number of the module `errno`, and `filename` are set where the operating system reported the error, else None.
     """
 
     def __init__(self, message: str) -> None:
@@ -60,23 +60,23 @@ class InputError(EmbCacheError, ValueError):
 
 
 class CapacityError(EmbCacheError, RuntimeError):
-    """The last tier is full: the row does not fit any budget. Nothing is lost."""
+    """The last tier is full, so that a row fits no budget. Nothing is lost."""
 
 
 class HostMemoryError(EmbCacheError, MemoryError):
-    """The system refuses memory. Nothing has changed: the rows stay as the steps before left them."""
+    """The system refuses memory. Nothing has changed: the rows are as the steps before left them."""
 
 
 class CorruptionError(EmbCacheError, OSError):
-    """Bytes from disk are not what was written. The message says path, offset, what was expected and what was found."""
+    """Bytes from disk are not what was written. The message says the path, the offset, what was expected and what was found."""
 
 
 class StorageError(EmbCacheError, OSError):
-    """An operation on a file failed; `errno` says how."""
+    """An operation on a file failed. `errno` says how."""
 
 
 class PathError(EmbCacheError, ValueError):
-    """A path is refused: symbolic link, sensitive word, system directory, length, or not there."""
+    """A path is refused: it is not there or too long, or has a symbolic link, a sensitive word or a system directory in it."""
 
 
 class StoragePermissionError(EmbCacheError, PermissionError):
@@ -88,7 +88,7 @@ class InUseError(EmbCacheError, OSError):
 
 
 class StateError(EmbCacheError, RuntimeError):
-    """The call does not fit the state of the object: closed, already used, rows in use, or used after a fork."""
+    """The call does not fit the state of the object: it is closed or used up, has rows in use, or is another process's."""
 
 
 class MismatchError(EmbCacheError, ValueError):
@@ -96,12 +96,12 @@ class MismatchError(EmbCacheError, ValueError):
 
 
 class ReadOnlyError(StorageError):
-    """An earlier write failed: the store only reads until it is reopened. What it holds can still be saved elsewhere."""
+    """A write failed before, so that the SSD tier only reads until it is opened again. Its rows can still be saved elsewhere."""
 
 
 class UnsupportedError(EmbCacheError, NotImplementedError):
-    """What is asked for is not supported."""
+    """The call asks for something that is not supported."""
 
 
 class EmbCacheWarning(UserWarning):
-    """Something works, slower or otherwise than asked for; the message says what to change."""
+    """Something works slower or otherwise than asked for. The message says what to change."""

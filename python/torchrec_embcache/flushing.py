@@ -1,4 +1,4 @@
-"""One state of several tables: they are flushed under one token, which `publish` then marks as complete."""
+"""A flush of several tables: each is flushed under one token, and then `publish` marks the token as complete."""
 
 import logging
 import time
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 class FlushedTable(Protocol):
-    """What is asked of a table with an SSD tier here."""
+    """What is asked here of a table with an SSD tier."""
 
     name: str
     tiers: TierBudgets
 
     def open(self) -> None:
-        """Open it; harmless twice."""
+        """Open the table; harmless twice."""
 
     def __len__(self) -> int: ...
 
@@ -35,33 +35,33 @@ class FlushedTable(Protocol):
         """Held from the choice of a flush's token until its state is published."""
 
     def published(self) -> list[int]:
-        """Tokens of its states, oldest first."""
+        """Tokens of the states in its directory, oldest first."""
 
     def known_tokens(self) -> list[int]:
-        """These, and tokens of states that it had: a new one is larger."""
+        """These, and tokens of states that it had. A new token is larger than all of them."""
 
     def flush_as(self, token: int | None) -> int:
-        """Publish a state; the version of the rows that it has."""
+        """Publish a state under `token`. Returns the version of the rows that it has."""
 
     def note_flushed(self, version: int, *, by_all_ranks: bool = False) -> None:
-        """A resume finds the rows of this version; `by_all_ranks`: those of every rank."""
+        """Note that a resume finds the rows of this version; `by_all_ranks`: the rows of every rank."""
 
 
 def flush_tables(tables: Sequence[FlushedTable], *, alone: bool = False) -> None:
     """Write every dirty row of `tables`, which have an SSD tier, and publish them as one state.
 
-    Collective: the tables of all ranks are one state. With `alone` this rank asks no other. Raises `StorageError`, on every rank
-    when one cannot write; the state before it is then what a resume takes. Threads that flush the same tables take turns.
+    Collective: the tables of all ranks become one state. With `alone` this rank asks no other. `StorageError` is raised on every
+    rank when one cannot write, and a resume then takes the state before. Threads that flush the same tables take turns.
     """
     with ExitStack() as held:
-        # In one order everywhere, so that no two threads wait for each other.
+        # In the same order in every thread, so that no two wait for each other.
         for table in sorted(tables, key=id):
             held.enter_context(table.flushing)
         _flush_tables(tables, alone=alone)
 
 
 def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
-    """See `flush_tables`; the caller holds the tables' `flushing`."""
+    """Do as `flush_tables`. The caller holds `flushing` of each table."""
     began = time.monotonic()
     gather: Callable[[T], list[T]] = _only_mine if alone else all_gather
     agree: Callable[[Callable[[], T]], T] = _call if alone else together
@@ -80,15 +80,15 @@ def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
         known.extend(publish.known_to(roots()))
 
     agree(look)
-    # Looked at again: where two ranks name a new root at once both see both names, and agree.
+    # The roots are looked at again: where two ranks name a new root at the same time, both see both names, and agree.
     everyone = gather(agree(roots))
     token = publish.new_token(token for tokens in gather(known) for token in tokens)
-    # Each rank took a random step: the longest is everyone's.
+    # The token of each rank is a random step ahead. All take the largest.
     token = max(gather(token))
     marks = agree(lambda: publish.marks_to_make(me, everyone))
 
     def each(work: Callable[[T], object], of: Iterable[T]) -> None:
-        """`work` for all of `of`, on every rank before any goes on."""
+        """Do `work` for each of `of`. No rank goes on before all have done it."""
 
         def all_of_them() -> None:
             for one in of:
@@ -98,13 +98,7 @@ def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
 
     coordinators = {mark.coordinator for others in gather(marks) for mark in others}
     if len(coordinators) > 1 and me == 0:
-        places = ", ".join(sorted(path for path, _ in coordinators))
-        warnings.warn(
-            f"no ssd_dir can be reached from all ranks, so that {len(coordinators)} of them ({places}) complete a flush each: "
-            "a kill between two may leave it complete for some ranks alone; give one table an ssd_dir that every machine mounts",
-            EmbCacheWarning,
-            stacklevel=4,
-        )
+        _warn_of_coordinators(sorted(path for path, _ in coordinators))
     versions: list[int] = []
     each(lambda table: versions.append(table.flush_as(token)), tables)
     each(lambda mark: mark.prepare(token), marks)
@@ -122,6 +116,15 @@ def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
             ", ".join(repr(table.name) for table in tables),
             time.monotonic() - began,
         )
+
+
+def _warn_of_coordinators(roots: Sequence[str]) -> None:
+    warnings.warn(
+        f"no ssd_dir can be reached from all ranks, so that {len(roots)} of them ({', '.join(roots)}) complete a flush each. A "
+        "kill between two may leave the flush complete for some ranks alone: give one table an ssd_dir that every machine mounts",
+        EmbCacheWarning,
+        stacklevel=5,
+    )
 
 
 def _only_mine(value: T) -> list[T]:

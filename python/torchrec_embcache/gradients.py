@@ -1,4 +1,4 @@
-"""What happens to a gradient before it updates rows, and whether it is to update them."""
+"""What happens to a gradient before it updates rows, and a check that it is to update them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,10 @@ __all__ = ["check_rows_are_to_be_updated", "clamp_parts"]
 
 
 def clamp_parts(grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
-    """`grad` with each of its parts, `sizes` along `dim`, clamped to [-limit, limit]; None leaves a part as it is.
+    """`grad` with each of its parts, which have `sizes` along `dim`, clamped to [-limit, limit]. None leaves a part as it is.
 
-    Element by element, so that the bits do not depend on threads, instruction sets or kernels. Costs nothing without limits.
+    Each element is clamped by itself, so that the bits do not depend on threads, instruction sets or kernels. Without limits this
+    costs nothing.
     """
     if all(limit is None for limit in limits):
         return grad
@@ -29,14 +30,14 @@ def _clamped(grad: Tensor, limit: float | None) -> Tensor:
 
 
 def check_rows_are_to_be_updated(anchor: Any) -> None:
-    """`UnsupportedError` where a backward is asked for some gradients alone, by `torch.autograd.grad` or `inputs=`.
+    """`UnsupportedError` where a backward is asked for some gradients only, by `torch.autograd.grad` or `backward(inputs=...)`.
 
-    `anchor` is the autograd node that accumulates the gradient of the lookup's anchor. `loss.backward()` runs it, as it runs
-    those of all leaves.
+    `anchor` is the autograd node that accumulates the gradient of the lookup's anchor. `loss.backward()` runs the nodes of all
+    leaves, this one included.
     """
     try:
         wanted = torch._C._will_engine_execute_node(anchor)  # noqa: SLF001 - as torch's own hooks do
-    except RuntimeError:  # the anchor's own gradient was asked for
+    except RuntimeError:  # the gradient of the anchor itself was asked for
         wanted = False
     if not wanted:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""How rows are born.
+"""How rows are born: the first values of a row's weights.
 
-Each initializer is a counter-based random function of (seed, table key, id, column): a row's first values depend neither on the
-order of arrival, nor on world size, threads or evictions. Optimizer slots are born zero.
+Each initializer is a counter-based random function of (seed, table key, id, column). So a row's first values depend neither on the
+order in which ids arrive, nor on the number of ranks, threads or evictions. Optimizer slots begin at zero.
 """
 
 import math
@@ -18,7 +18,7 @@ __all__ = ["Constant", "Initializer", "Linear", "Normal", "TruncatedNormal", "Un
 
 @dataclass(frozen=True)
 class Initializer(ABC):
-    """Base of the initializers, which say how rows are born."""
+    """Base of the initializers. `ConfigError` for an argument that is not a finite float32."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -40,7 +40,7 @@ class Initializer(ABC):
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """Every weight is `value`."""
+    """Every weight is `value`. For example `Constant(0.0)`."""
 
     value: float = 0.0
 
@@ -51,7 +51,7 @@ class Constant(Initializer):
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Uniform in [low, high)."""
+    """Uniform in [low, high). For example `Uniform(-0.01, 0.01)`."""
 
     low: float = 0.0
     high: float = 1.0
@@ -68,7 +68,10 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Normal with `mean` and standard deviation `std`; the defaults are those of `torch.nn.Embedding`."""
+    """Normal with `mean` and standard deviation `std`, whose defaults are those of `torch.nn.Embedding`.
+
+    For example `Normal(0.0, 0.01)`.
+    """
 
     mean: float = 0.0
     std: float = 1.0
@@ -84,7 +87,10 @@ class Normal(Initializer):
 
 @dataclass(frozen=True)
 class TruncatedNormal(Initializer):
-    """Normal, redrawn outside mean ± 2 std; `std` is that before the truncation."""
+    """Normal, where a value outside mean ± 2 std is drawn again. `std` is the standard deviation before that.
+
+    For example `TruncatedNormal(0.0, 0.01)`.
+    """
 
     mean: float = 0.0
     std: float = 1.0
@@ -100,7 +106,10 @@ class TruncatedNormal(Initializer):
 
 @dataclass(frozen=True)
 class Linear(Initializer):
-    """The same ramp for every id: `low` in the first column, `high` in the last; RecSDK's LINEAR."""
+    """The same ramp for every id, from `low` in the first column to `high` in the last. RecSDK calls it LINEAR.
+
+    For example `Linear(0.0, 1.0)` of width 3 gives 0.0, 0.5 and 1.0.
+    """
 
     low: float = 0.0
     high: float = 1.0

@@ -1,8 +1,8 @@
-"""The kernel backends and the device tier's tensors.
+"""The kernel backends, which run the forward of a plan and its backward with the optimizer fused into it.
 
-A backend runs the forward of a plan and its backward with the optimizer fused. `CoreBackend` is the Rust core's (CPU: the host
-tier's rows in place, or a device tier of CPU tensors); `TorchBackend` is torch ops over the cache slots of a device tier, on any
-device. They agree to float tolerance; each alone gives the same bits whatever the tiers' sizes.
+`CoreBackend` runs the Rust core's kernels on the CPU, on the host tier's rows in place or on a device tier of CPU tensors.
+`TorchBackend` runs torch ops over the cache slots of a device tier, on any device. The two agree to float tolerance. Each alone
+gives the same bits whatever the sizes of the tiers.
 
 Shapes: T tables of a lookup, F features, B bags a feature, N occurrences of ids, U distinct rows of a table, D a table's width,
 V = D * (1 + vector slots), C columns of the pooled output (the features' widths, in feature order), S cache slots of a device tier.
@@ -13,9 +13,8 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -23,16 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from . import _native
+from .device_tier import DeviceTier
 from .exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from ._native import DeviceArrays, FetchedRows, Plan, Table
+    from ._native import DeviceArrays, Plan, Table
     from .optimizers import OptimizerSpec
 
 __all__ = [
     "CoreBackend",
-    "DeviceTier",
     "KernelBackend",
     "KernelTable",
     "Pooled",
@@ -52,96 +50,8 @@ def kernel_threads() -> int:
     return int(value)
 
 
-def _current_stream(device: torch.device) -> Any:
-    """The caller's stream on `device`; None where it has no streams."""
-    current = getattr(torch.get_device_module(device), "current_stream", None) if device.type != "cpu" else None
-    return current(device) if current is not None else None
-
-
-def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
-    made: AbstractContextManager[Any] = (
-        torch.get_device_module(device).stream(stream) if stream is not None else nullcontext()
-    )
-    return made
-
-
-class DeviceTier:
-    """The rows of one table that are on the device: weights [S, D], vector slots [S, D] each, scalar slot [S]; float32.
-
-    The core owns the bookkeeping (which row is in which cache slot); this owns the memory. Slots from `capacity` on are overflow.
-    Rows change, and the tensors are replaced, within `Plan.exclusively` only.
-    """
-
-    def __init__(self, dim: int, vector_slots: int, scalar_slot: bool, capacity: int, device: torch.device) -> None:
-        self.dim = dim
-        self.capacity = capacity
-        self.device = device
-        with torch.inference_mode(False):  # a table may be opened by an evaluation, and trained later
-            self.weights = torch.zeros(capacity, dim, device=device)
-            self.vector_slots = [torch.zeros(capacity, dim, device=device) for _ in range(vector_slots)]
-            self.scalars = torch.zeros(capacity, device=device) if scalar_slot else None
-        self._stream = _current_stream(device)
-
-    def changes(self) -> None:
-        """Rows are about to change on the caller's stream: `gather` waits for what runs there."""
-        self._stream = _current_stream(self.device)
-
-    def ensure(self, slots: int) -> None:
-        """Hold at least `slots` rows; those there keep their place. On an error the tensors are what they were."""
-        more = slots - self.weights.shape[0]
-        if more <= 0:
-            return
-        more = max(more, self.weights.shape[0] // 8)
-        self.changes()
-        with torch.inference_mode(False):
-            weights = _grown(self.weights, more)
-            vector_slots = [_grown(slot, more) for slot in self.vector_slots]
-            scalars = _grown(self.scalars, more) if self.scalars is not None else None
-        self.weights, self.vector_slots, self.scalars = weights, vector_slots, scalars
-
-    def gather(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Rows of cache slots [n] for the core: vectors [n, V] and scalars [n], zeros where there is no scalar slot.
-
-        Raises `MemoryError` where torch has no memory.
-        """
-        try:
-            with _on(self._stream, self.device), torch.no_grad():
-                index = torch.from_numpy(slots).to(self.device)
-                parts = [part.index_select(0, index) for part in (self.weights, *self.vector_slots)]
-                vectors = torch.cat(parts, 1).cpu().numpy()
-                if self.scalars is None:
-                    return vectors, np.zeros(len(slots), np.float32)
-                return vectors, self.scalars.index_select(0, index).cpu().numpy()
-        except RuntimeError as error:
-            # On the CPU torch has no class of its own for it.
-            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-                raise MemoryError(str(error)) from error
-            raise
-
-    def scatter(self, fetched: FetchedRows) -> None:
-        """Put the rows that a plan fetched into their cache slots."""
-        if len(fetched.slots) == 0:
-            return
-        self.changes()
-        index = torch.from_numpy(fetched.slots).to(self.device)
-        values = torch.from_numpy(fetched.vectors).to(self.device)
-        for number, part in enumerate((self.weights, *self.vector_slots)):
-            part.index_copy_(0, index, values[:, number * self.dim : (number + 1) * self.dim])
-        if self.scalars is not None:
-            self.scalars.index_copy_(0, index, torch.from_numpy(fetched.scalars).to(self.device))
-
-    def arrays(self) -> DeviceArrays:
-        """The tensors as numpy arrays, shared memory: for the core's kernels, on the CPU."""
-        scalars = self.scalars.numpy() if self.scalars is not None else None
-        return _native.DeviceArrays(self.weights.numpy(), [slot.numpy() for slot in self.vector_slots], scalars)
-
-
-def _grown(tensor: Tensor, more: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
-
-
 class KernelTable(Protocol):
-    """What a backend knows of a table."""
+    """What a backend needs to know of a table."""
 
     @property
     def native(self) -> Table:
@@ -153,18 +63,19 @@ class KernelTable(Protocol):
 
     @property
     def spec(self) -> OptimizerSpec:
-        """Which formula."""
+        """The optimizer, which says by which formula rows are updated."""
 
     @property
     def tier(self) -> DeviceTier | None:
-        """None where kernels run on the host tier's rows in place."""
+        """The device tier's tensors; None where kernels run on the host tier's rows in place."""
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """What a pooled lookup asks for, beside its ids.
+    """What a pooled lookup asks for beside its ids.
 
-    `offsets` int64 [F * B + 1] into the ids, feature-major; `weights` float32 [N] on the lookup's device, or None; `mean` bool [F].
+    `offsets` int64 [F * B + 1]: where each bag begins in the ids, feature after feature, and where the last one ends. `weights`
+    float32 [N] on the lookup's device, or None. `mean` bool [F]: which features are averaged.
     """
 
     offsets: NDArray[np.int64]
@@ -178,7 +89,7 @@ class Pooled:
 
 
 class KernelBackend(ABC):
-    """Forward and backward of planned lookups over `tables`; `feature_tables[f]` is the table of feature f."""
+    """The forward and backward of planned lookups over `tables`. `feature_tables[f]` is the table of feature f."""
 
     name: str
 
@@ -190,11 +101,11 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
-        """[B, C]."""
+        """The pooled rows, float32 [B, C]."""
 
     @abstractmethod
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
-        """[N, D] for `count` = N; the tables share one D."""
+        """The rows of all ids, float32 [N, D], where `count` is N. The tables have one D."""
 
     @abstractmethod
     def backward_pooled(
@@ -205,7 +116,7 @@ class KernelBackend(ABC):
         hyperparameters: NDArray[np.float64],
         weight_grad: bool,
     ) -> Tensor | None:
-        """Update the rows from `grad` [B, C] and commit; give the gradient [N] of `pooled.weights`, if asked for."""
+        """Update the rows from `grad` [B, C] and commit. With `weight_grad`: the gradient [N] of `pooled.weights`."""
 
     @abstractmethod
     def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
@@ -213,13 +124,14 @@ class KernelBackend(ABC):
 
 
 class CoreBackend(KernelBackend):
-    """The Rust core's kernels, on the CPU: the same bits for any number of threads."""
+    """The Rust core's kernels, on the CPU. They give the same bits for any number of threads."""
 
     name = "core"
 
     def _run(self, plan: Plan, kernel: Callable[[list[DeviceArrays | None] | None], None]) -> None:
-        """Run a kernel on the device tiers' tensors, looked up when nobody can replace them by larger ones: an update of those from
-        before would be lost.
+        """Run a kernel on the device tiers' tensors.
+
+        The tensors are looked up when nobody can replace them by larger ones: an update of the tensors from before would be lost.
         """
         tiers = [table.tier for table in self.tables]
         if any(tiers):
@@ -228,7 +140,7 @@ class CoreBackend(KernelBackend):
             kernel(None)
 
     def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
-        """See the base."""
+        """See `KernelBackend`."""
         out = np.empty((pooled.bags, self.columns), np.float32)
         weights = pooled.weights.numpy() if pooled.weights is not None else None
         threads = kernel_threads()
@@ -236,7 +148,7 @@ class CoreBackend(KernelBackend):
         return torch.from_numpy(out)
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
-        """See the base."""
+        """See `KernelBackend`."""
         out = np.empty((count, self.tables[0].dim), np.float32)
         threads = kernel_threads()
         self._run(plan, lambda device: plan.forward_sequence(out, device, threads))
@@ -250,14 +162,14 @@ class CoreBackend(KernelBackend):
         hyperparameters: NDArray[np.float64],
         weight_grad: bool,
     ) -> Tensor | None:
-        """See the base."""
+        """See `KernelBackend`."""
         out = np.empty(int(pooled.offsets[-1]), np.float32) if weight_grad else None
         gradient, threads = grad.contiguous().numpy(), kernel_threads()
         self._run(plan, lambda device: plan.backward_pooled(gradient, hyperparameters, out, device, threads))
         return torch.from_numpy(out) if out is not None else None
 
     def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
-        """See the base."""
+        """See `KernelBackend`."""
         gradient, threads = grad.contiguous().numpy(), kernel_threads()
         self._run(plan, lambda device: plan.backward_sequence(gradient, hyperparameters, device, threads))
 
@@ -265,8 +177,8 @@ class CoreBackend(KernelBackend):
 class TorchBackend(KernelBackend):
     """Torch ops over the cache slots, on any device. Every table has a device tier.
 
-    Sums run as `embedding_bag` without autograd: forward over cache slots, backward over the plan's transposed index, so that
-    nothing is sorted and each row's gradient is summed in the order of its occurrences.
+    Sums run as `embedding_bag` without autograd: the forward's over cache slots, the backward's over the plan's transposed
+    index. So nothing is sorted, and each row's gradients are summed in the order of its occurrences.
     """
 
     name = "torch"
@@ -280,7 +192,7 @@ class TorchBackend(KernelBackend):
         return tier
 
     def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
-        """See the base."""
+        """See `KernelBackend`."""
         out = torch.empty(pooled.bags, self.columns, device=self.device)
         column = 0
         for feature, table in enumerate(self.feature_tables):
@@ -295,7 +207,7 @@ class TorchBackend(KernelBackend):
             slots = plan.slots(feature)
             divisor = torch.from_numpy(np.diff(offsets)).clamp_(min=1).to(self.device) if pooled.mean[feature] else None
             present = slots >= 0
-            if not present.all():  # a row of zeros: leave it out of the sum, not of the mean's divisor
+            if not present.all():  # rows of zeros are left out of the sum, but count in the mean's divisor
                 offsets = np.concatenate([[0], np.cumsum(present)])[offsets]
                 slots = slots[present]
                 weights = weights[torch.from_numpy(present).to(self.device)] if weights is not None else None
@@ -305,7 +217,7 @@ class TorchBackend(KernelBackend):
         return out
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
-        """See the base."""
+        """See `KernelBackend`."""
         out = torch.empty(count, self.tables[0].dim, device=self.device)
         begin = 0
         for feature, table in enumerate(self.feature_tables):
@@ -323,7 +235,7 @@ class TorchBackend(KernelBackend):
         hyperparameters: NDArray[np.float64],
         weight_grad: bool,
     ) -> Tensor | None:
-        """See the base."""
+        """See `KernelBackend`."""
         bags, features = pooled.bags, len(self.feature_tables)
         lengths = np.diff(pooled.offsets)
         bag = np.repeat(np.arange(features * bags), lengths)  # [N], feature-major
@@ -340,7 +252,7 @@ class TorchBackend(KernelBackend):
                 continue
             tier = self._tier(table)
             first, count = mine[0], len(mine)
-            # [B * count, D]: gradient of bag b of the table's feature j in row b * count + j.
+            # [B * count, D]: the gradient of bag b of the table's feature j is in row b * count + j.
             table_grad = grad[:, columns[first] : columns[first + count]].reshape(bags * count, tier.dim)
             rows = plan.transposed(table)
             feature_of, bag_of = np.divmod(bag[rows.occurrences], max(bags, 1))
@@ -355,7 +267,7 @@ class TorchBackend(KernelBackend):
         return out
 
     def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
-        """See the base."""
+        """See `KernelBackend`."""
         updates = []
         for table in range(len(self.tables)):
             rows = plan.transposed(table)
@@ -366,7 +278,7 @@ class TorchBackend(KernelBackend):
     def _update_and_commit(
         self, plan: Plan, updates: list[tuple[int, NDArray[np.int64], Tensor]], hyperparameters: NDArray[np.float64]
     ) -> None:
-        """Both, before anybody else copies rows: none is seen with new weights and the metadata from before."""
+        """Update and commit before anybody else copies rows, so that nobody sees a row with new weights and old metadata."""
 
         def work() -> None:
             with torch.no_grad():
@@ -381,9 +293,9 @@ class TorchBackend(KernelBackend):
         updates: list[tuple[int, NDArray[np.int64], Tensor]],
         hyperparameters: NDArray[np.float64],
     ) -> None:
-        """Apply each table's optimizer to its distinct rows: slots [U], summed gradients [U, D].
+        """Apply each table's optimizer to its distinct rows. `updates`: for each table its slots [U] and summed gradients [U, D].
 
-        What needs memory comes first, for all tables: until `begin_update` an error leaves every row as it was.
+        What needs memory comes first, for all tables. So until `begin_update` an error leaves every row as it was.
         """
         changes = []
         for table, slots, grad in updates:
@@ -400,7 +312,7 @@ class TorchBackend(KernelBackend):
 
 
 def _segment_sum(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
-    """[n, D]: the sum of `rows[index[i]] * weights[i]` over each segment `starts[k]:starts[k + 1]`; `starts` [n + 1]."""
+    """[n, D]: the sum of `rows[index[i]] * weights[i]` over each segment `starts[k]:starts[k + 1]` of i. `starts` is [n + 1]."""
     with torch.no_grad():
         return embedding_bag(index, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
@@ -408,10 +320,10 @@ def _segment_sum(rows: Tensor, index: Tensor, starts: Tensor, weights: Tensor | 
 def updated_rows(
     spec: OptimizerSpec, tier: DeviceTier, slots: Tensor, grad: Tensor, hyperparameters: NDArray[np.float64], step: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """One update of the rows in distinct cache slots [U] from their summed gradients [U, D]; formulas in `optimizers`.
+    """The new values of the rows in distinct cache slots [U], from their summed gradients [U, D]; `optimizers` has the formulas.
 
-    Gives each part of the tier that changes with its rows' new values, and changes nothing. `step` is the table's step counter,
-    this update included (from 1).
+    Returns each tensor of the tier that is to change, with its rows' new values, and changes nothing. `step` is the table's step
+    counter, which is 1 at the first update.
     """
     lr, eps, beta1, beta2, weight_decay = hyperparameters.tolist()
     rows = tier.weights.index_select(0, slots)
@@ -444,7 +356,11 @@ def updated_rows(
 def make_backend(
     tables: Sequence[KernelTable], feature_tables: Sequence[int], device: torch.device, name: str | None
 ) -> KernelBackend:
-    """The backend `name` ("core" or "torch"; None: `EMBCACHE_KERNELS`, else the core's on the CPU and torch's elsewhere)."""
+    """The backend `name`, "core" or "torch".
+
+    None: what the variable `EMBCACHE_KERNELS` says; without it the core's on the CPU and torch's on other devices. `ConfigError`
+    where the backend is not known or cannot run these tables.
+    """
     name = name or os.environ.get("EMBCACHE_KERNELS") or ("core" if device.type == "cpu" else "torch")
     if name not in ("core", "torch"):
         raise ConfigError(f"EMBCACHE_KERNELS={name!r} is not known: use 'core' or 'torch', or unset it")

@@ -1,7 +1,7 @@
-"""The rows of tables with an SSD tier that nobody flushes: while training, when a table is dropped, when the process ends.
+"""Flushes of tables with an SSD tier that nobody calls: while training, when a table is dropped, and when the process ends.
 
-Of one process all tables are flushed under one token. Of several ranks only `flush_every` does that, because all of them have to
-take part: a rank that ends does not know whether the others do.
+A process that is alone flushes all its tables under one token. Of several ranks only `flush_every` flushes, because all of them
+have to take part, and a rank that ends does not know whether the others do.
 """
 
 import atexit
@@ -46,12 +46,12 @@ class TrackedTable(FlushedTable, OpenTable, Protocol):
 
     @property
     def has_unflushed_rows(self) -> bool:
-        """Whether it is open in this process, and its rows changed since a resume would find them."""
+        """Whether it is open in this process, and its rows changed since the last state that a resume finds."""
 
 
-# Weakly, so that a table that is dropped goes.
+# Weak references, so that a table that is dropped goes away.
 _open: weakref.WeakSet[TrackedTable] = weakref.WeakSet()
-# The process that looks after its tables when it ends. A forked child has tables of its own.
+# The id of the process that looks after its tables when it ends. A forked child has tables of its own.
 _hooked: int | None = None
 
 
@@ -59,13 +59,13 @@ def opened(table: TrackedTable) -> None:
     """Look after a table with an SSD tier until it is closed."""
     global _hooked, _open
     if _hooked != os.getpid():
-        if _hooked is not None:  # these are the parent's
+        if _hooked is not None:  # the tables are those of the parent process
             _open = weakref.WeakSet()
             _backwards.clear()
         _hooked = os.getpid()
         atexit.register(flush_at_exit)
         if multiprocessing.parent_process() is not None:
-            # A child that was forked ends without what `atexit` was given.
+            # A child that was forked ends without the functions that `atexit` was given.
             multiprocessing.util.Finalize(None, flush_at_exit, exitpriority=0)
     _open.add(table)
 
@@ -75,18 +75,20 @@ def open_tables() -> list[TrackedTable]:
     return list(_open) if _hooked == os.getpid() else []
 
 
-# ---- steps that were begun
+# ---- steps that have begun
 
 
 class _Backward:
-    """A backward that trains tables: when it began so many forwards were waiting for one, `begun` of which it has come to."""
+    """A backward that trains tables. `expected` forwards were waiting for it when it began; it has reached those in `begun`."""
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
-        self.begun: list[tuple[weakref.ref[TrackedTable], int]] = []  # a table of each lookup, and its step before
+        self.begun: list[
+            tuple[weakref.ref[TrackedTable], int]
+        ] = []  # a table of each lookup, and its step before the backward
 
     def is_half_done(self) -> bool:
-        """Whether some tables have the update and others wait for it."""
+        """Whether some tables have their update and others still wait for theirs."""
         done = sum(_has_stepped(table(), step) for table, step in self.begun)
         return 0 < done < self.expected
 
@@ -94,23 +96,23 @@ class _Backward:
 def _has_stepped(table: TrackedTable | None, before: int) -> bool:
     try:
         return table is None or table.step() > before
-    except StateError:  # it was closed, with what it had
+    except StateError:  # it was closed, with the rows that it had
         return True
 
 
-# By autograd's number of the backward; those that did not come to their end stay.
+# By autograd's number of the backward. A backward that did not come to its end stays here.
 _backwards: dict[int, _Backward] = {}
-# Forwards whose backward is to come.
+# Forwards whose backward has not come yet.
 _forwarded: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def forwarded(batch: object) -> None:
-    """A training forward of tables with an SSD tier, whose backward will follow."""
+    """Note a training forward of tables with an SSD tier, whose backward will follow."""
     _forwarded.add(batch)
 
 
 def backward_begins(batch: object, table: TrackedTable) -> None:
-    """Within autograd: the backward of `batch` is about to update its tables, of which `table` is one."""
+    """Note, within autograd, that the backward of `batch` is about to update its tables. `table` is one of them."""
     number = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way to tell one backward from another
     backward = _backwards.get(number)
     if backward is None:
@@ -122,7 +124,7 @@ def backward_begins(batch: object, table: TrackedTable) -> None:
 
 
 def _backward_ended(number: int) -> None:
-    """This one is through. Whatever was cut short before it, training went on from there."""
+    """Forget this backward, and those before it that were cut short: training has gone on since."""
     for other in [other for other in _backwards if other <= number]:
         _backwards.pop(other, None)
 
@@ -135,7 +137,7 @@ def _step_is_half_done() -> bool:
 
 
 def dropped(table: TrackedTable) -> None:
-    """The last reference to a table goes: flush what it has that no resume would find. Raises nothing."""
+    """Flush a table whose last reference goes, if it has rows that no resume would find. Raises nothing."""
     if sys.is_finalizing() or _hooked != os.getpid():
         return
     try:
@@ -153,7 +155,7 @@ def dropped(table: TrackedTable) -> None:
 
 
 def flush_at_exit() -> None:
-    """Flush what nobody closed; say what was not flushed, and why."""
+    """Flush the tables that nobody closed. Say which were not flushed, and why."""
     if _hooked != os.getpid():
         return
     try:
@@ -201,7 +203,7 @@ def _warn_of_several_ranks(tables: Sequence[TrackedTable]) -> None:
         f"the steps of {_names(tables)} since the last flush are lost: of several ranks no one can flush alone; call "
         "torchrec_embcache.flush(model) on every rank before the processes end, or give TierBudgets(flush_every=...)"
     )
-    # Python shows no ResourceWarning unless it is asked to (-W default).
+    # Python shows no ResourceWarning unless it is asked to by -W default, so that it is logged, too.
     _log.warning("%s", message)
     warnings.warn(message, ResourceWarning, stacklevel=3)
 
@@ -210,18 +212,19 @@ def _names(tables: Sequence[TrackedTable]) -> str:
     return ("table " if len(tables) == 1 else "tables ") + ", ".join(repr(table.name) for table in tables)
 
 
-# ---- every so often
+# ---- at intervals
 
 
 class FlushSchedule:
-    """When the tables of one module are to be flushed while it trains, together with all others of the process that are to be.
+    """When the tables of one module are flushed while it trains, together with all others of the process that have a schedule.
 
-    Steps are counted by training forwards, which all ranks make together, so all come to the same answer without asking. A clock is
-    the first rank's alone: it also says how many steps from now all ask it again, at most half of what its time is likely to take.
+    An interval of steps is counted by training forwards. All ranks make these together, so that they come to the same answer
+    without asking each other. An interval of time is measured by the first rank's clock alone. That rank also says after how
+    many steps all ask it again: half of the steps that are likely left, at most.
     """
 
     def __init__(self, intervals: Iterable[int | float | None], *, collective: bool) -> None:
-        """`intervals` of the module's tables, as `TierBudgets.flush_interval`. `collective`: its ranks flush together."""
+        """`intervals` are those of the module's tables, as `TierBudgets.flush_interval`. `collective`: its ranks flush together."""
         given = [interval for interval in intervals if interval is not None]
         self._steps = min((interval for interval in given if isinstance(interval, int)), default=None)
         self._seconds = min((interval for interval in given if isinstance(interval, float)), default=None)
@@ -232,15 +235,15 @@ class FlushSchedule:
             _schedules.add(self)
 
     def restart(self) -> None:
-        """Everything was flushed now."""
+        """Begin a new interval, because everything was flushed now."""
         self._count = 0
         self._ask_at = 1
         self._since = time.monotonic()
 
     def before_forward(self) -> None:
-        """Before a training forward: flush if it is time. Raises as `flush_tables`."""
+        """Before a training forward, flush if it is time. Raises as `flush_tables`."""
         if not self._active or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
-            return  # checkpointed activations are computed again, amid a step
+            return  # with activation checkpointing a forward runs again amid a step
         if self._count and self._is_due():
             self._flush()
         self._count += 1
@@ -260,7 +263,7 @@ class FlushSchedule:
         return due
 
     def _flush(self) -> None:
-        # All restart before any is flushed: where it fails, the next try comes in its turn.
+        # All begin a new interval before the flush, so that after a failure the next try comes after an interval, too.
         for schedule in [schedule for schedule in _schedules if schedule.collective == self.collective]:
             schedule.restart()
         tables = [

@@ -1,7 +1,7 @@
-"""Lookahead: batches that were announced for later forwards, planned in that order, here or on a thread beside.
+"""Lookahead: batches that are announced for later forwards are planned in that order, on this thread or on one beside.
 
-One batch is planned at a time. The thread is this process's own, made with the first batch that is announced to it, and ends with
-its `Lookahead`. Everything else is called by the thread that trains.
+One batch is planned at a time. The thread beside is made with the first batch that is announced to it, and ends with its
+`Lookahead`. Everything else is called by the thread that trains.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _mode(train: bool, ahead: bool, unseen_zeros: bool) -> PlanMode:
 
 @dataclass(eq=False)
 class _Announced:
-    """A batch; `plan` is None while the budget has no room for it, and when planning it `failed`."""
+    """An announced batch. `plan` is None while the budget has no room for it, and where planning it has `failed`."""
 
     ids: I64
     splits: I64
@@ -65,19 +65,25 @@ class Lookahead:
     def __init__(self) -> None:
         self._batches: list[_Announced] = []
         self._planning: _Announced | None = None
-        self._changed = threading.Condition()  # of the two above
+        self._changed = threading.Condition()  # is notified when one of the two above changes
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
 
     def announce(self, lookup: Lookup, ids: I64, splits: I64, options: PlanOptions) -> bool:
-        """Plan a batch; False: the budget ended before all of it, and the forward does the rest. Raises as planning does."""
+        """Plan a batch. False where the budget ended before all of it was fetched, so that the forward fetches the rest.
+
+        Raises as planning does.
+        """
         self._add(ids, splits, options)
         return self._plan(lookup)
 
     def announce_beside(
         self, lookup: Lookup, ids: I64, splits: I64, options: PlanOptions, failed: Callable[[Exception], None]
     ) -> None:
-        """As `announce`, on the thread beside, which calls `failed` with an error. `settle` before anyone looks at the tables."""
+        """Do as `announce` on the thread beside, which calls `failed` with an error.
+
+        Call `settle` before anyone uses the tables.
+        """
         self._add(ids, splits, options)
 
         def plan() -> None:
@@ -94,20 +100,20 @@ class Lookahead:
         self._jobs.append(self._thread.submit(plan))
 
     def settle(self) -> None:
-        """Until what was announced to the thread beside is planned."""
+        """Wait until all that was announced to the thread beside is planned."""
         while self._jobs:
             self._jobs[0].result()
             del self._jobs[0]
 
     def take(self, ids: I64, splits: I64, *, train: bool, recomputed: bool) -> tuple[Plan | None, int]:
-        """The plan of the batch of this forward, if it was announced and planned, and how many batches announced before it were
-        dropped, being no forward's.
+        """The plan of this forward's batch, if it was announced and planned, and how many batches were dropped.
 
-        With `recomputed`, within a backward, the forward says nothing about the batches to come.
+        Those that were announced before it are dropped, because no forward has come for them. A forward that is `recomputed`,
+        within a backward, says nothing about the batches to come, and drops none.
         """
         with self._changed:
             mine = [batch for batch in self._batches if batch.options.train == train]
-            found = next((place for place, batch in enumerate(mine) if batch.is_for(ids, splits)), None)
+            found = next((index for index, batch in enumerate(mine) if batch.is_for(ids, splits)), None)
             stale = [] if recomputed else mine[: 1 if found is None else found]
             batch = mine[found] if found is not None and (found == 0 or not recomputed) else None
             self._remove([*stale, *([batch] if batch is not None else [])])
@@ -126,16 +132,16 @@ class Lookahead:
             self._batches.append(_Announced(ids.copy(), splits.copy(), options))
 
     def _remove(self, batches: list[_Announced]) -> None:
-        """With the lock held: from here on nobody plans these, nor is about to."""
+        """Remove batches, with the lock held. Afterwards nobody plans them, nor is about to."""
         for batch in batches:
             self._batches.remove(batch)
         while any(self._planning is batch for batch in batches):
             self._changed.wait()
 
     def _plan(self, lookup: Lookup) -> bool:
-        """Plan what was announced, in order, as far as the budget goes; whether that is all of it.
+        """Plan what was announced, in order, as far as the budget goes. Whether that is all of it.
 
-        A batch whose plan fails holds nothing up: its forward plans it again.
+        A batch whose plan fails does not hold up the others: its forward plans it again.
         """
         while True:
             with self._changed:

@@ -1,7 +1,11 @@
-"""Lookups: tensors in, plans run, tensors out, with the update in the backward.
+"""Lookups: ids in, rows out, with the update in the backward.
 
-A batch goes: plan (distinct ids, pins, fetches started) - wait (every row in its place) - forward - backward (gradients summed by
-row, update, unpin). A plan that is dropped, or whose graph dies, unpins too.
+The way of a batch:
+
+1. plan: find the distinct ids, pin their rows, and begin to fetch those that are elsewhere.
+2. wait: every row is in a slot of the tier that the kernels run on.
+3. forward.
+4. backward: sum the gradients of each row, update it, and unpin the rows. A plan that is dropped, or whose graph dies, unpins too.
 
 Shapes: F features, B bags a feature, N occurrences of ids, D a table's width, C columns of the pooled output.
 """
@@ -37,8 +41,8 @@ ParamGroups = Callable[[], Sequence[Mapping[str, Any]]]
 class LookupGroup:
     """Looks ids of several features up in several tables at once.
 
-    `feature_tables[f]` is the table of feature f; features of one table are neighbours. `param_groups()` gives the optimizer's
-    groups, one a table in the tables' order, and is called by every backward.
+    `feature_tables[f]` is the table of feature f; the features of one table lie side by side. `param_groups()` gives the
+    optimizer's groups, one for each table in the tables' order, and every backward calls it.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class LookupGroup:
         kernels: str | None = None,
         after_backward: Callable[[Exception | None], None] | None = None,
     ) -> None:
-        """`after_backward` is called at the end of every backward with its error, or None, and may raise."""
+        """Every backward calls `after_backward` at its end, with its error or None. It may raise."""
         check_choice("unseen", unseen, Unseen)
         self.tables = list(tables)
         self.feature_tables = list(feature_tables)
@@ -60,7 +64,7 @@ class LookupGroup:
         self.device = self.tables[0].device
         self._kernels = kernels
         self.after_backward = after_backward
-        # One of the tables whose rows are kept on SSD: when the process ends amid a step it says how far that came.
+        # A table whose rows are kept on SSD. Its step tells, when the process ends amid a step, how far the step came.
         self.kept_table = next((table for table in self.tables if table.tiers.ssd), None)
         self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
         self._lookahead = Lookahead()
@@ -78,17 +82,18 @@ class LookupGroup:
     # ---- lookahead
 
     def prefetch(self, ids: I64, splits: I64, *, train: bool) -> bool:
-        """Announce the batch of a later forward, in the forwards' order: its rows are pinned and fetched while others compute.
+        """Announce the batch of a later forward, in the order of the forwards. Its rows are fetched while others compute.
 
-        False: the budget ended before all of it; the forward does the rest.
+        False where the budget ended before all rows were fetched; the forward fetches the rest.
         """
         lookup, _ = self._open()
         return self._lookahead.announce(lookup, ids, splits, self._plan_options(train))
 
     def prefetch_beside(self, ids: I64, splits: I64, *, train: bool, failed: Callable[[Exception], None]) -> None:
-        """As `prefetch`, on a thread beside, which calls `failed` with an error. `settle` before anyone else looks at the tables.
+        """Do as `prefetch` on a thread beside, which calls `failed` with an error. Call `settle` before anyone uses the tables.
 
-        Not beside where the order of planning and training shows: in what a full table drops, and on devices.
+        It is done on this thread where the order of planning and training would show: in the rows that a full table drops, and with
+        a device tier.
         """
         lookup, _ = self._open()
         options = self._plan_options(train)
@@ -101,7 +106,7 @@ class LookupGroup:
             failed(error)
 
     def settle(self) -> None:
-        """Until what `prefetch_beside` was given is planned."""
+        """Wait until all that `prefetch_beside` was given is planned."""
         self._lookahead.settle()
 
     def drop_prefetched(self) -> None:
@@ -114,7 +119,7 @@ class LookupGroup:
     def plan(self, ids: I64, splits: I64, *, train: bool) -> PlannedBatch:
         """Plan the batch of the next forward, or take over the plan that was announced for it."""
         lookup, _ = self._open()
-        # Activation checkpointing runs forwards again within a backward.
+        # With activation checkpointing a forward runs again within a backward.
         recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         plan, dropped = self._lookahead.take(ids, splits, train=train, recomputed=recomputed)
         if plan is None:
@@ -122,8 +127,8 @@ class LookupGroup:
         if dropped:
             try:
                 warnings.warn(
-                    f"{dropped} prefetched batch(es) of {self._names()} are not the forward's: dropped; prefetch in the order "
-                    "of the forwards",
+                    f"{dropped} prefetched batch(es) of {self._names()} are not the forward's and were dropped: prefetch in the "
+                    "order of the forwards",
                     EmbCacheWarning,
                     stacklevel=2,
                 )
@@ -151,10 +156,16 @@ class LookupGroup:
     ) -> Tensor:
         """[B, C]: the sum or mean of each bag's rows, features side by side.
 
-        `ids` [N]; `offsets` [F * B + 1] into them, feature-major; `mean` [F]; `weights` float32 [N] on the tables' device, which
-        gets a gradient. `anchor`, any tensor that requires grad, makes autograd run the update. With `train=False` nothing is
-        updated, inserted or kept pinned. `planned` is the batch's plan where `plan` made it before. `weights` and the tensors in
-        `lent` must not change in place before the backward: it raises torch's `RuntimeError` then, and updates nothing.
+        Args:
+            ids: [N], feature after feature.
+            offsets: [F * B + 1], where each bag begins in `ids`, feature after feature, and where the last one ends.
+            mean: [F], which features are averaged; the others are summed.
+            weights: float32 [N] on the tables' device. They get a gradient.
+            train: False: nothing is updated, inserted or kept pinned.
+            anchor: any tensor that requires grad. Because of it autograd runs the update.
+            planned: the batch's plan, where `plan` made it before.
+            lent: tensors that must not change in place before the backward, as `weights` must not. The backward raises torch's
+                `RuntimeError` where one has changed, and updates nothing.
         """
         features = len(self.feature_tables)
         check_offsets(offsets, len(ids), features)
@@ -182,7 +193,10 @@ class LookupGroup:
     def sequence(
         self, ids: I64, splits: I64, *, train: bool, anchor: Tensor, planned: PlannedBatch | None = None
     ) -> Tensor:
-        """[N, D]: the row of each id; `splits` [F + 1]: where each feature's ids start. Tables of one width. See `pooled`."""
+        """[N, D]: the row of each id. The tables have one width.
+
+        `splits` [F + 1]: where the ids of each feature begin, and where the last ones end. See `pooled` for the others.
+        """
         if train:
             return _train(_SequenceBatch(planned or self.plan(ids, splits, train=True), splits), anchor, None, ())
         planned = planned or self.plan(ids, splits, train=False)
@@ -192,7 +206,7 @@ class LookupGroup:
             planned.release()
 
     def _weighted_sum(self, ids: I64, splits: I64, pooled: Pooled, weights: Tensor) -> Tensor:
-        """`pooled` without training, differentiable in `weights` by torch's own ops: rows one by one, a feature at a time."""
+        """`pooled` without training, of torch's own ops, so that it can be differentiated by `weights`. One feature at a time."""
         parts = []
         for feature, table in enumerate(self.feature_tables):
             begin, end = int(splits[feature]), int(splits[feature + 1])
@@ -207,28 +221,29 @@ class LookupGroup:
         return torch.cat(parts, 1)
 
     def place(self, plan: _native.Plan) -> KernelBackend:
-        """Wait for the plan's rows and put them where the kernels look for them."""
+        """Wait for the plan's rows, and put them into the slots that the kernels read."""
         _, backend = self._open()
         tiers = [table.tier for table in self.tables]
 
         def bring() -> None:
             plan.wait()
-            for place, tier in enumerate(tiers):
+            for index, tier in enumerate(tiers):
                 if tier is not None:
-                    tier.ensure(plan.required_slots(place))
-                    tier.scatter(plan.fetched(place))
+                    tier.ensure(plan.required_slots(index))
+                    tier.scatter(plan.fetched(index))
             plan.scattered()
 
         if any(tier is not None for tier in tiers):
-            # Whoever copies rows meanwhile must not read a slot before its row is there. What fails leaves each row where it was.
+            # Exclusively, because whoever copies rows must not read a slot before its row is there. An error leaves each row
+            # where it was.
             plan.exclusively(bring)
         else:
             plan.wait()
-        for place, rows in enumerate(plan.overflow_rows()):
-            # After a failed write rows read from SSD have nowhere else to go: no budget would help.
-            if rows > self._warned_rows[place] and not self.tables[place].native.is_read_only():
-                self._warned_rows[place] = 2 * rows
-                self._warn_overflow(self.tables[place], rows)
+        for index, rows in enumerate(plan.overflow_rows()):
+            # After a failed write no row can go down to the SSD tier, and no budget would help.
+            if rows > self._warned_rows[index] and not self.tables[index].native.is_read_only():
+                self._warned_rows[index] = 2 * rows
+                self._warn_overflow(self.tables[index], rows)
         for table in self.tables:
             if table.tiers.ssd and table.name not in self._warned_given_up and table.native.published_given_up():
                 self._warned_given_up.add(table.name)
@@ -255,7 +270,7 @@ class LookupGroup:
 
 
 class PlannedBatch:
-    """A batch on its way: rows pinned, fetches started. Dropped, it unpins."""
+    """A planned batch: its rows are pinned, and their fetches have begun. Dropping it unpins them."""
 
     def __init__(self, group: LookupGroup, plan: _native.Plan, train: bool) -> None:
         self.group = group
@@ -264,18 +279,18 @@ class PlannedBatch:
         self._backend: KernelBackend | None = None
 
     def wait(self) -> KernelBackend:
-        """Until every row is where the kernels, which this gives, look for it."""
+        """Wait until every row is in its slot. Returns the kernels to run."""
         if self._backend is None:
             self._backend = self.group.place(self.plan)
         return self._backend
 
     def release(self) -> None:
-        """Unpin; harmless twice."""
+        """Unpin the rows; harmless twice."""
         self.plan.release()
 
 
 class _Batch(ABC):
-    """One forward and its backward; the autograd graph owns it, so that its rows are unpinned when the graph dies."""
+    """One forward and its backward. The autograd graph owns it, so that its rows are unpinned when the graph dies."""
 
     def __init__(self, planned: PlannedBatch) -> None:
         self.planned = planned
@@ -286,17 +301,17 @@ class _Batch(ABC):
             lifetime.forwarded(self)
 
     def forward(self) -> Tensor:
-        """Every row in its place, then the kernels."""
+        """Wait for every row, then run the kernel."""
         self.backend = self.planned.wait()
         return self.run()
 
     @abstractmethod
     def run(self) -> Tensor:
-        """The forward's kernel."""
+        """Run the forward's kernel."""
 
     @abstractmethod
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
-        """Update the rows, commit, unpin; the gradient of the weights if asked for."""
+        """Update the rows, commit and unpin. Returns the gradient of the weights with `weight_grad`."""
 
     def check_backward(self) -> None:
         """`StateError` unless this is the one backward of the forward; `UnsupportedError` where it is to be differentiated."""
@@ -308,9 +323,9 @@ class _Batch(ABC):
             raise StateError("the second backward of one forward: its update is done; run the forward again")
 
     def begin_backward(self) -> tuple[NDArray[np.float64], list[float | None]]:
-        """The optimizer's numbers as the core takes them, and the tables' `max_gradient`. From here on there is no second backward.
+        """The optimizer's numbers as the core takes them, and each table's `max_gradient`. After this there is no second backward.
 
-        Raises `ConfigError` where one of them is out of range, before anything is done.
+        Raises `StateError` where a table has no optimizer, `ConfigError` where a number is out of range; nothing is done then.
         """
         for table in self.group.tables:
             if table.optimizer is None:
@@ -326,11 +341,11 @@ class _Batch(ABC):
         return numbers, limits
 
     def clamped(self, grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
-        """`grad`, whose parts along `dim` are the features', within `limits`, one a table."""
+        """`grad` with the part of each feature, `sizes` along `dim`, clamped to the limit of its table."""
         return clamp_parts(grad, [limits[table] for table in self.group.feature_tables], sizes, dim)
 
     def abandon(self) -> None:
-        """After a backward that failed: the rows are unpinned, and there is no second try."""
+        """After a backward that failed: unpin the rows. There is no second try."""
         self._done = True
         self.plan.release()
 
@@ -368,7 +383,7 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, weights: Tensor | None, batch: _Batch, *lent: Tensor) -> Tensor:
         ctx.batch = batch
-        # Autograd notes their versions. Tensors of inference mode have none, and it takes none of them.
+        # Autograd notes the versions of these. Tensors of inference mode have no version, and autograd refuses them.
         noted = [each for each in (weights, *lent) if each is not None and not each.is_inference()]
         if noted:
             ctx.save_for_backward(*noted)
@@ -382,7 +397,7 @@ class _FusedLookup(torch.autograd.Function):
         weight_grad = None
         try:
             batch.check_backward()
-            _ = ctx.saved_tensors  # raises where one of them was changed in place since the forward
+            _ = ctx.saved_tensors  # raises where one was changed in place after the forward
             check_rows_are_to_be_updated(ctx.next_functions[0][0])
             weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
         except Exception as caught:
@@ -394,7 +409,7 @@ class _FusedLookup(torch.autograd.Function):
             if after is not None:
                 after(error)
         finally:
-            del error  # its traceback has this frame: together they would keep the batch until the next collection
+            del error  # its traceback has this frame: the cycle would keep the batch until the next garbage collection
         return None, weight_grad, *(None for _ in ctx.needs_input_grad[2:])
 
 

@@ -1,7 +1,11 @@
 """Optimizers that update the rows of a batch in the backward itself.
 
-Formulas are FBGEMM's (`fbgemm_gpu/codegen/genscript/optimizers.py`): the gradients of an id that occurs several times are summed
-first, then its row is updated once; weight decay touches only rows of the batch. Hyperparameters default to those of `torch.optim`.
+The formulas are FBGEMM's (`fbgemm_gpu/codegen/genscript/optimizers.py`). The gradients of an id that occurs several times are
+summed first, and then its row is updated once. Weight decay touches only the rows of the batch. Hyperparameters default to
+those of `torch.optim`.
+
+In the formulas `w` is a row's weights [D], `g` the sum of its gradients [D], and D the table's width. N rows have slots [N, D]
+or [N].
 """
 
 import math
@@ -36,14 +40,19 @@ OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]
 class OptimizerSpec:
     """Base of the optimizers: which slots rows carry, and the numbers that training starts with.
 
-    `max_gradient`: each element of the gradient that reaches the lookup's output is clamped to [-max_gradient, max_gradient],
-    before it is divided for a mean, weighted, and summed over an id's occurrences; None: not clamped. That is what FBGEMM does with
-    `gradient_clipping=True`. See `docs/fused-updates.md` for what other kinds of clipping become here.
+    Args:
+        lr: learning rate, 0 or more.
+        weight_decay: 0 or more.
+        max_gradient: each element of the gradient that reaches the lookup's output is clamped to [-max_gradient, max_gradient],
+            before it is divided for a mean, weighted, and summed over the occurrences of an id. FBGEMM does this with
+            `gradient_clipping=True`. None: nothing is clamped. `docs/fused-updates.md` has the other kinds of clipping.
+
+    Raises `ConfigError` for a number out of range.
     """
 
     kind: ClassVar[OptimizerKind]
     slot_names: ClassVar[tuple[str, ...]]
-    vector_slots: ClassVar[int]  # slots of width D; a further slot is one scalar a row
+    vector_slots: ClassVar[int]  # how many slots have width D; a further slot is one number a row
     lr: float
     weight_decay: float = 0.0
     max_gradient: float | None = None
@@ -53,7 +62,7 @@ class OptimizerSpec:
         check_max_gradient(type(self).__name__, self.param_group())
 
     def param_group(self) -> dict[str, Any]:
-        """A fresh `param_groups` entry without its params: `lr`, `weight_decay`, and what else is set or the formula has."""
+        """A new entry for `param_groups`, without its params: `lr`, `weight_decay`, and the other numbers of the formula."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.max_gradient is None:
             del values["max_gradient"]
@@ -61,30 +70,33 @@ class OptimizerSpec:
 
     @property
     def given_as(self) -> str:
-        """What the user called it, such as "torch.optim.Adagrad"; by default the name here, such as "optimizers.Adagrad"."""
+        """What the user called it, such as "torch.optim.Adagrad". By default its name here, such as "optimizers.Adagrad"."""
         return str(self.__dict__.get("_given_as", f"optimizers.{type(self).__name__}"))
 
     def call(self, name: str) -> Self:
-        """It, known to be what the user called `name`."""
+        """This optimizer, after noting that the user called it `name`."""
         object.__setattr__(self, "_given_as", name)
         return self
 
     def scalar_slot(self) -> bool:
-        """Whether rows carry one scalar slot."""
+        """Whether rows carry a slot of one number."""
         return len(self.slot_names) > self.vector_slots
 
     def vector_floats(self, dim: int) -> int:
-        """Floats of a row's vector part: weights, then vector slots."""
+        """How many floats a row's vector part has: D for the weights, and D for each vector slot."""
         return dim * (1 + self.vector_slots)
 
     def record_floats(self, dim: int) -> int:
-        """Floats of a row with all its slots."""
+        """How many floats a row has with all its slots."""
         return self.vector_floats(dim) + self.scalar_slot()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec):
-    """`w -= lr * (g + weight_decay * w)`."""
+    """`w -= lr * (g + weight_decay * w)`; no slots.
+
+    For example `SGD(lr=0.1)`.
+    """
 
     kind: ClassVar[OptimizerKind] = "sgd"
     slot_names: ClassVar[tuple[str, ...]] = ()
@@ -94,7 +106,10 @@ class SGD(OptimizerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(OptimizerSpec):
-    """`g += weight_decay * w; sum += g * g; w -= lr * g / (sqrt(sum) + eps)`; slot `sum` [N, D]."""
+    """`g += weight_decay * w; sum += g * g; w -= lr * g / (sqrt(sum) + eps)`, with the slot `sum` [N, D].
+
+    `eps`: 0 or more. For example `Adagrad(lr=0.02)`.
+    """
 
     kind: ClassVar[OptimizerKind] = "adagrad"
     slot_names: ClassVar[tuple[str, ...]] = ("sum",)
@@ -105,7 +120,10 @@ class Adagrad(OptimizerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(OptimizerSpec):
-    """`g += weight_decay * w; sum += mean(g * g); w -= lr * g / (sqrt(sum) + eps)`; slot `sum` [N], one number a row."""
+    """`g += weight_decay * w; sum += mean(g * g); w -= lr * g / (sqrt(sum) + eps)`, with the slot `sum` [N].
+
+    It keeps one number a row. `eps`: 0 or more. For example `RowWiseAdagrad(lr=0.02)`.
+    """
 
     kind: ClassVar[OptimizerKind] = "rowwise_adagrad"
     slot_names: ClassVar[tuple[str, ...]] = ("sum",)
@@ -116,9 +134,10 @@ class RowWiseAdagrad(OptimizerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(OptimizerSpec):
-    """Adam with L2 weight decay (added to the gradient), bias correction by the table's step; slots `exp_avg`, `exp_avg_sq` [N, D].
+    """Adam with L2 weight decay, which is added to the gradient. Its slots are `exp_avg` and `exp_avg_sq`, [N, D] each.
 
-    As `torch.optim.SparseAdam`, rows outside the batch do not move and their moments do not decay.
+    The bias is corrected by the table's step. As with `torch.optim.SparseAdam`, rows outside the batch do not move, and their
+    moments do not decay. `betas`: two numbers from 0 to below 1. `eps`: 0 or more. For example `Adam(lr=1e-3)`.
     """
 
     kind: ClassVar[OptimizerKind] = "adam"
@@ -131,7 +150,10 @@ class Adam(OptimizerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(OptimizerSpec):
-    """Adam with decoupled weight decay, `w -= lr * weight_decay * w`; slots `exp_avg`, `exp_avg_sq` [N, D]."""
+    """Adam with decoupled weight decay, `w -= lr * weight_decay * w`. Slots and numbers are those of `Adam`.
+
+    For example `AdamW(lr=1e-3, weight_decay=1e-2)`.
+    """
 
     kind: ClassVar[OptimizerKind] = "adamw"
     slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -142,7 +164,7 @@ class AdamW(OptimizerSpec):
     weight_decay: float = 1e-2
 
 
-# What users may have called the optimizer of which a checkpoint knows the formula alone.
+# A checkpoint knows the formula of its optimizer alone. This is what users may have called the optimizer.
 _SAVED_NAMES = {
     "sgd": "SGD (or no optimizer)",
     "adagrad": "optimizers.Adagrad (torch's and TorchRec's Adagrad)",
@@ -153,7 +175,7 @@ _SAVED_NAMES = {
 
 
 def check_saved_optimizer(table: str, optimizer: OptimizerSpec | None, saved: str) -> None:
-    """`MismatchError` unless rows with the slots of the kind `saved` fit `table`, which has `optimizer`."""
+    """`MismatchError` unless rows with the slots of the kind `saved` fit the table, which has `optimizer`."""
     if (optimizer.kind if optimizer is not None else SGD.kind) == saved:
         return
     mine = f"the optimizer {optimizer.given_as}" if optimizer is not None else "no optimizer"
@@ -165,7 +187,7 @@ def check_saved_optimizer(table: str, optimizer: OptimizerSpec | None, saved: st
 
 
 def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
-    """`(lr, eps, beta1, beta2, weight_decay)` of a `param_groups` entry, 0 where it has none; `ConfigError` names `owner`."""
+    """`(lr, eps, beta1, beta2, weight_decay)` of a `param_groups` entry; 0 for those that it lacks. `ConfigError` names `owner`."""
 
     def number(field: str, value: Any, below: float = math.inf) -> float:
         try:
@@ -190,7 +212,7 @@ def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> tuple[float, 
 
 
 def check_max_gradient(owner: str, group: Mapping[str, Any]) -> float | None:
-    """`max_gradient` of a `param_groups` entry, None where it has none; `ConfigError` names `owner`."""
+    """`max_gradient` of a `param_groups` entry; None where it has none. `ConfigError` names `owner`."""
     limit = group.get("max_gradient")
     if limit is None:
         return None
@@ -206,18 +228,18 @@ def check_max_gradient(owner: str, group: Mapping[str, Any]) -> float | None:
 
 
 def gradient_limits(groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """`max_gradient` of each `param_groups` entry, one a table."""
+    """`max_gradient` of each `param_groups` entry. There is an entry for each table."""
     return [check_max_gradient(f"param_groups[{index}]", group) for index, group in enumerate(groups)]
 
 
 def native_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
-    """`param_groups` entries, one a table, as the core takes them: float64 [T, 5], lr, eps, beta1, beta2, weight_decay."""
+    """The `param_groups` entries of T tables as the core takes them: float64 [T, 5] of lr, eps, beta1, beta2, weight_decay."""
     rows = [check_hyperparameters(f"param_groups[{index}]", group) for index, group in enumerate(groups)]
     return np.array(rows, np.float64).reshape(len(rows), 5)
 
 
 def scaler_error() -> UnsupportedError:
-    """What `GradScaler.step` of an optimizer that is fused into the backward raises."""
+    """The error that `GradScaler.step` of an optimizer that is fused into the backward raises."""
     return UnsupportedError(
         "GradScaler.step(): the rows were updated in the backward, with gradients that were still scaled. Train in bfloat16, which "
         "needs no scaler, or divide at the lookup's output: out.register_hook(lambda grad: grad / scaler.get_scale()); see "
@@ -228,29 +250,29 @@ def scaler_error() -> UnsupportedError:
 class FusedOptimizer(torch.optim.Optimizer):
     """What a user holds of an optimizer that runs in the backward: its `param_groups`, which every backward reads.
 
-    `step()` and `zero_grad()` do nothing. Learning-rate schedulers of torch work on it. Its `state_dict` holds the groups
-    alone: the slots are the rows'.
+    `step()` and `zero_grad()` do nothing. Torch's learning-rate schedulers work on it. Its `state_dict` has the groups alone,
+    because the slots belong to the rows.
     """
 
-    # Schedulers ask whether the optimizer stepped before they did; here the backward steps.
+    # Schedulers ask whether the optimizer stepped before them. Here the backward steps.
     _opt_called = True
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `torch.amp.GradScaler.step` asks of an optimizer first."""
+        """`torch.amp.GradScaler.step` asks an optimizer for this first. It raises `UnsupportedError`."""
         raise scaler_error()
 
     def __init__(self, params: Sequence[torch.nn.Parameter], specs: Sequence[OptimizerSpec]) -> None:
-        """`params[i]`, the zero-row parameter of a table, is the sole param of group i, whose numbers come from `specs[i]`."""
+        """Group i has one param, `params[i]`, which is the zero-row parameter of a table; its numbers are those of `specs[i]`."""
         groups = [{"params": [param], **spec.param_group()} for param, spec in zip(params, specs, strict=True)]
         super().__init__(groups, {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing: the update is in the backward. A closure, which would run it twice, is refused."""
+        """Do nothing, because the backward updates. `UnsupportedError` for a closure, which would run the backward twice."""
         if closure is not None:
             raise UnsupportedError(
                 f"step(closure={closure!r}): the update runs in the backward; call loss.backward() alone"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: no gradient is kept."""
+        """Do nothing, because no gradient is kept."""

@@ -1,4 +1,4 @@
-"""Rows on their way to the ranks that own them: every rank gives rows of any ids, and each row goes into its owner's shard.
+"""An import in which every rank gives rows of any ids, and each row goes into the shard of the rank that owns it.
 
 Shapes: n rows that a rank gives, m rows that arrive at it.
 """
@@ -25,7 +25,7 @@ __all__ = ["import_on_owners"]
 
 
 class OwnedShard(Protocol):
-    """A rank's shard of a table: a `CacheTable`."""
+    """What is asked of a rank's shard of a table here."""
 
     dim: int
     device: torch.device
@@ -54,7 +54,7 @@ class _Holding:
     def of(cls, shard: OwnedShard | None) -> _Holding | None:
         if shard is None:
             return None
-        _ = shard.native  # a shard that is resumed takes its buckets from its files when it is opened
+        _ = shard.native  # opens the shard: one that is resumed has its buckets from its files
         return cls(shard.buckets, shard.total_num_buckets, shard.bucket_hash, shard.dim, shard.spec)
 
 
@@ -68,7 +68,7 @@ class _Rows:
     metadata: _native.RowMetadata | None
 
     def columns(self) -> list[NDArray[Any]]:
-        """Each column [n] or [n, width]; the same ones on every rank that gives the same parts."""
+        """Each column, [n] or [n, width]. Ranks that give the same parts have the same columns."""
         found: list[NDArray[Any]] = [self.ids, self.vectors]
         if self.scalars is not None:
             found.append(self.scalars)
@@ -88,9 +88,9 @@ def import_on_owners(
 ) -> None:
     """Put rows into the shards of the table `name` that own them. Collective over the default process group.
 
-    `shard` is this rank's, None on a rank that has none. What is wrong with the rows of one rank raises on all of them before
-    any row is changed. A shard that has no room for its rows raises on all ranks when the others have taken theirs: the same call,
-    once there is room, puts every row in place.
+    `shard` is this rank's; None on a rank that has none. Malformed rows of one rank raise on all ranks before any row is changed. A
+    shard that has no room for its rows raises on all ranks, when the others have taken theirs. The same call, once there is room,
+    imports the rest.
     """
     holdings = all_gather(together(lambda: _Holding.of(shard)))
     holding = next((holding for holding in holdings if holding is not None), None)
@@ -151,7 +151,7 @@ def _owners(name: str, ids: NDArray[np.int64], holdings: list[_Holding | None]) 
 
 
 def _exchange(rows: _Rows, owners: NDArray[np.int64], device: torch.device) -> _Rows:
-    """The rows that all ranks give to this one, in the order of the ranks."""
+    """The rows that all ranks give to this one, in the order of the ranks. Collective."""
     order = np.argsort(owners, kind="stable")
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
@@ -165,7 +165,10 @@ def _exchange(rows: _Rows, owners: NDArray[np.int64], device: torch.device) -> _
 
 
 def _send(column: NDArray[Any], sent: list[int], received: list[int], device: torch.device) -> NDArray[Any]:
-    """One column's rows to their owners: [m] or [m, width], of the column's type. Bytes travel, which every backend knows."""
+    """Send one column's rows to their owners. Returns the rows that arrive here, [m] or [m, width], of the column's type.
+
+    They travel as bytes, which every backend of torch.distributed can send.
+    """
     width = column.dtype.itemsize * (column.shape[1] if column.ndim == 2 else 1)
     own = torch.from_numpy(np.ascontiguousarray(column).reshape(-1).view(np.uint8)).to(device)
     arrived = torch.empty(sum(received) * width, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Rows as Python code holds them: what an export yields, what an import takes, and how the given values become arrays.
+"""Rows as Python code holds them: what an export yields, what an import takes, and how values that are given become arrays.
 
 Shapes: n rows, D the table's width.
 """
@@ -41,7 +41,10 @@ Values = Tensor | NDArray[Any] | Sequence[Any]
 
 
 def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64]:
-    """Ids of any shape as a flat int64 array; `InputError` unless they are an int32 or int64 tensor on the CPU or on `device`."""
+    """Ids of any shape as a flat int64 array.
+
+    `InputError` unless they are an int32 or int64 tensor, on the CPU or on `device`. `field` names them in its message.
+    """
     if not isinstance(ids, Tensor):
         raise InputError(f"{field} is a {type(ids).__name__}: give a tensor of int64 or int32 ids")
     if ids.dtype not in (torch.int64, torch.int32):
@@ -54,7 +57,7 @@ def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64
 
 
 def check_plain(field: str, tensor: Tensor) -> None:
-    """`InputError` for a tensor whose numbers do not lie one after the other, or are not there: sparse, nested and fake ones."""
+    """`InputError` for a tensor without numbers, or whose numbers do not lie one after the other: sparse, nested, fake ones."""
     kind = None
     if tensor.is_nested:
         kind = "nested: give tensor.values()"
@@ -71,13 +74,13 @@ def check_plain(field: str, tensor: Tensor) -> None:
 def row_ids(ids: object, device: torch.device) -> NDArray[np.int64]:
     """The ids of rows as an int64 array [n], from a tensor, a numpy array or a list of integers.
 
-    A `uint64` array keeps its bits: an id is any 64-bit integer. `InputError` for anything that is not integers.
+    A `uint64` array keeps its bits, because an id is any 64-bit integer. `InputError` for anything that is not integers.
     """
     if isinstance(ids, Tensor):
         return ids_array(ids, "ids", device)
     array = _as_array("ids", ids)
     if array.size == 0 and not isinstance(ids, np.ndarray):
-        return np.empty(0, np.int64)  # of an empty list numpy says that it holds floats
+        return np.empty(0, np.int64)  # numpy takes an empty list for one of floats
     if array.dtype.kind not in "iu":
         raise InputError(f"ids has dtype {array.dtype}: give integers, as an int64 tensor or array or a list of int")
     return np.ascontiguousarray(array.reshape(-1)).astype(np.int64, casting="unsafe")
@@ -95,8 +98,8 @@ def check_float32(field: str, value: object, shape: tuple[int, ...]) -> None:
 def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Numbers of `shape` as a float32 array, from a tensor, a numpy array or nested lists of any floating or integer type.
 
-    float64 is rounded to float32. `InputError` for another shape, for anything that is not numbers, and for a finite number that
-    float32 does not hold.
+    float64 is rounded to float32. `InputError` for another shape, for anything that is not numbers, and for a finite number that is
+    too large for float32.
     """
     if isinstance(value, Tensor):
         check_plain(field, value)
@@ -121,7 +124,10 @@ def float32_array(field: str, value: object, shape: tuple[int, ...]) -> NDArray[
 def row_vectors(
     spec: OptimizerSpec, dim: int, count: int, weights: Values, slots: Mapping[str, Values] | None
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """The vector parts [n, V] and the scalar slot [n] of `count` rows, as the core takes them; slots not given are zeros."""
+    """The vector parts [n, V] and the scalar slots [n] of n = `count` rows, as the core takes them.
+
+    Slots that are not given are zeros.
+    """
     if not isinstance(slots, Mapping | None):
         raise InputError(
             f"slots is a {type(slots).__name__}: give tensors by name, or arrays or lists, or leave it out"
@@ -131,10 +137,10 @@ def row_vectors(
     vectors = np.zeros((count, spec.vector_floats(dim)), np.float32)
     vectors[:, :dim] = float32_array("weights", weights, (count, dim))
     scalars = None
-    for place, name in enumerate(spec.slot_names if slots is not None else ()):
+    for number, name in enumerate(spec.slot_names if slots is not None else ()):
         assert slots is not None, "the loop is empty without slots"
-        if place < spec.vector_slots:
-            begin = dim * (1 + place)
+        if number < spec.vector_slots:
+            begin = dim * (1 + number)
             vectors[:, begin : begin + dim] = float32_array(name, slots[name], (count, dim))
         else:
             scalars = float32_array(name, slots[name], (count,))
@@ -153,10 +159,12 @@ def _as_array(field: str, value: object) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class RowMetadata:
-    """What is known of rows beside their values.
+    """What is known of n rows beside their values.
 
-    `count` int64 [n]: occurrences in training batches. `last_step` int64 [n]: the table's step at the row's last training step.
-    `score` float32 [n]: decayed use. `modified_epoch` int64 [n]: the checkpoint epoch of the last training step.
+    - `count`, int64 [n]: how often the row's id occurred in training batches.
+    - `last_step`, int64 [n]: the table's step at which the row was last trained.
+    - `score`, float32 [n]: how much the row was used, where use long ago counts less.
+    - `modified_epoch`, int64 [n]: the checkpoint epoch in which the row was last trained.
     """
 
     count: Tensor
@@ -179,7 +187,7 @@ class RowMetadata:
         )
 
     def native(self, rows: int) -> _native.RowMetadata:
-        """As the core takes it; `InputError` for other lengths than `rows` or numbers out of range."""
+        """As the core takes it. `InputError` where there are not `rows` of them, and for numbers out of range."""
 
         def column(field: str, bits: int) -> NDArray[np.int64]:
             values: Tensor = getattr(self, field)
@@ -207,10 +215,12 @@ class RowMetadata:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows with everything that belongs to them, in CPU memory of their own.
+    """Rows, n of them, with everything that belongs to them, in CPU memory of their own.
 
-    `ids` int64 [n]; `weights` float32 [n, D]; `slots`: the optimizer's, by torch's names, float32 [n, D] each (rowwise Adagrad's
-    `sum` is [n]); `metadata`.
+    - `ids`, int64 [n].
+    - `weights`, float32 [n, D].
+    - `slots`: the optimizer's slots by torch's names, such as "exp_avg"; float32 [n, D] each. Rowwise Adagrad's "sum" is [n].
+    - `metadata`: see `RowMetadata`.
     """
 
     ids: Tensor
@@ -222,7 +232,7 @@ class RowChunk:
         return len(self.ids)
 
     def to_numpy(self) -> dict[str, NDArray[Any]]:
-        """The columns as numpy arrays of the same memory, by name: `ids`, `weights`, each slot, and each field of the metadata.
+        """The columns as numpy arrays of the same memory, by name: "ids", "weights", each slot, and each field of the metadata.
 
         For example `np.savez("rows.npz", **chunk.to_numpy())`.
         """
@@ -233,20 +243,23 @@ class RowChunk:
 
 @dataclass(frozen=True)
 class FoundRows(RowChunk):
-    """Rows that were asked for by id, in that order; where `found` (bool [n]) is False, the initial value."""
+    """Rows that were asked for by id, in the order of the ids.
+
+    Where `found` (bool [n]) is False the id has no row, and what stands there is the value that it would be born with.
+    """
 
     found: Tensor
 
     def to_numpy(self) -> dict[str, NDArray[Any]]:
-        """As of `RowChunk`, and `found`."""
+        """The columns of `RowChunk.to_numpy`, and "found"."""
         return super().to_numpy() | {"found": self.found.numpy()}
 
 
 class RowExport(Iterator[RowChunk]):
-    """The rows of a table, chunk by chunk; what `CacheTable.export` returns."""
+    """The rows of a table, chunk by chunk: what `CacheTable.export` returns."""
 
     def __init__(self, chunks: Iterator[RowChunk], empty: Callable[[], RowChunk]) -> None:
-        """`empty` makes a chunk without rows: it gives a table without rows its columns."""
+        """`empty` makes a chunk without rows, which gives `to_numpy` of a table without rows its columns."""
         self._chunks = chunks
         self._empty = empty
 
@@ -254,6 +267,6 @@ class RowExport(Iterator[RowChunk]):
         return next(self._chunks)
 
     def to_numpy(self) -> dict[str, NDArray[Any]]:
-        """The columns of all chunks that are left, as whole numpy arrays in RAM; see `RowChunk.to_numpy`."""
+        """The columns of all chunks that are left, as whole numpy arrays in RAM, by name; see `RowChunk.to_numpy`."""
         parts = [self._empty().to_numpy(), *(chunk.to_numpy() for chunk in self)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,4 +1,4 @@
-"""Tables of models and checkpoints by the names that users give them."""
+"""The tables of models and checkpoints, by the names that users give them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from .exceptions import CorruptionError, InputError, MismatchError
 
 __all__ = ["Pair", "check_names", "check_rows", "named", "shown", "sources_of"]
 
-# A table of a model or checkpoint: its module's path and its name.
+# A table of a model or of a checkpoint: the path of its module, and its name.
 Pair = tuple[str, str]
 
 
 def shown(pair: Pair) -> str:
-    """A table as users name it."""
+    """What users call a table: `<module path>/<table>`, or the table alone where the model itself is the module."""
     return f"{pair[0]}/{pair[1]}" if pair[0] else pair[1]
 
 
 def named(name: object, pairs: Collection[Pair], field: str, where: str) -> Pair:
-    """The table of `pairs` that a user names; `InputError`."""
+    """The table of `pairs` that a user names. `InputError` where there is none, or more than one."""
     found = [pair for pair in pairs if shown(pair) == name] or [pair for pair in pairs if pair[1] == name]
     if len(found) == 1:
         return found[0]
@@ -30,7 +30,10 @@ def named(name: object, pairs: Collection[Pair], field: str, where: str) -> Pair
 def sources_of(
     model: set[Pair], saved: set[Pair], tables: Collection[str] | None, rename: Mapping[str, str] | None
 ) -> dict[Pair, Pair]:
-    """Which table of the checkpoint each table of the model is loaded from, where there is one. `InputError`."""
+    """The table of the checkpoint that each table of the model is loaded from, where there is one.
+
+    `InputError` for malformed `tables` and `rename`, and for names that are not there.
+    """
     if isinstance(tables, str):
         raise InputError(f"tables={tables!r} is text: give a collection of names")
     if not isinstance(rename, Mapping | None):
@@ -56,7 +59,7 @@ def check_names(
     saved: set[Pair],
     root: str,
 ) -> None:
-    """`MismatchError` where a wanted table is missing, or the checkpoint has some that the model has not."""
+    """`MismatchError` where the checkpoint lacks a table that is wanted, or has a table that the model lacks."""
 
     def listed(pairs: set[Pair]) -> str:
         return ", ".join(f"{table!r} of module {module!r}" for module, table in sorted(pairs))
@@ -76,7 +79,7 @@ def check_names(
 
 
 def check_rows(counts: Mapping[Pair, tuple[int, int]], name: str, root: str) -> None:
-    """Whether all ranks together loaded the rows that there should be."""
+    """`CorruptionError` unless all ranks together loaded as many rows as there should be: `counts` has loaded and expected ones."""
     for pair, (loaded, expected) in counts.items():
         if loaded != expected:
             raise CorruptionError(

@@ -21,8 +21,8 @@ from . import _native, disk, lifetime, publish
 from .buckets import BucketHash, buckets_of
 from .collective import world_size as ranks_of_process
 from .config import Reopen, bucket_range, check_int
+from .device_tier import DeviceTier
 from .exceptions import HostMemoryError, InputError, StateError
-from .kernels import DeviceTier
 from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
 from .owners import import_on_owners

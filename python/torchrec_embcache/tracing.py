@@ -1,4 +1,4 @@
-"""What `torch.fx` sees of a module with tables: one call, whichever tracer it is."""
+"""What any tracer of `torch.fx` sees of a module with tables: one call."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ __all__ = ["as_one_call"]
 
 
 def as_one_call(module: nn.Module, *arguments: Any) -> fx.Proxy | None:
-    """Where a tracer of `torch.fx` runs `module`'s forward: the call as one node of its graph. None where real tensors are given.
+    """The call of `module` as one node of a tracer's graph, where a tracer of `torch.fx` runs it. None where tensors are given.
 
-    A tracer records the operations on tensors, and a lookup has none: its rows come from the core.
+    A tracer records operations on tensors. A lookup has none, because its rows come from the core.
     """
     tracer = next((argument.tracer for argument in arguments if isinstance(argument, fx.Proxy)), None)
     if tracer is None:
@@ -18,5 +18,5 @@ def as_one_call(module: nn.Module, *arguments: Any) -> fx.Proxy | None:
     path = tracer.path_of_module(module)  # type: ignore[attr-defined]
     if path:
         return tracer.create_proxy("call_module", path, arguments, {})
-    # The traced module itself has no path within itself.
+    # The module that is traced has no path, because it is not inside itself.
     return tracer.create_proxy("call_function", module.forward, arguments, {})

@@ -1,4 +1,4 @@
-"""A model's cache modules, found and flushed together."""
+"""The cache modules of a model: how they are found and flushed together."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from .flushing import flush_tables
 
 __all__ = ["CacheModule", "cache_modules", "flush"]
 
-# The attribute by which a wrapper holds the module that it wraps; such names are left out of paths.
+# The attribute by which a wrapper holds the module that it wraps. These names are left out of module paths.
 _WRAPPED = {
     "DataParallel": {"module"},
     "DistributedDataParallel": {"module"},
@@ -24,33 +24,37 @@ _WRAPPED = {
 }
 
 
-# Deeper trees than this are taken for a mistake.
+# A tree of modules that is deeper than this is taken for a mistake.
 MAX_DEPTH = 500
 
 
 class CacheModule:
-    """What every module with cached tables is, sharded or not: an `nn.Module` with `tables`, this rank's shards by table name."""
+    """What every module with tables of this package is, sharded or not: an `nn.Module` with `tables`."""
 
     @property
     @abstractmethod
     def tables(self) -> Mapping[str, CacheTable]:
-        """This rank's shards, by the tables' names."""
+        """This rank's shards of the tables, by the tables' names."""
 
     def settle(self) -> None:
-        """Before rows are saved or loaded: give the tables the optimizers that were set by now."""
+        """Give the tables the optimizers that are set by now. It is called before rows are saved or loaded."""
 
     def hyperparameters(self, table: str) -> dict[str, Any]:
-        """The optimizer's numbers for a table, as training uses them now."""
+        """The numbers of a table's optimizer, such as `lr`, as training uses them now."""
         return internals(self.tables[table]).spec.param_group()
 
     def buckets_changed(self) -> None:
-        """A load gave a table another number of buckets: forget whatever was derived from the one before."""
+        """Forget what was derived from the buckets of a table: a load gave it others."""
 
 
 def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
-    """The cache modules of `model` by module path, wrappers' names left out; the model itself is "". In the model's order.
+    """The cache modules of `model` by their module paths, in the order of the model.
 
-    `InputError` for two of one path, and for modules nested more than 500 deep.
+    Names of wrappers, such as DistributedModelParallel's, are left out of the paths. The path of the model itself is "".
+
+    Raises `InputError` where two modules have one path, and for modules that are nested more than 500 deep.
+
+    For example `{path: module.tables for path, module in cache_modules(model).items()}`.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: give an nn.Module")
@@ -79,11 +83,14 @@ def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
 
 
 def flush(model: nn.Module) -> None:
-    """Write every dirty row of all tables of all ranks to their SSD tiers and publish them as one state. Collective.
+    """Write every dirty row of all tables of all ranks to their SSD tiers, and publish them as one state. Collective.
 
-    A kill before it returns leaves the state before it for a resume, of every table. Tables without an SSD tier have nothing to do.
-    Threads that flush the same tables take turns.
-    Raises `InputError` for a model without cache modules, `StorageError` on every rank when one cannot write.
+    After a kill before this returns, a resume takes the state before, of every table. Tables without an SSD tier have nothing
+    to do. Threads that flush the same tables take turns.
+
+    Raises `InputError` for a model without cache modules, and `StorageError` on every rank when one cannot write.
+
+    For example `flush(model)`, every thousand steps.
     """
     modules = cache_modules(model)
     if not modules:

@@ -9,8 +9,8 @@ import torch
 from tables import Contents, make_bag, ssd_tiers, train
 from torchrec_embcache import TierBudgets, initializers, optimizers
 from torchrec_embcache.cache import internals
+from torchrec_embcache.device_tier import DeviceTier
 from torchrec_embcache.exceptions import EmbCacheError, StateError
-from torchrec_embcache.kernels import DeviceTier
 from torchrec_embcache.lookup import LookupGroup
 
 # Two tables, each with fewer slots on the device than a batch has rows.

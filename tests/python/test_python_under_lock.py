@@ -14,7 +14,8 @@ import torch
 from torchrec_embcache import _native, EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
 from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.kernels import DeviceTier, TorchBackend
+from torchrec_embcache.device_tier import DeviceTier
+from torchrec_embcache.kernels import TorchBackend
 from torchrec_embcache.saver import Saver
 
 directory = sys.argv[1]

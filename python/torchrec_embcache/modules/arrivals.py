@@ -1,4 +1,4 @@
-"""Rows that come from a module of TorchRec's, with the optimizer that trained them.
+"""The rows of a module of TorchRec's, with the state of the optimizer that trained them.
 
 Shapes: N rows of a table, D its width.
 """
@@ -17,22 +17,22 @@ from torchrec_embcache.table_shard import TableShard
 
 __all__ = ["TrainedBy", "import_torchrec", "trained_by"]
 
-#: The numbers of a param group that a table's optimizer takes.
+#: The numbers of a param group that a table's optimizer takes over.
 _TAKEN = frozenset({"lr", "eps", "betas", "weight_decay"})
-#: Rows that are copied at a time.
+#: How many rows are copied at a time.
 _IMPORT_ROWS = 65_536
 
 
 @dataclass(frozen=True)
 class TrainedBy:
-    """The optimizer of one weight of TorchRec's: its class, its numbers, and its state of that weight."""
+    """What trained one weight of TorchRec's: the optimizer's class, its numbers, and its state of that weight."""
 
     kind: type[torch.optim.Optimizer]
     numbers: Mapping[str, Any]
     state: Mapping[str, Any]
 
     def mark(self, param: nn.Parameter) -> None:
-        """Let `param`, the zero-row weight of our table, carry the optimizer as `apply_optimizer_in_backward` would."""
+        """Note the optimizer on `param`, the zero-row weight of a table, as `apply_optimizer_in_backward` does."""
         param.__dict__["_optimizer_classes"] = [self.kind]
         param.__dict__["_optimizer_kwargs"] = [dict(self.numbers)]
         param.__dict__["_in_backward_optimizers"] = [EmptyFusedOptimizer()]
@@ -43,7 +43,7 @@ class TrainedBy:
         return int(step.item() if isinstance(step, Tensor) else step)
 
     def slot(self, name: str, weight: Tensor, width: int) -> Tensor | None:
-        """The state `name` as rows [N, D], or [N] where `width` is 0; None where the weight was never trained."""
+        """The state `name` as rows [N, D] of `width` D, or [N] where `width` is 0. None where the weight was never trained."""
         if not self.state:
             return None
         values = self.state.get(name)
@@ -60,9 +60,9 @@ class TrainedBy:
 def trained_by(
     weight: nn.Parameter, optimizer: torch.optim.Optimizer | Literal["in_backward"] | None
 ) -> TrainedBy | None:
-    """What trained `weight`: `optimizer`, or the one that `apply_optimizer_in_backward` put there, or nothing (None).
+    """What trained `weight`: `optimizer`, or with "in_backward" the one that `apply_optimizer_in_backward` put there.
 
-    Raises `ConfigError` where `optimizer` is not one, or does not have the weight.
+    None for None. Raises `ConfigError` where `optimizer` is not one, or does not have the weight.
     """
     if optimizer is None:
         return None
@@ -87,7 +87,7 @@ def trained_by(
 
 
 def _numbers(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table's optimizer takes of a param group, and whatever else was not left at its default."""
+    """The numbers of a param group that a table's optimizer takes, and all others that are not at their default."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
     numbers = {}
     for name, value in group.items():
@@ -99,14 +99,14 @@ def _numbers(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dic
 
 
 def import_torchrec(table: TableShard, weight: Tensor, by: TrainedBy | None) -> None:
-    """Rows 0 to N - 1 of a table from TorchRec's `weight` [N, D], some at a time, with the slots that `by` has."""
+    """Import rows 0 to N - 1 of a table from TorchRec's `weight` [N, D], some at a time, with the slots that `by` has."""
     if weight.dtype != torch.float32:
         raise UnsupportedError(f"table {table.name!r} has {weight.dtype} weights: rows are float32, convert it first")
     spec = table.spec
     slots: dict[str, Tensor] = {}
     if by is not None:
-        for place, name in enumerate(spec.slot_names):
-            values = by.slot(name, weight, table.dim if place < spec.vector_slots else 0)
+        for number, name in enumerate(spec.slot_names):
+            values = by.slot(name, weight, table.dim if number < spec.vector_slots else 0)
             if values is not None:
                 slots[name] = values
     for first in range(0, len(weight), _IMPORT_ROWS):

@@ -1,6 +1,7 @@
-"""Table configs: TorchRec's, with budgets, policy and initializer.
+"""The configs of tables: TorchRec's, with budgets, policy and initializer.
 
-Limits are wider than RecSDK's (1 to 10^9 rows; widths 8, 16, ... 4096): rows are unbounded, and any width to 65,536 works.
+Limits are wider than RecSDK's, which are 1 to 10^9 rows and widths of 8, 16, ... 4096: any number of rows and any width up to
+65,536 works.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ __all__ = [
 
 MAX_EMBEDDING_DIM = 65_536
 
-# TorchRec's fields that change what a table is and have no counterpart here: the only value taken, and why.
+# Fields of TorchRec's that have no counterpart here: the only value that is taken, and why.
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("num_embeddings_post_pruning", None, "tables are not pruned"),
     ("need_pos", False, "position-weighted features are not supported"),
@@ -52,18 +53,39 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 
 @dataclass
 class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
-    """A table whose rows are pooled. TorchRec's `EmbeddingBagConfig` and these:
+    """A table whose rows are pooled: TorchRec's `EmbeddingBagConfig` with more settings.
 
-    - `num_embeddings`: sizes the plan and the default initializer only; ids are any 64-bit integer.
-    - `initializer`: how rows are born; by default TorchRec's, Uniform(weight_init_min, weight_init_max), which itself defaults to
-      ±1/√num_embeddings.
-    - `tiers`: the table's budgets on each rank; None takes a share of the module's.
-    - `policy`, `on_full`: replacement policy of the tiers; what happens when the last one is full.
-    - `unseen`: what evaluation reads for an id that was never trained, its "initial" value or "zeros".
-    - `total_num_buckets`: buckets that ids fall into, `hash(id) % total_num_buckets`, with the finaliser of SplitMix64 as
-      the hash; ranks own ranges of them. 1 to 2^20, fixed for the life of the table.
+    Args:
+        name: the table's name, without a dot.
+        embedding_dim: the width of a row, from 1 to 65,536.
+        num_embeddings: how many rows to expect. It sizes the plan and the default initializer; ids are any 64-bit integers.
+        feature_names: the features that look ids up in the table; by default one with the table's name.
+        pooling: `PoolingType.SUM` or `PoolingType.MEAN`.
+        weight_init_min, weight_init_max: the bounds of TorchRec's default initializer; by default ±1/√num_embeddings.
+        initializer: how rows are born; None: `Uniform(weight_init_min, weight_init_max)`.
+        tiers: the table's budgets on each rank; None: a share of the module's.
+        policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
+        on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
+        unseen: what evaluation reads for an id that was never trained: its "initial" value or "zeros".
+        total_num_buckets: an id falls into bucket `hash(id) % total_num_buckets`, where the hash is SplitMix64's finaliser, and
+            each rank owns a range of buckets. From 1 to 2^20, and fixed for the table's life.
+        data_type, init_fn, use_virtual_table, virtual_table_eviction_policy, input_dim, num_embeddings_post_pruning, need_pos,
+            enable_embedding_update, stash_weights: TorchRec's; only the default of each is supported.
 
-    Raises `ConfigError` for a value out of range and `UnsupportedError` for a field of TorchRec's that does not apply.
+    Raises:
+        ConfigError: a value is out of range.
+        UnsupportedError: a field of TorchRec's that does not apply is set.
+
+    Example::
+
+        >>> from torchrec import PoolingType
+        >>> from torchrec_embcache import EmbCacheEmbeddingBagConfig, TierBudgets
+        >>> item = EmbCacheEmbeddingBagConfig(
+        ...     name="item", embedding_dim=64, num_embeddings=1_000_000_000, feature_names=["item_id"],
+        ...     pooling=PoolingType.SUM, tiers=TierBudgets(host_bytes="1GiB"),
+        ... )
+        >>> item.policy
+        's3fifo'
     """
 
     total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
@@ -83,7 +105,7 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
 
 @dataclass
 class EmbCacheEmbeddingConfig(EmbeddingConfig):
-    """A table whose rows are not pooled. The fields are those of `EmbCacheEmbeddingBagConfig`, less `pooling`."""
+    """A table whose rows are not pooled. Its settings are those of `EmbCacheEmbeddingBagConfig` without `pooling`."""
 
     total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
     initializer: Initializer | None = None
@@ -155,19 +177,20 @@ def _check_features(table: str, names: object) -> None:
 
 
 def table_initializer(config: CacheConfig) -> Initializer:
-    """How the rows of a table are born."""
+    """The initializer of a table."""
     return config.initializer or Uniform(config.get_weight_init_min(), config.get_weight_init_max())
 
 
 def num_buckets(config: CacheConfig) -> int:
-    """The table's buckets."""
+    """How many buckets a table has."""
     return DEFAULT_TOTAL_NUM_BUCKETS if config.total_num_buckets is None else config.total_num_buckets
 
 
 def as_cache_configs(tables: object, kind: type[Any]) -> list[Any]:
-    """`tables` as configs of `kind`, TorchRec's own taken over field by field, the list checked as one.
+    """`tables` as configs of `kind`. The fields of TorchRec's own configs are taken over.
 
-    Features without names get the table's. `ConfigError` for a list that is empty, holds something else or names a table twice.
+    A table without feature names gets its own name as the only one. `ConfigError` for a list that is empty, holds something
+    else, or names a table twice.
     """
     if not isinstance(tables, Sequence) or isinstance(tables, str) or not tables:
         raise ConfigError(f"tables={tables!r}: give a list of {kind.__name__}")
@@ -190,7 +213,7 @@ def _from_torchrec(table: object, kind: type[Any]) -> Any:
         raise ConfigError(f"tables holds {table!r}: give {kind.__name__}")
     names = {field.name for field in dataclasses.fields(kind)}
     values = {field.name: getattr(table, field.name) for field in dataclasses.fields(table) if field.name in names}
-    # TorchRec fills init_fn in; what a user gave stays and is refused.
+    # TorchRec fills init_fn in. A function that a user gave stays, and is refused.
     made = values.get("init_fn")
     if isinstance(made, functools.partial) and made.func is torch.nn.init.uniform_:
         values["init_fn"] = None

@@ -1,4 +1,4 @@
-"""What a batch of features must be, checked before anything is planned or sent."""
+"""Checks of a batch of features, before anything of it is planned or sent."""
 
 from typing import Any
 
@@ -16,11 +16,12 @@ __all__ = ["check_features", "in_order"]
 def check_features(
     features: Any, names: list[str], *, weighted: bool, owner: str, device: torch.device
 ) -> KeyedJaggedTensor:
-    """`features` as a KeyedJaggedTensor with int64 values and lengths, checked. Keys that no table reads may be in it.
+    """`features` as a KeyedJaggedTensor with int64 values and lengths, checked. It may have keys that no table reads.
 
-    Raises `InputError` naming `owner`, the field, its value and what to do: a feature that a table reads and the batch lacks, wrong
-    dtype or device, lengths that do not sum, weights where the module is not `weighted`, or none where it is. `UnsupportedError`
-    for a batch size that varies by feature.
+    `names` are the features that the tables read. `InputError`, which names `owner`, the field, its value and what to do, is
+    raised for a feature that is missing, a wrong dtype or device, lengths that do not sum to the number of values, weights
+    where the module is not `weighted`, and missing weights where it is. `UnsupportedError` for a batch size that varies by
+    feature.
     """
     if isinstance(features, TensorDict):
         features = maybe_td_to_kjt(features, None)
@@ -57,7 +58,7 @@ def check_features(
         )
     lengths = features.lengths()
     if values.dtype != torch.int64 or lengths.dtype != torch.int64:
-        # One dtype on every rank: an exchange of another would not fit.
+        # Every rank sends this dtype: an exchange between ranks of different ones would fail.
         features = KeyedJaggedTensor(
             keys=keys, values=values.long(), weights=weights, lengths=lengths.long(), stride=features.stride()
         )
@@ -84,7 +85,7 @@ def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device
     count = len(features.keys())
     if count and lengths.numel() % count:
         raise InputError(f"{owner}: {lengths.numel()} lengths for {count} features: give every feature one a sample")
-    # Short as they are, torch's threads would cost more than they save.
+    # Lengths are few, so that torch's threads would cost more time than they save.
     least, total = (
         (int(lengths.numpy().min(initial=0)), int(lengths.numpy().sum()))
         if lengths.device.type == "cpu"
@@ -99,22 +100,22 @@ def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device
 
 
 def in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
-    """`features` with exactly the keys `names`, in that order; a name may repeat."""
+    """`features` with exactly the keys `names`, in that order. A name may occur more than once."""
     keys = features.keys()
     if keys == names:
         return features
-    places = [keys.index(name) for name in names]
+    order = [keys.index(name) for name in names]
     weights = features.weights_or_none()
     if weights is None or not weights.requires_grad:
-        return features.permute(places)
-    # The gradient of fbgemm's permutation is wrong where keys are left out or repeat: permute weights by torch.
+        return features.permute(order)
+    # The gradient of fbgemm's permutation is wrong where keys are left out or repeat, so that torch permutes the weights.
     parts = torch.split(weights, features.length_per_key())
     bare = KeyedJaggedTensor(keys=keys, values=features.values(), lengths=features.lengths(), stride=features.stride())
-    bare = bare.permute(places)
+    bare = bare.permute(order)
     return KeyedJaggedTensor(
         keys=names,
         values=bare.values(),
-        weights=torch.cat([parts[place] for place in places]),
+        weights=torch.cat([parts[index] for index in order]),
         lengths=bare.lengths(),
         stride=bare.stride(),
     )

@@ -1,4 +1,4 @@
-"""The optimizer of a module as TorchRec's users hold it: a `KeyedOptimizer`, one param group a table."""
+"""The optimizer of a module as users of TorchRec hold it: a `KeyedOptimizer` with a param group for each table."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,22 +14,22 @@ __all__ = ["TableOptimizer"]
 
 
 class TableOptimizer(FusedOptimizer):
-    """Hyperparameters that every backward reads; `step` and `zero_grad` do nothing, the backward updates.
+    """The hyperparameters that every backward reads. `step` and `zero_grad` do nothing, because the backward updates.
 
-    `state_dict` names the slots as FBGEMM does, `<table>.momentum1` (Adagrad's `sum`, Adam's `exp_avg`) and `<table>.momentum2`
-    (`exp_avg_sq`), each with zero rows: the rows' slots are saved with the rows, by `Saver`.
+    `state_dict` names the slots as FBGEMM does: `<table>.momentum1` is Adagrad's `sum` or Adam's `exp_avg`, and `<table>.momentum2`
+    is `exp_avg_sq`. Each has zero rows, because `Saver` saves the slots with the rows.
     """
 
-    # Schedulers ask whether the optimizer stepped before they did; here the backward steps.
+    # Schedulers ask whether the optimizer stepped before them. Here the backward steps.
     _opt_called = True
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `torch.amp.GradScaler.step` asks of an optimizer first."""
+        """`torch.amp.GradScaler.step` asks an optimizer for this first. It raises `UnsupportedError`."""
         raise scaler_error()
 
     def __init__(self, prefix: str, params: Mapping[str, nn.Parameter], specs: Mapping[str, OptimizerSpec]) -> None:
-        """`params[table]`, zero rows by the table's width, for each table of `specs`. Keys are `<prefix><table>.weight`."""
+        """`params` has the zero-row parameter [0, D] of each table of `specs`. The keys are `<prefix><table>.weight`."""
         state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         self.groups: dict[str, dict[str, Any]] = {}
         for table, spec in specs.items():
@@ -44,11 +44,11 @@ class TableOptimizer(FusedOptimizer):
         )
 
     def step(self, closure: Any = None) -> None:
-        """Nothing: the update is in the backward. A closure, which would run it twice, is refused."""
+        """Do nothing, because the backward updates. `UnsupportedError` for a closure, which would run the backward twice."""
         if closure is not None:
             raise UnsupportedError(
                 f"step(closure={closure!r}): the update runs in the backward; call loss.backward() alone"
             )
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing: no gradient is kept."""
+        """Do nothing, because no gradient is kept."""

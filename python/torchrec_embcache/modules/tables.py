@@ -1,4 +1,4 @@
-"""The tables of one collection on this rank: their budgets, optimizers and rows."""
+"""The tables of one collection on this rank: their budgets, their optimizers and where their rows come from."""
 
 import dataclasses
 import warnings
@@ -28,25 +28,25 @@ __all__ = ["ModuleTables", "Shard", "split_budgets", "table_weights", "tables_te
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a table: its share of the buckets (`spread`), or all of them."""
+    """What a rank holds of a table: a share of the buckets where the table is `spread` over ranks, else all of them."""
 
     rank: int = 0
     world_size: int = 1
     spread: bool = False
 
     def buckets(self, total_num_buckets: int) -> tuple[int, int]:
-        """The buckets [begin, end) held here."""
+        """The buckets [begin, end) of this rank."""
         return bucket_range(self.rank, self.world_size, total_num_buckets) if self.spread else (0, total_num_buckets)
 
     def rows(self, num_embeddings: int) -> int:
-        """How many of `num_embeddings` rows to expect here."""
+        """How many of `num_embeddings` rows to expect on this rank."""
         return -(-num_embeddings // self.world_size) if self.spread else num_embeddings
 
 
 def zero_row_parameter(dim: int, device: torch.device, *, optimized: bool = False) -> nn.Parameter:
-    """What stands for an unbounded table among parameters: [0, D].
+    """The parameter that stands for an unbounded table, of shape [0, D].
 
-    `optimized` marks it as TorchRec marks what trains in the backward, so that `in_backward_optimizer_filter` leaves it out.
+    `optimized` marks it as TorchRec marks parameters that train in the backward. `in_backward_optimizer_filter` then leaves it out.
     """
     param = nn.Parameter(torch.empty(0, dim, device=device))
     if optimized:
@@ -55,7 +55,10 @@ def zero_row_parameter(dim: int, device: torch.device, *, optimized: bool = Fals
 
 
 def trainable(owner: str, weights: Mapping[str, nn.Parameter]) -> bool:
-    """Whether the tables are to be trained: `requires_grad_(False)` on every weight freezes them. Some only: `UnsupportedError`."""
+    """Whether the tables are to be trained. They are frozen where every weight has `requires_grad_(False)`.
+
+    `UnsupportedError` where only some have.
+    """
     frozen = [name for name, weight in weights.items() if not weight.requires_grad]
     if frozen and len(frozen) < len(weights):
         raise UnsupportedError(
@@ -70,7 +73,10 @@ def split_budgets(
     shards: Mapping[str, Shard],
     specs: Mapping[str, OptimizerSpec | None],
 ) -> dict[str, TierBudgets]:
-    """The budgets of each table of `shards`: its own, or a share of the module's `tiers` by expected rows x bytes a row."""
+    """The budgets of each table of `shards`: its own, or a share of the module's `tiers` by expected rows times bytes a row.
+
+    `ConfigError` where a table has neither, or its share is zero bytes.
+    """
     own: dict[str, TierBudgets] = {}
     shares: dict[str, int] = {}
     for config in configs:
@@ -105,12 +111,12 @@ def _byte_fields(tiers: TierBudgets) -> dict[str, int]:
 
 
 def table_weights(holder: nn.ModuleDict) -> dict[str, nn.Parameter]:
-    """The parameter of each table among TorchRec's modules of one table each."""
+    """The parameter of each table. TorchRec's `holder` has a module for each table."""
     return {name: child.get_parameter("weight") for name, child in holder.items()}
 
 
 class ModuleTables(Mapping[str, CacheTable]):
-    """This rank's tables of one collection, by name, in the configs' order."""
+    """This rank's tables of one collection by name, in the order of the configs."""
 
     def __init__(
         self,
@@ -123,7 +129,10 @@ class ModuleTables(Mapping[str, CacheTable]):
         shards: Mapping[str, Shard],
         specs: Mapping[str, OptimizerSpec | None],
     ) -> None:
-        """Check everything; open nothing. `shards` has the tables of this rank, `specs` their optimizers, where known."""
+        """Check everything, and open nothing.
+
+        `shards` has the tables of this rank; `specs` has their optimizers, where they are known.
+        """
         self.device = device
         self.unseen: Unseen = configs[0].unseen
         if any(config.unseen != self.unseen for config in configs):
@@ -131,7 +140,7 @@ class ModuleTables(Mapping[str, CacheTable]):
                 f"module {module!r}: tables differ in unseen, which is not supported yet: give all the same, or two modules"
             )
         self._shards = dict(shards)
-        # Of all tables, those of other ranks too: ranks flush together, whatever they hold.
+        # Of all tables, also those on other ranks: ranks flush together, whatever each of them holds.
         self.flush_intervals = [
             given.flush_interval for config in configs if (given := config.tiers or tiers) is not None
         ]
@@ -172,16 +181,16 @@ class ModuleTables(Mapping[str, CacheTable]):
 
     @property
     def untrainable(self) -> list[str]:
-        """Tables that have no optimizer."""
+        """The names of the tables that have no optimizer."""
         return [name for name, table in self._tables.items() if table.optimizer is None]
 
     def set_optimizer(self, name: str, spec: OptimizerSpec) -> None:
-        """Give a table its optimizer. Rows that were imported before keep their weights; their slots start at zero."""
+        """Give a table its optimizer. Rows that were imported before keep their weights, and their slots begin at zero."""
         table = self._tables[name]
         if not table.is_open or internals(table).spec.kind == spec.kind or len(table) == 0:
             table.optimizer = spec
             return
-        # Without optimizer nothing is trained, so these rows came in by import and fit in memory.
+        # Without an optimizer nothing was trained, so that these rows were imported. They fit in memory.
         chunks = [(chunk.ids, chunk.weights) for chunk in table.export()]
         internals(table).native.clear()
         table.optimizer = spec
@@ -189,12 +198,12 @@ class ModuleTables(Mapping[str, CacheTable]):
             table.import_rows(ids, weights)
 
     def hand_over(self) -> dict[str, CacheTable]:
-        """The tables; none are left here."""
+        """Give up the tables: they are returned, and none are left here."""
         tables, self._tables = self._tables, {}
         return tables
 
     def take_rows(self, source: Mapping[str, CacheTable]) -> None:
-        """Take, from the open tables of an unsharded module, the rows of this rank's buckets; close them."""
+        """Take over the rows of this rank's buckets from the open tables of an unsharded module, and close these."""
         for name, table in source.items():
             if not table.is_open:
                 continue
@@ -202,7 +211,7 @@ class ModuleTables(Mapping[str, CacheTable]):
             if target is None:
                 table.close()
                 continue
-            if target.world_size == 1:  # the same buckets and the same files: the table itself moves
+            if target.world_size == 1:  # it has the same buckets and the same files, so that the table itself moves
                 optimizer = target.optimizer
                 self._tables[name] = table
                 if optimizer is not None:
@@ -224,7 +233,7 @@ class ModuleTables(Mapping[str, CacheTable]):
             table.close()
 
     def optimizer(self, prefix: str, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> TableOptimizer:
-        """The optimizer of the tables `names` that have one, keyed `<prefix><table>.weight`."""
+        """The optimizer of those of the tables `names` that have one, with the keys `<prefix><table>.weight`."""
         specs = {name: spec for name in names if (spec := self._tables[name].optimizer) is not None}
         return TableOptimizer(prefix, params, specs)
 
@@ -234,7 +243,7 @@ class ModuleTables(Mapping[str, CacheTable]):
         optimizer: TableOptimizer,
         after_backward: Callable[[Exception | None], None] | None = None,
     ) -> LookupGroup:
-        """One lookup over the features of `configs`, table after table, trained as `optimizer`'s groups say at each backward."""
+        """A lookup over the features of `configs`, table after table. Every backward reads the groups of `optimizer`."""
         names = [config.name for config in configs]
 
         def param_groups() -> list[Mapping[str, Any]]:
@@ -243,16 +252,16 @@ class ModuleTables(Mapping[str, CacheTable]):
                 raise no_optimizer_error(missing)
             return [optimizer.groups[name] for name in names]
 
-        features = [place for place, config in enumerate(configs) for _ in config.feature_names]
+        features = [index for index, config in enumerate(configs) for _ in config.feature_names]
         tables = [internals(self._tables[name]) for name in names]
         return LookupGroup(tables, features, param_groups, unseen=self.unseen, after_backward=after_backward)
 
     def flush_schedule(self, *, collective: bool) -> FlushSchedule:
-        """When these tables are to be flushed while they train; `collective`: by all ranks together."""
+        """When these tables are flushed while they train; `collective`: by all ranks together."""
         return FlushSchedule(self.flush_intervals, collective=collective)
 
     def close(self) -> None:
-        """Flush and close every table; the first error is raised when all are closed."""
+        """Flush and close every table. The first error is raised when all are closed."""
         first: Exception | None = None
         for table in self._tables.values():
             try:
@@ -263,13 +272,13 @@ class ModuleTables(Mapping[str, CacheTable]):
             raise first
 
     def warn_on_state_dict(self, module: Any) -> None:
-        """Say once, when `module.state_dict()` is taken while there are rows, that it does not hold them; note them in each."""
+        """Let `module.state_dict()` note how many rows there are, and warn once that it does not hold them."""
         module.register_state_dict_pre_hook(_warn_that_rows_are_elsewhere)
         module.register_state_dict_post_hook(_note_rows)
 
 
 def _warn_that_rows_are_elsewhere(module: Any, prefix: str, keep_vars: bool) -> None:
-    """Before a `state_dict()`. Of the module that is asked, which may be a copy of the one that this was registered with."""
+    """Run before a `state_dict()`. `module` may be a copy of the one that this was registered with."""
     del keep_vars
     if module.__dict__.get("_warned_state_dict"):
         return
@@ -286,11 +295,11 @@ def _warn_that_rows_are_elsewhere(module: Any, prefix: str, keep_vars: bool) -> 
 
 
 def _note_rows(module: Any, state: Any, prefix: str, metadata: Any) -> None:
-    """After a `state_dict()`."""
+    """Run after a `state_dict()`."""
     del metadata
     note_rows(state, module.tables_by_key(prefix))
 
 
 def tables_text(tables: Mapping[str, CacheTable], groups: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each table, for `print(module)`; `groups` has the optimizers' numbers as they are now, by table."""
+    """A line for each table, for `print(module)`. `groups` has the numbers of each table's optimizer as they are now."""
     return "\n".join(f"  {table.describe(groups.get(name))}" for name, table in tables.items())

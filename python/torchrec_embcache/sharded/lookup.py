@@ -1,4 +1,7 @@
-"""The lookup of one sharding on one rank: features as they arrive in, pooled or single rows out, update in the backward."""
+"""The lookup of one sharding on one rank.
+
+Features come in as they arrive from all ranks, and pooled or single rows go out. The backward updates the rows.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -38,7 +41,7 @@ class PlannedFeatures:
         self.batch: PlannedBatch | None = None
 
     def wait(self) -> None:
-        """Until every row is where the kernels look for it."""
+        """Wait until every row is in its slot."""
         if self.batch is not None:
             self.batch.wait()
 
@@ -49,9 +52,9 @@ class PlannedFeatures:
 
 
 class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
-    """The tables of one sharding that this rank holds; there may be none, and then its part of each exchange is empty.
+    """Looks ids up in the tables of one sharding that this rank holds. Where it holds none, its part of each exchange is empty.
 
-    For a batch: `plan`, `PlannedFeatures.wait`, `use`, `forward`.
+    The calls of a batch, in order: `plan`, `PlannedFeatures.wait`, `use`, `forward`.
     """
 
     def __init__(
@@ -63,7 +66,10 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         pooled: bool,
         after_backward: Callable[[Exception | None], None],
     ) -> None:
-        """`configs` in the order in which their features arrive; `after_backward` is called by every backward with its error."""
+        """`configs` are in the order in which their features arrive.
+
+        Every backward calls `after_backward` with its error or None.
+        """
         super().__init__()
         self._pooled = pooled
         self._params = {
@@ -71,7 +77,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         }
         self._optimizer = tables.optimizer("", self._params, self._params)
         self._group: LookupGroup | None = tables.group(configs, self._optimizer, after_backward) if configs else None
-        # Bags that are spread over ranks carry their mean's weights: see `sharding`.
+        # Bags that are spread over ranks carry weights that make the mean: see `sharding`.
         self._mean = [
             pooled and not spreads_bags and config.pooling == PoolingType.MEAN
             for config in configs
@@ -83,29 +89,29 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
 
     @property
     def fused_optimizer(self) -> TableOptimizer:
-        """One param group a table."""
+        """The optimizer, with a param group for each table."""
         return self._optimizer
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The zero-row parameters."""
+        """The zero-row parameter of each table."""
         yield from self._params.items()
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> Mapping[str, Any]:
-        """Empty: rows are saved by `Saver`."""
+        """An empty dict, because `Saver` saves the rows."""
         return {}
 
     def flush(self) -> None:
-        """Nothing; TorchRec calls it before a state_dict."""
+        """Do nothing. TorchRec calls this before a state_dict."""
 
     def purge(self) -> None:
-        """Nothing; TorchRec calls it before a state_dict is loaded."""
+        """Do nothing. TorchRec calls this before a state_dict is loaded."""
 
     def announce(
         self, features: KeyedJaggedTensor, *, train: bool, beside: bool, failed: Callable[[Exception], None]
     ) -> None:
-        """Start fetching the rows of a batch that a later forward, in this order, looks up; `failed` is called with an error.
+        """Begin to fetch the rows of a batch that a later forward looks up. Call it in the order of the forwards.
 
-        With `beside` a thread plans the batch: `settle` before anyone looks at the tables.
+        `failed` is called with an error. With `beside` a thread plans the batch; call `settle` before anyone uses the tables.
         """
         if self._group is None:
             return
@@ -119,12 +125,12 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
             failed(error)
 
     def settle(self) -> None:
-        """Until what was announced is planned."""
+        """Wait until all that was announced is planned."""
         if self._group is not None:
             self._group.settle()
 
     def forget_announced(self) -> None:
-        """Unpin what was announced."""
+        """Unpin the rows of all batches that were announced."""
         if self._group is not None:
             self._group.drop_prefetched()
 
@@ -136,11 +142,11 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         return planned
 
     def use(self, planned: PlannedFeatures) -> None:
-        """The batch of the next forward."""
+        """Make this the batch of the next forward."""
         self._next = planned
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled [B, C], or a row for each id [N, D]; empty where this rank has no table. Consumes the planned batch."""
+        """Pooled rows [B, C], or a row for each id [N, D]; empty where this rank has no table. It uses up the planned batch."""
         planned, self._next = self._next, None
         if planned is None:
             raise StateError("the lookup has no planned batch: call the sharded module, not its lookups")
@@ -167,7 +173,7 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
 
 
 class _NoTable(torch.autograd.Function):
-    """A rank without a table of the lookup takes part in the agreement of the backward."""
+    """Lets a rank without a table of the lookup take part in the agreement of the ranks in the backward."""
 
     @staticmethod
     def forward(

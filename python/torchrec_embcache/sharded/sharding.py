@@ -1,8 +1,8 @@
-"""How ids travel to the rank that owns their bucket, and pooled rows back.
+"""How ids travel to the rank that owns their bucket, and how pooled rows travel back.
 
-TorchRec's own shardings, with its input and output exchanges, changed in two points. Row-wise ids go to the owner of their
-bucket (see `buckets`) and are kept as they are. MEAN bags that are spread over ranks carry weights 1/L, set before they
-are: every rank then sums, and no divisor has to be known at the end.
+These are TorchRec's own shardings, with its exchanges of inputs and outputs, changed in two points. Row-wise, an id goes to the
+rank that owns its bucket (see `buckets`), and stays what it is. The ids of a bag of length L that is averaged carry weights of
+1/L before the bag is spread over ranks. Then every rank sums, and nobody has to know a divisor at the end.
 
 Shapes: F features, B bags a feature, N ids.
 """
@@ -32,12 +32,12 @@ __all__ = ["SHARDING_TYPES", "pooled_sharding", "sequence_sharding"]
 
 SHARDING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value)
 
-# Makes the lookup of one sharding from this rank's tables (TorchRec's sharded configs); True: bags are spread over ranks.
+# Makes the lookup of one sharding, of this rank's tables as TorchRec's sharded configs. True: bags are spread over ranks.
 LookupMaker = Callable[[list[Any], bool], nn.Module]
 
 
 def _parts(features: KeyedJaggedTensor, chosen: list[bool]) -> list[torch.Tensor]:
-    """The values of the chosen features."""
+    """The values of the chosen features; views."""
     if all(chosen):
         return [features.values()]
     if not any(chosen):
@@ -49,8 +49,8 @@ def _parts(features: KeyedJaggedTensor, chosen: list[bool]) -> list[torch.Tensor
 class BucketFeaturesDist(RwSparseFeaturesDist):
     """Sends each id to the rank that owns its bucket.
 
-    TorchRec divides what it is given by the number of buckets: that is the hash of an id. The hash is a bijection, so that the ids
-    are put back in its place before they are sent.
+    TorchRec takes the remainder of the numbers that it is given, by the number of buckets. So it is given the hashes of the
+    ids. The hash is a bijection, so that the ids take the place of their hashes again before they are sent.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
         device: torch.device | None,
         is_sequence: bool,
     ) -> None:
-        """Of the table of feature f `num_buckets[f]`: its buckets; `hashed[f]`: whether they are of the hashes of ids; `mean[f]`:
-        whether its bags are averaged.
+        """Of the table of feature f, `num_buckets[f]` is the number of buckets, `hashed[f]` says whether ids are hashed before they
+        fall into them, and `mean[f]` whether bags are averaged.
         """
-        # zch_sizes and block sizes of 0 select fbgemm's bucketisation by modulo; without zch_sizes it refuses uneven shares.
+        # zch_sizes and block sizes of 0 make fbgemm take remainders. Without zch_sizes it refuses shares of different sizes.
         super().__init__(
             pg=pg,
             num_features=len(num_buckets),
@@ -78,23 +78,23 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
         )
         self._mean = mean
         self._hashed = hashed
-        # Before the exchange, whatever a pipeline puts in place of the exchange's own forward.
+        # A hook runs before the exchange also where a pipeline replaces the exchange's forward.
         self._dist.register_forward_pre_hook(self._put_ids_back)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Any:
-        """Starts the exchange. Weights are added where a bag is averaged."""
+        """Begin the exchange, with weights where bags are averaged."""
         if any(self._mean):
             sparse_features = _with_mean_weights(sparse_features, self._mean)
         return super().forward(_with_hashes(sparse_features, self._hashed))
 
     def _put_ids_back(self, _exchange: nn.Module, given: tuple[KeyedJaggedTensor]) -> None:
-        """Ids in the place of their hashes. The features lie once for each rank, one rank behind the other."""
+        """Put the ids in the place of their hashes. The features lie there once for each rank, one rank after the other."""
         for part in _parts(given[0], self._hashed * (len(given[0].keys()) // len(self._hashed))):
             ids_of_hashes_(part)
 
 
 def _with_hashes(features: KeyedJaggedTensor, hashed: list[bool]) -> KeyedJaggedTensor:
-    """The batch with the hashes of ids in place of the ids, where features are hashed."""
+    """The batch with hashes in the place of the ids of features that are hashed."""
     if not any(hashed):
         return features
     replaced = KeyedJaggedTensor(
@@ -124,13 +124,14 @@ def _with_mean_weights(features: KeyedJaggedTensor, mean: list[bool]) -> KeyedJa
 
 
 class PaddedPooledDist(RwPooledEmbeddingDist):
-    """Adds the ranks' pooled rows up and gives each rank those of its own bags; ranks may have batches of different sizes.
+    """Adds up the pooled rows of all ranks, and gives each rank those of its own bags. Batches may differ in size between ranks.
 
-    TorchRec's exchange of uneven sizes exists with NCCL only: every rank's bags are padded with zeros to the largest batch.
+    TorchRec has an exchange of different sizes with NCCL only. So the bags of every rank are padded with zeros to the largest
+    batch.
     """
 
     def forward(self, local_embs: torch.Tensor, sharding_ctx: Any = None) -> Any:
-        """`local_embs` [B of rank 0 + B of rank 1 + ..., C] to [B of this rank, C], awaitable."""
+        """From `local_embs` [B of rank 0 + B of rank 1 + ..., C] to an awaitable [B of this rank, C]."""
         sizes: list[int] = list(sharding_ctx.batch_size_per_rank) if sharding_ctx is not None else []
         if len(set(sizes)) <= 1:
             return super().forward(local_embs, sharding_ctx)
@@ -142,10 +143,13 @@ class PaddedPooledDist(RwPooledEmbeddingDist):
 
 
 class _CacheSharding:
-    """What the four shardings share: their lookup is ours. Set `make_lookup` and `bucket_hash_of` before anything is created."""
+    """What the four shardings share: the lookup of this package.
+
+    `make_lookup` and `bucket_hash_of` are set before anything is made.
+    """
 
     make_lookup: LookupMaker
-    # How the ids of a table of this rank fall into buckets, by its name.
+    # Says how the ids of a table of this rank fall into buckets, by the table's name.
     bucket_hash_of: Callable[[str], BucketHash]
     spreads_bags = False
     _grouped_embedding_configs: list[Any]
@@ -166,7 +170,7 @@ class _RowWise(_CacheSharding):
     _device: torch.device
 
     def create_input_dist(self, device: torch.device | None = None) -> BucketFeaturesDist:
-        """Ids to the owners of their buckets."""
+        """The exchange that sends ids to the owners of their buckets."""
         tables = self.sharded_tables()
         buckets = [table.total_num_buckets for table in tables for _ in table.feature_names]
         hashed = [self.bucket_hash_of(table.name) != "plain" for table in tables for _ in table.feature_names]
@@ -175,10 +179,10 @@ class _RowWise(_CacheSharding):
 
 
 class RowWisePooledSharding(_RowWise, RwPooledEmbeddingSharding):
-    """A table's buckets spread over all ranks; each rank pools its own rows, a reduce-scatter adds them up."""
+    """The buckets of a table are spread over all ranks. Each rank pools its own rows, and a reduce-scatter adds them up."""
 
     def create_output_dist(self, device: torch.device | None = None) -> PaddedPooledDist:
-        """Pooled rows back to the ranks of their bags."""
+        """The exchange that sends pooled rows back to the ranks of their bags."""
         del device
         return PaddedPooledDist(
             self._pg, embedding_dims=self.embedding_dims(), qcomm_codecs_registry=self.qcomm_codecs_registry
@@ -186,26 +190,26 @@ class RowWisePooledSharding(_RowWise, RwPooledEmbeddingSharding):
 
 
 class RowWiseSequenceSharding(_RowWise, RwSequenceEmbeddingSharding):
-    """A table's buckets spread over all ranks; rows come back by an all-to-all."""
+    """The buckets of a table are spread over all ranks. Rows come back by an all-to-all."""
 
     is_sequence = True
 
 
 class TableWisePooledSharding(_CacheSharding, TwPooledEmbeddingSharding):
-    """A table on one rank, which pools whole bags."""
+    """A table is on one rank, which pools whole bags."""
 
 
 class TableWiseSequenceSharding(_CacheSharding, TwSequenceEmbeddingSharding):
-    """A table on one rank; rows come back by an all-to-all."""
+    """A table is on one rank. Rows come back by an all-to-all."""
 
 
 def pooled_sharding(sharding_type: str) -> type[Any]:
-    """The class that shards bags by `sharding_type`."""
+    """The class that shards bags by `sharding_type`. `UnsupportedError` for a type that is not supported."""
     return _choose(sharding_type, RowWisePooledSharding, TableWisePooledSharding)
 
 
 def sequence_sharding(sharding_type: str) -> type[Any]:
-    """The class that shards sequences by `sharding_type`."""
+    """The class that shards sequences by `sharding_type`. `UnsupportedError` for a type that is not supported."""
     return _choose(sharding_type, RowWiseSequenceSharding, TableWiseSequenceSharding)
 
 

@@ -1,4 +1,4 @@
-//! Arrays across the border: the only place where numpy arrays become slices and vectors become arrays.
+//! Arrays at the language border. Only here numpy arrays become slices, and vectors become arrays.
 
 use embcache::cache::DeviceTensors;
 use embcache::rows::RowHeader;
@@ -39,20 +39,20 @@ pub(crate) fn slice2_mut<'a, T: Element>(what: &str, array: &'a mut PyReadwriteA
     array.as_slice_mut().map_err(|_| input(format!("{what} is not contiguous: pass a contiguous array")))
 }
 
-/// A vector as an array `[rows, columns]`, without a copy.
+/// A vector as an array `[rows, columns]` of the same memory.
 pub(crate) fn matrix<T: Element>(py: Python<'_>, data: Vec<T>, columns: usize) -> PyResult<Bound<'_, PyArray2<T>>> {
     let rows = data.len().checked_div(columns).unwrap_or(0);
     data.into_pyarray(py).reshape([rows, columns])
 }
 
-/// Slots as Python sees them: int64, -1 for a row of zeros.
+/// Slots as Python sees them: int64, where -1 stands for a row of zeros.
 pub(crate) fn slots_to_python<'py>(py: Python<'py>, slots: &[CacheSlot]) -> Bound<'py, PyArray1<i64>> {
     let slots: Vec<i64> =
         slots.iter().map(|&slot| if slot == embcache::types::NO_SLOT { -1 } else { i64::from(slot) }).collect();
     slots.into_pyarray(py)
 }
 
-/// Positions as int64.
+/// Positions as int64, for torch.
 pub(crate) fn positions_to_python<'py>(py: Python<'py>, positions: &[u32]) -> Bound<'py, PyArray1<i64>> {
     positions.iter().map(|&position| i64::from(position)).collect::<Vec<i64>>().into_pyarray(py)
 }
@@ -72,7 +72,7 @@ pub(crate) fn meta_to_python<'py>(py: Python<'py>, headers: &[RowHeader]) -> Met
     )
 }
 
-/// Headers from the parts that Python gives.
+/// Headers from the parts that Python gives. Parts that are `None` are zeros.
 pub(crate) fn headers_from_python(
     ids: &[i64],
     scalars: Option<&[f32]>,
@@ -103,11 +103,11 @@ pub(crate) fn headers_from_python(
     Ok(headers)
 }
 
-/// The device tensors of one table as Python gives them: weights, vector slots, scalar slot.
+/// The device arrays of one table, borrowed from Python: weights, vector slots, scalar slot.
 pub(crate) type GivenDevice<'py> =
     (PyReadwriteArray2<'py, f32>, Vec<PyReadwriteArray2<'py, f32>>, Option<PyReadwriteArray1<'py, f32>>);
 
-/// As the core takes them.
+/// The borrowed arrays as slices, as the core takes them.
 pub(crate) fn device_tensors<'a>(given: &'a mut [Option<GivenDevice<'_>>]) -> PyResult<Vec<Option<DeviceTensors<'a>>>> {
     given
         .iter_mut()

@@ -1,4 +1,4 @@
-//! Errors of the core as the classes of `torchrec_embcache.exceptions`.
+//! Errors of the core as exceptions of `torchrec_embcache.exceptions`.
 
 use embcache::{Error, Kind};
 use pyo3::exceptions::PyMemoryError;
@@ -23,7 +23,7 @@ fn class_name(kind: Kind) -> &'static str {
     }
 }
 
-/// The Python exception for a core error.
+/// The exception for an error of the core, with its `errno` and path.
 #[expect(clippy::needless_pass_by_value, reason = "it is given to map_err")]
 pub(crate) fn to_python(error: Error) -> PyErr {
     Python::attach(|py| {
@@ -42,13 +42,13 @@ pub(crate) fn to_python(error: Error) -> PyErr {
     })
 }
 
-/// A core error for a Python exception raised inside a callback.
+/// The core's error for an exception that a callback raised while it did `what`.
 pub(crate) fn from_python(py: Python<'_>, error: &PyErr, what: &str) -> Error {
     let kind = if error.is_instance_of::<PyMemoryError>(py) { Kind::Memory } else { Kind::State };
     Error::new(kind, format!("{what}: {error}"))
 }
 
-/// An `InputError`.
+/// An `InputError` with this message.
 pub(crate) fn input(message: impl Into<String>) -> PyErr {
     to_python(Error::new(Kind::Input, message))
 }

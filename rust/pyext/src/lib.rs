@@ -1,7 +1,7 @@
-//! Python binding of `embcache`: registration, and one core call a method. `_native.pyi` says what Python sees.
+//! The Python binding of `embcache`. `_native.pyi` says what Python sees of it.
 //!
-//! Every call that can block, take a table's lock or run a kernel releases the GIL first: a core thread that holds a table's lock may
-//! be waiting for the GIL (to read rows from the device).
+//! A method makes one call of the core. Every call that can block, take a table's lock or run a kernel releases the GIL first, because
+//! a thread of the core that holds a table's lock may be waiting for the GIL, to read rows from the device.
 
 mod blocks;
 mod buckets;
@@ -37,7 +37,7 @@ fn io_engine_name() -> PyResult<String> {
     embcache::io::default_engine().map(|engine| engine.name()).map_err(error::to_python)
 }
 
-/// Why the I/O engine is not `io_uring`, where the system refused that; `None` otherwise.
+/// Why the I/O engine is not `io_uring`, where the system refused it; `None` otherwise.
 #[pyfunction]
 fn io_fallback_reason() -> Option<&'static str> {
     embcache::io::fallback_reason()
@@ -49,7 +49,7 @@ fn table_key(name: &str) -> u64 {
     embcache::types::table_key(name)
 }
 
-/// Whether there is memory for threads: one that begins and gets none for what is its own ends the process, or waits for ever.
+/// Whether there is memory for another thread. A thread that begins and gets no memory of its own ends the process, or waits for ever.
 #[pyfunction]
 fn has_room_for_threads() -> bool {
     embcache::memory::room_for_threads()

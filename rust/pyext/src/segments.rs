@@ -1,11 +1,11 @@
-//! Segments of a snapshot on their way into a table.
+//! The segments of a linked checkpoint on their way into a table.
 
 use std::sync::Arc;
 
 use embcache::ssd::{SegmentFiles, StateCounters};
 use pyo3::prelude::*;
 
-/// What a table's SSD tier consisted of when a snapshot was saved.
+/// What a table's SSD tier consisted of when a linked checkpoint was saved.
 #[pyclass(frozen, name = "SnapshotSegments", module = "torchrec_embcache._native")]
 pub(crate) struct PySegments {
     pub(crate) files: Arc<SegmentFiles>,

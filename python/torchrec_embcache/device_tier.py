@@ -1,0 +1,109 @@
+"""The device tier's tensors.
+
+Shapes: n rows, D a table's width, V = D * (1 + vector slots), S cache slots of the tier.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import _native
+
+if TYPE_CHECKING:
+    from ._native import DeviceArrays, FetchedRows
+
+__all__ = ["DeviceTier"]
+
+
+def _current_stream(device: torch.device) -> Any:
+    """The caller's stream on `device`; None where it has no streams."""
+    current = getattr(torch.get_device_module(device), "current_stream", None) if device.type != "cpu" else None
+    return current(device) if current is not None else None
+
+
+def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
+    made: AbstractContextManager[Any] = (
+        torch.get_device_module(device).stream(stream) if stream is not None else nullcontext()
+    )
+    return made
+
+
+class DeviceTier:
+    """The rows of one table that are on the device: weights [S, D], vector slots [S, D] each, scalar slot [S]; all float32.
+
+    The core knows which row is in which cache slot, and this has the memory. Slots from `capacity` on are overflow. Rows
+    change, and the tensors are replaced by larger ones, within `Plan.exclusively` only.
+    """
+
+    def __init__(self, dim: int, vector_slots: int, scalar_slot: bool, capacity: int, device: torch.device) -> None:
+        self.dim = dim
+        self.capacity = capacity
+        self.device = device
+        with torch.inference_mode(False):  # a table may be opened by an evaluation, and trained later
+            self.weights = torch.zeros(capacity, dim, device=device)
+            self.vector_slots = [torch.zeros(capacity, dim, device=device) for _ in range(vector_slots)]
+            self.scalars = torch.zeros(capacity, device=device) if scalar_slot else None
+        self._stream = _current_stream(device)
+
+    def changes(self) -> None:
+        """Note that rows are about to change on the caller's stream, so that `gather` waits for what runs there."""
+        self._stream = _current_stream(self.device)
+
+    def ensure(self, slots: int) -> None:
+        """Hold at least `slots` rows; those that are there keep their slots. On an error the tensors stay what they were."""
+        more = slots - self.weights.shape[0]
+        if more <= 0:
+            return
+        more = max(more, self.weights.shape[0] // 8)
+        self.changes()
+        with torch.inference_mode(False):
+            weights = _grown(self.weights, more)
+            vector_slots = [_grown(slot, more) for slot in self.vector_slots]
+            scalars = _grown(self.scalars, more) if self.scalars is not None else None
+        self.weights, self.vector_slots, self.scalars = weights, vector_slots, scalars
+
+    def gather(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The rows of cache slots [n], for the core: vectors [n, V] and scalars [n], zeros where there is no scalar slot.
+
+        Raises `MemoryError` where torch has no memory.
+        """
+        try:
+            with _on(self._stream, self.device), torch.no_grad():
+                index = torch.from_numpy(slots).to(self.device)
+                parts = [part.index_select(0, index) for part in (self.weights, *self.vector_slots)]
+                vectors = torch.cat(parts, 1).cpu().numpy()
+                if self.scalars is None:
+                    return vectors, np.zeros(len(slots), np.float32)
+                return vectors, self.scalars.index_select(0, index).cpu().numpy()
+        except RuntimeError as error:
+            # On the CPU torch has no exception class for it.
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                raise MemoryError(str(error)) from error
+            raise
+
+    def scatter(self, fetched: FetchedRows) -> None:
+        """Put the rows that a plan fetched into their cache slots."""
+        if len(fetched.slots) == 0:
+            return
+        self.changes()
+        index = torch.from_numpy(fetched.slots).to(self.device)
+        values = torch.from_numpy(fetched.vectors).to(self.device)
+        for number, part in enumerate((self.weights, *self.vector_slots)):
+            part.index_copy_(0, index, values[:, number * self.dim : (number + 1) * self.dim])
+        if self.scalars is not None:
+            self.scalars.index_copy_(0, index, torch.from_numpy(fetched.scalars).to(self.device))
+
+    def arrays(self) -> DeviceArrays:
+        """The tensors as numpy arrays of the same memory, for the core's kernels on the CPU."""
+        scalars = self.scalars.numpy() if self.scalars is not None else None
+        return _native.DeviceArrays(self.weights.numpy(), [slot.numpy() for slot in self.vector_slots], scalars)
+
+
+def _grown(tensor: Tensor, more: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
