@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use embcache::cache::{DeviceTensors, Lookup, Plan, PreImages, RowBlock};
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
@@ -493,4 +493,58 @@ fn a_table_that_is_given_twice_to_a_lookup_is_refused() {
     let [a, b] = [&pair.rigs[0].table, &pair.rigs[1].table];
     let error = Lookup::new(&[a.clone(), b.clone(), a.clone()], &[0, 1, 2]).expect_err("a is given twice");
     assert!(error.kind() == Kind::Input && error.to_string().contains("tables[0] and tables[2]"), "{error}");
+}
+
+/// While one thread changes rows exclusively and uses the plan meanwhile, another one uses the same plan. Each waits for the other at most
+/// as long as that one works.
+#[test]
+fn two_threads_that_use_one_plan_of_which_one_does_so_exclusively_do_not_wait_for_each_other_for_ever() {
+    watched(String::new, || {
+        let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
+        let plan = rig.lookup.plan(&[1, 2, 3], &[0, 3], true, false, false).expect("planned");
+        plan.wait().expect("rows in their slots");
+        let (begun, forwards) = (AtomicBool::new(false), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            let exclusive = || {
+                begun.store(true, Ordering::SeqCst);
+                // The other thread is in its forward for most of these calls.
+                for _ in 0..1000 {
+                    plan.slots(0).expect("this thread's own plan");
+                    std::thread::yield_now();
+                }
+            };
+            scope.spawn(|| {
+                while !begun.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+                let mut out = [0.0; 12];
+                plan.forward_sequence(&mut out, &mut [], 1).expect("after the other thread's work");
+                forwards.fetch_add(1, Ordering::SeqCst);
+            });
+            plan.exclusively(exclusive).expect("nobody else");
+        });
+        assert_eq!(forwards.load(Ordering::SeqCst), 1);
+        plan.release();
+        assert_eq!(rig.table.stats().expect("open").pinned_rows, 0);
+    });
+}
+
+/// Another plan of the same tables would wait for rows that its own caller keeps from everybody.
+#[test]
+fn code_that_runs_exclusively_is_refused_another_plan_of_the_same_tables_and_may_drop_it() {
+    watched(String::new, || {
+        let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
+        let plan = |ids: &[Id]| rig.lookup.plan(ids, &[0, ids.len() as i64], true, false, false).expect("planned");
+        let (mine, other) = (plan(&[1, 2]), plan(&[2, 3]));
+        mine.wait().expect("rows in their slots");
+        other.wait().expect("rows in their slots");
+        mine.exclusively(|| {
+            assert!(other.slots(0).is_err_and(|error| error.kind() == Kind::State));
+            other.release();
+            mine.slots(0).expect("this thread's own plan");
+        })
+        .expect("nobody else");
+        mine.release();
+        assert_eq!(rig.table.stats().expect("open").pinned_rows, 0);
+    });
 }

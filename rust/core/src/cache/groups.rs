@@ -1,29 +1,29 @@
-//! Rows handed over in large groups, where they lie or gathered.
+//! Rows that are handed over in large groups: where they lie, or gathered from smaller parts.
 
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::rows::{RowHeader, RowList};
 
-/// Takes rows in groups, each as large as the sink has room for.
+/// Takes rows in groups. Each group has at most as many rows as the sink has room for.
 pub trait GroupSink {
     /// Floats of a row's vector part.
     fn vector_floats(&self) -> usize;
-    /// About so many rows are to come, as far as is known (`usize::MAX` where it is not): groups may be smaller for it.
+    /// Says about how many rows are to come, `usize::MAX` where that is not known. A sink may want smaller groups where there are few.
     fn expect(&mut self, rows: usize) {
         let _ = rows;
     }
-    /// Wait until there is room for a group; the most rows that it may have, at least one.
+    /// Wait until there is room for a group. Returns the most rows that it may have, at least 1.
     fn room(&mut self) -> Result<usize>;
-    /// Take a group of at most as many rows as there is room for; they are as they are during the call only. Whoever hands over rows where
-    /// they lie holds their table's lock meanwhile, so this does work and waits for nothing.
+    /// Take a group. It has at most as many rows as there is room for. The rows can be read during the call only. The caller may hold the
+    /// lock of the rows' table meanwhile, so this must not wait for anything.
     fn take(&mut self, rows: RowList<'_>) -> Result<()>;
 }
 
-/// Makes groups of rows that come in small parts, by copying them.
+/// Copies rows that come in small parts into groups.
 pub struct Gather<'a> {
     sink: &'a mut dyn GroupSink,
     floats: usize,
-    /// Rows of a full group, once there is a row.
+    /// How many rows make a full group. It is asked for when a group begins.
     most: usize,
     headers: Vec<RowHeader>,
     vectors: Vec<f32>,
@@ -36,13 +36,15 @@ impl std::fmt::Debug for Gather<'_> {
 }
 
 impl<'a> Gather<'a> {
-    /// Groups for `sink`.
+    /// Hand groups to `sink`.
     pub fn new(sink: &'a mut dyn GroupSink) -> Self {
         let floats = sink.vector_floats();
         Self { sink, floats, most: 0, headers: Vec::new(), vectors: Vec::new() }
     }
 
-    /// Add rows: headers `[n]` and vector parts `[n, V]`. Where the system has no memory for a full group, smaller ones are made.
+    /// Add rows: headers `[n]` and vector parts `[n, V]`. Groups are smaller where the system has no memory for full ones.
+    ///
+    /// Errors: `Input` where the vector parts are not as long as that, `Memory`, and what the sink returns.
     pub fn add(&mut self, mut headers: &[RowHeader], mut vectors: &[f32]) -> Result<()> {
         if vectors.len() != headers.len() * self.floats {
             return Err(Error::new(
@@ -54,14 +56,14 @@ impl<'a> Gather<'a> {
             if self.headers.is_empty() {
                 self.most = self.sink.room()?;
                 if self.headers.capacity() == 0 {
-                    // At once: growing would hold a group twice, and what is not filled is not resident.
+                    // All at once, because growing would hold the group twice. Memory that is not filled yet is not resident.
                     self.headers = memory::room_for(self.most);
                     self.vectors = memory::room_for(self.most * self.floats);
                 }
             }
             let fits = headers.len().min(self.most - self.headers.len());
             if let Err(refused) = self.reserve(fits) {
-                // A smaller group, then.
+                // Hand over a smaller group, which gives its memory back.
                 if self.headers.is_empty() {
                     return Err(refused);
                 }
@@ -85,7 +87,7 @@ impl<'a> Gather<'a> {
         memory::reserve(&mut self.vectors, "gather rows for a file", rows * self.floats)
     }
 
-    /// Hand over the group begun, if any.
+    /// Hand over the group that was begun, if there is one.
     pub fn finish(&mut self) -> Result<()> {
         if self.headers.is_empty() {
             return Ok(());

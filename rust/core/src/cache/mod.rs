@@ -1,49 +1,39 @@
 //! The cache: the only module that sees all three tiers.
 //!
-//! A [`Table`] owns the rows of one table shard. A [`Lookup`] plans batches over several tables; each [`Plan`] pins the rows of one
-//! batch, brings them to the tier that kernels run on, runs the kernels or hands slots to Python, and commits or releases.
+//! A [`Table`] owns the rows of one table shard. A [`Lookup`] plans batches over several tables; each [`Plan`] pins the rows of one batch,
+//! brings them to the tier that kernels run on, runs the kernels or hands slots to Python, and commits or releases.
 //!
-//! Locks, in the order they are taken: a plan's own state, then a table's `rows_in_use` (kernels against copies of pinned rows), then
-//! the table's state, then whatever the SSD tier locks inside. No lock is held while waiting for a fetch, except by operations that
-//! must see one state (device placement, import, export chunks).
+//! Each folder imports from those before it:
+//!
+//! | folder | what it owns |
+//! | --- | --- |
+//! | `watch` | what moments, exports and deltas want of rows while they move and change |
+//! | `residency` | where the rows are: it alone moves them, and keeps their bits and the counters |
+//! | `locks` | the locks around the residency, and their order |
+//! | `walk` | the one loop that hands over rows: exports, saves, deltas, moments |
+//! | `table` | a table as its users see it |
+//! | `plan` | lookups and plans |
 
-mod birth;
-mod capacity;
+mod base;
 mod columns;
-mod commit;
-mod compute;
-mod evict;
-mod export;
 mod groups;
-mod import;
-mod lineage;
-mod load;
 mod locks;
-mod lookup;
-mod modified;
-mod moment;
-mod place;
-mod place_device;
 mod plan;
-mod preimages;
+mod residency;
 mod rows;
-mod segments;
-mod stream;
 mod table;
+mod walk;
+mod watch;
 
 pub use crate::device::DeviceRows;
 pub use columns::{PickedRows, RowColumns};
-pub use compute::DeviceTensors;
-pub use export::Chunk;
 pub use groups::{Gather, GroupSink};
-pub use lineage::Ancestor;
-pub use lookup::Lookup;
-pub use moment::TableMoment;
-pub use plan::Plan;
-pub use preimages::PreImages;
-pub use rows::{FoundRows, RowBlock};
-pub use stream::ExportStream;
-pub use table::{Table, TableStats, device_row_bytes, host_row_bytes};
+pub use plan::{Lookup, Plan};
+pub use residency::{TableStats, device_row_bytes, host_row_bytes};
+pub use rows::{Chunk, DeviceTensors, FoundRows, RowBlock};
+pub use table::Table;
+pub use walk::{ExportStream, TableMoment};
+pub use watch::{Ancestor, PreImages};
 
 #[cfg(test)]
 mod resident;

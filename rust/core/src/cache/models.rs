@@ -38,7 +38,7 @@ fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
     let vectors: Vec<f32> = ids.iter().flat_map(|&id| [id as f32; DIM]).collect();
     // The first four take the slots, the others go to SSD.
     table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).unwrap();
-    table.shared.ssd.as_ref().unwrap().settle();
+    table.inner.ssd.as_ref().unwrap().settle();
     let lookup = Arc::new(Lookup::new(std::slice::from_ref(&table), &[0]).unwrap());
     (table, lookup, engine)
 }
@@ -56,7 +56,7 @@ fn forward(plan: &Plan, bags: usize) -> Vec<f32> {
 
 fn at_rest(table: &Table) {
     assert_eq!(table.stats().unwrap().pinned_rows, 0, "a pin was not returned");
-    table.shared.ssd.as_ref().unwrap().settle();
+    table.inner.ssd.as_ref().unwrap().settle();
 }
 
 /// A row whose read is under way is planned again, and the first plan is dropped before, amid or after the read.
@@ -114,7 +114,7 @@ fn loom_an_export_beside_a_training_step_gives_rows_that_are_whole_or_an_error()
     });
 }
 
-/// A moment has each row as of its moment, whichever comes first: the training step, the row's turn, or its leaving for SSD.
+/// A moment has each row as it was then, whichever comes first: the training step, the row's turn, or its leaving for SSD.
 #[test]
 fn loom_a_moment_beside_training_steps_and_evictions_gives_the_rows_of_its_moment() {
     model(|| {

@@ -40,7 +40,7 @@ fn import(table: &Table, ids: std::ops::Range<Id>) {
 
 /// What rows in RAM and the index of those on SSD take now.
 fn held_bytes(table: &Table) -> u64 {
-    let arena = table.shared.lock().unwrap().host.arena().resident_bytes() as u64;
+    let arena = table.inner.lock().unwrap().resident_bytes();
     arena + table.stats().unwrap().ssd.unwrap().index_bytes
 }
 

@@ -1,5 +1,5 @@
-//! The device tier's bookkeeping. The rows' values are in torch tensors that only Python touches; here are their headers, slots,
-//! pins and policy.
+//! The device tier: headers, slots, pins and policy of the rows on a device. The values of the rows are in torch tensors, which only Python
+//! touches.
 
 use crate::config::PolicyKind;
 use crate::error::Result;
@@ -9,15 +9,15 @@ use crate::rows::RowHeader;
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// Reads rows of the device tier into RAM. It is called while the table's lock is held: what it runs must not use the table (`State`),
-/// and may drop plans and moments.
+/// Reads rows of the device tier into RAM. It is called under the table's lock: what it runs must not use the table (`State`), and may
+/// drop plans and moments.
 pub trait DeviceRows: Send + Sync {
     /// Copy the rows in `slots` (`[n]`) to `vectors` (`[n, V]`) and their scalar slots to `scalars` (`[n]`, zeros where the layout has
     /// none).
     fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> Result<()>;
 }
 
-/// See the module. Used under the table's lock.
+/// What the core keeps of one table's rows on a device. It is used under the lock of the table.
 #[derive(Debug)]
 pub(crate) struct DeviceTier {
     pub(crate) slots: SlotMap,
@@ -41,7 +41,12 @@ impl DeviceTier {
         &mut self.headers[slot as usize]
     }
 
-    /// Make sure that `rows` more rows take no more memory here.
+    /// Rows in the tier: in slots of the budget and of the overflow.
+    pub(crate) fn rows_here(&self) -> u64 {
+        u64::from(self.slots.used()) + u64::from(self.slots.overflow_used())
+    }
+
+    /// Ask the system now for the memory that the bookkeeping of `rows` more rows takes.
     pub(crate) fn reserve(&mut self, rows: usize) -> Result<()> {
         self.slots.reserve(rows.min(u32::MAX as usize) as u32)?;
         let slots = self.slots.high_water() as usize + rows;
@@ -53,7 +58,7 @@ impl DeviceTier {
         self.header(slot).id
     }
 
-    /// The slot of a row that is on the device; `NO_SLOT` too for a row that only has a slot here and was not scattered yet.
+    /// The slot of a row that is on the device. It is `NO_SLOT` also for a row that has a slot here and was not scattered into it yet.
     pub(crate) fn slot_with_row(&self, id: Id) -> CacheSlot {
         let slot = self.slots.get(id);
         if slot != NO_SLOT && self.slots.state(slot).has(RowState::LOADING) { NO_SLOT } else { slot }
@@ -65,18 +70,18 @@ impl DeviceTier {
         self.slots.victim(|slot| headers[slot as usize].id)
     }
 
-    /// Forget every row; none is pinned.
+    /// Forget every row. None is pinned.
     pub(crate) fn clear(&mut self, policy: PolicyKind) {
         *self = Self::new(self.slots.capacity(), policy);
     }
 
-    /// Start loading the header of a row.
+    /// Fetch the header of a row into the processor's cache.
     #[inline]
     pub(crate) fn prefetch_header(&self, slot: CacheSlot) {
         prefetch(&self.headers, slot as usize);
     }
 
-    /// Slots that the tensors must have: the budget's, and the overflow in use.
+    /// Slots that the tensors must have: those of the budget, and those of the overflow in use.
     pub(crate) fn required_slots(&self) -> u32 {
         if self.slots.overflow_used() == 0 { self.slots.capacity() } else { self.slots.high_water() }
     }

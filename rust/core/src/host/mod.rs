@@ -1,21 +1,27 @@
 //! The host tier: rows in an arena in RAM, within a budget of bytes that the index of the rows on SSD shares.
 #![allow(unsafe_code)]
 
+mod access;
+
 use std::sync::Arc;
+
+pub(crate) use access::{Idle, NoKernelWrites, Quiet};
 
 use crate::config::PolicyKind;
 use crate::error::{Error, Kind, Result};
-use crate::prefetch::prefetch_address;
+use crate::prefetch::{prefetch_address, prefetch_range};
 use crate::rows::{Arena, RowHeader, RowLayout, RowList, RowRef};
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id};
 
-/// The part of the SSD index that belongs to a table's fixed overhead, which its budget does not count.
+/// Bytes of the SSD index that the host budget does not count: they are part of a table's fixed overhead.
 const FREE_INDEX_BYTES: u64 = 64 * 1024;
-/// What an id on SSD costs at most once there are a million. Below, the index's empty pages are fixed overhead.
+/// Bytes of the SSD index that the host budget counts for an id at most. An index of a million ids or more takes no more than that; a
+/// smaller one has empty pages, which are part of a table's fixed overhead.
 const INDEX_BYTES_PER_ROW: u64 = 12;
 
-/// See the module. Used under the table's lock; kernels read and write pinned rows through the arena without it.
+/// The rows of one table in RAM. It is used under the lock of its table. Kernels read and write the rows that their plan has pinned without
+/// that lock; see [`Quiet`] and [`Idle`] for how others reach a row beside them.
 #[derive(Debug)]
 pub(crate) struct HostTier {
     pub(crate) slots: SlotMap,
@@ -23,16 +29,26 @@ pub(crate) struct HostTier {
     layout: RowLayout,
     bytes_per_row: u64,
     budget_bytes: u64,
+    /// Whether the table's kernels run on the device tier, so that none ever uses a row here.
+    kernels_elsewhere: bool,
 }
 
 impl HostTier {
-    /// Bytes of the budget a row costs.
+    /// Bytes of the budget that a row costs.
     pub(crate) fn bytes_per_row(layout: &RowLayout, policy: PolicyKind) -> u64 {
         (Arena::bytes_per_row(layout) + SlotMap::bytes_per_slot(policy)) as u64
     }
 
-    /// A tier of as many rows as `budget_bytes` holds. `Kind::Config` when that is none.
-    pub(crate) fn new(table: &str, layout: RowLayout, policy: PolicyKind, budget_bytes: u64) -> Result<Self> {
+    /// A tier of as many rows as `budget_bytes` holds.
+    ///
+    /// Errors: `Config` when that is none.
+    pub(crate) fn new(
+        table: &str,
+        layout: RowLayout,
+        policy: PolicyKind,
+        budget_bytes: u64,
+        kernels_elsewhere: bool,
+    ) -> Result<Self> {
         let bytes_per_row = Self::bytes_per_row(&layout, policy);
         let rows = budget_bytes / bytes_per_row;
         if rows == 0 {
@@ -52,6 +68,7 @@ impl HostTier {
             layout,
             bytes_per_row,
             budget_bytes,
+            kernels_elsewhere,
         })
     }
 
@@ -65,79 +82,123 @@ impl HostTier {
         self.bytes_per_row
     }
 
-    /// What the budget counts of the `index_bytes` of an index of `indexed_rows` on SSD.
+    /// Rows in the tier: in slots of the budget and of the overflow.
+    pub(crate) fn rows_here(&self) -> u64 {
+        u64::from(self.slots.used()) + u64::from(self.slots.overflow_used())
+    }
+
+    /// Bytes of the budget that an index of `index_bytes` for `indexed_rows` rows on SSD takes.
     pub(crate) fn charged_bytes(index_bytes: u64, indexed_rows: u64) -> u64 {
         index_bytes.min(indexed_rows * INDEX_BYTES_PER_ROW).saturating_sub(FREE_INDEX_BYTES)
     }
 
-    /// How many rows the budget holds beside the `index_bytes` of an index of `indexed_rows` on SSD.
+    /// How many rows the budget holds beside such an index.
     pub(crate) fn rows_beside_index(&self, index_bytes: u64, indexed_rows: u64) -> u64 {
         let charged = Self::charged_bytes(index_bytes, indexed_rows);
         (self.budget_bytes.saturating_sub(charged) / self.bytes_per_row).min(u64::from(self.slots.capacity()))
     }
 
-    /// Start loading the header of a row.
+    /// Fetch the header of a row into the processor's cache.
     #[inline]
     pub(crate) fn prefetch_header(&self, slot: CacheSlot) {
         prefetch_address(self.arena.row(slot).header);
     }
 
-    /// The header of a row that no kernel writes now.
-    fn header(&self, slot: CacheSlot) -> &RowHeader {
-        // SAFETY: the slot is valid in the arena. Headers are written only under the table's lock, which the caller holds, by the fetch
-        // of a LOADING row, which nobody reads, and, the scalar slot alone, by kernels, which the caller keeps out.
-        unsafe { &*self.arena.row(slot).header }
+    /// Fetch a whole row into the processor's cache.
+    #[inline]
+    pub(crate) fn prefetch_row(&self, slot: CacheSlot) {
+        let row = self.arena.row(slot);
+        prefetch_address(row.header);
+        prefetch_range(row.vector.cast(), self.layout.vector_floats() * size_of::<f32>());
     }
 
-    /// The header of a row that no kernel writes now, to change it. The caller holds the table's lock.
-    pub(crate) fn header_mut(&mut self, slot: CacheSlot) -> &mut RowHeader {
-        // SAFETY: as in `header`, and `self` is borrowed exclusively.
-        unsafe { &mut *self.arena.row(slot).header }
+    /// The proof for a table whose kernels run on the device tier; `None` for the others.
+    pub(crate) fn no_kernel_writes(&self) -> Option<NoKernelWrites<'static>> {
+        // SAFETY: such a table's kernels are given the device's tensors and never this arena, as long as the table lives.
+        self.kernels_elsewhere.then(|| unsafe { NoKernelWrites::promise() })
     }
 
-    /// The vector part of a row that no kernel writes now.
-    pub(crate) fn vector(&self, slot: CacheSlot) -> &[f32] {
-        // SAFETY: the slot is valid; the caller holds the table's lock and either the row is unpinned or the rows lock keeps
-        // kernels out.
-        unsafe { std::slice::from_raw_parts(self.arena.row(slot).vector, self.layout.vector_floats()) }
+    /// A slot that no plan has pinned; `None` where one has.
+    pub(crate) fn unpinned(&mut self, slot: CacheSlot) -> Option<Idle> {
+        (!self.slots.is_pinned(slot)).then(|| Idle::new(slot))
     }
 
-    /// The vector part of a row that nobody else uses, to fill it.
-    pub(crate) fn vector_mut(&mut self, slot: CacheSlot) -> &mut [f32] {
-        // SAFETY: as in `vector`, and `self` is borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.arena.row(slot).vector, self.layout.vector_floats()) }
+    /// A slot of a table whose kernels run on the device tier, pinned or not; `None` for the other tables.
+    pub(crate) fn beside_device(&self, slot: CacheSlot) -> Option<Idle> {
+        self.kernels_elsewhere.then(|| Idle::new(slot))
     }
 
-    /// Header and vector part together.
-    pub(crate) fn row(&self, slot: CacheSlot) -> RowRef<'_> {
-        RowRef { header: self.header(slot), vector: self.vector(slot) }
+    /// The next row to evict by policy. Follow with [`HostTier::evict`] or [`HostTier::spare`].
+    pub(crate) fn victim(&mut self) -> Option<Idle> {
+        let arena = &self.arena;
+        self.slots.victim(|slot| id_in(arena, slot)).map(Idle::new)
     }
 
-    /// Rows that no kernel writes now.
-    pub(crate) fn rows<'a>(&'a self, slots: &'a [CacheSlot]) -> RowList<'a> {
-        // SAFETY: as in `header` and `vector`, of each.
+    /// Take a victim out of its slot.
+    pub(crate) fn evict(&mut self, victim: &Idle) {
+        let id = self.id(victim.slot());
+        self.slots.evict(victim.slot(), id);
+    }
+
+    /// Keep a victim after all.
+    pub(crate) fn spare(&mut self, victim: &Idle) {
+        let id = self.id(victim.slot());
+        self.slots.spare(victim.slot(), id);
+    }
+
+    /// Header and vector part of a row.
+    #[inline]
+    pub(crate) fn row<'a>(&'a self, quiet: Quiet<'a>) -> RowRef<'a> {
+        debug_assert!(quiet.slot() < self.slots.high_water(), "slot {} was never taken", quiet.slot());
+        let row = self.arena.row(quiet.slot());
+        // SAFETY: slots that were taken are valid in the arena, whose rows have this layout. Besides kernels, of which `quiet` says that
+        // none writes here, rows are written through `&mut self` only, and by reads into slots that are LOADING, which nobody asks for.
+        unsafe {
+            RowRef { header: &*row.header, vector: std::slice::from_raw_parts(row.vector, self.layout.vector_floats()) }
+        }
+    }
+
+    /// Rows of several slots where they lie.
+    pub(crate) fn rows<'a>(&'a self, slots: &'a [CacheSlot], _no_writes: NoKernelWrites<'a>) -> RowList<'a> {
+        // SAFETY: as `row` says of each slot, with a proof for all of them.
         unsafe { RowList::in_slots(&self.arena, slots, self.layout.vector_floats()) }
     }
 
-    /// The id of a row. A kernel may be writing the row's values.
-    pub(crate) fn id(&self, slot: CacheSlot) -> Id {
-        // SAFETY: the slot is valid in the arena. Of the header only this field is read, and no reference to the whole is made: a kernel
-        // may be writing the scalar slot. The id is written under the table's lock, which the caller holds.
-        unsafe { (&raw const (*self.arena.row(slot).header).id).read() }
+    /// The header and the vector part of a row, to be changed.
+    fn row_mut(&mut self, idle: &Idle) -> (&mut RowHeader, &mut [f32]) {
+        let row = self.arena.row(idle.slot());
+        // SAFETY: the slot was taken, so it is valid in the arena, whose rows have this layout. No kernel uses the row, as `idle` says, and
+        // `self` is borrowed exclusively, so that nobody else reads or writes it either.
+        unsafe { (&mut *row.header, std::slice::from_raw_parts_mut(row.vector, self.layout.vector_floats())) }
     }
 
-    /// The epoch of a row's last training step. A kernel may be writing the row's values.
+    /// Replace the header and the vector part of a row.
+    pub(crate) fn overwrite(&mut self, idle: &Idle, row: RowRef<'_>) {
+        let (header, vector) = self.row_mut(idle);
+        *header = *row.header;
+        vector.copy_from_slice(row.vector);
+    }
+
+    /// The id of a row. A kernel may be writing the row's values meanwhile.
+    #[inline]
+    pub(crate) fn id(&self, slot: CacheSlot) -> Id {
+        id_in(&self.arena, slot)
+    }
+
+    /// The epoch of a row's last training step. A kernel may be writing the row's values meanwhile.
+    #[inline]
     pub(crate) fn modified_epoch(&self, slot: CacheSlot) -> u32 {
-        // SAFETY: as in `id`.
+        // SAFETY: the slot is valid in the arena. Only this field is read, and no reference to the whole header is made, since a kernel may
+        // be writing the scalar slot beside it. The field itself is written through `&mut self` only.
         unsafe { (&raw const (*self.arena.row(slot).header).modified_epoch).read() }
     }
 
-    /// Record a training step on a row; see [`RowHeader::touch`]. Another plan's kernel may be writing the row's values.
+    /// Record a training step on a row, see [`RowHeader::touch`]. A kernel of another plan may be writing the row's values meanwhile.
     #[inline]
     pub(crate) fn touch(&mut self, slot: CacheSlot, occurrences: u32, step: u64, epoch: u32) {
         let header = self.arena.row(slot).header;
-        // SAFETY: the slot is valid in the arena and `self` is borrowed exclusively. Metadata is read and written field by field, under
-        // the table's lock, which the caller holds; the scalar slot, which a kernel may be writing, is not touched.
+        // SAFETY: the slot is valid in the arena. The metadata is read and written field by field, through `&mut self` only; the scalar
+        // slot, which a kernel may be writing, is not touched, and no reference to the whole header is made.
         unsafe {
             let mut meta = RowHeader {
                 last_step: (&raw const (*header).last_step).read(),
@@ -153,20 +214,22 @@ impl HostTier {
         }
     }
 
-    /// Take an empty slot of the budget, or of the overflow where `overflow` allows it.
-    pub(crate) fn take(&mut self, overflow: bool) -> Result<Option<CacheSlot>> {
+    /// Take an empty slot of the budget; where it has none, one of the overflow if `overflow` allows that. Follow with an insert, or with
+    /// [`SlotMap::give_back`].
+    pub(crate) fn take(&mut self, overflow: bool) -> Result<Option<Idle>> {
         if let Some(slot) = self.slots.take() {
-            return Ok(Some(slot));
+            return Ok(Some(Idle::new(slot)));
         }
         if !overflow {
             return Ok(None);
         }
         self.arena.reserve_overflow(self.slots.overflow_used() + 1)?;
-        Ok(Some(self.slots.take_overflow()))
+        Ok(Some(Idle::new(self.slots.take_overflow())))
     }
 
-    /// Make sure that `rows` slots can be taken, past the budget where it has no free ones, and filled without more memory.
-    /// `Kind::Memory`, and nothing changed, where the system refuses.
+    /// Ask the system now for the memory of `rows` more rows: in free slots of the budget, and past those in the overflow.
+    ///
+    /// Errors: `Memory` where the system refuses. Nothing has changed then.
     pub(crate) fn reserve(&mut self, rows: usize) -> Result<()> {
         let rows = rows.min(u32::MAX as usize) as u32;
         let past = rows.saturating_sub(self.slots.free_slots());
@@ -176,28 +239,35 @@ impl HostTier {
         self.slots.reserve(rows)
     }
 
-    /// Copy a row into a taken slot and make it findable.
-    pub(crate) fn insert_row(&mut self, slot: CacheSlot, row: RowRef<'_>, state: RowState) {
-        *self.header_mut(slot) = *row.header;
-        self.vector_mut(slot).copy_from_slice(row.vector);
-        self.slots.insert(slot, row.header.id, state);
+    /// Copy a row into a taken slot, where ids find it from now on.
+    pub(crate) fn insert_row(&mut self, taken: &Idle, row: RowRef<'_>, state: RowState) {
+        self.overwrite(taken, row);
+        self.slots.insert(taken.slot(), row.header.id, state);
     }
 
-    /// Remove a row and free its slot.
+    /// Make a taken slot the place that a row is about to be read into from SSD.
+    pub(crate) fn insert_loading(&mut self, taken: &Idle, id: Id) -> CacheSlot {
+        let slot = taken.slot();
+        self.row_mut(taken).0.id = id;
+        self.slots.insert(slot, id, RowState::LOADING.with(RowState::ON_SSD));
+        slot
+    }
+
+    /// Take a row out of its slot and give the slot back. `evicted` tells the policy whether the row left to make room.
     pub(crate) fn remove(&mut self, slot: CacheSlot, evicted: bool) {
         let id = self.id(slot);
         self.slots.remove(slot, id, evicted);
         self.shrink_overflow();
     }
 
-    /// Give the overflow's memory back once nothing is in it.
+    /// Give the memory of the overflow back to the system once no row is in it.
     pub(crate) fn shrink_overflow(&self) {
         if self.slots.overflow_used() == 0 {
             self.arena.shrink_overflow(0);
         }
     }
 
-    /// Forget every row; none is pinned or being read.
+    /// Forget every row. None is pinned or being read.
     pub(crate) fn clear(&mut self, policy: PolicyKind) {
         let capacity = self.slots.capacity();
         self.slots = SlotMap::new(capacity, policy);
@@ -205,15 +275,65 @@ impl HostTier {
         self.arena.discard(0..capacity);
     }
 
-    /// Copy an unpinned row from one slot to another, taken one.
-    pub(crate) fn relocate(&mut self, from: CacheSlot, to: CacheSlot) {
-        let (source, target) = (self.arena.row(from), self.arena.row(to));
-        // SAFETY: both slots are valid and distinct, unpinned, and the caller holds the table's lock.
+    /// Move a row to a taken slot.
+    pub(crate) fn relocate(&mut self, from: &Idle, to: &Idle) {
+        let (source, target) = (self.arena.row(from.slot()), self.arena.row(to.slot()));
+        debug_assert_ne!(from, to);
+        // SAFETY: both slots were taken, so they are valid, and they are two, since one has a row and the other was empty. No kernel uses
+        // either, and `self` is borrowed exclusively.
         unsafe {
             std::ptr::copy_nonoverlapping(source.vector, target.vector, self.layout.vector_floats());
             *target.header = *source.header;
         }
-        let id = self.id(to);
-        self.slots.relocate(from, to, id);
+        let id = self.id(to.slot());
+        self.slots.relocate(from.slot(), to.slot(), id);
+    }
+}
+
+/// The id of the row in a slot of an arena.
+#[inline]
+fn id_in(arena: &Arena, slot: CacheSlot) -> Id {
+    // SAFETY: the slot has a row, so it is valid. Only this field is read, and no reference to the whole header is made, since a kernel may
+    // be writing the scalar slot beside it. Ids are written under the table's lock, which whoever has the tier holds.
+    unsafe { (&raw const (*arena.row(slot).header).id).read() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tier(kernels_elsewhere: bool) -> (HostTier, CacheSlot) {
+        let layout = RowLayout { dim: 2, vector_slots: 0, scalar_slot: false };
+        let bytes = 4 * HostTier::bytes_per_row(&layout, PolicyKind::Lru);
+        let mut tier = HostTier::new("t", layout, PolicyKind::Lru, bytes, kernels_elsewhere).expect("four rows");
+        let taken = tier.take(false).expect("no memory is needed").expect("an empty slot");
+        let header = RowHeader { id: 7, ..RowHeader::default() };
+        tier.insert_row(&taken, RowRef { header: &header, vector: &[1.0, 2.0] }, RowState::DIRTY);
+        (tier, taken.slot())
+    }
+
+    #[test]
+    fn a_row_that_a_plan_has_pinned_is_idle_only_where_kernels_run_elsewhere() {
+        for kernels_elsewhere in [false, true] {
+            let (mut tier, slot) = tier(kernels_elsewhere);
+            assert!(tier.unpinned(slot).is_some_and(|idle| tier.row(idle.quiet()).vector == [1.0, 2.0]));
+            tier.slots.pin(slot);
+            assert!(tier.unpinned(slot).is_none());
+            assert_eq!(tier.beside_device(slot).is_some(), kernels_elsewhere);
+            assert_eq!(tier.no_kernel_writes().is_some(), kernels_elsewhere);
+        }
+    }
+
+    #[test]
+    fn a_row_is_the_same_wherever_it_was_moved_and_a_victim_that_is_spared_stays() {
+        let (mut tier, slot) = tier(false);
+        let victim = tier.victim().expect("the only row");
+        assert_eq!(victim.slot(), slot);
+        tier.spare(&victim);
+        let to = tier.take(false).expect("no memory is needed").expect("an empty slot");
+        tier.relocate(&victim, &to);
+        assert_eq!(tier.slots.get(7), to.slot());
+        let row = tier.row(to.quiet());
+        assert_eq!((row.header.id, row.vector), (7, &[1.0, 2.0][..]));
     }
 }

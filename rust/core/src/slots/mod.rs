@@ -1,9 +1,11 @@
-//! The slots of a tier in RAM or on a device: which row is where, what state it is in, who uses it, and who leaves first.
+//! The slots of the host tier or of the device tier: which row is in which slot, what state the row is in, which plans use it, and
+//! which row leaves first.
 //!
-//! A [`SlotMap`] knows no bytes: the host tier puts an arena beside it, the device tier only headers. It is used under its table's
-//! lock. Slots `0..capacity` are the tier's budget; slots from `capacity` on are overflow, taken only for a working set that does not
-//! fit.
+//! A [`SlotMap`] knows no bytes of rows. The host tier keeps an arena beside it, and the device tier keeps headers. It is used under the
+//! lock of its table. Slots `0..capacity` are the budget of the tier. Slots from `capacity` on are overflow: they are taken only for a
+//! working set that does not fit the budget.
 
+mod listing;
 mod pins;
 mod state;
 
@@ -20,43 +22,44 @@ use crate::policy::{Policy, new_policy};
 use crate::prefetch::prefetch;
 use crate::types::{CacheSlot, Id};
 
-/// How many slots ahead the pins of a group are asked for.
+/// While the pins of a group are counted, the pins of the slot that comes this many slots later are fetched into the processor's cache.
 const GROUP_AHEAD: usize = 24;
-/// Slots whose marks are looked at together.
-const MARKS_AT_ONCE: usize = 16;
-/// Slots that are listed at a time.
-const LISTED_AT_ONCE: usize = 1024;
 
-/// The pins of a plan's rows taken together, see [`SlotMap::pin_group`].
+/// Names the pins that [`SlotMap::pin_group`] took together.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PinGroup(u64);
 
-/// See the module.
+/// The slots of one tier. The module's documentation says what that is.
 #[derive(Debug)]
 pub struct SlotMap {
     index: HostIndex,
     states: Vec<RowState>,
-    /// Slots whose state is `UNSETTLED`.
+    /// How many slots have a state with a bit of `RowState::UNSETTLED`.
     unsettled: u32,
     pins: PinTable,
-    /// Plans whose pins are not counted by slot yet. They are before anybody looks at, or takes back, the pins of a slot.
+    /// Groups of pins that `pins` does not count yet. They are counted before anybody looks at the pins of a single slot or takes one
+    /// back.
     groups: Vec<(PinGroup, Arc<Vec<CacheSlot>>)>,
     next_group: u64,
     policy: Box<dyn Policy>,
+    /// Empty slots that were used before.
     free: Vec<CacheSlot>,
-    /// Empty slots above the limit, for when it rises again.
+    /// Empty slots above the limit. They are free again when the limit rises.
     parked: Vec<CacheSlot>,
+    /// The lowest slot of the budget that was never used.
     next_fresh: CacheSlot,
     capacity: u32,
     limit: u32,
+    /// How many slots of the budget are taken.
     used: u32,
     free_overflow: Vec<CacheSlot>,
     overflow_used: u32,
+    /// How many slots have a pin that `pins` counts.
     pinned: u32,
 }
 
 impl SlotMap {
-    /// `capacity` slots, all empty.
+    /// A tier of `capacity` slots, all empty.
     pub fn new(capacity: u32, policy: PolicyKind) -> Self {
         Self {
             index: HostIndex::new(capacity as usize),
@@ -78,100 +81,100 @@ impl SlotMap {
         }
     }
 
-    /// Bytes of RAM a slot costs: index entry, state, pins, free list and policy.
+    /// Bytes of RAM that a slot costs: its index entry, state, pins, place in the free list, and what the policy keeps of it.
     pub fn bytes_per_slot(policy: PolicyKind) -> usize {
         HostIndex::bytes_per_entry() + size_of::<RowState>() + 4 + 4 + new_policy(policy, 0).bytes_per_slot()
     }
 
-    /// Slots within the budget.
+    /// How many slots the budget has.
     pub fn capacity(&self) -> u32 {
         self.capacity
     }
 
-    /// Slots that may be used now: at most `capacity`.
+    /// How many slots of the budget may be used now. It is at most `capacity`.
     pub fn limit(&self) -> u32 {
         self.limit
     }
 
-    /// Change how many slots may be used; rows above stay until they are moved.
+    /// Change how many slots may be used. Rows in slots above the limit stay until somebody moves them.
     pub fn set_limit(&mut self, limit: u32) {
         self.limit = limit.min(self.capacity);
         let limit = self.limit;
         self.free.extend(self.parked.extract_if(.., |slot| *slot < limit));
     }
 
-    /// Slots in use within the budget.
+    /// How many slots of the budget are taken.
     pub fn used(&self) -> u32 {
         self.used
     }
 
-    /// Overflow slots in use.
+    /// How many overflow slots are taken.
     pub fn overflow_used(&self) -> u32 {
         self.overflow_used
     }
 
-    /// Slots with at least one pin.
+    /// How many slots have at least one pin.
     pub fn pinned(&mut self) -> u32 {
         self.count_groups();
         self.pinned
     }
 
-    /// One past the highest slot ever handed out, overflow included.
+    /// The slot after the highest one that was ever taken, of the overflow too while there is any.
     pub fn high_water(&self) -> u32 {
         self.states.len() as u32
     }
 
-    /// The slot of an id, or `NO_SLOT`.
+    /// The slot of an id; `NO_SLOT` where the tier does not have it.
     pub fn get(&self, id: Id) -> CacheSlot {
         self.index.get(id)
     }
 
-    /// The slots of many ids.
+    /// As [`SlotMap::get`], of `ids` `[n]` into `slots` `[n]`.
     pub fn get_batch(&self, ids: &[Id], slots: &mut [CacheSlot]) {
         self.index.get_batch(ids, slots);
     }
 
-    /// The state of a slot.
+    /// The state of the row in a slot; no bits where the slot is empty.
     pub fn state(&self, slot: CacheSlot) -> RowState {
         self.states.get(slot as usize).copied().unwrap_or_default()
     }
 
-    /// Change the state of an occupied slot.
+    /// Replace the state of an occupied slot.
     pub fn set_state(&mut self, slot: CacheSlot, state: RowState) {
         let before = std::mem::replace(&mut self.states[slot as usize], state);
         self.unsettled += u32::from(state.has(RowState::UNSETTLED));
         self.unsettled -= u32::from(before.has(RowState::UNSETTLED));
     }
 
-    /// Set bits.
+    /// Set bits of the state of an occupied slot.
     pub fn mark(&mut self, slot: CacheSlot, bits: RowState) {
         self.set_state(slot, self.states[slot as usize].with(bits));
     }
 
-    /// Clear bits.
+    /// Clear bits of the state of an occupied slot.
     pub fn unmark(&mut self, slot: CacheSlot, bits: RowState) {
         self.set_state(slot, self.states[slot as usize].without(bits));
     }
 
-    /// Whether every row is born, here, current and read without error, so that a plan need not look at states.
+    /// Whether every row is born, current, and was read without an error. A plan need not look at states then.
     pub fn all_settled(&self) -> bool {
         self.unsettled == 0
     }
 
-    /// Fetch what is known of a slot into the processor's cache. Any value will do.
+    /// Fetch the state and the pins of a slot into the processor's cache. The slot need not exist.
     #[inline]
     pub fn prefetch(&self, slot: CacheSlot) {
         self.prefetch_state(slot);
         self.pins.prefetch(slot);
     }
 
-    /// Fetch the state of a slot into the processor's cache. Any value will do.
+    /// Fetch the state of a slot into the processor's cache. The slot need not exist.
     #[inline]
     pub fn prefetch_state(&self, slot: CacheSlot) {
         prefetch(&self.states, slot as usize);
     }
 
-    /// Protect a slot from eviction.
+    /// Pin a slot, which protects its row from eviction.
     ///
     /// # Panics
     /// When the slot is being evicted.
@@ -182,22 +185,22 @@ impl SlotMap {
         assert!(self.pins.pin(slot), "slot {slot} is pinned while it is evicted");
     }
 
-    /// Pin distinct slots, all of rows that are settled ([`SlotMap::all_settled`]), at once: nothing is counted by slot, and the
-    /// whole group may be unpinned at once, unless somebody asks for the pins of single slots meanwhile.
+    /// Pin distinct slots together. All their rows are settled ([`SlotMap::all_settled`]). The cost does not depend on the number of
+    /// slots, and [`SlotMap::unpin_group`] takes all pins back at once, unless somebody asked for the pins of a single slot meanwhile.
     pub fn pin_group(&mut self, slots: Arc<Vec<CacheSlot>>) -> PinGroup {
         self.next_group += 1;
         self.groups.push((PinGroup(self.next_group), slots));
         PinGroup(self.next_group)
     }
 
-    /// Take the pins of a group back; false where they were counted by slot meanwhile, so that each must be unpinned.
+    /// Take the pins of a group back. False says that they were counted by slot meanwhile: then each slot must be unpinned by itself.
     #[must_use]
     pub fn unpin_group(&mut self, group: &PinGroup) -> bool {
         let found = self.groups.iter().position(|(other, _)| other == group);
         found.map(|at| self.groups.swap_remove(at)).is_some()
     }
 
-    /// Count the pins of all groups by slot.
+    /// Count the pins of all groups in `pins`.
     fn count_groups(&mut self) {
         for (_, slots) in std::mem::take(&mut self.groups) {
             for (at, &slot) in slots.iter().enumerate() {
@@ -209,7 +212,7 @@ impl SlotMap {
         }
     }
 
-    /// Take one pin back; whether it was the last.
+    /// Take one pin back. True says that it was the last one of the slot.
     pub fn unpin(&mut self, slot: CacheSlot) -> bool {
         self.count_groups();
         let last = self.pins.unpin(slot);
@@ -230,12 +233,12 @@ impl SlotMap {
         self.policy.accessed(slots);
     }
 
-    /// Slots that can be taken without evicting.
+    /// How many slots of the budget can be taken without evicting a row.
     pub fn free_slots(&self) -> u32 {
         self.limit.saturating_sub(self.used)
     }
 
-    /// Take an empty slot within the budget. Fill it with `insert`, or give it back with `give_back`.
+    /// Take an empty slot of the budget, if there is one. Follow with `insert`, or with `give_back`.
     pub fn take(&mut self) -> Option<CacheSlot> {
         if self.used >= self.limit {
             return None;
@@ -257,7 +260,7 @@ impl SlotMap {
         Some(slot)
     }
 
-    /// Take an overflow slot; the owner of the bytes must make room for it.
+    /// Take an overflow slot. The caller has made room for its bytes.
     pub fn take_overflow(&mut self) -> CacheSlot {
         let slot = self.free_overflow.pop().unwrap_or_else(|| self.capacity + self.overflow_used);
         self.overflow_used += 1;
@@ -275,8 +278,9 @@ impl SlotMap {
         }
     }
 
-    /// Make sure that `rows` more rows take no more memory, in slots or, past the free ones, in the overflow. `Kind::Memory`, and
-    /// nothing changed, where the system refuses.
+    /// Ask the system now for the memory of `rows` more rows: in free slots of the budget, and past those in the overflow.
+    ///
+    /// Errors: `Memory` where the system refuses. Nothing has changed then.
     pub fn reserve(&mut self, rows: u32) -> Result<()> {
         let past = rows.saturating_sub(self.free_slots());
         let fresh = self.next_fresh.saturating_add(rows).min(self.capacity);
@@ -297,7 +301,7 @@ impl SlotMap {
             .map_err(|_| memory::refused("keep track of rows", slots * size_of::<u64>()))
     }
 
-    /// Give an empty slot back.
+    /// Give a taken slot back, empty.
     pub fn give_back(&mut self, slot: CacheSlot) {
         self.set_state(slot, RowState::default());
         if slot < self.capacity {
@@ -314,7 +318,7 @@ impl SlotMap {
         }
     }
 
-    /// Fetch what inserting `id` touches into the processor's cache.
+    /// Fetch what an insert of `id` will touch into the processor's cache.
     #[inline]
     pub fn prefetch_insert(&self, id: Id) {
         self.index.prefetch(id);
@@ -328,7 +332,7 @@ impl SlotMap {
         self.policy.inserted(slot, id);
     }
 
-    /// Put a row into a taken slot if there is none of its id; whether there was none.
+    /// Put a row into a taken slot, unless the tier has its id already. True says that the row was put there.
     pub fn insert_new(&mut self, slot: CacheSlot, id: Id, state: RowState) -> bool {
         let new = self.index.insert_new(id, slot);
         if new {
@@ -338,14 +342,14 @@ impl SlotMap {
         new
     }
 
-    /// Take a row out of its slot and free the slot.
+    /// Take a row out of its slot and give the slot back. `evicted` tells the policy whether the row left to make room.
     pub fn remove(&mut self, slot: CacheSlot, id: Id, evicted: bool) {
         self.index.remove(id);
         self.policy.removed(slot, id, evicted);
         self.give_back(slot);
     }
 
-    /// Move a row to a taken slot, state and all; the old slot is freed. Neither may be pinned.
+    /// Move a row with its state to a taken slot, and give its old slot back. Neither slot may be pinned.
     pub fn relocate(&mut self, from: CacheSlot, to: CacheSlot, id: Id) {
         let state = self.state(from);
         self.index.replace(id, to);
@@ -355,7 +359,7 @@ impl SlotMap {
         self.set_state(to, state);
     }
 
-    /// The row to evict next, already out of the policy's lists: follow with `evict`, or `spare` to put it back.
+    /// The row to evict next, which the policy has forgotten already. Follow with `evict`, or with `spare` to keep the row.
     ///
     /// # Panics
     /// When the policy proposes a slot that it was told is in use.
@@ -369,7 +373,7 @@ impl SlotMap {
         Some(slot)
     }
 
-    /// Make a row of one's own choice a victim: out of the policy's lists, to be followed like `victim`.
+    /// Make a row of the caller's choice a victim. Follow as after `victim`.
     ///
     /// # Panics
     /// When the slot is pinned.
@@ -379,14 +383,14 @@ impl SlotMap {
         self.policy.removed(slot, id, true);
     }
 
-    /// Finish the eviction of a victim.
+    /// Take a victim out of its slot and give the slot back.
     pub fn evict(&mut self, slot: CacheSlot, id: Id) {
         self.index.remove(id);
         self.pins.unclaim(slot);
         self.give_back(slot);
     }
 
-    /// A victim stays after all.
+    /// Keep a victim after all.
     pub fn spare(&mut self, slot: CacheSlot, id: Id) {
         self.pins.unclaim(slot);
         self.policy.inserted(slot, id);
@@ -398,198 +402,12 @@ impl SlotMap {
             *state = state.without(RowState::MODIFIED);
         }
     }
-
-    /// Occupied slots of rows that are marked as modified, lowest first.
-    pub fn modified(&self) -> impl Iterator<Item = CacheSlot> + '_ {
-        let marked = |state: &RowState| state.has(RowState::MODIFIED) && state.has(RowState::OCCUPIED);
-        let any = |block: &[RowState; MARKS_AT_ONCE]| block.iter().fold(0, |bits, state| bits | state.0);
-        let blocks = self.states.chunks_exact(MARKS_AT_ONCE);
-        let rest = (self.states.len() - blocks.remainder().len()) as CacheSlot..self.states.len() as CacheSlot;
-        (0..)
-            .step_by(MARKS_AT_ONCE)
-            .zip(blocks)
-            .filter(move |(_, block)| {
-                block.first_chunk().is_some_and(|block| RowState(any(block)).has(RowState::MODIFIED))
-            })
-            .flat_map(|(first, block)| (first..).zip(block).map(|(slot, _)| slot))
-            .chain(rest)
-            .filter(move |&slot| marked(&self.states[slot as usize]))
-    }
-
-    /// Append to `found` slots of rows that no tier below has as they are here, lowest first, from `from` on, until they are `most`;
-    /// the slot after those that were looked at.
-    pub fn newest_from(&self, from: CacheSlot, most: usize, found: &mut Vec<CacheSlot>) -> CacheSlot {
-        let mut next = from;
-        while let Some(states) = self.states.get(next as usize..).filter(|states| !states.is_empty())
-            && found.len() < most
-        {
-            // Each is written down, and counts if it is one: nothing to guess for the processor.
-            let states = &states[..states.len().min(most - found.len()).min(LISTED_AT_ONCE)];
-            let mut end = found.len();
-            found.resize(end + states.len(), 0);
-            for (slot, state) in (next..).zip(states) {
-                found[end] = slot;
-                end += usize::from(state.is_newest());
-            }
-            found.truncate(end);
-            next += states.len() as CacheSlot;
-        }
-        next
-    }
-
-    /// Occupied slots at or above `from`, lowest first.
-    pub fn occupied_from(&self, from: CacheSlot) -> impl Iterator<Item = CacheSlot> + '_ {
-        let states = self.states.get(from as usize..).unwrap_or_default();
-        (from..).zip(states).filter(|(_, state)| state.has(RowState::OCCUPIED)).map(|(slot, _)| slot)
-    }
 }
 
-/// Pins that are made when slots up to `needed` come into use.
+/// How many pins there are to be once `needed` slots are in use: twice as many, so that they seldom grow.
 fn pins_for(needed: usize) -> usize {
     (needed * 2).max(64)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn filled(capacity: u32, rows: u32) -> SlotMap {
-        let mut slots = SlotMap::new(capacity, PolicyKind::Lru);
-        for id in 0..rows {
-            let slot = slots.take().expect("an empty slot");
-            slots.insert(slot, id.into(), RowState::DIRTY);
-        }
-        slots
-    }
-
-    #[test]
-    fn newest_rows_are_listed_in_turn_however_many_at_a_time() {
-        for rows in [0, 1, 5, 3000] {
-            let mut slots = filled(4096, rows);
-            let newest: Vec<CacheSlot> = (0..rows).filter(|slot| slot % 7 != 3).collect();
-            (0..rows)
-                .filter(|slot| slot % 7 == 3)
-                .for_each(|slot| slots.set_state(slot, RowState::OCCUPIED.with(RowState::ON_SSD)));
-            for most in [1, 4, 1024, 5000] {
-                let (mut all, mut from) = (Vec::new(), 0);
-                while from < slots.high_water() {
-                    let mut some = Vec::new();
-                    from = slots.newest_from(from, most, &mut some);
-                    assert!(some.len() == most || from == slots.high_water(), "{} of {most}", some.len());
-                    all.extend(some);
-                }
-                assert_eq!(all, newest);
-            }
-        }
-    }
-
-    #[test]
-    fn marked_rows_are_found_among_any_number_of_others() {
-        for rows in [0, 1, 15, 16, 17, 100] {
-            let mut slots = filled(128, rows);
-            let marked: Vec<CacheSlot> = (0..rows).filter(|slot| slot % 7 == 3 || slot + 1 == rows).collect();
-            for &slot in &marked {
-                slots.mark(slot, RowState::MODIFIED);
-            }
-            assert_eq!(slots.modified().collect::<Vec<_>>(), marked, "of {rows}");
-            slots.clear_marks();
-            assert_eq!(slots.modified().count(), 0);
-        }
-    }
-
-    #[test]
-    fn no_slot_is_lost_when_the_limit_falls_and_rises_again() {
-        let mut slots = filled(8, 8);
-        for id in 0..8 {
-            slots.remove(slots.get(id), id, false);
-        }
-        slots.set_limit(3);
-        let taken: Vec<CacheSlot> = std::iter::from_fn(|| slots.take()).collect();
-        assert_eq!(taken.len(), 3);
-        assert!(taken.iter().all(|&slot| slot < 3));
-        slots.set_limit(8);
-        assert_eq!(std::iter::from_fn(|| slots.take()).count(), 5);
-    }
-
-    #[test]
-    fn a_spared_victim_is_found_and_can_be_a_victim_again() {
-        let mut slots = filled(4, 4);
-        let victim = slots.victim(i64::from).expect("a victim");
-        assert_eq!(victim, slots.get(0), "the least recently used");
-        slots.spare(victim, 0);
-        assert_eq!(slots.get(0), victim);
-        let all: Vec<CacheSlot> = std::iter::from_fn(|| slots.victim(i64::from)).collect();
-        assert_eq!(all.len(), 4);
-    }
-
-    #[test]
-    fn pinned_loading_and_shadow_rows_are_never_victims() {
-        let mut slots = filled(4, 4);
-        slots.pin(slots.get(0));
-        slots.mark(slots.get(1), RowState::LOADING);
-        slots.mark(slots.get(2), RowState::SHADOW);
-        assert_eq!(slots.victim(i64::from), Some(slots.get(3)));
-        assert_eq!(slots.victim(i64::from), None);
-        assert!(slots.unpin(slots.get(0)), "the last pin");
-        assert_eq!(slots.victim(i64::from), Some(slots.get(0)));
-    }
-
-    #[test]
-    fn a_group_protects_its_rows_and_counts_only_when_single_pins_are_asked_for() {
-        let mut slots = filled(4, 4);
-        let of = |slots: &SlotMap, ids: [i64; 2]| Arc::new(ids.map(|id| slots.get(id)).to_vec());
-        let (first, second) = (of(&slots, [0, 1]), of(&slots, [1, 2]));
-        let group = slots.pin_group(Arc::clone(&first));
-        assert!(slots.unpin_group(&group), "nobody asked");
-        assert_eq!(slots.pinned(), 0);
-        let groups = [slots.pin_group(Arc::clone(&first)), slots.pin_group(Arc::clone(&second))];
-        assert_eq!(slots.victim(i64::from), Some(slots.get(3)));
-        assert_eq!((slots.victim(i64::from), slots.pinned()), (None, 3));
-        for (group, held) in groups.iter().zip([first, second]) {
-            assert!(!slots.unpin_group(group), "the victim's search counted them");
-            let last: Vec<bool> = held.iter().map(|&slot| slots.unpin(slot)).collect();
-            assert_eq!(last[0], held[0] == slots.get(0) || !slots.is_pinned(held[0]));
-        }
-        assert_eq!(slots.pinned(), 0);
-    }
-
-    #[test]
-    fn rows_are_settled_when_none_is_loading_unborn_shadowed_or_failed() {
-        let mut slots = filled(4, 3);
-        assert!(slots.all_settled());
-        let slot = slots.take().expect("an empty slot");
-        slots.insert(slot, 9, RowState::LOADING);
-        assert!(!slots.all_settled());
-        slots.mark(slot, RowState::SHADOW);
-        slots.unmark(slot, RowState::LOADING);
-        assert!(!slots.all_settled());
-        slots.remove(slot, 9, false);
-        assert!(slots.all_settled());
-    }
-
-    #[test]
-    fn overflow_slots_come_after_the_capacity_and_are_used_again() {
-        let mut slots = filled(2, 2);
-        assert_eq!(slots.take(), None);
-        let overflow: Vec<CacheSlot> = (0..3).map(|_| slots.take_overflow()).collect();
-        assert_eq!(overflow, [2, 3, 4]);
-        slots.insert(3, 30, RowState::default());
-        slots.give_back(2);
-        assert_eq!(slots.take_overflow(), 2);
-        slots.remove(3, 30, true);
-        for slot in [2, 4] {
-            slots.give_back(slot);
-        }
-        assert_eq!((slots.overflow_used(), slots.high_water()), (0, 2));
-    }
-
-    #[test]
-    fn a_row_keeps_its_state_when_it_moves() {
-        let mut slots = filled(4, 2);
-        let (from, to) = (slots.get(1), slots.take().expect("an empty slot"));
-        slots.relocate(from, to, 1);
-        assert_eq!(slots.get(1), to);
-        assert!(slots.state(to).has(RowState::DIRTY) && !slots.state(from).has(RowState::OCCUPIED));
-        assert_eq!(slots.used(), 2);
-    }
-}
+mod tests;

@@ -1,9 +1,12 @@
-//! Pins: how many batches in flight use each slot.
+//! Pins: how many plans use each slot.
 //!
-//! A slot is free of pins, pinned `n` times, or claimed by one evictor. 1. A planner pins the slot before it uses the row and
-//! unpins it when the batch is over, on whatever thread. 2. An evictor claims the slot before it takes the row out and unclaims it
-//! when another row may be put in. Of a planner and an evictor who meet one wins: `pin` and `try_claim` say which.
-//! What was done under a pin is seen under the claim that follows, and the other way round.
+//! A slot has no pins, has `n` pins, or is claimed by one evictor.
+//!
+//! 1. A planner pins the slot before it uses the row, and unpins it when the batch is over, on any thread.
+//! 2. An evictor claims the slot before it takes the row out, and unclaims it when another row may be put in.
+//!
+//! When a planner and an evictor want the same slot, one of them wins: `pin` and `try_claim` say who. What was written under a pin is
+//! seen under the claim that follows, and the other way round.
 
 use std::collections::TryReserveError;
 
@@ -19,38 +22,38 @@ pub struct PinTable {
 }
 
 impl PinTable {
-    /// `slots` slots without pins.
+    /// A table of `slots` slots without pins.
     pub fn new(slots: usize) -> Self {
         let mut table = Self::default();
         table.grow(slots);
         table
     }
 
-    /// Slots there are.
+    /// How many slots there are.
     pub fn len(&self) -> usize {
         self.states.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no slots.
     pub fn is_empty(&self) -> bool {
         self.states.is_empty()
     }
 
-    /// Make it at least `slots` slots; new ones have no pins.
+    /// Make sure that there are at least `slots` slots. New ones have no pins.
     pub fn grow(&mut self, slots: usize) {
         let slots = slots.max(self.states.len());
         self.states.resize_with(slots, || AtomicU32::new(0));
     }
 
-    /// Make sure that growing to `slots` takes no more memory.
+    /// Ask the system now for the memory of `slots` slots.
     pub fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError> {
         self.states.try_reserve(slots.saturating_sub(self.states.len()))
     }
 
-    /// Add a pin; false, and no pin, when the slot is claimed.
+    /// Add a pin. False says that the slot is claimed and was not pinned.
     ///
     /// # Panics
-    /// With 2³² − 2 pins on it.
+    /// When the slot has 2³² − 2 pins.
     #[must_use]
     pub fn pin(&self, slot: CacheSlot) -> bool {
         let state = &self.states[slot as usize];
@@ -65,10 +68,10 @@ impl PinTable {
         false
     }
 
-    /// Take a pin away; true when it was the last.
+    /// Take a pin away. True says that it was the last one of the slot.
     ///
     /// # Panics
-    /// When there is no pin.
+    /// When the slot has no pin.
     pub fn unpin(&self, slot: CacheSlot) -> bool {
         let fewer = |pins: u32| (pins != 0 && pins != CLAIMED).then(|| pins - 1);
         let before = self.states[slot as usize].fetch_update(Ordering::AcqRel, Ordering::Relaxed, fewer);
@@ -76,7 +79,7 @@ impl PinTable {
         before == Ok(1)
     }
 
-    /// Claim a slot without pins; false when it has pins or is claimed.
+    /// Claim a slot. False says that it has pins, or is claimed already.
     #[must_use]
     pub fn try_claim(&self, slot: CacheSlot) -> bool {
         self.states[slot as usize].compare_exchange(0, CLAIMED, Ordering::Acquire, Ordering::Relaxed).is_ok()
@@ -91,7 +94,7 @@ impl PinTable {
         assert!(before == CLAIMED, "slot {slot} is not claimed");
     }
 
-    /// Fetch the slot's pins into the processor's cache. Any value will do.
+    /// Fetch the slot's pins into the processor's cache. The slot need not exist.
     #[inline]
     pub(crate) fn prefetch(&self, slot: CacheSlot) {
         crate::prefetch::prefetch(&self.states, slot as usize);

@@ -1,4 +1,4 @@
-//! What a slot says of its row.
+//! What a tier knows of the row in a slot.
 
 /// The state of the row in a slot, as bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -7,23 +7,24 @@ pub struct RowState(pub(super) u8);
 impl RowState {
     /// A row is here.
     pub const OCCUPIED: Self = Self(1);
-    /// The copy on SSD, if any, is older than this one.
+    /// The copy of the row on SSD, if there is one, is older than this one.
     pub const DIRTY: Self = Self(2);
-    /// A copy, current or stale, is on SSD.
+    /// There is a copy of the row on SSD, current or older.
     pub const ON_SSD: Self = Self(4);
-    /// Planned but never trained: it vanishes with its last pin.
+    /// The row was planned and never trained. It vanishes with its last pin.
     pub const PROVISIONAL: Self = Self(8);
-    /// Its bytes are still being read; in a device slot: they were not scattered yet, and the newest copy is where it was.
+    /// In a slot of the host tier: the row is being read from SSD. In a slot of the device tier: the row was not scattered into the
+    /// device tensors yet, and its newest copy is where it was before.
     pub const LOADING: Self = Self(16);
-    /// The newest copy is on the device; this slot is kept for a pin only.
+    /// The newest copy is on the device. The slot is kept only because a plan has pinned it.
     pub const SHADOW: Self = Self(32);
-    /// Its read failed: it vanishes with its last pin, and the copy on SSD stays the newest.
+    /// The read of the row failed. It vanishes with its last pin, and the copy on SSD stays the newest.
     pub const FAILED: Self = Self(64);
-    /// Trained or imported since the marks were cleared last, where this is the newest copy: see
-    /// [`SlotMap::clear_marks`](super::SlotMap::clear_marks).
+    /// This is the newest copy of the row, and it was trained or imported since
+    /// [`SlotMap::clear_marks`](super::SlotMap::clear_marks) was called last.
     pub const MODIFIED: Self = Self(128);
 
-    /// States of a row that is not simply there: its last unpin, or its next plan, has work to do.
+    /// The bits of a row that is not simply there: whoever takes its last pin back, or plans it next, has work to do.
     pub(super) const UNSETTLED: Self = Self::PROVISIONAL.with(Self::LOADING).with(Self::SHADOW).with(Self::FAILED);
 
     /// Both sets of bits.
@@ -43,12 +44,12 @@ impl RowState {
         self.0 & other.0 != 0
     }
 
-    /// Whether the row belongs to the table: born, here, and current.
+    /// Whether the row belongs to the table (it is born) and this copy of it is complete and current.
     pub const fn is_current(self) -> bool {
         self.has(Self::OCCUPIED) && !self.has(Self::UNSETTLED)
     }
 
-    /// Whether the row is current and no tier below has it as it is here.
+    /// Whether this is the newest copy of the row, and no tier below has the same one.
     pub const fn is_newest(self) -> bool {
         self.is_current() && (self.has(Self::DIRTY) || !self.has(Self::ON_SSD))
     }

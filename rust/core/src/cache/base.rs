@@ -1,0 +1,202 @@
+//! What a table is opened with and keeps: its settings, its SSD tier, and the number that says whether its contents changed.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use crate::config::TableConfig;
+use crate::device::DeviceRows;
+use crate::error::{Error, Kind, Result};
+use crate::kernels::deal;
+use crate::kernels::threads::Disjoint;
+use crate::logical_thread::ForeignCode;
+use crate::rows::{RowAddress, RowBirth, RowHeader, RowLayout, RowMut, RowRef};
+use crate::ssd::SsdTier;
+use crate::sync::{AtomicU64, Ordering};
+use crate::types::{CacheSlot, Id};
+
+/// The part of a table that its lock does not protect, because it does not change or protects itself.
+pub(crate) struct TableBase {
+    pub(crate) config: TableConfig,
+    pub(crate) layout: RowLayout,
+    pub(crate) ssd: Option<SsdTier>,
+    birth: RowBirth,
+    device_rows: Option<Arc<dyn DeviceRows>>,
+    /// Whether the holder of the table's lock is running the code of `device_rows`.
+    reading_device: ForeignCode,
+    version: AtomicU64,
+}
+
+impl TableBase {
+    pub(crate) fn new(
+        config: TableConfig,
+        birth: RowBirth,
+        device_rows: Option<Arc<dyn DeviceRows>>,
+        ssd: Option<SsdTier>,
+    ) -> Self {
+        Self {
+            layout: config.layout(),
+            birth,
+            ssd,
+            device_rows,
+            reading_device: ForeignCode::default(),
+            version: AtomicU64::new(0),
+            config,
+        }
+    }
+
+    /// Whether the table has a device tier, on which its kernels run then.
+    pub(crate) fn has_device(&self) -> bool {
+        self.device_rows.is_some()
+    }
+
+    /// Floats of the vector part of a row.
+    #[inline]
+    pub(crate) fn floats(&self) -> usize {
+        self.layout.vector_floats()
+    }
+
+    /// A number that changes with every change of the table's rows: a training step, an import, a removal. Moves of rows between tiers do
+    /// not change it.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Acquire)
+    }
+
+    /// Note that the table's rows change.
+    pub(crate) fn contents_changed(&self) {
+        self.version.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Say in an error which table it is about.
+    pub(crate) fn in_table(&self, error: Error) -> Error {
+        error.context(format!("table {:?}", self.config.name))
+    }
+
+    /// Refuse a change of rows, of those in RAM too, once a write of the SSD tier has failed.
+    ///
+    /// Errors: `ReadOnly`.
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        match &self.ssd {
+            Some(ssd) if ssd.is_read_only() => ssd.check_writable().map_err(|error| self.in_table(error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Append rows to the SSD tier. `known[i]` says that an older copy of row `i` is there. The error says which table it is of, and what
+    /// is safe.
+    pub(crate) fn append(&self, ssd: &SsdTier, rows: &[RowRef<'_>], known: &[bool]) -> Result<()> {
+        ssd.append(rows, known).map_err(|error| self.not_written(error))
+    }
+
+    /// Remove rows that are on SSD from there. The error is as that of [`TableBase::append`].
+    pub(crate) fn remove_on_ssd(&self, ssd: &SsdTier, ids: &[Id]) -> Result<()> {
+        if ids.is_empty() { Ok(()) } else { ssd.remove(ids).map_err(|error| self.not_written(error)) }
+    }
+
+    fn not_written(&self, error: Error) -> Error {
+        match error.kind() {
+            Kind::Storage => error.context(format!(
+                "table {:?}: nothing more can be written to its SSD tier, so it trains no further; its rows stay as the steps before left \
+                 them, and can be read and saved elsewhere with Saver",
+                self.config.name
+            )),
+            _ => self.in_table(error),
+        }
+    }
+
+    /// The initial weights of a row, and zeros for its vector slots.
+    pub(crate) fn fill_initial(&self, id: Id, vector: &mut [f32]) {
+        vector.fill(0.0);
+        self.birth.fill(id, &mut vector[..self.layout.dim]);
+    }
+
+    /// Write the initial values of `count` rows, on up to `threads` threads. The bits do not depend on their number.
+    ///
+    /// # Safety
+    /// `row` gives for each number below `count` an address that is valid for writes of a row of this table's layout. No two of them
+    /// overlap, and during the call nobody else reads or writes there.
+    pub(crate) unsafe fn bear(&self, count: usize, row: impl Fn(usize) -> (Id, RowAddress) + Sync, threads: usize) {
+        let floats = self.floats();
+        let cost_before = |row: usize| (row * floats) as u64;
+        deal(threads, count, cost_before, |range| {
+            for (id, to) in range.map(&row) {
+                // SAFETY: the caller promises a valid address that nobody else uses, and each number is the work of one thread.
+                let vector = unsafe {
+                    to.header.write(RowHeader { id, ..RowHeader::default() });
+                    to.vector.write_bytes(0, floats);
+                    std::slice::from_raw_parts_mut(to.vector, self.layout.dim)
+                };
+                self.birth.fill(id, vector);
+            }
+        });
+    }
+
+    /// As [`TableBase::bear`], into buffers: headers `[n]` and vector parts `[n, V]`. Each of `born` is an id and the position of its row
+    /// there; positions rise.
+    pub(crate) fn bear_into(
+        &self,
+        born: &[(Id, usize)],
+        headers: &mut [RowHeader],
+        vectors: &mut [f32],
+        threads: usize,
+    ) {
+        let floats = self.floats();
+        assert!(born.windows(2).all(|pair| pair[0].1 < pair[1].1), "each row is born once");
+        assert!(born.last().is_none_or(|&(_, row)| row < headers.len() && (row + 1) * floats <= vectors.len()));
+        let (headers, vectors) = (Disjoint(headers.as_mut_ptr()), Disjoint(vectors.as_mut_ptr()));
+        let address = |row: usize| RowAddress { header: headers.at(row), vector: vectors.at(row * floats) };
+        // SAFETY: the positions are within the buffers, as was checked, and no two are the same. The buffers are borrowed for this call.
+        unsafe { self.bear(born.len(), |number| (born[number].0, address(born[number].1)), threads) };
+    }
+
+    /// Read rows from SSD into buffers and wait for them: headers `[n]` and vector parts `[n, V]`. Each of `wanted` is an id and the
+    /// position of its row there. Returns which of `wanted` are not on SSD, by their numbers, rising.
+    pub(crate) fn read_from_ssd(
+        &self,
+        ssd: &SsdTier,
+        wanted: &[(Id, usize)],
+        headers: &mut [RowHeader],
+        vectors: &mut [f32],
+    ) -> Result<Vec<u32>> {
+        let floats = self.floats();
+        let fits = |row: usize| row < headers.len() && (row + 1) * floats <= vectors.len();
+        assert!(wanted.iter().all(|&(_, row)| fits(row)), "there is room for each row");
+        let (headers, vectors) = (Disjoint(headers.as_mut_ptr()), Disjoint(vectors.as_mut_ptr()));
+        let request = |&(id, row): &(Id, usize)| {
+            let to = RowAddress { header: headers.at(row), vector: vectors.at(row * floats) };
+            // SAFETY: the row is within the buffers, as was checked. They are borrowed until the fetch below is done.
+            (id, unsafe { RowMut::new(to) })
+        };
+        ssd.fetch(wanted.iter().map(request).collect()).wait()
+    }
+
+    /// Read rows of the device tier into RAM: vector parts `[n, V]` and scalar slots `[n]`. This runs code that is not the core's, under
+    /// the table's lock.
+    pub(crate) fn gather(&self, slots: &[CacheSlot], vectors: &mut [f32], scalars: &mut [f32]) -> Result<()> {
+        let reader = self.device_rows.as_ref().expect("a device tier comes with a way to read it");
+        let _foreign = self.reading_device.begin();
+        reader.gather(slots, vectors, scalars)
+    }
+
+    /// Refuse a caller who is the code of [`TableBase::gather`]: it would wait for the lock that its own caller holds.
+    ///
+    /// Errors: `State`.
+    pub(crate) fn check_not_reading_device(&self) -> Result<()> {
+        if self.reading_device.is_calling() {
+            Err(self.called_from_within("its rows are read from the device"))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The error of a caller who would wait for a lock that he holds himself.
+    pub(crate) fn called_from_within(&self, what: &str) -> Error {
+        Error::new(
+            Kind::State,
+            format!(
+                "table {:?} is used by code that runs while {what} (a destructor, perhaps, or an object that the garbage collector \
+                 finalizes), which would wait for itself for ever: use the table when that is done",
+                self.config.name
+            ),
+        )
+    }
+}

@@ -1,0 +1,91 @@
+//! The guards of a table's locks.
+#![allow(unsafe_code)]
+
+use super::torn::{Tear, Torn};
+use crate::cache::residency::Residency;
+use crate::host::NoKernelWrites;
+use crate::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
+
+/// What the table's lock protects.
+pub(crate) struct Locked {
+    pub(crate) residency: Residency,
+    /// Why every use is refused until a load succeeds, if so.
+    pub(crate) unusable: Option<String>,
+}
+
+/// The residency of a table, with its lock held. Dropped by a panic it leaves the table torn.
+pub(crate) struct Held<'a> {
+    torn: &'a Torn,
+    /// Whether the lock was taken by the clean-up after a panic.
+    unwinding: bool,
+    locked: MutexGuard<'a, Locked>,
+}
+
+impl<'a> Held<'a> {
+    pub(super) fn new(torn: &'a Torn, locked: MutexGuard<'a, Locked>) -> Self {
+        Self { torn, unwinding: std::thread::panicking(), locked }
+    }
+
+    /// Why every use is refused until a load succeeds; `None` where it is not.
+    pub(crate) fn unusable(&self) -> Option<&str> {
+        self.locked.unusable.as_deref()
+    }
+
+    pub(crate) fn set_unusable(&mut self, reason: Option<String>) {
+        self.locked.unusable = reason;
+    }
+}
+
+impl std::ops::Deref for Held<'_> {
+    type Target = Residency;
+    #[inline]
+    fn deref(&self) -> &Residency {
+        &self.locked.residency
+    }
+}
+
+impl std::ops::DerefMut for Held<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Residency {
+        &mut self.locked.residency
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() && !self.unwinding {
+            self.torn.set(Tear::Panic);
+        }
+    }
+}
+
+/// `rows_in_use` of a table, held: no kernel writes the table's rows meanwhile, but for those that the holder runs himself.
+pub(crate) struct RowsHeld<'a> {
+    _reading: Option<RwLockReadGuard<'a, ()>>,
+    _writing: Option<RwLockWriteGuard<'a, ()>>,
+}
+
+impl<'a> RowsHeld<'a> {
+    /// Kernels may read rows meanwhile.
+    pub(super) fn reading(guard: RwLockReadGuard<'a, ()>) -> Self {
+        Self { _reading: Some(guard), _writing: None }
+    }
+
+    /// No other kernel uses rows meanwhile.
+    pub(super) fn writing(guard: RwLockWriteGuard<'a, ()>) -> Self {
+        Self { _reading: None, _writing: Some(guard) }
+    }
+
+    /// The caller's own caller holds the lock for writing, in [`Plan::exclusively`](crate::cache::Plan::exclusively).
+    pub(super) fn by_caller() -> Self {
+        Self { _reading: None, _writing: None }
+    }
+
+    /// Proof for reading rows of the host tier.
+    pub(crate) fn no_kernel_writes(&self) -> NoKernelWrites<'_> {
+        // SAFETY: kernels that write rows are run by somebody who holds `rows_in_use` for writing (`kernels` of a plan). While `self`
+        // holds it for reading nobody does; while `self` or its caller holds it for writing, only the holder does, who is here and not in
+        // a kernel.
+        unsafe { NoKernelWrites::promise() }
+    }
+}

@@ -1,0 +1,18 @@
+//! The locks of a table and of a plan, the order in which they are taken, and what makes a table refuse them.
+//!
+//! 1. The turn of a plan ([`Turns`]).
+//! 2. `rows_in_use` of each table ([`RowsHeld`]), of several tables in the order of their addresses. Whoever takes it for writing has the
+//!    turn of a plan, which the function asks for.
+//! 3. The lock of a table's residency ([`Held`]).
+//! 4. What the SSD tier locks inside.
+
+mod guards;
+mod inner;
+mod left;
+mod torn;
+mod turn;
+
+pub(super) use guards::{Held, RowsHeld};
+pub(super) use inner::TableInner;
+pub(super) use torn::Tear;
+pub(super) use turn::{Turn, Turns};

@@ -1,0 +1,120 @@
+//! A plan is used by one thread at a time.
+//!
+//! A plan's calls take the plan's *turn* first, and the locks of tables after that. So does [`Plan::exclusively`](crate::cache::Plan),
+//! which keeps the turn while it runs its caller's code: calls of the same plan by that code find that the turn is theirs, and calls by
+//! another thread wait for it with no lock in their hands. Table locks that are taken for writing rows ask for a [`Turn`], so that no
+//! code can take them the other way round.
+
+use std::sync::TryLockError;
+
+use crate::logical_thread::ForeignCode;
+use crate::sync::{Mutex, MutexGuard, lock};
+
+/// The state of a plan, and whose turn it is to use it.
+pub(crate) struct Turns<S> {
+    turn: Mutex<()>,
+    /// Whether the holder of the turn runs code of his caller's.
+    exclusive: ForeignCode,
+    /// Locked by the holder of the turn, or to look at it briefly with no other lock taken meanwhile.
+    state: Mutex<S>,
+}
+
+/// The turn to use a plan.
+pub(crate) struct Turn<'a, S> {
+    turns: &'a Turns<S>,
+    /// `None` where the caller's own caller has the turn.
+    _mine: Option<MutexGuard<'a, ()>>,
+}
+
+impl<S> Turns<S> {
+    pub(crate) fn new(state: S) -> Self {
+        Self { turn: Mutex::new(()), exclusive: ForeignCode::default(), state: Mutex::new(state) }
+    }
+
+    /// Wait for the turn, unless it is the caller's already.
+    pub(crate) fn take(&self) -> Turn<'_, S> {
+        self.mine().unwrap_or_else(|| Turn { turns: self, _mine: Some(lock(&self.turn)) })
+    }
+
+    /// The turn, where the caller is code that [`Turn::run`] runs.
+    pub(crate) fn mine(&self) -> Option<Turn<'_, S>> {
+        self.exclusive.is_calling().then_some(Turn { turns: self, _mine: None })
+    }
+
+    /// The turn, without waiting for it; `None` where somebody else has it.
+    pub(crate) fn try_take(&self) -> Option<Turn<'_, S>> {
+        self.mine().or_else(|| Some(Turn { turns: self, _mine: Some(try_lock(&self.turn)?) }))
+    }
+
+    /// Look at the state. No lock of a table may be taken meanwhile.
+    pub(crate) fn look(&self) -> MutexGuard<'_, S> {
+        lock(&self.state)
+    }
+
+    /// The state of a plan that nobody else knows of any more.
+    #[cfg(not(loom))]
+    pub(crate) fn get_mut(&mut self) -> &mut S {
+        self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+impl<'a, S> Turn<'a, S> {
+    /// The state of the plan, until the guard is dropped.
+    pub(crate) fn state(&self) -> MutexGuard<'a, S> {
+        lock(&self.turns.state)
+    }
+
+    /// As [`Turn::state`]; `None` where somebody has it, perhaps the caller's own caller.
+    pub(crate) fn try_state(&self) -> Option<MutexGuard<'a, S>> {
+        try_lock(&self.turns.state)
+    }
+
+    /// Run code of the caller's that may use the plan. It keeps the turn.
+    pub(crate) fn run<T>(&self, work: impl FnOnce() -> T) -> T {
+        let _foreign = self.turns.exclusive.begin();
+        work()
+    }
+}
+
+/// Lock without waiting, also after a panic elsewhere.
+fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(guard)) => Some(guard.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_turn_is_for_one_thread_and_stays_with_the_code_that_it_runs() {
+        let turns = Turns::new(0);
+        assert!(turns.mine().is_none());
+        let turn = turns.take();
+        *turn.state() += 1;
+        assert!(turns.mine().is_none(), "it runs nobody's code");
+        assert!(turns.try_take().is_none(), "it is taken, also for the thread that has it");
+        turn.run(|| {
+            *turns.take().state() += 1;
+            assert!(turns.mine().is_some());
+            let state = turns.look();
+            assert!(turns.try_take().expect("its own").try_state().is_none(), "the state is in use");
+            drop(state);
+            std::thread::scope(|scope| scope.spawn(|| assert!(turns.try_take().is_none())).join()).expect("refused");
+        });
+        drop(turn);
+        assert_eq!(*turns.try_take().expect("free again").state(), 2);
+    }
+
+    #[test]
+    fn a_turn_comes_back_after_a_panic_of_the_code_that_it_runs() {
+        let turns = Turns::new(0);
+        let run = || turns.take().run(|| panic!("as planned"));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err());
+        assert!(turns.mine().is_none());
+        assert_eq!(*turns.try_take().expect("free again").state(), 0);
+    }
+}

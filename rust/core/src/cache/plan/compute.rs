@@ -1,0 +1,260 @@
+//! The kernels of a plan: forwards, and backwards with the optimizer's update in them.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::handle::{Plan, check_len};
+use super::state::{Pooled, Stage};
+use super::tensors::{Rows, addresses, with_rows};
+use crate::cache::locks::{TableInner, Tear};
+use crate::cache::rows::DeviceTensors;
+use crate::error::{Error, Kind, Result};
+use crate::kernels::{
+    ArenaRows, Gradient, Hyperparameters, PooledFeature, PooledGradient, backward, forward_pooled, forward_sequence,
+    weight_gradient,
+};
+
+impl Plan {
+    /// Sum the rows of each bag, or average them.
+    ///
+    /// - `offsets`: `[F × B + 1]` into the batch's ids, feature-major.
+    /// - `weights`: `[N]` or `None`.
+    /// - `mean`: `[F]`.
+    /// - `out`: `[B, C]`, where `C` is the sum of the features' widths, in feature order.
+    /// - `device`: for each table with a device tier its tensors, else `None`.
+    pub fn forward_pooled(
+        &self,
+        offsets: &[i64],
+        weights: Option<&[f32]>,
+        mean: &[bool],
+        out: &mut [f32],
+        device: &mut [Option<DeviceTensors<'_>>],
+        threads: usize,
+    ) -> Result<()> {
+        let turn = self.turn()?;
+        let mut state = self.placed(&turn, "forward_pooled")?;
+        // Another thread may change what the caller lent, so copies are checked and used.
+        let (offsets, mean) = (offsets.to_vec(), mean.to_vec());
+        let bags = self.check_offsets(&offsets, weights, &mean)?;
+        let columns = self.shape.total_columns;
+        check_len("out", out.len(), bags * columns)?;
+        let mut stores = Rows::of(&state.tables, device)?;
+        let mut local = Vec::with_capacity(bags + 1);
+        for (feature, &table) in self.shape.feature_tables.iter().enumerate() {
+            let begin = self.splits[feature];
+            local.clear();
+            local.extend(offsets[feature * bags..=(feature + 1) * bags].iter().map(|&offset| offset - begin as i64));
+            let weights = weights.map(|weights| &weights[begin..self.splits[feature + 1]]);
+            let slots = self.feature_slots(&state, feature);
+            let _reading = self.shape.tables[table].reading_rows_or_exclusive(&turn)?;
+            with_rows!(&mut stores[table], rows => {
+                // SAFETY: the plan has pinned every slot, so all are valid, `check_offsets` has checked the offsets against them, and the
+                // guard keeps out every kernel that writes.
+                unsafe {
+                    forward_pooled(
+                        rows, slots, &local, weights, mean[feature], out, columns, self.shape.columns[feature], threads,
+                    );
+                }
+            });
+        }
+        if self.mode.train {
+            state.pooled = Some(Pooled { offsets, weights: weights.map(<[f32]>::to_vec), mean });
+        }
+        Ok(())
+    }
+
+    /// Copy the row of each occurrence to `out` `[N, D]`. All tables have the width `D`.
+    pub fn forward_sequence(
+        &self,
+        out: &mut [f32],
+        device: &mut [Option<DeviceTensors<'_>>],
+        threads: usize,
+    ) -> Result<()> {
+        let turn = self.turn()?;
+        let state = self.placed(&turn, "forward_sequence")?;
+        let dim = self.one_dim()?;
+        check_len("out", out.len(), self.splits[self.splits.len() - 1] * dim)?;
+        let mut stores = Rows::of(&state.tables, device)?;
+        for (table, features) in self.shape.table_features.iter().enumerate() {
+            let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
+            let _reading = self.shape.tables[table].reading_rows_or_exclusive(&turn)?;
+            with_rows!(&mut stores[table], rows => {
+                // SAFETY: the plan has pinned every slot, so all are valid, and the guard keeps out every kernel that writes.
+                unsafe { forward_sequence(rows, &state.tables[table].occurrence_slots, &mut out[range], threads) }
+            });
+        }
+        Ok(())
+    }
+
+    /// The backward of `forward_pooled` with the optimizer in it, and the commit. `grad` is `[B, C]`, and `hyperparameters` has one for
+    /// each table. `weight_grad` `[N]` receives the gradient of the per-sample weights, of the rows before the update.
+    pub fn backward_pooled(
+        &self,
+        grad: &[f32],
+        hyperparameters: &[Hyperparameters],
+        mut weight_grad: Option<&mut [f32]>,
+        device: &mut [Option<DeviceTensors<'_>>],
+        threads: usize,
+    ) -> Result<()> {
+        let turn = self.turn()?;
+        let mut state = self.trainable(&turn)?;
+        check_len("hyperparameters", hyperparameters.len(), self.shape.tables.len())?;
+        let Some(pooled) = &state.pooled else {
+            return Err(Error::new(Kind::State, "backward_pooled comes after forward_pooled of the same plan"));
+        };
+        let features = self.shape.feature_tables.len();
+        let bags = (pooled.offsets.len() - 1) / features.max(1);
+        let columns = self.shape.total_columns;
+        check_len("grad", grad.len(), bags * columns)?;
+        let total = self.splits[features];
+        if let Some(weight_grad) = &weight_grad {
+            check_len("weight_grad", weight_grad.len(), total)?;
+        }
+        let mut stores = Rows::of(&state.tables, device)?;
+        // What can fail comes before the first update, so that a step is made on all tables or on none.
+        let sources = self
+            .shape
+            .table_features
+            .iter()
+            .map(|features| self.gradient_sources(pooled, bags, features.clone(), threads));
+        let sources = sources.collect::<Result<Vec<_>>>()?;
+        let steps = state.next_steps(hyperparameters)?;
+        let _step = Step(&self.shape.tables);
+        // A table that is closed meanwhile has no rows any more, and the others make the step.
+        let mut ended = Ok(());
+        for (table, table_features) in self.shape.table_features.iter().enumerate() {
+            let plan = &mut state.tables[table];
+            let range = self.splits[table_features.start]..self.splits[table_features.end];
+            let (source, step) = (&sources[table], &steps[table]);
+            let writing = self.shape.tables[table].writing_rows_or_exclusive(&turn)?;
+            plan.keep_rows(&writing, stores[table].tensors());
+            with_rows!(&mut stores[table], rows => {
+                if let Some(weight_grad) = &mut weight_grad {
+                    // SAFETY: the plan has pinned every slot, so all are valid. The guard keeps out every other kernel.
+                    unsafe { weight_gradient(rows, &plan.occurrence_slots, &source.of_weights(grad), &mut weight_grad[range], threads) }
+                }
+                // SAFETY: the plan has pinned every slot, so all are valid, and they are distinct, one for each id. The guard keeps out
+                // every other kernel.
+                unsafe { backward(rows, &plan.index, &source.of_rows(grad), step, threads) }
+            });
+            ended = ended.and(plan.end_kernels_step(writing));
+        }
+        state.stage = Stage::Trained;
+        ended
+    }
+
+    /// The backward of `forward_sequence` with the optimizer in it, and the commit. `grad` is `[N, D]`.
+    pub fn backward_sequence(
+        &self,
+        grad: &[f32],
+        hyperparameters: &[Hyperparameters],
+        device: &mut [Option<DeviceTensors<'_>>],
+        threads: usize,
+    ) -> Result<()> {
+        let turn = self.turn()?;
+        let mut state = self.trainable(&turn)?;
+        let dim = self.one_dim()?;
+        check_len("hyperparameters", hyperparameters.len(), self.shape.tables.len())?;
+        check_len("grad", grad.len(), self.splits[self.splits.len() - 1] * dim)?;
+        let mut stores = Rows::of(&state.tables, device)?;
+        let steps = state.next_steps(hyperparameters)?;
+        let _step = Step(&self.shape.tables);
+        // A table that is closed meanwhile has no rows any more, and the others make the step.
+        let mut ended = Ok(());
+        for (table, features) in self.shape.table_features.iter().enumerate() {
+            let plan = &mut state.tables[table];
+            let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
+            let gradient = Gradient::Sequence { grad: &grad[range] };
+            let step = &steps[table];
+            let writing = self.shape.tables[table].writing_rows_or_exclusive(&turn)?;
+            plan.keep_rows(&writing, stores[table].tensors());
+            with_rows!(&mut stores[table], rows => {
+                // SAFETY: the plan has pinned every slot, so all are valid, and they are distinct, one for each id. The guard keeps out
+                // every other kernel.
+                unsafe { backward(rows, &plan.index, &gradient, step, threads) }
+            });
+            ended = ended.and(plan.end_kernels_step(writing));
+        }
+        state.stage = Stage::Trained;
+        ended
+    }
+
+    /// The width of all tables.
+    ///
+    /// Errors: `Input` where they have several.
+    fn one_dim(&self) -> Result<usize> {
+        let mut dims = self.shape.tables.iter().map(|table| table.layout.dim);
+        let first = dims.next().unwrap_or(0);
+        if dims.all(|dim| dim == first) {
+            Ok(first)
+        } else {
+            Err(Error::new(Kind::Input, "a sequence lookup needs tables of one embedding_dim: make one lookup a width"))
+        }
+    }
+
+    /// Where the occurrences of one table's features find their gradients in that of the pooled output.
+    fn gradient_sources(
+        &self,
+        pooled: &Pooled,
+        bags: usize,
+        features: Range<usize>,
+        threads: usize,
+    ) -> Result<PooledGradient> {
+        let offsets: Vec<Vec<i64>> = features
+            .clone()
+            .map(|feature| {
+                let own = &pooled.offsets[feature * bags..=(feature + 1) * bags];
+                own.iter().map(|offset| offset - own[0]).collect()
+            })
+            .collect();
+        let features: Vec<PooledFeature<'_>> = features
+            .zip(&offsets)
+            .map(|(feature, offsets)| PooledFeature {
+                column: self.shape.columns[feature],
+                offsets,
+                weights: pooled.weights.as_ref().map(|all| &all[self.splits[feature]..self.splits[feature + 1]]),
+                mean: pooled.mean[feature],
+            })
+            .collect();
+        PooledGradient::new(self.shape.total_columns, &features, threads)
+    }
+
+    /// Check what a pooled forward was given. Returns the number of bags of a feature: `B`.
+    fn check_offsets(&self, offsets: &[i64], weights: Option<&[f32]>, mean: &[bool]) -> Result<usize> {
+        let features = self.shape.feature_tables.len();
+        check_len("mean", mean.len(), features)?;
+        let total = self.splits[features];
+        if let Some(weights) = weights {
+            check_len("weights", weights.len(), total)?;
+        }
+        let bags = offsets.len().saturating_sub(1) / features.max(1);
+        if offsets.is_empty() || offsets.len() != features * bags + 1 {
+            return Err(Error::new(
+                Kind::Input,
+                format!("offsets has {} entries; {features} features need a multiple of that and one", offsets.len()),
+            ));
+        }
+        let splits_fit = (0..=features).all(|feature| offsets[feature * bags] == self.splits[feature] as i64);
+        if !splits_fit || offsets.windows(2).any(|pair| pair[0] > pair[1]) {
+            return Err(Error::new(
+                Kind::Input,
+                format!(
+                    "offsets must not decrease, start at 0, end at the number of ids ({total}) and meet the features' splits"
+                ),
+            ));
+        }
+        Ok(bags)
+    }
+}
+
+/// A training step under way over some tables. A panic in it leaves them torn, since rows may be updated that are not marked so.
+struct Step<'a>(&'a [Arc<TableInner>]);
+
+impl Drop for Step<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.iter().for_each(|table| table.tear(Tear::Panic));
+        }
+    }
+}

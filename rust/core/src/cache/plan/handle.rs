@@ -1,0 +1,320 @@
+//! One batch: from planned ids to rows in their slots, to a commit or a release. Its kernels are in `compute`.
+
+use std::sync::Arc;
+
+use super::shape::Shape;
+use super::state::{PlanState, Stage, TablePlan};
+use crate::cache::locks::{RowsHeld, TableInner, Turn, Turns};
+use crate::cache::residency::{Fetched, PlanMode};
+use crate::error::{Error, Kind, Result};
+use crate::ssd::FetchBatch;
+use crate::sync::MutexGuard;
+use crate::types::{CacheSlot, Id};
+
+/// One planned batch. Its rows are pinned until the backward, `release`, or its drop. None of those waits for a table's lock in the hands
+/// of another plan.
+pub struct Plan {
+    pub(super) shape: Arc<Shape>,
+    /// Where the ids of each feature begin: `[F + 1]`.
+    pub(super) splits: Vec<usize>,
+    pub(super) mode: PlanMode,
+    turns: Turns<PlanState>,
+}
+
+impl std::fmt::Debug for Plan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Plan").field("shape", &self.shape).field("mode", &self.mode).finish_non_exhaustive()
+    }
+}
+
+impl Plan {
+    pub(super) fn new(shape: Arc<Shape>, splits: Vec<usize>, mode: PlanMode, tables: Vec<TablePlan>) -> Self {
+        let turns = Turns::new(PlanState { tables, stage: Stage::Started, pooled: None });
+        Self { shape, splits, mode, turns }
+    }
+
+    pub(super) fn start(&self) -> Result<()> {
+        let turn = self.turns.take();
+        let mut state = turn.state();
+        // One submission for all tables. It goes out on an error too, because other plans may have found rows that wait for it.
+        let mut batch = FetchBatch::default();
+        let started = state.tables.iter_mut().try_for_each(|table| table.start(self.mode, &mut batch));
+        batch.submit();
+        started
+    }
+
+    /// Bring every row into its slot of the tier that kernels run on. It is harmless to call this twice. Rows that go to a device tier get
+    /// their slots here and are in [`Plan::fetched`]; they move when [`Plan::scattered`] is called.
+    ///
+    /// Errors: `Storage` and `Corruption` of reads, `Capacity`, `ReadOnly`. The plan is released then, and no row of it has moved.
+    pub fn wait(&self) -> Result<()> {
+        let turn = self.turn()?;
+        let mut state = turn.state();
+        if state.stage != Stage::Started {
+            return Ok(());
+        }
+        if let Err(error) = state.tables.iter_mut().try_for_each(|table| table.place(self.mode)) {
+            state.release();
+            return Err(error);
+        }
+        let any_device = self.shape.tables.iter().any(|table| table.has_device());
+        state.stage = if any_device { Stage::Fetched } else { Stage::Placed };
+        Ok(())
+    }
+
+    /// Say that what [`Plan::fetched`] gave is in the device tensors of all tables, so that the newest copies of the rows are there. It is
+    /// harmless to call this twice. A plan that is released before leaves every row where it was.
+    ///
+    /// Errors: `State` before [`Plan::wait`], and where a table was closed or torn. The plan is released then.
+    pub fn scattered(&self) -> Result<()> {
+        let turn = self.turn()?;
+        let mut state = turn.state();
+        match state.stage {
+            Stage::Fetched => {}
+            Stage::Placed => return Ok(()),
+            _ => return Err(Error::new(Kind::State, "scattered comes after Plan.wait, before the forward")),
+        }
+        // All that can fail is behind. Each table by itself is right before and after.
+        let mut moved = Ok(());
+        for table in &mut state.tables {
+            moved = moved.and(table.promote());
+        }
+        if moved.is_err() {
+            state.release();
+        } else {
+            state.stage = Stage::Placed;
+        }
+        moved
+    }
+
+    /// Do `work`, which changes device tensors outside of the core, while nobody else forwards, updates or copies rows of this lookup's
+    /// tables. It may wait, scatter what was fetched and say so; or update rows and commit. It may use this plan, its kernels too, and no
+    /// other plan of these tables. It cannot be called from within itself.
+    ///
+    /// However `work` ends, nothing is left in between: rows that were fetched and not scattered are where they were before, and the
+    /// plan is released; where an update was begun ([`Plan::begin_update`]) and not committed, the tables are torn.
+    ///
+    /// Errors: `State` from within such work, by code that reads device rows, and in a forked child.
+    pub fn exclusively<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
+        let tables = &self.shape.tables;
+        tables.iter().try_for_each(|table| table.check_rows())?;
+        let turn = self.turns.take();
+        // Two lookups may share tables, so everybody who takes the rows of several takes them in one order.
+        let mut order: Vec<usize> = (0..tables.len()).collect();
+        order.sort_unstable_by_key(|&table| Arc::as_ptr(&tables[table]));
+        let exclude = |table: usize| Ok((table, tables[table].writing_rows(&turn)?));
+        let held: Vec<(usize, RowsHeld<'_>)> = order.into_iter().map(exclude).collect::<Result<_>>()?;
+        {
+            let state = turn.state();
+            if state.stage == Stage::Placed && self.mode.train {
+                held.iter().for_each(|(table, rows)| state.tables[*table].keep_rows(rows, None));
+            }
+        }
+        let changes = held.iter().map(|(table, rows)| tables[*table].begin_changing_device(rows));
+        let _changes: Vec<_> = changes.collect();
+        let _end = EndOfExclusive(&turn);
+        Ok(turn.run(work))
+    }
+
+    /// Say that from here to [`Plan::commit`] rows on the device change, a table at a time.
+    pub fn begin_update(&self) -> Result<()> {
+        self.trainable(&self.turn()?)?.stage = Stage::Updating;
+        Ok(())
+    }
+
+    /// Whether [`Plan::wait`] would not wait for the SSD.
+    pub fn is_ready(&self) -> bool {
+        self.turns.look().tables.iter().all(|table| table.hold().is_read())
+    }
+
+    /// For each table the ids whose rows are being read from SSD for this plan. Those that [`Plan::wait`] has waited for are no longer
+    /// here.
+    pub fn reading(&self) -> Vec<Vec<Id>> {
+        self.turns.look().tables.iter().map(|table| table.hold().reading()).collect()
+    }
+
+    /// Whether an `ahead` plan has fetched everything.
+    pub fn complete_ahead(&self) -> bool {
+        self.turns.look().tables.iter().all(|table| table.hold().is_complete())
+    }
+
+    /// For each table how many rows did not fit the tier that kernels run on.
+    pub fn overflow_rows(&self) -> Vec<u32> {
+        self.turns.look().tables.iter().map(|table| table.overflow_rows).collect()
+    }
+
+    /// How many slots the device tensors of a table must have.
+    pub fn required_slots(&self, table: usize) -> Result<u32> {
+        self.table(table)?;
+        let turn = self.turn()?;
+        let state = self.waited_for(&turn, "required_slots")?;
+        let held = state.tables[table].table.lock_any()?;
+        Ok(held.required_device_slots())
+    }
+
+    /// The rows to scatter into a table's device tensors: slots `[M]`, vector parts `[M, V]`, scalar slots `[M]`. They are handed out once.
+    pub fn fetched(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<f32>, Vec<f32>)> {
+        self.table(table)?;
+        let turn = self.turn()?;
+        let mut state = self.waited_for(&turn, "fetched")?;
+        let Fetched { slots, vectors, scalars } = state.tables[table].take_fetched()?;
+        Ok((slots, vectors, scalars))
+    }
+
+    /// Floats of the vector part of a table's rows.
+    pub fn vector_floats(&self, table: usize) -> Result<usize> {
+        Ok(self.table(table)?.floats())
+    }
+
+    /// The slot of each occurrence of a feature, `NO_SLOT` for a row of zeros: `[N_f]`.
+    pub fn slots(&self, feature: usize) -> Result<Vec<CacheSlot>> {
+        let turn = self.turn()?;
+        let state = self.placed(&turn, "slots")?;
+        check_index("feature", feature, self.shape.features())?;
+        Ok(self.feature_slots(&state, feature).to_vec())
+    }
+
+    /// A table's transposed index: slots `[U]`, starts `[U + 1]`, and occurrences as positions in the batch's ids.
+    pub fn transposed(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<u32>, Vec<u32>)> {
+        self.table(table)?;
+        let turn = self.turn()?;
+        let state = self.placed(&turn, "transposed")?;
+        let begin = self.splits[self.shape.table_features[table].start] as u32;
+        let index = &state.tables[table].index;
+        let occurrences = index.occurrences.iter().map(|&position| position + begin).collect();
+        Ok((index.slots.clone(), index.starts.clone(), occurrences))
+    }
+
+    /// Commit a step whose backward ran outside of the core: rows are dirty and born, the step counters advance, and the pins are given
+    /// back.
+    pub fn commit(&self) -> Result<()> {
+        let turn = self.turn()?;
+        let mut state = self.trainable(&turn)?;
+        state.commit(&turn)
+    }
+
+    /// Give back every pin without training. It is harmless to call this twice. It never waits for a table's lock. Code that runs under a
+    /// lock of one of its tables does not wait for anything: what another call of the plan uses then, that call or the drop gives back.
+    pub fn release(&self) {
+        let tables = &self.shape.tables;
+        // In a forked child the pins are its parent's.
+        if tables.iter().any(|table| table.check_process().is_err()) {
+            return;
+        }
+        if let Ok(turn) = self.turn() {
+            turn.state().release();
+        } else if let Some(turn) = self.turns.try_take()
+            && let Some(mut state) = turn.try_state()
+        {
+            state.release();
+        }
+    }
+
+    /// The turn to use the plan.
+    ///
+    /// Errors: `State` where the caller would wait for itself: by code that reads rows from the device, perhaps for this plan; by the
+    /// work of another plan's [`Plan::exclusively`] on the same tables. And in a forked child, where whoever had a lock at the fork has
+    /// it for ever.
+    pub(super) fn turn(&self) -> Result<Turn<'_, PlanState>> {
+        for table in &self.shape.tables {
+            table.check_process()?;
+            table.check_not_reading_device()?;
+        }
+        if let Some(mine) = self.turns.mine() {
+            return Ok(mine);
+        }
+        self.shape.tables.iter().try_for_each(|table| table.check_not_exclusive())?;
+        Ok(self.turns.take())
+    }
+
+    fn table(&self, table: usize) -> Result<&Arc<TableInner>> {
+        check_index("table", table, self.shape.tables.len())?;
+        Ok(&self.shape.tables[table])
+    }
+
+    /// The state after [`Plan::wait`].
+    fn waited_for<'a>(&self, turn: &Turn<'a, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
+        let state = turn.state();
+        match state.stage {
+            Stage::Fetched | Stage::Placed | Stage::Updating => Ok(state),
+            Stage::Started => Err(Error::new(Kind::State, format!("{call} comes after Plan.wait"))),
+            Stage::Trained | Stage::Released => {
+                Err(Error::new(Kind::State, format!("{call}: this plan's rows were released; plan the batch again")))
+            }
+        }
+    }
+
+    /// The state once every row is in its slot.
+    pub(super) fn placed<'a>(&self, turn: &Turn<'a, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
+        let state = self.waited_for(turn, call)?;
+        if state.stage == Stage::Fetched {
+            return Err(Error::new(
+                Kind::State,
+                format!("{call} comes after Plan.scattered: put what Plan.fetched gives into the device tensors first"),
+            ));
+        }
+        Ok(state)
+    }
+
+    /// The state once a backward may come.
+    pub(super) fn trainable<'a>(&self, turn: &Turn<'a, PlanState>) -> Result<MutexGuard<'a, PlanState>> {
+        let state = turn.state();
+        match state.stage {
+            Stage::Placed | Stage::Updating if self.mode.train => Ok(state),
+            Stage::Started | Stage::Fetched | Stage::Placed | Stage::Updating => Err(Error::new(
+                Kind::State,
+                "a backward needs a plan made with train=True whose rows are in their slots",
+            )),
+            Stage::Trained => Err(Error::new(
+                Kind::State,
+                "this batch was trained already: the update happens in the first backward, so a second backward of one forward is \
+                 not possible; run the forward again",
+            )),
+            Stage::Released => {
+                Err(Error::new(Kind::State, "this batch was released before its backward: run the forward again"))
+            }
+        }
+    }
+
+    /// The slot of each occurrence of a feature: `[N_f]`.
+    pub(super) fn feature_slots<'a>(&self, state: &'a PlanState, feature: usize) -> &'a [CacheSlot] {
+        let table = self.shape.feature_tables[feature];
+        let begin = self.splits[self.shape.table_features[table].start];
+        &state.tables[table].occurrence_slots[self.splits[feature] - begin..self.splits[feature + 1] - begin]
+    }
+}
+
+/// The end of the time in which device tensors are changed outside of the core.
+struct EndOfExclusive<'a>(&'a Turn<'a, PlanState>);
+
+impl Drop for EndOfExclusive<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        if matches!(state.stage, Stage::Fetched | Stage::Updating) {
+            state.release();
+        }
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        #[cfg(not(loom))]
+        self.turns.get_mut().release();
+        #[cfg(loom)]
+        self.release();
+    }
+}
+
+pub(super) fn check_len(what: &str, got: usize, wanted: usize) -> Result<()> {
+    if got == wanted {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Input, format!("{what} has {got} elements and needs {wanted}")))
+}
+
+fn check_index(what: &str, index: usize, count: usize) -> Result<()> {
+    if index < count {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Input, format!("{what} {index} is out of range: the lookup has {count}")))
+}

@@ -1,0 +1,100 @@
+//! Planning a batch over several tables at once.
+
+use std::sync::Arc;
+
+use super::handle::Plan;
+use super::shape::Shape;
+use super::state::TablePlan;
+use crate::cache::residency::PlanMode;
+use crate::cache::table::Table;
+use crate::error::{Error, Kind, Result};
+use crate::index::{Deduped, Deduper};
+use crate::memory;
+use crate::sync::{Mutex, lock};
+use crate::types::Id;
+
+/// Bytes that planning takes for each id at most: distinct ids, positions, slots, the transposed index, the deduper's table.
+const PLAN_BYTES_AN_ID: usize = 96;
+/// A plan has fewer ids than this.
+const MAX_IDS: usize = 1 << 30;
+
+/// A fixed list of features over tables. Feature `f` reads table `feature_tables[f]`. Features of one table are neighbours.
+#[derive(Debug)]
+pub struct Lookup {
+    shape: Arc<Shape>,
+    deduper: Mutex<Deduper>,
+}
+
+impl Lookup {
+    /// Errors: `Input` unless every table is given once and has features, as neighbours, in the tables' order.
+    pub fn new(tables: &[Table], feature_tables: &[usize]) -> Result<Self> {
+        let tables = tables.iter().map(|table| Arc::clone(&table.inner)).collect();
+        Ok(Self { shape: Arc::new(Shape::new(tables, feature_tables)?), deduper: Mutex::default() })
+    }
+
+    /// Plan a batch. `ids` is `[N]`, feature after feature; `feature_splits` is `[F + 1]` and says where each feature's ids begin.
+    ///
+    /// - `train`: a backward will follow. Otherwise unseen ids read their initial values (zeros with `unseen_zeros`) and are forgotten.
+    /// - `ahead`: fetch as far as the budget goes. [`Plan::wait`] does the rest.
+    pub fn plan(
+        &self,
+        ids: &[Id],
+        feature_splits: &[i64],
+        train: bool,
+        ahead: bool,
+        unseen_zeros: bool,
+    ) -> Result<Plan> {
+        self.plan_on(1, ids, feature_splits, train, ahead, unseen_zeros)
+    }
+
+    /// As [`Lookup::plan`], with up to `threads` threads for it and for [`Plan::wait`]. The result is the same for any number.
+    pub fn plan_on(
+        &self,
+        threads: usize,
+        ids: &[Id],
+        feature_splits: &[i64],
+        train: bool,
+        ahead: bool,
+        unseen_zeros: bool,
+    ) -> Result<Plan> {
+        let shape = &self.shape;
+        let splits = check_splits(ids.len(), feature_splits, shape.features())?;
+        shape.tables.iter().try_for_each(|table| table.check_process())?;
+        if train {
+            shape.tables.iter().try_for_each(|table| table.check_writable())?;
+        }
+        memory::check_room("plan a batch", ids.len() * PLAN_BYTES_AN_ID)?;
+        let mode = PlanMode { train, ahead, unseen_zeros, threads };
+        let mut tables = Vec::with_capacity(shape.tables.len());
+        for (table, features) in shape.tables.iter().zip(&shape.table_features) {
+            let mut deduped = Deduped::default();
+            lock(&self.deduper).dedupe(&ids[splits[features.start]..splits[features.end]], &mut deduped);
+            tables.push(TablePlan::new(Arc::clone(table), deduped, train));
+        }
+        // From here on the drop of the plan gives back what was pinned, on errors too.
+        let plan = Plan::new(Arc::clone(shape), splits, mode, tables);
+        plan.start()?;
+        Ok(plan)
+    }
+}
+
+fn check_splits(ids: usize, splits: &[i64], features: usize) -> Result<Vec<usize>> {
+    let refuse = |message: String| Err(Error::new(Kind::Input, message));
+    if splits.len() != features + 1 {
+        return refuse(format!(
+            "feature_splits has {} entries; {} features need {}",
+            splits.len(),
+            features,
+            features + 1
+        ));
+    }
+    // Another thread may change what the caller lent, so a copy is checked and used.
+    let splits = splits.to_vec();
+    if splits[0] != 0 || splits[features] != ids as i64 || splits.windows(2).any(|pair| pair[0] > pair[1]) {
+        return refuse(format!("feature_splits={splits:?} must rise from 0 to the {ids} ids"));
+    }
+    if ids >= MAX_IDS {
+        return refuse(format!("a batch of {ids} ids is too large: use fewer than 2^30"));
+    }
+    Ok(splits.iter().map(|&split| split as usize).collect())
+}

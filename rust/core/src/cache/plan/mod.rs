@@ -1,0 +1,12 @@
+//! Batches. A [`Lookup`] plans a batch over several tables: it finds the distinct ids, pins what is in RAM and fetches the rest. A [`Plan`]
+//! then puts rows into the slots that kernels run on, runs the kernels or hands slots to Python, and commits or releases.
+
+mod compute;
+mod handle;
+mod lookup;
+mod shape;
+mod state;
+mod tensors;
+
+pub use handle::Plan;
+pub use lookup::Lookup;

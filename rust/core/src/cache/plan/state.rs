@@ -1,0 +1,261 @@
+//! The state of a plan: its part for each table, and how far it has come.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::cache::locks::{RowsHeld, TableInner, Tear, Turn};
+use crate::cache::residency::{Fetched, Hold, PlanMode};
+use crate::cache::rows::DeviceTensors;
+use crate::error::Result;
+use crate::index::Deduped;
+use crate::kernels::{Hyperparameters, OptimizerStep, TransposedIndex};
+use crate::ssd::FetchBatch;
+use crate::types::{CacheSlot, NO_SLOT};
+
+/// How far a plan has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Rows are pinned, and reads are under way.
+    Started,
+    /// Rows are to be copied to the device. Until [`Plan::scattered`](super::Plan::scattered) says that they were, their newest copies are
+    /// where they were.
+    Fetched,
+    /// Every row is in its slot.
+    Placed,
+    /// Code outside of the core changes rows on the device. What follows is a commit, or the tables are torn.
+    Updating,
+    Trained,
+    Released,
+}
+
+/// What a pooled forward was given. Its backward needs it again.
+pub(super) struct Pooled {
+    /// `[F × B + 1]`
+    pub(super) offsets: Vec<i64>,
+    /// `[N]`
+    pub(super) weights: Option<Vec<f32>>,
+    /// `[F]`
+    pub(super) mean: Vec<bool>,
+}
+
+/// What a plan's turn protects.
+pub(super) struct PlanState {
+    pub(super) tables: Vec<TablePlan>,
+    pub(super) stage: Stage,
+    pub(super) pooled: Option<Pooled>,
+}
+
+impl std::fmt::Debug for PlanState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PlanState").field("stage", &self.stage).finish_non_exhaustive()
+    }
+}
+
+impl PlanState {
+    /// Commit a step whose rows were updated outside of the core. The rows of all tables are updated by now: where one table was closed
+    /// meanwhile, and so has no rows any more, the others make the step, and the error says so.
+    pub(super) fn commit(&mut self, turn: &Turn<'_, Self>) -> Result<()> {
+        let mut ended = Ok(());
+        for table in &mut self.tables {
+            ended = ended.and(table.end_step(turn));
+        }
+        self.stage = Stage::Trained;
+        ended
+    }
+
+    /// Give back what the plan holds, without waiting for a table's lock.
+    pub(super) fn release(&mut self) {
+        if matches!(self.stage, Stage::Trained | Stage::Released) {
+            return;
+        }
+        if self.stage == Stage::Updating {
+            self.tables.iter().for_each(|table| table.table.tear(Tear::Update));
+        }
+        self.stage = Stage::Released;
+        for table in &mut self.tables {
+            table.table.leave_hold(table.hold.take());
+        }
+    }
+
+    /// What the optimizer needs for its next step, for each table.
+    pub(super) fn next_steps(&self, hyperparameters: &[Hyperparameters]) -> Result<Vec<OptimizerStep>> {
+        let tables = self.tables.iter().zip(hyperparameters);
+        tables.map(|(table, &hyperparameters)| table.next_step(hyperparameters)).collect()
+    }
+}
+
+/// A plan's part for one table.
+pub(super) struct TablePlan {
+    pub(super) table: Arc<TableInner>,
+    /// What the plan holds of the table.
+    hold: Hold,
+    /// The occurrences of each distinct id. It is made only where a backward will ask for it; its slots are filled when the rows are in
+    /// place.
+    pub(super) index: TransposedIndex,
+    /// For each occurrence the position of its id among the distinct ones: `[N]`.
+    inverse: Vec<u32>,
+    /// For each occurrence its slot on the tier that kernels run on: `[N]`. It is filled when the rows are in place.
+    pub(super) occurrence_slots: Vec<CacheSlot>,
+    /// Rows that did not fit the budget of the tier that kernels run on.
+    pub(super) overflow_rows: u32,
+    /// Rows to scatter into the device tensors.
+    fetched: Fetched,
+    is_placed: bool,
+}
+
+impl TablePlan {
+    pub(super) fn new(table: Arc<TableInner>, ids: Deduped, train: bool) -> Self {
+        let Deduped { unique, inverse } = ids;
+        let index =
+            if train { TransposedIndex::from_inverse(&inverse, unique.len()) } else { TransposedIndex::default() };
+        Self {
+            table,
+            hold: Hold::new(unique),
+            index,
+            inverse,
+            occurrence_slots: Vec::new(),
+            overflow_rows: 0,
+            fetched: Fetched::default(),
+            is_placed: false,
+        }
+    }
+
+    pub(super) fn hold(&self) -> &Hold {
+        &self.hold
+    }
+
+    /// The first stage: pin what is in RAM, and let `batch` read what is on SSD. On an error the pins taken so far are held, for the
+    /// release.
+    pub(super) fn start(&mut self, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
+        self.table.lock()?.begin(&mut self.hold, mode, batch)
+    }
+
+    /// The second stage: every row gets its slot on the tier that kernels run on.
+    pub(super) fn place(&mut self, mode: PlanMode) -> Result<()> {
+        if self.is_placed {
+            return Ok(());
+        }
+        self.wait_for_loads()?;
+        let mode = PlanMode { ahead: false, ..mode };
+        if self.table.has_device() {
+            self.place_on_device(mode)?
+        } else {
+            self.place_in_host(mode)?
+        }
+        self.occurrence_slots = self.inverse.iter().map(|&id| self.index.slots[id as usize]).collect();
+        self.is_placed = true;
+        Ok(())
+    }
+
+    fn place_on_device(&mut self, mode: PlanMode) -> Result<()> {
+        let mut held = self.table.lock()?;
+        self.fetched = held.place_on_device(&mut self.hold, mode)?;
+        self.overflow_rows = held.note_overflow(&self.hold);
+        self.index.slots.clear();
+        self.index.slots.extend_from_slice(self.hold.device());
+        if mode.unseen_zeros && !mode.train {
+            held.leave_out_unborn(&self.hold, &mut self.index.slots);
+        }
+        Ok(())
+    }
+
+    fn place_in_host(&mut self, mode: PlanMode) -> Result<()> {
+        {
+            let mut held = self.table.lock()?;
+            if mode.train {
+                // Rows that an evaluation brought in, or that turned out not to be on SSD, count once training uses them.
+                held.check_pledge(&mut self.hold)?;
+            }
+            held.admit_rest(&mut self.hold, mode)?;
+            self.overflow_rows = held.note_overflow(&self.hold);
+        }
+        if self.hold.has_loads() {
+            self.wait_for_loads()?;
+            if mode.train {
+                self.table.lock()?.check_pledge(&mut self.hold)?;
+            }
+        }
+        self.index.slots.clear();
+        self.index.slots.extend_from_slice(self.hold.host());
+        if mode.unseen_zeros && !mode.train {
+            self.table.lock()?.leave_out_unborn(&self.hold, &mut self.index.slots);
+        }
+        Ok(())
+    }
+
+    /// Wait for every read that this plan depends on, and have it finished. The table's lock is not held while waiting.
+    fn wait_for_loads(&mut self) -> Result<()> {
+        let started = Instant::now();
+        let mut first_error = None;
+        for load in self.hold.take_loads() {
+            load.wait();
+            let mut held = self.table.lock_any()?;
+            // A load that only other plans need may fail without touching this plan's rows.
+            if let Err(error) = held.finish_load(&load)
+                && held.has_failed(&self.hold)
+            {
+                first_error.get_or_insert(error);
+            }
+            held.note_ssd_wait(started.elapsed().as_nanos() as u64);
+        }
+        first_error.map_or(Ok(()), |error| Err(self.table.in_table(error)))
+    }
+
+    /// What is to be scattered. It is handed out once.
+    pub(super) fn take_fetched(&mut self) -> Result<Fetched> {
+        let mut fetched = std::mem::take(&mut self.fetched);
+        self.table.lock_any()?.drop_arrived(&mut fetched);
+        Ok(fetched)
+    }
+
+    /// The third stage of a table with a device tier: the rows were scattered, and their newest copies are on the device from now on. This
+    /// fails only where the table was closed or torn, and so has no rows that could be wrong.
+    pub(super) fn promote(&mut self) -> Result<()> {
+        self.table.lock_any()?.promote(&mut self.hold);
+        Ok(())
+    }
+
+    /// The rows of the batch are about to be updated: copy what a moment wants of them. A kernel updates them in `tensors`, where those
+    /// of a device tier are in RAM.
+    pub(super) fn keep_rows(&self, rows: &RowsHeld<'_>, tensors: Option<&DeviceTensors<'_>>) {
+        if !self.table.has_moment(rows) {
+            return;
+        }
+        // A table that is closed or torn has no use for it.
+        let Ok(mut held) = self.table.lock_any() else { return };
+        match tensors {
+            Some(tensors) => held.keep_in_tensors(&self.index.slots, tensors),
+            None => held.keep_in_use(&self.index.slots, rows.no_kernel_writes()),
+        }
+    }
+
+    /// Commit a step whose rows were updated outside of the core, and give back the pins.
+    fn end_step(&mut self, turn: &Turn<'_, PlanState>) -> Result<()> {
+        let rows = self.table.reading_rows_or_exclusive(turn)?;
+        let mut held = self.table.lock_any()?;
+        held.keep_in_use(&self.index.slots, rows.no_kernel_writes());
+        held.train(&self.index.slots, &self.index.starts);
+        held.release(self.hold.take());
+        Ok(())
+    }
+
+    /// Commit a step of the core's kernels, and give back the pins. Whoever copies rows is kept out by `rows` from the first update until
+    /// the rows' metadata and the table's step say so too.
+    pub(super) fn end_kernels_step(&mut self, rows: RowsHeld<'_>) -> Result<()> {
+        let mut held = self.table.lock_any()?;
+        held.train(&self.index.slots, &self.index.starts);
+        drop(rows);
+        held.release(self.hold.take());
+        Ok(())
+    }
+
+    fn next_step(&self, hyperparameters: Hyperparameters) -> Result<OptimizerStep> {
+        let step = self.table.lock_any()?.counters().step + 1;
+        Ok(OptimizerStep { kind: self.table.config.optimizer, hyperparameters, step })
+    }
+
+    /// The slot after the highest one that the plan uses.
+    pub(super) fn slots_end(&self) -> CacheSlot {
+        self.index.slots.iter().filter(|&&slot| slot != NO_SLOT).max().map_or(0, |&slot| slot + 1)
+    }
+}

@@ -1,0 +1,274 @@
+//! The first stage of a plan: its rows that are in the host tier are pinned there, and the others get host slots, to be born or read.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::hold::{Hold, PlanMode};
+use super::{Residency, SLOTS_AHEAD};
+use crate::error::Result;
+use crate::slots::RowState;
+use crate::ssd::FetchBatch;
+use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// While rows are inserted, what the insert that comes this many rows later will touch is fetched into the processor's cache.
+const INSERTS_AHEAD: usize = 12;
+/// Rows whose reads are submitted together. The disk works on them while room is made for the next ones.
+const ROWS_PER_SUBMISSION: usize = 4096;
+
+/// Some ids of a plan that are not in RAM.
+#[derive(Clone, Copy)]
+struct Missing<'a> {
+    /// Positions in the plan's distinct ids: `[n]`.
+    positions: &'a [u32],
+    /// `[n]`
+    ids: &'a [Id],
+    /// Whether the SSD tier may have the row: `[n]`.
+    on_ssd: &'a [bool],
+}
+
+/// Host slots that were taken for ids.
+struct Admitted {
+    /// Rows that are to be read.
+    reads: Vec<(Id, CacheSlot)>,
+    /// Rows that are to be born.
+    born: Vec<(Id, CacheSlot)>,
+    /// Why not all ids got slots. What is in the lists is carried through all the same.
+    refused: Result<()>,
+}
+
+impl Residency {
+    /// Begin a plan: pin what is in RAM, and let `batch` read what is on SSD. On an error the pins taken so far stay in `hold`, to be
+    /// released.
+    pub(crate) fn begin(&mut self, hold: &mut Hold, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
+        let started = Instant::now();
+        self.sweep_loads();
+        hold.absent_before = self.absent_reads;
+        if self.device.is_some() {
+            self.begin_on_device(hold, mode, batch)?;
+        } else {
+            if let Err(error) = self.drain_overflow()
+                && mode.train
+            {
+                return Err(error);
+            }
+            self.pin_all(hold, mode, batch)?;
+        }
+        self.traffic.host.time_ns += started.elapsed().as_nanos() as u64;
+        Ok(())
+    }
+
+    /// Give host slots to the ids that an `ahead` plan has left for later, now with overflow where the budget ends.
+    pub(crate) fn admit_rest(&mut self, hold: &mut Hold, mode: PlanMode) -> Result<()> {
+        let positions = std::mem::take(&mut hold.unplaced);
+        if positions.is_empty() {
+            return Ok(());
+        }
+        let host = Arc::make_mut(&mut hold.host);
+        for &position in &positions {
+            host[position as usize] = self.host.slots.get(hold.ids[position as usize]);
+        }
+        let mut batch = FetchBatch::default();
+        let admitted = self.pin_found(hold, positions.iter().copied(), mode, &mut batch);
+        batch.submit();
+        admitted
+    }
+
+    /// Pin every id of a plan in the host tier. Ids that are not there are admitted.
+    fn pin_all(&mut self, hold: &mut Hold, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
+        let host = Arc::make_mut(&mut hold.host);
+        self.host.slots.get_batch(&hold.ids, host);
+        if self.host.slots.all_settled() && !host.contains(&NO_SLOT) {
+            self.host.slots.accessed(host);
+            self.traffic.host.hits += host.len() as u64;
+            hold.group = Some(self.host.slots.pin_group(Arc::clone(&hold.host)));
+            return Ok(());
+        }
+        let all = 0..hold.ids.len() as u32;
+        self.pin_found(hold, all, mode, batch)
+    }
+
+    /// Pin the ids at `positions`, whose host slots were just looked up. Those without one are admitted.
+    fn pin_found(
+        &mut self,
+        hold: &mut Hold,
+        positions: impl Iterator<Item = u32> + Clone,
+        mode: PlanMode,
+        batch: &mut FetchBatch,
+    ) -> Result<()> {
+        let mut accessed = Vec::with_capacity(hold.ids.len());
+        let mut missing: Vec<u32> = Vec::new();
+        let mut seen = RowState::default();
+        let mut unborn = 0;
+        let mut ahead = positions.clone().skip(SLOTS_AHEAD);
+        let mut rest = positions;
+        let host = Arc::make_mut(&mut hold.host);
+        while let Some(position) = rest.next() {
+            if let Some(later) = ahead.next() {
+                self.host.slots.prefetch(host[later as usize]);
+            }
+            let slot = host[position as usize];
+            if slot == NO_SLOT {
+                missing.push(position);
+                continue;
+            }
+            let row = self.host.slots.state(slot);
+            if row.has(RowState::FAILED) {
+                // Only pinned slots may stand in a hold, since its release unpins them all.
+                host[position as usize] = NO_SLOT;
+                rest.for_each(|unpinned| host[unpinned as usize] = NO_SLOT);
+                return Err(self.unread_row(hold.ids[position as usize]));
+            }
+            seen = seen.with(row);
+            unborn += u64::from(row.has(RowState::PROVISIONAL));
+            self.host.slots.pin(slot);
+            accessed.push(slot);
+        }
+        self.host.slots.accessed(&accessed);
+        self.traffic.host.hits += accessed.len() as u64;
+        self.traffic.host.misses += missing.len() as u64;
+        if seen.has(RowState::LOADING) {
+            self.wait_for_all_loads(hold);
+        }
+        if mode.train && unborn > 0 {
+            self.pledge(hold, unborn);
+            if !mode.ahead {
+                self.check_capacity(0, &hold.ids)?;
+            }
+        }
+        if missing.is_empty() { Ok(()) } else { self.admit(hold, &missing, mode, batch) }
+    }
+
+    /// Note that a plan, which trains them, holds so many more provisional rows.
+    pub(super) fn pledge(&mut self, hold: &mut Hold, unborn: u64) {
+        self.counts.pledge(unborn);
+        hold.pledged += unborn;
+    }
+
+    /// Check that there is room for all rows of a training plan that may be born. Reads that found rows absent since the plan began have
+    /// made more of them. Errors as [`Residency::check_capacity`].
+    pub(crate) fn check_pledge(&mut self, hold: &mut Hold) -> Result<()> {
+        if hold.absent_before != self.absent_reads {
+            hold.absent_before = self.absent_reads;
+            let unborn = hold.host.iter().filter(|&&slot| Self::is_unborn(&self.host.slots, slot)).count() as u64;
+            self.counts.take_back_pledge(hold.pledged);
+            hold.pledged = 0;
+            self.pledge(hold, unborn);
+        }
+        self.check_capacity(0, &hold.ids)
+    }
+
+    /// Make a plan wait for every load under way, because some of its rows are among them. To wait for more than that costs little: loads
+    /// end in about the order in which they began.
+    pub(super) fn wait_for_all_loads(&self, hold: &mut Hold) {
+        for load in &self.loads {
+            if !hold.loads.iter().any(|other| Arc::ptr_eq(other, load)) {
+                hold.loads.push(Arc::clone(load));
+            }
+        }
+    }
+
+    /// Whether the read of some row of a plan failed.
+    pub(crate) fn has_failed(&self, hold: &Hold) -> bool {
+        hold.host.iter().any(|&slot| slot != NO_SLOT && self.host.slots.state(slot).has(RowState::FAILED))
+    }
+
+    /// Give host slots to ids that are not in RAM. Rows that the SSD tier does not have are born at once, the others are read.
+    fn admit(&mut self, hold: &mut Hold, positions: &[u32], mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
+        let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
+        let mut on_ssd = vec![false; ids.len()];
+        if let Some(ssd) = &self.base.ssd {
+            ssd.maybe_contains(&ids, &mut on_ssd);
+        }
+        let births = on_ssd.iter().filter(|&&there| !there).count() as u64;
+        self.traffic.ssd_hits += ids.len() as u64 - births;
+        self.traffic.ssd_misses += births;
+        if mode.train
+            && births > 0
+            && let Err(error) = self.check_capacity(births, &hold.ids)
+        {
+            if !mode.ahead {
+                return Err(error);
+            }
+            // The forward of this batch says so, if it is still true then.
+            hold.unplaced.extend_from_slice(positions);
+            return Ok(());
+        }
+        let parts = positions.chunks(ROWS_PER_SUBMISSION).zip(ids.chunks(ROWS_PER_SUBMISSION));
+        for ((positions, ids), on_ssd) in parts.zip(on_ssd.chunks(ROWS_PER_SUBMISSION)) {
+            self.admit_part(hold, Missing { positions, ids, on_ssd }, mode, batch)?;
+            batch.submit_if_worthwhile(ROWS_PER_SUBMISSION);
+        }
+        Ok(())
+    }
+
+    /// Give host slots to some ids that are not in RAM.
+    fn admit_part(
+        &mut self,
+        hold: &mut Hold,
+        missing: Missing<'_>,
+        mode: PlanMode,
+        batch: &mut FetchBatch,
+    ) -> Result<()> {
+        let wanted = missing.ids.len();
+        if let Err(error) = self.make_room(wanted as u32)
+            && mode.train
+        {
+            // An evaluation reads on after a failed write, in the overflow.
+            return Err(error);
+        }
+        // This comes before anything changes, because what is begun below is carried through.
+        let rows = if mode.ahead { wanted.min(self.host.slots.free_slots() as usize) } else { wanted };
+        self.host.reserve(rows)?;
+        let Admitted { reads, born, refused } = self.take_slots(hold, missing, mode);
+        if mode.train {
+            self.pledge(hold, born.len() as u64);
+        }
+        self.bear_in_host(&born, mode.threads);
+        if !reads.is_empty() {
+            let load = self.start_load(reads, batch);
+            hold.loads.push(load);
+        }
+        refused
+    }
+
+    /// Take host slots for ids that are not in RAM, where rows will be born or read, and pin them.
+    fn take_slots(&mut self, hold: &mut Hold, missing: Missing<'_>, mode: PlanMode) -> Admitted {
+        let mut reads = Vec::new();
+        let mut born = Vec::new();
+        let mut refused = Ok(());
+        let host = Arc::make_mut(&mut hold.host);
+        let rows = missing.positions.iter().zip(missing.ids).zip(missing.on_ssd);
+        for (number, ((&position, &id), &there)) in rows.enumerate() {
+            if let Some(&later) = missing.ids.get(number + INSERTS_AHEAD) {
+                self.host.slots.prefetch_insert(later);
+            }
+            if mode.unseen_zeros && !mode.train && !there {
+                continue;
+            }
+            let taken = match self.host.take(!mode.ahead) {
+                Ok(Some(taken)) => taken,
+                Ok(None) => {
+                    hold.unplaced.push(position);
+                    continue;
+                }
+                Err(error) => {
+                    // Rows that are LOADING by now must be read, since other plans may find them and wait for them.
+                    refused = Err(error);
+                    break;
+                }
+            };
+            let slot = taken.slot();
+            if there {
+                self.host.insert_loading(&taken, id);
+                reads.push((id, slot));
+            } else {
+                born.push((id, slot));
+                self.host.slots.insert(slot, id, RowState::PROVISIONAL);
+                self.counts.became_provisional(1);
+            }
+            self.host.slots.pin(slot);
+            host[position as usize] = slot;
+        }
+        Admitted { reads, born, refused }
+    }
+}

@@ -1,0 +1,222 @@
+//! How many rows a table may have, and which are dropped when there are too many.
+
+use std::collections::HashSet;
+
+use super::Residency;
+use crate::config::OnFull;
+use crate::error::{Error, Kind, Result};
+use crate::host::{HostTier, Idle};
+use crate::slots::{RowState, SlotMap};
+use crate::ssd::SsdTier;
+use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// Bytes of ids that left a table (see [`Lineage`](crate::cache::watch::Lineage)) that the host budget does not count: they are part of a
+/// table's fixed overhead.
+pub(super) const FREE_LINEAGE_BYTES: u64 = 64 << 10;
+
+impl Residency {
+    /// How many rows the lowest tier can hold.
+    pub(crate) fn capacity_rows(&self) -> u64 {
+        self.base.ssd.as_ref().map_or(u64::from(self.host.slots.limit()), SsdTier::capacity_rows)
+    }
+
+    /// How many rows the host budget holds beside the index of the rows on SSD and the ids that left the table.
+    pub(super) fn host_rows_beside_index(&self) -> u64 {
+        let Some(ssd) = &self.base.ssd else { return self.host.rows_beside_index(0, 0) };
+        let lineage = self.charged_lineage_bytes().div_ceil(self.host.row_bytes());
+        self.host.rows_beside_index(ssd.index_bytes(), ssd.rows()).saturating_sub(lineage)
+    }
+
+    /// Bytes of the host budget that the ids that left the table take. Only rows in RAM of a table with an SSD tier can make room for them.
+    pub(super) fn charged_lineage_bytes(&self) -> u64 {
+        self.lineage.bytes().saturating_sub(FREE_LINEAGE_BYTES)
+    }
+
+    /// The error of rows whose index would take all the room of rows in RAM.
+    pub(super) fn index_full(&self) -> Error {
+        let beside = self.charged_lineage_bytes() + self.host.row_bytes();
+        let needed = |rows: u64| HostTier::charged_bytes(u64::MAX, rows) + beside;
+        let (capacity, rows, config) = (self.capacity_rows(), self.counts.rows(), &self.base.config);
+        Error::new(
+            Kind::Capacity,
+            format!(
+                "table {:?}: the index of its {rows} rows on SSD fills host_bytes={} and leaves no room for a row in RAM: {} bytes are \
+                 needed at least, and {} for the index of all {capacity} rows that ssd_bytes holds; set host_bytes to that, and more \
+                 for the rows of a batch",
+                config.name,
+                config.host_bytes,
+                needed(rows + 1).max(config.host_bytes + 1),
+                needed(capacity.max(rows + 1)).max(config.host_bytes + 1),
+            ),
+        )
+    }
+
+    /// Check that `more` rows can be born beside those that may be. Where the table may drop rows, others than `needed` are dropped by
+    /// policy to make room.
+    ///
+    /// Errors: `Capacity`; those of the SSD tier when rows are dropped.
+    pub(super) fn check_capacity(&mut self, more: u64, needed: &[Id]) -> Result<()> {
+        let capacity = self.capacity_rows();
+        let index_full = more > 0 && self.host_rows_beside_index() == 0;
+        if self.counts.rows() + self.counts.may_be_born() + more <= capacity && !index_full {
+            return Ok(());
+        }
+        match self.base.config.on_full {
+            OnFull::Error if index_full => Err(self.index_full()),
+            OnFull::Error => Err(self.table_full(capacity, more)),
+            OnFull::Evict => self.drop_until_fits(capacity, more, needed),
+        }
+    }
+
+    fn table_full(&self, capacity: u64, more: u64) -> Error {
+        let config = &self.base.config;
+        let (tier, cure) = match &config.ssd {
+            Some(ssd) => (format!("its SSD tier (ssd_bytes={})", ssd.bytes), "raise ssd_bytes"),
+            None => (
+                format!("it has no SSD tier, and RAM (host_bytes={})", config.host_bytes),
+                "add an SSD tier with TierBudgets(ssd_bytes=..., ssd_dir=...), raise host_bytes",
+            ),
+        };
+        Error::new(
+            Kind::Capacity,
+            format!(
+                "table {:?} is full: {tier} holds {capacity} rows, {} are there and {more} new ones are to be added; {cure}, or \
+                 set on_full=\"evict\" to drop rows by policy",
+                config.name,
+                self.counts.rows()
+            ),
+        )
+    }
+
+    /// Drop rows until `more` fit, or until no more can be dropped.
+    fn drop_until_fits(&mut self, capacity: u64, more: u64, needed: &[Id]) -> Result<()> {
+        loop {
+            let rows = self.counts.rows();
+            let wanted = rows + self.counts.may_be_born() + more;
+            self.drop_rows(wanted.saturating_sub(capacity).max(1), needed)?;
+            let checked = self.check_dropped(capacity, more);
+            // Where the disk failed after some rows were dropped already, the next round says so.
+            if checked.is_ok() || self.counts.rows() == rows {
+                return checked;
+            }
+        }
+    }
+
+    /// Check, after rows were dropped, that the rows which batches in flight use leave room for `more`. Those cannot be dropped. Without an
+    /// SSD tier, rows past the budget are in the overflow until others go. With one, rows past its capacity could not be written down.
+    fn check_dropped(&self, capacity: u64, more: u64) -> Result<()> {
+        let (rows, new) = (self.counts.rows(), self.counts.may_be_born() + more);
+        let config = &self.base.config;
+        let Some(ssd) = config.ssd.as_ref().filter(|_| rows + new > capacity) else { return Ok(()) };
+        Err(Error::new(
+            Kind::Capacity,
+            format!(
+                "table {:?}: ssd_bytes={} holds {capacity} rows, and there is no room for {new} new ones beside the {rows} of its rows \
+                 that this batch and others in flight use: raise ssd_bytes, or use smaller batches",
+                config.name, ssd.bytes
+            ),
+        ))
+    }
+
+    /// Drop up to `rows` rows from the table by policy: first those that are on SSD alone, the oldest first, then those in RAM. Rows that
+    /// plans use stay, and those of `needed`, which the caller may have found already.
+    fn drop_rows(&mut self, rows: u64, needed: &[Id]) -> Result<()> {
+        debug_assert_eq!(self.base.config.on_full, OnFull::Evict);
+        let needed: HashSet<Id> = needed.iter().copied().collect();
+        // An export that could miss some of them ends.
+        self.base.contents_changed();
+        let mut left = rows;
+        left -= self.drop_from_ssd(left, &needed)?;
+        left -= self.drop_from_host(left, &needed)?;
+        self.drop_from_device(left, &needed)
+    }
+
+    /// Drop up to `rows` rows that are on SSD alone. Returns how many.
+    fn drop_from_ssd(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<u64> {
+        let Some(ssd) = &self.base.ssd else { return Ok(0) };
+        let in_ram = self.host.rows_here() + self.device.as_ref().map_or(0, crate::device::DeviceTier::rows_here);
+        // Where all rows are in RAM, the SSD tier would look through each of its segments in vain.
+        let born_in_ram = in_ram.saturating_sub(self.counts.provisional());
+        let rows = rows.min(self.counts.rows().saturating_sub(born_in_ram));
+        if rows == 0 {
+            return Ok(0);
+        }
+        let (host, device) = (&self.host, &self.device);
+        let in_ram =
+            |id: Id| host.slots.get(id) != NO_SLOT || device.as_ref().is_some_and(|d| d.slots.get(id) != NO_SLOT);
+        let dropped = ssd.evict(rows, &|id| needed.contains(&id) || in_ram(id))?;
+        self.note_dropped(&dropped);
+        Ok(dropped.len() as u64)
+    }
+
+    /// Drop up to `rows` rows of the host tier, and their copies on SSD. Returns how many. On an error none is dropped.
+    fn drop_from_host(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<u64> {
+        let (mut victims, mut spared): (Vec<Idle>, Vec<Idle>) = (Vec::new(), Vec::new());
+        while (victims.len() as u64) < rows {
+            let Some(victim) = self.host.victim() else { break };
+            let stays = needed.contains(&self.host.id(victim.slot()));
+            if stays { spared.push(victim) } else { victims.push(victim) }
+        }
+        let ids: Vec<Id> = victims.iter().map(|victim| self.host.id(victim.slot())).collect();
+        let removed = self.remove_copies(&self.host.slots, victims.iter().map(Idle::slot).zip(ids.iter().copied()));
+        if removed.is_err() {
+            spared.append(&mut victims);
+        }
+        spared.iter().for_each(|victim| self.host.spare(victim));
+        removed?;
+        self.keep_host(victims.iter().map(Idle::quiet));
+        victims.iter().for_each(|victim| self.host.evict(victim));
+        self.host.shrink_overflow();
+        self.traffic.host.evictions += ids.len() as u64;
+        self.note_dropped(&ids);
+        Ok(ids.len() as u64)
+    }
+
+    /// Drop up to `rows` rows of the device tier, and their copies on SSD. On an error none is dropped.
+    fn drop_from_device(&mut self, rows: u64, needed: &HashSet<Id>) -> Result<()> {
+        let (host, Some(device)) = (&self.host, &mut self.device) else { return Ok(()) };
+        let (mut victims, mut spared): (Vec<CacheSlot>, Vec<CacheSlot>) = (Vec::new(), Vec::new());
+        while (victims.len() as u64) < rows {
+            let Some(victim) = device.victim() else { break };
+            let id = device.id(victim);
+            // A plan that has pinned the row's slot in the host tier may still come for it.
+            let stays = needed.contains(&id) || host.slots.get(id) != NO_SLOT;
+            if stays { spared.push(victim) } else { victims.push(victim) }
+        }
+        let Some(device) = &self.device else { return Ok(()) };
+        let ids: Vec<Id> = victims.iter().map(|&victim| device.id(victim)).collect();
+        let removed = self.remove_copies(&device.slots, victims.iter().copied().zip(ids.iter().copied()));
+        if removed.is_err() {
+            spared.append(&mut victims);
+        }
+        self.spare_on_device(&spared);
+        removed?;
+        self.keep_device(&victims);
+        self.evict_from_device(&victims);
+        self.traffic.device.evictions += ids.len() as u64;
+        self.note_dropped(&ids);
+        Ok(())
+    }
+
+    /// Remove the copies on SSD of rows that are about to be dropped from these slots.
+    fn remove_copies(&self, slots: &SlotMap, victims: impl Iterator<Item = (CacheSlot, Id)>) -> Result<()> {
+        let Some(ssd) = &self.base.ssd else { return Ok(()) };
+        let there = victims.filter(|&(slot, _)| slots.state(slot).has(RowState::ON_SSD));
+        self.base.remove_on_ssd(ssd, &there.map(|(_, id)| id).collect::<Vec<Id>>())
+    }
+
+    fn note_dropped(&mut self, ids: &[Id]) {
+        self.counts.dropped_when_full(ids.len() as u64);
+        self.note_left(ids);
+    }
+
+    /// Note for later deltas that ids left the table.
+    pub(super) fn note_left(&mut self, ids: &[Id]) {
+        let before = self.lineage.bytes();
+        self.lineage.note_left(self.epoch, ids);
+        // With an SSD tier these ids take room of rows in RAM. Without one they have memory beside the budget.
+        if self.base.ssd.is_some() && self.lineage.bytes() > before {
+            self.fit_host_to_index();
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Rows leave the device tier for the host tier, or are read from it where they are.
+
+use super::room::mark_written_down;
+use super::{ROWS_PER_GATHER, Residency};
+use crate::cache::rows::Chunk;
+use crate::device::DeviceTier;
+use crate::error::Result;
+use crate::memory;
+use crate::rows::{RowHeader, RowRef};
+use crate::slots::RowState;
+use crate::types::{CacheSlot, NO_SLOT};
+
+/// A row that leaves the device tier: its position among those that do, and its state.
+type Leaving = (usize, RowState);
+
+impl Residency {
+    /// The device tier of a table that has one.
+    ///
+    /// # Panics
+    /// When the table has none.
+    pub(super) fn device_mut(&mut self) -> &mut DeviceTier {
+        self.device.as_mut().expect("only a table with a device tier moves rows to it")
+    }
+
+    /// Read device rows into RAM, by code that is not the core's and runs under the table's lock.
+    pub(super) fn gather(&mut self, slots: &[CacheSlot]) -> Result<Chunk> {
+        let mut vectors = memory::zeros("read rows from the device", slots.len() * self.base.floats())?;
+        let mut scalars: Vec<f32> = memory::zeros("read rows from the device", slots.len())?;
+        self.base.gather(slots, &mut vectors, &mut scalars)?;
+        let tier = self.device_mut();
+        let header = |(&slot, &scalar)| RowHeader { scalar, ..*tier.header(slot) };
+        let headers = slots.iter().zip(&scalars).map(header).collect();
+        self.traffic.device.read_bytes += vectors.len() as u64 * 4;
+        Ok(Chunk { headers, vectors })
+    }
+
+    /// Make sure that `wanted` device slots are free, as far as rows can leave: first unpinned rows in the overflow do, then others by
+    /// policy. They are demoted. On an error nothing has changed.
+    pub(super) fn make_device_room(&mut self, wanted: u32) -> Result<()> {
+        let victims = self.device_victims(wanted);
+        if victims.is_empty() {
+            return Ok(());
+        }
+        let demoted = self.gather(&victims).and_then(|rows| {
+            if let Some(moment) = &mut self.moment {
+                moment.keep_read(&victims, &rows, self.base.floats());
+            }
+            self.demote(&victims, &rows)
+        });
+        if let Err(error) = demoted {
+            self.spare_on_device(&victims);
+            return Err(error);
+        }
+        self.evict_from_device(&victims);
+        self.traffic.device.evictions += victims.len() as u64;
+        Ok(())
+    }
+
+    /// The rows that leave so that `wanted` device slots are free: all unpinned rows of the overflow, and of the budget as many as needed.
+    fn device_victims(&mut self, wanted: u32) -> Vec<CacheSlot> {
+        let tier = self.device_mut();
+        let overflow = tier.slots.occupied_from(tier.slots.capacity());
+        let mut victims: Vec<CacheSlot> = overflow.filter(|&slot| tier.slots.state(slot).is_current()).collect();
+        victims.retain(|&slot| !tier.slots.is_pinned(slot));
+        for &slot in &victims {
+            let id = tier.id(slot);
+            tier.slots.unlist(slot, id);
+        }
+        let missing = wanted.saturating_sub(tier.slots.free_slots()) as usize;
+        victims.extend(std::iter::from_fn(|| tier.victim()).take(missing));
+        victims
+    }
+
+    /// Keep victims of the device tier after all.
+    pub(super) fn spare_on_device(&mut self, victims: &[CacheSlot]) {
+        let tier = self.device_mut();
+        for &slot in victims {
+            let id = tier.id(slot);
+            tier.slots.spare(slot, id);
+        }
+    }
+
+    /// Take victims out of the device tier.
+    pub(super) fn evict_from_device(&mut self, victims: &[CacheSlot]) {
+        let tier = self.device_mut();
+        for &slot in victims {
+            let id = tier.id(slot);
+            tier.slots.evict(slot, id);
+        }
+    }
+
+    /// Copy rows that leave the device into the host tier. Those that do not fit there go to the SSD tier. On an error nothing has changed.
+    fn demote(&mut self, slots: &[CacheSlot], rows: &Chunk) -> Result<()> {
+        let floats = self.base.floats();
+        let mut shadowed = Vec::new();
+        let mut moving: Vec<Leaving> = Vec::new();
+        for (position, &slot) in slots.iter().enumerate() {
+            let tier = self.device_mut();
+            let (id, row) = (tier.id(slot), tier.slots.state(slot));
+            let shadow = self.host.slots.get(id);
+            if shadow == NO_SLOT {
+                moving.push((position, row));
+            } else {
+                shadowed.push((position, row, shadow));
+            }
+        }
+        self.make_room(moving.len() as u32)?;
+        let free = self.host.slots.free_slots() as usize;
+        let fit = if self.base.ssd.is_some() { free.min(moving.len()) } else { moving.len() };
+        self.host.reserve(fit)?;
+        self.append_demoted(&moving[fit..], rows)?;
+        for &(position, row) in &moving[..fit] {
+            let taken = self.host.take(true)?.expect("overflow always has a slot");
+            self.host.insert_row(&taken, rows.row(position, floats), row);
+        }
+        for (position, row, shadow) in shadowed {
+            let idle = self.host.beside_device(shadow).expect("kernels run on the device tier that the row leaves");
+            self.host.overwrite(&idle, rows.row(position, floats));
+            self.host.slots.set_state(shadow, row);
+        }
+        self.traffic.host.written_bytes += (slots.len() * floats * 4) as u64;
+        Ok(())
+    }
+
+    /// Hand the dirty ones among rows that leave the device and do not fit the host tier to the SSD tier, all in one call: where there is
+    /// no room for all of them, either none is taken or the tier only reads from then on.
+    fn append_demoted(&self, leaving: &[Leaving], rows: &Chunk) -> Result<()> {
+        let Some(ssd) = &self.base.ssd else { return Ok(()) };
+        let dirty: Vec<Leaving> = leaving.iter().copied().filter(|(_, row)| row.has(RowState::DIRTY)).collect();
+        if dirty.is_empty() {
+            return Ok(());
+        }
+        let refs: Vec<RowRef<'_>> = dirty.iter().map(|&(position, _)| rows.row(position, self.base.floats())).collect();
+        let known: Vec<bool> = dirty.iter().map(|(_, row)| row.has(RowState::ON_SSD)).collect();
+        self.base.append(ssd, &refs, &known)
+    }
+
+    /// Hand every dirty device row to the SSD tier and mark it clean.
+    pub(super) fn write_down_device(&mut self) -> Result<()> {
+        if self.device.is_none() || self.base.ssd.is_none() {
+            return Ok(());
+        }
+        let slots = &self.device_mut().slots;
+        let is_dirty = |slot: &CacheSlot| {
+            let row = slots.state(*slot);
+            row.is_current() && row.has(RowState::DIRTY)
+        };
+        let dirty: Vec<CacheSlot> = slots.occupied_from(0).filter(is_dirty).collect();
+        for slots in dirty.chunks(ROWS_PER_GATHER) {
+            let rows = self.gather(slots)?;
+            let (Some(ssd), Some(tier)) = (&self.base.ssd, &mut self.device) else { return Ok(()) };
+            let refs: Vec<RowRef<'_>> =
+                (0..slots.len()).map(|position| rows.row(position, self.base.floats())).collect();
+            let known: Vec<bool> = slots.iter().map(|&slot| tier.slots.state(slot).has(RowState::ON_SSD)).collect();
+            self.base.append(ssd, &refs, &known)?;
+            slots.iter().for_each(|&slot| mark_written_down(&mut tier.slots, slot));
+        }
+        Ok(())
+    }
+
+    /// Copy what a moment wants of device rows that are about to change or to leave their slots. Rows that cannot be read fail the moment,
+    /// never the caller.
+    pub(super) fn keep_device(&mut self, slots: &[CacheSlot]) {
+        let Some(mut moment) = self.moment.take() else { return };
+        for wanted in moment.take_wanted_on_device(slots).chunks(ROWS_PER_GATHER) {
+            match self.gather(wanted) {
+                Ok(rows) => moment.keep_all(&rows, self.base.floats()),
+                Err(error) => moment.fail(error),
+            }
+        }
+        self.moment = Some(moment);
+    }
+}

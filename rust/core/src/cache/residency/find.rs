@@ -1,0 +1,212 @@
+//! Rows by id, outside of batches: where they are, and copies of them. None of this changes a policy's order of use.
+
+use super::Residency;
+use crate::cache::rows::FoundRows;
+use crate::error::{Error, Kind, Result};
+use crate::host::NoKernelWrites;
+use crate::memory;
+use crate::rows::RowHeader;
+use crate::slots::RowState;
+use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// Where a row is that no plan uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Whereabouts {
+    Device(CacheSlot),
+    Host(CacheSlot),
+    /// On SSD and in no other tier. The record was read to be sure.
+    Ssd,
+    Nowhere,
+}
+
+impl Residency {
+    /// Errors: `State` while a batch in flight uses any row.
+    pub(crate) fn refuse_in_use(&mut self) -> Result<()> {
+        match self.pinned() {
+            0 => Ok(()),
+            pinned => Err(self.in_use(format!("{pinned} rows are used by batches in flight"))),
+        }
+    }
+
+    /// Errors: `State` while a batch in flight uses one of these rows.
+    pub(crate) fn refuse_rows_in_use(&mut self, ids: impl Iterator<Item = Id>) -> Result<()> {
+        for id in ids {
+            let host = self.host.slots.get(id);
+            let device = self.device.as_ref().map_or(NO_SLOT, |device| device.slots.get(id));
+            if host != NO_SLOT && self.host.slots.is_pinned(host)
+                || device != NO_SLOT && self.device.as_mut().is_some_and(|tier| tier.slots.is_pinned(device))
+            {
+                return Err(self.in_use(format!("the row of id {id} is used by a batch in flight")));
+            }
+        }
+        Ok(())
+    }
+
+    fn in_use(&self, what: impl std::fmt::Display) -> Error {
+        Error::new(
+            Kind::State,
+            format!(
+                "table {:?}: {what}; finish or drop those batches (prefetched ones too) first",
+                self.base.config.name
+            ),
+        )
+    }
+
+    /// Copies of the rows of `ids` from whatever tier they are in, and initial values for ids that the table does not have.
+    pub(crate) fn read(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<FoundRows> {
+        self.finish_loads();
+        let floats = self.base.floats();
+        let mut rows = FoundRows {
+            found: vec![false; ids.len()],
+            headers: memory::zeros("read rows", ids.len())?,
+            vectors: memory::zeros("read rows", ids.len() * floats)?,
+        };
+        let mut on_device = Vec::new();
+        let mut elsewhere = Vec::new();
+        for (position, &id) in ids.iter().enumerate() {
+            let slot = self.device.as_ref().map_or(NO_SLOT, |device| device.slot_with_row(id));
+            if slot != NO_SLOT {
+                on_device.push((position, slot));
+                continue;
+            }
+            let slot = self.host.slots.get(id);
+            if slot == NO_SLOT {
+                elsewhere.push(position);
+                continue;
+            }
+            let row = self.host.slots.state(slot);
+            if row.has(RowState::FAILED) {
+                return Err(self.unread_row(id));
+            }
+            let source = self.host.row(no_writes.slot(slot));
+            rows.found[position] = row.is_current();
+            rows.headers[position] = *source.header;
+            rows.vectors[position * floats..][..floats].copy_from_slice(source.vector);
+        }
+        if !on_device.is_empty() {
+            let slots: Vec<CacheSlot> = on_device.iter().map(|&(_, slot)| slot).collect();
+            let gathered = self.gather(&slots)?;
+            for (index, &(position, slot)) in on_device.iter().enumerate() {
+                let row = gathered.row(index, floats);
+                rows.found[position] = self.device.as_ref().is_some_and(|tier| tier.slots.state(slot).is_current());
+                rows.headers[position] = *row.header;
+                rows.vectors[position * floats..][..floats].copy_from_slice(row.vector);
+            }
+        }
+        self.read_from_ssd(ids, &elsewhere, &mut rows)?;
+        Ok(rows)
+    }
+
+    /// Read the rows at `positions` of `ids` from SSD, or give them their initial values.
+    fn read_from_ssd(&self, ids: &[Id], positions: &[usize], rows: &mut FoundRows) -> Result<()> {
+        let floats = self.base.floats();
+        let wanted: Vec<Id> = positions.iter().map(|&position| ids[position]).collect();
+        let mut maybe = vec![false; wanted.len()];
+        if let Some(ssd) = &self.base.ssd {
+            ssd.maybe_contains(&wanted, &mut maybe);
+            let mut requests = Vec::new();
+            for (&position, &there) in positions.iter().zip(&maybe) {
+                if there {
+                    requests.push((ids[position], position));
+                }
+            }
+            if !requests.is_empty() {
+                let absent = self.base.read_from_ssd(ssd, &requests, &mut rows.headers, &mut rows.vectors)?;
+                requests.iter().for_each(|&(_, position)| rows.found[position] = true);
+                absent.into_iter().for_each(|number| rows.found[requests[number as usize].1] = false);
+            }
+        }
+        for &position in positions {
+            if !rows.found[position] {
+                let id = ids[position];
+                rows.headers[position] = RowHeader { id, ..RowHeader::default() };
+                self.base.fill_initial(id, &mut rows.vectors[position * floats..][..floats]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Where rows are, exactly. No plan uses any of them.
+    pub(super) fn find(&self, ids: &[Id]) -> Result<Vec<Whereabouts>> {
+        let mut found = Vec::with_capacity(ids.len());
+        let mut doubtful = Vec::new();
+        for (position, &id) in ids.iter().enumerate() {
+            let device = self.device.as_ref().map_or(NO_SLOT, |device| device.slots.get(id));
+            let host = self.host.slots.get(id);
+            found.push(if device != NO_SLOT {
+                Whereabouts::Device(device)
+            } else if host != NO_SLOT {
+                Whereabouts::Host(host)
+            } else {
+                doubtful.push(position);
+                Whereabouts::Nowhere
+            });
+        }
+        let Some(ssd) = &self.base.ssd else { return Ok(found) };
+        let wanted: Vec<Id> = doubtful.iter().map(|&position| ids[position]).collect();
+        let mut maybe = vec![false; wanted.len()];
+        ssd.maybe_contains(&wanted, &mut maybe);
+        doubtful.retain({
+            let mut maybe = maybe.into_iter();
+            move |_| maybe.next().unwrap_or(false)
+        });
+        if doubtful.is_empty() {
+            return Ok(found);
+        }
+        // The index may take another id's record for this one's, so the records are read.
+        let wanted: Vec<Id> = doubtful.iter().map(|&position| ids[position]).collect();
+        let all: Vec<usize> = (0..wanted.len()).collect();
+        let mut scratch = FoundRows {
+            found: vec![false; wanted.len()],
+            headers: memory::zeros("read rows", wanted.len())?,
+            vectors: memory::zeros("read rows", wanted.len() * self.base.floats())?,
+        };
+        self.read_from_ssd(&wanted, &all, &mut scratch)?;
+        for (&position, is_there) in doubtful.iter().zip(scratch.found) {
+            if is_there {
+                found[position] = Whereabouts::Ssd;
+            }
+        }
+        Ok(found)
+    }
+
+    /// Where rows are by now that were found earlier under the same hold of the table's lock. To make room moves rows in RAM to other
+    /// slots, or writes them down.
+    pub(super) fn find_again(&self, ids: &[Id], found: &mut [Whereabouts]) {
+        for (&id, found) in ids.iter().zip(found) {
+            if let Whereabouts::Host(_) = *found {
+                let slot = self.host.slots.get(id);
+                *found = if slot == NO_SLOT { Whereabouts::Ssd } else { Whereabouts::Host(slot) };
+            }
+        }
+    }
+
+    /// Whether a copy of a row, current or not, is on SSD.
+    pub(super) fn is_on_ssd(&self, found: Whereabouts) -> bool {
+        match found {
+            Whereabouts::Device(slot) => {
+                self.device.as_ref().is_some_and(|tier| tier.slots.state(slot).has(RowState::ON_SSD))
+            }
+            Whereabouts::Host(slot) => self.host.slots.state(slot).has(RowState::ON_SSD),
+            Whereabouts::Ssd => true,
+            Whereabouts::Nowhere => false,
+        }
+    }
+
+    /// Copy what a moment wants of rows in RAM or on the device that are about to change or to go.
+    pub(super) fn keep_found(&mut self, found: &[Whereabouts], no_writes: NoKernelWrites<'_>) {
+        if self.moment.is_none() {
+            return;
+        }
+        let (mut host, mut device) = (Vec::new(), Vec::new());
+        for found in found {
+            match *found {
+                Whereabouts::Host(slot) => host.push(no_writes.slot(slot)),
+                Whereabouts::Device(slot) => device.push(slot),
+                Whereabouts::Ssd | Whereabouts::Nowhere => {}
+            }
+        }
+        self.keep_host(host.into_iter());
+        self.keep_device(&device);
+    }
+}

@@ -1,0 +1,111 @@
+//! What one plan holds of one table while it is in flight.
+
+use std::sync::Arc;
+
+use super::loads::Loading;
+use crate::slots::PinGroup;
+use crate::slots::RowState;
+use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// How a plan treats ids.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlanMode {
+    /// A backward will follow, so unseen ids may be born.
+    pub(crate) train: bool,
+    /// Fetch only as far as the budget goes, without overflow.
+    pub(crate) ahead: bool,
+    /// In an evaluation unseen ids read zeros instead of their initial values.
+    pub(crate) unseen_zeros: bool,
+    /// How many threads may work for the plan.
+    pub(crate) threads: usize,
+}
+
+/// The pins of a plan on one table's rows, and the reads that they wait for. Only the residency changes it, together with the rows' bits.
+/// It does not refer to the table, so that it can be dropped with a table that nobody uses any more.
+#[derive(Default)]
+pub(crate) struct Hold {
+    /// The distinct ids of the plan: `[U]`. Positions below are positions in this list.
+    pub(super) ids: Vec<Id>,
+    /// The pinned host slot of each id, `NO_SLOT` where none is: `[U]`.
+    pub(super) host: Arc<Vec<CacheSlot>>,
+    /// Names the pins of all of `host` where they were taken together.
+    pub(super) group: Option<PinGroup>,
+    /// The pinned device slot of each id, `NO_SLOT` where none is: `[U]` for a table with a device tier, else empty.
+    pub(super) device: Vec<CacheSlot>,
+    /// Reads that rows of this plan wait for.
+    pub(super) loads: Vec<Arc<Loading>>,
+    /// Positions that an `ahead` plan has left for later.
+    pub(super) unplaced: Vec<u32>,
+    /// How many provisional rows this plan has pledged to train; see [`super::counts::Counts`].
+    pub(super) pledged: u64,
+    /// How many reads had found rows absent when `pledged` was counted.
+    pub(super) absent_before: u64,
+    /// Rows that have a slot on the device and were not scattered into it yet.
+    pub(super) arriving: Vec<Arriving>,
+}
+
+/// A row that has a slot on the device and is not there yet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Arriving {
+    pub(super) position: u32,
+    /// Its state once it is there. For a row that comes from a host slot, the state of that slot counts instead.
+    pub(super) state: RowState,
+}
+
+/// Rows to scatter into the device tensors before the forward.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Fetched {
+    /// Device slots: `[M]`.
+    pub(crate) slots: Vec<CacheSlot>,
+    /// Vector parts: `[M, V]`.
+    pub(crate) vectors: Vec<f32>,
+    /// Scalar slots: `[M]`, zeros where the layout has none.
+    pub(crate) scalars: Vec<f32>,
+}
+
+impl Hold {
+    /// A plan for these distinct ids that holds nothing yet.
+    pub(crate) fn new(ids: Vec<Id>) -> Self {
+        Self { host: Arc::new(vec![NO_SLOT; ids.len()]), ids, ..Self::default() }
+    }
+
+    /// The pinned host slot of each id, `NO_SLOT` where none is: `[U]`.
+    pub(crate) fn host(&self) -> &[CacheSlot] {
+        &self.host
+    }
+
+    /// The pinned device slot of each id, `NO_SLOT` where none is: `[U]`.
+    pub(crate) fn device(&self) -> &[CacheSlot] {
+        &self.device
+    }
+
+    /// Whether every id has its slot, or its read under way.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.unplaced.is_empty()
+    }
+
+    /// Whether no read is left to wait for.
+    pub(crate) fn is_read(&self) -> bool {
+        self.loads.iter().all(|load| load.is_done())
+    }
+
+    /// The ids that are being read, of reads that the plan has not waited for.
+    pub(crate) fn reading(&self) -> Vec<Id> {
+        self.loads.iter().flat_map(|load| load.ids()).collect()
+    }
+
+    /// Take the reads that the plan waits for, to wait for them without the table's lock.
+    pub(crate) fn take_loads(&mut self) -> Vec<Arc<Loading>> {
+        std::mem::take(&mut self.loads)
+    }
+
+    /// Whether reads are left to wait for.
+    pub(crate) fn has_loads(&self) -> bool {
+        !self.loads.is_empty()
+    }
+
+    /// Take everything that is held, to give it back: this holds nothing from here on.
+    pub(crate) fn take(&mut self) -> Self {
+        std::mem::take(self)
+    }
+}

@@ -1,0 +1,347 @@
+//! Rows put in and taken out by id, outside of batches: a call does all that it was asked to do, or nothing, or says how much.
+//!
+//! Where a write to SSD fails amid a call, some of its rows may be on SSD already, and nothing can be written that would undo that. The
+//! call then goes on to its end in RAM, past the budget, and the next call that writes is refused. Everything else that can fail comes
+//! before the first change.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::Residency;
+use super::find::Whereabouts;
+use crate::cache::columns::PickedRows;
+use crate::cache::rows::RowBlock;
+use crate::config::OnFull;
+use crate::error::{Error, Result};
+use crate::host::NoKernelWrites;
+use crate::kernels::threads::beside;
+use crate::memory;
+use crate::rows::{RowHeader, RowRef};
+use crate::slots::RowState;
+use crate::ssd::SsdTier;
+use crate::types::{CacheSlot, Id};
+
+/// Rows that are put in or taken out together.
+const ROWS_PER_PART: usize = 4096;
+/// Rows of columns that one thread copies at a time.
+const ROWS_PER_TASK: usize = 2048;
+/// While rows of columns are inserted, what the insert that comes this many rows later will touch is fetched into the processor's cache.
+const INSERTS_AHEAD: usize = 24;
+
+/// Rows that are put in together, and where they are now.
+#[derive(Clone, Copy)]
+struct Part<'a> {
+    headers: &'a [RowHeader],
+    /// `[n, V]`
+    vectors: &'a [f32],
+    ids: &'a [Id],
+    found: &'a [Whereabouts],
+    /// Whether rows of the same call are in the table already.
+    begun: bool,
+}
+
+impl Residency {
+    /// Put rows in, new ones and known ones. `ids` are those of the block, each once. No plan uses any of the rows.
+    ///
+    /// Errors: `Capacity`, `Memory`, and those of the SSD tier. Nothing has changed then, unless the error says how many rows were
+    /// imported.
+    pub(crate) fn import(&mut self, block: RowBlock<'_>, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<()> {
+        match self.base.config.on_full {
+            OnFull::Error => self.import_all(block, ids, no_writes),
+            OnFull::Evict => self.import_in_parts(block, ids, no_writes),
+        }
+    }
+
+    /// Put rows in, for all of which there is room before the first one is put in.
+    fn import_all(&mut self, block: RowBlock<'_>, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<()> {
+        let mut found = self.find_all(ids)?;
+        self.check_import(ids, &found)?;
+        let floats = self.base.floats();
+        let mut done = 0;
+        let parts = block.headers.chunks(ROWS_PER_PART).zip(block.vectors.chunks(ROWS_PER_PART * floats));
+        let parts_found = ids.chunks(ROWS_PER_PART).zip(found.chunks_mut(ROWS_PER_PART));
+        for ((headers, vectors), (some, found)) in parts.zip(parts_found) {
+            self.find_again(some, found);
+            let part = Part { headers, vectors, ids: some, found, begun: done > 0 };
+            self.put(part, no_writes).map_err(|error| self.in_part(error, done, ids.len(), "imported"))?;
+            done += some.len();
+        }
+        Ok(())
+    }
+
+    /// Put rows in, in parts. Each part may drop other rows to make room, also those of the parts before.
+    fn import_in_parts(&mut self, block: RowBlock<'_>, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<()> {
+        let at_once = (self.capacity_rows() / 2).clamp(1, ROWS_PER_PART as u64) as usize;
+        let floats = self.base.floats();
+        let mut done = 0;
+        let parts = block.headers.chunks(at_once).zip(block.vectors.chunks(at_once * floats));
+        for ((headers, vectors), some) in parts.zip(ids.chunks(at_once)) {
+            let begun = done > 0;
+            let imported = self
+                .find_with_room(some, begun)
+                .and_then(|found| self.put(Part { headers, vectors, ids: some, found: &found, begun }, no_writes));
+            imported.map_err(|error| self.in_part(error, done, ids.len(), "imported"))?;
+            done += some.len();
+        }
+        Ok(())
+    }
+
+    /// The error of a call that has done `done` of `all` rows.
+    fn in_part(&self, error: Error, done: usize, all: usize, what: &str) -> Error {
+        if done == 0 {
+            return error;
+        }
+        error.context(format!(
+            "table {:?}: the first {done} of the {all} rows were {what} and the others were not",
+            self.base.config.name
+        ))
+    }
+
+    /// Where rows are, exactly. No plan uses any of them.
+    fn find_all(&self, ids: &[Id]) -> Result<Vec<Whereabouts>> {
+        let mut found = Vec::new();
+        memory::reserve(&mut found, "find rows", ids.len())?;
+        for ids in ids.chunks(ROWS_PER_PART) {
+            found.append(&mut self.find(ids)?);
+        }
+        Ok(found)
+    }
+
+    /// Where the rows of a part are, once other rows were dropped so that the new ones among them fit.
+    fn find_with_room(&mut self, ids: &[Id], begun: bool) -> Result<Vec<Whereabouts>> {
+        let mut found = self.find(ids)?;
+        let new = count_new(&found);
+        if new > 0 {
+            let room = self.check_capacity(new, ids);
+            if room.is_err() && !(begun && self.base.ssd.as_ref().is_some_and(SsdTier::is_read_only)) {
+                room?;
+            }
+            self.find_again(ids, &mut found);
+        }
+        Ok(found)
+    }
+
+    /// Refuse rows that would not all fit. Errors: `Capacity`, `Memory`.
+    fn check_import(&mut self, ids: &[Id], found: &[Whereabouts]) -> Result<()> {
+        let new = count_new(found);
+        if new > 0 {
+            self.check_capacity(new, ids)?;
+        }
+        let indexed = self.base.ssd.as_ref().map_or(0, SsdTier::rows);
+        // The most that the index can take, with the new rows in it. Rows that the table has take no more of it.
+        if new > 0
+            && ids.len() > ROWS_PER_PART
+            && self.base.ssd.is_some()
+            && self.host.rows_beside_index(u64::MAX, indexed + new) == 0
+        {
+            return Err(self.index_full());
+        }
+        let homeless = found.iter().filter(|found| !matches!(found, Whereabouts::Host(_))).count();
+        let free = self.host.slots.free_slots() as usize;
+        self.host.reserve(if self.base.ssd.is_some() { homeless.min(free) } else { homeless })
+    }
+
+    /// Put the rows of a part in the table. On an error none of them is.
+    fn put(&mut self, part: Part<'_>, no_writes: NoKernelWrites<'_>) -> Result<()> {
+        let floats = self.base.floats();
+        // Where a delta may build on a checkpoint of before, which does not have these rows, they count as modified now.
+        let stamped = self.lineage.is_wanted().then(|| {
+            let now = |header: &RowHeader| RowHeader { modified_epoch: self.epoch, ..*header };
+            part.headers.iter().map(now).collect::<Vec<RowHeader>>()
+        });
+        let headers = stamped.as_deref().unwrap_or(part.headers);
+        let row = |position: usize| RowRef {
+            header: &headers[position],
+            vector: &part.vectors[position * floats..][..floats],
+        };
+        let homeless: Vec<usize> =
+            (0..part.found.len()).filter(|&position| !matches!(part.found[position], Whereabouts::Host(_))).collect();
+        let known: Vec<bool> = homeless.iter().map(|&position| self.is_on_ssd(part.found[position])).collect();
+        let fit = self.append_homeless(&part, &homeless, &known, &row, no_writes)?;
+        for (index, (&position, &known)) in homeless.iter().zip(&known).enumerate() {
+            if let (Whereabouts::Device(slot), Some(device)) = (part.found[position], &mut self.device) {
+                device.slots.remove(slot, part.ids[position], false);
+            }
+            if index < fit {
+                let on_ssd = if known { RowState::ON_SSD } else { RowState::default() };
+                let taken = self.host.take(true)?.expect("overflow always has a slot");
+                self.host.insert_row(&taken, row(position), RowState::DIRTY.with(RowState::MODIFIED).with(on_ssd));
+            }
+        }
+        for (position, found) in part.found.iter().enumerate() {
+            if let Whereabouts::Host(slot) = *found {
+                let idle = self.host.unpinned(slot).expect("no plan uses a row that is imported");
+                self.host.overwrite(&idle, row(position));
+                self.host.slots.mark(slot, RowState::DIRTY.with(RowState::MODIFIED));
+            }
+        }
+        self.counts.added(count_new(part.found));
+        self.fit_host_to_index();
+        Ok(())
+    }
+
+    /// Make room for those rows of a part that have no host slot, all that can fail of it: they are to take free slots, and those past
+    /// them go straight to SSD here. Returns how many are to take slots.
+    fn append_homeless<'a>(
+        &mut self,
+        part: &Part<'_>,
+        homeless: &[usize],
+        known: &[bool],
+        row: &dyn Fn(usize) -> RowRef<'a>,
+        no_writes: NoKernelWrites<'_>,
+    ) -> Result<usize> {
+        let mut fit = homeless.len();
+        if self.base.ssd.is_some() {
+            fit = fit.min(self.host.slots.free_slots() as usize);
+        }
+        self.host.reserve(fit)?;
+        // An export that could meet some of these rows and not others ends.
+        self.base.contents_changed();
+        self.keep_found(part.found, no_writes);
+        let Some(ssd) = self.base.ssd.as_ref().filter(|_| fit < homeless.len()) else { return Ok(fit) };
+        let rows: Vec<RowRef<'_>> = homeless[fit..].iter().map(|&position| row(position)).collect();
+        if let Err(error) = self.base.append(ssd, &rows, &known[fit..]) {
+            let unchanged = !ssd.is_read_only() || !known[fit..].contains(&true);
+            if unchanged && !part.begun {
+                return Err(error);
+            }
+            fit = homeless.len();
+            self.host.reserve(fit).map_err(|refused| {
+                refused.context(format!(
+                    "after {error}: of the rows that the SSD tier did not take, those that were there before may have their old \
+                     values or the new ones, and the others are not there"
+                ))
+            })?;
+        }
+        Ok(fit)
+    }
+
+    /// Forget rows. Returns how many of them the table had. `ids` are distinct, and no plan uses any of the rows.
+    ///
+    /// Errors: those of the SSD tier. Nothing has changed then, unless the error says how many rows were removed.
+    pub(crate) fn forget(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<u64> {
+        let mut found = self.find_all(ids)?;
+        let (mut done, mut removed) = (0, 0);
+        for (some, found) in ids.chunks(ROWS_PER_PART).zip(found.chunks_mut(ROWS_PER_PART)) {
+            self.find_again(some, found);
+            removed += self
+                .forget_part(some, found, removed > 0, no_writes)
+                .map_err(|error| self.in_part(error, done, ids.len(), "removed"))?;
+            done += some.len();
+        }
+        Ok(removed)
+    }
+
+    /// Forget the rows of a part, all of them or, on an error, none. Where rows of the same call are gone already (`begun`), all of them
+    /// also go when the SSD tier cannot write any more. Returns how many of them the table had.
+    fn forget_part(
+        &mut self,
+        ids: &[Id],
+        found: &[Whereabouts],
+        begun: bool,
+        no_writes: NoKernelWrites<'_>,
+    ) -> Result<u64> {
+        // An export that could meet some of these rows and not others ends.
+        self.base.contents_changed();
+        if let Some(ssd) = &self.base.ssd {
+            let there = ids.iter().zip(found).filter(|(_, found)| self.is_on_ssd(**found));
+            let on_ssd: Vec<Id> = there.map(|(&id, _)| id).collect();
+            if let Err(error) = self.base.remove_on_ssd(ssd, &on_ssd) {
+                if !(begun && ssd.is_read_only()) {
+                    return Err(error);
+                }
+                ssd.remove_unwritten(&on_ssd);
+            }
+        }
+        self.keep_found(found, no_writes);
+        let mut removed = Vec::new();
+        for (&id, found) in ids.iter().zip(found) {
+            match (*found, &mut self.device) {
+                (Whereabouts::Device(slot), Some(device)) => device.slots.remove(slot, id, false),
+                (Whereabouts::Host(slot), _) => self.host.remove(slot, false),
+                (Whereabouts::Ssd, _) => {}
+                _ => continue,
+            }
+            removed.push(id);
+        }
+        self.counts.removed(removed.len() as u64);
+        self.note_left(&removed);
+        Ok(removed.len() as u64)
+    }
+
+    /// Put rows that are new to the table into free slots of the host tier: of `rows[begin..begin + ids.len()]`, which have these ids, as
+    /// many from the first on as are new and fit. Returns how many.
+    pub(crate) fn put_new(&mut self, rows: PickedRows<'_>, begin: usize, ids: &[Id]) -> Result<usize> {
+        let fit = self.new_rows_that_fit(ids);
+        self.host.reserve(fit)?;
+        let mut slots: Vec<CacheSlot> = Vec::new();
+        memory::reserve(&mut slots, "place rows", fit)?;
+        while slots.len() < fit
+            && let Some(taken) = self.host.take(false)?
+        {
+            slots.push(taken.slot());
+        }
+        let floats = self.base.floats();
+        let arena = Arc::clone(self.host.arena());
+        let copy = |(task, slots): (usize, &[CacheSlot])| {
+            for (at, &slot) in slots.iter().enumerate() {
+                let (row, to) = (begin + task * ROWS_PER_TASK + at, arena.row(slot));
+                // SAFETY: the slot was taken above for this row alone, so it is valid in the arena and of this layout. No kernel uses it,
+                // and nobody else reads it before this call gives up the table's lock.
+                unsafe {
+                    *to.header = rows.header(row);
+                    rows.copy_vector(row, std::slice::from_raw_parts_mut(to.vector, floats));
+                }
+            }
+        };
+        let placed = beside(slots.chunks(ROWS_PER_TASK).enumerate(), copy, || {
+            for (at, (&id, &slot)) in ids.iter().zip(&slots).enumerate() {
+                if let Some(&later) = ids.get(at + INSERTS_AHEAD) {
+                    self.host.slots.prefetch_insert(later);
+                }
+                if !self.host.slots.insert_new(slot, id, RowState::DIRTY.with(RowState::MODIFIED)) {
+                    return at;
+                }
+            }
+            slots.len()
+        });
+        for &slot in &slots[placed..] {
+            self.host.slots.give_back(slot);
+        }
+        self.counts.added(placed as u64);
+        self.base.contents_changed();
+        self.fit_host_to_index();
+        Ok(placed)
+    }
+
+    /// How many of `ids`, from the first on, are new to the table, belong to its shard, and have a free slot in the host tier each.
+    fn new_rows_that_fit(&self, ids: &[Id]) -> usize {
+        let config = &self.base.config;
+        let room = self.capacity_rows().saturating_sub(self.counts.rows() + self.counts.provisional());
+        let on_device = self.device.as_ref().map_or(0, crate::device::DeviceTier::rows_here);
+        // Rows of a table that descends from a checkpoint count as modified now, which `put` does.
+        let descends = self.lineage.is_wanted();
+        if descends || on_device > 0 || config.on_full == OnFull::Evict && room < ids.len() as u64 {
+            return 0;
+        }
+        let fit = (ids.len() as u64).min(room).min(u64::from(self.host.slots.free_slots())) as usize;
+        let mut new = fit;
+        let (buckets, bucketing) = (&config.buckets, config.bucketing());
+        if let Some(foreign) = ids[..new].iter().position(|&id| !buckets.contains(&bucketing.of(id))) {
+            new = foreign;
+        }
+        if let Some(ssd) = &self.base.ssd
+            && ssd.rows() > 0
+        {
+            let mut known = vec![false; new];
+            ssd.maybe_contains(&ids[..new], &mut known);
+            new = known.iter().position(|&known| known).unwrap_or(new);
+        }
+        new
+    }
+}
+
+/// How many of some rows the table does not have.
+fn count_new(found: &[Whereabouts]) -> u64 {
+    found.iter().filter(|found| matches!(found, Whereabouts::Nowhere)).count() as u64
+}

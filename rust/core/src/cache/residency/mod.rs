@@ -1,0 +1,309 @@
+//! Where the rows of a table are. The [`Residency`] alone moves rows between the tiers, and it alone keeps their bits and the table's
+//! counters.
+//!
+//! It exists behind the table's lock. Everybody else sees operations with names: a plan *admits* rows to the host tier, *promotes* them to
+//! the device, *trains* and *releases* them; rows are *demoted* from the device, *evicted* from RAM, *written down* to SSD, *dropped* when
+//! the table is full; calls by id *find*, *read*, *import* and *forget* rows. Before a row changes or leaves its slot each of these tells
+//! whoever watches ([`watch`](super::watch)).
+//!
+//! What can fail comes before what moves: an operation that returns an error says what has changed by then, mostly nothing.
+
+mod admit;
+mod capacity;
+mod counts;
+mod device;
+mod find;
+mod hold;
+mod import;
+mod loads;
+mod newest;
+mod promote;
+mod room;
+mod train;
+
+use std::sync::Arc;
+
+pub(super) use hold::{Fetched, Hold, PlanMode};
+pub(super) use newest::ExportBegun;
+
+use self::counts::Counts;
+use self::loads::Loading;
+use super::base::TableBase;
+use super::watch::{Ancestor, Exports, Lineage, WantedRows};
+use crate::config::{PolicyKind, TableConfig};
+use crate::device::DeviceTier;
+use crate::error::Result;
+use crate::host::HostTier;
+use crate::rows::{Arena, RowHeader, RowLayout};
+use crate::slots::{RowState, SlotMap};
+use crate::ssd::{SsdTier, StateCounters};
+use crate::stats::{SsdStats, TierStats};
+use crate::types::{CacheSlot, NO_SLOT};
+
+/// While slots are gone through, the state of the slot that comes this many slots later is fetched into the processor's cache.
+const SLOTS_AHEAD: usize = 24;
+/// Rows that are read from the device in one call at most.
+const ROWS_PER_GATHER: usize = 4096;
+
+/// The share of `host_bytes` that the ids that left a table may take: one part in this many, within the two bounds below.
+const LINEAGE_SHARE: u64 = 64;
+/// The ids that left a table may take these bytes, however small the table is.
+const LEAST_LINEAGE_BYTES: u64 = capacity::FREE_LINEAGE_BYTES;
+/// The ids that left a table take at most these bytes, however large the table is.
+const MOST_LINEAGE_BYTES: u64 = 128 << 20;
+
+/// The rows of one table in RAM and on the device, what is known of those on SSD, and whoever watches them.
+pub(crate) struct Residency {
+    base: Arc<TableBase>,
+    host: HostTier,
+    device: Option<DeviceTier>,
+    counts: Counts,
+    traffic: Traffic,
+    /// Reads into host slots that are not finished.
+    loads: Vec<Arc<Loading>>,
+    /// How many reads found a row absent that the SSD index had named, since the table was opened.
+    absent_reads: u64,
+    /// Training steps.
+    step: u64,
+    /// The epoch of rows that are trained now.
+    epoch: u32,
+    /// Of the rows that were modified in this epoch or later, those that are newest in RAM are marked `MODIFIED`.
+    marked_since: u32,
+    lineage: Lineage,
+    exports: Exports,
+    moment: Option<Box<WantedRows>>,
+}
+
+/// What plans have found where, since the table was opened.
+#[derive(Debug, Default)]
+struct Traffic {
+    host: TierStats,
+    device: TierStats,
+    ssd_hits: u64,
+    ssd_misses: u64,
+    ssd_time_ns: u64,
+    overflow_plans: u64,
+}
+
+/// Counters of a table and its tiers.
+#[derive(Clone, Debug, Default)]
+pub struct TableStats {
+    /// Rows in all tiers.
+    pub rows: u64,
+    /// Training steps.
+    pub step: u64,
+    /// Slots that plans in flight have pinned.
+    pub pinned_rows: u64,
+    /// Plans whose working set did not fit the tier that kernels run on.
+    pub overflow_plans: u64,
+    /// Rows that were dropped because of `on_full = evict`.
+    pub dropped_rows: u64,
+    /// The device tier, if there is one.
+    pub device: Option<TierStats>,
+    /// The host tier.
+    pub host: TierStats,
+    /// The SSD tier, if there is one.
+    pub ssd: Option<SsdStats>,
+}
+
+impl Residency {
+    /// The residency of a table that was just opened, with all its rows on SSD. `host` and `device` are empty.
+    pub(crate) fn new(
+        base: Arc<TableBase>,
+        host: HostTier,
+        device: Option<DeviceTier>,
+        counters: StateCounters,
+        note: Option<&[u8]>,
+    ) -> Self {
+        let mut lineage = Lineage::new(lineage_bytes(&base.config));
+        note.into_iter().for_each(|note| lineage.decode(note));
+        let mut residency = Self {
+            host,
+            device,
+            counts: Counts::of(base.ssd.as_ref().map_or(0, SsdTier::rows)),
+            traffic: Traffic::default(),
+            loads: Vec::new(),
+            absent_reads: 0,
+            step: counters.step,
+            epoch: counters.epoch,
+            marked_since: counters.epoch,
+            lineage,
+            exports: Exports::default(),
+            moment: None,
+            base,
+        };
+        residency.fit_host_to_index();
+        residency
+    }
+
+    /// Rows of the table in all tiers.
+    pub(crate) fn rows(&self) -> u64 {
+        self.counts.rows()
+    }
+
+    /// The training steps and the epoch, as the SSD tier's state and checkpoints have them.
+    pub(crate) fn counters(&self) -> StateCounters {
+        StateCounters { step: self.step, epoch: self.epoch }
+    }
+
+    pub(crate) fn set_step(&mut self, step: u64) {
+        self.step = step;
+        self.base.contents_changed();
+    }
+
+    /// Slots with pins.
+    fn pinned(&mut self) -> u32 {
+        self.host.slots.pinned() + self.device.as_mut().map_or(0, |device| device.slots.pinned())
+    }
+
+    /// The memory of the rows that kernels use; `None` where they run on the device tier.
+    pub(crate) fn arena_of_kernels(&self) -> Option<&Arc<Arena>> {
+        self.device.is_none().then(|| self.host.arena())
+    }
+
+    /// Slots that the device tensors must have. 0 without a device tier.
+    pub(crate) fn required_device_slots(&self) -> u32 {
+        self.device.as_ref().map_or(0, DeviceTier::required_slots)
+    }
+
+    /// Ask the system now for the memory of so many more rows, as far as the host budget has room for them.
+    pub(crate) fn reserve(&mut self, rows: u64) -> Result<()> {
+        let free = u64::from(self.host.slots.free_slots());
+        self.host.reserve(rows.min(free) as usize)
+    }
+
+    /// How many rows of a plan are past the budget of the tier that kernels run on. The plan is counted if there are any.
+    pub(crate) fn note_overflow(&mut self, hold: &Hold) -> u32 {
+        let (slots, capacity) = match &self.device {
+            Some(device) => (&hold.device, device.slots.capacity()),
+            None => (&*hold.host, self.host.slots.capacity()),
+        };
+        let past = |slot: &&CacheSlot| **slot != NO_SLOT && **slot >= capacity;
+        let overflow = slots.iter().filter(past).count() as u32;
+        self.traffic.overflow_plans += u64::from(overflow > 0);
+        overflow
+    }
+
+    /// Put `NO_SLOT` in the place of those of these slots, of the tier that kernels run on, whose rows are not born yet: an evaluation that
+    /// reads zeros has no row for them. `slots` has one for each id of the plan: `[U]`.
+    pub(crate) fn leave_out_unborn(&self, hold: &Hold, slots: &mut [CacheSlot]) {
+        for (slot, &host) in slots.iter_mut().zip(&*hold.host) {
+            let on_device = self.device.as_ref().is_some_and(|tier| Self::is_unborn(&tier.slots, *slot));
+            if on_device || Self::is_unborn(&self.host.slots, host) {
+                *slot = NO_SLOT;
+            }
+        }
+    }
+
+    /// Whether a slot has a provisional row. `NO_SLOT` has none.
+    #[inline]
+    fn is_unborn(slots: &SlotMap, slot: CacheSlot) -> bool {
+        slot != NO_SLOT && slots.state(slot).has(RowState::PROVISIONAL)
+    }
+
+    /// Count the time that a plan has waited for the SSD tier.
+    pub(crate) fn note_ssd_wait(&mut self, nanoseconds: u64) {
+        self.traffic.ssd_time_ns += nanoseconds;
+    }
+
+    /// Forget every row. No plan uses any, and none is being read.
+    pub(crate) fn clear(&mut self) -> Result<()> {
+        if let Some(ssd) = &self.base.ssd {
+            ssd.clear()?;
+        }
+        let policy = self.base.config.policy;
+        self.host.clear(policy);
+        if let Some(device) = &mut self.device {
+            device.clear(policy);
+        }
+        self.counts.cleared();
+        self.lineage.forget();
+        self.base.contents_changed();
+        Ok(())
+    }
+
+    /// The checkpoints that a delta can build on, oldest first.
+    pub(crate) fn ancestors(&self) -> &[Ancestor] {
+        self.lineage.ancestors()
+    }
+
+    /// Note that the table was saved as this checkpoint, or loaded from it.
+    pub(crate) fn saved_as(&mut self, ancestor: Ancestor) {
+        self.lineage.saved_as(ancestor);
+    }
+
+    /// Note that the save of the moment that began with this `next_epoch` is over: the table was saved as `ancestor`, or the save failed
+    /// (`None`).
+    pub(crate) fn saved_beside(&mut self, next_epoch: u32, ancestor: Option<Ancestor>) {
+        self.lineage.saved_beside(next_epoch, ancestor);
+    }
+
+    /// The lineage as bytes for the SSD tier's state.
+    pub(crate) fn encoded_lineage(&self, most_bytes: usize) -> Vec<u8> {
+        self.lineage.encode(most_bytes)
+    }
+
+    /// Counters of the table and its tiers.
+    pub(crate) fn stats(&mut self) -> TableStats {
+        let pinned_rows = u64::from(self.pinned());
+        let ssd = self.base.ssd.as_ref();
+        let charged =
+            ssd.map_or(0, |ssd| HostTier::charged_bytes(ssd.index_bytes(), ssd.rows()) + self.charged_lineage_bytes());
+        let device = self.device.as_ref().map(|device| {
+            let rows = device.rows_here();
+            let row_bytes = device_row_bytes(&self.base.layout, self.base.config.policy);
+            TierStats {
+                rows,
+                bytes: rows * row_bytes,
+                capacity_bytes: u64::from(device.slots.capacity()) * row_bytes,
+                ..self.traffic.device
+            }
+        });
+        let rows = self.host.rows_here();
+        TableStats {
+            rows: self.counts.rows(),
+            step: self.step,
+            pinned_rows,
+            overflow_plans: self.traffic.overflow_plans,
+            dropped_rows: self.counts.dropped(),
+            device,
+            host: TierStats {
+                rows,
+                bytes: rows * self.host.row_bytes() + charged,
+                capacity_bytes: self.host.budget_bytes(),
+                ..self.traffic.host
+            },
+            ssd: ssd.map(|ssd| self.ssd_stats(ssd)),
+        }
+    }
+
+    fn ssd_stats(&self, ssd: &SsdTier) -> SsdStats {
+        let mut stats = ssd.stats();
+        stats.tier.hits = self.traffic.ssd_hits;
+        stats.tier.misses = self.traffic.ssd_misses;
+        stats.tier.time_ns = self.traffic.ssd_time_ns;
+        stats
+    }
+
+    /// Bytes of memory that rows in RAM take now, as the system says.
+    #[cfg(test)]
+    pub(crate) fn resident_bytes(&self) -> u64 {
+        self.host.arena().resident_bytes() as u64
+    }
+}
+
+/// Bytes of RAM that the ids that left a table since a save may take. Each flush may write as many.
+fn lineage_bytes(config: &TableConfig) -> u64 {
+    let most = (config.host_bytes / LINEAGE_SHARE).clamp(LEAST_LINEAGE_BYTES, MOST_LINEAGE_BYTES);
+    config.ssd.as_ref().map_or(most, |ssd| most.min(SsdTier::note_bytes_of(ssd.bytes) as u64))
+}
+
+/// Bytes of the host budget that a row takes.
+pub fn host_row_bytes(layout: &RowLayout, policy: PolicyKind) -> u64 {
+    HostTier::bytes_per_row(layout, policy)
+}
+
+/// Bytes of the device budget that a row takes: its values on the device, and its header, index entry and policy entry in RAM.
+pub fn device_row_bytes(layout: &RowLayout, policy: PolicyKind) -> u64 {
+    (layout.floats() * 4 + size_of::<RowHeader>() + SlotMap::bytes_per_slot(policy)) as u64
+}

@@ -1,0 +1,295 @@
+//! Which rows are newest in which tier: for walks over a table's rows, and for moments.
+
+use std::sync::Arc;
+
+use super::{ROWS_PER_GATHER, Residency};
+use crate::cache::rows::Chunk;
+use crate::cache::watch::{Ancestor, Marks, PreImages, WantedRows, WrittenDown};
+use crate::error::{Error, Kind, Result};
+use crate::host::NoKernelWrites;
+use crate::memory;
+use crate::rows::RowList;
+use crate::slots::{RowState, SlotMap};
+use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// While the epochs of rows are looked at, the header that comes this many rows later is fetched into the processor's cache.
+const HEADERS_AHEAD: usize = 16;
+
+/// An export that begins.
+pub(crate) struct ExportBegun {
+    pub(crate) number: u64,
+    pub(crate) written_down: WrittenDown,
+    /// Rows of the table.
+    pub(crate) rows: u64,
+}
+
+impl Residency {
+    /// Begin an export by slot of the contents that have this number.
+    pub(crate) fn begin_export(&mut self, version: u64) -> ExportBegun {
+        let (number, written_down) = self.exports.begin(version);
+        ExportBegun { number, written_down, rows: self.counts.rows() }
+    }
+
+    pub(crate) fn end_export(&mut self, number: u64) {
+        self.exports.end(number);
+    }
+
+    /// Lend `take` the next rows of an export that are newest in the host tier, at most `most`, and add to `outdated` the ids of those
+    /// with an older copy on SSD. Returns how many rows there were; 0 says that none are left.
+    pub(crate) fn lend_next(
+        &mut self,
+        export: u64,
+        most: usize,
+        no_writes: NoKernelWrites<'_>,
+        outdated: &mut Vec<Id>,
+        take: &mut dyn FnMut(RowList<'_>) -> Result<()>,
+    ) -> Result<usize> {
+        let cursor = self.exports.cursor(export);
+        let slots = &self.host.slots;
+        let mut found = Vec::new();
+        let left = (slots.high_water() - cursor.min(slots.high_water())) as usize;
+        memory::reserve(&mut found, "list rows", most.min(left))?;
+        if self.base.ssd.is_some() {
+            memory::reserve(outdated, "list rows", found.capacity())?;
+        }
+        let after = slots.newest_from(cursor, most, &mut found);
+        if self.base.ssd.is_some() {
+            let on_ssd = found.iter().filter(|&&slot| slots.state(slot).has(RowState::ON_SSD));
+            outdated.extend(on_ssd.map(|&slot| self.host.id(slot)));
+        }
+        if !found.is_empty() {
+            take(self.host.rows(&found, no_writes))?;
+        }
+        self.exports.move_cursor(export, after);
+        Ok(found.len())
+    }
+
+    /// Lend `take` those of the rows in `slots` that were modified in epoch `since` or later and are still newest there: the newest copy of
+    /// the others went to SSD since the slots were listed. The slots are above all that the export was given before. `outdated` is as in
+    /// [`Residency::lend_next`].
+    pub(crate) fn lend_modified(
+        &mut self,
+        export: u64,
+        slots: &[CacheSlot],
+        since: u32,
+        no_writes: NoKernelWrites<'_>,
+        outdated: &mut Vec<Id>,
+        take: &mut dyn FnMut(RowList<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let mut modified = Vec::new();
+        memory::reserve(&mut modified, "list the rows that were modified", slots.len())?;
+        if self.base.ssd.is_some() {
+            memory::reserve(outdated, "list the rows that were modified", slots.len())?;
+        }
+        let host = &self.host;
+        for (at, &slot) in slots.iter().enumerate() {
+            if let Some(&later) = slots.get(at + HEADERS_AHEAD)
+                && host.slots.state(later).is_newest()
+            {
+                host.prefetch_header(later);
+            }
+            let found = host.slots.state(slot);
+            if !found.is_newest() || host.modified_epoch(slot) < since {
+                continue;
+            }
+            if found.has(RowState::ON_SSD) {
+                outdated.push(host.id(slot));
+            }
+            modified.push(slot);
+        }
+        if !modified.is_empty() {
+            take(host.rows(&modified, no_writes))?;
+        }
+        self.exports.move_cursor(export, slots.last().map_or(0, |&slot| slot + 1));
+        Ok(())
+    }
+
+    /// The ids of rows that are newest in RAM or on the device, and how many rows there are in all: the others are on SSD, current.
+    pub(crate) fn newest_in_ram(&mut self) -> Result<(Vec<Id>, u64)> {
+        self.finish_loads();
+        let (host, device) = (&self.host, self.device.as_ref());
+        let most = host.rows_here() + device.map_or(0, crate::device::DeviceTier::rows_here);
+        let mut ids: Vec<Id> = Vec::new();
+        memory::reserve(&mut ids, "list the rows in RAM", most as usize)?;
+        let newest = |slots: &SlotMap, slot: &CacheSlot| slots.state(*slot).is_newest();
+        let in_host = host.slots.occupied_from(0).filter(|slot| newest(&host.slots, slot));
+        ids.extend(in_host.map(|slot| host.id(slot)));
+        if let Some(tier) = device {
+            let on_device = tier.slots.occupied_from(0).filter(|slot| newest(&tier.slots, slot));
+            ids.extend(on_device.map(|slot| tier.id(slot)));
+        }
+        Ok((ids, self.counts.rows()))
+    }
+
+    /// The ids of rows that were modified in epoch `since` or later and are newest in RAM or on the device.
+    pub(crate) fn modified_in_ram(&mut self, since: u32) -> Result<Vec<Id>> {
+        self.finish_loads();
+        let all = since < self.marked_since;
+        let host = &self.host;
+        let mut ids: Vec<Id> = Vec::new();
+        let in_host = |slot| (host.modified_epoch(slot) >= since).then(|| host.id(slot));
+        collect_newest(&mut ids, &host.slots, all, in_host)?;
+        if let Some(tier) = &self.device {
+            let on_device = |slot| (tier.header(slot).modified_epoch >= since).then(|| tier.id(slot));
+            collect_newest(&mut ids, &tier.slots, all, on_device)?;
+        }
+        Ok(ids)
+    }
+
+    /// Slots of the host tier, lowest first, whose rows are newest there: those of all rows that were modified in epoch `since` or later,
+    /// and maybe of others.
+    pub(crate) fn modified_slots(&mut self, since: u32) -> Result<Vec<CacheSlot>> {
+        self.finish_loads();
+        let mut slots: Vec<CacheSlot> = Vec::new();
+        collect_newest(&mut slots, &self.host.slots, since < self.marked_since, Some)?;
+        Ok(slots)
+    }
+
+    /// Whether RAM or the device has a newer copy of a row than SSD.
+    pub(crate) fn is_newer_than_on_ssd(&self, id: Id) -> bool {
+        let newer = |slots: &SlotMap| {
+            let slot = slots.get(id);
+            slot != NO_SLOT && slots.state(slot).is_newest()
+        };
+        newer(&self.host.slots) || self.device.as_ref().is_some_and(|device| newer(&device.slots))
+    }
+
+    /// Begin another epoch. Rows that are trained from here on are of that epoch.
+    pub(crate) fn begin_epoch(&mut self, epoch: u32) {
+        if epoch == self.epoch {
+            return;
+        }
+        if epoch < self.epoch {
+            self.lineage.forget();
+        }
+        self.epoch = epoch;
+        self.marked_since = epoch;
+        self.host.slots.clear_marks();
+        if let Some(device) = &mut self.device {
+            device.slots.clear_marks();
+        }
+    }
+
+    /// The ids that left the table since `ancestor`, each once, in rising order. Some of them may be back.
+    ///
+    /// Errors: `State` where that is not known, so that a full save is wanted.
+    pub(crate) fn left_since(&self, ancestor: &Ancestor) -> Result<Vec<Id>> {
+        self.lineage.left_since(ancestor).ok_or_else(|| {
+            Error::new(
+                Kind::State,
+                format!(
+                    "table {:?}: what changed since the checkpoint {} is not known (it was saved too long ago or by another run, or \
+                     more rows left since than are remembered): save a full checkpoint",
+                    self.base.config.name, ancestor.name
+                ),
+            )
+        })
+    }
+
+    /// Whether a moment of the table is held.
+    pub(crate) fn has_moment(&self) -> bool {
+        self.moment.is_some()
+    }
+
+    /// Marks of the rows that a moment wants of the host and of the device tier: those that are newest there and were modified in epoch
+    /// `since` or later.
+    pub(crate) fn marks(&self, since: u32) -> Result<(Marks, Marks)> {
+        let host = self.marks_of(&self.host.slots, since, |slot| self.host.modified_epoch(slot))?;
+        let device = self.device.as_ref().map_or(Ok(Marks::default()), |tier| {
+            self.marks_of(&tier.slots, since, |slot| tier.header(slot).modified_epoch)
+        })?;
+        Ok((host, device))
+    }
+
+    fn marks_of(&self, slots: &SlotMap, since: u32, modified_epoch: impl Fn(CacheSlot) -> u32) -> Result<Marks> {
+        let mut marks = Marks::none_of(slots)?;
+        if since == 0 {
+            slots.occupied_from(0).filter(|&slot| slots.state(slot).is_newest()).for_each(|slot| marks.set(slot));
+        } else {
+            let mut modified = Vec::new();
+            let wanted = |slot| (modified_epoch(slot) >= since).then_some(slot);
+            collect_newest(&mut modified, slots, since < self.marked_since, wanted)?;
+            modified.into_iter().for_each(|slot| marks.set(slot));
+        }
+        Ok(marks)
+    }
+
+    /// The ids of rows that are newer in RAM or on the device than on SSD, where they are too.
+    pub(crate) fn stale_on_ssd(&self) -> impl Iterator<Item = Id> + '_ {
+        let is_stale = |row: RowState| row.is_current() && row.has(RowState::DIRTY) && row.has(RowState::ON_SSD);
+        let (host, device) = (&self.host, self.device.as_ref());
+        let in_host = host.slots.occupied_from(0).filter(move |&slot| is_stale(host.slots.state(slot)));
+        let on_device = device.into_iter().flat_map(move |tier| {
+            let stale = tier.slots.occupied_from(0).filter(move |&slot| is_stale(tier.slots.state(slot)));
+            stale.map(|slot| tier.id(slot))
+        });
+        in_host.map(|slot| host.id(slot)).chain(on_device)
+    }
+
+    /// Hold the rows of now for a moment: those of `marks`, which goes with this hold of the table's lock. `table` is the table's number in
+    /// `images`. Rows that are trained from here on are of `next_epoch`.
+    pub(crate) fn begin_moment(
+        &mut self,
+        marks: (Marks, Marks),
+        images: Arc<PreImages>,
+        table: usize,
+        next_epoch: u32,
+    ) {
+        self.begin_epoch(next_epoch);
+        self.lineage.await_save(next_epoch);
+        self.moment = Some(Box::new(WantedRows::new(marks.0, marks.1, images, table)));
+    }
+
+    /// Let go of what a moment still wants.
+    pub(crate) fn end_moment(&mut self) {
+        self.moment = None;
+    }
+
+    /// Lend `take` the next rows of the host tier that the moment wants, at most `most`, from slot `next` on, which is moved behind them.
+    /// Returns how many there were; 0 says that none are left.
+    pub(crate) fn lend_wanted(
+        &mut self,
+        next: &mut CacheSlot,
+        most: usize,
+        no_writes: NoKernelWrites<'_>,
+        take: &mut dyn FnMut(RowList<'_>) -> Result<()>,
+    ) -> Result<usize> {
+        let slots = self.held_moment()?.take_next_of_host(next, most);
+        if !slots.is_empty() {
+            take(self.host.rows(&slots, no_writes))?;
+        }
+        Ok(slots.len())
+    }
+
+    /// As [`Residency::lend_wanted`], copies of rows of the device tier.
+    pub(crate) fn read_wanted_on_device(&mut self, next: &mut CacheSlot, most: usize) -> Result<Chunk> {
+        let slots = self.held_moment()?.take_next_of_device(next, most.min(ROWS_PER_GATHER));
+        if slots.is_empty() { Ok(Chunk::default()) } else { self.gather(&slots) }
+    }
+
+    fn held_moment(&mut self) -> Result<&mut WantedRows> {
+        self.moment.as_deref_mut().ok_or_else(|| Error::new(Kind::State, "the moment was let go of"))
+    }
+}
+
+/// Add what `of` gives for the slots of one tier whose rows are newest there and are marked as modified. With `all`, the marks are not
+/// asked, because they tell of too short a time.
+fn collect_newest<T>(
+    found: &mut Vec<T>,
+    slots: &SlotMap,
+    all: bool,
+    of: impl Fn(CacheSlot) -> Option<T>,
+) -> Result<()> {
+    let mut add = |slot: CacheSlot| {
+        if slots.state(slot).is_newest()
+            && let Some(one) = of(slot)
+        {
+            if found.len() == found.capacity() {
+                memory::reserve(found, "list the rows that were modified", found.len().max(1024))?;
+            }
+            found.push(one);
+        }
+        Ok(())
+    };
+    if all { slots.occupied_from(0).try_for_each(&mut add) } else { slots.modified().try_for_each(&mut add) }
+}

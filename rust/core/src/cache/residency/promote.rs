@@ -1,0 +1,366 @@
+//! Rows reach the device tier, in three stages.
+//!
+//! 1. A plan pins what is on the device and in the host tier, and what is on SSD is read ahead into the host tier.
+//! 2. Victims are demoted, the plan's rows get slots on the device, and they are copied into a buffer that Python scatters. Until Python
+//!    says that it did, a row's device slot is LOADING and its newest copy is where it was: whoever looks for the row finds it there.
+//! 3. The copies on the device become the newest ones. This cannot fail.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::Residency;
+use super::hold::{Arriving, Fetched, Hold, PlanMode};
+use crate::error::Result;
+use crate::memory;
+use crate::rows::RowHeader;
+use crate::slots::RowState;
+use crate::ssd::FetchBatch;
+use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// A row of a plan on its way to the device.
+struct StagedRow {
+    /// Its position in the plan's distinct ids.
+    position: u32,
+    /// Its state once it is on the device.
+    state: RowState,
+    /// Whether the table counts it as provisional already.
+    counted: bool,
+}
+
+/// Rows copied from wherever they are.
+struct Staged {
+    /// `[M]`
+    rows: Vec<StagedRow>,
+    /// `[M]`
+    headers: Vec<RowHeader>,
+    /// `[M, V]`
+    vectors: Vec<f32>,
+    /// How many of the rows, which come first, are in the host tier.
+    from_host: usize,
+}
+
+impl Residency {
+    /// The first stage of a plan for a table with a device tier.
+    pub(super) fn begin_on_device(&mut self, hold: &mut Hold, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
+        hold.device = vec![NO_SLOT; hold.ids.len()];
+        let all: Vec<u32> = (0..hold.ids.len() as u32).collect();
+        let missing = self.pin_on_device(hold, &all);
+        let mut reads: Vec<(u32, Id)> = Vec::new();
+        let mut waits = false;
+        for position in missing {
+            let id = hold.ids[position as usize];
+            let slot = self.host.slots.get(id);
+            if slot == NO_SLOT {
+                reads.push((position, id));
+                continue;
+            }
+            waits |= self.host.slots.state(slot).has(RowState::LOADING);
+            self.pin_in_host(hold, position, slot);
+        }
+        if waits {
+            self.wait_for_all_loads(hold);
+        }
+        let Some(ssd) = &self.base.ssd else { return Ok(()) };
+        let ids: Vec<Id> = reads.iter().map(|&(_, id)| id).collect();
+        let mut there = vec![false; ids.len()];
+        ssd.maybe_contains(&ids, &mut there);
+        let mut there = there.into_iter();
+        reads.retain(|_| there.next().unwrap_or(false));
+        if reads.is_empty() || !mode.ahead {
+            return Ok(());
+        }
+        self.read_ahead(hold, reads, mode, batch)
+    }
+
+    /// Read rows from SSD into the host tier, as far as its budget goes.
+    fn read_ahead(
+        &mut self,
+        hold: &mut Hold,
+        reads: Vec<(u32, Id)>,
+        mode: PlanMode,
+        batch: &mut FetchBatch,
+    ) -> Result<()> {
+        if let Err(error) = self.make_room(reads.len() as u32)
+            && mode.train
+        {
+            return Err(error);
+        }
+        // This comes before anything changes, because what is begun below is carried through.
+        self.host.reserve(reads.len().min(self.host.slots.free_slots() as usize))?;
+        let mut rows = Vec::new();
+        for (position, id) in reads {
+            let Some(taken) = self.host.take(false)? else {
+                hold.unplaced.push(position);
+                continue;
+            };
+            let slot = self.host.insert_loading(&taken, id);
+            self.pin_in_host(hold, position, slot);
+            rows.push((id, slot));
+        }
+        if !rows.is_empty() {
+            let load = self.start_load(rows, batch);
+            hold.loads.push(load);
+        }
+        Ok(())
+    }
+
+    fn pin_in_host(&mut self, hold: &mut Hold, position: u32, slot: CacheSlot) {
+        self.host.slots.pin(slot);
+        Arc::make_mut(&mut hold.host)[position as usize] = slot;
+    }
+
+    /// Pin those of `positions` that have slots on the device. Returns the others.
+    fn pin_on_device(&mut self, hold: &mut Hold, positions: &[u32]) -> Vec<u32> {
+        let tier = self.device_mut();
+        let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
+        let mut slots = vec![NO_SLOT; ids.len()];
+        tier.slots.get_batch(&ids, &mut slots);
+        let mut missing = Vec::new();
+        let mut accessed = Vec::new();
+        for (&position, &slot) in positions.iter().zip(&slots) {
+            if slot == NO_SLOT {
+                missing.push(position);
+            } else {
+                tier.slots.pin(slot);
+                hold.device[position as usize] = slot;
+                accessed.push(slot);
+            }
+        }
+        tier.slots.accessed(&accessed);
+        missing
+    }
+
+    /// The second stage: give every row of the plan a slot on the device, and return what is to be scattered into the device tensors. On an
+    /// error no row of the plan has moved.
+    pub(crate) fn place_on_device(&mut self, hold: &mut Hold, mode: PlanMode) -> Result<Fetched> {
+        let started = Instant::now();
+        let absent: Vec<u32> =
+            (0..hold.ids.len() as u32).filter(|&position| hold.device[position as usize] == NO_SLOT).collect();
+        let homeless = self.pin_on_device(hold, &absent);
+        let missing = [homeless, self.awaited(hold)].concat();
+        self.traffic.device.hits += (hold.ids.len() - missing.len()) as u64;
+        self.traffic.device.misses += missing.len() as u64;
+
+        let staged = self.stage(hold, &missing, mode)?;
+        let is_birth = |row: &&StagedRow| row.state.has(RowState::PROVISIONAL) && !row.counted;
+        let births = staged.rows.iter().filter(is_birth).count() as u64;
+        if mode.train {
+            let in_host = |row: &&StagedRow| row.counted && hold.host[row.position as usize] != NO_SLOT;
+            let unborn = staged.rows.iter().filter(in_host).count() as u64 + self.unborn_on_device(hold);
+            self.pledge(hold, unborn);
+            self.check_capacity(births, &hold.ids)?;
+        }
+        let homeless = staged.rows.iter().filter(|row| hold.device[row.position as usize] == NO_SLOT).count();
+        if let Err(error) = self.make_device_room(homeless as u32)
+            && mode.train
+        {
+            // An evaluation reads on after a failed write, in the overflow.
+            return Err(error);
+        }
+        self.device_mut().reserve(homeless)?;
+        memory::reserve(&mut hold.arriving, "place a batch", staged.rows.len())?;
+        let fetched = self.give_device_slots(hold, staged);
+        if mode.train {
+            self.pledge(hold, births);
+        }
+        self.traffic.device.time_ns += started.elapsed().as_nanos() as u64;
+        Ok(fetched)
+    }
+
+    /// Positions of rows that have a slot on the device from another plan and are not there yet. That plan may never bring them, so this
+    /// one does.
+    fn awaited(&mut self, hold: &Hold) -> Vec<u32> {
+        let slots = &self.device_mut().slots;
+        if slots.all_settled() {
+            return Vec::new();
+        }
+        let is_awaited = |slot: CacheSlot| slot != NO_SLOT && slots.state(slot).has(RowState::LOADING);
+        (0..hold.ids.len() as u32).filter(|&position| is_awaited(hold.device[position as usize])).collect()
+    }
+
+    /// Copy the rows at `positions` from wherever they are. Those in the host tier are pinned there.
+    fn stage(&mut self, hold: &mut Hold, positions: &[u32], mode: PlanMode) -> Result<Staged> {
+        let (mut rows, reads) = self.stage_from_host(hold, positions)?;
+        let from_host = rows.len();
+        let mut there = vec![false; reads.len()];
+        let ids: Vec<Id> = reads.iter().map(|&position| hold.ids[position as usize]).collect();
+        if let Some(ssd) = &self.base.ssd {
+            ssd.maybe_contains(&ids, &mut there);
+        }
+        for (&position, &there) in reads.iter().zip(&there) {
+            // Another plan may have begun to bring the row to the device.
+            let counted = self.is_unborn_on_device(hold, position);
+            if there {
+                rows.push(StagedRow { position, state: RowState::ON_SSD, counted });
+            } else if mode.train || !mode.unseen_zeros {
+                rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted });
+            }
+        }
+        let vectors = memory::zeros("stage a batch", rows.len() * self.base.floats())?;
+        let headers = memory::zeros("stage a batch", rows.len())?;
+        let mut staged = Staged { rows, headers, vectors, from_host };
+        self.read_staged(hold, &mut staged)?;
+        self.traffic.host.hits += from_host as u64;
+        self.traffic.host.misses += (positions.len() - from_host) as u64;
+        self.fill_staged(hold, &mut staged, mode.threads);
+        Ok(staged)
+    }
+
+    /// Pin those of `positions` that are in the host tier. Returns their staged rows, to be filled, and the positions of the others.
+    fn stage_from_host(&mut self, hold: &mut Hold, positions: &[u32]) -> Result<(Vec<StagedRow>, Vec<u32>)> {
+        let mut reads: Vec<u32> = Vec::new();
+        let mut rows: Vec<StagedRow> = Vec::with_capacity(positions.len());
+        for &position in positions {
+            let id = hold.ids[position as usize];
+            let slot = self.host.slots.get(id);
+            if slot == NO_SLOT {
+                reads.push(position);
+                continue;
+            }
+            if hold.host[position as usize] == NO_SLOT {
+                self.pin_in_host(hold, position, slot);
+            }
+            if self.host.slots.state(slot).has(RowState::LOADING) {
+                self.finish_loads();
+            }
+            let row = self.host.slots.state(slot);
+            if row.has(RowState::FAILED) {
+                return Err(self.unread_row(id));
+            }
+            rows.push(StagedRow { position, state: row, counted: row.has(RowState::PROVISIONAL) });
+        }
+        Ok((rows, reads))
+    }
+
+    /// Read the staged rows that are on SSD. Those that turn out not to be there become provisional.
+    fn read_staged(&mut self, hold: &Hold, staged: &mut Staged) -> Result<()> {
+        let Some(ssd) = &self.base.ssd else { return Ok(()) };
+        let mut wanted = Vec::new();
+        for (index, row) in staged.rows.iter().enumerate().skip(staged.from_host) {
+            if row.state.has(RowState::ON_SSD) {
+                wanted.push((hold.ids[row.position as usize], index));
+            } else {
+                self.traffic.ssd_misses += 1;
+            }
+        }
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let started = Instant::now();
+        self.traffic.ssd_hits += wanted.len() as u64;
+        for number in self.base.read_from_ssd(ssd, &wanted, &mut staged.headers, &mut staged.vectors)? {
+            staged.rows[wanted[number as usize].1].state = RowState::PROVISIONAL;
+            self.traffic.ssd_hits -= 1;
+            self.traffic.ssd_misses += 1;
+        }
+        self.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
+        Ok(())
+    }
+
+    /// Copy the staged rows that are in the host tier, and give those that were never trained their initial values.
+    fn fill_staged(&self, hold: &Hold, staged: &mut Staged, threads: usize) {
+        let floats = self.base.floats();
+        let no_writes = self.host.no_kernel_writes().expect("the rows go to a device tier, on which kernels run");
+        for (index, row) in staged.rows[..staged.from_host].iter().enumerate() {
+            let source = self.host.row(no_writes.slot(hold.host[row.position as usize]));
+            staged.headers[index] = *source.header;
+            staged.vectors[index * floats..][..floats].copy_from_slice(source.vector);
+        }
+        let others = staged.rows.iter().enumerate().skip(staged.from_host);
+        let born: Vec<(Id, usize)> = others
+            .filter(|(_, row)| row.state.has(RowState::PROVISIONAL))
+            .map(|(index, row)| (hold.ids[row.position as usize], index))
+            .collect();
+        self.base.bear_into(&born, &mut staged.headers, &mut staged.vectors, threads);
+    }
+
+    /// How many of the plan's rows that are on the device, or on their way there, are not born yet.
+    fn unborn_on_device(&mut self, hold: &Hold) -> u64 {
+        if self.device_mut().slots.all_settled() {
+            return 0;
+        }
+        (0..hold.ids.len() as u32).filter(|&position| self.is_unborn_on_device(hold, position)).count() as u64
+    }
+
+    fn is_unborn_on_device(&mut self, hold: &Hold, position: u32) -> bool {
+        Self::is_unborn(&self.device_mut().slots, hold.device[position as usize])
+    }
+
+    /// Give the staged rows device slots, which are LOADING until the rows are promoted.
+    fn give_device_slots(&mut self, hold: &mut Hold, staged: Staged) -> Fetched {
+        let mut fetched = Fetched { vectors: staged.vectors, ..Fetched::default() };
+        for (row, header) in staged.rows.iter().zip(&staged.headers) {
+            let from_host = hold.host[row.position as usize] != NO_SLOT;
+            // The host tier says itself which of its rows are not born yet.
+            let unborn = !from_host && row.state.has(RowState::PROVISIONAL);
+            let before = self.is_unborn_on_device(hold, row.position);
+            self.counts.became_provisional(u64::from(unborn));
+            self.counts.vanished(u64::from(before));
+            let there = if from_host { RowState::default() } else { row.state };
+            let there = there.with(RowState::OCCUPIED).with(RowState::LOADING);
+            let tier = self.device_mut();
+            let mut slot = hold.device[row.position as usize];
+            if slot == NO_SLOT {
+                slot = tier.slots.take().unwrap_or_else(|| tier.slots.take_overflow());
+                *tier.header_mut(slot) = *header;
+                tier.slots.insert(slot, header.id, there);
+                tier.slots.pin(slot);
+                hold.device[row.position as usize] = slot;
+            } else {
+                tier.slots.set_state(slot, there);
+            }
+            fetched.slots.push(slot);
+            fetched.scalars.push(header.scalar);
+            hold.arriving.push(Arriving { position: row.position, state: row.state.without(RowState::LOADING) });
+        }
+        self.traffic.device.written_bytes += fetched.vectors.len() as u64 * 4;
+        self.traffic.host.read_bytes += fetched.vectors.len() as u64 * 4;
+        fetched
+    }
+
+    /// Leave those rows out of what is to be scattered that another plan has brought to the device meanwhile: they may have been trained
+    /// since.
+    pub(crate) fn drop_arrived(&self, fetched: &mut Fetched) {
+        let Some(tier) = &self.device else { return };
+        let floats = self.base.floats();
+        let mut kept = 0;
+        for at in 0..fetched.slots.len() {
+            if tier.slots.state(fetched.slots[at]).has(RowState::LOADING) {
+                if kept < at {
+                    fetched.slots[kept] = fetched.slots[at];
+                    fetched.scalars[kept] = fetched.scalars[at];
+                    fetched.vectors.copy_within(at * floats..(at + 1) * floats, kept * floats);
+                }
+                kept += 1;
+            }
+        }
+        fetched.slots.truncate(kept);
+        fetched.scalars.truncate(kept);
+        fetched.vectors.truncate(kept * floats);
+    }
+
+    /// The third stage: the rows were scattered, and from now on their newest copies are on the device. Their host slots are freed, or kept
+    /// as shadows while other plans have pinned them. This cannot fail.
+    pub(crate) fn promote(&mut self, hold: &mut Hold) {
+        let Some(tier) = &self.device else { return };
+        let mut arriving = std::mem::take(&mut hold.arriving);
+        arriving.retain(|row| tier.slots.state(hold.device[row.position as usize]).has(RowState::LOADING));
+        if let Some(no_writes) = self.host.no_kernel_writes() {
+            let slots = arriving.iter().map(|row| hold.host[row.position as usize]).filter(|&slot| slot != NO_SLOT);
+            self.keep_host(slots.map(|slot| no_writes.slot(slot)));
+        }
+        let host = Arc::make_mut(&mut hold.host);
+        for Arriving { position, state: staged } in arriving {
+            let host_slot = std::mem::replace(&mut host[position as usize], NO_SLOT);
+            let row = if host_slot == NO_SLOT { staged } else { self.host.slots.state(host_slot) };
+            self.device_mut().slots.set_state(hold.device[position as usize], row.with(RowState::OCCUPIED));
+            if host_slot != NO_SLOT {
+                if self.host.slots.unpin(host_slot) {
+                    self.host.remove(host_slot, false);
+                } else {
+                    self.host.slots.set_state(host_slot, RowState::OCCUPIED.with(RowState::SHADOW));
+                }
+            }
+        }
+    }
+}

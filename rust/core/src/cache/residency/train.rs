@@ -1,0 +1,99 @@
+//! The end of a batch: its rows are marked as trained, and what its plan held is given back.
+
+use super::hold::Hold;
+use super::{Residency, SLOTS_AHEAD};
+use crate::cache::rows::DeviceTensors;
+use crate::host::NoKernelWrites;
+use crate::slots::{RowState, SlotMap};
+use crate::types::{CacheSlot, NO_SLOT};
+
+impl Residency {
+    /// Record one training step: the table's step counter advances, and the rows of the batch are dirty and born.
+    ///
+    /// `slots` are those of the distinct rows on the tier that kernels run on, `NO_SLOT` where a row has none: `[U]`. `starts` say where
+    /// the occurrences of each row begin: `[U + 1]`.
+    pub(crate) fn train(&mut self, slots: &[CacheSlot], starts: &[u32]) {
+        self.step += 1;
+        self.base.contents_changed();
+        let (step, epoch) = (self.step, self.epoch);
+        let mut born = 0;
+        for (position, &slot) in slots.iter().enumerate() {
+            if let Some(&later) = slots.get(position + SLOTS_AHEAD)
+                && later != NO_SLOT
+            {
+                if let Some(device) = &self.device {
+                    device.prefetch_header(later);
+                    device.slots.prefetch_state(later);
+                } else {
+                    self.host.prefetch_header(later);
+                    self.host.slots.prefetch_state(later);
+                }
+            }
+            if slot == NO_SLOT {
+                continue;
+            }
+            let occurrences = starts[position + 1] - starts[position];
+            let tier: &mut SlotMap = if let Some(device) = &mut self.device {
+                device.header_mut(slot).touch(occurrences, step, epoch);
+                &mut device.slots
+            } else {
+                self.host.touch(slot, occurrences, step, epoch);
+                &mut self.host.slots
+            };
+            let row = tier.state(slot);
+            born += u64::from(row.has(RowState::PROVISIONAL));
+            tier.set_state(slot, row.without(RowState::PROVISIONAL).with(RowState::DIRTY).with(RowState::MODIFIED));
+        }
+        self.counts.born(born);
+    }
+
+    /// Copy what a moment wants of rows that a step is about to change, in slots of the tier that kernels run on. `NO_SLOT` is no row.
+    pub(crate) fn keep_in_use(&mut self, slots: &[CacheSlot], no_writes: NoKernelWrites<'_>) {
+        if self.moment.is_none() {
+            return;
+        }
+        if self.device.is_some() {
+            self.keep_device(slots);
+        } else {
+            self.keep_host(slots.iter().map(|&slot| no_writes.slot(slot)));
+        }
+    }
+
+    /// As [`Residency::keep_in_use`], of rows of a device tier whose tensors are in RAM and have a row in each of the slots.
+    pub(crate) fn keep_in_tensors(&mut self, slots: &[CacheSlot], tensors: &DeviceTensors<'_>) {
+        if let (Some(moment), Some(device)) = (&mut self.moment, &self.device) {
+            moment.keep_tensors(device, slots, tensors, self.base.layout);
+        }
+    }
+
+    /// Give back what a plan held. Rows that were never trained vanish with their last pin, and so do the device slots of rows that never
+    /// came there.
+    pub(crate) fn release(&mut self, hold: Hold) {
+        let Hold { ids, host, group, device, pledged, .. } = hold;
+        self.counts.take_back_pledge(pledged);
+        let together = group.is_some_and(|group| self.host.slots.unpin_group(&group));
+        let host: &[CacheSlot] = if together { &[] } else { &host };
+        for (position, &slot) in host.iter().enumerate() {
+            if let Some(&later) = host.get(position + SLOTS_AHEAD) {
+                self.host.slots.prefetch(later);
+            }
+            if slot != NO_SLOT && self.host.slots.unpin(slot) {
+                if self.host.slots.state(slot).has(RowState::SHADOW) {
+                    self.host.slots.remove(slot, ids[position], false);
+                } else {
+                    self.forget_unborn(slot, ids[position]);
+                }
+            }
+        }
+        for slot in device {
+            let Some(tier) = &mut self.device else { break };
+            let gone = RowState::PROVISIONAL.with(RowState::LOADING);
+            if slot != NO_SLOT && tier.slots.unpin(slot) && tier.slots.state(slot).has(gone) {
+                let unborn = tier.slots.state(slot).has(RowState::PROVISIONAL);
+                let id = tier.id(slot);
+                tier.slots.remove(slot, id, false);
+                self.counts.vanished(u64::from(unborn));
+            }
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! One table shard: how it is opened and closed, its counters, its flushes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::cache::base::TableBase;
+use crate::cache::locks::TableInner;
+use crate::cache::residency::{Residency, TableStats};
+use crate::cache::watch::Ancestor;
+use crate::config::TableConfig;
+use crate::device::{DeviceRows, DeviceTier};
+use crate::error::{Error, Kind, Result};
+use crate::host::HostTier;
+use crate::io::IoEngine;
+use crate::memory;
+use crate::rows::RowBirth;
+use crate::ssd::{HeldSegments, Identity, SegmentFiles, SsdTier, StateCounters};
+
+/// One table shard. A clone is another handle of the same table. The rows go with the last handle, plan and moment.
+#[derive(Clone)]
+pub struct Table {
+    pub(crate) inner: Arc<TableInner>,
+}
+
+impl std::fmt::Debug for Table {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Table").field("name", &self.inner.config.name).finish_non_exhaustive()
+    }
+}
+
+impl Table {
+    /// Check the configuration and open the tiers. `device_rows` is given exactly when the configuration has a device tier.
+    ///
+    /// Errors: `Config` for values out of range; those of [`SsdTier::open`].
+    pub fn open(
+        config: TableConfig,
+        device_rows: Option<Arc<dyn DeviceRows>>,
+        engine: Arc<dyn IoEngine>,
+    ) -> Result<Self> {
+        Self::open_from(config, device_rows, engine, None)
+    }
+
+    /// As [`Table::open`]. With `source`, its rows and counters are the contents of the table, in place of whatever the directory of the
+    /// SSD tier has.
+    pub fn open_from(
+        mut config: TableConfig,
+        device_rows: Option<Arc<dyn DeviceRows>>,
+        engine: Arc<dyn IoEngine>,
+        source: Option<(&SegmentFiles, StateCounters)>,
+    ) -> Result<Self> {
+        check(&config, device_rows.is_some())?;
+        let layout = config.layout();
+        let birth = RowBirth::new(config.initializer, config.seed, config.key)?;
+        let host = HostTier::new(&config.name, layout, config.policy, config.host_bytes, device_rows.is_some())?;
+        let device = config.device_rows.map(|rows| DeviceTier::new(rows, config.policy));
+        let (mut counters, mut note) = (StateCounters::default(), None);
+        let ssd = match (&config.ssd, source) {
+            (None, _) => None,
+            (Some(ssd), Some((files, saved))) => {
+                counters = saved;
+                Some(SsdTier::open_from(ssd, &Identity::of(&config), layout, engine, files)?)
+            }
+            (Some(ssd), None) => {
+                let (tier, resumed) = SsdTier::open(ssd, &Identity::of(&config), layout, engine)?;
+                counters = resumed.unwrap_or_default();
+                note = Some(tier.take_note());
+                config.bucket_hash = tier.bucket_hash();
+                Some(tier)
+            }
+        };
+        let base = Arc::new(TableBase::new(config, birth, device_rows, ssd));
+        let residency = Residency::new(Arc::clone(&base), host, device, counters, note.as_deref());
+        Ok(Self { inner: Arc::new(TableInner::new(base, residency)) })
+    }
+
+    /// The configuration that the table was opened with.
+    pub fn config(&self) -> &TableConfig {
+        &self.inner.config
+    }
+
+    /// Rows of the table, in all tiers.
+    pub fn len(&self) -> Result<u64> {
+        Ok(self.inner.lock()?.rows())
+    }
+
+    /// Whether the table has no row.
+    pub fn is_empty(&self) -> Result<bool> {
+        Ok(self.len()? == 0)
+    }
+
+    /// A number that changes with every change of the rows: a training step, an import, a removal. Moves between tiers do not change it.
+    pub fn version(&self) -> u64 {
+        self.inner.version()
+    }
+
+    /// Whether the table was closed.
+    pub fn is_closed(&self) -> bool {
+        self.inner.is_closed()
+    }
+
+    /// Training steps so far.
+    pub fn step(&self) -> Result<u64> {
+        Ok(self.inner.lock()?.counters().step)
+    }
+
+    /// Set the step counter, as a load does.
+    pub fn set_step(&self, step: u64) -> Result<()> {
+        self.inner.lock_any()?.set_step(step);
+        Ok(())
+    }
+
+    /// Count a training step that used no id of this table.
+    pub fn advance_step(&self) -> Result<()> {
+        let mut held = self.inner.lock()?;
+        let step = held.counters().step + 1;
+        held.set_step(step);
+        Ok(())
+    }
+
+    /// The checkpoint epoch of rows that are trained now.
+    pub fn epoch(&self) -> Result<u32> {
+        Ok(self.inner.lock()?.counters().epoch)
+    }
+
+    /// Set the checkpoint epoch. It rises with the saves; after a load it is the checkpoint's `next_epoch`.
+    pub fn set_epoch(&self, epoch: u32) -> Result<()> {
+        self.inner.lock_any()?.begin_epoch(epoch);
+        Ok(())
+    }
+
+    /// The training steps so far and the checkpoint epoch, also of a table that waits for a load.
+    pub fn counters(&self) -> Result<(u64, u32)> {
+        let StateCounters { step, epoch } = self.inner.lock_any()?.counters();
+        Ok((step, epoch))
+    }
+
+    /// Refuse every use with this reason until a load succeeds (`None`), because the contents are incomplete.
+    pub fn set_unusable(&self, reason: Option<String>) -> Result<()> {
+        self.inner.lock_any()?.set_unusable(reason);
+        Ok(())
+    }
+
+    /// Why every use is refused; `None` where it is not.
+    pub fn unusable(&self) -> Result<Option<String>> {
+        Ok(self.inner.lock_any()?.unusable().map(str::to_owned))
+    }
+
+    /// Write every dirty row down and publish one state named `token`, which is larger than every earlier one. Without an SSD tier there is
+    /// nothing to do.
+    pub fn flush(&self, token: u64) -> Result<()> {
+        self.flush_with(Some(token))
+    }
+
+    /// As [`Table::flush`], under the next even token: threads that do so at once take one after the other.
+    pub fn flush_next(&self) -> Result<()> {
+        self.flush_with(None)
+    }
+
+    fn flush_with(&self, token: Option<u64>) -> Result<()> {
+        self.with_all_on_ssd(|ssd, held| {
+            ssd.publish_with(token, held.counters(), held.encoded_lineage(ssd.most_note_bytes()))
+        })
+        .map(drop)
+    }
+
+    /// Write every row down and hold the segments of the SSD tier, durable, which then have all rows of the table; `None` without an SSD
+    /// tier. The states that a resume could take are not touched.
+    ///
+    /// Errors as [`Table::flush`].
+    pub fn hold_segments(&self) -> Result<Option<(HeldSegments, StateCounters)>> {
+        self.with_all_on_ssd(|ssd, held| Ok((ssd.hold_segments()?, held.counters())))
+    }
+
+    /// Write every dirty row down and do `work` while the SSD tier has all rows; `None` without an SSD tier.
+    fn with_all_on_ssd<T>(&self, work: impl FnOnce(&SsdTier, &Residency) -> Result<T>) -> Result<Option<T>> {
+        let table = &self.inner;
+        let Some(ssd) = &table.ssd else { return Ok(None) };
+        memory::check()?;
+        let rows = table.reading_rows()?;
+        let mut held = table.lock()?;
+        held.finish_loads();
+        held.write_down_all(rows.no_kernel_writes())?;
+        work(ssd, &held).map(Some).map_err(|error| table.in_table(error))
+    }
+
+    /// Whether [`Table::open_from`] can open a table of this configuration from `files`.
+    ///
+    /// Errors: `Mismatch` without an SSD tier, `Config` where that is too small.
+    pub fn check_takes(&self, files: &SegmentFiles) -> Result<()> {
+        let _open = self.inner.lock_any()?;
+        match (&self.inner.ssd, &self.inner.config.ssd) {
+            (Some(ssd), Some(config)) => ssd.check_room(config, files.rows(), files.bytes()),
+            _ => Err(Error::new(
+                Kind::Mismatch,
+                format!("table {:?} has no SSD tier to take segments: give it ssd_bytes", self.inner.config.name),
+            )),
+        }
+    }
+
+    /// Forget the published state named `token`, so that the next flush does not push out the state before it.
+    pub fn forget_published(&self, token: u64) -> Result<()> {
+        let _open = self.inner.lock_any()?;
+        self.inner.ssd.as_ref().map_or(Ok(()), |ssd| ssd.forget_published(token))
+    }
+
+    /// The token of the last state that was flushed or resumed, whether or not it is still there. The next one is larger.
+    pub fn last_token(&self) -> Option<u64> {
+        self.inner.ssd.as_ref().and_then(SsdTier::last_token)
+    }
+
+    /// Whether the SSD tier gave up, for want of room, the states that a resume could take since the last flush.
+    pub fn published_given_up(&self) -> bool {
+        self.inner.ssd.as_ref().is_some_and(SsdTier::published_given_up)
+    }
+
+    /// Whether a write of the SSD tier failed. Rows can be read and saved elsewhere then, and not changed.
+    pub fn is_read_only(&self) -> bool {
+        self.inner.ssd.as_ref().is_some_and(SsdTier::is_read_only)
+    }
+
+    /// The checkpoints that a delta of this table can build on, oldest first.
+    pub fn ancestors(&self) -> Result<Vec<Ancestor>> {
+        Ok(self.inner.lock()?.ancestors().to_vec())
+    }
+
+    /// Note that the contents, as of the end of the epoch before `ancestor.next_epoch`, are those of this checkpoint: the table was saved
+    /// as it, or loaded from it. This is called once the checkpoint is published on all ranks. Rows that are modified from now on must be
+    /// of `next_epoch` or a later one (see [`Table::set_epoch`]).
+    pub fn saved_as(&self, ancestor: Ancestor) -> Result<()> {
+        self.inner.lock_any()?.saved_as(ancestor);
+        Ok(())
+    }
+
+    /// As [`Table::saved_as`], of the rows of a [`Table::moment`] that began with this `next_epoch`; `None` where its save failed. Where
+    /// ids left since that are not all remembered, the checkpoint is no ancestor. A closed table has no use for it.
+    pub fn saved_beside(&self, next_epoch: u32, ancestor: Option<Ancestor>) {
+        if let Ok(mut held) = self.inner.lock_any() {
+            held.saved_beside(next_epoch, ancestor);
+        }
+    }
+
+    /// Wait until no save beside training holds the table's rows, for about `most` at most. Returns whether none does. In a forked child,
+    /// whose parent has the table, none does.
+    pub fn wait_for_save(&self, most: Duration) -> Result<bool> {
+        if self.inner.check_process().is_err() {
+            return Ok(true);
+        }
+        self.inner.wait_for_moment_at_most(most)
+    }
+
+    /// Stop background work, once a save beside training is over where one is under way. Rows in RAM that were not flushed are gone. It is
+    /// harmless to call this twice, or in a forked child, whose parent has the table.
+    pub fn close(&self) -> Result<()> {
+        if self.inner.check_process().is_err() {
+            return Ok(());
+        }
+        self.inner.wait_for_moment()?;
+        if !self.inner.close() {
+            return Ok(());
+        }
+        self.inner.ssd.as_ref().map_or(Ok(()), SsdTier::close)
+    }
+
+    /// Counters of the table and its tiers.
+    pub fn stats(&self) -> Result<TableStats> {
+        Ok(self.inner.lock_any()?.stats())
+    }
+}
+
+fn check(config: &TableConfig, gathers: bool) -> Result<()> {
+    let refuse = |message: String| Err(Error::new(Kind::Config, format!("table {:?}: {message}", config.name)));
+    if config.name.is_empty() {
+        return refuse("name is empty: give the table a name".into());
+    }
+    if config.dim == 0 || config.dim > 65_536 {
+        return refuse(format!("embedding_dim={} is out of range: use 1 to 65536", config.dim));
+    }
+    if config.total_num_buckets == 0 {
+        return refuse("total_num_buckets=0: use at least 1".into());
+    }
+    if config.buckets.start > config.buckets.end || config.buckets.end > config.total_num_buckets {
+        return refuse(format!(
+            "buckets {}..{} are not within 0..{} (total_num_buckets)",
+            config.buckets.start, config.buckets.end, config.total_num_buckets
+        ));
+    }
+    if config.device_rows == Some(0) {
+        return refuse("device_bytes holds no row: raise it, or set it to 0 for no device tier".into());
+    }
+    if config.device_rows.is_some() != gathers {
+        return refuse("a device tier needs a way to read its rows, and only then".into());
+    }
+    Ok(())
+}

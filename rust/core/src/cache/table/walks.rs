@@ -1,0 +1,75 @@
+//! Walks over the rows of a table: all of them, those that changed, those of a moment.
+
+use std::sync::Arc;
+
+use super::handle::Table;
+use crate::cache::groups::GroupSink;
+use crate::cache::rows::Chunk;
+use crate::cache::walk::{ExportStream, TableMoment, all_chunks, all_groups, modified_chunks, modified_groups};
+use crate::cache::watch::{Ancestor, PreImages};
+use crate::error::Result;
+use crate::types::Id;
+
+impl Table {
+    /// Hand every row of every tier to `sink` once, in chunks of at most `chunk_rows`. The table may be read meanwhile. A training step, an
+    /// import or a removal ends the walk with `State`.
+    pub fn for_each_chunk(&self, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
+        all_chunks(&self.inner, self.version(), chunk_rows.max(1), None, sink)
+    }
+
+    /// As [`Table::for_each_chunk`], in groups. Rows in RAM are handed over where they lie: the table waits while the sink takes a group,
+    /// and not while the sink makes room for one.
+    pub fn for_each_group(&self, sink: &mut dyn GroupSink) -> Result<()> {
+        all_groups(&self.inner, sink)
+    }
+
+    /// As [`Table::for_each_chunk`], as a stream: a thread reads ahead by at most two chunks. A stream whose taker keeps it waiting ends
+    /// with `State` also where the table needs the room on SSD of files that the stream is still to read.
+    pub fn export(&self, chunk_rows: usize) -> Result<ExportStream> {
+        ExportStream::start(&self.inner, chunk_rows)
+    }
+
+    /// As [`Table::for_each_chunk`], of the rows whose `modified_epoch` is at least `since`, at the cost of those rows. In RAM a byte is
+    /// looked at for each row where `since` is the epoch of now, else a header. On SSD the footers of segments that have such rows are
+    /// read.
+    pub fn for_each_modified(
+        &self,
+        since: u32,
+        chunk_rows: usize,
+        sink: &mut dyn FnMut(Chunk) -> Result<()>,
+    ) -> Result<()> {
+        modified_chunks(&self.inner, since, chunk_rows.max(1), sink)
+    }
+
+    /// As [`Table::for_each_modified`], in groups, as [`Table::for_each_group`] hands over all rows.
+    pub fn for_each_modified_group(&self, since: u32, sink: &mut dyn GroupSink) -> Result<()> {
+        modified_groups(&self.inner, since, sink)
+    }
+
+    /// The ids that left the table since `ancestor`, each once, in rising order. Some of them may be back, as rows modified since.
+    ///
+    /// Errors: `State` where that is not known, so that a full save is wanted.
+    pub fn left_since(&self, ancestor: &Ancestor) -> Result<Vec<Id>> {
+        self.inner.lock()?.left_since(ancestor)
+    }
+
+    /// Hold the rows of now. Rows that are trained from now on are of `next_epoch`. Rows that training changes before they are handed
+    /// over are kept in `images`, which the tables of one save share.
+    ///
+    /// Errors: `State` while another moment of the table is held.
+    pub fn moment(&self, images: &Arc<PreImages>, next_epoch: u32) -> Result<TableMoment> {
+        TableMoment::begin(&self.inner, images, next_epoch, None)
+    }
+
+    /// As [`Table::moment`], of the rows that were modified since `ancestor`, and the ids that left.
+    ///
+    /// Errors: `State` also where those are not known.
+    pub fn moment_of_changes(
+        &self,
+        images: &Arc<PreImages>,
+        next_epoch: u32,
+        ancestor: &Ancestor,
+    ) -> Result<TableMoment> {
+        TableMoment::begin(&self.inner, images, next_epoch, Some(ancestor))
+    }
+}

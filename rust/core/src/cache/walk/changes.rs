@@ -1,0 +1,121 @@
+//! The rows of a table that were modified since a checkpoint, for a delta.
+
+use super::chunker::{
+    ById, ChunkSink, Chunker, InChunks, InGroups, Next, Source, Taker, check_version, hand_over, lock_unchanged,
+};
+use super::export::{BySlot, rows_copied_at_once};
+use crate::cache::groups::{Gather, GroupSink};
+use crate::cache::locks::{Held, RowsHeld, TableInner};
+use crate::cache::rows::Chunk;
+use crate::error::Result;
+use crate::types::{CacheSlot, Id};
+
+/// Hand over the rows that were modified in epoch `since` or later, in chunks of at most `chunk_rows`.
+pub(crate) fn modified_chunks(
+    table: &TableInner,
+    since: u32,
+    chunk_rows: usize,
+    sink: &mut ChunkSink<'_>,
+) -> Result<()> {
+    let version = table.version();
+    let mut in_ram = table.lock()?.modified_in_ram(since)?;
+    let ids = in_ram.as_slice();
+    hand_over(table, &mut ById { version, ids }, &mut InChunks::new(chunk_rows, &mut *sink))?;
+    in_ram.sort_unstable();
+    modified_on_ssd(table, version, since, chunk_rows, |id| in_ram.binary_search(&id).is_ok(), sink)
+}
+
+/// As [`modified_chunks`], in groups. Rows in RAM of a table without a device tier are handed over where they lie.
+pub(crate) fn modified_groups(table: &TableInner, since: u32, sink: &mut dyn GroupSink) -> Result<()> {
+    let chunk_rows = rows_copied_at_once(table);
+    if table.has_device() {
+        let mut gather = Gather::new(sink);
+        modified_chunks(table, since, chunk_rows, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;
+        return gather.finish();
+    }
+    let version = table.version();
+    let mut export = BySlot::begin(table, version)?;
+    let slots = table.lock()?.modified_slots(since)?;
+    sink.expect(slots.len());
+    let mut modified = ModifiedSlots { export: &mut export, version, since, slots: &slots };
+    hand_over(table, &mut modified, &mut InGroups(sink))?;
+    drop(slots);
+    sink.expect(usize::MAX);
+    let mut gather = Gather::new(sink);
+    modified_on_ssd(table, version, since, chunk_rows, export.were_handed_over(), &mut |chunk| {
+        gather.add(&chunk.headers, &chunk.vectors)
+    })?;
+    gather.finish()
+}
+
+/// Those of the rows in some slots, lowest first, that were modified and are still newest there.
+struct ModifiedSlots<'s, 't> {
+    export: &'s mut BySlot<'t>,
+    version: u64,
+    since: u32,
+    slots: &'s [CacheSlot],
+}
+
+impl Source for ModifiedSlots<'_, '_> {
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>> {
+        lock_unchanged(table, self.version)
+    }
+
+    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, taker: &mut dyn Taker) -> Result<Next> {
+        if self.slots.is_empty() {
+            return Ok(Next::End);
+        }
+        let (now, later) = self.slots.split_at(self.slots.len().min(most));
+        let (number, no_writes) = (self.export.number(), rows.no_kernel_writes());
+        let outdated = self.export.outdated_mut();
+        held.lend_modified(number, now, self.since, no_writes, outdated, &mut |rows| taker.lend(rows))?;
+        self.slots = later;
+        Ok(Next::Lent)
+    }
+}
+
+/// Hand over the rows on SSD that were modified in epoch `since` or later, but those that `were_handed_over` from RAM.
+fn modified_on_ssd(
+    table: &TableInner,
+    version: u64,
+    since: u32,
+    chunk_rows: usize,
+    were_handed_over: impl Fn(Id) -> bool,
+    sink: &mut ChunkSink<'_>,
+) -> Result<()> {
+    let Some(ssd) = &table.ssd else { return Ok(()) };
+    let mut later = Vec::new();
+    let mut now_or_later = |chunk: Chunk| {
+        check_version(table, version)?;
+        // Whoever has the lock may wait for room on SSD, and so for the end of this scan.
+        match table.try_lock()? {
+            Some(held) => sink(newest_on_ssd(table, held, chunk)),
+            None => {
+                later.push(chunk);
+                Ok(())
+            }
+        }
+    };
+    let mut chunker = Chunker::new(chunk_rows, &mut now_or_later);
+    ssd.scan_since(since, &mut |row| if were_handed_over(row.header.id) { Ok(()) } else { chunker.push(row) })?;
+    chunker.finish()?;
+    for chunk in later {
+        check_version(table, version)?;
+        sink(newest_on_ssd(table, table.lock()?, chunk))?;
+    }
+    check_version(table, version)
+}
+
+/// Those of the rows read from SSD that no other tier has newer. (An imported row may say that it was modified later than its training.)
+fn newest_on_ssd(table: &TableInner, held: Held<'_>, mut chunk: Chunk) -> Chunk {
+    let newer: Vec<bool> = chunk.headers.iter().map(|header| held.is_newer_than_on_ssd(header.id)).collect();
+    drop(held);
+    if newer.contains(&true) {
+        let floats = table.floats();
+        let mut at = newer.iter().flat_map(|&newer| std::iter::repeat_n(newer, floats));
+        chunk.vectors.retain(|_| !at.next().unwrap_or(false));
+        let mut at = newer.iter();
+        chunk.headers.retain(|_| !at.next().copied().unwrap_or(false));
+    }
+    chunk
+}

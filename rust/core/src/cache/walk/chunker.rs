@@ -1,0 +1,251 @@
+//! How every walk hands rows over: first those that are newest in RAM or on the device, part by part, each part under the table's locks;
+//! then those on SSD, without them.
+
+use crate::cache::groups::GroupSink;
+use crate::cache::locks::{Held, RowsHeld, TableInner};
+use crate::cache::rows::Chunk;
+use crate::error::{Error, Kind, Result};
+use crate::memory;
+use crate::rows::{RowList, RowRef};
+use crate::types::Id;
+
+/// Takes a chunk. The table's locks are not held meanwhile.
+pub(super) type ChunkSink<'a> = dyn FnMut(Chunk) -> Result<()> + 'a;
+
+/// The next rows of a walk in RAM or on the device.
+pub(super) enum Next {
+    /// They were lent, if there were any in this part.
+    Lent,
+    /// Copies of them. No lock is needed to take these.
+    Copied(Chunk),
+    /// There are none left.
+    End,
+}
+
+/// Says which rows of a table in RAM or on the device a walk wants.
+pub(super) trait Source {
+    /// Take the locks of the table that this walk needs. It is refused where the walk must not go on.
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>>;
+
+    /// Lend the next rows, at most `most`, to `taker`, or return copies.
+    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, taker: &mut dyn Taker) -> Result<Next>;
+}
+
+/// Takes rows of a walk.
+pub(super) trait Taker {
+    /// How many rows the next part may have, at least 1. No lock is held, so this may wait.
+    fn room(&mut self) -> Result<usize>;
+    /// Take rows where they lie. The table's locks are held, so this waits for nothing.
+    fn lend(&mut self, rows: RowList<'_>) -> Result<()>;
+    /// Take rows that were copied. No lock is held.
+    fn take_copied(&mut self, chunk: Chunk) -> Result<()>;
+}
+
+/// Hand over all rows of a source. This is the only loop over the rows of a table in RAM and on the device.
+pub(super) fn hand_over(table: &TableInner, source: &mut dyn Source, taker: &mut dyn Taker) -> Result<()> {
+    loop {
+        let most = taker.room()?;
+        let next = {
+            let rows = table.reading_rows()?;
+            let mut held = source.lock(table)?;
+            source.next(&mut held, &rows, most, taker)?
+        };
+        match next {
+            Next::Lent => {}
+            Next::Copied(chunk) => taker.take_copied(chunk)?,
+            Next::End => return Ok(()),
+        }
+    }
+}
+
+/// Hands rows on in groups, those that are lent where they lie.
+pub(super) struct InGroups<'a>(pub(super) &'a mut dyn GroupSink);
+
+impl Taker for InGroups<'_> {
+    fn room(&mut self) -> Result<usize> {
+        self.0.room()
+    }
+    fn lend(&mut self, rows: RowList<'_>) -> Result<()> {
+        self.0.take(rows)
+    }
+    fn take_copied(&mut self, chunk: Chunk) -> Result<()> {
+        self.0.take(RowList::block(&chunk.headers, &chunk.vectors, self.0.vector_floats()))
+    }
+}
+
+/// Hands rows on in chunks, those that are lent as copies.
+pub(super) struct InChunks<'a> {
+    most: usize,
+    /// Copies of the rows that were lent last.
+    lent: Chunk,
+    sink: &'a mut ChunkSink<'a>,
+}
+
+impl<'a> InChunks<'a> {
+    /// Chunks of at most `most` rows.
+    pub(super) fn new(most: usize, sink: &'a mut ChunkSink<'a>) -> Self {
+        Self { most, lent: Chunk::default(), sink }
+    }
+}
+
+impl Taker for InChunks<'_> {
+    fn room(&mut self) -> Result<usize> {
+        if !self.lent.headers.is_empty() {
+            (self.sink)(std::mem::take(&mut self.lent))?;
+        }
+        Ok(self.most)
+    }
+
+    fn lend(&mut self, rows: RowList<'_>) -> Result<()> {
+        memory::reserve(&mut self.lent.headers, "copy rows", rows.len())?;
+        memory::reserve(&mut self.lent.vectors, "copy rows", rows.len() * rows.floats())?;
+        rows.iter().for_each(|row| self.lent.push(row));
+        Ok(())
+    }
+
+    fn take_copied(&mut self, chunk: Chunk) -> Result<()> {
+        (self.sink)(chunk)
+    }
+}
+
+/// Puts rows that come one at a time together into chunks, as a scan of the SSD tier gives them.
+pub(super) struct Chunker<'a> {
+    most: usize,
+    chunk: Chunk,
+    rows: u64,
+    sink: &'a mut ChunkSink<'a>,
+}
+
+impl<'a> Chunker<'a> {
+    /// Chunks of at most `most` rows.
+    pub(super) fn new(most: usize, sink: &'a mut ChunkSink<'a>) -> Self {
+        Self { most, chunk: Chunk::default(), rows: 0, sink }
+    }
+
+    /// Add a row.
+    pub(super) fn push(&mut self, row: RowRef<'_>) -> Result<()> {
+        self.chunk.push(row);
+        self.rows += 1;
+        if self.chunk.headers.len() < self.most { Ok(()) } else { (self.sink)(std::mem::take(&mut self.chunk)) }
+    }
+
+    /// Hand over the last chunk. Returns how many rows there were in all.
+    pub(super) fn finish(self) -> Result<u64> {
+        if !self.chunk.headers.is_empty() {
+            (self.sink)(self.chunk)?;
+        }
+        Ok(self.rows)
+    }
+}
+
+/// A source of rows by id, of which copies are made.
+pub(super) struct ById<'a> {
+    pub(super) version: u64,
+    pub(super) ids: &'a [Id],
+}
+
+impl Source for ById<'_> {
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>> {
+        lock_unchanged(table, self.version)
+    }
+
+    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, _: &mut dyn Taker) -> Result<Next> {
+        if self.ids.is_empty() {
+            return Ok(Next::End);
+        }
+        let (now, later) = self.ids.split_at(self.ids.len().min(most));
+        let found = held.read(now, rows.no_kernel_writes())?;
+        debug_assert!(found.found.iter().all(|&found| found));
+        self.ids = later;
+        Ok(Next::Copied(Chunk { headers: found.headers, vectors: found.vectors }))
+    }
+}
+
+/// The table's residency, if its contents still have this number.
+pub(super) fn lock_unchanged(table: &TableInner, version: u64) -> Result<Held<'_>> {
+    let held = table.lock()?;
+    check_version(table, version)?;
+    Ok(held)
+}
+
+/// Errors: `State` where the contents of the table no longer have this number.
+pub(super) fn check_version(table: &TableInner, version: u64) -> Result<()> {
+    if table.version() == version { Ok(()) } else { Err(changed_meanwhile(table)) }
+}
+
+pub(super) fn changed_meanwhile(table: &TableInner) -> Error {
+    Error::new(
+        Kind::State,
+        format!(
+            "table {:?} changed while it was exported (a training step, an import or a removal): export again, and train \
+             only after the last chunk",
+            table.config.name
+        ),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rows::RowHeader;
+
+    const FLOATS: usize = 3;
+
+    fn rows(count: usize) -> (Vec<RowHeader>, Vec<f32>) {
+        let headers: Vec<RowHeader> = (0..count).map(|id| RowHeader { id: id as Id, ..RowHeader::default() }).collect();
+        let vectors = headers.iter().flat_map(|header| [header.id as f32; FLOATS]).collect();
+        (headers, vectors)
+    }
+
+    /// The ids of the chunks that were handed over, each checked against its vector part.
+    fn ids(chunks: &[Chunk]) -> Vec<Vec<Id>> {
+        for chunk in chunks {
+            assert!(chunk.headers.iter().enumerate().all(|(at, header)| {
+                let row = chunk.row(at, FLOATS);
+                row.header.id == header.id && row.vector == [header.id as f32; FLOATS]
+            }));
+        }
+        chunks.iter().map(|chunk| chunk.headers.iter().map(|header| header.id).collect()).collect()
+    }
+
+    #[test]
+    fn rows_that_come_one_at_a_time_are_handed_over_once_in_chunks_of_at_most_the_wanted_size() {
+        for (count, most, chunks) in
+            [(0, 4, vec![]), (3, 4, vec![3]), (4, 4, vec![4]), (9, 4, vec![4, 4, 1]), (2, 1, vec![1, 1])]
+        {
+            let (headers, vectors) = rows(count);
+            let mut taken = Vec::new();
+            let mut sink = |chunk| {
+                taken.push(chunk);
+                Ok(())
+            };
+            let mut chunker = Chunker::new(most, &mut sink);
+            RowList::block(&headers, &vectors, FLOATS).iter().for_each(|row| chunker.push(row).expect("taken"));
+            assert_eq!(chunker.finish().expect("taken"), count as u64);
+            let found = ids(&taken);
+            assert_eq!(found.iter().map(Vec::len).collect::<Vec<_>>(), chunks, "{count} rows, {most} at a time");
+            assert!(found.into_iter().flatten().eq(0..count as Id));
+        }
+    }
+
+    #[test]
+    fn rows_that_are_lent_are_copied_at_once_and_handed_over_when_no_lock_is_held() {
+        let (headers, vectors) = rows(5);
+        let lent = RowList::block(&headers, &vectors, FLOATS);
+        let taken = std::cell::RefCell::new(Vec::new());
+        let mut sink = |chunk| {
+            taken.borrow_mut().push(chunk);
+            Ok(())
+        };
+        let mut chunks = InChunks::new(3, &mut sink);
+        assert_eq!(chunks.room().expect("no chunk yet"), 3);
+        chunks.lend(lent.range(0..3)).expect("copied");
+        assert!(taken.borrow().is_empty(), "the locks are held");
+        assert_eq!(chunks.room().expect("taken"), 3);
+        assert_eq!(ids(&taken.borrow()), [vec![0, 1, 2]]);
+        chunks.lend(lent.range(3..5)).expect("copied");
+        chunks.room().expect("taken");
+        chunks.room().expect("nothing to take");
+        assert_eq!(ids(&taken.borrow()), [vec![0, 1, 2], vec![3, 4]]);
+    }
+}

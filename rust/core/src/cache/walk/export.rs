@@ -1,0 +1,184 @@
+//! Every row of a table, once. The table may be read, planned and evicted meanwhile; a change of its contents ends the walk.
+
+use std::sync::Arc;
+
+use super::chunker::{
+    ById, ChunkSink, Chunker, InChunks, InGroups, Next, Source, Taker, check_version, hand_over, lock_unchanged,
+};
+use crate::cache::groups::{Gather, GroupSink};
+use crate::cache::locks::{Held, RowsHeld, TableInner};
+use crate::cache::residency::ExportBegun;
+use crate::cache::rows::Chunk;
+use crate::error::{Error, Kind, Result};
+use crate::rows::RowHeader;
+use crate::ssd::{GiveWay, ScanSink};
+use crate::types::Id;
+
+/// Bytes of the rows that are copied at a time for a group (at least one row). They stay in a core's cache until they are copied again.
+const COPIED_BYTES: usize = 512 << 10;
+
+/// Rows that are copied at a time for a group.
+pub(super) fn rows_copied_at_once(table: &TableInner) -> usize {
+    (COPIED_BYTES / (table.floats() * 4 + size_of::<RowHeader>())).max(1)
+}
+
+/// Hand over every row of the contents with this number, in chunks of at most `chunk_rows`. Where `sink` may wait for somebody who takes
+/// the chunks, that is `taker`.
+pub(crate) fn all_chunks(
+    table: &TableInner,
+    version: u64,
+    chunk_rows: usize,
+    taker: Option<&Arc<dyn GiveWay>>,
+    sink: &mut ChunkSink<'_>,
+) -> Result<()> {
+    if table.has_device() {
+        return all_by_id(table, version, chunk_rows, taker, sink);
+    }
+    let mut slots = BySlot::begin(table, version)?;
+    hand_over(table, &mut slots, &mut InChunks::new(chunk_rows, &mut *sink))?;
+    slots.rows_on_ssd(chunk_rows, taker, sink)
+}
+
+/// As [`all_chunks`], in groups. Rows in RAM of a table without a device tier are handed over where they lie.
+pub(crate) fn all_groups(table: &TableInner, sink: &mut dyn GroupSink) -> Result<()> {
+    let version = table.version();
+    let chunk_rows = rows_copied_at_once(table);
+    if table.has_device() {
+        let mut gather = Gather::new(sink);
+        all_by_id(table, version, chunk_rows, None, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;
+        return gather.finish();
+    }
+    let mut slots = BySlot::begin(table, version)?;
+    hand_over(table, &mut slots, &mut InGroups(sink))?;
+    let mut gather = Gather::new(sink);
+    slots.rows_on_ssd(chunk_rows, None, &mut |chunk| gather.add(&chunk.headers, &chunk.vectors))?;
+    gather.finish()
+}
+
+/// An export under way of a table without a device tier. It goes through the host tier slot by slot, since no row moves to another slot
+/// meanwhile.
+pub(super) struct BySlot<'t> {
+    table: &'t TableInner,
+    version: u64,
+    begun: ExportBegun,
+    /// Rows that were handed over from RAM.
+    handed_over: u64,
+    /// Ids of rows that were handed over and have an older copy on SSD.
+    outdated: Vec<Id>,
+}
+
+impl Drop for BySlot<'_> {
+    fn drop(&mut self) {
+        self.table.end_export(self.begun.number);
+    }
+}
+
+impl<'t> BySlot<'t> {
+    pub(super) fn begin(table: &'t TableInner, version: u64) -> Result<Self> {
+        let begun = table.lock()?.begin_export(version);
+        Ok(Self { table, version, begun, handed_over: 0, outdated: Vec::new() })
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.begun.number
+    }
+
+    pub(super) fn outdated_mut(&mut self) -> &mut Vec<Id> {
+        &mut self.outdated
+    }
+
+    /// Says of an id on SSD whether its row was handed over from RAM.
+    pub(super) fn were_handed_over(&mut self) -> impl Fn(Id) -> bool + '_ {
+        self.outdated.sort_unstable();
+        let (outdated, written_down) = (&self.outdated, &self.begun.written_down);
+        move |id| outdated.binary_search(&id).is_ok() || written_down.contains(id)
+    }
+
+    /// Hand over the rows that were on SSD when those in RAM had been handed over, and see that no row is missing.
+    fn rows_on_ssd(
+        &mut self,
+        chunk_rows: usize,
+        taker: Option<&Arc<dyn GiveWay>>,
+        sink: &mut ChunkSink<'_>,
+    ) -> Result<()> {
+        let (table, version, rows, from_ram) = (self.table, self.version, self.begun.rows, self.handed_over);
+        let were_handed_over = self.were_handed_over();
+        let from_ssd = rows_on_ssd(table, version, chunk_rows, taker, were_handed_over, sink)?;
+        check_all_handed_over(table, rows, from_ram + from_ssd)
+    }
+}
+
+impl Source for BySlot<'_> {
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>> {
+        lock_unchanged(table, self.version)
+    }
+
+    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, taker: &mut dyn Taker) -> Result<Next> {
+        let no_writes = rows.no_kernel_writes();
+        let lent =
+            held.lend_next(self.begun.number, most, no_writes, &mut self.outdated, &mut |rows| taker.lend(rows))?;
+        self.handed_over += lent as u64;
+        Ok(if lent == 0 { Next::End } else { Next::Lent })
+    }
+}
+
+/// As [`all_chunks`], of a table with a device tier. Rows move between it and the host tier in both directions, so what was handed over of
+/// them is known by id.
+fn all_by_id(
+    table: &TableInner,
+    version: u64,
+    chunk_rows: usize,
+    taker: Option<&Arc<dyn GiveWay>>,
+    sink: &mut ChunkSink<'_>,
+) -> Result<()> {
+    let (mut in_ram, rows) = table.lock()?.newest_in_ram()?;
+    let ids = in_ram.as_slice();
+    hand_over(table, &mut ById { version, ids }, &mut InChunks::new(chunk_rows, &mut *sink))?;
+    in_ram.sort_unstable();
+    let were_handed_over = |id| in_ram.binary_search(&id).is_ok();
+    let from_ssd = rows_on_ssd(table, version, chunk_rows, taker, were_handed_over, sink)?;
+    check_all_handed_over(table, rows, in_ram.len() as u64 + from_ssd)
+}
+
+/// Hand over the rows on SSD but those that `were_handed_over` from RAM. Returns how many.
+fn rows_on_ssd(
+    table: &TableInner,
+    version: u64,
+    chunk_rows: usize,
+    taker: Option<&Arc<dyn GiveWay>>,
+    were_handed_over: impl Fn(Id) -> bool,
+    sink: &mut ChunkSink<'_>,
+) -> Result<u64> {
+    let mut unchanged = |chunk: Chunk| {
+        check_version(table, version)?;
+        sink(chunk)
+    };
+    let mut chunker = Chunker::new(chunk_rows, &mut unchanged);
+    scan(table, taker, &mut |row| if were_handed_over(row.header.id) { Ok(()) } else { chunker.push(row) })?;
+    let rows = chunker.finish()?;
+    check_version(table, version)?;
+    Ok(rows)
+}
+
+/// Give every row on SSD to `sink`, which `taker`, if there is one, may keep waiting.
+fn scan(table: &TableInner, taker: Option<&Arc<dyn GiveWay>>, sink: &mut ScanSink<'_>) -> Result<()> {
+    match (&table.ssd, taker) {
+        (None, _) => Ok(()),
+        (Some(ssd), None) => ssd.scan(sink),
+        (Some(ssd), Some(taker)) => ssd.scan_giving_way(taker, sink),
+    }
+}
+
+/// Whoever wants all rows is told where some are missing.
+fn check_all_handed_over(table: &TableInner, rows: u64, handed_over: u64) -> Result<()> {
+    if handed_over >= rows {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::State,
+        format!(
+            "table {:?} has {rows} rows and {handed_over} were found: a bug of torchrec-embcache to report",
+            table.config.name
+        ),
+    ))
+}

@@ -1,0 +1,186 @@
+//! The rows of a table as of one moment, handed over while training goes on.
+//!
+//! At the moment every slot that holds the newest copy of a row is marked. Whoever is about to change such a row, or to take it out of
+//! its slot, copies it to the [`PreImages`] first and takes the mark back, under the table's lock; so does this walk when it hands the
+//! row over. Rows whose newest copy is on SSD are the SSD tier's to keep ([`SsdMoment`]). They come first and without the table's lock,
+//! because whoever has that lock may wait for the room that they take.
+
+use std::sync::Arc;
+
+use super::chunker::{Chunker, InChunks, Next, Source, Taker, hand_over};
+use crate::cache::locks::{Held, RowsHeld, TableInner};
+use crate::cache::rows::Chunk;
+use crate::cache::watch::{Ancestor, PreImages};
+use crate::config::TableConfig;
+use crate::error::{Error, Kind, Result};
+use crate::memory;
+use crate::rows::RowRef;
+use crate::ssd::{KeepRow, SsdMoment};
+use crate::types::{CacheSlot, Id};
+
+/// The rows of a table at one moment, with its step; or only those modified since a checkpoint. Dropping it lets go of what is kept for it.
+pub struct TableMoment {
+    table: Arc<TableInner>,
+    images: Arc<PreImages>,
+    /// The table's number in `images`.
+    number: usize,
+    ssd: Option<SsdMoment>,
+    rows: u64,
+    step: u64,
+    /// Ids that left between the checkpoint and the moment; `None` where all rows are handed over.
+    left: Option<Vec<Id>>,
+}
+
+impl std::fmt::Debug for TableMoment {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TableMoment").field("table", &self.table.config.name).finish_non_exhaustive()
+    }
+}
+
+impl TableMoment {
+    /// Hold the rows of now; of those that were modified since `ancestor`, where one is given.
+    pub(crate) fn begin(
+        table: &Arc<TableInner>,
+        images: &Arc<PreImages>,
+        next_epoch: u32,
+        ancestor: Option<&Ancestor>,
+    ) -> Result<Self> {
+        memory::check()?;
+        let rows = table.reading_rows()?;
+        let mut held = table.lock()?;
+        if held.has_moment() {
+            return Err(Error::new(
+                Kind::State,
+                format!("table {:?} is being saved beside training: wait until that save is done", table.config.name),
+            ));
+        }
+        let left = ancestor.map(|ancestor| held.left_since(ancestor)).transpose()?;
+        let since = ancestor.map_or(0, |ancestor| ancestor.next_epoch);
+        let marks = held.marks(since)?;
+        let number = images.add(&table.layout);
+        let ssd = match &table.ssd {
+            None => None,
+            Some(ssd) => {
+                let kept = Arc::clone(images);
+                let keep: Box<KeepRow> = Box::new(move |row: RowRef<'_>| {
+                    kept.keep(number).row(row.header, |to| to.copy_from_slice(row.vector));
+                });
+                Some(ssd.moment(&mut held.stale_on_ssd(), since, keep)?)
+            }
+        };
+        let moment = Self {
+            table: Arc::clone(table),
+            images: Arc::clone(images),
+            number,
+            ssd,
+            rows: held.rows(),
+            step: held.counters().step,
+            left,
+        };
+        held.begin_moment(marks, Arc::clone(images), number, next_epoch);
+        table.note_moment(&rows);
+        Ok(moment)
+    }
+
+    /// The table's configuration.
+    pub fn config(&self) -> &TableConfig {
+        &self.table.config
+    }
+
+    /// Training steps at the moment.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Rows at the moment, also those that did not change since the checkpoint.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Of a moment of changes: the ids that left since the checkpoint, each once, in rising order. Some of them may be back.
+    pub fn left(&self) -> Option<&[Id]> {
+        self.left.as_deref()
+    }
+
+    /// Hand every row of the moment to `sink` once, in chunks of about `chunk_rows`. No lock is held while `sink` runs.
+    ///
+    /// Errors: those of `sink`; `Storage`, `Corruption` and `Memory`; what kept a row from being copied before it changed.
+    pub fn for_each_chunk(mut self, chunk_rows: usize, sink: &mut dyn FnMut(Chunk) -> Result<()>) -> Result<()> {
+        let chunk_rows = chunk_rows.max(1);
+        let mut rows = 0;
+        let mut sink = |chunk: Chunk| {
+            rows += chunk.headers.len() as u64;
+            sink(chunk)
+        };
+        if let Some(ssd) = self.ssd.take() {
+            let mut chunker = Chunker::new(chunk_rows, &mut sink);
+            ssd.for_each_row(&mut |row| chunker.push(row))?;
+            chunker.finish()?;
+        }
+        for tier in [WantedTier::Host, WantedTier::Device] {
+            let mut wanted = Wanted { images: &self.images, tier, next: 0 };
+            hand_over(&self.table, &mut wanted, &mut InChunks::new(chunk_rows, &mut sink))?;
+        }
+        while let Some(chunk) = self.images.take(self.number)? {
+            if !chunk.headers.is_empty() {
+                sink(chunk)?;
+            }
+        }
+        self.images.check()?;
+        if self.left.is_none() && rows != self.rows {
+            return Err(Error::new(
+                Kind::State,
+                format!(
+                    "table {:?} had {} rows when its save began and {rows} were found: a bug of torchrec-embcache to report",
+                    self.table.config.name, self.rows
+                ),
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for TableMoment {
+    fn drop(&mut self) {
+        // The SSD tier's part goes first: somebody may wait for its room with the table's lock.
+        drop(self.ssd.take());
+        self.table.leave_moment();
+    }
+}
+
+/// The tier whose rows are handed over.
+#[derive(Clone, Copy)]
+enum WantedTier {
+    Host,
+    Device,
+}
+
+/// The rows of a tier that the moment still wants.
+struct Wanted<'m> {
+    images: &'m PreImages,
+    tier: WantedTier,
+    next: CacheSlot,
+}
+
+impl Source for Wanted<'_> {
+    /// Also of a table that waits for a load since: the rows of the moment are kept whatever became of the table.
+    fn lock<'a>(&self, table: &'a TableInner) -> Result<Held<'a>> {
+        let held = table.lock_any()?;
+        self.images.check()?;
+        Ok(held)
+    }
+
+    fn next(&mut self, held: &mut Held<'_>, rows: &RowsHeld<'_>, most: usize, taker: &mut dyn Taker) -> Result<Next> {
+        match self.tier {
+            WantedTier::Host => {
+                let no_writes = rows.no_kernel_writes();
+                let lent = held.lend_wanted(&mut self.next, most, no_writes, &mut |rows| taker.lend(rows))?;
+                Ok(if lent == 0 { Next::End } else { Next::Lent })
+            }
+            WantedTier::Device => {
+                let chunk = held.read_wanted_on_device(&mut self.next, most)?;
+                Ok(if chunk.headers.is_empty() { Next::End } else { Next::Copied(chunk) })
+            }
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! The lineage of a table: which checkpoints its contents descend from, and which ids left it since the oldest of them was saved. From it
+//! a delta knows what to write.
+
+use serde::{Deserialize, Serialize};
+
+use crate::types::Id;
+
+/// How many checkpoints are remembered. There are several so that saves to a few directories in turn each find their own last one.
+const MOST_ANCESTORS: usize = 4;
+
+/// A checkpoint whose rows were this table's when it was saved or loaded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ancestor {
+    /// The checkpoint's directory.
+    pub name: String,
+    /// XXH3 of its manifest.
+    pub manifest_xxh3: u64,
+    /// The epoch that followed it: what was modified, or left, in this epoch or later is not in the checkpoint as it is now.
+    pub next_epoch: u32,
+}
+
+/// The lineage of one table.
+#[derive(Debug)]
+pub(crate) struct Lineage {
+    /// Oldest first.
+    ancestors: Vec<Ancestor>,
+    /// The ids that left, by the epoch in which they did, epochs ascending. From the oldest ancestor's `next_epoch` on none is missing.
+    left: Vec<(u32, Vec<Id>)>,
+    left_ids: usize,
+    most_ids: usize,
+    /// The `next_epoch` of a save beside training that is not published yet. Ids that leave from then on are kept, since the save may
+    /// become an ancestor.
+    awaited: Option<u32>,
+}
+
+/// The head of a lineage in a file. The ids follow it.
+#[derive(Serialize, Deserialize)]
+struct Head {
+    ancestors: Vec<Ancestor>,
+    /// Each epoch, and how many ids left in it.
+    left: Vec<(u32, usize)>,
+}
+
+impl Lineage {
+    /// The lineage of a table that descends from no checkpoint. It will remember ids of at most `bytes` bytes.
+    pub(crate) fn new(bytes: u64) -> Self {
+        let most_ids = bytes as usize / size_of::<Id>();
+        Self { ancestors: Vec::new(), left: Vec::new(), left_ids: 0, most_ids, awaited: None }
+    }
+
+    pub(crate) fn ancestors(&self) -> &[Ancestor] {
+        &self.ancestors
+    }
+
+    /// Bytes that the ids take.
+    pub(crate) fn bytes(&self) -> u64 {
+        (self.left_ids * size_of::<Id>()) as u64
+    }
+
+    /// Note that the contents descend from no known checkpoint any more.
+    pub(crate) fn forget(&mut self) {
+        *self = Self::new((self.most_ids * size_of::<Id>()) as u64);
+    }
+
+    /// Note that the table was saved as this checkpoint, or loaded from it.
+    pub(crate) fn saved_as(&mut self, ancestor: Ancestor) {
+        self.ancestors.retain(|other| *other != ancestor);
+        self.ancestors.push(ancestor);
+        let most = self.ancestors.len().saturating_sub(MOST_ANCESTORS);
+        self.ancestors.drain(..most);
+        self.prune();
+    }
+
+    /// Note that the contents of now are being saved beside training, until [`Lineage::saved_beside`]. Only the last such save is awaited.
+    pub(crate) fn await_save(&mut self, next_epoch: u32) {
+        self.awaited = Some(next_epoch);
+        self.prune();
+    }
+
+    /// Note that the awaited save is over: the table was saved as `ancestor`, or the save failed (`None`). Nothing happens where that save
+    /// is no longer awaited, because another one is, or too many ids left since, or the contents were replaced.
+    pub(crate) fn saved_beside(&mut self, next_epoch: u32, ancestor: Option<Ancestor>) {
+        if self.awaited != Some(next_epoch) {
+            return;
+        }
+        self.awaited = None;
+        match ancestor {
+            Some(ancestor) => self.saved_as(ancestor),
+            None => self.prune(),
+        }
+    }
+
+    /// Whether there is a checkpoint, or may be one soon, that a delta can build on. Only then ids that leave are kept, and imported rows
+    /// count as modified.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.awaited.is_some() || !self.ancestors.is_empty()
+    }
+
+    /// Note that ids left the table in `epoch`, which is the table's. When there are too many ids, the oldest ancestors are forgotten.
+    pub(crate) fn note_left(&mut self, epoch: u32, ids: &[Id]) {
+        while self.is_wanted() && self.left_ids + ids.len() > self.most_ids {
+            if self.ancestors.is_empty() {
+                self.awaited = None;
+            } else {
+                self.ancestors.remove(0);
+            }
+            self.prune();
+        }
+        if !self.is_wanted() || ids.is_empty() {
+            return;
+        }
+        self.left_ids += ids.len();
+        match self.left.last_mut() {
+            Some((last, left)) if *last == epoch => left.extend_from_slice(ids),
+            _ => self.left.push((epoch, ids.to_vec())),
+        }
+    }
+
+    /// Forget the ids that left before the oldest ancestor.
+    fn prune(&mut self) {
+        let wanted = self.ancestors.iter().map(|ancestor| ancestor.next_epoch).chain(self.awaited);
+        let oldest = wanted.min().unwrap_or(u32::MAX);
+        self.left.retain(|(epoch, _)| *epoch >= oldest);
+        self.left_ids = self.left.iter().map(|(_, ids)| ids.len()).sum();
+    }
+
+    /// The ids that left since `ancestor`, each once, in rising order. Some of them may be back. `None` where that is not known.
+    pub(crate) fn left_since(&self, ancestor: &Ancestor) -> Option<Vec<Id>> {
+        if !self.ancestors.contains(ancestor) {
+            return None;
+        }
+        let since = self.left.iter().filter(|(epoch, _)| *epoch >= ancestor.next_epoch);
+        let mut ids: Vec<Id> = since.flat_map(|(_, ids)| ids.iter().copied()).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        Some(ids)
+    }
+
+    /// The lineage as bytes for a file. Where it takes more than `most` bytes they are those of a table that descends from no checkpoint.
+    pub(crate) fn encode(&self, most: usize) -> Vec<u8> {
+        let head = Head {
+            ancestors: self.ancestors.clone(),
+            left: self.left.iter().map(|(e, ids)| (*e, ids.len())).collect(),
+        };
+        let Ok(mut bytes) = serde_json::to_vec(&head) else { return Vec::new() };
+        if self.ancestors.is_empty() || bytes.len() + 1 + self.left_ids * size_of::<Id>() > most {
+            return Vec::new();
+        }
+        bytes.push(b'\n');
+        for id in self.left.iter().flat_map(|(_, ids)| ids) {
+            bytes.extend_from_slice(&id.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Replace this lineage by the one that [`Lineage::encode`] wrote. Where the bytes are damaged, it is that of a table that descends
+    /// from no checkpoint.
+    pub(crate) fn decode(&mut self, bytes: &[u8]) {
+        self.forget();
+        let Some(end) = bytes.iter().position(|&byte| byte == b'\n') else { return };
+        let Ok(head) = serde_json::from_slice::<Head>(&bytes[..end]) else { return };
+        let ids = bytes[end + 1..].chunks_exact(size_of::<Id>());
+        let counted = head.left.iter().try_fold(0_usize, |sum, (_, count)| sum.checked_add(*count));
+        let ascending = head.left.windows(2).all(|pair| pair[0].0 < pair[1].0);
+        if counted != Some(ids.len()) || !ids.remainder().is_empty() || !ascending {
+            return;
+        }
+        let mut ids = ids.map(|bytes| Id::from_le_bytes(bytes.try_into().unwrap_or_default()));
+        self.left = head.left.iter().map(|(epoch, count)| (*epoch, ids.by_ref().take(*count).collect())).collect();
+        self.ancestors = head.ancestors;
+        self.prune();
+        if self.left_ids > self.most_ids {
+            self.forget();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ancestor(next_epoch: u32) -> Ancestor {
+        Ancestor { name: format!("c{next_epoch}"), manifest_xxh3: u64::from(next_epoch) << 40, next_epoch }
+    }
+
+    #[test]
+    fn what_left_is_known_since_each_of_the_last_checkpoints() {
+        let mut lineage = Lineage::new(1 << 10);
+        lineage.note_left(0, &[1, 2]);
+        assert_eq!((lineage.bytes(), lineage.left_since(&ancestor(1))), (0, None), "nothing is asked for");
+        for epoch in 1..=5 {
+            lineage.saved_as(ancestor(epoch));
+            lineage.note_left(epoch, &[10, i64::from(epoch)]);
+            lineage.note_left(epoch, &[-i64::from(epoch)]);
+        }
+        assert_eq!(lineage.left_since(&ancestor(1)), None, "too long ago");
+        assert_eq!(lineage.left_since(&ancestor(4)), Some(vec![-5, -4, 4, 5, 10]));
+        assert_eq!(lineage.left_since(&ancestor(5)), Some(vec![-5, 5, 10]));
+        assert_eq!(lineage.left_since(&Ancestor { manifest_xxh3: 1, ..ancestor(5) }), None, "another's");
+        assert_eq!(lineage.bytes(), 12 * 8, "those of epoch 1 are forgotten");
+        lineage.forget();
+        assert_eq!((lineage.bytes(), lineage.left_since(&ancestor(5))), (0, None));
+    }
+
+    #[test]
+    fn too_many_ids_push_out_the_oldest_checkpoints_and_then_all() {
+        let mut lineage = Lineage::new(10 * 8);
+        lineage.saved_as(ancestor(1));
+        lineage.note_left(1, &[0, 1, 2, 3, 4, 5]);
+        lineage.saved_as(ancestor(2));
+        lineage.note_left(2, &[6, 7, 8, 9, 10, 11]);
+        assert_eq!(lineage.left_since(&ancestor(1)), None);
+        assert_eq!(lineage.left_since(&ancestor(2)), Some((6..12).collect()));
+        lineage.note_left(2, &[0; 11]);
+        assert_eq!((lineage.ancestors().len(), lineage.bytes()), (0, 0));
+    }
+
+    #[test]
+    fn ids_that_leave_while_a_save_runs_are_kept_for_it_if_it_succeeds() {
+        let mut lineage = Lineage::new(4 * 8);
+        lineage.await_save(1);
+        lineage.note_left(1, &[7, 8]);
+        lineage.saved_beside(2, Some(ancestor(2)));
+        assert!(lineage.ancestors().is_empty(), "another save");
+        lineage.saved_beside(1, Some(ancestor(1)));
+        assert_eq!(lineage.left_since(&ancestor(1)), Some(vec![7, 8]));
+        // One that failed leaves what older ones need.
+        lineage.await_save(2);
+        lineage.note_left(2, &[9]);
+        lineage.saved_beside(2, None);
+        lineage.saved_beside(2, Some(ancestor(2)));
+        assert_eq!(lineage.left_since(&ancestor(1)), Some(vec![7, 8, 9]));
+        // Too many while it ran: first the oldest checkpoint is given up, then this save.
+        lineage.await_save(3);
+        lineage.note_left(3, &[1, 2, 3]);
+        assert_eq!((lineage.ancestors().len(), lineage.bytes()), (0, 24));
+        lineage.note_left(3, &[4, 5]);
+        lineage.saved_beside(3, Some(ancestor(3)));
+        assert_eq!((lineage.ancestors().len(), lineage.bytes()), (0, 0));
+        lineage.await_save(4);
+        lineage.forget();
+        lineage.saved_beside(4, Some(ancestor(4)));
+        assert!(lineage.ancestors().is_empty(), "other contents");
+    }
+
+    #[test]
+    fn it_comes_back_from_a_file_and_damage_makes_it_forget() {
+        let mut lineage = Lineage::new(1 << 10);
+        for epoch in 1..=3 {
+            lineage.saved_as(ancestor(epoch));
+            lineage.note_left(epoch, &[i64::MIN, i64::from(epoch)]);
+        }
+        let bytes = lineage.encode(1 << 20);
+        let mut back = Lineage::new(1 << 10);
+        back.decode(&bytes);
+        assert_eq!((back.ancestors(), &back.left, back.left_ids), (lineage.ancestors(), &lineage.left, 6));
+        assert!(lineage.encode(bytes.len()) == bytes && lineage.encode(bytes.len() - 1).is_empty());
+        for damaged in [&bytes[..bytes.len() - 1], &bytes[1..], b"", b"{}\n", &[b'\n'; 40]] {
+            back.decode(damaged);
+            assert!(back.ancestors().is_empty() && back.left.is_empty());
+        }
+        let mut smaller = Lineage::new(5 * 8);
+        smaller.decode(&bytes);
+        assert!(smaller.ancestors().is_empty(), "more than it may hold");
+    }
+}

@@ -1,0 +1,14 @@
+//! What others want of a table's rows while they move and change: a moment the rows as they were, an export each row once, a delta the ids
+//! that left. The residency of the rows tells these of every change; they know nothing of it.
+
+mod exports;
+mod lineage;
+mod preimages;
+mod wanted;
+
+pub use lineage::Ancestor;
+pub use preimages::PreImages;
+
+pub(crate) use exports::{Exports, WrittenDown};
+pub(crate) use lineage::Lineage;
+pub(crate) use wanted::{Marks, WantedRows};

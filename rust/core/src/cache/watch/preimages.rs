@@ -1,0 +1,406 @@
+//! Pre-images: copies of rows as they were at a moment, made before the rows change. They have a bound of memory, and a file for what goes
+//! past it.
+//!
+//! All tables of one save share them. Rows are copied into blocks. When the blocks take more than half of the memory, a thread of its own
+//! writes full blocks to the file, beginning with those that will be wanted last. When they take all of it, whoever copies a row waits for
+//! that thread, which needs no lock of a table.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
+
+use crate::cache::rows::Chunk;
+use crate::error::{Error, Result};
+use crate::io::{ALIGNMENT, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::memory::room_for_threads;
+use crate::rows::{RowHeader, RowLayout};
+use crate::sync::{Condvar, Mutex, MutexGuard, lock, wait};
+
+/// Bytes of a block. Blocks are smaller where there are many tables for little memory.
+const BLOCK_BYTES: usize = 1 << 20;
+const HEADER_BYTES: usize = size_of::<RowHeader>();
+
+/// The pre-images of one save. Dropping it removes the file.
+#[derive(Debug)]
+pub struct PreImages {
+    kept: Arc<SharedImages>,
+    writer: Mutex<Option<JoinHandle<()>>>,
+    pid: u32,
+}
+
+#[derive(Debug)]
+struct SharedImages {
+    engine: Arc<dyn IoEngine>,
+    path: PathBuf,
+    limit_bytes: usize,
+    blocks: Arc<BufPool>,
+    state: Mutex<Images>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Images {
+    tables: Vec<TableImages>,
+    /// Bytes of the blocks in memory.
+    held_bytes: usize,
+    file: Option<Arc<dyn IoFile>>,
+    file_bytes: u64,
+    blocks_made: u64,
+    failed: Option<Error>,
+    /// Whether a thread of its own writes blocks to the file. `None` before the first block is to be written. Where no thread could be
+    /// started, whoever copies rows writes the blocks.
+    has_writer: Option<bool>,
+    /// Whether a block is being written. Only one is at a time.
+    writing: bool,
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct TableImages {
+    floats: usize,
+    open: Option<Block>,
+    full: VecDeque<Full>,
+}
+
+/// Some rows, each a header followed by its vector part.
+#[derive(Debug)]
+struct Block {
+    bytes: PooledBuf,
+    rows: usize,
+}
+
+#[derive(Debug)]
+struct Full {
+    number: u64,
+    rows: usize,
+    at: Location,
+}
+
+#[derive(Debug)]
+enum Location {
+    Memory(Arc<Block>),
+    File { offset: u64, bytes: usize },
+}
+
+impl PreImages {
+    /// Room for the rows of `tables` tables: `limit_bytes` of memory, and past that a new file at `path`, which is made when it is needed.
+    pub fn new(engine: Arc<dyn IoEngine>, path: PathBuf, limit_bytes: usize, tables: usize) -> Self {
+        let block_bytes = (limit_bytes / (4 * tables.max(1))).clamp(ALIGNMENT, BLOCK_BYTES).next_multiple_of(ALIGNMENT);
+        let kept = SharedImages {
+            engine,
+            path,
+            limit_bytes,
+            blocks: Arc::new(BufPool::new(block_bytes, limit_bytes / block_bytes)),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        };
+        Self { kept: Arc::new(kept), writer: Mutex::new(None), pid: std::process::id() }
+    }
+
+    /// Add a table. Returns its number.
+    pub(crate) fn add(&self, layout: &RowLayout) -> usize {
+        let mut state = lock(&self.kept.state);
+        state.tables.push(TableImages { floats: layout.vector_floats(), open: None, full: VecDeque::new() });
+        state.tables.len() - 1
+    }
+
+    /// Whether every row could be kept. The error says why not.
+    pub(crate) fn check(&self) -> Result<()> {
+        lock(&self.kept.state).failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Note that some row could not be kept, so that the save fails.
+    pub(crate) fn fail(&self, error: Error) {
+        lock(&self.kept.state).failed.get_or_insert(error);
+        self.kept.changed.notify_all();
+    }
+
+    /// Copy rows of a table, one at a time, into what this returns.
+    pub(crate) fn keep(&self, table: usize) -> Keeping<'_> {
+        let mut state = lock(&self.kept.state);
+        let block = state.tables[table].open.take();
+        Keeping { images: self, table, floats: state.tables[table].floats, block, refused: state.failed.is_some() }
+    }
+
+    /// Take some kept rows of a table; `None` when there are no more. The error says why not every row was kept.
+    pub(crate) fn take(&self, table: usize) -> Result<Option<Chunk>> {
+        let kept = &self.kept;
+        let (floats, found) = {
+            let mut state = lock(&kept.state);
+            if let Some(error) = &state.failed {
+                return Err(error.clone());
+            }
+            let images = &mut state.tables[table];
+            let found = match images.full.pop_front() {
+                Some(full) => full,
+                None => match images.open.take() {
+                    Some(open) => Full { number: u64::MAX, rows: open.rows, at: Location::Memory(Arc::new(open)) },
+                    None => return Ok(None),
+                },
+            };
+            let floats = images.floats;
+            if let Location::Memory(block) = &found.at {
+                state.held_bytes -= block.bytes.len();
+                kept.changed.notify_all();
+            }
+            (floats, found)
+        };
+        match found.at {
+            Location::Memory(block) => Ok(Some(chunk_of(&block.bytes, found.rows, floats))),
+            Location::File { offset, bytes } => {
+                let file = lock(&kept.state).file.clone().expect("it was written to");
+                let mut buffer = kept.blocks.take_at_least(bytes)?;
+                file.read_at(offset, &mut buffer[..bytes])?;
+                Ok(Some(chunk_of(&buffer, found.rows, floats)))
+            }
+        }
+    }
+
+    /// Let go of all rows and remove the file, if there is one.
+    pub fn close(&self) -> Result<()> {
+        if self.pid != std::process::id() {
+            return Ok(());
+        }
+        {
+            let mut state = lock(&self.kept.state);
+            state.closed = true;
+            self.kept.changed.notify_all();
+        }
+        if let Some(writer) = lock(&self.writer).take() {
+            let _ = writer.join();
+        }
+        let mut state = lock(&self.kept.state);
+        state.tables.iter_mut().for_each(|table| {
+            table.open = None;
+            table.full.clear();
+        });
+        match state.file.take() {
+            Some(_) => self.kept.engine.remove_file(&self.kept.path),
+            None => Ok(()),
+        }
+    }
+
+    /// Bytes that were written to the file.
+    pub fn file_bytes(&self) -> u64 {
+        lock(&self.kept.state).file_bytes
+    }
+
+    /// Add a full block, and wait where the blocks take more than the memory.
+    fn put(&self, table: usize, block: Block) {
+        let kept = &self.kept;
+        let mut state = lock(&kept.state);
+        if state.failed.is_some() || state.closed {
+            return;
+        }
+        let number = state.blocks_made;
+        state.blocks_made += 1;
+        let full = Full { number, rows: block.rows, at: Location::Memory(Arc::new(block)) };
+        state.tables[table].full.push_back(full);
+        if state.held_bytes <= kept.limit_bytes / 2 {
+            return;
+        }
+        if state.has_writer.is_none() {
+            let writes = Arc::clone(kept);
+            let begin = || Builder::new().name("embcache-spill".into()).spawn(move || writes.write_beside()).ok();
+            let writer = if room_for_threads() { begin() } else { None };
+            state.has_writer = Some(writer.is_some());
+            *lock(&self.writer) = writer;
+        }
+        kept.changed.notify_all();
+        while state.held_bytes > kept.limit_bytes && state.failed.is_none() && !state.closed && state.may_shrink() {
+            state = match state.has_writer {
+                Some(false) if !state.writing => kept.write_one(state),
+                _ => wait(&kept.changed, state),
+            };
+        }
+    }
+}
+
+impl Drop for PreImages {
+    fn drop(&mut self) {
+        if self.pid == std::process::id() {
+            // A file that stays goes with its directory.
+            let _ = self.close();
+        } else {
+            // In a forked child there is no thread to wait for, and the file is its parent's.
+            std::mem::forget(lock(&self.writer).take());
+        }
+    }
+}
+
+impl Images {
+    /// The full block in memory that will be wanted last: the newest one of the table that is saved last.
+    fn last_in_memory(&self) -> Option<(usize, u64, Arc<Block>)> {
+        self.tables.iter().enumerate().rev().find_map(|(table, images)| {
+            images.full.iter().rev().find_map(|full| match &full.at {
+                Location::Memory(block) => Some((table, full.number, Arc::clone(block))),
+                Location::File { .. } => None,
+            })
+        })
+    }
+
+    fn may_shrink(&self) -> bool {
+        self.last_in_memory().is_some()
+    }
+}
+
+impl SharedImages {
+    fn write_beside(&self) {
+        let mut state = lock(&self.state);
+        loop {
+            if state.closed || state.failed.is_some() {
+                return;
+            }
+            let enough = state.held_bytes <= self.limit_bytes / 2 || !state.may_shrink();
+            state = if enough { wait(&self.changed, state) } else { self.write_one(state) };
+        }
+    }
+
+    /// Write one block to the file. The lock is not held during the write.
+    fn write_one<'a>(&'a self, mut state: MutexGuard<'a, Images>) -> MutexGuard<'a, Images> {
+        let Some((table, number, block)) = state.last_in_memory() else { return state };
+        let (file, offset) = (state.file.clone(), state.file_bytes);
+        state.writing = true;
+        drop(state);
+        let written = file
+            .map_or_else(|| self.engine.open(&self.path, Open::Create { preallocate: 0 }), Ok)
+            .and_then(|file| file.write_at(offset, &block.bytes).map(|()| file));
+        let mut state = lock(&self.state);
+        state.writing = false;
+        match written {
+            Ok(file) => {
+                let bytes = block.bytes.len();
+                state.file = Some(file);
+                state.file_bytes += bytes as u64;
+                let found = state.tables[table].full.iter_mut().find(|full| full.number == number);
+                // A block that is no longer there was taken while it was written.
+                if let Some(full) = found {
+                    full.at = Location::File { offset, bytes };
+                    state.held_bytes -= bytes;
+                }
+            }
+            Err(error) => {
+                let error = error.context("keeping rows that training changed while they were saved");
+                state.failed.get_or_insert(error);
+            }
+        }
+        drop(block);
+        self.changed.notify_all();
+        state
+    }
+}
+
+fn chunk_of(bytes: &[u8], rows: usize, floats: usize) -> Chunk {
+    let mut chunk = Chunk { headers: Vec::with_capacity(rows), vectors: Vec::with_capacity(rows * floats) };
+    for row in bytes.chunks_exact(HEADER_BYTES + floats * 4).take(rows) {
+        let (header, vector) = row.split_at(HEADER_BYTES);
+        chunk.headers.push(bytemuck::pod_read_unaligned(header));
+        chunk.vectors.extend_from_slice(bytemuck::cast_slice(vector));
+    }
+    chunk
+}
+
+/// Copies rows of one table.
+pub(crate) struct Keeping<'a> {
+    images: &'a PreImages,
+    table: usize,
+    floats: usize,
+    block: Option<Block>,
+    refused: bool,
+}
+
+impl Keeping<'_> {
+    /// Copy a row: its header is given, and `fill` writes its vector part.
+    pub(crate) fn row(&mut self, header: &RowHeader, fill: impl FnOnce(&mut [f32])) {
+        if self.refused {
+            return;
+        }
+        let row_bytes = HEADER_BYTES + self.floats * 4;
+        let full = self.block.as_ref().is_none_or(|block| (block.rows + 1) * row_bytes > block.bytes.len());
+        if full && !self.next_block(row_bytes) {
+            return;
+        }
+        let Some(block) = &mut self.block else { return };
+        let (head, vector) = block.bytes[block.rows * row_bytes..][..row_bytes].split_at_mut(HEADER_BYTES);
+        head.copy_from_slice(bytemuck::bytes_of(header));
+        fill(bytemuck::cast_slice_mut(vector));
+        block.rows += 1;
+    }
+
+    /// Begin another block. Returns whether there is memory for it.
+    #[cold]
+    fn next_block(&mut self, row_bytes: usize) -> bool {
+        if let Some(full) = self.block.take() {
+            self.images.put(self.table, full);
+        }
+        let kept = &self.images.kept;
+        match kept.blocks.take_at_least(row_bytes.next_multiple_of(ALIGNMENT)) {
+            Ok(bytes) => {
+                lock(&kept.state).held_bytes += bytes.len();
+                self.block = Some(Block { bytes, rows: 0 });
+            }
+            Err(error) => {
+                self.images.fail(error);
+                self.refused = true;
+            }
+        }
+        !self.refused
+    }
+}
+
+impl Drop for Keeping<'_> {
+    fn drop(&mut self) {
+        let Some(block) = self.block.take() else { return };
+        let mut state = lock(&self.images.kept.state);
+        let open = &mut state.tables[self.table].open;
+        if open.is_none() {
+            *open = Some(block);
+        } else {
+            drop(state);
+            self.images.put(self.table, block);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::io::MemoryEngine;
+
+    #[test]
+    fn where_there_is_no_thread_to_write_blocks_those_who_copy_write_each_of_them_once() {
+        const ROWS: i64 = 3000;
+        let layout = RowLayout { dim: 16, vector_slots: 0, scalar_slot: false };
+        let engine = MemoryEngine::default();
+        engine.create_dir_all(Path::new("/made")).unwrap();
+        let images = PreImages::new(Arc::new(engine), "/made/images".into(), 16 * ALIGNMENT, 4);
+        lock(&images.kept.state).has_writer = Some(false);
+        let tables: Vec<usize> = (0..4).map(|_| images.add(&layout)).collect();
+        std::thread::scope(|scope| {
+            for &table in &tables {
+                let images = &images;
+                scope.spawn(move || {
+                    for id in 0..ROWS {
+                        let header = RowHeader { id, ..RowHeader::default() };
+                        images.keep(table).row(&header, |to| to.fill((id * 4 + table as i64) as f32));
+                    }
+                });
+            }
+        });
+        assert!(images.file_bytes() > 0);
+        for table in tables {
+            let mut ids = Vec::new();
+            while let Some(chunk) = images.take(table).unwrap() {
+                for (header, vector) in chunk.headers.iter().zip(chunk.vectors.chunks(16)) {
+                    assert_eq!(vector, [(header.id * 4 + table as i64) as f32; 16]);
+                    ids.push(header.id);
+                }
+            }
+            ids.sort_unstable();
+            assert!(ids.into_iter().eq(0..ROWS), "table {table}");
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! What a moment still wants of the rows in RAM and on the device.
+
+use std::sync::Arc;
+
+use super::preimages::{Keeping, PreImages};
+use crate::cache::rows::{Chunk, DeviceTensors};
+use crate::device::DeviceTier;
+use crate::error::{Error, Result};
+use crate::host::{HostTier, Quiet};
+use crate::memory;
+use crate::rows::{RowHeader, RowLayout};
+use crate::slots::SlotMap;
+use crate::types::CacheSlot;
+
+/// While rows are copied, the row that comes this many rows later is fetched into the processor's cache.
+const ROWS_AHEAD: usize = 8;
+
+/// A bit for each slot of a tier.
+#[derive(Debug, Default)]
+pub(crate) struct Marks(Vec<u64>);
+
+impl Marks {
+    /// No slot of the tier is marked.
+    ///
+    /// Errors: `Memory`.
+    pub(crate) fn none_of(slots: &SlotMap) -> Result<Self> {
+        memory::zeros("mark rows to be saved", slots.high_water().div_ceil(64) as usize).map(Self)
+    }
+
+    /// Mark a slot.
+    pub(crate) fn set(&mut self, slot: CacheSlot) {
+        self.0[slot as usize / 64] |= 1 << (slot % 64);
+    }
+
+    /// Take a mark back. Returns whether it was there.
+    fn take(&mut self, slot: CacheSlot) -> bool {
+        let Some(word) = self.0.get_mut(slot as usize / 64) else { return false };
+        let bit = 1 << (slot % 64);
+        let marked = *word & bit != 0;
+        *word &= !bit;
+        marked
+    }
+
+    /// Take up to `most` marks back, from slot `next` on, and move `next` behind them. Returns their slots, lowest first.
+    fn take_next(&mut self, next: &mut CacheSlot, most: usize) -> Vec<CacheSlot> {
+        let mut taken = Vec::new();
+        while taken.len() < most
+            && let Some(word) = self.0.get_mut(*next as usize / 64)
+        {
+            let ahead = *word & (u64::MAX << (*next % 64));
+            if ahead == 0 {
+                *next = (*next / 64 + 1) * 64;
+                continue;
+            }
+            let bit = ahead.trailing_zeros();
+            *word &= !(1 << bit);
+            let slot = *next / 64 * 64 + bit;
+            taken.push(slot);
+            *next = slot + 1;
+        }
+        taken
+    }
+}
+
+/// The slots whose rows a moment still has to hand over, as they are now. Whoever is about to change such a row, or to take it out of its
+/// slot, has it copied here first, which takes its mark back.
+#[derive(Debug)]
+pub(crate) struct WantedRows {
+    host: Marks,
+    device: Marks,
+    images: Arc<PreImages>,
+    /// The table's number in `images`.
+    table: usize,
+}
+
+impl WantedRows {
+    pub(crate) fn new(host: Marks, device: Marks, images: Arc<PreImages>, table: usize) -> Self {
+        Self { host, device, images, table }
+    }
+
+    fn keep(&self) -> Keeping<'_> {
+        self.images.keep(self.table)
+    }
+
+    /// Copy those of these host rows that are wanted.
+    #[cold]
+    pub(crate) fn keep_host<'a>(&mut self, host: &HostTier, slots: impl Iterator<Item = Quiet<'a>>) {
+        let wanted: Vec<Quiet<'a>> = slots.filter(|quiet| self.host.take(quiet.slot())).collect();
+        if wanted.is_empty() {
+            return;
+        }
+        let mut keeping = self.keep();
+        for (at, &quiet) in wanted.iter().enumerate() {
+            if let Some(&later) = wanted.get(at + ROWS_AHEAD) {
+                host.prefetch_row(later.slot());
+            }
+            let row = host.row(quiet);
+            keeping.row(row.header, |to| to.copy_from_slice(row.vector));
+        }
+    }
+
+    /// Copy those of these device rows that are wanted. `rows` has all of them, just read.
+    pub(crate) fn keep_read(&mut self, slots: &[CacheSlot], rows: &Chunk, floats: usize) {
+        let wanted: Vec<usize> = (0..slots.len()).filter(|&at| self.device.take(slots[at])).collect();
+        let mut keeping = self.keep();
+        for at in wanted {
+            let row = rows.row(at, floats);
+            keeping.row(row.header, |to| to.copy_from_slice(row.vector));
+        }
+    }
+
+    /// Copy those of these device rows that are wanted, from tensors in RAM that have a row of `layout` in each slot.
+    pub(crate) fn keep_tensors(
+        &mut self,
+        device: &DeviceTier,
+        slots: &[CacheSlot],
+        tensors: &DeviceTensors<'_>,
+        layout: RowLayout,
+    ) {
+        let wanted: Vec<CacheSlot> = slots.iter().copied().filter(|&slot| self.device.take(slot)).collect();
+        let mut keeping = self.keep();
+        for slot in wanted {
+            let at = slot as usize;
+            let scalar = tensors.scalars.as_ref().map_or(0.0, |scalars| scalars[at]);
+            keeping.row(&RowHeader { scalar, ..*device.header(slot) }, |to| {
+                let (weights, rest) = to.split_at_mut(layout.dim);
+                weights.copy_from_slice(&tensors.weights[at * layout.dim..][..layout.dim]);
+                for (from, to) in tensors.vector_slots.iter().zip(rest.chunks_exact_mut(layout.dim)) {
+                    to.copy_from_slice(&from[at * layout.dim..][..layout.dim]);
+                }
+            });
+        }
+    }
+
+    /// Which of these device rows are wanted. Their marks are taken back: the caller reads them and hands them to
+    /// [`WantedRows::keep_all`], or says that it could not.
+    pub(crate) fn take_wanted_on_device(&mut self, slots: &[CacheSlot]) -> Vec<CacheSlot> {
+        slots.iter().copied().filter(|&slot| self.device.take(slot)).collect()
+    }
+
+    /// Copy all these rows, whose vector parts have `floats` floats.
+    pub(crate) fn keep_all(&mut self, rows: &Chunk, floats: usize) {
+        let mut keeping = self.keep();
+        for (header, vector) in rows.headers.iter().zip(rows.vectors.chunks_exact(floats)) {
+            keeping.row(header, |to| to.copy_from_slice(vector));
+        }
+    }
+
+    /// Note that wanted rows could not be read, so that the save fails.
+    pub(crate) fn fail(&self, error: Error) {
+        self.images.fail(error);
+    }
+
+    /// Take the next wanted rows of the host tier: at most `most`, from slot `next` on, which is moved behind them.
+    pub(crate) fn take_next_of_host(&mut self, next: &mut CacheSlot, most: usize) -> Vec<CacheSlot> {
+        self.host.take_next(next, most)
+    }
+
+    /// Take the next wanted rows of the device tier, as [`WantedRows::take_next_of_host`] does.
+    pub(crate) fn take_next_of_device(&mut self, next: &mut CacheSlot, most: usize) -> Vec<CacheSlot> {
+        self.device.take_next(next, most)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::PolicyKind;
+
+    #[test]
+    fn marks_are_taken_once_in_rising_order_however_many_at_a_time() {
+        let mut slots = SlotMap::new(200, PolicyKind::Lru);
+        (0..200).for_each(|_| assert!(slots.take().is_some()));
+        let marked: Vec<CacheSlot> = (0..200).filter(|slot| slot % 3 == 0 || (60..70).contains(slot)).collect();
+        for most in [1, 7, 64, 500] {
+            let mut marks = Marks::none_of(&slots).unwrap();
+            marked.iter().for_each(|&slot| marks.set(slot));
+            assert!(marks.take(63) && !marks.take(63) && !marks.take(1), "by number");
+            let (mut next, mut found) = (0, Vec::new());
+            loop {
+                let some = marks.take_next(&mut next, most);
+                if some.is_empty() {
+                    break;
+                }
+                assert!(some.len() <= most);
+                found.extend(some);
+            }
+            let expected: Vec<CacheSlot> = marked.iter().copied().filter(|&slot| slot != 63).collect();
+            assert_eq!(found, expected, "{most} at a time");
+        }
+    }
+}

@@ -1,0 +1,145 @@
+use std::sync::Arc;
+
+use super::{RowState, SlotMap};
+use crate::config::PolicyKind;
+use crate::types::CacheSlot;
+
+fn filled(capacity: u32, rows: u32) -> SlotMap {
+    let mut slots = SlotMap::new(capacity, PolicyKind::Lru);
+    for id in 0..rows {
+        let slot = slots.take().expect("an empty slot");
+        slots.insert(slot, id.into(), RowState::DIRTY);
+    }
+    slots
+}
+
+#[test]
+fn newest_rows_are_listed_in_turn_however_many_at_a_time() {
+    for rows in [0, 1, 5, 3000] {
+        let mut slots = filled(4096, rows);
+        let newest: Vec<CacheSlot> = (0..rows).filter(|slot| slot % 7 != 3).collect();
+        (0..rows)
+            .filter(|slot| slot % 7 == 3)
+            .for_each(|slot| slots.set_state(slot, RowState::OCCUPIED.with(RowState::ON_SSD)));
+        for most in [1, 4, 1024, 5000] {
+            let (mut all, mut from) = (Vec::new(), 0);
+            while from < slots.high_water() {
+                let mut some = Vec::new();
+                from = slots.newest_from(from, most, &mut some);
+                assert!(some.len() == most || from == slots.high_water(), "{} of {most}", some.len());
+                all.extend(some);
+            }
+            assert_eq!(all, newest);
+        }
+    }
+}
+
+#[test]
+fn marked_rows_are_found_among_any_number_of_others() {
+    for rows in [0, 1, 15, 16, 17, 100] {
+        let mut slots = filled(128, rows);
+        let marked: Vec<CacheSlot> = (0..rows).filter(|slot| slot % 7 == 3 || slot + 1 == rows).collect();
+        for &slot in &marked {
+            slots.mark(slot, RowState::MODIFIED);
+        }
+        assert_eq!(slots.modified().collect::<Vec<_>>(), marked, "of {rows}");
+        slots.clear_marks();
+        assert_eq!(slots.modified().count(), 0);
+    }
+}
+
+#[test]
+fn no_slot_is_lost_when_the_limit_falls_and_rises_again() {
+    let mut slots = filled(8, 8);
+    for id in 0..8 {
+        slots.remove(slots.get(id), id, false);
+    }
+    slots.set_limit(3);
+    let taken: Vec<CacheSlot> = std::iter::from_fn(|| slots.take()).collect();
+    assert_eq!(taken.len(), 3);
+    assert!(taken.iter().all(|&slot| slot < 3));
+    slots.set_limit(8);
+    assert_eq!(std::iter::from_fn(|| slots.take()).count(), 5);
+}
+
+#[test]
+fn a_spared_victim_is_found_and_can_be_a_victim_again() {
+    let mut slots = filled(4, 4);
+    let victim = slots.victim(i64::from).expect("a victim");
+    assert_eq!(victim, slots.get(0), "the least recently used");
+    slots.spare(victim, 0);
+    assert_eq!(slots.get(0), victim);
+    let all: Vec<CacheSlot> = std::iter::from_fn(|| slots.victim(i64::from)).collect();
+    assert_eq!(all.len(), 4);
+}
+
+#[test]
+fn pinned_loading_and_shadow_rows_are_never_victims() {
+    let mut slots = filled(4, 4);
+    slots.pin(slots.get(0));
+    slots.mark(slots.get(1), RowState::LOADING);
+    slots.mark(slots.get(2), RowState::SHADOW);
+    assert_eq!(slots.victim(i64::from), Some(slots.get(3)));
+    assert_eq!(slots.victim(i64::from), None);
+    assert!(slots.unpin(slots.get(0)), "the last pin");
+    assert_eq!(slots.victim(i64::from), Some(slots.get(0)));
+}
+
+#[test]
+fn a_group_protects_its_rows_and_counts_only_when_single_pins_are_asked_for() {
+    let mut slots = filled(4, 4);
+    let of = |slots: &SlotMap, ids: [i64; 2]| Arc::new(ids.map(|id| slots.get(id)).to_vec());
+    let (first, second) = (of(&slots, [0, 1]), of(&slots, [1, 2]));
+    let group = slots.pin_group(Arc::clone(&first));
+    assert!(slots.unpin_group(&group), "nobody asked");
+    assert_eq!(slots.pinned(), 0);
+    let groups = [slots.pin_group(Arc::clone(&first)), slots.pin_group(Arc::clone(&second))];
+    assert_eq!(slots.victim(i64::from), Some(slots.get(3)));
+    assert_eq!((slots.victim(i64::from), slots.pinned()), (None, 3));
+    for (group, held) in groups.iter().zip([first, second]) {
+        assert!(!slots.unpin_group(group), "the victim's search counted them");
+        let last: Vec<bool> = held.iter().map(|&slot| slots.unpin(slot)).collect();
+        assert_eq!(last[0], held[0] == slots.get(0) || !slots.is_pinned(held[0]));
+    }
+    assert_eq!(slots.pinned(), 0);
+}
+
+#[test]
+fn rows_are_settled_when_none_is_loading_unborn_shadowed_or_failed() {
+    let mut slots = filled(4, 3);
+    assert!(slots.all_settled());
+    let slot = slots.take().expect("an empty slot");
+    slots.insert(slot, 9, RowState::LOADING);
+    assert!(!slots.all_settled());
+    slots.mark(slot, RowState::SHADOW);
+    slots.unmark(slot, RowState::LOADING);
+    assert!(!slots.all_settled());
+    slots.remove(slot, 9, false);
+    assert!(slots.all_settled());
+}
+
+#[test]
+fn overflow_slots_come_after_the_capacity_and_are_used_again() {
+    let mut slots = filled(2, 2);
+    assert_eq!(slots.take(), None);
+    let overflow: Vec<CacheSlot> = (0..3).map(|_| slots.take_overflow()).collect();
+    assert_eq!(overflow, [2, 3, 4]);
+    slots.insert(3, 30, RowState::default());
+    slots.give_back(2);
+    assert_eq!(slots.take_overflow(), 2);
+    slots.remove(3, 30, true);
+    for slot in [2, 4] {
+        slots.give_back(slot);
+    }
+    assert_eq!((slots.overflow_used(), slots.high_water()), (0, 2));
+}
+
+#[test]
+fn a_row_keeps_its_state_when_it_moves() {
+    let mut slots = filled(4, 2);
+    let (from, to) = (slots.get(1), slots.take().expect("an empty slot"));
+    slots.relocate(from, to, 1);
+    assert_eq!(slots.get(1), to);
+    assert!(slots.state(to).has(RowState::DIRTY) && !slots.state(from).has(RowState::OCCUPIED));
+    assert_eq!(slots.used(), 2);
+}
