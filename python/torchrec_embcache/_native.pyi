@@ -114,8 +114,8 @@ __version__: str  # of the package
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 
-# Reads rows of the device tier: from cache slots [n] to vectors [n, V] and scalars [n], which are zeros where rows have no scalar slot.
-DeviceGather = Callable[[I64], tuple[F32, F32]]
+# Reads the rows of cache slots [n] of the device tier.
+DeviceGather = Callable[[I64], GatheredRows]
 BucketHash = Literal["splitmix64", "plain"]
 Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]
 Policy = Literal["lru", "lfu", "s3fifo"]
@@ -340,6 +340,14 @@ class FetchedRows:
     slots: I64  # [M], where each is to be scattered to
     vectors: F32  # [M, V]
     scalars: F32  # [M]
+
+@final
+class GatheredRows:
+    """The rows of n cache slots of a device tier."""
+
+    def __new__(cls, vectors: F32, scalars: F32) -> GatheredRows: ...
+    vectors: F32  # [n, V]
+    scalars: F32  # [n], zeros where rows have no scalar slot
 
 @final
 class Transposed:

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import _native
 
 if TYPE_CHECKING:
-    from ._native import DeviceArrays, FetchedRows
+    from ._native import DeviceArrays, FetchedRows, GatheredRows
 
 __all__ = ["DeviceTier"]
 
@@ -68,8 +68,8 @@ class DeviceTier:
             scalars = _grown(self.scalars, more) if self.scalars is not None else None
         self.weights, self.vector_slots, self.scalars = weights, vector_slots, scalars
 
-    def gather(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The rows of cache slots [n], for the core: vectors [n, V] and scalars [n], zeros where there is no scalar slot.
+    def gather(self, slots: NDArray[np.int64]) -> GatheredRows:
+        """The rows of cache slots [n], for the core. Their scalars are zeros where there is no scalar slot.
 
         Raises `MemoryError` where torch has no memory.
         """
@@ -79,8 +79,8 @@ class DeviceTier:
                 parts = [part.index_select(0, index) for part in (self.weights, *self.vector_slots)]
                 vectors = torch.cat(parts, 1).cpu().numpy()
                 if self.scalars is None:
-                    return vectors, np.zeros(len(slots), np.float32)
-                return vectors, self.scalars.index_select(0, index).cpu().numpy()
+                    return _native.GatheredRows(vectors, np.zeros(len(slots), np.float32))
+                return _native.GatheredRows(vectors, self.scalars.index_select(0, index).cpu().numpy())
         except RuntimeError as error:
             # On the CPU torch has no exception class for it.
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):

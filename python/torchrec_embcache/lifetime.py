@@ -83,9 +83,8 @@ class _Backward:
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
-        self.begun: list[
-            tuple[weakref.ref[TrackedTable], int]
-        ] = []  # a table of each lookup, and its step before the backward
+        # A table of each lookup, and its step before the backward.
+        self.begun: list[tuple[weakref.ref[TrackedTable], int]] = []
 
     def is_half_done(self) -> bool:
         """Whether some tables have their update and others still wait for theirs."""

@@ -61,6 +61,7 @@ def test_stats_are_what_the_binding_counts(tmp_path):
         "DeviceArrays",
         "FetchedRows",
         "FoundRows",
+        "GatheredRows",
         "PlanMode",
         "RowBlock",
         "RowBytes",

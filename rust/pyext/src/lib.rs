@@ -91,7 +91,9 @@ mod _native {
         PyTableToSave, PyTableWritten, PyWrittenPart,
     };
     #[pymodule_export]
-    use super::rows::{PyDeviceArrays, PyFetchedRows, PyFoundRows, PyRowBlock, PyRowMetadata, PyTransposed};
+    use super::rows::{
+        PyDeviceArrays, PyFetchedRows, PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata, PyTransposed,
+    };
     #[pymodule_export]
     use super::segments::PySegments;
     #[pymodule_export]

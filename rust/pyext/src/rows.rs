@@ -142,6 +142,25 @@ impl PyFetchedRows {
     }
 }
 
+/// The rows of some slots of a device tier, as a callable of Python gathered them.
+#[pyclass(frozen, get_all, name = "GatheredRows", module = "torchrec_embcache._native")]
+pub(crate) struct PyGatheredRows {
+    pub(crate) vectors: Py<PyArray2<f32>>,
+    pub(crate) scalars: Py<PyArray1<f32>>,
+}
+
+#[pymethods]
+impl PyGatheredRows {
+    #[new]
+    fn new(vectors: Py<PyArray2<f32>>, scalars: Py<PyArray1<f32>>) -> Self {
+        Self { vectors, scalars }
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("GatheredRows of {} slots", self.scalars.bind(py).len()?))
+    }
+}
+
 /// The occurrences of a plan's ids by distinct row.
 #[pyclass(frozen, get_all, name = "Transposed", module = "torchrec_embcache._native")]
 pub(crate) struct PyTransposed {

@@ -9,7 +9,7 @@ use embcache::config::{SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::ssd::SsdTier;
 use embcache::types::{CacheSlot, table_key};
-use numpy::{PyReadonlyArray1, PyReadonlyArray2};
+use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 
 use crate::buffers::{headers_from_python, slice, slice2, slots_to_python};
@@ -18,7 +18,7 @@ use crate::foreign::under_lock;
 use crate::logging::follow_levels;
 use crate::paths::ssd_engine;
 use crate::records::PyAncestor;
-use crate::rows::{PyFoundRows, PyRowBlock, PyRowMetadata};
+use crate::rows::{PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata};
 use crate::segments::PySegments;
 use crate::settings::{
     PyInitializer, PyRowBytes, PyTableCounters, bucket_hash_from, on_full_from, optimizer_from, policy_from,
@@ -37,8 +37,9 @@ impl DeviceRows for PythonGather {
         under_lock(|py| {
             let mut call = || -> PyResult<()> {
                 let answer = self.callable.call1(py, (slots_to_python(py, slots),))?;
-                let (rows, scalar_slots): (PyReadonlyArray2<'_, f32>, PyReadonlyArray1<'_, f32>) =
-                    answer.extract(py)?;
+                let gathered = answer.bind(py).cast::<PyGatheredRows>()?.get();
+                let (rows, scalar_slots) =
+                    (gathered.vectors.bind(py).try_readonly()?, gathered.scalars.bind(py).try_readonly()?);
                 let (rows, scalar_slots) = (slice2("device rows", &rows)?, slice("device scalars", &scalar_slots)?);
                 if rows.len() != slots.len() * self.vector_floats || scalar_slots.len() != slots.len() {
                     return Err(crate::error::input(format!(
