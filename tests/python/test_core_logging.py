@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tables import make_bag, random_batches, ssd_tiers, train
 from torchrec_embcache import CacheTable, _native, initializers, optimizers
@@ -274,3 +276,29 @@ def test_a_failed_write_is_a_warning(tmp_path: Path) -> None:
     (line,) = [line for line in run(script, tmp_path) if "only reads from now on" in line]
     assert f"{tmp_path}/t/t/0-of-1/" in line
     assert "File too large" in line
+
+
+def test_what_compaction_chooses_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, f"{PACKAGE}.ssd"):
+        table = CacheTable(
+            name="t",
+            dim=4,
+            tiers=ssd_tiers(tmp_path, ssd_bytes="1MiB"),
+            initializer=initializers.Constant(1),
+            optimizer=optimizers.SGD(),
+        )
+        table.open()
+        random = torch.Generator().manual_seed(1)
+        for version in range(12):
+            ids = torch.randperm(9000, generator=random)[: 9000 if version == 0 else 3000]
+            table.import_rows(ids, torch.full((len(ids), 4), float(version)))
+            table.flush()
+        table.close()
+        chosen = [r.getMessage() for r in of_the_core(caplog) if "compaction moves a segment" in r.getMessage()]
+    assert chosen
+    reasons = {
+        re.search(r"reason=(make room|free tombstones|thin|merge) serial=\d+ live=\d+ records=\d+", text)
+        for text in chosen
+    }
+    assert None not in reasons
+    assert all(re.search(r"share=\d\.\d{3} .* free_bytes=\d+ rows_to_move=\d+", text) for text in chosen)

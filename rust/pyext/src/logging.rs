@@ -8,8 +8,9 @@
 //! - The thread starts with the first event of a process. A forked child has a queue of its own, and its first event starts a thread
 //!   there. Where the system gives no thread, events wait for the next [`drain_log`].
 //! - `atexit` logs what is left and ends the thread, which never asks for the GIL of an interpreter that ends.
-//! - The levels are those of Python's loggers. They are read when a table is opened, when a batch is planned (once a second at most),
-//!   and before events are logged. The core sees them as one atomic number.
+//! - The levels are those of Python's loggers. They are read when a table is opened, when a save or a load opens its directory, when a
+//!   batch is planned or a table is flushed (once a second at most), and before events are logged. The core sees them as one atomic
+//!   number.
 
 use std::collections::VecDeque;
 use std::fmt::{Debug, Write};
@@ -30,7 +31,7 @@ const PACKAGE: &str = "torchrec_embcache";
 /// Events that may wait to be logged. More than these come only where a handler is slow or stuck: at about 300 bytes each they take
 /// 300 KiB.
 const MOST_WAITING: usize = 1024;
-/// Levels are read at most this often where a batch is planned: reading them costs some microseconds.
+/// Levels are read at most this often where a batch is planned or a table is flushed: reading them costs some microseconds.
 const LEVELS_EVERY: Duration = Duration::from_secs(1);
 /// The end of the interpreter waits so long for a handler that is under way on the queue's thread.
 const MOST_WAIT_AT_EXIT: Duration = Duration::from_secs(5);
@@ -289,7 +290,7 @@ struct ToPython;
 impl Subscriber for ToPython {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         let level = Module::of(metadata.target()).map_or(&PACKAGE_LEVEL, |module| &module.level);
-        metadata.is_event() && verbosity(*metadata.level()) <= level.load(Ordering::Relaxed)
+        !metadata.is_span() && verbosity(*metadata.level()) <= level.load(Ordering::Relaxed)
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {

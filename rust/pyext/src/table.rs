@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use crate::buffers::{headers_from_python, slice, slice2, slots_to_python};
 use crate::error::{from_python, to_python};
 use crate::foreign::under_lock;
-use crate::logging::follow_levels;
+use crate::logging::{follow_levels, follow_levels_sometimes};
 use crate::paths::ssd_engine;
 use crate::records::PyAncestor;
 use crate::rows::{PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata};
@@ -263,6 +263,7 @@ impl PyTable {
     }
     #[pyo3(signature = (token))]
     fn flush(&self, py: Python<'_>, token: Option<u64>) -> PyResult<()> {
+        follow_levels_sometimes(py);
         py.detach(|| token.map_or_else(|| self.inner.flush_next(), |token| self.inner.flush(token))).map_err(to_python)
     }
     fn published_given_up(&self, py: Python<'_>) -> bool {

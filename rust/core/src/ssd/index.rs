@@ -12,7 +12,7 @@
 //! search has one candidate at most. For an id that is not in the index it may be another id's with the same print, which whoever reads the
 //! record finds out.
 //!
-//! Sub-tables grow by [`GROWTH`] when [`MAX_LOAD`] is reached, each at its own counts, so that neither the bytes nor the time of growing
+//! Sub-tables grow by `GROWTH` when `MAX_LOAD` is reached, each at its own counts, so that neither the bytes nor the time of growing
 //! come all at once. They live in pages of one pool, so that growing leaves no holes in the heap.
 //!
 //! With 2³⁴ prints, 3 ids in 100 are in the exact map where there are 10⁹ ids, and 12 in 100 where there are [`TagIndex::MOST_IDS`]. An id

@@ -151,6 +151,9 @@ fn what_compaction_takes() {
     }
 }
 
+/// Changes what whoever waits for room sees.
+type Change = fn(&mut waiting::View);
+
 #[test]
 fn what_whoever_waits_for_room_does() {
     let nothing = waiting::View { free_bytes: 2 * UNIT, needed_bytes: 3 * UNIT, ..waiting::View::default() };
@@ -168,7 +171,6 @@ fn what_whoever_waits_for_room_does() {
         ..nothing
     };
     // Each row takes away what the step before it was for.
-    type Change = fn(&mut waiting::View);
     let steps: [(Change, Step); 12] = [
         (|view| view.free_bytes = view.needed_bytes, Step::Go),
         (|view| view.free_bytes -= 1, Step::Compact),

@@ -11,9 +11,9 @@ use crate::ssd::format::segment::Content;
 use crate::ssd::index::{Location, TagIndex};
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::open::OpenSegment;
-use crate::ssd::tier::moment::Moment;
+use crate::ssd::tier::moment::{Moment, Unread};
 use crate::ssd::tier::segments::Segments;
-use crate::ssd::tier::states::States;
+use crate::ssd::tier::states::{Published, States};
 use crate::ssd::tier::streams::{OpenSegments, Stream};
 use crate::ssd::tier::tally::Tally;
 use crate::types::Id;
@@ -132,19 +132,9 @@ impl TierState {
         &self.states
     }
 
-    /// The published states, to change them.
-    pub(crate) fn states_mut(&mut self) -> &mut States {
-        &mut self.states
-    }
-
     /// The moment whose rows are being read, if there is one.
     pub(crate) fn moment(&self) -> Option<&Moment> {
         self.moment.as_ref()
-    }
-
-    /// The moment, to change it.
-    pub(crate) fn moment_mut(&mut self) -> &mut Option<Moment> {
-        &mut self.moment
     }
 
     /// The next record's `write_seq`.
@@ -382,7 +372,42 @@ impl TierState {
         self.seal_all();
     }
 
-    // ---- scans
+    // ---- published states
+
+    /// A state was published.
+    pub(crate) fn add_state(&mut self, published: Published) {
+        self.states.add(published);
+    }
+
+    /// The oldest state is about to be given up for room.
+    pub(crate) fn give_up_oldest_state(&mut self) {
+        self.states.give_up_oldest();
+    }
+
+    /// Let go of the state at `position`, oldest first. Its file is gone from the disk, durably.
+    pub(crate) fn remove_state(&mut self, position: usize) {
+        self.states.remove(position);
+    }
+
+    // ---- scans and the moment
+
+    /// Hold the moment of now. None is held.
+    pub(crate) fn begin_moment(&mut self, moment: Moment) {
+        debug_assert!(self.moment.is_none(), "one moment is held at a time");
+        self.moment = Some(moment);
+    }
+
+    /// Let go of the moment.
+    pub(crate) fn end_moment(&mut self) -> Option<Moment> {
+        self.moment.take()
+    }
+
+    /// The rows of a segment were read for the moment of `unread`, or cannot be.
+    pub(crate) fn was_read_for(&mut self, unread: &Arc<Unread>, slot: u32) {
+        if let Some(moment) = &mut self.moment {
+            moment.was_read(unread, slot);
+        }
+    }
 
     /// A scan begins; every record that dies is taken off its tally.
     pub(crate) fn begin_scan(&mut self, tally: Arc<Tally>) {

@@ -55,7 +55,7 @@ pub(crate) fn begin(
         locations.iter().flatten().for_each(|location| moment.leave_out(*location));
     }
     let unread = Arc::clone(moment.unread());
-    *state.moment_mut() = Some(moment);
+    state.begin_moment(moment);
     Ok(SsdMoment { tier: Arc::clone(tier), unread })
 }
 
@@ -87,7 +87,7 @@ impl Drop for SsdMoment {
             return;
         }
         let parts = self.unread.take_all();
-        let moment = self.tier.state().moment_mut().take();
+        let moment = self.tier.state().end_moment();
         drop((parts, moment));
         self.tier.home.space.poke();
     }
@@ -96,9 +96,7 @@ impl Drop for SsdMoment {
 /// Let go of a segment whose rows were read, or cannot be.
 fn end_part(tier: &TierInner, unread: &Arc<Unread>, part: Part) {
     let mut state = tier.state();
-    if let Some(moment) = state.moment_mut() {
-        moment.was_read(unread, part.segment.slot);
-    }
+    state.was_read_for(unread, part.segment.slot);
     drop(part);
     state.reap();
     drop(state);

@@ -67,7 +67,7 @@ pub(crate) fn publish(tier: &Arc<TierInner>, token: Option<u64>, counters: State
         "published a state of an SSD tier"
     );
     let mut state = tier.state();
-    state.states_mut().add(published);
+    state.add_state(published);
     state.reap();
     state.prune_tombstones();
     while state.states().len() > STATES {

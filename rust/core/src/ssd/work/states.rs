@@ -14,7 +14,7 @@ pub(crate) fn forget_at(tier: &TierInner, state: &mut TierState, position: usize
         tier.home.space.fail(error.clone());
         return Err(error);
     }
-    state.states_mut().remove(position);
+    state.remove_state(position);
     Ok(())
 }
 
@@ -39,6 +39,6 @@ pub(crate) fn give_up_oldest(tier: &TierInner, state: &mut TierState) -> Result<
         retained_bytes = state.retained_bytes(),
         "an SSD tier gives up its oldest published state, because room is short"
     );
-    state.states_mut().give_up_oldest();
+    state.give_up_oldest_state();
     forget_at(tier, state, 0)
 }
