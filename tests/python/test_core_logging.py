@@ -179,6 +179,7 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
 BEFORE = """
 import logging, os, sys, time
 from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
+from torchrec_embcache.cache import internals
 
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(process)d %(name)s %(message)s", force=True)
 logging.getLogger("torchrec_embcache").setLevel(logging.DEBUG)
