@@ -5,6 +5,7 @@ everything else, and says which names of its list it does not need any more: tak
 """
 
 import ast
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -219,19 +220,19 @@ def file_imports(layer: Path) -> dict[str, set[str]]:
             continue
         source = re.sub(r"//[^\n]*", "", path.read_text()).split("#[cfg(test)]\nmod tests {")[0]
         above = parts[:-1]
-        found = {
-            "/".join(inner.split("::")) for inner in re.findall(rf"\bcrate::{layer.name}::((?:[a-z_]+::)+)", source)
-        }
-        found |= {
-            "/".join([*above, *inner.split("::")])
-            for inner in re.findall(r"(?<!super::)\bsuper::((?:[a-z_]+::)+)", source)
-        }
+        named: list[tuple[list[str], str]] = [
+            ([], inner) for inner in re.findall(rf"\bcrate::{layer.name}::([a-z_:]+)", source)
+        ]
+        named += [(above, inner) for inner in re.findall(r"(?<!super::)\bsuper::([a-z_:]+)", source)]
         if above:
-            found |= {
-                "/".join([*above[:-1], *inner.split("::")])
-                for inner in re.findall(r"\bsuper::super::((?:[a-z_]+::)+)", source)
-            }
-        graph[name] = {other.rstrip("/") for other in found} & names.keys() - {name}
+            named += [(above[:-1], inner) for inner in re.findall(r"\bsuper::super::([a-z_:]+)", source)]
+        graph[name] = set()
+        for base, inner in named:
+            # What is named may be a file, or something in one.
+            steps = [*base, *filter(None, inner.split("::"))]
+            candidates = ("/".join(steps[:count]) for count in range(len(steps), 0, -1))
+            graph[name].update(itertools.islice((other for other in candidates if other in names), 1))
+        graph[name].discard(name)
     return graph
 
 
@@ -514,7 +515,7 @@ def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
     (layer / "one.rs").write_text("use crate::layer::two::Two;\n#[cfg(test)]\nmod tests {\nuse super::four::Four;\n}\n")
     (layer / "two.rs").write_text("use super::three::{Three, THREE};")
     (layer / "three.rs").write_text("fn f() { super::one::g() }")
-    (layer / "four.rs").write_text("use super::one::One;")
+    (layer / "four.rs").write_text("use crate::layer::one;")
     assert file_imports(layer) == {"one": {"two"}, "two": {"three"}, "three": {"one"}, "four": {"one"}}
     assert circle(file_imports(layer)) == ["one", "three", "two"]
     names = {"cache", "rows", "modules/__init__", "modules/tables"}
