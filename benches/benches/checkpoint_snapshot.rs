@@ -89,7 +89,7 @@ fn filled(rows: u64, dir: &Path) -> Table {
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, snapshot: bool) -> (f64, LinkedTable) {
     std::fs::create_dir(root).expect("a folder of our own");
     let begin = Instant::now();
-    let options = SaveOptions { snapshot, ..SaveOptions::default() };
+    let options = SaveOptions { linked: snapshot, ..SaveOptions::default() };
     let save = Save::begin_with(engine.clone(), root, 7, options).expect("begun");
     let mut writer = RankWriter::new(engine.clone(), root, save.name(), 0, 1).expect("made");
     let linked = if snapshot {

@@ -61,6 +61,9 @@ from ._native_checkpoint import (
     Directory as Directory,
 )
 from ._native_checkpoint import (
+    LinkedSegments as LinkedSegments,
+)
+from ._native_checkpoint import (
     NewestCheckpoint as NewestCheckpoint,
 )
 from ._native_checkpoint import (
@@ -71,9 +74,6 @@ from ._native_checkpoint import (
 )
 from ._native_checkpoint import (
     ShardSaved as ShardSaved,
-)
-from ._native_checkpoint import (
-    SnapshotSegments as SnapshotSegments,
 )
 from ._native_checkpoint import (
     StreamRange as StreamRange,
@@ -246,7 +246,7 @@ class Table:
         resume_token: int | None,
         policy: Policy,
         on_full: Literal["error", "evict"],
-        segments: SnapshotSegments | None = None,  # become its contents, in place of whatever is in ssd_dir
+        segments: LinkedSegments | None = None,  # become its contents, in place of whatever is in ssd_dir
         unfinished: int | None = None,  # with reopen="auto": the newest state there, where no flush of several tables completed it
         ssd_root: str | None = None,  # the user's directory, which is checked, and held open as long as the table is
     ) -> Table: ...

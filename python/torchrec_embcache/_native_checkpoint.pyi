@@ -328,14 +328,14 @@ class CheckpointReader:
         segments: bool = False,  # False: MismatchError where it would have to be opened from segments
         slots: bool = True,  # False: rows come without the optimizer's slots, and any optimizer fits
     ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded
-    def segments(self, module: str, table: str) -> SnapshotSegments | None: ...  # after check_table: not None: make a Table of these, no load_table
+    def segments(self, module: str, table: str) -> LinkedSegments | None: ...  # after check_table: not None: make a Table of these, no load_table
     def load_table(self, module: str, table: Table, progress: Callable[[int], object] | None = None) -> int: ...  # after check_table, with the buckets it was given; rows loaded; progress is told of rows
     def dense_metadata(self) -> bytes | None: ...  # as `write_dense_metadata` was given it
     def stream_bytes(self) -> list[int]: ...  # of each rank's stream of extents
     def read_extent(self, rank: int, offset: int, into: NDArray[np.uint8]) -> None: ...  # any part of a stream, verified
 
 @final
-class SnapshotSegments:
+class LinkedSegments:
     """What a table's SSD tier consisted of when a snapshot was saved; checked as far as footers go."""
 
     rows: int

@@ -8,24 +8,26 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save, or a compaction, made. Counts are of all ranks."""
+    """What a save or a compaction made. Counts are those of all ranks together."""
 
     checkpoint: str
     """Name of the checkpoint: its directory in the path."""
     kind: Literal["full", "delta", "snapshot"]
-    """Whether it holds every row, those modified since `parent`, or every row with SSD tiers as their segments."""
+    """What it holds: every row; the rows modified since `parent`; or, of a linked checkpoint ("snapshot"), every row, with SSD
+    tiers as their segments."""
     parent: str | None
     """Name of the checkpoint that a delta builds on."""
     reason: str | None
     """Why a save that was to be incremental is full."""
     rows: int
-    """Rows in its files."""
+    """How many rows its files have."""
     tombstones: int
-    """Ids in it that left their table since the parent."""
+    """How many ids in it left their table since the parent."""
     linked_bytes: int = 0
-    """Of a snapshot: bytes of segments that it shares with SSD tiers."""
+    """Of a linked checkpoint: how many bytes of segments it shares with SSD tiers."""
     copied_bytes: int = 0
-    """Of a snapshot: bytes of segments that were copied, because the file system of `path` cannot link those of `ssd_dir`."""
+    """Of a linked checkpoint: how many bytes of segments were copied, because the file system of `path` cannot link those of
+    `ssd_dir`."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,15 @@ class LoadReport:
     checkpoint: str
     """Name of the newest checkpoint that was read."""
     deltas: int
-    """Deltas that were read on top of the full one."""
+    """How many deltas were read on top of the full checkpoint."""
     rows: dict[str, int]
-    """Rows of each table that was loaded, all ranks together."""
+    """How many rows each table that was loaded has, on all ranks together."""
     missing: tuple[str, ...]
-    """Tables of the model that the checkpoint does not have: they are as they were."""
+    """Tables of the model that the checkpoint does not have. They are as they were."""
     unexpected: tuple[str, ...]
     """Tables of the checkpoint, by its names, that the model does not have."""
     renamed: dict[str, str]
-    """Tables whose name in the checkpoint is another, that name first."""
+    """The names of tables in the model, by their names in the checkpoint, where these differ."""
 
     @property
     def tables(self) -> tuple[str, ...]:

@@ -3,16 +3,16 @@
     Saver().save(model, "ckpt/sparse")  # with torch.distributed: on every rank
     Saver().save(model, "ckpt/sparse", incremental=True)  # rows modified since the checkpoint that is there
     future = Saver().save_async(model, "ckpt/sparse")  # the state of now, written while training goes on
-    Saver().save(model, "ckpt/sparse", snapshot=True)  # for a fast restart of the same ranks: SSD tiers linked, not written again
+    Saver().save(model, "ckpt/sparse", linked=True)  # for a fast restart of the same ranks: SSD tiers are linked, not written
     Saver(0).load(model, "ckpt/sparse")  # without torch.distributed: the one rank is 0
 
 A checkpoint holds the rows of every cache module in the model, sharded or not, with their optimizer slots and metadata; the dense
 part of the model is torch's or DCP's to save. It loads into any number of ranks and any tier budgets. Its data files are
 safetensors; `docs/design-checkpoint.md` describes them.
 
-What ranks do, in a save: the first checks the directory and begins a checkpoint; each writes its shards; the first publishes. A
-crash at any time leaves the checkpoint before. In a load: each checks manifests, headers and sizes for its shards; only when all
-ranks have done so are tables touched. An error on one rank is raised on every rank.
+In a save every rank opens the directory. The first rank begins a checkpoint, each rank writes its shards, and the first rank
+publishes. A crash at any time leaves the checkpoint before. In a load each rank checks manifests, headers and sizes for its shards;
+tables are touched only when all ranks have done so. An error on one rank is raised on every rank.
 """
 
 from __future__ import annotations
@@ -68,35 +68,43 @@ class Saver:
         path: str | os.PathLike[str],
         incremental: bool = False,
         *,
+        linked: bool = False,
         snapshot: bool = False,
         keep: int = 1,
         progress: ProgressWanted = None,
     ) -> SaveReport:
-        """Write the rows of every cache module in `module` to `path`, as the checkpoint that loads find there from then on.
+        """Write the rows of every cache module in `module` to `path`. Loads find this checkpoint there from then on.
 
-        `incremental`: only rows modified since the newest checkpoint in `path`, with slots and metadata, and the ids that left.
-        That must be what these tables were last saved to `path` as, or loaded from; where it is not, or too much left since
-        (see `docs/configuration.md`), the save is full, and says why in the log and in its report.
+        `incremental`: write only rows that were modified since the newest checkpoint in `path`, with slots and metadata, and
+        the ids that left. That checkpoint must be what these tables were last saved to `path` as, or loaded from. Where it is
+        not, or where too many ids left since (see `docs/configuration.md`), the save is full; the log and the report say why.
 
-        `snapshot`: for a fast restart. SSD tiers are not written again: what is in RAM is handed down to them, and the files of
-        their segments get a second name in the checkpoint (on another file system: copies, and the report says so). It loads into
-        tables with the same buckets (so many ranks as now) and an SSD tier; `embcache compact` makes it a checkpoint for any.
-        Tables without an SSD tier are in it as in any checkpoint. Deltas do not build on it.
+        `linked`: make a linked checkpoint, for a fast restart. SSD tiers are not written again. Rows in RAM are handed down to
+        them, and the files of their segments get a second name in the checkpoint. On another file system they are copied, and
+        the report says so. A linked checkpoint loads into tables that have the same buckets (as many ranks as now) and an SSD
+        tier; `embcache compact` makes it a checkpoint for any tables. Tables without an SSD tier are in it as in any
+        checkpoint. Deltas do not build on it. `snapshot` is an older name of `linked`, and reports and manifests call the kind
+        "snapshot".
 
-        `keep`: so many of the newest checkpoints stay, and what those build on; older ones are removed. `progress`: a callable
+        `keep`: how many of the newest checkpoints stay, with all that they build on; older ones are removed. `progress`: a callable
         that is given a `Progress` after each table, on every rank, or True for a bar (rank 0).
 
-        `path` is made (mode 0750) when missing. Until the new checkpoint is complete and durable a load finds the one before.
-        A save that fails loses nothing for the next delta. Training is not to go on meanwhile: `save_async` is for that, and one
-        that is under way is waited for. Raises `PathError` (length,
-        `..`, symbolic links, a word such as "key", a system directory, ranks that disagree), `StoragePermissionError`,
-        `StorageError` (a full disk), `StateError` (of a delta: another process saved to `path` meanwhile), `InputError` (no
-        cache module in `module`, or two of one path).
+        `path` is made (mode 0750) when it is missing. Until the new checkpoint is complete and durable a load finds the one before.
+        A save that fails loses nothing for the next delta. The tables must not be trained meanwhile: `save_async` is for that. A
+        `save_async` that is under way is waited for.
+
+        Raises `PathError` (length, `..`, symbolic links, a word such as "key", a system directory, ranks that disagree),
+        `StoragePermissionError`, `StorageError` (a full disk), `StateError` (of a delta: another process saved to `path`
+        meanwhile), `InputError` (no cache module in `module`, or two of one path), `ConfigError`.
         """
         ranks = self._ranks()
         keep = check_int("keep", keep, 1, 1 << 20)
-        if snapshot and incremental:
-            raise ConfigError("incremental=True and snapshot=True: a snapshot has every row; give one of them")
+        linked = linked or snapshot
+        if linked and incremental:
+            raise ConfigError(
+                "incremental=True and linked=True (its older name: snapshot=True): a linked checkpoint has every row; "
+                "give one of them"
+            )
         shards = together(lambda: shards_at_rest(module))
         directory = self._open_to_save(path)
         plan = plan_save(shards, directory, ranks.rank, incremental=incremental)
@@ -104,21 +112,25 @@ class Saver:
         def write() -> RankPart:
             with Tracker(progress, "save", plan.rows, shown=ranks.rank == 0) as tracker:
                 writer = session.writer()
-                totals = write_tables(plan, writer, tracker, linked=snapshot)
+                totals = write_tables(plan, writer, tracker, linked=linked)
                 return RankPart(writer.finish(), **asdict(totals))
 
-        with SaveSession(directory, ranks, keep=keep, parent=plan.parent, linked=snapshot) as session:
+        with SaveSession(directory, ranks, keep=keep, parent=plan.parent, linked=linked) as session:
             session.begin()
             session.write(write)
             session.publish(plan.epoch, [table for _, _, table in shards])
         parts = session.parts
         rows, tombstones = sum(part.rows for part in parts), sum(part.tombstones for part in parts)
-        if not snapshot:
+        if not linked:
             return plan.report(session.name, rows, tombstones)
-        linked, copied = sum(part.linked_bytes for part in parts), sum(part.copied_bytes for part in parts)
-        if copied:
-            _log.warning("%s: %d bytes of segments were copied, as its file system cannot link them", directory, copied)
-        return SaveReport(session.name, "snapshot", None, None, rows, 0, linked, copied)
+        linked_bytes, copied_bytes = sum(part.linked_bytes for part in parts), sum(part.copied_bytes for part in parts)
+        if copied_bytes:
+            _log.warning(
+                "%s: %d bytes of segments were copied, because its file system cannot link them",
+                directory,
+                copied_bytes,
+            )
+        return SaveReport(session.name, "snapshot", None, None, rows, 0, linked_bytes, copied_bytes)
 
     @logged
     def save_async(
@@ -131,20 +143,22 @@ class Saver:
         progress: ProgressWanted = None,
         max_bytes_per_second: int | str | None = None,
     ) -> Future[SaveReport]:
-        """As `save`, in a thread, while training goes on: the checkpoint is the state at the call, bit for bit.
+        """Save as `save` does, in a thread while training goes on. The checkpoint is the state at the call, bit for bit.
 
-        Returns when every rank holds that state. The future, on every rank, gives the report, or the error that `save` would
-        raise, of whichever rank; an error leaves the checkpoint before as it is, and never ends training. The next delta builds on
-        the checkpoint, once it is there: it holds what was trained, and what left, after the call.
+        This returns when every rank holds that state. The future, on every rank, gives the report, or the error that `save` would
+        raise on whichever rank. An error leaves the checkpoint before as it is and never ends training. The next delta builds on
+        this checkpoint once it is there: it holds what was trained, and what left, after the call.
 
-        Rows that training changes before they are written are copied first, in 32 MiB of memory on each rank, and past that in a
-        file in the checkpoint's directory. `max_bytes_per_second`: on each rank, in bytes or as "200MiB"; by default as fast as
-        the disk and idle processors allow. The thread has the lowest priority, calls `progress` and the future's callbacks, and
-        has a process group of its own, which the first call makes: training's collectives never wait for it.
+        Rows that training changes before they are written are copied first: into 32 MiB of memory on each rank, and past that
+        into a file in the checkpoint's directory. `max_bytes_per_second`: a limit for each rank, in bytes or as "200MiB"; by
+        default the thread is as fast as the disk and idle processors allow. The thread has the lowest priority. It calls
+        `progress` and the future's callbacks. It has a process group of its own, which the first call makes, so that training's
+        collectives never wait for it.
 
-        One at a time: `save`, `save_async` and `load` wait for the one under way, and so does closing a table; Ctrl-C ends the
-        wait. From `progress` they raise `StateError`. The future cannot be cancelled. The process ends when the save has ended; in
-        an `atexit` function the save is done before this returns. Errors at the call as `save`'s; `ConfigError` for the rate.
+        One such save is under way at a time: `save`, `save_async`, `load` and closing a table wait for it, and Ctrl-C ends the
+        wait. Called from `progress` they raise `StateError`. The future cannot be cancelled. The process ends when the save has
+        ended. In an `atexit` function the save is done before this returns. Errors at the call are those of `save`, and
+        `ConfigError` for the rate.
         """
         ranks = self._ranks()
         keep = check_int("keep", keep, 1, 1 << 20)
@@ -176,32 +190,33 @@ class Saver:
         slots: bool = True,
         progress: ProgressWanted = None,
     ) -> LoadReport:
-        """Replace the contents of every cache module in `module` by the checkpoint at `path`, which any world size saved.
+        """Replace the contents of every cache module in `module` by the checkpoint at `path`, which any number of ranks saved.
 
-        Of a snapshot (`save(snapshot=True)`) SSD tiers are made anew, its segments linked into them; it fits tables with the same
-        buckets and an SSD tier (`MismatchError` says how to convert it for others).
+        From a linked checkpoint (`save(linked=True)`) SSD tiers are made anew and its segments are linked into them. It fits tables
+        with the same buckets and an SSD tier; otherwise `MismatchError` says how to convert it.
 
-        Deltas are read with all they build on, with `incremental` or without (it is there for RecSDK's signature).
+        Deltas are read with all that they build on, with `incremental` or without. That argument is there for RecSDK's signature.
 
-        `tables`: load only these tables of the model. `rename`: the model's names of tables by those in the checkpoint. Names
-        are `module/table`, or the table's alone where only one module has it. `strict=False` allows tables that only one of
-        model and checkpoint has. `checkpoint`: the name of one that `save(keep=...)` kept; by default the newest. `progress`: a
-        callable that is given a `Progress` as rows are in place, on every rank, or True for a bar (rank 0).
+        `tables`: load only these tables of the model. `rename`: the model's names of tables by those in the checkpoint. Names are
+        `module/table`, or the table's alone where only one module has it. `strict=False` allows tables that only the model or only
+        the checkpoint has. `checkpoint`: the name of one that `save(keep=...)` kept; by default the newest. `progress`: a callable
+        that is given a `Progress` as rows are loaded, on every rank, or True for a bar (rank 0).
 
-        `slots=False`: weights and metadata alone, into tables with any optimizer, as for fine-tuning, or none, as for evaluation:
-        `Saver(0).load(model.eval(), path, slots=False)`. Slots start at zeros, and Adam's step with them; the next save is full.
+        `slots=False`: load weights and metadata alone. The tables may have any optimizer, as for fine-tuning, or none, as for
+        evaluation: `Saver(0).load(model.eval(), path, slots=False)`. Slots start at zeros, and so does Adam's step. The next
+        save is full.
 
-        Tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`); budgets, policy, device, seed
-        and initializer may differ; the number of buckets and the table's key become the checkpoint's. Step counters are
-        restored. Deltas go on from the checkpoint, unless a table has another name in it: then the next save is full. Load before
-        a pipeline takes its first batches: those in flight went to the owners of the old buckets.
+        The tables must be those of the checkpoint, with the same dim and optimizer (`MismatchError`). Budgets, policy, device, seed
+        and initializer may differ. The number of buckets and the table's key become the checkpoint's. Step counters are restored.
+        Deltas go on from the checkpoint, unless a table has another name in it: then the next save is full. Load before a pipeline
+        takes its first batches, because ids of batches in flight went to the owners of the old buckets.
 
-        A save to `path` meanwhile does not disturb it: what it reads is removed by the save after it, and where a save replaces the
-        newest checkpoint before it is open, the load takes the next.
+        A save to `path` meanwhile does not disturb the load: what it reads is left to the save after. Where a save replaces the
+        newest checkpoint before the load has opened it, the load takes the next one.
 
-        Nothing is changed when the checkpoint is missing (`PathError`), does not fit, one that it builds on is missing or
-        another, or its manifests or headers are damaged (`CorruptionError`). When its rows turn out to be damaged, or reading fails
-        (`StorageError`), the tables refuse use on every rank until a load succeeds.
+        Nothing is changed where the checkpoint is missing (`PathError`) or does not fit, where one that it builds on is missing
+        or has changed, or where its manifests or headers are damaged (`CorruptionError`). Where its rows turn out to be
+        damaged, or reading fails (`StorageError`), the tables refuse use on every rank until a load succeeds.
         """
         ranks = self._ranks()
         shards = together(lambda: shards_at_rest(module))
@@ -215,12 +230,14 @@ class Saver:
             return session.load(lambda: Tracker(progress, "load", session.most_rows, shown=ranks.rank == 0))
 
     def compact(self, path: str | os.PathLike[str], *, keep: int = 1, progress: ProgressWanted = None) -> SaveReport:
-        """Merge the newest checkpoint in `path` and all it builds on into a full one, which loads find from then on.
+        """Merge the newest checkpoint in `path` and all that it builds on into a full one. Loads find the full one from then on.
 
-        The rows are streamed: extra memory does not grow with them. A run that saves deltas to `path` goes on from the merged
-        checkpoint. Nothing is done where the newest is full; a snapshot becomes full (its index takes 10 bytes of RAM a row
-        meanwhile). `keep` and `progress` as in `save`. Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and
-        `StateError` when something was saved to `path` meanwhile: that stays, call again.
+        The rows are streamed: extra memory does not grow with their number. A run that saves deltas to `path` goes on from the
+        merged checkpoint. Nothing is done where the newest checkpoint is full. A linked checkpoint becomes a full one;
+        meanwhile its index takes 10 bytes of RAM for each row. `keep` and `progress` are those of `save`.
+
+        Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and `StateError` when something was saved to `path`
+        meanwhile: that stays, so call this again.
         """
         ranks = self._ranks()
         keep = check_int("keep", keep, 1, 1 << 20)

@@ -150,7 +150,7 @@ class TableShard:
         """Whether it was closed, after which it cannot be used again."""
         return self._closed
 
-    def open(self, resume_token: int | None = None, segments: _native.SnapshotSegments | None = None) -> None:
+    def open(self, resume_token: int | None = None, segments: _native.LinkedSegments | None = None) -> None:
         """Open the tiers; harmless twice. `segments` become the contents, in place of whatever is in the directory.
 
         `resume_token` names the state to resume; by default it is the newest complete one.
@@ -204,7 +204,7 @@ class TableShard:
         reopen: Reopen | None,
         state: StateToResume,
         tier: DeviceTier | None,
-        segments: _native.SnapshotSegments | None,
+        segments: _native.LinkedSegments | None,
     ) -> _native.Table:
         return _native.Table(
             name=self.name,
@@ -258,7 +258,7 @@ class TableShard:
         total_num_buckets: int,
         key: int,
         bucket_hash: BucketHash,
-        segments: _native.SnapshotSegments | None = None,
+        segments: _native.LinkedSegments | None = None,
     ) -> bool:
         """Take over the number of buckets, how ids fall into them, and the key of a checkpoint that is about to be loaded.
 

@@ -69,8 +69,7 @@ impl PySave {
         merged: Option<PyCheckpointId>,
         linked: bool,
     ) -> PyResult<Self> {
-        let options =
-            SaveOptions { parent: parent.map(Into::into), merged: merged.map(Into::into), snapshot: linked, keep };
+        let options = SaveOptions { parent: parent.map(Into::into), merged: merged.map(Into::into), linked, keep };
         let begin = || {
             let (engine, path) = directory.write()?;
             Save::begin_with(Arc::clone(engine), path, random, options)

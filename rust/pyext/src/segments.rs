@@ -6,7 +6,7 @@ use embcache::ssd::{SegmentFiles, StateCounters};
 use pyo3::prelude::*;
 
 /// What a table's SSD tier consisted of when a linked checkpoint was saved.
-#[pyclass(frozen, name = "SnapshotSegments", module = "torchrec_embcache._native")]
+#[pyclass(frozen, name = "LinkedSegments", module = "torchrec_embcache._native")]
 pub(crate) struct PySegments {
     pub(crate) files: Arc<SegmentFiles>,
     pub(crate) counters: StateCounters,

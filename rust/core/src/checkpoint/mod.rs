@@ -30,9 +30,9 @@
 //!    (headers and sizes of the files it needs are checked here). No table is touched before all ranks have done so.
 //! 3. [`TableReader::read`] hands over the rows of the buckets that the rank owns, verified as they arrive.
 //!
-//! Where things are, from the bottom up: `output` writes files; `manifest` knows names, digests, manifests and who holds a directory;
-//! `extents` and `rows` write and read what a checkpoint is of; `blocks` writes block-level saves' files; `publish` makes a checkpoint the
-//! newest one and sweeps others; `ops` works on whole checkpoints. None imports from one that comes after it.
+//! The folders, from the bottom up. `directory` is a user's directory that was checked and is held. `output` writes files. `manifest` has names,
+//! digests, manifests, and holds on directories. `extents` and `rows` write and read the contents of a checkpoint. `blocks` has block-level
+//! saves. `publish` makes a checkpoint the newest one and removes others. `ops` works on whole checkpoints. None imports from one after it.
 
 mod blocks;
 mod directory;
@@ -49,7 +49,7 @@ pub use blocks::names::{BlockSaveName, Shard};
 pub use blocks::reader::{BlockReader, BlockRun, BlockShape, TableOfBlocks};
 pub use blocks::save::{BlockSave, Finished, Join};
 pub use blocks::shard::{BlockToWrite, ShardWriter, WrittenTable};
-pub use blocks::writer::{BlockFile, BlockPlace, BlockWriter};
+pub use blocks::writer::{BlockFile, BlockRange, BlockWriter};
 pub use directory::Directory;
 pub use extents::reader::ExtentReader;
 pub use extents::writer::ExtentWriter;

@@ -1,4 +1,4 @@
-//! Files on their way to disk: images of whole files in a few buffers, each written by several threads and synced once.
+//! Writes whole files in the background. A file is built as an image in memory; several threads write an image, and it is synced once.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
@@ -12,38 +12,38 @@ use crate::memory::room_for_threads;
 use crate::process::works_behind;
 use crate::sync::lock;
 
-/// Images that there are at once: one is filled while the others are written, each by a thread and its helpers. Some of them are being
-/// synced at any time, which leaves the disk to the rest.
+/// How many images exist at once. The caller fills one while threads write the others. At any time some of the others are being synced,
+/// and the disk is free for the rest.
 const IMAGES: usize = 6;
-/// Where the save runs behind training: the disk may wait for it, and the memory is training's.
+/// The same for a save beside training, which must leave memory and the disk to training.
 const IMAGES_BEHIND: usize = 4;
-/// Threads that write a file.
+/// How many threads write one file.
 const WRITERS: usize = 4;
-/// Bytes of one write request.
+/// How many bytes one write request has.
 const WRITE_BYTES: usize = 1 << 20;
 
-/// A file to write: its path, the buffer that begins with its bytes, and how many they are.
+/// A file to write. Its bytes are the first `len` of `buffer`.
 struct Image {
     path: PathBuf,
     buffer: AlignedBuf,
     len: usize,
 }
 
-/// Writes images in the background, as long as its scope lasts.
+/// Writes images in the background until its scope ends.
 pub(crate) struct Output<'s> {
     engine: &'s dyn IoEngine,
     images: Sender<Image>,
-    /// Buffers of written images, or why one could not be written.
+    /// For each image that a thread has finished: its buffer, or the error of writing it.
     written: Receiver<Result<AlignedBuf>>,
     free: Vec<AlignedBuf>,
-    /// Images that there may be at once.
+    /// How many images may exist at once.
     most: usize,
     under_way: usize,
     threads: Vec<ScopedJoinHandle<'s, ()>>,
 }
 
 impl<'s> Output<'s> {
-    /// Threads that write until the output is dropped. `waiting` is theirs, and outlives them.
+    /// Start the threads, which write until the output is dropped. They take images from `waiting`, which outlives them.
     pub(crate) fn new<'e>(scope: &'s Scope<'s, 'e>, engine: &'s dyn IoEngine, waiting: &'s Waiting) -> Self {
         let (images, receiver) = channel();
         let (done, written) = channel();
@@ -53,7 +53,7 @@ impl<'s> Output<'s> {
             let write = move || {
                 while let Some(Image { path, buffer, len }) = waiting.next() {
                     let outcome = catch_unwind(AssertUnwindSafe(|| write_file(engine, &path, &buffer[..len])));
-                    // Nobody listens any more when the save failed.
+                    // After a failed save nobody receives this.
                     let _ = match outcome {
                         Ok(outcome) => done.send(outcome.map(|()| buffer)),
                         Err(panic) => {
@@ -65,14 +65,15 @@ impl<'s> Output<'s> {
             };
             Builder::new().name(format!("embcache-save-{number}")).spawn_scoped(scope, write).ok()
         };
-        // Without threads nothing is written beside.
+        // Without threads the caller writes each image itself.
         let most = if works_behind() { IMAGES_BEHIND } else { IMAGES };
         let threads = (1..if room_for_threads() { most } else { 1 }).map_while(start).collect();
         Self { engine, images, written, free: Vec::new(), most, under_way: 0, threads }
     }
 
-    /// Wait until there is a buffer for an image of `len` bytes, which the next [`Output::buffer`] gives. `Kind::Memory` where the system
-    /// refuses one and none is under way.
+    /// Wait until there is a buffer for an image of `len` bytes. The next call of [`Output::buffer`] returns it.
+    ///
+    /// Errors: `Memory` where the system gives no memory for one and no image is being written whose buffer could be used.
     pub(crate) fn wait_for_buffer(&mut self, len: usize) -> Result<()> {
         self.free.retain(|buffer| buffer.len() >= len);
         while self.free.is_empty() {
@@ -116,7 +117,7 @@ impl<'s> Output<'s> {
         self.images.send(Image { path, buffer, len }).map_err(|_| ended())
     }
 
-    /// Wait until an image is written; its buffer.
+    /// Wait until an image is written and return its buffer.
     fn wait_for_one(&self) -> Result<AlignedBuf> {
         self.written.recv().unwrap_or_else(|_| Err(ended()))
     }
@@ -146,17 +147,17 @@ impl Waiting {
     }
 }
 
-/// Make a file, durably but for its name.
+/// Make a file and sync its contents. The file's name is not durable yet.
 pub(crate) fn write_file(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> Result<()> {
     let file = engine.open(path, Open::Create { preallocate: bytes.len() as u64 })?;
-    // Writes that make a file longer exclude each other.
+    // The length is set first, because writes that make a file longer wait for one another.
     file.set_len(bytes.len() as u64)?;
     let pieces = bytes.chunks(WRITE_BYTES).enumerate();
     each_piece(WRITERS, pieces.collect(), |(number, piece)| file.write_at((number * WRITE_BYTES) as u64, piece))?;
     file.sync()
 }
 
-/// Do `work` with every piece on up to `threads` threads, this one among them, until the first error.
+/// Do `work` with every piece, on up to `threads` threads including this one. The first error ends it.
 pub(crate) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
     let helpers = threads.min(pieces.len()).saturating_sub(1);
     let helpers = if helpers > 0 && room_for_threads() { helpers } else { 0 };
@@ -174,7 +175,7 @@ pub(crate) fn each_piece<T: Send>(threads: usize, pieces: Vec<T>, work: impl Fn(
     };
     std::thread::scope(|scope| {
         for _ in 0..helpers {
-            // With fewer threads it takes longer.
+            // Without more threads the work only takes longer.
             if Builder::new().name("embcache-piece".into()).spawn_scoped(scope, run).is_err() {
                 break;
             }

@@ -5,20 +5,20 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::checkpoint::{BlockFile, BlockPlace, BlockWriter};
+use embcache::checkpoint::{BlockFile, BlockRange, BlockWriter};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
 
 const PAGE: u64 = 4096;
 const CHUNK: usize = 256 << 10;
 
 /// Two files, with tensors of several pieces, of a whole page, of some bytes and of none.
-fn layout() -> (Vec<BlockFile>, Vec<BlockPlace>) {
+fn layout() -> (Vec<BlockFile>, Vec<BlockRange>) {
     let lengths = [(0, 9_500_001_u64), (0, 4096), (1, 13), (1, 4_300_000), (1, 0)];
     let mut ends = [PAGE; 2];
     let places = lengths.map(|(file, bytes)| {
         let start = ends[file];
         ends[file] = (start + bytes).next_multiple_of(PAGE);
-        BlockPlace { file, start, bytes }
+        BlockRange { file, start, bytes }
     });
     let file = |n: usize| BlockFile {
         path: format!("/blocks/{n}").into(),
@@ -105,12 +105,12 @@ fn a_failed_operation_ends_it_typed() {
 #[test]
 fn blocks_that_do_not_fit_or_are_not_complete_are_refused() {
     let (files, places) = layout();
-    let made = |places: &[BlockPlace], chunk| BlockWriter::new(&directory(), &files, places, chunk, 0);
+    let made = |places: &[BlockRange], chunk| BlockWriter::new(&directory(), &files, places, chunk, 0);
     let wrong = [
-        BlockPlace { file: 2, ..places[0] },
-        BlockPlace { start: 100, ..places[1] },
-        BlockPlace { bytes: u64::MAX, ..places[1] },
-        BlockPlace { bytes: places[0].bytes + PAGE * 2, ..places[0] },
+        BlockRange { file: 2, ..places[0] },
+        BlockRange { start: 100, ..places[1] },
+        BlockRange { bytes: u64::MAX, ..places[1] },
+        BlockRange { bytes: places[0].bytes + PAGE * 2, ..places[0] },
     ];
     for place in wrong {
         assert_eq!(made(&[place], CHUNK).expect_err("outside").kind(), Kind::Input);

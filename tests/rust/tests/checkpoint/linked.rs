@@ -46,7 +46,7 @@ pub(crate) fn save(
     snapshot: bool,
 ) -> embcache::Result<(Published, LinkedTable)> {
     let root = Path::new(ROOT);
-    let options = SaveOptions { snapshot, keep: 1, ..SaveOptions::default() };
+    let options = SaveOptions { linked: snapshot, keep: 1, ..SaveOptions::default() };
     let save = Save::begin_with(Arc::clone(engine), root, random, options)?;
     let mut writer = RankWriter::new(Arc::clone(engine), root, save.name(), 0, 1)?;
     let linked = if snapshot {
@@ -292,7 +292,7 @@ fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
     let moment = rig.contents().expect("exported");
     save(&engine, &rig.table, 1, true).expect("saved");
     let snapshot = chain(&engine).expect("opened");
-    assert_eq!(snapshot.manifest().kind, CheckpointKind::Snapshot);
+    assert_eq!(snapshot.manifest().kind, CheckpointKind::Linked);
     let error = snapshot.links()[0].segments_of("m", "t", &(0..7)).expect_err("other buckets");
     assert_eq!(error.kind(), Kind::Mismatch);
     assert!(error.to_string().contains(&format!("`embcache compact {ROOT}`")), "{error}");

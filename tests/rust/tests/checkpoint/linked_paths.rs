@@ -56,7 +56,7 @@ impl Fixture {
     fn save(&self, table: &Table) -> embcache::Result<LinkedTable> {
         let (root, directory) = open_to_save(&self.root)?;
         let engine = BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory);
-        let options = SaveOptions { snapshot: true, keep: 1, ..SaveOptions::default() };
+        let options = SaveOptions { linked: true, keep: 1, ..SaveOptions::default() };
         let save = Save::begin_with(Arc::clone(&engine), &root, 1, options)?;
         let mut writer = RankWriter::new(Arc::clone(&engine), &root, save.name(), 0, 1)?;
         let linked = writer.link_rows_of("m", table, BTreeMap::new())?;

@@ -47,7 +47,7 @@ fn seed() -> &'static (Files, Contents) {
             Arc::clone(&engine),
             Path::new(ROOT),
             5,
-            SaveOptions { snapshot: true, keep: 1, ..SaveOptions::default() },
+            SaveOptions { linked: true, keep: 1, ..SaveOptions::default() },
         )
         .unwrap();
         let mut writer = RankWriter::new(Arc::clone(&engine), Path::new(ROOT), save.name(), 0, 1).unwrap();

@@ -4,7 +4,7 @@ use super::layout::{Layout, Spacing, Tensor, whole_pages};
 use super::manifest::{BlockEntry, ShardManifest, TableShare};
 use super::names::Shard;
 use super::save::{BlockSave, Finished};
-use super::writer::{BlockFile, BlockPlace, BlockWriter};
+use super::writer::{BlockFile, BlockRange, BlockWriter};
 use crate::checkpoint::manifest::dense::CHUNK_BYTES;
 use crate::checkpoint::manifest::holds::Wait;
 use crate::error::{Error, Kind, Result};
@@ -73,9 +73,9 @@ impl ShardWriter {
         }
         let place = |(entry, tensor): (&BlockEntry, &Tensor)| {
             let file = entry.file as usize;
-            BlockPlace { file, start: layouts[file].start(tensor), bytes: tensor.bytes }
+            BlockRange { file, start: layouts[file].start(tensor), bytes: tensor.bytes }
         };
-        let places: Vec<BlockPlace> = entries.iter().zip(&tensors).map(place).collect();
+        let places: Vec<BlockRange> = entries.iter().zip(&tensors).map(place).collect();
         let writer = BlockWriter::new(save.engine(), &files, &places, CHUNK_BYTES, parallel as usize)?;
         Ok(Self { parallel, entries, tensors, writer })
     }

@@ -1,4 +1,4 @@
-//! Writing tensors that lie beside each other in files and grow at the same time, each in order.
+//! Writes blocks that lie beside each other in files. They grow at the same time, each in its own order.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -21,9 +21,9 @@ pub struct BlockFile {
     pub bytes: u64,
 }
 
-/// Where a tensor lies: zeros follow it up to the next multiple of [`ALIGNMENT`].
+/// Where a block lies in a file. Zeros follow it up to the next multiple of [`ALIGNMENT`].
 #[derive(Clone, Copy, Debug)]
-pub struct BlockPlace {
+pub struct BlockRange {
     /// Number of its file.
     pub file: usize,
     /// Its first byte there, a multiple of [`ALIGNMENT`].
@@ -32,7 +32,8 @@ pub struct BlockPlace {
     pub bytes: u64,
 }
 
-/// Writes blocks to files. It holds a piece of 4 MiB for each block that is begun and not complete, and eight of those that are written.
+/// Writes blocks to files. In memory are a piece of 4 MiB for each block that is begun and not complete, and at most eight pieces that are
+/// being written.
 #[derive(Debug)]
 pub struct BlockWriter {
     files: Vec<Arc<dyn IoFile>>,
@@ -68,11 +69,11 @@ impl Target for OutBlock {
 }
 
 impl BlockWriter {
-    /// Make the files, which are not there yet, on up to `threads` threads. A checksum is of `chunk_bytes`, which divide 4 MiB.
+    /// Make the files, which do not exist yet, and up to `threads` threads. `chunk_bytes` are under one checksum; they must divide 4 MiB.
     pub fn new(
         engine: &dyn IoEngine,
         files: &[BlockFile],
-        blocks: &[BlockPlace],
+        blocks: &[BlockRange],
         chunk_bytes: usize,
         threads: usize,
     ) -> Result<Self> {
@@ -80,7 +81,7 @@ impl BlockWriter {
         if chunk_bytes == 0 || !PIECE_BYTES.is_multiple_of(chunk_bytes) {
             return Err(Error::new(Kind::Input, format!("chunks of {chunk_bytes} bytes do not divide {PIECE_BYTES}")));
         }
-        let outside = |place: &&BlockPlace| {
+        let outside = |place: &&BlockRange| {
             let end = place.start.checked_add(place.bytes);
             let within = |file: &BlockFile| whole(place.start) && end.is_some_and(|end| end <= file.bytes);
             !files.get(place.file).is_some_and(within)
@@ -90,7 +91,7 @@ impl BlockWriter {
         }
         let made = files.iter().map(|file| {
             let io = engine.open(&file.path, Open::Create { preallocate: file.bytes })?;
-            // Writes that extend a file wait for one another.
+            // The length is set first, because writes that make a file longer wait for one another.
             io.set_len(file.bytes)?;
             let mut header = AlignedBuf::try_zeroed(file.header.len())?;
             header.copy_from_slice(&file.header);
@@ -98,7 +99,7 @@ impl BlockWriter {
             Ok(io)
         });
         let made = made.collect::<Result<Vec<_>>>()?;
-        let block = |place: &BlockPlace| {
+        let block = |place: &BlockRange| {
             let chunks = place.bytes.next_multiple_of(ALIGNMENT as u64).div_ceil(chunk_bytes as u64);
             let checksums = Mutex::new(vec![0; chunks as usize]);
             let to = OutBlock { io: Arc::clone(&made[place.file]), start: place.start, chunk_bytes, checksums };
@@ -114,9 +115,10 @@ impl BlockWriter {
         })
     }
 
-    /// Add `bytes` to a block: `copy(at, into)` fills in those from `at` on. Any thread; of one block one after the other.
+    /// Add `bytes` to a block. `copy(at, into)` fills `into` with those from byte `at` on. Any thread may call this, for one block one after
+    /// the other.
     ///
-    /// Errors: `Storage` of this write or of one before it; `Memory`; `Input` past the block's end. After one nothing can be finished.
+    /// Errors: `Storage` of this write or of an earlier one; `Memory`; `Input` past the block's end. After an error nothing can be finished.
     pub fn append(&self, block: usize, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
         let result = self.fill(block, bytes, copy);
         result.inspect_err(|error| self.pool.fail(error))
@@ -154,7 +156,7 @@ impl BlockWriter {
         Ok(())
     }
 
-    /// Make all of it durable but for the files' names: of each block the CRC-32C of its chunks, of whole pages.
+    /// Sync all files, but not their names. Returns the CRC-32C of each chunk of each block, zeros up to a whole page included.
     ///
     /// Errors: `State` where a block is not complete.
     pub fn finish(mut self) -> Result<Vec<Vec<u32>>> {

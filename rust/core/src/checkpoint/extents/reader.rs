@@ -1,4 +1,4 @@
-//! Reading extents into place, verified as they arrive.
+//! Reads extents into the caller's memory and verifies them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,7 +22,7 @@ pub struct ExtentReader {
     streams: Vec<Stream>,
     open: Mutex<HashMap<(usize, usize), Arc<InFile>>>,
     buffers: Arc<BufPool>,
-    /// The last chunk that was wanted in part: small extents lie beside each other.
+    /// The last chunk of which only a part was wanted. The next small extent often lies in the same chunk.
     last: Mutex<Option<LastChunk>>,
 }
 
@@ -45,13 +45,13 @@ struct LastChunk {
 struct Wanted<'a> {
     rank: usize,
     file: usize,
-    /// In the file.
+    /// The range of bytes in the file.
     range: Range<u64>,
     into: &'a mut [u8],
 }
 
 impl ExtentReader {
-    /// `shares` are the ranks', by rank, and checked.
+    /// `shares` are those of the ranks, by rank. They have been checked.
     pub(crate) fn new<'a>(
         engine: Arc<dyn IoEngine>,
         dir: &std::path::Path,
@@ -73,9 +73,10 @@ impl ExtentReader {
         self.streams.iter().map(Stream::bytes).collect()
     }
 
-    /// Read `extent`, or a part of one, of `rank`'s stream into `into`, which is as long. It holds four pieces of 4 MiB at most.
+    /// Read `extent`, or a part of one, of `rank`'s stream into `into`, which has the same length. At most four pieces of 4 MiB are in
+    /// memory.
     ///
-    /// Errors: `Corruption` with file and place, also where the extent is not within the stream; `Storage`.
+    /// Errors: `Corruption` with the file and the byte, also where the extent is not within the stream; `Storage`.
     pub fn read(&self, rank: u32, extent: Extent, into: &mut [u8]) -> Result<()> {
         let outside = || {
             let what = format!("the extent at {} of rank {rank}", extent.offset);
@@ -144,7 +145,7 @@ impl Stream {
         self.starts[self.files.len()]
     }
 
-    /// A range of the stream by file and, within files, by [`PIECE_BYTES`].
+    /// Divide a range of the stream by files, and within files into pieces of [`PIECE_BYTES`].
     fn pieces<'a>(&self, rank: usize, range: Range<u64>, into: &'a mut [u8]) -> Vec<Wanted<'a>> {
         let mut file = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
         let (mut at, mut rest, mut pieces) = (range.start, into, Vec::new());

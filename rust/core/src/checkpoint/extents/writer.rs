@@ -1,4 +1,4 @@
-//! Writing extents: the caller fills pieces, threads beside compute their checksums and write them.
+//! Writes extents. The caller fills pieces; other threads compute their checksums and write them.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -13,10 +13,10 @@ use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoEngine, IoFile, Open, PooledBu
 use crate::memory::room_for_threads;
 use crate::sync::lock;
 
-/// Pieces that wait for a thread.
+/// How many full pieces may wait for a thread.
 pub(crate) const WAITING: usize = 3;
 
-/// Writes one rank's stream. It holds eight pieces of 4 MiB at most: one that is filled, three that wait, four that are written.
+/// Writes one rank's stream. At most eight pieces of 4 MiB are in memory: one is being filled, three wait, four are being written.
 #[derive(Debug)]
 pub struct ExtentWriter {
     engine: Arc<dyn IoEngine>,
@@ -25,19 +25,19 @@ pub struct ExtentWriter {
     world: u32,
     /// The most bytes of the stream in one file.
     file_bytes: u64,
-    /// Bytes of the stream that the caller expects; where it is wrong, room is set aside in vain or not at all.
+    /// How many bytes the caller expects to write. Room on disk is set aside for these; a wrong number does no other harm.
     expected_bytes: u64,
     buffers: Arc<BufPool>,
     pool: Pool,
     files: Vec<Arc<OutFile>>,
-    /// The place in the last file; `None` where the next byte opens a file.
-    place: Option<Place>,
+    /// The piece of the last file that is being filled; `None` where the next byte begins a file.
+    open: Option<OpenPiece>,
     position: u64,
     extent_start: u64,
 }
 
 #[derive(Debug)]
-struct Place {
+struct OpenPiece {
     piece: PooledBuf,
     /// Bytes of the piece that are filled.
     filled: usize,
@@ -58,13 +58,13 @@ impl ExtentWriter {
             buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS + WAITING + 1)),
             pool: Pool::start(if expected_bytes > PIECE_BYTES as u64 { THREADS } else { 0 }),
             files: Vec::new(),
-            place: None,
+            open: None,
             position: 0,
             extent_start: 0,
         }
     }
 
-    /// Put at most `bytes`, rounded up to a multiple of [`ALIGNMENT`], of the stream into a file; the default and the most is 256 MiB.
+    /// Put at most `bytes` of the stream into a file, rounded up to a multiple of [`ALIGNMENT`]. The default, and the most, is 256 MiB.
     #[must_use]
     pub fn with_file_bytes(mut self, bytes: u64) -> Self {
         self.file_bytes = bytes.clamp(1, FILE_BYTES).next_multiple_of(ALIGNMENT as u64);
@@ -73,12 +73,12 @@ impl ExtentWriter {
 
     /// Add to the extent that is being written.
     ///
-    /// Errors: `Storage` of this write or of one before it; `Memory`. After one the stream cannot be finished.
+    /// Errors: `Storage` of this write or of an earlier one; `Memory`. After an error the stream cannot be finished.
     pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         self.fill(bytes.len(), |at, into| into.copy_from_slice(&bytes[at..at + into.len()]))
     }
 
-    /// End the extent; the next one starts at the next multiple of [`ALIGNMENT`].
+    /// End the extent. The next one starts at the next multiple of [`ALIGNMENT`].
     pub fn end_extent(&mut self) -> Result<Extent> {
         let extent = Extent { offset: self.extent_start, bytes: self.position - self.extent_start };
         let pad = self.position.next_multiple_of(ALIGNMENT as u64) - self.position;
@@ -90,9 +90,9 @@ impl ExtentWriter {
     /// Make the stream durable.
     pub fn finish(mut self) -> Result<DenseShare> {
         self.end_extent()?;
-        if let Some(place) = self.place.take() {
-            let end = place.at + place.filled as u64;
-            self.send(place)?;
+        if let Some(open) = self.open.take() {
+            let end = open.at + open.filled as u64;
+            self.send(open)?;
             self.pool.seal(self.file(), end)?;
         }
         self.pool.end()?;
@@ -103,20 +103,20 @@ impl ExtentWriter {
         Ok(DenseShare { files })
     }
 
-    /// Fill the next `bytes` of the stream: `copy(at, into)` those from `at` on.
+    /// Fill the next `bytes` of the stream. `copy(at, into)` fills `into` with those from byte `at` on.
     fn fill(&mut self, bytes: usize, copy: impl Fn(usize, &mut [u8])) -> Result<()> {
         let mut at = 0;
         while at < bytes {
-            let filled = self.place().and_then(|mut place| {
-                let end = self.piece_bytes(&place);
-                let count = (end - place.filled).min(bytes - at);
-                copy(at, &mut place.piece[place.filled..place.filled + count]);
-                place.filled += count;
+            let filled = self.take_open().and_then(|mut open| {
+                let end = self.piece_bytes(&open);
+                let count = (end - open.filled).min(bytes - at);
+                copy(at, &mut open.piece[open.filled..open.filled + count]);
+                open.filled += count;
                 self.position += count as u64;
-                if place.filled < end {
-                    self.place = Some(place);
+                if open.filled < end {
+                    self.open = Some(open);
                 } else {
-                    self.pass_on(place)?;
+                    self.pass_on(open)?;
                 }
                 Ok(count)
             });
@@ -125,33 +125,33 @@ impl ExtentWriter {
         Ok(())
     }
 
-    /// The place where the next byte goes, taken out.
-    fn place(&mut self) -> Result<Place> {
-        if let Some(place) = self.place.take() {
-            return Ok(place);
+    /// Take out the piece into which the next byte goes.
+    fn take_open(&mut self) -> Result<OpenPiece> {
+        if let Some(open) = self.open.take() {
+            return Ok(open);
         }
         self.open_file()?;
-        Ok(Place { piece: self.buffers.take_at_least(PIECE_BYTES)?, filled: 0, at: 0 })
+        Ok(OpenPiece { piece: self.buffers.take_at_least(PIECE_BYTES)?, filled: 0, at: 0 })
     }
 
     /// Bytes of the piece when it is full: a multiple of [`ALIGNMENT`].
-    fn piece_bytes(&self, place: &Place) -> usize {
-        (self.file_bytes - place.at).min(PIECE_BYTES as u64) as usize
+    fn piece_bytes(&self, open: &OpenPiece) -> usize {
+        (self.file_bytes - open.at).min(PIECE_BYTES as u64) as usize
     }
 
     /// Hand a full piece over.
-    fn pass_on(&mut self, place: Place) -> Result<()> {
-        let at = place.at + place.filled as u64;
-        self.send(place)?;
+    fn pass_on(&mut self, open: OpenPiece) -> Result<()> {
+        let at = open.at + open.filled as u64;
+        self.send(open)?;
         if at == self.file_bytes {
             return self.pool.seal(self.file(), at);
         }
-        self.place = Some(Place { piece: self.buffers.take_at_least(PIECE_BYTES)?, filled: 0, at });
+        self.open = Some(OpenPiece { piece: self.buffers.take_at_least(PIECE_BYTES)?, filled: 0, at });
         Ok(())
     }
 
     fn file(&self) -> &Arc<OutFile> {
-        self.files.last().expect("a place is in a file")
+        self.files.last().expect("a piece is open in a file")
     }
 
     fn open_file(&mut self) -> Result<()> {
@@ -163,21 +163,21 @@ impl ExtentWriter {
         let bytes = expected.next_multiple_of(ALIGNMENT as u64) + PAGE_BYTES as u64;
         let io = self.engine.open(&path, Open::Create { preallocate: bytes })?;
         if expected > PIECE_BYTES as u64 {
-            // Writes that extend a file wait for one another.
+            // The length is set first, because writes that make a file longer wait for one another.
             io.set_len(bytes)?;
         }
         self.files.push(Arc::new(OutFile { io, state: Mutex::default() }));
         Ok(())
     }
 
-    fn send(&mut self, place: Place) -> Result<()> {
-        // A piece that holds nothing is of a file that ends where the stream does.
-        if place.filled == 0 {
+    fn send(&mut self, open: OpenPiece) -> Result<()> {
+        // The piece is empty where the last file ends exactly where the stream ends.
+        if open.filled == 0 {
             return Ok(());
         }
         let file = Arc::clone(self.file());
         lock(&file.state).pending += 1;
-        self.pool.run(Task { to: file, piece: place.piece, len: place.filled, at: place.at })
+        self.pool.run(Task { to: file, piece: open.piece, len: open.filled, at: open.at })
     }
 }
 
@@ -191,9 +191,9 @@ struct OutFile {
 #[derive(Debug, Default)]
 struct OutState {
     checksums: Vec<u32>,
-    /// Pieces handed over and not written yet.
+    /// How many pieces were handed over and are not written yet.
     pending: usize,
-    /// Bytes of the stream in the file, when no piece follows.
+    /// How many bytes of the stream the file has, once no piece follows.
     data_bytes: Option<u64>,
     sealed: Option<DenseFile>,
 }
@@ -227,7 +227,7 @@ impl OutFile {
         page[..checksums.len()].copy_from_slice(checksums);
         self.io.write_at(data_bytes, &page)?;
         let bytes = data_bytes + PAGE_BYTES as u64;
-        // It was given the length that was expected.
+        // The file was made with the length that was expected.
         self.io.set_len(bytes)?;
         self.io.sync()?;
         state.sealed = Some(DenseFile { bytes, checksums_crc32c: crc32c::crc32c(&page) });
@@ -243,7 +243,7 @@ impl OutFile {
 
 /// What pieces are written to, in any order.
 pub(crate) trait Target: Send + Sync + std::fmt::Debug {
-    /// Write whole pages `at` a place, and take their checksums.
+    /// Write whole pages at `at`, and take their checksums.
     fn write(&self, at: u64, data: &[u8]) -> Result<()>;
 }
 
@@ -261,12 +261,12 @@ impl Task {
     }
 }
 
-/// Threads that write pieces; the caller does it where there are none.
+/// The threads that write pieces. Where there are none, the caller writes them.
 #[derive(Debug)]
 pub(crate) struct Pool {
     send: Option<SyncSender<Task>>,
     threads: Vec<JoinHandle<()>>,
-    /// The first error; nothing is written after it.
+    /// The first error. Nothing is written after it.
     error: Arc<Mutex<Option<Error>>>,
 }
 
@@ -298,7 +298,7 @@ impl Pool {
     pub(crate) fn run(&self, task: Task) -> Result<()> {
         self.check()?;
         match &self.send {
-            // It fails only when every thread has ended in a panic, which end() hands on.
+            // This fails only when every thread has ended in a panic, which end() reports.
             Some(send) => send.send(task).map_err(|_| Error::new(Kind::Storage, "the writing threads ended")),
             None => task.write(),
         }
@@ -325,7 +325,7 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        // Nothing is written any more when the writer is gone: its directory may be removed.
+        // When the writer is gone nothing may be written any more, because its directory may be removed.
         drop(self.send.take());
         for thread in self.threads.drain(..) {
             let _ = thread.join();

@@ -4,26 +4,27 @@
 //! cross from file to file. A file is at most 256 MiB of the stream, a multiple of [`ALIGNMENT`], and then one page of that size:
 //! CRC-32C of each 256 KiB of it, little-endian, and zeros.
 //!
-//! What the extents mean is in `dense.json`, which the coordinator writes and its manifest vouches for; the core does not look into it.
+//! The file `dense.json` says what the extents mean. The coordinator writes it, and its manifest has the file's checksum. The core does not
+//! look into it.
 
 use serde::{Deserialize, Serialize};
 
 use super::digest::RankDigest;
 use crate::io::ALIGNMENT;
 
-/// Bytes of a stream under one checksum.
+/// How many bytes of a stream are under one checksum.
 pub(crate) const CHUNK_BYTES: usize = 256 << 10;
-/// What the extents mean, in the checkpoint's directory.
+/// The file, in the checkpoint's directory, that says what the extents mean.
 pub(crate) const DENSE_FILE: &str = "dense.json";
 /// The directory of the extents' files in the checkpoint's.
 pub(crate) const DENSE_DIR: &str = "dense";
 /// Bytes of the page of checksums that ends a file.
 pub(crate) const PAGE_BYTES: usize = ALIGNMENT;
-/// The most of a stream in one file: as many chunks as the page has checksums for.
+/// The most bytes of a stream in one file: as many chunks as the page has checksums for.
 pub(crate) const FILE_BYTES: u64 = (PAGE_BYTES / 4 * CHUNK_BYTES) as u64;
-/// Bytes of one request: whole chunks.
+/// How many bytes one request has: whole chunks.
 pub(crate) const PIECE_BYTES: usize = 16 * CHUNK_BYTES;
-/// Threads that write or read pieces.
+/// How many threads write or read pieces.
 pub(crate) const THREADS: usize = 4;
 
 pub(crate) fn extents_file(rank: u32, world: u32, n: usize) -> String {

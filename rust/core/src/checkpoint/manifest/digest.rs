@@ -1,4 +1,4 @@
-//! What identifies a manifest: its length and its checksum.
+//! A digest identifies a manifest by its length and its checksum.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +7,7 @@ pub(crate) fn checksum(bytes: &[u8]) -> u64 {
     xxhash_rust::xxh3::xxh3_64(bytes)
 }
 
-/// What identifies a rank's manifest: made by [`crate::checkpoint::RankWriter::finish`], checked by [`crate::checkpoint::Save::publish`].
+/// Identifies a rank's manifest. [`crate::checkpoint::RankWriter::finish`] makes it, and [`crate::checkpoint::Save::publish`] checks it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RankDigest {

@@ -1,4 +1,4 @@
-//! Who holds a directory of checkpoints, and the checkpoints in it: a save, a sweep or a load.
+//! Holds on a directory of checkpoints, and on the checkpoints in it, by saves, sweeps and loads.
 
 use std::path::Path;
 use std::thread::sleep;
@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use crate::error::{Kind, Result};
 use crate::io::{DirLock, Hold, IoEngine};
 
-/// How long a save or a load waits for a save that holds what it needs for a few file operations.
+/// How long a save or a load waits for another save, which holds what it needs for a few file operations.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Hold the directory of checkpoints, for a few file operations: while `LATEST` is replaced, as what it names is compared with what it
-/// should name before; and while a directory in it is made or swept.
+/// Hold the directory of checkpoints for a few file operations. This is held while `LATEST` is compared with what it should name and then
+/// replaced, and while a directory in it is made or removed.
 pub(crate) fn lock_root(engine: &dyn IoEngine, root: &Path) -> Result<DirLock> {
     let began = Instant::now();
     loop {
@@ -24,7 +24,7 @@ pub(crate) fn lock_root(engine: &dyn IoEngine, root: &Path) -> Result<DirLock> {
     }
 }
 
-/// What a wait for another process does between two looks: its error ends the wait.
+/// Called between two looks at what another process holds. Its error ends the wait.
 pub type Wait<'a> = dyn FnMut() -> Result<()> + 'a;
 
 /// Hold the directory of block-level saves itself, alone, for a few file operations. Others do so in moments, or as long as they remove
@@ -49,7 +49,7 @@ pub(crate) fn hold_unread(engine: &dyn IoEngine, dir: &Path) -> Result<Option<Di
     }
 }
 
-/// Make the directory `dir` in `root` and hold it. Sweeps wait meanwhile: they see none that is made and not held yet.
+/// Make the directory `dir` in `root` and hold it. Sweeps wait meanwhile, so that they see no directory that is made and not yet held.
 pub(crate) fn make_held(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<DirLock> {
     let _no_sweep = lock_root(engine, root)?;
     engine.create_dir_all(dir)?;
@@ -59,7 +59,7 @@ pub(crate) fn make_held(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Resul
 /// Hold the directory `dir` in `root` to remove it; `None` where a save writes it or a load reads it.
 pub(crate) fn hold_to_sweep(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<Option<[DirLock; 2]>> {
     let _none_is_made = lock_root(engine, root)?;
-    // First, so that no file is made in a checkpoint that stays.
+    // This hold comes first, because the other one makes a file, and none is to be made in a checkpoint that stays.
     let Some(unread) = hold_unread(engine, dir)? else { return Ok(None) };
     match engine.lock_dir(dir) {
         Err(error) if error.kind() == Kind::InUse => Ok(None),
@@ -67,14 +67,14 @@ pub(crate) fn hold_to_sweep(engine: &dyn IoEngine, root: &Path, dir: &Path) -> R
     }
 }
 
-/// Hold the checkpoint in `dir` as long as it is read: no save removes it meanwhile.
+/// Hold the checkpoint in `dir` while it is read, so that no save removes it.
 ///
 /// Errors: `InUse` where a save is removing it; `Storage` where it is gone.
 pub(crate) fn hold_to_read(engine: &dyn IoEngine, dir: &Path) -> Result<DirLock> {
     let began = Instant::now();
     loop {
         match engine.hold_dir(dir, Hold::ToRead) {
-            // A sweep looks for a moment at what it finds out to be the newest.
+            // A sweep holds the newest checkpoint for a moment, until it knows that it is the newest.
             Err(error) if error.kind() == Kind::InUse && began.elapsed() < PATIENCE => {
                 sleep(Duration::from_millis(5));
             }

@@ -1,28 +1,22 @@
 //! The JSON manifests of a checkpoint, and the checks that they pass before anything they say is used.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::dense::{DenseEntry, DenseShare};
-use super::digest::{RankDigest, checksum};
+use super::digest::RankDigest;
 use super::latest::CheckpointName;
-use super::names::{CHUNK_BYTES, FORMAT, OLDEST_VERSION, TOMBSTONES_A_FILE, VERSION};
-use crate::config::{OptimizerKind, TableConfig};
-use crate::error::{Error, Kind, Result};
-use crate::rows::Initializer;
+use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_A_FILE, VERSION};
+use super::spec::MAX_COUNT;
+use crate::error::Result;
 use crate::ssd::SegmentSet;
-use crate::types::{BucketHash, Bucketing};
+
+pub(crate) use super::json::{parse, render, seal, unseal};
+pub use super::spec::{OptimizerSpec, TableSpec};
 
 /// Manifests larger than this are refused before they are read.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
-/// Longest name of a module or table.
-const MAX_NAME_BYTES: usize = 4096;
-const MAX_DIM: u32 = 65_536;
-/// More rows, ranks or files than this are damage, and sums of such numbers do not overflow.
-const MAX_COUNT: u64 = 1 << 56;
-
 /// What a checkpoint holds, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -31,17 +25,18 @@ pub enum CheckpointKind {
     Full,
     /// Rows modified since the parent, and tombstones of those that left the table.
     Delta,
-    /// Every row, of tables with an SSD tier as the segments of that: for the same ranks.
-    Snapshot,
+    /// Every row, for a restart of the same ranks: tables with an SSD tier are in it as the tier's segments. Manifests call it `snapshot`.
+    #[serde(rename = "snapshot")]
+    Linked,
 }
 
 impl CheckpointKind {
-    /// As manifests have it.
+    /// The name that manifests have for it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Full => "full",
             Self::Delta => "delta",
-            Self::Snapshot => "snapshot",
+            Self::Linked => "snapshot",
         }
     }
 }
@@ -54,129 +49,6 @@ pub struct Parent {
     pub name: String,
     /// XXH3 of its manifest.
     pub manifest_xxh3: u64,
-}
-
-/// An optimizer and its hyperparameters.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct OptimizerSpec {
-    /// [`OptimizerKind::name`].
-    pub name: String,
-    /// Finite numbers by name (`lr`, `eps`, …).
-    pub hyperparameters: BTreeMap<String, f64>,
-}
-
-/// What a checkpoint says of a table as a whole: the same on every rank.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TableSpec {
-    /// Path of the module in the model, wrappers' names left out.
-    pub module: String,
-    /// Name of the table in the module.
-    pub table: String,
-    /// See [`crate::types::table_key`].
-    pub key: u64,
-    /// Width of the embedding.
-    pub dim: u32,
-    /// Type of weights and slots, in safetensors' terms: `F32`.
-    pub dtype: String,
-    /// The optimizer.
-    pub optimizer: OptimizerSpec,
-    /// Training steps so far.
-    pub step: u64,
-    /// Seed of births.
-    pub seed: u64,
-    /// How rows are born.
-    pub initializer: Initializer,
-    /// Buckets of the table.
-    pub total_num_buckets: u32,
-    /// How ids fall into them. Manifests of version 1 do not say: [`BucketHash::Plain`].
-    #[serde(default)]
-    pub bucket_hash: BucketHash,
-}
-
-impl TableSpec {
-    /// What a table's configuration says of it. `module` is the path of its module in the model.
-    pub fn new(module: &str, config: &TableConfig, hyperparameters: BTreeMap<String, f64>, step: u64) -> Self {
-        Self {
-            module: module.to_owned(),
-            table: config.name.clone(),
-            key: config.key,
-            dim: config.dim as u32,
-            dtype: "F32".to_owned(),
-            optimizer: OptimizerSpec { name: config.optimizer.name().to_owned(), hyperparameters },
-            step,
-            seed: config.seed,
-            initializer: config.initializer,
-            total_num_buckets: config.total_num_buckets,
-            bucket_hash: config.bucket_hash,
-        }
-    }
-
-    /// From its JSON, as a manifest has it; `Kind::Input` says what is missing, unknown or out of range.
-    pub fn from_json(text: &str) -> Result<Self> {
-        let spec: Self = serde_json::from_str(text)
-            .map_err(|e| Error::new(Kind::Input, format!("the description of a table is not one: {e}")))?;
-        spec.check()?;
-        Ok(spec)
-    }
-
-    /// How ids fall into the table's buckets.
-    pub fn bucketing(&self) -> Bucketing {
-        Bucketing::new(self.total_num_buckets, self.bucket_hash)
-    }
-
-    /// The optimizer's kind.
-    pub fn optimizer_kind(&self) -> Result<OptimizerKind> {
-        OptimizerKind::from_name(&self.optimizer.name)
-    }
-
-    /// Whether rows of this table fit one configured as `config`, without `slots` under any optimizer; `Kind::Mismatch` names the
-    /// field that does not.
-    pub fn check_fits(&self, config: &TableConfig, slots: bool) -> Result<()> {
-        let differs = |field: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
-            Err(Error::new(
-                Kind::Mismatch,
-                format!(
-                    "table {:?} of module {:?} has {field} {here} and the checkpoint {there}: make the table as it was saved",
-                    self.table, self.module
-                ),
-            ))
-        };
-        if self.dim as usize != config.dim {
-            return differs("embedding_dim", &config.dim, &self.dim);
-        }
-        if slots && self.optimizer.name != config.optimizer.name() {
-            return differs("optimizer", &config.optimizer.name(), &self.optimizer.name);
-        }
-        Ok(())
-    }
-
-    /// `Kind::Input` where a number is outside what the format can hold.
-    pub(crate) fn check(&self) -> Result<()> {
-        let refuse = |what: String| {
-            Err(Error::new(Kind::Input, format!("table {:?} of module {:?}: {what}", self.table, self.module)))
-        };
-        if self.module.len() > MAX_NAME_BYTES || self.table.len() > MAX_NAME_BYTES {
-            return refuse(format!("names have at most {MAX_NAME_BYTES} bytes"));
-        }
-        if self.dim == 0 || self.dim > MAX_DIM {
-            return refuse(format!("dim {} is not within 1 to {MAX_DIM}", self.dim));
-        }
-        if self.dtype != "F32" {
-            return refuse(format!("dtype {:?} is not F32", self.dtype));
-        }
-        if self.total_num_buckets == 0 {
-            return refuse("total_num_buckets is 0".into());
-        }
-        if self.step > MAX_COUNT {
-            return refuse(format!("step {} is more than any table has made", self.step));
-        }
-        if let Some((name, value)) = self.optimizer.hyperparameters.iter().find(|(_, value)| !value.is_finite()) {
-            return refuse(format!("hyperparameter {name} is {value}"));
-        }
-        self.optimizer_kind().map(|_| ())
-    }
 }
 
 /// A table in the coordinator's manifest.
@@ -225,7 +97,7 @@ pub struct Manifest {
     pub dense: Option<DenseEntry>,
 }
 
-/// Counts that fix the layout of a data file.
+/// The counts that determine the layout of a data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DataShape {
     pub(crate) rows: usize,
@@ -258,7 +130,7 @@ pub(crate) struct Share {
     /// Rows of the share; in a delta those not in it as well.
     pub(crate) total_rows: u64,
     pub(crate) files: Vec<DataFile>,
-    /// In a snapshot, instead of data files: the segments of an SSD tier.
+    /// In a linked checkpoint, instead of data files: the segments of an SSD tier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) segments: Option<SegmentSet>,
 }
@@ -290,7 +162,7 @@ impl Share {
             ));
         }
         for file in &self.files {
-            // What is read at once is bounded by this, and not by what a manifest says.
+            // This bounds what is read at once, whatever a manifest says.
             let tombstones = file.tombstones > TOMBSTONES_A_FILE as u64;
             if file.rows > u64::from(u32::MAX) || tombstones || file.bytes > MAX_COUNT {
                 return Err("a file's counts are out of range".into());
@@ -300,8 +172,8 @@ impl Share {
             }
         }
         if let Some(set) = &self.segments {
-            if kind != CheckpointKind::Snapshot || !self.files.is_empty() {
-                return Err("segments are in snapshots only, and without files".into());
+            if kind != CheckpointKind::Linked || !self.files.is_empty() {
+                return Err("segments are in linked checkpoints (kind snapshot) only, and without files".into());
             }
             set.check()?;
         }
@@ -336,77 +208,13 @@ impl RankManifest {
     }
 }
 
-/// Version first, so that a newer format is called that, whatever else it holds.
-#[derive(Deserialize)]
-struct Head {
-    format: String,
-    version: u32,
-}
-
-/// JSON bytes to a manifest; `Kind::Unsupported` for a newer version, `Kind::Corruption` for anything else that is not one.
-pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> Result<T> {
-    let damaged = |e: serde_json::Error| Error::corruption(path, 0, "the manifest", "valid", e).at(path);
-    let head: Head = serde_json::from_slice(bytes).map_err(damaged)?;
-    if head.format != FORMAT {
-        return Err(Error::corruption(path, 0, "the format", FORMAT, head.format));
-    }
-    if !(OLDEST_VERSION..=VERSION).contains(&head.version) {
-        return Err(Error::new(
-            Kind::Unsupported,
-            format!(
-                "{} has format version {} and this release reads {OLDEST_VERSION} to {VERSION}: load it with a newer one",
-                path.display(),
-                head.version
-            ),
-        )
-        .at(path));
-    }
-    serde_json::from_slice(bytes).map_err(damaged)
-}
-
-/// A manifest as JSON.
-pub(crate) fn render<T: Serialize>(manifest: &T) -> Result<Vec<u8>> {
-    let mut bytes = serde_json::to_vec_pretty(manifest)
-        .map_err(|e| Error::new(Kind::Input, format!("cannot write the manifest as JSON: {e}")))?;
-    bytes.push(b'\n');
-    Ok(bytes)
-}
-
-/// The last field of a sealed manifest: the checksum of what it was without that field.
-const SEAL: &str = ",\n  \"xxh3\": ";
-const END: &str = "\n}\n";
-
-/// A rendered manifest with its own checksum as the last field.
-pub(crate) fn seal(rendered: &[u8]) -> Vec<u8> {
-    let body = rendered.strip_suffix(END.as_bytes()).expect("what render() gives ends an object");
-    [body, format!("{SEAL}{}{END}", checksum(rendered)).as_bytes()].concat()
-}
-
-/// What was sealed, if not a bit of it has changed.
-pub(crate) fn unseal(sealed: &[u8], path: &Path) -> Result<Vec<u8>> {
-    let at = sealed.windows(SEAL.len()).rposition(|window| window == SEAL.as_bytes());
-    let rendered = [&sealed[..at.unwrap_or(0)], END.as_bytes()].concat();
-    if sealed == seal(&rendered) {
-        return Ok(rendered);
-    }
-    let found = checksum(&rendered);
-    let said = String::from_utf8_lossy(&sealed[at.map_or(sealed.len(), |at| at + SEAL.len())..]);
-    let said: String = said.chars().take_while(char::is_ascii_digit).collect();
-    let said = if said.is_empty() { "none".to_owned() } else { said };
-    if said == found.to_string() {
-        let (whole, len) = (seal(&rendered).len(), sealed.len());
-        return Err(Error::corruption(path, whole as u64, "the manifest's length", whole, len));
-    }
-    Err(Error::corruption(path, at.unwrap_or(0) as u64, "the manifest's checksum", said, found))
-}
-
 impl Manifest {
     /// As JSON.
     pub fn to_json(&self) -> Result<Vec<u8>> {
         render(self)
     }
 
-    /// What does not need the ranks' manifests.
+    /// Check all that can be checked without the ranks' manifests. The message says what is wrong.
     pub(crate) fn check(&self, name: CheckpointName) -> Result<(), String> {
         if self.name != name.to_string() || self.seq != name.seq {
             return Err(format!("it belongs to {:?}, number {}", self.name, self.seq));
@@ -438,13 +246,15 @@ impl Manifest {
 
     /// Whether a delta's rows and tombstones are changes of the tables of `parent`; the message says what does not fit.
     pub(crate) fn check_fits_parent(&self, parent: &Self) -> Result<(), String> {
-        if parent.kind == CheckpointKind::Snapshot {
-            return Err("on a snapshot, and a delta builds on a full checkpoint or a delta".into());
+        if parent.kind == CheckpointKind::Linked {
+            return Err(
+                "on a linked checkpoint (kind snapshot), and a delta builds on a full checkpoint or a delta".into()
+            );
         }
         if self.next_epoch < parent.next_epoch {
             return Err(format!("of epochs up to {}, below its parent's {}", self.next_epoch, parent.next_epoch));
         }
-        // How rows are trained, and how those that come are born, may change as training goes on.
+        // Hyperparameters, seed and initializer may change as training goes on.
         let lasting = |TableEntry { spec, .. }: &TableEntry| {
             let TableSpec { module, table, key, dim, dtype, optimizer, total_num_buckets, bucket_hash, .. } =
                 spec.clone();

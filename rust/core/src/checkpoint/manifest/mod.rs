@@ -3,7 +3,9 @@
 pub(crate) mod dense;
 pub(crate) mod digest;
 pub(crate) mod holds;
+pub(crate) mod json;
 pub(crate) mod latest;
 pub(crate) mod manifests;
 pub(crate) mod names;
 pub(crate) mod read;
+pub(crate) mod spec;

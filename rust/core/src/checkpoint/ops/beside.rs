@@ -1,4 +1,4 @@
-//! One rank's part of a save beside training: the rows of the moment when it began.
+//! One rank's part of a save beside training. It writes the rows as they were when the save began.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
@@ -20,36 +20,37 @@ use crate::types::Id;
 
 pub use crate::process::work_behind;
 
-/// Bytes of the chunks in which rows are copied (one row at least): a training step waits for one at most.
+/// How many bytes of rows are copied at a time, one row at least. A training step waits for one such chunk at most.
 const CHUNK_BYTES: usize = 256 << 10;
-/// Memory for rows that training changes before they are written, by default: see [`PreImages`].
+/// The default memory, in bytes, for rows that training changes before they are written: see [`PreImages`].
 pub const IMAGE_BYTES: usize = 32 << 20;
 
 /// Settings of a save beside training.
 #[derive(Clone, Copy, Debug)]
 pub struct BesideOptions {
-    /// Rows trained after the moment are of this epoch: what the checkpoint is published with.
+    /// The epoch of rows that are trained after the moment. The checkpoint is published with it.
     pub next_epoch: u32,
-    /// See [`IMAGE_BYTES`].
+    /// Memory for pre-images in bytes; see [`IMAGE_BYTES`].
     pub image_bytes: usize,
-    /// Bytes of rows written in a second at most.
+    /// The most bytes of rows that are written in a second; `None` for no limit.
     pub bytes_per_second: Option<u64>,
 }
 
-/// A table to save.
+/// A table that is to be saved.
 #[derive(Clone, Debug)]
 pub struct TableToSave {
-    /// Its module's path in the model.
+    /// The path of its module in the model.
     pub module: String,
-    /// Itself.
+    /// The table.
     pub table: Table,
-    /// Its optimizer's.
+    /// The hyperparameters of its optimizer.
     pub hyperparameters: BTreeMap<String, f64>,
     /// The checkpoint that a delta builds on, as the table knows it; `None` in a full save.
     pub ancestor: Option<Ancestor>,
 }
 
-/// The tables of one rank at one moment, and where they go. Dropping it lets go of them; what it wrote is swept by the next save.
+/// The tables of one rank at one moment, and the writer that they go to. Dropping this holds them no more; the next save removes what it
+/// wrote.
 #[derive(Debug)]
 pub struct RankMoment {
     writer: RankWriter,
@@ -59,10 +60,10 @@ pub struct RankMoment {
 }
 
 impl RankMoment {
-    /// Hold the rows that the tables have now, for the part of `rank` (of `world`) in the checkpoint `name` in `root`. No table is
-    /// trained meanwhile.
+    /// Hold the rows that the tables have now, for the part of `rank` (of `world`) in the checkpoint `name` in `root`. No table may be
+    /// trained during this call.
     ///
-    /// Errors: those of [`Table::moment`]; then none is held.
+    /// Errors: those of [`Table::moment`]. After one no table is held.
     pub fn begin(
         engine: Arc<dyn IoEngine>,
         root: &Path,
@@ -85,13 +86,13 @@ impl RankMoment {
         Ok(Self { writer, tables, images, pace: Pace::new(options.bytes_per_second) })
     }
 
-    /// Write the next table; how many rows and tombstones that made, or `None` when there was none left.
+    /// Write the next table. Returns how many rows and tombstones it has, or `None` when no table was left.
     pub fn write_next(&mut self) -> Result<Option<(u64, u64)>> {
         let Some((module, moment, hyperparameters)) = self.tables.pop_front() else { return Ok(None) };
         self.writer.write_moment(&module, moment, hyperparameters, &mut self.pace).map(Some)
     }
 
-    /// Make this rank's part durable, when every table is written. The digest goes to the coordinator.
+    /// Make this rank's part durable when every table is written. The digest goes to the coordinator.
     pub fn finish(self) -> Result<RankDigest> {
         if let Some((_, moment, _)) = self.tables.front() {
             let message = format!("table {:?} is not written yet", moment.config().name);
@@ -103,7 +104,7 @@ impl RankMoment {
 }
 
 impl RankWriter {
-    /// Write the rows of a table's moment, at a pace; of a moment of changes, into a delta. How many rows and tombstones that made.
+    /// Write the rows of a table's moment at a pace; those of a moment of changes go into a delta. Returns the numbers of rows and tombstones.
     pub fn write_moment(
         &mut self,
         module: &str,
@@ -131,7 +132,7 @@ impl RankWriter {
     }
 }
 
-/// Keeps to so many bytes a second.
+/// Limits how many bytes are written in a second.
 #[derive(Debug)]
 pub struct Pace {
     bytes_per_second: Option<u64>,
@@ -140,10 +141,10 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// What a slow disk left of the rate is made up for in so much time.
+    /// After a slow disk has fallen behind the limit, at most this much time is caught up.
     const CREDIT: Duration = Duration::from_millis(200);
 
-    /// Of so many bytes a second, or any.
+    /// A limit in bytes a second, or none.
     pub fn new(bytes_per_second: Option<u64>) -> Self {
         Self { bytes_per_second, due: Instant::now() }
     }

@@ -1,4 +1,4 @@
-//! A checkpoint with all it builds on: a full one and the deltas after it, read as one, newest wins.
+//! A checkpoint with all that it builds on: a full one and the deltas after it, read as one. Of a row that several have, the newest counts.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use crate::io::IoEngine;
 use crate::memory;
 use crate::types::Id;
 
-/// Ids of deltas that are held at once, about (16 bytes each at most): beyond, buckets are read part by part.
+/// About how many ids of deltas are held at once, at 16 bytes each at most. Where there are more, buckets are read part by part.
 const IDS_AT_ONCE: u64 = 2 << 20;
 
 /// A checkpoint and those it builds on, whose manifests are checked.
@@ -31,8 +31,8 @@ pub struct Chain {
 impl Chain {
     /// Read and check the manifests of the checkpoint that `latest` names in `root`, and of those it builds on.
     ///
-    /// Errors: those of [`Checkpoint::open`]; `Corruption` where one is missing, is another than it was when the next was built on
-    /// it, or they do not fit each other.
+    /// Errors: those of [`Checkpoint::open`]; `Corruption` where one of them is missing, has changed since the next was built on it, or
+    /// does not fit the next.
     pub fn open(engine: &Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Self> {
         let mut links = vec![Checkpoint::open(Arc::clone(engine), root, latest)?];
         while let Some(parent) = &links[links.len() - 1].manifest().parent {
@@ -43,14 +43,14 @@ impl Chain {
         Ok(Self { links: Arc::new(links), ids_at_once: IDS_AT_ONCE })
     }
 
-    /// Hold about so many ids of deltas at once, where the buckets are many enough.
+    /// Hold about so many ids of deltas at once, instead of 2 million. A single bucket is never divided.
     #[must_use]
     pub fn with_ids_at_once(mut self, ids: u64) -> Self {
         self.ids_at_once = ids.max(1);
         self
     }
 
-    /// The newest manifest: tables, settings and steps are as it says.
+    /// The manifest of the newest checkpoint, whose tables, settings and steps count.
     pub fn manifest(&self) -> &Manifest {
         self.links[0].manifest()
     }
@@ -70,12 +70,12 @@ impl Chain {
         &self.links
     }
 
-    /// Let saves remove them: nothing more is read of them.
+    /// Let saves remove the checkpoints. Nothing more may be read of them.
     pub fn let_go(&self) {
         self.links.iter().for_each(Checkpoint::let_go);
     }
 
-    /// A table of the newest, or `Kind::Mismatch` with the names of those that are there.
+    /// A table of the newest checkpoint. The error is `Mismatch` and lists the tables that it has.
     pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
         self.links[0].table(module, table)
     }
@@ -127,9 +127,9 @@ pub struct ChainReader {
     chain: Chain,
     spec: TableSpec,
     buckets: Range<u32>,
-    /// The table's rows, where they are all read.
+    /// How many rows the table has, where this reads all of them.
     whole: Option<u64>,
-    /// Of each link, newest first.
+    /// A reader for each checkpoint, newest first.
     readers: Vec<TableReader>,
 }
 
@@ -156,7 +156,7 @@ impl ChainReader {
         self.readers.iter().map(TableReader::rows).sum()
     }
 
-    /// Rows that [`ChainReader::read`] hands over of the oldest checkpoint at most: in a chain nearly all.
+    /// The most rows that [`ChainReader::read`] hands over from the oldest checkpoint. In a chain these are nearly all.
     pub(crate) fn rows_of_oldest(&self) -> u64 {
         self.readers.last().map_or(0, TableReader::rows)
     }
@@ -171,14 +171,14 @@ impl ChainReader {
         self.readers[0].check_fits(config)
     }
 
-    /// Read every row of the buckets once, verify it, and hand it to `sink`, in chunks of about 4 MiB; how many they were.
+    /// Read every row of the buckets once, verify it, and hand it to `sink` in chunks of about 4 MiB. Returns how many rows there were.
     ///
-    /// Errors: those of [`TableReader::read`]; `Corruption` where they are not as many as the newest manifest says.
+    /// Errors: those of [`TableReader::read`]; `Corruption` where the newest manifest says another number of rows.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<u64> {
         self.read_columns(&mut |rows| self.readers[0].emit(rows, sink))
     }
 
-    /// As [`ChainReader::read`], as columns.
+    /// Read as [`ChainReader::read`] does, and hand the rows over as columns.
     pub fn read_columns(&self, sink: &mut ColumnSink<'_>) -> Result<u64> {
         let mut rows = 0;
         let mut counted = |some: PickedRows<'_>| {
@@ -216,10 +216,10 @@ impl ChainReader {
 /// Takes rows as columns.
 pub(crate) type ColumnSink<'a> = dyn FnMut(PickedRows<'_>) -> Result<()> + 'a;
 
-/// Ids of a file, which somebody may have chosen.
+/// A set of ids from a file. Its hash is keyed, because somebody may have chosen the ids so that they collide.
 type Ids = HashSet<Id, IdHash>;
 
-/// Hand each row over as the newest reader that knows of it has it, unless a newer one has its tombstone.
+/// Hand each row over once, as the newest checkpoint has it, unless a newer one has a tombstone of its id.
 fn merge(readers: &[TableReader], sink: &mut ColumnSink<'_>) -> Result<()> {
     let mut known = Ids::default();
     let refused = |_| memory::refused("keep the ids of deltas", IDS_AT_ONCE as usize * 16);
@@ -245,7 +245,7 @@ fn merge(readers: &[TableReader], sink: &mut ColumnSink<'_>) -> Result<()> {
         }
         known.try_reserve(own.len()).map_err(refused)?;
         known.extend(own);
-        // A row of this link is back: its tombstone is of the links before.
+        // An id with both a row and a tombstone in this checkpoint is back: the tombstone is for the checkpoints before.
         reader.read_tombstones(&mut |ids| {
             known.try_reserve(ids.len()).map_err(refused)?;
             known.extend(ids);

@@ -1,4 +1,4 @@
-//! A chain of deltas, or a snapshot, merged into a full checkpoint.
+//! Merges a chain of deltas, or a linked checkpoint, into a full checkpoint.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,15 +15,15 @@ use crate::io::IoEngine;
 
 /// One rank's part of merging the chain that `LATEST` names.
 ///
-/// The coordinator tells all ranks what [`Latest::read`] gives and begins a [`Save`](crate::checkpoint::Save) that merges it; each rank
-/// writes its share of the buckets; publishing makes the merged checkpoint the newest, if that chain still is.
+/// The coordinator tells all ranks what [`Latest::read`] gives, and begins a [`Save`](crate::checkpoint::Save) that merges it. Each rank
+/// writes its share of the buckets. Publishing makes the merged checkpoint the newest one, if that chain is still the newest.
 #[derive(Debug)]
 pub struct Compaction {
     chain: Chain,
 }
 
 impl Compaction {
-    /// Open the chain, or snapshot; `None` where it is a full checkpoint already.
+    /// Open the chain, or the linked checkpoint. `None` where it is a full checkpoint already.
     pub fn open(engine: &Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Option<Self>> {
         let chain = Chain::open(engine, root, latest)?;
         Ok((chain.manifest().kind != CheckpointKind::Full).then_some(Self { chain }))
@@ -34,7 +34,7 @@ impl Compaction {
         &self.chain
     }
 
-    /// Write the share of `rank` (of `world`) to the checkpoint `name`. `progress` is told of rows, and its error ends it.
+    /// Write the share of `rank` (of `world`) to the checkpoint `name`. `progress` is called with numbers of rows; its error ends the work.
     pub fn write(
         &self,
         engine: &Arc<dyn IoEngine>,

@@ -1,4 +1,4 @@
-//! What is made of whole checkpoints: chains read, merged and divided anew, and saves beside training.
+//! Work on whole checkpoints: reading, merging and dividing chains of them, and saves beside training.
 
 pub(crate) mod beside;
 pub(crate) mod chain;

@@ -1,4 +1,4 @@
-//! Saves whose ranks agree on nothing before the end: each writes under a name of its own, and the coordinator takes that over.
+//! Saves whose ranks agree on nothing before the end. Each rank writes a part under a name of its own, and the coordinator takes it over.
 //!
 //! 1. Every rank makes a [`Part`] (or several), writes tables and extents, and calls [`Part::finish`]; names and digests go to the
 //!    coordinator. The rank keeps its parts until the save is over: while it holds them no other save sweeps them.
@@ -27,10 +27,10 @@ use crate::io::{DirLock, IoEngine, publish};
 const RANK: u32 = 0;
 const WORLD: u32 = 1;
 
-/// Where rows go that training changes before they are written, past [`IMAGE_BYTES`].
+/// The file for pre-images that do not fit into [`IMAGE_BYTES`] of memory.
 const PRE_IMAGES: &str = "pre-images";
 
-/// A table as of one moment, by the path of its module.
+/// A table at one moment, with the path of its module.
 #[derive(Debug)]
 struct HeldTable {
     module: String,
@@ -38,7 +38,7 @@ struct HeldTable {
     hyperparameters: BTreeMap<String, f64>,
 }
 
-/// What one rank writes. Dropped without being adopted, it leaves a directory that a later save sweeps.
+/// What one rank writes. A part that is dropped and not adopted leaves a directory, which a later save removes.
 #[derive(Debug)]
 pub struct Part {
     engine: Arc<dyn IoEngine>,
@@ -52,7 +52,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// Make a part in `root`, which exists; `random` tells it from others. About `expected_bytes` of extents will be written.
+    /// Make a part in `root`, which exists. `random` tells it from other parts. About `expected_bytes` of extents will be written.
     pub fn begin(engine: Arc<dyn IoEngine>, root: &Path, random: u64, expected_bytes: u64) -> Result<Self> {
         let name = PartName(random);
         let dir = root.join(name.to_string());
@@ -85,8 +85,8 @@ impl Part {
         self.extents.as_mut().ok_or_else(finished)
     }
 
-    /// Hold the rows of tables as of now; those trained from now on carry `next_epoch`. `tables` are by the paths of their modules,
-    /// with their hyperparameters.
+    /// Hold the rows of tables as of now. Rows that are trained from now on carry `next_epoch`. Each table comes with the path of its module
+    /// and its hyperparameters.
     pub fn hold(&mut self, tables: Vec<(String, &Table, BTreeMap<String, f64>)>, next_epoch: u32) -> Result<()> {
         let path = self.dir.join(PRE_IMAGES);
         let images = Arc::new(PreImages::new(Arc::clone(&self.engine), path, IMAGE_BYTES, tables.len()));
@@ -97,7 +97,7 @@ impl Part {
         Ok(())
     }
 
-    /// Write the tables that are held, while training goes on; returns their rows.
+    /// Write the tables that are held, while training goes on. Returns how many rows they have.
     pub fn write_held(&mut self) -> Result<u64> {
         let writer = self.writer.as_mut().ok_or_else(finished)?;
         let mut rows = 0;
@@ -116,7 +116,7 @@ impl Part {
 
     /// Give it up and remove what it wrote.
     pub fn abandon(mut self) -> Result<()> {
-        // No thread writes there any more.
+        // Dropping the writers waits for their threads, so that nothing is written there any more.
         drop((self.writer.take(), self.extents.take(), std::mem::take(&mut self.held)));
         self.engine.remove_dir_all(&self.dir)
     }
@@ -127,8 +127,8 @@ fn finished() -> Error {
 }
 
 impl Save {
-    /// Take over what `rank` of `world` wrote, in any number of parts of which one at most has extents. Each is given with the
-    /// directory it was made in, which is on the file system of this one.
+    /// Take over what `rank` of `world` wrote: any number of parts, of which one at most has extents. Each comes with the directory that it
+    /// was made in, which must be on the file system of this checkpoint.
     pub fn adopt(&self, rank: u32, world: u32, parts: &[(PathBuf, PartName, RankDigest)]) -> Result<RankDigest> {
         let (engine, dir) = (&*self.engine, self.dir());
         let mut adopted = RankManifest::new(self.name.to_string(), rank, world);
@@ -158,14 +158,14 @@ impl Save {
         let bytes = render(&adopted)?;
         publish(engine, &dir.join(rank_file(rank, world)), &bytes)?;
         for (root, name, _) in parts {
-            // What stays is swept by a later save.
+            // A later save removes what stays.
             let _ = engine.remove_dir_all(&root.join(name.to_string()));
         }
         Ok(RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
     }
 }
 
-/// Rename files from one directory to another, which is made, and make the new names durable.
+/// Rename files into another directory, which is made, and make the new names durable.
 fn move_files(
     engine: &dyn IoEngine,
     from: &Path,

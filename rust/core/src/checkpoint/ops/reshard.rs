@@ -1,4 +1,4 @@
-//! A checkpoint written again, divided between another number of ranks.
+//! Writes a checkpoint again, divided between another number of ranks.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,16 +10,17 @@ use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
 use crate::io::IoEngine;
 
-/// The buckets of `rank` of `world`: shares differ by one at most, the first ranks have more.
+/// The buckets of `rank` of `world`. Shares differ by one bucket at most, and the first ranks have the larger ones.
 pub(crate) fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u32> {
     let (each, more) = (buckets / world, buckets % world);
     let start = |rank: u32| rank * each + rank.min(more);
     start(rank)..start(rank + 1)
 }
 
-/// Write the rows of `from`, deltas merged, to the directory `root`, which exists, as `world` ranks would have saved them: a table that one rank of
-/// several had alone stays with one rank, every other is divided by bucket. Epochs, steps and settings are kept. Any number of ranks
-/// loads any checkpoint; one divided as they are lets each read whole files.
+/// Write the rows of `from` to the directory `root`, which exists, as `world` ranks would have saved them. Deltas are merged. A table that
+/// one rank of several had alone stays with one rank; every other table is divided by buckets. Epochs, steps and settings are kept.
+///
+/// Any number of ranks can load any checkpoint. Where it is divided as they are, each rank reads whole files.
 ///
 /// Errors: `Input` (no rank, or more ranks than a divided table has buckets), `Corruption` of what is read, `Storage`.
 pub fn reshard(engine: &Arc<dyn IoEngine>, from: &Chain, root: &Path, random: u64, world: u32) -> Result<Published> {
@@ -53,7 +54,7 @@ pub fn reshard(engine: &Arc<dyn IoEngine>, from: &Chain, root: &Path, random: u6
     let digests = match written.collect::<Result<Vec<_>>>() {
         Ok(digests) => digests,
         Err(error) => {
-            // What stays is swept by the next save.
+            // The next save removes what stays.
             let _ = save.abandon();
             return Err(error);
         }

@@ -1,4 +1,4 @@
-//! Tables of the cache into a checkpoint and out of it.
+//! Writes tables of the cache into a checkpoint, and loads them from one.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::checkpoint::rows::writer::RankWriter;
 use crate::config::{OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
 
-/// Rows of the chunks in which a table's rows are copied.
+/// How many rows of a table are copied at a time.
 const CHUNK_ROWS: usize = 1024;
 
 /// Every row of a table, as of now.
@@ -28,9 +28,9 @@ impl RowSource for TableRows<'_> {
 }
 
 impl RankWriter {
-    /// Write every row of a table, as of now; returns how many they were. `module` is the path of its module in the model.
+    /// Write every row of a table as of now. Returns how many rows there were. `module` is the path of the table's module in the model.
     ///
-    /// Errors: those of [`RankWriter::write_table`], and `State` when the table is trained or changed meanwhile.
+    /// Errors: those of [`RankWriter::write_table`]; `State` when the table is trained or changed meanwhile.
     pub fn write_rows_of(
         &mut self,
         module: &str,
@@ -75,13 +75,13 @@ impl TableReader {
 }
 
 impl ChainReader {
-    /// Replace the contents of a table, its step included; how many rows it has then. After an error the contents are of no use: the
-    /// caller marks the table unusable before ([`Table::set_unusable`]) and usable when every table of every rank is loaded.
+    /// Replace the contents and the step of a table. Returns how many rows it has then. After an error its contents are of no use. So the
+    /// caller marks the table unusable before ([`Table::set_unusable`]), and usable when every table of every rank is loaded.
     pub fn load_into(&self, table: &Table) -> Result<u64> {
         self.load_with(table, &mut |_| Ok(()))
     }
 
-    /// As [`ChainReader::load_into`]; `progress` is told of rows as they are in place, and its error ends the load.
+    /// Load as [`ChainReader::load_into`] does. `progress` is called with the number of rows that were loaded; its error ends the load.
     pub fn load_with(&self, table: &Table, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<u64> {
         self.check_fits(table.config())?;
         table.clear()?;
@@ -102,7 +102,7 @@ impl ChainReader {
                 ),
             ));
         }
-        // Adam corrects its moments by the number of steps that made them, and those of rows without slots begin anew.
+        // Adam corrects its moments by the number of steps that made them. Rows without slots begin with new moments, so at step 0.
         let corrects = matches!(table.config().optimizer, OptimizerKind::Adam | OptimizerKind::AdamW);
         table.set_step(if corrects && !self.has_slots() { 0 } else { self.spec().step })?;
         Ok(read)

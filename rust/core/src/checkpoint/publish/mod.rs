@@ -1,4 +1,4 @@
-//! What makes a checkpoint the newest one, and what becomes of those before.
+//! Publishing a checkpoint as the newest one, and removing older ones.
 
 pub(crate) mod retention;
 pub(crate) mod save;

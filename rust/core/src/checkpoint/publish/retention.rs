@@ -20,15 +20,16 @@ fn is_complete(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> Resu
     engine.exists(&root.join(name.to_string()).join(MANIFEST_FILE))
 }
 
-/// What a checkpoint builds on.
+/// The name of the checkpoint that `name` builds on, if it builds on one.
 fn parent(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> Result<Option<CheckpointName>> {
     let (manifest, _) = read_manifest(engine, &root.join(name.to_string()))?;
     manifest.parent.map(|parent| parent.name.parse()).transpose()
 }
 
-/// The complete checkpoints that stay: the `keep` newest up to the one that `LATEST` names, and all that these build on. `None` where
-/// every complete one stays: `LATEST` is missing or names none that is complete, or it cannot be told what one builds on, so that one
-/// of the others may be all there is.
+/// The complete checkpoints that stay: the `keep` newest up to the one that `LATEST` names, and all that these build on.
+///
+/// `None` means that every complete checkpoint stays. That is so where `LATEST` is missing or names no complete checkpoint, and where it
+/// cannot be told what one of them builds on: any of the others may be the only one that can still be loaded.
 fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeSet<CheckpointName>>> {
     let Some(latest) = Latest::find(engine, root)?.map(|latest| latest.name) else { return Ok(None) };
     if !is_complete(engine, root, latest)? {
@@ -47,7 +48,7 @@ fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeS
         while let Some(name) = next.filter(|&name| stay.insert(name)) {
             next = match parent(engine, root, name) {
                 Err(error) if error.is_damage_or_absence() => return Ok(None),
-                // Nothing is removed by what cannot be read now: asked again, it may say what another one builds on.
+                // A manifest that cannot be read now may be readable later, and name another checkpoint. So nothing is removed.
                 parent => parent?,
             };
         }
@@ -55,7 +56,7 @@ fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeS
     Ok(Some(stay))
 }
 
-/// Add what the checkpoint `name` builds on to `needed`, up to one that is damaged or that a save is still writing.
+/// Add to `needed` all that the checkpoint `name` builds on, up to a checkpoint that is damaged or that a save is still writing.
 fn add_chain(
     engine: &dyn IoEngine,
     root: &Path,
@@ -73,8 +74,8 @@ fn add_chain(
     Ok(())
 }
 
-/// Remove every checkpoint that no save is writing, no load is reading, and that does not stay. What a load reads, and all that this
-/// builds on, is left to a later sweep. Returns what could not be removed.
+/// Remove every checkpoint that does not stay, that no save is writing and no load is reading. A checkpoint that is being read is left to
+/// a later sweep, and so is all that it builds on. Returns why some could not be removed.
 pub(crate) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Vec<Error>> {
     let mut left = Vec::new();
     let stays = |name: CheckpointName| {
@@ -83,7 +84,7 @@ pub(crate) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<V
             None => is_complete(engine, root, name)?,
         })
     };
-    // Deltas go before what they build on: whenever this stops, each that is there has all it needs.
+    // A delta is removed before what it builds on. So whenever this stops, every delta that is left has all it needs.
     let mut names = checkpoints(engine, root)?;
     names.sort_unstable_by(|a, b| b.cmp(a));
     let mut in_use = BTreeSet::new();
@@ -96,7 +97,7 @@ pub(crate) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<V
             Ok(Some(lock)) => lock,
             Ok(None) => {
                 if let Err(error) = add_chain(engine, root, name, &mut in_use) {
-                    // What it builds on comes later, and would go.
+                    // What it builds on comes later in this loop and would be removed.
                     left.push(error);
                     break;
                 }
@@ -107,7 +108,7 @@ pub(crate) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<V
                 continue;
             }
         };
-        // Looked at again under the lock: a save names its checkpoint before it lets go of it, and only then.
+        // This is asked again under the lock, because a save that held the checkpoint until now may have published it.
         if stays(name)? {
             continue;
         }
@@ -116,7 +117,7 @@ pub(crate) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<V
     Ok(left)
 }
 
-/// Remove the parts in `root` that nobody holds. Returns what could not be removed.
+/// Remove the parts in `root` that nobody holds. Returns why some could not be removed.
 pub fn sweep_parts(engine: &dyn IoEngine, root: &Path) -> Result<Vec<Error>> {
     let is_part = |path: &PathBuf| {
         path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.parse::<PartName>().is_ok())

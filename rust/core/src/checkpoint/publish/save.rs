@@ -1,4 +1,4 @@
-//! The coordinator's part of a save: what makes a checkpoint the newest one, and what becomes of those before.
+//! The coordinator's part of a save: it begins a checkpoint, publishes it as the newest one, and removes older ones.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,16 +18,17 @@ use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, IoEngine, LOCK_FILE, publish, write_whole};
 use crate::memory::room_for_threads;
 
-/// What a save is to be. The default: full, and it alone stays.
+/// What kind of checkpoint a save makes. By default it is full, and no older one stays.
 #[derive(Clone, Debug, Default)]
 pub struct SaveOptions {
-    /// The checkpoint that it builds on, of which it holds the changes; it must still be the newest when this one is published.
+    /// The checkpoint that a delta builds on. It must still be the newest one when the delta is published.
     pub parent: Option<Parent>,
-    /// The delta that it holds the rows of, merged with all that it builds on; that, too, must still be the newest.
+    /// The checkpoint whose rows, merged with all that it builds on, are in this one. It must still be the newest one when this is
+    /// published.
     pub merged: Option<Parent>,
-    /// Whether tables with an SSD tier are in it as their segments; then it has no parent.
-    pub snapshot: bool,
-    /// So many of the newest checkpoints stay, this one included (one at least), and those that they build on.
+    /// Whether it is a linked checkpoint: tables with an SSD tier are in it as their segments. Then it has no parent.
+    pub linked: bool,
+    /// How many of the newest checkpoints stay, this one included: 1 at least. All that they build on stays too.
     pub keep: usize,
 }
 
@@ -45,7 +46,7 @@ pub struct Save {
     _lock: DirLock,
 }
 
-/// The line that is to be `LATEST`, and the name of the checkpoint's directory: they become durable while rows are written.
+/// Syncs the line that is to be `LATEST`, and the name of the checkpoint's directory, while rows are written.
 #[derive(Debug)]
 struct Early(Option<JoinHandle<Result<()>>>);
 
@@ -72,32 +73,32 @@ impl Early {
 
 impl Drop for Early {
     fn drop(&mut self) {
-        // Nothing is published that needs it.
+        // An error does not matter: nothing that needs these names was published.
         let _ = self.wait();
     }
 }
 
-/// What a save did besides.
+/// What publishing a checkpoint did.
 #[derive(Debug)]
 pub struct Published {
     /// The checkpoint that loads now find.
     pub latest: Latest,
-    /// As a delta that builds on it names it.
+    /// What identifies it: its name and the XXH3 of its manifest.
     pub identity: Parent,
-    /// Older checkpoints that could not be removed; the next save tries again.
+    /// Why some older checkpoints could not be removed. The next save tries again.
     pub left: Vec<Error>,
 }
 
 impl Save {
-    /// Make the directory of a new checkpoint in `root`, which exists, and sweep what unfinished saves left there, and what `LATEST`
-    /// superseded. `random` tells saves that run at the same time apart.
+    /// Make the directory of a new checkpoint in `root`, which exists. This also removes what unfinished saves left there, and checkpoints
+    /// that do not stay. `random` tells saves that run at the same time apart.
     pub fn begin(engine: Arc<dyn IoEngine>, root: &Path, random: u64) -> Result<Self> {
         Self::begin_with(engine, root, random, SaveOptions::default())
     }
 
-    /// As [`Save::begin`], of a delta, of a merged checkpoint, or where older ones are to stay.
+    /// Begin a save as [`Save::begin`] does, with options.
     pub fn begin_with(engine: Arc<dyn IoEngine>, root: &Path, random: u64, options: SaveOptions) -> Result<Self> {
-        // What cannot be removed does no harm to this save, and publishing reports it. Where LATEST is damaged nothing is removed.
+        // What cannot be removed does no harm to this save, and publishing reports it. A damaged LATEST keeps all checkpoints there.
         let _ = sweep(&*engine, root, options.keep);
         let latest = Latest::find(&*engine, root).ok().flatten().map(|latest| latest.name);
         let highest = checkpoints(&*engine, root)?.into_iter().chain(latest).map(|name| name.seq).max();
@@ -125,7 +126,7 @@ impl Save {
         self.root.join(self.name.to_string())
     }
 
-    /// Write what the ranks' extents mean, in the caller's terms; with it the checkpoint has a dense part.
+    /// Write the caller's description of the ranks' extents. With it the checkpoint has a dense part.
     pub fn write_dense_metadata(&mut self, metadata: &[u8]) -> Result<()> {
         if metadata.len() as u64 > MAX_MANIFEST_BYTES {
             let what = format!("{} bytes describe the extents: at most {MAX_MANIFEST_BYTES} can", metadata.len());
@@ -136,19 +137,20 @@ impl Save {
         Ok(())
     }
 
-    /// Make the checkpoint the newest one; `digests` are the ranks', by rank. Rows modified from now on carry `next_epoch`.
+    /// Make the checkpoint the newest one. `digests` are those of the ranks' manifests, by rank. Rows modified from now on carry
+    /// `next_epoch`.
     ///
-    /// When it fails, a load finds the checkpoint before, except when making the new name durable failed at the very end: then it
-    /// finds either, whole.
+    /// After an error a load finds the checkpoint before. There is one exception: where only the last sync failed, which makes the new
+    /// `LATEST` durable, a load finds one of the two, whole.
     pub fn publish(mut self, digests: &[RankDigest], next_epoch: u32) -> Result<Published> {
         let engine = &*self.engine;
         let dir = self.dir();
         let ranks = read_ranks(engine, &dir, digests)?;
         let refuse = |why: String| Error::new(Kind::State, format!("cannot publish {}: {why}", dir.display()));
-        let SaveOptions { parent, merged, snapshot, keep } = self.options.clone();
-        let kind = match (parent.is_some(), snapshot) {
+        let SaveOptions { parent, merged, linked, keep } = self.options.clone();
+        let kind = match (parent.is_some(), linked) {
             (true, _) => CheckpointKind::Delta,
-            (false, true) => CheckpointKind::Snapshot,
+            (false, true) => CheckpointKind::Linked,
             (false, false) => CheckpointKind::Full,
         };
         let manifest = Manifest {
@@ -169,7 +171,7 @@ impl Save {
         manifest.check_ranks(&ranks).map_err(refuse)?;
         let sealed = seal(&render(&manifest)?);
         let latest = Latest { name: self.name };
-        // Others that begin a save wait for who names one.
+        // Waiting comes before the lock, because other saves wait for the lock.
         self.early.wait()?;
         {
             let _naming = lock_root(engine, &self.root)?;
@@ -185,7 +187,7 @@ impl Save {
             }
             self.name_latest(&dir, &sealed)?;
         }
-        // Nobody sweeps what LATEST names, so the lock's file has done its work; where it stays it does no harm.
+        // No sweep removes what LATEST names, so the lock's file is not needed any more. It does no harm where it stays.
         let _ = engine.remove_file(&dir.join(LOCK_FILE));
         let mut left = sweep(engine, &self.root, keep).unwrap_or_else(|error| vec![error]);
         left.extend(sweep_parts(engine, &self.root).unwrap_or_else(|error| vec![error]));
@@ -193,7 +195,7 @@ impl Save {
         Ok(Published { latest, identity, left })
     }
 
-    /// `State` unless `named` is the newest checkpoint: what builds on another would take back what was saved since.
+    /// `State` unless `named` is still the newest checkpoint. To publish on top of an older one would undo the saves since.
     fn check_newest(&self, named: &Parent) -> Result<()> {
         let newest = Latest::find(&*self.engine, &self.root)?.map(|latest| latest.name.to_string());
         if newest.as_deref() == Some(named.name.as_str()) {
@@ -211,8 +213,8 @@ impl Save {
         ))
     }
 
-    /// Put the manifest in its place, then replace `LATEST`, from temporary files in the checkpoint's own directory: two saves at once do
-    /// not meet. What each step builds on is durable before it.
+    /// Publish the manifest, then replace `LATEST`. Each step begins when the one before is durable. Temporary files lie in the checkpoint's
+    /// own directory, so that two saves at once do not touch each other's.
     fn name_latest(&self, dir: &Path, manifest: &[u8]) -> Result<()> {
         let engine = &*self.engine;
         publish(engine, &dir.join(MANIFEST_FILE), manifest)?;
@@ -222,7 +224,7 @@ impl Save {
 
     /// Give the save up and remove what it wrote.
     pub fn abandon(mut self) -> Result<()> {
-        // A failed sync is no reason to leave anything behind.
+        // The directory is removed whether or not that sync succeeded.
         let _ = self.early.wait();
         self.engine.remove_dir_all(&self.dir())
     }

@@ -1,6 +1,6 @@
 //! Sorts the rows of each bucket by `uint64(id)`.
 //!
-//! In a small bucket the position of a row is the number of ids below its own, which is counted. A large bucket is sorted by comparing.
+//! In a small bucket, how many ids are below a row's own is counted: that is where the row goes. A large bucket is sorted by comparing.
 //!
 //! A group of rows is written to a file in this order: rows have a *number*, in the order in which they came, and a *file row*, their
 //! position in the file.
@@ -11,9 +11,9 @@ use crate::types::Id;
 
 /// In buckets of at most this many rows the ids below a row's own are counted; larger ones are sorted.
 pub(crate) const COUNTED: usize = 128;
-/// Ids beyond those of the last bucket that the count reads, whatever they are.
+/// How many ids past those of the last bucket the count reads. Their values do not matter.
 pub(crate) const IDS_MORE: usize = 16;
-/// Rows that are counted at once where the processor has no wide registers.
+/// How many rows are counted at once where the processor has no wide registers.
 const LANES: usize = 8;
 
 /// The rows to sort, and where their order goes.
@@ -24,21 +24,21 @@ pub(crate) struct BucketSort<'a> {
     /// The ids by bucket, in no order within a bucket, and `IDS_MORE` more: `[n + IDS_MORE]`.
     pub(crate) ids: &'a [u64],
     /// The number of the row of each id, a permutation: `[n]`.
-    pub(crate) positions: &'a [u32],
+    pub(crate) numbers: &'a [u32],
     /// The result: the file row of each number, `[n]`.
-    pub(crate) places: &'a mut [u32],
+    pub(crate) file_rows: &'a mut [u32],
     /// The result: the number of each file row, `[n]`.
     pub(crate) rows: &'a mut [u32],
 }
 
 impl BucketSort<'_> {
-    /// Sort the rows; gives an id that is there twice, if any.
+    /// Sort the rows. Returns an id that is there twice, if there is one.
     pub(crate) fn run_on(self, isa: Isa) -> Option<Id> {
         let n = self.rows.len();
-        assert!(self.positions.len() == n && self.places.len() == n && self.ids.len() == n + IDS_MORE, "of {n} rows");
+        assert!(self.numbers.len() == n && self.file_rows.len() == n && self.ids.len() == n + IDS_MORE, "of {n} rows");
         #[cfg(target_arch = "x86_64")]
         if isa == Isa::Avx512 && i32::try_from(n).is_ok() {
-            // SAFETY: the instruction set is there.
+            // SAFETY: `isa` says that the processor has AVX-512 F, and `n` fits an i32.
             return isa.run(Each(self, |bucket: Bucket<'_>| unsafe { wide::count(bucket) }));
         }
         isa.run(Each(self, count))
@@ -48,13 +48,13 @@ impl BucketSort<'_> {
 /// One bucket of a [`BucketSort`], whose first file row is `start`.
 struct Bucket<'a> {
     ids: &'a [u64],
-    positions: &'a [u32],
+    numbers: &'a [u32],
     start: u32,
-    places: &'a mut [u32],
+    file_rows: &'a mut [u32],
     rows: &'a mut [u32],
 }
 
-/// Sorts each bucket, small ones by a function that gives how many pairs of their ids differ.
+/// Sorts each bucket. Small ones are sorted by a function, which returns how many pairs of ids differ.
 struct Each<'a, F>(BucketSort<'a>, F);
 
 impl<F: Fn(Bucket<'_>) -> usize> Job for Each<'_, F> {
@@ -63,28 +63,28 @@ impl<F: Fn(Bucket<'_>) -> usize> Job for Each<'_, F> {
     #[allow(clippy::inline_always)] // Compiled for each instruction set.
     #[inline(always)]
     fn run(self) -> Option<Id> {
-        let Self(BucketSort { starts, ids, positions, places, rows }, count) = self;
+        let Self(BucketSort { starts, ids, numbers, file_rows, rows }, count) = self;
         let mut sorted = Vec::new();
         for bounds in starts.windows(2) {
             let (start, end) = (bounds[0] as usize, bounds[1] as usize);
-            let (len, positions, rows) = (end - start, &positions[start..end], &mut rows[start..end]);
+            let (len, numbers, rows) = (end - start, &numbers[start..end], &mut rows[start..end]);
             if len <= COUNTED {
                 let ids = &ids[start..end + IDS_MORE];
-                // Of every two ids one is below the other, unless they are equal.
-                if count(Bucket { ids, positions, start: start as u32, places, rows })
+                // Of any two ids one is below the other, unless they are equal. So a missing pair is an id that is there twice.
+                if count(Bucket { ids, numbers, start: start as u32, file_rows, rows })
                     != len * len.saturating_sub(1) / 2
                 {
                     return Some(twice(&ids[..len]));
                 }
             } else {
                 let ids = &ids[start..end];
-                sort(ids, positions, &mut sorted);
+                sort(ids, numbers, &mut sorted);
                 if sorted.windows(2).any(|pair| pair[0].0 == pair[1].0) {
                     return Some(twice(ids));
                 }
-                for ((place, row), &(_, position)) in (start as u32..).zip(rows).zip(&sorted) {
-                    *row = position;
-                    places[position as usize] = place;
+                for ((file_row, row), &(_, number)) in (start as u32..).zip(rows).zip(&sorted) {
+                    *row = number;
+                    file_rows[number as usize] = file_row;
                 }
             }
         }
@@ -95,13 +95,13 @@ impl<F: Fn(Bucket<'_>) -> usize> Job for Each<'_, F> {
 #[allow(clippy::inline_always)] // Compiled for each instruction set.
 #[inline(always)]
 fn count(bucket: Bucket<'_>) -> usize {
-    let Bucket { ids, positions, start, places, rows } = bucket;
+    let Bucket { ids, numbers, start, file_rows, rows } = bucket;
     let mut below_all = 0;
-    for (block, of_block) in ids.chunks_exact(LANES).zip(positions.chunks(LANES)) {
-        let below = count_below(&ids[..positions.len()], block);
-        for (&position, &below) in of_block.iter().zip(&below) {
-            rows[below as usize] = position;
-            places[position as usize] = start + below as u32;
+    for (block, of_block) in ids.chunks_exact(LANES).zip(numbers.chunks(LANES)) {
+        let below = count_below(&ids[..numbers.len()], block);
+        for (&number, &below) in of_block.iter().zip(&below) {
+            rows[below as usize] = number;
+            file_rows[number as usize] = start + below as u32;
             below_all += below as usize;
         }
     }
@@ -121,9 +121,9 @@ fn count_below(ids: &[u64], block: &[u64]) -> [u64; LANES] {
     below
 }
 
-fn sort(ids: &[u64], positions: &[u32], sorted: &mut Vec<(u64, u32)>) {
+fn sort(ids: &[u64], numbers: &[u32], sorted: &mut Vec<(u64, u32)>) {
     sorted.clear();
-    sorted.extend(ids.iter().copied().zip(positions.iter().copied()));
+    sorted.extend(ids.iter().copied().zip(numbers.iter().copied()));
     sorted.sort_unstable();
 }
 
@@ -149,19 +149,19 @@ mod wide {
     const LANES: usize = IDS_MORE;
 
     /// # Safety
-    /// AVX-512 F is there, and places are fewer than 2^31.
+    /// The processor has AVX-512 F, and there are fewer than 2^31 file rows.
     #[allow(clippy::inline_always)] // Compiled for the instruction set.
     #[inline(always)]
     pub(crate) unsafe fn count(bucket: Bucket<'_>) -> usize {
-        let Bucket { ids, positions, start, places, rows } = bucket;
-        let len = positions.len();
+        let Bucket { ids, numbers, start, file_rows, rows } = bucket;
+        let len = numbers.len();
         debug_assert!(ids.len() == len + LANES && rows.len() == len);
-        // SAFETY: the instructions are there. Blocks begin among the bucket's ids, and `LANES` more follow them; of positions and rows no
-        // lane past the bucket's end is touched, and of places none that is not among them. Fewer than `len` ids are below one, as
+        // SAFETY: the instructions are there. Blocks begin among the bucket's ids, and `LANES` more follow them; of numbers and rows no
+        // lane past the bucket's end is touched, and of file rows none that is not among them. Fewer than `len` ids are below one, as
         // none is below itself.
         unsafe {
             let (zero, one) = (_mm512_setzero_si512(), _mm512_set1_epi64(1));
-            let all = _mm512_set1_epi32(places.len() as i32);
+            let all = _mm512_set1_epi32(file_rows.len() as i32);
             let mut below_all = zero;
             for block in (0..len).step_by(LANES) {
                 let low = _mm512_loadu_si512(ids.as_ptr().add(block).cast());
@@ -175,11 +175,11 @@ mod wide {
                 let below = _mm512_castsi256_si512(_mm512_cvtepi64_epi32(below_low));
                 let below = _mm512_inserti64x4::<1>(below, _mm512_cvtepi64_epi32(below_high));
                 let lanes = ((1_u32 << (len - block).min(LANES)) - 1) as u16;
-                let positions = _mm512_maskz_loadu_epi32(lanes, positions.as_ptr().add(block).cast());
-                let place = _mm512_add_epi32(below, _mm512_set1_epi32(start as i32));
-                _mm512_mask_i32scatter_epi32::<4>(rows.as_mut_ptr().cast(), lanes, below, positions);
-                let there = _mm512_mask_cmplt_epu32_mask(lanes, positions, all);
-                _mm512_mask_i32scatter_epi32::<4>(places.as_mut_ptr().cast(), there, positions, place);
+                let numbers = _mm512_maskz_loadu_epi32(lanes, numbers.as_ptr().add(block).cast());
+                let file_row = _mm512_add_epi32(below, _mm512_set1_epi32(start as i32));
+                _mm512_mask_i32scatter_epi32::<4>(rows.as_mut_ptr().cast(), lanes, below, numbers);
+                let there = _mm512_mask_cmplt_epu32_mask(lanes, numbers, all);
+                _mm512_mask_i32scatter_epi32::<4>(file_rows.as_mut_ptr().cast(), there, numbers, file_row);
                 below_all = _mm512_mask_add_epi32(below_all, lanes, below_all, below);
             }
             _mm512_reduce_add_epi32(below_all) as usize
@@ -202,7 +202,7 @@ mod tests {
             .chain([n as i64])
             .collect();
         let ids: Vec<u64> = (0..n + IDS_MORE).map(|row| hash_id(row as i64)).collect();
-        let positions: Vec<u32> = (0..n).map(|row| (row * 601 % n) as u32).collect();
+        let numbers: Vec<u32> = (0..n).map(|row| (row * 601 % n) as u32).collect();
         assert_ne!(n % 601, 0, "a permutation");
         for isa in Isa::all() {
             for twice in [None, Some((3, 9)), Some((60, 74)), Some((300, 350)), Some((n - 1, n - 300))] {
@@ -210,12 +210,12 @@ mod tests {
                 if let Some((one, other)) = twice {
                     ids[one] = ids[other];
                 }
-                let (mut places, mut rows) = (vec![0; n], vec![0; n]);
+                let (mut file_rows, mut rows) = (vec![0; n], vec![0; n]);
                 let sort = BucketSort {
                     starts: &starts,
                     ids: &ids,
-                    positions: &positions,
-                    places: &mut places,
+                    numbers: &numbers,
+                    file_rows: &mut file_rows,
                     rows: &mut rows,
                 };
                 let found = sort.run_on(isa);
@@ -226,10 +226,14 @@ mod tests {
                 assert_eq!(found, None, "{isa:?}");
                 for bounds in starts.windows(2) {
                     let bucket = bounds[0] as usize..bounds[1] as usize;
-                    let mut expected: Vec<(u64, u32)> = bucket.clone().map(|row| (ids[row], positions[row])).collect();
+                    let mut expected: Vec<(u64, u32)> = bucket.clone().map(|row| (ids[row], numbers[row])).collect();
                     expected.sort_unstable();
-                    for (place, (_, position)) in bucket.zip(expected) {
-                        assert_eq!((rows[place], places[position as usize] as usize), (position, place), "{isa:?}");
+                    for (file_row, (_, number)) in bucket.zip(expected) {
+                        assert_eq!(
+                            (rows[file_row], file_rows[number as usize] as usize),
+                            (number, file_row),
+                            "{isa:?}"
+                        );
                     }
                 }
             }

@@ -14,15 +14,15 @@ use crate::io::AlignedBuf;
 use crate::rows::RowHeader;
 use crate::types::Id;
 
-/// Bytes of the chunks in which modified rows are read (one row at least).
+/// How many bytes of modified rows are read at a time, one row at least.
 const READ_BYTES: usize = 512 << 10;
 
-/// What a delta holds of one rank's share of a table, beside its rows.
+/// What a delta says of one rank's share of a table, besides the modified rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Changes<'a> {
-    /// Ids that left since the parent, in any order; one whose row is in the delta too is back.
+    /// Ids that left since the parent, in any order. An id whose row is in the delta too is back.
     pub left: &'a [Id],
-    /// Rows of the whole share, unchanged ones included.
+    /// How many rows the whole share has, unchanged ones included.
     pub total_rows: u64,
 }
 
@@ -45,7 +45,7 @@ impl RowSource for Modified<'_> {
 }
 
 impl RankWriter {
-    /// As [`RankWriter::write_table`], in a delta: `rows` are those modified since the parent.
+    /// Write a table into a delta. `rows` are those that were modified since the parent. Otherwise this is [`RankWriter::write_table`].
     pub fn write_changes(
         &mut self,
         spec: TableSpec,
@@ -70,11 +70,11 @@ impl RankWriter {
         Ok(written)
     }
 
-    /// Write what changed in a table since `ancestor`, as of now; how many rows and tombstones. `module` is the path of its module in the
-    /// model.
+    /// Write what has changed in a table since `ancestor`. Returns the numbers of rows and tombstones. `module` is the path of the table's
+    /// module in the model.
     ///
-    /// Errors: those of [`RankWriter::write_table`], and `State` where it is not known what changed (a full save is wanted), or when the
-    /// table is trained or changed meanwhile.
+    /// Errors: those of [`RankWriter::write_table`]; `State` where it is not known what changed, so that only a full save can be made, and
+    /// when the table is trained or changed meanwhile.
     pub fn write_changes_of(
         &mut self,
         module: &str,
@@ -99,7 +99,7 @@ impl RankWriter {
     }
 }
 
-/// The file of some tombstones, which are in the order of the file, and no rows.
+/// Make a file that has tombstones and no rows. The tombstones are in the order of the file.
 fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<(AlignedBuf, DataFile)> {
     let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
     let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, shape)

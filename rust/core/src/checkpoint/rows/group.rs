@@ -1,9 +1,10 @@
-//! A group of rows as the bytes of its file: ordered, copied column by column, each chunk's checksum taken while it is in a core's cache.
+//! Turns a group of rows into the bytes of its file. Rows are put in order and copied column by column. The checksum of a chunk is taken
+//! while the chunk is still in a core's cache.
 
 use std::ops::Range;
 
 use super::format::{Field, FileLayout, group_rows};
-use super::order::{BLOCK_ROWS, Metadata, Misplaced, Order};
+use super::order::{BLOCK_ROWS, Metadata, NoOrder, Order};
 use super::stream::{Shift, copy_past_caches, scatter};
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape, TableSpec};
 use crate::checkpoint::manifest::names::CHUNK_BYTES;
@@ -14,22 +15,22 @@ use crate::memory;
 use crate::prefetch::prefetch_range;
 use crate::rows::RowList;
 
-/// Chunks of a column that one thread fills or checks at a time.
+/// How many chunks of a column one thread fills or checks at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
-/// Rows whose metadata one thread fills in at a time: whole chunks of every column.
+/// How many rows' metadata one thread fills in at a time. They are whole chunks of every column.
 const ROWS_PER_TASK: usize = CHUNK_BYTES / 4;
 /// How many rows ahead a copy asks for memory.
 const AHEAD: usize = 8;
 
-/// How the rows of one rank's part of a table become files.
+/// Makes files of the rows of one rank's part of a table.
 #[derive(Debug)]
 pub(crate) struct GroupFormat<'a> {
     spec: &'a TableSpec,
     optimizer: OptimizerKind,
     buckets: Range<u32>,
-    /// Rows of a full group.
+    /// How many rows a full group has.
     pub(crate) capacity: usize,
-    /// Floats of a row's vector part.
+    /// How many floats the vector part of a row has.
     pub(crate) vector_floats: usize,
     order: Order,
     /// Checksums of the rows' parts of each column, where chunks are whole rows.
@@ -61,7 +62,7 @@ impl<'a> GroupFormat<'a> {
         Ok(layout.header(self.spec, &self.buckets).len() + layout.data_bytes)
     }
 
-    /// Make the file of `rows`, in any order, at the start of `image`, which has room for it.
+    /// Make the file of `rows`, which come in any order, at the start of `image`, which has room for it.
     pub(crate) fn write(&mut self, rows: RowList<'_>, image: &mut [u8]) -> Result<DataFile> {
         let of_rows = rows.len() * (Order::ROW_BYTES + 4 * self.sums.len());
         memory::room("order rows for a file", of_rows + self.buckets.len() * Order::BUCKET_BYTES)?;
@@ -86,13 +87,13 @@ impl<'a> GroupFormat<'a> {
         })
     }
 
-    fn refuse(&self, misplaced: Misplaced) -> Error {
+    fn refuse(&self, misplaced: NoOrder) -> Error {
         let what = match misplaced {
-            Misplaced::Foreign(id, bucket) => {
+            NoOrder::Foreign(id, bucket) => {
                 format!("row {id} is of bucket {bucket}, which is not within {:?}", self.buckets)
             }
-            Misplaced::Twice(id) => format!("row {id} is there twice"),
-            Misplaced::Floats(id) => format!("row {id} does not come with {} floats", self.vector_floats),
+            NoOrder::Twice(id) => format!("row {id} is there twice"),
+            NoOrder::Floats(id) => format!("row {id} does not come with {} floats", self.vector_floats),
         };
         Error::new(Kind::Input, format!("table {:?}: {what}", self.spec.table))
     }
@@ -108,7 +109,7 @@ impl<'a> GroupFormat<'a> {
         }
         let dim = self.spec.dim as usize;
         let mut bytes: Vec<&mut [u8]> = vectors.iter_mut().map(|column| &mut *column.bytes).collect();
-        let placed = scatter(rows, &self.order.places, &mut bytes, dim, &mut self.sums);
+        let placed = scatter(rows, &self.order.file_rows, &mut bytes, dim, &mut self.sums);
         let widths: Vec<usize> = metadata.iter().map(|column| column.bytes.len() / rows.len().max(1)).collect();
         let metadata = (0..rows.len()).step_by(ROWS_PER_TASK).map(|first| {
             let parts = metadata.iter_mut().zip(&widths).map(|(column, width)| column.take(ROWS_PER_TASK * width));
@@ -148,14 +149,14 @@ impl<'a> GroupFormat<'a> {
         }
     }
 
-    /// Fill chunks of weights or of a slot whose rows share lines.
+    /// Fill chunks of weights, or of a slot, whose rows do not begin at cache lines.
     fn fill_vectors(&self, rows: RowList<'_>, floats: Range<usize>, start: usize, bytes: &mut [u8], sums: &mut [u32]) {
         let row_bytes = floats.len() * 4;
         let part = |row: &u32| &rows.get(*row as usize).vector[floats.clone()];
         let mut at = start;
         for (sum, chunk) in sums.iter_mut().zip(bytes.chunks_mut(CHUNK_BYTES)) {
             let mut rest = &mut *chunk;
-            // Chunks begin and end within rows where those are no power of two wide.
+            // A chunk can begin and end within a row, where the width of a row is no power of two.
             while !rest.is_empty() {
                 let (row, skip) = (at / row_bytes, at % row_bytes);
                 if let Some(later) = self.order.rows.get(row + AHEAD) {
@@ -179,7 +180,7 @@ struct Part<'a> {
     sums: &'a mut [u32],
 }
 
-/// What one thread does at a time.
+/// A piece of work of one thread.
 enum Task<'a> {
     /// Fill in metadata, of the rows of the file from this number on.
     Metadata(usize, Vec<Part<'a>>),

@@ -1,4 +1,4 @@
-//! A data file as it is read: checked as far as the manifest and its header go, then the rows of some buckets, verified.
+//! Reads a data file. It is first checked against the manifest and its own header; then the rows of some buckets are read and verified.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -17,11 +17,11 @@ use crate::rows::RowLayout;
 use crate::sync::lock;
 use crate::types::{Bucketing, Id};
 
-/// Bytes of one read request.
+/// How many bytes one read request has.
 const READ_BYTES: usize = 1 << 20;
-/// Threads that read a file.
+/// How many threads read one file.
 const READERS: usize = 4;
-/// Chunks that one thread verifies at a time.
+/// How many chunks one thread verifies at a time.
 const CHUNKS_PER_TASK: usize = (512 << 10) / CHUNK_BYTES;
 
 /// One data file whose header, checksums and bucket offsets are checked.
@@ -32,9 +32,9 @@ pub(crate) struct GroupReader {
     header_bytes: usize,
     layout: FileLayout,
     checksums_crc32c: u32,
-    /// The buckets wanted of this file.
+    /// The buckets that are wanted of this file.
     buckets: Range<u32>,
-    /// Their rows.
+    /// The rows of these buckets.
     pub(crate) rows: Range<usize>,
     /// Whether the optimizer's slots are read.
     pub(crate) slots: bool,
@@ -134,7 +134,7 @@ impl GroupReader {
         Ok(checksums)
     }
 
-    /// No byte of a file may change unseen, those that hold nothing included.
+    /// Check the padding. No byte of a file may change without being noticed, and that includes bytes that hold nothing.
     fn check_padding(&self, file: &dyn IoFile) -> Result<()> {
         let column = self.layout.column(Field::Pad);
         let offset = (self.header_bytes + column.start) as u64;
@@ -146,7 +146,7 @@ impl GroupReader {
         }
     }
 
-    /// Where the wanted buckets' rows are. The column is read in windows: its length is what a manifest says.
+    /// Find the rows of the wanted buckets. The column of bucket offsets is read in windows, because its length is only what a manifest says.
     fn read_rows_of_buckets(&self, file: &Arc<dyn IoFile>, share: &Share, rows: usize) -> Result<Range<usize>> {
         let column = self.layout.column(Field::BucketOffsets);
         let first = self.buckets.start - share.bucket_begin..self.buckets.end - share.bucket_begin;
@@ -156,8 +156,8 @@ impl GroupReader {
             ascending &= (begin > 0 || starts.first() == Some(&0)) && starts.is_sorted();
             ascending &= starts.first().is_none_or(|&start| start >= last);
             last = starts.last().copied().unwrap_or(last);
-            for (place, found) in wanted.iter().zip(&mut found) {
-                let start = place.checked_sub(begin).and_then(|at| starts.get(at));
+            for (bucket, found) in wanted.iter().zip(&mut found) {
+                let start = bucket.checked_sub(begin).and_then(|at| starts.get(at));
                 *found = start.map_or(*found, |&start| start as usize);
             }
             Ok(())
@@ -208,7 +208,7 @@ impl GroupReader {
 
     /// Bytes that [`GroupReader::stage`] reads.
     pub(crate) fn staged_bytes(&self) -> usize {
-        self.extents(&self.wanted()).last().map_or(0, |extent| extent.place + extent.len)
+        self.extents(&self.wanted()).last().map_or(0, |extent| extent.staged_at + extent.len)
     }
 
     /// Read and verify the wanted rows, into a buffer of `staging`.
@@ -236,8 +236,8 @@ impl GroupReader {
             match extents.last_mut() {
                 Some(last) if offset <= last.offset + last.len => last.len = last.len.max(end - last.offset),
                 last => {
-                    let place = last.map_or(0, |last| last.place + last.len);
-                    extents.push(Extent { offset, len: end - offset, place });
+                    let staged_at = last.map_or(0, |last| last.staged_at + last.len);
+                    extents.push(Extent { offset, len: end - offset, staged_at });
                 }
             }
         }
@@ -253,7 +253,7 @@ impl GroupReader {
         checksums: &[u32],
     ) -> Result<Staged<'_>> {
         let extents = self.extents(wanted);
-        let mut buffer = staging.take_at_least(extents.last().map_or(0, |last| last.place + last.len))?;
+        let mut buffer = staging.take_at_least(extents.last().map_or(0, |last| last.staged_at + last.len))?;
         let mut pieces = Vec::new();
         let mut rest = &mut buffer[..];
         for extent in &extents {
@@ -275,7 +275,7 @@ impl GroupReader {
             range.clone().step_by(CHUNK_BYTES).map(move |start| (*column, start..range.end.min(start + CHUNK_BYTES)))
         });
         let chunks: Vec<(&Column, Range<usize>)> = chunks.collect();
-        // The first in the file, whichever was found first.
+        // Report the first one in the file, whichever thread found its own first.
         let damaged = Mutex::new(usize::MAX);
         for_each(chunks.chunks(CHUNKS_PER_TASK).enumerate(), |(task, some)| {
             for (at, (column, range)) in some.iter().enumerate() {
@@ -320,7 +320,8 @@ impl GroupReader {
         self.check_sorted((Field::Id, self.rows.start), ids, bucketing, &self.buckets, None).map(|_| ())
     }
 
-    /// Whether ids of a column, from number `first` on, are of `buckets`, sorted after `before`, each once; the last one's place.
+    /// Check that ids of a column, from row `first` on, are of `buckets`, sorted after `before`, and each there once. Returns the key of the
+    /// last one.
     fn check_sorted(
         &self,
         (field, first): (Field, usize),
@@ -330,8 +331,8 @@ impl GroupReader {
         mut before: Option<(u32, u64)>,
     ) -> Result<Option<(u32, u64)>> {
         for (row, &id) in ids.iter().enumerate() {
-            let place = (bucketing.of(id), id as u64);
-            if !buckets.contains(&place.0) || before.is_some_and(|before| before >= place) {
+            let key = (bucketing.of(id), id as u64);
+            if !buckets.contains(&key.0) || before.is_some_and(|before| before >= key) {
                 let column = self.layout.column(field);
                 let offset = self.header_bytes + column.start + (first + row) * 8;
                 return Err(Error::corruption(
@@ -342,7 +343,7 @@ impl GroupReader {
                     id,
                 ));
             }
-            before = Some(place);
+            before = Some(key);
         }
         Ok(before)
     }
@@ -353,11 +354,11 @@ fn chunks_of(range: &Range<usize>, bytes: usize) -> Range<usize> {
     range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES).min(bytes)
 }
 
-/// Bytes of a file, whole blocks, and where in the staging buffer they lie.
+/// A range of whole blocks of a file, and where its bytes lie in the staging buffer.
 struct Extent {
     offset: usize,
     len: usize,
-    place: usize,
+    staged_at: usize,
 }
 
 /// Verified bytes of some columns of one group.
@@ -374,7 +375,7 @@ impl Staged<'_> {
         let after = self.extents.partition_point(|extent| extent.offset <= offset);
         // Nothing of an empty column was read.
         let Some(extent) = self.extents.get(after.wrapping_sub(1)) else { return &[] };
-        let start = extent.place + (offset - extent.offset);
+        let start = extent.staged_at + (offset - extent.offset);
         &self.buffer[start..start + range.len()]
     }
 

@@ -1,4 +1,4 @@
-//! Rows in files: groups of sorted columns, or the segments of an SSD tier.
+//! The files that hold rows: groups of sorted columns, or segments of an SSD tier.
 
 pub(crate) mod bucket_sort;
 pub(crate) mod delta;

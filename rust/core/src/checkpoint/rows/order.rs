@@ -10,10 +10,10 @@ use crate::rows::{RowHeader, RowList};
 use crate::simd::Isa;
 use crate::types::{Bucketing, Id};
 
-/// How many rows ahead memory is asked for.
+/// How many rows ahead memory is prefetched.
 const AHEAD: usize = 16;
 
-/// Rows whose metadata are gathered at once; what they take of a column is part of one chunk.
+/// How many rows' metadata are gathered at once. What they take of a column lies within one chunk.
 pub(crate) const BLOCK_ROWS: usize = 1024;
 const _: () = assert!(CHUNK_BYTES.is_multiple_of(BLOCK_ROWS * 8));
 
@@ -49,7 +49,7 @@ impl Metadata {
         self.modified_epochs[row] = header.modified_epoch;
     }
 
-    /// The first `rows` of a column; none of what is no column of metadata.
+    /// The first `rows` of a column. Empty where the field is no column of metadata.
     pub(crate) fn column(&self, field: Field, rows: usize) -> &[u8] {
         match field {
             Field::Id => bytemuck::cast_slice(&self.ids[..rows]),
@@ -63,13 +63,13 @@ impl Metadata {
     }
 }
 
-/// The order of a group, and memory for that of the next one.
+/// The order of a group. Its memory is used again for the next group.
 #[derive(Debug, Default)]
 pub(crate) struct Order {
     /// By row of the file, the number of the row in the order in which rows came.
     pub(crate) rows: Vec<u32>,
     /// By number of a row in the order in which rows came, its row of the file: the inverse of `rows`.
-    pub(crate) places: Vec<u32>,
+    pub(crate) file_rows: Vec<u32>,
     /// Where the rows of each bucket start, and the last one's end.
     pub(crate) starts: Vec<i64>,
     /// The ids in the order in which they came.
@@ -78,19 +78,19 @@ pub(crate) struct Order {
     buckets: Vec<u32>,
     /// The ids sorted by bucket, in no order within a bucket. What follows the last id is room that the sort reads over.
     ids: Vec<u64>,
-    /// The position in `came` of each id in `ids`.
-    positions: Vec<u32>,
+    /// The number in `came` of each id in `ids`.
+    numbers: Vec<u32>,
     ends: Vec<u32>,
 }
 
 /// Why rows have no order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Misplaced {
+pub(crate) enum NoOrder {
     /// A row of another rank's bucket.
     Foreign(Id, u32),
     /// A row that is there twice.
     Twice(Id),
-    /// Rows, this one first, whose vector parts are not as long as they are to be.
+    /// This row's vector part has another length than the table's rows have.
     Floats(Id),
 }
 
@@ -100,33 +100,34 @@ impl Order {
     /// Bytes of memory that a bucket takes.
     pub(crate) const BUCKET_BYTES: usize = 8 + 4;
 
-    /// Order `rows`, fewer than 2³², of `floats` each. By one thread, whose caches hold all of it: this is far less than copying them.
+    /// Order `rows`, of which there are fewer than 2³², with `floats` each. One thread does it: all of it fits into that core's caches, and
+    /// it takes far less time than copying the rows.
     pub(crate) fn make(
         &mut self,
         rows: RowList<'_>,
         floats: usize,
         owned: &Range<u32>,
         bucketing: Bucketing,
-    ) -> Result<(), Misplaced> {
+    ) -> Result<(), NoOrder> {
         let n = rows.len();
         if n > 0 && rows.floats() != floats {
-            return Err(Misplaced::Floats(rows.get(0).header.id));
+            return Err(NoOrder::Floats(rows.get(0).header.id));
         }
         self.came.resize(n, 0);
         self.buckets.resize(n, 0);
         self.ids.resize(n + IDS_MORE, 0);
-        self.positions.resize(n, 0);
+        self.numbers.resize(n, 0);
         self.rows.resize(n, 0);
-        self.places.resize(n, 0);
+        self.file_rows.resize(n, 0);
         self.ends.clear();
         self.ends.resize(owned.len(), 0);
         let ends = &mut self.ends[..];
         for ((row, came), in_bucket) in rows.iter().zip(&mut self.came).zip(&mut self.buckets) {
             let id = row.header.id;
-            // Below the first bucket it wraps, past all of them.
+            // A bucket below the first wraps to a number past all of them.
             let bucket = bucketing.of(id).wrapping_sub(owned.start);
             let Some(count) = ends.get_mut(bucket as usize) else {
-                return Err(Misplaced::Foreign(id, bucket.wrapping_add(owned.start)));
+                return Err(NoOrder::Foreign(id, bucket.wrapping_add(owned.start)));
             };
             *count += 1;
             (*came, *in_bucket) = (id as u64, bucket);
@@ -135,35 +136,35 @@ impl Order {
         let mut row = 0;
         for end in &mut *ends {
             self.starts.push(i64::from(row));
-            // For now where the bucket's next row goes.
+            // From here on this is where the next row of the bucket goes.
             (row, *end) = (row + *end, row);
         }
         self.starts.push(i64::from(row));
-        let (ids, positions) = (&mut self.ids[..], &mut self.positions[..]);
-        for ((position, &id), &bucket) in (0..n).zip(&self.came).zip(&self.buckets) {
-            // Where a later row goes, or near by.
-            let place = ends[self.buckets[(position + AHEAD).min(n - 1)] as usize] as usize;
-            prefetch(ids, place);
-            prefetch(positions, place);
-            let place = &mut ends[bucket as usize];
-            ids[*place as usize] = id;
-            positions[*place as usize] = position as u32;
-            *place += 1;
+        let (ids, numbers) = (&mut self.ids[..], &mut self.numbers[..]);
+        for ((number, &id), &bucket) in (0..n).zip(&self.came).zip(&self.buckets) {
+            // Near where a later row goes.
+            let later = ends[self.buckets[(number + AHEAD).min(n - 1)] as usize] as usize;
+            prefetch(ids, later);
+            prefetch(numbers, later);
+            let next = &mut ends[bucket as usize];
+            ids[*next as usize] = id;
+            numbers[*next as usize] = number as u32;
+            *next += 1;
         }
-        let (starts, ids, positions) = (&self.starts[..], &self.ids[..], &self.positions[..]);
-        let (places, rows) = (&mut self.places[..], &mut self.rows[..]);
-        let twice = BucketSort { starts, ids, positions, places, rows }.run_on(Isa::best());
-        twice.map_or(Ok(()), |id| Err(Misplaced::Twice(id)))
+        let (starts, ids, numbers) = (&self.starts[..], &self.ids[..], &self.numbers[..]);
+        let (file_rows, rows) = (&mut self.file_rows[..], &mut self.rows[..]);
+        let twice = BucketSort { starts, ids, numbers, file_rows, rows }.run_on(Isa::best());
+        twice.map_or(Ok(()), |id| Err(NoOrder::Twice(id)))
     }
 
-    /// The metadata of the next rows of the file from number `first` on; of how many.
+    /// Gather the metadata of rows of the file from row `first` on. Returns how many rows these are.
     pub(crate) fn metadata(&self, rows: RowList<'_>, first: usize, to: &mut Metadata) -> usize {
         let count = BLOCK_ROWS.min(self.rows.len() - first);
-        for (place, &row) in self.rows[first..][..count].iter().enumerate() {
-            if let Some(&later) = self.rows.get(first + place + AHEAD) {
+        for (at, &row) in self.rows[first..][..count].iter().enumerate() {
+            if let Some(&later) = self.rows.get(first + at + AHEAD) {
                 prefetch_address(rows.get(later as usize).header);
             }
-            to.put(place, rows.get(row as usize).header);
+            to.put(at, rows.get(row as usize).header);
         }
         count
     }
@@ -182,7 +183,7 @@ mod tests {
     }
 
     /// Ids and bucket starts in order, once whatever else is ordered with them is as it should be.
-    fn order_of(ids: &[Id], owned: Range<u32>, total: u32) -> Result<(Vec<Id>, Vec<i64>), Misplaced> {
+    fn order_of(ids: &[Id], owned: Range<u32>, total: u32) -> Result<(Vec<Id>, Vec<i64>), NoOrder> {
         let headers: Vec<RowHeader> = ids.iter().map(|&id| header(id)).collect();
         let rows = RowList::block(&headers, &[], 0);
         let mut order = Order::default();
@@ -194,7 +195,7 @@ mod tests {
             while found.len() < n {
                 let first = found.len();
                 let count = order.metadata(rows.range(0..n), first, &mut block);
-                for (at, place) in (first..first + count).enumerate() {
+                for (at, file_row) in (first..first + count).enumerate() {
                     let written = RowHeader {
                         id: block.ids[at],
                         last_step: block.last_steps[at],
@@ -203,8 +204,8 @@ mod tests {
                         scalar: block.scalars[at],
                         modified_epoch: block.modified_epochs[at],
                     };
-                    let row = order.rows[place];
-                    assert_eq!(order.places[row as usize] as usize, place);
+                    let row = order.rows[file_row];
+                    assert_eq!(order.file_rows[row as usize] as usize, file_row);
                     assert_eq!(written, headers[row as usize]);
                     found.push(written.id);
                 }
@@ -230,20 +231,20 @@ mod tests {
 
     #[test]
     fn rows_of_other_buckets_and_rows_given_twice_have_no_order() {
-        assert_eq!(order_of(&[10, 11, 22], 0..2, 10), Err(Misplaced::Foreign(22, 2)));
-        assert_eq!(order_of(&[12, 11], 2..3, 10), Err(Misplaced::Foreign(11, 1)));
+        assert_eq!(order_of(&[10, 11, 22], 0..2, 10), Err(NoOrder::Foreign(22, 2)));
+        assert_eq!(order_of(&[12, 11], 2..3, 10), Err(NoOrder::Foreign(11, 1)));
         for rows in [2, 100, COUNTED as Id, 1000] {
             let mut ids: Vec<Id> = (0..rows).map(|n| n * 7 - 3).collect();
             ids.push(ids[rows as usize / 2]);
             let id = ids[rows as usize];
-            assert_eq!(order_of(&ids, 0..1, 1), Err(Misplaced::Twice(id)), "{rows} rows");
+            assert_eq!(order_of(&ids, 0..1, 1), Err(NoOrder::Twice(id)), "{rows} rows");
         }
-        assert_eq!(order_of(&[-1, 5, -1], 0..1, 1), Err(Misplaced::Twice(-1)));
+        assert_eq!(order_of(&[-1, 5, -1], 0..1, 1), Err(NoOrder::Twice(-1)));
         let headers = [header(7)];
         let row = RowList::block(&headers, &[], 0);
         assert_eq!(
             Order::default().make(row, 1, &(0..1), Bucketing::new(1, BucketHash::Plain)),
-            Err(Misplaced::Floats(7))
+            Err(NoOrder::Floats(7))
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Loading: manifests and headers first, then the rows of the buckets that a rank owns.
+//! Loads a checkpoint: manifests and headers first, then the rows of the buckets that a rank owns.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -26,11 +26,11 @@ use crate::ssd::SegmentFiles;
 use crate::sync::lock;
 use crate::types::Id;
 
-/// Groups that are read ahead, each by a thread and its helpers.
+/// How many groups are read ahead, each by a thread and its helpers.
 const AHEAD: usize = 4;
-/// Files whose headers are read at once.
+/// How many files' headers are read at once.
 const HEADERS: usize = 8;
-/// Bytes of the chunks that a sink is given (one row at least).
+/// How many bytes of rows a sink is given at a time, one row at least.
 const EMIT_BYTES: usize = 4 << 20;
 
 /// A checkpoint whose manifests are checked.
@@ -62,7 +62,7 @@ impl Checkpoint {
             return Err(missing());
         }
         let hold = hold_to_read(&*engine, &dir)?;
-        // It may have gone before it was held.
+        // A save may have removed it before it was held.
         if !engine.exists(&path)? {
             return Err(missing());
         }
@@ -74,7 +74,7 @@ impl Checkpoint {
         Ok(Self { engine, dir, identity, manifest, ranks, hold: Mutex::new(Some(hold)) })
     }
 
-    /// Let saves remove it: nothing more is read of it.
+    /// Let saves remove the checkpoint. Nothing more may be read of it.
     pub fn let_go(&self) {
         drop(lock(&self.hold).take());
     }
@@ -94,7 +94,7 @@ impl Checkpoint {
         &self.manifest
     }
 
-    /// A table, or `Kind::Mismatch` with the names of those that are there.
+    /// A table of the checkpoint. The error is `Mismatch` and lists the tables that it has.
     pub fn table(&self, module: &str, table: &str) -> Result<&TableEntry> {
         self.manifest.tables.iter().find(|entry| entry.spec.module == module && entry.spec.table == table).ok_or_else(
             || {
@@ -116,7 +116,7 @@ impl Checkpoint {
         )
     }
 
-    /// The rank that had the whole of a table alone, where there were several ranks.
+    /// The rank that alone had rows of a table when there were several ranks; `None` otherwise.
     pub(crate) fn only_rank(&self, module: &str, table: &str) -> Option<u32> {
         let has = |rank: &&RankManifest| {
             rank.tables.iter().any(|share| share.spec.module == module && share.spec.table == table)
@@ -221,7 +221,8 @@ impl TableReader {
         &self.buckets
     }
 
-    /// Rows that [`TableReader::read`] will hand over, or more where it reads segments: in them rows are not in the order of buckets.
+    /// How many rows [`TableReader::read`] will hand over. Where it reads segments these are at most so many, because the rows of a segment
+    /// are not in the order of buckets.
     pub fn rows(&self) -> u64 {
         let in_files: u64 = self.groups.iter().map(|group| group.rows.len() as u64).sum();
         in_files + self.segments.iter().map(SegmentFiles::rows).sum::<u64>()
@@ -240,15 +241,14 @@ impl TableReader {
         Ok(())
     }
 
-    /// Read every row of the buckets, verify it, and hand it to `sink`, in chunks of about 4 MiB. Five groups are held at most, read
-    /// ahead (80 MiB).
+    /// Read every row of the buckets, verify it, and hand it to `sink` in chunks of about 4 MiB. At most five groups are in memory (80 MiB).
     ///
-    /// Errors: `Corruption` with file and place (what came before has been handed over), `Storage`, and the sink's own.
+    /// Errors: `Corruption` with the file and the byte, after the rows before were handed over; `Storage`; and those of the sink.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<()> {
         self.read_columns(&mut |rows| self.emit(PickedRows::all(rows), sink))
     }
 
-    /// As [`TableReader::read`], whole groups, each as columns.
+    /// Read as [`TableReader::read`] does, and hand whole groups over as columns.
     pub fn read_columns(&self, sink: &mut dyn FnMut(&RowColumns<'_>) -> Result<()>) -> Result<()> {
         for files in &self.segments {
             let mut hand_over =
@@ -261,16 +261,16 @@ impl TableReader {
         let mut hand_over = |staged: Staged<'_>| sink(&staged.columns(self.optimizer.layout(self.spec.dim as usize)));
         let has_room = groups.len() > 1 && room_for_threads();
         std::thread::scope(|scope| {
-            // Group n is the business of thread n mod AHEAD, so that groups come in order.
+            // Thread n mod AHEAD reads group n, so that groups come in order.
             let mut ahead = Vec::new();
             for number in 0..AHEAD.min(groups.len()) {
-                // A thread keeps its group until it is asked for.
+                // A thread keeps its group until the caller asks for it.
                 let (send, receive) = mpsc::sync_channel(0);
                 let mine = groups.iter().skip(number).step_by(AHEAD);
                 let staging = &staging;
                 let read = move || {
                     for group in mine {
-                        // Nobody listens any more when the sink failed.
+                        // After an error of the sink nobody receives this.
                         if send.send(self.stage(group, staging)).is_err() {
                             return;
                         }
@@ -278,7 +278,7 @@ impl TableReader {
                 };
                 let name = format!("embcache-load-{number}");
                 if !has_room || Builder::new().name(name).spawn_scoped(scope, read).is_err() {
-                    // Without all threads nothing is read ahead; those there are end, as nobody listens.
+                    // Without all of the threads nothing is read ahead. Those that were started end, because nobody receives from them.
                     drop(std::mem::take(&mut ahead));
                     return groups.iter().try_for_each(|group| hand_over(self.stage(group, staging)?));
                 }
@@ -293,7 +293,7 @@ impl TableReader {
         group.stage(&*self.engine, staging, self.spec.bucketing())
     }
 
-    /// Hand rows over one behind the other, in chunks.
+    /// Hand rows over in chunks, as headers and vectors.
     pub(crate) fn emit(&self, rows: PickedRows<'_>, sink: &mut RowSink<'_>) -> Result<()> {
         let floats = self.optimizer.layout(self.spec.dim as usize).vector_floats();
         let chunk_rows = (EMIT_BYTES / (floats * 4 + size_of::<RowHeader>())).max(1).min(rows.len().max(1));

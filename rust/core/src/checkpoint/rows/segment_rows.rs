@@ -52,7 +52,7 @@ impl Gathered {
     }
 }
 
-/// Hand the rows of `buckets` in segments to `sink`, in columns of about `bytes`.
+/// Hand the rows of `buckets` that lie in segments to `sink`, as columns of about `bytes`.
 pub(crate) fn read_segments(
     files: &SegmentFiles,
     buckets: &Range<u32>,

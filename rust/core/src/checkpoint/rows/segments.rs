@@ -1,4 +1,4 @@
-//! Tables in a checkpoint as segments of their SSD tiers: linked on a save, and either linked back on a load or read row by row.
+//! Tables whose SSD tiers' segments are in a linked checkpoint. A load links the segments back, or reads them row by row.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,20 +11,21 @@ use crate::checkpoint::manifest::names::{rank_file, segment_file, table_dir};
 use crate::error::{Error, Kind, Result};
 use crate::ssd::{Identity, LinkedBytes, SegmentFiles, SegmentSet};
 
-/// What a table came to in a snapshot.
+/// What a linked checkpoint has of a table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkedTable {
-    /// Its rows.
+    /// How many rows it has.
     pub rows: u64,
-    /// Bytes of its segments.
+    /// How many bytes of its segments were linked, and how many were copied.
     pub bytes: LinkedBytes,
 }
 
 impl RankWriter {
-    /// Put every row of a table, as of now, into a snapshot: of one with an SSD tier the segments of that, linked where the file system can
-    /// do that; of another its rows, as in any checkpoint. `module` is the path of its module in the model.
+    /// Put every row of a table, as of now, into a linked checkpoint. Of a table with an SSD tier these are the tier's segments, which are
+    /// linked where the file system can do that and copied otherwise. Of another table the rows are written. `module` is the path of the
+    /// table's module in the model.
     ///
-    /// Errors: those of [`RankWriter::write_rows_of`], and of writing down to the SSD tier what is in RAM.
+    /// Errors: those of [`RankWriter::write_rows_of`], and those of handing rows in RAM down to the SSD tier.
     pub fn link_rows_of(
         &mut self,
         module: &str,
@@ -72,7 +73,7 @@ impl Checkpoint {
         )
     }
 
-    /// The segments that a table with exactly these buckets can be opened from; `None` where the rows of the buckets are in data files.
+    /// The segments that a table with exactly these buckets can be opened from. `None` where the rows of the buckets are in data files.
     ///
     /// Errors: `Mismatch` where segments hold the rows of other buckets too, or some only; `Corruption` as [`SegmentFiles::open`].
     pub fn segments_of(&self, module: &str, table: &str, buckets: &Range<u32>) -> Result<Option<SegmentFiles>> {
@@ -93,15 +94,15 @@ impl Checkpoint {
         found.map(|(rank, share, set)| self.segment_files(rank, share, set)).transpose()
     }
 
-    /// The error of a load for which a snapshot's segments are not as they must be.
+    /// The error of a load that cannot use the segments of a linked checkpoint; `what` says why.
     pub fn only_for_same_ranks(&self, what: &str) -> Error {
         let (dir, world) = (self.dir(), self.ranks.len());
         let root = dir.parent().unwrap_or(dir).display();
         Error::new(
             Kind::Mismatch,
             format!(
-                "{} is a snapshot of {world} ranks for a restart on the same ones, and {what}: make it a checkpoint that any ranks load \
-                 by `embcache compact {root}`, or another directory of it by `embcache reshard`",
+                "{} is a linked checkpoint (kind snapshot) of {world} ranks, for a restart of the same ranks, and {what}: make it one that \
+                 any ranks load by `embcache compact {root}`, or another directory of it by `embcache reshard`",
                 dir.display()
             ),
         )

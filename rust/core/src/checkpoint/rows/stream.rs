@@ -1,11 +1,11 @@
-//! Rows copied to their places in columns: read in the order in which they lie in memory, written past the caches, their checksums taken
-//! on the way.
+//! Copies rows to their file rows in columns. Rows are read in the order in which they lie in memory and written past the caches. Their
+//! checksums are taken on the way.
 #![allow(unsafe_code)]
 
 use crate::rows::RowList;
 
-/// Turns a checksum of some bytes into that of the bytes with `n` zeros behind them, for a fixed `n`: CRC-32C is linear, so the checksum of
-/// a row and what follows is made of those of both.
+/// Turns the checksum of some bytes into that of the same bytes with `n` zeros behind them, for a fixed `n`. CRC-32C is linear, so this makes
+/// the checksum of two rows from those of each.
 pub(crate) struct Shift([[u32; 256]; 4]);
 
 impl std::fmt::Debug for Shift {
@@ -17,10 +17,10 @@ impl std::fmt::Debug for Shift {
 impl Shift {
     pub(crate) fn by(bytes: usize) -> Self {
         let of_bit: [u32; 32] = std::array::from_fn(|bit| crc32c::crc32c_combine(1 << bit, 0, bytes));
-        let of_byte = |place: usize, byte: usize| {
-            (0..8).filter(|bit| (byte >> bit) & 1 == 1).fold(0, |sum, bit| sum ^ of_bit[place * 8 + bit])
+        let of_byte = |index: usize, byte: usize| {
+            (0..8).filter(|bit| (byte >> bit) & 1 == 1).fold(0, |sum, bit| sum ^ of_bit[index * 8 + bit])
         };
-        Self(std::array::from_fn(|place| std::array::from_fn(|byte| of_byte(place, byte))))
+        Self(std::array::from_fn(|index| std::array::from_fn(|byte| of_byte(index, byte))))
     }
 
     fn apply(&self, checksum: u32) -> u32 {
@@ -28,35 +28,36 @@ impl Shift {
         self.0.iter().zip(bytes).fold(0, |sum, (table, byte)| sum ^ table[usize::from(byte)])
     }
 
-    /// The checksum of rows, each as long as this shift, from those of each.
+    /// The checksum of several rows, each as long as this shift, from the checksum of each row.
     pub(crate) fn join(&self, rows: &[u32]) -> u32 {
         rows.iter().copied().reduce(|sum, row| self.apply(sum) ^ row).unwrap_or(0)
     }
 }
 
-/// Copy row `i` to place `places[i]` of the columns, `dim` floats wide: part `k` of its vector part to column `k`; and where `sums` is not
-/// empty, the CRC-32C of each to the same place of `sums[k]`. `places` is a permutation of the rows' numbers. False, and nothing done, where
-/// rows do not fill whole cache lines or the processor cannot write past its caches.
+/// Copy each row `i` to file row `file_rows[i]` of the columns. Part `k` of the vector part, `dim` floats wide, goes to column `k`. Where `sums`
+/// is not empty, the CRC-32C of that part goes to the same file row of `sums[k]`. `file_rows` is a permutation of the rows' numbers.
+///
+/// Returns false, and does nothing, where rows do not fill whole cache lines or the processor cannot write past its caches.
 ///
 /// # Panics
-/// When a place is outside its column.
+/// When a file row is outside its column.
 pub(crate) fn scatter(
     rows: RowList<'_>,
-    places: &[u32],
+    file_rows: &[u32],
     columns: &mut [&mut [u8]],
     dim: usize,
     sums: &mut [Vec<u32>],
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return x86::scatter(rows, places, columns, dim, sums, x86::can_fold());
+    return x86::scatter(rows, file_rows, columns, dim, sums, x86::can_fold());
     #[cfg(not(target_arch = "x86_64"))]
     return false;
 }
 
-/// Copy bytes that nobody reads soon: past the caches, where the processor can do that.
+/// Copy bytes that nobody reads soon. Where the processor can do that, they are written past the caches.
 ///
 /// # Panics
-/// When they are not as many as there is room for.
+/// When the two lengths differ.
 pub(crate) fn copy_past_caches(to: &mut [u8], from: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     x86::copy_past_caches(to, from);
@@ -78,14 +79,14 @@ mod x86 {
     use crate::prefetch::prefetch_range;
     use crate::rows::RowList;
 
-    /// What is written past the caches at once, in floats.
+    /// How many floats are written past the caches at once.
     const LINE: usize = 16;
-    /// Rows that one thread copies at a time.
+    /// How many rows one thread copies at a time.
     const ROWS_PER_TASK: usize = 2048;
-    /// Rows that are copied side by side: each step of a checksum waits for the one before, of another row for none. They are of stretches
-    /// apart from each other, as processors read ahead within a page: so within several.
+    /// How many rows are copied side by side. Each step of a row's checksum waits for the step before; steps of several rows overlap. The rows
+    /// come from different stretches of memory, because a processor reads ahead within a page, and so in several pages at once.
     const ABREAST: usize = 4;
-    /// How many rows ahead a copy asks for memory.
+    /// How many rows ahead a copy prefetches memory.
     const AHEAD: usize = 8;
 
     /// Whether the processor has what [`Folding`] needs.
@@ -93,10 +94,10 @@ mod x86 {
         is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("vpclmulqdq")
     }
 
-    /// See [`super::scatter`]; `folding` only where that can be.
+    /// The work of [`super::scatter`]. `folding` may be true only where [`can_fold`] is.
     pub(crate) fn scatter(
         rows: RowList<'_>,
-        places: &[u32],
+        file_rows: &[u32],
         columns: &mut [&mut [u8]],
         dim: usize,
         sums: &mut [Vec<u32>],
@@ -110,7 +111,7 @@ mod x86 {
         assert!(columns.iter().all(|column| column.len() == bytes), "columns of {} rows", rows.len());
         assert!(sums.is_empty() || sums.len() == columns.len(), "checksums of each column, or of none");
         assert!(sums.iter().all(|sums| sums.len() == rows.len()), "a checksum a row");
-        assert_eq!(places.len(), rows.len(), "a place a row");
+        assert_eq!(file_rows.len(), rows.len(), "one file row for each row");
         assert!(rows.floats() >= columns.len() * dim, "rows as wide as all columns");
         assert!(!folding || can_fold(), "a processor that folds");
         let all = rows.len();
@@ -118,12 +119,12 @@ mod x86 {
         let sums: Vec<Disjoint<u32>> = sums.iter_mut().map(|sums| Disjoint(sums.as_mut_ptr())).collect();
         let to = Target { all, dim, columns: &columns, sums: &sums };
         for_each_on_half((0..all).step_by(ROWS_PER_TASK), |begin| {
-            // What comes after is asked for at the end.
+            // At the end of these rows the following ones are prefetched.
             let later = rows.range(begin..all.min(begin + ROWS_PER_TASK + AHEAD));
-            let places = &places[begin..all.min(begin + ROWS_PER_TASK)];
-            // SAFETY: the instructions are there; columns and checksums are borrowed by this call alone and as long as `rows` says; no
-            // two rows have one place, so no two tasks write the same.
-            unsafe { if folding { to.place_folding(later, places) } else { to.place(later, places) } }
+            let file_rows = &file_rows[begin..all.min(begin + ROWS_PER_TASK)];
+            // SAFETY: `folding` says that its instructions were found, and every processor with SSE 4.2 has the others. Columns and checksums are borrowed by this call alone and as long as `rows` says; no
+            // two rows have one file row, so no two tasks write the same.
+            unsafe { if folding { to.copy_folding(later, file_rows) } else { to.copy(later, file_rows) } }
         });
         true
     }
@@ -161,7 +162,8 @@ mod x86 {
         head.copy_from_slice(head_from);
         let (lines, tail) = lines.as_chunks_mut::<{ LINE * 4 }>();
         let (lines_from, tail_from) = lines_from.as_chunks();
-        // SAFETY: the instructions are there.
+        // SAFETY: every processor of this architecture has SSE, which `each_line` needs, and `wide_lines` is called only where AVX-512 F was
+        // found. Lines of `to` begin at its first aligned byte.
         unsafe {
             if is_x86_feature_detected!("avx512f") {
                 wide_lines(lines, lines_from);
@@ -170,7 +172,7 @@ mod x86 {
             }
         }
         tail.copy_from_slice(tail_from);
-        // SAFETY: as above. What was written is seen before anything that comes after.
+        // SAFETY: every processor of this architecture has SSE. The fence orders the writes past the caches before all later ones.
         unsafe { _mm_sfence() };
     }
 
@@ -184,36 +186,38 @@ mod x86 {
 
     impl Target<'_> {
         /// # Safety
-        /// Nobody else uses the rows' places.
+        /// Nobody else uses the rows' file rows.
         #[target_feature(enable = "sse4.2")]
-        unsafe fn place(&self, rows: RowList<'_>, places: &[u32]) {
-            // SAFETY: the caller's promise.
-            unsafe { self.each::<Words>(rows, places) }
+        unsafe fn copy(&self, rows: RowList<'_>, file_rows: &[u32]) {
+            // SAFETY: the caller promises that nobody else uses these file rows, and this function is compiled for the instructions of `Words`.
+            unsafe { self.each::<Words>(rows, file_rows) }
         }
 
         /// # Safety
-        /// Nobody else uses the rows' places.
+        /// Nobody else uses the rows' file rows.
         #[target_feature(enable = "sse4.2,avx512f,vpclmulqdq")]
-        unsafe fn place_folding(&self, rows: RowList<'_>, places: &[u32]) {
-            // SAFETY: the caller's promise.
-            unsafe { self.each::<Folding>(rows, places) }
+        unsafe fn copy_folding(&self, rows: RowList<'_>, file_rows: &[u32]) {
+            // SAFETY: the caller promises that nobody else uses these file rows, and this function is compiled for the instructions of
+            // `Folding`.
+            unsafe { self.each::<Folding>(rows, file_rows) }
         }
 
-        /// The first of `rows`, as many as there are places.
+        /// The first of `rows`, as many as there are file rows.
         ///
         /// # Safety
-        /// Nobody else uses the rows' places, and the instructions are there.
+        /// Nobody else uses the rows' file rows, and the instructions are there.
         #[allow(clippy::inline_always)] // Compiled for the instruction set of who calls it.
         #[inline(always)]
-        unsafe fn each<C: Copying>(&self, rows: RowList<'_>, places: &[u32]) {
-            let stretch = places.len() / ABREAST;
+        unsafe fn each<C: Copying>(&self, rows: RowList<'_>, file_rows: &[u32]) {
+            let stretch = file_rows.len() / ABREAST;
             for begin in 0..stretch {
-                // SAFETY: the caller's promise.
-                unsafe { self.some::<C, ABREAST>(rows, places, begin, stretch) };
+                // SAFETY: the caller promises that nobody else uses the file rows and that the processor has the instructions. `begin` and the
+                // rows at each multiple of `stretch` behind it are among the rows.
+                unsafe { self.some::<C, ABREAST>(rows, file_rows, begin, stretch) };
             }
-            for begin in stretch * ABREAST..places.len() {
-                // SAFETY: the caller's promise.
-                unsafe { self.some::<C, 1>(rows, places, begin, 0) };
+            for begin in stretch * ABREAST..file_rows.len() {
+                // SAFETY: the caller promises that nobody else uses the file rows and that the processor has the instructions. `begin` is a row.
+                unsafe { self.some::<C, 1>(rows, file_rows, begin, 0) };
             }
             // SAFETY: every processor with SSE 4.2 has it. What was written past the caches is seen before anything that comes after.
             unsafe { _mm_sfence() };
@@ -222,17 +226,17 @@ mod x86 {
         /// `N` rows, `stretch` apart, from number `begin` on.
         ///
         /// # Safety
-        /// Nobody else uses the rows' places, and the instructions are there.
-        #[allow(clippy::inline_always, clippy::needless_range_loop)] // As above; plain loops over rows.
+        /// Nobody else uses the rows' file rows, and the instructions are there.
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the instruction set of who calls it; plain loops over rows.
         #[inline(always)]
         unsafe fn some<C: Copying, const N: usize>(
             &self,
             rows: RowList<'_>,
-            places: &[u32],
+            file_rows: &[u32],
             begin: usize,
             stretch: usize,
         ) {
-            let (mut from, mut place) = ([ptr::null::<f32>(); N], [0; N]);
+            let (mut from, mut file_row) = ([ptr::null::<f32>(); N], [0; N]);
             for n in 0..N {
                 let row = begin + n * stretch;
                 if row + AHEAD < rows.len() {
@@ -240,23 +244,23 @@ mod x86 {
                     prefetch_range(later.as_ptr().cast(), size_of_val(later));
                 }
                 from[n] = rows.get(row).vector.as_ptr();
-                place[n] = places[row] as usize;
-                assert!(place[n] < self.all, "places among the rows");
+                file_row[n] = file_rows[row] as usize;
+                assert!(file_row[n] < self.all, "file rows are among the rows");
             }
             for (part, column) in self.columns.iter().enumerate() {
                 let mut to = [ptr::null_mut::<f32>(); N];
                 for n in 0..N {
                     #[allow(clippy::cast_ptr_alignment)] // Rows are whole lines, and columns start at one.
-                    let at = column.at(place[n] * self.dim * 4).cast();
+                    let at = column.at(file_row[n] * self.dim * 4).cast();
                     to[n] = at;
                 }
                 let sums = self.sums.get(part);
-                // SAFETY: the caller's promise; rows are as wide as all columns, and the places are theirs.
+                // SAFETY: the caller promises the instructions, and that nobody else uses these file rows. Rows are as wide as all columns.
                 let checksums = unsafe { C::copy(from, to, self.dim, sums.is_some()) };
                 for n in 0..N {
                     if let Some(sums) = sums {
-                        // SAFETY: the place is within `sums`, and this row's alone.
-                        unsafe { sums.at(place[n]).write(checksums[n]) };
+                        // SAFETY: the file row is within `sums`, and this row's alone.
+                        unsafe { sums.at(file_row[n]).write(checksums[n]) };
                     }
                     from[n] = from[n].wrapping_add(self.dim);
                 }
@@ -278,14 +282,14 @@ mod x86 {
     struct Words;
 
     impl Copying for Words {
-        #[allow(clippy::inline_always, clippy::needless_range_loop)] // As above.
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the caller's instructions; plain loops.
         #[inline(always)]
         unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, wanted: bool) -> [u32; N] {
             let mut checksums = [u64::from(u32::MAX); N];
             for at in (0..dim).step_by(LINE) {
                 for n in 0..N {
                     for at in (at..at + LINE).step_by(4) {
-                        // SAFETY: the caller's promise.
+                        // SAFETY: the caller promises room for `dim` floats at each address, and lines at the targets; `at` is below `dim`.
                         unsafe { _mm_stream_ps(to[n].add(at), _mm_loadu_ps(from[n].add(at))) };
                     }
                 }
@@ -294,9 +298,9 @@ mod x86 {
                 }
                 for word in (at..at + LINE).step_by(2) {
                     for n in 0..N {
-                        // SAFETY: the caller's promise.
+                        // SAFETY: the caller promises `dim` floats at each address, and `word + 1` is below `dim`.
                         let word = unsafe { from[n].add(word).cast::<u64>().read_unaligned() };
-                        // SAFETY: as above.
+                        // SAFETY: the caller promises that the processor has SSE 4.2.
                         checksums[n] = unsafe { _mm_crc32_u64(checksums[n], word) };
                     }
                 }
@@ -310,10 +314,10 @@ mod x86 {
     struct Folding;
 
     impl Copying for Folding {
-        #[allow(clippy::inline_always, clippy::needless_range_loop)] // As above.
+        #[allow(clippy::inline_always, clippy::needless_range_loop)] // Compiled for the caller's instructions; plain loops.
         #[inline(always)]
         unsafe fn copy<const N: usize>(from: [*const f32; N], to: [*mut f32; N], dim: usize, _: bool) -> [u32; N] {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promises the instructions, whole lines of `dim` floats at each source, and aligned room for them at each target.
             unsafe {
                 let onto_next = _mm512_set_epi64(FAR[1], FAR[0], FAR[1], FAR[0], FAR[1], FAR[0], FAR[1], FAR[0]);
                 // The last of a line's four parts stays as it is.
@@ -351,10 +355,10 @@ mod x86 {
     ///
     /// # Safety
     /// AVX-512 F and VPCLMULQDQ are there.
-    #[allow(clippy::inline_always)] // As above; a call would move registers through memory.
+    #[allow(clippy::inline_always)] // A call would move registers through memory.
     #[inline(always)]
     unsafe fn fold(parts: __m512i, by: __m512i, next: __m512i) -> __m512i {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that the processor has AVX-512 F and VPCLMULQDQ.
         unsafe {
             let (low, high) =
                 (_mm512_clmulepi64_epi128::<0x00>(parts, by), _mm512_clmulepi64_epi128::<0x11>(parts, by));
@@ -408,28 +412,28 @@ mod tests {
             let values: Vec<f32> = (0..count * dim * parts).map(|n| hash_id(n as i64) as i32 as f32).collect();
             let headers = vec![RowHeader::default(); count];
             let rows = RowList::block(&headers, &values, dim * parts);
-            let places: Vec<u32> = (0..count).map(|n| (n * 1237 % count) as u32).collect();
+            let file_rows: Vec<u32> = (0..count).map(|n| (n * 1237 % count) as u32).collect();
             let mut columns: Vec<AlignedBuf> = (0..parts).map(|_| AlignedBuf::zeroed(count * dim * 4)).collect();
             let mut slices: Vec<&mut [u8]> = columns.iter_mut().map(|column| &mut column[..]).collect();
             let mut sums = vec![vec![0; count]; parts];
-            let done = scatter(rows, &places, &mut slices, dim, &mut sums);
+            let done = scatter(rows, &file_rows, &mut slices, dim, &mut sums);
             assert_eq!(done, cfg!(target_arch = "x86_64"));
             #[cfg(target_arch = "x86_64")]
             {
                 let mut by_words = vec![vec![0; count]; parts];
-                assert!(x86::scatter(rows, &places, &mut slices, dim, &mut by_words, false));
+                assert!(x86::scatter(rows, &file_rows, &mut slices, dim, &mut by_words, false));
                 assert!(by_words == sums, "checksums of {dim} floats are the same by words");
             }
-            assert!(!scatter(rows, &places, &mut [&mut [][..]], dim + 1, &mut []), "no whole lines");
+            assert!(!scatter(rows, &file_rows, &mut [&mut [][..]], dim + 1, &mut []), "no whole lines");
             if !done {
                 return;
             }
             for (number, row) in rows.iter().enumerate() {
-                let place = number * 1237 % count;
+                let file_row = number * 1237 % count;
                 for (part, from) in row.vector.chunks(dim).enumerate() {
-                    let found = &columns[part][place * dim * 4..(place + 1) * dim * 4];
+                    let found = &columns[part][file_row * dim * 4..(file_row + 1) * dim * 4];
                     assert_eq!(found, bytemuck::cast_slice::<f32, u8>(from), "row {number}, part {part}");
-                    assert_eq!(sums[part][place], crc32c::crc32c(found));
+                    assert_eq!(sums[part][file_row], crc32c::crc32c(found));
                 }
             }
             let shift = Shift::by(dim * 4);

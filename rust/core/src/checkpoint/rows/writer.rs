@@ -1,4 +1,4 @@
-//! One rank's part of a save.
+//! Writes one rank's part of a checkpoint.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -19,12 +19,12 @@ use crate::io::{AlignedBuf, IoEngine, write_whole};
 use crate::rows::RowList;
 use crate::ssd::SegmentSet;
 
-/// A group that the system has no memory for is made smaller, down to this.
+/// Where the system has no memory for a group, groups are made smaller, down to this many bytes.
 const FEWEST_ROWS: usize = 256;
-/// Files of rows whose number is known are so many at least, as long as they are no smaller than this.
+/// Rows whose number is known are divided into several files, as long as no file is smaller than this.
 const FILES_SIDE_BY_SIDE: usize = 6;
 const SMALL_FILE_BYTES: usize = 2 << 20;
-/// Threads that make names durable: what a file system does for one of them it mostly does for all.
+/// How many threads make names durable. A file system often does for all of them what it does for one.
 const SYNCS: usize = 4;
 
 /// Writes one rank's tables into a checkpoint that [`crate::checkpoint::Save::begin`] made.
@@ -52,19 +52,19 @@ impl RankWriter {
         Self { engine, dir, group_bytes: GROUP_BYTES, manifest: RankManifest::new(name, rank, world) }
     }
 
-    /// The rank's extents, which are in the same directory.
+    /// Set the rank's extents, which lie in the same directory.
     pub(crate) fn set_dense(&mut self, dense: DenseShare) {
         self.manifest.dense = Some(dense);
     }
 
-    /// Make groups of at most `bytes`, and of one row at least; the default and the most is [`GROUP_BYTES`].
+    /// Make groups of at most `bytes`, and of one row at least. The default, and the most, is [`GROUP_BYTES`].
     #[must_use]
     pub fn with_group_bytes(mut self, bytes: usize) -> Self {
         self.group_bytes = bytes.min(GROUP_BYTES);
         self
     }
 
-    /// Write the rows of one table, all of which are in `buckets`; returns how many they were.
+    /// Write the rows of one table, all of which are in `buckets`. Returns how many there were.
     pub fn write_table(&mut self, spec: TableSpec, buckets: Range<u32>, rows: &mut dyn RowSource) -> Result<u64> {
         let optimizer = spec.optimizer_kind()?;
         let dir = self.begin_table(&spec, &buckets)?;
@@ -112,7 +112,8 @@ impl RankWriter {
         Ok(dir)
     }
 
-    /// Put a share of a table into the checkpoint as segments, which `link` puts where it is told to, by serial; what it gives.
+    /// Put a share of a table into the checkpoint as segments. `link` puts each segment at the path that is given for its serial. Returns what
+    /// `link` returns.
     pub(crate) fn write_segments<T>(
         &mut self,
         spec: TableSpec,
@@ -148,7 +149,7 @@ impl RankWriter {
         Ok(())
     }
 
-    /// How many rows the share written last has, those that are in none of its files included.
+    /// Set how many rows the share that was written last has, with those that are in none of its files.
     pub(crate) fn set_total_rows(&mut self, rows: u64) {
         self.manifest.tables.last_mut().expect("a table was written").total_rows = rows;
     }
@@ -156,7 +157,7 @@ impl RankWriter {
     /// Make this rank's part durable. The digest goes to the coordinator.
     pub fn finish(self) -> Result<RankDigest> {
         let bytes = render(&self.manifest)?;
-        // Nobody believes it before the coordinator's manifest names its checksum: it needs no other name meanwhile.
+        // It needs no temporary name: no load uses it before the coordinator's manifest has its checksum.
         let manifest = self.dir.join(rank_file(self.manifest.rank, self.manifest.world));
         let manifest = write_whole(&*self.engine, &manifest, &bytes)?;
         let dirs =
@@ -175,9 +176,9 @@ struct Files<'a, 's, P> {
     format: GroupFormat<'a>,
     output: Output<'s>,
     path: P,
-    /// Rows of a small group.
+    /// How many rows a small group has.
     small: usize,
-    /// The most rows of a group. It is less than the format's where the system has no memory for those.
+    /// The most rows of a group. These are fewer than the format allows where the system has no memory for those.
     most: usize,
     /// The most rows of the next group.
     at_once: usize,
@@ -193,7 +194,7 @@ impl<P> Files<'_, '_, P> {
         Ok(bytes)
     }
 
-    /// Make smaller groups from now on; the error where they are small already.
+    /// Make smaller groups from now on. Returns the error where they are small already.
     fn shrink(&mut self, refused: Error) -> Result<()> {
         if refused.kind() != Kind::Memory || self.at_once <= FEWEST_ROWS {
             return Err(refused);
@@ -243,7 +244,7 @@ impl<P: Fn(usize) -> PathBuf> GroupSink for Files<'_, '_, P> {
                     self.made.push(file);
                     begin += part.len();
                 }
-                // A smaller group, then.
+                // Try a smaller group.
                 Err(refused) => self.shrink(refused)?,
             }
         }

@@ -1,0 +1,73 @@
+//! Manifests as JSON, and the seal by which a manifest carries its own checksum.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::digest::checksum;
+use super::names::{FORMAT, OLDEST_VERSION, VERSION};
+use crate::error::{Error, Kind, Result};
+
+/// The fields that are read first, so that a newer format is reported as such, whatever else it holds.
+#[derive(Deserialize)]
+struct Head {
+    format: String,
+    version: u32,
+}
+
+/// Parse a manifest. The error is `Unsupported` for a newer version, and `Corruption` for anything else that is no manifest.
+pub(crate) fn parse<T: for<'de> Deserialize<'de>>(bytes: &[u8], path: &Path) -> Result<T> {
+    let damaged = |e: serde_json::Error| Error::corruption(path, 0, "the manifest", "valid", e).at(path);
+    let head: Head = serde_json::from_slice(bytes).map_err(damaged)?;
+    if head.format != FORMAT {
+        return Err(Error::corruption(path, 0, "the format", FORMAT, head.format));
+    }
+    if !(OLDEST_VERSION..=VERSION).contains(&head.version) {
+        return Err(Error::new(
+            Kind::Unsupported,
+            format!(
+                "{} has format version {} and this release reads {OLDEST_VERSION} to {VERSION}: load it with a newer one",
+                path.display(),
+                head.version
+            ),
+        )
+        .at(path));
+    }
+    serde_json::from_slice(bytes).map_err(damaged)
+}
+
+/// A manifest as JSON.
+pub(crate) fn render<T: Serialize>(manifest: &T) -> Result<Vec<u8>> {
+    let mut bytes = serde_json::to_vec_pretty(manifest)
+        .map_err(|e| Error::new(Kind::Input, format!("cannot write the manifest as JSON: {e}")))?;
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
+/// How the last field of a sealed manifest begins. Its value is the checksum of the manifest without that field.
+const SEAL: &str = ",\n  \"xxh3\": ";
+const END: &str = "\n}\n";
+
+/// Add a rendered manifest's checksum to it as the last field.
+pub(crate) fn seal(rendered: &[u8]) -> Vec<u8> {
+    let body = rendered.strip_suffix(END.as_bytes()).expect("what render() gives ends an object");
+    [body, format!("{SEAL}{}{END}", checksum(rendered)).as_bytes()].concat()
+}
+
+/// Take the seal off again. The error is `Corruption` where any bit has changed.
+pub(crate) fn unseal(sealed: &[u8], path: &Path) -> Result<Vec<u8>> {
+    let at = sealed.windows(SEAL.len()).rposition(|window| window == SEAL.as_bytes());
+    let rendered = [&sealed[..at.unwrap_or(0)], END.as_bytes()].concat();
+    if sealed == seal(&rendered) {
+        return Ok(rendered);
+    }
+    let found = checksum(&rendered);
+    let said = String::from_utf8_lossy(&sealed[at.map_or(sealed.len(), |at| at + SEAL.len())..]);
+    let said: String = said.chars().take_while(char::is_ascii_digit).collect();
+    let said = if said.is_empty() { "none".to_owned() } else { said };
+    if said == found.to_string() {
+        let (whole, len) = (seal(&rendered).len(), sealed.len());
+        return Err(Error::corruption(path, whole as u64, "the manifest's length", whole, len));
+    }
+    Err(Error::corruption(path, at.unwrap_or(0) as u64, "the manifest's checksum", said, found))
+}

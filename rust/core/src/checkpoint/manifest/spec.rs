@@ -1,0 +1,140 @@
+//! What a checkpoint says of a table as a whole.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::{OptimizerKind, TableConfig};
+use crate::error::{Error, Kind, Result};
+use crate::rows::Initializer;
+use crate::types::{BucketHash, Bucketing};
+
+/// Longest name of a module or table, in bytes.
+const MAX_NAME_BYTES: usize = 4096;
+/// The widest table.
+const MAX_DIM: u32 = 65_536;
+/// More rows, ranks or files than this are damage, and sums of such numbers do not overflow.
+pub(crate) const MAX_COUNT: u64 = 1 << 56;
+
+/// An optimizer and its hyperparameters.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerSpec {
+    /// [`OptimizerKind::name`].
+    pub name: String,
+    /// Finite numbers by name (`lr`, `eps`, …).
+    pub hyperparameters: BTreeMap<String, f64>,
+}
+
+/// What a checkpoint says of a table as a whole: the same on every rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TableSpec {
+    /// Path of the module in the model, wrappers' names left out.
+    pub module: String,
+    /// Name of the table in the module.
+    pub table: String,
+    /// See [`crate::types::table_key`].
+    pub key: u64,
+    /// Width of the embedding.
+    pub dim: u32,
+    /// Type of weights and slots, in safetensors' terms: `F32`.
+    pub dtype: String,
+    /// The optimizer.
+    pub optimizer: OptimizerSpec,
+    /// Training steps so far.
+    pub step: u64,
+    /// Seed of births.
+    pub seed: u64,
+    /// How rows are born.
+    pub initializer: Initializer,
+    /// Buckets of the table.
+    pub total_num_buckets: u32,
+    /// How ids fall into them. Manifests of version 1 do not say: [`BucketHash::Plain`].
+    #[serde(default)]
+    pub bucket_hash: BucketHash,
+}
+
+impl TableSpec {
+    /// What a table's configuration says of it. `module` is the path of its module in the model.
+    pub fn new(module: &str, config: &TableConfig, hyperparameters: BTreeMap<String, f64>, step: u64) -> Self {
+        Self {
+            module: module.to_owned(),
+            table: config.name.clone(),
+            key: config.key,
+            dim: config.dim as u32,
+            dtype: "F32".to_owned(),
+            optimizer: OptimizerSpec { name: config.optimizer.name().to_owned(), hyperparameters },
+            step,
+            seed: config.seed,
+            initializer: config.initializer,
+            total_num_buckets: config.total_num_buckets,
+            bucket_hash: config.bucket_hash,
+        }
+    }
+
+    /// From its JSON, as a manifest has it; `Kind::Input` says what is missing, unknown or out of range.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let spec: Self = serde_json::from_str(text)
+            .map_err(|e| Error::new(Kind::Input, format!("the description of a table is not one: {e}")))?;
+        spec.check()?;
+        Ok(spec)
+    }
+
+    /// How ids fall into the table's buckets.
+    pub fn bucketing(&self) -> Bucketing {
+        Bucketing::new(self.total_num_buckets, self.bucket_hash)
+    }
+
+    /// The optimizer's kind.
+    pub fn optimizer_kind(&self) -> Result<OptimizerKind> {
+        OptimizerKind::from_name(&self.optimizer.name)
+    }
+
+    /// Whether rows of this table fit one configured as `config`, without `slots` under any optimizer; `Kind::Mismatch` names the
+    /// field that does not.
+    pub fn check_fits(&self, config: &TableConfig, slots: bool) -> Result<()> {
+        let differs = |field: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
+            Err(Error::new(
+                Kind::Mismatch,
+                format!(
+                    "table {:?} of module {:?} has {field} {here} and the checkpoint {there}: make the table as it was saved",
+                    self.table, self.module
+                ),
+            ))
+        };
+        if self.dim as usize != config.dim {
+            return differs("embedding_dim", &config.dim, &self.dim);
+        }
+        if slots && self.optimizer.name != config.optimizer.name() {
+            return differs("optimizer", &config.optimizer.name(), &self.optimizer.name);
+        }
+        Ok(())
+    }
+
+    /// `Kind::Input` where a number is outside what the format can hold.
+    pub(crate) fn check(&self) -> Result<()> {
+        let refuse = |what: String| {
+            Err(Error::new(Kind::Input, format!("table {:?} of module {:?}: {what}", self.table, self.module)))
+        };
+        if self.module.len() > MAX_NAME_BYTES || self.table.len() > MAX_NAME_BYTES {
+            return refuse(format!("names have at most {MAX_NAME_BYTES} bytes"));
+        }
+        if self.dim == 0 || self.dim > MAX_DIM {
+            return refuse(format!("dim {} is not within 1 to {MAX_DIM}", self.dim));
+        }
+        if self.dtype != "F32" {
+            return refuse(format!("dtype {:?} is not F32", self.dtype));
+        }
+        if self.total_num_buckets == 0 {
+            return refuse("total_num_buckets is 0".into());
+        }
+        if self.step > MAX_COUNT {
+            return refuse(format!("step {} is more than any table has made", self.step));
+        }
+        if let Some((name, value)) = self.optimizer.hyperparameters.iter().find(|(_, value)| !value.is_finite()) {
+            return refuse(format!("hyperparameter {name} is {value}"));
+        }
+        self.optimizer_kind().map(|_| ())
+    }
+}
