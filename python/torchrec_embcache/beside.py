@@ -22,7 +22,7 @@ __all__ = ["BesideTraining", "finish_saves", "own_group"]
 
 T = TypeVar("T")
 
-# How long a rank waits for the others to have written theirs. Ranks that are gone are noticed at once.
+# How long a rank waits until the others have written their parts. Ranks that have ended are noticed at once.
 _LONGEST_SAVE = timedelta(days=7)
 
 
@@ -104,7 +104,9 @@ _group: Group | None = None
 
 
 def own_group() -> Group:
-    """A gloo group of all ranks for saves alone, made once: training's collectives never wait for these. Collective."""
+    """A gloo group of all ranks that only saves use, so that training's collectives never wait for theirs. It is made once.
+    Collective.
+    """
     global _group, _world
     if not is_distributed():
         return Group(None)

@@ -45,13 +45,13 @@ class EmbCacheCheckpoint(Callback):
         self._hook: Any = None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Before Lightning loads anything: from now on rows come before the state dict that they belong to."""
+        """Called before Lightning loads anything. From now on rows are loaded before the state dict that they belong to."""
         del trainer, stage
         if self._hook is None:
             self._hook = pl_module.register_load_state_dict_pre_hook(self._load_rows)  # type: ignore[no-untyped-call]
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """After a run."""
+        """Called after a run. Rows are no longer loaded with state dicts."""
         del trainer, pl_module, stage
         if self._hook is not None:
             self._hook.remove()
@@ -65,7 +65,7 @@ class EmbCacheCheckpoint(Callback):
             note["checkpoint"], note["name"] = self.path, report.checkpoint
 
     def _load_rows(self, module: nn.Module, state_dict: dict[str, Any], *_more: Any) -> None:
-        """Before `module` loads a state dict: the rows that it was saved with. Raises what `Saver.load` does."""
+        """Load the rows that a state dict was saved with, before `module` loads it. Raises what `Saver.load` does."""
         name = next((note["name"] for note in notes_of(state_dict) if "name" in note), None)
         if name is not None:
             _saver().load(module, self.path, checkpoint=name)

@@ -77,7 +77,7 @@ __all__ = [
 STRATEGY = ("torchrec_embcache", 1)
 # Backends whose checkpoints the load strategies read: without tables they are the same files.
 READABLE = {STRATEGY[0], "torch_dist", "torch"}
-# Where the tables of a key lie in a checkpoint.
+# How the directory of the tables of a key begins in a checkpoint.
 PREFIX = "embcache-"
 
 _State = dict[str, Any]
@@ -115,12 +115,12 @@ def _folder(key: str) -> str:
     return name
 
 
-def _take(state: Mapping[str, Any], place: tuple[str, ...] = ()) -> tuple[_State, dict[tuple[str, ...], ShardedTables]]:
-    """A sharded state dict without its tables, and the tables by their place in it."""
+def _take(state: Mapping[str, Any], above: tuple[str, ...] = ()) -> tuple[_State, dict[tuple[str, ...], ShardedTables]]:
+    """A sharded state dict without its tables, and the tables by their keys in it, from the outermost to their own."""
     rest: _State = {}
     found: dict[tuple[str, ...], ShardedTables] = {}
     for name, value in state.items():
-        here = (*place, name)
+        here = (*above, name)
         if isinstance(value, ShardedTables):
             found[here] = value
         elif isinstance(value, dict) and value:
@@ -160,7 +160,7 @@ def _refuse_without_slots(tables: Mapping[tuple[str, ...], ShardedTables]) -> No
 
 
 def _load(tables: Mapping[tuple[str, ...], ShardedTables], directory: str | os.PathLike[str], into: _State) -> _State:
-    """Rows go into the models, which take the tables' places in `into`."""
+    """Load the rows into the models. In `into` each model stands where its tables stood."""
     for (*above, name), each in tables.items():
         model = _model(each)
         Saver(path_checks="basic").load(model, os.path.join(directory, _folder(each.key)), slots=each.slots)
@@ -243,7 +243,7 @@ class SaveShardedStrategy(TorchDistSaveShardedStrategy):
     """
 
     def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1], *args: Any, **named: Any) -> None:
-        """As megatron's."""
+        """Take the same arguments as megatron's strategy."""
         super().__init__(backend, version, *args, **named)
 
     def async_save(self, sharded_state_dict: _State, checkpoint_dir: Path, *args: Any, **named: Any) -> AsyncRequest:
@@ -293,7 +293,7 @@ class LoadShardedStrategy(TorchDistLoadShardedStrategy):
     """Megatron's strategy for tensors and objects, and tables beside."""
 
     def load(self, sharded_state_dict: _State, checkpoint_dir: Path, *args: Any, **named: Any) -> _State:
-        """The loaded state dict; tables are loaded in place, and in it stands their model. Collective.
+        """Load the state dict. Tables are loaded into their model, which stands in it where they stood. Collective.
 
         Raises `MismatchError` where the checkpoint has no tables of a key, before anything is loaded, and what `Saver.load` does.
         """
@@ -305,7 +305,7 @@ class LoadShardedStrategy(TorchDistLoadShardedStrategy):
     def load_sharded_metadata(self, checkpoint_dir: Path) -> _State:
         """Tensors, objects and tables of the checkpoint, without data."""
         found: _State = super().load_sharded_metadata(checkpoint_dir)
-        # What leaves objects to the common strategy leaves it the tables too.
+        # Where objects are left to the common strategy, so are the tables.
         return found | _metadata(checkpoint_dir) if self.can_handle_sharded_objects else found
 
     def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
@@ -334,11 +334,11 @@ class SaveCommonStrategy(TorchCommonSaveStrategy):
     """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it."""
 
     def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1]) -> None:
-        """As megatron's."""
+        """Take the same arguments as megatron's strategy."""
         super().__init__(backend, version)
 
     def save_sharded_objects(self, sharded_objects_state_dict: _State, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Objects as megatron does, tables by `Saver`. Collective."""
+        """Save objects as megatron does, and tables by `Saver`. Collective."""
         rest, tables = _take(sharded_objects_state_dict)
         super().save_sharded_objects(rest, checkpoint_dir)
         _save(tables, checkpoint_dir)
@@ -350,7 +350,7 @@ class LoadCommonStrategy(TorchCommonLoadStrategy):
     def load_sharded_objects(
         self, sharded_objects_state_dict: _State, checkpoint_dir: str | os.PathLike[str]
     ) -> _State:
-        """Objects as megatron does; tables are loaded in place. Collective."""
+        """Load objects as megatron does, and tables into their models. Collective."""
         rest, tables = _take(sharded_objects_state_dict)
         _check_there(tables, checkpoint_dir)
         return _load(tables, checkpoint_dir, super().load_sharded_objects(rest, checkpoint_dir))

@@ -1,4 +1,4 @@
-"""How far long work is: told to a callable, or shown as a bar."""
+"""The progress of long work, told to a callable or shown as a bar."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Progress:
     work: str
     """"save", "load" or "compact"."""
     table: str
-    """The table at hand, as `module/table`; "" for all of them together."""
+    """The table that is being worked on, as `module/table`; "" where the work is on all tables together."""
     rows: int
-    """Rows done, of all tables."""
+    """How many rows are done, of all tables together."""
     total_rows: int | None
-    """How many there are at most; None where that is not known before."""
+    """The most rows that there will be; None where that is not known beforehand."""
 
 
 ProgressWanted = Callable[[Progress], object] | bool | None
 
 
 class Tracker:
-    """Counts rows for one piece of work; a context manager. What the callable raises ends the work, and is raised."""
+    """Counts the rows of one piece of work. A context manager. An exception of the callable ends the work and is raised."""
 
     def __init__(self, wanted: ProgressWanted, work: str, total_rows: int | None = None, *, shown: bool = True) -> None:
         """`wanted`: a callable, True for a bar (only where `shown`; it needs tqdm), or None or False. `ConfigError`."""
@@ -52,12 +52,12 @@ class Tracker:
             raise ConfigError(f"progress={wanted!r} is not known: give a callable, or True for a bar")
 
     def table(self, name: str) -> None:
-        """What follows is of this table."""
+        """Say that the rows that follow are of this table."""
         self._table = name
         self.advance(0)
 
     def advance(self, rows: int) -> None:
-        """So many more rows are done."""
+        """Say that so many more rows are done."""
         self._rows += rows
         if self._call is not None:
             self._call(Progress(self._work, self._table, self._rows, self.total_rows))

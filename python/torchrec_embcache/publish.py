@@ -73,7 +73,7 @@ def is_shared(token: int) -> bool:
 
 
 def known_roots(ssd_dirs: Iterable[str]) -> list[Root]:
-    """The roots of a rank's tables, named, in order of their paths. `StorageError`."""
+    """The roots of a rank's tables with their names, in the order of their paths. `StorageError`."""
     paths = sorted({os.path.abspath(ssd_dir) for ssd_dir in ssd_dirs})
     return [(path, FlushRoot(path).name(secrets.randbits(64))) for path in paths]
 
@@ -97,7 +97,9 @@ class Mark:
             FlushRoot(self.path).prepare(token, *self.coordinator)
 
     def decide(self, token: int) -> None:
-        """The coordinator's: the flush is complete. `StorageError`: the flush before stays the one to resume, or this one is."""
+        """Mark the flush as complete, in the coordinator's root. After a `StorageError` a resume takes this flush or the one
+        before.
+        """
         if self.decides:
             try:
                 FlushRoot(self.path).commit(token)
@@ -106,7 +108,7 @@ class Mark:
                 raise
 
     def follow(self, token: int) -> None:
-        """Where another root decided, say so here too; where this fails it goes on being asked."""
+        """Mark the flush as complete here too, where another root decided. Where this fails the other root is asked again."""
         if not self.decides:
             try:
                 FlushRoot(self.path).commit(token)
@@ -114,10 +116,10 @@ class Mark:
                 _log.warning("a flush is complete, but %s cannot say so itself: %s", self.path, error)
 
     def forget(self, tokens: Iterable[int]) -> None:
-        """Remove the marks of `tokens`, but for those of states that any table below this root keeps. `StorageError`."""
+        """Remove the marks of `tokens`, except those of states that any table below this root keeps. `StorageError`."""
         unwanted = set(tokens)
         if unwanted:
-            # Others than the tables of this flush may have been flushed together with them before.
+            # Tables that are not in this flush may have been in an earlier one.
             unwanted -= _tokens_below(self.path)
         for token in unwanted:
             FlushRoot(self.path).forget(token)

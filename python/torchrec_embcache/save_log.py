@@ -22,7 +22,9 @@ _RANKS = re.compile(r"0-of-(\d+)\.json")
 
 
 def logged(call: Callable[P, R]) -> Callable[P, R]:
-    """`call` has an argument `path`, saves or loads, and gives a report or the future of one; rank 0 logs that at INFO."""
+    """Log at INFO, on rank 0, what `call` reports. `call` saves or loads, has an argument `path`, and returns a report or its
+    future.
+    """
     log, signature = logging.getLogger(call.__module__), inspect.signature(call)
 
     @functools.wraps(call)
@@ -75,7 +77,7 @@ def _names(rows: Mapping[str, int]) -> str:
 
 
 def _other_ranks(checkpoint: str) -> str:
-    """That another number of ranks saved it, if so."""
+    """A clause for the log where another number of ranks saved the checkpoint, else nothing."""
     try:
         ranks = [int(found[1]) for name in os.listdir(checkpoint) if (found := _RANKS.fullmatch(name))]
     except OSError:  # it was replaced since

@@ -41,14 +41,14 @@ def shards_of(module: nn.Module) -> list[Shard]:
 
 
 def shards_at_rest(module: nn.Module) -> list[Shard]:
-    """As `shards_of`, when no save beside training has them."""
+    """The tables as `shards_of` gives them, once no save beside training holds them."""
     found = shards_of(module)
     finish_saves([table for _, _, table in found])
     return found
 
 
 def agreed_path(path: str | os.PathLike[str]) -> str:
-    """`path`, absolute; `PathError` when ranks differ in the directory that it names. Collective."""
+    """Return `path` as an absolute path. `PathError` where ranks name different directories. Collective."""
     given = together(lambda: given_path("path", path))
     everyone = all_gather(os.path.normpath(given) if given else "")
     if len(set(everyone)) > 1:
@@ -58,7 +58,7 @@ def agreed_path(path: str | os.PathLike[str]) -> str:
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:
-    """The hyperparameters that are numbers, one by one: a pair `betas` becomes `beta1` and `beta2`.
+    """The hyperparameters that are numbers, each by its name. A pair `betas` becomes `beta1` and `beta2`.
 
     The groups of torch's optimizers hold others too, such as `foreach=None`: those say how torch computes an update, and a
     checkpoint does not need them.

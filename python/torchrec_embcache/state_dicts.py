@@ -35,7 +35,7 @@ def note_rows(state: Mapping[str, Any], keys: Mapping[str, TableShard]) -> None:
 
 
 def _note(table: TableShard) -> dict[str, Any]:
-    """Plain values alone, which `torch.load(weights_only=True)` takes."""
+    """A note of plain values only, which `torch.load(weights_only=True)` accepts."""
     return {
         "table": table.name,
         "rows": len(table),
@@ -113,7 +113,7 @@ def _never_had_rows(table: TableShard) -> bool:
 
 
 def _difference(note: Mapping[str, Any], table: TableShard) -> str | None:
-    """What the table holds instead of the rows noted; None where it holds them, as far as can be told on one rank."""
+    """What the table holds in place of the rows that were noted; None where it holds those, as far as one rank can tell."""
     if not note["rows"] or note["contents"] in table.past_contents:
         # The latter was taken of this very table before a load replaced its rows: DCP loads into such a state dict.
         return None
@@ -123,7 +123,7 @@ def _difference(note: Mapping[str, Any], table: TableShard) -> str | None:
     rows, step = len(table), table.native.step()
     if step not in (note["step"], 0) or (step == 0 and note["step"] not in (0, table.loaded_step)):
         return f"{rows} at step {step}"
-    # Ranks count the same steps of a table, and each its own rows.
+    # All ranks count the same steps of a table. Each rank counts its own rows.
     same_shard = note["shard"] == [table.rank, table.world_size, *table.buckets]
     if same_shard and rows != note["rows"] and (rows == 0 or table.on_full == "error"):
         return f"{rows} at step {step}"

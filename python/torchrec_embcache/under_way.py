@@ -1,4 +1,4 @@
-"""Saves beside training that are under way in this process, and who may not wait for them."""
+"""The saves beside training that are under way in this process. Others wait for them; the thread that saves may not."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class SaveUnderWay:
         self.done = threading.Event()
         """Set when the save is over."""
         self.thread: int | None = None
-        """The identity of the thread that writes, once it does."""
+        """The identity of the thread that writes, once it has begun."""
         self.pid = os.getpid()
         self._taken = threading.Lock()
 
     def begin(self) -> None:
-        """From now on others wait for it."""
+        """Make others wait for this save from now on."""
         _saves[:] = [save for save in _saves if not save.done.is_set()]
         _saves.append(self)
 
     def take(self) -> bool:
-        """Become the one who ends it; False where somebody is already."""
+        """Become the one who ends this save. False where somebody else is already."""
         return self._taken.acquire(blocking=False)
 
 
-# Of one thread that saves there is one at most.
+# At most one for each thread that saves.
 _saves: list[SaveUnderWay] = []
 
 
@@ -67,7 +67,7 @@ def finish_saves(tables: Iterable[object] | None = None) -> None:
 
 
 def refuse_in_own_save(table: object, what: str) -> None:
-    """`StateError` where the thread that calls this saves `table` at the moment: it would wait for itself for ever."""
+    """Raise `StateError` where the calling thread is saving `table`, because it would wait for itself for ever."""
     for save in _under_way([table]):
         _refuse_if_own(save, what)
 

@@ -35,6 +35,18 @@ def links(place: Path) -> list[int]:
     return [path.stat().st_nlink for path in segments(place)]
 
 
+def test_linked_and_its_older_name_snapshot_make_the_same_checkpoint(root: Path, tmp_path: Path) -> None:
+    bag = make_bag(tiers=tiers("ssd", tmp_path))
+    train(bag)
+    for named in ({"linked": True}, {"snapshot": True}):
+        report = Saver(0).save(bag, root, **named)
+        assert report.kind == "snapshot"
+        assert report.linked_bytes > 0
+        assert links(root) == [2] * len(segments(root))
+    with pytest.raises(ConfigError, match="linked=True"):
+        Saver(0).save(bag, root, incremental=True, linked=True)
+
+
 @pytest.mark.parametrize("kind", ["ssd", "device"])
 def test_a_restart_from_a_snapshot_goes_on_bit_for_bit_and_writes_no_row_again(
     kind: str, root: Path, tmp_path: Path

@@ -18,17 +18,17 @@ _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Helpers(Executor):
-    """At most so many threads, each begun when there is a task for it and the system has memory for a thread.
+    """A limited number of threads. Each is started when there is a task for it and the system has memory for a thread.
 
-    The standard library's pool waits for ever for a thread that begins and then gets no memory for what is its own. Here a thread
-    is begun only where there is room for one, and where there is none the work is done by whoever submits it.
+    The standard library's pool waits for ever for a thread that starts and then gets no memory of its own. Here a thread is started
+    only where there is memory for one. Where there is none, whoever submits a task does it.
 
-    One thread submits. It takes no lock that the others take too: a Ctrl-C amid such a lock could leave it locked, and the others
-    would wait for it for ever.
+    One thread submits tasks. It takes no lock that the other threads take too, because a Ctrl-C within such a lock could leave it
+    locked, and the others would wait for it for ever.
     """
 
     def __init__(self, most: int, name: str) -> None:
-        """`name`: of the threads."""
+        """`most`: the most threads. `name`: how the threads' names begin."""
         self._most, self._name = most, name
         self._threads: list[threading.Thread] = []
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
@@ -37,7 +37,7 @@ class Helpers(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Do `fn(*args, **kwargs)` on one of the threads, or here and now where the system has none to give."""
+        """Do `fn(*args, **kwargs)` on one of the threads, or at once in the caller where the system gives no thread."""
         if self._closed:
             raise RuntimeError("these threads have ended")
         future: Future[T] = Future()
@@ -52,7 +52,7 @@ class Helpers(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more tasks; `wait` for those there are, or cancel those that nobody began."""
+        """Take no more tasks. `wait` for those that were submitted. `cancel_futures` cancels those that no thread has begun."""
         self._closed = True
         while cancel_futures and not self._tasks.empty():
             task = self._tasks.get()

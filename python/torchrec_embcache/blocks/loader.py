@@ -31,17 +31,17 @@ _log = logging.getLogger("torchrec_embcache.serialize")
 
 # Destination to {source: slots}. Of a table the slots are names such as "id", "embedding", "sum"; a dense tensor has none.
 LoadInfo = dict[str, dict[str, list[str]]]
-# A table, and what of which of the checkpoint's goes into it; a tensor and the checkpoint's.
+# Each table with the tables of the checkpoint, and their slots, that go into it; each tensor with the checkpoint's.
 _Plan = list[tuple[TableShard, list[tuple[SavedTable, list[str]]]]]
 _DensePlan = list[tuple[Tensor, SavedTensor]]
-# Rows of one call of the core: more at once are refused where they might not fit, and these only where they do not.
+# Rows of one call of the core. More at once would be refused where they might not fit; so few are refused only where they do not.
 ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
 class LoadedBlocks:
-    """What a load did. `tables`: rows by destination. `tensors`: the dense ones. `missing`: asked for and not in the checkpoint.
-    `unexpected`: in the checkpoint, and nothing was given for it.
+    """What a load did. `tables`: the numbers of rows by destination. `tensors`: the dense tensors that were loaded. `missing`:
+    names that were asked for and are not in the checkpoint. `unexpected`: names in the checkpoint that nothing was given for.
     """
 
     tables: dict[str, int]
@@ -51,7 +51,7 @@ class LoadedBlocks:
 
 
 class BlockLoader:
-    """Loads blocks into tables and dense tensors; any number of shards, whatever number saved them."""
+    """Loads blocks into tables and dense tensors. Any number of shards can load what any number of shards saved."""
 
     def __init__(
         self,
@@ -64,13 +64,14 @@ class BlockLoader:
         strict: bool = True,
         slots: bool = True,
     ) -> None:
-        """`hashtables` and `tensors` as for `Saver`; every shard gives its own tables and reads the rows that they own.
+        """`hashtables` and `tensors`: as for `BlockSaver`. Every shard gives its own tables and reads the rows that they own.
 
-        `parallel`: threads that read. `filter_func` is given the load info and returns what to load: entries and slots dropped,
-        sources renamed, several sources for one table. `strict=False`: load what is there and only report the rest.
+        `parallel`: how many threads read. `filter_func` is given the load info and returns what to load. It may drop entries
+        and slots, rename sources, and give several sources for one table. `strict=False`: load what is there and only report
+        the rest.
 
-        `slots=False`: ids, weights and metadata alone, into tables with any optimizer or none: the load info comes without the
-        optimizer's slots, and the tables keep their step. Slots of rows that are new here start at zeros.
+        `slots=False`: load ids, weights and metadata alone, into tables with any optimizer or none. The load info then has no
+        slots of the optimizer, and the tables keep their step. Slots of rows that are new here start at zeros.
         """
         self.checkpoint_path = given_path("checkpoint_path", checkpoint_path)
         self.parallel = check_int("parallel", parallel, 1, 1024)
@@ -82,7 +83,9 @@ class BlockLoader:
         self.filter_func = filter_func
 
     def default_load_info(self) -> LoadInfo:
-        """Every table and tensor from the source of its own name, with all its slots; without the optimizer's if so asked."""
+        """Each table and tensor from the source of its own name, with all its slots, or with `slots=False` without the
+        optimizer's.
+        """
         info: LoadInfo = {}
         for name, table in tables_of(self._modules).items():
             left_out = () if self.slots else table.spec.slot_names
@@ -279,7 +282,7 @@ class _Into:
 
 
 def _load_dense(tensor: Tensor, stored: SavedTensor, pool: Executor) -> None:
-    """Copy it into place, in windows; whole where `tensor` is not contiguous."""
+    """Copy a dense tensor into `tensor` in windows, or at once where `tensor` is not contiguous."""
     target = tensor.detach()
     flat = target.reshape(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
     width = flat.element_size()

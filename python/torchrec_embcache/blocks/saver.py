@@ -43,9 +43,10 @@ class BlockSaver:
         tensors: Mapping[str, Tensor] | None = None,
         filter_func: Callable[[list[WriteBlock]], list[WriteBlock]] = lambda blocks: blocks,
     ) -> None:
-        """`hashtables`: by name, tables (`module.tables["item"]`), `EmbCacheEmbedding(Bag)`s, or whole cache modules, whose tables
-        are called `<name>.<table>`. `tensors`: dense ones by name; only shard 0 saves them. `parallel`: threads that write, and the
-        most files of a shard. `filter_func` is given the blocks and returns those to save. Raises `ConfigError`, `InputError`.
+        """`hashtables`: tables (`module.tables["item"]`), `EmbCacheEmbedding(Bag)`s or whole cache modules, by name. The tables
+        of a module are called `<name>.<table>`. `tensors`: dense tensors by name, which only shard 0 saves. `parallel`: how
+        many threads write, and the most files of a shard. `filter_func` is given the blocks and returns those to save. Raises
+        `ConfigError`, `InputError`.
         """
         self.shard_num = check_int("shard_num", shard_num, 1, 1 << 20)
         self.shard_index = check_int("shard_index", shard_index, 0, self.shard_num - 1)
@@ -57,7 +58,9 @@ class BlockSaver:
         self.filter_func = filter_func
 
     def make_write_blocks(self) -> list[WriteBlock]:
-        """What `save()` hands to the filter: every block of every table of this shard, and on shard 0 the dense tensors."""
+        """The blocks that `save()` hands to the filter: all blocks of all tables of this shard, and on shard 0 the dense
+        tensors.
+        """
         blocks = []
         for name, table in tables_of(self._modules).items():
             rows = len(table)

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return report.code
     except BrokenPipeError:
-        # Whoever read has enough; Python would complain once more at its end.
+        # The reader has closed the pipe. Without this Python would report that once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (EmbCacheError, OSError) as error:

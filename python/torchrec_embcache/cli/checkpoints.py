@@ -55,7 +55,7 @@ class Opened:
 
     @property
     def tables(self) -> list[dict[str, Any]]:
-        """What the manifest says of each table: `module`, `table`, `dim`, …, and `rows`, those of its parents included."""
+        """What the manifest says of each table: `module`, `table`, `dim` and so on, and `rows`, with the rows of its parents."""
         return [{**entry["spec"], "rows": entry["total_rows"]} for entry in self.manifest["tables"]]
 
 
@@ -136,7 +136,7 @@ def inspect(path: str) -> Report:
 
 
 def _dense_damage(opened: Opened) -> str | None:
-    """What is wrong with the tensors and objects beside the tables, if anything: each of their bytes is read."""
+    """Read every byte of the tensors and objects beside the tables. Returns what is wrong with them, if anything."""
     window = np.empty(_WINDOW_BYTES, np.uint8)
     try:
         reader = _native.CheckpointReader(opened.directory, opened.name)

@@ -31,7 +31,7 @@ __all__ = ["Settings", "convert"]
 
 _OPTIMIZERS: dict[str, type[OptimizerSpec]] = {kind.kind: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW)}
 _DEFAULT_BUCKETS = 65_536
-#: Longest name of a directory, in bytes, and what is kept of a longer one before its hash.
+#: The longest name of a directory in bytes, and how many bytes of a longer one are kept before its hash.
 _MAX_FOLDER_BYTES = 255
 _KEPT_FOLDER_BYTES = 200
 #: What layouts that do not name their slots call them, by how many there are.
@@ -80,7 +80,7 @@ def convert(source: str, target: str, from_layout: str, to_layout: str, settings
                         os.rmdir(target)
                 raise
     else:
-        # Its names and permissions are not ours to judge; what it holds is.
+        # Names and permissions of a foreign directory are not checked. Its contents are.
         if not Path(source).is_dir():
             raise PathError(f"{source} is not a directory")
         tables = list(READERS[from_layout](Path(source)))

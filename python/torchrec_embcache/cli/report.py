@@ -13,9 +13,9 @@ from torchrec_embcache.exceptions import UnsupportedError
 __all__ = ["FAILED", "FOUND", "OK", "Grid", "Report", "date_of"]
 
 OK = 0
-#: What was looked for is there: damage (`verify`), differences (`diff`).
+#: The exit status where damage (`verify`) or differences (`diff`) were found.
 FOUND = 1
-#: The command could not be carried out. (2 is argparse's: wrong usage.)
+#: The exit status where the command could not be carried out. (2 is argparse's, for wrong usage.)
 FAILED = 3
 
 _WIDE = 1_000  # characters
@@ -62,7 +62,7 @@ class Report:
             raise UnsupportedError(
                 'tables need rich: pip install "torchrec-embcache[cli]", or ask for --json'
             ) from missing
-        # A pipe or file has no width: what is read by other programs stands on one line.
+        # A pipe or a file has no width. Other programs read it, so each entry stands on one line.
         console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
         for grid in self.grids:
             table = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD)

@@ -135,7 +135,7 @@ class _SafetensorsSink:
         name = f"part-{self._parts:05}.safetensors"
         path = self._folder.at(name)
         try:
-            # It makes a new file beside, and renames that.
+            # The library writes a new file and renames it.
             self._save(whole, f"/proc/self/fd/{self._folder.fd}/{name}")
         except (self._save_error, OSError) as cause:
             if isinstance(cause, EmbCacheError):

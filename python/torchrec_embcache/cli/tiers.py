@@ -39,7 +39,7 @@ def shards_below(directory: Path) -> list[Path]:
 
 
 def inspect_tiers(directory: Path, shards: list[Path]) -> Report:
-    """Each shard with the newest state that it published; a damaged one is said, not believed."""
+    """Each shard with the newest state that it published. Of a damaged state only the damage is shown."""
     entries = [_shard(directory, shard) for shard in shards]
     rows = [
         (

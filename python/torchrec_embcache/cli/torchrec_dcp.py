@@ -37,9 +37,9 @@ _TABLE = re.compile(r"(?:(?P<module>.+)\.)?(?P<kind>embedding_bags|embeddings)\.
 _SLOT = re.compile(
     r"(?:(?P<module>.+)\.)?(?P<kind>embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight\.(?P=table)\.(?P<slot>[^.]+)"
 )
-#: The numbers of an optimizer that are no slot of rows.
+#: The numbers of an optimizer that do not belong to rows.
 _NO_SLOT = frozenset({"iter", "step", "learning_rate"})
-#: What a list of tensors needs. Anything else in it is not looked up, and so never called.
+#: The names that a pickled list of tensors may use. No other name in it is looked up, so nothing else is ever called.
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": frozenset(
         {
@@ -94,7 +94,7 @@ class _Chunk:
         with open(self.file, "rb", opener=_open_regular) as whole:
             part = _Part(whole, self.offset, self.length, self.file)
             try:
-                # Shape, strides and place alone: on "meta" the numbers are not read.
+                # This reads shape, strides and offset only: tensors on "meta" have no numbers.
                 tensor = torch.load(io.BufferedReader(part), map_location="meta", weights_only=True)
                 with zipfile.ZipFile(part) as archive:
                     stored = [entry for entry in archive.infolist() if "/data/" in f"/{entry.filename}"]
@@ -222,25 +222,25 @@ def _tensor(path: Path, folder: Path, metadata: Metadata, name: str) -> _Tensor:
     if getattr(entry.properties, "dtype", None) != torch.float32:
         raise UnsupportedError(f"{name!r} is {getattr(entry.properties, 'dtype', None)}: only float32 is read")
     shape = _sizes(path, name, entry.size)
-    places: dict[tuple[int, ...], Any] = {
-        index.offset: place for index, place in metadata.storage_data.items() if index.fqn == name
+    stored_at: dict[tuple[int, ...], Any] = {
+        index.offset: stored for index, stored in metadata.storage_data.items() if index.fqn == name
     }
     chunks = []
     for chunk in entry.chunks:
         begin, size = _sizes(path, name, chunk.offsets), _sizes(path, name, chunk.sizes)
-        place = places.get(chunk.offsets)
-        if place is None or len(begin) != len(shape) or len(size) != len(shape):
-            raise _damaged(path, f"{name!r}", "a place for each chunk", f"none for the one at {begin}")
-        if place.transform_descriptors:
+        stored = stored_at.get(chunk.offsets)
+        if stored is None or len(begin) != len(shape) or len(size) != len(shape):
+            raise _damaged(path, f"{name!r}", "a location for each chunk", f"none for the one at {begin}")
+        if stored.transform_descriptors:
             raise UnsupportedError(
-                f"{name!r} is stored with {list(place.transform_descriptors)}: save it without transforms"
+                f"{name!r} is stored with {list(stored.transform_descriptors)}: save it without transforms"
             )
-        file = place.relative_path
+        file = stored.relative_path
         if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
             raise _damaged(path, f"the file of {name!r}", "a name in the directory", repr(file))
-        if not all(isinstance(number, int) for number in (place.offset, place.length)):
-            raise _damaged(path, f"the place of {name!r}", "integers", repr(place))
-        chunks.append(_Chunk(begin, size, folder / file, place.offset, place.length))
+        if not all(isinstance(number, int) for number in (stored.offset, stored.length)):
+            raise _damaged(path, f"the location of {name!r}", "integers", repr(stored))
+        chunks.append(_Chunk(begin, size, folder / file, stored.offset, stored.length))
     _check_cover(path, name, shape, chunks)
     return _Tensor(name, shape, chunks)
 

@@ -1,4 +1,4 @@
-"""The storage reader."""
+"""The storage reader: what `dcp.load` reads checkpoints by."""
 
 import io
 import os
@@ -42,7 +42,7 @@ class _Load:
 class EmbCacheStorageReader(AtPath, StorageReader):
     """Reads for `dcp.load` what `EmbCacheStorageWriter` saved: into any sharding, dtype and device, tables into any budgets.
 
-    Tensors go into place as they are read, verified, without a copy where their place is contiguous host memory.
+    Tensors are verified as they are read. They are read without a copy where their target is contiguous host memory.
     """
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module | None = None, *, slots: bool = True) -> None:
@@ -88,7 +88,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **kwargs: Any) -> None:  # noqa: ARG002
-        """Take the places of the items from `metadata`, which `read_metadata` gave."""
+        """Remember where the items are stored, from the `metadata` that `read_metadata` gave."""
         self.storage_data = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -155,7 +155,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
             planner.load_bytes(item, io.BytesIO(whole().data))
             return
         target = planner.resolve_tensor(item)
-        # Narrowed as torch does it: a dimension whose length is that of the saved tensor starts at 0.
+        # The tensor is narrowed as torch does it: a dimension as long as the saved tensor's starts at 0.
         if extent.kind == "raw" and extent.dtype is not None:
             self._check_box(item, extent.shape, target)
             read_box(read, extent.dtype, extent.shape, tuple(item.storage_offsets), target.detach())

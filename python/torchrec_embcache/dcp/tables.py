@@ -18,7 +18,9 @@ __all__ = ["PartResult", "Staged", "TableWriter"]
 
 @dataclass(frozen=True)
 class PartResult:
-    """What a rank tells the coordinator of a part that it wrote. `epoch`: of rows trained from then on; None without tables."""
+    """A part that a rank wrote, as it tells the coordinator. `epoch`: of rows that are trained from then on; None without
+    tables.
+    """
 
     part: _native.WrittenPart
     epoch: int | None
@@ -26,12 +28,14 @@ class PartResult:
 
 @dataclass(frozen=True)
 class Staged:
-    """Tables of the moment of `stage()`, on their way into a part: what becomes of them, in this process or another."""
+    """The tables at the moment of `stage()`, on their way into a part. This can be pickled, and then waits until they are
+    written.
+    """
 
     outcome: Future[PartResult] | PartResult | EmbCacheError
 
     def __getstate__(self) -> dict[str, Any]:
-        """DCP pickles a writer in a thread beside training: there it waits until they are written."""
+        """Wait until the tables are written. DCP pickles a writer in a thread beside training, so training does not wait."""
         outcome: PartResult | EmbCacheError
         try:
             outcome = self.result()
@@ -40,7 +44,7 @@ class Staged:
         return {"outcome": outcome}
 
     def result(self) -> PartResult:
-        """The part, when it is written; or why it is not."""
+        """Wait for the part and return it. Raises what kept it from being written."""
         outcome = self.outcome.result() if isinstance(self.outcome, Future) else self.outcome
         if isinstance(outcome, EmbCacheError):
             raise outcome
@@ -48,7 +52,7 @@ class Staged:
 
 
 class TableWriter:
-    """Writes the tables of a model into parts. Pickled, it is what was staged, handed over, without the model."""
+    """Writes the tables of a model into parts. Pickling hands over what was staged, without the model."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
@@ -58,7 +62,7 @@ class TableWriter:
         self._held: PartSession | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was staged goes to whoever unpickles this, and is no longer here."""
+        """Hand over what was staged to whoever unpickles this. It is no longer here then."""
         staged, self._staged = self._staged, None
         return {**self.__dict__, "model": None, "_staged": staged, "_held": None}
 
@@ -84,7 +88,7 @@ class TableWriter:
         part = PartSession()
 
         def release() -> None:
-            # No delta builds on this checkpoint: nothing is to be kept for one.
+            # No delta builds on this checkpoint, so nothing has to be kept for one.
             for _, _, table in shards:
                 table.native.saved_beside(epoch)
 
@@ -107,7 +111,7 @@ class TableWriter:
             return save.start(write)
 
     def take_staged(self) -> Staged | None:
-        """What was staged, once: for the save that begins."""
+        """Return what was staged, for the save that begins, and forget it here."""
         staged, self._staged = self._staged, None
         if staged is None:
             self._held = None

@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, in bounded windows: no tensor is copied whole."""
+"""Turns tensors into bytes and back in bounded windows. No tensor is copied whole."""
 
 import io
 import math
@@ -11,17 +11,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["is_raw", "load_whole", "read_box", "save_whole", "windows"]
 
-# A window of a tensor that is not in host memory in row-major order.
+# Bytes of a window of a tensor that does not lie in host memory in row-major order.
 WINDOW_BYTES = 8 << 20
-# Rows wider than this are not read whole where only some of their columns are wanted.
+# Rows of more bytes than this are not read whole where only some of their columns are wanted.
 WIDE_ROW_BYTES = 1 << 20
 
-# Reads bytes of an extent: their place in it, and where they go.
+# Reads bytes of an extent: the first byte in it, and the memory that they go to.
 ReadBytes = Callable[[int, NDArray[np.uint8]], None]
 
 
 def is_raw(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements, in row-major order, are all that is to be said of it."""
+    """Whether the tensor's elements, in row-major order, describe all of it."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
 
 
@@ -79,14 +79,14 @@ def read_box(
 
 
 def save_whole(tensor: torch.Tensor) -> bytes:
-    """A tensor whose elements are not all (sparse, quantized, a subclass that wraps others) as `torch.save` writes it."""
+    """A tensor as `torch.save` writes it, for one that its elements do not describe: sparse, quantized, or a wrapping subclass."""
     stream = io.BytesIO()
     torch.save(tensor.cpu(), stream)
     return stream.getvalue()
 
 
 def load_whole(saved: NDArray[np.uint8]) -> torch.Tensor:
-    """What `save_whole` made; types that torch does not take for safe are refused by `torch.load`."""
+    """Load what `save_whole` made. `torch.load` refuses types that torch does not regard as safe."""
     tensor = torch.load(io.BytesIO(saved.data), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a {type(tensor).__name__} is stored in place of a tensor")
@@ -99,6 +99,6 @@ def _is_in_place(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The memory of a tensor that is in place."""
+    """The memory of a tensor for which `_is_in_place` is true."""
     array: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return array

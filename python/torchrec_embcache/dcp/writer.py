@@ -1,4 +1,4 @@
-"""The storage writer."""
+"""The storage writer: what `dcp.save` and `dcp.async_save` write checkpoints by."""
 
 import dataclasses
 import io
@@ -37,7 +37,7 @@ _DCP_VERSION = "1.0.0"
 
 @dataclass
 class _Save:
-    """What one save has on this rank."""
+    """The state of one save on this rank."""
 
     path: str
     rank: int
@@ -107,7 +107,9 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         return staged
 
     def close(self) -> None:
-        """Forget what was staged and not saved, and let go of what a save that failed has written: a later one removes it."""
+        """Forget what was staged and not saved. What a failed save has written is no longer held, so that a later save removes
+        it.
+        """
         self._tables.close()
         self._save = None
         self.state_dict_cache = None
@@ -126,7 +128,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator, before any rank writes: check the directory and sweep what saves left there that were killed."""
+        """Check the directory, and remove what killed saves left there. The coordinator does this before any rank writes."""
         save = self._current()
         if not save.use_collectives:
             if self._tables.expected and dist.is_initialized() and dist.get_world_size() > 1:
@@ -145,7 +147,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items and tables, durably, under a name that the coordinator takes over in `finish`."""
+        """Write this rank's items and tables durably into a part, which the coordinator takes over in `finish`."""
         save = self._current()
         with PartSession() as part:
             part.begin(self._directory(save), expected_bytes=sum(_tensor_bytes(item) for item in plan.items))
@@ -184,7 +186,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
             if isinstance(result.storage_data, Extent)
         }
         document = to_json(metadata)
-        # The least: rows that any rank trains from now on must count as modified after this checkpoint.
+        # The least epoch counts, so that rows that any rank trains from now on count as modified after this checkpoint.
         epochs = [part.epoch for of_rank in parts for part in of_rank if part.epoch is not None]
         with SaveSession(directory, OneRank()) as session:
             session.begin()
