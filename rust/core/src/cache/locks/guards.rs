@@ -82,6 +82,7 @@ impl<'a> RowsHeld<'a> {
     }
 
     /// Proof for reading rows of the host tier.
+    #[expect(clippy::unused_self, reason = "the proof lasts as long as the guard")]
     pub(crate) fn no_kernel_writes(&self) -> NoKernelWrites<'_> {
         // SAFETY: kernels that write rows are run by somebody who holds `rows_in_use` for writing (`kernels` of a plan). While `self`
         // holds it for reading nobody does; while `self` or its caller holds it for writing, only the holder does, who is here and not in

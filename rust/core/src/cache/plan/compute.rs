@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::handle::{Plan, check_len};
+use super::handle::{Plan, check_len, placed};
 use super::state::{Pooled, Stage};
 use super::tensors::{Rows, addresses, with_rows};
 use crate::cache::locks::{TableInner, Tear};
@@ -33,7 +33,7 @@ impl Plan {
         threads: usize,
     ) -> Result<()> {
         let turn = self.turn()?;
-        let mut state = self.placed(&turn, "forward_pooled")?;
+        let mut state = placed(&turn, "forward_pooled")?;
         // Another thread may change what the caller lent, so copies are checked and used.
         let (offsets, mean) = (offsets.to_vec(), mean.to_vec());
         let bags = self.check_offsets(&offsets, weights, &mean)?;
@@ -72,7 +72,7 @@ impl Plan {
         threads: usize,
     ) -> Result<()> {
         let turn = self.turn()?;
-        let state = self.placed(&turn, "forward_sequence")?;
+        let state = placed(&turn, "forward_sequence")?;
         let dim = self.one_dim()?;
         check_len("out", out.len(), self.splits[self.splits.len() - 1] * dim)?;
         let mut stores = Rows::of(&state.tables, device)?;

@@ -107,7 +107,9 @@ impl Plan {
         {
             let state = turn.state();
             if state.stage == Stage::Placed && self.mode.train {
-                held.iter().for_each(|(table, rows)| state.tables[*table].keep_rows(rows, None));
+                for (table, rows) in &held {
+                    state.tables[*table].keep_rows(rows, None);
+                }
             }
         }
         let changes = held.iter().map(|(table, rows)| tables[*table].begin_changing_device(rows));
@@ -147,7 +149,7 @@ impl Plan {
     pub fn required_slots(&self, table: usize) -> Result<u32> {
         self.table(table)?;
         let turn = self.turn()?;
-        let state = self.waited_for(&turn, "required_slots")?;
+        let state = waited_for(&turn, "required_slots")?;
         let held = state.tables[table].table.lock_any()?;
         Ok(held.required_device_slots())
     }
@@ -156,7 +158,7 @@ impl Plan {
     pub fn fetched(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<f32>, Vec<f32>)> {
         self.table(table)?;
         let turn = self.turn()?;
-        let mut state = self.waited_for(&turn, "fetched")?;
+        let mut state = waited_for(&turn, "fetched")?;
         let Fetched { slots, vectors, scalars } = state.tables[table].take_fetched()?;
         Ok((slots, vectors, scalars))
     }
@@ -169,7 +171,7 @@ impl Plan {
     /// The slot of each occurrence of a feature, `NO_SLOT` for a row of zeros: `[N_f]`.
     pub fn slots(&self, feature: usize) -> Result<Vec<CacheSlot>> {
         let turn = self.turn()?;
-        let state = self.placed(&turn, "slots")?;
+        let state = placed(&turn, "slots")?;
         check_index("feature", feature, self.shape.features())?;
         Ok(self.feature_slots(&state, feature).to_vec())
     }
@@ -178,7 +180,7 @@ impl Plan {
     pub fn transposed(&self, table: usize) -> Result<(Vec<CacheSlot>, Vec<u32>, Vec<u32>)> {
         self.table(table)?;
         let turn = self.turn()?;
-        let state = self.placed(&turn, "transposed")?;
+        let state = placed(&turn, "transposed")?;
         let begin = self.splits[self.shape.table_features[table].start] as u32;
         let index = &state.tables[table].index;
         let occurrences = index.occurrences.iter().map(|&position| position + begin).collect();
@@ -232,30 +234,6 @@ impl Plan {
         Ok(&self.shape.tables[table])
     }
 
-    /// The state after [`Plan::wait`].
-    fn waited_for<'a>(&self, turn: &Turn<'a, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
-        let state = turn.state();
-        match state.stage {
-            Stage::Fetched | Stage::Placed | Stage::Updating => Ok(state),
-            Stage::Started => Err(Error::new(Kind::State, format!("{call} comes after Plan.wait"))),
-            Stage::Trained | Stage::Released => {
-                Err(Error::new(Kind::State, format!("{call}: this plan's rows were released; plan the batch again")))
-            }
-        }
-    }
-
-    /// The state once every row is in its slot.
-    pub(super) fn placed<'a>(&self, turn: &Turn<'a, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
-        let state = self.waited_for(turn, call)?;
-        if state.stage == Stage::Fetched {
-            return Err(Error::new(
-                Kind::State,
-                format!("{call} comes after Plan.scattered: put what Plan.fetched gives into the device tensors first"),
-            ));
-        }
-        Ok(state)
-    }
-
     /// The state once a backward may come.
     pub(super) fn trainable<'a>(&self, turn: &Turn<'a, PlanState>) -> Result<MutexGuard<'a, PlanState>> {
         let state = turn.state();
@@ -282,6 +260,30 @@ impl Plan {
         let begin = self.splits[self.shape.table_features[table].start];
         &state.tables[table].occurrence_slots[self.splits[feature] - begin..self.splits[feature + 1] - begin]
     }
+}
+
+/// The state after [`Plan::wait`].
+fn waited_for<'a>(turn: &Turn<'a, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
+    let state = turn.state();
+    match state.stage {
+        Stage::Fetched | Stage::Placed | Stage::Updating => Ok(state),
+        Stage::Started => Err(Error::new(Kind::State, format!("{call} comes after Plan.wait"))),
+        Stage::Trained | Stage::Released => {
+            Err(Error::new(Kind::State, format!("{call}: this plan's rows were released; plan the batch again")))
+        }
+    }
+}
+
+/// The state once every row is in its slot.
+pub(super) fn placed<'a>(turn: &Turn<'a, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
+    let state = waited_for(turn, call)?;
+    if state.stage == Stage::Fetched {
+        return Err(Error::new(
+            Kind::State,
+            format!("{call} comes after Plan.scattered: put what Plan.fetched gives into the device tensors first"),
+        ));
+    }
+    Ok(state)
 }
 
 /// The end of the time in which device tensors are changed outside of the core.

@@ -138,9 +138,9 @@ impl TablePlan {
         self.wait_for_loads()?;
         let mode = PlanMode { ahead: false, ..mode };
         if self.table.has_device() {
-            self.place_on_device(mode)?
+            self.place_on_device(mode)?;
         } else {
-            self.place_in_host(mode)?
+            self.place_in_host(mode)?;
         }
         self.occurrence_slots = self.inverse.iter().map(|&id| self.index.slots[id as usize]).collect();
         self.is_placed = true;

@@ -162,10 +162,14 @@ impl Residency {
         if removed.is_err() {
             spared.append(&mut victims);
         }
-        spared.iter().for_each(|victim| self.host.spare(victim));
+        for victim in &spared {
+            self.host.spare(victim);
+        }
         removed?;
         self.keep_host(victims.iter().map(Idle::quiet));
-        victims.iter().for_each(|victim| self.host.evict(victim));
+        for victim in &victims {
+            self.host.evict(victim);
+        }
         self.host.shrink_overflow();
         self.traffic.host.evictions += ids.len() as u64;
         self.note_dropped(&ids);

@@ -153,7 +153,9 @@ impl Residency {
                 (0..slots.len()).map(|position| rows.row(position, self.base.floats())).collect();
             let known: Vec<bool> = slots.iter().map(|&slot| tier.slots.state(slot).has(RowState::ON_SSD)).collect();
             self.base.append(ssd, &refs, &known)?;
-            slots.iter().for_each(|&slot| mark_written_down(&mut tier.slots, slot));
+            for &slot in slots {
+                mark_written_down(&mut tier.slots, slot);
+            }
         }
         Ok(())
     }

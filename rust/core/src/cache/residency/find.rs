@@ -112,8 +112,12 @@ impl Residency {
             }
             if !requests.is_empty() {
                 let absent = self.base.read_from_ssd(ssd, &requests, &mut rows.headers, &mut rows.vectors)?;
-                requests.iter().for_each(|&(_, position)| rows.found[position] = true);
-                absent.into_iter().for_each(|number| rows.found[requests[number as usize].1] = false);
+                for &(_, position) in &requests {
+                    rows.found[position] = true;
+                }
+                for number in absent {
+                    rows.found[requests[number as usize].1] = false;
+                }
             }
         }
         for &position in positions {

@@ -116,7 +116,9 @@ impl Residency {
         note: Option<&[u8]>,
     ) -> Self {
         let mut lineage = Lineage::new(lineage_bytes(&base.config));
-        note.into_iter().for_each(|note| lineage.decode(note));
+        if let Some(note) = note {
+            lineage.decode(note);
+        }
         let mut residency = Self {
             host,
             device,

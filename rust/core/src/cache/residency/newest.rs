@@ -209,7 +209,9 @@ impl Residency {
             let mut modified = Vec::new();
             let wanted = |slot| (modified_epoch(slot) >= since).then_some(slot);
             collect_newest(&mut modified, slots, since < self.marked_since, wanted)?;
-            modified.into_iter().for_each(|slot| marks.set(slot));
+            for slot in modified {
+                marks.set(slot);
+            }
         }
         Ok(marks)
     }

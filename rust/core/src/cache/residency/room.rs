@@ -38,10 +38,14 @@ impl Residency {
         }
         self.keep_host(victims.iter().map(Idle::quiet));
         if let Err(error) = self.write_down(victims.iter().map(Idle::quiet)) {
-            victims.iter().for_each(|victim| self.host.spare(victim));
+            for victim in &victims {
+                self.host.spare(victim);
+            }
             return Err(error);
         }
-        victims.iter().for_each(|victim| self.host.evict(victim));
+        for victim in &victims {
+            self.host.evict(victim);
+        }
         self.traffic.host.evictions += victims.len() as u64;
         self.host.shrink_overflow();
         self.fit_host_to_index();
@@ -73,7 +77,7 @@ impl Residency {
         let is_on_ssd = |slot: &Quiet<'_>| self.host.slots.state(slot.slot()).has(RowState::ON_SSD);
         let known: Vec<bool> = dirty.iter().map(is_on_ssd).collect();
         let slots = dirty.iter().map(|slot| slot.slot());
-        self.exports.note_written_down(self.base.version(), slots, |slot| self.host.id(slot));
+        self.exports.note_written_down(self.base.version(), &slots, |slot| self.host.id(slot));
         self.base.append(ssd, &rows, &known)?;
         for slot in dirty {
             mark_written_down(&mut self.host.slots, slot.slot());

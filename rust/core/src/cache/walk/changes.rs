@@ -88,13 +88,11 @@ fn modified_on_ssd(
     let mut now_or_later = |chunk: Chunk| {
         check_version(table, version)?;
         // Whoever has the lock may wait for room on SSD, and so for the end of this scan.
-        match table.try_lock()? {
-            Some(held) => sink(newest_on_ssd(table, held, chunk)),
-            None => {
-                later.push(chunk);
-                Ok(())
-            }
+        if let Some(held) = table.try_lock()? {
+            return sink(newest_on_ssd(table, held, chunk));
         }
+        later.push(chunk);
+        Ok(())
     };
     let mut chunker = Chunker::new(chunk_rows, &mut now_or_later);
     ssd.scan_since(since, &mut |row| if were_handed_over(row.header.id) { Ok(()) } else { chunker.push(row) })?;

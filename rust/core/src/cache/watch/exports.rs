@@ -71,7 +71,7 @@ impl Exports {
     pub(crate) fn note_written_down(
         &self,
         version: u64,
-        slots: impl Iterator<Item = CacheSlot> + Clone,
+        slots: &(impl Iterator<Item = CacheSlot> + Clone),
         id: impl Fn(CacheSlot) -> Id,
     ) {
         for export in self.under_way.iter().filter(|export| export.version == version) {
@@ -93,7 +93,7 @@ mod tests {
         let (_outdated, seen_by_outdated) = exports.begin(6);
         exports.move_cursor(first, 4);
         exports.move_cursor(second, 1);
-        exports.note_written_down(7, [0, 3, 4].into_iter(), |slot| Id::from(slot) * 10);
+        exports.note_written_down(7, &[0, 3, 4].into_iter(), |slot| Id::from(slot) * 10);
         let seen = |by: &WrittenDown| [0, 30, 40].map(|id| by.contains(id));
         assert_eq!(seen(&seen_by_first), [true, true, false]);
         assert_eq!(seen(&seen_by_second), [true, false, false]);

@@ -174,7 +174,9 @@ mod tests {
         let marked: Vec<CacheSlot> = (0..200).filter(|slot| slot % 3 == 0 || (60..70).contains(slot)).collect();
         for most in [1, 7, 64, 500] {
             let mut marks = Marks::none_of(&slots).unwrap();
-            marked.iter().for_each(|&slot| marks.set(slot));
+            for &slot in &marked {
+                marks.set(slot);
+            }
             assert!(marks.take(63) && !marks.take(63) && !marks.take(1), "by number");
             let (mut next, mut found) = (0, Vec::new());
             loop {
