@@ -42,6 +42,7 @@ fn waiting<T: Send>(
 ) -> PyResult<T> {
     let mut raised = None;
     let done = py.detach(|| {
+        #[expect(clippy::redundant_closure_for_method_calls, reason = "the method itself is of one lifetime only")]
         let mut wait = || {
             Python::attach(|py| py.check_signals()).map_err(|error| {
                 raised = Some(error);
@@ -189,6 +190,7 @@ impl PyBlockSave {
     }
 
     /// Make the data files.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn open_files(&self, py: Python<'_>, parallel: u32, blocks: Vec<Py<PyBlockToWrite>>) -> PyResult<()> {
         let blocks: Vec<BlockToWrite> = blocks.iter().map(|block| block.get().0.clone()).collect();
         py.detach(|| {

@@ -1,7 +1,7 @@
 //! Directories of checkpoints that users name.
 
 use std::ffi::OsString;
-use std::os::fd::IntoRawFd as _;
+use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -72,7 +72,7 @@ impl PyDirectory {
     }
 
     fn __repr__(&self) -> String {
-        format!("Directory({:?})", self.inner.path())
+        format!("Directory({})", self.inner.path().display())
     }
 
     /// Whether something lies in the directory under this name; a link is not followed.
@@ -87,6 +87,6 @@ impl PyDirectory {
         let owned = descriptor
             .ok_or_else(missing)
             .and_then(|copy| copy.map_err(|error| Error::io("hold", self.inner.path(), &error)));
-        owned.map(|descriptor| descriptor.into_raw_fd()).map_err(to_python)
+        owned.map(IntoRawFd::into_raw_fd).map_err(to_python)
     }
 }
