@@ -44,7 +44,9 @@ fn waiting<T: Send>(
     let done = py.detach(|| {
         #[expect(clippy::redundant_closure_for_method_calls, reason = "the method itself is of one lifetime only")]
         let mut wait = || {
-            Python::attach(|py| py.check_signals()).map_err(|error| {
+            #[expect(clippy::redundant_closure_for_method_calls, reason = "the method alone is of one lifetime")]
+            let handled = Python::attach(|py| py.check_signals());
+            handled.map_err(|error| {
                 raised = Some(error);
                 Error::new(Kind::State, "a signal ended the wait for another process")
             })

@@ -1,4 +1,4 @@
-//! Which buckets ids fall into, for what Python sends to ranks and sorts.
+//! The buckets of ids, for Python, which sends ids to ranks and sorts rows.
 
 use embcache::types::{Bucketing, Id, hash_id, id_of_hash};
 use numpy::{IntoPyArray as _, PyArray1, PyReadonlyArray1, PyReadwriteArray1};
@@ -65,7 +65,7 @@ pub(crate) fn buckets_of<'py>(
     Ok(found.into_pyarray(py))
 }
 
-/// Put the hash of each id, as buckets use it, in its place.
+/// Replace each id by the hash that its bucket is made of.
 #[pyfunction]
 #[pyo3(signature = (ids))]
 pub(crate) fn hash_ids(py: Python<'_>, mut ids: PyReadwriteArray1<'_, Id>) -> PyResult<()> {
@@ -74,7 +74,7 @@ pub(crate) fn hash_ids(py: Python<'_>, mut ids: PyReadwriteArray1<'_, Id>) -> Py
     Ok(())
 }
 
-/// Put the id of each hash in its place.
+/// Replace each hash by its id.
 #[pyfunction]
 #[pyo3(signature = (hashes))]
 pub(crate) fn ids_of_hashes(py: Python<'_>, mut hashes: PyReadwriteArray1<'_, Id>) -> PyResult<()> {

@@ -1,4 +1,4 @@
-//! Rows of a checkpoint as arrays, without a table: for whoever reads, converts or divides checkpoints.
+//! Rows of a checkpoint as arrays, without a table, for the commands that read, convert or divide checkpoints.
 
 use embcache::checkpoint::{Chain, RowSink, RowSource, TableSpec, reshard};
 use embcache::rows::RowHeader;
@@ -26,7 +26,7 @@ pub(crate) struct GivenRows {
     spec: TableSpec,
     vector_floats: usize,
     chunks: Py<PyIterator>,
-    /// What the iterable raised.
+    /// The exception that the iterable raised.
     raised: Option<PyErr>,
 }
 
@@ -42,7 +42,7 @@ impl GivenRows {
         self.spec.clone()
     }
 
-    /// What writing the rows came to: what the iterable raised, if it did.
+    /// The result of writing the rows: the exception of the iterable, if it raised one.
     pub(crate) fn end<T>(self, written: PyResult<T>) -> PyResult<T> {
         self.raised.map_or(written, Err)
     }
@@ -82,7 +82,7 @@ impl RowSource for GivenRows {
     }
 }
 
-/// A checkpoint to be read without tables.
+/// A checkpoint that is read without tables.
 #[pyclass(frozen, name = "CheckpointRows", module = "torchrec_embcache._native")]
 pub(crate) struct PyRows {
     inner: Chain,

@@ -16,7 +16,7 @@ use crate::foreign::drop_detached;
 use crate::records::{PyStreamRange, PyTableToSave, PyTableWritten, PyWrittenPart};
 use crate::table::PyTable;
 
-/// Remove the parts in a directory that nobody holds; what could not be removed.
+/// Remove the parts in a directory that nobody holds. Returns why some could not be removed.
 #[pyfunction]
 #[pyo3(name = "sweep_parts")]
 pub(crate) fn sweep(py: Python<'_>, directory: &PyDirectory) -> PyResult<Vec<String>> {

@@ -11,14 +11,14 @@ use pyo3::prelude::*;
 
 use crate::error::to_python;
 
-/// Check and hold a user's `ssd_dir`; its absolute path, and an engine that works in it whatever becomes of the path.
+/// Check and hold a user's `ssd_dir`. Returns its absolute path, and an engine that works in it whatever becomes of the path.
 pub(crate) fn ssd_engine(ssd_dir: &Path) -> embcache::Result<(PathBuf, Arc<dyn IoEngine>)> {
     let (path, directory) = open_for_ssd(ssd_dir)?;
     let engine = BeneathEngine::engine(default_engine()?, &path, directory);
     Ok((path, engine))
 }
 
-/// Check a user's `ssd_dir`; its absolute path.
+/// Check a user's `ssd_dir`. Returns its absolute path.
 #[pyfunction]
 #[pyo3(signature = (ssd_dir))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
@@ -34,7 +34,7 @@ pub(crate) fn table_dir(ssd_dir: PathBuf, module: &str, table: &str, rank: u32, 
     ssd_dir.join(encode_name(module)).join(encode_name(table)).join(format!("{rank}-of-{world_size}")).into_os_string()
 }
 
-/// A directory that tables' directories lie in, and the marks of their flushes.
+/// A directory in which the directories of tables lie, and the marks of their flushes.
 #[pyclass(frozen, name = "FlushRoot", module = "torchrec_embcache._native")]
 pub(crate) struct PyRoot {
     inner: Root,

@@ -1,7 +1,7 @@
-//! Checks on directories that users name, before anything in them is read or written, and names of files made from users' names.
+//! Checks on directories that users name, made before anything in them is read or written; and names of files made from users' names.
 //!
-//! The checks walk the path from the root, one `openat` without following links a component, so that what was checked is what is
-//! there: a directory that another user could exchange has a parent that others may write to, and such parents are refused.
+//! A check walks the path from the root with one `openat` for each component, which follows no link. So what was checked is what is there:
+//! another user could only replace a directory whose parent others may write to, and such parents are refused.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
@@ -30,29 +30,30 @@ pub const SSD_DIR_MODE: u32 = 0o755;
 
 /// Words that no path of a checkpoint may have, compared without case: such places hold secrets.
 const SENSITIVE_WORDS: [&str; 3] = ["key", "password", "privatekey"];
-/// Directories that belong to the system, themselves and all below.
+/// Directories that belong to the system, with all that lies below them.
 const SYSTEM_DIRECTORIES: [&str; 11] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/boot", "/proc", "/sys"];
-/// `/dev` holds devices, but for its file system in RAM.
+/// `/dev` holds devices, except for its file system in RAM.
 const DEVICES: &str = "/dev";
 const SHARED_MEMORY: &str = "/dev/shm";
-/// What messages say of the less strict rules.
+/// How messages call the less strict rules.
 const BASIC: &str = "path_checks=\"basic\", which refuses only what others can write to";
 
-/// How much is asked of a checkpoint's directory.
+/// Which rules a checkpoint's directory must keep.
 ///
-/// Both take a path of 1 to [`MAX_PATH_BYTES`] bytes without `..`, and refuse a symbolic link in any component (who wants links
-/// followed resolves them once, by [`Checks::resolve_to_save`], and names their target from then on), a parent that others may write
-/// to, and, to save, a directory of another user, and a parent that a group may write to or that is neither the caller's nor root's.
+/// Both take a path of 1 to [`MAX_PATH_BYTES`] bytes without `..`. Both refuse a symbolic link in any component: a caller who wants links
+/// followed resolves them once, by [`Checks::resolve_to_save`], and uses their target from then on. Both refuse a parent that others may
+/// write to. To save, they also refuse a directory of another user, and a parent that a group may write to or that belongs neither to the
+/// caller nor to root.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Checks {
-    /// No sensitive word, no system directory, a mode of at most [`CHECKPOINT_MODE`]; to load, the same as to save.
+    /// No sensitive word, no system directory, and a mode of at most [`CHECKPOINT_MODE`]. A load asks the same as a save.
     Strict,
-    /// A mode of at most [`SSD_DIR_MODE`].
+    /// Only a mode of at most [`SSD_DIR_MODE`], beyond what both ask.
     Basic,
 }
 
-/// What is asked of a directory, beyond what always holds.
+/// The rules that differ between uses of a directory.
 #[derive(Clone, Copy, Debug)]
 #[allow(clippy::struct_excessive_bools)] // each is a rule of its own
 struct Rules {
@@ -64,7 +65,7 @@ struct Rules {
     allowed_mode: u32,
     /// The directory must belong to the caller.
     own: bool,
-    /// Nobody but the caller and root may be able to exchange a component of the path. Without it only directories are refused that any
+    /// Nobody but the caller and root may be able to replace a component of the path. Without this only directories are refused that any
     /// user may write to.
     alone: bool,
     /// The caller must be able to write.
@@ -87,8 +88,8 @@ impl Checks {
         }
     }
 
-    /// Check the directory that a checkpoint is saved to, making it (mode 0750) when missing. Returns the absolute path, and the
-    /// directory open for reading: whoever works below this descriptor works in what was checked, whatever the path names by then.
+    /// Check the directory that a checkpoint is saved to, and make it (mode 0750) when it is missing. Returns the absolute path, and the
+    /// directory open for reading. Work below this descriptor is work in what was checked, whatever the path names by then.
     ///
     /// Errors: `Kind::Path` (length, `..`, a leading `~`, symbolic link, not a directory; of strict checks: sensitive word, system
     /// directory), `Kind::Permission` (its mode, another owner, not writable, a parent in which others may exchange it).
@@ -96,28 +97,28 @@ impl Checks {
         open(path, self.rules(true))
     }
 
-    /// Check the directory that a checkpoint is loaded from: as [`Checks::open_to_save`], but it must exist and need not be writable.
+    /// Check the directory that a checkpoint is loaded from, as [`Checks::open_to_save`] does. It must exist, and need not be writable.
     pub fn open_to_load(self, path: &Path) -> Result<(PathBuf, OwnedFd)> {
         open(path, self.rules(false))
     }
 
-    /// As [`Checks::open_to_save`], without the descriptor.
+    /// Check as [`Checks::open_to_save`] does, and return the path only.
     pub fn directory_to_save(self, path: &Path) -> Result<PathBuf> {
         check(path, self.rules(true))
     }
 
-    /// As [`Checks::open_to_load`], without the descriptor.
+    /// Check as [`Checks::open_to_load`] does, and return the path only.
     pub fn directory_to_load(self, path: &Path) -> Result<PathBuf> {
         check(path, self.rules(false))
     }
 
-    /// The absolute path of what `path` leads to: links followed, `..` taken, what is missing at the end as it was given. A link that
-    /// others may point elsewhere is refused; the directory itself is checked when it is opened.
+    /// The absolute path of what `path` leads to. Links and `..` are followed; what is missing at the end stays as it was given. A link that
+    /// others may point elsewhere is refused. The directory itself is checked when it is opened.
     pub fn resolve_to_save(self, path: &Path) -> Result<PathBuf> {
         walk::resolve(path, self.rules(true))
     }
 
-    /// As [`Checks::resolve_to_save`], of a path that is only read.
+    /// Resolve as [`Checks::resolve_to_save`] does, for a path that is only read.
     pub fn resolve_to_load(self, path: &Path) -> Result<PathBuf> {
         walk::resolve(path, self.rules(false))
     }
@@ -161,7 +162,7 @@ pub fn directory_for_ssd(path: &Path) -> Result<PathBuf> {
     check(path, SSD_RULES)
 }
 
-/// As [`directory_for_ssd`], with the directory open, as in [`Checks::open_to_save`].
+/// Check as [`directory_for_ssd`] does, and return the directory open too, as [`Checks::open_to_save`] does.
 pub fn open_for_ssd(path: &Path) -> Result<(PathBuf, OwnedFd)> {
     open(path, SSD_RULES)
 }
@@ -170,7 +171,7 @@ fn check(given: &Path, rules: Rules) -> Result<PathBuf> {
     checked(given, rules).map(|(path, _)| path)
 }
 
-/// The directory itself, readable, whatever happened to the path since it was checked.
+/// Check a directory and open it for reading. What is opened is what was checked, whatever happened to the path meanwhile.
 fn open(given: &Path, rules: Rules) -> Result<(PathBuf, OwnedFd)> {
     let (path, directory) = checked(given, rules)?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -182,7 +183,7 @@ fn refuse(given: &Path, rules: Rules, why: &str) -> Error {
     Error::new(Kind::Path, format!("{} '{}' {why}", rules.field, given.display())).at(given)
 }
 
-/// What can be said of a path by its text alone; the path made absolute, with its dots.
+/// Check the text of a path, and make the path absolute. Its dots stay.
 fn absolute(given: &Path, rules: Rules) -> Result<PathBuf> {
     let bytes = given.as_os_str().as_bytes();
     if bytes.is_empty() || bytes.len() > MAX_PATH_BYTES {
@@ -268,7 +269,7 @@ fn check_mode(path: &Path, rules: Rules, stat: &Stat) -> Result<()> {
         stat.st_mode & 0o7777,
         rules.allowed_mode
     );
-    // Whoever shares the directory needs it as it is.
+    // Users who share the directory need its mode as it is, so the message proposes another directory.
     let cure = if stat.st_mode & 0o1000 != 0 && others_may_write(stat) {
         format!("users share it: make a directory of your own in it (mkdir -m 750 {shown}/NAME) and give that")
     } else if stat.st_uid != caller() {

@@ -1,4 +1,4 @@
-//! Walks over paths, one component at a time from the root, each parent checked before anything below it is touched.
+//! Walks over paths, one component at a time from the root. Each parent is checked before anything below it is touched.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -12,10 +12,10 @@ use rustix::io::Errno;
 use super::{BASIC, CHECKPOINT_MODE, Rules, absolute, caller, denied, refuse};
 use crate::error::{Error, Result};
 
-/// Links that one path may pass, as many as the kernel takes.
+/// How many links one path may pass: as many as the kernel allows.
 const MOST_LINKS: u32 = 40;
 
-/// Directories that all users share: nobody is told to change their modes.
+/// Directories that all users share. No message proposes to change their modes.
 const SHARED: [&str; 4] = ["/", "/tmp", "/var/tmp", "/dev/shm"];
 
 const STEP: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
@@ -32,7 +32,7 @@ fn stat_of(directory: &OwnedFd, path: &Path) -> Result<Stat> {
     rustix::fs::fstat(directory).map_err(|e| os("inspect", path, e))
 }
 
-/// Open `path` (absolute, without dots or links); messages name it as it was `given`.
+/// Open `path`, which is absolute and has no dots or links. Messages name it as it was `given`.
 pub(super) fn walk(path: &Path, rules: Rules, given: &Path) -> Result<OwnedFd> {
     let mut here = PathBuf::from("/");
     let mut directory = file_system_root()?;
@@ -133,7 +133,7 @@ fn components(path: &Path) -> VecDeque<OsString> {
     kept.map(|part| part.as_os_str().to_owned()).collect()
 }
 
-/// The path where `here` and so all below it is missing.
+/// The whole path where `here` is missing, and so all below it.
 fn missing(here: &Path, below: &VecDeque<OsString>, rules: Rules, given: &Path) -> Result<PathBuf> {
     if below.iter().any(|name| name == "..") {
         let why = format!("goes up by '..' from {}, which is missing", here.display());
@@ -142,7 +142,8 @@ fn missing(here: &Path, below: &VecDeque<OsString>, rules: Rules, given: &Path) 
     Ok(below.iter().fold(here.to_owned(), |path, name| path.join(name)))
 }
 
-/// Refuse a link that somebody else may point elsewhere: neither the caller's, nor root's, nor of whom its directory belongs to.
+/// Refuse a link that somebody else may point elsewhere: one that belongs neither to the caller, nor to root, nor to the owner of its
+/// directory.
 fn check_link(link: &Stat, parent: &Stat, here: &Path, rules: Rules) -> Result<()> {
     check_parent(parent, here.parent().unwrap_or(here), rules)?;
     if [0, caller(), parent.st_uid].contains(&link.st_uid) {
@@ -160,16 +161,16 @@ pub(super) fn others_may_write(stat: &Stat) -> bool {
     stat.st_mode & 0o002 != 0
 }
 
-/// Whether users beside its owner may write by its group. A group of the same number as the user, who is in it by default, is the one
-/// that systems make for each user alone.
+/// Whether users besides the owner may write by the group. A group with the caller's own number, which is the caller's default group, does
+/// not count: systems make such a group for each user alone.
 fn a_group_may_write(stat: &Stat) -> bool {
     let group = stat.st_gid;
     let own = group != 0 && group == caller() && group == rustix::process::getegid().as_raw();
     stat.st_mode & 0o020 != 0 && !own
 }
 
-/// Refuse a directory in which others may exchange what a path leads through. In one with the sticky bit only its owner may exchange
-/// what is not theirs, and what is theirs is refused as the next component.
+/// Refuse a directory in which others may replace what a path leads through. In one with the sticky bit others may replace only what is
+/// theirs, and that is refused as the next component.
 fn check_parent(stat: &Stat, path: &Path, rules: Rules) -> Result<()> {
     let sticky = stat.st_mode & 0o1000 != 0;
     let shown = path.display();
@@ -196,7 +197,7 @@ fn check_parent(stat: &Stat, path: &Path, rules: Rules) -> Result<()> {
     Err(denied(path, format!("{who} may exchange what lies in {shown} (mode {mode:04o}): {cure}")))
 }
 
-/// Make `name` in `parent`, durably. Another rank that makes it at the same time is fine.
+/// Make the directory `name` in `parent`, durably. Another rank may make it at the same time.
 fn make(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<()> {
     match rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(CHECKPOINT_MODE)) {
         Ok(()) | Err(Errno::EXIST) => {}

@@ -214,9 +214,9 @@ fn a_stop_at_every_operation_leaves_the_save_before_or_the_new_one() {
                 assert!(found == old || found == new, "neither, after {stops} changes");
                 assert!(result.is_err() || found == new, "a save that succeeded is lost after {stops} changes");
                 if found == old {
-                    kept += 1
+                    kept += 1;
                 } else {
-                    replaced += 1
+                    replaced += 1;
                 }
                 // And saving goes on from there, and leaves one save.
                 save(image.clone(), count, 3).expect("saved");

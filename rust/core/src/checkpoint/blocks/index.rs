@@ -36,13 +36,12 @@ impl<V> ByName<V> {
     }
 
     fn set(&mut self, name: String, value: V) {
-        match self.at.get(&name) {
-            Some(&at) => self.entries[at].1 = value,
-            None => {
-                self.at.insert(name.clone(), self.entries.len());
-                self.entries.push((name, value));
-            }
+        if let Some(&at) = self.at.get(&name) {
+            self.entries[at].1 = value;
+            return;
         }
+        self.at.insert(name.clone(), self.entries.len());
+        self.entries.push((name, value));
     }
 }
 

@@ -133,7 +133,7 @@ impl BlockReader {
             let path = reader.dir.join(shard.manifest_file());
             let found: ShardManifest = parse(&read_checked(engine, &path, expected)?, &path)?;
             found.check(shard, &path)?;
-            reader.open_shard(engine, shard, found, &path)?;
+            reader.open_shard(engine, shard, &found, &path)?;
         }
         reader.tables.values().try_for_each(|table| table.check_whole(&reader.dir))?;
         Ok(reader)
@@ -159,7 +159,7 @@ impl BlockReader {
         self.tensors.iter().map(|(name, block)| (name.as_str(), BlockShape::of(&block.tensor, 0)))
     }
 
-    fn open_shard(&mut self, engine: &dyn IoEngine, shard: Shard, found: ShardManifest, path: &Path) -> Result<()> {
+    fn open_shard(&mut self, engine: &dyn IoEngine, shard: Shard, found: &ShardManifest, path: &Path) -> Result<()> {
         let damaged = |what: String| Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"));
         let tensors = found.blocks.iter().map(|block| block.tensor(shard)).collect::<Result<Vec<_>, _>>();
         let tensors = tensors.map_err(damaged)?;
@@ -175,7 +175,7 @@ impl BlockReader {
             files.insert(entry.file, (layout, io));
         }
         // From here on shapes are those of files that are there: nothing larger is allocated.
-        let (checksums, starts) = self.read_checks(engine, shard, &found, &tensors, path)?;
+        let (checksums, starts) = self.read_checks(engine, shard, found, &tensors, path)?;
         let mut blocks: BTreeMap<&str, BTreeMap<String, Block>> = BTreeMap::new();
         for ((entry, tensor), checksums) in found.blocks.iter().zip(tensors).zip(checksums) {
             let (layout, io) = &files[&entry.file];
