@@ -203,7 +203,7 @@ def _place(metadata: Metadata) -> Any:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda m: m.storage_data.clear(), "a place for each chunk"),
+        (lambda m: m.storage_data.clear(), "a location for each chunk"),
         (lambda m: _entry(m).chunks.append(_entry(m).chunks[0]), "chunks beside each other"),
         (lambda m: setattr(_entry(m), "size", torch.Size([4, 2])), "chunks with all 8 numbers"),
         (lambda m: setattr(_entry(m), "size", torch.Size([2, 2])), "chunks beside each other"),

@@ -384,7 +384,7 @@ def test_gradients_asked_of_other_tensors_update_nothing():
         ({"name": ""}, ConfigError, "name=''"),
         ({"name": 3}, ConfigError, "name=3"),
         ({"seed": -1}, ConfigError, "seed=-1"),
-        ({"policy": "fifo"}, ConfigError, "policy='fifo'"),
+        ({"policy": "random"}, ConfigError, "policy='random'"),
         ({"on_full": "drop"}, ConfigError, "on_full='drop'"),
         ({"unseen": "ones"}, ConfigError, "unseen='ones'"),
         ({"padding_idx": 2**63}, ConfigError, "padding_idx="),

@@ -7,6 +7,7 @@ notebook keeps it. With `EMBCACHE_EVERY_LINE=1` every line is tried, else a part
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 import torchrec_embcache
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets
+from torchrec_embcache.blocks.helpers import Helpers
 from torchrec_embcache.cache import internals
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
 from torchrec_embcache.exceptions import EmbCacheError, StateError
@@ -277,6 +279,20 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_the_table_as_it_was_and_the_n
 ) -> None:
     child = Child(interrupt_saves, name, str(tmp_path), list(SAVES).index(name) * 5, daemon=False)
     assert result(child) > 3
+
+
+def test_an_interrupt_at_any_line_of_the_threads_of_blocks_leaves_nobody_waiting_for_them() -> None:
+    for stop_at in range(40):
+        for _ in range(5):  # which thread is told first to end is not always the same one
+            helpers, go_on = Helpers(3, "helper"), threading.Event()
+            lines, _ = stopped(
+                lambda helpers=helpers, work=go_on.wait: [helpers.submit(work) for _ in range(4)], stop_at
+            )  # type: ignore[misc]
+            go_on.set()
+            ending = threading.Thread(target=helpers.shutdown, daemon=True)
+            ending.start()
+            ending.join(SECONDS)
+            assert not ending.is_alive(), lines.stopped_at
 
 
 @pytest.mark.parametrize("name", LOADS)

@@ -2,15 +2,18 @@
 
 import ast
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tables import make_bag, ssd_tiers, step
 from torchrec_embcache import SsdStats, TableStats, TierStats, _native, optimizers
 from torchrec_embcache.cache import internals
+from torchrec_embcache.config import Policy
+from torchrec_embcache.exceptions import ConfigError
 
 STUB = Path(_native.__file__).parent / "_native.pyi"
 
@@ -38,6 +41,14 @@ def test_a_counter_has_one_name_everywhere(kind):
     if kind is SsdStats:
         ours = ours - {field.name for field in fields(TierStats)} | {"tier"}
     assert attributes(native) == ours == in_stub(kind.__name__)
+
+
+def test_the_policies_of_the_core_are_those_that_editors_show():
+    with pytest.raises(ConfigError, match="policy") as refused:
+        _native.row_bytes(4, "sgd", "random")  # type: ignore[arg-type]
+    known = re.findall(r'"(\w+)"', str(refused.value).split("use one of")[1])
+    assert tuple(known) == get_args(Policy)
+    assert f"Policy = Literal[{', '.join(f'{chr(34)}{name}{chr(34)}' for name in known)}]" in STUB.read_text()
 
 
 def test_stats_are_what_the_binding_counts(tmp_path):

@@ -24,6 +24,7 @@ from torchrec_embcache.cli.convert import Settings, convert
 from torchrec_embcache.exceptions import CorruptionError, PathError, StateError, StorageError, StoragePermissionError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.sessions.blocks import BlockSession
+from torchrec_embcache.table_shard import TableShard
 
 BATCHES = random_batches(3, bags=8, ids=60, seed=3)
 
@@ -399,7 +400,7 @@ def test_data_files_replaced_after_the_headers_were_checked_leave_no_usable_half
     save(bag, place.root)
     data = next(path for path in place.root.rglob("*.safetensors"))
     kept = tmp_path / "kept"
-    plain = type(bag.table).set_unusable
+    plain = TableShard.set_unusable
 
     def replace(table: Any, reason: str | None) -> None:
         plain(table, reason)
@@ -417,7 +418,7 @@ def test_data_files_replaced_after_the_headers_were_checked_leave_no_usable_half
 
     other = make_bag()
     with monkeypatch.context() as patched:
-        patched.setattr(type(bag.table), "set_unusable", replace)
+        patched.setattr(TableShard, "set_unusable", replace)
         with pytest.raises((PathError, CorruptionError)):
             load(other, place.root)
     with pytest.raises(StateError, match="did not succeed"):

@@ -58,25 +58,29 @@ class Helpers(Executor):
             task = self._tasks.get()
             if task is not None:
                 task[0].cancel()
-        for _ in self._threads:
-            self._tasks.put(None)
+        self._tasks.put(None)
         if wait:
             for thread in self._threads:
-                thread.join()
+                # An interrupt may have come between the listing of a thread and its start.
+                if thread.ident is not None:
+                    thread.join()
 
     def _begin_thread(self) -> None:
         if len(self._threads) == self._most or not _native.has_room_for_threads():
             return
         thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        # It is listed first: an interrupt after its start cannot leave a thread that nobody waits for.
+        self._threads.append(thread)
         try:
             thread.start()
         except (RuntimeError, MemoryError):  # the system gives no thread
-            return
-        self._threads.append(thread)
+            self._threads.remove(thread)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             self._do(task)
+        # One end serves all threads, however many there are.
+        self._tasks.put(None)
 
     def _do(self, task: _Task) -> None:
         future, fn, args, kwargs = task

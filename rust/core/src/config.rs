@@ -80,6 +80,30 @@ pub enum PolicyKind {
     S3Fifo,
 }
 
+impl PolicyKind {
+    /// Every policy. Tests try each of these.
+    pub const ALL: [Self; 3] = [Self::Lru, Self::Lfu, Self::S3Fifo];
+
+    /// The name that users give.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Lfu => "lfu",
+            Self::S3Fifo => "s3fifo",
+        }
+    }
+
+    /// The policy of a name.
+    ///
+    /// Errors: `Config` where there is none, with the names that there are.
+    pub fn from_name(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+            let known: Vec<String> = Self::ALL.iter().map(|kind| format!("{:?}", kind.name())).collect();
+            Error::new(Kind::Config, format!("policy {name:?} is not known: use one of {}", known.join(", ")))
+        })
+    }
+}
+
 /// What happens when the last tier is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OnFull {

@@ -30,7 +30,8 @@ pub struct SsdStats {
     pub tier: TierStats,
     /// The I/O engine: `io_uring` or `pread`, with `+direct` where `O_DIRECT` is in use.
     pub io_engine: String,
-    /// Reads that were sent to the disk to serve plans. One read brings all rows that lie near each other.
+    /// Reads that were sent to the disk to serve plans. One read brings all rows that lie near each other. For benches: Python does not
+    /// show it.
     pub reads: u64,
     /// Bytes of the rows that were given to the tier, their headers included.
     pub row_bytes_given: u64,

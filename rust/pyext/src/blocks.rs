@@ -42,7 +42,6 @@ fn waiting<T: Send>(
 ) -> PyResult<T> {
     let mut raised = None;
     let done = py.detach(|| {
-        #[expect(clippy::redundant_closure_for_method_calls, reason = "the method itself is of one lifetime only")]
         let mut wait = || {
             #[expect(clippy::redundant_closure_for_method_calls, reason = "the method alone is of one lifetime")]
             let handled = Python::attach(|py| py.check_signals());

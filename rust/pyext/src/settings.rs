@@ -112,12 +112,7 @@ pub(crate) fn optimizer_from(name: &str) -> PyResult<OptimizerKind> {
 }
 
 pub(crate) fn policy_from(name: &str) -> PyResult<PolicyKind> {
-    Ok(match name {
-        "lru" => PolicyKind::Lru,
-        "lfu" => PolicyKind::Lfu,
-        "s3fifo" => PolicyKind::S3Fifo,
-        _ => return Err(config_error(format!("policy {name:?} is not known: use \"lru\", \"lfu\" or \"s3fifo\""))),
-    })
+    PolicyKind::from_name(name).map_err(to_python)
 }
 
 pub(crate) fn on_full_from(name: &str) -> PyResult<OnFull> {

@@ -107,7 +107,7 @@ struct Tiers {
 }
 
 fn some_tiers() -> impl Strategy<Value = Tiers> {
-    let policy = prop_oneof![Just(PolicyKind::Lru), Just(PolicyKind::Lfu), Just(PolicyKind::S3Fifo)];
+    let policy = prop::sample::select(PolicyKind::ALL.to_vec());
     let optimizer = prop_oneof![
         Just(OptimizerKind::Sgd),
         Just(OptimizerKind::RowWiseAdagrad),

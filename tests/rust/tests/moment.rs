@@ -142,12 +142,14 @@ fn table(tiers: Tiers, policy: PolicyKind, optimizer: OptimizerKind) -> TableCon
 
 #[test]
 fn a_moment_has_its_rows_and_changes_nothing_whatever_is_done_before_they_are_handed_over() {
-    let policies = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::S3Fifo];
+    let policies = PolicyKind::ALL;
     let optimizers = [OptimizerKind::Sgd, OptimizerKind::RowWiseAdagrad, OptimizerKind::Adagrad, OptimizerKind::Adam];
     let (mut spilled, mut changed, mut of_all, mut of_changes) = (0, 0, 0, 0);
-    for seed in 0..84 {
+    // Each policy with each optimizer and each division into tiers.
+    let a_policy = TIERS.len() * optimizers.len();
+    for seed in 0..policies.len() * a_policy {
         let tiers = TIERS[seed % TIERS.len()];
-        let wanted = || table(tiers, policies[seed % 3], optimizers[seed % 4]);
+        let wanted = || table(tiers, policies[seed / a_policy], optimizers[seed % optimizers.len()]);
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         let mut run = Run::new(wanted(), &engine, seed as u64);
         let mut twin = Run::new(wanted(), &(Arc::new(MemoryEngine::default()) as Arc<dyn IoEngine>), seed as u64);

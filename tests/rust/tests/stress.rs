@@ -450,11 +450,9 @@ fn rows_of(world: &World, rig: &Rig) -> Vec<(Id, u32)> {
     rows
 }
 
-const POLICIES: [PolicyKind; 3] = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::S3Fifo];
-
 #[test]
 fn every_row_is_whole_and_counted_whatever_runs_at_once_in_memory() {
-    for policy in POLICIES {
+    for policy in PolicyKind::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         stress(&engine, &PathBuf::from("/base/m/t/0-of-1"), policy, OnFull::Error);
     }
@@ -462,7 +460,7 @@ fn every_row_is_whole_and_counted_whatever_runs_at_once_in_memory() {
 
 #[test]
 fn every_row_is_whole_where_rows_leave_a_full_table_by_policy() {
-    for policy in POLICIES {
+    for policy in PolicyKind::ALL {
         let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
         stress(&engine, &PathBuf::from("/base/m/t/0-of-1"), policy, OnFull::Evict);
     }

@@ -17,6 +17,10 @@ use crate::types::{CacheSlot, Id};
 /// 2. `accessed` for each later plan that uses the row,
 /// 3. `victim` to propose a slot for eviction,
 /// 4. `removed` when the row has left, by eviction (`evicted = true`) or otherwise.
+///
+/// A row that moves to another slot is told as `removed` (not evicted) and `inserted`. So is a victim that stays after all, because it
+/// could not be written to SSD, as evicted and inserted. Both lose their place in the order. A device and a host tier have a policy each,
+/// so a row that changes the tier comes anew.
 pub trait Policy: Send + std::fmt::Debug {
     /// A row took `slot`.
     fn inserted(&mut self, slot: CacheSlot, id: Id);

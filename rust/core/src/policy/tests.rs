@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-const KINDS: [PolicyKind; 3] = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::S3Fifo];
+const KINDS: [PolicyKind; 3] = PolicyKind::ALL;
 
 /// A tier that evicts by a policy when it is full, as the cache does.
 struct Tier {

@@ -281,6 +281,7 @@ impl Residency {
 
     fn ssd_stats(&self, ssd: &SsdTier) -> SsdStats {
         let mut stats = ssd.stats();
+        // These three are what plans have met. The tier counts every row that it is asked for, those of reads outside of plans too.
         stats.tier.hits = self.traffic.ssd_hits;
         stats.tier.misses = self.traffic.ssd_misses;
         stats.tier.time_ns = self.traffic.ssd_time_ns;

@@ -13,7 +13,7 @@ use crate::types::{BucketHash, Bucketing};
 const MAX_NAME_BYTES: usize = 4096;
 /// The widest table.
 const MAX_DIM: u32 = 65_536;
-/// More rows, ranks or files than this are damage, and sums of such numbers do not overflow.
+/// More rows, ranks, files or training steps than this are damage, and sums of such numbers do not overflow.
 pub(crate) const MAX_COUNT: u64 = 1 << 56;
 
 /// An optimizer and its hyperparameters.
@@ -91,8 +91,10 @@ impl TableSpec {
         OptimizerKind::from_name(&self.optimizer.name)
     }
 
-    /// Whether rows of this table fit one configured as `config`, without `slots` under any optimizer; `Kind::Mismatch` names the
-    /// field that does not.
+    /// Check that rows of this table can be loaded into a table configured as `config`: what a sound checkpoint may say, and that table
+    /// cannot take. Without `slots` they fit any optimizer. Every table of a load is asked before one of them changes.
+    ///
+    /// Errors: `Mismatch`, which names the field.
     pub fn check_fits(&self, config: &TableConfig, slots: bool) -> Result<()> {
         let differs = |field: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
             Err(Error::new(
@@ -112,7 +114,9 @@ impl TableSpec {
         Ok(())
     }
 
-    /// `Kind::Input` where a number is outside what the format can hold.
+    /// Check that every number is within what the format can hold. A save refuses others, and a manifest that has them is damaged.
+    ///
+    /// Errors: `Input`; where a manifest is read, the reader makes `Corruption` of it.
     pub(crate) fn check(&self) -> Result<()> {
         let refuse = |what: String| {
             Err(Error::new(Kind::Input, format!("table {:?} of module {:?}: {what}", self.table, self.module)))

@@ -116,10 +116,15 @@ impl Reads {
 
     /// Submit every fetch that waits in a batch, whoever's batch it is.
     pub(crate) fn submit(&self) {
-        let jobs = std::mem::take(&mut *lock(&self.unsubmitted));
+        let jobs = self.take_unsubmitted();
         if !jobs.is_empty() {
             self.workers.read(Box::new(ReadJobs(jobs)));
         }
+    }
+
+    /// The jobs that wait, for somebody who submits them.
+    fn take_unsubmitted(&self) -> Vec<FetchJob> {
+        std::mem::take(&mut *lock(&self.unsubmitted))
     }
 
     /// Put record `number` of `segment` where it is wanted, if it is `id`'s row; whether it is. The index takes one id for another only
@@ -383,8 +388,7 @@ impl FetchBatch {
     fn submit_all(&mut self) {
         let Some(first) = self.tiers.first() else { return };
         let workers = first.workers;
-        let jobs: Vec<FetchJob> =
-            self.tiers.drain(..).flat_map(|reads| std::mem::take(&mut *lock(&reads.unsubmitted))).collect();
+        let jobs: Vec<FetchJob> = self.tiers.drain(..).flat_map(|reads| reads.take_unsubmitted()).collect();
         if !jobs.is_empty() {
             workers.read(Box::new(ReadJobs(jobs)));
         }
