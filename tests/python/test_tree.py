@@ -283,17 +283,12 @@ def imported_files(source: str, package: str, names: Collection[str]) -> set[str
     return {name for name in found if name is not None}
 
 
-# An import that closes a circle of Python files, with the reason why it stays: (the file that imports, the file imported).
-PYTHON_CIRCLES_LEFT: dict[tuple[str, str], str] = {}
-
-
 def test_no_python_files_import_each_other_in_a_circle() -> None:
     names = python_files()
     graph = {}
     for name, path in names.items():
         package = ".".join(["torchrec_embcache", *name.split("/")[:-1]])
-        others = imported_files(path.read_text(), package, names) - {name}
-        graph[name] = {other for other in others if (name, other) not in PYTHON_CIRCLES_LEFT}
+        graph[name] = imported_files(path.read_text(), package, names) - {name}
     assert not circle(graph)
 
 
@@ -390,39 +385,23 @@ def python_functions(source: str) -> Iterator[tuple[str, int]]:
             yield node.name, node.end_lineno - node.lineno + 1 - about
 
 
-def new_and_ended(found: set[str], left: set[str], name: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """What is in `found` and not in the list `left`. Says which entries of the list, called `name`, are not needed any more."""
-    if ended := sorted(left - found):
-        with capsys.disabled():
-            print(f"\n{name} in {Path(__file__).name}: take out {ended}, which keep the rule now")
-    return found - left
-
-
-# Product files of more than 450 lines.
-LONG_FILES: set[str] = set()
-
-
-def test_product_files_aim_at_450_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_product_files_end_at_450_lines() -> None:
     long = {
-        path.relative_to(ROOT).as_posix()
+        path.relative_to(ROOT).as_posix(): lines
         for path in product_files()
-        if without_tests(path.read_text()).count("\n") > 450
+        if (lines := without_tests(path.read_text()).count("\n")) > 450
     }
-    assert not new_and_ended(long, LONG_FILES, "LONG_FILES", capsys)
+    assert not long
 
 
-# Functions of more than 60 lines, by file and name.
-LONG_FUNCTIONS: set[str] = set()
-
-
-def test_functions_aim_at_60_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_end_at_60_lines() -> None:
     long = {
-        f"{path.relative_to(ROOT).as_posix()}::{name}"
+        f"{path.relative_to(ROOT).as_posix()}::{name}": lines
         for path in product_files()
         for name, lines in (rust_functions if path.suffix == ".rs" else python_functions)(path.read_text())
         if lines > 60
     }
-    assert not new_and_ended(long, LONG_FUNCTIONS, "LONG_FUNCTIONS", capsys)
+    assert not long
 
 
 def positional_booleans(source: str) -> Iterator[str]:
@@ -440,13 +419,9 @@ def positional_booleans(source: str) -> Iterator[str]:
                         yield f"{owner}{inner.name}({parameter.arg})"
 
 
-# Booleans of the binding that callers can give by position, where a reader of the call cannot tell what they say.
-POSITIONAL_BOOLEANS_LEFT: set[str] = set()
-
-
-def test_booleans_cross_the_language_border_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {name for stub in PACKAGE.glob("_native*.pyi") for name in positional_booleans(stub.read_text())}
-    assert not new_and_ended(found, POSITIONAL_BOOLEANS_LEFT, "POSITIONAL_BOOLEANS_LEFT", capsys)
+def test_booleans_cross_the_language_border_by_name() -> None:
+    """A reader of a call cannot tell what a `True` by position says."""
+    assert not {name for stub in PACKAGE.glob("_native*.pyi") for name in positional_booleans(stub.read_text())}
 
 
 def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
