@@ -34,7 +34,7 @@ help:
 	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
 	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test"
 	@echo "make lint         format, lints, types, stubs, import directions"
-	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some)"
+	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some; AGAINST=tree: and another checkout, in turn)"
 	@echo "make bench-docs   docs/benchmarks.md and its plots from what make bench measured"
 	@echo "make bench-smoke  every benchmark briefly, as a test"
 	@echo "make rivals       RocksDB and LMDB for the benches, from the system or out of its packages, into target/rivals"
@@ -101,7 +101,7 @@ rivals:
 	@benches/rivals/libraries.sh target/rivals
 
 bench: $(NATIVE) rivals
-	@$(PY) benches/python/run.py $(if $(ONLY),--only $(ONLY))
+	@$(PY) benches/python/run.py $(if $(ONLY),--only $(ONLY)) $(if $(AGAINST),--against $(AGAINST))
 
 bench-docs: $(ENVIRONMENT)
 	@$(PY) benches/python/document.py

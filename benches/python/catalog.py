@@ -50,8 +50,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "load_full": "it loaded into a new table with nothing in the page cache",
         "load_4_to_3_bytes_read_per_owned": "bytes read by a rank of three of what four saved / bytes of its rows, the worst rank",
         "save_delta_1pct_of_full_time": "time of a delta with 1% of 7.5M rows in RAM modified / time of a full save of them",
-        "save_snapshot_of_full_time": "time of a linked snapshot of 4M rows, a tenth in RAM / time of a full save",
-        "load_snapshot_of_full_time": "time of a restart from it, SSD tier linked back / time of a load of the full checkpoint",
+        "save_linked_of_full_time": "time of a linked checkpoint of 4M rows, a tenth in RAM / time of a full save",
+        "load_linked_of_full_time": "time of a restart from it, SSD tier linked back / time of a load of the full checkpoint",
     },
     "A model": {
         "dlrm_step_ram10pct_zipf105": "training of a DLRM, its tables' RAM budget 10% of their bytes, lookahead on, 2 threads",

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Row", "describe", "merge", "quantity", "ratio", "read", "row", "setting"]
+__all__ = ["Row", "against", "describe", "merge", "quantity", "ratio", "read", "row", "setting"]
 
 # A row has name, unit, better ("higher" or "lower"), value (the median), low, high, limit ({what, value} or null) and rivals
 # ([{what, value}]). Besides it has missing (the rivals that this machine lacks, and why), rounds, run (figures of the same run that
-# are not compared) and setting (see `setting`).
+# are not compared) and setting (see `setting`). A row that was measured against another tree has against (see `against`).
 Row = dict[str, Any]
 
 
@@ -43,7 +43,23 @@ def describe(row: Row) -> str:
         text += f", {ratio(row, rival['value']):.2f} x {rival['what']}"
     for rival, why in row.get("missing", {}).items():
         text += f", {rival} MISSING: {why}"
+    if pairs := row.get("against"):
+        text += f"; {pairs['ratio']:.2f} [{pairs['low']:.2f} .. {pairs['high']:.2f}] x {pairs['tree']} ({pairs['pairs']} pairs)"
     return text
+
+
+def against(row: Row, tree: str, ours: Sequence[float], theirs: Sequence[float]) -> Row:
+    """The row with the ratios of our rounds to those of another tree, round by round. Above 1 ours is ahead."""
+    higher = row["better"] == "higher"
+    ratios = [a / b if higher else b / a for a, b in zip(ours, theirs, strict=True)]
+    found = {
+        "tree": tree,
+        "ratio": statistics.median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
+        "pairs": len(ratios),
+    }
+    return row | {"against": found}
 
 
 def row(

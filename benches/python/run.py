@@ -3,30 +3,38 @@
 A bench that is served measures a round when it is asked to, so that ours, the limit and the rivals take turns on the same batches.
 Other benches print their rows themselves (see served.py; SCRIPTS has those in Python). Each row is merged into the file as soon as
 it is measured, so stopping loses only the bench that is running.
+
+`--against TREE` also measures the benches of another checkout of this project, such as the commit before a change. A
+served bench of TREE has a round after each of ours, or before it: they change places every round, because the second often meets a
+warmer disk. A bench that prints its rows is run once there, after ours.
 """
 
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 
 from catalog import SECTIONS
 from checkpoint_rivals import CHECKPOINT_RIVALS
-from results import Row, describe, merge, row, setting
+from results import Row, against, describe, merge, row, setting
 from rivals import RIVALS, Round
 from served import ROOT, Program, Served, programs, rows_of
 from stores import STORES, Store
 
 FOLDER = ROOT / "target" / "bench"
 MINUTES = 72
+# Another tree is measured too: the limit and the rivals are not measured twice.
+MINUTES_AGAINST = 130
 # Seconds for one bench, and for a program that prints several rows.
 BENCH_SECONDS = 300.0
 PROGRAM_SECONDS = 1200.0
@@ -53,6 +61,40 @@ class Job:
     rows: Callable[[bool, float], Iterator[Row]]
 
 
+@dataclass(frozen=True)
+class Other:
+    """Another checkout of this project, and its bench programs."""
+
+    root: Path
+    programs: dict[str, Program]
+
+    @classmethod
+    def built(cls, root: Path, smoke: bool) -> Self:
+        """Build the programs of the tree `root`."""
+        return cls(root, programs(smoke, root))
+
+    @property
+    def name(self) -> str:
+        """The commit of the tree."""
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, cwd=self.root, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment in which a script imports the package of that tree."""
+        return {"PYTHONPATH": str(self.root / "python")}
+
+
+def in_turn(ours: Served, theirs: Served | None, number: int) -> tuple[float, float | None]:
+    """A round of ours and one of the other tree. They change places every round."""
+    if theirs is None:
+        return ours.ask("ours"), None
+    if number % 2:
+        before = theirs.ask("ours")
+        return ours.ask("ours"), before
+    return ours.ask("ours"), theirs.ask("ours")
+
+
 def batches(served: Served) -> torch.Tensor:
     """The ids of the batches that the bench draws: int64 [K, N]."""
     with tempfile.TemporaryDirectory() as folder:
@@ -61,11 +103,14 @@ def batches(served: Served) -> torch.Tensor:
         return torch.from_numpy(np.fromfile(path, "<i8").reshape(-1, served.ready["batch"]))
 
 
-def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
+def measure(program: Path, name: str, smoke: bool, seconds: float, other: Other | None) -> Row:
     """Measure a served bench, and return its row."""
+    before = other and other.programs.get(name)
     served = Served(program, name, smoke, seconds)
+    theirs: Served | None = None
     stores: list[Store] = []
     try:
+        theirs = Served(before.path, name, smoke, seconds) if before else None
         ready = served.ready
         ids = batches(served) if ready["batch"] else None
         rivals: dict[str, Round] = {}
@@ -73,23 +118,29 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
             given = torch.empty(0, 0) if ids is None else ids
             wanted = (RIVALS | CHECKPOINT_RIVALS).get(name, {})
             rivals = {what: make(given, ready["rows"]) for what, make in wanted.items()}
-        for store, every in STORES.get(name, {}).items() if ready["store"] else ():
-            stores.append(Store(store, ready["store"], ids, every, smoke, seconds))
+        for what, every in STORES.get(name, {}).items() if ready["store"] else ():
+            stores.append(Store(what, ready["store"], ids, every, smoke, seconds))
         here = [store for store in stores if not store.missing]
         values: dict[str, list[float]] = {"ours": []}
-        for _ in range(1 if smoke else ready["rounds"]):
-            values["ours"].append(served.ask("ours"))
+        pairs: list[float] = []
+        rounds = 1 if smoke else ready["rounds"] + (ready["rounds"] % 2 if theirs else 0)
+        for number in range(rounds):
+            ours, again = in_turn(served, theirs, number)
+            values["ours"].append(ours)
+            pairs += [] if again is None else [again]
             if ready["limit"]:
                 values.setdefault("limit", []).append(served.ask("limit"))
-            for what, run in rivals.items():
-                values.setdefault(what, []).append(run())
-            for other in here:
-                other.run()
+            for what, measured in rivals.items():
+                values.setdefault(what, []).append(measured())
+            for store in here:
+                store.run()
         figures = served.ask("figures")
     finally:
         served.close()
-        for other in stores:
-            other.close()
+        if theirs:
+            theirs.close()
+        for store in stores:
+            store.close()
     median = {side: statistics.median(rounds) for side, rounds in values.items()}
     made = row(
         name,
@@ -97,41 +148,64 @@ def measure(program: Path, name: str, smoke: bool, seconds: float) -> Row:
         ready["better"],
         values["ours"],
         limit={"what": ready["limit"], "value": median["limit"]} if ready["limit"] else None,
-        rivals=[{"what": what, "value": median[what]} for what in rivals] + [other.row() for other in here],
+        rivals=[{"what": what, "value": median[what]} for what in rivals] + [store.row() for store in here],
         run=figures,
     )
-    return made | {"missing": {other.what: other.missing for other in stores if other.missing}}
+    made |= {"missing": {store.what: store.missing for store in stores if store.missing}}
+    return against(made, other.name, values["ours"], pairs) if other and pairs else made
 
 
-def served_job(program: Path, name: str) -> Job:
+def served_job(program: Path, name: str, other: Other | None) -> Job:
     def rows(smoke: bool, seconds: float) -> Iterator[Row]:
-        yield measure(program, name, smoke, seconds)
+        yield measure(program, name, smoke, seconds, other)
 
-    return Job((name,), BENCH_SECONDS, rows)
+    return Job((name,), BENCH_SECONDS * (2 if other else 1), rows)
 
 
-def printing_job(command: list[str], names: tuple[str, ...]) -> Job:
+@dataclass(frozen=True)
+class Printing:
+    """A command that prints rows, and the environment that it needs besides ours."""
+
+    command: list[str]
+    env: dict[str, str] | None = None
+
+    def rows(self, names: tuple[str, ...], smoke: bool, seconds: float) -> Iterator[Row]:
+        """Run the command for the rows of these names."""
+        return rows_of([*self.command, *names, *(["--smoke"] if smoke else [])], seconds, self.env)
+
+
+def printing_job(ours: Printing, theirs: Printing | None, names: tuple[str, ...], tree: str) -> Job:
     def rows(smoke: bool, seconds: float) -> Iterator[Row]:
-        return rows_of([*command, *names, *(["--smoke"] if smoke else [])], seconds)
+        made = {}
+        for each in ours.rows(names, smoke, seconds):
+            made[each["name"]] = each
+            yield each
+        for each in theirs.rows(names, smoke, seconds) if theirs else ():
+            yield against(made[each["name"]], tree, [made[each["name"]]["value"]], [each["value"]])
 
     return Job(names, PROGRAM_SECONDS, rows)
 
 
-def jobs(found: dict[str, Program], wanted: set[str]) -> list[Job]:
+def printing_jobs(found: dict[str, Program], wanted: set[str], other: Other | None) -> Iterator[Job]:
+    tree = other.name if other else ""
+    for path in dict.fromkeys(program.path for program in found.values() if program.prints_rows):
+        names = tuple(name for name, each in found.items() if each.path == path and (not wanted or name in wanted))
+        before = other.programs.get(names[0]) if other and names else None
+        if names:
+            theirs = Printing([str(before.path), "--rows"]) if before else None
+            yield printing_job(Printing([str(path), "--rows"]), theirs, names, tree)
+    for script, all_names in SCRIPTS.items():
+        names = tuple(name for name in all_names if not wanted or name in wanted)
+        if names:
+            here, there = (str(root / "benches" / "python" / script) for root in (ROOT, other.root if other else ROOT))
+            theirs = Printing([sys.executable, there], other.env) if other else None
+            yield printing_job(Printing([sys.executable, here]), theirs, names, tree)
+
+
+def jobs(found: dict[str, Program], wanted: set[str], other: Other | None) -> list[Job]:
     """What measures the wanted benches; all of them when none is named."""
-    served = [served_job(program.path, name) for name, program in found.items() if not program.prints_rows]
-    printing = [
-        ([str(path), "--rows"], [name for name, other in found.items() if other.path == path])
-        for path in dict.fromkeys(program.path for program in found.values() if program.prints_rows)
-    ]
-    printing += [
-        ([sys.executable, str(Path(__file__).with_name(script))], [*names]) for script, names in SCRIPTS.items()
-    ]
-    made = [job for job in served if not wanted or wanted & {*job.names}]
-    for command, names in printing:
-        some = tuple(name for name in names if not wanted or name in wanted)
-        made += [printing_job(command, some)] if some else []
-    return made
+    served = [served_job(program.path, name, other) for name, program in found.items() if not program.prints_rows]
+    return [job for job in served if not wanted or wanted & {*job.names}] + [*printing_jobs(found, wanted, other)]
 
 
 def main() -> int:
@@ -140,9 +214,14 @@ def main() -> int:
     parser.add_argument(
         "--smoke", action="store_true", help="small data, one round, into smoke.json: shows that every bench runs"
     )
+    parser.add_argument(
+        "--against", type=Path, metavar="TREE", help="another checkout, whose extension is built: measured beside ours"
+    )
     options = parser.parse_args()
     begin = time.monotonic()
     found = programs(options.smoke)
+    other = Other.built(options.against.resolve(), options.smoke) if options.against else None
+    minutes = MINUTES_AGAINST if other else MINUTES
     names = sorted([*found, *(name for script in SCRIPTS.values() for name in script)])
     wanted = {name for name in options.only.split(",") if name}
     if unknown := sorted(wanted - {*names}):
@@ -151,9 +230,9 @@ def main() -> int:
         raise SystemExit(f"benches and benches/python/catalog.py name each other, but for {', '.join(sorted(uneven))}")
     path = FOLDER / ("smoke.json" if options.smoke else "results.json")
     measured, failed = 0, 0
-    for job in (todo := jobs(found, wanted)):
+    for job in (todo := jobs(found, wanted, other)):
         now = time.monotonic() - begin
-        left = min(job.seconds, MINUTES * 60 - now)
+        left = min(job.seconds, minutes * 60 - now)
         at = f"[{todo.index(job) + 1}/{len(todo)}, {now:.0f} s]"
         missing = {*job.names}
         try:
@@ -163,7 +242,7 @@ def main() -> int:
                 merge(path, found_row | {"setting": setting()})
                 print(f"{at} {found_row['name']}: {describe(found_row)}", flush=True)
                 missing.discard(found_row["name"])
-                measured += 1
+            measured += len(job.names) - len(missing)
             if missing:
                 raise RuntimeError("no row")
         except (RuntimeError, OSError, EOFError) as error:

@@ -32,14 +32,14 @@ PACKAGES = ("embcache", "embcache-tests", "embcache-benches", "embcache-rivals")
 
 
 @cache
-def built(smoke: bool) -> dict[str, list[Path]]:
-    """Build the bench programs of all packages. The result is by the package's folder. A smoke run uses the tests' profile, which
-    is built faster.
+def built(smoke: bool, root: Path = ROOT) -> dict[str, list[Path]]:
+    """Build the bench programs of all packages of the tree `root`. The result is by the package's folder. A smoke run uses the
+    tests' profile, which is built faster.
     """
     command = ["cargo", "bench", "--locked", "--no-run", "--message-format=json-render-diagnostics"]
     command += [argument for package in PACKAGES for argument in ("-p", package)]
     command += ["--profile", "dev"] if smoke else []
-    told = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    told = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, text=True).stdout
     messages = [json.loads(line) for line in told.splitlines()]
     found: dict[str, list[Path]] = {}
     for message in messages:
@@ -49,10 +49,10 @@ def built(smoke: bool) -> dict[str, list[Path]]:
     return found
 
 
-def programs(smoke: bool) -> dict[str, Program]:
-    """Build the bench programs, and map the name of each bench to the program that has it."""
+def programs(smoke: bool, root: Path = ROOT) -> dict[str, Program]:
+    """Build the bench programs of the tree `root`, and map the name of each bench to the program that has it."""
     found: dict[str, Program] = {}
-    for path in built(smoke)["benches"]:
+    for path in built(smoke, root)["benches"]:
         listed = subprocess.run([path, "--list"], check=True, stdout=subprocess.PIPE, text=True).stdout
         for line in listed.splitlines():
             name, *how = line.split()
@@ -117,9 +117,9 @@ class Served:
         self._child.close()
 
 
-def rows_of(command: list[str], seconds: float) -> Iterator[dict[str, Any]]:
+def rows_of(command: list[str], seconds: float, env: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
     """The rows that a program prints, each as soon as it is printed."""
-    child = Child(command, seconds)
+    child = Child(command, seconds, env)
     try:
         while True:
             yield child.read()

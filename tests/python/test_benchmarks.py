@@ -1,10 +1,13 @@
 """The figures of docs/benchmarks.md and README.md are made from results alone, by benches/python/document.py."""
 
+import importlib
 import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "benches" / "python"
@@ -93,3 +96,14 @@ def test_without_results_nothing_is_written(tmp_path):
     assert "run make bench first" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "results.json"]
     assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
+def test_a_row_against_another_tree_has_the_ratios_of_its_pairs_so_turned_that_above_one_ours_is_ahead(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    results = importlib.import_module("results")
+    ours, theirs = [4.0, 6.0, 9.0], [2.0, 6.0, 6.0]
+    faster = results.against(row("a_rate", 6.0), "abc1234", ours, theirs)
+    assert faster["against"] == {"tree": "abc1234", "ratio": 1.5, "low": 1.0, "high": 2.0, "pairs": 3}
+    dearer = results.against(row("a_cost", 6.0, better="lower"), "abc1234", ours, theirs)
+    assert dearer["against"]["ratio"] == pytest.approx(2 / 3)
+    assert "; 1.50 [1.00 .. 2.00] x abc1234 (3 pairs)" in results.describe(faster)

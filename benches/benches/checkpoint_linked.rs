@@ -2,7 +2,7 @@
 //! same round. They are saved and synced after half of the rows in RAM were modified, and loaded into a new table with the same
 //! budgets and nothing in the page cache. The values are shares of the full checkpoint's time.
 //!
-//! `EMBCACHE_BENCH_SNAPSHOT_ROWS` sets the number of rows (4M, which are 1.1 GiB).
+//! `EMBCACHE_BENCH_LINKED_ROWS` sets the number of rows (4M, which are 1.1 GiB).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,11 +27,11 @@ const ROUNDS: usize = 5;
 
 fn main() {
     let row = |name, make| Bench { name, unit: "ratio", better: Better::Lower, limit: None, make };
-    run(&[row("save_snapshot_of_full_time", Saves::make), row("load_snapshot_of_full_time", Loads::make)]);
+    run(&[row("save_linked_of_full_time", Saves::make), row("load_linked_of_full_time", Loads::make)]);
 }
 
 fn rows_of(scale: Scale) -> u64 {
-    setting("EMBCACHE_BENCH_SNAPSHOT_ROWS", scale.pick(4_000_000, 20_000))
+    setting("EMBCACHE_BENCH_LINKED_ROWS", scale.pick(4_000_000, 20_000))
 }
 
 /// A folder with room for a table on SSD, a full checkpoint of it, and another such table.
@@ -86,13 +86,13 @@ fn filled(rows: u64, dir: &Path) -> Table {
 }
 
 /// Save into a new folder. The result is the seconds, and what was linked.
-fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, snapshot: bool) -> (f64, LinkedTable) {
+fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, linked: bool) -> (f64, LinkedTable) {
     std::fs::create_dir(root).expect("a folder of our own");
     let begin = Instant::now();
-    let options = SaveOptions { linked: snapshot, ..SaveOptions::default() };
+    let options = SaveOptions { linked, ..SaveOptions::default() };
     let save = Save::begin_with(engine.clone(), root, 7, options).expect("begun");
     let mut writer = RankWriter::new(engine.clone(), root, save.name(), 0, 1).expect("made");
-    let linked = if snapshot {
+    let saved = if linked {
         writer.link_rows_of(MODULE, table, BTreeMap::new()).expect("linked")
     } else {
         let rows = writer.write_rows_of(MODULE, table, BTreeMap::new()).expect("written");
@@ -101,7 +101,7 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, snapshot: bool) 
     let next_epoch = table.epoch().expect("open") + 1;
     save.publish(&[writer.finish().expect("finished")], next_epoch).expect("published");
     table.set_epoch(next_epoch).expect("open");
-    (begin.elapsed().as_secs_f64(), linked)
+    (begin.elapsed().as_secs_f64(), saved)
 }
 
 struct Saves {
@@ -131,20 +131,20 @@ impl Rounds for Saves {
         self.done += 1;
         give(&self.table, 0..self.rows / HOT, self.done);
         let root = |kind: &str| self.scratch.path().join(format!("{kind}-{}", self.done));
-        let (snapshot, linked) = save(&self.engine, &root("snapshot"), &self.table, true);
-        assert!(linked.rows == self.rows && linked.bytes.linked > 0 && linked.bytes.copied == 0, "{linked:?}");
+        let (seconds, saved) = save(&self.engine, &root("linked"), &self.table, true);
+        assert!(saved.rows == self.rows && saved.bytes.linked > 0 && saved.bytes.copied == 0, "{saved:?}");
         let (full, written) = save(&self.engine, &root("full"), &self.table, false);
         assert_eq!(written.rows, self.rows);
-        for kind in ["snapshot", "full"] {
+        for kind in ["linked", "full"] {
             std::fs::remove_dir_all(root(kind)).expect("our own folder");
         }
         self.last = BTreeMap::from([
             ("rows", self.rows as f64),
-            ("save_snapshot_seconds", snapshot),
+            ("save_linked_seconds", seconds),
             ("save_full_seconds", full),
-            ("linked_bytes", linked.bytes.linked as f64),
+            ("linked_bytes", saved.bytes.linked as f64),
         ]);
-        snapshot / full
+        seconds / full
     }
 
     fn limit(&mut self) -> Option<f64> {
@@ -174,8 +174,8 @@ impl Loads {
         let engine = default_engine().expect("an engine");
         let tier = scratch.path().join("tier");
         let table = filled(rows, &tier);
-        for (kind, snapshot) in [("snapshot", true), ("full", false)] {
-            save(&engine, &scratch.path().join(kind), &table, snapshot);
+        for (kind, linked) in [("linked", true), ("full", false)] {
+            save(&engine, &scratch.path().join(kind), &table, linked);
         }
         drop(table);
         std::fs::remove_dir_all(tier).expect("our own folder");
@@ -219,18 +219,15 @@ impl Loads {
 
 impl Rounds for Loads {
     fn ours(&mut self) -> f64 {
-        let [snapshot, full] = ["snapshot", "full"].map(|kind| {
+        let [linked, full] = ["linked", "full"].map(|kind| {
             let (seconds, table) = self.load(kind);
             assert_eq!(table.stats().expect("open").rows, self.rows);
             self.forget(table);
             seconds
         });
-        self.last = BTreeMap::from([
-            ("rows", self.rows as f64),
-            ("load_snapshot_seconds", snapshot),
-            ("load_full_seconds", full),
-        ]);
-        snapshot / full
+        self.last =
+            BTreeMap::from([("rows", self.rows as f64), ("load_linked_seconds", linked), ("load_full_seconds", full)]);
+        linked / full
     }
 
     fn limit(&mut self) -> Option<f64> {
@@ -247,13 +244,13 @@ impl Rounds for Loads {
 
     fn check(&mut self) {
         let ids: Vec<i64> = (0..1000).map(scattered_id).collect();
-        let [snapshot, full] = ["snapshot", "full"].map(|kind| {
+        let [linked, full] = ["linked", "full"].map(|kind| {
             let (_, table) = self.load(kind);
             let rows = table.read_rows(&ids).expect("rows");
             self.forget(table);
             rows
         });
-        assert!(snapshot.found.iter().all(|found| *found) && snapshot.headers == full.headers);
-        assert!(snapshot.vectors == full.vectors, "the same rows by either");
+        assert!(linked.found.iter().all(|found| *found) && linked.headers == full.headers);
+        assert!(linked.vectors == full.vectors, "the same rows by either");
     }
 }
