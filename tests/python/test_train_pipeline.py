@@ -1,6 +1,7 @@
 """TorchRec's pipelines and the lookahead pipeline on two ranks have the same bits as a plain loop."""
 
 import gc
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -210,3 +211,12 @@ def test_lookahead_over_an_ssd_tier_gives_the_bits_of_memory(two_ranks, tmp_path
 def test_a_lookahead_out_of_range_is_refused(lookahead):
     with pytest.raises(ConfigError, match="lookahead="):
         EmbCacheTrainPipelineSparseDist(torch.nn.Linear(1, 1), None, CPU, lookahead=lookahead)
+
+
+def test_the_other_options_and_their_defaults_are_torchrecs():
+    ours, theirs = (
+        {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+        for kind in (EmbCacheTrainPipelineSparseDist, TrainPipelineSparseDist)
+    )
+    assert ours.pop("lookahead") == 1
+    assert ours == theirs
