@@ -6,14 +6,14 @@ What the modules of this package do with a table beyond this is in `table_shard`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from .buckets import BucketHash
+from .closing import ClosedByWith
 from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets
-from .exceptions import EmbCacheError, StateError
+from .exceptions import StateError
 from .initializers import Initializer
 from .metrics import TableStats
 from .optimizers import OptimizerSpec
@@ -25,7 +25,7 @@ from .table_shard import TableShard
 __all__ = ["CacheTable", "FoundRows", "Ids", "RowChunk", "RowExport", "RowMetadata", "Values", "ids_array", "internals"]
 
 
-class CacheTable:
+class CacheTable(ClosedByWith):
     """One shard of a table: rows by 64-bit id, within a budget in bytes for each tier.
 
     Users get one from a module, as `bag.table` or `collection.tables["item"]`, and read, import and export its rows. The modules
@@ -251,19 +251,6 @@ class CacheTable:
         this can be called again. `StateError` from a `progress` callable of that save, which would wait for itself.
         """
         self._shard.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except EmbCacheError as failure:
-            if error is None:
-                raise
-            error.add_note(f"closing table {self.name!r} failed too: {failure}")
 
     # ---- rows
 

@@ -45,6 +45,14 @@ class TrackedTable(FlushedTable, OpenTable, Protocol):
         """Whether it was opened in a process that is one of several ranks."""
 
     @property
+    def is_open(self) -> bool:
+        """Whether its tiers were opened."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, after which it cannot be used again."""
+
+    @property
     def has_unflushed_rows(self) -> bool:
         """Whether it is open in this process, and its rows changed since the last state that a resume finds."""
 
@@ -71,8 +79,10 @@ def opened(table: TrackedTable) -> None:
 
 
 def open_tables() -> list[TrackedTable]:
-    """The tables of this process that were opened and not dropped."""
-    return list(_open) if _hooked == os.getpid() else []
+    """The tables with an SSD tier that are open in this process."""
+    # A table that was closed stays in the set as long as somebody holds it.
+    tables = list(_open) if _hooked == os.getpid() else []
+    return [table for table in tables if table.is_open and not table.is_closed]
 
 
 # ---- steps that have begun

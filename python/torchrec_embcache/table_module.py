@@ -7,7 +7,6 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .cache import CacheTable, FoundRows, Ids, RowExport, RowMetadata, Values, internals
+from .closing import ClosedByWith
 from .collective import world_size
 from .config import OnFull, Policy, TierBudgets, Unseen, check_int
 from .exceptions import ConfigError, EmbCacheWarning, InputError, UnsupportedError
@@ -69,7 +69,7 @@ def check_torch_arguments(*, dtype: torch.dtype | None, max_norm: None, scale_gr
         raise UnsupportedError(f"dtype={dtype!r}: rows are float32; leave it out")
 
 
-class TableModule(CacheModule, nn.Module, _ByName):
+class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
     """A module with one table and the lookups in it.
 
     `weight`, a parameter of shape [0, D], is what `parameters()` shows. Freezing it freezes the table.
@@ -195,15 +195,6 @@ class TableModule(CacheModule, nn.Module, _ByName):
         self._group.drop_prefetched()
         self.table.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._group.drop_prefetched()
-        self.table.__exit__(kind, error, trace)
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         note_rows(destination, {f"{prefix}weight": internals(self.table)})
@@ -275,11 +266,11 @@ def optimizer_of(optimizer: OptimizerSpec | None, *, freeze: bool) -> OptimizerS
 
 
 def import_pretrained(module: TableModule, ids: Ids, weights: Values, *, freeze: bool) -> None:
-    """Give a module that was just made its rows. The module is closed where that fails."""
+    """Give a module that was just made its rows. The module is closed, and not flushed, where that fails."""
     try:
         module.import_rows(ids, weights)
     except BaseException:
-        module.close()
+        internals(module.table).close_unflushed()
         raise
     module.weight.requires_grad_(not freeze)
 

@@ -81,8 +81,10 @@ class TableShard:
         return self._optimizer
 
     @optimizer.setter
-    def optimizer(self, optimizer: OptimizerSpec) -> None:
+    def optimizer(self, optimizer: OptimizerSpec | None) -> None:
         spec = check_optimizer(optimizer)
+        # First, because it raises where the budgets are too small.
+        rows = device_rows(self.settings, spec or SGD())
         if self._native is not None and spec is not None and spec.kind != self.spec.kind:
             if len(self._native):
                 raise StateError(
@@ -92,8 +94,7 @@ class TableShard:
             self._discard = True  # the files of the empty table that was just opened
             self._native.close()
             self._native = self._tier = None
-        self._optimizer = spec
-        self.device_rows = device_rows(self.settings, self.spec)
+        self._optimizer, self.device_rows = spec, rows
 
     @property
     def spec(self) -> OptimizerSpec:
@@ -173,17 +174,18 @@ class TableShard:
             self._opened_by = os.getpid()
             self._opened_among_ranks = self.world_size > 1 or ranks_of_process() > 1
             self._flushed = native.version() if segments is None else None
-            # Both in one statement, so that an interrupt leaves the table open or not.
             self._tier, self._native = tier, native
+            if directory is not None:
+                lifetime.opened(self)
+            self._supersedes = disk.look_after(self, lifetime.open_tables(), resumed=state.token)
+            warn_of_lost_state(self, state)
         except BaseException:
-            # Closed here: an error that somebody keeps would hold the table, and with it the directory.
-            if native is not None and self._native is not native:
+            # Whatever failed, such as a warning that the user makes an error: the table is not open, and can be opened again. The
+            # core's table is closed, because an error that somebody keeps would hold it, and with it the directory.
+            self._tier = self._native = None
+            if native is not None:
                 native.close()
             raise
-        warn_of_lost_state(self, state)
-        if directory is not None:
-            lifetime.opened(self)
-        self._supersedes = disk.look_after(self, lifetime.open_tables(), resumed=state.token)
 
     def _made_tier(self) -> DeviceTier | None:
         if self.device_rows is None:
@@ -427,6 +429,14 @@ class TableShard:
             self._closed = True
             raise
         self._closed = True
+
+    def close_unflushed(self) -> None:
+        """Close it without a flush, because it has only a part of the rows that it was to take over.
+
+        A resume finds the last flush.
+        """
+        self.set_unusable("only a part of the rows that it was to take over is in it")
+        self.close()
 
     def __del__(self) -> None:
         # The constructor may have raised before there was anything to look after.

@@ -1,6 +1,7 @@
 """Rows that were trained elsewhere: they come from TorchRec's modules with their optimizers, or by id from any arrays."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,21 @@ def test_an_optimizer_that_did_not_train_the_collection_is_refused() -> None:
         take(theirs, TIERS, optimizer=by)
 
 
+def test_a_collection_that_does_not_come_over_whole_is_closed_and_publishes_nothing(tmp_path: Path) -> None:
+    theirs, _ = trained("adagrad", in_backward=False)
+    second = theirs.embedding_bags["t2"].weight
+    second.data = second.data.double()
+    tiers = ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
+    take = EmbCacheEmbeddingBagCollection.from_torchrec
+    with pytest.raises(UnsupportedError, match="'t2' has torch.float64") as kept:
+        take(theirs, tiers)
+    assert not list(tmp_path.rglob("*.state"))
+    second.data = second.data.float()
+    with take(theirs, tiers) as ours:  # though somebody keeps the error
+        assert [len(table) for table in ours.tables.values()] == [20, 20]
+        assert kept.tb is not None
+
+
 # ---- by id
 
 
@@ -163,3 +179,6 @@ def test_a_pretrained_table_that_cannot_be_made_says_why_and_is_closed(tmp_path:
     with pytest.raises(CapacityError):
         make(np.arange(100_000), np.ones((100_000, 4)), name="item", tiers=full)
     assert not list(tmp_path.rglob("*.seg"))
+    # Nothing was published, so that the same call with other rows is not told that there are files already.
+    with make([1, 2], [[1.0], [2.0]], name="item", tiers=full) as item:
+        assert len(item) == 2

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,15 @@ import pytest
 import torch
 
 from tables import AMPLE, make_bag, random_batches, ssd_tiers, train
-from torchrec_embcache import CacheTable, EmbCacheEmbeddingBag, TierBudgets, flush, initializers, optimizers
+from torchrec_embcache import (
+    CacheTable,
+    EmbCacheEmbeddingBag,
+    TierBudgets,
+    flush,
+    initializers,
+    lifetime,
+    optimizers,
+)
 from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import CapacityError, EmbCacheWarning
 from torchrec_embcache.flushing import flush_tables
@@ -229,6 +238,21 @@ def test_budgets_past_the_free_space_of_the_file_system_warn_once(tmp_path: Path
     with make_bag(name="second", tiers=tiers):  # there is no second warning, which would be an error here
         pass
     first.close()
+
+
+def test_a_table_whose_warning_is_made_an_error_can_be_opened_again_though_somebody_keeps_the_error(
+    tmp_path: Path,
+) -> None:
+    system = os.statvfs(tmp_path)
+    tiers = ssd_tiers(tmp_path / "ssd", ssd_bytes=2 * system.f_bavail * system.f_frsize + (1 << 40))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(EmbCacheWarning, match="are free there") as kept:
+            make_bag(tiers=tiers)
+    assert not lifetime.open_tables()
+    with make_bag(tiers=tiers) as bag:
+        assert lifetime.open_tables() == [internals(bag.table)]
+        assert kept.tb is not None
 
 
 def test_budgets_of_several_tables_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

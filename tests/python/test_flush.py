@@ -12,9 +12,21 @@ import pytest
 import torch
 
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
-from torchrec_embcache import CacheTable, EmbCacheWarning, _native, cache_modules, flush, initializers, optimizers
+from torchrec_embcache import (
+    CacheTable,
+    EmbCacheEmbeddingBagCollection,
+    EmbCacheEmbeddingBagConfig,
+    EmbCacheWarning,
+    TierBudgets,
+    _native,
+    cache_modules,
+    flush,
+    initializers,
+    optimizers,
+)
 from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import (
+    ConfigError,
     CorruptionError,
     EmbCacheError,
     InputError,
@@ -388,6 +400,40 @@ def refuse(_token):
     raise StorageError("no room for the state")
 
 
+def test_a_closed_table_that_is_still_held_does_not_stop_the_flushes_of_others(tmp_path):
+    tiers = ssd_tiers(tmp_path / "ssd", host_bytes="4KiB", flush_every=2)
+    closed, other = (make_bag(name=name, tiers=tiers) for name in ("closed", "other"))
+    for bag in (closed, other):
+        train(bag, BATCHES[:1])
+    closed.close()
+    train(other, BATCHES[1:5])
+    assert len(other.table.published()) == 2
+    other.close()
+
+
+def test_an_error_within_a_with_statement_stays_the_error_where_closing_fails_too(tmp_path):
+    bag = bag_in(tmp_path / "ssd")
+    collection = EmbCacheEmbeddingBagCollection(
+        [EmbCacheEmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])],
+        tiers=ssd_tiers(tmp_path / "ssd"),
+    )
+    table = CacheTable(
+        name="t",
+        dim=4,
+        tiers=ssd_tiers(tmp_path / "ssd"),
+        initializer=initializers.Constant(1),
+        optimizer=None,
+    )
+    for closed, shard in ((bag, bag.table), (collection, collection.tables["t"]), (table, table)):
+        shard.open()
+        internals(shard).flush_as = refuse
+        with pytest.raises(KeyError) as raised, closed:
+            raise KeyError("of the user")
+        (note,) = raised.value.__notes__
+        assert note == f"closing the {type(closed).__name__} failed too: no room for the state"
+        assert internals(shard).is_closed
+
+
 def test_a_flush_that_fails_on_one_rank_raises_on_all_and_leaves_the_state_before(two_ranks, tmp_path):
     rank_directory(tmp_path).mkdir(mode=0o700)
     first, second = two_ranks.run(flush_on_ranks, str(tmp_path), 1)
@@ -484,6 +530,18 @@ def test_an_optimizer_can_be_set_until_there_are_rows(tmp_path):
         late.optimizer = optimizers.Adam(lr=1)
         with pytest.raises(StateError, match="has rows with the slots of optimizers.Adam"):
             late.optimizer = optimizers.SGD()
+
+
+def test_an_optimizer_whose_rows_do_not_fit_the_budgets_is_refused_and_changes_nothing():
+    tiers = TierBudgets(host_bytes="64KiB", device_bytes=400)  # a device tier for one row without slots
+    with CacheTable(name="t", dim=64, tiers=tiers, initializer=initializers.Constant(1), optimizer=None) as table:
+        table.open()
+        with pytest.raises(ConfigError, match=r"device_bytes=400 is too small for one row"):
+            table.optimizer = optimizers.Adam()
+        assert table.optimizer is None
+        assert table.is_open
+        table.import_rows([7], torch.ones(1, 64))
+        assert table.read_rows([7]).slots == {}
 
 
 def test_a_forked_child_cannot_use_the_table():

@@ -366,7 +366,6 @@ def test_only_open_tables_are_looked_after(tmp_path: Path) -> None:
     assert internals(table).has_unflushed_rows
     bag.close()
     assert not internals(table).has_unflushed_rows
-    del bag, table
     assert set(lifetime.open_tables()) <= before
 
 

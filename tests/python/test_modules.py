@@ -7,6 +7,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torchrec_embcache import (
     EmbCacheEmbeddingCollection,
     EmbCacheEmbeddingConfig,
     EmbCacheWarning,
+    RowMetadata,
     TierBudgets,
     cache_modules,
     flush,
@@ -30,6 +32,7 @@ from torchrec_embcache import (
 )
 from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import (
+    CapacityError,
     ConfigError,
     InputError,
     PathError,
@@ -323,6 +326,25 @@ def test_an_optimizer_may_be_set_after_rows_were_read_or_imported():
     read = {("t1", id_) for id_ in features()["a"].values().tolist() + features()["b"].values().tolist()}
     assert all((after[key] != before[key]) == (key in read) for key in before if key[0] == "t1")
     assert ours.tables["t1"].optimizer.kind == "adamw"
+
+
+def test_an_optimizer_whose_slots_do_not_fit_leaves_the_imported_rows_as_they_were():
+    module = bags(tiers=TierBudgets(host_bytes="256KiB"))
+    table = module.tables["t1"]
+    known = RowMetadata(*(torch.arange(1100) for _ in range(2)), torch.rand(1100), torch.ones(1100, dtype=torch.int64))
+    table.import_rows(torch.arange(1100), torch.rand(1100, 6), metadata=known)
+    internals(table).native.set_step(5)
+    before = table.export().to_numpy()
+    apply_optimizer_in_backward(trec_optim.Adam, module.parameters(), {"lr": 0.1})
+    for _ in range(2):  # the second time too: rows that were lost would be born anew without a word
+        with pytest.raises(CapacityError, match="host_bytes"):
+            module(features())
+        after = table.export().to_numpy()
+        order, was = np.argsort(after["ids"]), np.argsort(before["ids"])
+        assert all(np.array_equal(after[name][order], before[name][was]) for name in before)
+        assert after.keys() == before.keys()
+        assert table.step() == 5
+        assert table.optimizer is None
 
 
 def test_evaluation_no_grad_and_frozen_tables_change_nothing():

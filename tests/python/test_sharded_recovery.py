@@ -10,8 +10,11 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from tables import ssd_tiers
 from torchrec_embcache import (
+    CacheTable,
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingBagCollectionSharder,
     EmbCacheEmbeddingBagConfig,
@@ -20,7 +23,7 @@ from torchrec_embcache import (
     TierBudgets,
     cache_modules,
 )
-from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, UnsupportedError
+from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, InUseError, UnsupportedError
 from torchrec_embcache.saver import Saver
 from torchrec_models import (
     CPU,
@@ -29,6 +32,7 @@ from torchrec_models import (
     TABLE_WISE,
     Batch,
     Model,
+    Settings,
     assert_same_rows,
     batches,
     dense_optimizer,
@@ -253,3 +257,40 @@ def test_an_environment_without_process_group_is_refused():
             plan=plan,
             init_data_parallel=False,
         )
+
+
+def _sharding_fails_on_one_rank(rank: int, world: int, root: str) -> Any:
+    """Train unsharded, fail to shard because rank 1 cannot open its share of the second table, and try again."""
+    settings = Settings(replicated=True, tiers=ssd_tiers(Path(root) / "ssd", host_bytes="4MiB", reopen="auto"))
+    model = Model(settings)
+    apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
+    train(model, batches(2))
+    before = rows_of(model)
+    second = model.bags.tables["tb"]
+    taken = CacheTable(
+        name="tb",
+        module="bags",
+        dim=second.dim,
+        tiers=second.tiers,
+        initializer=second.initializer,
+        optimizer=second.optimizer,
+        rank=1,
+        world_size=world,
+    )
+    if rank == 1:
+        taken.open()
+    with pytest.raises(InUseError) as kept:
+        sharded(model, ROW_WISE)
+    model.sequences.close()
+    taken.close()
+    torch.distributed.barrier()
+    again = Model(settings)
+    apply_optimizer_in_backward(torch.optim.SGD, again.table_parameters(), {"lr": 0.5})
+    assert rows_of(again) == before  # opens the directories, though somebody keeps the error
+    assert kept.tb is not None
+    return before, rows_of(sharded(again, ROW_WISE))
+
+
+def test_a_module_that_cannot_be_sharded_leaves_no_directory_in_use(two_ranks, tmp_path):
+    results = two_ranks.run(_sharding_fails_on_one_rank, str(tmp_path))
+    assert together([after for _, after in results]) == results[0][0] == results[1][0]

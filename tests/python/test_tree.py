@@ -33,6 +33,7 @@ RUST_LAYERS = [
 # Module: the modules of the package it may import, those that these import included.
 _BASE = {
     "exceptions",
+    "closing",
     "buckets",
     "config",
     "paths",
@@ -56,6 +57,7 @@ _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports
 _SAVER = _SHARDS | {"beside", "saving", "sessions"}
 PYTHON_IMPORTS = {
     "exceptions": set(),
+    "closing": set(),
     "buckets": set(),
     "collective": {"exceptions"},
     "config": {"exceptions"},

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -13,6 +12,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.cache import CacheTable, internals
+from torchrec_embcache.closing import ClosedByWith
 from torchrec_embcache.collective import is_distributed, world_size
 from torchrec_embcache.config import TierBudgets, check_int, check_name
 from torchrec_embcache.exceptions import ConfigError, StateError
@@ -34,7 +34,7 @@ __all__ = ["CacheCollection", "Trainer", "matching", "stand_ins"]
 Trainer = torch.optim.Optimizer | Literal["in_backward"] | None
 
 
-class CacheCollection(CacheModule, FusedOptimizerModule):
+class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
     """What both unsharded collections share, as a mixin over TorchRec's class.
 
     The tables are checked when the module is made, and opened when they are first used.
@@ -237,29 +237,23 @@ class CacheCollection(CacheModule, FusedOptimizerModule):
             self._lookup[1].drop_prefetched()
         self._tables.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"closing module {self.name!r} failed too: {failure}")
-
     def take_over(self, holder: nn.ModuleDict, optimizer: Trainer) -> None:
-        """Import rows 0 to N - 1 of each table of TorchRec's module, with the state that `optimizer` keeps of them."""
+        """Import rows 0 to N - 1 of each table of TorchRec's module, with the state that `optimizer` keeps of them.
+
+        On an error the tables are closed and not flushed, so that no directory stays in use, and no half of the rows is resumed.
+        """
         sources = {name: holder.get_parameter(f"{name}.weight") for name in self._tables}
         trained = {name: trained_by(source, optimizer) for name, source in sources.items()}
         for name, weight in self.weights().items():
             if (by := trained[name]) is not None:
                 by.mark(weight)
-        self.settle()
-        for name, table in self._tables.items():
-            import_torchrec(internals(table), sources[name].detach(), trained[name])
+        try:
+            self.settle()
+            for name, table in self._tables.items():
+                import_torchrec(internals(table), sources[name].detach(), trained[name])
+        except BaseException:
+            self._tables.close_unflushed()
+            raise
 
 
 def _files_name(name: str) -> str:

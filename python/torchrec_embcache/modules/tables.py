@@ -1,16 +1,15 @@
 """The tables of one collection on this rank: their budgets, their optimizers and where their rows come from."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 from torchrec.optim.fused import EmptyFusedOptimizer
 
-from torchrec_embcache.cache import CacheTable, internals
+from torchrec_embcache.cache import CacheTable, RowChunk, RowMetadata, internals
 from torchrec_embcache.config import TierBudgets, Unseen, bucket_range
 from torchrec_embcache.exceptions import ConfigError, EmbCacheWarning, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
@@ -185,17 +184,25 @@ class ModuleTables(Mapping[str, CacheTable]):
         return [name for name, table in self._tables.items() if table.optimizer is None]
 
     def set_optimizer(self, name: str, spec: OptimizerSpec) -> None:
-        """Give a table its optimizer. Rows that were imported before keep their weights, and their slots begin at zero."""
-        table = self._tables[name]
-        if not table.is_open or internals(table).spec.kind == spec.kind or len(table) == 0:
+        """Give a table its optimizer. Rows that were imported before keep their weights, and their slots begin at zero.
+
+        On an error, such as `CapacityError` where the rows with these slots do not fit the budgets, the table is as it was.
+        """
+        table = internals(self._tables[name])
+        if not table.is_open or table.spec.kind == spec.kind or len(table) == 0:
             table.optimizer = spec
             return
         # Without an optimizer nothing was trained, so that these rows were imported. They fit in memory.
-        chunks = [(chunk.ids, chunk.weights) for chunk in table.export()]
-        internals(table).native.clear()
-        table.optimizer = spec
-        for ids, weights in chunks:
-            table.import_rows(ids, weights)
+        chunks = list(table.export())
+        optimizer, before, step, epoch = table.optimizer, table.spec, table.step(), table.native.epoch()
+        try:
+            _put_anew(table, spec, chunks, weights_only=True)
+        except BaseException:
+            _put_anew(table, before, chunks, weights_only=False)
+            table.native.set_step(step)
+            table.native.set_epoch(epoch)
+            table.optimizer = optimizer
+            raise
 
     def hand_over(self) -> dict[str, CacheTable]:
         """Give up the tables: they are returned, and none are left here."""
@@ -203,34 +210,40 @@ class ModuleTables(Mapping[str, CacheTable]):
         return tables
 
     def take_rows(self, source: Mapping[str, CacheTable]) -> None:
-        """Take over the rows of this rank's buckets from the open tables of an unsharded module, and close these."""
-        for name, table in source.items():
-            if not table.is_open:
-                continue
-            target = self._tables.get(name)
-            if target is None:
-                table.close()
-                continue
-            if target.world_size == 1:  # it has the same buckets and the same files, so that the table itself moves
-                optimizer = target.optimizer
-                self._tables[name] = table
-                if optimizer is not None:
-                    self.set_optimizer(name, optimizer)
-                continue
-            same_slots = internals(table).spec.kind == internals(target).spec.kind
-            for chunk in table.export():
-                mine = torch.from_numpy(internals(target).owns(chunk.ids.numpy()))
-                slots = {slot: values[mine] for slot, values in chunk.slots.items()} if same_slots else None
-                metadata = type(chunk.metadata)(
-                    **{
-                        field.name: getattr(chunk.metadata, field.name)[mine]
-                        for field in dataclasses.fields(chunk.metadata)
-                    }
-                )
-                target.import_rows(chunk.ids[mine], chunk.weights[mine], slots, metadata)
-            if same_slots:
-                internals(target).native.set_step(table.step())
+        """Take over the rows of this rank's buckets from the open tables of an unsharded module, and close these.
+
+        On an error all tables are closed, so that no directory stays in use. Tables that have only a part of their rows are not
+        flushed.
+        """
+        try:
+            for name, table in source.items():
+                if table.is_open:
+                    self._take_table(name, table)
+        except BaseException as error:
+            if (failure := _close_all(source.values())) is not None:
+                error.add_note(f"closing the tables failed too: {failure}")
+            self.close_unflushed()
+            raise
+
+    def _take_table(self, name: str, table: CacheTable) -> None:
+        if name not in self._tables:
             table.close()
+            return
+        target = internals(self._tables[name])
+        if target.world_size == 1:  # it has the same buckets and the same files, so that the table itself moves
+            self._tables[name] = table
+            if target.optimizer is not None:
+                self.set_optimizer(name, target.optimizer)
+            return
+        same_slots = internals(table).spec.kind == target.spec.kind
+        for chunk in table.export():
+            mine = torch.from_numpy(target.owns(chunk.ids.numpy()))
+            slots = {slot: values[mine] for slot, values in chunk.slots.items()} if same_slots else None
+            columns = {field.name: getattr(chunk.metadata, field.name)[mine] for field in fields(RowMetadata)}
+            target.import_rows(chunk.ids[mine], chunk.weights[mine], slots, RowMetadata(**columns))
+        if same_slots:
+            target.native.set_step(table.step())
+        table.close()
 
     def optimizer(self, prefix: str, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> TableOptimizer:
         """The optimizer of those of the tables `names` that have one, with the keys `<prefix><table>.weight`."""
@@ -262,19 +275,39 @@ class ModuleTables(Mapping[str, CacheTable]):
 
     def close(self) -> None:
         """Flush and close every table. The first error is raised when all are closed."""
-        first: Exception | None = None
-        for table in self._tables.values():
-            try:
-                table.close()
-            except Exception as error:
-                first = first or error
+        first = _close_all(self._tables.values())
         if first is not None:
             raise first
+
+    def close_unflushed(self) -> None:
+        """Close every table without a flush, because some have only a part of the rows that they were to take over."""
+        for table in self._tables.values():
+            internals(table).close_unflushed()
 
     def warn_on_state_dict(self, module: Any) -> None:
         """Let `module.state_dict()` note how many rows there are, and warn once that it does not hold them."""
         module.register_state_dict_pre_hook(_warn_that_rows_are_elsewhere)
         module.register_state_dict_post_hook(_note_rows)
+
+
+def _close_all(tables: Iterable[CacheTable]) -> Exception | None:
+    """Flush and close every table. Returns the first error."""
+    first: Exception | None = None
+    for table in tables:
+        try:
+            table.close()
+        except Exception as error:
+            first = first or error
+    return first
+
+
+def _put_anew(table: TableShard, spec: OptimizerSpec, chunks: Iterable[RowChunk], *, weights_only: bool) -> None:
+    """Replace the rows of a table by those of `chunks`, with the slots of the optimizer `spec`."""
+    table.native.clear()
+    table.optimizer = spec
+    for chunk in chunks:
+        rest = () if weights_only else (chunk.slots, chunk.metadata)
+        table.import_rows(chunk.ids, chunk.weights, *rest)
 
 
 def _warn_that_rows_are_elsewhere(module: Any, prefix: str, keep_vars: bool) -> None:

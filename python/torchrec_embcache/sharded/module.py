@@ -109,7 +109,12 @@ class ShardedCacheModule(CacheModule):
             state["_cache"] = module.shard_tables(shards, fused_params, on)
         except Exception as caught:
             error = caught
-        raise_on_every_rank(error, env.process_group, on)
+        try:
+            raise_on_every_rank(error, env.process_group, on)
+        except BaseException:
+            if error is None:  # another rank has no tables
+                state["_cache"].close_unflushed()
+            raise
         state["_features"] = list(
             dict.fromkeys(name for config in module.table_configs() for name in config.feature_names)
         )
