@@ -216,7 +216,7 @@ class CacheTable(ClosedByWith):
 
     @property
     def is_open(self) -> bool:
-        """Whether the tiers are open."""
+        """Whether the tiers were opened. It stays True after `close`."""
         return self._shard.is_open
 
     def open(self, resume_token: int | None = None) -> None:

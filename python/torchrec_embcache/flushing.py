@@ -97,8 +97,9 @@ def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
         agree(all_of_them)
 
     coordinators = {mark.coordinator for others in gather(marks) for mark in others}
-    if len(coordinators) > 1 and me == 0:
-        _warn_of_coordinators(sorted(path for path, _ in coordinators))
+    if len(coordinators) > 1:
+        # Agreed on, because a warning may be made an error.
+        agree(lambda: _warn_of_coordinators(sorted(path for path, _ in coordinators)) if me == 0 else None)
     versions: list[int] = []
     each(lambda table: versions.append(table.flush_as(token)), tables)
     each(lambda mark: mark.prepare(token), marks)
@@ -106,7 +107,8 @@ def _flush_tables(tables: Sequence[FlushedTable], *, alone: bool) -> None:
     for table, version in zip(tables, versions, strict=True):
         table.note_flushed(version, by_all_ranks=not alone)
     each(lambda mark: mark.follow(token), marks)
-    kept = {token for tokens in gather([token for table in tables for token in table.published()]) for token in tokens}
+    mine = agree(lambda: [token for table in tables for token in table.published()])
+    kept = {token for tokens in gather(mine) for token in tokens}
     old = {token for tokens in gather(published) for token in tokens if publish.is_shared(token)} - kept
     each(lambda mark: mark.forget(old), marks)
     if tables:
@@ -123,7 +125,7 @@ def _warn_of_coordinators(roots: Sequence[str]) -> None:
         f"no ssd_dir can be reached from all ranks, so that {len(roots)} of them ({', '.join(roots)}) complete a flush each. A "
         "kill between two may leave the flush complete for some ranks alone: give one table an ssd_dir that every machine mounts",
         EmbCacheWarning,
-        stacklevel=5,
+        stacklevel=8,
     )
 
 

@@ -143,7 +143,7 @@ class TableShard:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tiers are open."""
+        """Whether the tiers were opened. It stays True after `close`."""
         return self._native is not None
 
     @property

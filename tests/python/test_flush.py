@@ -373,8 +373,11 @@ def rank_directory(root):
     return Path(root) / "ssd"
 
 
-def flush_on_ranks(rank, _size, root, fail_rank):
-    """Do two good flushes, then one that fails on `fail_rank`. Returns the error's words, and what a resume finds."""
+def flush_on_ranks(rank, _size, root, fail_rank, late=False):
+    """Do two good flushes, then one that fails on `fail_rank`, with `late` when it is complete.
+
+    Returns the error's words, and whether a resume finds the flush before, with `late` this one.
+    """
     settings = {"name": f"shard{rank}"}  # tables of level 1 know no ranks, so each rank has its own
     bag = bag_in(rank_directory(root), **settings)
     train(bag, BATCHES[:2])
@@ -384,8 +387,14 @@ def flush_on_ranks(rank, _size, root, fail_rank):
     flushed = Contents.of(bag)
     train(bag, BATCHES[4:6])
     words = ""
+    if late:
+        flushed = Contents.of(bag)
     if rank == fail_rank:
-        internals(bag.table).flush_as = refuse
+        shard = internals(bag.table)
+        if late:
+            shard.note_flushed = lambda *_, **__: setattr(shard, "published", lambda: refuse(None))
+        else:
+            shard.flush_as = refuse
     try:
         flush(bag)
     except StorageError as error:
@@ -437,10 +446,15 @@ def test_an_error_within_a_with_statement_stays_the_error_where_closing_fails_to
 def test_a_flush_that_fails_on_one_rank_raises_on_all_and_leaves_the_state_before(two_ranks, tmp_path):
     rank_directory(tmp_path).mkdir(mode=0o700)
     first, second = two_ranks.run(flush_on_ranks, str(tmp_path), 1)
-    assert first[0] == "rank 1: no room for the state"
-    assert second[0] == "no room for the state"
-    assert first[1]
-    assert second[1]
+    assert first == ("rank 1: no room for the state", True)
+    assert second == ("no room for the state", True)
+
+
+def test_a_directory_that_one_rank_cannot_list_after_a_flush_is_an_error_on_all(two_ranks, tmp_path):
+    rank_directory(tmp_path).mkdir(mode=0o700)
+    first, second = two_ranks.run(flush_on_ranks, str(tmp_path), 1, True)
+    assert first == ("rank 1: no room for the state", True)
+    assert second == ("no room for the state", True)
 
 
 def kill_on_ranks(rank, _size, root, follows):
@@ -471,8 +485,8 @@ def test_ranks_with_a_root_each_agree_where_a_flush_is_cut_short(two_ranks, tmp_
     assert two_ranks.run(kill_on_ranks, str(tmp_path), follows) == ["new" if follows else "old"] * 2
 
 
-def flush_on_machines(rank, _size, root):
-    """The words of the warnings of two flushes of ranks that see only their own directory."""
+def flush_on_machines(rank, _size, root, action="always"):
+    """The words of the warnings, or of the error, of a flush of ranks that see only their own directory."""
     bag = bag_in(Path(root, f"disk{rank}"), name=f"shard{rank}")
     mine = os.path.abspath(Path(root, f"disk{rank}"))
 
@@ -487,9 +501,13 @@ def flush_on_machines(rank, _size, root):
             return self.path == mine and self.root.is_named(name)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
         patch.setattr("torchrec_embcache.publish.FlushRoot", OfOneMachine)
         train(bag, BATCHES[:2])
+        warnings.simplefilter(action)
+        if action == "error":
+            with pytest.raises((EmbCacheWarning, EmbCacheError)) as raised:
+                flush(bag)
+            return str(raised.value)
         flush(bag)
     flushed = Contents.of(bag)
     internals(bag.table).native.close()
@@ -506,6 +524,13 @@ def test_ranks_that_see_no_directory_of_one_another_are_told_what_a_kill_may_do(
     assert str(tmp_path / "disk0") in told
     assert str(tmp_path / "disk1") in told
     assert not [words for words in second if "complete a flush each" in words]
+
+
+def test_a_warning_that_one_rank_makes_an_error_is_raised_on_all(two_ranks, tmp_path):
+    first, second = two_ranks.run(flush_on_machines, str(tmp_path), "error")
+    assert "complete a flush each" in first
+    assert "complete a flush each" in second
+    assert second.startswith("rank 0: EmbCacheWarning: ")
 
 
 def test_a_model_without_tables_has_nothing_to_flush():

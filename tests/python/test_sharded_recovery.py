@@ -23,7 +23,15 @@ from torchrec_embcache import (
     TierBudgets,
     cache_modules,
 )
-from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, InUseError, UnsupportedError
+from torchrec_embcache.exceptions import (
+    CapacityError,
+    ConfigError,
+    EmbCacheError,
+    InputError,
+    InUseError,
+    StateError,
+    UnsupportedError,
+)
 from torchrec_embcache.saver import Saver
 from torchrec_models import (
     CPU,
@@ -257,6 +265,41 @@ def test_an_environment_without_process_group_is_refused():
             plan=plan,
             init_data_parallel=False,
         )
+
+
+def _update_that_tears_a_table(rank: int, world: int) -> Any:
+    """What a backward raises where torch has no memory for a part of rank 1's update, and what its tables say afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMBCACHE_KERNELS", "torch")
+        model = sharded(Model(Settings(tiers=TierBudgets(host_bytes="4MiB", device_bytes="64KiB"))), ROW_WISE, SGD)
+        steps = list(batches(2, rank, world))
+        train(model, iter(steps[:1]))
+        loss, _ = model(steps[1])
+        if rank == 1:
+            patch.setattr(torch.Tensor, "index_copy_", _no_memory)
+        with pytest.raises((torch.OutOfMemoryError, EmbCacheError)) as raised:
+            loss.backward()
+    tables = [table for module in cache_modules(model).values() for table in module.tables.values()]
+    return str(raised.value), [_torn(table) for table in tables]
+
+
+def _no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("asked to fail")
+
+
+def _torn(table: CacheTable) -> bool:
+    try:
+        return table.step() < 0
+    except StateError as error:
+        return "failed half-way" in str(error)
+
+
+def test_a_table_that_one_rank_tears_does_not_keep_the_others_waiting(two_ranks):
+    (first, sound), (second, torn) = two_ranks.run(_update_that_tears_a_table)
+    assert first == "rank 1: OutOfMemoryError: asked to fail"
+    assert second == "asked to fail"
+    assert not any(sound)
+    assert any(torn)
 
 
 def _sharding_fails_on_one_rank(rank: int, world: int, root: str) -> Any:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -264,7 +264,12 @@ class ShardedCacheModule(CacheModule):
 
     def _agree_on_steps(self) -> None:
         """Count a backward that failed on some ranks as a step of all: a table whose ranks count differently could not be saved."""
-        mine = {name: table.step() for name, table in self._cache.items() if table.is_open}
+        mine: dict[str, int] = {}
+        for name, table in self._cache.items():
+            # A table that was half updated refuses to say its step. The other ranks wait for this rank all the same.
+            with suppress(StateError):
+                if table.is_open:
+                    mine[name] = table.step()
         for steps in all_gather(mine, self._env.process_group):
             for name, step in steps.items():
                 if name in mine and step > mine[name]:
