@@ -1,4 +1,4 @@
-"""What happens to a gradient before it updates rows, and a check that it is to update them."""
+"""What happens to a gradient before it updates rows, a check that it is to update them, and errors of a backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .exceptions import UnsupportedError
 
-__all__ = ["check_rows_are_to_be_updated", "clamp_parts"]
+__all__ = ["check_rows_are_to_be_updated", "clamp_parts", "raise_at_end_of_backward"]
 
 
 def clamp_parts(grad: Tensor, limits: Sequence[float | None], sizes: Sequence[int], dim: int) -> Tensor:
@@ -44,3 +44,16 @@ def check_rows_are_to_be_updated(anchor: Any) -> None:
             "torch.autograd.grad(), or backward(inputs=...): it asks for some gradients, and this backward would update the rows. "
             "Call loss.backward() to train, or put the module into eval() for gradients alone"
         )
+
+
+def raise_at_end_of_backward(error: Exception) -> None:
+    """Raise `error` when the backward that is under way is through."""
+    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch's own users of it, DDP and FSDP, say so too
+    pending = [error]
+
+    def fail() -> None:
+        raise pending.pop()
+
+    # Callbacks run in the order in which they are added, and those that a callback adds run last. So this one runs after DDP's,
+    # which DDP adds when its last gradient is ready.
+    engine.queue_callback(lambda: engine.queue_callback(fail))

@@ -16,6 +16,7 @@ from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values, internals
 from torchrec_embcache.collective import all_gather, raise_on_every_rank
 from torchrec_embcache.exceptions import InputError, MismatchError, StateError, UnsupportedError
+from torchrec_embcache.gradients import raise_at_end_of_backward
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.modules.features import check_features, in_order
 from torchrec_embcache.modules.optimizer_choice import no_optimizer_error, without_optimizer_attributes
@@ -260,7 +261,7 @@ class ShardedCacheModule(CacheModule):
             self._agree(error)
         except Exception as caught:
             self._agree_on_steps()
-            _raise_at_end_of_backward(caught)
+            raise_at_end_of_backward(caught)
 
     def _agree_on_steps(self) -> None:
         """Count a backward that failed on some ranks as a step of all: a table whose ranks count differently could not be saved."""
@@ -438,15 +439,3 @@ class ShardedCacheModule(CacheModule):
         raise UnsupportedError(
             "update_shards is not supported yet: save with Saver and load into a model with the new plan"
         )
-
-
-def _raise_at_end_of_backward(error: Exception) -> None:
-    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch's own users of it, DDP and FSDP, say so too
-    pending = [error]
-
-    def fail() -> None:
-        raise pending.pop()
-
-    # Callbacks run in the order in which they are added, and those that a callback adds run last. So this one runs after DDP's,
-    # which DDP adds when its last gradient is ready.
-    engine.queue_callback(lambda: engine.queue_callback(fail))
