@@ -1,13 +1,17 @@
-"""Layouts of embedding tables on disk that `convert` reads, each as tables of columns, rows in chunks.
+"""The layouts of embedding tables on disk that `convert` reads. In every layout a table is read as columns, some rows at a time.
 
-- `recsdk`: `<table>/key/slice.data` (int64), `<table>/embedding/slice.data`, `momentum1`'s and `momentum2`'s (fp32), each beside
-  a `slice.attribute` of int64: bytes an element, rows, width. Older ones have `<table>/rank<k>/` between.
-- `recis`: safetensors with a tensor `<table>.id/part_<i>_<n>` for each shard, beside it `.embedding` and one for each slot.
-- `safetensors`: `<table>/*.safetensors` (or the files of one table alone) with `id`, `weight` and one tensor for each slot.
-- `npy`: `<table>/id.npy`, `weight.npy` and one for each slot.
+- `recsdk`: a directory for each table. It has the files `key/slice.data` (ids, int64), `embedding/slice.data` (weights, fp32), and
+  for optimizers that have them `momentum1/slice.data` and `momentum2/slice.data` (fp32). Beside each file is a `slice.attribute`
+  of int64 numbers: the bytes of an element, the number of rows, and (not for ids) the width of a row. In older saves all of these
+  are in a directory `rank<k>` for each rank.
+- `recis`: safetensors files. A table is divided into n parts. Part i has a tensor `<table>.id/part_<i>_<n>`, a tensor of the same
+  form for `.embedding`, and one for each slot.
+- `safetensors`: a directory for each table. The tensors in its `*.safetensors` files are `id`, `weight`, and one for each slot. The
+  files of a single table may also lie in the given directory itself.
+- `npy`: a directory for each table, with `id.npy`, `weight.npy`, and one file for each slot.
 - `torchrec-dcp`: a checkpoint that `torch.distributed.checkpoint` wrote of TorchRec's own tables; see `torchrec_dcp`.
 
-The first two were read from the sources of RecSDK's torchrec_embcache and of RecIS 1.2.
+What is said here of the first two was read from the sources of RecSDK's torchrec_embcache and of RecIS 1.2.
 """
 
 import contextlib
@@ -34,18 +38,21 @@ __all__ = ["METADATA", "READERS", "Columns", "StoredTable", "recognise"]
 
 Columns = dict[str, NDArray[Any]]
 
-#: Columns of the metadata, and their types.
+#: The columns of a row's metadata, and the type of each.
 METADATA = {"count": np.uint32, "last_step": np.uint64, "score": np.float32, "modified_epoch": np.uint32}
-#: The columns of the metadata that are integers, and the greatest of each. The epoch after the greatest must fit too.
+#: The columns of the metadata that are integers, and the greatest value of each. A table has to count on from it.
 _WHOLE_METADATA = {"count": (1 << 32) - 1, "last_step": (1 << 63) - 1, "modified_epoch": (1 << 32) - 2}
 #: The widest embedding that a table can have.
 _MAX_DIM = 65_536
-#: Bytes of rows read at a time.
+#: How many bytes of rows are read at a time.
 _CHUNK_BYTES = 32 << 20
-#: What numpy raises for a header that is none: it evaluates the header as a Python literal.
+#: What numpy raises for a damaged header. (It evaluates the header as a Python literal.)
 _NPY_ERRORS = (ValueError, EOFError, SyntaxError, tokenize.TokenError, RecursionError, OverflowError, TypeError)
+#: The name of a tensor of RecIS: a part of a table's column.
 _PART = re.compile(r"(?P<table>.+)\.(?P<column>[^./]+)/part_(?P<shard>\d{1,9})_(?P<shards>\d{1,9})")
+#: The types of integers, as safetensors names them.
 _INTEGERS = frozenset({"I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8"})
+#: The other form of RecIS' names. It ends in the slice of ids that the part has.
 _SLICED = re.compile(r"(?P<table>.+)@(?P<column>[^@^]+)\^(?P<shard>.+)")
 
 
@@ -53,9 +60,10 @@ _SLICED = re.compile(r"(?P<table>.+)@(?P<column>[^@^]+)\^(?P<shard>.+)")
 class StoredTable:
     """A table in a foreign layout.
 
-    `slots`: width of each slot, by name: the embedding's, or 0 for one number a row. `chunks` gives columns `id` `[n]` int64,
-    `weight` `[n, D]`, each slot `[n, D]` or `[n]`, fp32, and what there is of the metadata. `description`: the manifest's entry
-    of a table that we wrote. `unread`: slots that cannot be read, by name, each with the reason.
+    `slots`: the width of each slot, by the slot's name. It is that of the embedding, or 0 where a row has one number. `chunks`
+    returns the rows, some at a time, as columns: `id` [n] (int64), `weight` [n, D] and each slot [n, D] or [n] (fp32), and the
+    metadata, if the layout has it. `description`: what `table.json` says of the table, if `convert` wrote it. `skipped`: the names
+    of tensors that belong to no table. `unread`: the slots that cannot be read, by name, with the reason.
     """
 
     name: str
@@ -69,7 +77,7 @@ class StoredTable:
 
 
 def recognise(path: Path) -> str:
-    """The layout of a directory; `InputError` where it is none of those known."""
+    """The layout of the directory `path`. `InputError` where it has none that is known."""
     if (path / "LATEST").is_file() or (path / "manifest.json").is_file():
         return "embcache"
     for name, marks in {
@@ -90,7 +98,10 @@ def _chunk_rows(row_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _regular(path: Path) -> Iterator[Path]:
-    """A path of the file while it is open. Nobody would end a read from a pipe or a device: `CorruptionError`."""
+    """Open a regular file. The path that this gives leads to it, whatever happens to its name.
+
+    `CorruptionError` where something else is there: a read from a pipe or a device might never end.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(fd).st_mode
@@ -104,8 +115,8 @@ def _regular(path: Path) -> Iterator[Path]:
 
 
 def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A file of nothing but numbers, as an array that reads it where it is used."""
-    wanted = math.prod(shape) * np.dtype(dtype).itemsize  # Python's integers do not wrap around
+    """A file of numbers alone, mapped as an array. A part of the file is read when that part of the array is used."""
+    wanted = math.prod(shape) * np.dtype(dtype).itemsize  # These are Python's integers, which do not overflow.
     with _regular(path) as file:
         if (found := file.stat().st_size) != wanted:
             raise CorruptionError(f"{path}: offset 0: the file's length: expected {wanted}, found {found}")
@@ -155,7 +166,7 @@ def _recsdk(path: Path) -> Iterator[StoredTable]:
 
 
 def _check_array(table: str, column: str, values: NDArray[Any]) -> None:
-    """`InputError` unless a column has a shape, and metadata the kind of numbers, that is read."""
+    """`InputError` unless `values` has the number of dimensions that the column needs, and for metadata a type that fits."""
     if column == "weight":
         fits, shape = values.ndim == 2, "[rows, dim]"
     elif column == "id" or column in METADATA:
@@ -169,7 +180,7 @@ def _check_array(table: str, column: str, values: NDArray[Any]) -> None:
 
 
 def _check_metadata(table: str, column: str, values: NDArray[Any]) -> None:
-    """`InputError` unless the numbers fit the metadata's type: a conversion must not change one in silence."""
+    """`InputError` unless every value fits the metadata's type. Otherwise the conversion would change values and not say so."""
     whole = column in _WHOLE_METADATA
     if values.dtype.kind not in ("iu" if whole else "f"):
         raise InputError(
@@ -185,7 +196,7 @@ def _check_metadata(table: str, column: str, values: NDArray[Any]) -> None:
 
 
 def _of_parts(name: str, parts: list[Columns], dim: int, description: dict[str, Any] | None = None) -> StoredTable:
-    """A table whose parts lie in arrays that are read where they are used."""
+    """The table `name` of which each part is a dict of arrays. The arrays may be mapped files."""
     slots = {
         column: (dim if values.ndim == 2 else 0)
         for column, values in parts[0].items()
@@ -213,12 +224,12 @@ def _of_parts(name: str, parts: list[Columns], dim: int, description: dict[str, 
     return StoredTable(name, rows, dim, slots, chunks, description)
 
 
-# ---- safetensors: RecIS's, and plain
+# ---- safetensors: RecIS' files, and plain ones
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor in a safetensors file, read by slices of rows."""
+    """A tensor in a safetensors file. Its rows are read in slices."""
 
     file: Path
     name: str
@@ -247,7 +258,7 @@ def _open(path: Path) -> Any:
 def _tensors(files: Iterable[Path]) -> Iterator[_Tensor]:
     for path in files:
         with _open(path) as file:
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            for name in file.keys():  # noqa: SIM118 (the file is no mapping)
                 piece = file.get_slice(name)
                 yield _Tensor(path, name, piece.get_dtype(), tuple(piece.get_shape()))
 
@@ -319,10 +330,10 @@ def _recis(path: Path) -> Iterator[StoredTable]:
             continue
         match = _PART.fullmatch(tensor.name) or _SLICED.fullmatch(tensor.name)
         if match is None:
-            skipped.append(tensor.name)  # a dense tensor
+            skipped.append(tensor.name)  # It is a dense tensor.
             continue
         column = "weight" if match["column"] == "embedding" else match["column"]
-        # The slots of its optimizers are named after them: sparse_adam_exp_avg, sparse_adamw_tf_exp_avg_sq.
+        # RecIS puts the optimizer's name before the slot's, as in sparse_adam_exp_avg and sparse_adamw_tf_exp_avg_sq.
         column = re.sub(r"^sparse_.+_(exp_avg|exp_avg_sq)$", r"\1", column)
         part = tables.setdefault(match["table"], {}).setdefault(match["shard"], {})
         if column in part:
@@ -340,7 +351,7 @@ def _recis(path: Path) -> Iterator[StoredTable]:
 
 
 def _check_shards(table: str, counts: set[int], shards: Iterable[str]) -> None:
-    """`CorruptionError` unless every part that the names promise (`part_<i>_<n>`) is there: fewer would lose rows in silence."""
+    """`CorruptionError` unless all n parts of a table (`part_<i>_<n>`) are there. Without one of them rows would be missing."""
     found = {int(shard) for shard in shards}
     wanted = max(counts)
     if len(counts) > 1 or len(found) != wanted or max(found) >= wanted:

@@ -1,4 +1,4 @@
-"""DCP's metadata as JSON: what `dense.json` of a checkpoint holds. Everything in it is checked before it is used."""
+"""DCP's metadata as JSON. A checkpoint has it in the file `dense.json`. Everything in that file is checked before it is used."""
 
 import base64
 import dataclasses
@@ -23,10 +23,13 @@ from torchrec_embcache.exceptions import CorruptionError, UnsupportedError
 
 __all__ = ["Extent", "from_json", "to_json"]
 
+# What the file says that it is.
 _FORMAT = "torchrec-embcache dense"
 _VERSION = 1
+# The most dimensions and elements of a tensor.
 _MAX_DIMS = 64
 _MAX_ELEMENTS = (1 << 63) - 1
+# Torch's types, layouts and memory formats, by the names that the file has for them.
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 _MEMORY_FORMATS = {str(form): form for form in (torch.contiguous_format, torch.channels_last, torch.preserve_format)}
@@ -34,10 +37,13 @@ _MEMORY_FORMATS = {str(form): form for form in (torch.contiguous_format, torch.c
 
 @dataclass(frozen=True)
 class Extent:
-    """Where an item of a state dict is stored, and how.
+    """Where an item of a state dict is stored, and in which form.
 
-    `offset` and `bytes` are in the stream of `rank`. "raw": a tensor of `dtype` and `shape`, elements in row-major order,
-    little-endian; "saved": a tensor as `torch.save` writes it; "bytes": what DCP's planner gave.
+    `offset`: where the item begins in the stream of `rank`, in bytes. `bytes`: its length. `kind` is the form:
+
+    - "raw": the elements of a tensor of `dtype` and `shape`, in row-major order and little-endian.
+    - "saved": a tensor as `torch.save` writes it.
+    - "bytes": the bytes that DCP's planner gave for an item that is no tensor.
     """
 
     offset: int
@@ -49,7 +55,10 @@ class Extent:
 
 
 def to_json(metadata: Metadata) -> bytes:
-    """Metadata whose `storage_data` are extents; `UnsupportedError` for planner data that JSON cannot hold."""
+    """The metadata as JSON. The values of its `storage_data` are `Extent`s.
+
+    `UnsupportedError` for planner data of a type that JSON cannot hold.
+    """
     storage: dict[MetadataIndex, Extent] = metadata.storage_data
     meta = metadata.storage_meta or StorageMeta()
     document = {
@@ -68,10 +77,10 @@ def to_json(metadata: Metadata) -> bytes:
 
 
 def from_json(text: bytes, path: str, stream_bytes: Sequence[int]) -> Metadata:
-    """What `to_json` made, with `Extent`s as its `storage_data`. `stream_bytes`: the length of each rank's stream.
+    """The metadata that `to_json` wrote as `text`. Messages name the file `path`.
 
-    `CorruptionError` for anything that is not such metadata, and for an extent that is not within its stream or has another length
-    than its tensor; `UnsupportedError` for a newer version.
+    `stream_bytes`: the length of each rank's stream. `CorruptionError` where `text` is no such metadata, or where an extent goes
+    past the end of its stream or is not as long as its tensor. `UnsupportedError` for a newer version.
     """
     try:
         document = json.loads(text)
@@ -186,7 +195,9 @@ def _sizes(values: list[int]) -> torch.Size:
 
 
 def _value_to_json(value: object) -> Any:
-    """Plain values as they are, lists as lists, all else as an object that names its type."""
+    """A value of planner data as JSON. Numbers, text, None and lists stay what they are. Any other value becomes an object whose
+    one key is its type.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -207,6 +218,7 @@ def _value_to_json(value: object) -> Any:
 
 
 def _value_from_json(value: Any) -> Any:
+    """The value that `_value_to_json` wrote."""
     if isinstance(value, list):
         return [_value_from_json(entry) for entry in value]
     if not isinstance(value, dict):

@@ -20,7 +20,7 @@ use crate::types::Id;
 
 pub use crate::process::work_behind;
 
-/// How many bytes of rows are copied at a time, one row at least. A training step waits for one such chunk at most.
+/// Rows are copied in chunks of at most so many bytes, or of one row where a row is larger. A training step waits for one chunk at most.
 const CHUNK_BYTES: usize = 256 << 10;
 /// The default memory, in bytes, for rows that training changes before they are written: see [`PreImages`].
 pub const IMAGE_BYTES: usize = 32 << 20;
@@ -45,12 +45,12 @@ pub struct TableToSave {
     pub table: Table,
     /// The hyperparameters of its optimizer.
     pub hyperparameters: BTreeMap<String, f64>,
-    /// The checkpoint that a delta builds on, as the table knows it; `None` in a full save.
+    /// The checkpoint that the delta builds on; `None` in a full save.
     pub ancestor: Option<Ancestor>,
 }
 
-/// The tables of one rank at one moment, and the writer that they go to. Dropping this holds them no more; the next save removes what it
-/// wrote.
+/// The tables of one rank as they were at one moment, and what writes them into the checkpoint. Once this is dropped the tables are held
+/// no more, and the next save removes what was written.
 #[derive(Debug)]
 pub struct RankMoment {
     writer: RankWriter,
@@ -104,7 +104,8 @@ impl RankMoment {
 }
 
 impl RankWriter {
-    /// Write the rows of a table's moment at a pace; those of a moment of changes go into a delta. Returns the numbers of rows and tombstones.
+    /// Write the rows that a table had at a moment, no faster than `pace` allows. The checkpoint must be a delta if the moment is one of
+    /// changes. Returns the numbers of rows and tombstones.
     pub fn write_moment(
         &mut self,
         module: &str,
@@ -136,24 +137,25 @@ impl RankWriter {
 #[derive(Debug)]
 pub struct Pace {
     bytes_per_second: Option<u64>,
-    /// When the bytes so far should have been written.
+    /// When the limit allows the next bytes.
     due: Instant,
 }
 
 impl Pace {
-    /// After a slow disk has fallen behind the limit, at most this much time is caught up.
+    /// Where a slow disk has fallen behind the limit, later bytes are written faster, to make up for at most this much time.
     const CREDIT: Duration = Duration::from_millis(200);
 
-    /// A limit in bytes a second, or none.
+    /// A limit in bytes a second; `None` for no limit.
     pub fn new(bytes_per_second: Option<u64>) -> Self {
         Self { bytes_per_second, due: Instant::now() }
     }
 
+    /// Sleep until the limit allows more, after `bytes` were written.
     fn wait(&mut self, bytes: u64) {
         std::thread::sleep(self.after(bytes, Instant::now()));
     }
 
-    /// How long to wait after bytes that were written by `now`.
+    /// How long to sleep at the time `now`, when `bytes` were just written.
     fn after(&mut self, bytes: u64, now: Instant) -> Duration {
         let Some(rate) = self.bytes_per_second else { return Duration::ZERO };
         let earliest = now.checked_sub(Self::CREDIT).unwrap_or(now);
@@ -175,7 +177,7 @@ mod tests {
             assert_eq!(wait, Duration::from_millis(500));
             now += wait;
         }
-        // Three seconds lost, of which the credit is had back.
+        // The disk loses three seconds, and only the credit is made up for.
         now += Duration::from_secs(3);
         assert_eq!(pace.after(1 << 20, now), Duration::from_millis(800));
         assert_eq!(Pace::new(None).after(u64::MAX, now), Duration::ZERO);
