@@ -213,7 +213,7 @@ class BlockReader:
     """The newest complete block-level save of a directory, whose manifests are checked. It stays until `release`."""
 
     def __new__(cls, directory: Directory) -> BlockReader: ...
-    def release(self) -> None: ...  # nothing more is read: saves may remove it
+    def release(self) -> None: ...  # closes its files: saves may remove it; harmless twice
     def tables(self) -> list[TableOfBlocks]: ...
     def tensors(self) -> list[BlockShape]: ...
     def runs(
@@ -240,7 +240,7 @@ class CheckpointSave:
     def adopt(self, rank: int, world_size: int, parts: Sequence[WrittenPart]) -> Digest: ...  # the rank's digest
     def write_dense_metadata(self, metadata: bytes) -> None: ...  # what the ranks' extents mean
     def publish(self, digests: Sequence[Digest], next_epoch: int) -> Published: ...  # digests by rank
-    def abandon(self) -> None: ...
+    def abandon(self) -> None: ...  # harmless once it has ended
 
 @final
 class CheckpointWriter:

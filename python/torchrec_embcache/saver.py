@@ -241,20 +241,22 @@ class Saver:
         """
         ranks = self._ranks()
         keep = check_int("keep", keep, 1, 1 << 20)
-        merge = Merge(ranks, agreed_path(path), self.path_checks)
-        chain = merge.chain
-        if chain is None:
-            return SaveReport(merge.newest, "full", None, None, 0, 0)
-        total = chain.rows if ranks.world_size == 1 else None
+        given = agreed_path(path)
+        with Merge(ranks) as merge:
+            merge.open(given, self.path_checks)
+            chain = merge.chain
+            if chain is None:
+                return SaveReport(merge.newest, "full", None, None, 0, 0)
+            total = chain.rows if ranks.world_size == 1 else None
 
-        def write() -> RankPart:
-            return merge.write(session.name, Tracker(progress, "compact", total, shown=ranks.rank == 0))
+            def write() -> RankPart:
+                return merge.write(session.name, Tracker(progress, "compact", total, shown=ranks.rank == 0))
 
-        with SaveSession(merge.directory, ranks, keep=keep, merged=chain.id) as session:
-            session.begin()
-            session.write(write)
-            session.publish(chain.next_epoch)
-        return SaveReport(session.name, "full", None, None, chain.rows, 0)
+            with SaveSession(merge.directory, ranks, keep=keep, merged=chain.id) as session:
+                session.begin()
+                session.write(write)
+                session.publish(chain.next_epoch)
+            return SaveReport(session.name, "full", None, None, chain.rows, 0)
 
     def _open_to_save(self, path: str | os.PathLike[str]) -> Directory:
         """The directory that all ranks save to, checked and made when missing. Collective."""

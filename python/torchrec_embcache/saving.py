@@ -101,7 +101,7 @@ def _base(shards: list[Shard], directory: Directory, rank: int) -> tuple[Base | 
         return None, reason
     name = found.id.name
     if found.kind == "snapshot":
-        return None, f"{name} is a linked checkpoint (snapshot=True), and deltas build on others only"
+        return None, f"{name} is a linked checkpoint (linked=True), and deltas build on others only"
     names = {(module_path, table.name) for module_path, _, table in shards}
     everyone = set().union(*all_gather(names))
     if everyone != found.tables:

@@ -27,6 +27,7 @@ from torchrec_embcache.exceptions import (
     UnsupportedError,
 )
 from torchrec_embcache.saver import Saver
+from torchrec_embcache.sessions.save import SaveSession
 from world import Child, process_group
 
 # DCP gives this warning whenever there is no process group.
@@ -140,6 +141,14 @@ def test_dense_and_tables_are_saved_and_loaded_together(tmp_path: Path) -> None:
     assert sorted(alone.contents()) == rows(1)
     # Rows that are trained from now on count as modified since this checkpoint.
     assert internals(model.tables["spread"]).native.epoch() == internals(loaded.tables["spread"]).native.epoch()
+
+
+def test_a_path_that_is_no_utf8_is_saved_to_and_loaded_from(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"ckpt-\xff")
+    save(dense_state(1), path, Model(salt=1))
+    loaded = Model()
+    assert same(load(blank(dense_state()), path, loaded), dense_state(1))
+    assert sorted(loaded.contents()) == rows(1)
 
 
 def test_a_checkpoint_without_what_is_asked_for_is_refused(tmp_path: Path) -> None:
@@ -335,3 +344,25 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_nothing_else(tmp_pat
     after = held(tmp_path / "ckpt")
     assert len(after) == len(before) == 2
     assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(3))
+
+
+def test_a_publication_that_fails_after_the_parts_were_taken_over_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(salt=1)
+    save(dense_state(1), tmp_path / "ckpt", model)
+    before = sorted(os.listdir(tmp_path / "ckpt"))
+
+    def refused(*_arguments: object) -> None:
+        raise StoragePermissionError("LATEST cannot be replaced")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SaveSession, "publish", refused)
+        with pytest.raises(CheckpointException, match="LATEST cannot be replaced"):
+            save(dense_state(2), tmp_path / "ckpt", model)
+    assert sorted(os.listdir(tmp_path / "ckpt")) == before
+    assert same(load(blank(dense_state()), tmp_path / "ckpt"), dense_state(1))
+    save(dense_state(3), tmp_path / "ckpt", model)
+    loaded = Model()
+    assert same(load(blank(dense_state()), tmp_path / "ckpt", loaded), dense_state(3))
+    assert sorted(loaded.contents()) == rows(1)

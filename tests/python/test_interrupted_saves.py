@@ -16,6 +16,7 @@ from typing import Any, Self
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 import torchrec_embcache
 from tables import Contents, make_bag, random_batches, ssd_tiers, step, train
@@ -36,12 +37,12 @@ SECONDS = 60.0
 
 class Lines:
     """Count the lines of the package that this thread runs in a block, and raise `KeyboardInterrupt` at the line of a given
-    number.
+    number. `within`: only the lines of this file or folder count.
     """
 
-    def __init__(self, stop_at: int | None) -> None:
+    def __init__(self, stop_at: int | None, within: str = PACKAGE) -> None:
         self.count, self.stopped_at = 0, ""
-        self._stop_at = stop_at
+        self._stop_at, self._within = stop_at, within
 
     def __enter__(self) -> Self:
         self._before = sys.gettrace()
@@ -53,7 +54,7 @@ class Lines:
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
         del event, arg
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        return self._line if frame.f_code.co_filename.startswith(self._within) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         del arg
@@ -79,11 +80,18 @@ def dense() -> dict[str, torch.Tensor]:
 
 Operation = Callable[[EmbCacheEmbeddingBag, str], object]
 
+
+def chain_merged(bag: EmbCacheEmbeddingBag, path: str) -> None:
+    Saver(0).save(bag, path, incremental=True)
+    Saver(0).compact(path)
+
+
 SAVES: dict[str, Operation] = {
     "save": lambda bag, path: Saver(0).save(bag, path),
     "delta": lambda bag, path: Saver(0).save(bag, path, incremental=True),
     "snapshot": lambda bag, path: Saver(0).save(bag, path, snapshot=True),
     "async": lambda bag, path: Saver(0).save_async(bag, path).result(SECONDS),
+    "compact": chain_merged,
     "blocks": lambda bag, path: BlockSaver(0, 1, 2, path, {"item": bag}).save(),
     "dcp": lambda bag, path: dcp.save(dense(), storage_writer=EmbCacheStorageWriter(path, bag), no_dist=True),
     "dcp async": lambda bag, path: dcp.async_save(
@@ -119,9 +127,9 @@ def points(lines: int, turn: int) -> range:
     return range(turn % apart, lines, apart)
 
 
-def stopped(work: Callable[[], object], stop_at: int) -> tuple[Lines, BaseException | None]:
+def stopped(work: Callable[[], object], stop_at: int, within: str = PACKAGE) -> tuple[Lines, BaseException | None]:
     """Do `work` with an interrupt at a line. Returns the error, kept with all that it holds."""
-    with Lines(stop_at) as lines:
+    with Lines(stop_at, within) as lines:
         try:
             work()
         except BaseException as error:
@@ -138,7 +146,7 @@ def goes_on(bag: EmbCacheEmbeddingBag, folder: Path, turn: int) -> None:
     """Check that the model trains, is saved beside training and in another way, is loaded from there, and closes."""
     step(bag, BATCHES[5])
     now = Contents.of(bag)
-    another = [name for name in SAVES if name not in ("snapshot", "async")][turn % 5]
+    another = [name for name in SAVES if name not in ("snapshot", "async")][turn % 6]
     for name in ("async", another, "async"):
         SAVES[name](bag, str(folder / name))
     assert Contents.of(bag) == now
@@ -148,6 +156,21 @@ def goes_on(bag: EmbCacheEmbeddingBag, folder: Path, turn: int) -> None:
     bag.close()
 
 
+def check_nothing_is_held(bag: EmbCacheEmbeddingBag, name: str, path: Path) -> None:
+    """Check that further saves to `path` remove all that an interrupted save or load left there, and all that it read.
+
+    What DCP wrote for a save that did not end is held by its writer, which lives as long as the error.
+    """
+    if name == "delta":
+        Saver(0).save(bag, path, incremental=True)
+        again = make_bag()
+        Saver(0).load(again, path)
+        assert Contents.of(again) == Contents.of(bag)
+    SAVES["blocks" if name in ("blocks", "some slots") else "save"](bag, str(path))
+    left = [entry.name for entry in path.iterdir() if entry.is_dir() and not ("dcp" in name and "part-" in entry.name)]
+    assert len(left) == 1, left
+
+
 def interrupt_saves(say: Callable[[Any], None], name: str, base: str, turn: int) -> None:
     work, kept = SAVES[name], []
 
@@ -155,7 +178,7 @@ def interrupt_saves(say: Callable[[Any], None], name: str, base: str, turn: int)
         folder.mkdir(mode=0o750)
         bag = make_bag(tiers=tiers_of(name, folder))
         train(bag, BATCHES[:3])
-        if name in ("delta", "save", "async"):
+        if name in ("delta", "save", "async", "compact"):
             Saver(0).save(bag, folder / "ck")
         step(bag, BATCHES[3])
         return bag
@@ -172,9 +195,10 @@ def interrupt_saves(say: Callable[[Any], None], name: str, base: str, turn: int)
         assert is_interrupt(error), (at.stopped_at, error)
         try:
             assert Contents.of(bag) == before
+            check_nothing_is_held(bag, name, folder / "ck")
             goes_on(bag, folder, stop_at)
             # The checkpoint is the one before or the new one, and a further save of any kind succeeds.
-            if name in ("delta", "save", "async"):
+            if name in ("delta", "save", "async", "compact"):
                 other = make_bag()
                 Saver(0).load(other, folder / "ck")
         except BaseException as wrong:
@@ -228,6 +252,8 @@ def interrupt_loads(say: Callable[[Any], None], name: str, base: str, turn: int)
                 # Slots that are not loaded stay.
                 if name != "some slots":
                     assert now.rows in (before.rows, saved.rows, loaded.rows), "rows that are neither"
+            if name != "dcp":  # a reader of DCP's holds what it reads for as long as the error keeps it
+                check_nothing_is_held(bag, name, folder / "ck")
             goes_on(bag, folder, stop_at)
         except BaseException as wrong:
             raise AssertionError(f"after an interrupt at {at.stopped_at}, line {stop_at} of {lines.count}") from wrong
@@ -293,6 +319,40 @@ def test_an_interrupt_at_any_line_of_the_threads_of_blocks_leaves_nobody_waiting
             ending.start()
             ending.join(SECONDS)
             assert not ending.is_alive(), lines.stopped_at
+
+
+def test_an_interrupt_between_the_tables_of_a_publication_loses_nothing_for_the_next_delta(tmp_path: Path) -> None:
+    within = os.path.join(PACKAGE, "sessions", "save.py")
+
+    def fresh(folder: Path) -> nn.ModuleDict:
+        model = nn.ModuleDict({name: make_bag(name=name) for name in ("one", "two")})
+        Saver(0).save(model, folder)
+        train_all(model, BATCHES[0])
+        return model
+
+    def train_all(model: nn.ModuleDict, batch: Any) -> None:
+        for bag in model.values():
+            step(bag, batch)
+
+    def contents(model: nn.ModuleDict) -> list[Contents]:
+        return [Contents.of(bag) for bag in model.values()]
+
+    model, kinds = fresh(tmp_path / "count"), set()
+    with Lines(None, within) as lines:
+        Saver(0).save(model, tmp_path / "count", incremental=True)
+    for stop_at in range(lines.count):
+        folder = tmp_path / str(stop_at)
+        model = fresh(folder)
+        at, _ = stopped(
+            lambda model=model, folder=folder: Saver(0).save(model, folder, incremental=True), stop_at, within
+        )  # type: ignore[misc]
+        train_all(model, BATCHES[1])
+        kinds.add(Saver(0).save(model, folder, incremental=True).kind)
+        again = nn.ModuleDict({name: make_bag(name=name) for name in model})
+        Saver(0).load(again, folder)
+        assert contents(again) == contents(model), f"after an interrupt at {at.stopped_at}"
+    # An interrupt after the publication leaves tables that do not know the checkpoint. The next save is full then.
+    assert kinds == {"full", "delta"}
 
 
 @pytest.mark.parametrize("name", LOADS)

@@ -219,7 +219,9 @@ def test_a_chain_with_a_gap_or_a_foreign_link_is_refused_before_a_table_is_touch
     Saver(0).load(other, root)
 
 
-def test_a_save_that_another_run_overtook_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_another_run_overtook_is_refused_and_removed(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     import torchrec_embcache.saver as module
 
     bag, other = make_bag(), make_bag()
@@ -238,8 +240,12 @@ def test_a_save_that_another_run_overtook_is_refused(root: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_tables", overtaken)
-        with pytest.raises(StateError, match="save again"):
+        with caplog.at_level(logging.INFO), pytest.raises(StateError, match="save again"):
             Saver(0).save(bag, root, incremental=True)
+    assert "unfinished" not in caplog.text
+    assert len([entry for entry in root.iterdir() if entry.is_dir()]) == 2, (
+        "the first one and the delta of the other run"
+    )
     assert loaded(root) == rows(other)
     assert Saver(0).save(bag, root, incremental=True).kind == "full"
     assert loaded(root) == rows(bag)

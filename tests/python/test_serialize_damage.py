@@ -39,6 +39,19 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "blocks"
 
 
+def test_a_load_that_failed_keeps_nothing_of_the_checkpoint_open(path: Path) -> None:
+    Saver(0, 1, 2, str(path), {"item": trained()}).save()
+    damaged = next(saved_folder(path).glob("model-000000-*"))
+    data = bytearray(damaged.read_bytes())
+    data[4096] ^= 1  # the first byte after the header
+    damaged.write_bytes(data)
+    with pytest.raises(CorruptionError) as kept:
+        Loader(str(path), {"item": make_bag()}).load()
+    links = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
+    assert not [link for link in links if os.path.lexists(link) and str(saved_folder(path)) in os.readlink(link)]
+    assert kept.traceback, "it holds all that the load had"
+
+
 def test_every_changed_byte_is_found_and_the_tables_refuse_use_until_a_load_succeeds(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,11 +80,19 @@ class SavedBlocks:
 
     def __init__(self, directory: Directory) -> None:
         reader = self._reader = _native.BlockReader(directory)
-        self.tables = {table.name: SavedTable(reader, table) for table in reader.tables()}
-        self.tensors = {tensor.name: SavedTensor(reader, tensor) for tensor in reader.tensors()}
+        try:
+            self.tables = {table.name: SavedTable(reader, table) for table in reader.tables()}
+            self.tensors = {tensor.name: SavedTensor(reader, tensor) for tensor in reader.tensors()}
+        except BaseException:
+            reader.release()
+            raise
 
     def __enter__(self) -> Self:
-        return self
+        try:
+            return self
+        except BaseException:  # an interrupt here does not come to __exit__
+            self._reader.release()
+            raise
 
     def __exit__(self, *error: object) -> None:
         self._reader.release()

@@ -1,5 +1,6 @@
 """The storage reader: what `dcp.load` reads checkpoints by."""
 
+import contextlib
 import io
 import os
 import uuid
@@ -66,7 +67,13 @@ class EmbCacheStorageReader(AtPath, StorageReader):
             self.path = given_path("path", checkpoint_id)
         self.load_id = str(uuid.uuid4())
         self.storage_data = {}
-        self._load = None
+        self._end()
+
+    def _end(self) -> None:
+        """End the load that was begun, if there is one."""
+        load, self._load = self._load, None
+        if load is not None:
+            load.session.close()
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the newest checkpoint; with `rank`, of the one that this rank saved with `use_collectives=False`."""
@@ -74,18 +81,21 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         directory = open_to_load(self.path)
         if rank is not None:
             directory = rank_to_load(directory, rank)
-        session = LoadSession(OneRank(), slots=self.slots)
-        session.open(directory)
-        reader = session.reader
-        document = reader.dense_metadata()
-        if document is None:
-            raise MismatchError(f"the checkpoint {reader.name} in {directory} has tables only: load it with Saver")
-        self._load = _Load(session, is_own=rank is not None)
-        path = os.path.join(directory.path, reader.name, "dense.json")
-        metadata = from_json(document, path, reader.stream_bytes())
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        with contextlib.ExitStack() as undo:
+            session = undo.enter_context(LoadSession(OneRank(), slots=self.slots))
+            session.open(directory)
+            reader = session.reader
+            document = reader.dense_metadata()
+            if document is None:
+                raise MismatchError(f"the checkpoint {reader.name} in {directory} has tables only: load it with Saver")
+            path = os.path.join(directory.path, reader.name, "dense.json")
+            metadata = from_json(document, path, reader.stream_bytes())
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            self._end()
+            self._load = _Load(session, is_own=rank is not None)
+            undo.pop_all()
+            return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **kwargs: Any) -> None:  # noqa: ARG002
         """Remember where the items are stored, from the `metadata` that `read_metadata` gave."""
@@ -95,9 +105,13 @@ class EmbCacheStorageReader(AtPath, StorageReader):
         """Check that the model's tables fit, before any rank changes anything."""
         load = self._current()
         if self.model is not None:
-            shards = shards_of(self.model)
-            finish_saves()
-            load.session.check(shards)
+            try:
+                shards = shards_of(self.model)
+                finish_saves()
+                load.session.check(shards)
+            except BaseException:
+                self._end()
+                raise
         plan.storage_data = None if load.is_own else load.session.reader.name
         return plan
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from torchrec_embcache import _native
 from torchrec_embcache.collective import is_distributed
@@ -29,7 +29,15 @@ _log = logging.getLogger("torchrec_embcache.saver")
 # A load begins again where a save replaced what it was about to read. Each time means a save that was completed meanwhile.
 ATTEMPTS = 100
 
-T = TypeVar("T")
+
+class _Opened(Protocol):
+    """What keeps saves from removing a checkpoint."""
+
+    def release(self) -> None:
+        """Nothing more is read. Harmless twice."""
+
+
+T = TypeVar("T", bound=_Opened | None)
 
 
 class TablesUnderLoad:
@@ -40,7 +48,9 @@ class TablesUnderLoad:
     """
 
     def __init__(self, tables: Iterable[TableShard], reason: str, *, by_all_ranks: bool = False) -> None:
-        self._reason, self._by_all_ranks = reason, by_all_ranks and is_distributed()
+        # The reason names a directory, whose path may be no UTF-8.
+        self._reason = reason.encode(errors="backslashreplace").decode()
+        self._by_all_ranks = by_all_ranks and is_distributed()
         self._before = [(table, table.unusable, table.native, table.native.version()) for table in tables]
 
     @property
@@ -81,7 +91,7 @@ def _open_together(
 
     `find` gives a directory and the name of a checkpoint on each rank; all ranks open the one that the first rank finds. Where a
     save replaces the checkpoint before every rank has opened it this begins again with the next, if the `newest` is wanted and not
-    one that was asked for by its name.
+    one that was asked for by its name. After an error nothing is held open.
     """
     path = ""
     for _ in range(ATTEMPTS):
@@ -105,12 +115,23 @@ def _open_together(
                     raise
             return bool(opened)
 
-        if all(ranks.together(open_here)):
-            return directory, name, opened[0]
+        try:
+            if all(ranks.together(open_here)):
+                return directory, name, opened[0]
+        except BaseException:
+            _release(opened)
+            raise
+        _release(opened)
     raise StateError(
         f"saves replaced the newest checkpoint in {path} {ATTEMPTS} times while it was being opened: load between saves, or save "
         "with keep=2 or more"
     )
+
+
+def _release(opened: Iterable[_Opened | None]) -> None:
+    for each in opened:
+        if each is not None:
+            each.release()
 
 
 def _was_replaced(directory: Directory, name: str, error: EmbCacheError) -> bool:
@@ -138,7 +159,7 @@ class LoadSession:
         self._only: Collection[str] | None = None
         # Of each table of this rank, no fewer rows than it will have; without deltas exactly as many.
         self._rows: dict[Pair, int] = {}
-        self._undo = contextlib.ExitStack()
+        self._opened: _native.CheckpointReader | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +169,7 @@ class LoadSession:
 
     def close(self) -> None:
         """Nothing more is read: saves may remove the checkpoint. Harmless twice."""
-        self._undo.close()
+        _release([self._opened])
 
     def open(self, directory: Directory) -> None:
         """Open the checkpoint in `directory` and keep it from being removed. Collective."""
@@ -156,11 +177,16 @@ class LoadSession:
         def find() -> tuple[Directory, str]:
             return directory, self._checkpoint or _native.latest_checkpoint(directory)
 
-        self.directory, _, self.reader = _open_together(
+        self.directory, _, self._opened = _open_together(
             self._ranks, find, _native.CheckpointReader, newest=self._checkpoint is None
         )
-        self._undo.callback(self.reader.release)
         self._saved = {(entry.module, entry.table): entry for entry in self.reader.tables()}
+
+    @property
+    def reader(self) -> _native.CheckpointReader:
+        """The checkpoint that is open."""
+        assert self._opened is not None, "open() comes before"
+        return self._opened
 
     @property
     def most_rows(self) -> int:
@@ -223,7 +249,9 @@ class LoadSession:
             under_load = TablesUnderLoad([table for *_, table in wanted], reason, by_all_ranks=True)
 
             def refuse() -> None:
-                undo.enter_context(under_load)
+                # It is pushed first, so that an interrupt after the next line leaves the tables as they were, too.
+                undo.push(under_load)
+                under_load.__enter__()
 
             ranks.together(refuse)
             rows = dict.fromkeys(sorted(sources), 0)
@@ -297,22 +325,33 @@ class LoadSession:
 
 
 class Merge:
-    """The newest checkpoint of a directory with all that it builds on, to be written again as a full one."""
+    """The newest checkpoint of a directory with all that it builds on, to be written again as a full one.
 
-    def __init__(self, ranks: Ranks, path: str, checks: PathChecks) -> None:
-        """Open the checkpoint, and the directory to save to. Collective."""
+    As a block it keeps saves from removing what is merged until it is left. The order of calls: `open`, `write`.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self.chain: _native.CheckpointCompaction | None = None
+        """What is merged; None where the newest checkpoint is full already."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _release([self.chain])
+
+    def open(self, path: str, checks: PathChecks) -> None:
+        """Open the checkpoint, and the directory to save to. Collective."""
 
         def find() -> tuple[Directory, str]:
-            latest = _native.latest_checkpoint(
-                open_to_load(path, checks)
-            )  # first: it makes no directory where there is none
+            # This comes first, because it makes no directory where there is none.
+            latest = _native.latest_checkpoint(open_to_load(path, checks))
             return open_to_save(path, checks), latest
 
         self.directory, self.newest, self.chain = _open_together(
-            ranks, find, _native.CheckpointCompaction.open, newest=True
+            self._ranks, find, _native.CheckpointCompaction.open, newest=True
         )
-        """The directory, the name of the newest checkpoint, and what is merged; None where that is full already."""
 
     def write(self, name: str, tracker: Tracker) -> RankPart:
         """Write this rank's share of the rows into the checkpoint `name`."""

@@ -329,27 +329,41 @@ impl PyBlockRun {
     }
 }
 
-/// The newest complete save of a directory.
+/// The newest complete save of a directory; none once it is released.
 #[pyclass(frozen, name = "BlockReader", module = "torchrec_embcache._native")]
-pub(crate) struct PyBlockReader(BlockReader);
+pub(crate) struct PyBlockReader(RwLock<Option<BlockReader>>);
+
+impl PyBlockReader {
+    fn with<T>(&self, work: impl FnOnce(&BlockReader) -> embcache::Result<T>) -> embcache::Result<T> {
+        let reader = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let released = || Error::new(Kind::State, "this block-level save was released: open it again");
+        work(reader.as_ref().ok_or_else(released)?)
+    }
+}
 
 #[pymethods]
 impl PyBlockReader {
     #[new]
     fn new(py: Python<'_>, directory: &PyDirectory) -> PyResult<Self> {
-        waiting(py, |wait| BlockReader::open(&directory.inner, wait)).map(Self)
+        let reader = waiting(py, |wait| BlockReader::open(&directory.inner, wait))?;
+        Ok(Self(RwLock::new(Some(reader))))
     }
 
+    /// Close its files, and let saves remove it. Waits for reads that are under way. Harmless twice.
     fn release(&self, py: Python<'_>) {
-        py.detach(|| self.0.let_go());
+        py.detach(|| drop(self.0.write().unwrap_or_else(PoisonError::into_inner).take()));
     }
 
     fn tables(&self, py: Python<'_>) -> PyResult<Vec<PyTableOfBlocks>> {
-        self.0.tables().map(|table| PyTableOfBlocks::of(py, table)).collect()
+        let tables: Vec<TableOfBlocks> =
+            self.with(|reader| Ok(reader.tables().cloned().collect())).map_err(to_python)?;
+        tables.iter().map(|table| PyTableOfBlocks::of(py, table)).collect()
     }
 
-    fn tensors(&self) -> Vec<PyBlockShape> {
-        self.0.tensors().map(|(name, shape)| PyBlockShape::of(name, &shape)).collect()
+    fn tensors(&self) -> PyResult<Vec<PyBlockShape>> {
+        let all =
+            |reader: &BlockReader| Ok(reader.tensors().map(|(name, shape)| PyBlockShape::of(name, &shape)).collect());
+        self.with(all).map_err(to_python)
     }
 
     fn runs(
@@ -365,7 +379,7 @@ impl PyBlockReader {
         }
         let bucketing = Bucketing::new(total_num_buckets, bucket_hash_from(bucket_hash)?);
         let buckets: Range<u32> = bucket_begin..bucket_end;
-        let runs = self.0.runs(table, bucketing, &buckets).map_err(to_python)?;
+        let runs = self.with(|reader| reader.runs(table, bucketing, &buckets)).map_err(to_python)?;
         Ok(runs.into_iter().map(PyBlockRun).collect())
     }
 
@@ -378,11 +392,11 @@ impl PyBlockReader {
         mut into: PyReadwriteArray1<'_, u8>,
     ) -> PyResult<()> {
         let into = slice_mut("into", &mut into)?;
-        py.detach(|| self.0.read_rows(table, &run.0, slot, into)).map_err(to_python)
+        py.detach(|| self.with(|reader| reader.read_rows(table, &run.0, slot, into))).map_err(to_python)
     }
 
     fn read_tensor(&self, py: Python<'_>, name: &str, begin: u64, mut into: PyReadwriteArray1<'_, u8>) -> PyResult<()> {
         let into = slice_mut("into", &mut into)?;
-        py.detach(|| self.0.read_tensor(name, begin, into)).map_err(to_python)
+        py.detach(|| self.with(|reader| reader.read_tensor(name, begin, into))).map_err(to_python)
     }
 }

@@ -50,12 +50,6 @@ pub(crate) struct PySave {
     name: String,
 }
 
-impl PySave {
-    fn take(&self) -> PyResult<Save> {
-        lock(&self.inner).take().ok_or_else(|| ended("save"))
-    }
-}
-
 #[pymethods]
 impl PySave {
     #[new]
@@ -96,14 +90,14 @@ impl PySave {
     }
 
     fn publish(&self, py: Python<'_>, digests: Vec<PyDigest>, next_epoch: u32) -> PyResult<PyPublished> {
-        let save = self.take()?;
+        let save = lock(&self.inner).take().ok_or_else(|| ended("save"))?;
         let digests: Vec<RankDigest> = digests.into_iter().map(Into::into).collect();
         py.detach(|| save.publish(&digests, next_epoch)).map(Into::into).map_err(to_python)
     }
 
+    /// Remove what was written. Nothing happens where the save has ended: it was published, or its publication removed what it wrote.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
-        let save = self.take()?;
-        py.detach(|| save.abandon()).map_err(to_python)
+        py.detach(|| lock(&self.inner).take().map_or(Ok(()), Save::abandon)).map_err(to_python)
     }
 }
 

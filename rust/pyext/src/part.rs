@@ -1,6 +1,7 @@
 //! Parts of a checkpoint, and extents.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::sync::{Arc, Mutex};
 
 use embcache::checkpoint::{Part, sweep_parts};
@@ -32,7 +33,7 @@ pub(crate) fn sweep(py: Python<'_>, directory: &PyDirectory) -> PyResult<Vec<Str
 #[pyclass(frozen, name = "CheckpointPart", module = "torchrec_embcache._native")]
 pub(crate) struct PyPart {
     inner: Mutex<Option<Part>>,
-    directory: String,
+    directory: OsString,
     #[pyo3(get)]
     name: String,
 }
@@ -59,7 +60,7 @@ impl PyPart {
             Part::begin(Arc::clone(engine), path, random, expected_bytes)
         });
         let part = part.map_err(to_python)?;
-        let directory = directory.inner.path().to_string_lossy().into_owned();
+        let directory = directory.inner.path().as_os_str().to_owned();
         Ok(Self { directory, name: part.name().to_string(), inner: Mutex::new(Some(part)) })
     }
 

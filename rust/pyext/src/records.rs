@@ -1,6 +1,7 @@
 //! What crosses the border as a value with named fields: frozen, compared by its fields, and pickled where ranks send it to each other.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 
 use embcache::cache::Ancestor;
 use embcache::checkpoint::{Checkpoint, Parent, RankDigest, TableEntry};
@@ -162,7 +163,8 @@ impl From<checkpoint::Published> for PyPublished {
 #[pyclass(frozen, get_all, from_py_object, name = "WrittenPart", module = "torchrec_embcache._native")]
 #[derive(Clone, Debug)]
 pub(crate) struct PyWrittenPart {
-    pub(crate) directory: String,
+    /// It may be no UTF-8.
+    pub(crate) directory: OsString,
     pub(crate) name: String,
     pub(crate) digest: PyDigest,
 }
@@ -170,11 +172,11 @@ pub(crate) struct PyWrittenPart {
 #[pymethods]
 impl PyWrittenPart {
     #[new]
-    fn new(directory: String, name: String, digest: PyDigest) -> Self {
+    fn new(directory: OsString, name: String, digest: PyDigest) -> Self {
         Self { directory, name, digest }
     }
 
-    fn __getnewargs__(&self) -> (String, String, PyDigest) {
+    fn __getnewargs__(&self) -> (OsString, String, PyDigest) {
         (self.directory.clone(), self.name.clone(), self.digest.clone())
     }
 

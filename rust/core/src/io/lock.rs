@@ -25,6 +25,9 @@ pub enum Hold {
     ToRead,
     /// To remove the directory. Nobody else holds it then.
     ToRemove,
+    /// To change what several processes change in the directory. Nobody else holds it then, and a file system without such locks is
+    /// refused.
+    ToChange,
     /// To open the table whose files are in the directory, or to remove those files. Nobody else holds it then.
     ToOpen,
 }
@@ -121,7 +124,8 @@ impl DirLock {
 
     /// Hold a directory that exists, by `flock` on the directory itself. This needs no right to write there.
     ///
-    /// Where the file system has no such locks the directory counts as held. (NFS refuses to lock a directory alone.)
+    /// Where the file system has no such locks the directory counts as held, but not [`Hold::ToChange`]. (NFS refuses to lock a directory
+    /// alone.)
     ///
     /// Errors, at once: `InUse` when another hold, in this process or another one, forbids this one; `Permission` and `Storage` as
     /// the file system says.
@@ -134,13 +138,28 @@ impl DirLock {
             .map_err(|e| super::open_error("open the directory", dir, &e))?;
         let wanted = match how {
             Hold::ToRead => FlockOperation::NonBlockingLockShared,
-            Hold::ToRemove | Hold::ToOpen => FlockOperation::NonBlockingLockExclusive,
+            Hold::ToRemove | Hold::ToChange | Hold::ToOpen => FlockOperation::NonBlockingLockExclusive,
         };
         match flock_now(&file, wanted) {
             Ok(()) => Ok(Self::held(dir, Flock::of(file))),
-            Err(Errno::WOULDBLOCK) => Err(held_otherwise(dir, how)),
-            Err(Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(Self::held(dir, ())),
-            Err(errno) => Err(Error::io("lock", dir, &errno.into())),
+            Err(errno) => Self::not_locked(dir, how, errno),
+        }
+    }
+
+    /// What [`DirLock::hold`] returns where `flock` refuses.
+    fn not_locked(dir: &Path, how: Hold, errno: Errno) -> Result<Self> {
+        match errno {
+            Errno::WOULDBLOCK => Err(held_otherwise(dir, how)),
+            Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP if how == Hold::ToChange => {
+                let what = format!(
+                    "cannot lock {}: its file system has no locks on directories ({errno}; NFS has none), so that processes that save \
+                     there would meet: save to another file system",
+                    dir.display()
+                );
+                Err(Error::new(Kind::Storage, what).at(dir))
+            }
+            Errno::BADF | Errno::INVAL | Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP => Ok(Self::held(dir, ())),
+            errno => Err(Error::io("lock", dir, &errno.into())),
         }
     }
 
@@ -185,6 +204,7 @@ pub(super) fn held_otherwise(dir: &Path, wanted: Hold) -> Error {
     let by = match wanted {
         Hold::ToRead => "another process is removing it; load the newest checkpoint".to_owned(),
         Hold::ToRemove => "another process or thread is reading it; a later save removes it".to_owned(),
+        Hold::ToChange => "another process is changing it or reading it; try again in a moment".to_owned(),
         Hold::ToOpen => format!(
             "a table of this process or of another one has it open. (The file '{LOCK_FILE}', which names the process, was removed or \
              replaced.) Close that table or end its process (`fuser -v {}` names it), or give this table a directory of its own",
@@ -192,4 +212,24 @@ pub(super) fn held_otherwise(dir: &Path, wanted: Hold) -> Error {
         ),
     };
     Error::new(Kind::InUse, format!("{} is in use: {by}", dir.display())).at(dir)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_system_without_locks_on_directories_is_refused_to_those_who_change_one_together_and_to_nobody_else() {
+        let dir = Path::new("/mounted/by/nfs");
+        for how in [Hold::ToRead, Hold::ToRemove, Hold::ToOpen] {
+            assert_eq!(DirLock::not_locked(dir, how, Errno::BADF).unwrap().dir(), dir);
+        }
+        let error = DirLock::not_locked(dir, Hold::ToChange, Errno::BADF).unwrap_err();
+        assert_eq!(error.kind(), Kind::Storage);
+        assert!(error.to_string().ends_with("save to another file system"), "{error}");
+        for how in [Hold::ToRead, Hold::ToRemove, Hold::ToOpen, Hold::ToChange] {
+            assert_eq!(DirLock::not_locked(dir, how, Errno::WOULDBLOCK).unwrap_err().kind(), Kind::InUse);
+            assert_eq!(DirLock::not_locked(dir, how, Errno::IO).unwrap_err().errno(), Some(libc::EIO));
+        }
+    }
 }

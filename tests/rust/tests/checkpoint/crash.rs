@@ -4,13 +4,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::checkpoint::{Chain, Latest};
+use embcache::checkpoint::{Chain, Latest, SaveOptions};
 use embcache::config::OptimizerKind::{Adagrad, RowWiseAdagrad};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, publish, read_file};
 use embcache::types::Id;
 
 use crate::delta::{compact, moments, save_chain};
-use crate::made::{ROOT, Table, load, memory, on, save, save_delta};
+use crate::made::{ROOT, Table, load, memory, on, save, save_delta, write};
 
 fn tables(salt: u64) -> Vec<Table> {
     let ids: Vec<Id> = (0..20 + salt as i64).collect();
@@ -159,6 +159,46 @@ fn a_failed_operation_fails_the_save_typed_and_the_old_checkpoint_stays() {
             }
             assert!(passing > 0, "{operation:?} is never done");
         }
+    }
+}
+
+#[test]
+fn a_publication_that_fails_removes_what_it_was_to_publish() {
+    for operation in [
+        Operation::Open,
+        Operation::Read,
+        Operation::Create,
+        Operation::Write,
+        Operation::Sync,
+        Operation::Rename,
+        Operation::SyncDir,
+    ] {
+        let (mut passing, mut failed) = (0, 0);
+        loop {
+            let memory = with_first();
+            let engine = FaultEngine::new(Arc::new(memory.clone()));
+            let through: Arc<dyn IoEngine> = Arc::new(engine.clone());
+            let (save, digests) =
+                write(&through, Path::new(ROOT), &tables(2), (2, 400), 2, SaveOptions::default()).expect("written");
+            engine.hit_once(operation, passing, Fault::Fail(libc::EIO));
+            let published = save.publish(&digests, 1);
+            let was_hit = !engine.will_hit();
+            engine.clear();
+            let is_new = load_from(memory.kill()) == tables(2);
+            if let Err(error) = published {
+                // LATEST, the file of the lock, and the checkpoint before. The new one stays where LATEST names it by now.
+                let entries = memory.list(Path::new(ROOT)).expect("listed");
+                assert_eq!(entries.len(), 3 + usize::from(is_new), "{operation:?} {passing}: {error}, {entries:?}");
+                failed += 1;
+            } else {
+                assert!(is_new, "{operation:?} {passing}");
+            }
+            if !was_hit {
+                break;
+            }
+            passing += 1;
+        }
+        assert!(failed > 0, "{operation:?} never fails a publication");
     }
 }
 

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::checkpoint::{
-    Chain, Changes, Latest, OptimizerSpec, Parent, Published, RankWriter, RowSink, Save, SaveOptions, TableSpec,
+    Chain, Changes, Latest, OptimizerSpec, Parent, Published, RankDigest, RankWriter, RowSink, Save, SaveOptions,
+    TableSpec,
 };
 use embcache::config::OptimizerKind;
 use embcache::io::IoEngine;
@@ -115,10 +116,23 @@ pub(crate) fn save_with(
     engine: &Arc<dyn IoEngine>,
     root: &Path,
     tables: &[Table],
-    (world, group_bytes): (u32, usize),
+    ranks: (u32, usize),
     random: u64,
     options: SaveOptions,
 ) -> Result<Published> {
+    let (save, digests) = write(engine, root, tables, ranks, random, options)?;
+    save.publish(&digests, 1)
+}
+
+/// A save whose ranks have written everything, and which is to be published with their digests.
+pub(crate) fn write(
+    engine: &Arc<dyn IoEngine>,
+    root: &Path,
+    tables: &[Table],
+    (world, group_bytes): (u32, usize),
+    random: u64,
+    options: SaveOptions,
+) -> Result<(Save, Vec<RankDigest>)> {
     let save = Save::begin_with(Arc::clone(engine), root, random, options)?;
     let digests = (0..world)
         .map(|rank| {
@@ -132,7 +146,7 @@ pub(crate) fn save_with(
             writer.finish()
         })
         .collect::<Result<Vec<_>>>()?;
-    save.publish(&digests, 1)
+    Ok((save, digests))
 }
 
 /// Save what changed from `before` to `now`, split over `world` ranks, on top of `parent`.

@@ -15,7 +15,7 @@ use super::shard::check_tensors;
 use crate::checkpoint::directory::Directory;
 use crate::checkpoint::extents::verify::verify;
 use crate::checkpoint::manifest::dense::{CHUNK_BYTES, PIECE_BYTES, THREADS};
-use crate::checkpoint::manifest::holds::{Wait, hold_alone};
+use crate::checkpoint::manifest::holds::{Wait, hold_root};
 use crate::checkpoint::manifest::names::MANIFEST_FILE;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, DirLock, Hold, IoEngine, IoFile};
@@ -415,7 +415,7 @@ fn starts_fit(share: &TableShare, starts: &[i64]) -> bool {
 
 /// Find the newest complete save and hold it.
 fn hold_newest(engine: &dyn IoEngine, root: &Path, wait: &mut Wait<'_>) -> Result<(LatestBlocks, DirLock)> {
-    let _alone = hold_alone(engine, root, wait)?;
+    let _no_sweep = hold_root(engine, root, Hold::ToRead, wait)?;
     let latest = LatestBlocks::find(engine, root)?.ok_or_else(|| {
         let what = format!(
             "there is no block-level checkpoint in {}: {LATEST_FILE} is missing; save one first",

@@ -11,7 +11,7 @@ use super::layout::InOrder;
 use super::manifest::{SaveManifest, ShardManifest, parse};
 use super::names::{BEGUN_FILE, BlockSaveName, INDEX_FILE, LATEST_FILE, LatestBlocks, NAMES_FILE, Shard, saves};
 use crate::checkpoint::directory::Directory;
-use crate::checkpoint::manifest::holds::{Wait, hold_alone, hold_unread};
+use crate::checkpoint::manifest::holds::{Wait, hold_root, hold_unread};
 use crate::checkpoint::manifest::latest::CheckpointName;
 use crate::checkpoint::manifest::names::MANIFEST_FILE;
 use crate::error::{Error, Kind, Result};
@@ -99,7 +99,7 @@ impl BlockSave {
         wait: &mut Wait<'_>,
     ) -> Result<Self> {
         let (engine, root) = (directory.engine_to_save()?, directory.path());
-        let _alone = hold_alone(&**engine, root, wait)?;
+        let _alone = hold_root(&**engine, root, Hold::ToChange, wait)?;
         let done = LatestBlocks::find(&**engine, root)?.map_or(0, |latest| latest.name.seq());
         let saves = saves(&**engine, root)?;
         if matches!(join, Join::NewestOrNew) && shard.count > 1 {
@@ -189,7 +189,7 @@ impl BlockSave {
     pub(super) fn finish(&self, manifest: &ShardManifest, wait: &mut Wait<'_>) -> Result<Finished> {
         let (engine, dir) = (&*self.engine, self.dir());
         publish(engine, &dir.join(self.shard.manifest_file()), &render(manifest)?)?;
-        let _alone = hold_alone(engine, &self.root, wait)?;
+        let _alone = hold_root(engine, &self.root, Hold::ToChange, wait)?;
         if engine.exists(&dir.join(MANIFEST_FILE))? {
             return Ok(Finished::OthersWait);
         }

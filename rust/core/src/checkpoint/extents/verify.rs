@@ -14,6 +14,7 @@ pub(crate) fn verify(
     bytes: &[u8],
     what: &dyn Fn(usize) -> String,
 ) -> Result<()> {
+    assert!(checksums.len() * CHUNK_BYTES >= bytes.len(), "each chunk has a checksum");
     for (n, (chunk, &expected)) in bytes.chunks(CHUNK_BYTES).zip(checksums).enumerate() {
         let found = crc32c::crc32c(chunk);
         if expected != found {

@@ -27,11 +27,11 @@ pub(crate) fn lock_root(engine: &dyn IoEngine, root: &Path) -> Result<DirLock> {
 /// Called between two looks at what another process holds. Its error ends the wait.
 pub type Wait<'a> = dyn FnMut() -> Result<()> + 'a;
 
-/// Hold the directory of block-level saves itself, alone, for a few file operations. Others do so in moments, or as long as they remove
-/// an older save.
-pub(crate) fn hold_alone(engine: &dyn IoEngine, root: &Path, wait: &mut Wait<'_>) -> Result<DirLock> {
+/// Hold the directory of block-level saves itself for a few file operations: a save holds it [`Hold::ToChange`], a load [`Hold::ToRead`].
+/// Others do so in moments, or as long as they remove an older save. They are asked every 5 ms, since an engine does not wait for a lock.
+pub(crate) fn hold_root(engine: &dyn IoEngine, root: &Path, how: Hold, wait: &mut Wait<'_>) -> Result<DirLock> {
     loop {
-        match engine.hold_dir(root, Hold::ToRemove) {
+        match engine.hold_dir(root, how) {
             Err(error) if error.kind() == Kind::InUse => {
                 wait()?;
                 sleep(Duration::from_millis(5));

@@ -140,9 +140,23 @@ impl Save {
     /// Make the checkpoint the newest one. `digests` are those of the ranks' manifests, by rank. Rows modified from now on carry
     /// `next_epoch`.
     ///
-    /// After an error a load finds the checkpoint before. There is one exception: where only the last sync failed, which makes the new
-    /// `LATEST` durable, a load finds one of the two, whole.
+    /// After an error a load finds the checkpoint before, and what this save wrote is removed. There is one exception: where only the last
+    /// sync failed, which makes the new `LATEST` durable, a load finds one of the two, whole.
     pub fn publish(mut self, digests: &[RankDigest], next_epoch: u32) -> Result<Published> {
+        let published = self.make_newest(digests, next_epoch);
+        if published.is_err() && self.is_not_newest() {
+            // The error of the publication counts. The next save removes what stays.
+            let _ = self.abandon();
+        }
+        published
+    }
+
+    /// Whether `LATEST` certainly does not name this checkpoint.
+    fn is_not_newest(&self) -> bool {
+        Latest::find(&*self.engine, &self.root).is_ok_and(|latest| latest.is_none_or(|latest| latest.name != self.name))
+    }
+
+    fn make_newest(&mut self, digests: &[RankDigest], next_epoch: u32) -> Result<Published> {
         let engine = &*self.engine;
         let dir = self.dir();
         let ranks = read_ranks(engine, &dir, digests)?;

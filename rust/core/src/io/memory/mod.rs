@@ -54,7 +54,7 @@ impl Drop for HeldDir {
     fn drop(&mut self) {
         let mut tree = locked(&self.tree);
         match self.how {
-            Hold::ToRemove | Hold::ToOpen => {
+            Hold::ToRemove | Hold::ToChange | Hold::ToOpen => {
                 tree.held_alone.remove(&self.dir);
             }
             Hold::ToRead => {
@@ -412,7 +412,7 @@ impl IoEngine for MemoryEngine {
         }
         match how {
             Hold::ToRead => tree.reading.push(dir.clone()),
-            Hold::ToRemove | Hold::ToOpen => drop(tree.held_alone.insert(dir.clone())),
+            Hold::ToRemove | Hold::ToChange | Hold::ToOpen => drop(tree.held_alone.insert(dir.clone())),
         }
         Ok(DirLock::held(&dir, HeldDir { tree: self.tree.clone(), dir: dir.clone(), how }))
     }
