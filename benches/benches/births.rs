@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use embcache::cache::{Lookup, Table, host_row_bytes};
+use embcache::cache::{Lookup, PlanMode, Table, host_row_bytes};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::Initializer;
@@ -59,7 +59,8 @@ impl Rounds for Births {
         self.table.clear().expect("no batch is in flight");
         let begin = Instant::now();
         for ids in &self.batches {
-            let plan = self.lookup.plan_on(self.threads, ids, &[0, ids.len() as i64], true, false, false);
+            let plan =
+                self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode { threads: self.threads, ..PlanMode::TRAIN });
             let plan = plan.expect("room for the rows");
             plan.wait().expect("rows in RAM");
             plan.commit().expect("a plan to train");

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use embcache::cache::{Lookup, RowBlock, Table, host_row_bytes};
+use embcache::cache::{Lookup, PlanMode, RowBlock, Table, host_row_bytes};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::{Initializer, RowHeader};
@@ -114,7 +114,7 @@ fn host_hit(scale: Scale, rows: u64, mostly_new: bool, ranks: fn(usize, u64) -> 
 }
 
 fn ours(lookup: &Lookup, ids: &[i64], out: &mut [f32]) {
-    let plan = lookup.plan(ids, &[0, ids.len() as i64], false, false, false).expect("ids of the table");
+    let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::EVALUATE).expect("ids of the table");
     plan.wait().expect("rows in RAM");
     plan.forward_sequence(out, &mut [None], 1).expect("a batch's room");
 }

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use embcache::cache::{Lookup, Plan, Table, TableStats};
+use embcache::cache::{Lookup, Plan, PlanMode, Table, TableStats};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::Initializer;
@@ -203,7 +203,7 @@ impl Placed {
         let mut ids = Vec::with_capacity(self.trace.batch);
         let lookup = &self.lookup;
         let train = |ids: &mut Vec<i64>| {
-            let plan = lookup.plan(ids, &[0, ids.len() as i64], true, false, false).expect("room for the rows");
+            let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("room for the rows");
             plan.wait().expect("its rows");
             plan.commit().expect("a step");
             ids.clear();
@@ -220,14 +220,15 @@ impl Placed {
     }
 
     fn plan(&self, ids: &[i64]) -> Plan {
-        self.lookup.plan(ids, &[0, ids.len() as i64], true, false, false).expect("a plan")
+        self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("a plan")
     }
 
     /// Do a turn of ours. The result is the number of rows read from SSD, and the time of the whole turn.
     fn train(&mut self) -> (usize, Duration) {
         self.batches += BATCHES;
         let batches: Vec<Vec<i64>> = (0..BATCHES).map(|_| self.trace.batch()).collect();
-        let ahead = |ids: &Vec<i64>| self.lookup.plan(ids, &[0, ids.len() as i64], true, true, false).expect("a plan");
+        let ahead =
+            |ids: &Vec<i64>| self.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_AHEAD).expect("a plan");
         let before = self.rows_read();
         let begin = Instant::now();
         let mut planned: Option<Plan> = None;
@@ -316,7 +317,8 @@ impl Rounds for Placed {
     fn check(&mut self) {
         let ids = self.trace.batch();
         let rows = |lookup: &Lookup, train: bool| {
-            let plan = lookup.plan(&ids, &[0, ids.len() as i64], train, false, false).expect("a plan");
+            let plan =
+                lookup.plan(&ids, &[0, ids.len() as i64], PlanMode { train, ..PlanMode::TRAIN }).expect("a plan");
             plan.wait().expect("rows on disk");
             let mut out = vec![0.0; ids.len() * DIM];
             plan.forward_sequence(&mut out, &mut [None], 1).expect("rows");

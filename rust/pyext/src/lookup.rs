@@ -37,9 +37,7 @@ impl PyLookup {
     ) -> PyResult<PyPlan> {
         follow_levels_sometimes(py);
         let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
-        let mode = mode.get();
-        py.detach(|| self.inner.plan_on(threads, ids, splits, mode.train, mode.ahead, mode.unseen_zeros))
-            .map(PyPlan::new)
-            .map_err(to_python)
+        let mode = mode.get().on(threads);
+        py.detach(|| self.inner.plan(ids, splits, mode)).map(PyPlan::new).map_err(to_python)
     }
 }

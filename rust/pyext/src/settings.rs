@@ -1,5 +1,6 @@
 //! The settings of tables and plans, as Python gives them.
 
+use embcache::cache::PlanMode;
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen};
 use embcache::rows::Initializer;
 use embcache::types::BucketHash;
@@ -56,6 +57,13 @@ pub(crate) struct PyPlanMode {
     pub(crate) train: bool,
     pub(crate) ahead: bool,
     pub(crate) unseen_zeros: bool,
+}
+
+impl PyPlanMode {
+    /// This mode, for a plan for which so many threads may work.
+    pub(crate) fn on(&self, threads: usize) -> PlanMode {
+        PlanMode { train: self.train, ahead: self.ahead, unseen_zeros: self.unseen_zeros, threads }
+    }
 }
 
 #[pymethods]

@@ -4,11 +4,12 @@ pub mod ssd;
 mod watch;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, RowBlock, Table};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
-use embcache::io::IoEngine;
+use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, PlanMode, RowBlock, Table};
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{FaultEngine, IoEngine, MemoryEngine};
 use embcache::kernels::Hyperparameters;
 use embcache::rows::{Initializer, RowHeader, RowLayout};
 use embcache::types::{BucketHash, CacheSlot, Id};
@@ -146,6 +147,15 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
     }
 }
 
+/// As [`config`] under Adagrad, with a device tier of `device_rows` rows where that is given, and an SSD tier of `ssd_bytes` bytes.
+pub fn three_tiers(dim: usize, device_rows: Option<u32>, host_rows: u64, ssd_bytes: u64) -> TableConfig {
+    let mut wanted = config(dim, OptimizerKind::Adagrad, host_rows);
+    wanted.device_rows = device_rows;
+    let dir = PathBuf::from("/base/m/t/0-of-1");
+    wanted.ssd = Some(SsdConfig { dir, bytes: ssd_bytes, reopen: Reopen::Never, resume_token: None });
+    wanted
+}
+
 /// Hyperparameters with which every optimizer changes every weight.
 pub fn hyperparameters() -> Hyperparameters {
     Hyperparameters { lr: 0.1, eps: 1e-6, beta1: 0.9, beta2: 0.99, weight_decay: 0.01 }
@@ -206,9 +216,18 @@ impl Rig {
         Ok(Self { table, lookup, device, threads: 1, dim })
     }
 
+    /// Open a table on a disk in RAM whose operations can be made to fail.
+    ///
+    /// # Panics
+    /// Panics when the table cannot be opened.
+    pub fn with_faults(config: TableConfig) -> (Self, FaultEngine) {
+        let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
+        (Self::open(config, Arc::new(faults.clone())).expect("a table"), faults)
+    }
+
     /// Plan a batch of one feature.
-    pub fn plan(&self, ids: &[Id], train: bool, ahead: bool, unseen_zeros: bool) -> embcache::Result<Plan> {
-        self.lookup.plan(ids, &[0, ids.len() as i64], train, ahead, unseen_zeros)
+    pub fn plan(&self, ids: &[Id], mode: PlanMode) -> embcache::Result<Plan> {
+        self.lookup.plan(ids, &[0, ids.len() as i64], mode)
     }
 
     /// Wait for a plan, and scatter what it fetched.
@@ -280,7 +299,7 @@ impl Rig {
 
     /// Do a training step. The result is the forward's output.
     pub fn train(&self, ids: &[Id], bag: usize, salt: u32) -> embcache::Result<Vec<f32>> {
-        let plan = self.plan(ids, true, false, false)?;
+        let plan = self.plan(ids, PlanMode::TRAIN)?;
         self.finish(&plan, ids.len(), bag, salt)
     }
 
@@ -294,7 +313,7 @@ impl Rig {
 
     /// Evaluate a batch. The result is the forward's output.
     pub fn evaluate(&self, ids: &[Id], bag: usize, unseen_zeros: bool) -> embcache::Result<Vec<f32>> {
-        let plan = self.plan(ids, false, false, unseen_zeros)?;
+        let plan = self.plan(ids, PlanMode { unseen_zeros, ..PlanMode::EVALUATE })?;
         self.place(&plan)?;
         self.forward(&plan, ids.len(), bag)
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::RowBlock;
+use embcache::cache::{PlanMode, RowBlock};
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig};
 use embcache::io::MemoryEngine;
 use embcache::rows::RowHeader;
@@ -50,7 +50,7 @@ fn unseen_ids_of_an_evaluation_take_no_room(on_full: OnFull, device_rows: Option
     import(&rig, 0..60, 0.0);
     assert_eq!(rig.table.len().expect("a length"), 60);
     let unseen: Vec<Id> = (1000..1010).collect();
-    let evaluation = rig.plan(&unseen, false, ahead, false).expect("a plan");
+    let evaluation = rig.plan(&unseen, PlanMode { ahead, ..PlanMode::EVALUATE }).expect("a plan");
     if !ahead {
         rig.place(&evaluation).expect("its rows");
     }

@@ -2,13 +2,11 @@
 //! stays.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
-use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{PickedRows, RowColumns};
-use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::io::{Fault, FaultEngine, MemoryEngine, Operation};
+use embcache::cache::{PickedRows, PlanMode, RowColumns};
+use embcache::config::{OnFull, OptimizerKind, TableConfig};
+use embcache::io::{Fault, Operation};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
 use embcache_tests::{Contents, Rig, config};
@@ -16,20 +14,7 @@ use embcache_tests::{Contents, Rig, config};
 const DIM: usize = 16;
 
 fn three_tiers(device_rows: Option<u32>, host_rows: u64, ssd_bytes: u64) -> TableConfig {
-    let mut wanted = config(DIM, OptimizerKind::Adagrad, host_rows);
-    wanted.device_rows = device_rows;
-    wanted.ssd = Some(SsdConfig {
-        dir: PathBuf::from("/base/m/t/0-of-1"),
-        bytes: ssd_bytes,
-        reopen: Reopen::Never,
-        resume_token: None,
-    });
-    wanted
-}
-
-fn rig(wanted: TableConfig) -> (Rig, FaultEngine) {
-    let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
-    (Rig::open(wanted, Arc::new(faults.clone())).expect("a table"), faults)
+    embcache_tests::three_tiers(DIM, device_rows, host_rows, ssd_bytes)
 }
 
 fn contents(rig: &Rig) -> BTreeMap<Id, Vec<u32>> {
@@ -48,7 +33,7 @@ fn contents(rig: &Rig) -> BTreeMap<Id, Vec<u32>> {
 }
 
 fn trained_oracle(batches: &[Vec<Id>]) -> BTreeMap<Id, Vec<u32>> {
-    let (oracle, _) = rig(config(DIM, OptimizerKind::Adagrad, 100_000));
+    let (oracle, _) = Rig::with_faults(config(DIM, OptimizerKind::Adagrad, 100_000));
     for (salt, ids) in batches.iter().enumerate() {
         oracle.train(ids, 4, salt as u32).expect("the oracle trains");
     }
@@ -60,7 +45,7 @@ fn batches(count: i64, rows: i64) -> Vec<Vec<Id>> {
 }
 
 fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(device_rows: Option<u32>) {
-    let (rig, faults) = rig(three_tiers(device_rows, 60, 1 << 22));
+    let (rig, faults) = Rig::with_faults(three_tiers(device_rows, 60, 1 << 22));
     let done = batches(20, 50);
     for (salt, ids) in done.iter().enumerate() {
         rig.train(ids, 4, salt as u32).expect("a step");
@@ -90,7 +75,7 @@ fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again_with_a_dev
 
 #[test]
 fn a_damaged_record_is_found_and_never_served() {
-    let (rig, faults) = rig(three_tiers(None, 60, 1 << 22));
+    let (rig, faults) = Rig::with_faults(three_tiers(None, 60, 1 << 22));
     let done = batches(20, 50);
     for (salt, ids) in done.iter().enumerate() {
         rig.train(ids, 4, salt as u32).expect("a step");
@@ -104,14 +89,14 @@ fn a_damaged_record_is_found_and_never_served() {
 
 #[test]
 fn rows_loaded_after_a_clear_are_not_touched_by_reads_of_before_that_failed() {
-    let (rig, faults) = rig(three_tiers(None, 12_000, 16 << 20));
+    let (rig, faults) = Rig::with_faults(three_tiers(None, 12_000, 16 << 20));
     for first in (0..30_000).step_by(6000) {
         rig.train(&(first..first + 6000).collect::<Vec<Id>>(), 4, 1).expect("a step");
     }
     rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
     // Read rows that are on SSD alone, in several batches of reads, all of which fail.
     faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
-    drop(rig.plan(&(0..10_000).collect::<Vec<Id>>(), true, true, false).expect("a plan ahead, never waited for"));
+    drop(rig.plan(&(0..10_000).collect::<Vec<Id>>(), PlanMode::TRAIN_AHEAD).expect("a plan ahead, never waited for"));
     rig.table.clear().expect("no batch is in flight");
     faults.clear();
     assert_eq!(rig.table.len().expect("a length"), 0);
@@ -144,7 +129,7 @@ fn rows_loaded_after_a_clear_are_not_touched_by_reads_of_before_that_failed() {
 
 #[test]
 fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
-    let (rig, faults) = rig(three_tiers(None, 60, 1 << 22));
+    let (rig, faults) = Rig::with_faults(three_tiers(None, 60, 1 << 22));
     let done = batches(20, 50);
     for (salt, ids) in done.iter().enumerate() {
         rig.train(ids, 4, salt as u32).expect("a step");
@@ -152,7 +137,7 @@ fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
     rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
     let fails = || {
         faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
-        let plan = rig.plan(&done[0][..40], true, true, false).expect("a plan ahead, never waited for");
+        let plan = rig.plan(&done[0][..40], PlanMode::TRAIN_AHEAD).expect("a plan ahead, never waited for");
         assert!(!plan.reading()[0].is_empty());
         while !plan.is_ready() {
             std::thread::yield_now();
@@ -172,7 +157,7 @@ fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
 }
 
 fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
-    let (rig, faults) = rig(three_tiers(device_rows, 60, 1 << 24));
+    let (rig, faults) = Rig::with_faults(three_tiers(device_rows, 60, 1 << 24));
     // The same ids come again and again, so however late the disk is written to, nothing else runs out.
     let all = batches(60, 50);
     let mut done = Vec::new();
@@ -197,7 +182,7 @@ fn after_a_failed_write_everything_can_still_be_read(device_rows: Option<u32>) {
         assert!(error.to_string().contains("saved elsewhere"), "{error}");
     }
     // Evaluations succeed too, with rows of every tier and with unseen ids, also past the rows in RAM that can go nowhere.
-    let (oracle, _) = self::rig(config(DIM, OptimizerKind::Adagrad, 100_000));
+    let (oracle, _) = Rig::with_faults(config(DIM, OptimizerKind::Adagrad, 100_000));
     for (salt, ids) in done.iter().enumerate() {
         oracle.train(ids, 4, salt as u32).expect("the oracle trains");
     }
@@ -231,7 +216,7 @@ fn a_full_table_says_so_before_anything_is_lost() {
         if !ssd {
             wanted.ssd = None;
         }
-        let (rig, _) = rig(wanted);
+        let (rig, _) = Rig::with_faults(wanted);
         let mut done = Vec::new();
         let mut failure = None;
         for (salt, ids) in batches(400, 50).into_iter().enumerate() {
@@ -260,7 +245,7 @@ fn a_full_table_may_drop_rows_by_policy_and_counts_them() {
         if !ssd {
             wanted.ssd = None;
         }
-        let (rig, _) = rig(wanted);
+        let (rig, _) = Rig::with_faults(wanted);
         let mut seen = 0;
         for (salt, ids) in batches(200, 40).into_iter().enumerate() {
             rig.train(&ids, 4, salt as u32).expect("a step");
@@ -282,7 +267,7 @@ fn an_import_that_does_not_fit_changes_nothing_however_many_rows_it_has() {
         if ssd.is_none() {
             wanted.ssd = None;
         }
-        let (rig, _) = rig(wanted);
+        let (rig, _) = Rig::with_faults(wanted);
         rig.train(&(0..50).collect::<Vec<Id>>(), 4, 1).expect("a step");
         let before = contents(&rig);
         let floats = rig.table.config().layout().vector_floats();

@@ -5,30 +5,17 @@ use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::cache::PreImages;
-use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{OnFull, TableConfig};
 use embcache::io::{Fault, FaultEngine, MemoryEngine, Operation};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
-use embcache_tests::{Contents, Rig, config};
+use embcache_tests::{Contents, Rig};
 
 const DIM: usize = 16;
 const FLOATS: usize = 2 * DIM;
 
 fn three_tiers(device_rows: Option<u32>, ssd_bytes: u64) -> TableConfig {
-    let mut wanted = config(DIM, OptimizerKind::Adagrad, 1200);
-    wanted.device_rows = device_rows;
-    wanted.ssd = Some(SsdConfig {
-        dir: PathBuf::from("/base/m/t/0-of-1"),
-        bytes: ssd_bytes,
-        reopen: Reopen::Never,
-        resume_token: None,
-    });
-    wanted
-}
-
-fn rig(wanted: TableConfig) -> (Rig, FaultEngine) {
-    let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
-    (Rig::open(wanted, Arc::new(faults.clone())).expect("a table"), faults)
+    embcache_tests::three_tiers(DIM, device_rows, 1200, ssd_bytes)
 }
 
 fn made(ids: impl Iterator<Item = Id>, version: u32) -> Contents {
@@ -114,7 +101,7 @@ fn is_whole_or_not_done(
 }
 
 fn filled(device_rows: Option<u32>, ids: std::ops::Range<Id>) -> (Rig, FaultEngine) {
-    let (rig, faults) = rig(three_tiers(device_rows, 4 << 20));
+    let (rig, faults) = Rig::with_faults(three_tiers(device_rows, 4 << 20));
     rig.import(&made(ids, 1)).expect("room for all");
     if device_rows.is_some() {
         rig.evaluate(&(0..30).collect::<Vec<Id>>(), 1, false).expect("rows on the device");
@@ -178,7 +165,7 @@ fn training_that_drops_rows_and_meets_a_full_disk_leaves_a_table_whose_rows_all_
         for passing in [0, 1, 2, 5] {
             let mut wanted = three_tiers(device_rows, 1 << 20);
             wanted.on_full = OnFull::Evict;
-            let (rig, faults) = rig(wanted);
+            let (rig, faults) = Rig::with_faults(wanted);
             let step = |at: Id| rig.train(&(at * 500..at * 500 + 500).collect::<Vec<Id>>(), 1, at as u32);
             for at in 0..20 {
                 step(at).expect("a step");

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{Ancestor, GroupSink, Plan, RowBlock};
+use embcache::cache::{Ancestor, GroupSink, Plan, PlanMode, RowBlock};
 use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
 use embcache::io::MemoryEngine;
 use embcache::rows::{RowHeader, RowList};
@@ -238,7 +238,7 @@ impl Run {
                 self.trained(&ids, &out);
             }
             Step::Prefetch(ids) => {
-                let plan = self.rig.plan(&ids, true, true, false).expect("a plan ahead");
+                let plan = self.rig.plan(&ids, PlanMode::TRAIN_AHEAD).expect("a plan ahead");
                 self.waiting.push_back((plan, ids));
             }
             Step::TrainPrefetched => {
@@ -249,7 +249,7 @@ impl Run {
             }
             Step::DropPrefetched => drop(self.waiting.pop_back()),
             Step::Abandon(ids) => {
-                let plan = self.rig.plan(&ids, true, false, false).expect("a plan");
+                let plan = self.rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
                 self.rig.place(&plan).expect("its rows");
                 self.rig.forward(&plan, ids.len(), BAG).expect("its forward");
             }

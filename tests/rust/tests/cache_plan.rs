@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use embcache::Kind;
-use embcache::cache::{Lookup, RowBlock, Table};
+use embcache::cache::{Lookup, PlanMode, RowBlock, Table};
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{DirLock, Hold, IoEngine, IoFile, MemoryEngine, Open, Read, ReadSink};
 use embcache::rows::RowHeader;
@@ -95,7 +95,7 @@ fn a_plan_over_several_tables_reads_in_one_submission() {
     let lookup = Lookup::new(&tables, &[0, 1, 2]).expect("a lookup");
     let train = |first: Id| {
         let ids: Vec<Id> = (0..3).flat_map(|_| first..first + 30).collect();
-        let plan = lookup.plan(&ids, &[0, 30, 60, 90], true, false, false).expect("a plan");
+        let plan = lookup.plan(&ids, &[0, 30, 60, 90], PlanMode::TRAIN).expect("a plan");
         plan.wait().expect("its rows");
         plan.commit().expect("a step");
     };
@@ -113,8 +113,9 @@ fn a_plan_over_several_tables_reads_in_one_submission() {
 #[test]
 fn rows_in_flight_are_never_evicted_however_small_the_budget() {
     let rig = in_memory(on_ssd("t", 4));
-    let ahead: Vec<_> =
-        (0..6).map(|batch| rig.plan(&[batch * 2, batch * 2 + 1], true, true, false).expect("a plan ahead")).collect();
+    let ahead: Vec<_> = (0..6)
+        .map(|batch| rig.plan(&[batch * 2, batch * 2 + 1], PlanMode::TRAIN_AHEAD).expect("a plan ahead"))
+        .collect();
     assert!(ahead[0].complete_ahead() && !ahead[5].complete_ahead(), "the budget ends the prefetch, not an error");
     for (salt, plan) in ahead.iter().enumerate() {
         rig.finish(plan, 2, 2, salt as u32).expect("a step");
@@ -126,7 +127,7 @@ fn rows_in_flight_are_never_evicted_however_small_the_budget() {
 #[test]
 fn planned_rows_join_the_table_at_their_first_backward_only() {
     let rig = in_memory(on_ssd("t", 100));
-    let plan = rig.plan(&[1, 2, 3], true, false, false).expect("a plan");
+    let plan = rig.plan(&[1, 2, 3], PlanMode::TRAIN).expect("a plan");
     rig.place(&plan).expect("its rows");
     let read = rig.table.read_rows(&[1]).expect("a read");
     assert_eq!((rig.table.len().expect("rows"), read.found[0]), (0, false));
@@ -140,7 +141,7 @@ fn planned_rows_join_the_table_at_their_first_backward_only() {
 #[test]
 fn a_second_backward_of_one_forward_is_refused() {
     let rig = in_memory(config(8, OptimizerKind::Sgd, 100));
-    let plan = rig.plan(&[1, 2], true, false, false).expect("a plan");
+    let plan = rig.plan(&[1, 2], PlanMode::TRAIN).expect("a plan");
     let out = rig.finish(&plan, 2, 1, 0).expect("a step");
     assert_eq!(rig.backward(&plan, out.len(), 1).expect_err("again").kind(), Kind::State);
     assert_eq!(rig.table.step().expect("a step"), 1);
@@ -152,7 +153,7 @@ fn every_backward_is_a_step_ids_or_none() {
     rig.train(&[], 1, 0).expect("a step without ids");
     rig.train(&[1], 1, 0).expect("a step");
     rig.evaluate(&[1], 1, false).expect("an evaluation");
-    drop(rig.plan(&[1], true, false, false).expect("an abandoned plan"));
+    drop(rig.plan(&[1], PlanMode::TRAIN).expect("an abandoned plan"));
     assert_eq!(rig.table.step().expect("a step"), 2);
 }
 
@@ -164,7 +165,7 @@ fn a_dropped_plan_whose_rows_are_still_being_read_leaves_nothing_behind() {
     }
     rig.table.flush(1).expect("a flush");
     for _ in 0..50 {
-        drop(rig.plan(&(0..15).collect::<Vec<_>>(), true, true, false).expect("a plan ahead"));
+        drop(rig.plan(&(0..15).collect::<Vec<_>>(), PlanMode::TRAIN_AHEAD).expect("a plan ahead"));
     }
     assert_eq!(pinned(&rig), 0);
     assert_eq!(rig.table.read_rows(&(0..100).collect::<Vec<_>>()).expect("rows").found, vec![true; 100]);
@@ -179,7 +180,7 @@ fn a_working_set_past_the_budget_trains_and_the_overflow_goes_again() {
         let oracle = in_memory(config(8, OptimizerKind::Sgd, 1000));
         for salt in 0..4 {
             let ids: Vec<Id> = (0..40).map(|id| id * 3 % 31 + i64::from(salt)).collect();
-            let plan = rig.plan(&ids, true, false, false).expect("a plan");
+            let plan = rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
             let out = rig.finish(&plan, ids.len(), 4, salt).expect("a step past the budget");
             assert!(plan.overflow_rows()[0] > 0);
             assert_eq!(out, oracle.train(&ids, 4, salt).expect("the oracle's"));
@@ -247,7 +248,7 @@ fn a_row_moves_with_its_slots_and_metadata_in_one_read() {
     rig.table.flush(1).expect("a flush");
     let expected = rig.table.read_rows(&[5, 150, 300]).expect("rows");
     engine.reads.store(0, Ordering::SeqCst);
-    let plan = rig.plan(&[5, 150, 300], false, false, false).expect("a plan of rows that lie apart");
+    let plan = rig.plan(&[5, 150, 300], PlanMode::EVALUATE).expect("a plan of rows that lie apart");
     rig.place(&plan).expect("its rows");
     assert!(engine.reads.load(Ordering::SeqCst) <= 3);
     let found = rig.table.read_rows(&[5, 150, 300]).expect("rows, from RAM now");

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use embcache::cache::{DeviceTensors, Lookup, Plan, PreImages, RowBlock};
+use embcache::cache::{DeviceTensors, Lookup, Plan, PlanMode, PreImages, RowBlock};
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
 use embcache::rows::RowHeader;
@@ -56,7 +56,7 @@ impl Pair {
 
     fn plan(&self, batch: &Batch, ahead: bool) -> embcache::Result<Plan> {
         let splits = [0, batch[0].len() as i64, (batch[0].len() + batch[1].len()) as i64];
-        self.lookup.plan(&batch.concat(), &splits, true, ahead, false)
+        self.lookup.plan(&batch.concat(), &splits, PlanMode { ahead, ..PlanMode::TRAIN })
     }
 
     fn has_device(&self) -> bool {
@@ -277,7 +277,7 @@ fn rows_of_one_table_stay_as_they_are_when_there_is_no_room_for_another_tables()
     let before = [a.contents().expect("rows"), b.contents().expect("rows")];
     let lookup = Lookup::new(&[a.table.clone(), b.table.clone()], &[0, 1]).expect("a lookup");
     // Table b is full, and 77 is new to it.
-    let plan = lookup.plan(&[0, 1, 2, 3, 77], &[0, 4, 5], true, false, false).expect("a plan");
+    let plan = lookup.plan(&[0, 1, 2, 3, 77], &[0, 4, 5], PlanMode::TRAIN).expect("a plan");
     assert_eq!(plan.wait().expect_err("b is full").kind(), Kind::Capacity);
     drop(plan);
     assert_eq!([a.contents().expect("rows"), b.contents().expect("rows")], before);
@@ -401,7 +401,7 @@ fn a_plan_that_is_dropped_while_rows_are_read_from_the_device_is_released_and_no
             let rig =
                 Rig::open(settings("t", Some(6), 100, false), Arc::new(MemoryEngine::default())).expect("a table");
             rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
-            let garbage = rig.plan(&[1, 77], true, false, false).expect("a plan");
+            let garbage = rig.plan(&[1, 77], PlanMode::TRAIN).expect("a plan");
             rig.place(&garbage).expect("its rows");
             rig.amid_device_read(0, move || {
                 if explicitly {
@@ -443,7 +443,7 @@ fn what_uses_the_table_while_its_rows_are_read_from_the_device_gets_a_typed_erro
     watched(String::new, || {
         let rig = Rig::open(settings("t", Some(6), 100, true), Arc::new(MemoryEngine::default())).expect("a table");
         rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
-        let waiting = Arc::new(rig.plan(&[1, 9], true, false, false).expect("a plan"));
+        let waiting = Arc::new(rig.plan(&[1, 9], PlanMode::TRAIN).expect("a plan"));
         let (table, refused) = (rig.table.clone(), Arc::new(AtomicUsize::new(0)));
         let (count, plan) = (Arc::clone(&refused), Arc::clone(&waiting));
         rig.amid_device_read(0, move || {
@@ -475,7 +475,7 @@ fn what_copies_rows_while_they_are_changed_exclusively_gets_a_typed_error() {
     watched(String::new, || {
         let rig = Rig::open(settings("t", Some(6), 100, true), Arc::new(MemoryEngine::default())).expect("a table");
         rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
-        let plan = rig.plan(&[1, 9], true, false, false).expect("a plan");
+        let plan = rig.plan(&[1, 9], PlanMode::TRAIN).expect("a plan");
         let amid = || (rig.table.read_rows(&[1]).err(), rig.table.flush(7).err(), rig.table.len().ok());
         let (read, flushed, rows) = plan.exclusively(amid).expect("nobody else is there");
         for error in [read, flushed] {
@@ -501,7 +501,7 @@ fn a_table_that_is_given_twice_to_a_lookup_is_refused() {
 fn two_threads_that_use_one_plan_of_which_one_does_so_exclusively_do_not_wait_for_each_other_for_ever() {
     watched(String::new, || {
         let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
-        let plan = rig.lookup.plan(&[1, 2, 3], &[0, 3], true, false, false).expect("planned");
+        let plan = rig.lookup.plan(&[1, 2, 3], &[0, 3], PlanMode::TRAIN).expect("planned");
         plan.wait().expect("rows in their slots");
         let (begun, forwards) = (AtomicBool::new(false), AtomicUsize::new(0));
         std::thread::scope(|scope| {
@@ -534,7 +534,7 @@ fn two_threads_that_use_one_plan_of_which_one_does_so_exclusively_do_not_wait_fo
 fn code_that_runs_exclusively_is_refused_another_plan_of_the_same_tables_and_may_drop_it() {
     watched(String::new, || {
         let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
-        let plan = |ids: &[Id]| rig.lookup.plan(ids, &[0, ids.len() as i64], true, false, false).expect("planned");
+        let plan = |ids: &[Id]| rig.lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("planned");
         let (mine, other) = (plan(&[1, 2]), plan(&[2, 3]));
         mine.wait().expect("rows in their slots");
         other.wait().expect("rows in their slots");

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{Chunk, ExportStream};
+use embcache::cache::{Chunk, ExportStream, PlanMode};
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine};
 use embcache::types::Id;
@@ -76,7 +76,7 @@ fn false_traces(rig: &Rig, wanted: usize) -> Vec<Id> {
     let mut found = Vec::new();
     for first in (1 << 40..).step_by(100_000) {
         let ids: Vec<Id> = (first..first + 100_000).collect();
-        let plan = rig.plan(&ids, false, false, true).expect("a plan");
+        let plan = rig.plan(&ids, PlanMode { unseen_zeros: true, ..PlanMode::EVALUATE }).expect("a plan");
         found.extend(plan.reading().remove(0));
         if found.len() >= wanted {
             break;
@@ -95,9 +95,9 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacit
     let rows = table.table.len().expect("a length");
     // All of RAM is in use, so a plan ahead leaves its reads to its forward.
     let held: Vec<Id> = (0..1000).collect();
-    let holds = table.plan(&held, true, false, false).expect("a plan");
+    let holds = table.plan(&held, PlanMode::TRAIN).expect("a plan");
     table.place(&holds).expect("rows in place");
-    let plan = table.plan(&unseen, true, true, false).expect("a plan");
+    let plan = table.plan(&unseen, PlanMode::TRAIN_AHEAD).expect("a plan");
     assert!(!plan.complete_ahead(), "there was no room");
     let error = table.place(&plan).expect_err("fewer than three rows fit");
     assert_eq!(error.kind(), Kind::Capacity, "{error}");
@@ -241,7 +241,7 @@ fn a_batch_for_which_no_rows_can_be_dropped_is_refused_and_changes_nothing() {
     let table = rig(wanted);
     table.train(&(0..9000).collect::<Vec<Id>>(), 1, 1).expect("a step");
     let before = table.contents().expect("every row");
-    let in_flight = table.plan(&(0..6000).collect::<Vec<Id>>(), true, false, false).expect("a plan");
+    let in_flight = table.plan(&(0..6000).collect::<Vec<Id>>(), PlanMode::TRAIN).expect("a plan");
     table.place(&in_flight).expect("rows in place");
     let error =
         table.train(&(20_000..26_000).collect::<Vec<Id>>(), 1, 2).expect_err("6000 more do not fit beside them");

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::RowBlock;
+use embcache::cache::{PlanMode, RowBlock};
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{FaultEngine, IoEngine, Operation, PsyncEngine};
 use embcache::types::Id;
@@ -30,7 +30,7 @@ fn ids(batch: i64) -> Vec<Id> {
 fn uses_that_pass(rig: Rig, plan: embcache::cache::Plan) -> Vec<&'static str> {
     let state = |error: embcache::Error| error.kind() == Kind::State && error.to_string().contains("fork");
     let refused = [
-        ("plan", rig.plan(&ids(0), true, false, false).is_err_and(state)),
+        ("plan", rig.plan(&ids(0), PlanMode::TRAIN).is_err_and(state)),
         ("wait", plan.wait().is_err_and(state)),
         ("commit", plan.commit().is_err_and(state)),
         ("read_rows", rig.table.read_rows(&ids(0)).is_err_and(state)),
@@ -62,7 +62,7 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
 
         // One thread holds a plan's lock, another one the table's, and both wait for reads that never end.
         faults.hold(Operation::Read);
-        let stuck = rig.plan(&ids(0), false, true, false).expect("a plan");
+        let stuck = rig.plan(&ids(0), PlanMode { ahead: true, ..PlanMode::EVALUATE }).expect("a plan");
         let child = std::thread::scope(|scope| {
             scope.spawn(|| stuck.wait().expect("its rows, once they are let go"));
             scope.spawn(|| rig.table.read_rows(&ids(2)).expect("rows, once they are let go"));

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use embcache::cache::{RowBlock, host_row_bytes};
+use embcache::cache::{PlanMode, RowBlock, host_row_bytes};
 use embcache::checkpoint::{RankWriter, Save};
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
@@ -67,7 +67,7 @@ fn train_and_save(dir: &Path) {
     let mut ahead = std::collections::VecDeque::new();
     for step in 0..160 {
         let ids = batch(step, ids, rows);
-        ahead.push_back((rig.plan(&ids, true, true, false).unwrap(), ids));
+        ahead.push_back((rig.plan(&ids, PlanMode::TRAIN_AHEAD).unwrap(), ids));
         if ahead.len() > 3 {
             let (plan, ids) = ahead.pop_front().unwrap();
             rig.finish(&plan, ids.len(), 1, step as u32).unwrap();
@@ -132,7 +132,7 @@ fn steps_leave_nothing(dir: &Path) {
         for step in steps {
             let ids = batch(step, 100, 5000);
             rig.train(&ids, 2, step as u32).unwrap();
-            drop(rig.plan(&batch(step + 7, 100, 5000), true, true, false).unwrap());
+            drop(rig.plan(&batch(step + 7, 100, 5000), PlanMode::TRAIN_AHEAD).unwrap());
             rig.evaluate(&batch(step + 9, 50, 10_000), 2, true).unwrap();
             if step % 50 == 0 {
                 token += 1;

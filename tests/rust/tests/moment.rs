@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use embcache::Kind;
-use embcache::cache::{Ancestor, Chunk, Plan, PreImages, TableMoment};
+use embcache::cache::{Ancestor, Chunk, Plan, PlanMode, PreImages, TableMoment};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
 use embcache::rows::RowHeader;
@@ -57,7 +57,7 @@ impl Run {
             0..4 => _ = self.rig.train(&self.dice.ids(20), 3, salt).unwrap(),
             4..6 => {
                 let ids = self.dice.ids(12);
-                self.waiting.push_back((self.rig.plan(&ids, true, true, false).unwrap(), ids));
+                self.waiting.push_back((self.rig.plan(&ids, PlanMode::TRAIN_AHEAD).unwrap(), ids));
             }
             6..8 => {
                 if let Some((plan, ids)) = self.waiting.pop_front() {

@@ -1,32 +1,23 @@
 //! Panics below the cache: the step that meets one ends, what was half done is refused from then on, and nothing waits for ever.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{DeviceRows, Lookup, Table};
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::cache::{DeviceRows, Lookup, PlanMode, Table};
+use embcache::config::TableConfig;
 use embcache::io::{FaultEngine, MemoryEngine, Operation};
 use embcache::types::{CacheSlot, Id};
-use embcache_tests::{Rig, config, watched};
+use embcache_tests::{Rig, three_tiers, watched};
 
 const DIM: usize = 16;
 
 fn tiers(host_rows: u64) -> TableConfig {
-    let mut wanted = config(DIM, OptimizerKind::Adagrad, host_rows);
-    wanted.ssd = Some(SsdConfig {
-        dir: PathBuf::from("/base/m/t/0-of-1"),
-        bytes: 1 << 20,
-        reopen: Reopen::Never,
-        resume_token: None,
-    });
-    wanted
+    three_tiers(DIM, None, host_rows, 1 << 20)
 }
 
 fn rig() -> (Rig, FaultEngine) {
-    let faults = FaultEngine::new(Arc::new(MemoryEngine::default()));
-    (Rig::open(tiers(60), Arc::new(faults.clone())).expect("a table"), faults)
+    Rig::with_faults(tiers(60))
 }
 
 fn ids(batch: i64) -> Vec<Id> {
@@ -99,7 +90,7 @@ fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
         wanted.device_rows = Some(50);
         let table = Table::open(wanted, Some(Arc::new(Panics)), Arc::new(MemoryEngine::default())).expect("a table");
         let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("a lookup");
-        let plan = |batch| lookup.plan(&ids(batch), &[0, 50], true, false, false);
+        let plan = |batch| lookup.plan(&ids(batch), &[0, 50], PlanMode::TRAIN);
         let first = plan(0).expect("a plan");
         first.wait().expect("rows on the device");
         drop(first);
@@ -130,13 +121,13 @@ fn table_lookup_and_plans_can_be_dropped_in_any_order_while_their_reads_are_unde
                 let table = Table::open(tiers(60), None, engine).expect("a table");
                 let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("a lookup");
                 for batch in 0..12 {
-                    let plan = lookup.plan(&ids(batch), &[0, 50], true, false, false).expect("a plan");
+                    let plan = lookup.plan(&ids(batch), &[0, 50], PlanMode::TRAIN).expect("a plan");
                     plan.wait().expect("its rows");
                     plan.commit().expect("a step");
                 }
                 table.flush(1).expect("a flush");
                 faults.hold(Operation::Read);
-                let plan = lookup.plan(&ids(0), &[0, 50], true, true, false).expect("a plan");
+                let plan = lookup.plan(&ids(0), &[0, 50], PlanMode::TRAIN_AHEAD).expect("a plan");
                 faults.wait_until_held();
                 let mut parts = [Some(Part::Table(table)), Some(Part::Lookup(lookup)), Some(Part::Plan(plan))];
                 for (number, part) in order.into_iter().enumerate() {

@@ -5,11 +5,11 @@
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used)]
 
-use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
-use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::cache::PlanMode;
+use embcache::config::{OptimizerKind, Reopen, TableConfig};
 use embcache::io::{MemoryEngine, default_engine};
 use embcache::memory::ReservingAllocator;
 use embcache::ssd::{SsdTier, StateCounters};
@@ -39,15 +39,7 @@ fn limit(more: Option<u64>) {
 }
 
 fn three_tiers(dim: usize, device_rows: Option<u32>, host_rows: u64) -> TableConfig {
-    let mut wanted = config(dim, OptimizerKind::Adagrad, host_rows);
-    wanted.device_rows = device_rows;
-    wanted.ssd = Some(SsdConfig {
-        dir: PathBuf::from("/base/m/t/0-of-1"),
-        bytes: 256 * MIB,
-        reopen: Reopen::Never,
-        resume_token: None,
-    });
-    wanted
+    embcache_tests::three_tiers(dim, device_rows, host_rows, 256 * MIB)
 }
 
 fn rig(wanted: TableConfig) -> Rig {
@@ -85,7 +77,7 @@ fn amid_reads() {
     // Overflow comes in chunks of 2 MiB and more.
     limit(Some(MIB * 7 / 4));
     for train in [true, false] {
-        let Err(error) = rig.plan(&wanted, train, false, false) else {
+        let Err(error) = rig.plan(&wanted, PlanMode { train, ..PlanMode::TRAIN }) else {
             panic!("there is memory for the rows past the budget");
         };
         assert!(is_of_memory(&error), "{error:?}");
@@ -152,10 +144,10 @@ fn ahead_of_the_device() {
     let (_, before) = straight(DIM, &batches);
     wanted.ssd.as_mut().unwrap().reopen = Reopen::Resume;
     let rig = Rig::open(wanted, engine).unwrap();
-    let mut plans: Vec<_> = batches[..50].iter().map(|ids| rig.plan(ids, true, true, false).unwrap()).collect();
+    let mut plans: Vec<_> = batches[..50].iter().map(|ids| rig.plan(ids, PlanMode::TRAIN_AHEAD).unwrap()).collect();
     limit(Some(MIB * 5 / 4));
     let refused =
-        batches[50..].iter().find_map(|ids| rig.plan(ids, true, true, false).map(|plan| plans.push(plan)).err());
+        batches[50..].iter().find_map(|ids| rig.plan(ids, PlanMode::TRAIN_AHEAD).map(|plan| plans.push(plan)).err());
     limit(None);
     let refused = refused.expect("no limit was met");
     assert!(is_of_memory(&refused), "{refused:?}");

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use embcache::cache::{Plan, PreImages, RowBlock};
+use embcache::cache::{Plan, PlanMode, PreImages, RowBlock};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, UringEngine};
 use embcache::rows::{Initializer, RowHeader};
@@ -67,7 +67,7 @@ impl Life {
         for step in 0..=steps {
             states.push(rig.table.read_rows(&[0]).unwrap().vectors.iter().map(|value| value.to_bits()).collect());
             if step < steps {
-                let plan = rig.plan(&[0], true, false, false).unwrap();
+                let plan = rig.plan(&[0], PlanMode::TRAIN).unwrap();
                 rig.place(&plan).unwrap();
                 rig.forward(&plan, 1, 1).unwrap();
                 rig.backward_with(&plan, &[1.0; DIM]).unwrap();
@@ -153,7 +153,7 @@ impl World {
         for step in 0..steps {
             let ids = dice.batch(step);
             let ahead = dice.roll(4) > 0;
-            waiting.push_back((self.rig.plan(&ids, true, ahead, false).unwrap(), ids));
+            waiting.push_back((self.rig.plan(&ids, PlanMode { ahead, ..PlanMode::TRAIN }).unwrap(), ids));
             if dice.roll(12) == 0 {
                 // The plan is dropped while its reads run.
                 waiting.pop_back();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Chunk, Lookup, Plan, PreImages, RowBlock, Table};
+use super::{Chunk, Lookup, Plan, PlanMode, PreImages, RowBlock, Table};
 use crate::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use crate::io::{IoEngine, MemoryEngine};
 use crate::kernels::Hyperparameters;
@@ -44,7 +44,7 @@ fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
 }
 
 fn plan(lookup: &Lookup, ids: &[Id]) -> Plan {
-    lookup.plan(ids, &[0, ids.len() as i64], true, true, false).unwrap()
+    lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN_AHEAD).unwrap()
 }
 
 fn forward(plan: &Plan, bags: usize) -> Vec<f32> {

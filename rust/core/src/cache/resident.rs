@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Lookup, RowBlock, Table};
+use super::{Lookup, PlanMode, RowBlock, Table};
 use crate::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use crate::io::MemoryEngine;
 use crate::rows::{Initializer, RowHeader};
@@ -63,13 +63,13 @@ fn a_working_set_past_the_budget_gives_its_overflow_back_with_its_last_pin() {
     let table = table(64);
     let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).unwrap();
     let ids: Vec<Id> = (0..100_000).collect();
-    let plan = lookup.plan(&ids, &[0, ids.len() as i64], true, false, false).unwrap();
+    let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::TRAIN).unwrap();
     plan.wait().unwrap();
     assert!(plan.overflow_rows()[0] > 0 && held_bytes(&table) > 2 * HOST_BYTES);
     plan.commit().unwrap();
     drop(plan);
     // The next batch makes the rows past the budget leave.
-    lookup.plan(&ids[..10], &[0, 10], true, false, false).unwrap().wait().unwrap();
+    lookup.plan(&ids[..10], &[0, 10], PlanMode::TRAIN).unwrap().wait().unwrap();
     let held = held_bytes(&table);
     assert!(held <= HOST_BYTES + (1 << 20) + PAGES_BYTES, "{held} bytes");
 }

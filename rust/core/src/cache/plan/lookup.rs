@@ -33,43 +33,19 @@ impl Lookup {
     }
 
     /// Plan a batch. `ids` is `[N]`, feature after feature; `feature_splits` is `[F + 1]` and says where each feature's ids begin.
-    ///
-    /// - `train`: a backward will follow. Otherwise unseen ids read their initial values (zeros with `unseen_zeros`) and are forgotten.
-    /// - `ahead`: fetch as far as the budget goes. [`Plan::wait`] does the rest.
-    pub fn plan(
-        &self,
-        ids: &[Id],
-        feature_splits: &[i64],
-        train: bool,
-        ahead: bool,
-        unseen_zeros: bool,
-    ) -> Result<Plan> {
-        self.plan_on(1, ids, feature_splits, train, ahead, unseen_zeros)
-    }
-
-    /// As [`Lookup::plan`], with up to `threads` threads for it and for [`Plan::wait`]. The result is the same for any number.
-    pub fn plan_on(
-        &self,
-        threads: usize,
-        ids: &[Id],
-        feature_splits: &[i64],
-        train: bool,
-        ahead: bool,
-        unseen_zeros: bool,
-    ) -> Result<Plan> {
+    pub fn plan(&self, ids: &[Id], feature_splits: &[i64], mode: PlanMode) -> Result<Plan> {
         let shape = &self.shape;
         let splits = check_splits(ids.len(), feature_splits, shape.features())?;
         shape.tables.iter().try_for_each(|table| table.check_process())?;
-        if train {
+        if mode.train {
             shape.tables.iter().try_for_each(|table| table.check_writable())?;
         }
         memory::check_room("plan a batch", ids.len() * PLAN_BYTES_AN_ID)?;
-        let mode = PlanMode { train, ahead, unseen_zeros, threads };
         let mut tables = Vec::with_capacity(shape.tables.len());
         for (table, features) in shape.tables.iter().zip(&shape.table_features) {
             let mut deduped = Deduped::default();
             lock(&self.deduper).dedupe(&ids[splits[features.start]..splits[features.end]], &mut deduped);
-            tables.push(TablePlan::new(Arc::clone(table), deduped, train));
+            tables.push(TablePlan::new(Arc::clone(table), deduped, mode.train));
         }
         // From here on the drop of the plan gives back what was pinned, on errors too.
         let plan = Plan::new(Arc::clone(shape), splits, mode, tables);

@@ -7,17 +7,26 @@ use crate::slots::PinGroup;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
-/// How a plan treats ids.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PlanMode {
-    /// A backward will follow, so unseen ids may be born.
-    pub(crate) train: bool,
-    /// Fetch only as far as the budget goes, without overflow.
-    pub(crate) ahead: bool,
+/// How a plan treats the ids of its batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanMode {
+    /// A backward will follow, so unseen ids may be born. Otherwise they are forgotten with the plan.
+    pub train: bool,
+    /// Fetch only as far as the budget goes, without overflow. [`Plan::wait`](crate::cache::Plan::wait) does the rest.
+    pub ahead: bool,
     /// In an evaluation unseen ids read zeros instead of their initial values.
-    pub(crate) unseen_zeros: bool,
-    /// How many threads may work for the plan.
-    pub(crate) threads: usize,
+    pub unseen_zeros: bool,
+    /// How many threads may work for the plan. Its results are the same for any number.
+    pub threads: usize,
+}
+
+impl PlanMode {
+    /// A batch that is trained at once.
+    pub const TRAIN: Self = Self { train: true, ahead: false, unseen_zeros: false, threads: 1 };
+    /// A batch that is trained later.
+    pub const TRAIN_AHEAD: Self = Self { ahead: true, ..Self::TRAIN };
+    /// A batch that is read at once and not trained.
+    pub const EVALUATE: Self = Self { train: false, ..Self::TRAIN };
 }
 
 /// The pins of a plan on one table's rows, and the reads that they wait for. Only the residency changes it, together with the rows' bits.

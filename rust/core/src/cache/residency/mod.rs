@@ -23,7 +23,8 @@ mod train;
 
 use std::sync::Arc;
 
-pub(super) use hold::{Fetched, Hold, PlanMode};
+pub use hold::PlanMode;
+pub(super) use hold::{Fetched, Hold};
 pub(super) use newest::ExportBegun;
 
 use self::counts::Counts;
