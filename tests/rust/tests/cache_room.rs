@@ -76,7 +76,7 @@ fn false_traces(rig: &Rig, wanted: usize) -> Vec<Id> {
     let mut found = Vec::new();
     for first in (1 << 40..).step_by(100_000) {
         let ids: Vec<Id> = (first..first + 100_000).collect();
-        let plan = rig.plan(&ids, PlanMode { unseen_zeros: true, ..PlanMode::EVALUATE }).expect("a plan");
+        let plan = rig.plan(&ids, PlanMode { ahead: true, unseen_zeros: true, ..PlanMode::EVALUATE }).expect("a plan");
         found.extend(plan.reading().remove(0));
         if found.len() >= wanted {
             break;
@@ -106,6 +106,45 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacit
     assert_eq!(table.table.stats().expect("counters").pinned_rows, 0);
     table.table.flush(1).expect("what is there fits");
     assert_eq!(table.contents().expect("every row").len() as u64, rows);
+}
+
+/// The hits and misses of the host tier and of the SSD tier. Reads of plans that are gone are counted first.
+fn found_and_not(rig: &Rig) -> [(u64, u64); 2] {
+    rig.table.read_rows(&[0]).expect("a row");
+    let stats = rig.table.stats().expect("counters");
+    let ssd = stats.ssd.expect("an SSD tier").tier;
+    [(stats.host.hits, stats.host.misses), (ssd.hits, ssd.misses)]
+}
+
+#[test]
+fn ids_that_turn_out_to_be_new_when_they_are_read_ahead_count_as_misses_of_the_ssd_tier() {
+    for device_rows in [None, Some(300)] {
+        let mut wanted = on_ssd(1000, 1 << 20);
+        wanted.device_rows = device_rows;
+        let table = rig(wanted);
+        fill(&table, 100);
+        let unseen = false_traces(&table, 2);
+        let before = found_and_not(&table)[1];
+        let plan =
+            table.plan(&unseen, PlanMode { ahead: true, unseen_zeros: true, ..PlanMode::EVALUATE }).expect("a plan");
+        assert_eq!(plan.reading()[0], unseen, "the index finds a row for each");
+        table.place(&plan).expect("rows of zeros");
+        assert_eq!(found_and_not(&table)[1], (before.0, before.1 + 2), "{device_rows:?}");
+    }
+}
+
+#[test]
+fn ids_that_a_plan_ahead_leaves_to_its_forward_are_counted_once() {
+    let table = rig(on_ssd(1000, 1 << 20));
+    let rows = fill(&table, 100);
+    let holds = table.plan(&(0..1000).collect::<Vec<Id>>(), PlanMode::TRAIN).expect("a plan");
+    table.place(&holds).expect("rows in place");
+    let [host, ssd] = found_and_not(&table);
+    let (on_ssd, unseen) = ((2000..2050).collect::<Vec<Id>>(), (rows..rows + 2).collect::<Vec<Id>>());
+    let plan = table.plan(&[on_ssd, unseen].concat(), PlanMode { ahead: true, ..PlanMode::EVALUATE }).expect("a plan");
+    assert!(!plan.complete_ahead(), "there is no room");
+    table.place(&plan).expect("rows past the budget");
+    assert_eq!(found_and_not(&table), [(host.0, host.1 + 52), (ssd.0 + 50, ssd.1 + 2)]);
 }
 
 /// The rest of a stream: its chunks, and how it ends.

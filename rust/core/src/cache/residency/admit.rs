@@ -32,6 +32,8 @@ struct Admitted {
     reads: Vec<(Id, CacheSlot)>,
     /// Rows that are to be born.
     born: Vec<(Id, CacheSlot)>,
+    /// How many ids need no slot, because they read zeros.
+    zeros: u64,
     /// Why not all ids got slots. What is in the lists is carried through all the same.
     refused: Result<()>,
 }
@@ -125,7 +127,6 @@ impl Residency {
         }
         self.host.slots.accessed(&accessed);
         self.traffic.host.hits += accessed.len() as u64;
-        self.traffic.host.misses += missing.len() as u64;
         if seen.has(RowState::LOADING) {
             self.wait_for_all_loads(hold);
         }
@@ -180,8 +181,6 @@ impl Residency {
             ssd.maybe_contains(&ids, &mut on_ssd);
         }
         let births = on_ssd.iter().filter(|&&there| !there).count() as u64;
-        self.traffic.ssd_hits += ids.len() as u64 - births;
-        self.traffic.ssd_misses += births;
         if mode.train
             && births > 0
             && let Err(error) = self.check_capacity(births, &hold.ids)
@@ -219,7 +218,11 @@ impl Residency {
         // This comes before anything changes, because what is begun below is carried through.
         let rows = if mode.ahead { wanted.min(self.host.slots.free_slots() as usize) } else { wanted };
         self.host.reserve(rows)?;
-        let Admitted { reads, born, refused } = self.take_slots(hold, missing, mode);
+        let Admitted { reads, born, zeros, refused } = self.take_slots(hold, missing, mode);
+        // Ids that are left for later are counted then. Whether those that are read are on SSD is known when they were.
+        let unseen = born.len() as u64 + zeros;
+        self.traffic.host.misses += unseen + reads.len() as u64;
+        self.traffic.ssd_misses += unseen;
         if mode.train {
             self.pledge(hold, born.len() as u64);
         }
@@ -235,6 +238,7 @@ impl Residency {
     fn take_slots(&mut self, hold: &mut Hold, missing: Missing<'_>, mode: PlanMode) -> Admitted {
         let mut reads = Vec::new();
         let mut born = Vec::new();
+        let mut zeros = 0;
         let mut refused = Ok(());
         let host = Arc::make_mut(&mut hold.host);
         let rows = missing.positions.iter().zip(missing.ids).zip(missing.on_ssd);
@@ -243,6 +247,7 @@ impl Residency {
                 self.host.slots.prefetch_insert(later);
             }
             if mode.unseen_zeros && !mode.train && !there {
+                zeros += 1;
                 continue;
             }
             let taken = match self.host.take(!mode.ahead) {
@@ -269,6 +274,6 @@ impl Residency {
             self.host.slots.pin(slot);
             host[position as usize] = slot;
         }
-        Admitted { reads, born, refused }
+        Admitted { reads, born, zeros, refused }
     }
 }

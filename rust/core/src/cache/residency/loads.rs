@@ -87,6 +87,12 @@ impl Residency {
 
     /// Settle the slots of reads that succeeded. `absent` are positions, rising, of rows that turned out not to be there.
     fn rows_were_read(&mut self, rows: &[(Id, CacheSlot)], absent: Vec<u32>) {
+        let unseen = absent.len() as u64;
+        let found = rows.len() as u64 - unseen;
+        self.traffic.ssd_hits += found;
+        self.traffic.ssd_misses += unseen;
+        self.traffic.host.written_bytes += found * self.base.layout.stride_bytes() as u64;
+        self.absent_reads += unseen;
         let mut absent = absent.into_iter().peekable();
         for (position, &(id, slot)) in rows.iter().enumerate() {
             self.host.slots.unmark(slot, RowState::LOADING);
@@ -95,11 +101,6 @@ impl Residency {
                 self.bear_in_host(&[(id, slot)], 1);
                 self.host.slots.set_state(slot, RowState::OCCUPIED.with(RowState::PROVISIONAL));
                 self.counts.became_provisional(1);
-                self.absent_reads += 1;
-                self.traffic.ssd_hits -= 1;
-                self.traffic.ssd_misses += 1;
-            } else {
-                self.traffic.host.written_bytes += self.base.layout.stride_bytes() as u64;
             }
         }
     }

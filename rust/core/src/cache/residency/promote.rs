@@ -138,9 +138,6 @@ impl Residency {
             (0..hold.ids.len() as u32).filter(|&position| hold.device[position as usize] == NO_SLOT).collect();
         let homeless = self.pin_on_device(hold, &absent);
         let missing = [homeless, self.awaited(hold)].concat();
-        self.traffic.device.hits += (hold.ids.len() - missing.len()) as u64;
-        self.traffic.device.misses += missing.len() as u64;
-
         let staged = self.stage(hold, &missing, mode)?;
         let is_birth = |row: &&StagedRow| row.state.has(RowState::PROVISIONAL) && !row.counted;
         let births = staged.rows.iter().filter(is_birth).count() as u64;
@@ -159,6 +156,12 @@ impl Residency {
         }
         self.device_mut().reserve(homeless)?;
         memory::reserve(&mut hold.arriving, "place a batch", staged.rows.len())?;
+        // Nothing can fail from here on.
+        let (missing, from_host) = (missing.len() as u64, staged.from_host as u64);
+        self.traffic.device.hits += hold.ids.len() as u64 - missing;
+        self.traffic.device.misses += missing;
+        self.traffic.host.hits += from_host;
+        self.traffic.host.misses += missing - from_host;
         let fetched = self.give_device_slots(hold, staged);
         if mode.train {
             self.pledge(hold, births);
@@ -200,8 +203,6 @@ impl Residency {
         let headers = memory::zeros("stage a batch", rows.len())?;
         let mut staged = Staged { rows, headers, vectors, from_host };
         self.read_staged(hold, &mut staged)?;
-        self.traffic.host.hits += from_host as u64;
-        self.traffic.host.misses += (positions.len() - from_host) as u64;
         self.fill_staged(hold, &mut staged, mode.threads);
         Ok(staged)
     }
@@ -235,25 +236,25 @@ impl Residency {
     /// Read the staged rows that are on SSD. Those that turn out not to be there become provisional.
     fn read_staged(&mut self, hold: &Hold, staged: &mut Staged) -> Result<()> {
         let Some(ssd) = &self.base.ssd else { return Ok(()) };
-        let mut wanted = Vec::new();
+        let (mut wanted, mut unseen) = (Vec::new(), 0);
         for (index, row) in staged.rows.iter().enumerate().skip(staged.from_host) {
             if row.state.has(RowState::ON_SSD) {
                 wanted.push((hold.ids[row.position as usize], index));
             } else {
-                self.traffic.ssd_misses += 1;
+                unseen += 1;
             }
         }
-        if wanted.is_empty() {
-            return Ok(());
+        if !wanted.is_empty() {
+            let started = Instant::now();
+            let absent = self.base.read_from_ssd(ssd, &wanted, &mut staged.headers, &mut staged.vectors)?;
+            for &number in &absent {
+                staged.rows[wanted[number as usize].1].state = RowState::PROVISIONAL;
+            }
+            unseen += absent.len();
+            self.traffic.ssd_hits += (wanted.len() - absent.len()) as u64;
+            self.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
         }
-        let started = Instant::now();
-        self.traffic.ssd_hits += wanted.len() as u64;
-        for number in self.base.read_from_ssd(ssd, &wanted, &mut staged.headers, &mut staged.vectors)? {
-            staged.rows[wanted[number as usize].1].state = RowState::PROVISIONAL;
-            self.traffic.ssd_hits -= 1;
-            self.traffic.ssd_misses += 1;
-        }
-        self.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
+        self.traffic.ssd_misses += unseen as u64;
         Ok(())
     }
 
