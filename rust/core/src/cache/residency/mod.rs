@@ -211,6 +211,8 @@ impl Residency {
 
     /// Forget every row. No plan uses any, and none is being read.
     pub(crate) fn clear(&mut self) -> Result<()> {
+        // An export that could miss some of the rows ends.
+        self.base.contents_changed();
         if let Some(ssd) = &self.base.ssd {
             ssd.clear()?;
         }
@@ -221,7 +223,6 @@ impl Residency {
         }
         self.counts.cleared();
         self.lineage.forget();
-        self.base.contents_changed();
         Ok(())
     }
 
