@@ -189,7 +189,7 @@ impl Placed {
             let ids = self.trace.batch();
             let plan = self.plan(&ids);
             if at + MISSED as u64 >= batches {
-                missed.push(plan.reading().remove(0));
+                missed.push(plan.reading().expect("no forked child").remove(0));
             }
             plan.wait().expect("rows on disk");
             plan.commit().expect("a step");

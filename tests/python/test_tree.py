@@ -261,6 +261,17 @@ def test_no_files_of_a_layer_import_each_other_in_a_circle(layer: str) -> None:
     assert not circle(between)
 
 
+def test_only_the_host_tier_and_the_residency_name_slots_that_are_idle() -> None:
+    """A slot is idle until the table's lock is given up, which no lifetime says. An operation of the residency ends before that."""
+    named = {
+        path.relative_to(CRATE).as_posix()
+        for path in CRATE.rglob("*.rs")
+        if re.search(r"\bIdle\b", re.sub(r"//[^\n]*", "", path.read_text()))
+    }
+    assert named
+    assert all(name.startswith(("host/", "cache/residency/")) for name in named), named
+
+
 def python_files() -> dict[str, Path]:
     """The Python files of the package by their path in it, without suffix. The package's own `__init__` is not among them."""
     names = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}

@@ -52,15 +52,15 @@ impl PyPlan {
     }
     fn is_ready(&self, py: Python<'_>) -> PyResult<bool> {
         let plan = self.plan()?;
-        Ok(py.detach(|| plan.is_ready()))
+        py.detach(|| plan.is_ready()).map_err(to_python)
     }
     fn complete_ahead(&self, py: Python<'_>) -> PyResult<bool> {
         let plan = self.plan()?;
-        Ok(py.detach(|| plan.complete_ahead()))
+        py.detach(|| plan.complete_ahead()).map_err(to_python)
     }
     fn overflow_rows(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         let plan = self.plan()?;
-        Ok(py.detach(|| plan.overflow_rows()))
+        py.detach(|| plan.overflow_rows()).map_err(to_python)
     }
     fn required_slots(&self, py: Python<'_>, table: usize) -> PyResult<u32> {
         let plan = self.plan()?;

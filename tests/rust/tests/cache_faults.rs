@@ -138,8 +138,8 @@ fn a_read_that_failed_for_a_batch_that_is_gone_fails_nothing_else() {
     let fails = || {
         faults.hit_every(Operation::Read, Fault::Fail(libc::EIO));
         let plan = rig.plan(&done[0][..40], PlanMode::TRAIN_AHEAD).expect("a plan ahead, never waited for");
-        assert!(!plan.reading()[0].is_empty());
-        while !plan.is_ready() {
+        assert!(!plan.reading().expect("no forked child")[0].is_empty());
+        while !plan.is_ready().expect("no forked child") {
             std::thread::yield_now();
         }
         drop(plan);

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use embcache::cache::{DeviceTensors, Lookup, Plan, PlanMode, PreImages, RowBlock};
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
@@ -484,6 +485,53 @@ fn what_copies_rows_while_they_are_changed_exclusively_gets_a_typed_error() {
         }
         assert_eq!(rows, Some(4));
         rig.table.flush(7).expect("a flush afterwards");
+    });
+}
+
+/// A save beside training copies rows that such code keeps from everybody.
+#[test]
+fn code_that_runs_exclusively_and_would_wait_for_a_save_of_the_rows_gets_a_typed_error() {
+    watched(String::new, || {
+        let rig = Rig::open(config(4, OptimizerKind::Sgd, 8), Arc::new(MemoryEngine::default())).expect("opened");
+        rig.train(&[1, 2], 1, 0).expect("a step");
+        let moment = rig.table.moment(&images(), 1).expect("a moment");
+        let plan = rig.plan(&[1, 3], PlanMode::TRAIN).expect("a plan");
+        plan.wait().expect("its rows");
+        let waits = || {
+            let for_a_while = rig.table.wait_for_save(Duration::from_millis(1)).err();
+            [for_a_while, rig.table.clear().err(), rig.table.close().err()]
+        };
+        for error in plan.exclusively(waits).expect("nobody else is there") {
+            let error = error.expect("it would wait for itself");
+            assert!(error.kind() == Kind::State && error.to_string().contains("wait for itself"), "{error}");
+        }
+        drop((plan, moment));
+        assert_eq!(rig.table.len().expect("it is still open"), 2);
+        rig.table.close().expect("no moment is held");
+    });
+}
+
+/// The thread of an export copies rows that such code keeps from everybody.
+#[test]
+fn code_that_would_wait_for_an_export_of_rows_that_its_caller_keeps_from_it_gets_a_typed_error() {
+    watched(String::new, || {
+        let rig = Rig::open(settings("t", Some(6), 100, false), Arc::new(MemoryEngine::default())).expect("a table");
+        rig.train(&[1, 2, 3, 4], 1, 0).expect("a step");
+        let plan = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
+        rig.place(&plan).expect("its rows");
+        let is_refused = |error: Error| error.kind() == Kind::State && error.to_string().contains("wait for itself");
+        let [mut first, mut second] = [0, 1].map(|_| rig.table.export(1).expect("a stream"));
+        let (next, begun) = plan.exclusively(|| (first.next(), rig.table.export(1))).expect("nobody else is there");
+        assert!(next.expect("no end").is_err_and(is_refused) && begun.is_err_and(is_refused));
+        assert!(first.next().is_none(), "it ends after its first error");
+        let refused = Arc::new(AtomicBool::new(false));
+        let noted = Arc::clone(&refused);
+        rig.amid_device_read(0, move || {
+            noted.store(second.next().is_some_and(|item| item.is_err_and(is_refused)), Ordering::SeqCst);
+            Ok(())
+        });
+        rig.table.read_rows(&[1, 2]).expect("rows");
+        assert!(rig.device_read_ended() && refused.load(Ordering::SeqCst));
     });
 }
 

@@ -77,7 +77,7 @@ fn false_traces(rig: &Rig, wanted: usize) -> Vec<Id> {
     for first in (1 << 40..).step_by(100_000) {
         let ids: Vec<Id> = (first..first + 100_000).collect();
         let plan = rig.plan(&ids, PlanMode { ahead: true, unseen_zeros: true, ..PlanMode::EVALUATE }).expect("a plan");
-        found.extend(plan.reading().remove(0));
+        found.extend(plan.reading().expect("no forked child").remove(0));
         if found.len() >= wanted {
             break;
         }
@@ -98,7 +98,7 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_late_do_not_exceed_the_capacit
     let holds = table.plan(&held, PlanMode::TRAIN).expect("a plan");
     table.place(&holds).expect("rows in place");
     let plan = table.plan(&unseen, PlanMode::TRAIN_AHEAD).expect("a plan");
-    assert!(!plan.complete_ahead(), "there was no room");
+    assert!(!plan.complete_ahead().expect("no forked child"), "there was no room");
     let error = table.place(&plan).expect_err("fewer than three rows fit");
     assert_eq!(error.kind(), Kind::Capacity, "{error}");
     drop((plan, holds));
@@ -127,7 +127,7 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_ahead_count_as_misses_of_the_s
         let before = found_and_not(&table)[1];
         let plan =
             table.plan(&unseen, PlanMode { ahead: true, unseen_zeros: true, ..PlanMode::EVALUATE }).expect("a plan");
-        assert_eq!(plan.reading()[0], unseen, "the index finds a row for each");
+        assert_eq!(plan.reading().expect("no forked child")[0], unseen, "the index finds a row for each");
         table.place(&plan).expect("rows of zeros");
         assert_eq!(found_and_not(&table)[1], (before.0, before.1 + 2), "{device_rows:?}");
     }
@@ -142,7 +142,7 @@ fn ids_that_a_plan_ahead_leaves_to_its_forward_are_counted_once() {
     let [host, ssd] = found_and_not(&table);
     let (on_ssd, unseen) = ((2000..2050).collect::<Vec<Id>>(), (rows..rows + 2).collect::<Vec<Id>>());
     let plan = table.plan(&[on_ssd, unseen].concat(), PlanMode { ahead: true, ..PlanMode::EVALUATE }).expect("a plan");
-    assert!(!plan.complete_ahead(), "there is no room");
+    assert!(!plan.complete_ahead().expect("no forked child"), "there is no room");
     table.place(&plan).expect("rows past the budget");
     assert_eq!(found_and_not(&table), [(host.0, host.1 + 52), (ssd.0 + 50, ssd.1 + 2)]);
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{PlanMode, RowBlock};
+use embcache::cache::{ExportStream, Plan, PlanMode, RowBlock};
 use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{FaultEngine, IoEngine, Operation, PsyncEngine};
 use embcache::types::Id;
@@ -27,11 +27,13 @@ fn ids(batch: i64) -> Vec<Id> {
 }
 
 /// Use `rig`, which comes from the parent, in every way. The result is the calls that did not end in a typed error.
-fn uses_that_pass(rig: Rig, plan: embcache::cache::Plan) -> Vec<&'static str> {
+fn uses_that_pass(rig: Rig, plan: Plan, mut stream: ExportStream) -> Vec<&'static str> {
     let state = |error: embcache::Error| error.kind() == Kind::State && error.to_string().contains("fork");
     let refused = [
         ("plan", rig.plan(&ids(0), PlanMode::TRAIN).is_err_and(state)),
         ("wait", plan.wait().is_err_and(state)),
+        ("reading", plan.reading().is_err_and(state)),
+        ("is_ready", plan.is_ready().is_err_and(state)),
         ("commit", plan.commit().is_err_and(state)),
         ("read_rows", rig.table.read_rows(&ids(0)).is_err_and(state)),
         ("import_rows", rig.table.import_rows(RowBlock { headers: &[], vectors: &[] }).is_err_and(state)),
@@ -41,9 +43,10 @@ fn uses_that_pass(rig: Rig, plan: embcache::cache::Plan) -> Vec<&'static str> {
         ("stats", rig.table.stats().is_err_and(state)),
         ("len", rig.table.len().is_err_and(state)),
         ("export", rig.table.export(10).is_err_and(state)),
+        ("the next chunk of an export", stream.next().is_some_and(|chunk| chunk.is_err_and(state))),
         ("close", rig.table.close().is_ok()),
     ];
-    drop(plan);
+    drop((plan, stream));
     drop(rig);
     refused.iter().filter(|(_, refused)| !refused).map(|(what, _)| *what).collect()
 }
@@ -60,6 +63,7 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
         rig.table.flush(1).expect("a flush");
         let expected = rig.table.read_rows(&ids(0)).expect("rows").vectors;
 
+        let stream = rig.table.export(10).expect("a stream");
         // One thread holds a plan's lock, another one the table's, and both wait for reads that never end.
         faults.hold(Operation::Read);
         let stuck = rig.plan(&ids(0), PlanMode { ahead: true, ..PlanMode::EVALUATE }).expect("a plan");
@@ -72,9 +76,15 @@ fn a_child_forked_while_threads_are_inside_the_table_gets_typed_errors_and_can_o
             if child == 0 {
                 // SAFETY: alarm touches no memory. It kills a child that hangs.
                 unsafe { libc::alarm(CHILD_S) };
-                // SAFETY: the child drops the copies that are read here, and uses neither original again.
-                let (rig, plan) = unsafe { (std::ptr::read(&raw const rig), std::ptr::read(&raw const stuck)) };
-                let mut passed = uses_that_pass(rig, plan);
+                // SAFETY: the child drops the copies that are read here, and uses no original again.
+                let (rig, plan, stream) = unsafe {
+                    (
+                        std::ptr::read(&raw const rig),
+                        std::ptr::read(&raw const stuck),
+                        std::ptr::read(&raw const stream),
+                    )
+                };
+                let mut passed = uses_that_pass(rig, plan, stream);
                 let engine: Arc<dyn IoEngine> = Arc::new(PsyncEngine::default());
                 let own = Rig::open(tiers(dir.path().join("child")), engine).and_then(|own| {
                     (0..8).try_for_each(|batch| own.train(&ids(batch), 4, batch as u32).map(|_| ()))?;

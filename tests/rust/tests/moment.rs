@@ -141,6 +141,34 @@ fn table(tiers: Tiers, policy: PolicyKind, optimizer: OptimizerKind) -> TableCon
 }
 
 #[test]
+fn rows_that_are_placed_and_updated_in_one_exclusive_change_are_saved_as_they_were() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    for tiers in [TIERS[2], TIERS[5]] {
+        let rig = Rig::open(table(tiers, PolicyKind::Lru, OptimizerKind::Sgd), Arc::clone(&engine)).unwrap();
+        rig.train(&(0..30).collect::<Vec<Id>>(), 1, 0).unwrap();
+        let before = rig.contents().unwrap();
+        let moment = rig.table.moment(&images(&engine, 1 << 20), 1).unwrap();
+        // Of these rows some are on the device, some are elsewhere, and one is new.
+        let plan = rig.plan(&[1, 9, 20, 29, 50], PlanMode::TRAIN).unwrap();
+        let change = || {
+            rig.place(&plan).unwrap();
+            plan.begin_update().unwrap();
+            let slots = plan.slots(0).unwrap();
+            rig.with_tensors(|tensors| {
+                let weights = &mut tensors[0].as_mut().unwrap().weights;
+                for slot in slots {
+                    weights[slot as usize * DIM..][..DIM].fill(9.0);
+                }
+            });
+            plan.commit().unwrap();
+        };
+        plan.exclusively(change).unwrap();
+        assert!(contents(moment).unwrap() == before, "{tiers:?}");
+        assert!(rig.contents().unwrap()[&29].1 == [9.0_f32.to_bits(); DIM]);
+    }
+}
+
+#[test]
 fn a_moment_has_its_rows_and_changes_nothing_whatever_is_done_before_they_are_handed_over() {
     let policies = PolicyKind::ALL;
     let optimizers = [OptimizerKind::Sgd, OptimizerKind::RowWiseAdagrad, OptimizerKind::Adagrad, OptimizerKind::Adam];

@@ -171,7 +171,7 @@ impl World {
 
     fn finish(&self, plan: &Plan, ids: &[Id], abandon: bool) {
         plan.wait().unwrap();
-        self.overflows.fetch_add(u64::from(plan.overflow_rows()[0] > 0), Ordering::Relaxed);
+        self.overflows.fetch_add(u64::from(plan.overflow_rows().unwrap()[0] > 0), Ordering::Relaxed);
         let least = World::count(&self.done, ids);
         let out = self.rig.forward(plan, ids.len(), 1).unwrap();
         self.check(ids, &out, DIM, &least, false);

@@ -65,7 +65,7 @@ fn a_working_set_past_the_budget_gives_its_overflow_back_with_its_last_pin() {
     let ids: Vec<Id> = (0..100_000).collect();
     let plan = lookup.plan(&ids, &[0, ids.len() as i64], PlanMode::TRAIN).unwrap();
     plan.wait().unwrap();
-    assert!(plan.overflow_rows()[0] > 0 && held_bytes(&table) > 2 * HOST_BYTES);
+    assert!(plan.overflow_rows().unwrap()[0] > 0 && held_bytes(&table) > 2 * HOST_BYTES);
     plan.commit().unwrap();
     drop(plan);
     // The next batch makes the rows past the budget leave.

@@ -44,6 +44,7 @@ impl Quiet<'_> {
 
 /// A slot of the host tier whose row no kernel reads or writes: it is empty, or no plan has pinned it, or the table's kernels run on the
 /// device tier. It is made under the table's lock and used before that lock is given up, since only a plan that has the lock can pin.
+/// So it never leaves the operation of the residency that made it: `tests/python/test_tree.py` refuses it in any other module.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Idle(CacheSlot);
 

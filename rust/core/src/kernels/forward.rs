@@ -91,8 +91,9 @@ unsafe impl<R: Sync> Sync for Pooled<'_, R> {}
 impl<R: RowStore> Pooled<'_, R> {
     /// Pool all bags on `threads` threads.
     ///
-    /// # Safety Every slot is valid in `rows`, and nobody writes these rows during the call. `out` has room for the feature's
-    /// columns of every bag, and nobody else uses it during the call.
+    /// # Safety
+    /// Every slot is valid in `rows`, and nobody writes these rows during the call. `out` has room for the feature's columns of every
+    /// bag, and nobody else uses it during the call.
     pub(super) unsafe fn deal(self, threads: usize) {
         let dim = self.rows.layout().dim as u64;
         let job = &self;

@@ -76,7 +76,8 @@ impl<'a> RowsHeld<'a> {
         Self { _reading: None, _writing: Some(guard) }
     }
 
-    /// The caller's own caller holds the lock for writing, in [`Plan::exclusively`](crate::cache::Plan::exclusively).
+    /// The caller's own caller holds the lock for writing, in [`Plan::exclusively`](crate::cache::Plan::exclusively). `'a` is bound to a
+    /// turn of that caller's code, which ends before.
     pub(super) fn by_caller() -> Self {
         Self { _reading: None, _writing: None }
     }

@@ -170,19 +170,19 @@ impl TableInner {
     }
 
     /// Keep out everybody else who uses rows that plans have pinned. Errors as [`TableInner::reading_rows`].
-    pub(crate) fn writing_rows<S>(&self, _first: &Turn<'_, S>) -> Result<RowsHeld<'_>> {
+    pub(crate) fn writing_rows<'a, S>(&'a self, _first: &'a Turn<'_, S>) -> Result<RowsHeld<'a>> {
         self.check_rows()?;
         let guard = self.rows_in_use.write().unwrap_or_else(PoisonError::into_inner);
         Ok(RowsHeld::writing(guard))
     }
 
     /// As [`TableInner::writing_rows`], also where the caller keeps everybody out already.
-    pub(crate) fn writing_rows_or_exclusive<S>(&self, first: &Turn<'_, S>) -> Result<RowsHeld<'_>> {
+    pub(crate) fn writing_rows_or_exclusive<'a, S>(&'a self, first: &'a Turn<'_, S>) -> Result<RowsHeld<'a>> {
         if self.changing_device.is_calling() { Ok(RowsHeld::by_caller()) } else { self.writing_rows(first) }
     }
 
     /// As [`TableInner::reading_rows`], also where the caller keeps everybody out already.
-    pub(crate) fn reading_rows_or_exclusive<S>(&self, _first: &Turn<'_, S>) -> Result<RowsHeld<'_>> {
+    pub(crate) fn reading_rows_or_exclusive<'a, S>(&'a self, _first: &'a Turn<'_, S>) -> Result<RowsHeld<'a>> {
         if self.changing_device.is_calling() { Ok(RowsHeld::by_caller()) } else { self.reading_rows() }
     }
 
@@ -206,7 +206,7 @@ impl TableInner {
     }
 
     /// The holder of `rows_in_use` begins to run code of his caller's, which changes rows on the device.
-    pub(crate) fn begin_changing_device<'a>(&'a self, _rows: &RowsHeld<'_>) -> Running<'a> {
+    pub(crate) fn begin_changing_device<'a>(&'a self, _rows: &'a RowsHeld<'_>) -> Running<'a> {
         self.changing_device.begin()
     }
 
@@ -269,7 +269,8 @@ impl TableInner {
 
     /// Wait until no moment of the table is held.
     ///
-    /// Errors: `State` by the code that reads device rows.
+    /// Errors: `State` by the code that reads device rows. Also, where a moment is held, by a caller who keeps everybody out of the rows
+    /// that its save is still to copy.
     pub(crate) fn wait_for_moment(&self) -> Result<()> {
         self.base.check_not_reading_device()?;
         loop {
@@ -277,6 +278,7 @@ impl TableInner {
             if self.is_without_moment() {
                 return Ok(());
             }
+            self.check_not_exclusive()?;
             self.left.wait_for_moment(gone);
         }
     }
@@ -288,6 +290,7 @@ impl TableInner {
         if self.is_without_moment() {
             return Ok(true);
         }
+        self.check_not_exclusive()?;
         self.left.wait_for_moment_at_most(gone, most);
         Ok(false)
     }

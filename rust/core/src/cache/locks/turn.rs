@@ -58,14 +58,15 @@ impl<S> Turns<S> {
     }
 }
 
-impl<'a, S> Turn<'a, S> {
-    /// The state of the plan, until the guard is dropped.
-    pub(crate) fn state(&self) -> MutexGuard<'a, S> {
+impl<S> Turn<'_, S> {
+    /// The state of the plan, until the guard is dropped. The guard cannot outlive the turn: whoever takes the turn next takes locks of
+    /// tables and then the state, so nobody else may have the state and wait for those locks.
+    pub(crate) fn state(&self) -> MutexGuard<'_, S> {
         lock(&self.turns.state)
     }
 
     /// As [`Turn::state`]; `None` where somebody has it, perhaps the caller's own caller.
-    pub(crate) fn try_state(&self) -> Option<MutexGuard<'a, S>> {
+    pub(crate) fn try_state(&self) -> Option<MutexGuard<'_, S>> {
         try_lock(&self.turns.state)
     }
 

@@ -11,8 +11,7 @@ use crate::ssd::FetchBatch;
 use crate::sync::MutexGuard;
 use crate::types::{CacheSlot, Id};
 
-/// One planned batch. Its rows are pinned until the backward, `release`, or its drop. None of those waits for a table's lock in the hands
-/// of another plan.
+/// One planned batch. Its rows are pinned until the backward, `release`, or its drop.
 pub struct Plan {
     pub(super) shape: Arc<Shape>,
     /// Where the ids of each feature begin: `[F + 1]`.
@@ -88,11 +87,11 @@ impl Plan {
     }
 
     /// Do `work`, which changes device tensors outside of the core, while nobody else forwards, updates or copies rows of this lookup's
-    /// tables. It may wait, scatter what was fetched and say so; or update rows and commit. It may use this plan, its kernels too, and no
-    /// other plan of these tables. It cannot be called from within itself.
+    /// tables. It may wait, scatter what was fetched and say so; it may say that it begins to update rows ([`Plan::begin_update`]), update
+    /// them and commit. It may use this plan, its kernels too, and no other plan of these tables. It cannot be called from within itself.
     ///
     /// However `work` ends, nothing is left in between: rows that were fetched and not scattered are where they were before, and the
-    /// plan is released; where an update was begun ([`Plan::begin_update`]) and not committed, the tables are torn.
+    /// plan is released; where an update was begun and not committed, the tables are torn.
     ///
     /// Errors: `State` from within such work, by code that reads device rows, and in a forked child.
     pub fn exclusively<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
@@ -104,45 +103,44 @@ impl Plan {
         order.sort_unstable_by_key(|&table| Arc::as_ptr(&tables[table]));
         let exclude = |table: usize| Ok((table, tables[table].writing_rows(&turn)?));
         let held: Vec<(usize, RowsHeld<'_>)> = order.into_iter().map(exclude).collect::<Result<_>>()?;
-        {
-            let state = turn.state();
-            if state.stage == Stage::Placed && self.mode.train {
-                for (table, rows) in &held {
-                    state.tables[*table].keep_rows(rows, None);
-                }
-            }
-        }
         let changes = held.iter().map(|(table, rows)| tables[*table].begin_changing_device(rows));
         let _changes: Vec<_> = changes.collect();
         let _end = EndOfExclusive(&turn);
         Ok(turn.run(work))
     }
 
-    /// Say that from here to [`Plan::commit`] rows on the device change, a table at a time.
+    /// Say that from here to [`Plan::commit`] rows on the device change, a table at a time. What a moment wants of them is copied now.
     pub fn begin_update(&self) -> Result<()> {
-        self.trainable(&self.turn()?)?.stage = Stage::Updating;
+        let turn = self.turn()?;
+        let mut state = self.trainable(&turn)?;
+        for table in &state.tables {
+            table.keep_rows(&table.table.reading_rows_or_exclusive(&turn)?, None);
+        }
+        state.stage = Stage::Updating;
         Ok(())
     }
 
-    /// Whether [`Plan::wait`] would not wait for the SSD.
-    pub fn is_ready(&self) -> bool {
-        self.turns.look().tables.iter().all(|table| table.hold().is_read())
+    /// Whether [`Plan::wait`] would not wait for the SSD. Errors as [`Plan::reading`].
+    pub fn is_ready(&self) -> Result<bool> {
+        Ok(self.look()?.tables.iter().all(|table| table.hold().is_read()))
     }
 
     /// For each table the ids whose rows are being read from SSD for this plan. Those that [`Plan::wait`] has waited for are no longer
     /// here.
-    pub fn reading(&self) -> Vec<Vec<Id>> {
-        self.turns.look().tables.iter().map(|table| table.hold().reading()).collect()
+    ///
+    /// Errors: `State` by code that reads rows from the device, perhaps for this plan; and in a forked child.
+    pub fn reading(&self) -> Result<Vec<Vec<Id>>> {
+        Ok(self.look()?.tables.iter().map(|table| table.hold().reading()).collect())
     }
 
-    /// Whether an `ahead` plan has fetched everything.
-    pub fn complete_ahead(&self) -> bool {
-        self.turns.look().tables.iter().all(|table| table.hold().is_complete())
+    /// Whether an `ahead` plan has fetched everything. Errors as [`Plan::reading`].
+    pub fn complete_ahead(&self) -> Result<bool> {
+        Ok(self.look()?.tables.iter().all(|table| table.hold().is_complete()))
     }
 
-    /// For each table how many rows did not fit the tier that kernels run on.
-    pub fn overflow_rows(&self) -> Vec<u32> {
-        self.turns.look().tables.iter().map(|table| table.overflow_rows).collect()
+    /// For each table how many rows did not fit the tier that kernels run on. Errors as [`Plan::reading`].
+    pub fn overflow_rows(&self) -> Result<Vec<u32>> {
+        Ok(self.look()?.tables.iter().map(|table| table.overflow_rows).collect())
     }
 
     /// How many slots the device tensors of a table must have.
@@ -188,15 +186,16 @@ impl Plan {
     }
 
     /// Commit a step whose backward ran outside of the core: rows are dirty and born, the step counters advance, and the pins are given
-    /// back.
+    /// back. Whoever changes rows on the device says so before ([`Plan::begin_update`]).
     pub fn commit(&self) -> Result<()> {
         let turn = self.turn()?;
         let mut state = self.trainable(&turn)?;
         state.commit(&turn)
     }
 
-    /// Give back every pin without training. It is harmless to call this twice. It never waits for a table's lock. Code that runs under a
-    /// lock of one of its tables does not wait for anything: what another call of the plan uses then, that call or the drop gives back.
+    /// Give back every pin without training. It is harmless to call this twice. It waits for another thread that uses this plan, and for no
+    /// lock of a table. Code that runs under a lock of one of its tables does not wait for anything: what another call of the plan uses
+    /// then, that call or the drop gives back.
     pub fn release(&self) {
         let tables = &self.shape.tables;
         // In a forked child the pins are its parent's.
@@ -218,15 +217,28 @@ impl Plan {
     /// work of another plan's [`Plan::exclusively`] on the same tables. And in a forked child, where whoever had a lock at the fork has
     /// it for ever.
     pub(super) fn turn(&self) -> Result<Turn<'_, PlanState>> {
-        for table in &self.shape.tables {
-            table.check_process()?;
-            table.check_not_reading_device()?;
-        }
+        self.check_does_not_wait_for_itself()?;
         if let Some(mine) = self.turns.mine() {
             return Ok(mine);
         }
         self.shape.tables.iter().try_for_each(|table| table.check_not_exclusive())?;
         Ok(self.turns.take())
+    }
+
+    /// The state, to look at it briefly. No lock of a table may be taken meanwhile.
+    fn look(&self) -> Result<MutexGuard<'_, PlanState>> {
+        self.check_does_not_wait_for_itself()?;
+        Ok(self.turns.look())
+    }
+
+    /// Refuse code that reads rows from the device, perhaps for this plan, and a forked child, where whoever had a lock at the fork has it
+    /// for ever.
+    fn check_does_not_wait_for_itself(&self) -> Result<()> {
+        for table in &self.shape.tables {
+            table.check_process()?;
+            table.check_not_reading_device()?;
+        }
+        Ok(())
     }
 
     fn table(&self, table: usize) -> Result<&Arc<TableInner>> {
@@ -235,7 +247,7 @@ impl Plan {
     }
 
     /// The state once a backward may come.
-    pub(super) fn trainable<'a>(&self, turn: &Turn<'a, PlanState>) -> Result<MutexGuard<'a, PlanState>> {
+    pub(super) fn trainable<'a>(&self, turn: &'a Turn<'_, PlanState>) -> Result<MutexGuard<'a, PlanState>> {
         let state = turn.state();
         match state.stage {
             Stage::Placed | Stage::Updating if self.mode.train => Ok(state),
@@ -263,7 +275,7 @@ impl Plan {
 }
 
 /// The state after [`Plan::wait`].
-fn waited_for<'a>(turn: &Turn<'a, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
+fn waited_for<'a>(turn: &'a Turn<'_, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
     let state = turn.state();
     match state.stage {
         Stage::Fetched | Stage::Placed | Stage::Updating => Ok(state),
@@ -275,7 +287,7 @@ fn waited_for<'a>(turn: &Turn<'a, PlanState>, call: &str) -> Result<MutexGuard<'
 }
 
 /// The state once every row is in its slot.
-pub(super) fn placed<'a>(turn: &Turn<'a, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
+pub(super) fn placed<'a>(turn: &'a Turn<'_, PlanState>, call: &str) -> Result<MutexGuard<'a, PlanState>> {
     let state = waited_for(turn, call)?;
     if state.stage == Stage::Fetched {
         return Err(Error::new(

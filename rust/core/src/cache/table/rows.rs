@@ -93,8 +93,8 @@ impl Table {
         held.import(block, &ids, rows.no_kernel_writes())
     }
 
-    /// As [`Table::import_rows`], of rows that are each given once. Rows that are new to the table and fit the host budget go straight to
-    /// their slots.
+    /// As [`Table::import_rows`], of rows that are each given once, for a load. Rows that are new to the table and fit the host budget go
+    /// straight to their slots. After an error any number of the rows from the first on are in the table.
     pub fn import_columns(&self, rows: PickedRows<'_>) -> Result<()> {
         let floats = self.inner.floats();
         let mut begin = 0;

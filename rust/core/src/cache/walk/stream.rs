@@ -26,6 +26,7 @@ pub struct ExportStream {
 impl ExportStream {
     /// Start the thread that reads ahead.
     pub(crate) fn start(table: &Arc<TableInner>, chunk_rows: usize) -> Result<Self> {
+        table.check_rows()?;
         drop(table.lock()?);
         memory::room("start the export's thread", memory::ROOM_FOR_THREADS)?;
         let version = table.version();
@@ -52,6 +53,11 @@ impl Iterator for ExportStream {
         if self.ended {
             return None;
         }
+        // The export's thread copies rows that a caller may keep from it, and it does not exist in a forked child.
+        if let Err(refused) = self.table.check_rows() {
+            self.ended = true;
+            return Some(Err(refused));
+        }
         let item = match self.channel.take() {
             Some(Ok(_)) if self.table.version() != self.version => Some(Err(changed_meanwhile(&self.table))),
             item => item,
@@ -63,6 +69,9 @@ impl Iterator for ExportStream {
 
 impl Drop for ExportStream {
     fn drop(&mut self) {
+        if self.table.check_process().is_err() {
+            return;
+        }
         let mut passing = lock(&self.channel.passing);
         passing.dropped = true;
         passing.chunks.clear();
