@@ -1,6 +1,7 @@
 //! What whoever waits for room does next: [`next_for_room`], a function of a [`View`] of the tier.
 
-/// A tier, as far as it matters to whoever waits for room.
+/// A tier, as far as it matters to whoever waits for room. Where one of the fields up to `has_changed` decides, nobody needs to look at what
+/// the others say.
 #[derive(Clone, Copy, Debug, Default)]
 #[expect(clippy::struct_excessive_bools, reason = "each says of one thing whether it is there")]
 pub(crate) struct View {

@@ -77,32 +77,36 @@ pub(crate) fn wait_for_more_room(tier: &Arc<TierInner>, begun: bool) -> Result<(
 
 /// The tier as [`next_for_room`] sees it, where `generation` was read before.
 ///
-/// The order matters, because files go and scans end without the tier's lock. Whether room is coming is looked at first and last: what
-/// comes to its end between two other looks would be missed by both.
+/// The order matters, because files go and scans end without the tier's lock. Whether room is coming is looked at first, and again after
+/// all that could make room: what comes to its end between two other looks would be missed by both. Whether a file could not be removed is
+/// looked at after that, because then it is known of every file that was going.
 fn look(tier: &TierInner, state: &mut TierState, generation: u64) -> View {
     let space = &tier.home.space;
     let was_coming = room_is_coming(tier, state);
     state.reap();
     state.prune_tombstones();
-    let free_bytes = space.free_bytes();
-    let is_compacting = state.moving() > 0 || compact::next(tier, state) != Choice::Nothing;
+    let (free_bytes, needed_bytes) = (space.free_bytes(), tier.bytes_needed(state));
+    let is_compacting =
+        free_bytes < needed_bytes && (state.moving() > 0 || compact::next(tier, state) != Choice::Nothing);
     // Files that went since the look at the free bytes make fewer segments worth moving.
     let has_changed = space.generation() != generation;
+    let first = View { free_bytes, needed_bytes, is_compacting, has_changed, ..View::default() };
+    if next_for_room(&first) != Step::Full {
+        // This is decided already, as it mostly is. What follows walks over all segments several times under the tier's lock.
+        return first;
+    }
     let compaction = compact::view_of(tier, state);
     let is_unreadable = |slot| state.segments().in_slot(slot).is_some_and(|segment| segment.damage().is_some());
     View {
-        free_bytes,
-        needed_bytes: tier.bytes_needed(state),
-        is_compacting,
-        has_changed,
         has_failed: space.has_failed(),
         open_with_dead: state.open_with_dead().is_some(),
         moment_is_unread: state.moment().is_some_and(Moment::is_unread),
         takers: tier.takers.len(),
         states_are_in_the_way: compaction.states_are_in_the_way(compact::segments_of(state)),
+        room_is_coming: was_coming || room_is_coming(tier, state),
         file_is_stuck: space.lost().is_some(),
         segment_is_unreadable: compact::segments_of(state).any(|s| s.share(&compaction) < 1.0 && is_unreadable(s.slot)),
-        room_is_coming: was_coming || room_is_coming(tier, state),
+        ..first
     }
 }
 
