@@ -117,6 +117,42 @@ def test_ordinary_steps_and_flushes_log_nothing_at_info_or_above(
         assert not [record for record in caplog.records if record.pathname.endswith(".rs")]
 
 
+def test_levels_may_be_any_integers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, PACKAGE):
+        logging.disable(sys.maxsize)
+        opened(tmp_path).close()
+        logging.disable(logging.NOTSET)
+        logging.getLogger(f"{PACKAGE}.ssd").setLevel(2**70)
+        opened(tmp_path, "u").close()
+        assert not of_the_core(caplog)
+        logging.getLogger(f"{PACKAGE}.ssd").setLevel(logging.NOTSET)
+        opened(tmp_path, "v").close()
+        assert of_the_core(caplog)
+
+
+def test_ctrl_c_while_levels_are_read_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python runs signal handlers in the code of loggers too. What was called can be called again."""
+    table = opened(tmp_path)
+    bag = make_bag(tiers=ssd_tiers(tmp_path))
+    calls = {
+        "open": lambda: opened(tmp_path, "u"),
+        "flush": lambda: internals(table).native.flush(None),
+        "step": lambda: train(bag, random_batches(1, 4, 20, seed=1)),
+    }
+
+    def raises() -> int:
+        raise KeyboardInterrupt
+
+    calls["step"]()
+    for name, call in calls.items():
+        time.sleep(0 if name == "open" else 1.1)
+        with monkeypatch.context() as patch:
+            patch.setattr(logging.getLogger(f"{PACKAGE}.io"), "getEffectiveLevel", raises)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        call()
+
+
 def test_a_handler_may_use_the_table_and_log_and_ask_for_the_rest(tmp_path: Path) -> None:
     """It runs under no lock of the core's, and what it logs or drains itself comes to an end."""
     table = opened(tmp_path)
@@ -177,12 +213,13 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 BEFORE = """
-import logging, os, sys, time
+import logging, os, sys, threading, time
 from torchrec_embcache import CacheTable, TierBudgets, _native, initializers, optimizers
 from torchrec_embcache.cache import internals
 
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(process)d %(name)s %(message)s", force=True)
 logging.getLogger("torchrec_embcache").setLevel(logging.DEBUG)
+core = logging.getLogger("torchrec_embcache.ssd")
 
 def opened(name):
     tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="16MiB", ssd_dir=sys.argv[1])
@@ -192,8 +229,8 @@ def opened(name):
 """
 
 
-def run(script: str, directory: Path) -> list[str]:
-    """The lines that a script in a process of its own prints; it must end well, and soon."""
+def run(script: str, directory: Path, errors: str = "") -> list[str]:
+    """The lines that a script in a process of its own prints. It must end well, and soon, and say no other errors."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", BEFORE + textwrap.dedent(script), str(directory)],
         capture_output=True,
@@ -203,13 +240,120 @@ def run(script: str, directory: Path) -> list[str]:
         env=dict(os.environ),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.stderr
+    assert errors in done.stderr if errors else not done.stderr, done.stderr
     return done.stdout.splitlines()
 
 
 def test_the_end_of_a_process_logs_what_is_left_and_does_not_hang(tmp_path: Path) -> None:
     lines = run("for number in range(50): opened(f't{number}')", tmp_path)
     assert sum("opened an SSD tier" in line for line in lines) == 50
+
+
+def test_slow_handlers_and_those_that_raise_lose_nothing_at_the_end(tmp_path: Path) -> None:
+    """What waits takes longer, all together, than the end waits for a handler that is under way."""
+    script = """
+    class Handler(logging.Handler):
+        def emit(self, record):
+            time.sleep(0.25)
+            print("seen", flush=True)
+            if "published" in record.getMessage():
+                raise ValueError
+    sys.unraisablehook = lambda raised: print(raised.exc_type.__name__, flush=True)
+    core.propagate = False
+    core.addHandler(Handler())
+    table = opened("t")
+    for _ in range(28):
+        internals(table).native.flush(None)
+    """
+    lines = run(script, tmp_path)
+    assert (lines.count("seen"), lines.count("ValueError")) == (29, 28)
+
+
+def test_a_panic_below_a_handler_stops_nothing(tmp_path: Path) -> None:
+    script = """
+    numbers, seen = iter(range(10**9)), threading.Event()
+    class Handler(logging.Handler):
+        def emit(self, record):
+            number = next(numbers)
+            if number == 0:
+                raise ValueError  # from now on there is a class of panics
+            if number == 1:
+                raise next(c for c in BaseException.__subclasses__() if c.__name__ == "PanicException")("below")
+            seen.set()
+    sys.unraisablehook = lambda raised: None
+    core.propagate = False
+    core.addHandler(Handler())
+    table = opened("t")
+    for _ in range(100):
+        internals(table).native.flush(None)
+        if seen.wait(0.1):
+            break
+    _native.drain_log()
+    print(seen.is_set())
+    """
+    assert run(script, tmp_path, errors="resuming a panic")[-1] == "True"
+
+
+def test_a_logger_whose_level_cannot_be_read_keeps_no_thread_busy(tmp_path: Path) -> None:
+    script = """
+    core.isEnabledFor(logging.DEBUG)  # the logger keeps the answer
+    def level():
+        if threading.current_thread() is threading.main_thread():
+            return logging.DEBUG
+        raise ValueError
+    core.getEffectiveLevel = level
+    raised = []
+    sys.unraisablehook = lambda what: raised.append(what.exc_type.__name__)
+    table = opened("t")
+    for _ in range(3):
+        internals(table).native.flush(None)
+    time.sleep(0.5)
+    print("raised", len(raised))
+    """
+    lines = run(script, tmp_path)
+    assert "raised 0" in lines
+    assert sum("published" in line for line in lines) == 3
+
+
+def test_a_handler_that_makes_an_event_for_each_does_not_keep_a_call_for_ever(tmp_path: Path) -> None:
+    script = """
+    table = opened("t")
+    class Handler(logging.Handler):
+        def emit(self, record):
+            internals(table).native.flush(None)
+    core.propagate = False
+    core.addHandler(Handler())
+    internals(table).native.flush(None)
+    for _ in range(3):
+        _native.drain_log()
+    core.handlers.clear()
+    print("done")
+    """
+    assert run(script, tmp_path)[-1] == "done"
+
+
+def test_a_forked_child_takes_new_levels_over_within_a_second(tmp_path: Path) -> None:
+    """However long its parent has lived."""
+    script = """
+    table = opened("parent")
+    internals(table).native.flush(None)
+    time.sleep(1.1)
+    internals(table).native.flush(None)
+    core.setLevel(logging.WARNING)
+    _native.drain_log()
+    child = os.fork()
+    if child == 0:
+        table = opened("child")
+        internals(table).native.flush(None)
+        core.setLevel(logging.DEBUG)
+        time.sleep(1.1)
+        internals(table).native.flush(None)
+        _native.drain_log()
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    """
+    assert any("published" in line and "table=child" in line for line in run(script, tmp_path))
 
 
 def test_a_forked_child_logs_its_own_events(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ impl PyDirectory {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn to_save(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<Self> {
         let checks = checks_from(checks)?;
-        follow_levels(py);
+        follow_levels(py)?;
         py.detach(|| Directory::to_save(&path, checks)).map(|inner| Self { inner }).map_err(to_python)
     }
 
@@ -58,7 +58,7 @@ impl PyDirectory {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned paths")]
     fn to_load(py: Python<'_>, path: PathBuf, checks: &str) -> PyResult<Self> {
         let checks = checks_from(checks)?;
-        follow_levels(py);
+        follow_levels(py)?;
         py.detach(|| Directory::to_load(&path, checks)).map(|inner| Self { inner }).map_err(to_python)
     }
 

@@ -7,13 +7,17 @@
 //! - The queue is bounded. An event that does not fit is counted, and the number is logged.
 //! - The thread starts with the first event of a process. A forked child has a queue of its own, and its first event starts a thread
 //!   there. Where the system gives no thread, events wait for the next [`drain_log`].
-//! - `atexit` logs what is left and ends the thread, which never asks for the GIL of an interpreter that ends.
+//! - `atexit` logs what is left and ends the thread, which never asks for the GIL of an interpreter that ends. Where a handler is stuck
+//!   then, what waits behind it is not logged.
 //! - The levels are those of Python's loggers. They are read when a table is opened, when a save or a load opens its directory, when a
 //!   batch is planned or a table is flushed (once a second at most), and before events are logged. The core sees them as one atomic
 //!   number.
+//! - What a handler raises goes to `sys.unraisablehook`, and the next event is logged. What the code of loggers raises where the levels are
+//!   read is the caller's error: a signal handler, as that of Ctrl-C, may have raised it there.
 
 use std::collections::VecDeque;
 use std::fmt::{Debug, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
@@ -21,9 +25,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use embcache::PerProcess;
 use embcache::signals::is_main_thread;
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
+use tracing::subscriber::Interest;
 use tracing::{Event, Level, Metadata, Subscriber, span};
 
 /// The logger of the package. What no other logger is for goes there.
@@ -97,6 +103,8 @@ struct Waiting {
     has_thread: bool,
     /// The thread that is logging.
     logging: Option<ThreadId>,
+    /// Calls that wait to log what is left. The queue's thread leaves it to them.
+    calls: usize,
     /// The interpreter ends: nothing is logged any more.
     ended: bool,
 }
@@ -145,76 +153,111 @@ impl Queue {
         embcache::memory::room_for_threads() && builder.spawn(|| self.log_until_the_end()).is_ok()
     }
 
+    /// What the queue's thread does.
     fn log_until_the_end(&self) {
-        loop {
-            {
-                let mut waiting = self.lock();
-                while waiting.logging.is_some() || waiting.events.is_empty() {
-                    if waiting.ended {
-                        return;
+        while let Some(logging) = self.begin_with_an_event() {
+            // A panic of something that a handler called comes back here. It ends neither this thread nor the logging.
+            let logged = catch_unwind(AssertUnwindSafe(|| {
+                Python::try_attach(|py| {
+                    // Where a logger's own code raises, the levels stay as they are.
+                    let _ = follow_levels(py);
+                    if let Err(error) = logging.log_waiting(py, true) {
+                        error.write_unraisable(py, None);
                     }
-                    let changed = if waiting.logging.is_some() { &self.idle } else { &self.arrived };
-                    waiting = changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
-                }
-                if waiting.ended {
-                    return;
-                }
-                waiting.logging = Some(std::thread::current().id());
-            }
-            let logged = Python::try_attach(|py| {
-                if let Err(error) = self.log_waiting(py) {
-                    error.write_unraisable(py, None);
-                }
-            });
-            self.done();
-            if logged.is_none() {
+                })
+            }));
+            if let Ok(None) = logged {
                 return;
             }
         }
     }
 
-    fn done(&self) {
-        self.lock().logging = None;
-        self.idle.notify_all();
+    /// Wait until an event is there and nobody else logs or waits to log, and be who logs. `None` at the end.
+    fn begin_with_an_event(&self) -> Option<Logging<'_>> {
+        let mut waiting = self.lock();
+        while !waiting.ended {
+            let changed = if waiting.logging.is_some() || waiting.calls > 0 {
+                &self.idle
+            } else if waiting.events.is_empty() {
+                &self.arrived
+            } else {
+                waiting.logging = Some(std::thread::current().id());
+                return Some(Logging(self));
+            };
+            waiting = changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+        }
+        None
     }
 
-    /// Wait until nobody logs, at most so long, and be who logs. False where that took too long, and where the caller is a handler: then
+    /// Wait until nobody logs, at most so long, and be who logs. `None` where that took too long, and where the caller is a handler: then
     /// its own thread is logging.
-    fn begin(&self, most: Duration) -> bool {
+    fn begin(&self, most: Duration) -> Option<Logging<'_>> {
         let (me, began) = (std::thread::current().id(), Instant::now());
         let mut waiting = self.lock();
+        if waiting.logging == Some(me) {
+            return None;
+        }
+        waiting.calls += 1;
         while waiting.logging.is_some() {
             let left = most.saturating_sub(began.elapsed());
-            if waiting.logging == Some(me) || left.is_zero() {
-                return false;
+            if left.is_zero() {
+                break;
             }
             waiting = self.idle.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+        waiting.calls -= 1;
+        if waiting.logging.is_some() {
+            return None;
+        }
         waiting.logging = Some(me);
-        true
+        Some(Logging(self))
     }
+}
 
-    /// Log what waits. Nobody else does, and no lock of the core is held.
-    fn log_waiting(&self, py: Python<'_>) -> PyResult<()> {
-        read_levels(py)?;
-        loop {
+/// The right to log, which one thread has at a time. It is given back when this is dropped.
+struct Logging<'a>(&'a Queue);
+
+impl Drop for Logging<'_> {
+    fn drop(&mut self) {
+        self.0.lock().logging = None;
+        self.0.idle.notify_all();
+    }
+}
+
+impl Logging<'_> {
+    /// Log what waits now. No lock of the core is held. The queue's thread `gives_way` to calls that wait to log the rest.
+    ///
+    /// What a handler raises is the error here only where it is no `Exception`, as after a Ctrl-C.
+    fn log_waiting(&self, py: Python<'_>, gives_way: bool) -> PyResult<()> {
+        let count = self.0.lock().events.len();
+        for _ in 0..count {
             let (event, dropped) = {
-                let mut waiting = self.lock();
+                let mut waiting = self.0.lock();
+                if gives_way && waiting.calls > 0 {
+                    return Ok(());
+                }
                 (waiting.events.pop_front(), std::mem::take(&mut waiting.dropped))
             };
-            if dropped > 0 {
-                let text = format!(
-                    "{dropped} log events of the core were dropped, because {MOST_WAITING} waited to be logged already: make the \
-                     handlers of {PACKAGE} faster or its level higher"
-                );
-                logger(py, PACKAGE)?.call_method1("warning", (text,))?;
-            }
-            match event {
-                Some(event) => event.log(py)?,
-                None => return Ok(()),
+            let logged = log_dropped(py, dropped).and(event.map_or(Ok(()), |event| event.log(py)));
+            match logged {
+                Err(error) if error.is_instance_of::<PyException>(py) => error.write_unraisable(py, None),
+                logged => logged?,
             }
         }
+        Ok(())
     }
+}
+
+/// Say how many events were dropped, if any were.
+fn log_dropped(py: Python<'_>, dropped: u64) -> PyResult<()> {
+    if dropped == 0 {
+        return Ok(());
+    }
+    let text = format!(
+        "{dropped} log events of the core were dropped, because {MOST_WAITING} waited to be logged already: make the handlers of \
+         {PACKAGE} faster or its level higher"
+    );
+    logger(py, PACKAGE)?.call_method1("warning", (text,)).map(drop)
 }
 
 impl Logged {
@@ -241,17 +284,15 @@ fn logger<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
     py.import("logging")?.call_method1("getLogger", (name,))
 }
 
-/// Let the core log what Python's loggers take from now on. To be called where no lock of the core is held. Where a logger's own code
-/// raises, the levels stay as they are.
-pub(crate) fn follow_levels(py: Python<'_>) {
-    let _ = read_levels(py);
-}
-
-fn read_levels(py: Python<'_>) -> PyResult<()> {
-    let disabled: i64 = logger(py, PACKAGE)?.getattr("manager")?.getattr("disable")?.extract()?;
+/// Let the core log what Python's loggers take from now on. To be called where no lock of the core is held. After an error the levels are
+/// as before.
+pub(crate) fn follow_levels(py: Python<'_>) -> PyResult<()> {
+    // Levels are integers of any size. None is above the largest one here.
+    let number = |level: Bound<'_, PyAny>| level.extract::<i64>().unwrap_or(i64::MAX);
+    let least = number(logger(py, PACKAGE)?.getattr("manager")?.getattr("disable")?).saturating_add(1);
     let level_of = |name: &str| -> PyResult<u8> {
-        let level: i64 = logger(py, name)?.call_method0("getEffectiveLevel")?.extract()?;
-        Ok(match level.max(disabled + 1) {
+        let level = number(logger(py, name)?.call_method0("getEffectiveLevel")?);
+        Ok(match level.max(least) {
             ..=5 => 5,
             6..=10 => 4,
             11..=20 => 3,
@@ -261,33 +302,42 @@ fn read_levels(py: Python<'_>) -> PyResult<()> {
         })
     };
     let package = level_of(PACKAGE)?;
+    let modules = MODULES.iter().map(|module| level_of(&module.logger())).collect::<PyResult<Vec<u8>>>()?;
     let mut changed = PACKAGE_LEVEL.swap(package, Ordering::Relaxed) != package;
-    for module in &MODULES {
-        let level = level_of(&module.logger())?;
+    for (module, level) in MODULES.iter().zip(modules) {
         changed |= module.level.swap(level, Ordering::Relaxed) != level;
     }
     if changed {
+        // This takes over `max_level_hint`.
         tracing::callsite::rebuild_interest_cache();
     }
     Ok(())
 }
 
 /// As [`follow_levels`], once a second at most.
-pub(crate) fn follow_levels_sometimes(py: Python<'_>) {
-    static STARTED: PerProcess<Instant> = PerProcess::new();
-    static NEXT_MS: AtomicU64 = AtomicU64::new(0);
-    let Ok(started) = STARTED.get(|| Ok(Instant::now())) else { return };
+pub(crate) fn follow_levels_sometimes(py: Python<'_>) -> PyResult<()> {
+    /// A time, and how many milliseconds later the levels are read next. A forked child has its own, or it would wait for as long as its
+    /// parent has lived.
+    static NEXT: PerProcess<(Instant, AtomicU64)> = PerProcess::new();
+    let Ok((started, next_ms)) = NEXT.get(|| Ok((Instant::now(), AtomicU64::new(0)))) else { return Ok(()) };
     let now = started.elapsed().as_millis() as u64;
-    if now >= NEXT_MS.load(Ordering::Relaxed) {
-        NEXT_MS.store(now + LEVELS_EVERY.as_millis() as u64, Ordering::Relaxed);
-        follow_levels(py);
+    if now < next_ms.load(Ordering::Relaxed) {
+        return Ok(());
     }
+    next_ms.store(now + LEVELS_EVERY.as_millis() as u64, Ordering::Relaxed);
+    follow_levels(py)
 }
 
 /// Puts the core's events into the queue.
 struct ToPython;
 
 impl Subscriber for ToPython {
+    /// Every event of a level that some logger takes asks [`Subscriber::enabled`]. If events kept the first answer, one that first comes up
+    /// while another thread changes the levels would keep the answer of before for good.
+    fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
+        Interest::sometimes()
+    }
+
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         let level = Module::of(metadata.target()).map_or(&PACKAGE_LEVEL, |module| &module.level);
         !metadata.is_span() && verbosity(*metadata.level()) <= level.load(Ordering::Relaxed)
@@ -351,38 +401,36 @@ impl Visit for Text {
 /// handlers, except where one of them made the call.
 #[pyfunction]
 pub(crate) fn drain_log(py: Python<'_>) -> PyResult<()> {
-    read_levels(py)?;
+    follow_levels(py)?;
     let queue = Queue::here();
-    if !py.detach(|| queue.begin(Duration::MAX)) {
-        return Ok(());
-    }
-    let logged = queue.log_waiting(py);
-    queue.done();
-    logged
+    py.detach(|| queue.begin(Duration::MAX)).map_or(Ok(()), |logging| logging.log_waiting(py, false))
 }
 
 /// Log what waits, and nothing from then on. To be called by `atexit`.
 #[pyfunction]
 fn log_ends(py: Python<'_>) -> PyResult<()> {
     let queue = Queue::here();
-    let begun = py.detach(|| queue.begin(MOST_WAIT_AT_EXIT));
-    queue.lock().ended = true;
-    queue.arrived.notify_all();
-    if !begun {
-        return Ok(());
+    let logging = py.detach(|| queue.begin(MOST_WAIT_AT_EXIT));
+    let mut waiting = queue.lock();
+    waiting.ended = true;
+    if logging.is_none() {
+        // A handler is stuck. Where it goes on after all, it must not keep the end waiting once for each event.
+        waiting.events.clear();
     }
-    let logged = queue.log_waiting(py);
-    queue.done();
-    logged
+    drop(waiting);
+    queue.arrived.notify_all();
+    logging.map_or(Ok(()), |logging| logging.log_waiting(py, false))
 }
 
 /// Have the core's events from now on. Where the process has another listener for them already, they stay with that.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
+    // This comes first, because what `atexit` was given first is called last: the handlers are closed when all is logged.
+    py.import("logging")?;
     let ends = wrap_pyfunction!(log_ends, module)?;
     py.import("atexit")?.call_method1("register", (ends,))?;
     if tracing::dispatcher::set_global_default(tracing::Dispatch::new(ToPython)).is_ok() {
-        read_levels(py)?;
+        follow_levels(py)?;
     }
     Ok(())
 }

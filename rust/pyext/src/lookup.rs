@@ -35,7 +35,7 @@ impl PyLookup {
         mode: Py<PyPlanMode>,
         threads: usize,
     ) -> PyResult<PyPlan> {
-        follow_levels_sometimes(py);
+        follow_levels_sometimes(py)?;
         let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
         let mode = mode.get().on(threads);
         py.detach(|| self.inner.plan(ids, splits, mode)).map(PyPlan::new).map_err(to_python)

@@ -128,7 +128,7 @@ impl PyTable {
             policy: policy_from(policy)?,
             on_full: on_full_from(on_full)?,
         };
-        follow_levels(py);
+        follow_levels(py)?;
         let vector_floats = config.layout().vector_floats();
         let gather =
             device_gather.map(|callable| Arc::new(PythonGather { callable, vector_floats }) as Arc<dyn DeviceRows>);
@@ -263,7 +263,7 @@ impl PyTable {
     }
     #[pyo3(signature = (token))]
     fn flush(&self, py: Python<'_>, token: Option<u64>) -> PyResult<()> {
-        follow_levels_sometimes(py);
+        follow_levels_sometimes(py)?;
         py.detach(|| token.map_or_else(|| self.inner.flush_next(), |token| self.inner.flush(token))).map_err(to_python)
     }
     fn published_given_up(&self, py: Python<'_>) -> bool {

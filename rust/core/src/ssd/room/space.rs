@@ -33,7 +33,7 @@ struct Use {
 }
 
 impl Use {
-    /// Remember the first error, and say it.
+    /// Remember the first error, and say it: while the lock is held, so that it is said before anybody can see that the tier only reads.
     fn fail(&mut self, error: Error) {
         if self.failed.is_none() {
             tracing::warn!("an SSD tier only reads from now on, because a write failed: {error}");
@@ -43,7 +43,7 @@ impl Use {
 }
 
 /// The bytes of a table's cap and who holds them, the numbers of its segments, and whether a write has failed. Its lock is a leaf: who
-/// holds it takes no other.
+/// holds it takes no other of the core.
 #[derive(Debug)]
 pub(crate) struct Space {
     cap_bytes: u64,
