@@ -8,20 +8,13 @@ use std::time::{Duration, Instant};
 use crate::cache::{Ancestor, PreImages, Table, TableMoment};
 use crate::checkpoint::manifest::digest::RankDigest;
 use crate::checkpoint::manifest::latest::CheckpointName;
-use crate::checkpoint::manifest::manifests::TableSpec;
 use crate::checkpoint::manifest::names::rank_file;
-use crate::checkpoint::rows::delta::Changes;
-use crate::checkpoint::rows::source::RowSink;
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
 use crate::io::IoEngine;
-use crate::rows::RowHeader;
-use crate::types::Id;
 
 pub use crate::process::work_behind;
 
-/// Rows are copied in chunks of at most so many bytes, or of one row where a row is larger. A training step waits for one chunk at most.
-const CHUNK_BYTES: usize = 256 << 10;
 /// The default memory, in bytes, for rows that training changes before they are written: see [`PreImages`].
 pub const IMAGE_BYTES: usize = 32 << 20;
 
@@ -103,36 +96,6 @@ impl RankMoment {
     }
 }
 
-impl RankWriter {
-    /// Write the rows that a table had at a moment, no faster than `pace` allows. The checkpoint must be a delta if the moment is one of
-    /// changes. Returns the numbers of rows and tombstones.
-    pub fn write_moment(
-        &mut self,
-        module: &str,
-        moment: TableMoment,
-        hyperparameters: BTreeMap<String, f64>,
-        pace: &mut Pace,
-    ) -> Result<(u64, u64)> {
-        let config = moment.config().clone();
-        let spec = TableSpec::new(module, &config, hyperparameters, moment.step());
-        let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
-        let chunk_rows = (CHUNK_BYTES / row_bytes).max(1);
-        let (left, total_rows) = (moment.left().map(<[Id]>::to_vec), moment.rows());
-        let mut moment = Some(moment);
-        let mut rows = |sink: &mut RowSink<'_>| {
-            let once = || Error::new(Kind::State, "the rows of a moment can be read only once");
-            moment.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
-                sink(&chunk.headers, &chunk.vectors)?;
-                pace.wait((chunk.headers.len() * row_bytes) as u64);
-                Ok(())
-            })
-        };
-        let Some(left) = left else { return Ok((self.write_table(spec, config.buckets, &mut rows)?, 0)) };
-        let changes = Changes { left: &left, total_rows };
-        Ok((self.write_changes(spec, config.buckets, &mut rows, changes)?, left.len() as u64))
-    }
-}
-
 /// Limits how many bytes are written in a second.
 #[derive(Debug)]
 pub struct Pace {
@@ -151,7 +114,7 @@ impl Pace {
     }
 
     /// Sleep until the limit allows more, after `bytes` were written.
-    fn wait(&mut self, bytes: u64) {
+    pub(super) fn wait(&mut self, bytes: u64) {
         std::thread::sleep(self.after(bytes, Instant::now()));
     }
 

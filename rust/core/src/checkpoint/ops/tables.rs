@@ -2,17 +2,36 @@
 
 use std::collections::BTreeMap;
 
+use super::beside::Pace;
 use super::chain::ChainReader;
-use crate::cache::{GroupSink, Table};
+use crate::cache::{Ancestor, GroupSink, Table, TableMoment};
 use crate::checkpoint::manifest::manifests::TableSpec;
+use crate::checkpoint::rows::delta::Changes;
 use crate::checkpoint::rows::reader::TableReader;
 use crate::checkpoint::rows::source::{RowSink, RowSource};
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::config::{OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
+use crate::rows::RowHeader;
+use crate::ssd::LinkedBytes;
+use crate::types::Id;
 
 /// How many rows of a table are copied at a time.
 const CHUNK_ROWS: usize = 1024;
+/// How many bytes of modified rows are read at a time, one row at least.
+const MODIFIED_CHUNK_BYTES: usize = 512 << 10;
+/// Rows of a moment are copied in chunks of at most so many bytes, or of one row where a row is larger. A training step waits for one
+/// chunk at most.
+const MOMENT_CHUNK_BYTES: usize = 256 << 10;
+
+/// What a linked checkpoint has of a table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LinkedTable {
+    /// How many rows it has.
+    pub rows: u64,
+    /// How many bytes of its segments were linked, and how many were copied.
+    pub bytes: LinkedBytes,
+}
 
 /// Every row of a table, as of now.
 struct TableRows<'a>(&'a Table);
@@ -25,6 +44,35 @@ impl RowSource for TableRows<'_> {
     fn for_each_group(&mut self, sink: &mut dyn GroupSink) -> Result<()> {
         self.0.for_each_group(sink)
     }
+}
+
+/// The rows of a table modified in an epoch or later, as of now.
+struct Modified<'a> {
+    table: &'a Table,
+    since: u32,
+}
+
+impl RowSource for Modified<'_> {
+    fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> Result<()> {
+        let row_bytes = self.table.config().layout().vector_floats() * 4 + size_of::<RowHeader>();
+        let chunk_rows = (MODIFIED_CHUNK_BYTES / row_bytes).max(1);
+        self.table.for_each_modified(self.since, chunk_rows, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
+    }
+
+    fn for_each_group(&mut self, sink: &mut dyn GroupSink) -> Result<()> {
+        self.table.for_each_modified_group(self.since, sink)
+    }
+}
+
+/// `State` where the table has left `step`, so that the rows that were written are of several steps.
+fn check_not_trained(table: &Table, step: u64) -> Result<()> {
+    if table.step()? == step {
+        return Ok(());
+    }
+    Err(Error::new(
+        Kind::State,
+        format!("table {:?} was trained while it was saved: save between steps", table.config().name),
+    ))
 }
 
 impl RankWriter {
@@ -41,13 +89,83 @@ impl RankWriter {
         let step = table.step()?;
         let spec = TableSpec::new(module, config, hyperparameters, step);
         let rows = self.write_table(spec, config.buckets.clone(), &mut TableRows(table))?;
-        if table.step()? != step {
-            return Err(Error::new(
-                Kind::State,
-                format!("table {:?} was trained while it was saved: save between steps", config.name),
-            ));
-        }
+        check_not_trained(table, step)?;
         Ok(rows)
+    }
+
+    /// Put every row of a table, as of now, into a linked checkpoint. Of a table with an SSD tier these are the tier's segments, which are
+    /// linked where the file system can do that and copied otherwise. Of another table the rows are written. `module` is the path of the
+    /// table's module in the model.
+    ///
+    /// Errors: those of [`RankWriter::write_rows_of`], and those of handing rows in RAM down to the SSD tier.
+    pub fn link_rows_of(
+        &mut self,
+        module: &str,
+        table: &Table,
+        hyperparameters: BTreeMap<String, f64>,
+    ) -> Result<LinkedTable> {
+        let Some((held, counters)) = table.hold_segments()? else {
+            let rows = self.write_rows_of(module, table, hyperparameters)?;
+            return Ok(LinkedTable { rows, bytes: LinkedBytes::default() });
+        };
+        let config = table.config();
+        let spec = TableSpec::new(module, config, hyperparameters, counters.step);
+        let set = held.set().clone();
+        let rows = set.rows;
+        let bytes =
+            self.write_segments(spec, config.buckets.clone(), set, |engine, path_of| held.link_to(engine, path_of))?;
+        Ok(LinkedTable { rows, bytes })
+    }
+
+    /// Write what has changed in a table since `ancestor`. Returns the numbers of rows and tombstones. `module` is the path of the table's
+    /// module in the model.
+    ///
+    /// Errors: those of [`RankWriter::write_table`]; `State` where it is not known what changed, so that only a full save can be made, and
+    /// when the table is trained or changed meanwhile.
+    pub fn write_changes_of(
+        &mut self,
+        module: &str,
+        table: &Table,
+        hyperparameters: BTreeMap<String, f64>,
+        ancestor: &Ancestor,
+    ) -> Result<(u64, u64)> {
+        let config = table.config();
+        let step = table.step()?;
+        let spec = TableSpec::new(module, config, hyperparameters, step);
+        let left = table.left_since(ancestor)?;
+        let changes = Changes { left: &left, total_rows: table.len()? };
+        let mut modified = Modified { table, since: ancestor.next_epoch };
+        let rows = self.write_changes(spec, config.buckets.clone(), &mut modified, changes)?;
+        check_not_trained(table, step)?;
+        Ok((rows, left.len() as u64))
+    }
+
+    /// Write the rows that a table had at a moment, no faster than `pace` allows. The checkpoint must be a delta if the moment is one of
+    /// changes. Returns the numbers of rows and tombstones.
+    pub fn write_moment(
+        &mut self,
+        module: &str,
+        moment: TableMoment,
+        hyperparameters: BTreeMap<String, f64>,
+        pace: &mut Pace,
+    ) -> Result<(u64, u64)> {
+        let config = moment.config().clone();
+        let spec = TableSpec::new(module, &config, hyperparameters, moment.step());
+        let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
+        let chunk_rows = (MOMENT_CHUNK_BYTES / row_bytes).max(1);
+        let (left, total_rows) = (moment.left().map(<[Id]>::to_vec), moment.rows());
+        let mut moment = Some(moment);
+        let mut rows = |sink: &mut RowSink<'_>| {
+            let once = || Error::new(Kind::State, "the rows of a moment can be read only once");
+            moment.take().ok_or_else(once)?.for_each_chunk(chunk_rows, &mut |chunk| {
+                sink(&chunk.headers, &chunk.vectors)?;
+                pace.wait((chunk.headers.len() * row_bytes) as u64);
+                Ok(())
+            })
+        };
+        let Some(left) = left else { return Ok((self.write_table(spec, config.buckets, &mut rows)?, 0)) };
+        let changes = Changes { left: &left, total_rows };
+        Ok((self.write_changes(spec, config.buckets, &mut rows, changes)?, left.len() as u64))
     }
 }
 

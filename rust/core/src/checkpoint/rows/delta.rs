@@ -1,21 +1,15 @@
 //! A table's part of a delta: the rows modified since an ancestor, and tombstones of the ids that left.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::format::{Field, FileLayout};
-use super::source::{RowSink, RowSource};
+use super::source::RowSource;
 use super::writer::RankWriter;
-use crate::cache::{Ancestor, GroupSink, Table};
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape, TableSpec};
 use crate::checkpoint::manifest::names::{CHUNK_BYTES, TOMBSTONES_A_FILE};
 use crate::error::{Error, Kind, Result};
 use crate::io::AlignedBuf;
-use crate::rows::RowHeader;
 use crate::types::Id;
-
-/// How many bytes of modified rows are read at a time, one row at least.
-const READ_BYTES: usize = 512 << 10;
 
 /// What a delta says of one rank's share of a table, besides the modified rows.
 #[derive(Clone, Copy, Debug)]
@@ -24,24 +18,6 @@ pub struct Changes<'a> {
     pub left: &'a [Id],
     /// How many rows the whole share has, unchanged ones included.
     pub total_rows: u64,
-}
-
-/// The rows of a table modified in an epoch or later, as of now.
-struct Modified<'a> {
-    table: &'a Table,
-    since: u32,
-}
-
-impl RowSource for Modified<'_> {
-    fn for_each_chunk(&mut self, sink: &mut RowSink<'_>) -> Result<()> {
-        let row_bytes = self.table.config().layout().vector_floats() * 4 + size_of::<RowHeader>();
-        let chunk_rows = (READ_BYTES / row_bytes).max(1);
-        self.table.for_each_modified(self.since, chunk_rows, &mut |chunk| sink(&chunk.headers, &chunk.vectors))
-    }
-
-    fn for_each_group(&mut self, sink: &mut dyn GroupSink) -> Result<()> {
-        self.table.for_each_modified_group(self.since, sink)
-    }
 }
 
 impl RankWriter {
@@ -68,34 +44,6 @@ impl RankWriter {
         }
         self.set_total_rows(changes.total_rows);
         Ok(written)
-    }
-
-    /// Write what has changed in a table since `ancestor`. Returns the numbers of rows and tombstones. `module` is the path of the table's
-    /// module in the model.
-    ///
-    /// Errors: those of [`RankWriter::write_table`]; `State` where it is not known what changed, so that only a full save can be made, and
-    /// when the table is trained or changed meanwhile.
-    pub fn write_changes_of(
-        &mut self,
-        module: &str,
-        table: &Table,
-        hyperparameters: BTreeMap<String, f64>,
-        ancestor: &Ancestor,
-    ) -> Result<(u64, u64)> {
-        let config = table.config();
-        let step = table.step()?;
-        let spec = TableSpec::new(module, config, hyperparameters, step);
-        let left = table.left_since(ancestor)?;
-        let changes = Changes { left: &left, total_rows: table.len()? };
-        let mut modified = Modified { table, since: ancestor.next_epoch };
-        let rows = self.write_changes(spec, config.buckets.clone(), &mut modified, changes)?;
-        if table.step()? != step {
-            return Err(Error::new(
-                Kind::State,
-                format!("table {:?} was trained while it was saved: save between steps", config.name),
-            ));
-        }
-        Ok((rows, left.len() as u64))
     }
 }
 

@@ -1,50 +1,12 @@
 //! Tables whose SSD tiers' segments are in a linked checkpoint. A load links the segments back, or reads them row by row.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::reader::Checkpoint;
-use super::writer::RankWriter;
-use crate::cache::Table;
-use crate::checkpoint::manifest::manifests::{RankManifest, Share, TableSpec};
+use crate::checkpoint::manifest::manifests::{RankManifest, Share};
 use crate::checkpoint::manifest::names::{rank_file, segment_file, table_dir};
 use crate::error::{Error, Kind, Result};
-use crate::ssd::{Identity, LinkedBytes, SegmentFiles, SegmentSet};
-
-/// What a linked checkpoint has of a table.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LinkedTable {
-    /// How many rows it has.
-    pub rows: u64,
-    /// How many bytes of its segments were linked, and how many were copied.
-    pub bytes: LinkedBytes,
-}
-
-impl RankWriter {
-    /// Put every row of a table, as of now, into a linked checkpoint. Of a table with an SSD tier these are the tier's segments, which are
-    /// linked where the file system can do that and copied otherwise. Of another table the rows are written. `module` is the path of the
-    /// table's module in the model.
-    ///
-    /// Errors: those of [`RankWriter::write_rows_of`], and those of handing rows in RAM down to the SSD tier.
-    pub fn link_rows_of(
-        &mut self,
-        module: &str,
-        table: &Table,
-        hyperparameters: BTreeMap<String, f64>,
-    ) -> Result<LinkedTable> {
-        let Some((held, counters)) = table.hold_segments()? else {
-            let rows = self.write_rows_of(module, table, hyperparameters)?;
-            return Ok(LinkedTable { rows, bytes: LinkedBytes::default() });
-        };
-        let config = table.config();
-        let spec = TableSpec::new(module, config, hyperparameters, counters.step);
-        let set = held.set().clone();
-        let rows = set.rows;
-        let bytes =
-            self.write_segments(spec, config.buckets.clone(), set, |engine, path_of| held.link_to(engine, path_of))?;
-        Ok(LinkedTable { rows, bytes })
-    }
-}
+use crate::ssd::{Identity, SegmentFiles, SegmentSet};
 
 impl Checkpoint {
     /// The segments that a rank's share of a table consists of, checked as far as their footers go.
