@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use embcache::cache::{RowBlock, Table, host_row_bytes};
-use embcache::checkpoint::{Chain, Latest, RankWriter, Save};
+use embcache::checkpoint::{Chain, Directory, Latest, RankWriter, Save};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::rows::{Initializer, RowHeader};
@@ -98,10 +98,11 @@ fn rows_of(scale: Scale) -> u64 {
 /// Save the tables of all ranks into a new folder. The result is the bytes of the files with rows.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, tables: &[Table]) -> u64 {
     std::fs::create_dir(root).expect("a folder of our own");
-    let save = Save::begin(engine.clone(), root, 7).expect("begun");
+    let directory = Directory::in_engine(Arc::clone(engine), root);
+    let save = Save::begin(&directory, 7).expect("begun");
     let world = tables.len() as u32;
     let digest = |(rank, table)| {
-        let mut writer = RankWriter::new(engine.clone(), root, save.name(), rank, world).expect("made");
+        let mut writer = RankWriter::new(&directory, save.name(), rank, world).expect("made");
         writer.write_rows_of(MODULE, table, BTreeMap::new()).expect("written");
         writer.finish().expect("finished")
     };
@@ -216,11 +217,12 @@ impl Loads {
     /// Load the checkpoint into a new table. The result is the table and the time that the load took.
     fn load(&mut self) -> (Table, Duration) {
         let table = table(self.rows, 0, 1);
-        let latest = Latest::read(&*self.engine, &self.root).expect("a checkpoint");
+        let directory = Directory::in_engine(Arc::clone(&self.engine), &self.root);
+        let latest = Latest::read(&directory).expect("a checkpoint");
         let dir = self.root.join(latest.name.to_string()).join(format!("{MODULE}+rows"));
         files(&dir).for_each(|file| forget_cached(&file));
         let (cpu, begin) = (cpu_seconds(), Instant::now());
-        let checkpoint = Chain::open(&self.engine, &self.root, latest).expect("a checkpoint");
+        let checkpoint = Chain::open(&directory, latest).expect("a checkpoint");
         let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
         reader.load_into(&table).expect("whole");
         let took = begin.elapsed();
@@ -295,8 +297,9 @@ impl Rounds for Reshards {
             let engine = CountedEngine::over(default_engine().expect("an engine"));
             let shared: Arc<dyn IoEngine> = engine.clone();
             let table = table(self.rows / u64::from(RESHARD.1), rank, RESHARD.1);
-            let latest = Latest::read(&*shared, &self.root).expect("a checkpoint");
-            let checkpoint = Chain::open(&shared, &self.root, latest).expect("a checkpoint");
+            let directory = Directory::in_engine(Arc::clone(&shared), &self.root);
+            let latest = Latest::read(&directory).expect("a checkpoint");
+            let checkpoint = Chain::open(&directory, latest).expect("a checkpoint");
             let reader = checkpoint.table_reader(MODULE, "rows", table.config().buckets.clone()).expect("a table");
             reader.load_into(&table).expect("whole");
             let row_bytes = OPTIMIZER.layout(DIM).floats() * 4 + 28;

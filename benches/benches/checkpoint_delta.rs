@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use embcache::cache::{Ancestor, RowBlock, Table, host_row_bytes};
-use embcache::checkpoint::{RankDigest, RankWriter, Save, SaveOptions};
+use embcache::checkpoint::{Directory, RankDigest, RankWriter, Save, SaveOptions};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::rows::{Initializer, RowHeader};
@@ -86,8 +86,9 @@ impl Deltas {
         let parent = ancestor
             .map(|one| embcache::checkpoint::Parent { name: one.name.clone(), manifest_xxh3: one.manifest_xxh3 });
         let options = SaveOptions { parent, ..SaveOptions::default() };
-        let save = Save::begin_with(self.engine.clone(), root, 7, options).expect("begun");
-        let mut writer = RankWriter::new(self.engine.clone(), root, save.name(), 0, 1).expect("made");
+        let directory = Directory::in_engine(Arc::clone(&self.engine), root);
+        let save = Save::begin_with(&directory, 7, options).expect("begun");
+        let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
         let rows = match ancestor {
             None => writer.write_rows_of("m", &self.table, BTreeMap::new()).expect("written"),
             Some(one) => writer.write_changes_of("m", &self.table, BTreeMap::new(), one).expect("written").0,

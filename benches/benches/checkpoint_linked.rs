@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use embcache::cache::{RowBlock, Table, host_row_bytes};
-use embcache::checkpoint::{Chain, Latest, LinkedTable, RankWriter, Save, SaveOptions};
+use embcache::checkpoint::{Chain, Directory, Latest, LinkedTable, RankWriter, Save, SaveOptions};
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::rows::{Initializer, RowHeader};
@@ -90,8 +90,9 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, linked: bool) ->
     std::fs::create_dir(root).expect("a folder of our own");
     let begin = Instant::now();
     let options = SaveOptions { linked, ..SaveOptions::default() };
-    let save = Save::begin_with(engine.clone(), root, 7, options).expect("begun");
-    let mut writer = RankWriter::new(engine.clone(), root, save.name(), 0, 1).expect("made");
+    let directory = Directory::in_engine(Arc::clone(engine), root);
+    let save = Save::begin_with(&directory, 7, options).expect("begun");
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
     let saved = if linked {
         writer.link_rows_of(MODULE, table, BTreeMap::new()).expect("linked")
     } else {
@@ -189,14 +190,15 @@ impl Loads {
     /// Make a table from a checkpoint. The result is the seconds and the table.
     fn load(&self, kind: &str) -> (f64, Table) {
         let root = self.scratch.path().join(kind);
-        let latest = Latest::read(&*self.engine, &root).expect("a checkpoint");
+        let directory = Directory::in_engine(Arc::clone(&self.engine), &root);
+        let latest = Latest::read(&directory).expect("a checkpoint");
         let dir = root.join(latest.name.to_string()).join(format!("{MODULE}+rows"));
         for entry in std::fs::read_dir(dir).expect("a folder") {
             forget_cached(&std::fs::File::open(entry.expect("a folder").path()).expect("a file"));
         }
         let config = config(self.rows, &self.tier());
         let begin = Instant::now();
-        let checkpoint = Chain::open(&self.engine, &root, latest).expect("a checkpoint");
+        let checkpoint = Chain::open(&directory, latest).expect("a checkpoint");
         let found = checkpoint.links()[0].segments_of(MODULE, "rows", &config.buckets).expect("whole");
         let table = if let Some(found) = found {
             let counters = StateCounters { step: 0, epoch: checkpoint.manifest().next_epoch };

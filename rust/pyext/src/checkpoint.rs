@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use embcache::checkpoint::{Checkpoint, CheckpointName, Latest, RankDigest, RankWriter, Save, SaveOptions};
 use embcache::{Error, Kind};
@@ -27,17 +27,16 @@ pub(crate) fn ended(what: &str) -> PyErr {
 /// The name of the newest complete checkpoint of a directory.
 #[pyfunction]
 pub(crate) fn latest_checkpoint(py: Python<'_>, directory: &PyDirectory) -> PyResult<String> {
-    let (engine, path) = directory.read();
-    py.detach(|| Latest::read(&**engine, path)).map(|latest| latest.to_string()).map_err(to_python)
+    py.detach(|| Latest::read(&directory.inner)).map(|latest| latest.to_string()).map_err(to_python)
 }
 
 /// What the newest checkpoint of a directory says of itself, if there is one.
 #[pyfunction]
 pub(crate) fn newest_checkpoint(py: Python<'_>, directory: &PyDirectory) -> PyResult<Option<PyNewestCheckpoint>> {
-    let (engine, path) = directory.read();
+    let directory = &directory.inner;
     let newest = py.detach(|| {
-        let Some(latest) = Latest::find(&**engine, path)? else { return Ok(None) };
-        Checkpoint::open(Arc::clone(engine), path, latest).map(|newest| Some(PyNewestCheckpoint::of(&newest)))
+        let Some(latest) = Latest::find(directory)? else { return Ok(None) };
+        Checkpoint::open(directory, latest).map(|newest| Some(PyNewestCheckpoint::of(&newest)))
     });
     newest.map_err(to_python)
 }
@@ -64,11 +63,7 @@ impl PySave {
         linked: bool,
     ) -> PyResult<Self> {
         let options = SaveOptions { parent: parent.map(Into::into), merged: merged.map(Into::into), linked, keep };
-        let begin = || {
-            let (engine, path) = directory.write()?;
-            Save::begin_with(Arc::clone(engine), path, random, options)
-        };
-        let save = py.detach(begin).map_err(to_python)?;
+        let save = py.detach(|| Save::begin_with(&directory.inner, random, options)).map_err(to_python)?;
         Ok(Self { name: save.name().to_string(), inner: Mutex::new(Some(save)) })
     }
 
@@ -122,11 +117,7 @@ impl PyWriter {
     #[new]
     fn new(py: Python<'_>, directory: &PyDirectory, name: &str, rank: u32, world_size: u32) -> PyResult<Self> {
         let name: CheckpointName = name.parse().map_err(to_python)?;
-        let make = || {
-            let (engine, path) = directory.write()?;
-            RankWriter::new(Arc::clone(engine), path, name, rank, world_size)
-        };
-        let writer = py.detach(make).map_err(to_python)?;
+        let writer = py.detach(|| RankWriter::new(&directory.inner, name, rank, world_size)).map_err(to_python)?;
         Ok(Self { inner: Mutex::new(Some(writer)) })
     }
 

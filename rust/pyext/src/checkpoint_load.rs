@@ -1,14 +1,12 @@
 //! Loading checkpoints into tables, and merging them.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use embcache::checkpoint::{
     Chain, ChainReader, CheckpointName, Columns, Compaction, Extent, ExtentReader, Latest, Segments, TableRequest,
     TableSource,
 };
-use embcache::io::IoEngine;
 use embcache::{Error, Kind};
 use numpy::PyReadwriteArray1;
 use pyo3::prelude::*;
@@ -34,16 +32,13 @@ fn report(progress: Option<&Py<PyAny>>, raised: &mut Option<PyErr>, rows: u64) -
 /// The checkpoint `latest` of a directory, with all that it builds on.
 pub(crate) fn open_chain(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Chain> {
     let latest: Latest = latest.parse().map_err(to_python)?;
-    let (engine, path) = directory.read();
-    py.detach(|| Chain::open(engine, path, latest)).map_err(to_python)
+    py.detach(|| Chain::open(&directory.inner, latest)).map_err(to_python)
 }
 
 /// One rank's part of merging a chain of deltas.
 #[pyclass(frozen, name = "CheckpointCompaction", module = "torchrec_embcache._native")]
 pub(crate) struct PyCompaction {
     inner: Compaction,
-    path: PathBuf,
-    engine: Arc<dyn IoEngine>,
 }
 
 #[pymethods]
@@ -51,12 +46,8 @@ impl PyCompaction {
     #[staticmethod]
     fn open(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Option<Self>> {
         let latest: Latest = latest.parse().map_err(to_python)?;
-        let open = || {
-            let (engine, path) = directory.write()?;
-            let inner = Compaction::open(engine, path, latest)?;
-            Ok(inner.map(|inner| Self { inner, path: path.to_owned(), engine: Arc::clone(engine) }))
-        };
-        py.detach(open).map_err(to_python)
+        let inner = py.detach(|| Compaction::open(&directory.inner, latest)).map_err(to_python)?;
+        Ok(inner.map(|inner| Self { inner }))
     }
 
     #[getter]
@@ -92,7 +83,7 @@ impl PyCompaction {
         let mut raised = None;
         let written = py.detach(|| {
             let mut told = |rows| report(progress.as_ref(), &mut raised, rows);
-            self.inner.write(&self.engine, &self.path, name, (rank, world_size), &mut told)
+            self.inner.write(name, (rank, world_size), &mut told)
         });
         raised.map_or(Ok(()), Err)?;
         written.map(Into::into).map_err(to_python)

@@ -141,10 +141,7 @@ impl PyRows {
     }
 
     fn reshard(&self, py: Python<'_>, to: &PyDirectory, random: u64, world_size: u32) -> PyResult<PyPublished> {
-        let write = || {
-            let (engine, path) = to.write()?;
-            reshard(engine, &self.inner, path, random, world_size)
-        };
-        py.detach(write).map(Into::into).map_err(to_python)
+        let written = py.detach(|| reshard(&self.inner, &to.inner, random, world_size));
+        written.map(Into::into).map_err(to_python)
     }
 }

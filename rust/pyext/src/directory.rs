@@ -2,11 +2,9 @@
 
 use std::ffi::OsString;
 use std::os::fd::IntoRawFd;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 
 use embcache::checkpoint::Directory;
-use embcache::io::IoEngine;
 use embcache::paths::Checks;
 use embcache::{Error, Kind};
 use pyo3::prelude::*;
@@ -30,18 +28,6 @@ fn checks_from(name: &str) -> PyResult<Checks> {
 #[pyclass(frozen, name = "Directory", module = "torchrec_embcache._native")]
 pub(crate) struct PyDirectory {
     pub(crate) inner: Directory,
-}
-
-impl PyDirectory {
-    /// The directory's engine and its path, to read what lies there.
-    pub(crate) fn read(&self) -> (&Arc<dyn IoEngine>, &Path) {
-        (self.inner.engine(), self.inner.path())
-    }
-
-    /// The directory's engine and its path, to change what lies there.
-    pub(crate) fn write(&self) -> embcache::Result<(&Arc<dyn IoEngine>, &Path)> {
-        Ok((self.inner.engine_to_save()?, self.inner.path()))
-    }
 }
 
 #[pymethods]
@@ -77,7 +63,7 @@ impl PyDirectory {
 
     /// Whether something lies in the directory under this name; a link is not followed.
     fn has(&self, py: Python<'_>, name: &str) -> PyResult<bool> {
-        py.detach(|| self.inner.engine().exists(&self.inner.path().join(name))).map_err(to_python)
+        py.detach(|| self.inner.has(name)).map_err(to_python)
     }
 
     /// A descriptor of the directory, which the caller closes.

@@ -1,6 +1,6 @@
 //! One rank's part of a save beside training.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use embcache::checkpoint::{BesideOptions, CheckpointName, IMAGE_BYTES, RankMoment, TableToSave};
 use pyo3::prelude::*;
@@ -56,10 +56,7 @@ impl PyMoment {
         };
         let tables: Vec<TableToSave> = tables.iter().map(table).collect();
         let options = BesideOptions { next_epoch, image_bytes: IMAGE_BYTES, bytes_per_second };
-        let begin = || {
-            let (engine, path) = directory.write()?;
-            RankMoment::begin(Arc::clone(engine), path, name, (rank, world_size), tables, options)
-        };
+        let begin = || RankMoment::begin(&directory.inner, name, (rank, world_size), tables, options);
         let begun = py.detach(begin).map_err(to_python)?;
         Ok(Self { inner: Mutex::new(Some(begun)) })
     }

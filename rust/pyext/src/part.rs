@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use embcache::checkpoint::{Part, sweep_parts};
 use embcache::{Error, Kind};
@@ -21,11 +21,7 @@ use crate::table::PyTable;
 #[pyfunction]
 #[pyo3(name = "sweep_parts")]
 pub(crate) fn sweep(py: Python<'_>, directory: &PyDirectory) -> PyResult<Vec<String>> {
-    let swept = py.detach(|| {
-        let (engine, path) = directory.write()?;
-        sweep_parts(&**engine, path)
-    });
-    let left = swept.map_err(to_python)?;
+    let left = py.detach(|| sweep_parts(&directory.inner)).map_err(to_python)?;
     Ok(left.iter().map(Error::to_string).collect())
 }
 
@@ -55,11 +51,7 @@ impl PyPart {
 impl PyPart {
     #[new]
     fn new(py: Python<'_>, directory: &PyDirectory, random: u64, expected_bytes: u64) -> PyResult<Self> {
-        let part = py.detach(|| {
-            let (engine, path) = directory.write()?;
-            Part::begin(Arc::clone(engine), path, random, expected_bytes)
-        });
-        let part = part.map_err(to_python)?;
+        let part = py.detach(|| Part::begin(&directory.inner, random, expected_bytes)).map_err(to_python)?;
         let directory = directory.inner.path().as_os_str().to_owned();
         Ok(Self { directory, name: part.name().to_string(), inner: Mutex::new(Some(part)) })
     }

@@ -4,10 +4,11 @@ pub mod ssd;
 mod watch;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, PlanMode, RowBlock, Table};
+use embcache::checkpoint::Directory;
 use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{FaultEngine, IoEngine, MemoryEngine};
 use embcache::kernels::Hyperparameters;
@@ -23,6 +24,11 @@ pub use watch::watched;
 /// Panics when the variable is no number.
 pub fn times() -> u64 {
     std::env::var("EMBCACHE_STRESS").map_or(1, |text| text.parse().expect("EMBCACHE_STRESS is a number"))
+}
+
+/// The directory `path` of an engine, as checkpoints take it.
+pub fn directory_in(engine: &Arc<dyn IoEngine>, path: impl AsRef<Path>) -> Directory {
+    Directory::in_engine(Arc::clone(engine), path.as_ref())
 }
 
 /// The tensors of a device tier, in RAM. In production torch holds them.

@@ -13,6 +13,7 @@ use embcache::checkpoint::{Checkpoint, Latest};
 use embcache::config::OptimizerKind;
 use embcache::io::IoEngine;
 use embcache::types::Id;
+use embcache_tests::directory_in;
 
 use made::{ROOT, Table, memory, save};
 
@@ -31,8 +32,9 @@ fn a_load_takes_no_memory_for_buckets_that_it_does_not_hold() {
     let mut table = Table::new("m", "a", OptimizerKind::Sgd, 2, &ids, 1);
     table.spec.total_num_buckets = BUCKETS;
     save(&engine, Path::new(ROOT), &[table], 1, 16 << 20, 7).unwrap();
-    let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
-    let checkpoint = Checkpoint::open(Arc::clone(&engine), Path::new(ROOT), latest).unwrap();
+    let directory = directory_in(&engine, ROOT);
+    let latest = Latest::read(&directory).unwrap();
+    let checkpoint = Checkpoint::open(&directory, latest).unwrap();
     // The peak counts from here on.
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     let before = status("VmRSS");

@@ -14,7 +14,7 @@ use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::RowHeader;
 use embcache::types::{Id, hash_id};
-use embcache_tests::{Rig, config};
+use embcache_tests::{Rig, config, directory_in};
 
 const CASE: &str = "EMBCACHE_TEST_MEMORY_CASE";
 const MIB: u64 = 1 << 20;
@@ -86,9 +86,9 @@ fn train_and_save(dir: &Path) {
     let group = 2 * MIB;
     let engine = default_engine().unwrap();
     std::fs::create_dir(dir.join("saved")).unwrap();
-    let save = Save::begin(engine.clone(), &dir.join("saved"), 1).unwrap();
-    let mut writer =
-        RankWriter::new(engine, &dir.join("saved"), save.name(), 0, 1).unwrap().with_group_bytes(group as usize);
+    let directory = directory_in(&engine, dir.join("saved"));
+    let save = Save::begin(&directory, 1).unwrap();
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1).unwrap().with_group_bytes(group as usize);
     assert_eq!(writer.write_rows_of("m", &rig.table, BTreeMap::new()).unwrap(), stats.rows);
     writer.finish().unwrap();
     let in_ram = 8 * host_bytes / host_row_bytes(&rig.table.config().layout(), rig.table.config().policy);

@@ -14,12 +14,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use embcache::Kind;
-use embcache::checkpoint::{Latest, RankWriter, Save};
+use embcache::checkpoint::{Directory, Latest, RankWriter, Save, SaveOptions};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{BeneathEngine, IoEngine, Open, PsyncEngine};
-use embcache::paths::{open_to_load, open_to_save};
+use embcache::paths::{Checks, open_to_load, open_to_save};
 use embcache::types::Id;
-use made::{Table, load, save};
+use made::{Table, load, load_from, save, save_to};
 
 /// A directory for a checkpoint, and a victim's directory in which nothing may appear.
 struct Fixture {
@@ -43,6 +43,11 @@ impl Fixture {
     fn engine(&self) -> Arc<dyn IoEngine> {
         let (path, directory) = open_to_save(&self.root).unwrap();
         BeneathEngine::engine(Arc::new(PsyncEngine::new(true)), &path, directory)
+    }
+
+    /// The checkpoint's directory, held as it is now.
+    fn directory(&self) -> Directory {
+        Directory::to_save(&self.root, Checks::Strict).unwrap()
     }
 
     /// Put a link to the victim in the directory's fixture. The result is the directory's new path.
@@ -84,7 +89,7 @@ fn files(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place() {
     for stage in 0..4 {
         let fixture = Fixture::new();
-        let engine = fixture.engine();
+        let directory = fixture.directory();
         let mut now = fixture.root.clone();
         let mut swap_at = |reached: u32| {
             if reached == stage {
@@ -92,9 +97,9 @@ fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place(
             }
         };
         swap_at(0);
-        let begun = Save::begin(Arc::clone(&engine), &fixture.root, 5).unwrap();
+        let begun = Save::begin(&directory, 5).unwrap();
         swap_at(1);
-        let mut writer = RankWriter::new(Arc::clone(&engine), &fixture.root, begun.name(), 0, 1).unwrap();
+        let mut writer = RankWriter::new(&directory, begun.name(), 0, 1).unwrap();
         let table = table();
         let rows: Vec<_> = table.rows.values().cloned().collect();
         writer
@@ -108,7 +113,7 @@ fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place(
         begun.publish(&[digest], 1).unwrap();
         fixture.assert_victim_untouched();
         // Who checked the directory earlier can load it, and who asks for the path now cannot.
-        assert_eq!(load(&engine, &fixture.root, 1).unwrap(), vec![table]);
+        assert_eq!(load_from(&directory, 1).unwrap(), vec![table]);
         assert_eq!(open_to_load(&fixture.root).unwrap_err().kind(), Kind::Path);
         assert!(now.join("LATEST").exists());
     }
@@ -134,10 +139,9 @@ fn exchanging_the_directory_all_the_time_never_leads_a_save_elsewhere() {
             if saved >= 4 && refused >= 4 {
                 break;
             }
-            match open_to_save(&root) {
-                Ok((path, directory)) => {
-                    let engine = BeneathEngine::engine(Arc::new(PsyncEngine::new(true)), &path, directory);
-                    save(&engine, &path, &tables, 2, 1000, random).unwrap();
+            match Directory::to_save(&root, Checks::Strict) {
+                Ok(directory) => {
+                    save_to(&directory, &tables, (2, 1000), random, SaveOptions::default()).unwrap();
                     saved += 1;
                 }
                 Err(error) => {
@@ -267,7 +271,7 @@ fn errors_speak_of_the_path_that_was_given() {
     let fixture = Fixture::new();
     let engine = fixture.engine();
     save(&engine, &fixture.root, &[table()], 1, 1000, 1).unwrap();
-    let latest = Latest::read(&*engine, &fixture.root).unwrap();
+    let latest = Latest::read(&fixture.directory()).unwrap();
     let data =
         files(&fixture.root).into_keys().find(|path| path.extension().is_some_and(|end| end == "safetensors")).unwrap();
     let mut bytes = fs::read(&data).unwrap();

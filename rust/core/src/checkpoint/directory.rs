@@ -1,11 +1,13 @@
 //! A directory of checkpoints that passed its checks, and is held from then on.
 
+use std::fmt::Display;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
-use crate::io::{BeneathEngine, IoEngine, default_engine};
+use crate::io::{BeneathEngine, DirLock, Hold, IoEngine, default_engine};
 use crate::paths::Checks;
 
 /// What the directory was checked for.
@@ -15,15 +17,17 @@ enum Access {
     Save,
 }
 
-/// A user's directory that passed the checks of path, owner and permission bits once, and an engine that works in it.
+/// A user's directory that passed the checks of path, owner and permission bits once, or a directory below it.
 ///
-/// The directory is held by its descriptor. Whoever replaces a component of its path later changes nothing that is read or written here.
+/// The user's directory is held by its descriptor. Whoever replaces a component of its path later changes nothing that is read or written
+/// here. Everything in this module that works in a directory takes this handle and no path, and nobody outside this crate gets the engine
+/// that works in it. So nothing is done in a directory that was not checked.
 #[derive(Clone, Debug)]
 pub struct Directory {
     path: PathBuf,
     engine: Arc<dyn IoEngine>,
     access: Access,
-    /// The directory itself; none where it is no directory of this machine's file systems.
+    /// The user's directory itself. There is none where it is no directory of this machine's file systems, and in a handle from `below`.
     descriptor: Option<Arc<OwnedFd>>,
 }
 
@@ -61,17 +65,73 @@ impl Directory {
         &self.path
     }
 
-    /// The engine that works in the directory.
-    pub fn engine(&self) -> &Arc<dyn IoEngine> {
-        &self.engine
+    /// The path of what has this name in the directory.
+    pub(crate) fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.path.join(name)
     }
 
-    /// The engine, to change what the directory holds.
+    /// The directory that has this name in this one, whether or not it is there. No link in its place is followed.
+    pub(crate) fn below(&self, name: impl Display) -> Self {
+        Self {
+            path: self.join(name.to_string()),
+            engine: Arc::clone(&self.engine),
+            access: self.access,
+            descriptor: None,
+        }
+    }
+
+    /// The engine that works in the directory.
+    pub(crate) fn engine(&self) -> &dyn IoEngine {
+        &*self.engine
+    }
+
+    /// The same engine, for what outlives this handle.
+    pub(crate) fn shared_engine(&self) -> Arc<dyn IoEngine> {
+        Arc::clone(&self.engine)
+    }
+
+    /// Make the directory, if it is not there, in a directory that is.
+    pub(crate) fn make(&self) -> Result<()> {
+        self.engine.create_dir_all(&self.path)
+    }
+
+    /// Make the names in the directory durable.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.engine.sync_dir(&self.path)
+    }
+
+    /// Remove the directory with all that it holds.
+    pub(crate) fn remove(&self) -> Result<()> {
+        self.engine.remove_dir_all(&self.path)
+    }
+
+    /// The names in the directory that are names of a `T`. Others are left out.
+    pub(crate) fn named<T: FromStr>(&self) -> Result<Vec<T>> {
+        let name = |entry: &PathBuf| entry.file_name()?.to_str()?.parse().ok();
+        Ok(self.engine.list(&self.path)?.iter().filter_map(name).collect())
+    }
+
+    /// Hold the file `lock` of the directory, as [`IoEngine::lock_dir`] does.
+    pub(crate) fn lock(&self) -> Result<DirLock> {
+        self.engine.lock_dir(&self.path)
+    }
+
+    /// Hold the directory itself, as [`IoEngine::hold_dir`] does.
+    pub(crate) fn hold(&self, how: Hold) -> Result<DirLock> {
+        self.engine.hold_dir(&self.path, how)
+    }
+
+    /// Whether something lies in the directory under this name. A link is not followed.
+    pub fn has(&self, name: &str) -> Result<bool> {
+        self.engine.exists(&self.join(name))
+    }
+
+    /// Whatever changes what the directory holds calls this first.
     ///
     /// Errors: `State` where the directory was checked for a load, which asks for less.
-    pub fn engine_to_save(&self) -> Result<&Arc<dyn IoEngine>> {
+    pub(crate) fn check_to_save(&self) -> Result<()> {
         if self.access == Access::Save {
-            return Ok(&self.engine);
+            return Ok(());
         }
         Err(Error::new(
             Kind::State,

@@ -7,6 +7,7 @@ use embcache::Result;
 use embcache::checkpoint::{Chain, Latest, Part, Save, SaveOptions, sweep_parts};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{DirLock, Fault, FaultEngine, Hold, IoEngine, IoFile, Open, Operation, Read, ReadSink};
+use embcache_tests::directory_in;
 
 use crate::made::{ROOT, Table, load, memory, on, save, save_delta};
 
@@ -21,8 +22,9 @@ impl IoEngine for Swept {
     fn lock_dir(&self, path: &Path) -> Result<DirLock> {
         let is_free = path != self.root && self.inner.lock_dir(&self.root).is_ok();
         if is_free {
-            sweep_parts(&*self.inner, &self.root)?;
-            drop(Save::begin(Arc::clone(&self.inner), &self.root, 99)?);
+            let directory = directory_in(&self.inner, &self.root);
+            sweep_parts(&directory)?;
+            drop(Save::begin(&directory, 99)?);
         }
         self.inner.lock_dir(path)
     }
@@ -71,8 +73,9 @@ fn saves_and_parts_that_begin_while_others_sweep_are_not_swept() {
     let engine: Arc<dyn IoEngine> = Arc::new(Swept { inner: Arc::clone(&inner), root: root.to_owned() });
     let tables = |salt| vec![Table::new("m", "a", RowWiseAdagrad, 4, &[1, 2, 3], salt)];
     save(&inner, root, &tables(0), 1, 4096, 7).expect("saved");
-    let mut part = Part::begin(Arc::clone(&engine), root, 8, 0).expect("a part");
-    let begun = Save::begin(Arc::clone(&engine), root, 9).expect("begun");
+    let directory = directory_in(&engine, root);
+    let mut part = Part::begin(&directory, 8, 0).expect("a part");
+    let begun = Save::begin(&directory, 9).expect("begun");
     for name in [part.name().to_string(), begun.name().to_string()] {
         assert!(inner.exists(&root.join(name)).unwrap());
     }
@@ -91,7 +94,7 @@ fn what_is_being_read_and_what_that_builds_on_is_removed_by_a_later_save() {
     let full = save(&engine, root, &tables(0), 1, 4096, 1).expect("saved");
     let options = SaveOptions { keep: 1, ..on(&full.identity) };
     let delta = save_delta(&engine, root, (&tables(0), &tables(1)), (1, 4096), 2, options).expect("saved");
-    let chain = Chain::open(&engine, root, delta.latest).expect("it is there");
+    let chain = Chain::open(&directory_in(&engine, root), delta.latest).expect("it is there");
     let is_there = |published: &Latest| {
         engine.exists(&root.join(published.to_string()).join("manifest.json")).expect("it can be looked at")
     };

@@ -12,7 +12,7 @@ use embcache::config::{OptimizerKind, PolicyKind, Reopen, SsdConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
 use embcache::types::Id;
 use embcache::{Kind, Result};
-use embcache_tests::{Contents, Rig, config};
+use embcache_tests::{Contents, Rig, config, directory_in};
 
 use crate::made::{ROOT, Rows, load, memory};
 
@@ -74,11 +74,12 @@ pub(crate) fn save_beside(
 ) -> Result<Published> {
     let parent = base.map(|base| Parent { name: base.name.clone(), manifest_xxh3: base.manifest_xxh3 });
     let options = SaveOptions { parent, ..SaveOptions::default() };
-    let save = Save::begin_with(Arc::clone(engine), Path::new(ROOT), RANDOM, options)?;
+    let directory = directory_in(engine, ROOT);
+    let save = Save::begin_with(&directory, RANDOM, options)?;
     let next_epoch = next_epoch(rigs);
     let options = BesideOptions { next_epoch, image_bytes, bytes_per_second: None };
     let tables = to_save(rigs, base);
-    let mut moment = RankMoment::begin(Arc::clone(engine), Path::new(ROOT), save.name(), (0, 1), tables, options)?;
+    let mut moment = RankMoment::begin(&directory, save.name(), (0, 1), tables, options)?;
     between();
     while moment.write_next()?.is_some() {
         within();
@@ -88,8 +89,9 @@ pub(crate) fn save_beside(
 }
 
 pub(crate) fn save_blocking(engine: &Arc<dyn IoEngine>, rigs: &[Rig]) -> Result<Published> {
-    let save = Save::begin(Arc::clone(engine), Path::new(ROOT), RANDOM)?;
-    let mut writer = RankWriter::new(Arc::clone(engine), Path::new(ROOT), save.name(), 0, 1)?;
+    let directory = directory_in(engine, ROOT);
+    let save = Save::begin(&directory, RANDOM)?;
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1)?;
     for TableToSave { module, table, hyperparameters, .. } in to_save(rigs, None) {
         writer.write_rows_of(&module, &table, hyperparameters)?;
     }
@@ -208,9 +210,10 @@ fn a_failed_operation_fails_the_save_typed_and_neither_training_nor_the_old_chec
 fn a_save_that_cannot_hold_every_table_holds_none() {
     let all = trained();
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
-    let save = Save::begin(Arc::clone(&engine), Path::new(ROOT), RANDOM).unwrap();
+    let directory = directory_in(&engine, ROOT);
+    let save = Save::begin(&directory, RANDOM).unwrap();
     let options = BesideOptions { next_epoch: 1, image_bytes: 1 << 20, bytes_per_second: Some(1 << 40) };
-    let begin = |tables| RankMoment::begin(Arc::clone(&engine), Path::new(ROOT), save.name(), (0, 1), tables, options);
+    let begin = |tables| RankMoment::begin(&directory, save.name(), (0, 1), tables, options);
     let twice: Vec<TableToSave> = to_save(&all, None).into_iter().chain(to_save(&all[..1], None)).collect();
     assert_eq!(begin(twice).unwrap_err().kind(), Kind::State);
     let moment = begin(to_save(&all, None)).unwrap();

@@ -9,7 +9,7 @@ use embcache::cache::Ancestor;
 use embcache::checkpoint::{Chain, Latest, Published};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine};
 use embcache::types::Id;
-use embcache_tests::Rig;
+use embcache_tests::{Rig, directory_in};
 
 use crate::beside::{loaded, next_epoch, rigs, rows_of, save_beside, save_blocking, train_all};
 use crate::made::{ROOT, memory};
@@ -55,7 +55,8 @@ fn goes_on(image: &MemoryEngine, rigs: &[Rig], base: &Ancestor) {
     let now = rows_of(rigs);
     save_changes(&engine, rigs, base).unwrap();
     assert!(loaded(image.clone()) == now, "the next delta is wrong");
-    let chain = Chain::open(&engine, Path::new(ROOT), Latest::read(image, Path::new(ROOT)).unwrap()).unwrap();
+    let directory = directory_in(&engine, ROOT);
+    let chain = Chain::open(&directory, Latest::read(&directory).unwrap()).unwrap();
     assert!(chain.names().any(|name| name == base.name));
     assert_eq!(image.list(Path::new(ROOT)).unwrap().len(), 2 + chain.names().count(), "orphans are swept");
 }
@@ -63,7 +64,8 @@ fn goes_on(image: &MemoryEngine, rigs: &[Rig], base: &Ancestor) {
 /// Begin a run with the checkpoint that `LATEST` names.
 fn resumed(image: &MemoryEngine) -> (Vec<Rig>, Ancestor) {
     let engine: Arc<dyn IoEngine> = Arc::new(image.clone());
-    let chain = Chain::open(&engine, Path::new(ROOT), Latest::read(image, Path::new(ROOT)).unwrap()).unwrap();
+    let directory = directory_in(&engine, ROOT);
+    let chain = Chain::open(&directory, Latest::read(&directory).unwrap()).unwrap();
     let (identity, next_epoch) = (chain.identity(), chain.manifest().next_epoch);
     let base = Ancestor { name: identity.name, manifest_xxh3: identity.manifest_xxh3, next_epoch };
     let rigs = rigs();

@@ -8,6 +8,7 @@ use embcache::checkpoint::{Chain, Latest, SaveOptions};
 use embcache::config::OptimizerKind::{Adagrad, RowWiseAdagrad};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, publish, read_file};
 use embcache::types::Id;
+use embcache_tests::directory_in;
 
 use crate::delta::{compact, moments, save_chain};
 use crate::made::{ROOT, Table, load, memory, on, save, save_delta, write};
@@ -179,7 +180,7 @@ fn a_publication_that_fails_removes_what_it_was_to_publish() {
             let engine = FaultEngine::new(Arc::new(memory.clone()));
             let through: Arc<dyn IoEngine> = Arc::new(engine.clone());
             let (save, digests) =
-                write(&through, Path::new(ROOT), &tables(2), (2, 400), 2, SaveOptions::default()).expect("written");
+                write(&directory_in(&through, ROOT), &tables(2), (2, 400), 2, SaveOptions::default()).expect("written");
             engine.hit_once(operation, passing, Fault::Fail(libc::EIO));
             let published = save.publish(&digests, 1);
             let was_hit = !engine.will_hit();
@@ -250,7 +251,7 @@ fn stop_everywhere(
             assert!(result.is_err() || found == moments[after], "lost after {stops} changes");
             let again: Arc<dyn IoEngine> = Arc::new(image.clone());
             if found == moments[links - 1]
-                && Latest::read(&image, Path::new(ROOT)).ok() == Some(saved[links - 1].latest)
+                && Latest::read(&directory_in(&again, ROOT)).ok() == Some(saved[links - 1].latest)
             {
                 kept += 1;
                 // What the next delta builds on is whole.
@@ -272,7 +273,8 @@ fn stop_everywhere(
 fn a_stop_at_every_operation_of_a_delta_leaves_the_chain_as_it_was_or_one_longer() {
     let moments = moments(3);
     let (stops, kept) = stop_everywhere(2, 2, |engine| {
-        let parent = Chain::open(engine, Path::new(ROOT), Latest::read(&**engine, Path::new(ROOT))?)?.identity();
+        let directory = directory_in(engine, ROOT);
+        let parent = Chain::open(&directory, Latest::read(&directory)?)?.identity();
         save_delta(engine, Path::new(ROOT), (&moments[1], &moments[2]), (2, 400), 5, on(&parent)).map(|_| ())
     });
     assert!(stops > 30 && kept > 60, "{stops} stops, {kept} kept");

@@ -11,6 +11,7 @@ use embcache::checkpoint::{
 use embcache::config::OptimizerKind::{Adam, RowWiseAdagrad};
 use embcache::io::{IoEngine, MemoryEngine, Open, read_file};
 use embcache::types::Id;
+use embcache_tests::directory_in;
 use proptest::prelude::*;
 
 use crate::made::{ROOT, Table, kind, load, load_chain, memory, on, save, save_delta, save_with};
@@ -54,12 +55,13 @@ pub(crate) fn save_chain(engine: &Arc<dyn IoEngine>, moments: &[Vec<Table>], wor
 
 /// Merge the checkpoint that `LATEST` names with those it builds on, by `world` ranks.
 pub(crate) fn compact(engine: &Arc<dyn IoEngine>, world: u32, random: u64) -> embcache::Result<Published> {
-    let latest = Latest::read(&**engine, root())?;
-    let merged = Compaction::open(engine, root(), latest)?.expect("a chain");
+    let directory = directory_in(engine, root());
+    let latest = Latest::read(&directory)?;
+    let merged = Compaction::open(&directory, latest)?.expect("a chain");
     let options = SaveOptions { merged: Some(merged.chain().identity()), ..SaveOptions::default() };
-    let save = Save::begin_with(Arc::clone(engine), root(), random, options)?;
+    let save = Save::begin_with(&directory, random, options)?;
     let digests = (0..world)
-        .map(|rank| merged.write(engine, root(), save.name(), (rank, world), &mut |_| Ok(())))
+        .map(|rank| merged.write(save.name(), (rank, world), &mut |_| Ok(())))
         .collect::<embcache::Result<Vec<RankDigest>>>()?;
     merged.chain().let_go();
     save.publish(&digests, merged.chain().manifest().next_epoch)
@@ -100,7 +102,7 @@ fn a_delta_holds_what_changed_and_says_what_it_builds_on() {
     let (_, engine) = in_memory();
     let moments = moments(3);
     let saved = save_chain(&engine, &moments, &[2]);
-    let chain = Chain::open(&engine, root(), saved[2].latest).expect("opened");
+    let chain = Chain::open(&directory_in(&engine, root()), saved[2].latest).expect("opened");
     let manifest = chain.manifest();
     assert_eq!((manifest.kind, manifest.parent.as_ref()), (CheckpointKind::Delta, Some(&saved[1].identity)));
     assert_eq!(chain.identity(), saved[2].identity);
@@ -120,11 +122,12 @@ fn a_merged_chain_is_the_full_checkpoint_of_its_last_moment() {
         let saved = save_chain(&engine, &moments[..4], &[2, 1]);
         let merged = compact(&engine, world, 9).expect("merged");
         assert_eq!(load(&engine, root(), 2).expect("loaded"), moments[3]);
-        let chain = Chain::open(&engine, root(), merged.latest).expect("opened");
+        let directory = directory_in(&engine, root());
+        let chain = Chain::open(&directory, merged.latest).expect("opened");
         assert!(chain.links().len() == 1 && chain.manifest().kind == CheckpointKind::Full);
         assert_eq!(chain.manifest().merged.as_ref(), Some(&saved[3].identity), "a run goes on from it");
         assert_eq!(engine.list(root()).expect("listed").len(), 3, "LATEST, its lock and the merged one");
-        assert!(Compaction::open(&engine, root(), merged.latest).expect("opened").is_none());
+        assert!(Compaction::open(&directory, merged.latest).expect("opened").is_none());
         let next = save_delta(&engine, root(), (&moments[3], &moments[4]), (2, 400), 1, on(&merged.identity));
         next.expect("a delta on the merged one");
         assert_eq!(load(&engine, root(), 1).expect("loaded"), moments[4]);
@@ -208,7 +211,7 @@ fn a_delta_on_what_is_no_longer_the_newest_is_not_published() {
     let (_, engine) = in_memory();
     let saved = save_chain(&engine, &moments[..2], &[1]);
     // Two deltas on the same parent are saved at once. The first one wins, and its parent stays.
-    let second = Save::begin_with(Arc::clone(&engine), root(), 1, on(&saved[1].identity)).expect("begun");
+    let second = Save::begin_with(&directory_in(&engine, root()), 1, on(&saved[1].identity)).expect("begun");
     save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 2, on(&saved[1].identity)).expect("published");
     assert_eq!(kind(second.publish(&[], 1)), Kind::State, "without ranks there is nothing to publish");
     let stale = save_delta(&engine, root(), (&moments[1], &moments[2]), (1, 400), 3, on(&saved[1].identity));
@@ -292,7 +295,7 @@ fn where_it_cannot_be_told_what_one_builds_on_nothing_complete_is_removed() {
     let path = root().join(&saved[1].identity.name).join("manifest.json");
     let whole = read_file(&memory, &path, 1 << 20).expect("read");
     embcache::io::publish(&memory, &path, b"damaged").expect("written");
-    drop(Save::begin(Arc::clone(&engine), root(), 9).expect("begun"));
+    drop(Save::begin(&directory_in(&engine, root()), 9).expect("begun"));
     embcache::io::publish(&memory, &path, &whole).expect("written");
     assert_eq!(load(&engine, root(), 1).expect("loaded"), moments[2]);
 }

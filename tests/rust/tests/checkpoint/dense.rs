@@ -9,6 +9,7 @@ use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, PsyncEngine};
 use embcache::types::{Id, hash_id};
 use embcache::{Kind, Result};
+use embcache_tests::directory_in;
 
 use crate::made::{ROOT, Table, kind, load, memory};
 
@@ -43,13 +44,14 @@ fn write(
     large: usize,
 ) -> Result<(Vec<Extent>, Vec<Part>, Named)> {
     let random = salt * 1000 + u64::from(rank) * 2;
-    let mut sparse = Part::begin(Arc::clone(engine), root, random, 0)?;
+    let directory = directory_in(engine, root);
+    let mut sparse = Part::begin(&directory, random, 0)?;
     for table in tables(salt) {
         let buckets = table.buckets_of(rank, WORLD);
         let mut source = table.source(&buckets, 5);
         sparse.tables()?.write_table(table.spec.clone(), buckets, &mut source)?;
     }
-    let mut dense = Part::begin(Arc::clone(engine), root, random + 1, 3 * large as u64)?.with_file_bytes(50_000);
+    let mut dense = Part::begin(&directory, random + 1, 3 * large as u64)?.with_file_bytes(50_000);
     let mut extents = Vec::new();
     for content in contents(rank, salt, large) {
         for window in content.chunks(1 << 16) {
@@ -64,7 +66,8 @@ fn write(
 
 /// Save as two ranks. The result is the extents of each rank.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Result<Vec<Vec<Extent>>> {
-    sweep_parts(&**engine, root)?;
+    let directory = directory_in(engine, root);
+    sweep_parts(&directory)?;
     let (mut extents, mut held, mut named) = (Vec::new(), Vec::new(), Vec::new());
     for rank in 0..WORLD {
         let (of_rank, parts, digests) = write(engine, root, rank, salt, large)?;
@@ -72,7 +75,7 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Res
         held.push(parts);
         named.push(digests);
     }
-    let mut save = Save::begin(Arc::clone(engine), root, salt)?;
+    let mut save = Save::begin(&directory, salt)?;
     let digests = named.iter().zip(0..).map(|(parts, rank)| save.adopt(rank, WORLD, parts));
     let digests = digests.collect::<Result<Vec<_>>>()?;
     save.write_dense_metadata(META)?;
@@ -83,7 +86,8 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, salt: u64, large: usize) -> Res
 
 /// Every byte of the checkpoint that `LATEST` names, by rank and extent.
 fn read(engine: &Arc<dyn IoEngine>, root: &Path, extents: &[Vec<Extent>]) -> Result<Vec<Vec<Vec<u8>>>> {
-    let checkpoint = Checkpoint::open(Arc::clone(engine), root, Latest::read(&**engine, root)?)?;
+    let directory = directory_in(engine, root);
+    let checkpoint = Checkpoint::open(&directory, Latest::read(&directory)?)?;
     assert_eq!(checkpoint.dense_metadata()?.as_deref(), Some(META));
     let reader = checkpoint.extent_reader();
     let read = |rank: u32, extent: &Extent| {
@@ -107,8 +111,9 @@ fn extents_come_back_whole_and_in_parts_across_files_and_pieces() {
     assert!(extents.iter().flatten().all(|extent| extent.offset % 4096 == 0));
     assert_eq!(read(&engine, dir.path(), &extents).expect("read"), written(1, large));
     assert_eq!(load(&engine, dir.path(), 3).expect("loaded"), tables(1));
-    let latest = Latest::read(&*engine, dir.path()).expect("there");
-    let reader = Checkpoint::open(engine, dir.path(), latest).expect("whole").extent_reader();
+    let directory = directory_in(&engine, dir.path());
+    let latest = Latest::read(&directory).expect("there");
+    let reader = Checkpoint::open(&directory, latest).expect("whole").extent_reader();
     let whole = &extents[1][5];
     let content = &contents(1, 1, large)[5];
     for (start, len) in [(0, 1), (1, 49_999), (49_999, 2), (262_143, 300_000), (large - 1, 1), (large, 0)] {
@@ -217,7 +222,7 @@ fn a_failed_write_fails_the_part_and_parts_that_are_held_are_not_swept() {
             let engine = FaultEngine::new(plain.clone());
             engine.hit_once(embcache::io::Operation::Write, passing, Fault::Fail(libc::ENOSPC));
             let engine: Arc<dyn IoEngine> = Arc::new(engine);
-            let mut part = Part::begin(engine, Path::new(ROOT), 1, large).expect("begun").with_file_bytes(6 << 20);
+            let mut part = Part::begin(&directory_in(&engine, ROOT), 1, large).expect("begun").with_file_bytes(6 << 20);
             let content = bytes(large as usize, 1);
             let result = part.extents().and_then(|extents| extents.append(&content)).and_then(|()| part.finish());
             let failed = result.as_ref().err().map(embcache::Error::errno);
@@ -231,9 +236,10 @@ fn a_failed_write_fails_the_part_and_parts_that_are_held_are_not_swept() {
         }
         assert!(passing > 2, "{passing} writes");
     }
-    let held = Part::begin(plain.clone(), Path::new(ROOT), 7, 0).expect("begun");
-    drop(Part::begin(plain.clone(), Path::new(ROOT), 8, 0).expect("begun"));
-    assert!(sweep_parts(&*plain, Path::new(ROOT)).expect("swept").is_empty());
+    let directory = directory_in(&plain, ROOT);
+    let held = Part::begin(&directory, 7, 0).expect("begun");
+    drop(Part::begin(&directory, 8, 0).expect("begun"));
+    assert!(sweep_parts(&directory).expect("swept").is_empty());
     let left: Vec<PathBuf> = disk.list(Path::new(ROOT)).expect("listed");
     assert!(left.contains(&Path::new(ROOT).join(held.name().to_string())), "{left:?}");
     assert!(!left.contains(&Path::new(ROOT).join(PartName(8).to_string())), "{left:?}");

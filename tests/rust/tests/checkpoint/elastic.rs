@@ -1,7 +1,6 @@
 //! Some ranks save tables of the cache, and others load them. Every row, slot and metadata is the same, whatever tiers either have.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Result;
@@ -11,7 +10,7 @@ use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
 use embcache::rows::RowList;
 use embcache::types::{Id, hash_id};
-use embcache_tests::{Contents, Rig, config};
+use embcache_tests::{Contents, Rig, config, directory_in};
 
 use crate::made::{ROOT, memory, split};
 
@@ -65,10 +64,11 @@ fn save(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize) {
 fn save_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Option<&Ancestor>) -> Ancestor {
     let parent = on.map(|on| Parent { name: on.name.clone(), manifest_xxh3: on.manifest_xxh3 });
     let options = SaveOptions { parent, ..SaveOptions::default() };
-    let save = Save::begin_with(Arc::clone(engine), Path::new(ROOT), 7, options).expect("begun");
+    let directory = directory_in(engine, ROOT);
+    let save = Save::begin_with(&directory, 7, options).expect("begun");
     let digest = |(rank, rig): (u32, &Rig)| {
         let world = ranks.len() as u32;
-        let writer = RankWriter::new(Arc::clone(engine), Path::new(ROOT), save.name(), rank, world)?;
+        let writer = RankWriter::new(&directory, save.name(), rank, world)?;
         let mut writer = writer.with_group_bytes(group_bytes);
         match on {
             None => drop(writer.write_rows_of("m", &rig.table, BTreeMap::new())?),
@@ -94,9 +94,10 @@ fn go_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Opti
 }
 
 fn load(engine: &Arc<dyn IoEngine>, ranks: &[Rig]) {
-    let latest = Latest::read(&**engine, Path::new(ROOT)).expect("a checkpoint");
+    let directory = directory_in(engine, ROOT);
+    let latest = Latest::read(&directory).expect("a checkpoint");
     for rig in ranks {
-        let checkpoint = Chain::open(engine, Path::new(ROOT), latest).expect("opened");
+        let checkpoint = Chain::open(&directory, latest).expect("opened");
         let reader = checkpoint.table_reader("m", "t", rig.table.config().buckets.clone()).expect("its files");
         reader.load_into(&rig.table).expect("loaded");
         let rows = rig.table.len().expect("counted");

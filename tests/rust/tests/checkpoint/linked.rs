@@ -14,7 +14,7 @@ use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, Open, Operation, publish, read_file};
 use embcache::ssd::StateCounters;
 use embcache::types::{Id, hash_id};
-use embcache_tests::{Contents, Rig, config};
+use embcache_tests::{Contents, Rig, config, directory_in};
 
 use crate::made::{ROOT, memory};
 
@@ -47,8 +47,9 @@ pub(crate) fn save(
 ) -> embcache::Result<(Published, LinkedTable)> {
     let root = Path::new(ROOT);
     let options = SaveOptions { linked: snapshot, keep: 1, ..SaveOptions::default() };
-    let save = Save::begin_with(Arc::clone(engine), root, random, options)?;
-    let mut writer = RankWriter::new(Arc::clone(engine), root, save.name(), 0, 1)?;
+    let directory = directory_in(engine, root);
+    let save = Save::begin_with(&directory, random, options)?;
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1)?;
     let linked = if snapshot {
         writer.link_rows_of("m", table, BTreeMap::new())?
     } else {
@@ -62,7 +63,8 @@ pub(crate) fn save(
 }
 
 pub(crate) fn chain(engine: &Arc<dyn IoEngine>) -> embcache::Result<Chain> {
-    Chain::open(engine, Path::new(ROOT), Latest::read(&**engine, Path::new(ROOT))?)
+    let directory = directory_in(engine, ROOT);
+    Chain::open(&directory, Latest::read(&directory)?)
 }
 
 /// The rows of the newest checkpoint, read in the same way as those of any checkpoint.
@@ -299,18 +301,18 @@ fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
     // The checkpoint is divided anew, once elsewhere and once in its own directory.
     let elsewhere = Path::new("/checkpoints/elsewhere");
     engine.create_dir_all(elsewhere).expect("made");
-    reshard(&engine, &snapshot, elsewhere, 5, 3).expect("written");
-    let divided = Chain::open(&engine, elsewhere, Latest::read(&*engine, elsewhere).expect("there")).expect("opened");
+    let elsewhere = directory_in(&engine, elsewhere);
+    reshard(&snapshot, &elsewhere, 5, 3).expect("written");
+    let divided = Chain::open(&elsewhere, Latest::read(&elsewhere).expect("there")).expect("opened");
     assert_eq!((divided.manifest().kind, divided.manifest().ranks.len()), (CheckpointKind::Full, 3));
     assert_eq!(divided.table("m", "t").expect("there").rows, moment.len() as u64);
-    let root = Path::new(ROOT);
-    let merged = Compaction::open(&engine, root, Latest::read(&*engine, root).expect("there")).expect("opened");
+    let directory = directory_in(&engine, ROOT);
+    let merged = Compaction::open(&directory, Latest::read(&directory).expect("there")).expect("opened");
     let merged = merged.expect("a snapshot is no checkpoint yet");
     let options = SaveOptions { merged: Some(merged.chain().identity()), ..SaveOptions::default() };
-    let save = Save::begin_with(Arc::clone(&engine), root, 6, options).expect("begun");
-    let digests: Vec<_> = (0..2)
-        .map(|rank| merged.write(&engine, root, save.name(), (rank, 2), &mut |_| Ok(())).expect("written"))
-        .collect();
+    let save = Save::begin_with(&directory, 6, options).expect("begun");
+    let digests: Vec<_> =
+        (0..2).map(|rank| merged.write(save.name(), (rank, 2), &mut |_| Ok(())).expect("written")).collect();
     save.publish(&digests, merged.chain().manifest().next_epoch).expect("published");
     assert_eq!(chain(&engine).expect("opened").manifest().kind, CheckpointKind::Full);
     assert_eq!(read(&engine).expect("read"), moment);
@@ -324,8 +326,9 @@ fn a_delta_on_a_snapshot_is_not_published() {
     let moment = rig.contents().expect("exported");
     let (snapshot, _) = save(&engine, &rig.table, 1, true).expect("saved");
     let options = SaveOptions { parent: Some(snapshot.identity.clone()), ..SaveOptions::default() };
-    let save = Save::begin_with(Arc::clone(&engine), Path::new(ROOT), 2, options).expect("begun");
-    let mut writer = RankWriter::new(Arc::clone(&engine), Path::new(ROOT), save.name(), 0, 1).expect("made");
+    let directory = directory_in(&engine, ROOT);
+    let save = Save::begin_with(&directory, 2, options).expect("begun");
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
     writer.write_rows_of("m", &rig.table, BTreeMap::new()).expect("written");
     let epoch = rig.table.epoch().expect("open") + 1;
     let error = save.publish(&[writer.finish().expect("finished")], epoch).expect_err("on a snapshot");

@@ -14,7 +14,7 @@ use embcache::config::{Reopen, SsdConfig, TableConfig};
 use embcache::io::{BeneathEngine, FaultEngine, Operation, PsyncEngine};
 use embcache::paths::{open_to_load, open_to_save};
 use embcache::ssd::{SegmentFiles, StateCounters};
-use embcache_tests::{Contents, Rig};
+use embcache_tests::{Contents, Rig, directory_in};
 
 use crate::linked::{contents, table_config, train};
 
@@ -57,8 +57,9 @@ impl Fixture {
         let (root, directory) = open_to_save(&self.root)?;
         let engine = BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory);
         let options = SaveOptions { linked: true, keep: 1, ..SaveOptions::default() };
-        let save = Save::begin_with(Arc::clone(&engine), &root, 1, options)?;
-        let mut writer = RankWriter::new(Arc::clone(&engine), &root, save.name(), 0, 1)?;
+        let directory = directory_in(&engine, &root);
+        let save = Save::begin_with(&directory, 1, options)?;
+        let mut writer = RankWriter::new(&directory, save.name(), 0, 1)?;
         let linked = writer.link_rows_of("m", table, BTreeMap::new())?;
         save.publish(&[writer.finish()?], 1)?;
         Ok(linked)
@@ -68,7 +69,8 @@ impl Fixture {
     fn segments(&self, root: &Path) -> embcache::Result<SegmentFiles> {
         let (root, directory) = open_to_load(root)?;
         let engine = BeneathEngine::engine(Arc::new(self.engine.clone()), &root, directory);
-        let chain = Chain::open(&engine, &root, Latest::read(&*engine, &root)?)?;
+        let directory = directory_in(&engine, &root);
+        let chain = Chain::open(&directory, Latest::read(&directory)?)?;
         Ok(chain.links()[0].segments_of("m", "t", &(0..13))?.expect("a snapshot"))
     }
 

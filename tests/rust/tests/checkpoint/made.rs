@@ -6,14 +6,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::checkpoint::{
-    Chain, Changes, Latest, OptimizerSpec, Parent, Published, RankDigest, RankWriter, RowSink, Save, SaveOptions,
-    TableSpec,
+    Chain, Changes, Directory, Latest, OptimizerSpec, Parent, Published, RankDigest, RankWriter, RowSink, Save,
+    SaveOptions, TableSpec,
 };
 use embcache::config::OptimizerKind;
 use embcache::io::IoEngine;
 use embcache::rows::{Initializer, RowHeader};
 use embcache::types::{BucketHash, Id, hash_id};
 use embcache::{Error, Result};
+use embcache_tests::directory_in;
 
 /// The directory to which the tests save.
 pub(crate) const ROOT: &str = "/checkpoints/sparse";
@@ -120,24 +121,33 @@ pub(crate) fn save_with(
     random: u64,
     options: SaveOptions,
 ) -> Result<Published> {
-    let (save, digests) = write(engine, root, tables, ranks, random, options)?;
+    save_to(&directory_in(engine, root), tables, ranks, random, options)
+}
+
+/// Does what `save_with` does, in a directory.
+pub(crate) fn save_to(
+    directory: &Directory,
+    tables: &[Table],
+    ranks: (u32, usize),
+    random: u64,
+    options: SaveOptions,
+) -> Result<Published> {
+    let (save, digests) = write(directory, tables, ranks, random, options)?;
     save.publish(&digests, 1)
 }
 
 /// A save whose ranks have written everything, and which is to be published with their digests.
 pub(crate) fn write(
-    engine: &Arc<dyn IoEngine>,
-    root: &Path,
+    directory: &Directory,
     tables: &[Table],
     (world, group_bytes): (u32, usize),
     random: u64,
     options: SaveOptions,
 ) -> Result<(Save, Vec<RankDigest>)> {
-    let save = Save::begin_with(Arc::clone(engine), root, random, options)?;
+    let save = Save::begin_with(directory, random, options)?;
     let digests = (0..world)
         .map(|rank| {
-            let mut writer =
-                RankWriter::new(Arc::clone(engine), root, save.name(), rank, world)?.with_group_bytes(group_bytes);
+            let mut writer = RankWriter::new(directory, save.name(), rank, world)?.with_group_bytes(group_bytes);
             for table in tables {
                 let buckets = table.buckets_of(rank, world);
                 let mut source = table.source(&buckets, 5);
@@ -158,11 +168,11 @@ pub(crate) fn save_delta(
     random: u64,
     options: SaveOptions,
 ) -> Result<Published> {
-    let save = Save::begin_with(Arc::clone(engine), root, random, options)?;
+    let directory = directory_in(engine, root);
+    let save = Save::begin_with(&directory, random, options)?;
     let digests = (0..world)
         .map(|rank| {
-            let mut writer =
-                RankWriter::new(Arc::clone(engine), root, save.name(), rank, world)?.with_group_bytes(group_bytes);
+            let mut writer = RankWriter::new(&directory, save.name(), rank, world)?.with_group_bytes(group_bytes);
             for (before, now) in before.iter().zip(now) {
                 let buckets = now.buckets_of(rank, world);
                 let (was, is) = (before.part(&buckets), now.part(&buckets));
@@ -188,7 +198,12 @@ pub(crate) fn on(parent: &Parent) -> SaveOptions {
 
 /// Load the checkpoint that `LATEST` names as `world` ranks. Each must get its own buckets and nothing else.
 pub(crate) fn load(engine: &Arc<dyn IoEngine>, root: &Path, world: u32) -> Result<Vec<Table>> {
-    load_chain(engine, root, world, Latest::read(&**engine, root)?, None)
+    load_from(&directory_in(engine, root), world)
+}
+
+/// Does what `load` does, in a directory.
+pub(crate) fn load_from(directory: &Directory, world: u32) -> Result<Vec<Table>> {
+    load_link(directory, world, Latest::read(directory)?, None)
 }
 
 /// Does what `load` does, with any checkpoint, and holds at most `held` ids of deltas at once.
@@ -199,9 +214,13 @@ pub(crate) fn load_chain(
     latest: Latest,
     ids_at_once: Option<u64>,
 ) -> Result<Vec<Table>> {
+    load_link(&directory_in(engine, root), world, latest, ids_at_once)
+}
+
+fn load_link(directory: &Directory, world: u32, latest: Latest, ids_at_once: Option<u64>) -> Result<Vec<Table>> {
     let mut tables: Vec<Table> = Vec::new();
     for rank in 0..world {
-        let mut checkpoint = Chain::open(engine, root, latest)?;
+        let mut checkpoint = Chain::open(directory, latest)?;
         if let Some(ids) = ids_at_once {
             checkpoint = checkpoint.with_ids_at_once(ids);
         }

@@ -8,6 +8,7 @@ use embcache::config::OptimizerKind::{Adagrad, Adam, AdamW, RowWiseAdagrad, Sgd}
 use embcache::io::{Fault, FaultEngine, IoEngine, Operation, PsyncEngine};
 use embcache::types::Id;
 use embcache::{Error, Kind};
+use embcache_tests::directory_in;
 use proptest::prelude::*;
 
 use crate::made::{ROOT, Table, kind, load, memory, save, split};
@@ -69,19 +70,20 @@ fn what_an_abandoned_save_left_is_swept_but_not_a_save_under_way() {
     let root = Path::new(ROOT);
     let tables = several();
     save(&engine, root, &tables, 1, 4096, 7).expect("saved");
-    drop(Save::begin(Arc::clone(&engine), root, 8).expect("begun"));
-    let under_way = Save::begin(Arc::clone(&engine), root, 9).expect("begun");
+    let directory = directory_in(&engine, root);
+    drop(Save::begin(&directory, 8).expect("begun"));
+    let under_way = Save::begin(&directory, 9).expect("begun");
     assert_eq!(engine.list(root).expect("listed").len(), 4, "the dropped save's directory is gone");
     let published = save(&engine, root, &tables, 1, 4096, 10).expect("saved");
     assert!(published.left.is_empty());
     assert!(engine.exists(&root.join(under_way.name().to_string())).unwrap());
-    let mut writer = RankWriter::new(Arc::clone(&engine), root, under_way.name(), 0, 1).expect("made");
+    let mut writer = RankWriter::new(&directory, under_way.name(), 0, 1).expect("made");
     let none = &mut |_: &mut embcache::checkpoint::RowSink<'_>| Ok(());
     writer.write_table(tables[2].spec.clone(), 0..7, none).expect("written");
     let digest = writer.finish().expect("finished");
     under_way.publish(&[digest], 1).expect("published");
     assert_eq!(load(&engine, root, 1).expect("loaded"), tables[2..3]);
-    Save::begin(Arc::clone(&engine), root, 11).expect("begun").abandon().expect("removed");
+    Save::begin(&directory, 11).expect("begun").abandon().expect("removed");
     assert_eq!(engine.list(root).expect("listed").len(), 3);
 }
 
@@ -141,7 +143,7 @@ fn a_rank_reads_its_own_byte_ranges_only() {
     let shared = (own * 1024).next_multiple_of(16 << 10);
     bytes[start + shared..end].iter_mut().for_each(|byte| *byte = !*byte);
     std::fs::write(&path, bytes).expect("written");
-    let checkpoint = Checkpoint::open(Arc::clone(&engine), dir.path(), latest).expect("opened");
+    let checkpoint = Checkpoint::open(&directory_in(&engine, dir.path()), latest).expect("opened");
     let read = |rank: u32| {
         let reader = checkpoint.table_reader("m", "t", split(7, rank, 7))?;
         let mut rows = 0;
@@ -164,13 +166,14 @@ fn ranks_that_disagree_are_not_published() {
     let none = |_: &mut embcache::checkpoint::RowSink<'_>| Ok(());
     let publish = |shares: &[(u64, std::ops::Range<u32>)]| {
         let engine: Arc<dyn IoEngine> = Arc::new(memory());
-        let save = Save::begin(Arc::clone(&engine), root, 7)?;
+        let directory = directory_in(&engine, root);
+        let save = Save::begin(&directory, 7)?;
         let world = shares.len() as u32;
         let digests = shares
             .iter()
             .enumerate()
             .map(|(rank, (step, buckets))| {
-                let mut writer = RankWriter::new(Arc::clone(&engine), root, save.name(), rank as u32, world)?;
+                let mut writer = RankWriter::new(&directory, save.name(), rank as u32, world)?;
                 let mut spec = table.spec.clone();
                 spec.step = *step;
                 writer.write_table(spec, buckets.clone(), &mut none.clone())?;
@@ -192,11 +195,12 @@ fn ranks_that_disagree_are_not_published() {
 fn rows_that_do_not_belong_are_refused_by_the_writer() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let root = Path::new(ROOT);
-    let save = Save::begin(Arc::clone(&engine), root, 7).expect("begun");
+    let directory = directory_in(&engine, root);
+    let save = Save::begin(&directory, 7).expect("begun");
     let table = Table::new("m", "t", Sgd, 2, &[1], 1);
     let (header, vector) = table.rows[&1].clone();
     let write = |rank, rows: &[(Id, usize)], buckets: std::ops::Range<u32>| {
-        let mut writer = RankWriter::new(Arc::clone(&engine), root, save.name(), rank, 9).expect("made");
+        let mut writer = RankWriter::new(&directory, save.name(), rank, 9).expect("made");
         writer.write_table(table.spec.clone(), buckets, &mut |sink: &mut embcache::checkpoint::RowSink<'_>| {
             for &(id, floats) in rows {
                 let header = embcache::rows::RowHeader { id, ..header };
@@ -210,7 +214,7 @@ fn rows_that_do_not_belong_are_refused_by_the_writer() {
     assert_eq!(kind(write(2, &[(1, 1)], 0..7)), Kind::Input, "too few floats");
     let bucket = table.spec.bucketing().of(1);
     assert_eq!(kind(write(3, &[(1, 2)], bucket + 1..7)), Kind::Input, "another rank's bucket");
-    assert_eq!(kind(RankWriter::new(Arc::clone(&engine), root, save.name(), 9, 9)), Kind::Input);
+    assert_eq!(kind(RankWriter::new(&directory, save.name(), 9, 9)), Kind::Input);
 }
 
 #[test]
@@ -219,7 +223,7 @@ fn a_missing_checkpoint_and_a_missing_table_are_named() {
     let root = Path::new(ROOT);
     assert_eq!(kind(load(&engine, root, 1)), Kind::Path);
     let saved = save(&engine, root, &several(), 1, 4096, 7).expect("saved");
-    let checkpoint = Checkpoint::open(Arc::clone(&engine), root, saved.latest).expect("opened");
+    let checkpoint = Checkpoint::open(&directory_in(&engine, root), saved.latest).expect("opened");
     let error = checkpoint.table("model.ebc", "missing").expect_err("not there");
     assert_eq!(error.kind(), Kind::Mismatch);
     assert!(error.to_string().contains("model.ebc/one"), "{error}");

@@ -15,7 +15,7 @@ use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine, PsyncEngine, UringEngine};
 use embcache::ssd::SsdTier;
 use embcache::types::{Id, hash_id};
-use embcache_tests::{Contents, Rig, config};
+use embcache_tests::{Contents, Rig, config, directory_in};
 
 const ROOT: &str = "EMBCACHE_TEST_KILL_ROOT";
 const ENGINE: &str = "EMBCACHE_TEST_KILL_ENGINE";
@@ -61,7 +61,8 @@ fn go(rig: &Rig, step: u64) {
 
 /// Save a delta where the table knows what it changed since the newest checkpoint, else save in full. The result says which.
 fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> &'static str {
-    let newest = Latest::find(&**engine, root).unwrap().map(|latest| Chain::open(engine, root, latest).unwrap());
+    let directory = directory_in(engine, root);
+    let newest = Latest::find(&directory).unwrap().map(|latest| Chain::open(&directory, latest).unwrap());
     let ancestor = newest.as_ref().and_then(|chain| {
         let identities = [Some(chain.identity()), chain.manifest().merged.clone()];
         let known = table.ancestors().unwrap();
@@ -72,9 +73,8 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> 
     });
     let parent = newest.filter(|_| ancestor.is_some()).map(|chain| chain.identity());
     let next_epoch = table.epoch().unwrap() + 1;
-    let save =
-        Save::begin_with(engine.clone(), root, random, SaveOptions { parent, ..SaveOptions::default() }).unwrap();
-    let mut writer = RankWriter::new(engine.clone(), root, save.name(), 0, 1).unwrap().with_group_bytes(100_000);
+    let save = Save::begin_with(&directory, random, SaveOptions { parent, ..SaveOptions::default() }).unwrap();
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1).unwrap().with_group_bytes(100_000);
     match &ancestor {
         None => writer.write_rows_of("m", table, BTreeMap::new()).map(|_| ()).unwrap(),
         Some(ancestor) => writer.write_changes_of("m", table, BTreeMap::new(), ancestor).map(|_| ()).unwrap(),
@@ -87,14 +87,15 @@ fn save(engine: &Arc<dyn IoEngine>, root: &Path, table: &Table, random: u64) -> 
 
 /// Merge the newest checkpoint with those it builds on, if these are many. The result is whether that was so.
 fn merge(engine: &Arc<dyn IoEngine>, root: &Path, random: u64) -> bool {
-    let latest = Latest::read(&**engine, root).unwrap();
-    let Some(chain) = Compaction::open(engine, root, latest).unwrap() else { return false };
+    let directory = directory_in(engine, root);
+    let latest = Latest::read(&directory).unwrap();
+    let Some(chain) = Compaction::open(&directory, latest).unwrap() else { return false };
     if chain.chain().links().len() < CHAIN {
         return false;
     }
     let options = SaveOptions { merged: Some(chain.chain().identity()), ..SaveOptions::default() };
-    let save = Save::begin_with(engine.clone(), root, random, options).unwrap();
-    let digest = chain.write(engine, root, save.name(), (0, 1), &mut |_| Ok(())).unwrap();
+    let save = Save::begin_with(&directory, random, options).unwrap();
+    let digest = chain.write(save.name(), (0, 1), &mut |_| Ok(())).unwrap();
     save.publish(&[digest], chain.chain().manifest().next_epoch).unwrap();
     true
 }
@@ -159,8 +160,9 @@ impl Straight {
 /// The number of steps of the newest checkpoint, after its rows were compared.
 fn check_saved(engine: &Arc<dyn IoEngine>, root: &Path, straight: &mut Straight) -> u64 {
     let root = root.join("saved");
-    let Some(latest) = Latest::find(&**engine, &root).unwrap() else { return 0 };
-    let checkpoint = Chain::open(engine, &root, latest).unwrap();
+    let directory = directory_in(engine, &root);
+    let Some(latest) = Latest::find(&directory).unwrap() else { return 0 };
+    let checkpoint = Chain::open(&directory, latest).unwrap();
     let rig = Straight::new().rig;
     checkpoint.table_reader("m", "t", rig.table.config().buckets.clone()).unwrap().load_into(&rig.table).unwrap();
     let steps = rig.table.step().unwrap();

@@ -11,7 +11,7 @@ use embcache::io::{IoEngine, MemoryEngine};
 use embcache::ssd::SsdTier;
 use embcache::types::{Id, hash_id, table_key};
 use embcache::{Error, Kind, Result};
-use embcache_tests::{Contents, Rig, config};
+use embcache_tests::{Contents, Rig, config, directory_in};
 
 pub(crate) const CHECKPOINTS: &str = "/checkpoints/sparse";
 const DIM: usize = 16;
@@ -125,9 +125,9 @@ pub(crate) fn train(rig: &Rig, step: u64, table: usize, kinds: Kinds) -> Result<
 
 /// Save both tables as one rank.
 pub(crate) fn save(engine: &Arc<dyn IoEngine>, tables: &[&Table], random: u64) -> Result<()> {
-    let root = Path::new(CHECKPOINTS);
-    let save = Save::begin(engine.clone(), root, random)?;
-    let mut writer = RankWriter::new(engine.clone(), root, save.name(), 0, 1)?.with_group_bytes(6000);
+    let directory = directory_in(engine, CHECKPOINTS);
+    let save = Save::begin(&directory, random)?;
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1)?.with_group_bytes(6000);
     for table in tables {
         writer.write_rows_of("m", table, BTreeMap::from([("lr".to_owned(), 0.1)]))?;
     }
@@ -136,11 +136,12 @@ pub(crate) fn save(engine: &Arc<dyn IoEngine>, tables: &[&Table], random: u64) -
 
 /// The checkpoint that `LATEST` names, read into tables in RAM; `None` where there is none.
 pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
-    let latest = match Latest::read(&**engine, Path::new(CHECKPOINTS)) {
+    let directory = directory_in(engine, CHECKPOINTS);
+    let latest = match Latest::read(&directory) {
         Err(error) if error.kind() == Kind::Path => return Ok(None),
         latest => latest?,
     };
-    let checkpoint = Chain::open(engine, Path::new(CHECKPOINTS), latest)?;
+    let checkpoint = Chain::open(&directory, latest)?;
     let empty = Snapshot(vec![(Contents::new(), 0), (Contents::new(), 0)]).in_ram();
     for rig in &empty {
         let config = rig.table.config();

@@ -1,9 +1,9 @@
 //! Numbers in a checkpoint by which memory is requested. None of them gets more than the size of the files.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use embcache::checkpoint::{Checkpoint, Latest};
+use embcache_tests::directory_in;
 use serde_json::Value;
 
 use crate::checkpoint::{is_data, json, reseal, seed, value};
@@ -54,8 +54,8 @@ fn agree(files: &mut Files) {
 fn open(files: &Files) -> (bool, usize) {
     let engine = engine_of(files);
     largest_of(|| {
-        let opened = Latest::read(&*engine, Path::new(ROOT))
-            .and_then(|latest| Checkpoint::open(Arc::clone(&engine), Path::new(ROOT), latest));
+        let directory = directory_in(&engine, ROOT);
+        let opened = Latest::read(&directory).and_then(|latest| Checkpoint::open(&directory, latest));
         let Ok(checkpoint) = opened else { return true };
         let tables = checkpoint.manifest().tables.clone();
         tables.iter().all(|entry| {

@@ -7,6 +7,7 @@ use embcache::checkpoint::{Chain, Latest};
 use embcache::config::OptimizerKind::{RowWiseAdagrad, Sgd};
 use embcache::io::IoEngine;
 use embcache::types::Id;
+use embcache_tests::directory_in;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use serde_json::Value;
@@ -172,8 +173,8 @@ fn sealed(manifest: &Value) -> Vec<u8> {
 /// Load every table as one rank and as the second rank of three. Rows that are not `original` fail.
 fn load(files: &Files, original: bool) -> TestCaseResult {
     let engine = engine_of(files);
-    let opened =
-        Latest::read(&*engine, Path::new(ROOT)).and_then(|latest| Chain::open(&engine, Path::new(ROOT), latest));
+    let directory = directory_in(&engine, ROOT);
+    let opened = Latest::read(&directory).and_then(|latest| Chain::open(&directory, latest));
     let checkpoint = match opened {
         Ok(checkpoint) => checkpoint,
         Err(error) => return check_error(&error),
@@ -249,8 +250,9 @@ fn a_manifest_whose_counters_cannot_go_on_is_refused() {
         }
         reseal(&mut files);
         let engine = engine_of(&files);
-        let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
-        let error = Chain::open(&engine, Path::new(ROOT), latest).unwrap_err();
+        let directory = directory_in(&engine, ROOT);
+        let latest = Latest::read(&directory).unwrap();
+        let error = Chain::open(&directory, latest).unwrap_err();
         assert_eq!(error.kind(), embcache::Kind::Corruption, "{error}");
     }
 }
@@ -261,8 +263,9 @@ fn the_seed_loads_and_so_does_what_is_sealed_again() {
     load(&files, true).unwrap();
     reseal(&mut files);
     let engine = engine_of(&files);
-    let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
-    let checkpoint = Chain::open(&engine, Path::new(ROOT), latest).unwrap();
+    let directory = directory_in(&engine, ROOT);
+    let latest = Latest::read(&directory).unwrap();
+    let checkpoint = Chain::open(&directory, latest).unwrap();
     let reader = checkpoint.table_reader("m", "a", 0..7).unwrap();
     assert_eq!(reader.read(&mut |_, _| Ok(())).unwrap(), 60);
 }

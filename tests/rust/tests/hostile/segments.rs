@@ -11,7 +11,7 @@ use embcache::io::IoEngine;
 use embcache::rows::RowHeader;
 use embcache::ssd::StateCounters;
 use embcache::types::Id;
-use embcache_tests::{Contents, Rig, config};
+use embcache_tests::{Contents, Rig, config, directory_in};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use serde_json::Value;
@@ -43,14 +43,10 @@ fn seed() -> &'static (Files, Contents) {
             rig.table.flush(u64::from(step) + 1).unwrap();
         }
         rig.table.remove_rows(&[1, 2, 50]).unwrap();
-        let save = Save::begin_with(
-            Arc::clone(&engine),
-            Path::new(ROOT),
-            5,
-            SaveOptions { linked: true, keep: 1, ..SaveOptions::default() },
-        )
-        .unwrap();
-        let mut writer = RankWriter::new(Arc::clone(&engine), Path::new(ROOT), save.name(), 0, 1).unwrap();
+        let directory = directory_in(&engine, ROOT);
+        let save =
+            Save::begin_with(&directory, 5, SaveOptions { linked: true, keep: 1, ..SaveOptions::default() }).unwrap();
+        let mut writer = RankWriter::new(&directory, save.name(), 0, 1).unwrap();
         writer.link_rows_of("m", &rig.table, BTreeMap::new()).unwrap();
         save.publish(&[writer.finish().unwrap()], 1).unwrap();
         let files = files(&*engine, Path::new(ROOT));
@@ -99,8 +95,8 @@ fn reseal_all(files: &mut Files, changed: &[PathBuf], sorted: bool) {
 fn load(files: &Files, original: bool) -> TestCaseResult {
     let known = &seed().1;
     let engine = engine_of(files);
-    let opened =
-        Latest::read(&*engine, Path::new(ROOT)).and_then(|latest| Chain::open(&engine, Path::new(ROOT), latest));
+    let directory = directory_in(&engine, ROOT);
+    let opened = Latest::read(&directory).and_then(|latest| Chain::open(&directory, latest));
     let chain = match opened {
         Ok(chain) => chain,
         Err(error) => return check_error(&error),
@@ -205,8 +201,9 @@ fn the_seed_loads_and_resealing_changes_nothing_but_white_space() {
     assert!(segments(&files) == segments(&seed().0));
     load(&files, true).unwrap();
     let engine = engine_of(&files);
-    let latest = Latest::read(&*engine, Path::new(ROOT)).unwrap();
-    let chain = Chain::open(&engine, Path::new(ROOT), latest).unwrap();
+    let directory = directory_in(&engine, ROOT);
+    let latest = Latest::read(&directory).unwrap();
+    let chain = Chain::open(&directory, latest).unwrap();
     let found = chain.links()[0].segments_of("m", "t", &(0..13)).unwrap().unwrap();
     assert_eq!(found.rows(), seed().1.len() as u64);
 }
@@ -215,8 +212,8 @@ fn the_seed_loads_and_resealing_changes_nothing_but_white_space() {
 fn check(files: &Files) -> (bool, usize) {
     let engine = engine_of(files);
     largest_of(|| {
-        let opened =
-            Latest::read(&*engine, Path::new(ROOT)).and_then(|latest| Chain::open(&engine, Path::new(ROOT), latest));
+        let directory = directory_in(&engine, ROOT);
+        let opened = Latest::read(&directory).and_then(|latest| Chain::open(&directory, latest));
         opened.and_then(|chain| chain.links()[0].segments_of("m", "t", &(0..13)).map(drop)).is_err()
     })
 }

@@ -1,13 +1,12 @@
 //! What the files of block-level saves are called.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use super::files::{read_small, read_utf8_line};
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::latest::CheckpointName;
 use crate::error::{Error, Kind, Result};
-use crate::io::IoEngine;
 
 /// The file that names the newest complete save.
 pub(crate) const LATEST_FILE: &str = "LATEST.blocks";
@@ -75,8 +74,8 @@ impl BlockSaveName {
     }
 
     /// The save's directory.
-    pub(crate) fn dir(self, root: &Path) -> PathBuf {
-        root.join(self.to_string())
+    pub(crate) fn dir(self, root: &Directory) -> Directory {
+        root.below(self)
     }
 }
 
@@ -96,9 +95,8 @@ impl FromStr for BlockSaveName {
 }
 
 /// The saves in a directory, complete or not, oldest first.
-pub(crate) fn saves(engine: &dyn IoEngine, root: &Path) -> Result<Vec<BlockSaveName>> {
-    let mut found: Vec<BlockSaveName> =
-        engine.list(root)?.iter().filter_map(|entry| entry.file_name()?.to_str()?.parse().ok()).collect();
+pub(crate) fn saves(root: &Directory) -> Result<Vec<BlockSaveName>> {
+    let mut found: Vec<BlockSaveName> = root.named()?;
     found.sort_unstable();
     Ok(found)
 }
@@ -113,12 +111,12 @@ pub(crate) struct LatestBlocks {
 
 impl LatestBlocks {
     /// The newest complete save; `None` where there is none.
-    pub(crate) fn find(engine: &dyn IoEngine, root: &Path) -> Result<Option<Self>> {
+    pub(crate) fn find(root: &Directory) -> Result<Option<Self>> {
         let path = root.join(LATEST_FILE);
-        if !engine.exists(&path)? {
+        if !root.has(LATEST_FILE)? {
             return Ok(None);
         }
-        let bytes = read_small(engine, &path, 256)?;
+        let bytes = read_small(root.engine(), &path, 256)?;
         let parse = |line: &str| {
             let (name, checksum) = line.split_once(' ')?;
             let manifest_crc32c = u32::from_str_radix(checksum, 16).ok()?;

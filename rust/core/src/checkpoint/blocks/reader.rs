@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use super::files::{check, read_checked};
@@ -18,7 +18,7 @@ use crate::checkpoint::manifest::dense::{CHUNK_BYTES, PIECE_BYTES, THREADS};
 use crate::checkpoint::manifest::holds::{Wait, hold_root};
 use crate::checkpoint::manifest::names::MANIFEST_FILE;
 use crate::error::{Error, Kind, Result};
-use crate::io::{BufPool, DirLock, Hold, IoEngine, IoFile};
+use crate::io::{BufPool, DirLock, Hold, IoFile};
 use crate::sync::lock;
 use crate::types::{Bucketing, Id};
 
@@ -103,7 +103,8 @@ impl BlockRun {
 /// The newest complete save of a directory, which stays there as long as this is held.
 #[derive(Debug)]
 pub struct BlockReader {
-    dir: PathBuf,
+    /// The save's own directory.
+    dir: Directory,
     tables: BTreeMap<String, Table>,
     tensors: BTreeMap<String, Block>,
     buffers: Arc<BufPool>,
@@ -114,12 +115,11 @@ impl BlockReader {
     /// Open the newest save and check its manifests. `wait` is called while another process publishes one, and ends the wait by an error.
     ///
     /// Errors: `Path` where there is none; `Corruption`, `Unsupported` (a newer format), `Storage`.
-    pub fn open(directory: &Directory, wait: &mut Wait<'_>) -> Result<Self> {
-        let (engine, root) = (&**directory.engine(), directory.path());
-        let (latest, held) = hold_newest(engine, root, wait)?;
+    pub fn open(root: &Directory, wait: &mut Wait<'_>) -> Result<Self> {
+        let (latest, held) = hold_newest(root, wait)?;
         let dir = latest.name.dir(root);
         let path = dir.join(MANIFEST_FILE);
-        let manifest = SaveManifest::parse(&read_checked(engine, &path, latest.manifest_crc32c)?, &path)?;
+        let manifest = SaveManifest::parse(&read_checked(dir.engine(), &path, latest.manifest_crc32c)?, &path)?;
         let mut reader = Self {
             dir,
             tables: BTreeMap::new(),
@@ -131,17 +131,12 @@ impl BlockReader {
         for (index, &expected) in manifest.shards.iter().enumerate() {
             let shard = Shard { index: index as u32, count };
             let path = reader.dir.join(shard.manifest_file());
-            let found: ShardManifest = parse(&read_checked(engine, &path, expected)?, &path)?;
+            let found: ShardManifest = parse(&read_checked(reader.dir.engine(), &path, expected)?, &path)?;
             found.check(shard, &path)?;
-            reader.open_shard(engine, shard, &found, &path)?;
+            reader.open_shard(shard, &found, &path)?;
         }
-        reader.tables.values().try_for_each(|table| table.check_whole(&reader.dir))?;
+        reader.tables.values().try_for_each(|table| table.check_whole(reader.dir.path()))?;
         Ok(reader)
-    }
-
-    /// The directory of the save.
-    pub fn dir(&self) -> &Path {
-        &self.dir
     }
 
     /// Nothing more is read: saves may remove it.
@@ -159,7 +154,7 @@ impl BlockReader {
         self.tensors.iter().map(|(name, block)| (name.as_str(), BlockShape::of(&block.tensor, 0)))
     }
 
-    fn open_shard(&mut self, engine: &dyn IoEngine, shard: Shard, found: &ShardManifest, path: &Path) -> Result<()> {
+    fn open_shard(&mut self, shard: Shard, found: &ShardManifest, path: &Path) -> Result<()> {
         let damaged = |what: String| Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"));
         let tensors = found.blocks.iter().map(|block| block.tensor(shard)).collect::<Result<Vec<_>, _>>();
         let tensors = tensors.map_err(damaged)?;
@@ -171,11 +166,11 @@ impl BlockReader {
             let in_file = found.blocks.iter().zip(&tensors).filter(|(other, _)| other.file == entry.file);
             let layout = Layout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), Spacing::Pages);
             let layout = layout.map_err(damaged)?;
-            let io = layout.open(engine, &self.dir.join(shard.data_file(entry.file, found.parallel)))?;
+            let io = layout.open(self.dir.engine(), &self.dir.join(shard.data_file(entry.file, found.parallel)))?;
             files.insert(entry.file, (layout, io));
         }
         // From here on shapes are those of files that are there: nothing larger is allocated.
-        let (checksums, starts) = self.read_checks(engine, shard, found, &tensors, path)?;
+        let (checksums, starts) = self.read_checks(shard, found, &tensors, path)?;
         let mut blocks: BTreeMap<&str, BTreeMap<String, Block>> = BTreeMap::new();
         for ((entry, tensor), checksums) in found.blocks.iter().zip(tensors).zip(checksums) {
             let (layout, io) = &files[&entry.file];
@@ -203,7 +198,6 @@ impl BlockReader {
     #[allow(clippy::type_complexity)] // two lists
     fn read_checks(
         &self,
-        engine: &dyn IoEngine,
         shard: Shard,
         found: &ShardManifest,
         tensors: &[Tensor],
@@ -214,7 +208,7 @@ impl BlockReader {
         let described = check_tensors(tensors, &tables).map_err(damaged)?;
         let layout = Layout::new(&described.iter().collect::<Vec<_>>(), Spacing::None).map_err(damaged)?;
         let path = self.dir.join(shard.check_file());
-        let bytes = layout.read(engine, &path)?;
+        let bytes = layout.read(self.dir.engine(), &path)?;
         check(&path, &bytes, found.check)?;
         layout.check_header(&path, &bytes)?;
         let data = |tensor: &Tensor| {
@@ -414,20 +408,20 @@ fn starts_fit(share: &TableShare, starts: &[i64]) -> bool {
 }
 
 /// Find the newest complete save and hold it.
-fn hold_newest(engine: &dyn IoEngine, root: &Path, wait: &mut Wait<'_>) -> Result<(LatestBlocks, DirLock)> {
-    let _no_sweep = hold_root(engine, root, Hold::ToRead, wait)?;
-    let latest = LatestBlocks::find(engine, root)?.ok_or_else(|| {
+fn hold_newest(root: &Directory, wait: &mut Wait<'_>) -> Result<(LatestBlocks, DirLock)> {
+    let _no_sweep = hold_root(root, Hold::ToRead, wait)?;
+    let latest = LatestBlocks::find(root)?.ok_or_else(|| {
         let what = format!(
             "there is no block-level checkpoint in {}: {LATEST_FILE} is missing; save one first",
-            root.display()
+            root.path().display()
         );
-        Error::new(Kind::Path, what).at(root)
+        Error::new(Kind::Path, what).at(root.path())
     })?;
     let dir = latest.name.dir(root);
-    if !engine.exists(&dir)? {
+    if !root.has(&latest.name.to_string())? {
         let expected = "that of a save that is there";
         return Err(Error::corruption(&root.join(LATEST_FILE), 0, "the name", expected, latest.name));
     }
-    let held = engine.hold_dir(&dir, Hold::ToRead)?;
+    let held = dir.hold(Hold::ToRead)?;
     Ok((latest, held))
 }

@@ -1,8 +1,5 @@
 //! A block-level save: begun by whichever shard comes first, written shard by shard, and published by the last of them.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
 use serde::{Deserialize, Serialize};
 
 use super::files::{MAX_MANIFEST_BYTES, read_small, render};
@@ -15,7 +12,7 @@ use crate::checkpoint::manifest::holds::{Wait, hold_root, hold_unread};
 use crate::checkpoint::manifest::latest::CheckpointName;
 use crate::checkpoint::manifest::names::MANIFEST_FILE;
 use crate::error::{Error, Kind, Result};
-use crate::io::{DirLock, Hold, IoEngine, publish};
+use crate::io::{DirLock, Hold, publish};
 
 /// Which save a shard takes part in.
 #[derive(Clone, Debug)]
@@ -34,8 +31,9 @@ pub enum Join {
 /// A shard's part of a save, which nobody sweeps, and no other process writes, as long as this lives.
 #[derive(Debug)]
 pub struct BlockSave {
-    engine: Arc<dyn IoEngine>,
-    root: PathBuf,
+    root: Directory,
+    /// The save's own directory.
+    dir: Directory,
     name: BlockSaveName,
     shard: Shard,
     /// Of the save's directory, with the other shards; and of this shard, alone.
@@ -86,25 +84,25 @@ fn in_order<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<(St
 }
 
 impl BlockSave {
-    /// Take part in a save in `directory`. `steps`: of the tables that the shard saves. `random` tells saves that begin at the same time
+    /// Take part in a save in `root`. `steps`: of the tables that the shard saves. `random` tells saves that begin at the same time
     /// apart. `wait` is called while another process begins or publishes one, and ends the wait by an error.
     ///
     /// Errors: `InUse` where a named save does not fit, or the shard takes part in it already; `Corruption` of `LATEST.blocks`; `Storage`.
     pub fn begin(
-        directory: &Directory,
+        root: &Directory,
         shard: Shard,
         steps: &[(String, u64)],
         join: &Join,
         random: u64,
         wait: &mut Wait<'_>,
     ) -> Result<Self> {
-        let (engine, root) = (directory.engine_to_save()?, directory.path());
-        let _alone = hold_root(&**engine, root, Hold::ToChange, wait)?;
-        let done = LatestBlocks::find(&**engine, root)?.map_or(0, |latest| latest.name.seq());
-        let saves = saves(&**engine, root)?;
+        root.check_to_save()?;
+        let _alone = hold_root(root, Hold::ToChange, wait)?;
+        let done = LatestBlocks::find(root)?.map_or(0, |latest| latest.name.seq());
+        let saves = saves(root)?;
         if matches!(join, Join::NewestOrNew) && shard.count > 1 {
             for &name in saves.iter().rev().filter(|name| name.seq() > done) {
-                if let Some(joined) = Self::join(engine, root, name, shard, steps)? {
+                if let Some(joined) = Self::join(root, name, shard, steps)? {
                     return Ok(joined);
                 }
             }
@@ -112,43 +110,40 @@ impl BlockSave {
         if let Join::Named(name) = join {
             let name: BlockSaveName = name.parse()?;
             let Shard { index, count } = shard;
-            return Self::join(engine, root, name, shard, steps)?.ok_or_else(|| {
+            return Self::join(root, name, shard, steps)?.ok_or_else(|| {
                 let dir = name.dir(root);
-                let what =
-                    format!("shard {index} of {count} does not fit, or takes part already in, {}", dir.display());
+                let what = format!(
+                    "shard {index} of {count} does not fit, or takes part already in, {}",
+                    dir.path().display()
+                );
                 Error::new(Kind::InUse, format!("{what}: save it once"))
             });
         }
         let highest = saves.last().map_or(0, |name| name.seq()).max(done);
-        let used_up = || Error::new(Kind::Corruption, format!("{}: the numbers of saves are used up", root.display()));
+        let used_up =
+            || Error::new(Kind::Corruption, format!("{}: the numbers of saves are used up", root.path().display()));
         let seq = highest.checked_add(1).ok_or_else(used_up)?;
         let name = BlockSaveName(CheckpointName { seq, random });
         let dir = name.dir(root);
         let changed = || Error::corruption(&dir.join(BEGUN_FILE), 0, "the file", "as it was just written", "another");
-        make(&**engine, root, name, shard, steps)
-            .and_then(|()| Self::join(engine, root, name, shard, steps)?.ok_or_else(changed))
-            .inspect_err(|_| drop(engine.remove_dir_all(&dir)))
+        make(&dir, root, shard, steps)
+            .and_then(|()| Self::join(root, name, shard, steps)?.ok_or_else(changed))
+            .inspect_err(|_| drop(dir.remove()))
     }
 
     /// Take part in the save `name`; `None` where it does not fit, or where another process sweeps it or writes this shard.
-    fn join(
-        engine: &Arc<dyn IoEngine>,
-        root: &Path,
-        name: BlockSaveName,
-        shard: Shard,
-        steps: &[(String, u64)],
-    ) -> Result<Option<Self>> {
+    fn join(root: &Directory, name: BlockSaveName, shard: Shard, steps: &[(String, u64)]) -> Result<Option<Self>> {
         let dir = name.dir(root);
-        let Some(FoundBegun { shards, steps: mut known }) = read_begun(&**engine, &dir.join(BEGUN_FILE))? else {
+        let Some(FoundBegun { shards, steps: mut known }) = read_begun(&dir)? else {
             return Ok(None);
         };
         let other = |(table, step): &(String, u64)| known.iter().any(|(name, known)| name == table && known != step);
-        let written = engine.exists(&dir.join(shard.manifest_file()))?;
+        let written = dir.has(&shard.manifest_file())?;
         if shards != shard.count || written || steps.iter().any(other) {
             return Ok(None);
         }
-        let held = engine.hold_dir(&dir, Hold::ToRead).and_then(|shared| {
-            let alone = engine.lock_file(&dir.join(shard.lock_file()))?;
+        let held = dir.hold(Hold::ToRead).and_then(|shared| {
+            let alone = dir.engine().lock_file(&dir.join(shard.lock_file()))?;
             Ok([shared, alone])
         });
         let held = match held {
@@ -160,9 +155,9 @@ impl BlockSave {
         if !more.is_empty() {
             known.extend(more);
             let begun = Begun { shards, steps: InOrder(&known) };
-            publish(&**engine, &dir.join(BEGUN_FILE), &render(&begun)?)?;
+            publish(dir.engine(), &dir.join(BEGUN_FILE), &render(&begun)?)?;
         }
-        Ok(Some(Self { engine: Arc::clone(engine), root: root.to_owned(), name, shard, _held: held }))
+        Ok(Some(Self { root: root.clone(), dir, name, shard, _held: held }))
     }
 
     /// The save's name, for the other shards.
@@ -175,41 +170,37 @@ impl BlockSave {
         self.shard
     }
 
-    /// The engine that works in the save's directory.
-    pub(super) fn engine(&self) -> &dyn IoEngine {
-        &*self.engine
-    }
-
-    /// The save's directory.
-    pub(super) fn dir(&self) -> PathBuf {
-        self.name.dir(&self.root)
+    /// The save's own directory.
+    pub(super) fn dir(&self) -> &Directory {
+        &self.dir
     }
 
     /// Write the shard's manifest, when all that it names is durable. The last shard of all publishes the save.
     pub(super) fn finish(&self, manifest: &ShardManifest, wait: &mut Wait<'_>) -> Result<Finished> {
-        let (engine, dir) = (&*self.engine, self.dir());
-        publish(engine, &dir.join(self.shard.manifest_file()), &render(manifest)?)?;
-        let _alone = hold_root(engine, &self.root, Hold::ToChange, wait)?;
-        if engine.exists(&dir.join(MANIFEST_FILE))? {
+        let dir = &self.dir;
+        publish(dir.engine(), &dir.join(self.shard.manifest_file()), &render(manifest)?)?;
+        let _alone = hold_root(&self.root, Hold::ToChange, wait)?;
+        if dir.has(MANIFEST_FILE)? {
             return Ok(Finished::OthersWait);
         }
         for shard in self.shard.all() {
-            if !engine.exists(&dir.join(shard.manifest_file()))? {
+            if !dir.has(&shard.manifest_file())? {
                 return Ok(Finished::OthersWait);
             }
         }
         self.publish()?;
-        Ok(Finished::Published(sweep(engine, &self.root, self.name)))
+        Ok(Finished::Published(sweep(&self.root, self.name)))
     }
 
     /// Make the save the newest one. Called while the root is held alone and every shard's manifest is there.
     fn publish(&self) -> Result<()> {
-        let (engine, dir) = (&*self.engine, self.dir());
-        if let Some(latest) =
-            LatestBlocks::find(engine, &self.root)?.filter(|latest| latest.name.seq() > self.name.seq())
-        {
-            let what =
-                format!("{} is older than {}, which was completed meanwhile: save again", dir.display(), latest.name);
+        let (engine, dir) = (self.dir.engine(), &self.dir);
+        if let Some(latest) = LatestBlocks::find(&self.root)?.filter(|latest| latest.name.seq() > self.name.seq()) {
+            let what = format!(
+                "{} is older than {}, which was completed meanwhile: save again",
+                dir.path().display(),
+                latest.name
+            );
             return Err(Error::new(Kind::State, what));
         }
         let read = |shard: Shard| {
@@ -232,46 +223,43 @@ impl BlockSave {
     /// Give the shard's part up. A save of one shard is removed, unless `LATEST.blocks` names it already. A save of several shards stays
     /// until a later save removes it: the others may have written theirs.
     pub fn abandon(self) -> Result<()> {
-        let is_named = || {
-            Ok::<_, Error>(
-                LatestBlocks::find(&*self.engine, &self.root)?.is_some_and(|latest| latest.name == self.name),
-            )
-        };
+        let is_named =
+            || Ok::<_, Error>(LatestBlocks::find(&self.root)?.is_some_and(|latest| latest.name == self.name));
         if self.shard.count > 1 || is_named()? {
             return Ok(());
         }
-        self.engine.remove_dir_all(&self.dir())
+        self.dir.remove()
     }
 }
 
-/// Make the directory of a new save.
-fn make(engine: &dyn IoEngine, root: &Path, name: BlockSaveName, shard: Shard, steps: &[(String, u64)]) -> Result<()> {
-    let dir = name.dir(root);
-    engine.create_dir_all(&dir)?;
-    engine.sync_dir(root)?;
+/// Make the directory `dir` of a new save in `root`.
+fn make(dir: &Directory, root: &Directory, shard: Shard, steps: &[(String, u64)]) -> Result<()> {
+    dir.make()?;
+    root.sync()?;
     let begun = Begun { shards: shard.count, steps: InOrder(steps) };
-    publish(engine, &dir.join(BEGUN_FILE), &render(&begun)?)
+    publish(dir.engine(), &dir.join(BEGUN_FILE), &render(&begun)?)
 }
 
-/// What a save that was begun waits for; `None` where that cannot be told.
-fn read_begun(engine: &dyn IoEngine, path: &Path) -> Result<Option<FoundBegun>> {
-    if !engine.exists(path)? {
+/// What the save in `dir`, which was begun, waits for; `None` where that cannot be told.
+fn read_begun(dir: &Directory) -> Result<Option<FoundBegun>> {
+    if !dir.has(BEGUN_FILE)? {
         return Ok(None);
     }
-    match read_small(engine, path, MAX_MANIFEST_BYTES).and_then(|bytes| parse(&bytes, path)) {
+    let path = dir.join(BEGUN_FILE);
+    match read_small(dir.engine(), &path, MAX_MANIFEST_BYTES).and_then(|bytes| parse(&bytes, &path)) {
         Err(error) if error.kind() == Kind::Corruption => Ok(None),
         found => found.map(Some),
     }
 }
 
 /// Remove the saves before `kept` that nobody writes or reads. Returns why some could not be removed.
-fn sweep(engine: &dyn IoEngine, root: &Path, kept: BlockSaveName) -> Vec<Error> {
+fn sweep(root: &Directory, kept: BlockSaveName) -> Vec<Error> {
     let remove = |name: BlockSaveName| {
         let dir = name.dir(root);
-        let Some(_unused) = hold_unread(engine, &dir)? else { return Ok(()) };
-        engine.remove_dir_all(&dir)
+        let Some(_unused) = hold_unread(&dir)? else { return Ok(()) };
+        dir.remove()
     };
-    match saves(engine, root) {
+    match saves(root) {
         Err(error) => vec![error],
         Ok(found) => {
             found.into_iter().filter(|name| name.seq() < kept.seq()).filter_map(|name| remove(name).err()).collect()

@@ -58,15 +58,17 @@ impl ShardWriter {
         let entries: Vec<BlockEntry> = blocks.into_iter().enumerate().map(entry).collect();
         let tensors = entries.iter().map(|entry| entry.tensor(save.shard())).collect::<Result<Vec<_>, _>>();
         let tensors = tensors.map_err(refuse)?;
+        let dir = save.dir();
         let (mut files, mut layouts) = (Vec::new(), Vec::new());
         for file in 0..parallel.min(entries.len() as u32) {
             let in_file = entries.iter().zip(&tensors).filter(|(entry, _)| entry.file == file);
             let layout = Layout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), Spacing::Pages);
             let layout = layout.map_err(refuse)?;
-            let path = save.dir().join(save.shard().data_file(file, parallel));
-            if save.engine().exists(&path)? {
+            let name = save.shard().data_file(file, parallel);
+            let path = dir.join(&name);
+            if dir.has(&name)? {
                 // Of this shard, whose save was cut short.
-                save.engine().remove_file(&path)?;
+                dir.engine().remove_file(&path)?;
             }
             files.push(BlockFile { path, header: layout.header.clone(), bytes: layout.bytes });
             layouts.push(layout);
@@ -76,7 +78,7 @@ impl ShardWriter {
             BlockRange { file, start: layouts[file].start(tensor), bytes: tensor.bytes }
         };
         let places: Vec<BlockRange> = entries.iter().zip(&tensors).map(place).collect();
-        let writer = BlockWriter::new(save.engine(), &files, &places, CHUNK_BYTES, parallel as usize)?;
+        let writer = BlockWriter::new(dir.engine(), &files, &places, CHUNK_BYTES, parallel as usize)?;
         Ok(Self { parallel, entries, tensors, writer })
     }
 
@@ -122,6 +124,6 @@ fn write_checks(save: &BlockSave, tensors: &[Tensor], checksums: &[Vec<u32>], ta
     }
     let layout = Layout::new(&described.iter().collect::<Vec<_>>(), Spacing::None).map_err(refuse)?;
     let image = layout.image(described.iter().zip(data));
-    publish(save.engine(), &save.dir().join(save.shard().check_file()), &image)?;
+    publish(save.dir().engine(), &save.dir().join(save.shard().check_file()), &image)?;
     Ok(crc32c::crc32c(&image))
 }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use super::verify::verify;
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::dense::{
     CHUNK_BYTES, DENSE_DIR, DenseFile, DenseShare, Extent, PAGE_BYTES, PIECE_BYTES, THREADS, extents_file,
 };
@@ -17,8 +18,7 @@ use crate::sync::lock;
 /// Reads the streams of all ranks of a checkpoint.
 #[derive(Debug)]
 pub struct ExtentReader {
-    engine: Arc<dyn IoEngine>,
-    dir: PathBuf,
+    directory: Directory,
     streams: Vec<Stream>,
     open: Mutex<HashMap<(usize, usize), Arc<InFile>>>,
     buffers: Arc<BufPool>,
@@ -51,16 +51,11 @@ struct Wanted<'a> {
 }
 
 impl ExtentReader {
-    /// `shares` are those of the ranks, by rank. They have been checked.
-    pub(crate) fn new<'a>(
-        engine: Arc<dyn IoEngine>,
-        dir: &std::path::Path,
-        shares: impl Iterator<Item = Option<&'a DenseShare>>,
-    ) -> Self {
+    /// Of the checkpoint in `dir`. `shares` are those of the ranks, by rank. They have been checked.
+    pub(crate) fn new<'a>(dir: &Directory, shares: impl Iterator<Item = Option<&'a DenseShare>>) -> Self {
         let streams = shares.map(|share| Stream::new(share.map_or_else(Vec::new, |share| share.files.clone())));
         Self {
-            engine,
-            dir: dir.join(DENSE_DIR),
+            directory: dir.below(DENSE_DIR),
             streams: streams.collect(),
             open: Mutex::default(),
             buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS)),
@@ -81,7 +76,13 @@ impl ExtentReader {
         let outside = || {
             let what = format!("the extent at {} of rank {rank}", extent.offset);
             let end = self.streams.get(rank as usize).map_or(0, Stream::bytes);
-            Error::corruption(&self.dir, 0, &what, format!("within {end} bytes"), format!("{} long", extent.bytes))
+            Error::corruption(
+                self.directory.path(),
+                0,
+                &what,
+                format!("within {end} bytes"),
+                format!("{} long", extent.bytes),
+            )
         };
         let stream = self.streams.get(rank as usize).ok_or_else(outside)?;
         let end = extent.offset.checked_add(extent.bytes).filter(|&end| end <= stream.bytes()).ok_or_else(outside)?;
@@ -125,7 +126,8 @@ impl ExtentReader {
             return Ok(Arc::clone(file));
         }
         let name = extents_file(rank as u32, self.streams.len() as u32, n);
-        let file = Arc::new(InFile::open(&*self.engine, self.dir.join(name), &self.streams[rank].files[n])?);
+        let path = self.directory.join(name);
+        let file = Arc::new(InFile::open(self.directory.engine(), path, &self.streams[rank].files[n])?);
         lock(&self.open).insert((rank, n), Arc::clone(&file));
         Ok(file)
     }

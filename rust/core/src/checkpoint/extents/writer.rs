@@ -1,15 +1,15 @@
 //! Writes extents. The caller fills pieces; other threads compute their checksums and write them.
 
-use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::dense::{
     CHUNK_BYTES, DENSE_DIR, DenseFile, DenseShare, Extent, FILE_BYTES, PAGE_BYTES, PIECE_BYTES, THREADS, extents_file,
 };
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoFile, Open, PooledBuf};
 use crate::memory::room_for_threads;
 use crate::sync::lock;
 
@@ -19,8 +19,7 @@ pub(crate) const WAITING: usize = 3;
 /// Writes one rank's stream. At most eight pieces of 4 MiB are in memory: one is being filled, three wait, four are being written.
 #[derive(Debug)]
 pub struct ExtentWriter {
-    engine: Arc<dyn IoEngine>,
-    dir: PathBuf,
+    directory: Directory,
     rank: u32,
     world: u32,
     /// The most bytes of the stream in one file.
@@ -47,10 +46,9 @@ struct OpenPiece {
 
 impl ExtentWriter {
     /// A stream in `dir`, the directory of a checkpoint or of a part of one.
-    pub(crate) fn new(engine: Arc<dyn IoEngine>, dir: &Path, rank: u32, world: u32, expected_bytes: u64) -> Self {
+    pub(crate) fn new(dir: &Directory, rank: u32, world: u32, expected_bytes: u64) -> Self {
         Self {
-            engine,
-            dir: dir.join(DENSE_DIR),
+            directory: dir.below(DENSE_DIR),
             rank,
             world,
             file_bytes: FILE_BYTES,
@@ -98,7 +96,7 @@ impl ExtentWriter {
         self.pool.end()?;
         let files = self.files.iter().map(|file| file.sealed()).collect::<Result<Vec<_>>>()?;
         if !files.is_empty() {
-            self.engine.sync_dir(&self.dir)?;
+            self.directory.sync()?;
         }
         Ok(DenseShare { files })
     }
@@ -156,12 +154,12 @@ impl ExtentWriter {
 
     fn open_file(&mut self) -> Result<()> {
         if self.files.is_empty() {
-            self.engine.create_dir_all(&self.dir)?;
+            self.directory.make()?;
         }
-        let path = self.dir.join(extents_file(self.rank, self.world, self.files.len()));
+        let path = self.directory.join(extents_file(self.rank, self.world, self.files.len()));
         let expected = self.expected_bytes.saturating_sub(self.position).min(self.file_bytes);
         let bytes = expected.next_multiple_of(ALIGNMENT as u64) + PAGE_BYTES as u64;
-        let io = self.engine.open(&path, Open::Create { preallocate: bytes })?;
+        let io = self.directory.engine().open(&path, Open::Create { preallocate: bytes })?;
         if expected > PIECE_BYTES as u64 {
             // The length is set first, because writes that make a file longer wait for one another.
             io.set_len(bytes)?;

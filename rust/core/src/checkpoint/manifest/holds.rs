@@ -1,21 +1,22 @@
 //! Holds on a directory of checkpoints, and on the checkpoints in it, by saves, sweeps and loads.
 
-use std::path::Path;
+use std::fmt::Display;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use crate::checkpoint::directory::Directory;
 use crate::error::{Kind, Result};
-use crate::io::{DirLock, Hold, IoEngine};
+use crate::io::{DirLock, Hold};
 
 /// How long a save or a load waits for another save, which holds what it needs for a few file operations.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Hold the directory of checkpoints for a few file operations. This is held while `LATEST` is compared with what it should name and then
 /// replaced, and while a directory in it is made or removed.
-pub(crate) fn lock_root(engine: &dyn IoEngine, root: &Path) -> Result<DirLock> {
+pub(crate) fn lock_root(root: &Directory) -> Result<DirLock> {
     let began = Instant::now();
     loop {
-        match engine.lock_dir(root) {
+        match root.lock() {
             Err(error) if error.kind() == Kind::InUse && began.elapsed() < PATIENCE => {
                 sleep(Duration::from_millis(5));
             }
@@ -29,9 +30,9 @@ pub type Wait<'a> = dyn FnMut() -> Result<()> + 'a;
 
 /// Hold the directory of block-level saves itself for a few file operations: a save holds it [`Hold::ToChange`], a load [`Hold::ToRead`].
 /// Others do so in moments, or as long as they remove an older save. They are asked every 5 ms, since an engine does not wait for a lock.
-pub(crate) fn hold_root(engine: &dyn IoEngine, root: &Path, how: Hold, wait: &mut Wait<'_>) -> Result<DirLock> {
+pub(crate) fn hold_root(root: &Directory, how: Hold, wait: &mut Wait<'_>) -> Result<DirLock> {
     loop {
-        match engine.hold_dir(root, how) {
+        match root.hold(how) {
             Err(error) if error.kind() == Kind::InUse => {
                 wait()?;
                 sleep(Duration::from_millis(5));
@@ -42,26 +43,28 @@ pub(crate) fn hold_root(engine: &dyn IoEngine, root: &Path, how: Hold, wait: &mu
 }
 
 /// Hold the directory `dir` to remove it; `None` where it is read, or written by shards of a block-level save.
-pub(crate) fn hold_unread(engine: &dyn IoEngine, dir: &Path) -> Result<Option<DirLock>> {
-    match engine.hold_dir(dir, Hold::ToRemove) {
+pub(crate) fn hold_unread(dir: &Directory) -> Result<Option<DirLock>> {
+    match dir.hold(Hold::ToRemove) {
         Err(error) if error.kind() == Kind::InUse => Ok(None),
         held => held.map(Some),
     }
 }
 
-/// Make the directory `dir` in `root` and hold it. Sweeps wait meanwhile, so that they see no directory that is made and not yet held.
-pub(crate) fn make_held(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<DirLock> {
-    let _no_sweep = lock_root(engine, root)?;
-    engine.create_dir_all(dir)?;
-    engine.lock_dir(dir)
+/// Make the directory `name` in `root` and hold it. Sweeps wait meanwhile, so that they see no directory that is made and not yet held.
+pub(crate) fn make_held(root: &Directory, name: impl Display) -> Result<(Directory, DirLock)> {
+    let dir = root.below(name);
+    let _no_sweep = lock_root(root)?;
+    dir.make()?;
+    let lock = dir.lock()?;
+    Ok((dir, lock))
 }
 
 /// Hold the directory `dir` in `root` to remove it; `None` where a save writes it or a load reads it.
-pub(crate) fn hold_to_sweep(engine: &dyn IoEngine, root: &Path, dir: &Path) -> Result<Option<[DirLock; 2]>> {
-    let _none_is_made = lock_root(engine, root)?;
+pub(crate) fn hold_to_sweep(root: &Directory, dir: &Directory) -> Result<Option<[DirLock; 2]>> {
+    let _none_is_made = lock_root(root)?;
     // This hold comes first, because the other one makes a file, and none is to be made in a checkpoint that stays.
-    let Some(unread) = hold_unread(engine, dir)? else { return Ok(None) };
-    match engine.lock_dir(dir) {
+    let Some(unread) = hold_unread(dir)? else { return Ok(None) };
+    match dir.lock() {
         Err(error) if error.kind() == Kind::InUse => Ok(None),
         held => held.map(|unwritten| Some([unread, unwritten])),
     }
@@ -70,10 +73,10 @@ pub(crate) fn hold_to_sweep(engine: &dyn IoEngine, root: &Path, dir: &Path) -> R
 /// Hold the checkpoint in `dir` while it is read, so that no save removes it.
 ///
 /// Errors: `InUse` where a save is removing it; `Storage` where it is gone.
-pub(crate) fn hold_to_read(engine: &dyn IoEngine, dir: &Path) -> Result<DirLock> {
+pub(crate) fn hold_to_read(dir: &Directory) -> Result<DirLock> {
     let began = Instant::now();
     loop {
-        match engine.hold_dir(dir, Hold::ToRead) {
+        match dir.hold(Hold::ToRead) {
             // A sweep holds the newest checkpoint for a moment, until it knows that it is the newest.
             Err(error) if error.kind() == Kind::InUse && began.elapsed() < PATIENCE => {
                 sleep(Duration::from_millis(5));

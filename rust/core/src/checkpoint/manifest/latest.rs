@@ -1,11 +1,11 @@
 //! The names of checkpoints and of parts, and which checkpoint of a directory is the newest complete one.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use crate::checkpoint::directory::Directory;
 use crate::error::{Error, Kind, Result};
-use crate::io::{IoEngine, read_file};
+use crate::io::read_file;
 
 /// The file that names the newest complete checkpoint.
 pub(crate) const LATEST_FILE: &str = "LATEST";
@@ -60,20 +60,20 @@ impl FromStr for Latest {
 }
 
 impl Latest {
-    /// Read `LATEST` in `root`; `Kind::Path` when there is none, `Kind::Corruption` when it is damaged.
-    pub fn read(engine: &dyn IoEngine, root: &Path) -> Result<Self> {
-        let path = root.join(LATEST_FILE);
-        if !engine.exists(&path)? {
+    /// Read `LATEST` in `directory`; `Kind::Path` when there is none, `Kind::Corruption` when it is damaged.
+    pub fn read(directory: &Directory) -> Result<Self> {
+        let path = directory.join(LATEST_FILE);
+        if !directory.has(LATEST_FILE)? {
             return Err(Error::new(
                 Kind::Path,
                 format!(
                     "there is no checkpoint in {}: {LATEST_FILE} is missing; check the path, or save one first",
-                    root.display()
+                    directory.path().display()
                 ),
             )
-            .at(root));
+            .at(directory.path()));
         }
-        let bytes = read_file(engine, &path, 256)?;
+        let bytes = read_file(directory.engine(), &path, 256)?;
         let line = std::str::from_utf8(&bytes).ok().and_then(|text| text.strip_suffix('\n')).unwrap_or_default();
         line.parse().map_err(|_| {
             let found = String::from_utf8_lossy(&bytes);
@@ -88,13 +88,8 @@ impl Latest {
     }
 
     /// As [`Latest::read`], with `None` where there is no checkpoint.
-    pub fn find(engine: &dyn IoEngine, root: &Path) -> Result<Option<Self>> {
-        if engine.exists(&root.join(LATEST_FILE))? { Self::read(engine, root).map(Some) } else { Ok(None) }
-    }
-
-    /// The checkpoint's directory.
-    pub(crate) fn dir(&self, root: &Path) -> PathBuf {
-        root.join(self.name.to_string())
+    pub fn find(directory: &Directory) -> Result<Option<Self>> {
+        if directory.has(LATEST_FILE)? { Self::read(directory).map(Some) } else { Ok(None) }
     }
 }
 

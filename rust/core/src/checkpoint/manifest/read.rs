@@ -5,27 +5,28 @@ use std::path::Path;
 use super::digest::{RankDigest, checksum};
 use super::manifests::{MAX_MANIFEST_BYTES, Manifest, Parent, RankManifest, parse, unseal};
 use super::names::{MANIFEST_FILE, rank_file};
+use crate::checkpoint::directory::Directory;
 use crate::error::{Error, Result};
 use crate::io::{IoEngine, read_file};
 
 /// The coordinator's manifest of the checkpoint in `dir`, whose seal is checked, and what identifies it.
-pub(crate) fn read_manifest(engine: &dyn IoEngine, dir: &Path) -> Result<(Manifest, Parent)> {
+pub(crate) fn read_manifest(dir: &Directory) -> Result<(Manifest, Parent)> {
     let path = dir.join(MANIFEST_FILE);
-    let sealed = read_file(engine, &path, MAX_MANIFEST_BYTES)?;
+    let sealed = read_file(dir.engine(), &path, MAX_MANIFEST_BYTES)?;
     let manifest: Manifest = parse(&unseal(&sealed, &path)?, &path)?;
     let identity = Parent { name: manifest.name.clone(), manifest_xxh3: checksum(&sealed) };
     Ok((manifest, identity))
 }
 
 /// The ranks' manifests, checked against their digests.
-pub(crate) fn read_ranks(engine: &dyn IoEngine, dir: &Path, digests: &[RankDigest]) -> Result<Vec<RankManifest>> {
+pub(crate) fn read_ranks(dir: &Directory, digests: &[RankDigest]) -> Result<Vec<RankManifest>> {
     let world = digests.len() as u32;
     digests
         .iter()
         .enumerate()
         .map(|(rank, digest)| {
             let path = dir.join(rank_file(rank as u32, world));
-            parse(&read_digested(engine, &path, digest)?, &path)
+            parse(&read_digested(dir.engine(), &path, digest)?, &path)
         })
         .collect()
 }

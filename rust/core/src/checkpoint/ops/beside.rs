@@ -1,17 +1,16 @@
 //! One rank's part of a save beside training. It writes the rows as they were when the save began.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cache::{Ancestor, PreImages, Table, TableMoment};
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::digest::RankDigest;
 use crate::checkpoint::manifest::latest::CheckpointName;
 use crate::checkpoint::manifest::names::rank_file;
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
-use crate::io::IoEngine;
 
 pub use crate::process::work_behind;
 
@@ -58,16 +57,15 @@ impl RankMoment {
     ///
     /// Errors: those of [`Table::moment`]. After one no table is held.
     pub fn begin(
-        engine: Arc<dyn IoEngine>,
-        root: &Path,
+        root: &Directory,
         name: CheckpointName,
         (rank, world): (u32, u32),
         tables: Vec<TableToSave>,
         options: BesideOptions,
     ) -> Result<Self> {
-        let writer = RankWriter::new(Arc::clone(&engine), root, name, rank, world)?;
-        let path = root.join(name.to_string()).join(rank_file(rank, world)).with_extension("preimages");
-        let images = Arc::new(PreImages::new(engine, path, options.image_bytes, tables.len()));
+        let writer = RankWriter::new(root, name, rank, world)?;
+        let path = root.below(name).join(rank_file(rank, world)).with_extension("preimages");
+        let images = Arc::new(PreImages::new(root.shared_engine(), path, options.image_bytes, tables.len()));
         let hold = |TableToSave { module, table, hyperparameters, ancestor }| {
             let moment = match ancestor {
                 None => table.moment(&images, options.next_epoch)?,

@@ -2,10 +2,10 @@
 
 use std::collections::HashSet;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 
 use crate::cache::PickedRows;
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::latest::Latest;
 use crate::checkpoint::manifest::manifests::{Manifest, Parent, TableEntry, TableSpec};
 use crate::checkpoint::rows::reader::{Checkpoint, TableReader};
@@ -13,7 +13,6 @@ use crate::checkpoint::rows::source::RowSink;
 use crate::config::TableConfig;
 use crate::error::{Error, Result};
 use crate::index::IdHash;
-use crate::io::IoEngine;
 use crate::memory;
 use crate::types::Id;
 
@@ -33,11 +32,11 @@ impl Chain {
     ///
     /// Errors: those of [`Checkpoint::open`]; `Corruption` where one of them is missing, has changed since the next was built on it, or
     /// does not fit the next.
-    pub fn open(engine: &Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Self> {
-        let mut links = vec![Checkpoint::open(Arc::clone(engine), root, latest)?];
+    pub fn open(root: &Directory, latest: Latest) -> Result<Self> {
+        let mut links = vec![Checkpoint::open(root, latest)?];
         while let Some(parent) = &links[links.len() - 1].manifest().parent {
             let child = &links[links.len() - 1];
-            let next = open_parent(engine, root, child, parent)?;
+            let next = open_parent(root, child, parent)?;
             links.push(next);
         }
         Ok(Self { links: Arc::new(links), ids_at_once: IDS_AT_ONCE })
@@ -97,19 +96,19 @@ impl Chain {
 }
 
 /// The checkpoint that `child` builds on.
-fn open_parent(engine: &Arc<dyn IoEngine>, root: &Path, child: &Checkpoint, named: &Parent) -> Result<Checkpoint> {
-    let (path, manifest) = (child.dir(), child.manifest());
+fn open_parent(root: &Directory, child: &Checkpoint, named: &Parent) -> Result<Checkpoint> {
+    let (path, manifest) = (child.directory().path(), child.manifest());
     let damaged = |what: &str, expected: String, got: String| Error::corruption(path, 0, what, expected, got);
     let name = named.name.parse().map_err(|e: Error| damaged("its parent", "a checkpoint".into(), e.to_string()))?;
     let latest = Latest { name };
     if name.seq >= manifest.seq {
         return Err(damaged("the number of its parent", format!("below {}", manifest.seq), name.seq.to_string()));
     }
-    if !engine.exists(&root.join(&named.name))? {
-        let expected = format!("{} in {}", named.name, root.display());
+    if !root.has(&named.name)? {
+        let expected = format!("{} in {}", named.name, root.path().display());
         return Err(damaged("the checkpoint that this delta builds on", expected, "missing".into()));
     }
-    let parent = Checkpoint::open(Arc::clone(engine), root, latest)?;
+    let parent = Checkpoint::open(root, latest)?;
     if parent.identity() != *named {
         let (was, is) = (named.manifest_xxh3, parent.identity().manifest_xxh3);
         let what = format!("the manifest of {}, which this delta builds on", named.name);
@@ -206,7 +205,7 @@ impl ChainReader {
         match self.whole {
             Some(whole) if whole != rows => {
                 let what = format!("the rows of table {:?} in {}", self.spec.table, self.chain.manifest().name);
-                Err(Error::corruption(self.chain.links[0].dir(), 0, &what, whole, rows))
+                Err(Error::corruption(self.chain.links[0].directory().path(), 0, &what, whole, rows))
             }
             _ => Ok(rows),
         }

@@ -1,17 +1,14 @@
 //! Merges a chain of deltas, or a linked checkpoint, into a full checkpoint.
 
-use std::path::Path;
-use std::sync::Arc;
-
 use super::chain::Chain;
 use super::reshard::share_of;
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::digest::RankDigest;
 use crate::checkpoint::manifest::latest::{CheckpointName, Latest};
 use crate::checkpoint::manifest::manifests::CheckpointKind;
 use crate::checkpoint::rows::source::RowSink;
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::Result;
-use crate::io::IoEngine;
 
 /// One rank's part of merging the chain that `LATEST` names.
 ///
@@ -20,13 +17,16 @@ use crate::io::IoEngine;
 #[derive(Debug)]
 pub struct Compaction {
     chain: Chain,
+    directory: Directory,
 }
 
 impl Compaction {
-    /// Open the chain, or the linked checkpoint. `None` where it is a full checkpoint already.
-    pub fn open(engine: &Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Option<Self>> {
-        let chain = Chain::open(engine, root, latest)?;
-        Ok((chain.manifest().kind != CheckpointKind::Full).then_some(Self { chain }))
+    /// Open the chain, or the linked checkpoint. The merged checkpoint is written to the same directory. `None` where it is a full checkpoint
+    /// already.
+    pub fn open(directory: &Directory, latest: Latest) -> Result<Option<Self>> {
+        directory.check_to_save()?;
+        let chain = Chain::open(directory, latest)?;
+        Ok((chain.manifest().kind != CheckpointKind::Full).then(|| Self { chain, directory: directory.clone() }))
     }
 
     /// The chain.
@@ -37,13 +37,11 @@ impl Compaction {
     /// Write the share of `rank` (of `world`) to the checkpoint `name`. `progress` is called with numbers of rows; its error ends the work.
     pub fn write(
         &self,
-        engine: &Arc<dyn IoEngine>,
-        root: &Path,
         name: CheckpointName,
         (rank, world): (u32, u32),
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<RankDigest> {
-        let mut writer = RankWriter::new(Arc::clone(engine), root, name, rank, world)?;
+        let mut writer = RankWriter::new(&self.directory, name, rank, world)?;
         for entry in &self.chain.manifest().tables {
             let buckets = share_of(rank, world, entry.spec.total_num_buckets);
             let reader = self.chain.table_reader(&entry.spec.module, &entry.spec.table, buckets.clone())?;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::beside::{IMAGE_BYTES, Pace};
 use crate::cache::{PreImages, Table, TableMoment};
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::extents::writer::ExtentWriter;
 use crate::checkpoint::manifest::dense::{DENSE_DIR, DenseShare, extents_file};
 use crate::checkpoint::manifest::digest::{RankDigest, checksum};
@@ -41,8 +42,7 @@ struct HeldTable {
 /// What one rank writes. A part that is dropped and not adopted leaves a directory, which a later save removes.
 #[derive(Debug)]
 pub struct Part {
-    engine: Arc<dyn IoEngine>,
-    dir: PathBuf,
+    directory: Directory,
     name: PartName,
     writer: Option<RankWriter>,
     extents: Option<ExtentWriter>,
@@ -52,15 +52,15 @@ pub struct Part {
 }
 
 impl Part {
-    /// Make a part in `root`, which exists. `random` tells it from other parts. About `expected_bytes` of extents will be written.
-    pub fn begin(engine: Arc<dyn IoEngine>, root: &Path, random: u64, expected_bytes: u64) -> Result<Self> {
+    /// Make a part in `root`. `random` tells it from other parts. About `expected_bytes` of extents will be written.
+    pub fn begin(root: &Directory, random: u64, expected_bytes: u64) -> Result<Self> {
+        root.check_to_save()?;
         let name = PartName(random);
-        let dir = root.join(name.to_string());
-        let lock = make_held(&*engine, root, &dir)?;
-        engine.sync_dir(root)?;
-        let writer = RankWriter::in_dir(Arc::clone(&engine), dir.clone(), name.to_string(), RANK, WORLD);
-        let extents = ExtentWriter::new(Arc::clone(&engine), &dir, RANK, WORLD, expected_bytes);
-        Ok(Self { engine, dir, name, writer: Some(writer), extents: Some(extents), held: Vec::new(), _lock: lock })
+        let (directory, lock) = make_held(root, name)?;
+        root.sync()?;
+        let writer = RankWriter::in_dir(directory.clone(), name.to_string(), RANK, WORLD);
+        let extents = ExtentWriter::new(&directory, RANK, WORLD, expected_bytes);
+        Ok(Self { directory, name, writer: Some(writer), extents: Some(extents), held: Vec::new(), _lock: lock })
     }
 
     /// See [`ExtentWriter::with_file_bytes`].
@@ -88,8 +88,8 @@ impl Part {
     /// Hold the rows of tables as of now. Rows that are trained from now on carry `next_epoch`. Each table comes with the path of its module
     /// and its hyperparameters.
     pub fn hold(&mut self, tables: Vec<(String, &Table, BTreeMap<String, f64>)>, next_epoch: u32) -> Result<()> {
-        let path = self.dir.join(PRE_IMAGES);
-        let images = Arc::new(PreImages::new(Arc::clone(&self.engine), path, IMAGE_BYTES, tables.len()));
+        let path = self.directory.join(PRE_IMAGES);
+        let images = Arc::new(PreImages::new(self.directory.shared_engine(), path, IMAGE_BYTES, tables.len()));
         for (module, table, hyperparameters) in tables {
             let moment = table.moment(&images, next_epoch)?;
             self.held.push(HeldTable { module, moment, hyperparameters });
@@ -118,7 +118,7 @@ impl Part {
     pub fn abandon(mut self) -> Result<()> {
         // Dropping the writers waits for their threads, so that nothing is written there any more.
         drop((self.writer.take(), self.extents.take(), std::mem::take(&mut self.held)));
-        self.engine.remove_dir_all(&self.dir)
+        self.directory.remove()
     }
 }
 
@@ -130,8 +130,8 @@ impl Save {
     /// Take over what `rank` of `world` wrote: any number of parts, of which one at most has extents. Each comes with the directory that it
     /// was made in, which must be on the file system of this checkpoint.
     pub fn adopt(&self, rank: u32, world: u32, parts: &[(PathBuf, PartName, RankDigest)]) -> Result<RankDigest> {
-        let (engine, dir) = (&*self.engine, self.dir());
-        let mut adopted = RankManifest::new(self.name.to_string(), rank, world);
+        let (engine, dir) = (self.dir().engine(), self.dir());
+        let mut adopted = RankManifest::new(self.name().to_string(), rank, world);
         for (root, name, digest) in parts {
             let from = root.join(name.to_string());
             let path = from.join(rank_file(RANK, WORLD));

@@ -1,14 +1,11 @@
 //! Writes a checkpoint again, divided between another number of ranks.
 
-use std::path::Path;
-use std::sync::Arc;
-
 use super::chain::Chain;
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::publish::save::{Published, Save};
 use crate::checkpoint::rows::source::RowSink;
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
-use crate::io::IoEngine;
 
 /// The buckets of `rank` of `world`. Shares differ by one bucket at most, and the first ranks have the larger ones.
 pub(crate) fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u32> {
@@ -17,13 +14,13 @@ pub(crate) fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u
     start(rank)..start(rank + 1)
 }
 
-/// Write the rows of `from` to the directory `root`, which exists, as `world` ranks would have saved them. Deltas are merged. A table that
+/// Write the rows of `from` to another directory, as `world` ranks would have saved them. Deltas are merged. A table that
 /// one rank of several had alone stays with one rank; every other table is divided by buckets. Epochs, steps and settings are kept.
 ///
 /// Any number of ranks can load any checkpoint. Where it is divided as they are, each rank reads whole files.
 ///
 /// Errors: `Input` (no rank, or more ranks than a divided table has buckets), `Corruption` of what is read, `Storage`.
-pub fn reshard(engine: &Arc<dyn IoEngine>, from: &Chain, root: &Path, random: u64, world: u32) -> Result<Published> {
+pub fn reshard(from: &Chain, to: &Directory, random: u64, world: u32) -> Result<Published> {
     let tables = &from.manifest().tables;
     let owners: Vec<Option<u32>> =
         tables.iter().map(|entry| from.only_rank(&entry.spec.module, &entry.spec.table)).collect();
@@ -36,9 +33,9 @@ pub fn reshard(engine: &Arc<dyn IoEngine>, from: &Chain, root: &Path, random: u6
             format!("a world of {world} ranks: give 1 to {most}, the buckets there are"),
         ));
     }
-    let save = Save::begin(Arc::clone(engine), root, random)?;
+    let save = Save::begin(to, random)?;
     let written = (0..world).map(|rank| {
-        let mut writer = RankWriter::new(Arc::clone(engine), root, save.name(), rank, world)?;
+        let mut writer = RankWriter::new(to, save.name(), rank, world)?;
         for (entry, owner) in tables.iter().zip(&owners) {
             let buckets = match owner {
                 None => share_of(rank, world, entry.spec.total_num_buckets),

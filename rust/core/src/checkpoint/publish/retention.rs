@@ -1,28 +1,21 @@
 //! Which checkpoints of a directory stay: the newest ones, and whatever those build on.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
 
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::holds::hold_to_sweep;
 use crate::checkpoint::manifest::latest::{CheckpointName, Latest, PartName};
 use crate::checkpoint::manifest::names::MANIFEST_FILE;
 use crate::checkpoint::manifest::read::read_manifest;
 use crate::error::{Error, Result};
-use crate::io::IoEngine;
 
-/// Names of the checkpoints in a directory, complete or not.
-pub(crate) fn checkpoints(engine: &dyn IoEngine, root: &Path) -> Result<Vec<CheckpointName>> {
-    let entries = engine.list(root)?;
-    Ok(entries.iter().filter_map(|entry| entry.file_name()?.to_str()?.parse().ok()).collect())
-}
-
-fn is_complete(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> Result<bool> {
-    engine.exists(&root.join(name.to_string()).join(MANIFEST_FILE))
+fn is_complete(root: &Directory, name: CheckpointName) -> Result<bool> {
+    root.below(name).has(MANIFEST_FILE)
 }
 
 /// The name of the checkpoint that `name` builds on, if it builds on one.
-fn parent(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> Result<Option<CheckpointName>> {
-    let (manifest, _) = read_manifest(engine, &root.join(name.to_string()))?;
+fn parent(root: &Directory, name: CheckpointName) -> Result<Option<CheckpointName>> {
+    let (manifest, _) = read_manifest(&root.below(name))?;
     manifest.parent.map(|parent| parent.name.parse()).transpose()
 }
 
@@ -30,14 +23,14 @@ fn parent(engine: &dyn IoEngine, root: &Path, name: CheckpointName) -> Result<Op
 ///
 /// `None` means that every complete checkpoint stays. That is so where `LATEST` is missing or names no complete checkpoint, and where it
 /// cannot be told what one of them builds on: any of the others may be the only one that can still be loaded.
-fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeSet<CheckpointName>>> {
-    let Some(latest) = Latest::find(engine, root)?.map(|latest| latest.name) else { return Ok(None) };
-    if !is_complete(engine, root, latest)? {
+fn kept(root: &Directory, keep: usize) -> Result<Option<BTreeSet<CheckpointName>>> {
+    let Some(latest) = Latest::find(root)?.map(|latest| latest.name) else { return Ok(None) };
+    if !is_complete(root, latest)? {
         return Ok(None);
     }
     let mut complete = Vec::new();
-    for name in checkpoints(engine, root)? {
-        if name != latest && name.seq < latest.seq && is_complete(engine, root, name)? {
+    for name in root.named::<CheckpointName>()? {
+        if name != latest && name.seq < latest.seq && is_complete(root, name)? {
             complete.push(name);
         }
     }
@@ -46,7 +39,7 @@ fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeS
     for &name in [latest].iter().chain(complete.iter().rev()).take(keep.max(1)) {
         let mut next = Some(name);
         while let Some(name) = next.filter(|&name| stay.insert(name)) {
-            next = match parent(engine, root, name) {
+            next = match parent(root, name) {
                 Err(error) if error.is_damage_or_absence() => return Ok(None),
                 // A manifest that cannot be read now may be readable later, and name another checkpoint. So nothing is removed.
                 parent => parent?,
@@ -57,13 +50,8 @@ fn kept(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Option<BTreeS
 }
 
 /// Add to `needed` all that the checkpoint `name` builds on, up to a checkpoint that is damaged or that a save is still writing.
-fn add_chain(
-    engine: &dyn IoEngine,
-    root: &Path,
-    name: CheckpointName,
-    needed: &mut BTreeSet<CheckpointName>,
-) -> Result<()> {
-    let parent = |name| match parent(engine, root, name) {
+fn add_chain(root: &Directory, name: CheckpointName, needed: &mut BTreeSet<CheckpointName>) -> Result<()> {
+    let parent = |name| match parent(root, name) {
         Err(error) if error.is_damage_or_absence() => Ok(None),
         parent => parent,
     };
@@ -76,27 +64,27 @@ fn add_chain(
 
 /// Remove every checkpoint that does not stay, that no save is writing and no load is reading. A checkpoint that is being read is left to
 /// a later sweep, and so is all that it builds on. Returns why some could not be removed.
-pub(crate) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<Vec<Error>> {
+pub(crate) fn sweep(root: &Directory, keep: usize) -> Result<Vec<Error>> {
     let mut left = Vec::new();
     let stays = |name: CheckpointName| {
-        Ok::<_, Error>(match kept(engine, root, keep)? {
+        Ok::<_, Error>(match kept(root, keep)? {
             Some(kept) => kept.contains(&name),
-            None => is_complete(engine, root, name)?,
+            None => is_complete(root, name)?,
         })
     };
     // A delta is removed before what it builds on. So whenever this stops, every delta that is left has all it needs.
-    let mut names = checkpoints(engine, root)?;
+    let mut names = root.named::<CheckpointName>()?;
     names.sort_unstable_by(|a, b| b.cmp(a));
     let mut in_use = BTreeSet::new();
     for name in names {
         if in_use.contains(&name) || stays(name)? {
             continue;
         }
-        let dir = root.join(name.to_string());
-        let _lock = match hold_to_sweep(engine, root, &dir) {
+        let dir = root.below(name);
+        let _lock = match hold_to_sweep(root, &dir) {
             Ok(Some(lock)) => lock,
             Ok(None) => {
-                if let Err(error) = add_chain(engine, root, name, &mut in_use) {
+                if let Err(error) = add_chain(root, name, &mut in_use) {
                     // What it builds on comes later in this loop and would be removed.
                     left.push(error);
                     break;
@@ -112,20 +100,19 @@ pub(crate) fn sweep(engine: &dyn IoEngine, root: &Path, keep: usize) -> Result<V
         if stays(name)? {
             continue;
         }
-        left.extend(engine.remove_dir_all(&dir).err());
+        left.extend(dir.remove().err());
     }
     Ok(left)
 }
 
 /// Remove the parts in `root` that nobody holds. Returns why some could not be removed.
-pub fn sweep_parts(engine: &dyn IoEngine, root: &Path) -> Result<Vec<Error>> {
-    let is_part = |path: &PathBuf| {
-        path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.parse::<PartName>().is_ok())
-    };
+pub fn sweep_parts(root: &Directory) -> Result<Vec<Error>> {
+    root.check_to_save()?;
     let mut left = Vec::new();
-    for dir in engine.list(root)?.into_iter().filter(is_part) {
-        match hold_to_sweep(engine, root, &dir) {
-            Ok(Some(_lock)) => left.extend(engine.remove_dir_all(&dir).err()),
+    for name in root.named::<PartName>()? {
+        let dir = root.below(name);
+        match hold_to_sweep(root, &dir) {
+            Ok(Some(_lock)) => left.extend(dir.remove().err()),
             Ok(None) => {}
             Err(error) => left.push(error),
         }

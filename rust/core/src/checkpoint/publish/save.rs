@@ -1,10 +1,10 @@
 //! The coordinator's part of a save: it begins a checkpoint, publishes it as the newest one, and removes older ones.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 
-use super::retention::{checkpoints, sweep, sweep_parts};
+use super::retention::{sweep, sweep_parts};
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::dense::{DENSE_FILE, DenseEntry};
 use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::holds::{lock_root, make_held};
@@ -15,7 +15,7 @@ use crate::checkpoint::manifest::manifests::{
 use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, MANIFEST_FILE, VERSION};
 use crate::checkpoint::manifest::read::{read_manifest, read_ranks};
 use crate::error::{Error, Kind, Result};
-use crate::io::{DirLock, IoEngine, LOCK_FILE, publish, write_whole};
+use crate::io::{DirLock, LOCK_FILE, publish, write_whole};
 use crate::memory::room_for_threads;
 
 /// What kind of checkpoint a save makes. By default it is full, and no older one stays.
@@ -35,9 +35,10 @@ pub struct SaveOptions {
 /// A save under way. Dropped without [`Save::publish`], it leaves a directory that the next save sweeps.
 #[derive(Debug)]
 pub struct Save {
-    pub(crate) engine: Arc<dyn IoEngine>,
-    pub(crate) root: PathBuf,
-    pub(crate) name: CheckpointName,
+    root: Directory,
+    /// The checkpoint's own directory.
+    dir: Directory,
+    name: CheckpointName,
     options: SaveOptions,
     /// What identifies `dense.json`, where the checkpoint has extents.
     dense: Option<RankDigest>,
@@ -90,30 +91,30 @@ pub struct Published {
 }
 
 impl Save {
-    /// Make the directory of a new checkpoint in `root`, which exists. This also removes what unfinished saves left there, and checkpoints
+    /// Make the directory of a new checkpoint in `root`. This also removes what unfinished saves left there, and checkpoints
     /// that do not stay. `random` tells saves that run at the same time apart.
-    pub fn begin(engine: Arc<dyn IoEngine>, root: &Path, random: u64) -> Result<Self> {
-        Self::begin_with(engine, root, random, SaveOptions::default())
+    pub fn begin(root: &Directory, random: u64) -> Result<Self> {
+        Self::begin_with(root, random, SaveOptions::default())
     }
 
     /// Begin a save as [`Save::begin`] does, with options.
-    pub fn begin_with(engine: Arc<dyn IoEngine>, root: &Path, random: u64, options: SaveOptions) -> Result<Self> {
+    pub fn begin_with(root: &Directory, random: u64, options: SaveOptions) -> Result<Self> {
+        root.check_to_save()?;
         // What cannot be removed does no harm to this save, and publishing reports it. A damaged LATEST keeps all checkpoints there.
-        let _ = sweep(&*engine, root, options.keep);
-        let latest = Latest::find(&*engine, root).ok().flatten().map(|latest| latest.name);
-        let highest = checkpoints(&*engine, root)?.into_iter().chain(latest).map(|name| name.seq).max();
+        let _ = sweep(root, options.keep);
+        let latest = Latest::find(root).ok().flatten().map(|latest| latest.name);
+        let highest = root.named::<CheckpointName>()?.into_iter().chain(latest).map(|name| name.seq).max();
         let seq = highest.unwrap_or(0).checked_add(1).ok_or_else(|| {
-            Error::new(Kind::Corruption, format!("{}: the sequence numbers are used up", root.display()))
+            Error::new(Kind::Corruption, format!("{}: the sequence numbers are used up", root.path().display()))
         })?;
         let name = CheckpointName { seq, random };
-        let dir = root.join(name.to_string());
-        let lock = make_held(&*engine, root, &dir)?;
-        let line = write_whole(&*engine, &dir.join(LATEST_FILE), format!("{}\n", Latest { name }).as_bytes())?;
+        let (dir, lock) = make_held(root, name)?;
+        let line = write_whole(dir.engine(), &dir.join(LATEST_FILE), format!("{}\n", Latest { name }).as_bytes())?;
         let early = {
-            let (engine, root) = (Arc::clone(&engine), root.to_owned());
-            Early::begin(move || line.sync().and_then(|()| engine.sync_dir(&root)))?
+            let root = root.clone();
+            Early::begin(move || line.sync().and_then(|()| root.sync()))?
         };
-        Ok(Self { engine, root: root.to_owned(), name, options, dense: None, early, _lock: lock })
+        Ok(Self { root: root.clone(), dir, name, options, dense: None, early, _lock: lock })
     }
 
     /// The new checkpoint's name, for the ranks' writers.
@@ -121,9 +122,9 @@ impl Save {
         self.name
     }
 
-    /// The checkpoint's directory.
-    pub(crate) fn dir(&self) -> PathBuf {
-        self.root.join(self.name.to_string())
+    /// The checkpoint's own directory.
+    pub(crate) fn dir(&self) -> &Directory {
+        &self.dir
     }
 
     /// Write the caller's description of the ranks' extents. With it the checkpoint has a dense part.
@@ -132,7 +133,7 @@ impl Save {
             let what = format!("{} bytes describe the extents: at most {MAX_MANIFEST_BYTES} can", metadata.len());
             return Err(Error::new(Kind::Input, what));
         }
-        publish(&*self.engine, &self.dir().join(DENSE_FILE), metadata)?;
+        publish(self.dir.engine(), &self.dir.join(DENSE_FILE), metadata)?;
         self.dense = Some(RankDigest { bytes: metadata.len() as u64, xxh3: checksum(metadata) });
         Ok(())
     }
@@ -153,14 +154,13 @@ impl Save {
 
     /// Whether `LATEST` certainly does not name this checkpoint.
     fn is_not_newest(&self) -> bool {
-        Latest::find(&*self.engine, &self.root).is_ok_and(|latest| latest.is_none_or(|latest| latest.name != self.name))
+        Latest::find(&self.root).is_ok_and(|latest| latest.is_none_or(|latest| latest.name != self.name))
     }
 
     fn make_newest(&mut self, digests: &[RankDigest], next_epoch: u32) -> Result<Published> {
-        let engine = &*self.engine;
-        let dir = self.dir();
-        let ranks = read_ranks(engine, &dir, digests)?;
-        let refuse = |why: String| Error::new(Kind::State, format!("cannot publish {}: {why}", dir.display()));
+        let ranks = read_ranks(&self.dir, digests)?;
+        let path = self.dir.path().to_owned();
+        let refuse = |why: String| Error::new(Kind::State, format!("cannot publish {}: {why}", path.display()));
         let SaveOptions { parent, merged, linked, keep } = self.options.clone();
         let kind = match (parent.is_some(), linked) {
             (true, _) => CheckpointKind::Delta,
@@ -188,30 +188,30 @@ impl Save {
         // Waiting comes before the lock, because other saves wait for the lock.
         self.early.wait()?;
         {
-            let _naming = lock_root(engine, &self.root)?;
+            let _naming = lock_root(&self.root)?;
             if let Some(named) = parent.as_ref().or(merged.as_ref()) {
                 self.check_newest(named)?;
             }
             if let Some(parent) = parent {
-                let (found, identity) = read_manifest(engine, &self.root.join(&parent.name))?;
+                let (found, identity) = read_manifest(&self.root.below(&parent.name))?;
                 if identity != parent {
                     return Err(refuse(format!("{} is another than it was when this one was begun", parent.name)));
                 }
                 manifest.check_fits_parent(&found).map_err(refuse)?;
             }
-            self.name_latest(&dir, &sealed)?;
+            self.name_latest(&sealed)?;
         }
         // No sweep removes what LATEST names, so the lock's file is not needed any more. It does no harm where it stays.
-        let _ = engine.remove_file(&dir.join(LOCK_FILE));
-        let mut left = sweep(engine, &self.root, keep).unwrap_or_else(|error| vec![error]);
-        left.extend(sweep_parts(engine, &self.root).unwrap_or_else(|error| vec![error]));
+        let _ = self.dir.engine().remove_file(&self.dir.join(LOCK_FILE));
+        let mut left = sweep(&self.root, keep).unwrap_or_else(|error| vec![error]);
+        left.extend(sweep_parts(&self.root).unwrap_or_else(|error| vec![error]));
         let identity = Parent { name: self.name.to_string(), manifest_xxh3: checksum(&sealed) };
         Ok(Published { latest, identity, left })
     }
 
     /// `State` unless `named` is still the newest checkpoint. To publish on top of an older one would undo the saves since.
     fn check_newest(&self, named: &Parent) -> Result<()> {
-        let newest = Latest::find(&*self.engine, &self.root)?.map(|latest| latest.name.to_string());
+        let newest = Latest::find(&self.root)?.map(|latest| latest.name.to_string());
         if newest.as_deref() == Some(named.name.as_str()) {
             return Ok(());
         }
@@ -221,7 +221,7 @@ impl Save {
                 "cannot publish {}: it builds on {} and the newest checkpoint in {} is {} by now; save again",
                 self.name,
                 named.name,
-                self.root.display(),
+                self.root.path().display(),
                 newest.as_deref().unwrap_or("none")
             ),
         ))
@@ -229,17 +229,17 @@ impl Save {
 
     /// Publish the manifest, then replace `LATEST`. Each step begins when the one before is durable. Temporary files lie in the checkpoint's
     /// own directory, so that two saves at once do not touch each other's.
-    fn name_latest(&self, dir: &Path, manifest: &[u8]) -> Result<()> {
-        let engine = &*self.engine;
-        publish(engine, &dir.join(MANIFEST_FILE), manifest)?;
-        engine.rename(&dir.join(LATEST_FILE), &self.root.join(LATEST_FILE))?;
-        engine.sync_dir(&self.root)
+    fn name_latest(&self, manifest: &[u8]) -> Result<()> {
+        let engine = self.root.engine();
+        publish(engine, &self.dir.join(MANIFEST_FILE), manifest)?;
+        engine.rename(&self.dir.join(LATEST_FILE), &self.root.join(LATEST_FILE))?;
+        self.root.sync()
     }
 
     /// Give the save up and remove what it wrote.
     pub fn abandon(mut self) -> Result<()> {
         // The directory is removed whether or not that sync succeeded.
         let _ = self.early.wait();
-        self.engine.remove_dir_all(&self.dir())
+        self.dir.remove()
     }
 }

@@ -1,7 +1,7 @@
 //! Loads a checkpoint: manifests and headers first, then the rows of the buckets that a rank owns.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::Builder;
 
@@ -9,6 +9,7 @@ use super::input::{GroupReader, Staged};
 use super::segment_rows::read_segments;
 use super::source::RowSink;
 use crate::cache::{PickedRows, RowColumns};
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::extents::reader::ExtentReader;
 use crate::checkpoint::manifest::dense::{DENSE_FILE, DenseEntry};
 use crate::checkpoint::manifest::holds::hold_to_read;
@@ -36,8 +37,7 @@ const EMIT_BYTES: usize = 4 << 20;
 /// A checkpoint whose manifests are checked.
 #[derive(Debug)]
 pub struct Checkpoint {
-    pub(crate) engine: Arc<dyn IoEngine>,
-    dir: PathBuf,
+    directory: Directory,
     identity: Parent,
     manifest: Manifest,
     pub(crate) ranks: Vec<RankManifest>,
@@ -51,27 +51,27 @@ impl Checkpoint {
     ///
     /// Errors: `Corruption` (missing, damaged, or manifests that contradict each other), `Unsupported` (a newer format), `Storage`,
     /// `InUse` (a save is removing it). A save may have replaced the checkpoint since `latest` was read: then read that again.
-    pub fn open(engine: Arc<dyn IoEngine>, root: &Path, latest: Latest) -> Result<Self> {
-        let dir = latest.dir(root);
-        let path = dir.join(MANIFEST_FILE);
+    pub fn open(root: &Directory, latest: Latest) -> Result<Self> {
+        let directory = root.below(latest.name);
         let missing = || {
-            let what = format!("LATEST of {}", root.display());
-            Error::corruption(root, 0, &what, "the name of a checkpoint that is there", latest.name)
+            let what = format!("LATEST of {}", root.path().display());
+            Error::corruption(root.path(), 0, &what, "the name of a checkpoint that is there", latest.name)
         };
-        if !engine.exists(&path)? {
+        if !directory.has(MANIFEST_FILE)? {
             return Err(missing());
         }
-        let hold = hold_to_read(&*engine, &dir)?;
+        let hold = hold_to_read(&directory)?;
         // A save may have removed it before it was held.
-        if !engine.exists(&path)? {
+        if !directory.has(MANIFEST_FILE)? {
             return Err(missing());
         }
-        let (manifest, identity) = read_manifest(&*engine, &dir)?;
+        let (manifest, identity) = read_manifest(&directory)?;
+        let path = directory.join(MANIFEST_FILE);
         let damaged = |what: String| Error::corruption(&path, 0, "the manifest", "consistent", format!("not: {what}"));
         manifest.check(latest.name).map_err(damaged)?;
-        let ranks = read_ranks(&*engine, &dir, &manifest.ranks)?;
+        let ranks = read_ranks(&directory, &manifest.ranks)?;
         manifest.check_ranks(&ranks).map_err(damaged)?;
-        Ok(Self { engine, dir, identity, manifest, ranks, hold: Mutex::new(Some(hold)) })
+        Ok(Self { directory, identity, manifest, ranks, hold: Mutex::new(Some(hold)) })
     }
 
     /// Let saves remove the checkpoint. Nothing more may be read of it.
@@ -85,8 +85,8 @@ impl Checkpoint {
     }
 
     /// Its directory.
-    pub(crate) fn dir(&self) -> &Path {
-        &self.dir
+    pub(crate) fn directory(&self) -> &Directory {
+        &self.directory
     }
 
     /// The coordinator's manifest.
@@ -108,7 +108,7 @@ impl Checkpoint {
                     Kind::Mismatch,
                     format!(
                         "{} has no table {table:?} of module {module:?}; it has [{}]",
-                        self.dir.display(),
+                        self.directory.path().display(),
                         there.join(", ")
                     ),
                 )
@@ -130,14 +130,15 @@ impl Checkpoint {
 
     /// What the extents mean, as [`crate::checkpoint::Save::write_dense_metadata`] was given it; `None` where there is no dense part.
     pub fn dense_metadata(&self) -> Result<Option<Vec<u8>>> {
-        let read = |entry: &DenseEntry| read_digested(&*self.engine, &self.dir.join(DENSE_FILE), &entry.metadata);
+        let path = self.directory.join(DENSE_FILE);
+        let read = |entry: &DenseEntry| read_digested(self.directory.engine(), &path, &entry.metadata);
         self.manifest.dense.as_ref().map(read).transpose()
     }
 
     /// Get ready to read extents of any rank.
     pub fn extent_reader(&self) -> ExtentReader {
         let shares = self.ranks.iter().map(|rank| rank.dense.as_ref());
-        ExtentReader::new(Arc::clone(&self.engine), &self.dir, shares)
+        ExtentReader::new(&self.directory, shares)
     }
 
     /// Check the headers and sizes of the files that hold rows of `buckets`, and get ready to read them.
@@ -150,7 +151,7 @@ impl Checkpoint {
                 format!("table {table:?}: buckets {buckets:?} are not within 0..{}", spec.total_num_buckets),
             ));
         }
-        let dir = self.dir.join(table_dir(module, table));
+        let dir = self.directory.join(table_dir(module, table));
         let mut wanted = Vec::new();
         let mut segments = Vec::new();
         for rank in &self.ranks {
@@ -165,7 +166,15 @@ impl Checkpoint {
             }
         }
         let groups = self.open_groups(wanted)?;
-        Ok(TableReader { engine: Arc::clone(&self.engine), spec, optimizer, buckets, groups, segments, slots: true })
+        Ok(TableReader {
+            engine: self.directory.shared_engine(),
+            spec,
+            optimizer,
+            buckets,
+            groups,
+            segments,
+            slots: true,
+        })
     }
 
     /// Check several files at once: each is a few small reads.
@@ -173,7 +182,7 @@ impl Checkpoint {
         let mut groups: Vec<Option<GroupReader>> = wanted.iter().map(|_| None).collect();
         let pieces = groups.iter_mut().zip(wanted).collect();
         each_piece(HEADERS, pieces, |(group, (path, share, file, owned))| {
-            *group = Some(GroupReader::open(&*self.engine, path, share, file, owned)?);
+            *group = Some(GroupReader::open(self.directory.engine(), path, share, file, owned)?);
             Ok(())
         })?;
         Ok(groups.into_iter().flatten().collect())

@@ -25,13 +25,13 @@ impl Checkpoint {
             bucket_begin: share.bucket_begin,
             bucket_end: share.bucket_end,
         };
-        let dir = self.dir().join(table_dir(&spec.module, &spec.table));
+        let dir = self.directory().join(table_dir(&spec.module, &spec.table));
         SegmentFiles::open(
-            self.engine.clone(),
+            self.directory().shared_engine(),
             (identity, layout),
             set,
             |serial| dir.join(segment_file(rank.rank, rank.world, serial)),
-            self.dir().join(rank_file(rank.rank, rank.world)),
+            self.directory().join(rank_file(rank.rank, rank.world)),
         )
     }
 
@@ -58,7 +58,7 @@ impl Checkpoint {
 
     /// The error of a load that cannot use the segments of a linked checkpoint; `what` says why.
     pub fn only_for_same_ranks(&self, what: &str) -> Error {
-        let (dir, world) = (self.dir(), self.ranks.len());
+        let (dir, world) = (self.directory().path(), self.ranks.len());
         let root = dir.parent().unwrap_or(dir).display();
         Error::new(
             Kind::Mismatch,

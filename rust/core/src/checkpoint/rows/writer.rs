@@ -1,13 +1,13 @@
 //! Writes one rank's part of a checkpoint.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 
 use super::format::{GROUP_BYTES, group_rows};
 use super::group::GroupFormat;
 use super::source::RowSource;
 use crate::cache::GroupSink;
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::dense::DenseShare;
 use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::latest::CheckpointName;
@@ -32,24 +32,24 @@ const SYNCS: usize = 4;
 /// It holds the files of six groups at most: one is filled while the others are written (96 MiB with the default size).
 #[derive(Debug)]
 pub struct RankWriter {
-    engine: Arc<dyn IoEngine>,
-    dir: PathBuf,
+    directory: Directory,
     group_bytes: usize,
     manifest: RankManifest,
 }
 
 impl RankWriter {
     /// The part of `rank` (of `world`) in the checkpoint `name` in `root`.
-    pub fn new(engine: Arc<dyn IoEngine>, root: &Path, name: CheckpointName, rank: u32, world: u32) -> Result<Self> {
+    pub fn new(root: &Directory, name: CheckpointName, rank: u32, world: u32) -> Result<Self> {
+        root.check_to_save()?;
         if rank >= world {
             return Err(Error::new(Kind::Input, format!("rank {rank} is not within a world of {world}")));
         }
-        Ok(Self::in_dir(engine, root.join(name.to_string()), name.to_string(), rank, world))
+        Ok(Self::in_dir(root.below(name), name.to_string(), rank, world))
     }
 
-    /// The part of `rank` (of `world`) in the directory `dir`, of a checkpoint or of a part of one, that is called `name`.
-    pub(crate) fn in_dir(engine: Arc<dyn IoEngine>, dir: PathBuf, name: String, rank: u32, world: u32) -> Self {
-        Self { engine, dir, group_bytes: GROUP_BYTES, manifest: RankManifest::new(name, rank, world) }
+    /// The part of `rank` (of `world`) in `directory`, that of a checkpoint or of a part of one, which is called `name`.
+    pub(crate) fn in_dir(directory: Directory, name: String, rank: u32, world: u32) -> Self {
+        Self { directory, group_bytes: GROUP_BYTES, manifest: RankManifest::new(name, rank, world) }
     }
 
     /// Set the rank's extents, which lie in the same directory.
@@ -73,7 +73,7 @@ impl RankWriter {
         let (most, small) = (format.capacity, group_rows(optimizer, spec.dim as usize, SMALL_FILE_BYTES));
         let waiting = Waiting::default();
         let files = std::thread::scope(|scope| {
-            let output = Output::new(scope, &*self.engine, &waiting);
+            let output = Output::new(scope, self.directory.engine(), &waiting);
             let mut files =
                 Files { output, small, most, at_once: most, image_bytes: None, format, path, made: Vec::new() };
             rows.for_each_group(&mut files)?;
@@ -107,8 +107,8 @@ impl RankWriter {
                 format!("table {:?} of module {:?} is written twice", spec.table, spec.module),
             ));
         }
-        let dir = self.dir.join(table_dir(&spec.module, &spec.table));
-        self.engine.create_dir_all(&dir)?;
+        let dir = self.directory.join(table_dir(&spec.module, &spec.table));
+        self.directory.engine().create_dir_all(&dir)?;
         Ok(dir)
     }
 
@@ -123,7 +123,7 @@ impl RankWriter {
     ) -> Result<T> {
         let dir = self.begin_table(&spec, &buckets)?;
         let (rank, world) = (self.manifest.rank, self.manifest.world);
-        let linked = link(&*self.engine, &|serial| dir.join(segment_file(rank, world, serial)))?;
+        let linked = link(self.directory.engine(), &|serial| dir.join(segment_file(rank, world, serial)))?;
         self.manifest.tables.push(Share {
             spec,
             bucket_begin: buckets.start,
@@ -142,9 +142,9 @@ impl RankWriter {
     ) -> Result<()> {
         let share = self.manifest.tables.last_mut().expect("a table was written");
         let (image, file) = make(&share.spec, &(share.bucket_begin..share.bucket_end))?;
-        let dir = self.dir.join(table_dir(&share.spec.module, &share.spec.table));
+        let dir = self.directory.join(table_dir(&share.spec.module, &share.spec.table));
         let name = data_file(self.manifest.rank, self.manifest.world, share.files.len());
-        write_file(&*self.engine, &dir.join(name), &image)?;
+        write_file(self.directory.engine(), &dir.join(name), &image)?;
         share.files.push(file);
         Ok(())
     }
@@ -156,16 +156,15 @@ impl RankWriter {
 
     /// Make this rank's part durable. The digest goes to the coordinator.
     pub fn finish(self) -> Result<RankDigest> {
-        let bytes = render(&self.manifest)?;
+        let (engine, bytes) = (self.directory.engine(), render(&self.manifest)?);
         // It needs no temporary name: no load uses it before the coordinator's manifest has its checksum.
-        let manifest = self.dir.join(rank_file(self.manifest.rank, self.manifest.world));
-        let manifest = write_whole(&*self.engine, &manifest, &bytes)?;
-        let dirs =
-            self.manifest.tables.iter().map(|share| self.dir.join(table_dir(&share.spec.module, &share.spec.table)));
-        let dirs = dirs.chain([self.dir.clone()]).map(Some);
+        let manifest = self.directory.join(rank_file(self.manifest.rank, self.manifest.world));
+        let manifest = write_whole(engine, &manifest, &bytes)?;
+        let table = |share: &Share| self.directory.join(table_dir(&share.spec.module, &share.spec.table));
+        let dirs = self.manifest.tables.iter().map(table).chain([self.directory.path().to_owned()]).map(Some);
         each_piece(SYNCS, [None].into_iter().chain(dirs).collect(), |dir: Option<PathBuf>| match dir {
             None => manifest.sync(),
-            Some(dir) => self.engine.sync_dir(&dir),
+            Some(dir) => engine.sync_dir(&dir),
         })?;
         Ok(RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
     }
