@@ -314,6 +314,18 @@ def test_the_core_knows_no_python_and_prints_nothing() -> None:
     assert not bad
 
 
+def test_checkpoints_are_reached_by_a_checked_directory_only() -> None:
+    """Public functions take a `Directory`, no path and no engine. `Directory::in_engine`, which checks nothing, is for tests."""
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in product_files() if path.suffix == ".rs"}
+    takes = r"pub fn (\w+)(?:<[^(]*>)?\([^{;]*?(?:IoEngine|: &Path|PathBuf)[^{;]*?\) *(?:->|\{)"
+    handle = sources.pop("rust/core/src/checkpoint/directory.rs")
+    assert re.findall(takes, handle) == ["to_save", "to_load", "in_engine"]
+    assert not [name for name, source in sources.items() if "in_engine(" in source]
+    inside = [source for name, source in sources.items() if name.startswith("rust/core/src/checkpoint/")]
+    # This one checks the path that it takes.
+    assert [name for source in inside for name in re.findall(takes, source)] == ["directory_of_parts"]
+
+
 def test_each_module_of_the_core_that_logs_has_a_logger_in_python() -> None:
     """Without one it would follow the level of the whole package, and its records would have that name."""
     logs = {

@@ -1,7 +1,7 @@
 //! Saving checkpoints: the coordinator's part, and each rank's.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use embcache::checkpoint::{Checkpoint, CheckpointName, Latest, RankDigest, RankWriter, Save, SaveOptions};
@@ -68,12 +68,15 @@ impl PySave {
     }
 
     fn adopt(&self, py: Python<'_>, rank: u32, world_size: u32, parts: Vec<PyWrittenPart>) -> PyResult<PyDigest> {
-        let part = |part: PyWrittenPart| Ok((PathBuf::from(part.directory), part.name.parse()?, part.digest.into()));
-        let parts = parts.into_iter().map(part).collect::<embcache::Result<Vec<_>>>().map_err(to_python)?;
         py.detach(|| {
             let save = lock(&self.inner);
-            let adopted = save.as_ref().ok_or_else(|| ended("save"))?.adopt(rank, world_size, &parts);
-            adopted.map(Into::into).map_err(to_python)
+            let save = save.as_ref().ok_or_else(|| ended("save"))?;
+            let part = |part: PyWrittenPart| {
+                let directory = save.directory_of_parts(Path::new(&part.directory))?;
+                Ok((directory, part.name.parse()?, part.digest.into()))
+            };
+            let parts = parts.into_iter().map(part).collect::<embcache::Result<Vec<_>>>();
+            parts.and_then(|parts| save.adopt(rank, world_size, &parts)).map(Into::into).map_err(to_python)
         })
     }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use embcache::Kind;
-use embcache::checkpoint::{Directory, Latest, RankWriter, Save, SaveOptions};
+use embcache::checkpoint::{Directory, Latest, Part, RankWriter, Save, SaveOptions};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{BeneathEngine, IoEngine, Open, PsyncEngine};
 use embcache::paths::{Checks, open_to_load, open_to_save};
@@ -116,6 +116,39 @@ fn a_save_goes_on_in_the_directory_that_was_checked_when_a_link_takes_its_place(
         assert_eq!(load_from(&directory, 1).unwrap(), vec![table]);
         assert_eq!(open_to_load(&fixture.root).unwrap_err().kind(), Kind::Path);
         assert!(now.join("LATEST").exists());
+    }
+}
+
+#[test]
+fn a_part_is_taken_from_the_directory_that_was_checked_when_a_link_takes_its_place() {
+    // Where each rank saves alone, its checkpoints lie in the directory of the parts.
+    for lies_in_it in [false, true] {
+        let fixture = Fixture::new();
+        let parts = fixture.directory();
+        let to = if lies_in_it { fixture.root.join("rank-0") } else { fixture.base.path().join("other") };
+        let to = Directory::to_save(&to, Checks::Strict).unwrap();
+        let mut part = Part::begin(&parts, 1, 0).unwrap();
+        let table = table();
+        part.tables().unwrap().write_table(table.spec.clone(), 0..7, &mut table.source(&(0..7), 5)).unwrap();
+        let digest = part.finish().unwrap();
+        // The victim has the same part.
+        for (path, bytes) in files(&fixture.root.join(part.name().to_string())) {
+            let copy = fixture.victim.join(path.strip_prefix(&fixture.root).unwrap());
+            fs::create_dir_all(copy.parent().unwrap()).unwrap();
+            fs::write(copy, bytes).unwrap();
+        }
+        let before = files(&fixture.victim);
+        assert!(before.len() >= 2, "{:?}", before.keys());
+        let mut save = Save::begin(&to, 5).unwrap();
+        let held = save.directory_of_parts(parts.path()).unwrap();
+        let moved = fixture.swap();
+        assert_eq!(save.directory_of_parts(parts.path()).unwrap_err().kind(), Kind::Path);
+        let adopted = save.adopt(0, 1, &[(held, part.name(), digest)]).unwrap();
+        save.write_dense_metadata(b"{}").unwrap();
+        save.publish(&[adopted], 1).unwrap();
+        assert!(files(&fixture.victim) == before, "the victim's part was touched");
+        assert!(!moved.join(part.name().to_string()).exists(), "the part was taken over");
+        assert_eq!(load_from(&to, 1).unwrap(), vec![table]);
     }
 }
 

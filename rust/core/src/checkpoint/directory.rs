@@ -49,13 +49,21 @@ impl Directory {
         Self::held(checks.open_to_load(&path)?, Access::Load)
     }
 
+    /// Open a directory that another handle was on, maybe in another process, by that handle's path. It is checked as [`Directory::to_save`]
+    /// does with [`Checks::Basic`], but that path had no links, and so none is followed.
+    ///
+    /// Errors: those of [`Checks::open_to_save`].
+    pub(crate) fn again(path: &Path) -> Result<Self> {
+        Self::held(Checks::Basic.open_to_save(path)?, Access::Save)
+    }
+
     fn held((path, descriptor): (PathBuf, OwnedFd), access: Access) -> Result<Self> {
         let own = descriptor.try_clone().map_err(|error| Error::io("hold", &path, &error))?;
         let engine = BeneathEngine::engine(default_engine()?, &path, descriptor);
         Ok(Self { path, engine, access, descriptor: Some(Arc::new(own)) })
     }
 
-    /// A directory of an engine that is no file system, such as [`crate::io::MemoryEngine`]: there is no owner or permission to check.
+    /// The directory `path` of any engine, such as [`crate::io::MemoryEngine`]. Nothing is checked: this is for tests and benchmarks.
     pub fn in_engine(engine: Arc<dyn IoEngine>, path: &Path) -> Self {
         Self { path: path.to_owned(), engine, access: Access::Save, descriptor: None }
     }
@@ -88,6 +96,17 @@ impl Directory {
     /// The same engine, for what outlives this handle.
     pub(crate) fn shared_engine(&self) -> Arc<dyn IoEngine> {
         Arc::clone(&self.engine)
+    }
+
+    /// An engine that works in this directory and in `other`, to move files from one to the other. One may lie in the other.
+    pub(crate) fn engine_with(&self, other: &Self) -> Result<Arc<dyn IoEngine>> {
+        // Each engine passes on what does not lie in its own directory. So the one whose directory lies deeper comes first.
+        let (first, second) = if other.path.starts_with(&self.path) { (other, self) } else { (self, other) };
+        let Some(descriptor) = first.descriptor.as_ref().filter(|_| first.path != second.path) else {
+            return Ok(self.shared_engine());
+        };
+        let own = descriptor.try_clone().map_err(|error| Error::io("hold", &first.path, &error))?;
+        Ok(BeneathEngine::engine(second.shared_engine(), &first.path, own))
     }
 
     /// Make the directory, if it is not there, in a directory that is.
@@ -139,7 +158,7 @@ impl Directory {
         ))
     }
 
-    /// The descriptor that holds the directory; none of a directory in an engine.
+    /// The descriptor that holds the user's directory; `None` of a directory in an engine.
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.descriptor.as_ref().map(|descriptor| descriptor.as_fd())
     }

@@ -13,7 +13,7 @@
 //!
 //! A data file holds one group of rows of at most 16 MiB, sorted by (bucket, `uint64(id)`), one tensor a column (see [`format`]).
 //!
-//! Saving, by whom:
+//! Everything that works in a user's directory takes a [`Directory`], which was checked and is held. Saving, by whom:
 //!
 //! 1. The coordinator calls [`Save::begin`] and tells every rank the [`CheckpointName`].
 //! 2. Every rank makes a [`RankWriter`], calls [`RankWriter::write_table`] for each of its tables, then [`RankWriter::finish`],

@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::checkpoint::{BlockFile, BlockRange, BlockWriter};
+use embcache::checkpoint::{BlockFile, BlockRange, BlockWriter, Directory};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation, read_file};
 
+const ROOT: &str = "/blocks";
 const PAGE: u64 = 4096;
 const CHUNK: usize = 256 << 10;
 
@@ -20,11 +21,7 @@ fn layout() -> (Vec<BlockFile>, Vec<BlockRange>) {
         ends[file] = (start + bytes).next_multiple_of(PAGE);
         BlockRange { file, start, bytes }
     });
-    let file = |n: usize| BlockFile {
-        path: format!("/blocks/{n}").into(),
-        header: vec![n as u8 + 1; PAGE as usize],
-        bytes: ends[n],
-    };
+    let file = |n: usize| BlockFile { name: n.to_string(), header: vec![n as u8 + 1; PAGE as usize], bytes: ends[n] };
     (vec![file(0), file(1)], places.to_vec())
 }
 
@@ -32,9 +29,9 @@ fn byte(block: usize, at: usize) -> u8 {
     (block * 31 + at * 7 + at / 251) as u8
 }
 
-fn write(engine: &dyn IoEngine, threads: usize) -> embcache::Result<Vec<Vec<u32>>> {
+fn write(engine: impl IoEngine + 'static, threads: usize) -> embcache::Result<Vec<Vec<u32>>> {
     let (files, places) = layout();
-    let writer = BlockWriter::new(engine, &files, &places, CHUNK, threads)?;
+    let writer = BlockWriter::new(&in_engine(engine), &files, &places, CHUNK, threads)?;
     let mut filled = vec![0_usize; places.len()];
     // The tensors grow in turns, by lengths that fit neither pages nor pieces.
     while filled.iter().zip(&places).any(|(filled, place)| (*filled as u64) < place.bytes) {
@@ -53,9 +50,13 @@ fn write(engine: &dyn IoEngine, threads: usize) -> embcache::Result<Vec<Vec<u32>
     writer.finish()
 }
 
+fn in_engine(engine: impl IoEngine + 'static) -> Directory {
+    Directory::in_engine(Arc::new(engine), Path::new(ROOT))
+}
+
 fn directory() -> MemoryEngine {
     let engine = MemoryEngine::default();
-    engine.create_dir_all(Path::new("/blocks")).expect("made");
+    engine.create_dir_all(Path::new(ROOT)).expect("made");
     engine.sync_dir(Path::new("/")).expect("synced");
     engine
 }
@@ -64,12 +65,14 @@ fn directory() -> MemoryEngine {
 fn every_byte_is_in_its_place_and_under_a_checksum() {
     for threads in [0, 1, 8] {
         let engine = directory();
-        let checksums = write(&engine, threads).expect("written");
-        engine.sync_dir(Path::new("/blocks")).expect("synced");
+        let checksums = write(engine.clone(), threads).expect("written");
+        engine.sync_dir(Path::new(ROOT)).expect("synced");
         let engine = engine.crash();
         let (files, places) = layout();
-        let found: Vec<Vec<u8>> =
-            files.iter().map(|file| read_file(&engine, &file.path, 1 << 30).expect("read")).collect();
+        let found: Vec<Vec<u8>> = files
+            .iter()
+            .map(|file| read_file(&engine, &Path::new(ROOT).join(&file.name), 1 << 30).expect("read"))
+            .collect();
         for (file, found) in files.iter().zip(&found) {
             assert_eq!(found.len() as u64, file.bytes);
             assert_eq!(found[..PAGE as usize], file.header);
@@ -93,7 +96,7 @@ fn a_failed_operation_ends_it_typed() {
             loop {
                 let engine = FaultEngine::new(Arc::new(directory()));
                 engine.hit_once(operation, passing, Fault::Fail(libc::ENOSPC));
-                let Err(error) = write(&engine, threads) else { break };
+                let Err(error) = write(engine, threads) else { break };
                 assert_eq!((error.kind(), error.errno()), (Kind::Storage, Some(libc::ENOSPC)), "{error}");
                 passing += 1;
             }
@@ -105,7 +108,7 @@ fn a_failed_operation_ends_it_typed() {
 #[test]
 fn blocks_that_do_not_fit_or_are_not_complete_are_refused() {
     let (files, places) = layout();
-    let made = |places: &[BlockRange], chunk| BlockWriter::new(&directory(), &files, places, chunk, 0);
+    let made = |places: &[BlockRange], chunk| BlockWriter::new(&in_engine(directory()), &files, places, chunk, 0);
     let wrong = [
         BlockRange { file: 2, ..places[0] },
         BlockRange { start: 100, ..places[1] },

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use embcache::checkpoint::{Checkpoint, Extent, Latest, Part, PartName, RankDigest, Save, sweep_parts};
+use embcache::checkpoint::{Checkpoint, Directory, Extent, Latest, Part, PartName, RankDigest, Save, sweep_parts};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, PsyncEngine};
 use embcache::types::{Id, hash_id};
@@ -33,7 +33,7 @@ fn tables(salt: u64) -> Vec<Table> {
 }
 
 /// What [`Save::adopt`] takes from a rank.
-type Named = Vec<(PathBuf, PartName, RankDigest)>;
+type Named = Vec<(Directory, PartName, RankDigest)>;
 
 /// Write the parts of one rank. One part has tables, the other extents.
 fn write(
@@ -59,7 +59,7 @@ fn write(
         }
         extents.push(dense.extents()?.end_extent()?);
     }
-    let named = |part: &mut Part| Ok((root.to_owned(), part.name(), part.finish()?));
+    let named = |part: &mut Part| Ok((directory.clone(), part.name(), part.finish()?));
     let digests = vec![named(&mut sparse)?, named(&mut dense)?];
     Ok((extents, vec![sparse, dense], digests))
 }

@@ -65,12 +65,11 @@ impl ShardWriter {
             let layout = Layout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), Spacing::Pages);
             let layout = layout.map_err(refuse)?;
             let name = save.shard().data_file(file, parallel);
-            let path = dir.join(&name);
             if dir.has(&name)? {
                 // Of this shard, whose save was cut short.
-                dir.engine().remove_file(&path)?;
+                dir.engine().remove_file(&dir.join(&name))?;
             }
-            files.push(BlockFile { path, header: layout.header.clone(), bytes: layout.bytes });
+            files.push(BlockFile { name, header: layout.header.clone(), bytes: layout.bytes });
             layouts.push(layout);
         }
         let place = |(entry, tensor): (&BlockEntry, &Tensor)| {
@@ -78,7 +77,7 @@ impl ShardWriter {
             BlockRange { file, start: layouts[file].start(tensor), bytes: tensor.bytes }
         };
         let places: Vec<BlockRange> = entries.iter().zip(&tensors).map(place).collect();
-        let writer = BlockWriter::new(dir.engine(), &files, &places, CHUNK_BYTES, parallel as usize)?;
+        let writer = BlockWriter::new(dir, &files, &places, CHUNK_BYTES, parallel as usize)?;
         Ok(Self { parallel, entries, tensors, writer })
     }
 

@@ -1,20 +1,20 @@
 //! Writes blocks that lie beside each other in files. They grow at the same time, each in its own order.
 
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
+use crate::checkpoint::directory::Directory;
 use crate::checkpoint::extents::writer::{Pool, Target, Task, WAITING};
 use crate::checkpoint::manifest::dense::{PIECE_BYTES, THREADS};
 use crate::checkpoint::output::each_piece;
 use crate::error::{Error, Kind, Result};
-use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoEngine, IoFile, Open, PooledBuf};
+use crate::io::{ALIGNMENT, AlignedBuf, BufPool, IoFile, Open, PooledBuf};
 use crate::sync::lock;
 
 /// A file to be made.
 #[derive(Clone, Debug)]
 pub struct BlockFile {
-    /// Where.
-    pub path: PathBuf,
+    /// Its name in the directory.
+    pub name: String,
     /// Its first bytes, whole pages.
     pub header: Vec<u8>,
     /// Its length, whole pages.
@@ -69,14 +69,16 @@ impl Target for OutBlock {
 }
 
 impl BlockWriter {
-    /// Make the files, which do not exist yet, and up to `threads` threads. `chunk_bytes` are under one checksum; they must divide 4 MiB.
+    /// Make the files, which do not exist yet, in `directory`, and start up to `threads` threads. `chunk_bytes` are under one checksum; they
+    /// must divide 4 MiB.
     pub fn new(
-        engine: &dyn IoEngine,
+        directory: &Directory,
         files: &[BlockFile],
         blocks: &[BlockRange],
         chunk_bytes: usize,
         threads: usize,
     ) -> Result<Self> {
+        directory.check_to_save()?;
         let whole = |bytes: u64| bytes.is_multiple_of(ALIGNMENT as u64);
         if chunk_bytes == 0 || !PIECE_BYTES.is_multiple_of(chunk_bytes) {
             return Err(Error::new(Kind::Input, format!("chunks of {chunk_bytes} bytes do not divide {PIECE_BYTES}")));
@@ -90,7 +92,7 @@ impl BlockWriter {
             return Err(Error::new(Kind::Input, format!("{place:?} is not at whole pages of a file")));
         }
         let made = files.iter().map(|file| {
-            let io = engine.open(&file.path, Open::Create { preallocate: file.bytes })?;
+            let io = directory.engine().open(&directory.join(&file.name), Open::Create { preallocate: file.bytes })?;
             // The length is set first, because writes that make a file longer wait for one another.
             io.set_len(file.bytes)?;
             let mut header = AlignedBuf::try_zeroed(file.header.len())?;

@@ -5,7 +5,7 @@
 //! 2. The coordinator calls [`Save::begin`], [`Save::adopt`] for each rank, and [`Save::publish`].
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use super::beside::{IMAGE_BYTES, Pace};
@@ -127,28 +127,36 @@ fn finished() -> Error {
 }
 
 impl Save {
+    /// A handle on the directory of parts that other processes made: this save's own where its path is the same.
+    ///
+    /// Errors: `Path` or `Permission` where it is not as it was when a part was made in it, for example where a link is in its place.
+    pub fn directory_of_parts(&self, path: &Path) -> Result<Directory> {
+        if path == self.root().path() { Ok(self.root().clone()) } else { Directory::again(path) }
+    }
+
     /// Take over what `rank` of `world` wrote: any number of parts, of which one at most has extents. Each comes with the directory that it
     /// was made in, which must be on the file system of this checkpoint.
-    pub fn adopt(&self, rank: u32, world: u32, parts: &[(PathBuf, PartName, RankDigest)]) -> Result<RankDigest> {
-        let (engine, dir) = (self.dir().engine(), self.dir());
+    pub fn adopt(&self, rank: u32, world: u32, parts: &[(Directory, PartName, RankDigest)]) -> Result<RankDigest> {
+        parts.iter().try_for_each(|(root, ..)| root.check_to_save())?;
+        let dir = self.dir();
         let mut adopted = RankManifest::new(self.name().to_string(), rank, world);
         for (root, name, digest) in parts {
-            let from = root.join(name.to_string());
+            let (from, both) = (root.below(name), self.root().engine_with(root)?);
             let path = from.join(rank_file(RANK, WORLD));
-            let part: RankManifest = parse(&read_digested(engine, &path, digest)?, &path)?;
+            let part: RankManifest = parse(&read_digested(from.engine(), &path, digest)?, &path)?;
             if part.name != name.to_string() || (part.rank, part.world) != (RANK, WORLD) {
                 return Err(Error::corruption(&path, 0, "the part's name", name, part.name));
             }
             for share in part.tables {
                 let table = table_dir(&share.spec.module, &share.spec.table);
                 let files = (0..share.files.len()).map(|n| (data_file(RANK, WORLD, n), data_file(rank, world, n)));
-                move_files(engine, &from.join(&table), &dir.join(&table), files)?;
+                move_files(&*both, &from.join(&table), &dir.join(&table), files)?;
                 adopted.tables.push(share);
             }
             if let Some(dense) = part.dense.filter(|dense| dense.bytes() > 0) {
                 let files =
                     (0..dense.files.len()).map(|n| (extents_file(RANK, WORLD, n), extents_file(rank, world, n)));
-                move_files(engine, &from.join(DENSE_DIR), &dir.join(DENSE_DIR), files)?;
+                move_files(&*both, &from.join(DENSE_DIR), &dir.join(DENSE_DIR), files)?;
                 if adopted.dense.replace(dense).is_some() {
                     return Err(Error::new(Kind::Input, format!("rank {rank} has two parts with extents")));
                 }
@@ -156,10 +164,10 @@ impl Save {
         }
         adopted.dense.get_or_insert_with(DenseShare::default);
         let bytes = render(&adopted)?;
-        publish(engine, &dir.join(rank_file(rank, world)), &bytes)?;
+        publish(dir.engine(), &dir.join(rank_file(rank, world)), &bytes)?;
         for (root, name, _) in parts {
             // A later save removes what stays.
-            let _ = engine.remove_dir_all(&root.join(name.to_string()));
+            let _ = root.below(name).remove();
         }
         Ok(RankDigest { bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
     }

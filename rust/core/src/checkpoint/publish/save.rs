@@ -122,6 +122,11 @@ impl Save {
         self.name
     }
 
+    /// The directory that the checkpoint is saved to.
+    pub(crate) fn root(&self) -> &Directory {
+        &self.root
+    }
+
     /// The checkpoint's own directory.
     pub(crate) fn dir(&self) -> &Directory {
         &self.dir
