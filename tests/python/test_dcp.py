@@ -286,6 +286,21 @@ def test_a_save_without_collectives_loads_by_rank(tmp_path: Path) -> None:
         save(dense_state(4), tmp_path / "ckpt", use_collectives=False)
 
 
+def test_a_rank_that_saves_alone_works_in_the_directory_that_it_checked(tmp_path: Path) -> None:
+    own, aside = tmp_path / "ckpt" / "rank-0", tmp_path / "aside"
+
+    class Swapped(EmbCacheStorageWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            written = super().write_data(plan, planner)
+            own.rename(aside)
+            own.mkdir(mode=0o750)
+            return written
+
+    dcp.save(dense_state(1), storage_writer=Swapped(tmp_path / "ckpt"), use_collectives=False)
+    assert os.listdir(own) == []
+    assert "LATEST" in os.listdir(aside)
+
+
 def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path) -> None:
     state = {"a": torch.arange(100_000), "b": [1, "two"]}
     save(state, tmp_path / "ckpt", Model(salt=1))

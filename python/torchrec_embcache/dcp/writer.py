@@ -1,6 +1,7 @@
 """The storage writer: what `dcp.save` and `dcp.async_save` write checkpoints by."""
 
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -45,14 +46,18 @@ class _Save:
     staged: Staged | None
     # Held until the save is over, so that no other save sweeps it.
     part: PartSession | None = None
-    opened: Directory | None = None
 
-    @property
+    # Both are checked and made at their first use. All of this save works in what their paths lead to then.
+
+    @functools.cached_property
+    def root(self) -> Directory:
+        """The directory at `path`."""
+        return open_to_save(self.path)
+
+    @functools.cached_property
     def directory(self) -> Directory:
-        """The directory at `path`, checked and made at its first use. All of this save works in what the path leads to then."""
-        if self.opened is None:
-            self.opened = open_to_save(self.path)
-        return self.opened
+        """The directory of the checkpoints: that at `path`, or where each rank saves alone this rank's own below it."""
+        return self.root if self.use_collectives else rank_to_save(self.root, self.rank)
 
 
 class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
@@ -135,22 +140,21 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
                 raise UnsupportedError(
                     "use_collectives=False saves each rank alone, and tables are whole over all: leave model out"
                 )
-            if holds_checkpoint(save.directory):
+            if holds_checkpoint(save.root):
                 raise StateError(
                     f"{self.path!r} holds a checkpoint of all ranks, which a load would find first: "
                     "give use_collectives=False a path of its own"
                 )
-        directory = self._directory(save)
-        if not self.overwrite and holds_checkpoint(directory):
-            raise StateError(f"Checkpoint already exists in {directory.path!r} and overwrite=False: give another path")
-        _native.sweep_parts(directory)
+        if not self.overwrite and holds_checkpoint(save.directory):
+            raise StateError(f"Checkpoint already exists in {save.directory} and overwrite=False: give another path")
+        _native.sweep_parts(save.directory)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items and tables durably into a part, which the coordinator takes over in `finish`."""
         save = self._current()
         with PartSession() as part:
-            part.begin(self._directory(save), expected_bytes=sum(_tensor_bytes(item) for item in plan.items))
+            part.begin(save.directory, expected_bytes=sum(_tensor_bytes(item) for item in plan.items))
             save.part = part
             results = [_write_item(part, item, planner) for item in plan.items]
             epoch = self._tables.write(part) if save.staged is None else None
@@ -166,7 +170,7 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         """Gather the ranks' parts into a checkpoint and publish it. Until then a load finds the one before."""
         save = self._current()
         try:
-            self._publish(self._directory(save), metadata, results)
+            self._publish(save.directory, metadata, results)
         except BaseException:
             if save.part is not None:
                 save.part.abandon()
@@ -197,9 +201,6 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         if self._save is None:
             raise StateError("set_up_storage_writer() comes before the other calls of a save")
         return self._save
-
-    def _directory(self, save: _Save) -> Directory:
-        return save.directory if save.use_collectives else rank_to_save(save.directory, save.rank)
 
 
 def _write_item(part: PartSession, item: WriteItem, planner: SavePlanner) -> WriteResult:
