@@ -138,6 +138,8 @@ class BlockLoader:
                         f"{DTYPES[tensor.dtype]} {list(tensor.shape)} here: load it into one of that type and shape"
                     )
             rows = self._read(plan, dense, root.path)
+            # Not only when the block ends: an interrupt between its last line and `__exit__` does not come to `__exit__`.
+            saved.close()
         into = [to for to in info if to in tables]
         return LoadedBlocks(
             tables=dict(zip(into, rows, strict=True)),

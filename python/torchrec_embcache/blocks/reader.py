@@ -91,8 +91,12 @@ class SavedBlocks:
         try:
             return self
         except BaseException:  # an interrupt here does not come to __exit__
-            self._reader.release()
+            self.close()
             raise
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more is read: saves may remove it. Harmless twice."""
         self._reader.release()

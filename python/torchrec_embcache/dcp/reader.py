@@ -132,6 +132,7 @@ class EmbCacheStorageReader(AtPath, StorageReader):
                 self._read_item(session, item, planner)
             if self.model is not None:
                 session.load(lambda: Tracker(None, "load"))
+            session.close()
         self._load = None
         future: Future[None] = Future()
         future.set_result(None)

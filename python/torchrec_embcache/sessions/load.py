@@ -264,6 +264,8 @@ class LoadSession:
                 table.loaded_step = self._saved[source].step
                 if self._builds_on(source, (module_path, table.name)):
                     table.native.saved_as(_native.Ancestor(reader.id, reader.next_epoch))
+        # Not only when the block ends: an interrupt between its last line and `__exit__` does not come to `__exit__`.
+        self.close()
         return self._report(rows)
 
     def _builds_on(self, source: Pair, pair: Pair) -> bool:
