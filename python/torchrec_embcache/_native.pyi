@@ -70,6 +70,9 @@ from ._native_checkpoint import (
     Published as Published,
 )
 from ._native_checkpoint import (
+    RowsToWrite as RowsToWrite,
+)
+from ._native_checkpoint import (
     SavedTable as SavedTable,
 )
 from ._native_checkpoint import (
@@ -80,6 +83,9 @@ from ._native_checkpoint import (
 )
 from ._native_checkpoint import (
     TableOfBlocks as TableOfBlocks,
+)
+from ._native_checkpoint import (
+    TableStep as TableStep,
 )
 from ._native_checkpoint import (
     TableToSave as TableToSave,
@@ -287,9 +293,6 @@ class Table:
     def remove_shard(ssd_dir: str, ssd_root: str | None = None) -> None: ...  # a table's own directory, with all in it; InUseError, StateError where other files lie there
     @staticmethod
     def published(ssd_dir: str, ssd_root: str | None = None) -> list[int]: ...  # tokens of the states there, whole or not, oldest first
-
-# count uint32 [n], last_step uint64 [n], score float32 [n], modified_epoch uint32 [n]
-Meta = tuple[NDArray[np.uint32], NDArray[np.uint64], F32, NDArray[np.uint32]]
 
 @final
 class Export:

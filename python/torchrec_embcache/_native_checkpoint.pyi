@@ -1,6 +1,6 @@
 """The part of `_native` that saves and loads checkpoints (`rust/core/src/checkpoint`). There is no module of this name at run time.
 
-The calls of a save and of a load, in order, are in `sessions`.
+The calls of a save and of a load, in order, are in `sessions`. Shapes: n rows, V floats of a row's vector part, as in `_native`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ._native import F32, I64, BucketHash, Meta, Table
+from ._native import F32, I64, BucketHash, RowBlock, RowMetadata, Table
 
 @final
 class CheckpointId:
@@ -97,7 +97,7 @@ class NewestCheckpoint:
     merged: CheckpointId | None  # the delta that it was merged from
     next_epoch: int
     kind: Literal["full", "delta", "snapshot"]
-    tables: list[tuple[str, str]]  # module and table of each
+    tables: list[SavedTable]
 
 @final
 class SavedTable:
@@ -108,7 +108,6 @@ class SavedTable:
     key: int
     dim: int
     optimizer: str
-    hyperparameters: dict[str, float]
     step: int
     seed: int
     total_num_buckets: int
@@ -156,22 +155,28 @@ class ShardSaved:
     left: list[str]  # which older saves could not be removed, and why
 
 @final
+class TableStep:
+    """A table, by its name, and how many training steps it has made."""
+
+    def __new__(cls, name: str, step: int) -> TableStep: ...
+    name: str
+    step: int
+
+@final
 class BlockSave:
     """One shard's part of a block-level save. Nobody sweeps it, and no other process writes the shard, as long as this lives.
 
-    `steps`: of the tables, by name. Ctrl-C ends a wait for other processes.
+    `steps`: of the tables. Ctrl-C ends a wait for other processes.
     """
 
-    def __new__(
-        cls, directory: Directory, shard: int, shards: int, steps: Sequence[tuple[str, int]], random: int
-    ) -> BlockSave: ...  # a new one
+    def __new__(cls, directory: Directory, shard: int, shards: int, steps: Sequence[TableStep], random: int) -> BlockSave: ...  # a new one
     @staticmethod
     def join_or_begin(
-        directory: Directory, shard: int, shards: int, steps: Sequence[tuple[str, int]], random: int
+        directory: Directory, shard: int, shards: int, steps: Sequence[TableStep], random: int
     ) -> BlockSave: ...  # the newest that waits for this shard and saw the tables at the same steps, or a new one
     @staticmethod
     def join(
-        directory: Directory, shard: int, shards: int, steps: Sequence[tuple[str, int]], name: str
+        directory: Directory, shard: int, shards: int, steps: Sequence[TableStep], name: str
     ) -> BlockSave: ...  # InUseError where it does not fit
     name: str
     def open_files(self, parallel: int, blocks: Sequence[BlockToWrite]) -> None: ...
@@ -243,6 +248,17 @@ class CheckpointSave:
     def abandon(self) -> None: ...  # harmless once it has ended
 
 @final
+class RowsToWrite:
+    """n rows that are to be written into a checkpoint. Parts that are None are written as zeros."""
+
+    def __new__(cls, ids: I64, vectors: F32, scalars: F32 | None = None, metadata: RowMetadata | None = None) -> RowsToWrite: ...
+    ids: I64  # [n], distinct
+    vectors: F32  # [n, V]
+    scalars: F32 | None  # [n]
+    metadata: RowMetadata | None
+    def __len__(self) -> int: ...
+
+@final
 class CheckpointWriter:
     """One rank's part of a save."""
 
@@ -254,7 +270,7 @@ class CheckpointWriter:
         spec: str,  # the table's entry in a manifest (`spec`), JSON
         bucket_begin: int,
         bucket_end: int,
-        chunks: Iterable[tuple[I64, F32, F32 | None, Meta | None]],  # distinct ids [n], vectors [n, V], scalars [n], metadata
+        chunks: Iterable[RowsToWrite],  # each id in one of them
     ) -> int: ...  # rows written; what `chunks` raises is raised
     def write_changes(self, module: str, table: Table, hyperparameters: Mapping[str, float], ancestor: Ancestor) -> TableWritten: ...
     def finish(self) -> Digest: ...  # for `publish`
@@ -324,7 +340,7 @@ class CheckpointReader:
         bucket_begin: int,
         bucket_end: int,
         *,
-        saved: tuple[str, str] | None = None,  # module and table there, where others
+        saved: SavedTable | None = None,  # what it is loaded from, one of `tables`; None: the table of the same module and name
         segments: bool = False,  # False: MismatchError where it would have to be opened from segments
         slots: bool = True,  # False: rows come without the optimizer's slots, and any optimizer fits
     ) -> int: ...  # fits, is not in use, files' headers; no fewer rows than will be loaded
@@ -346,6 +362,6 @@ class CheckpointRows:
 
     def __new__(cls, directory: Directory, latest: str) -> CheckpointRows: ...
     def manifest(self) -> str: ...  # JSON
-    def read(self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[I64, F32, F32, Meta], None] | None) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
+    def read(self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[RowBlock], None] | None) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
     def reshard(self, to: Directory, random: int, world_size: int) -> Published: ...  # written again there
 

@@ -91,7 +91,8 @@ def _newest(directory: Directory) -> tuple[_Newest | None, str | None]:
         return None, f"the newest checkpoint there is damaged ({error})"
     if found is None:
         return None, "there is no checkpoint yet"
-    return _Newest(found.id, found.merged, found.next_epoch, found.kind, set(found.tables)), None
+    tables = {(entry.module, entry.table) for entry in found.tables}
+    return _Newest(found.id, found.merged, found.next_epoch, found.kind, tables), None
 
 
 def _base(shards: list[Shard], directory: Directory, rank: int) -> tuple[Base | None, str | None]:

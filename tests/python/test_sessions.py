@@ -1,14 +1,16 @@
 """Every way to save and load a checkpoint goes through the sessions, and what crosses the border is frozen and has names."""
 
 import ast
+import json
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,11 +18,15 @@ import torch.distributed.checkpoint as dcp
 import torchrec_embcache
 from tables import Contents, make_bag, random_batches, step, train
 from torchrec_embcache import _native
+from torchrec_embcache.cli.checkpoints import Opened
 from torchrec_embcache.cli.convert import Settings, convert
 from torchrec_embcache.dcp import EmbCacheStorageReader, EmbCacheStorageWriter
-from torchrec_embcache.exceptions import StateError
+from torchrec_embcache.exceptions import InputError, StateError
+from torchrec_embcache.optimizers import RowWiseAdagrad
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import BlockSaver
+from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.save import RankPart, SaveSession
 
 PACKAGE = Path(torchrec_embcache.__file__).parent
 SECONDS = 60.0
@@ -125,6 +131,73 @@ def test_what_ranks_send_each_other_is_pickled_and_compared_by_value() -> None:
     assert _native.Digest(1, 2) != _native.Digest(1, 3)
     with pytest.raises(AttributeError):
         identity.name = "another"
+
+
+def read_blocks(path: Path) -> tuple[dict[str, Any], list[_native.RowBlock]]:
+    """The manifest's `spec` of the only table of the newest checkpoint in `path`, and the rows of that table."""
+    opened = Opened.at(str(path))
+    (spec,) = opened.tables
+    blocks: list[_native.RowBlock] = []
+    count = opened.rows.read(spec["module"], spec["table"], 0, spec["total_num_buckets"], blocks.append)
+    assert count == spec.pop("rows") == sum(map(len, blocks))
+    return spec, blocks
+
+
+def write_chunks(path: Path, spec: dict[str, Any], chunks: Iterable[_native.RowsToWrite]) -> None:
+    """Save `chunks` to `path` as the table that `spec` describes."""
+    with SaveSession(_native.Directory.to_save(str(path), "strict"), OneRank()) as session:
+        session.begin()
+        writer = session.writer()
+        writer.write_rows(json.dumps(spec), 0, spec["total_num_buckets"], chunks)
+        session.write(lambda: RankPart(writer.finish()))
+        session.publish(9)
+
+
+def test_rows_cross_the_border_with_names_and_keep_every_part(tmp_path: Path) -> None:
+    bag = make_bag(optimizer=RowWiseAdagrad())
+    train(bag, random_batches(3, bags=8, ids=60, seed=4))
+    Saver(0).save(bag, tmp_path / "saved")
+    spec, blocks = read_blocks(tmp_path / "saved")
+    for block in blocks:
+        found = bag.read_rows(block.ids)
+        assert found.found.all()
+        assert np.array_equal(found.weights, block.vectors)
+        assert np.array_equal(found.slots["sum"], block.scalars)
+        for part in ("count", "last_step", "score", "modified_epoch"):
+            assert np.array_equal(getattr(found.metadata, part), getattr(block.metadata, part))
+    whole = [_native.RowsToWrite(block.ids, block.vectors, block.scalars, block.metadata) for block in blocks]
+    write_chunks(tmp_path / "whole", spec, whole)
+    loaded = make_bag(optimizer=RowWiseAdagrad())
+    Saver(0).load(loaded, tmp_path / "whole")
+    assert Contents.of(loaded) == Contents.of(bag)
+
+    write_chunks(tmp_path / "bare", spec, (_native.RowsToWrite(block.ids, block.vectors) for block in blocks))
+    for bare in read_blocks(tmp_path / "bare")[1]:
+        assert np.array_equal(bag.read_rows(bare.ids).weights, bare.vectors)
+        known = bare.metadata
+        for zeros in (bare.scalars, known.count, known.last_step, known.score, known.modified_epoch):
+            assert not zeros.any()
+
+
+def test_a_chunk_that_does_not_fit_ends_the_save(tmp_path: Path) -> None:
+    bag = make_bag()
+    train(bag, random_batches(1, bags=8, ids=60, seed=4))
+    Saver(0).save(bag, tmp_path / "saved")
+    spec, (block, *_) = read_blocks(tmp_path / "saved")
+    few = _native.RowMetadata(*(np.zeros(1, kind) for kind in (np.uint32, np.uint64, np.float32, np.uint32)))
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ((block.ids, block.vectors, block.scalars, None), TypeError, "RowsToWrite"),
+        (_native.RowsToWrite(block.ids, block.vectors[:, :1].copy()), InputError, "vectors has"),
+        (_native.RowsToWrite(block.ids, block.vectors, block.scalars[:1]), InputError, "scalars has 1 entries"),
+        (_native.RowsToWrite(block.ids, block.vectors, None, few), InputError, "count has 1 entries"),
+    ]
+    for chunk, error, message in cases:
+        with pytest.raises(error, match=message):
+            write_chunks(tmp_path / "made", spec, [chunk])
+        assert not any(path.is_dir() for path in (tmp_path / "made").iterdir())
+    chunk = _native.RowsToWrite(block.ids, block.vectors)
+    with pytest.raises(AttributeError):
+        chunk.scalars = block.scalars
 
 
 def test_a_directory_that_was_opened_to_load_from_is_not_saved_to(tmp_path: Path) -> None:

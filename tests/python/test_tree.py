@@ -449,6 +449,18 @@ def test_booleans_cross_the_language_border_by_name() -> None:
     assert not {name for stub in PACKAGE.glob("_native*.pyi") for name in positional_booleans(stub.read_text())}
 
 
+def types_without_names(source: str) -> Iterator[str]:
+    """Each place in a stub whose type does not say what its parts are: a tuple, a dict, or `Any`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and node.id in {"tuple", "dict", "Any"}:
+            yield f"line {node.lineno}: {node.id}"
+
+
+def test_what_crosses_the_language_border_has_named_fields() -> None:
+    """Nothing but its place tells what a part of a tuple is. `Mapping` is for names that are data, such as hyperparameters."""
+    assert not {name for stub in PACKAGE.glob("_native*.pyi") for name in types_without_names(stub.read_text())}
+
+
 def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
     machine = re.compile(r"(?<![\w.])/(?:work|farm|root)/[\w.]")
     bad = [
@@ -527,6 +539,8 @@ def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
     assert list(python_functions('def a(b):\n    """Say.\n\n    More.\n    """\n    return b\n')) == [("a", 2)]
     source = "def f(a: bool, b: int): ...\nclass C:\n    def g(self, c: bool | None = None, *, d: bool): ...\n"
     assert set(positional_booleans(source)) == {"f(a)", "C.g(c)"}
+    source = "A = tuple[int, int]\nclass B:\n    c: list[dict[str, int]]\n    def d(self, e: Any) -> list[int]: ...\n"
+    assert set(types_without_names(source)) == {"line 1: tuple", "line 3: dict", "line 4: Any"}
     below = "torchrec_embcache.sharded"
     assert python_imports("from ..cache import Lookup", below) == {
         "torchrec_embcache.cache",

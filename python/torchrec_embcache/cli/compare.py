@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_embcache import _native
 from torchrec_embcache.exceptions import MismatchError
 
 from .checkpoints import Opened
@@ -120,15 +121,17 @@ class _Rows:
 
     @classmethod
     def of(cls, side: Opened, table: dict[str, Any], begin: int, end: int) -> "_Rows":
-        chunks: list[tuple[Any, ...]] = []
-        side.rows.read(table["module"], table["table"], begin, end, lambda *chunk: chunks.append(chunk))
+        blocks: list[_native.RowBlock] = []
+        side.rows.read(table["module"], table["table"], begin, end, blocks.append)
         dim = table["dim"]
-        if not chunks:
+        if not blocks:
             nothing = np.empty((0, dim), np.float32)
             return cls(np.empty(0, np.int64), nothing, nothing, [np.empty(0)] * len(_METADATA))
-        ids, vectors, scalars = (np.concatenate([chunk[part] for chunk in chunks]) for part in range(3))
+        ids = np.concatenate([block.ids for block in blocks])
+        vectors = np.concatenate([block.vectors for block in blocks])
+        scalars = np.concatenate([block.scalars for block in blocks])
         order = np.argsort(ids, kind="stable")
-        metadata = [np.concatenate([chunk[3][part] for chunk in chunks])[order] for part in range(len(_METADATA))]
+        metadata = [np.concatenate([getattr(block.metadata, name) for block in blocks])[order] for name in _METADATA]
         slots = np.concatenate([vectors[:, dim:], scalars[:, None]], axis=1)
         return cls(ids[order], vectors[order, :dim], slots[order], metadata)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchrec_embcache import _native
 from torchrec_embcache.buckets import DEFAULT_BUCKET_HASH
@@ -184,7 +183,7 @@ def _guess(table: StoredTable, present: tuple[str, ...], names: tuple[str, ...])
 
 
 class _Chunks:
-    """Rows as the core takes them: ids, vectors, scalars, metadata. `last_epoch` is the greatest epoch of those handed over."""
+    """Rows as the core takes them. `last_epoch` is the greatest epoch of those handed over."""
 
     def __init__(self, table: StoredTable, optimizer: type[OptimizerSpec], slots: Mapping[str, str]) -> None:
         self._table = table
@@ -192,7 +191,7 @@ class _Chunks:
         self._slots = slots
         self.last_epoch = 0
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+    def __iter__(self) -> Iterator[_native.RowsToWrite]:
         for columns in self._table.chunks():
             vectors = [columns["weight"]]
             scalars = None
@@ -202,11 +201,13 @@ class _Chunks:
                     vectors.append(values.reshape(len(values), self._table.dim))
                 else:
                     scalars = np.ascontiguousarray(values.reshape(-1))
-            meta = None
+            metadata = None
             if METADATA.keys() <= columns.keys():
-                meta = tuple(columns[name].astype(dtype, copy=False) for name, dtype in METADATA.items())
+                metadata = _native.RowMetadata(
+                    **{name: columns[name].astype(dtype, copy=False) for name, dtype in METADATA.items()}
+                )
                 self.last_epoch = max(self.last_epoch, int(columns["modified_epoch"].max(initial=0)))
-            yield columns["id"], np.concatenate(vectors, axis=1), scalars, meta
+            yield _native.RowsToWrite(columns["id"], np.concatenate(vectors, axis=1), scalars, metadata)
 
 
 # ---- out of a checkpoint
@@ -235,14 +236,13 @@ def _export_table(opened: Opened, target: Folder, name: str, entry: dict[str, An
     with target.below(name, make=True) as folder:
         with SINKS[layout](folder, entry, optimizer) as sink:
 
-            def take(
-                ids: NDArray[np.int64], vectors: NDArray[np.float32], scalars: NDArray[np.float32], meta: Any
-            ) -> None:
-                columns: Columns = {"id": ids, "weight": vectors[:, :dim]}
+            def take(block: _native.RowBlock) -> None:
+                vectors = block.vectors
+                columns: Columns = {"id": block.ids, "weight": vectors[:, :dim]}
                 for at, slot in enumerate(optimizer.slot_names):
                     begin = dim * (1 + at)
-                    columns[slot] = vectors[:, begin : begin + dim] if at < optimizer.vector_slots else scalars
-                sink.take(columns | dict(zip(METADATA, meta, strict=True)))
+                    columns[slot] = vectors[:, begin : begin + dim] if at < optimizer.vector_slots else block.scalars
+                sink.take(columns | {name: getattr(block.metadata, name) for name in METADATA})
 
             opened.rows.read(entry["module"], entry["table"], 0, entry["total_num_buckets"], take)
         described = {field: value for field, value in entry.items() if field != "rows"}

@@ -30,7 +30,8 @@ class BlockSession(Begun[_native.BlockSave]):
     def __init__(self, directory: Directory, shard: int, shards: int, steps: Mapping[str, int]) -> None:
         """`steps`: of the tables that the shards save, by which shards that cannot agree know their save."""
         super().__init__()
-        self._directory, self._shard, self._shards, self._steps = directory, shard, shards, list(steps.items())
+        self._directory, self._shard, self._shards = directory, shard, shards
+        self._steps = [_native.TableStep(name, step) for name, step in steps.items()]
 
     def begin(self) -> None:
         """Join the newest save that waits for this shard and saw the tables at the same steps, or begin one."""

@@ -237,7 +237,7 @@ class LoadSession:
             check_saved_optimizer(f"{table.name!r} of module {module_path!r}", table.optimizer, saved.optimizer)
         # Whoever is brought together by others cannot open tables of all ranks from segments at once.
         return self.reader.check_table(
-            module_path, table.native, *buckets, saved=source, segments=self._ranks.sees_all, slots=self._slots
+            module_path, table.native, *buckets, saved=saved, segments=self._ranks.sees_all, slots=self._slots
         )
 
     def load(self, tracker: Callable[[], Tracker]) -> LoadReport:

@@ -102,6 +102,26 @@ impl PyWrittenTable {
     }
 }
 
+/// A table, by its name, and how many training steps it has made.
+#[pyclass(frozen, get_all, from_py_object, name = "TableStep", module = "torchrec_embcache._native")]
+#[derive(Clone, Debug)]
+pub(crate) struct PyTableStep {
+    name: String,
+    step: u64,
+}
+
+#[pymethods]
+impl PyTableStep {
+    #[new]
+    fn new(name: String, step: u64) -> Self {
+        Self { name, step }
+    }
+
+    fn __repr__(&self) -> String {
+        format!("TableStep({:?}, {})", self.name, self.step)
+    }
+}
+
 /// One shard's part of a block-level save.
 #[pyclass(frozen, name = "BlockSave", module = "torchrec_embcache._native")]
 pub(crate) struct PyBlockSave {
@@ -122,12 +142,13 @@ impl PyBlockSave {
         py: Python<'_>,
         directory: &PyDirectory,
         (index, count): (u32, u32),
-        steps: &[(String, u64)],
+        steps: Vec<PyTableStep>,
         join: &Join,
         random: u64,
     ) -> PyResult<Self> {
         let shard = Shard { index, count };
-        let save = waiting(py, |wait| BlockSave::begin(&directory.inner, shard, steps, join, random, wait))?;
+        let steps: Vec<(String, u64)> = steps.into_iter().map(|table| (table.name, table.step)).collect();
+        let save = waiting(py, |wait| BlockSave::begin(&directory.inner, shard, &steps, join, random, wait))?;
         let name = save.name().to_string();
         Ok(Self { save: Mutex::new(Some(save)), writer: RwLock::new(None), name })
     }
@@ -150,44 +171,41 @@ fn closed() -> Error {
 impl PyBlockSave {
     /// Join the newest save that waits for the shard, or begin one.
     #[staticmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn join_or_begin(
         py: Python<'_>,
         directory: &PyDirectory,
         shard: u32,
         shards: u32,
-        steps: Vec<(String, u64)>,
+        steps: Vec<PyTableStep>,
         random: u64,
     ) -> PyResult<Self> {
-        Self::begin(py, directory, (shard, shards), &steps, &Join::NewestOrNew, random)
+        Self::begin(py, directory, (shard, shards), steps, &Join::NewestOrNew, random)
     }
 
     /// Begin a save.
     #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn new(
         py: Python<'_>,
         directory: &PyDirectory,
         shard: u32,
         shards: u32,
-        steps: Vec<(String, u64)>,
+        steps: Vec<PyTableStep>,
         random: u64,
     ) -> PyResult<Self> {
-        Self::begin(py, directory, (shard, shards), &steps, &Join::New, random)
+        Self::begin(py, directory, (shard, shards), steps, &Join::New, random)
     }
 
     /// Join the save of a name.
     #[staticmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned lists")]
     fn join(
         py: Python<'_>,
         directory: &PyDirectory,
         shard: u32,
         shards: u32,
-        steps: Vec<(String, u64)>,
+        steps: Vec<PyTableStep>,
         name: String,
     ) -> PyResult<Self> {
-        Self::begin(py, directory, (shard, shards), &steps, &Join::Named(name), 0)
+        Self::begin(py, directory, (shard, shards), steps, &Join::Named(name), 0)
     }
 
     /// Make the data files.

@@ -11,13 +11,13 @@ use pyo3::prelude::*;
 
 use crate::error::input;
 
-/// The metadata of rows: count, last step, score and modified epoch, each `[n]`.
-pub(crate) type Meta<'py> =
-    (Bound<'py, PyArray1<u32>>, Bound<'py, PyArray1<u64>>, Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<u32>>);
-
-/// The metadata of rows as Python gives it.
-pub(crate) type GivenMeta<'py> =
-    (PyReadonlyArray1<'py, u32>, PyReadonlyArray1<'py, u64>, PyReadonlyArray1<'py, f32>, PyReadonlyArray1<'py, u32>);
+/// The metadata of n rows, borrowed from Python: each `[n]`.
+pub(crate) struct GivenMetadata<'py> {
+    pub(crate) count: PyReadonlyArray1<'py, u32>,
+    pub(crate) last_step: PyReadonlyArray1<'py, u64>,
+    pub(crate) score: PyReadonlyArray1<'py, f32>,
+    pub(crate) modified_epoch: PyReadonlyArray1<'py, u32>,
+}
 
 /// A contiguous array as a slice.
 pub(crate) fn slice<'a, T: Element>(what: &str, array: &'a PyReadonlyArray1<'_, T>) -> PyResult<&'a [T]> {
@@ -62,21 +62,11 @@ pub(crate) fn scalars_to_python<'py>(py: Python<'py>, headers: &[RowHeader]) -> 
     headers.iter().map(|header| header.scalar).collect::<Vec<f32>>().into_pyarray(py)
 }
 
-/// The metadata of rows.
-pub(crate) fn meta_to_python<'py>(py: Python<'py>, headers: &[RowHeader]) -> Meta<'py> {
-    (
-        headers.iter().map(|header| header.count).collect::<Vec<u32>>().into_pyarray(py),
-        headers.iter().map(|header| header.last_step).collect::<Vec<u64>>().into_pyarray(py),
-        headers.iter().map(|header| header.score).collect::<Vec<f32>>().into_pyarray(py),
-        headers.iter().map(|header| header.modified_epoch).collect::<Vec<u32>>().into_pyarray(py),
-    )
-}
-
 /// Headers from the parts that Python gives. Parts that are `None` are zeros.
 pub(crate) fn headers_from_python(
     ids: &[i64],
     scalars: Option<&[f32]>,
-    meta: Option<&GivenMeta<'_>>,
+    metadata: Option<&GivenMetadata<'_>>,
 ) -> PyResult<Vec<RowHeader>> {
     let check = |what: &str, len: usize| {
         if len == ids.len() { Ok(()) } else { Err(input(format!("{what} has {len} entries for {} ids", ids.len()))) }
@@ -86,9 +76,9 @@ pub(crate) fn headers_from_python(
         check("scalars", scalars.len())?;
         headers.iter_mut().zip(scalars).for_each(|(header, &scalar)| header.scalar = scalar);
     }
-    if let Some((count, last_step, score, epoch)) = meta {
-        let (count, last_step) = (slice("count", count)?, slice("last_step", last_step)?);
-        let (score, epoch) = (slice("score", score)?, slice("modified_epoch", epoch)?);
+    if let Some(metadata) = metadata {
+        let (count, last_step) = (slice("count", &metadata.count)?, slice("last_step", &metadata.last_step)?);
+        let (score, epoch) = (slice("score", &metadata.score)?, slice("modified_epoch", &metadata.modified_epoch)?);
         check("count", count.len())?;
         check("last_step", last_step.len())?;
         check("score", score.len())?;

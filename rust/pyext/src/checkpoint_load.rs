@@ -165,15 +165,14 @@ impl PyReader {
         table: &PyTable,
         bucket_begin: u32,
         bucket_end: u32,
-        saved: Option<(String, String)>,
+        saved: Option<&PySavedTable>,
         segments: bool,
         slots: bool,
     ) -> PyResult<u64> {
         let name = table.inner.config().name.clone();
-        let saved = saved.unwrap_or_else(|| (module.clone(), name.clone()));
         let request = TableRequest {
-            module: &saved.0,
-            table: &saved.1,
+            module: saved.map_or(&module, |saved| &saved.module),
+            table: saved.map_or(&name, |saved| &saved.table),
             buckets: bucket_begin..bucket_end,
             columns: if slots { Columns::All } else { Columns::WithoutSlots },
             segments: if segments { Segments::Open } else { Segments::Refuse },

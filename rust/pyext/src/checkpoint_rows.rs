@@ -3,25 +3,49 @@
 use embcache::checkpoint::{Chain, RowSink, RowSource, TableSpec, reshard};
 use embcache::rows::RowHeader;
 use embcache::{Error, Kind};
-use numpy::{IntoPyArray, PyReadonlyArray1, PyReadonlyArray2};
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
 
-use crate::buffers::{GivenMeta, headers_from_python, matrix, meta_to_python, scalars_to_python, slice, slice2};
+use crate::buffers::{headers_from_python, slice, slice2};
 use crate::checkpoint_load::open_chain;
 use crate::directory::PyDirectory;
 use crate::error::{input, to_python};
 use crate::records::PyPublished;
+use crate::rows::{PyRowBlock, PyRowMetadata};
 
-/// A chunk of rows: ids `[n]`, vectors `[n, V]`, scalars `[n]` or none, metadata or none.
-type GivenChunk<'py> = (
-    PyReadonlyArray1<'py, i64>,
-    PyReadonlyArray2<'py, f32>,
-    Option<PyReadonlyArray1<'py, f32>>,
-    Option<GivenMeta<'py>>,
-);
+/// Rows that are to be written into a checkpoint. Parts that are `None` are written as zeros.
+#[pyclass(frozen, get_all, name = "RowsToWrite", module = "torchrec_embcache._native")]
+pub(crate) struct PyRowsToWrite {
+    ids: Py<PyArray1<i64>>,
+    vectors: Py<PyArray2<f32>>,
+    scalars: Option<Py<PyArray1<f32>>>,
+    metadata: Option<Py<PyRowMetadata>>,
+}
 
-/// Rows that a Python iterable gives, chunk by chunk.
+#[pymethods]
+impl PyRowsToWrite {
+    #[new]
+    #[pyo3(signature = (ids, vectors, scalars=None, metadata=None))]
+    fn new(
+        ids: Py<PyArray1<i64>>,
+        vectors: Py<PyArray2<f32>>,
+        scalars: Option<Py<PyArray1<f32>>>,
+        metadata: Option<Py<PyRowMetadata>>,
+    ) -> Self {
+        Self { ids, vectors, scalars, metadata }
+    }
+
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.ids.bind(py).len()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("RowsToWrite of {} rows", self.__len__(py)?))
+    }
+}
+
+/// Rows that a Python iterable of `RowsToWrite` gives, chunk by chunk.
 pub(crate) struct GivenRows {
     spec: TableSpec,
     vector_floats: usize,
@@ -50,9 +74,12 @@ impl GivenRows {
     /// The next chunk as the core takes it.
     fn next(&self, py: Python<'_>) -> PyResult<Option<(Vec<RowHeader>, Vec<f32>)>> {
         let Some(chunk) = self.chunks.bind(py).clone().next().transpose()? else { return Ok(None) };
-        let (ids, vectors, scalars, meta): GivenChunk<'_> = chunk.extract()?;
+        let chunk = chunk.cast::<PyRowsToWrite>()?.get();
+        let (ids, vectors) = (chunk.ids.bind(py).try_readonly()?, chunk.vectors.bind(py).try_readonly()?);
+        let scalars = chunk.scalars.as_ref().map(|scalars| scalars.bind(py).try_readonly()).transpose()?;
         let scalars = scalars.as_ref().map(|scalars| slice("scalars", scalars)).transpose()?;
-        let headers = headers_from_python(slice("ids", &ids)?, scalars, meta.as_ref())?;
+        let metadata = chunk.metadata.as_ref().map(|metadata| metadata.get().borrowed(py)).transpose()?;
+        let headers = headers_from_python(slice("ids", &ids)?, scalars, metadata.as_ref())?;
         let vectors = slice2("vectors", &vectors)?;
         if vectors.len() != headers.len() * self.vector_floats {
             return Err(input(format!(
@@ -100,7 +127,7 @@ impl PyRows {
         String::from_utf8(bytes).map_err(|error| input(error.to_string()))
     }
 
-    /// Rows are given to `sink` in chunks; it is called once for each.
+    /// Rows are given to `sink` in chunks. It is called with a `RowBlock` for each.
     #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
     fn read(
         &self,
@@ -120,14 +147,8 @@ impl PyRows {
                 rows += headers.len() as u64;
                 let Some(sink) = &sink else { return Ok(()) };
                 Python::attach(|py| {
-                    let ids: Vec<i64> = headers.iter().map(|header| header.id).collect();
-                    let chunk = (
-                        ids.into_pyarray(py),
-                        matrix(py, vectors.to_vec(), vector_floats)?,
-                        scalars_to_python(py, headers),
-                        meta_to_python(py, headers),
-                    );
-                    sink.call1(py, chunk).map(drop)
+                    let block = PyRowBlock::of(py, headers, vectors.to_vec(), vector_floats)?;
+                    sink.call1(py, (block,)).map(drop)
                 })
                 .map_err(|error: PyErr| {
                     raised = Some(error);

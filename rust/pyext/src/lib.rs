@@ -61,7 +61,7 @@ mod _native {
     #[pymodule_export]
     use super::blocks::{
         PyBlockReader, PyBlockRun, PyBlockSave, PyBlockShape, PyBlockToWrite, PyShardSaved, PyTableOfBlocks,
-        PyWrittenTable, chunk_checksums,
+        PyTableStep, PyWrittenTable, chunk_checksums,
     };
     #[pymodule_export]
     use super::buckets::{PyBucketOrder, bucket_order, buckets_of, hash_ids, ids_of_hashes};
@@ -70,7 +70,7 @@ mod _native {
     #[pymodule_export]
     use super::checkpoint_load::{PyCompaction, PyReader};
     #[pymodule_export]
-    use super::checkpoint_rows::PyRows;
+    use super::checkpoint_rows::{PyRows, PyRowsToWrite};
     #[pymodule_export]
     use super::directory::PyDirectory;
     #[pymodule_export]

@@ -222,32 +222,31 @@ pub(crate) struct PyNewestCheckpoint {
     merged: Option<PyCheckpointId>,
     next_epoch: u32,
     kind: &'static str,
-    tables: Vec<(String, String)>,
+    tables: Vec<PySavedTable>,
 }
 
 impl PyNewestCheckpoint {
     pub(crate) fn of(checkpoint: &Checkpoint) -> Self {
         let manifest = checkpoint.manifest();
-        let name = |entry: &TableEntry| (entry.spec.module.clone(), entry.spec.table.clone());
         Self {
             id: checkpoint.identity().into(),
             merged: manifest.merged.clone().map(Into::into),
             next_epoch: manifest.next_epoch,
             kind: manifest.kind.name(),
-            tables: manifest.tables.iter().map(name).collect(),
+            tables: manifest.tables.iter().map(PySavedTable::of).collect(),
         }
     }
 }
 
 /// What a checkpoint says of one of its tables.
 #[pyclass(frozen, get_all, name = "SavedTable", module = "torchrec_embcache._native")]
+#[derive(Clone, Debug)]
 pub(crate) struct PySavedTable {
-    module: String,
-    table: String,
+    pub(crate) module: String,
+    pub(crate) table: String,
     key: u64,
     dim: u32,
     optimizer: String,
-    hyperparameters: BTreeMap<String, f64>,
     step: u64,
     seed: u64,
     total_num_buckets: u32,
@@ -264,7 +263,6 @@ impl PySavedTable {
             key: spec.key,
             dim: spec.dim,
             optimizer: spec.optimizer.name.clone(),
-            hyperparameters: spec.optimizer.hyperparameters.clone(),
             step: spec.step,
             seed: spec.seed,
             total_num_buckets: spec.total_num_buckets,

@@ -6,7 +6,7 @@ use embcache::rows::RowHeader;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
-use crate::buffers::{GivenDevice, GivenMeta, Meta, matrix, meta_to_python, scalars_to_python};
+use crate::buffers::{GivenDevice, GivenMetadata, matrix, scalars_to_python};
 use crate::error::input;
 
 /// What is known of rows beside their values.
@@ -37,18 +37,27 @@ impl PyRowMetadata {
 
 impl PyRowMetadata {
     fn of(py: Python<'_>, headers: &[RowHeader]) -> PyResult<Py<Self>> {
-        let (count, last_step, score, modified_epoch): Meta<'_> = meta_to_python(py, headers);
-        Py::new(py, Self::new(count.unbind(), last_step.unbind(), score.unbind(), modified_epoch.unbind()))
+        let count: Vec<u32> = headers.iter().map(|header| header.count).collect();
+        let last_step: Vec<u64> = headers.iter().map(|header| header.last_step).collect();
+        let score: Vec<f32> = headers.iter().map(|header| header.score).collect();
+        let modified_epoch: Vec<u32> = headers.iter().map(|header| header.modified_epoch).collect();
+        let metadata = Self {
+            count: count.into_pyarray(py).unbind(),
+            last_step: last_step.into_pyarray(py).unbind(),
+            score: score.into_pyarray(py).unbind(),
+            modified_epoch: modified_epoch.into_pyarray(py).unbind(),
+        };
+        Py::new(py, metadata)
     }
 
     /// The arrays, which nobody may write while they are borrowed.
-    pub(crate) fn borrowed<'py>(&self, py: Python<'py>) -> PyResult<GivenMeta<'py>> {
-        Ok((
-            self.count.bind(py).try_readonly()?,
-            self.last_step.bind(py).try_readonly()?,
-            self.score.bind(py).try_readonly()?,
-            self.modified_epoch.bind(py).try_readonly()?,
-        ))
+    pub(crate) fn borrowed<'py>(&self, py: Python<'py>) -> PyResult<GivenMetadata<'py>> {
+        Ok(GivenMetadata {
+            count: self.count.bind(py).try_readonly()?,
+            last_step: self.last_step.bind(py).try_readonly()?,
+            score: self.score.bind(py).try_readonly()?,
+            modified_epoch: self.modified_epoch.bind(py).try_readonly()?,
+        })
     }
 }
 
