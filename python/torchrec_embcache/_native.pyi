@@ -268,7 +268,6 @@ class Table:
     def is_closed(self) -> bool: ...
     def step(self) -> int: ...  # training steps so far
     def set_step(self, step: int) -> None: ...
-    def advance_step(self) -> None: ...  # counts a backward without ids on this rank
     def epoch(self) -> int: ...  # the checkpoint epoch that rows trained now are marked with
     def set_epoch(self, epoch: int) -> None: ...
     def ancestors(self) -> list[Ancestor]: ...  # the checkpoints that a delta can build on, oldest first
@@ -383,7 +382,6 @@ class Plan:
     """
 
     def wait(self) -> None: ...  # until every row is in a slot of the tier that kernels run on (with a device tier: in `fetched`)
-    def is_ready(self) -> bool: ...  # whether `wait` would not block
     def complete_ahead(self) -> bool: ...  # whether an `ahead` plan fetched everything, or the budget ended it early
     def overflow_rows(self) -> list[int]: ...  # for each table: how many rows did not fit the tier that kernels run on
     # Of a table of the lookup with a device tier, by its number:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from . import disk, publish
 from .config import Reopen, TierBudgets
-from .exceptions import EmbCacheWarning
+from .exceptions import EmbCacheWarning, StateError
 
 __all__ = ["StateToResume", "state_to_resume", "warn_of_lost_state"]
 
@@ -42,11 +42,16 @@ class StateToResume:
 def state_to_resume(table: ResumedTable, reopen: Reopen | None, token: int | None) -> StateToResume:
     """The state that `token` names, or by default the newest complete one.
 
-    With "auto" nothing is resumed where there is none; with "resume" that is a `StateError`.
+    With "auto" nothing is resumed where there is none; with "resume" that is a `StateError`. So is a token where none is asked for.
     """
     directory = table.directory
     if directory is None or reopen not in ("resume", "auto"):
-        return StateToResume(token)
+        if token is not None:
+            raise StateError(
+                f"resume_token={token} of table {table.name!r}, which resumes nothing: make it with "
+                'TierBudgets(ssd_dir=..., reopen="resume")'
+            )
+        return StateToResume(None)
     root, published = str(table.tiers.ssd_dir), tuple(table.published())
     if token is None and reopen == "resume":
         token = publish.resume_token(root, directory, published)

@@ -409,6 +409,16 @@ def refuse(_token):
     raise StorageError("no room for the state")
 
 
+@pytest.mark.parametrize("budgets", [{}, {"reopen": None}, {"reopen": "discard"}])
+def test_a_token_for_a_table_that_resumes_nothing_is_refused_with_what_to_do(tmp_path, budgets):
+    tiers = ssd_tiers(tmp_path / "ssd", **budgets) if budgets else TierBudgets(host_bytes="1MiB")
+    table = CacheTable(name="t", dim=4, tiers=tiers, initializer=initializers.Constant(1), optimizer=None)
+    with pytest.raises(StateError, match=r"resume_token=2 of table 't'.*reopen=\"resume\""):
+        table.open(resume_token=2)
+    with table:
+        assert len(table) == 0
+
+
 def test_a_closed_table_that_is_still_held_does_not_stop_the_flushes_of_others(tmp_path):
     tiers = ssd_tiers(tmp_path / "ssd", host_bytes="4KiB", flush_every=2)
     closed, other = (make_bag(name=name, tiers=tiers) for name in ("closed", "other"))

@@ -50,10 +50,6 @@ impl PyPlan {
         let plan = self.plan()?;
         py.detach(|| plan.wait()).map_err(to_python)
     }
-    fn is_ready(&self, py: Python<'_>) -> PyResult<bool> {
-        let plan = self.plan()?;
-        py.detach(|| plan.is_ready()).map_err(to_python)
-    }
     fn complete_ahead(&self, py: Python<'_>) -> PyResult<bool> {
         let plan = self.plan()?;
         py.detach(|| plan.complete_ahead()).map_err(to_python)

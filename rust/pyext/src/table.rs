@@ -185,9 +185,6 @@ impl PyTable {
     fn set_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         py.detach(|| self.inner.set_step(step)).map_err(to_python)
     }
-    fn advance_step(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.advance_step()).map_err(to_python)
-    }
     fn epoch(&self, py: Python<'_>) -> PyResult<u32> {
         py.detach(|| self.inner.epoch()).map_err(to_python)
     }

@@ -109,14 +109,6 @@ impl Table {
         Ok(())
     }
 
-    /// Count a training step that used no id of this table.
-    pub fn advance_step(&self) -> Result<()> {
-        let mut held = self.inner.lock()?;
-        let step = held.counters().step + 1;
-        held.set_step(step);
-        Ok(())
-    }
-
     /// The checkpoint epoch of rows that are trained now.
     pub fn epoch(&self) -> Result<u32> {
         Ok(self.inner.lock()?.counters().epoch)
