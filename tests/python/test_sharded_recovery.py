@@ -302,6 +302,17 @@ def test_a_table_that_one_rank_tears_does_not_keep_the_others_waiting(two_ranks)
     assert any(torn)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_index_dedup_is_refused_before_a_module_gives_up_its_tables(monkeypatch):
+    model = Model()
+    model.sequences.tables["tc"].import_rows([7], torch.ones(1, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrec.distributed.embedding.EC_INDEX_DEDUP", True)  # what set_ec_index_dedup(True) does
+        with pytest.raises(UnsupportedError, match="set_ec_index_dedup"):
+            sharded(model, ROW_WISE, SGD)
+    assert len(model.sequences.tables["tc"]) == 1
+
+
 def _sharding_fails_on_one_rank(rank: int, world: int, root: str) -> Any:
     """Train unsharded, fail to shard because rank 1 cannot open its share of the second table, and try again."""
     settings = Settings(replicated=True, tiers=ssd_tiers(Path(root) / "ssd", host_bytes="4MiB", reopen="auto"))

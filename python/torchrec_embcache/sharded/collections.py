@@ -4,7 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    ShardedEmbeddingCollection,
+    get_ec_index_dedup,
+)
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -83,10 +87,11 @@ class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCol
 
     _prefix = "embeddings"
 
-    def _finish(self) -> None:
-        if self._use_index_dedup:
+    def _prepare(self, module: Any, *rest: Any) -> None:
+        # TorchRec would find this out when `module` has given up its tables.
+        if get_ec_index_dedup():
             raise UnsupportedError("TorchRec's index dedup (set_ec_index_dedup) is not supported yet: turn it off")
-        super()._finish()
+        super()._prepare(module, *rest)
 
     @classmethod
     def create_embedding_sharding(
