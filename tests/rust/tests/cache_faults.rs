@@ -2,6 +2,7 @@
 //! stays.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use embcache::Kind;
 use embcache::cache::{PickedRows, PlanMode, RowColumns};
@@ -71,6 +72,29 @@ fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again_in_place()
 #[test]
 fn a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again_with_a_device_tier() {
     a_read_error_is_raised_by_its_batch_and_the_rows_can_be_read_again(Some(30));
+}
+
+#[test]
+fn the_time_that_a_plan_waits_for_the_ssd_tier_counts_once_however_many_reads_it_waits_for() {
+    let (rig, faults) = Rig::with_faults(three_tiers(None, 12_000, 16 << 20));
+    for first in (0..30_000).step_by(6000) {
+        rig.train(&(first..first + 6000).collect::<Vec<Id>>(), 4, 1).expect("a step");
+    }
+    rig.table.flush(1).expect("a flush, so that rows are read from disk and not from buffers");
+    let waited = || rig.table.stats().expect("counters").ssd.expect("an SSD tier").tier.time_ns;
+    let before = waited();
+    faults.hold(Operation::Read);
+    let plan = rig.plan(&(0..10_000).collect::<Vec<Id>>(), PlanMode::TRAIN_AHEAD).expect("a plan of several reads");
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            faults.release();
+        });
+        plan.wait().expect("its rows");
+    });
+    let (counted, most) = (u128::from(waited() - before), begun.elapsed().as_nanos());
+    assert!((50_000_000..=most).contains(&counted), "{counted} ns in {most} ns");
 }
 
 #[test]

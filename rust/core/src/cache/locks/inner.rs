@@ -127,14 +127,21 @@ impl TableInner {
     pub(crate) fn close(&self) -> bool {
         let was_open = !self.closed.swap(true, Ordering::AcqRel);
         if was_open {
-            lock(&self.locked).residency.finish_loads();
+            self.lock_always().finish_loads();
         }
         was_open
     }
 
-    /// End an export by slot. This works for a table that refuses its lock, too.
+    /// End an export by slot. This works for a table that refuses its lock, too. In a forked child the export is its parent's.
     pub(crate) fn end_export(&self, number: u64) {
-        lock(&self.locked).residency.end_export(number);
+        if self.check_process().is_ok() {
+            self.lock_always().end_export(number);
+        }
+    }
+
+    /// The table's residency, also of a table that is closed or torn.
+    fn lock_always(&self) -> Held<'_> {
+        Held::new(&self.torn, lock(&self.locked))
     }
 
     /// Refuse a process forked from the one that opened the table. No lock is to be asked for before this: one that another thread had at
@@ -260,11 +267,11 @@ impl TableInner {
 
     /// Whether no moment of the table is held. It works for a closed or torn table, too.
     fn is_without_moment(&self) -> bool {
-        let mut locked = lock(&self.locked);
+        let mut held = self.lock_always();
         if self.left.any() {
-            self.do_what_was_left(&mut locked.residency);
+            self.do_what_was_left(&mut held);
         }
-        !locked.residency.has_moment()
+        !held.has_moment()
     }
 
     /// Wait until no moment of the table is held.

@@ -185,7 +185,7 @@ impl TablePlan {
 
     /// Wait for every read that this plan depends on, and have it finished. The table's lock is not held while waiting.
     fn wait_for_loads(&mut self) -> Result<()> {
-        let started = Instant::now();
+        let mut counted_until = Instant::now();
         let mut first_error = None;
         for load in self.hold.take_loads() {
             load.wait();
@@ -196,7 +196,9 @@ impl TablePlan {
             {
                 first_error.get_or_insert(error);
             }
-            held.note_ssd_wait(started.elapsed().as_nanos() as u64);
+            let now = Instant::now();
+            held.note_ssd_wait((now - counted_until).as_nanos() as u64);
+            counted_until = now;
         }
         first_error.map_or(Ok(()), |error| Err(self.table.in_table(error)))
     }
