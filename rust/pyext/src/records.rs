@@ -181,7 +181,7 @@ impl PyWrittenPart {
     }
 
     fn __repr__(&self) -> String {
-        format!("WrittenPart({:?}, {:?}, {})", self.directory, self.name, self.digest.__repr__())
+        format!("WrittenPart({:?}, {:?}, {})", self.directory.to_string_lossy(), self.name, self.digest.__repr__())
     }
 }
 
