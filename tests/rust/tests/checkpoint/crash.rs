@@ -11,7 +11,7 @@ use embcache::types::Id;
 use embcache_tests::directory_in;
 
 use crate::delta::{compact, moments, save_chain};
-use crate::made::{ROOT, Table, load, memory, on, save, save_delta, write};
+use crate::made::{ROOT, Table, load, memory, on, save, save_delta, stop_at_each_change, write};
 
 fn tables(salt: u64) -> Vec<Table> {
     let ids: Vec<Id> = (0..20 + salt as i64).collect();
@@ -37,62 +37,34 @@ fn with_first() -> MemoryEngine {
 #[test]
 fn a_stop_at_every_operation_leaves_the_old_checkpoint_or_the_new_one() {
     let (old, new) = (tables(1), tables(2));
-    let (mut stops, mut kept, mut replaced) = (0, 0, 0);
-    loop {
-        let memory = with_first();
-        let engine = FaultEngine::new(Arc::new(memory.clone()));
-        engine.hit_change(stops, Fault::Stop);
-        let result = save_to(engine.clone(), 2);
-        if !engine.is_stopped() {
-            result.expect("nothing stopped it");
-            break;
-        }
-        let images =
-            [memory.crash(), memory.kill()].into_iter().chain((0..4).map(|seed| memory.crash_torn(stops * 4 + seed)));
-        for image in images {
-            let found = load_from(image.clone());
-            assert!(found == old || found == new, "neither, after {stops} changes");
-            if result.is_ok() {
-                assert_eq!(found, new, "a save that succeeded is lost after {stops} changes");
-            }
-            if found == old {
-                kept += 1;
-            } else {
-                replaced += 1;
-            }
-            // Saving goes on from there.
-            save_to(image.clone(), 3).expect("saved");
-            assert_eq!(load_from(image.clone()), tables(3));
-            assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 3, "orphans are swept");
-        }
-        stops += 1;
-    }
+    let (mut kept, mut replaced) = (0, 0);
+    let work = |engine| save_to(engine, 2);
+    let stops = stop_at_each_change(with_first, 4, work, |image, result, stops| {
+        let found = load_from(image.clone());
+        assert!(found == old || found == new, "neither, after {stops} changes");
+        assert!(result.is_err() || found == new, "a save that succeeded is lost after {stops} changes");
+        *if found == old { &mut kept } else { &mut replaced } += 1;
+        // Saving goes on from there.
+        save_to(image.clone(), 3).expect("saved");
+        assert_eq!(load_from(image.clone()), tables(3));
+        assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 3, "orphans are swept");
+    });
     assert!(stops > 30 && kept > 100 && replaced > 0, "{stops} stops, {kept} kept, {replaced} replaced");
 }
 
 #[test]
 fn the_first_save_to_a_directory_is_there_as_a_whole_or_not_at_all() {
-    let mut stops = 0;
-    loop {
-        let memory = memory();
-        let engine = FaultEngine::new(Arc::new(memory.clone()));
-        engine.hit_change(stops, Fault::Stop);
-        let result = save_to(engine.clone(), 1);
-        if !engine.is_stopped() {
-            break;
-        }
-        for image in [memory.crash(), memory.kill(), memory.crash_torn(stops)] {
-            let image: Arc<dyn IoEngine> = Arc::new(image);
-            match load(&image, Path::new(ROOT), 1) {
-                Ok(found) => assert_eq!(found, tables(1)),
-                Err(error) => {
-                    assert_eq!(error.kind(), Kind::Path, "{error}");
-                    assert!(result.is_err());
-                }
+    let work = |engine| save_to(engine, 1);
+    let stops = stop_at_each_change(memory, 1, work, |image, result, _| {
+        let image: Arc<dyn IoEngine> = Arc::new(image);
+        match load(&image, Path::new(ROOT), 1) {
+            Ok(found) => assert_eq!(found, tables(1)),
+            Err(error) => {
+                assert_eq!(error.kind(), Kind::Path, "{error}");
+                assert!(result.is_err());
             }
         }
-        stops += 1;
-    }
+    });
     assert!(stops > 20);
 }
 
@@ -231,28 +203,26 @@ fn stop_everywhere(
     work: impl Fn(&Arc<dyn IoEngine>) -> embcache::Result<()>,
 ) -> (u64, u64) {
     let moments = moments(4);
-    let (mut stops, mut kept) = (0, 0);
-    loop {
+    let chain = || {
         let memory = memory();
         let direct: Arc<dyn IoEngine> = Arc::new(memory.clone());
-        let saved = save_chain(&direct, &moments[..links], &[2]);
-        let engine = FaultEngine::new(Arc::new(memory.clone()));
-        engine.hit_change(stops, Fault::Stop);
-        let result = work(&(Arc::new(engine.clone()) as Arc<dyn IoEngine>));
-        if !engine.is_stopped() {
-            result.expect("nothing stopped it");
-            return (stops, kept);
-        }
-        let images =
-            [memory.crash(), memory.kill()].into_iter().chain((0..2).map(|seed| memory.crash_torn(stops * 4 + seed)));
-        for image in images {
+        (save_chain(&direct, &moments[..links], &[2]), memory)
+    };
+    // It is the same each time.
+    let (saved, _) = chain();
+    let mut kept = 0;
+    let work = |engine| work(&(Arc::new(engine) as Arc<dyn IoEngine>));
+    let stops = stop_at_each_change(
+        || chain().1,
+        2,
+        work,
+        |image, result, stops| {
             let found = load_from(image.clone());
             assert!(found == moments[links - 1] || found == moments[after], "neither, after {stops} changes");
             assert!(result.is_err() || found == moments[after], "lost after {stops} changes");
             let again: Arc<dyn IoEngine> = Arc::new(image.clone());
-            if found == moments[links - 1]
-                && Latest::read(&directory_in(&again, ROOT)).ok() == Some(saved[links - 1].latest)
-            {
+            let newest = Latest::read(&directory_in(&again, ROOT)).ok();
+            if found == moments[links - 1] && newest == Some(saved[links - 1].latest) {
                 kept += 1;
                 // What the next delta builds on is whole.
                 let pair = (&*moments[links - 1], &*moments[3]);
@@ -264,9 +234,9 @@ fn stop_everywhere(
             save(&again, Path::new(ROOT), &moments[1], 1, 400, 10).expect("saved");
             assert_eq!(load_from(image.clone()), moments[1]);
             assert_eq!(image.list(Path::new(ROOT)).expect("listed").len(), 3, "the chain is swept");
-        }
-        stops += 1;
-    }
+        },
+    );
+    (stops, kept)
 }
 
 #[test]

@@ -10,7 +10,7 @@ use embcache::checkpoint::{
     SaveOptions, TableSpec,
 };
 use embcache::config::OptimizerKind;
-use embcache::io::IoEngine;
+use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine};
 use embcache::rows::{Initializer, RowHeader};
 use embcache::types::{BucketHash, Id, hash_id};
 use embcache::{Error, Result};
@@ -90,6 +90,33 @@ impl Table {
             }
             Ok(())
         }
+    }
+}
+
+/// Stop `work` at one operation that changes the disk after the other, each time on the disk that `disk` makes. `check` gets each disk that
+/// a stop can leave (after a crash, after a kill, and torn in `torn` ways), what `work` returned, and after how many changes the stop came.
+/// Returns how many stops there were.
+pub(crate) fn stop_at_each_change(
+    disk: impl Fn() -> MemoryEngine,
+    torn: u64,
+    work: impl Fn(FaultEngine) -> Result<()>,
+    mut check: impl FnMut(MemoryEngine, &Result<()>, u64),
+) -> u64 {
+    let mut stops = 0;
+    loop {
+        let memory = disk();
+        let engine = FaultEngine::new(Arc::new(memory.clone()));
+        engine.hit_change(stops, Fault::Stop);
+        let result = work(engine.clone());
+        if !engine.is_stopped() {
+            result.expect("nothing stopped it");
+            return stops;
+        }
+        let torn = (0..torn).map(|seed| memory.crash_torn(stops * 4 + seed));
+        for image in [memory.crash(), memory.kill()].into_iter().chain(torn) {
+            check(image, &result, stops);
+        }
+        stops += 1;
     }
 }
 

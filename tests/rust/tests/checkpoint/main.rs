@@ -14,4 +14,5 @@ mod linked;
 mod linked_back;
 mod linked_paths;
 mod made;
+mod made_blocks;
 mod round_trip;

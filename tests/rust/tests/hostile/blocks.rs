@@ -4,12 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use embcache::checkpoint::{BlockReader, Directory};
-use embcache::io::MemoryEngine;
 use embcache::{Error, Kind};
 use serde_json::Value;
 
 use crate::amounts::{LARGE, limit, numbers};
-use crate::block_saves::{ROOT, never, save};
+use crate::made_blocks::{ROOT, memory, never, save};
 use crate::memory::largest_of;
 use crate::mutate::{Files, engine_of, files};
 
@@ -17,7 +16,7 @@ use crate::mutate::{Files, engine_of, files};
 fn seed() -> &'static Files {
     static SEED: OnceLock<Files> = OnceLock::new();
     SEED.get_or_init(|| {
-        let engine: MemoryEngine = crate::block_saves::memory();
+        let engine = memory();
         save(engine.clone(), 2, 1).unwrap();
         files(&engine, Path::new(ROOT))
     })

@@ -7,14 +7,14 @@
 #![allow(clippy::unwrap_used)]
 
 mod amounts;
-#[path = "../checkpoint/block_saves.rs"]
-#[allow(dead_code)]
-mod block_saves;
 mod blocks;
 mod checkpoint;
 #[path = "../checkpoint/made.rs"]
 #[allow(dead_code)]
 mod made;
+#[path = "../checkpoint/made_blocks.rs"]
+#[allow(dead_code)]
+mod made_blocks;
 mod memory;
 mod mutate;
 mod named;

@@ -48,7 +48,7 @@ impl<V> ByName<V> {
 impl Indexes {
     /// Of all shards, by number, which make whole tables.
     pub(crate) fn new(manifests: &[ShardManifest]) -> Result<Self> {
-        let (mut names, mut places) = (ByName::new(), ByName::new());
+        let (mut names, mut file_of) = (ByName::new(), ByName::new());
         let mut files: ByName<usize> = ByName::new();
         for (index, manifest) in manifests.iter().enumerate() {
             let shard = Shard { index: index as u32, count: manifests.len() as u32 };
@@ -58,10 +58,10 @@ impl Indexes {
                 files.set(file, number);
                 let (part, full) = names_of(block, manifest, shard);
                 names.set(part.clone(), full);
-                places.set(part, number);
+                file_of.set(part, number);
             }
         }
-        let index = FileIndex { file_index: InOrder(&files.entries), block_index: InOrder(&places.entries) };
+        let index = FileIndex { file_index: InOrder(&files.entries), block_index: InOrder(&file_of.entries) };
         Ok(Self { names: render(&InOrder(&names.entries))?, files: render(&index)? })
     }
 }

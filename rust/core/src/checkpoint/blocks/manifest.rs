@@ -4,8 +4,9 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::layout::Tensor;
+use super::layout::{Layout, Spacing, Tensor};
 use super::names::Shard;
+use crate::checkpoint::manifest::json::inconsistent;
 use crate::error::{Error, Kind, Result};
 use crate::types::{BucketHash, Bucketing};
 
@@ -118,6 +119,17 @@ impl BlockEntry {
     }
 }
 
+/// A shard's blocks as tensors of its files; the message says why one is none.
+pub(crate) fn tensors_of(blocks: &[BlockEntry], shard: Shard) -> Result<Vec<Tensor>, String> {
+    blocks.iter().map(|block| block.tensor(shard)).collect()
+}
+
+/// The layout of the data file `file`, from all blocks of its shard and their tensors; the message says why there is none.
+pub(crate) fn layout_of_file(file: u32, blocks: &[BlockEntry], tensors: &[Tensor]) -> Result<Layout, String> {
+    let in_file = blocks.iter().zip(tensors).filter(|(block, _)| block.file == file);
+    Layout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), Spacing::Pages)
+}
+
 /// `shard-<i>-of-<n>.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ShardManifest {
@@ -134,7 +146,7 @@ pub(crate) struct ShardManifest {
 impl ShardManifest {
     /// `Corruption` unless this is the manifest of `shard`, whose numbers are within the format's bounds.
     pub(crate) fn check(&self, shard: Shard, path: &Path) -> Result<()> {
-        let damaged = |what: String| Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"));
+        let damaged = |what: String| inconsistent(path, what);
         if (self.shard, self.shards) != (shard.index, shard.count) {
             return Err(damaged(format!("it is of shard {} of {}", self.shard, self.shards)));
         }

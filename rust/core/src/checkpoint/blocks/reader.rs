@@ -5,21 +5,21 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::files::{check, read_checked};
 use super::layout::{Layout, Spacing, Tensor, whole_pages};
-use super::manifest::{SaveManifest, ShardManifest, TableShare, parse};
+use super::manifest::{SaveManifest, ShardManifest, TableShare, layout_of_file, parse, tensors_of};
 use super::names::{LATEST_FILE, LatestBlocks, Shard};
 use super::shard::check_tensors;
 use crate::checkpoint::directory::Directory;
 use crate::checkpoint::extents::verify::verify;
 use crate::checkpoint::manifest::dense::{CHUNK_BYTES, PIECE_BYTES, THREADS};
 use crate::checkpoint::manifest::holds::{Wait, hold_root};
+use crate::checkpoint::manifest::json::inconsistent;
 use crate::checkpoint::manifest::names::MANIFEST_FILE;
 use crate::error::{Error, Kind, Result};
 use crate::io::{BufPool, DirLock, Hold, IoFile};
-use crate::sync::lock;
 use crate::types::{Bucketing, Id};
 
 /// The slot that holds a table's ids.
@@ -108,7 +108,7 @@ pub struct BlockReader {
     tables: BTreeMap<String, Table>,
     tensors: BTreeMap<String, Block>,
     buffers: Arc<BufPool>,
-    held: Mutex<Option<DirLock>>,
+    _held: DirLock,
 }
 
 impl BlockReader {
@@ -125,7 +125,7 @@ impl BlockReader {
             tables: BTreeMap::new(),
             tensors: BTreeMap::new(),
             buffers: Arc::new(BufPool::new(PIECE_BYTES, THREADS)),
-            held: Mutex::new(Some(held)),
+            _held: held,
         };
         let count = manifest.shards.len() as u32;
         for (index, &expected) in manifest.shards.iter().enumerate() {
@@ -139,11 +139,6 @@ impl BlockReader {
         Ok(reader)
     }
 
-    /// Nothing more is read: saves may remove it.
-    pub fn let_go(&self) {
-        drop(lock(&self.held).take());
-    }
-
     /// The tables, by name.
     pub fn tables(&self) -> impl Iterator<Item = &TableOfBlocks> {
         self.tables.values().map(|table| &table.about)
@@ -155,17 +150,14 @@ impl BlockReader {
     }
 
     fn open_shard(&mut self, shard: Shard, found: &ShardManifest, path: &Path) -> Result<()> {
-        let damaged = |what: String| Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"));
-        let tensors = found.blocks.iter().map(|block| block.tensor(shard)).collect::<Result<Vec<_>, _>>();
-        let tensors = tensors.map_err(damaged)?;
+        let damaged = |what: String| inconsistent(path, what);
+        let tensors = tensors_of(&found.blocks, shard).map_err(damaged)?;
         let mut files = BTreeMap::new();
         for entry in &found.blocks {
             if files.contains_key(&entry.file) {
                 continue;
             }
-            let in_file = found.blocks.iter().zip(&tensors).filter(|(other, _)| other.file == entry.file);
-            let layout = Layout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), Spacing::Pages);
-            let layout = layout.map_err(damaged)?;
+            let layout = layout_of_file(entry.file, &found.blocks, &tensors).map_err(damaged)?;
             let io = layout.open(self.dir.engine(), &self.dir.join(shard.data_file(entry.file, found.parallel)))?;
             files.insert(entry.file, (layout, io));
         }
@@ -203,7 +195,7 @@ impl BlockReader {
         tensors: &[Tensor],
         path: &Path,
     ) -> Result<(Vec<Vec<u32>>, Vec<Vec<i64>>)> {
-        let damaged = |what: String| Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"));
+        let damaged = |what: String| inconsistent(path, what);
         let tables: Vec<&TableShare> = found.tables.iter().collect();
         let described = check_tensors(tensors, &tables).map_err(damaged)?;
         let layout = Layout::new(&described.iter().collect::<Vec<_>>(), Spacing::None).map_err(damaged)?;

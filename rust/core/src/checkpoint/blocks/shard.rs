@@ -1,7 +1,7 @@
 //! One shard's part of a block-level save: its blocks into data files, then their checksums and the shard's manifest.
 
 use super::layout::{Layout, Spacing, Tensor, whole_pages};
-use super::manifest::{BlockEntry, ShardManifest, TableShare};
+use super::manifest::{BlockEntry, ShardManifest, TableShare, layout_of_file, tensors_of};
 use super::names::Shard;
 use super::save::{BlockSave, Finished};
 use super::writer::{BlockFile, BlockRange, BlockWriter};
@@ -56,14 +56,11 @@ impl ShardWriter {
             BlockEntry { name, slot, dtype, shape, file: number as u32 % parallel }
         };
         let entries: Vec<BlockEntry> = blocks.into_iter().enumerate().map(entry).collect();
-        let tensors = entries.iter().map(|entry| entry.tensor(save.shard())).collect::<Result<Vec<_>, _>>();
-        let tensors = tensors.map_err(refuse)?;
+        let tensors = tensors_of(&entries, save.shard()).map_err(refuse)?;
         let dir = save.dir();
         let (mut files, mut layouts) = (Vec::new(), Vec::new());
         for file in 0..parallel.min(entries.len() as u32) {
-            let in_file = entries.iter().zip(&tensors).filter(|(entry, _)| entry.file == file);
-            let layout = Layout::new(&in_file.map(|(_, tensor)| tensor).collect::<Vec<_>>(), Spacing::Pages);
-            let layout = layout.map_err(refuse)?;
+            let layout = layout_of_file(file, &entries, &tensors).map_err(refuse)?;
             let name = save.shard().data_file(file, parallel);
             if dir.has(&name)? {
                 // Of this shard, whose save was cut short.
@@ -72,12 +69,12 @@ impl ShardWriter {
             files.push(BlockFile { name, header: layout.header.clone(), bytes: layout.bytes });
             layouts.push(layout);
         }
-        let place = |(entry, tensor): (&BlockEntry, &Tensor)| {
+        let range = |(entry, tensor): (&BlockEntry, &Tensor)| {
             let file = entry.file as usize;
             BlockRange { file, start: layouts[file].start(tensor), bytes: tensor.bytes }
         };
-        let places: Vec<BlockRange> = entries.iter().zip(&tensors).map(place).collect();
-        let writer = BlockWriter::new(dir, &files, &places, CHUNK_BYTES, parallel as usize)?;
+        let ranges: Vec<BlockRange> = entries.iter().zip(&tensors).map(range).collect();
+        let writer = BlockWriter::new(dir, &files, &ranges, CHUNK_BYTES, parallel as usize)?;
         Ok(Self { parallel, entries, tensors, writer })
     }
 

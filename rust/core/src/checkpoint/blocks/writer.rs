@@ -83,13 +83,13 @@ impl BlockWriter {
         if chunk_bytes == 0 || !PIECE_BYTES.is_multiple_of(chunk_bytes) {
             return Err(Error::new(Kind::Input, format!("chunks of {chunk_bytes} bytes do not divide {PIECE_BYTES}")));
         }
-        let outside = |place: &&BlockRange| {
-            let end = place.start.checked_add(place.bytes);
-            let within = |file: &BlockFile| whole(place.start) && end.is_some_and(|end| end <= file.bytes);
-            !files.get(place.file).is_some_and(within)
+        let outside = |range: &&BlockRange| {
+            let end = range.start.checked_add(range.bytes);
+            let within = |file: &BlockFile| whole(range.start) && end.is_some_and(|end| end <= file.bytes);
+            !files.get(range.file).is_some_and(within)
         };
-        if let Some(place) = blocks.iter().find(outside) {
-            return Err(Error::new(Kind::Input, format!("{place:?} is not at whole pages of a file")));
+        if let Some(range) = blocks.iter().find(outside) {
+            return Err(Error::new(Kind::Input, format!("{range:?} is not at whole pages of a file")));
         }
         let made = files.iter().map(|file| {
             let io = directory.engine().open(&directory.join(&file.name), Open::Create { preallocate: file.bytes })?;
@@ -101,11 +101,11 @@ impl BlockWriter {
             Ok(io)
         });
         let made = made.collect::<Result<Vec<_>>>()?;
-        let block = |place: &BlockRange| {
-            let chunks = place.bytes.next_multiple_of(ALIGNMENT as u64).div_ceil(chunk_bytes as u64);
+        let block = |range: &BlockRange| {
+            let chunks = range.bytes.next_multiple_of(ALIGNMENT as u64).div_ceil(chunk_bytes as u64);
             let checksums = Mutex::new(vec![0; chunks as usize]);
-            let to = OutBlock { io: Arc::clone(&made[place.file]), start: place.start, chunk_bytes, checksums };
-            Mutex::new(Block { to: Arc::new(to), bytes: place.bytes, filled: 0, piece: None })
+            let to = OutBlock { io: Arc::clone(&made[range.file]), start: range.start, chunk_bytes, checksums };
+            Mutex::new(Block { to: Arc::new(to), bytes: range.bytes, filled: 0, piece: None })
         };
         let total: u64 = blocks.iter().map(|block| block.bytes).sum();
         let threads = if total > PIECE_BYTES as u64 { threads.min(THREADS) } else { 0 };
@@ -165,8 +165,8 @@ impl BlockWriter {
         for block in &self.blocks {
             let block = lock(block);
             if block.filled < block.bytes {
-                let place = block.to.io.path().display();
-                let message = format!("a block of {place} has {} of {} bytes", block.filled, block.bytes);
+                let path = block.to.io.path().display();
+                let message = format!("a block of {path} has {} of {} bytes", block.filled, block.bytes);
                 return Err(Error::new(Kind::State, message));
             }
         }

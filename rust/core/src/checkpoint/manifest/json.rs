@@ -1,5 +1,6 @@
 //! Manifests as JSON, and the seal by which a manifest carries its own checksum.
 
+use std::fmt::Display;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -13,6 +14,11 @@ use crate::error::{Error, Kind, Result};
 struct Head {
     format: String,
     version: u32,
+}
+
+/// The error of a manifest that contradicts itself, another one, or what the format allows; `what` says how.
+pub(crate) fn inconsistent(path: &Path, what: impl Display) -> Error {
+    Error::corruption(path, 0, "the manifest", "consistent", format!("not: {what}"))
 }
 
 /// Parse a manifest. The error is `Unsupported` for a newer version, and `Corruption` for anything else that is no manifest.

@@ -87,8 +87,8 @@ impl<'a> GroupFormat<'a> {
         })
     }
 
-    fn refuse(&self, misplaced: NoOrder) -> Error {
-        let what = match misplaced {
+    fn refuse(&self, why: NoOrder) -> Error {
+        let what = match why {
             NoOrder::Foreign(id, bucket) => {
                 format!("row {id} is of bucket {bucket}, which is not within {:?}", self.buckets)
             }
@@ -109,7 +109,7 @@ impl<'a> GroupFormat<'a> {
         }
         let dim = self.spec.dim as usize;
         let mut bytes: Vec<&mut [u8]> = vectors.iter_mut().map(|column| &mut *column.bytes).collect();
-        let placed = scatter(rows, &self.order.file_rows, &mut bytes, dim, &mut self.sums);
+        let scattered = scatter(rows, &self.order.file_rows, &mut bytes, dim, &mut self.sums);
         let widths: Vec<usize> = metadata.iter().map(|column| column.bytes.len() / rows.len().max(1)).collect();
         let metadata = (0..rows.len()).step_by(ROWS_PER_TASK).map(|first| {
             let parts = metadata.iter_mut().zip(&widths).map(|(column, width)| column.take(ROWS_PER_TASK * width));
@@ -128,7 +128,7 @@ impl<'a> GroupFormat<'a> {
                 }
             }
             Task::Chunks(start, mut part) => match part.field {
-                Field::Vector(column) if !placed => {
+                Field::Vector(column) if !scattered => {
                     self.fill_vectors(rows, column * dim..(column + 1) * dim, start, part.bytes, part.sums);
                 }
                 Field::Vector(column) if column < self.sums.len() => {
@@ -184,7 +184,7 @@ struct Part<'a> {
 enum Task<'a> {
     /// Fill in metadata, of the rows of the file from this number on.
     Metadata(usize, Vec<Part<'a>>),
-    /// Take, or join, the checksums of chunks from this byte of their column on; where vectors could not be placed, fill those in too.
+    /// Take, or join, the checksums of chunks from this byte of their column on; where vectors were not scattered, fill those in too.
     Chunks(usize, Part<'a>),
 }
 

@@ -13,6 +13,7 @@ use crate::checkpoint::directory::Directory;
 use crate::checkpoint::extents::reader::ExtentReader;
 use crate::checkpoint::manifest::dense::{DENSE_FILE, DenseEntry};
 use crate::checkpoint::manifest::holds::hold_to_read;
+use crate::checkpoint::manifest::json::inconsistent;
 use crate::checkpoint::manifest::latest::Latest;
 use crate::checkpoint::manifest::manifests::{DataFile, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec};
 use crate::checkpoint::manifest::names::{MANIFEST_FILE, data_file, table_dir};
@@ -67,7 +68,7 @@ impl Checkpoint {
         }
         let (manifest, identity) = read_manifest(&directory)?;
         let path = directory.join(MANIFEST_FILE);
-        let damaged = |what: String| Error::corruption(&path, 0, "the manifest", "consistent", format!("not: {what}"));
+        let damaged = |what: String| inconsistent(&path, what);
         manifest.check(latest.name).map_err(damaged)?;
         let ranks = read_ranks(&directory, &manifest.ranks)?;
         manifest.check_ranks(&ranks).map_err(damaged)?;

@@ -395,7 +395,7 @@ mod tests {
     use crate::types::hash_id;
 
     #[test]
-    fn bytes_are_copied_whatever_their_number_and_place() {
+    fn bytes_are_copied_whatever_their_number_and_alignment() {
         let from: Vec<u8> = (0..1000_u16).map(|n| n as u8).collect();
         for (start, end) in [(0, 0), (0, 1000), (7, 9), (3, 67), (64, 192), (61, 200)] {
             let mut to = AlignedBuf::zeroed(1000);
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_come_to_their_places_with_their_checksums_which_join_to_those_of_many() {
+    fn rows_come_to_their_positions_with_their_checksums_which_join_to_those_of_many() {
         for dim in [16, 32, 64, 48, 256] {
             let (count, parts) = (5000_usize, 2);
             let values: Vec<f32> = (0..count * dim * parts).map(|n| hash_id(n as i64) as i32 as f32).collect();

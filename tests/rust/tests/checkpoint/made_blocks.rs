@@ -1,0 +1,177 @@
+//! Block-level saves and loads for the tests.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use embcache::checkpoint::{
+    BlockReader, BlockSave, BlockToWrite, Directory, Finished, Join, Shard, ShardWriter, TableShare, WrittenTable,
+};
+use embcache::io::{IoEngine, MemoryEngine};
+use embcache::types::{BucketHash, Bucketing, Id};
+use embcache::{Error, Kind, Result};
+
+pub(crate) const ROOT: &str = "/blocks";
+pub(crate) const BUCKETS: u32 = 7;
+const RUN_ROWS: usize = 10;
+
+/// What a load finds: weights by id, and a dense tensor.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Found {
+    pub(crate) rows: BTreeMap<Id, f32>,
+    pub(crate) dense: Vec<u8>,
+}
+
+fn bucketing() -> Bucketing {
+    Bucketing::new(BUCKETS, BucketHash::SplitMix64)
+}
+
+/// Rows and a tensor that follow from `salt`.
+pub(crate) fn contents(salt: u32) -> Found {
+    let rows = (0..40 + i64::from(salt)).map(|id| (id * 7919 - 100, (id as f32) + salt as f32)).collect();
+    Found { rows, dense: (0..70_000_u32).map(|n| (n * salt + n / 251) as u8).collect() }
+}
+
+pub(crate) fn never() -> Result<()> {
+    Err(Error::new(Kind::State, "nobody else holds the directory"))
+}
+
+pub(crate) fn directory(engine: impl IoEngine + 'static) -> Directory {
+    Directory::in_engine(Arc::new(engine), Path::new(ROOT))
+}
+
+fn bytes<T: bytemuck::NoUninit>(values: &[T]) -> Vec<u8> {
+    bytemuck::cast_slice(values).to_vec()
+}
+
+fn buckets_of(shard: Shard) -> [u32; 2] {
+    let start = |index: u32| BUCKETS * index / shard.count;
+    [start(shard.index), start(shard.index + 1)]
+}
+
+/// Append in two pieces, so that a stop can come between them.
+fn append(writer: &ShardWriter, block: usize, data: &[u8]) -> Result<()> {
+    let half = data.len() / 2;
+    for part in [&data[..half], &data[half..]] {
+        writer.append(block, part.len(), |at, into| into.copy_from_slice(&part[at..at + into.len()]))?;
+    }
+    Ok(())
+}
+
+fn share(shard: Shard, step: u64, runs: Vec<u64>) -> TableShare {
+    TableShare {
+        name: "item".into(),
+        dim: 1,
+        optimizer: "sgd".into(),
+        key: 7,
+        seed: 3,
+        step,
+        epoch: 2,
+        total_num_buckets: BUCKETS,
+        bucket_hash: BucketHash::SplitMix64.name().into(),
+        buckets: buckets_of(shard),
+        runs,
+    }
+}
+
+/// Write one shard's part of `what`; the error comes after the part was given up, as Python's sessions do it.
+pub(crate) fn write(save: &BlockSave, shard: Shard, step: u64, what: &Found) -> Result<Finished> {
+    let [begin, end] = buckets_of(shard);
+    let bucket = |id: Id| bucketing().of(id);
+    let mine: Vec<(Id, f32)> = what
+        .rows
+        .iter()
+        .map(|(&id, &weight)| (id, weight))
+        .filter(|&(id, _)| (begin..end).contains(&bucket(id)))
+        .collect();
+    let rows = mine.len() as u64;
+    let of_table = |slot: &str, dtype: &str, shape: Vec<u64>| BlockToWrite {
+        name: "item".into(),
+        slot: Some(slot.into()),
+        dtype: dtype.into(),
+        shape,
+    };
+    let mut blocks = vec![of_table("id", "I64", vec![rows]), of_table("embedding", "F32", vec![rows, 1])];
+    if shard.index == 0 {
+        let shape = vec![what.dense.len() as u64];
+        blocks.push(BlockToWrite { name: "w".into(), slot: None, dtype: "U8".into(), shape });
+    }
+    let writer = ShardWriter::new(save, 2, blocks)?;
+    let (mut runs, mut starts) = (Vec::new(), Vec::new());
+    for run in mine.chunks(RUN_ROWS) {
+        let mut run = run.to_vec();
+        run.sort_by_key(|&(id, _)| (bucket(id), id.cast_unsigned()));
+        let ids: Vec<Id> = run.iter().map(|&(id, _)| id).collect();
+        let weights: Vec<f32> = run.iter().map(|&(_, weight)| weight).collect();
+        append(&writer, 0, &bytes(&ids))?;
+        append(&writer, 1, &bytes(&weights))?;
+        runs.push(run.len() as u64);
+        starts.extend((begin..=end).map(|of| ids.iter().filter(|&&id| bucket(id) < of).count() as i64));
+    }
+    if shard.index == 0 {
+        append(&writer, 2, &what.dense)?;
+    }
+    writer.finish(save, vec![WrittenTable { share: share(shard, step, runs), starts }], &mut never)
+}
+
+pub(crate) fn steps(step: u64) -> Vec<(String, u64)> {
+    vec![("item".into(), step)]
+}
+
+/// Save `what` by `count` shards, one after the other.
+pub(crate) fn save(engine: impl IoEngine + 'static, count: u32, salt: u32) -> Result<()> {
+    let directory = directory(engine);
+    for index in 0..count {
+        let shard = Shard { index, count };
+        let (step, random) = (u64::from(salt), u64::from(salt) * 100 + u64::from(index));
+        let save = BlockSave::begin(&directory, shard, &steps(step), &Join::NewestOrNew, random, &mut never)?;
+        match write(&save, shard, step, &contents(salt)) {
+            Ok(Finished::OthersWait) => assert!(index + 1 < count),
+            Ok(Finished::Published(_)) => assert!(index + 1 == count),
+            Err(error) => {
+                let _ = save.abandon();
+                return Err(error);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The rows of `buckets`, and the tensor.
+pub(crate) fn load_some(engine: impl IoEngine + 'static, buckets: std::ops::Range<u32>) -> Result<Found> {
+    let reader = BlockReader::open(&directory(engine), &mut never)?;
+    let mut found = Found::default();
+    for run in reader.runs("item", bucketing(), &buckets)? {
+        let rows = run.rows() as usize;
+        let (mut ids, mut weights) = (vec![0_i64; rows], vec![0_f32; rows]);
+        reader.read_rows("item", &run, "id", bytemuck::cast_slice_mut(&mut ids))?;
+        reader.read_rows("item", &run, "embedding", bytemuck::cast_slice_mut(&mut weights))?;
+        for (id, weight) in ids.into_iter().zip(weights) {
+            assert!(found.rows.insert(id, weight).is_none(), "id {id} twice");
+        }
+    }
+    let (_, shape) = reader.tensors().next().expect("the tensor");
+    found.dense = vec![0; shape.bytes as usize];
+    // In windows that fit no chunk.
+    for (n, window) in found.dense.chunks_mut(30_011).enumerate() {
+        reader.read_tensor("w", n as u64 * 30_011, window)?;
+    }
+    Ok(found)
+}
+
+pub(crate) fn load(engine: impl IoEngine + 'static) -> Result<Found> {
+    load_some(engine, 0..BUCKETS)
+}
+
+pub(crate) fn memory() -> MemoryEngine {
+    let engine = MemoryEngine::default();
+    engine.create_dir_all(Path::new(ROOT)).expect("made");
+    engine.sync_dir(Path::new("/")).expect("synced");
+    engine
+}
+
+pub(crate) fn with_first() -> MemoryEngine {
+    let memory = memory();
+    save(memory.clone(), 2, 1).expect("saved");
+    memory
+}
