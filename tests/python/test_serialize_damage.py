@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,14 +197,11 @@ def places(value: object, *at: Any) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("wrong", [2**20, 2**31 - 1, 2**40, 2**62, -1, 10**30, None, "x", [], {}, 0.5, True])
-def test_no_value_of_a_manifest_makes_a_load_allocate_more_than_the_files_are_large_or_end_untyped(
-    wrong: object, path: Path
-) -> None:
+def test_no_value_of_a_manifest_makes_a_load_end_untyped(wrong: object, path: Path) -> None:
+    # What a load allocates for them is tested where allocations are counted: in tests/rust/tests/hostile/blocks.rs.
     Saver(0, 1, 2, str(path), {"item": trained()}, {"w": torch.randn(50)}).save()
     shard = next(saved_folder(path).glob("shard-*-of-*.json"))
     good = json.loads(shard.read_text())
-    sizes = sum(file.stat().st_size for file in saved_folder(path).iterdir())
-    bag = make_bag()
     refused = 0
     for at in places(good):
         bad = json.loads(json.dumps(good))
@@ -215,30 +211,20 @@ def test_no_value_of_a_manifest_makes_a_load_allocate_more_than_the_files_are_la
         owner[at[-1]] = wrong
         shard.write_text(json.dumps(bad))
         reseal(path)
-        tracemalloc.start()
         try:
-            with SavedBlocks(open_to_load(path)):
-                pass
+            with SavedBlocks() as saved:
+                saved.open(open_to_load(path))
         except (CorruptionError, UnsupportedError):
             refused += 1
-        finally:
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-        assert peak < 4 * sizes + (1 << 20), at
     assert refused > 20
-    assert len(bag) == 0
 
 
-def test_a_header_that_says_it_is_huge_is_refused_without_room_for_it(path: Path) -> None:
+def test_a_header_that_says_it_is_huge_is_refused(path: Path) -> None:
     Saver(0, 1, 1, str(path), {"item": trained()}).save()
     for name in ("model-000000-of-000001.safetensors", "check-000000-of-000001.safetensors"):
         file = saved_folder(path) / name
         good = file.read_bytes()
         file.write_bytes((1 << 62).to_bytes(8, "little") + good[8:])
-        tracemalloc.start()
         with pytest.raises(CorruptionError):
             Loader(str(path), {"item": make_bag()}).load()
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak < 4 << 20
         file.write_bytes(good)

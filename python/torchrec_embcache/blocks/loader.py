@@ -108,7 +108,8 @@ class BlockLoader:
         default = self.default_load_info()
         info = _checked_info(self.filter_func(json.loads(json.dumps(default))), default)
         root = open_to_load(self.checkpoint_path)
-        with SavedBlocks(root) as saved:
+        with SavedBlocks() as saved:
+            saved.open(root)
             missing, unexpected = _compare(info, default, saved, tables.keys())
             for what, names in (("has no", missing), ("has, and nothing was given for,", unexpected)):
                 if names and self.strict:

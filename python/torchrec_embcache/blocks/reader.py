@@ -73,30 +73,32 @@ class SavedTable:
 
 
 class SavedBlocks:
-    """The newest complete save in a directory: `tables` and `tensors` by name. As a block it keeps the save from being removed.
+    """The newest complete save in a directory, once it is open: `tables` and `tensors` by name.
 
-    Raises `PathError` where there is none, `CorruptionError`, `UnsupportedError` (a newer format), `StorageError`.
+    As a block it keeps the save from being removed, from `open` on until the block is left.
     """
 
-    def __init__(self, directory: Directory) -> None:
-        reader = self._reader = _native.BlockReader(directory)
-        try:
-            self.tables = {table.name: SavedTable(reader, table) for table in reader.tables()}
-            self.tensors = {tensor.name: SavedTensor(reader, tensor) for tensor in reader.tensors()}
-        except BaseException:
-            reader.release()
-            raise
+    def __init__(self) -> None:
+        self._reader: _native.BlockReader | None = None
+        self.tables: dict[str, SavedTable] = {}
+        self.tensors: dict[str, SavedTensor] = {}
 
     def __enter__(self) -> Self:
-        try:
-            return self
-        except BaseException:  # an interrupt here does not come to __exit__
-            self.close()
-            raise
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def open(self, directory: Directory) -> None:
+        """Open the newest save of `directory`.
+
+        Raises `PathError` where there is none, `CorruptionError`, `UnsupportedError` (a newer format), `StorageError`.
+        """
+        reader = self._reader = _native.BlockReader(directory)
+        self.tables = {table.name: SavedTable(reader, table) for table in reader.tables()}
+        self.tensors = {tensor.name: SavedTensor(reader, tensor) for tensor in reader.tensors()}
+
     def close(self) -> None:
         """Nothing more is read: saves may remove it. Harmless twice."""
-        self._reader.release()
+        if self._reader is not None:
+            self._reader.release()
