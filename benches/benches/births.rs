@@ -2,12 +2,11 @@
 
 use std::time::Instant;
 
-use embcache::cache::{Lookup, PlanMode, Table, host_row_bytes};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::cache::{Lookup, PlanMode, Table};
+use embcache::config::{OptimizerKind, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::Initializer;
-use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
-use embcache_benches::{BATCH_IDS, Bench, Better, DIM, Rounds, Scale, run, scattered_id};
+use embcache_benches::{BATCH_IDS, Bench, Better, Rounds, Scale, run, scattered_id, table_config};
 
 fn main() {
     let bench = |name, make| Bench { name, unit: "rows/s", better: Better::Higher, limit: None, make };
@@ -30,24 +29,8 @@ fn births(scale: Scale, initializer: Initializer, threads: usize) -> Box<dyn Rou
         .map(|batch| (0..BATCH_IDS as u64).map(|at| scattered_id(batch * BATCH_IDS as u64 + at)).collect())
         .collect();
     let optimizer = OptimizerKind::RowWiseAdagrad;
-    let policy = PolicyKind::S3Fifo;
     let rows = (batches.len() * BATCH_IDS) as u64;
-    let config = TableConfig {
-        name: "rows".into(),
-        key: 1,
-        dim: DIM,
-        optimizer,
-        initializer,
-        seed: 0,
-        total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
-        bucket_hash: embcache::types::BucketHash::SplitMix64,
-        buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
-        host_bytes: (rows + rows / 100) * host_row_bytes(&optimizer.layout(DIM), policy),
-        device_rows: None,
-        ssd: None,
-        policy,
-        on_full: OnFull::Error,
-    };
+    let config = TableConfig { initializer, ..table_config(optimizer, rows + rows / 100) };
     let engine = default_engine().expect("an engine for files, which are not used");
     let table = Table::open(config, None, engine).expect("a table in RAM");
     let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("one feature of one table");

@@ -8,15 +8,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use embcache::cache::{RowBlock, Table, host_row_bytes};
+use embcache::cache::{RowBlock, Table};
 use embcache::checkpoint::{Chain, Directory, Latest, RankWriter, Save};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::config::{OptimizerKind, TableConfig};
 use embcache::io::{IoEngine, default_engine};
-use embcache::rows::{Initializer, RowHeader};
+use embcache::rows::RowHeader;
 use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
 use embcache_benches::{
     Bench, Better, CountedEngine, DIM, Ids, RawFiles, Rounds, Scale, Scratch, SplitMix64, cpu_seconds, forget_cached,
-    run, scattered_id, setting,
+    run, scattered_id, setting, table_config,
 };
 
 const ROUNDS: usize = 5;
@@ -40,24 +40,8 @@ fn main() {
 
 /// A table with room for `rows` rows, with the buckets of `rank` in `world`.
 fn table(rows: u64, rank: u32, world: u32) -> Table {
-    let policy = PolicyKind::S3Fifo;
-    let total = DEFAULT_TOTAL_NUM_BUCKETS;
-    let config = TableConfig {
-        name: "rows".into(),
-        key: 1,
-        dim: DIM,
-        optimizer: OPTIMIZER,
-        initializer: Initializer::Constant { value: 0.0 },
-        seed: 0,
-        total_num_buckets: total,
-        bucket_hash: embcache::types::BucketHash::SplitMix64,
-        buckets: share(total, rank, world),
-        host_bytes: (rows + rows / 50 + 4096) * host_row_bytes(&OPTIMIZER.layout(DIM), policy),
-        device_rows: None,
-        ssd: None,
-        policy,
-        on_full: OnFull::Error,
-    };
+    let buckets = share(DEFAULT_TOTAL_NUM_BUCKETS, rank, world);
+    let config = TableConfig { buckets, ..table_config(OPTIMIZER, rows + rows / 50 + 4096) };
     Table::open(config, None, default_engine().expect("an engine")).expect("a table")
 }
 

@@ -9,13 +9,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use embcache::cache::{Ancestor, RowBlock, Table, host_row_bytes};
+use embcache::cache::{Ancestor, RowBlock, Table};
 use embcache::checkpoint::{Directory, RankDigest, RankWriter, Save, SaveOptions};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::config::OptimizerKind;
 use embcache::io::{IoEngine, default_engine};
-use embcache::rows::{Initializer, RowHeader};
-use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
-use embcache_benches::{Bench, Better, DIM, Rounds, Scale, Scratch, run, scattered_id, setting};
+use embcache::rows::RowHeader;
+use embcache_benches::{Bench, Better, DIM, Rounds, Scale, Scratch, run, scattered_id, setting, table_config};
 
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
 const IMPORT_ROWS: u64 = 65_536;
@@ -46,23 +45,7 @@ impl Deltas {
     fn make(scale: Scale) -> Box<dyn Rounds> {
         let rows = setting("EMBCACHE_BENCH_SAVE_ROWS", scale.pick(7_500_000, 20_000));
         let scratch = Scratch::new(2 * rows * 300 + (64 << 20)).unwrap_or_else(|why| panic!("{why}"));
-        let policy = PolicyKind::S3Fifo;
-        let config = TableConfig {
-            name: "rows".into(),
-            key: 1,
-            dim: DIM,
-            optimizer: OPTIMIZER,
-            initializer: Initializer::Constant { value: 0.0 },
-            seed: 0,
-            total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
-            bucket_hash: embcache::types::BucketHash::SplitMix64,
-            buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
-            host_bytes: (rows + rows / 50 + 4096) * host_row_bytes(&OPTIMIZER.layout(DIM), policy),
-            device_rows: None,
-            ssd: None,
-            policy,
-            on_full: OnFull::Error,
-        };
+        let config = table_config(OPTIMIZER, rows + rows / 50 + 4096);
         let engine = default_engine().expect("an engine");
         let table = Table::open(config, None, engine.clone()).expect("a table in RAM");
         let deltas = Self { table, rows, engine, rounds: 0, last: BTreeMap::new(), scratch };

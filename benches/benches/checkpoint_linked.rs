@@ -9,14 +9,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use embcache::cache::{RowBlock, Table, host_row_bytes};
+use embcache::cache::{RowBlock, Table};
 use embcache::checkpoint::{Chain, Directory, Latest, LinkedTable, RankWriter, Save, SaveOptions};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
-use embcache::rows::{Initializer, RowHeader};
+use embcache::rows::RowHeader;
 use embcache::ssd::{LinkedBytes, StateCounters};
-use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
-use embcache_benches::{Bench, Better, DIM, Rounds, Scale, Scratch, forget_cached, run, scattered_id, setting};
+use embcache_benches::{
+    Bench, Better, DIM, Rounds, Scale, Scratch, forget_cached, run, scattered_id, setting, table_config,
+};
 
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
 const MODULE: &str = "m";
@@ -40,29 +41,15 @@ fn scratch_for(rows: u64) -> Scratch {
 }
 
 fn config(rows: u64, dir: &Path) -> TableConfig {
-    let policy = PolicyKind::S3Fifo;
-    TableConfig {
-        name: "rows".into(),
-        key: 1,
-        dim: DIM,
-        optimizer: OPTIMIZER,
-        initializer: Initializer::Constant { value: 0.0 },
-        seed: 0,
-        total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
-        bucket_hash: embcache::types::BucketHash::SplitMix64,
-        buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
-        // RAM for a tenth of the rows, and for the index.
-        host_bytes: rows / 10 * host_row_bytes(&OPTIMIZER.layout(DIM), policy) + rows * 16 + (1 << 20),
-        device_rows: None,
-        ssd: Some(SsdConfig {
-            dir: dir.to_owned(),
-            bytes: rows * 300 * 3 / 2 + (64 << 20),
-            reopen: Reopen::Never,
-            resume_token: None,
-        }),
-        policy,
-        on_full: OnFull::Error,
-    }
+    // RAM for a tenth of the rows, and for the index.
+    let in_ram = table_config(OPTIMIZER, rows / 10);
+    let ssd = SsdConfig {
+        dir: dir.to_owned(),
+        bytes: rows * 300 * 3 / 2 + (64 << 20),
+        reopen: Reopen::Never,
+        resume_token: None,
+    };
+    TableConfig { host_bytes: in_ram.host_bytes + rows * 16 + (1 << 20), ssd: Some(ssd), ..in_ram }
 }
 
 /// Write the rows of `numbers`. Their values follow from the number and `salt`.

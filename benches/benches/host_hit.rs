@@ -5,14 +5,13 @@
 
 use std::time::Instant;
 
-use embcache::cache::{Lookup, PlanMode, RowBlock, Table, host_row_bytes};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::cache::{Lookup, PlanMode, RowBlock, Table};
+use embcache::config::OptimizerKind;
 use embcache::io::default_engine;
-use embcache::rows::{Initializer, RowHeader};
-use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
+use embcache::rows::RowHeader;
 use embcache_benches::{
     BATCH_IDS, Bench, Better, Ids, PlainDedupe, PlainIndex, Rounds, Scale, huge_pages, prefetch, run, scattered_id,
-    uniform_ranks, zipf_ranks,
+    table_config, uniform_ranks, zipf_ranks,
 };
 
 const DIM: usize = 64;
@@ -70,24 +69,7 @@ fn host_hit(scale: Scale, rows: u64, mostly_new: bool, ranks: fn(usize, u64) -> 
     let ids = Ids::from_ranks(&ranks(BATCH_IDS * scale.pick(20, 2), rows), BATCH_IDS, scattered_id);
     let present: Vec<i64> = (0..rows).map(scattered_id).collect();
 
-    let layout = OptimizerKind::Sgd.layout(DIM);
-    let policy = PolicyKind::S3Fifo;
-    let config = TableConfig {
-        name: "rows".into(),
-        key: 1,
-        dim: DIM,
-        optimizer: OptimizerKind::Sgd,
-        initializer: Initializer::Constant { value: 0.0 },
-        seed: 0,
-        total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
-        bucket_hash: embcache::types::BucketHash::SplitMix64,
-        buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
-        host_bytes: (rows + rows / 100) * host_row_bytes(&layout, policy),
-        device_rows: None,
-        ssd: None,
-        policy,
-        on_full: OnFull::Error,
-    };
+    let config = table_config(OptimizerKind::Sgd, rows + rows / 100);
     let engine = default_engine().expect("an engine for files, which are not used");
     let table = Table::open(config, None, engine).expect("a table in RAM");
     for (chunk, ids) in present.chunks(100_000).enumerate() {

@@ -17,13 +17,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use embcache::cache::{Lookup, Plan, PlanMode, Table, TableStats};
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache::rows::Initializer;
-use embcache::types::DEFAULT_TOTAL_NUM_BUCKETS;
 use embcache_benches::{
     BATCH_IDS, Bench, Better, DIM, Ids, RAW_DEPTH, RECORD_BYTES, RawRecords, Rounds, Scale, Scratch, SplitMix64,
-    StoreWork, Zipf, run, scattered_id, scattered_slot, setting,
+    StoreWork, Zipf, run, scattered_id, scattered_slot, setting, table_config,
 };
 
 /// Batches of a turn. A round is a turn of each side.
@@ -112,27 +111,10 @@ impl Trace {
 }
 
 fn config(rows: u64, dir: Option<&Path>, host_bytes: u64, ssd_bytes: u64) -> TableConfig {
-    TableConfig {
-        name: "rows".into(),
-        key: 1,
-        dim: DIM,
-        optimizer: OptimizerKind::RowWiseAdagrad,
-        initializer: Initializer::Uniform { low: -1.0, high: 1.0 },
-        seed: rows,
-        total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
-        bucket_hash: embcache::types::BucketHash::SplitMix64,
-        buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
-        host_bytes,
-        device_rows: None,
-        ssd: dir.map(|dir| SsdConfig {
-            dir: dir.to_owned(),
-            bytes: ssd_bytes,
-            reopen: Reopen::Never,
-            resume_token: None,
-        }),
-        policy: PolicyKind::S3Fifo,
-        on_full: OnFull::Error,
-    }
+    let initializer = Initializer::Uniform { low: -1.0, high: 1.0 };
+    let ssd =
+        dir.map(|dir| SsdConfig { dir: dir.to_owned(), bytes: ssd_bytes, reopen: Reopen::Never, resume_token: None });
+    TableConfig { initializer, seed: rows, host_bytes, ssd, ..table_config(OptimizerKind::RowWiseAdagrad, 0) }
 }
 
 struct Placed {

@@ -20,6 +20,7 @@ mod raw_disk;
 mod scratch;
 mod serve;
 mod store;
+mod table;
 mod tier;
 mod windows;
 mod workload;
@@ -32,6 +33,7 @@ pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, forget_
 pub use raw_disk::{RAW_DEPTH, RawFiles, RawReads, RawRecords, RecordPosition, write_sequentially};
 pub use scratch::Scratch;
 pub use store::StoreWork;
+pub use table::table_config;
 pub use tier::{APPEND_ROWS, CountedEngine, RECORD_BYTES, ROW_BYTES, TierRows, new_tier, open_tier, tier_layout};
 pub use windows::{RAW_WRITE, raw_write_bytes, raw_write_rate, setting, settle, window};
 pub use workload::{BATCH_IDS, Ids, SplitMix64, Zipf, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

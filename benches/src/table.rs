@@ -1,0 +1,30 @@
+//! The settings of a table to measure.
+
+use embcache::cache::host_row_bytes;
+use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::rows::Initializer;
+use embcache::types::{BucketHash, DEFAULT_TOTAL_NUM_BUCKETS};
+
+use crate::plain_kernels::DIM;
+
+/// The settings of a table whose rows of [`DIM`] float32 are all in RAM. It has room for `rows` of them, with the slots of
+/// `optimizer`. New rows are zeros.
+pub fn table_config(optimizer: OptimizerKind, rows: u64) -> TableConfig {
+    let policy = PolicyKind::S3Fifo;
+    TableConfig {
+        name: "rows".into(),
+        key: 1,
+        dim: DIM,
+        optimizer,
+        initializer: Initializer::Constant { value: 0.0 },
+        seed: 0,
+        total_num_buckets: DEFAULT_TOTAL_NUM_BUCKETS,
+        bucket_hash: BucketHash::SplitMix64,
+        buckets: 0..DEFAULT_TOTAL_NUM_BUCKETS,
+        host_bytes: rows * host_row_bytes(&optimizer.layout(DIM), policy),
+        device_rows: None,
+        ssd: None,
+        policy,
+        on_full: OnFull::Error,
+    }
+}
