@@ -53,6 +53,10 @@ class TrackedTable(FlushedTable, OpenTable, Protocol):
         """Whether it was closed, after which it cannot be used again."""
 
     @property
+    def unusable(self) -> str | None:
+        """Why every use is refused, as where a load failed; None where it is not."""
+
+    @property
     def has_unflushed_rows(self) -> bool:
         """Whether it is open in this process, and its rows changed since the last state that a resume finds."""
 
@@ -279,6 +283,8 @@ class FlushSchedule:
             table
             for table in open_tables()
             if table.tiers.flush_every is not None and (table.world_size > 1) == self.collective
+            # What a failed load left is no state to resume.
+            if table.unusable is None
         ]
         flush_tables(sorted(tables, key=lambda table: table.name), alone=not self.collective)
 

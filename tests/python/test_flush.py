@@ -419,12 +419,16 @@ def test_a_token_for_a_table_that_resumes_nothing_is_refused_with_what_to_do(tmp
         assert len(table) == 0
 
 
-def test_a_closed_table_that_is_still_held_does_not_stop_the_flushes_of_others(tmp_path):
+@pytest.mark.parametrize("left", ["closed", "unusable"])
+def test_a_table_that_is_closed_and_held_or_unusable_does_not_stop_the_flushes_of_others(tmp_path, left):
     tiers = ssd_tiers(tmp_path / "ssd", host_bytes="4KiB", flush_every=2)
-    closed, other = (make_bag(name=name, tiers=tiers) for name in ("closed", "other"))
-    for bag in (closed, other):
+    first, other = (make_bag(name=name, tiers=tiers) for name in ("first", "other"))
+    for bag in (first, other):
         train(bag, BATCHES[:1])
-    closed.close()
+    if left == "closed":
+        first.close()
+    else:
+        internals(first.table).set_unusable("a load did not succeed")
     train(other, BATCHES[1:5])
     assert len(other.table.published()) == 2
     other.close()
