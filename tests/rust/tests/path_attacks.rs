@@ -14,7 +14,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use embcache::Kind;
-use embcache::checkpoint::{Directory, Latest, Part, RankWriter, Save, SaveOptions};
+use embcache::checkpoint::{
+    BesideOptions, BlockSave, BlockWriter, Chain, Compaction, Directory, Join, Latest, Part, RankMoment, RankWriter,
+    Save, SaveOptions, Shard, reshard, sweep_parts,
+};
 use embcache::config::OptimizerKind::RowWiseAdagrad;
 use embcache::io::{BeneathEngine, IoEngine, Open, PsyncEngine};
 use embcache::paths::{Checks, open_to_load, open_to_save};
@@ -150,6 +153,39 @@ fn a_part_is_taken_from_the_directory_that_was_checked_when_a_link_takes_its_pla
         assert!(!moved.join(part.name().to_string()).exists(), "the part was taken over");
         assert_eq!(load_from(&to, 1).unwrap(), vec![table]);
     }
+}
+
+#[test]
+fn nothing_is_changed_in_a_directory_that_was_checked_for_a_load() {
+    let fixture = Fixture::new();
+    let saved = save_to(&fixture.directory(), &[table()], (1, 1000), 1, SaveOptions::default()).unwrap();
+    let mut part = Part::begin(&fixture.directory(), 1, 0).unwrap();
+    let digest = part.finish().unwrap();
+    let before = files(&fixture.root);
+    let directory = Directory::to_load(&fixture.root, Checks::Strict).unwrap();
+    let moment = BesideOptions { next_epoch: 2, image_bytes: 1 << 20, bytes_per_second: None };
+    let (name, shard) = (saved.latest.name, Shard { index: 0, count: 1 });
+    let errors = [
+        Save::begin(&directory, 2).map(drop).unwrap_err(),
+        RankWriter::new(&directory, name, 0, 1).map(drop).unwrap_err(),
+        RankMoment::begin(&directory, name, (0, 1), Vec::new(), moment).map(drop).unwrap_err(),
+        Part::begin(&directory, 2, 0).map(drop).unwrap_err(),
+        sweep_parts(&directory).map(drop).unwrap_err(),
+        Compaction::open(&directory, saved.latest).map(drop).unwrap_err(),
+        reshard(&Chain::open(&directory, saved.latest).unwrap(), &directory, 2, 1).map(drop).unwrap_err(),
+        BlockSave::begin(&directory, shard, &[], &Join::New, 2, &mut || Ok(())).map(drop).unwrap_err(),
+        BlockWriter::new(&directory, &[], &[], 4096, 1).map(drop).unwrap_err(),
+    ];
+    for error in errors {
+        assert_eq!(error.kind(), Kind::State, "{error}");
+        assert!(error.to_string().contains("was opened to load from"), "{error}");
+    }
+    assert!(files(&fixture.root) == before, "something was changed");
+    assert_eq!(load_from(&directory, 1).unwrap(), vec![table()]);
+    // Nor are parts taken from there, before anything else is done.
+    let save = Save::begin(&fixture.directory(), 3).unwrap();
+    let error = save.adopt(0, 1, &[(directory, part.name(), digest)]).unwrap_err();
+    assert_eq!(error.kind(), Kind::State, "{error}");
 }
 
 #[test]
