@@ -1,8 +1,4 @@
-"""The tree's rules: who imports whom, how long files and functions are, and that nothing names the machine it was written on.
-
-Some rules are younger than the code. What broke such a rule when it came is in a list here, by name. The test of the rule refuses
-everything else, and says which names of its list it does not need any more: take those out.
-"""
+"""The tree's rules: who imports whom, how long files and functions are, and that nothing names the machine it was written on."""
 
 import ast
 import itertools
