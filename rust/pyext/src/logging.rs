@@ -9,9 +9,9 @@
 //!   there. Where the system gives no thread, events wait for the next [`drain_log`].
 //! - `atexit` logs what is left and ends the thread, which never asks for the GIL of an interpreter that ends. Where a handler is stuck
 //!   then, what waits behind it is not logged.
-//! - The levels are those of Python's loggers. They are read when a table is opened, when a save or a load opens its directory, when a
-//!   batch is planned or a table is flushed (once a second at most), and before events are logged. The core sees them as one atomic
-//!   number.
+//! - The levels are those of Python's loggers. They are read when a table is opened, when a save or a load opens its directory, and when a
+//!   batch is planned or a table is flushed (once a second at most). The core sees them as one atomic number. The queue's thread reads
+//!   none, or it could put those of before in place of newer ones that a caller has read meanwhile.
 //! - What a handler raises goes to `sys.unraisablehook`, and the next event is logged. What the code of loggers raises where the levels are
 //!   read is the caller's error: a signal handler, as that of Ctrl-C, may have raised it there.
 
@@ -159,8 +159,6 @@ impl Queue {
             // A panic of something that a handler called comes back here. It ends neither this thread nor the logging.
             let logged = catch_unwind(AssertUnwindSafe(|| {
                 Python::try_attach(|py| {
-                    // Where a logger's own code raises, the levels stay as they are.
-                    let _ = follow_levels(py);
                     if let Err(error) = logging.log_waiting(py, true) {
                         error.write_unraisable(py, None);
                     }
