@@ -4,6 +4,7 @@ The interrupt is raised at one line of the package after the other, by the traci
 notebook keeps it. With `EMBCACHE_EVERY_LINE=1` every line is tried, else a part of them.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -45,12 +46,15 @@ class Lines:
         self._stop_at, self._within = stop_at, within
 
     def __enter__(self) -> Self:
+        # The tables of earlier operations are not collected meanwhile: the lines of their finalizers belong to none.
+        gc.disable()
         self._before = sys.gettrace()
         sys.settrace(self._called)
         return self
 
     def __exit__(self, *_error: object) -> None:
         sys.settrace(self._before)
+        gc.enable()
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
         del event, arg
