@@ -102,8 +102,12 @@ def test_a_row_against_another_tree_has_the_ratios_of_its_pairs_so_turned_that_a
     monkeypatch.syspath_prepend(str(SCRIPTS))
     results = importlib.import_module("results")
     ours, theirs = [4.0, 6.0, 9.0], [2.0, 6.0, 6.0]
-    faster = results.against(row("a_rate", 6.0), "abc1234", ours, theirs)
-    assert faster["against"] == {"tree": "abc1234", "ratio": 1.5, "low": 1.0, "high": 2.0, "pairs": 3}
-    dearer = results.against(row("a_cost", 6.0, better="lower"), "abc1234", ours, theirs)
-    assert dearer["against"]["ratio"] == pytest.approx(2 / 3)
-    assert "; 1.50 [1.00 .. 2.00] x abc1234 (3 pairs)" in results.describe(faster)
+    faster = results.against(row("a_rate", 6.0), "abc1234", ours, theirs)["against"]
+    # In the order of rounds 0 and 2 the median is 1.75, in that of round 1 it is 1.
+    assert faster == {"tree": "abc1234", "ratio": pytest.approx(1.75**0.5), "low": 1.0, "high": 2.0, "pairs": 3}
+    dearer = results.against(row("a_cost", 6.0, better="lower"), "abc1234", ours, theirs)["against"]
+    assert dearer["ratio"] == pytest.approx((7 / 12) ** 0.5)
+    assert "; 1.32 [1.00 .. 2.00] x abc1234 (3 pairs)" in results.describe(row("a_rate", 6.0) | {"against": faster})
+    # The second turn is twice as fast as the first: that makes neither tree faster.
+    first, second = [1.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 1.0]
+    assert results.against(row("a_rate", 1.5), "abc1234", first, second)["against"]["ratio"] == pytest.approx(1)
