@@ -51,10 +51,6 @@ impl Rounds for Births {
         (self.batches.len() * BATCH_IDS) as f64 / begin.elapsed().as_secs_f64()
     }
 
-    fn limit(&mut self) -> Option<f64> {
-        None
-    }
-
     fn check(&mut self) {
         self.ours();
         assert_eq!(self.table.len().expect("an open table"), (self.batches.len() * BATCH_IDS) as u64);

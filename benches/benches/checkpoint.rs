@@ -293,10 +293,6 @@ impl Rounds for Reshards {
         self.per_rank.iter().copied().fold(0.0, f64::max)
     }
 
-    fn limit(&mut self) -> Option<f64> {
-        None
-    }
-
     // The value is the same each time, so one round is enough.
     fn rounds(&self) -> usize {
         1

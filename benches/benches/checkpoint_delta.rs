@@ -102,10 +102,6 @@ impl Rounds for Deltas {
         delta / full
     }
 
-    fn limit(&mut self) -> Option<f64> {
-        None
-    }
-
     fn rounds(&self) -> usize {
         ROUNDS
     }

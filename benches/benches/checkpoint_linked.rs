@@ -135,10 +135,6 @@ impl Rounds for Saves {
         seconds / full
     }
 
-    fn limit(&mut self) -> Option<f64> {
-        None
-    }
-
     fn rounds(&self) -> usize {
         ROUNDS
     }
@@ -217,10 +213,6 @@ impl Rounds for Loads {
         self.last =
             BTreeMap::from([("rows", self.rows as f64), ("load_linked_seconds", linked), ("load_full_seconds", full)]);
         linked / full
-    }
-
-    fn limit(&mut self) -> Option<f64> {
-        None
     }
 
     fn rounds(&self) -> usize {

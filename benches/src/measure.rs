@@ -47,7 +47,9 @@ pub trait Rounds {
     fn ours(&mut self) -> f64;
 
     /// Measure one round of the limit. The result is in the bench's unit, or `None` where the bench has no limit.
-    fn limit(&mut self) -> Option<f64>;
+    fn limit(&mut self) -> Option<f64> {
+        None
+    }
 
     /// The number of rounds of a full run.
     fn rounds(&self) -> usize {

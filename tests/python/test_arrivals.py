@@ -20,9 +20,11 @@ from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
     EmbCacheEmbeddingCollection,
     TierBudgets,
+    lifetime,
     optimizers,
 )
-from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, UnsupportedError
+from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StorageError, UnsupportedError
+from torchrec_embcache.table_shard import TableShard
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
@@ -127,6 +129,28 @@ def test_a_collection_that_does_not_come_over_whole_is_closed_and_publishes_noth
     with take(theirs, tiers) as ours:  # though somebody keeps the error
         assert [len(table) for table in ours.tables.values()] == [20, 20]
         assert kept.tb is not None
+
+
+def test_a_table_that_cannot_be_closed_after_an_error_leaves_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, _ = trained("adagrad", in_backward=False)
+    theirs.embedding_bags["t2"].weight.data = theirs.embedding_bags["t2"].weight.data.double()
+    close = TableShard.close
+
+    def refuse(table: TableShard) -> None:
+        close(table)
+        if table.name == "t1":
+            raise StorageError("t1 cannot be closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableShard, "close", refuse)
+        with pytest.raises(UnsupportedError, match="'t2' has torch.float64") as kept:
+            EmbCacheEmbeddingBagCollection.from_torchrec(
+                theirs, ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
+            )
+    assert kept.value.__notes__ == ["closing the tables failed too: t1 cannot be closed"]
+    assert not lifetime.open_tables()
 
 
 # ---- by id

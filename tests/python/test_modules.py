@@ -39,6 +39,7 @@ from torchrec_embcache.exceptions import (
     StateError,
     UnsupportedError,
 )
+from torchrec_embcache.table_shard import TableShard
 
 TIERS = TierBudgets(host_bytes="4MiB")
 FIELDS: dict[str, Any] = {"name": "t", "embedding_dim": 4, "num_embeddings": 10, "feature_names": ["f"]}
@@ -345,6 +346,24 @@ def test_an_optimizer_whose_slots_do_not_fit_leaves_the_imported_rows_as_they_we
         assert after.keys() == before.keys()
         assert table.step() == 5
         assert table.optimizer is None
+
+
+def test_a_table_whose_rows_cannot_be_put_back_after_an_optimizer_that_failed_refuses_use(monkeypatch):
+    module = bags()
+    table = module.tables["t1"]
+    table.import_rows(torch.arange(10), torch.rand(10, 6))
+    apply_optimizer_in_backward(trec_optim.Adam, module.parameters(), {"lr": 0.1})
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableShard, "import_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            module(features())
+    for use in (lambda: module(features()), table.export):
+        with pytest.raises(StateError, match="nor its rows put back: load them"):
+            use()
 
 
 def test_evaluation_no_grad_and_frozen_tables_change_nothing():

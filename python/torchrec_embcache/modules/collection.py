@@ -251,8 +251,8 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             self.settle()
             for name, table in self._tables.items():
                 import_torchrec(internals(table), sources[name].detach(), trained[name])
-        except BaseException:
-            self._tables.close_unflushed()
+        except BaseException as error:
+            self._tables.close_unflushed(error)
             raise
 
 

@@ -186,7 +186,8 @@ class ModuleTables(Mapping[str, CacheTable]):
     def set_optimizer(self, name: str, spec: OptimizerSpec) -> None:
         """Give a table its optimizer. Rows that were imported before keep their weights, and their slots begin at zero.
 
-        On an error, such as `CapacityError` where the rows with these slots do not fit the budgets, the table is as it was.
+        On an error, such as `CapacityError` where the rows with these slots do not fit the budgets, the table is as it was. Where
+        its rows cannot be put back either, as after a second Ctrl-C, it refuses all use.
         """
         table = internals(self._tables[name])
         if not table.is_open or table.spec.kind == spec.kind or len(table) == 0:
@@ -198,10 +199,16 @@ class ModuleTables(Mapping[str, CacheTable]):
         try:
             _put_anew(table, spec, chunks, weights_only=True)
         except BaseException:
-            _put_anew(table, before, chunks, weights_only=False)
-            table.native.set_step(step)
-            table.native.set_epoch(epoch)
-            table.optimizer = optimizer
+            try:
+                _put_anew(table, before, chunks, weights_only=False)
+                table.native.set_step(step)
+                table.native.set_epoch(epoch)
+                table.optimizer = optimizer
+            except BaseException:
+                table.set_unusable(
+                    "its optimizer could not be set, nor its rows put back: load them, or import them into a new module"
+                )
+                raise
             raise
 
     def hand_over(self) -> dict[str, CacheTable]:
@@ -220,9 +227,8 @@ class ModuleTables(Mapping[str, CacheTable]):
                 if table.is_open:
                     self._take_table(name, table)
         except BaseException as error:
-            if (failure := _close_all(source.values())) is not None:
-                error.add_note(f"closing the tables failed too: {failure}")
-            self.close_unflushed()
+            _close_after(error, (table.close for table in source.values()))
+            self.close_unflushed(error)
             raise
 
     def _take_table(self, name: str, table: CacheTable) -> None:
@@ -275,14 +281,13 @@ class ModuleTables(Mapping[str, CacheTable]):
 
     def close(self) -> None:
         """Flush and close every table. The first error is raised when all are closed."""
-        first = _close_all(self._tables.values())
+        first = _first_error(table.close for table in self._tables.values())
         if first is not None:
             raise first
 
-    def close_unflushed(self) -> None:
-        """Close every table without a flush, because some have only a part of the rows that they were to take over."""
-        for table in self._tables.values():
-            internals(table).close_unflushed()
+    def close_unflushed(self, error: BaseException) -> None:
+        """Close every table without a flush, because `error` came before they had all the rows that they were to take over."""
+        _close_after(error, (internals(table).close_unflushed for table in self._tables.values()))
 
     def warn_on_state_dict(self, module: Any) -> None:
         """Let `module.state_dict()` note how many rows there are, and warn once that it does not hold them."""
@@ -290,15 +295,21 @@ class ModuleTables(Mapping[str, CacheTable]):
         module.register_state_dict_post_hook(_note_rows)
 
 
-def _close_all(tables: Iterable[CacheTable]) -> Exception | None:
-    """Flush and close every table. Returns the first error."""
+def _first_error(calls: Iterable[Callable[[], None]]) -> Exception | None:
+    """Make every call. Returns the first error of them."""
     first: Exception | None = None
-    for table in tables:
+    for call in calls:
         try:
-            table.close()
+            call()
         except Exception as error:
             first = first or error
     return first
+
+
+def _close_after(error: BaseException, closes: Iterable[Callable[[], None]]) -> None:
+    """Make every call, each of which closes a table. `error` is what counts: the first error of closing becomes a note of it."""
+    if (failure := _first_error(closes)) is not None:
+        error.add_note(f"closing the tables failed too: {failure}")
 
 
 def _put_anew(table: TableShard, spec: OptimizerSpec, chunks: Iterable[RowChunk], *, weights_only: bool) -> None:

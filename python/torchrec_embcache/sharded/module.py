@@ -112,9 +112,9 @@ class ShardedCacheModule(CacheModule):
             error = caught
         try:
             raise_on_every_rank(error, env.process_group, on)
-        except BaseException:
+        except BaseException as raised:
             if error is None:  # another rank has no tables
-                state["_cache"].close_unflushed()
+                state["_cache"].close_unflushed(raised)
             raise
         state["_features"] = list(
             dict.fromkeys(name for config in module.table_configs() for name in config.feature_names)
