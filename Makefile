@@ -75,8 +75,9 @@ test-rust: $(NATIVE)
 test-loom:
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --locked -p embcache --lib loom
 
+# Two processes share the files of tests. With ARGS, as for one test or a debugger, there is one.
 test-python: $(NATIVE)
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest $(or $(ARGS),--numprocesses=2 --dist=loadfile)
 
 fuzz:
 	@EMBCACHE_FUZZ_S=$(or $(FOR),300) cargo test --quiet --locked -p embcache-tests --test hostile
