@@ -219,9 +219,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     begin = time.monotonic()
-    found = programs(options.smoke)
     if options.against and not (options.against / "benches" / "Cargo.toml").is_file():
         parser.error(f"--against {options.against}: no checkout of this project is there (git worktree add makes one)")
+    found = programs(options.smoke)
     other = Other.built(options.against.resolve(), options.smoke) if options.against else None
     minutes = MINUTES_AGAINST if other else MINUTES
     names = sorted([*found, *(name for script in SCRIPTS.values() for name in script)])

@@ -4,6 +4,7 @@ A bench that is *served* measures a round when it is asked to, so that rivals ta
 *prints rows* needs the machine for itself, or measures several things on one store.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["ROOT", "Child", "Program", "Served", "built", "programs", "rows_of"]
 
@@ -67,37 +68,53 @@ class Child:
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env and os.environ | env
         )
+        self._seconds = seconds
         self._timer = threading.Timer(seconds, self._process.kill)
         self._timer.daemon = True
         self._timer.start()
 
     def write(self, line: str) -> None:
-        """Hand the program a line."""
+        """Hand the program a line. Raises as `read`."""
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._has_ended()
 
     def read(self) -> Any:
-        """The next line of the program. `EOFError` after a program that ended without an error."""
+        """The next line of the program.
+
+        `EOFError` after a program that ended without an error, `RuntimeError` after one that failed or was out of time.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        if line:
-            return json.loads(line)
+        return json.loads(line) if line else self._has_ended()
+
+    def _has_ended(self) -> NoReturn:
         status = self._process.wait()
+        if status == -9:
+            raise RuntimeError(
+                f"the bench was ended when its {self._seconds:.0f} s were over: measure it again while nothing else uses the "
+                "machine and its disk (make bench ONLY=<name>)"
+            )
         if status:
-            raise RuntimeError(f"the bench ended with status {status}" + (", out of time" if status == -9 else ""))
+            raise RuntimeError(f"the bench ended with status {status}")
         raise EOFError("the bench ended before it was asked to")
 
     def close(self) -> None:
-        """End the program, by ending its input."""
+        """End the program, by ending its input. One that has ended already is no error."""
         self._timer.cancel()
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
 
 class Served:

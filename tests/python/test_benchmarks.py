@@ -37,6 +37,23 @@ def made(rows, folder):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def test_a_program_that_is_out_of_time_is_told_by_what_it_had_whoever_notices_first(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    served = importlib.import_module("served")
+    for read in (True, False):
+        child = served.Child([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
+
+        def ask(child=child, read=read):
+            while True:  # what is written fills a pipe until the program has ended
+                if read:
+                    child.read()
+                child.write("again")
+
+        with pytest.raises(RuntimeError, match="its 0 s were over: measure it again"):
+            ask()
+        child.close()
+
+
 def test_each_result_stands_in_a_table_with_its_spread_and_ratios_and_the_plots_are_whole(tmp_path):
     rows = [
         row("ssd_fetch_uniform_1m", 4e6),
