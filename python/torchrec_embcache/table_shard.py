@@ -435,8 +435,12 @@ class TableShard:
 
         A resume finds the last flush.
         """
-        self.set_unusable("only a part of the rows that it was to take over is in it")
+        self.never_flush()
         self.close()
+
+    def never_flush(self) -> None:
+        """Refuse every use, flushes too, because only a part of the rows that it was to take over is in it."""
+        self.set_unusable("only a part of the rows that it was to take over is in it")
 
     def __del__(self) -> None:
         # The constructor may have raised before there was anything to look after.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchrec
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec import KeyedJaggedTensor as Kjt
 
 from tables import ssd_tiers
@@ -23,7 +23,9 @@ from torchrec_embcache import (
     lifetime,
     optimizers,
 )
+from torchrec_embcache.cache import internals
 from torchrec_embcache.exceptions import CapacityError, ConfigError, InputError, StorageError, UnsupportedError
+from torchrec_embcache.modules.tables import Shard
 from torchrec_embcache.table_shard import TableShard
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -151,6 +153,61 @@ def test_a_table_that_cannot_be_closed_after_an_error_leaves_no_other_open(
             )
     assert kept.value.__notes__ == ["closing the tables failed too: t1 cannot be closed"]
     assert not lifetime.open_tables()
+
+
+def interrupted(_: TableShard) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_ctrl_c_amid_the_closing_after_an_error_leaves_no_table_that_is_flushed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = EmbeddingBagCollection(
+        [EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=20, feature_names=[name]) for name in "abc"]
+    )
+    theirs.embedding_bags["c"].weight.data = theirs.embedding_bags["c"].weight.data.double()
+    with monkeypatch.context() as patch:
+        patch.setattr(TableShard, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            EmbCacheEmbeddingBagCollection.from_torchrec(
+                theirs, ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
+            )
+        left = [table for table in lifetime.open_tables() if isinstance(table, TableShard)]
+        assert sorted(table.name for table in left) == ["a", "b"]
+        assert all(table.unusable for table in left)
+    for table in left:
+        table.close()
+    assert not list(tmp_path.rglob("*.state"))
+    assert kept.tb is not None  # the error kept the tables until here: where they are dropped, they are closed
+
+
+def test_a_ctrl_c_amid_the_closing_after_a_failed_sharding_leaves_no_half_of_a_table_that_is_flushed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = ssd_tiers(tmp_path, host_bytes="256KiB", ssd_bytes="256MiB")
+    ours = EmbCacheEmbeddingBagCollection(bag_tables(), tiers=tiers)
+    whole = [internals(table) for table in ours.tables.values()]
+    for table in whole:
+        table.import_rows(np.arange(20), np.ones((20, table.dim), np.float32))
+    with monkeypatch.context() as patch:
+        imported = TableShard.import_rows
+
+        def fail_in_the_second(table: TableShard, *rows: Any) -> None:
+            imported(table, *rows)
+            if table.name == "t2":
+                patch.setattr(TableShard, "close", interrupted)
+                raise StorageError("t2 cannot be written")
+
+        patch.setattr(TableShard, "import_rows", fail_in_the_second)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            ours.shard_tables({name: Shard(0, 2, spread=True) for name in ("t1", "t2")}, None, torch.device("cpu"))
+        left = [table for table in lifetime.open_tables() if isinstance(table, TableShard) and table not in whole]
+        assert sorted(table.name for table in left) == ["t1", "t2"]
+        assert all(table.unusable for table in left)
+        assert not any(table.unusable for table in whole)
+    for table in (*left, *whole):
+        table.close()
+    assert kept.tb is not None
 
 
 # ---- by id

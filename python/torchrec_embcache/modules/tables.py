@@ -227,8 +227,7 @@ class ModuleTables(Mapping[str, CacheTable]):
                 if table.is_open:
                     self._take_table(name, table)
         except BaseException as error:
-            _close_after(error, (table.close for table in source.values()))
-            self.close_unflushed(error)
+            self.close_unflushed(error, whole=list(source.values()))
             raise
 
     def _take_table(self, name: str, table: CacheTable) -> None:
@@ -285,9 +284,17 @@ class ModuleTables(Mapping[str, CacheTable]):
         if first is not None:
             raise first
 
-    def close_unflushed(self, error: BaseException) -> None:
-        """Close every table without a flush, because `error` came before they had all the rows that they were to take over."""
-        _close_after(error, (internals(table).close_unflushed for table in self._tables.values()))
+    def close_unflushed(self, error: BaseException, whole: Sequence[CacheTable] = ()) -> None:
+        """Close every table without a flush, because `error` came before they had all the rows that they were to take over.
+
+        `whole` are tables that have all of their rows, and are flushed and closed too.
+        """
+        keep = {id(table) for table in whole}
+        tables = [*whole, *(table for table in self._tables.values() if id(table) not in keep)]
+        # Before any is closed: where a Ctrl-C ends the closing, those left open are not flushed when the process ends.
+        for table in tables[len(whole) :]:
+            internals(table).never_flush()
+        _close_after(error, [table.close for table in tables])
 
     def warn_on_state_dict(self, module: Any) -> None:
         """Let `module.state_dict()` note how many rows there are, and warn once that it does not hold them."""
