@@ -76,6 +76,10 @@ def key_figures(rows: dict[str, Row]) -> Iterator[str]:
     machines = dict.fromkeys(f"{each['cpu']}, {each['cores']} cores, {each['memory']} of RAM" for each in settings)
     commits = dict.fromkeys(each.get("commit") or each.get("date", "") for each in settings)
     yield f"Measured on {'; '.join(machines)}, at {', '.join(commits)}."
+    # A setting that a person adds to a row whose disk was not what it is at other times.
+    for disk in dict.fromkeys(each["disk"] for each in settings if each.get("disk")):
+        of = ", ".join(f"`{name}`" for name in KEY if ((rows.get(name) or {}).get("setting") or {}).get("disk") == disk)
+        yield f"During {of} the disk was {disk}."
 
 
 def with_key_figures(text: str, rows: dict[str, Row]) -> str:
