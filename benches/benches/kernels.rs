@@ -147,7 +147,7 @@ impl Kernels {
         let Batch { slots, distinct, inverse } = &self.batches[batch];
         let rows = ArenaRows { arena: &self.arena, layout: self.layout };
         // SAFETY: slots are within the arena, and nobody writes its rows during the call.
-        unsafe { forward_pooled(&rows, slots, &self.offsets, None, false, &mut self.out, DIM, 0, threads) };
+        unsafe { forward_pooled(&rows, slots, None, &self.offsets, None, false, &mut self.out, DIM, 0, threads) };
         let Some((kind, _)) = self.optimizer else { return };
         self.step += 1;
         let features = [PooledFeature { column: 0, offsets: &self.offsets, weights: None, mean: false }];

@@ -17,6 +17,11 @@ SECTIONS: dict[str, dict[str, str]] = {
         "births_uniform_two_threads": "the same, two threads",
         "births_normal_two_threads": "the same, normally distributed weights",
     },
+    "Admission (one thread)": {
+        "admission_all_known": "rate of training with `Count(5)`, every id known / without admission, rowwise Adagrad, 10M rows",
+        "admission_half_pending": "dedupe, admission and gather, half of the occurrences of 10M ids that wait for a row",
+        "pending_bytes_per_id": "growth of a process's resident bytes for each id that waits, worst from 1M to 10M ids",
+    },
     "Kernels (one thread unless the name says more)": {
         "forward_pooled_zipf105_10m": "rows summed into bags",
         "forward_pooled_uniform_10m": "the same, uniform ids",

@@ -27,7 +27,7 @@ mod workload;
 
 pub use evictions::Evictions;
 pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, median, run, run_rows};
-pub use plain::{PlainDedupe, PlainIndex, huge_pages, prefetch};
+pub use plain::{PlainCounts, PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};
 pub use process::{Resident, cpu_seconds, die_with_parent, forget_cached, forget_peak, resident};
 pub use raw_disk::{RAW_DEPTH, RawFiles, RawReads, RawRecords, RecordPosition, write_sequentially};

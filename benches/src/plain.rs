@@ -129,6 +129,24 @@ impl PlainIndex {
         ((u128::from(mix(id)) * entries as u128) >> 64) as usize
     }
 
+    /// Write the slots of `ids`, and `u32::MAX` for those that are not in the index. This goes as [`PlainIndex::get`] does.
+    ///
+    /// # Panics
+    /// Panics when `slots` is shorter than `ids`.
+    pub fn find(&self, ids: &[Id], slots: &mut [u32]) {
+        let count = self.entries.len();
+        for (at, (&id, slot)) in ids.iter().zip(&mut slots[..ids.len()]).enumerate() {
+            let ahead = ids[(at + AHEAD).min(ids.len() - 1)];
+            prefetch(self.entries.as_ptr().wrapping_add(Self::home(count, ahead)));
+            let mut at = Self::home(count, id);
+            while self.entries[at][1] != 0 && self.entries[at][0] != id as u64 {
+                at = if at + 1 == count { 0 } else { at + 1 };
+            }
+            // A free entry holds 0.
+            *slot = (self.entries[at][1] as u32).wrapping_sub(1);
+        }
+    }
+
     /// Write the slots of `ids`, all of which must be in the index. This goes by blocks: the home entries of the next block are
     /// prefetched while those of this block are looked at.
     ///
@@ -158,6 +176,39 @@ impl PlainIndex {
                 };
             }
         }
+    }
+}
+
+/// Counts of ids by open addressing. It has two entries of 16 bytes for each id, in huge pages.
+#[derive(Debug)]
+pub struct PlainCounts {
+    /// Each entry has an id, and its count plus one. An entry of zeros is free.
+    entries: Vec<[u64; 2]>,
+}
+
+impl PlainCounts {
+    /// For at most so many ids. There are none yet.
+    pub fn new(ids: usize) -> Self {
+        let entries = vec![[0; 2]; (ids * 2).max(1)];
+        huge_pages(&entries);
+        Self { entries }
+    }
+
+    /// Fetch the entry of an id into the processor's cache.
+    #[inline]
+    pub fn prefetch(&self, id: Id) {
+        prefetch(self.entries.as_ptr().wrapping_add(PlainIndex::home(self.entries.len(), id)));
+    }
+
+    /// Count so many more occurrences of an id.
+    #[inline]
+    pub fn add(&mut self, id: Id, occurrences: u32) {
+        let mut at = PlainIndex::home(self.entries.len(), id);
+        while self.entries[at][1] != 0 && self.entries[at][0] != id as u64 {
+            at = if at + 1 == self.entries.len() { 0 } else { at + 1 };
+        }
+        let count = self.entries[at][1].max(1) + u64::from(occurrences);
+        self.entries[at] = [id as u64, count];
     }
 }
 

@@ -1,9 +1,9 @@
 //! The settings of a table to measure.
 
 use embcache::cache::host_row_bytes;
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, TableConfig};
+use embcache::config::{Admission, NotAdmitted, OnFull, OptimizerKind, PolicyKind, TableConfig};
 use embcache::rows::Initializer;
-use embcache::types::{BucketHash, DEFAULT_TOTAL_NUM_BUCKETS};
+use embcache::types::{BucketHash, DEFAULT_SCORE_HALF_LIFE_STEPS, DEFAULT_TOTAL_NUM_BUCKETS};
 
 use crate::plain_kernels::DIM;
 
@@ -26,5 +26,8 @@ pub fn table_config(optimizer: OptimizerKind, rows: u64) -> TableConfig {
         ssd: None,
         policy,
         on_full: OnFull::Error,
+        admission: Admission::All,
+        not_admitted: NotAdmitted::Initial,
+        score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
     }
 }

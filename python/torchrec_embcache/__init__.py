@@ -9,12 +9,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from . import exceptions, initializers, optimizers
+from . import admission, exceptions, initializers, optimizers
 from ._native import __version__ as __version__
 from .cache import CacheTable, FoundRows, RowChunk, RowMetadata
 from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
-from .metrics import SsdStats, TableStats, TierStats
+from .metrics import AdmissionStats, SsdStats, TableStats, TierStats
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .whole_model import cache_modules, flush
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .train_pipeline import EmbCacheTrainPipelineSparseDist
 
 __all__ = [
+    "AdmissionStats",
     "CacheTable",
     "EmbCacheEmbedding",
     "EmbCacheEmbeddingBag",
@@ -60,6 +61,7 @@ __all__ = [
     "TableStats",
     "TierBudgets",
     "TierStats",
+    "admission",
     "cache_modules",
     "exceptions",
     "flush",

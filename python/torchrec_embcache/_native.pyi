@@ -141,6 +141,21 @@ class RowInitializer:
     @staticmethod
     def linear(low: float, high: float) -> RowInitializer: ...  # the same ramp for every id
 
+UnseenMode = Literal["initial", "zeros", "not_admitted"]  # what an id without a row reads
+
+@final
+class RowAdmission:
+    """Which ids get a row. `window_steps=None`: no id is forgotten for its age. `memory` is in bytes, of all shards together."""
+
+    @staticmethod
+    def count(threshold: int, *, window_steps: int | None, memory: int) -> RowAdmission: ...
+    @staticmethod
+    def probability(p: float) -> RowAdmission: ...
+    @staticmethod
+    def show_click(*, alpha: float, beta: float, threshold: float, window_steps: int | None, memory: int) -> RowAdmission: ...
+    @staticmethod
+    def read_only() -> RowAdmission: ...
+
 @final
 class RowMetadata:
     """What is known of n rows beside their values."""
@@ -200,6 +215,16 @@ class SsdStats:
     published_given_up: bool
 
 @final
+class AdmissionStats:
+    """Counters of admission."""
+
+    admitted: int
+    refused: int
+    pending: int
+    pending_bytes: int
+    forgotten: int
+
+@final
 class TableStats:
     """Counters of a table, and of its tiers."""
 
@@ -208,6 +233,7 @@ class TableStats:
     pinned_rows: int
     overflow_plans: int
     dropped_rows: int
+    admission: AdmissionStats | None
     device: TierStats | None
     host: TierStats
     ssd: SsdStats | None
@@ -255,6 +281,9 @@ class Table:
         segments: LinkedSegments | None = None,  # become its contents, in place of whatever is in ssd_dir
         unfinished: int | None = None,  # with reopen="auto": the newest state there, where no flush of several tables completed it
         ssd_root: str | None = None,  # the user's directory, which is checked, and held open as long as the table is
+        admission: RowAdmission | None = None,  # None: every id gets a row
+        not_admitted: Literal["zeros", "initial"] | float | None = None,  # None: "initial"
+        score_half_life_steps: int | None = None,
     ) -> Table: ...
     name: str
     key: int
@@ -281,6 +310,7 @@ class Table:
     def read_rows(self, ids: I64, *, incomplete: bool = False) -> FoundRows: ...  # `incomplete`: of an unusable table too
     def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, metadata: RowMetadata | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
     def remove_rows(self, ids: I64) -> int: ...  # how many were there
+    def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows; it has none so far
     def clear(self) -> None: ...
     def flush(self, token: int | None) -> None: ...  # writes every dirty row down and publishes one state; None: under the next even token
     def last_token(self) -> int | None: ...  # of the last state that was flushed or resumed, even where that is gone
@@ -324,16 +354,17 @@ class Lookup:
         feature_splits: I64,  # [F + 1], where the ids of each feature begin in `ids`, and where the last ones end
         mode: PlanMode,
         threads: int,  # that may work for it, mostly on births of rows
+        clicks: NDArray[np.uint32] | None = None,  # [N], for tables that admit ids by shows and clicks
     ) -> Plan: ...
 
 @final
 class PlanMode:
     """How a plan treats the ids of its batch."""
 
-    def __new__(cls, *, train: bool, ahead: bool, unseen_zeros: bool) -> PlanMode: ...
+    def __new__(cls, *, train: bool, ahead: bool, unseen: UnseenMode) -> PlanMode: ...
     train: bool  # a backward follows; False: ids that were never trained are not inserted
     ahead: bool  # fetch as far as the budget allows, and never overflow; `Plan.wait` does the rest
-    unseen_zeros: bool  # with train=False: an id that was never trained reads zeros instead of its initial value
+    unseen: UnseenMode  # with train=False: what an id without a row reads
 
 @final
 class FetchedRows:
@@ -388,7 +419,8 @@ class Plan:
     def required_slots(self, table: int) -> int: ...  # the device tensors must have at least so many slots; those from device_rows on are overflow
     def fetched(self, table: int) -> FetchedRows: ...  # to be scattered before the forward
     def scattered(self) -> None: ...  # says that what `fetched` gave is in the tensors of all tables; a plan released before leaves rows where they were
-    def slots(self, feature: int) -> I64: ...  # [N_f], the cache slot of each occurrence of the feature; -1 for a row of zeros
+    def slots(self, feature: int) -> I64: ...  # [N_f], the cache slot of each occurrence of the feature; -1 for one that reads `absent_value`
+    def absent_value(self, table: int) -> float: ...  # what ids read in every column that have no row and get none
     def transposed(self, table: int) -> Transposed: ...
     # Does `work` while nobody else forwards, updates or copies rows. Handlers of signals run after it. `work` is either `wait`, scatter and
     # `scattered`, or `begin_update`, update and `commit`, or kernels on the tensors. Where it ends before `scattered`, the plan is released.

@@ -113,6 +113,7 @@ class SavedTable:
     total_num_buckets: int
     bucket_hash: BucketHash
     rows: int
+    pending: int | None  # ids without a row that have counts; None where counts were not saved
 
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def sweep_parts(directory: Directory) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed
@@ -262,7 +263,15 @@ class RowsToWrite:
 class CheckpointWriter:
     """One rank's part of a save."""
 
-    def __new__(cls, directory: Directory, name: str, rank: int, world_size: int) -> CheckpointWriter: ...
+    def __new__(
+        cls,
+        directory: Directory,
+        name: str,
+        rank: int,
+        world_size: int,
+        *,
+        counters: bool = True,  # False: counts of ids that wait for rows are left out
+    ) -> CheckpointWriter: ...
     def write_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...
     def link_table(self, module: str, table: Table, hyperparameters: Mapping[str, float]) -> TableWritten: ...  # without an SSD tier as write_table
     def write_rows(
@@ -288,6 +297,8 @@ class CheckpointMoment:
         tables: Sequence[TableToSave],
         next_epoch: int,  # of rows trained from now on
         bytes_per_second: int | None,
+        *,
+        counters: bool = True,
     ) -> CheckpointMoment: ...  # StateError while another moment of a table is held
     def write_table(self) -> TableWritten | None: ...  # the next one; None when there was none left
     def finish(self) -> Digest: ...  # for `publish`
@@ -300,7 +311,7 @@ class CheckpointCompaction:
     """One rank's part of merging a chain of deltas."""
 
     @staticmethod
-    def open(directory: Directory, latest: str) -> CheckpointCompaction | None: ...  # None where it is full already
+    def open(directory: Directory, latest: str, *, counters: bool = True) -> CheckpointCompaction | None: ...  # None where it is full already
     id: CheckpointId
     next_epoch: int
     rows: int
@@ -363,5 +374,5 @@ class CheckpointRows:
     def __new__(cls, directory: Directory, latest: str) -> CheckpointRows: ...
     def manifest(self) -> str: ...  # JSON
     def read(self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[RowBlock], None] | None) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
-    def reshard(self, to: Directory, random: int, world_size: int) -> Published: ...  # written again there
+    def reshard(self, to: Directory, random: int, world_size: int, *, counters: bool = True) -> Published: ...  # written again there
 

@@ -10,11 +10,13 @@ from typing import Any, Self
 
 import torch
 
+from .admission import Admission, NotAdmitted
 from .buckets import BucketHash
 from .closing import ClosedByWith
 from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets
 from .exceptions import StateError
 from .initializers import Initializer
+from .lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, Lifecycle
 from .metrics import TableStats
 from .optimizers import OptimizerSpec
 from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, ids_array
@@ -48,6 +50,9 @@ class CacheTable(ClosedByWith):
         module: the module that the table belongs to, which also names the SSD directory; by default `name`.
         policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
         on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
+        admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
+        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, or a number for every column.
+        score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         total_num_buckets: how many buckets ids are spread over, from 1 to 2^20.
         buckets: the buckets [begin, end) of this shard; by default the share of `rank`.
         rank: of this shard, from 0.
@@ -98,6 +103,9 @@ class CacheTable(ClosedByWith):
         module: str | None = None,
         policy: Policy = "s3fifo",
         on_full: OnFull = "error",
+        admission: Admission | None = None,
+        not_admitted: NotAdmitted = "zeros",
+        score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
         total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
         buckets: tuple[int, int] | None = None,
         rank: int = 0,
@@ -114,6 +122,9 @@ class CacheTable(ClosedByWith):
             module=module,
             policy=policy,
             on_full=on_full,
+            lifecycle=Lifecycle.checked(
+                admission=admission, not_admitted=not_admitted, score_half_life_steps=score_half_life_steps
+            ),
             total_num_buckets=total_num_buckets,
             buckets=buckets,
             rank=rank,

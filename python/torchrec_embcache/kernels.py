@@ -207,14 +207,28 @@ class TorchBackend(KernelBackend):
             slots = plan.slots(feature)
             divisor = torch.from_numpy(np.diff(offsets)).clamp_(min=1).to(self.device) if pooled.mean[feature] else None
             present = slots >= 0
-            if not present.all():  # rows of zeros are left out of the sum, but count in the mean's divisor
+            absent: Tensor | float = 0.0
+            if not present.all():  # absent rows are left out of this sum, but count in the mean's divisor
+                absent = self._absent_sum(plan.absent_value(table), ~present, offsets, weights)
                 offsets = np.concatenate([[0], np.cumsum(present)])[offsets]
                 slots = slots[present]
                 weights = weights[torch.from_numpy(present).to(self.device)] if weights is not None else None
-            part = _segment_sum(tier.weights, self._tensor(slots), self._tensor(offsets), weights)
+            part = _segment_sum(tier.weights, self._tensor(slots), self._tensor(offsets), weights) + absent
             out[:, column : column + tier.dim] = part if divisor is None else part / divisor[:, None]
             column += tier.dim
         return out
+
+    def _absent_sum(
+        self, value: float, absent: NDArray[np.bool_], offsets: NDArray[np.int64], weights: Tensor | None
+    ) -> Tensor | float:
+        """What the absent occurrences, bool [n], add to every column of each bag: [B, 1], or 0.0 for nothing."""
+        if value == 0.0:
+            return 0.0
+        share = torch.from_numpy(absent).to(self.device, torch.float32) * value
+        if weights is not None:
+            share *= weights
+        index = torch.arange(len(share), device=self.device)
+        return _segment_sum(share[:, None], index, self._tensor(offsets), None)
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
         """See `KernelBackend`."""
@@ -223,7 +237,7 @@ class TorchBackend(KernelBackend):
         for feature, table in enumerate(self.feature_tables):
             slots = self._tensor(plan.slots(feature))
             rows = self._tier(table).weights.index_select(0, slots.clamp(min=0))
-            out[begin : begin + len(slots)] = rows.masked_fill_((slots < 0)[:, None], 0.0)
+            out[begin : begin + len(slots)] = rows.masked_fill_((slots < 0)[:, None], plan.absent_value(table))
             begin += len(slots)
         return out
 
@@ -260,7 +274,9 @@ class TorchBackend(KernelBackend):
             positions = self._tensor(rows.occurrences)
             weights = scale.index_select(0, positions) if scale is not None else None
             if out is not None:
-                used = tier.weights.index_select(0, self._tensor(np.repeat(rows.slots, np.diff(rows.starts))))
+                slots = self._tensor(np.repeat(rows.slots, np.diff(rows.starts)))
+                used = tier.weights.index_select(0, slots.clamp(min=0))
+                used.masked_fill_((slots < 0)[:, None], plan.absent_value(table))
                 out.index_copy_(0, positions, (used * table_grad.index_select(0, index)).sum(1))
             updates.append((table, rows.slots, _segment_sum(table_grad, index, self._tensor(rows.starts), weights)))
         self._update_and_commit(plan, updates, hyperparameters)
@@ -299,7 +315,11 @@ class TorchBackend(KernelBackend):
         """
         changes = []
         for table, slots, grad in updates:
-            owner, tier, index = self.tables[table], self._tier(table), self._tensor(slots)
+            owner, tier = self.tables[table], self._tier(table)
+            trained = slots >= 0  # the others have no row and get none
+            if not trained.all():
+                slots, grad = slots[trained], grad[torch.from_numpy(trained).to(self.device)]
+            index = self._tensor(slots)
             tier.changes()
             step = owner.native.step() + 1
             changes += [

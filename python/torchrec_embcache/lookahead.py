@@ -19,11 +19,34 @@ from numpy.typing import NDArray
 from . import _native
 
 if TYPE_CHECKING:
-    from ._native import Lookup, Plan, PlanMode
+    from ._native import Lookup, Plan, PlanMode, UnseenMode
 
-__all__ = ["Lookahead", "PlanOptions"]
+__all__ = ["IdBatch", "Lookahead", "PlanOptions"]
 
-I64 = NDArray[np.int64]
+
+@dataclass(frozen=True, eq=False)
+class IdBatch:
+    """The ids of one batch, feature after feature.
+
+    `ids` [N] has the ids of F features. `splits` [F + 1] has where those of each feature begin, and where the last ones end.
+    `clicks` [N] are those of each occurrence; None: there are none.
+    """
+
+    ids: NDArray[np.int64]
+    splits: NDArray[np.int64]
+    clicks: NDArray[np.uint32] | None = None
+
+    def copy(self) -> IdBatch:
+        """A batch that does not change when its arrays do."""
+        return IdBatch(self.ids.copy(), self.splits.copy(), None if self.clicks is None else self.clicks.copy())
+
+    def is_same(self, other: IdBatch) -> bool:
+        """Whether both have the same ids and clicks."""
+        if self.clicks is None or other.clicks is None:
+            same_clicks = self.clicks is other.clicks
+        else:
+            same_clicks = np.array_equal(self.clicks, other.clicks)
+        return same_clicks and np.array_equal(self.splits, other.splits) and np.array_equal(self.ids, other.ids)
 
 
 @dataclass(frozen=True)
@@ -31,32 +54,29 @@ class PlanOptions:
     """How a batch is planned; see `PlanMode` in `_native.pyi`."""
 
     train: bool
-    unseen_zeros: bool
+    unseen: UnseenMode
     threads: int
 
-    def plan(self, lookup: Lookup, ids: I64, splits: I64, *, ahead: bool) -> Plan:
+    def plan(self, lookup: Lookup, batch: IdBatch, *, ahead: bool) -> Plan:
         """A plan of the core's. With `ahead` it fetches only as far as the budget goes."""
-        return lookup.plan(ids, splits, _mode(self.train, ahead, self.unseen_zeros), self.threads)
+        mode = _mode(self.train, ahead, self.unseen)
+        return lookup.plan(batch.ids, batch.splits, mode, self.threads, batch.clicks)
 
 
 @functools.cache
-def _mode(train: bool, ahead: bool, unseen_zeros: bool) -> PlanMode:
-    """A mode of the core's. There are six, and each is made once."""
-    return _native.PlanMode(train=train, ahead=ahead, unseen_zeros=unseen_zeros)
+def _mode(train: bool, ahead: bool, unseen: UnseenMode) -> PlanMode:
+    """A mode of the core's. There are a few, and each is made once."""
+    return _native.PlanMode(train=train, ahead=ahead, unseen=unseen)
 
 
 @dataclass(eq=False)
 class _Announced:
     """An announced batch. `plan` is None while the budget has no room for it, and where planning it has `failed`."""
 
-    ids: I64
-    splits: I64
+    ids: IdBatch
     options: PlanOptions
     plan: Plan | None = None
     failed: bool = False
-
-    def is_for(self, ids: I64, splits: I64) -> bool:
-        return np.array_equal(self.splits, splits) and np.array_equal(self.ids, ids)
 
 
 class Lookahead:
@@ -69,22 +89,22 @@ class Lookahead:
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
 
-    def announce(self, lookup: Lookup, ids: I64, splits: I64, options: PlanOptions) -> bool:
+    def announce(self, lookup: Lookup, ids: IdBatch, options: PlanOptions) -> bool:
         """Plan a batch. False where the budget ended before all of it was fetched, so that the forward fetches the rest.
 
         Raises as planning does.
         """
-        self._add(ids, splits, options)
+        self._add(ids, options)
         return self._plan(lookup)
 
     def announce_beside(
-        self, lookup: Lookup, ids: I64, splits: I64, options: PlanOptions, failed: Callable[[Exception], None]
+        self, lookup: Lookup, ids: IdBatch, options: PlanOptions, failed: Callable[[Exception], None]
     ) -> None:
         """Do as `announce` on the thread beside, which calls `failed` with an error.
 
         Call `settle` before anyone uses the tables.
         """
-        self._add(ids, splits, options)
+        self._add(ids, options)
 
         def plan() -> None:
             try:
@@ -105,7 +125,7 @@ class Lookahead:
             self._jobs[0].result()
             del self._jobs[0]
 
-    def take(self, ids: I64, splits: I64, *, train: bool, recomputed: bool) -> tuple[Plan | None, int]:
+    def take(self, ids: IdBatch, *, train: bool, recomputed: bool) -> tuple[Plan | None, int]:
         """The plan of this forward's batch, if it was announced and planned, and how many batches were dropped.
 
         Those that were announced before it are dropped, because no forward has come for them. A forward that is `recomputed`,
@@ -113,7 +133,7 @@ class Lookahead:
         """
         with self._changed:
             mine = [batch for batch in self._batches if batch.options.train == train]
-            found = next((index for index, batch in enumerate(mine) if batch.is_for(ids, splits)), None)
+            found = next((index for index, batch in enumerate(mine) if batch.ids.is_same(ids)), None)
             stale = [] if recomputed else mine[: 1 if found is None else found]
             batch = mine[found] if found is not None and (found == 0 or not recomputed) else None
             self._remove([*stale, *([batch] if batch is not None else [])])
@@ -127,9 +147,9 @@ class Lookahead:
             self._remove(batches)
         _release(batches)
 
-    def _add(self, ids: I64, splits: I64, options: PlanOptions) -> None:
+    def _add(self, ids: IdBatch, options: PlanOptions) -> None:
         with self._changed:
-            self._batches.append(_Announced(ids.copy(), splits.copy(), options))
+            self._batches.append(_Announced(ids.copy(), options))
 
     def _remove(self, batches: list[_Announced]) -> None:
         """Remove batches, with the lock held. Afterwards nobody plans them, nor is about to."""
@@ -159,7 +179,7 @@ class Lookahead:
                     return True
                 self._planning = batch
             try:
-                batch.plan = batch.options.plan(lookup, batch.ids, batch.splits, ahead=True)
+                batch.plan = batch.options.plan(lookup, batch.ids, ahead=True)
             finally:
                 with self._changed:
                     batch.failed = batch.plan is None

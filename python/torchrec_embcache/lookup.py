@@ -28,13 +28,14 @@ from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
 from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
-from .lookahead import Lookahead, PlanOptions
+from .lookahead import IdBatch, Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
 from .table_shard import TableShard
 
-__all__ = ["LookupGroup", "PlannedBatch"]
+__all__ = ["IdBatch", "LookupGroup", "PlannedBatch"]
 
 I64 = NDArray[np.int64]
+U32 = NDArray[np.uint32]
 ParamGroups = Callable[[], Sequence[Mapping[str, Any]]]
 
 
@@ -51,12 +52,13 @@ class LookupGroup:
         feature_tables: Sequence[int],
         param_groups: ParamGroups,
         *,
-        unseen: Unseen = "initial",
+        unseen: Unseen | None = None,
         kernels: str | None = None,
         after_backward: Callable[[Exception | None], None] | None = None,
     ) -> None:
         """Every backward calls `after_backward` at its end, with its error or None. It may raise."""
-        check_choice("unseen", unseen, Unseen)
+        if unseen is not None:
+            check_choice("unseen", unseen, Unseen)
         self.tables = list(tables)
         self.feature_tables = list(feature_tables)
         self.param_groups = param_groups
@@ -81,15 +83,15 @@ class LookupGroup:
 
     # ---- lookahead
 
-    def prefetch(self, ids: I64, splits: I64, *, train: bool) -> bool:
+    def prefetch(self, ids: IdBatch, *, train: bool) -> bool:
         """Announce the batch of a later forward, in the order of the forwards. Its rows are fetched while others compute.
 
         False where the budget ended before all rows were fetched; the forward fetches the rest.
         """
         lookup, _ = self._open()
-        return self._lookahead.announce(lookup, ids, splits, self._plan_options(train))
+        return self._lookahead.announce(lookup, ids, self._plan_options(train))
 
-    def prefetch_beside(self, ids: I64, splits: I64, *, train: bool, failed: Callable[[Exception], None]) -> None:
+    def prefetch_beside(self, ids: IdBatch, *, train: bool, failed: Callable[[Exception], None]) -> None:
         """Do as `prefetch` on a thread beside, which calls `failed` with an error. Call `settle` before anyone uses the tables.
 
         It is done on this thread where the order of planning and training would show: in the rows that a full table drops, and with
@@ -98,10 +100,10 @@ class LookupGroup:
         lookup, _ = self._open()
         options = self._plan_options(train)
         if all(table.on_full == "error" and table.device_rows is None for table in self.tables):
-            self._lookahead.announce_beside(lookup, ids, splits, options, failed)
+            self._lookahead.announce_beside(lookup, ids, options, failed)
             return
         try:
-            self._lookahead.announce(lookup, ids, splits, options)
+            self._lookahead.announce(lookup, ids, options)
         except Exception as error:
             failed(error)
 
@@ -114,16 +116,16 @@ class LookupGroup:
         self._lookahead.drop()
 
     def _plan_options(self, train: bool) -> PlanOptions:
-        return PlanOptions(train, not train and self.unseen == "zeros", kernel_threads())
+        return PlanOptions(train, self.unseen or "not_admitted", kernel_threads())
 
-    def plan(self, ids: I64, splits: I64, *, train: bool) -> PlannedBatch:
+    def plan(self, ids: IdBatch, *, train: bool) -> PlannedBatch:
         """Plan the batch of the next forward, or take over the plan that was announced for it."""
         lookup, _ = self._open()
         # With activation checkpointing a forward runs again within a backward.
         recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        plan, dropped = self._lookahead.take(ids, splits, train=train, recomputed=recomputed)
+        plan, dropped = self._lookahead.take(ids, train=train, recomputed=recomputed)
         if plan is None:
-            plan = self._plan_options(train).plan(lookup, ids, splits, ahead=False)
+            plan = self._plan_options(train).plan(lookup, ids, ahead=False)
         if dropped:
             try:
                 warnings.warn(
@@ -151,6 +153,7 @@ class LookupGroup:
         *,
         train: bool,
         anchor: Tensor,
+        clicks: U32 | None = None,
         planned: PlannedBatch | None = None,
         lent: Sequence[Tensor] = (),
     ) -> Tensor:
@@ -163,6 +166,7 @@ class LookupGroup:
             weights: float32 [N] on the tables' device. They get a gradient.
             train: False: nothing is updated, inserted or kept pinned.
             anchor: any tensor that requires grad. Because of it autograd runs the update.
+            clicks: [N], those of each occurrence, which `ShowClick` counts. None: no clicks.
             planned: the batch's plan, where `plan` made it before.
             lent: tensors that must not change in place before the backward, as `weights` must not. The backward raises torch's
                 `RuntimeError` where one has changed, and updates nothing.
@@ -179,27 +183,35 @@ class LookupGroup:
             np.array(mean, np.bool_),
         )
         splits = pooled.offsets[:: max(pooled.bags, 1)] if pooled.bags else np.zeros(features + 1, np.int64)
-        splits = np.ascontiguousarray(splits)
+        batch = IdBatch(ids, np.ascontiguousarray(splits), clicks)
         if train:
-            return _train(_PooledBatch(planned or self.plan(ids, splits, train=True), pooled), anchor, weights, lent)
+            return _train(_PooledBatch(planned or self.plan(batch, train=True), pooled), anchor, weights, lent)
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
-            return self._weighted_sum(ids, splits, pooled, weights)
-        planned = planned or self.plan(ids, splits, train=False)
+            return self._weighted_sum(ids, batch.splits, pooled, weights)
+        planned = planned or self.plan(batch, train=False)
         try:
             return planned.wait().forward_pooled(planned.plan, pooled)
         finally:
             planned.release()
 
     def sequence(
-        self, ids: I64, splits: I64, *, train: bool, anchor: Tensor, planned: PlannedBatch | None = None
+        self,
+        ids: I64,
+        splits: I64,
+        *,
+        train: bool,
+        anchor: Tensor,
+        clicks: U32 | None = None,
+        planned: PlannedBatch | None = None,
     ) -> Tensor:
         """[N, D]: the row of each id. The tables have one width.
 
         `splits` [F + 1]: where the ids of each feature begin, and where the last ones end. See `pooled` for the others.
         """
+        batch = IdBatch(ids, splits, clicks)
         if train:
-            return _train(_SequenceBatch(planned or self.plan(ids, splits, train=True), splits), anchor, None, ())
-        planned = planned or self.plan(ids, splits, train=False)
+            return _train(_SequenceBatch(planned or self.plan(batch, train=True), splits), anchor, None, ())
+        planned = planned or self.plan(batch, train=False)
         try:
             return planned.wait().forward_sequence(planned.plan, len(ids))
         finally:

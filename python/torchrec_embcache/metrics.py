@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from . import _native
 
-__all__ = ["SsdStats", "TableStats", "TierStats"]
+__all__ = ["AdmissionStats", "SsdStats", "TableStats", "TierStats"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,29 @@ class SsdStats(TierStats):
 
 
 @dataclass(frozen=True)
+class AdmissionStats:
+    """What became of ids without a row in training batches since the table was opened. An id counts once a batch.
+
+    - `admitted`: ids that got a row.
+    - `refused`: ids that got none.
+    - `pending`: ids that have a count now, and no row.
+    - `pending_bytes`: bytes of RAM that their counts take.
+    - `forgotten`: ids whose counts were forgotten, because the memory for them was full or their window ended.
+    """
+
+    admitted: int
+    refused: int
+    pending: int
+    pending_bytes: int
+    forgotten: int
+
+    @classmethod
+    def of(cls, native: _native.AdmissionStats) -> Self:
+        """From the core's counters."""
+        return cls(**_named(cls, native))
+
+
+@dataclass(frozen=True)
 class TableStats:
     """The counters of one shard of a table.
 
@@ -83,6 +106,7 @@ class TableStats:
     - `pinned_rows`: cache slots that batches in flight hold.
     - `overflow_plans`: batches whose rows did not fit the tier that kernels run on.
     - `dropped_rows`: rows that `on_full="evict"` removed.
+    - `admission`: the counters of admission; None where every id gets a row.
     - `device`, `host`, `ssd`: the counters of each tier; None for a tier that the table does not have.
 
     For example `bag.stats().host.hits`.
@@ -93,6 +117,7 @@ class TableStats:
     pinned_rows: int
     overflow_plans: int
     dropped_rows: int
+    admission: AdmissionStats | None
     device: TierStats | None
     host: TierStats
     ssd: SsdStats | None
@@ -101,6 +126,7 @@ class TableStats:
     def of(cls, native: _native.TableStats) -> Self:
         """From the core's counters."""
         tiers: dict[str, Any] = {
+            "admission": AdmissionStats.of(native.admission) if native.admission is not None else None,
             "device": TierStats.of(native.device) if native.device is not None else None,
             "host": TierStats.of(native.host),
             "ssd": SsdStats.of(native.ssd) if native.ssd is not None else None,

@@ -20,6 +20,7 @@ from .exceptions import InputError
 from .optimizers import OptimizerSpec
 
 __all__ = [
+    "MOST_CLICKS",
     "FoundRows",
     "Ids",
     "RowChunk",
@@ -28,11 +29,15 @@ __all__ = [
     "Values",
     "check_float32",
     "check_plain",
+    "clicks_array",
     "float32_array",
     "ids_array",
     "row_ids",
     "row_vectors",
 ]
+
+#: The most clicks of one occurrence.
+MOST_CLICKS = (1 << 24) - 1
 
 #: Ids [n]: integers of 64 bits.
 Ids = Tensor | NDArray[Any] | Sequence[int]
@@ -54,6 +59,24 @@ def ids_array(ids: object, field: str, device: torch.device) -> NDArray[np.int64
         raise InputError(f"{field} is on {ids.device} and the table on {device}: move one of them")
     flat: NDArray[np.int64] = ids.detach().to("cpu", torch.int64).reshape(-1).contiguous().numpy()
     return flat
+
+
+def clicks_array(clicks: object, field: str, count: int) -> NDArray[np.uint32]:
+    """The clicks of `count` occurrences, of a tensor of any shape with as many numbers: uint32 [count].
+
+    `InputError`, which names `field`, unless they are integers from 0 to 2^24 - 1. They may be held as floats or booleans.
+    """
+    if not isinstance(clicks, Tensor):
+        raise InputError(f"{field} is a {type(clicks).__name__}: give a tensor, a number for each id")
+    check_plain(field, clicks)
+    if clicks.numel() != count:
+        raise InputError(f"{field} has {clicks.numel()} numbers for {count} ids: give each id one")
+    given = clicks.detach().cpu().reshape(-1)
+    exact = given.to(torch.int64)
+    wrong = (exact != given) | (exact < 0) | (exact > MOST_CLICKS)
+    if bool(wrong.any()):
+        raise InputError(f"{field} holds {given[wrong][0].item()}: give integers from 0 to {MOST_CLICKS}")
+    return exact.numpy().astype(np.uint32)
 
 
 def check_plain(field: str, tensor: Tensor) -> None:

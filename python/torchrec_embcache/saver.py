@@ -71,6 +71,7 @@ class Saver:
         linked: bool = False,
         snapshot: bool = False,
         keep: int = 1,
+        counters: bool = True,
         progress: ProgressWanted = None,
     ) -> SaveReport:
         """Write the rows of every cache module in `module` to `path`. Loads find this checkpoint there from then on.
@@ -86,8 +87,9 @@ class Saver:
         checkpoint. Deltas do not build on it. `snapshot` is an older name of `linked`, and reports and manifests call the kind
         "snapshot".
 
-        `keep`: how many of the newest checkpoints stay, with all that they build on; older ones are removed. `progress`: a callable
-        that is given a `Progress` after each table, on every rank, or True for a bar (rank 0).
+        `keep`: how many of the newest checkpoints stay, with all that they build on; older ones are removed. `counters`: False
+        leaves out the counts of ids that wait for rows (see `torchrec_embcache.admission`), which a checkpoint that only serves
+        does not need. `progress`: a callable that is given a `Progress` after each table, on every rank, or True for a bar.
 
         `path` is made (mode 0750) when it is missing. Until the new checkpoint is complete and durable a load finds the one before.
         A save that fails loses nothing for the next delta. The tables must not be trained meanwhile: `save_async` is for that. A
@@ -107,11 +109,11 @@ class Saver:
             )
         shards = together(lambda: shards_at_rest(module))
         directory = self._open_to_save(path)
-        plan = plan_save(shards, directory, ranks.rank, incremental=incremental)
+        plan = plan_save(shards, directory, ranks.rank, incremental=incremental, counters=counters)
 
         def write() -> RankPart:
             with Tracker(progress, "save", plan.rows, shown=ranks.rank == 0) as tracker:
-                writer = session.writer()
+                writer = session.writer(counters=counters)
                 totals = write_tables(plan, writer, tracker, linked=linked)
                 return RankPart(writer.finish(), **asdict(totals))
 
@@ -140,6 +142,7 @@ class Saver:
         incremental: bool = False,
         *,
         keep: int = 1,
+        counters: bool = True,
         progress: ProgressWanted = None,
         max_bytes_per_second: int | str | None = None,
     ) -> Future[SaveReport]:
@@ -170,7 +173,7 @@ class Saver:
         shards = together(lambda: shards_of(module))
         directory = self._open_to_save(path)
         group = own_group()
-        plan = plan_save(shards, directory, ranks.rank, incremental=incremental)
+        plan = plan_save(shards, directory, ranks.rank, incremental=incremental, counters=counters)
         session = MomentSession(plan, ranks, group, keep=keep, progress=progress, max_bytes_per_second=rate)
         with BesideTraining([table for _, _, table in shards], session.give_up) as save:
             session.hold()
@@ -229,12 +232,19 @@ class Saver:
             session.check(shards, tables=tables, rename=rename, strict=strict)
             return session.load(lambda: Tracker(progress, "load", session.most_rows, shown=ranks.rank == 0))
 
-    def compact(self, path: str | os.PathLike[str], *, keep: int = 1, progress: ProgressWanted = None) -> SaveReport:
+    def compact(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 1,
+        counters: bool = True,
+        progress: ProgressWanted = None,
+    ) -> SaveReport:
         """Merge the newest checkpoint in `path` and all that it builds on into a full one. Loads find the full one from then on.
 
         The rows are streamed: extra memory does not grow with their number. A run that saves deltas to `path` goes on from the
         merged checkpoint. Nothing is done where the newest checkpoint is full. A linked checkpoint becomes a full one;
-        meanwhile its index takes 10 bytes of RAM for each row. `keep` and `progress` are those of `save`.
+        meanwhile its index takes 10 bytes of RAM for each row. `keep`, `counters` and `progress` are those of `save`.
 
         Raises `PathError` (no checkpoint), `CorruptionError`, `StorageError`, and `StateError` when something was saved to `path`
         meanwhile: that stays, so call this again.
@@ -243,7 +253,7 @@ class Saver:
         keep = check_int("keep", keep, 1, 1 << 20)
         given = agreed_path(path)
         with Merge(ranks) as merge:
-            merge.open(given, self.path_checks)
+            merge.open(given, self.path_checks, counters=counters)
             chain = merge.chain
             if chain is None:
                 return SaveReport(merge.newest, "full", None, None, 0, 0)

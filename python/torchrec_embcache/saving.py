@@ -41,6 +41,8 @@ class SavePlan:
     """What it builds on; None: it is full."""
     reason: str | None
     """Why one that was to be a delta is full."""
+    counters: bool
+    """Whether the counts of ids that wait for rows are written."""
 
     @property
     def parent(self) -> _native.CheckpointId | None:
@@ -63,13 +65,15 @@ class SavePlan:
         return SaveReport(name, kind, parent, self.reason, rows, tombstones)
 
 
-def plan_save(shards: list[Shard], directory: Directory, rank: int, *, incremental: bool) -> SavePlan:
+def plan_save(
+    shards: list[Shard], directory: Directory, rank: int, *, incremental: bool, counters: bool = True
+) -> SavePlan:
     """Decide what a save is to be; the log says why one is full that was to be a delta. Collective."""
     epoch = max(all_gather(max((table.native.epoch() for _, _, table in shards), default=0))) + 1
     base, reason = _base(shards, directory, rank) if incremental else (None, None)
     if reason is not None:
         _log.warning("%s is saved in full, not as a delta: %s", directory, reason)
-    return SavePlan(shards, directory, epoch, base, reason)
+    return SavePlan(shards, directory, epoch, base, reason, counters)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def described(table: TableShard, numbers: Mapping[str, Any] | None) -> str:
 
 
 def in_memory_copy(table: TableShard) -> TableShard:
-    """A table with the same settings, rows, slots, metadata, step and epoch. `StateError` where it cannot be copied."""
+    """A table with the same settings, rows, slots, metadata, counts, step and epoch. `StateError` where it cannot be copied."""
     if table.directory is not None:
         raise StateError(
             f"table {table.name!r} cannot be copied: the files of its SSD tier have one owner. Make a second module with "
@@ -59,6 +59,7 @@ def in_memory_copy(table: TableShard) -> TableShard:
         made.open()
         for chunk in table.export():
             made.import_rows(chunk.ids, chunk.weights, chunk.slots, chunk.metadata)
+        made.native.take_counts(table.native)
         made.native.set_step(table.native.step())
         made.native.set_epoch(table.native.epoch())
     return made

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from .admission import Admission, NotAdmitted
 from .cache import CacheTable, FoundRows, Ids, RowExport, RowMetadata, Values, internals
 from .closing import ClosedByWith
 from .collective import world_size
@@ -24,6 +25,7 @@ from .lifetime import FlushSchedule
 from .lookup import LookupGroup
 from .metrics import TableStats
 from .optimizers import SGD, FusedOptimizer, OptimizerSpec
+from .rows import clicks_array
 from .state_dicts import check_rows_are_here, note_rows
 from .whole_model import CacheModule
 
@@ -87,7 +89,10 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         padding_idx: int | None,
         policy: Policy,
         on_full: OnFull,
-        unseen: Unseen,
+        unseen: Unseen | None,
+        admission: Admission | None,
+        not_admitted: NotAdmitted,
+        score_half_life_steps: int,
         total_num_buckets: int,
         device: torch.device | str,
         replicated: bool,
@@ -111,6 +116,9 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
             seed=seed,
             policy=policy,
             on_full=on_full,
+            admission=admission,
+            not_admitted=not_admitted,
+            score_half_life_steps=score_half_life_steps,
             total_num_buckets=total_num_buckets,
             device=device,
         )
@@ -147,6 +155,16 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
             )
         self._flushes.before_forward()
         return True
+
+    def _clicks(self, clicks: Tensor | None, count: int) -> NDArray[np.uint32] | None:
+        """The clicks of `count` ids [count]. `InputError` where the table's admission counts none, and as `clicks_array`."""
+        if clicks is None:
+            return None
+        if not internals(self.table).settings.lifecycle.counts_clicks:
+            raise InputError(
+                f"clicks of table {self.table.name!r}, which counts none: leave them out, or give it admission=ShowClick(...)"
+            )
+        return clicks_array(clicks, "clicks", count)
 
     @property
     def _trains(self) -> bool:
@@ -275,6 +293,6 @@ def import_pretrained(module: TableModule, ids: Ids, weights: Values, *, freeze:
     module.weight.requires_grad_(not freeze)
 
 
-def _group_of(table: CacheTable, optimizer: FusedOptimizer, unseen: Unseen) -> LookupGroup:
+def _group_of(table: CacheTable, optimizer: FusedOptimizer, unseen: Unseen | None) -> LookupGroup:
     """The lookup of a module's one table. It holds no reference to the module: without a cycle, deleting frees at once."""
     return LookupGroup([internals(table)], [0], lambda: optimizer.param_groups, unseen=unseen)

@@ -22,6 +22,7 @@ from .config import (
 )
 from .exceptions import ConfigError
 from .initializers import Initializer
+from .lifecycle import Lifecycle
 from .optimizers import OptimizerSpec
 
 __all__ = ["TableSettings", "check_device_memory", "check_optimizer", "device_rows"]
@@ -39,6 +40,7 @@ class TableSettings:
     seed: int
     policy: Policy
     on_full: OnFull
+    lifecycle: Lifecycle
     total_num_buckets: int
     bucket_hash: BucketHash
     buckets: tuple[int, int]
@@ -59,6 +61,7 @@ class TableSettings:
         module: str | None,
         policy: Policy,
         on_full: OnFull,
+        lifecycle: Lifecycle,
         total_num_buckets: int,
         buckets: tuple[int, int] | None,
         rank: int,
@@ -96,6 +99,7 @@ class TableSettings:
             seed=seed,
             policy=policy,
             on_full=on_full,
+            lifecycle=lifecycle,
             total_num_buckets=total_num_buckets,
             bucket_hash=DEFAULT_BUCKET_HASH,
             buckets=(begin, end),

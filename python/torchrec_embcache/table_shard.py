@@ -231,6 +231,9 @@ class TableShard:
             segments=segments,
             unfinished=state.unfinished,
             ssd_root=str(self.tiers.ssd_dir) if directory is not None else None,
+            admission=self.settings.lifecycle.native_admission,
+            not_admitted=self.settings.lifecycle.absent,
+            score_half_life_steps=self.settings.lifecycle.score_half_life_steps,
         )
 
     # ---- what a load does
@@ -431,10 +434,7 @@ class TableShard:
         self._closed = True
 
     def close_unflushed(self) -> None:
-        """Close it without a flush, because it has only a part of the rows that it was to take over.
-
-        A resume finds the last flush.
-        """
+        """Close it, with a part of the rows that it was to take over, and do not flush: a resume finds the last flush."""
         self.never_flush()
         self.close()
 

@@ -314,8 +314,8 @@ def test_what_a_conversion_could_not_publish_says_why(
     class Forgetful:
         """A writer whose digests are wrong."""
 
-        def __init__(self, *arguments: Any) -> None:
-            self.made = made_by(*arguments)
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            self.made = made_by(*arguments, **settings)
 
         def write_rows(self, *arguments: Any) -> int:
             written: int = self.made.write_rows(*arguments)

@@ -67,7 +67,7 @@ def test_an_interpreter_can_end_with_plans_reads_and_graphs_in_flight(tmp_path: 
         # Torch's operators end the process when the interpreter ends under a daemon thread in them; the core's calls do not. With a
         # device tier these call torch.
         lookup = _native.Lookup([internals(bag.table).native], [0])
-        reading = _native.PlanMode(train=False, ahead=False, unseen_zeros=False)
+        reading = _native.PlanMode(train=False, ahead=False, unseen="initial")
         batches = [ids(step).numpy() for step in range(100, 200)]
         splits = np.array([0, len(batches[0])])
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from torchrec_embcache.exceptions import StorageError
-from torchrec_embcache.lookahead import Lookahead, PlanOptions
+from torchrec_embcache.lookahead import IdBatch, Lookahead, PlanOptions
 
 WAIT_S = 30
 
@@ -54,17 +54,18 @@ class Lookup:
         assert self.begun.acquire(timeout=WAIT_S)
 
 
-def batch(first: int) -> tuple[Any, Any]:
-    return np.array([first, 7]), np.array([0, 2])
+def batch(first: int, clicks: int | None = None) -> IdBatch:
+    given = None if clicks is None else np.array([clicks, 0], np.uint32)
+    return IdBatch(np.array([first, 7]), np.array([0, 2]), given)
 
 
 def beside(lookahead: Lookahead, lookup: Any, *firsts: int, failed: Callable[[Exception], None] = pytest.fail) -> None:
     for first in firsts:
-        lookahead.announce_beside(lookup, *batch(first), PlanOptions(train=True, unseen_zeros=False, threads=1), failed)
+        lookahead.announce_beside(lookup, batch(first), PlanOptions(train=True, unseen="initial", threads=1), failed)
 
 
 def take(lookahead: Lookahead, first: int) -> Any:
-    return lookahead.take(*batch(first), train=True, recomputed=False)
+    return lookahead.take(batch(first), train=True, recomputed=False)
 
 
 def until_none_is_announced(lookahead: Lookahead) -> None:
@@ -101,7 +102,7 @@ def test_a_batch_whose_planning_has_not_begun_is_left_to_its_forward():
     lookahead, lookup = Lookahead(), Lookup()
     beside(lookahead, lookup, 1, 2)
     lookup.begins()
-    assert lookahead.take(*batch(2), train=False, recomputed=False) == (None, 0), "another mode's"
+    assert lookahead.take(batch(2), train=False, recomputed=False) == (None, 0), "another mode's"
     with ThreadPoolExecutor(1) as forward:
         taken = forward.submit(take, lookahead, 2)
         until_none_is_announced(lookahead)

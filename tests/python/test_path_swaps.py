@@ -234,8 +234,8 @@ def test_a_file_replaced_after_a_command_opened_the_checkpoint_is_an_exit_status
 
     class Opening:
         @staticmethod
-        def replace(*args: Any) -> Any:
-            opened = plain(*args)
+        def replace(*args: Any, **settings: Any) -> Any:
+            opened = plain(*args, **settings)
             data.rename(kept)
             if what == "link":
                 data.symlink_to(kept)

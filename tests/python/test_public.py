@@ -21,6 +21,8 @@ from torchrec_embcache.exceptions import ConfigError, StateError
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC_WITHOUT_TORCHREC = {
+    "AdmissionStats",
+    "admission",
     "CacheTable",
     "EmbCacheEmbedding",
     "EmbCacheEmbeddingBag",

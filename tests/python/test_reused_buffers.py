@@ -109,7 +109,7 @@ from torchrec_embcache.exceptions import InputError
 table = CacheTable(name="t", dim=4, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1),
                    initializer=initializers.Constant(1.0))
 lookup = _native.Lookup([internals(table).native], [0, 0])
-reading = _native.PlanMode(train=False, ahead=False, unseen_zeros=False)
+reading = _native.PlanMode(train=False, ahead=False, unseen="initial")
 
 def made():
     plan = lookup.plan(np.arange(8), np.array([0, 4, 8]), reading, 1)

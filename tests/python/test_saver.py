@@ -408,7 +408,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(root: Path, monkeypatch:
     before = rows(bag)
     train(bag, seed=1)
 
-    def full(*_arguments: object) -> None:
+    def full(*_arguments: object, **_settings: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

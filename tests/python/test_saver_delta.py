@@ -114,7 +114,7 @@ def test_a_save_that_fails_loses_nothing_for_the_next_delta(root: Path, monkeypa
     train(bag, 1, seed=1)
     bag.remove_rows(torch.tensor([5]))
 
-    def full(*_arguments: object) -> None:
+    def full(*_arguments: object, **_settings: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

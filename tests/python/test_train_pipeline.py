@@ -12,7 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
 
-from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets, cache_modules
+from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets, admission, cache_modules
 from torchrec_embcache.exceptions import ConfigError, InputError
 from torchrec_models import (
     CPU,
@@ -45,10 +45,10 @@ def drain(pipeline: Any, steps: Iterator[Batch]) -> torch.Tensor:
             return torch.stack(losses)
 
 
-def _pipelines(rank: int, world: int, kind: str, lookahead: int) -> Any:
-    plain = made()
+def _pipelines(rank: int, world: int, kind: str, lookahead: int, settings: Settings | None = None) -> Any:
+    plain = made(settings)
     want = train(plain, batches(STEPS, rank, world))
-    model = made()
+    model = made(settings)
     optimizer = dense_optimizer(model)
     pipelines = {"base": TrainPipelineBase, "sparse": TrainPipelineSparseDist}
     if kind in pipelines:
@@ -72,6 +72,22 @@ def test_a_pipeline_gives_the_bits_of_the_plain_loop(two_ranks, kind, lookahead)
         assert dense
         assert pinned == 0
         assert count
+
+
+@pytest.mark.parametrize(("kind", "lookahead"), [("base", 0), ("sparse", 0), ("ahead", 1), ("ahead", 5)])
+@pytest.mark.parametrize("rule", [admission.Count(3), admission.Probability(0.3)], ids=["count", "coin"])
+def test_a_pipeline_admits_the_ids_that_the_plain_loop_admits(two_ranks, kind, lookahead, rule):
+    everything = sum(result[4] for result in two_ranks.run(_pipelines, "base", 0))
+    admitted = 0
+    for losses, rows, dense, pinned, count in two_ranks.run(
+        _pipelines, kind, lookahead, Settings(options={"admission": rule})
+    ):
+        assert losses
+        assert rows
+        assert dense
+        assert pinned == 0
+        admitted += count
+    assert 0 < admitted < everything
 
 
 def _plans_ahead(rank: int, world: int) -> Any:

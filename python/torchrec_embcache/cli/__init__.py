@@ -44,6 +44,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
+# Adds a command: its name, what it does, and what runs it.
+_AddCommand = Callable[[str, str, Callable[[argparse.Namespace], Report]], argparse.ArgumentParser]
+
+
+def _add_rewriting(command: _AddCommand, checkpoint: str) -> None:
+    """The commands that write the rows of a checkpoint again."""
+    no_counters = "leave out the counts of ids that wait for rows, as for a checkpoint that only serves"
+    made = command(
+        "reshard",
+        "write a checkpoint again, divided between another number of ranks",
+        lambda a: reshard(a.source, a.target, a.world_size, counters=not a.no_counters),
+    )
+    made.add_argument("source", help=checkpoint)
+    made.add_argument("target", help="another directory; made when missing")
+    made.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
+    made.add_argument("--no-counters", action="store_true", help=no_counters)
+
+    made = command(
+        "compact",
+        "merge the newest checkpoint and all it builds on into a full one",
+        lambda a: compact(a.path, a.keep, counters=not a.no_counters),
+    )
+    made.add_argument("path", help="a directory of checkpoints; a run that saves there goes on from the merged one")
+    made.add_argument("--keep", type=int, default=1, metavar="N", help="checkpoints that stay, the merged one included")
+    made.add_argument("--no-counters", action="store_true", help=no_counters)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="embcache",
@@ -74,20 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--ids", type=int, default=0, metavar="N", help="list up to N ids that differ, for each table")
     made.add_argument("--ignore-metadata", action="store_true", help="counts, steps, scores and epochs may differ")
 
-    made = command(
-        "reshard",
-        "write a checkpoint again, divided between another number of ranks",
-        lambda a: reshard(a.source, a.target, a.world_size),
-    )
-    made.add_argument("source", help=checkpoint)
-    made.add_argument("target", help="another directory; made when missing")
-    made.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
-
-    made = command(
-        "compact", "merge the newest checkpoint and all it builds on into a full one", lambda a: compact(a.path, a.keep)
-    )
-    made.add_argument("path", help="a directory of checkpoints; a run that saves there goes on from the merged one")
-    made.add_argument("--keep", type=int, default=1, metavar="N", help="checkpoints that stay, the merged one included")
+    _add_rewriting(command, checkpoint)
 
     made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)
     made.add_argument("source", help="a checkpoint, or a directory in another layout")

@@ -58,6 +58,11 @@ class Opened:
         """What the manifest says of each table: `module`, `table`, `dim` and so on, and `rows`, with the rows of its parents."""
         return [{**entry["spec"], "rows": entry["total_rows"]} for entry in self.manifest["tables"]]
 
+    @property
+    def pending(self) -> list[int | None]:
+        """How many ids without a row have counts, for each table; None where counts were not saved."""
+        return [entry.get("pending") for entry in self.manifest["tables"]]
+
 
 def _checkpoints(directory: Directory) -> Iterator[dict[str, Any]]:
     """Every checkpoint of a directory, oldest first, the unfinished ones too."""
@@ -97,9 +102,12 @@ def inspect(path: str) -> Report:
     opened = Opened.at(str(directory))
     found = list(_checkpoints(opened.directory))
     tables = opened.tables
-    for table in tables:
+    for table, pending in zip(tables, opened.pending, strict=True):
+        table["pending"] = pending
         table["hyperparameters"] = table["optimizer"]["hyperparameters"]
         table["optimizer"] = table["optimizer"]["name"]
+    counted = any(table["pending"] is not None for table in tables)
+    columns = (*_COLUMNS, "pending") if counted else _COLUMNS
     grids = [
         Grid(
             f"Checkpoints in {opened.root}",
@@ -120,8 +128,8 @@ def inspect(path: str) -> Report:
         ),
         Grid(
             f"Tables of {opened.name}",
-            _COLUMNS,
-            [tuple(table[name] for name in _COLUMNS) for table in tables],
+            columns,
+            [tuple("" if table[name] is None else table[name] for name in columns) for table in tables],
         ),
     ]
     manifest = {name: value for name, value in opened.manifest.items() if name not in ("ranks", "tables")}
@@ -186,14 +194,17 @@ def verify(path: str) -> Report:
     return Report(data, [grid], lines, 0 if whole else FOUND)
 
 
-def reshard(source: str, target: str, world_size: int) -> Report:
-    """Write a checkpoint again to the directory `target`, divided as `world_size` ranks would have saved it."""
+def reshard(source: str, target: str, world_size: int, *, counters: bool = True) -> Report:
+    """Write a checkpoint again to the directory `target`, divided as `world_size` ranks would have saved it.
+
+    `counters`: False leaves out the counts of ids that wait for rows.
+    """
     opened = Opened.at(source)
     directory = open_to_save(target)
     root = directory.path
     if os.path.samefile(root, opened.root):
         raise PathError(f"{target} holds the checkpoint itself: give another directory")
-    published = opened.rows.reshard(directory, secrets.randbits(64), world_size)
+    published = opened.rows.reshard(directory, secrets.randbits(64), world_size, counters=counters)
     name, left = published.id.name, list(published.left)
     if opened.manifest.get("dense") is not None:
         left.append("the tensors and objects beside the tables, which DCP saved, are not in it")
@@ -201,9 +212,9 @@ def reshard(source: str, target: str, world_size: int) -> Report:
     return Report(data, lines=[f"{name} in {root}: {world_size} ranks"], notes=left)
 
 
-def compact(path: str, keep: int) -> Report:
+def compact(path: str, keep: int, *, counters: bool = True) -> Report:
     """Merge the newest checkpoint of a directory and all it builds on into a full one; see `Saver.compact`."""
-    done = Saver(0, path_checks="basic").compact(path, keep=keep)
+    done = Saver(0, path_checks="basic").compact(path, keep=keep, counters=counters)
     rows = sum(entry["rows"] for entry in Opened.at(path).tables)
     data = {"path": path, "checkpoint": done.checkpoint, "rows": rows}
     return Report(data, lines=[f"{done.checkpoint} in {path}: full, {rows:,} rows"])

@@ -80,6 +80,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
             shards=shards,
             specs=dict.fromkeys(shards),
         )
+        self._counts_clicks = self._tables.counts_clicks
         self._tables.warn_on_state_dict(self)
         self._flushes = self._tables.flush_schedule(collective=False)
         self._features = [feature for config in configs for feature in config.feature_names]
@@ -144,7 +145,14 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
     def _start(self, features: Any, *, weighted: bool) -> tuple[KeyedJaggedTensor, LookupGroup, bool]:
         """The batch, checked and in the order of the tables' features, the lookup, and whether this forward trains."""
         owner = f"{type(self).__name__} {self.name!r}"
-        features = check_features(features, self._features, weighted=weighted, owner=owner, device=self._device)
+        features = check_features(
+            features,
+            self._features,
+            weighted=weighted,
+            clicks=self._counts_clicks,
+            owner=owner,
+            device=self._device,
+        )
         train = self.training and torch.is_grad_enabled() and trainable(owner, self.weights())
         _, lookup = self._ready()
         if train:

@@ -16,7 +16,8 @@ from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.tracing import as_one_call
 
 from .collection import CacheCollection, Trainer, matching, stand_ins
-from .configs import EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig, as_cache_configs
+from .configs import EmbCacheEmbeddingBagConfig, EmbCacheEmbeddingConfig, as_cache_configs, lifecycle_of
+from .features import clicks_of
 
 __all__ = ["EmbCacheEmbeddingBagCollection", "EmbCacheEmbeddingCollection"]
 
@@ -111,6 +112,12 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
             raise UnsupportedError(
                 f"is_weighted=True with pooling MEAN (tables {', '.join(averaged)}): as in torch, use PoolingType.SUM"
             )
+        clicked = [config.name for config in configs if lifecycle_of(config).counts_clicks]
+        if is_weighted and clicked:
+            raise ConfigError(
+                f"is_weighted=True with admission ShowClick (tables {', '.join(clicked)}): clicks are the batch's weights; put "
+                "these tables into a collection that is not weighted"
+            )
         EmbeddingBagCollection.__init__(self, stand_ins(configs), is_weighted, torch.device("meta"))
         self._embedding_bag_configs = configs
         self._prepare(configs, tiers, name, seed, device, replicated)
@@ -168,9 +175,10 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
             features.values().cpu().numpy(),
             features.offsets().cpu().numpy().astype(np.int64),
             self._mean,
-            features.weights_or_none(),
+            features.weights() if self._is_weighted else None,
             train=train,
             anchor=self._anchor,
+            clicks=clicks_of(features) if self._counts_clicks else None,
         )
         return KeyedTensor(keys=self._embedding_names, values=values, length_per_key=self._lengths_per_embedding)
 
@@ -292,7 +300,8 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
         counts = features.length_per_key()
         splits = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         ids = features.values()
-        rows = lookup.sequence(ids.cpu().numpy(), splits, train=train, anchor=self._anchor)
+        clicks = clicks_of(features) if self._counts_clicks else None
+        rows = lookup.sequence(ids.cpu().numpy(), splits, train=train, anchor=self._anchor, clicks=clicks)
         names = [name for names in self._embedding_names_by_table for name in names]
         lengths = features.lengths().view(len(counts), -1)
         return {

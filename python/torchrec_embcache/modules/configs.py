@@ -15,6 +15,7 @@ import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.types import DataType
 
+from torchrec_embcache.admission import Admission, NotAdmitted
 from torchrec_embcache.config import (
     DEFAULT_TOTAL_NUM_BUCKETS,
     MAX_NUM_BUCKETS,
@@ -28,11 +29,13 @@ from torchrec_embcache.config import (
 )
 from torchrec_embcache.exceptions import ConfigError, UnsupportedError
 from torchrec_embcache.initializers import Initializer, Uniform
+from torchrec_embcache.lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, Lifecycle
 
 __all__ = [
     "EmbCacheEmbeddingBagConfig",
     "EmbCacheEmbeddingConfig",
     "as_cache_configs",
+    "lifecycle_of",
     "num_buckets",
     "table_initializer",
 ]
@@ -66,7 +69,12 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
         tiers: the table's budgets on each rank; None: a share of the module's.
         policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
         on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
-        unseen: what evaluation reads for an id that was never trained: its "initial" value or "zeros".
+        unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads, which is
+            the initial value where every id gets a row, and else `not_admitted`.
+        admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
+        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, or a number for every column. Its
+            gradient is dropped. It counts in the length of a mean.
+        score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         total_num_buckets: an id falls into bucket `hash(id) % total_num_buckets`, where the hash is SplitMix64's finaliser, and
             each rank owns a range of buckets. From 1 to 2^20, and fixed for the table's life.
         data_type, init_fn, use_virtual_table, virtual_table_eviction_policy, input_dim, num_embeddings_post_pruning, need_pos,
@@ -93,7 +101,10 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
     tiers: TierBudgets | None = None
     policy: Policy = "s3fifo"
     on_full: OnFull = "error"
-    unseen: Unseen = "initial"
+    unseen: Unseen | None = None
+    admission: Admission | None = None
+    not_admitted: NotAdmitted = "zeros"
+    score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
 
     def __post_init__(self) -> None:
         _check(self)
@@ -112,7 +123,10 @@ class EmbCacheEmbeddingConfig(EmbeddingConfig):
     tiers: TierBudgets | None = None
     policy: Policy = "s3fifo"
     on_full: OnFull = "error"
-    unseen: Unseen = "initial"
+    unseen: Unseen | None = None
+    admission: Admission | None = None
+    not_admitted: NotAdmitted = "zeros"
+    score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
 
     def __post_init__(self) -> None:
         _check(self)
@@ -163,7 +177,9 @@ def _check(config: CacheConfig) -> None:
         raise ConfigError(f"{table}tiers={config.tiers!r}: give a TierBudgets")
     check_choice(f"{table}policy", config.policy, Policy)
     check_choice(f"{table}on_full", config.on_full, OnFull)
-    check_choice(f"{table}unseen", config.unseen, Unseen)
+    if config.unseen is not None:
+        check_choice(f"{table}unseen", config.unseen, Unseen)
+    lifecycle_of(config)
 
 
 def _check_features(table: str, names: object) -> None:
@@ -179,6 +195,16 @@ def _check_features(table: str, names: object) -> None:
 def table_initializer(config: CacheConfig) -> Initializer:
     """The initializer of a table."""
     return config.initializer or Uniform(config.get_weight_init_min(), config.get_weight_init_max())
+
+
+def lifecycle_of(config: CacheConfig) -> Lifecycle:
+    """The life of a table's rows."""
+    return Lifecycle.checked(
+        admission=config.admission,
+        not_admitted=config.not_admitted,
+        score_half_life_steps=config.score_half_life_steps,
+        of=f"table {config.name!r}: ",
+    )
 
 
 def num_buckets(config: CacheConfig) -> int:

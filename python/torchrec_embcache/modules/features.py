@@ -2,26 +2,29 @@
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_embcache.exceptions import InputError, UnsupportedError
-from torchrec_embcache.rows import check_plain
+from torchrec_embcache.rows import check_plain, clicks_array
 
-__all__ = ["check_features", "in_order"]
+__all__ = ["check_features", "clicks_of", "in_order"]
 
 
 def check_features(
-    features: Any, names: list[str], *, weighted: bool, owner: str, device: torch.device
+    features: Any, names: list[str], *, weighted: bool, clicks: bool, owner: str, device: torch.device
 ) -> KeyedJaggedTensor:
     """`features` as a KeyedJaggedTensor with int64 values and lengths, checked. It may have keys that no table reads.
 
-    `names` are the features that the tables read. `InputError`, which names `owner`, the field, its value and what to do, is
-    raised for a feature that is missing, a wrong dtype or device, lengths that do not sum to the number of values, weights
-    where the module is not `weighted`, and missing weights where it is. `UnsupportedError` for a batch size that varies by
-    feature.
+    `names` are the features that the tables read. With `clicks` the weights are the clicks of each value. They are float64 in what
+    is returned, and zeros where the batch has none. `InputError`, which names `owner`, the field, its value and what to do, is
+    raised for a feature that is missing, a wrong dtype or device, lengths that do not sum to the number of values, weights where
+    the module is not `weighted`, missing weights where it is, and clicks that are no integers from 0. `UnsupportedError` for a
+    batch size that varies by feature.
     """
     if isinstance(features, TensorDict):
         features = maybe_td_to_kjt(features, None)
@@ -52,12 +55,14 @@ def check_features(
         _check_tensor(owner, "weights", weights, (torch.float32,), "float32", device)
         if weights.numel() != values.numel():
             raise InputError(f"{owner}: {weights.numel()} weights for {values.numel()} values: give one a value")
+    elif clicks:
+        weights = _clicks(owner, weights, values)
     elif weights is not None:
         raise InputError(
             f"{owner}: the batch has weights and the module is not weighted: leave them out, or make it with is_weighted=True"
         )
     lengths = features.lengths()
-    if values.dtype != torch.int64 or lengths.dtype != torch.int64:
+    if values.dtype != torch.int64 or lengths.dtype != torch.int64 or clicks:
         # Every rank sends this dtype: an exchange between ranks of different ones would fail.
         features = KeyedJaggedTensor(
             keys=keys, values=values.long(), weights=weights, lengths=lengths.long(), stride=features.stride()
@@ -77,6 +82,19 @@ def _check_tensor(
         )
     if tensor.dim() != 1:
         raise InputError(f"{owner}: {field} have shape {tuple(tensor.shape)}: give one dimension")
+
+
+def clicks_of(features: KeyedJaggedTensor) -> NDArray[np.uint32]:
+    """The clicks [N] of a batch that was checked."""
+    clicks: NDArray[np.uint32] = features.weights().cpu().numpy().astype(np.uint32)
+    return clicks
+
+
+def _clicks(owner: str, weights: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    if weights is None:
+        return torch.zeros(values.numel(), dtype=torch.float64, device=values.device)
+    clicks = clicks_array(weights, f"{owner}: weights, which are clicks,", values.numel())
+    return torch.from_numpy(clicks.astype(np.float64)).to(values.device)
 
 
 def _check_lengths(owner: str, features: KeyedJaggedTensor, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torchrec_embcache.optimizers import SGD, OptimizerSpec
 from torchrec_embcache.state_dicts import note_rows
 from torchrec_embcache.table_shard import TableShard
 
-from .configs import CacheConfig, num_buckets, table_initializer
+from .configs import CacheConfig, lifecycle_of, num_buckets, table_initializer
 from .optimizer import TableOptimizer
 from .optimizer_choice import no_optimizer_error
 
@@ -133,11 +133,13 @@ class ModuleTables(Mapping[str, CacheTable]):
         `shards` has the tables of this rank; `specs` has their optimizers, where they are known.
         """
         self.device = device
-        self.unseen: Unseen = configs[0].unseen
+        self.unseen: Unseen | None = configs[0].unseen
         if any(config.unseen != self.unseen for config in configs):
             raise UnsupportedError(
                 f"module {module!r}: tables differ in unseen, which is not supported yet: give all the same, or two modules"
             )
+        #: Whether the admission of any of them counts clicks.
+        self.counts_clicks = any(lifecycle_of(config).counts_clicks for config in configs)
         self._shards = dict(shards)
         # Of all tables, also those on other ranks: ranks flush together, whatever each of them holds.
         self.flush_intervals = [
@@ -155,6 +157,9 @@ class ModuleTables(Mapping[str, CacheTable]):
                 module=module,
                 policy=config.policy,
                 on_full=config.on_full,
+                admission=config.admission,
+                not_admitted=config.not_admitted,
+                score_half_life_steps=config.score_half_life_steps,
                 total_num_buckets=num_buckets(config),
                 buckets=shards[config.name].buckets(num_buckets(config)),
                 rank=shards[config.name].rank,
@@ -246,6 +251,7 @@ class ModuleTables(Mapping[str, CacheTable]):
             slots = {slot: values[mine] for slot, values in chunk.slots.items()} if same_slots else None
             columns = {field.name: getattr(chunk.metadata, field.name)[mine] for field in fields(RowMetadata)}
             target.import_rows(chunk.ids[mine], chunk.weights[mine], slots, RowMetadata(**columns))
+        target.native.take_counts(internals(table).native)
         if same_slots:
             target.native.set_step(table.step())
         table.close()

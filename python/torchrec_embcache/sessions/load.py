@@ -343,17 +343,18 @@ class Merge:
     def __exit__(self, *error: object) -> None:
         _release([self.chain])
 
-    def open(self, path: str, checks: PathChecks) -> None:
-        """Open the checkpoint, and the directory to save to. Collective."""
+    def open(self, path: str, checks: PathChecks, *, counters: bool = True) -> None:
+        """Open the checkpoint, and the directory to save to. `counters`: counts of ids without a row are merged too. Collective."""
+
+        def open_chain(directory: Directory, latest: str) -> _native.CheckpointCompaction | None:
+            return _native.CheckpointCompaction.open(directory, latest, counters=counters)
 
         def find() -> tuple[Directory, str]:
             # This comes first, because it makes no directory where there is none.
             latest = _native.latest_checkpoint(open_to_load(path, checks))
             return open_to_save(path, checks), latest
 
-        self.directory, self.newest, self.chain = _open_together(
-            self._ranks, find, _native.CheckpointCompaction.open, newest=True
-        )
+        self.directory, self.newest, self.chain = _open_together(self._ranks, find, open_chain, newest=True)
 
     def write(self, name: str, tracker: Tracker) -> RankPart:
         """Write this rank's share of the rows into the checkpoint `name`."""

@@ -35,6 +35,8 @@ class HeldTables:
         tables: Sequence[tuple[TableShard, _native.TableToSave]],
         next_epoch: int,
         max_bytes_per_second: int | None = None,
+        *,
+        counters: bool = True,
     ) -> None:
         """Hold them for this rank's part of the checkpoint `name`, which was begun.
 
@@ -46,7 +48,14 @@ class HeldTables:
         to_save = [one for _, one in tables]
         try:
             self._held = _native.CheckpointMoment(
-                directory, name, ranks.rank, ranks.world_size, to_save, next_epoch, max_bytes_per_second
+                directory,
+                name,
+                ranks.rank,
+                ranks.world_size,
+                to_save,
+                next_epoch,
+                max_bytes_per_second,
+                counters=counters,
             )
         except BaseException:
             self._forget()
@@ -125,7 +134,9 @@ class MomentSession:
             )
             for module_path, owner, table in plan.shards
         ]
-        self._held = HeldTables(plan.directory, session.name, session.ranks, tables, plan.epoch, self._rate)
+        self._held = HeldTables(
+            plan.directory, session.name, session.ranks, tables, plan.epoch, self._rate, counters=plan.counters
+        )
 
     def finish(self) -> SaveReport:
         """Write the rows and publish the checkpoint; it is abandoned where that fails. For the thread that writes."""

@@ -73,9 +73,10 @@ class SaveSession(Begun[_native.CheckpointSave]):
         )
         return self._begun.name
 
-    def writer(self) -> _native.CheckpointWriter:
-        """What writes this rank's rows into the checkpoint."""
-        return _native.CheckpointWriter(self.directory, self.name, self.ranks.rank, self.ranks.world_size)
+    def writer(self, *, counters: bool = True) -> _native.CheckpointWriter:
+        """What writes this rank's rows into the checkpoint, and with `counters` the counts of ids that wait for rows."""
+        ranks = self.ranks
+        return _native.CheckpointWriter(self.directory, self.name, ranks.rank, ranks.world_size, counters=counters)
 
     def write(self, work: Callable[[], RankPart]) -> None:
         """Do `work`, which writes this rank's part, on every rank. Collective."""

@@ -4,7 +4,7 @@ Features come in as they arrive from all ranks, and pooled or single rows go out
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,28 +16,36 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.lookup import LookupGroup, PlannedBatch
+from torchrec_embcache.lookup import IdBatch, LookupGroup, PlannedBatch
 from torchrec_embcache.modules.optimizer import TableOptimizer
 from torchrec_embcache.modules.tables import ModuleTables, zero_row_parameter
+
+from .sharding import clicks_and_weights
 
 __all__ = ["CacheLookup", "PlannedFeatures"]
 
 I64 = NDArray[np.int64]
+# What the weights of a batch are: clicks, with the weights that make a mean or without.
+Clicks = Literal["alone", "with mean weights"]
 
 
 class PlannedFeatures:
     """One batch of one lookup: its ids, and its plan where this rank has tables."""
 
-    def __init__(self, features: KeyedJaggedTensor, train: bool) -> None:
+    def __init__(self, features: KeyedJaggedTensor, train: bool, clicks: Clicks | None) -> None:
         self.train = train
-        self.ids: I64 = features.values().cpu().numpy()
         self.offsets: I64 = features.offsets().cpu().numpy().astype(np.int64)
         self.bags: int = features.stride()
         count = len(features.keys())
-        self.splits: I64 = (
-            np.ascontiguousarray(self.offsets[:: self.bags]) if self.bags else np.zeros(count + 1, np.int64)
-        )
+        splits = np.ascontiguousarray(self.offsets[:: self.bags]) if self.bags else np.zeros(count + 1, np.int64)
         self.weights: torch.Tensor | None = features.weights_or_none()
+        counted = None
+        if clicks is not None:
+            both, self.weights = features.weights(), None
+            if clicks == "with mean weights":
+                both, self.weights = clicks_and_weights(both)
+            counted = both.cpu().numpy().astype(np.uint32)
+        self.ids = IdBatch(features.values().cpu().numpy(), splits, counted)
         self.batch: PlannedBatch | None = None
 
     def wait(self) -> None:
@@ -72,17 +80,17 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         """
         super().__init__()
         self._pooled = pooled
+        # Bags that are spread over ranks carry weights that make the mean: see `sharding`.
+        averaged = [pooled and config.pooling == PoolingType.MEAN for config in configs for _ in config.feature_names]
+        self._mean = [not spreads_bags and each for each in averaged]
+        self._clicks: Clicks | None = None
+        if tables.counts_clicks:
+            self._clicks = "with mean weights" if spreads_bags and any(averaged) else "alone"
         self._params = {
             config.name: zero_row_parameter(config.embedding_dim, tables.device, optimized=True) for config in configs
         }
         self._optimizer = tables.optimizer("", self._params, self._params)
         self._group: LookupGroup | None = tables.group(configs, self._optimizer, after_backward) if configs else None
-        # Bags that are spread over ranks carry weights that make the mean: see `sharding`.
-        self._mean = [
-            pooled and not spreads_bags and config.pooling == PoolingType.MEAN
-            for config in configs
-            for _ in config.feature_names
-        ]
         self._anchor = torch.zeros(0, device=tables.device, requires_grad=True)
         self._after_backward = after_backward
         self._next: PlannedFeatures | None = None
@@ -116,11 +124,11 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         if self._group is None:
             return
         try:
-            planned = PlannedFeatures(features, train)
+            ids = PlannedFeatures(features, train, self._clicks).ids
             if beside:
-                self._group.prefetch_beside(planned.ids, planned.splits, train=train, failed=failed)
+                self._group.prefetch_beside(ids, train=train, failed=failed)
             else:
-                self._group.prefetch(planned.ids, planned.splits, train=train)
+                self._group.prefetch(ids, train=train)
         except Exception as error:
             failed(error)
 
@@ -136,9 +144,9 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
 
     def plan(self, features: KeyedJaggedTensor, *, train: bool) -> PlannedFeatures:
         """Plan the batch of the next forward."""
-        planned = PlannedFeatures(features, train)
+        planned = PlannedFeatures(features, train, self._clicks)
         if self._group is not None:
-            planned.batch = self._group.plan(planned.ids, planned.splits, train=train)
+            planned.batch = self._group.plan(planned.ids, train=train)
         return planned
 
     def use(self, planned: PlannedFeatures) -> None:
@@ -159,16 +167,18 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
             return empty
         if self._pooled:
             return self._group.pooled(
-                planned.ids,
+                planned.ids.ids,
                 planned.offsets,
                 self._mean,
                 planned.weights,
                 train=planned.train,
                 anchor=self._anchor,
+                clicks=planned.ids.clicks,
                 planned=planned.batch,
             )
+        ids = planned.ids
         return self._group.sequence(
-            planned.ids, planned.splits, train=planned.train, anchor=self._anchor, planned=planned.batch
+            ids.ids, ids.splits, train=planned.train, anchor=self._anchor, clicks=ids.clicks, planned=planned.batch
         )
 
 

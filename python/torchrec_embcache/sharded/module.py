@@ -334,17 +334,26 @@ class ShardedCacheModule(CacheModule):
 
     def _check(self, features: Any) -> KeyedJaggedTensor:
         return check_features(
-            features, self._features, weighted=self._weighted, owner=self._owner, device=self._cache.device
+            features,
+            self._features,
+            weighted=self._weighted,
+            clicks=self._cache.counts_clicks,
+            owner=self._owner,
+            device=self._cache.device,
         )
 
     def _empty_batch(self) -> KeyedJaggedTensor:
         keys = self._input_keys or self._features
         device = self._cache.device
+        weights = None
+        if self._weighted or self._cache.counts_clicks:
+            dtype = torch.float64 if self._cache.counts_clicks else torch.float32
+            weights = torch.empty(0, dtype=dtype, device=device)
         return KeyedJaggedTensor(
             keys=keys,
             values=torch.empty(0, dtype=torch.int64, device=device),
             lengths=torch.zeros(len(keys), dtype=torch.int64, device=device),
-            weights=torch.empty(0, device=device) if self._weighted else None,
+            weights=weights,
             stride=1,
         )
 

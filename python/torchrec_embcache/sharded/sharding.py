@@ -2,7 +2,8 @@
 
 These are TorchRec's own shardings, with its exchanges of inputs and outputs, changed in two points. Row-wise, an id goes to the
 rank that owns its bucket (see `buckets`), and stays what it is. The ids of a bag of length L that is averaged carry weights of
-1/L before the bag is spread over ranks. Then every rank sums, and nobody has to know a divisor at the end.
+1/L before the bag is spread over ranks. Then every rank sums, and nobody has to know a divisor at the end. Where the batch has
+clicks, the length L travels in the same number as they do.
 
 Shapes: F features, B bags a feature, N ids.
 """
@@ -28,9 +29,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_embcache.buckets import BucketHash, hash_ids_, ids_of_hashes_
 from torchrec_embcache.exceptions import UnsupportedError
 
-__all__ = ["SHARDING_TYPES", "pooled_sharding", "sequence_sharding"]
+__all__ = ["SHARDING_TYPES", "clicks_and_weights", "pooled_sharding", "sequence_sharding"]
 
 SHARDING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value)
+
+# Clicks and a bag's length travel in one float64. Lengths are smaller than this, and clicks below 2^24, so that both are exact.
+_DIVISORS = 2.0**28
 
 # Makes the lookup of one sharding, of this rank's tables as TorchRec's sharded configs. True: bags are spread over ranks.
 LookupMaker = Callable[[list[Any], bool], nn.Module]
@@ -111,16 +115,23 @@ def _with_hashes(features: KeyedJaggedTensor, hashed: list[bool]) -> KeyedJagged
 
 def _with_mean_weights(features: KeyedJaggedTensor, mean: list[bool]) -> KeyedJaggedTensor:
     lengths = features.lengths()
-    weights = torch.ones(len(mean), lengths.numel() // len(mean), dtype=torch.float32, device=lengths.device)
+    divisors = torch.ones(len(mean), lengths.numel() // len(mean), dtype=torch.float32, device=lengths.device)
     rows = [row for row, averaged in enumerate(mean) if averaged]
-    weights[rows] = lengths.view(len(mean), -1)[rows].clamp(min=1).to(torch.float32).reciprocal()
+    divisors[rows] = lengths.view(len(mean), -1)[rows].clamp(min=1).to(torch.float32)
+    each = torch.repeat_interleave(divisors.view(-1), lengths.long())
+    clicks = features.weights_or_none()
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
-        weights=torch.repeat_interleave(weights.view(-1), lengths.long()),
+        weights=each.reciprocal() if clicks is None else clicks * _DIVISORS + each,
         lengths=lengths,
         stride=features.stride(),
     )
+
+
+def clicks_and_weights(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `BucketFeaturesDist` has put into float64 [N]: the clicks [N], and the float32 weights [N] that make the mean."""
+    return both.div(_DIVISORS).floor(), both.remainder(_DIVISORS).to(torch.float32).reciprocal()
 
 
 class PaddedPooledDist(RwPooledEmbeddingDist):

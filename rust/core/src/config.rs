@@ -1,5 +1,6 @@
 //! The configuration of a table. It is checked before anything is made.
 
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -130,6 +131,63 @@ pub enum Reopen {
     },
 }
 
+/// Which ids get a row when a batch trains them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Admission {
+    /// Every id.
+    #[default]
+    All,
+    /// An id that has occurred `threshold` times in training batches, the present one included.
+    Count {
+        /// 1 to 2²⁴ − 1.
+        threshold: u32,
+        /// An id is forgotten when it did not occur for one to two times so many steps. `None`: never for that.
+        window_steps: Option<NonZeroU64>,
+        /// Bytes of RAM that the counts of the whole table take at most. When they are full, the ids that did not occur for longest are
+        /// forgotten.
+        memory: u64,
+    },
+    /// An id by a throw of a coin for each of its occurrences.
+    Probability {
+        /// The probability that one occurrence admits the id: more than 0, at most 1.
+        p: f64,
+    },
+    /// An id whose shows (occurrences) and clicks reach `alpha × shows + beta × clicks >= threshold`.
+    ShowClick {
+        /// The weight of a show.
+        alpha: f64,
+        /// The weight of a click.
+        beta: f64,
+        /// What the weighted sum must reach.
+        threshold: f64,
+        /// As for `Count`.
+        window_steps: Option<NonZeroU64>,
+        /// As for `Count`.
+        memory: u64,
+    },
+    /// No id: only rows that are there are trained.
+    ReadOnly,
+}
+
+impl Admission {
+    /// Whether clicks are counted.
+    pub fn counts_clicks(&self) -> bool {
+        matches!(self, Self::ShowClick { .. })
+    }
+}
+
+/// What a training batch reads for an id that gets no row. Its gradient is dropped.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum NotAdmitted {
+    /// Zeros.
+    #[default]
+    Zeros,
+    /// This number in every column.
+    Value(f32),
+    /// The row that it would be born with.
+    Initial,
+}
+
 /// The configuration of a table's SSD tier.
 #[derive(Clone, Debug)]
 pub struct SsdConfig {
@@ -175,6 +233,12 @@ pub struct TableConfig {
     pub policy: PolicyKind,
     /// What happens when the last tier is full.
     pub on_full: OnFull,
+    /// Which ids get a row.
+    pub admission: Admission,
+    /// What a training batch reads for an id that gets none.
+    pub not_admitted: NotAdmitted,
+    /// The steps over which the score of a row halves: 1 to [`Decay::LONGEST`](crate::rows::Decay::LONGEST).
+    pub score_half_life_steps: u64,
 }
 
 impl TableConfig {

@@ -10,6 +10,7 @@ pub mod error;
 pub mod index;
 pub mod io;
 pub mod kernels;
+pub mod lifecycle;
 pub mod logical_thread;
 pub mod memory;
 pub mod paths;

@@ -48,3 +48,18 @@ pub struct SsdStats {
     /// Whether the last published state had to be given up for want of room. Then nothing can be resumed until the next publish.
     pub published_given_up: bool,
 }
+
+/// What became of ids without a row in training batches, where some get none. Distinct ids count once a batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AdmissionStats {
+    /// Ids that got a row.
+    pub admitted: u64,
+    /// Ids that got none.
+    pub refused: u64,
+    /// Ids that are counted now, until they get a row.
+    pub pending: u64,
+    /// Bytes of RAM that these counts take.
+    pub pending_bytes: u64,
+    /// Ids whose counts were forgotten, because the memory for them was full or their window ended.
+    pub forgotten: u64,
+}

@@ -125,15 +125,17 @@ pub struct RowMeta {
     pub count: u32,
     /// The table's step counter at the last training step that used the row.
     pub last_step: u64,
-    /// How much the row is used: the sum of its occurrences, halved whenever the table's step passes a multiple of
-    /// `SCORE_HALF_LIFE_STEPS`.
+    /// How much the row is used: the sum of its occurrences, which halves over every [`TableConfig::score_half_life_steps`] steps
+    /// (see [`Decay`](crate::rows::Decay)). This is what it was at `last_step`.
+    ///
+    /// [`TableConfig::score_half_life_steps`]: crate::config::TableConfig::score_half_life_steps
     pub score: f32,
     /// The table's checkpoint epoch at the last training step that used the row.
     pub modified_epoch: u32,
 }
 
-/// The number of steps after which the score of every row is halved.
-pub const SCORE_HALF_LIFE_STEPS: u64 = 1024;
+/// The half life of scores where a table does not say another one.
+pub const DEFAULT_SCORE_HALF_LIFE_STEPS: u64 = 1024;
 
 #[cfg(test)]
 mod tests {

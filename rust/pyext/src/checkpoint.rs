@@ -118,9 +118,18 @@ impl PyWriter {
 #[pymethods]
 impl PyWriter {
     #[new]
-    fn new(py: Python<'_>, directory: &PyDirectory, name: &str, rank: u32, world_size: u32) -> PyResult<Self> {
+    #[pyo3(signature = (directory, name, rank, world_size, *, counters=true))]
+    fn new(
+        py: Python<'_>,
+        directory: &PyDirectory,
+        name: &str,
+        rank: u32,
+        world_size: u32,
+        counters: bool,
+    ) -> PyResult<Self> {
         let name: CheckpointName = name.parse().map_err(to_python)?;
         let writer = py.detach(|| RankWriter::new(&directory.inner, name, rank, world_size)).map_err(to_python)?;
+        let writer = if counters { writer } else { writer.without_counts() };
         Ok(Self { inner: Mutex::new(Some(writer)) })
     }
 

@@ -44,10 +44,11 @@ pub(crate) struct PyCompaction {
 #[pymethods]
 impl PyCompaction {
     #[staticmethod]
-    fn open(py: Python<'_>, directory: &PyDirectory, latest: &str) -> PyResult<Option<Self>> {
+    #[pyo3(signature = (directory, latest, *, counters=true))]
+    fn open(py: Python<'_>, directory: &PyDirectory, latest: &str, counters: bool) -> PyResult<Option<Self>> {
         let latest: Latest = latest.parse().map_err(to_python)?;
         let inner = py.detach(|| Compaction::open(&directory.inner, latest)).map_err(to_python)?;
-        Ok(inner.map(|inner| Self { inner }))
+        Ok(inner.map(|inner| Self { inner: if counters { inner } else { inner.without_counts() } }))
     }
 
     #[getter]
@@ -187,7 +188,9 @@ impl PyReader {
     fn segments(&self, module: String, table: String) -> Option<PySegments> {
         let (mut sources, key) = (lock(&self.sources), (module, table));
         match sources.remove(&key)? {
-            TableSource::Segments(files, counters) => Some(PySegments { files: Arc::new(files), counters }),
+            TableSource::Segments(files, counters, counts) => {
+                Some(PySegments { files: Arc::new(files), counters, counts })
+            }
             rows @ TableSource::Rows(_) => {
                 sources.insert(key, rows);
                 None

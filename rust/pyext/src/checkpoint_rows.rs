@@ -127,7 +127,7 @@ impl PyRows {
         String::from_utf8(bytes).map_err(|error| input(error.to_string()))
     }
 
-    /// Rows are given to `sink` in chunks. It is called with a `RowBlock` for each.
+    /// Rows are given to `sink` in chunks. It is called with a `RowBlock` for each. Without it rows and counts are read and verified.
     #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
     fn read(
         &self,
@@ -142,10 +142,10 @@ impl PyRows {
         let mut read = || {
             let reader = self.inner.table_reader(module, table, bucket_begin..bucket_end)?;
             let vector_floats = reader.spec().optimizer_kind()?.layout(reader.spec().dim as usize).vector_floats();
+            let Some(sink) = &sink else { return reader.verify() };
             let mut rows = 0;
             reader.read(&mut |headers, vectors| {
                 rows += headers.len() as u64;
-                let Some(sink) = &sink else { return Ok(()) };
                 Python::attach(|py| {
                     let block = PyRowBlock::of(py, headers, vectors.to_vec(), vector_floats)?;
                     sink.call1(py, (block,)).map(drop)
@@ -161,8 +161,16 @@ impl PyRows {
         raised.map_or(read, Err)
     }
 
-    fn reshard(&self, py: Python<'_>, to: &PyDirectory, random: u64, world_size: u32) -> PyResult<PyPublished> {
-        let written = py.detach(|| reshard(&self.inner, &to.inner, random, world_size));
+    #[pyo3(signature = (to, random, world_size, *, counters=true))]
+    fn reshard(
+        &self,
+        py: Python<'_>,
+        to: &PyDirectory,
+        random: u64,
+        world_size: u32,
+        counters: bool,
+    ) -> PyResult<PyPublished> {
+        let written = py.detach(|| reshard(&self.inner, &to.inner, random, world_size, counters));
         written.map(Into::into).map_err(to_python)
     }
 }

@@ -26,6 +26,7 @@ impl PyLookup {
         Ok(Self { inner: Lookup::new(&tables, &feature_tables).map_err(to_python)? })
     }
 
+    #[pyo3(signature = (ids, feature_splits, mode, threads, clicks=None))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
     fn plan(
         &self,
@@ -34,10 +35,12 @@ impl PyLookup {
         feature_splits: PyReadonlyArray1<'_, i64>,
         mode: Py<PyPlanMode>,
         threads: usize,
+        clicks: Option<PyReadonlyArray1<'_, u32>>,
     ) -> PyResult<PyPlan> {
         follow_levels_sometimes(py)?;
         let (ids, splits) = (slice("ids", &ids)?, slice("feature_splits", &feature_splits)?);
-        let mode = mode.get().on(threads);
-        py.detach(|| self.inner.plan(ids, splits, mode)).map(PyPlan::new).map_err(to_python)
+        let mode = mode.get().on(threads)?;
+        let clicks = clicks.as_ref().map(|clicks| slice("clicks", clicks)).transpose()?.unwrap_or_default();
+        py.detach(|| self.inner.plan_with_clicks(ids, splits, mode, clicks)).map(PyPlan::new).map_err(to_python)
     }
 }

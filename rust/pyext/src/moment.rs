@@ -32,6 +32,7 @@ impl Drop for PyMoment {
 #[pymethods]
 impl PyMoment {
     #[new]
+    #[pyo3(signature = (directory, name, rank, world_size, tables, next_epoch, bytes_per_second, *, counters=true))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned values")]
     #[expect(clippy::too_many_arguments, reason = "one call of Python")]
     fn new(
@@ -43,6 +44,7 @@ impl PyMoment {
         tables: Vec<Py<PyTableToSave>>,
         next_epoch: u32,
         bytes_per_second: Option<u64>,
+        counters: bool,
     ) -> PyResult<Self> {
         let name: CheckpointName = name.parse().map_err(to_python)?;
         let table = |table: &Py<PyTableToSave>| {
@@ -55,7 +57,7 @@ impl PyMoment {
             }
         };
         let tables: Vec<TableToSave> = tables.iter().map(table).collect();
-        let options = BesideOptions { next_epoch, image_bytes: IMAGE_BYTES, bytes_per_second };
+        let options = BesideOptions { next_epoch, image_bytes: IMAGE_BYTES, bytes_per_second, counts: counters };
         let begin = || RankMoment::begin(&directory.inner, name, (rank, world_size), tables, options);
         let begun = py.detach(begin).map_err(to_python)?;
         Ok(Self { inner: Mutex::new(Some(begun)) })

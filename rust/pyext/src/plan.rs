@@ -58,6 +58,10 @@ impl PyPlan {
         let plan = self.plan()?;
         py.detach(|| plan.overflow_rows()).map_err(to_python)
     }
+    fn absent_value(&self, py: Python<'_>, table: usize) -> PyResult<f32> {
+        let plan = self.plan()?;
+        py.detach(|| plan.absent_value(table)).map_err(to_python)
+    }
     fn required_slots(&self, py: Python<'_>, table: usize) -> PyResult<u32> {
         let plan = self.plan()?;
         py.detach(|| plan.required_slots(table)).map_err(to_python)

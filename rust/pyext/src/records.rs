@@ -252,6 +252,7 @@ pub(crate) struct PySavedTable {
     total_num_buckets: u32,
     bucket_hash: &'static str,
     rows: u64,
+    pending: Option<u64>,
 }
 
 impl PySavedTable {
@@ -268,6 +269,7 @@ impl PySavedTable {
             total_num_buckets: spec.total_num_buckets,
             bucket_hash: spec.bucket_hash.name(),
             rows: entry.total_rows,
+            pending: entry.pending,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use embcache::lifecycle::BucketCounts;
 use embcache::ssd::{SegmentFiles, StateCounters};
 use pyo3::prelude::*;
 
@@ -10,6 +11,7 @@ use pyo3::prelude::*;
 pub(crate) struct PySegments {
     pub(crate) files: Arc<SegmentFiles>,
     pub(crate) counters: StateCounters,
+    pub(crate) counts: Vec<BucketCounts>,
 }
 
 #[pymethods]

@@ -1,7 +1,9 @@
 //! The settings of tables and plans, as Python gives them.
 
-use embcache::cache::PlanMode;
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen};
+use std::num::NonZeroU64;
+
+use embcache::cache::{PlanMode, Unseen};
+use embcache::config::{Admission, NotAdmitted, OnFull, OptimizerKind, PolicyKind, Reopen};
 use embcache::rows::Initializer;
 use embcache::types::BucketHash;
 use embcache::{Error, Kind};
@@ -51,31 +53,90 @@ impl PyInitializer {
     }
 }
 
+/// Which ids get a row.
+#[pyclass(frozen, name = "RowAdmission", module = "torchrec_embcache._native")]
+pub(crate) struct PyAdmission {
+    pub(crate) core: Admission,
+}
+
+#[pymethods]
+impl PyAdmission {
+    #[staticmethod]
+    #[pyo3(signature = (threshold, *, window_steps, memory))]
+    fn count(threshold: u32, window_steps: Option<NonZeroU64>, memory: u64) -> Self {
+        Self { core: Admission::Count { threshold, window_steps, memory } }
+    }
+
+    #[staticmethod]
+    fn probability(p: f64) -> Self {
+        Self { core: Admission::Probability { p } }
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (*, alpha, beta, threshold, window_steps, memory))]
+    fn show_click(alpha: f64, beta: f64, threshold: f64, window_steps: Option<NonZeroU64>, memory: u64) -> Self {
+        Self { core: Admission::ShowClick { alpha, beta, threshold, window_steps, memory } }
+    }
+
+    #[staticmethod]
+    fn read_only() -> Self {
+        Self { core: Admission::ReadOnly }
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.core)
+    }
+}
+
+/// What a training batch reads for an id that gets no row: "zeros", "initial" or a number.
+#[derive(FromPyObject)]
+pub(crate) enum PyNotAdmitted {
+    Value(f32),
+    Name(String),
+}
+
+impl PyNotAdmitted {
+    pub(crate) fn core(&self) -> PyResult<NotAdmitted> {
+        match self {
+            Self::Value(value) if value.is_finite() => Ok(NotAdmitted::Value(*value)),
+            Self::Value(value) => Err(config_error(format!("not_admitted={value}: give a finite number"))),
+            Self::Name(name) => match name.as_str() {
+                "zeros" => Ok(NotAdmitted::Zeros),
+                "initial" => Ok(NotAdmitted::Initial),
+                other => Err(config_error(format!(
+                    "not_admitted={other:?} is not known: use \"zeros\", \"initial\" or a number"
+                ))),
+            },
+        }
+    }
+}
+
 /// How a plan treats the ids of its batch.
 #[pyclass(frozen, get_all, name = "PlanMode", module = "torchrec_embcache._native")]
 pub(crate) struct PyPlanMode {
     pub(crate) train: bool,
     pub(crate) ahead: bool,
-    pub(crate) unseen_zeros: bool,
+    pub(crate) unseen: String,
 }
 
 impl PyPlanMode {
     /// This mode, for a plan for which so many threads may work.
-    pub(crate) fn on(&self, threads: usize) -> PlanMode {
-        PlanMode { train: self.train, ahead: self.ahead, unseen_zeros: self.unseen_zeros, threads }
+    pub(crate) fn on(&self, threads: usize) -> PyResult<PlanMode> {
+        Ok(PlanMode { train: self.train, ahead: self.ahead, unseen: unseen_from(&self.unseen)?, threads })
     }
 }
 
 #[pymethods]
 impl PyPlanMode {
     #[new]
-    #[pyo3(signature = (*, train, ahead, unseen_zeros))]
-    fn new(train: bool, ahead: bool, unseen_zeros: bool) -> Self {
-        Self { train, ahead, unseen_zeros }
+    #[pyo3(signature = (*, train, ahead, unseen))]
+    fn new(train: bool, ahead: bool, unseen: String) -> PyResult<Self> {
+        unseen_from(&unseen)?;
+        Ok(Self { train, ahead, unseen })
     }
 
     fn __repr__(&self) -> String {
-        format!("PlanMode(train={}, ahead={}, unseen_zeros={})", self.train, self.ahead, self.unseen_zeros)
+        format!("PlanMode(train={}, ahead={}, unseen={:?})", self.train, self.ahead, self.unseen)
     }
 }
 
@@ -105,6 +166,19 @@ impl PyTableCounters {
     fn __repr__(&self) -> String {
         format!("TableCounters(step={}, epoch={})", self.step, self.epoch)
     }
+}
+
+fn unseen_from(name: &str) -> PyResult<Unseen> {
+    Ok(match name {
+        "initial" => Unseen::Initial,
+        "zeros" => Unseen::Zeros,
+        "not_admitted" => Unseen::NotAdmitted,
+        _ => {
+            return Err(config_error(format!(
+                "unseen={name:?} is not known: use \"initial\", \"zeros\" or \"not_admitted\""
+            )));
+        }
+    })
 }
 
 pub(crate) fn bucket_hash_from(name: &str) -> PyResult<BucketHash> {

@@ -4,7 +4,7 @@
 //! in `metrics.py`; a test compares the last two with the classes here.
 
 use embcache::cache::TableStats;
-use embcache::stats::{SsdStats, TierStats};
+use embcache::stats::{AdmissionStats, SsdStats, TierStats};
 use pyo3::prelude::*;
 
 /// A frozen class with an attribute for each counter, made of the core's structure that has fields of the same names.
@@ -62,6 +62,17 @@ counters! {
     }, tier: PyTierStats
 }
 
+counters! {
+    /// Counters of admission.
+    PyAdmissionStats, "AdmissionStats", AdmissionStats {
+        admitted: u64,
+        refused: u64,
+        pending: u64,
+        pending_bytes: u64,
+        forgotten: u64,
+    }
+}
+
 /// Counters of a table that belong to no tier.
 #[pyclass(frozen, get_all, name = "TableStats", module = "torchrec_embcache._native")]
 pub(crate) struct PyTableStats {
@@ -70,6 +81,7 @@ pub(crate) struct PyTableStats {
     pinned_rows: u64,
     overflow_plans: u64,
     dropped_rows: u64,
+    admission: Option<Py<PyAdmissionStats>>,
     device: Option<Py<PyTierStats>>,
     host: Py<PyTierStats>,
     ssd: Option<Py<PySsdStats>>,
@@ -98,6 +110,7 @@ impl PyTableStats {
             pinned_rows: core.pinned_rows,
             overflow_plans: core.overflow_plans,
             dropped_rows: core.dropped_rows,
+            admission: core.admission.map(|stats| PyAdmissionStats::new(py, stats)).transpose()?,
             device: core.device.map(|tier| PyTierStats::new(py, tier)).transpose()?,
             host: PyTierStats::new(py, core.host)?,
             ssd: core.ssd.map(|tier| PySsdStats::new(py, tier)).transpose()?,

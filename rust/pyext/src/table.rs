@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table, device_row_bytes, host_row_bytes};
-use embcache::config::{SsdConfig, TableConfig};
+use embcache::config::{Admission, NotAdmitted, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::ssd::SsdTier;
-use embcache::types::{CacheSlot, table_key};
+use embcache::types::{CacheSlot, DEFAULT_SCORE_HALF_LIFE_STEPS, table_key};
 use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 
@@ -21,8 +21,8 @@ use crate::records::PyAncestor;
 use crate::rows::{PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata};
 use crate::segments::PySegments;
 use crate::settings::{
-    PyInitializer, PyRowBytes, PyTableCounters, bucket_hash_from, on_full_from, optimizer_from, policy_from,
-    reopen_from,
+    PyAdmission, PyInitializer, PyNotAdmitted, PyRowBytes, PyTableCounters, bucket_hash_from, on_full_from,
+    optimizer_from, policy_from, reopen_from,
 };
 use crate::stats::PyTableStats;
 
@@ -78,12 +78,26 @@ impl PyTable {
     }
 }
 
+/// Open a table, from `segments` where they are given, below the directory `ssd_root`.
+fn open_table(
+    config: TableConfig,
+    gather: Option<Arc<dyn DeviceRows>>,
+    ssd_root: Option<&Path>,
+    segments: Option<&PySegments>,
+) -> embcache::Result<Table> {
+    let source = segments.map(|from| (&*from.files, from.counters));
+    let table = Table::open_from(config, gather, engine_beneath(ssd_root)?, source)?;
+    let counts = segments.into_iter().flat_map(|from| &from.counts);
+    counts.into_iter().try_for_each(|counts| table.restore_bucket(counts))?;
+    Ok(table)
+}
+
 #[pymethods]
 impl PyTable {
     #[new]
     #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_hash, bucket_begin, bucket_end,
         host_bytes, device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None,
-        unfinished=None, ssd_root=None))]
+        unfinished=None, ssd_root=None, admission=None, not_admitted=None, score_half_life_steps=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn new(
@@ -110,6 +124,9 @@ impl PyTable {
         segments: Option<Py<PySegments>>,
         unfinished: Option<u64>,
         ssd_root: Option<PathBuf>,
+        admission: Option<Py<PyAdmission>>,
+        not_admitted: Option<PyNotAdmitted>,
+        score_half_life_steps: Option<u64>,
     ) -> PyResult<Self> {
         let reopen = reopen_from(reopen, unfinished)?;
         let config = TableConfig {
@@ -127,17 +144,16 @@ impl PyTable {
             ssd: ssd_dir.map(|dir| SsdConfig { dir, bytes: ssd_bytes, reopen, resume_token }),
             policy: policy_from(policy)?,
             on_full: on_full_from(on_full)?,
+            admission: admission.map_or(Admission::All, |admission| admission.get().core),
+            not_admitted: not_admitted.map_or(Ok(NotAdmitted::Initial), |given| given.core())?,
+            score_half_life_steps: score_half_life_steps.unwrap_or(DEFAULT_SCORE_HALF_LIFE_STEPS),
         };
         follow_levels(py)?;
         let vector_floats = config.layout().vector_floats();
         let gather =
             device_gather.map(|callable| Arc::new(PythonGather { callable, vector_floats }) as Arc<dyn DeviceRows>);
-        let inner = py
-            .detach(|| {
-                let source = segments.as_ref().map(Py::get).map(|from| (&*from.files, from.counters));
-                Table::open_from(config, gather, engine_beneath(ssd_root.as_deref())?, source)
-            })
-            .map_err(to_python)?;
+        let segments = segments.as_ref().map(Py::get);
+        let inner = py.detach(|| open_table(config, gather, ssd_root.as_deref(), segments)).map_err(to_python)?;
         Ok(Self { inner })
     }
 
@@ -253,6 +269,9 @@ impl PyTable {
     fn remove_rows(&self, py: Python<'_>, ids: PyReadonlyArray1<'_, i64>) -> PyResult<u64> {
         let ids = slice("ids", &ids)?;
         py.detach(|| self.inner.remove_rows(ids)).map_err(to_python)
+    }
+    fn take_counts(&self, py: Python<'_>, source: &Self) -> PyResult<()> {
+        py.detach(|| self.inner.take_counts(&source.inner)).map_err(to_python)
     }
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;

@@ -7,13 +7,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, PlanMode, RowBlock, Table};
+use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, PlanMode, RowBlock, Table, Unseen};
 use embcache::checkpoint::Directory;
-use embcache::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{Admission, NotAdmitted, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{FaultEngine, IoEngine, MemoryEngine};
 use embcache::kernels::Hyperparameters;
 use embcache::rows::{Initializer, RowHeader, RowLayout};
-use embcache::types::{BucketHash, CacheSlot, Id};
+use embcache::types::{BucketHash, CacheSlot, DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
 pub use watch::watched;
 
@@ -150,6 +150,9 @@ pub fn config(dim: usize, optimizer: OptimizerKind, host_rows: u64) -> TableConf
         ssd: None,
         policy,
         on_full: OnFull::Error,
+        admission: Admission::All,
+        not_admitted: NotAdmitted::Initial,
+        score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
     }
 }
 
@@ -319,7 +322,10 @@ impl Rig {
 
     /// Evaluate a batch. The result is the forward's output.
     pub fn evaluate(&self, ids: &[Id], bag: usize, unseen_zeros: bool) -> embcache::Result<Vec<f32>> {
-        let plan = self.plan(ids, PlanMode { unseen_zeros, ..PlanMode::EVALUATE })?;
+        let plan = self.plan(
+            ids,
+            PlanMode { unseen: if unseen_zeros { Unseen::Zeros } else { Unseen::Initial }, ..PlanMode::EVALUATE },
+        )?;
         self.place(&plan)?;
         self.forward(&plan, ids.len(), bag)
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{Chunk, ExportStream, PlanMode};
+use embcache::cache::{Chunk, ExportStream, PlanMode, Unseen};
 use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine};
 use embcache::types::Id;
@@ -76,7 +76,8 @@ fn false_traces(rig: &Rig, wanted: usize) -> Vec<Id> {
     let mut found = Vec::new();
     for first in (1 << 40..).step_by(100_000) {
         let ids: Vec<Id> = (first..first + 100_000).collect();
-        let plan = rig.plan(&ids, PlanMode { ahead: true, unseen_zeros: true, ..PlanMode::EVALUATE }).expect("a plan");
+        let plan =
+            rig.plan(&ids, PlanMode { ahead: true, unseen: Unseen::Zeros, ..PlanMode::EVALUATE }).expect("a plan");
         found.extend(plan.reading().expect("no forked child").remove(0));
         if found.len() >= wanted {
             break;
@@ -126,7 +127,7 @@ fn ids_that_turn_out_to_be_new_when_they_are_read_ahead_count_as_misses_of_the_s
         let unseen = false_traces(&table, 2);
         let before = found_and_not(&table)[1];
         let plan =
-            table.plan(&unseen, PlanMode { ahead: true, unseen_zeros: true, ..PlanMode::EVALUATE }).expect("a plan");
+            table.plan(&unseen, PlanMode { ahead: true, unseen: Unseen::Zeros, ..PlanMode::EVALUATE }).expect("a plan");
         assert_eq!(plan.reading().expect("no forked child")[0], unseen, "the index finds a row for each");
         table.place(&plan).expect("rows of zeros");
         assert_eq!(found_and_not(&table)[1], (before.0, before.1 + 2), "{device_rows:?}");

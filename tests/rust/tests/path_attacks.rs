@@ -163,7 +163,7 @@ fn nothing_is_changed_in_a_directory_that_was_checked_for_a_load() {
     let digest = part.finish().unwrap();
     let before = files(&fixture.root);
     let directory = Directory::to_load(&fixture.root, Checks::Strict).unwrap();
-    let moment = BesideOptions { next_epoch: 2, image_bytes: 1 << 20, bytes_per_second: None };
+    let moment = BesideOptions { next_epoch: 2, image_bytes: 1 << 20, bytes_per_second: None, counts: true };
     let (name, shard) = (saved.latest.name, Shard { index: 0, count: 1 });
     let errors = [
         Save::begin(&directory, 2).map(drop).unwrap_err(),
@@ -172,7 +172,7 @@ fn nothing_is_changed_in_a_directory_that_was_checked_for_a_load() {
         Part::begin(&directory, 2, 0).map(drop).unwrap_err(),
         sweep_parts(&directory).map(drop).unwrap_err(),
         Compaction::open(&directory, saved.latest).map(drop).unwrap_err(),
-        reshard(&Chain::open(&directory, saved.latest).unwrap(), &directory, 2, 1).map(drop).unwrap_err(),
+        reshard(&Chain::open(&directory, saved.latest).unwrap(), &directory, 2, 1, true).map(drop).unwrap_err(),
         BlockSave::begin(&directory, shard, &[], &Join::New, 2, &mut || Ok(())).map(drop).unwrap_err(),
         BlockWriter::new(&directory, &[], &[], 4096, 1).map(drop).unwrap_err(),
     ];

@@ -9,7 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::kernels::deal;
 use crate::kernels::threads::Disjoint;
 use crate::logical_thread::ForeignCode;
-use crate::rows::{RowAddress, RowBirth, RowHeader, RowLayout, RowMut, RowRef};
+use crate::rows::{Decay, RowAddress, RowBirth, RowHeader, RowLayout, RowMut, RowRef};
 use crate::ssd::SsdTier;
 use crate::sync::{AtomicU64, Ordering};
 use crate::types::{CacheSlot, Id};
@@ -19,6 +19,7 @@ pub(crate) struct TableBase {
     pub(crate) config: TableConfig,
     pub(crate) layout: RowLayout,
     pub(crate) ssd: Option<SsdTier>,
+    pub(crate) decay: Decay,
     birth: RowBirth,
     device_rows: Option<Arc<dyn DeviceRows>>,
     /// Whether the holder of the table's lock is running the code of `device_rows`.
@@ -29,12 +30,13 @@ pub(crate) struct TableBase {
 impl TableBase {
     pub(crate) fn new(
         config: TableConfig,
-        birth: RowBirth,
+        (birth, decay): (RowBirth, Decay),
         device_rows: Option<Arc<dyn DeviceRows>>,
         ssd: Option<SsdTier>,
     ) -> Self {
         Self {
             layout: config.layout(),
+            decay,
             birth,
             ssd,
             device_rows,

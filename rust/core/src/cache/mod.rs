@@ -29,7 +29,7 @@ pub use crate::device::DeviceRows;
 pub use columns::{PickedRows, RowColumns};
 pub use groups::{Gather, GroupSink};
 pub use plan::{Lookup, Plan};
-pub use residency::{PlanMode, TableStats, device_row_bytes, host_row_bytes};
+pub use residency::{PlanMode, TableStats, Unseen, device_row_bytes, host_row_bytes};
 pub use rows::{Chunk, DeviceTensors, FoundRows, RowBlock};
 pub use table::Table;
 pub use walk::{ExportStream, TableMoment};

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::{Chunk, Lookup, Plan, PlanMode, PreImages, RowBlock, Table};
-use crate::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use crate::config::{Admission, NotAdmitted, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use crate::io::{IoEngine, MemoryEngine};
 use crate::kernels::Hyperparameters;
 use crate::rows::{Initializer, RowHeader};
 use crate::ssd::models::{model, read_waiting, spawn};
-use crate::types::Id;
+use crate::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
 const DIM: usize = 2;
 
@@ -30,6 +30,9 @@ fn table() -> (Table, Arc<Lookup>, Arc<dyn IoEngine>) {
         ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 20, reopen: Reopen::Never, resume_token: None }),
         policy: PolicyKind::Lru,
         on_full: OnFull::Error,
+        admission: Admission::All,
+        not_admitted: NotAdmitted::Initial,
+        score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
     };
     config.host_bytes = 4 * super::host_row_bytes(&config.layout(), config.policy);
     let table = Table::open(config, None, Arc::clone(&engine)).unwrap();

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use super::{Lookup, PlanMode, RowBlock, Table};
-use crate::config::{OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
+use crate::config::{Admission, NotAdmitted, OnFull, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use crate::io::MemoryEngine;
 use crate::rows::{Initializer, RowHeader};
-use crate::types::Id;
+use crate::types::{DEFAULT_SCORE_HALF_LIFE_STEPS, Id};
 
 const HOST_BYTES: u64 = 12 << 20;
 /// Both parts of the arena may end within a page, which is large where the system gives large ones.
@@ -28,6 +28,9 @@ fn table(dim: usize) -> Table {
         ssd: Some(SsdConfig { dir: "/t".into(), bytes: 1 << 28, reopen: Reopen::Never, resume_token: None }),
         policy: PolicyKind::S3Fifo,
         on_full: OnFull::Error,
+        admission: Admission::All,
+        not_admitted: NotAdmitted::Initial,
+        score_half_life_steps: DEFAULT_SCORE_HALF_LIFE_STEPS,
     };
     Table::open(config, None, Arc::new(MemoryEngine::default())).unwrap()
 }

@@ -63,7 +63,7 @@ pub(super) unsafe fn backward_on<R: RowStore>(
 }
 
 /// The gradient of the per-sample weights: `out[i] = scale[i] × dot(gradient of occurrence i, row of slots[i])`, with the row as it
-/// is before the update; 0 for `NO_SLOT`. `gradient` comes from [`super::PooledGradient::of_weights`], and `out` is `[N]` float32.
+/// is before the update; for `NO_SLOT` it is `absent`, which is `[D]`, or zeros. `gradient` comes from [`super::PooledGradient::of_weights`], and `out` is `[N]` float32.
 ///
 /// # Safety
 /// That of [`super::forward_pooled`]. Besides, the first `N` occurrences of `gradient` are those of `slots`, and each has its `D`
@@ -74,12 +74,13 @@ pub(super) unsafe fn backward_on<R: RowStore>(
 pub unsafe fn weight_gradient<R: RowStore>(
     rows: &R,
     slots: &[CacheSlot],
+    absent: Option<&[f32]>,
     gradient: &Gradient<'_>,
     out: &mut [f32],
     threads: usize,
 ) {
     // SAFETY: the caller keeps this function's contract, which is that of `weight_gradient_on`.
-    unsafe { weight_gradient_on(Isa::best(), rows, slots, gradient, out, threads) };
+    unsafe { weight_gradient_on(Isa::best(), rows, slots, absent, gradient, out, threads) };
 }
 
 /// Does what [`weight_gradient`] does, on a given instruction set.
@@ -90,12 +91,14 @@ pub(super) unsafe fn weight_gradient_on<R: RowStore>(
     isa: Isa,
     rows: &R,
     slots: &[CacheSlot],
+    absent: Option<&[f32]>,
     gradient: &Gradient<'_>,
     out: &mut [f32],
     threads: usize,
 ) {
     assert_eq!(slots.len(), out.len(), "out and slots must have the same length");
     let dim = rows.layout().dim;
+    assert!(absent.is_none_or(|absent| absent.len() == dim), "the absent row is of another width");
     let source = Source::new(gradient, dim);
     let out = Disjoint(out.as_mut_ptr());
     deal(
@@ -103,7 +106,7 @@ pub(super) unsafe fn weight_gradient_on<R: RowStore>(
         slots.len(),
         |position| (position * dim) as u64,
         |range| {
-            isa.run(DotJob { rows, slots, source, out: &out, range });
+            isa.run(DotJob { rows, slots, absent, source, out: &out, range });
         },
     );
 }
@@ -273,6 +276,7 @@ impl<R: RowStore, U: RowUpdate> Job for UpdateJob<'_, R, U> {
 struct DotJob<'a, R> {
     rows: &'a R,
     slots: &'a [CacheSlot],
+    absent: Option<&'a [f32]>,
     source: Source,
     out: &'a Disjoint<f32>,
     range: Range<usize>,
@@ -292,12 +296,17 @@ impl<R: RowStore> Job for DotJob<'_, R> {
             }
             let slot = self.slots[position];
             let mut products = Lanes::splat(0.0);
-            if slot != NO_SLOT {
-                let row = self.rows.weights(slot);
+            let row = if slot == NO_SLOT {
+                self.absent.map(<[f32]>::as_ptr)
+            } else {
+                Some(self.rows.weights(slot).cast_const())
+            };
+            if let Some(row) = row {
                 // SAFETY: the caller of `weight_gradient` promises that this occurrence is within the gradient.
                 let gradient = unsafe { self.source.at(position as u32) };
                 crate::simd::by_lanes!(dim, |at, count| {
-                    // SAFETY: the slot is valid, and `at + count` is at most `dim`, the width of the row and of the gradient.
+                    // SAFETY: the slot is valid or the row is the absent one, and `at + count` is at most `dim`, the width of the
+                    // rows and of the gradient.
                     unsafe {
                         products = products
                             + Lanes::load_first(gradient.add(at), count) * Lanes::load_first(row.add(at), count);

@@ -16,7 +16,8 @@ const AHEAD: usize = 12;
 
 /// Sum or average the rows of each bag of one feature into columns `column..column + D` of the output.
 ///
-/// - `slots`: `[N]`, the slot of each occurrence of this feature. `NO_SLOT` counts as a row of zeros.
+/// - `slots`: `[N]`, the slot of each occurrence of this feature. `NO_SLOT` counts as the row `absent`.
+/// - `absent`: `[D]`, or `None` for zeros.
 /// - `offsets`: `[B + 1]`, where each bag starts in `slots`. The first is 0, the last N; they do not decrease. The caller checks this.
 /// - `weights`: `[N]` per-sample weights, or `None`.
 /// - `mean`: divide the sum by the bag's length. An empty bag is zeros.
@@ -31,6 +32,7 @@ const AHEAD: usize = 12;
 pub unsafe fn forward_pooled<R: RowStore>(
     rows: &R,
     slots: &[CacheSlot],
+    absent: Option<&[f32]>,
     offsets: &[i64],
     weights: Option<&[f32]>,
     mean: bool,
@@ -43,22 +45,41 @@ pub unsafe fn forward_pooled<R: RowStore>(
     let dim = rows.layout().dim;
     assert!(offsets[bags] as usize <= slots.len(), "offsets end past the slots");
     assert!(weights.is_none_or(|weights| weights.len() >= slots.len()), "fewer weights than slots");
+    assert!(absent.is_none_or(|absent| absent.len() == dim), "the absent row is of another width");
     assert!(bags == 0 || (bags - 1) * out_columns + column + dim <= out.len(), "the output is too short");
-    let job =
-        Pooled { isa: Isa::best(), rows, slots, offsets, weights, mean, out: out.as_mut_ptr(), out_columns, column };
+    let job = Pooled {
+        isa: Isa::best(),
+        rows,
+        slots,
+        absent,
+        offsets,
+        weights,
+        mean,
+        out: out.as_mut_ptr(),
+        out_columns,
+        column,
+    };
     // SAFETY: the caller promises valid slots whose rows nobody writes, and the length of `out` was checked above.
     unsafe { job.deal(threads) };
 }
 
-/// Copy the row of each occurrence: `out[i] = rows[slots[i]]`, with `out` as `[N, D]` float32. `NO_SLOT` gives zeros.
+/// Copy the row of each occurrence: `out[i] = rows[slots[i]]`, with `out` as `[N, D]` float32. `NO_SLOT` gives `absent`,
+/// which is `[D]`, or zeros.
 ///
 /// # Safety
 /// Every slot is valid in `rows`, and nobody writes these rows during the call.
 ///
 /// # Panics
 /// Panics when `out` is too short.
-pub unsafe fn forward_sequence<R: RowStore>(rows: &R, slots: &[CacheSlot], out: &mut [f32], threads: usize) {
+pub unsafe fn forward_sequence<R: RowStore>(
+    rows: &R,
+    slots: &[CacheSlot],
+    absent: Option<&[f32]>,
+    out: &mut [f32],
+    threads: usize,
+) {
     let dim = rows.layout().dim;
+    assert!(absent.is_none_or(|absent| absent.len() == dim), "the absent row is of another width");
     assert!(slots.len() * dim <= out.len(), "the output is too short");
     let out = Disjoint(out.as_mut_ptr());
     deal(
@@ -66,7 +87,7 @@ pub unsafe fn forward_sequence<R: RowStore>(rows: &R, slots: &[CacheSlot], out: 
         slots.len(),
         |position| (position * dim) as u64,
         |range| {
-            Isa::best().run(SequenceJob { rows, slots, out: &out, range });
+            Isa::best().run(SequenceJob { rows, slots, absent, out: &out, range });
         },
     );
 }
@@ -77,6 +98,7 @@ pub(super) struct Pooled<'a, R> {
     pub(super) isa: Isa,
     pub(super) rows: &'a R,
     pub(super) slots: &'a [CacheSlot],
+    pub(super) absent: Option<&'a [f32]>,
     pub(super) offsets: &'a [i64],
     pub(super) weights: Option<&'a [f32]>,
     pub(super) mean: bool,
@@ -142,7 +164,7 @@ impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
     /// Pool `count` columns of a bag, from column `at` on.
     #[inline(always)]
     fn pool_columns<C: Columns>(&self, range: &Range<usize>, out: *mut f32, at: usize, count: usize) {
-        let Pooled { rows, slots, weights, mean, .. } = *self.call;
+        let Pooled { rows, slots, absent, weights, mean, .. } = *self.call;
         let mut sum = C::zero();
         for position in range.clone() {
             if let Some(&slot) = slots.get(position + AHEAD)
@@ -151,11 +173,15 @@ impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
                 C::prefetch(rows.weights(slot).wrapping_add(at));
             }
             let slot = slots[position];
-            if slot == NO_SLOT {
-                continue;
-            }
-            // SAFETY: the caller of `forward_pooled` promises that the slot is valid, and `at + count` is at most the row's width.
-            let mut value = unsafe { C::load(rows.weights(slot).add(at), count) };
+            let row = if slot == NO_SLOT {
+                let Some(row) = absent_row(absent) else { continue };
+                row
+            } else {
+                rows.weights(slot).cast_const()
+            };
+            // SAFETY: the caller of `forward_pooled` promises that the slot is valid, and the absent row is as wide as the others. `at +
+            // count` is at most the row's width.
+            let mut value = unsafe { C::load(row.add(at), count) };
             if WEIGHTED && let Some(weights) = weights {
                 value = value.times(weights[position]);
             }
@@ -169,9 +195,16 @@ impl<R: RowStore, const WEIGHTED: bool> PooledJob<'_, R, WEIGHTED> {
     }
 }
 
+/// What an occurrence without a slot reads. Most have one, so that the way of those is kept short.
+#[cold]
+fn absent_row(absent: Option<&[f32]>) -> Option<*const f32> {
+    absent.map(<[f32]>::as_ptr)
+}
+
 struct SequenceJob<'a, R> {
     rows: &'a R,
     slots: &'a [CacheSlot],
+    absent: Option<&'a [f32]>,
     out: &'a Disjoint<f32>,
     range: Range<usize>,
 }
@@ -190,13 +223,15 @@ impl<R: RowStore> Job for SequenceJob<'_, R> {
             }
             let slot = self.slots[position];
             // SAFETY: the caller of `forward_sequence` promises that the slot is valid. `forward_sequence` checked that the output
-            // is `[N, D]`, and rows and output do not overlap because the output is borrowed exclusively.
+            // is `[N, D]` and the absent row `[D]`, and rows and output do not overlap because the output is borrowed exclusively.
             unsafe {
                 let to = self.out.at(position * dim);
-                if slot == NO_SLOT {
-                    to.write_bytes(0, dim);
-                } else {
+                if slot != NO_SLOT {
                     to.copy_from_nonoverlapping(self.rows.weights(slot), dim);
+                } else if let Some(absent) = absent_row(self.absent) {
+                    to.copy_from_nonoverlapping(absent, dim);
+                } else {
+                    to.write_bytes(0, dim);
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! How a row lies in memory.
 
-use crate::types::SCORE_HALF_LIFE_STEPS;
+use super::decay::Decay;
 use crate::types::{Id, RowMeta};
 
 /// The values that a row has. Its vector part is `[D × (1 + vector_slots)]` float32 with `D` = `dim`, weights first.
@@ -63,14 +63,10 @@ impl RowHeader {
         self.modified_epoch = meta.modified_epoch;
     }
 
-    /// Record a training step that used the row `occurrences` times. The score is halved once for each half life that ended since
-    /// the last step, and then grows by `occurrences`. Halving a float32 is exact, so the score is the same on every machine.
-    ///
-    /// Half lives are counted from step 0 and not from the row's last step. So a row that is used more often than once a half life
-    /// decays too, and only its last step need be stored.
-    pub fn touch(&mut self, occurrences: u32, step: u64, epoch: u32) {
-        let halvings = (step / SCORE_HALF_LIFE_STEPS).saturating_sub(self.last_step / SCORE_HALF_LIFE_STEPS);
-        let decayed = if halvings > 140 { 0.0 } else { (0..halvings).fold(self.score, |score, _| score * 0.5) };
+    /// Record a training step that used the row `occurrences` times. What is left of the score since the row's last step grows by
+    /// `occurrences`. A step that is not after the last one, as where the step counter was set back, decays nothing.
+    pub fn touch(&mut self, occurrences: u32, step: u64, epoch: u32, decay: &Decay) {
+        let decayed = decay.of(self.score, self.last_step, step);
         self.score = decayed + occurrences as f32;
         self.count = self.count.saturating_add(occurrences);
         self.last_step = step;
@@ -130,28 +126,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_that_is_used_more_often_than_its_half_life_decays_as_any_other() {
-        let mut row = RowHeader { score: 1024.0, ..RowHeader::default() };
-        for step in 1..=10 * SCORE_HALF_LIFE_STEPS {
-            if step % (SCORE_HALF_LIFE_STEPS - 1) == 0 || step == 10 * SCORE_HALF_LIFE_STEPS {
-                row.touch(0, step, 0);
-            }
-        }
-        assert_eq!(row.score.to_bits(), 1.0_f32.to_bits(), "ten half lives");
-    }
-
-    #[test]
-    fn a_score_is_halved_once_for_each_half_life_that_ends() {
+    fn a_score_decays_since_the_last_step_and_grows_by_the_occurrences() {
         let after = |last_step, step| {
             let mut row = RowHeader { score: 8.0, last_step, ..RowHeader::default() };
-            row.touch(1, step, 0);
+            row.touch(1, step, 0, &Decay::new(100).expect("in range"));
             row.score
         };
-        let half_life = SCORE_HALF_LIFE_STEPS;
-        assert_eq!(after(0, half_life - 1).to_bits(), 9.0_f32.to_bits());
-        assert_eq!(after(half_life - 1, half_life).to_bits(), 5.0_f32.to_bits());
-        assert_eq!(after(0, 2 * half_life).to_bits(), 3.0_f32.to_bits());
-        assert_eq!(after(0, 1000 * half_life).to_bits(), 1.0_f32.to_bits());
-        assert_eq!(after(5 * half_life, half_life).to_bits(), 9.0_f32.to_bits(), "a step counter that was set back");
+        assert_eq!(after(7, 7).to_bits(), 9.0_f32.to_bits());
+        assert_eq!(after(7, 107).to_bits(), 5.0_f32.to_bits());
+        assert_eq!(after(7, 207).to_bits(), 3.0_f32.to_bits());
+        assert_eq!(after(0, 100_000).to_bits(), 1.0_f32.to_bits());
+        assert_eq!(after(500, 100).to_bits(), 9.0_f32.to_bits(), "a step counter that was set back");
     }
 }

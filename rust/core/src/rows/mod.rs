@@ -4,13 +4,15 @@
 //! scalar slot of rowwise optimizers). Every tier, staging buffer, record and checkpoint moves both together.
 
 mod arena;
+mod decay;
 mod init;
 mod layout;
 mod list;
-mod philox;
+pub(crate) mod philox;
 mod quantile;
 
 pub use arena::Arena;
+pub use decay::Decay;
 pub use init::{Initializer, RowBirth};
 pub use layout::{RowAddress, RowHeader, RowLayout, RowMut, RowRef};
 pub use list::RowList;

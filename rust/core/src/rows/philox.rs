@@ -2,7 +2,7 @@
 //! random numbers: as easy as 1, 2, 3", SC 2011.
 
 /// A counter, or the four random words that it is turned into.
-pub(super) type Block = [u32; 4];
+pub(crate) type Block = [u32; 4];
 
 /// The number of blocks that are computed at once, in the lanes of vector registers.
 pub(super) const BLOCKS: usize = 16;
@@ -40,6 +40,24 @@ pub(super) fn philox4x32_10(counters: &[Block; BLOCKS], key: [u32; 2]) -> [Block
     blocks
 }
 
+/// The first random word of one counter.
+pub(crate) fn word(counter: Block, key: [u32; 2]) -> u32 {
+    let [mut a, mut b, mut c, mut d] = counter;
+    for round in 0..10_u32 {
+        let key_0 = key[0].wrapping_add(round.wrapping_mul(0x9e37_79b9));
+        let key_1 = key[1].wrapping_add(round.wrapping_mul(0xbb67_ae85));
+        let product_0 = u64::from(a) * 0xd251_1f53;
+        let product_1 = u64::from(c) * 0xcd9e_8d57;
+        (a, b, c, d) = (
+            (product_1 >> 32) as u32 ^ b ^ key_0,
+            product_1 as u32,
+            (product_0 >> 32) as u32 ^ d ^ key_1,
+            product_0 as u32,
+        );
+    }
+    a
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -56,5 +74,12 @@ mod tests {
             philox4x32_10(&counters, [0xa409_3822, 0x299f_31d0])[2],
             [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
         );
+    }
+
+    #[test]
+    fn one_word_is_the_first_of_its_block() {
+        assert_eq!(word([0; 4], [0; 2]), 0x6627_e8d5);
+        assert_eq!(word([u32::MAX; 4], [u32::MAX; 2]), 0x408f_276d);
+        assert_eq!(word([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]), 0xd16c_fe09);
     }
 }

@@ -77,7 +77,7 @@ pub(crate) fn save_beside(
     let directory = directory_in(engine, ROOT);
     let save = Save::begin_with(&directory, RANDOM, options)?;
     let next_epoch = next_epoch(rigs);
-    let options = BesideOptions { next_epoch, image_bytes, bytes_per_second: None };
+    let options = BesideOptions { next_epoch, image_bytes, bytes_per_second: None, counts: true };
     let tables = to_save(rigs, base);
     let mut moment = RankMoment::begin(&directory, save.name(), (0, 1), tables, options)?;
     between();
@@ -212,7 +212,7 @@ fn a_save_that_cannot_hold_every_table_holds_none() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let directory = directory_in(&engine, ROOT);
     let save = Save::begin(&directory, RANDOM).unwrap();
-    let options = BesideOptions { next_epoch: 1, image_bytes: 1 << 20, bytes_per_second: Some(1 << 40) };
+    let options = BesideOptions { next_epoch: 1, image_bytes: 1 << 20, bytes_per_second: Some(1 << 40), counts: true };
     let begin = |tables| RankMoment::begin(&directory, save.name(), (0, 1), tables, options);
     let twice: Vec<TableToSave> = to_save(&all, None).into_iter().chain(to_save(&all[..1], None)).collect();
     assert_eq!(begin(twice).unwrap_err().kind(), Kind::State);

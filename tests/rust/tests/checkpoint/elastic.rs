@@ -84,7 +84,7 @@ fn save_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Op
 }
 
 /// Do what `save_on` does, and let the ranks go on from there.
-fn go_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Option<&Ancestor>) -> Ancestor {
+pub(crate) fn go_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Option<&Ancestor>) -> Ancestor {
     let made = save_on(engine, ranks, group_bytes, on);
     for rig in ranks {
         rig.table.set_epoch(made.next_epoch).expect("set");
@@ -93,7 +93,7 @@ fn go_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Opti
     made
 }
 
-fn load(engine: &Arc<dyn IoEngine>, ranks: &[Rig]) {
+pub(crate) fn load(engine: &Arc<dyn IoEngine>, ranks: &[Rig]) {
     let directory = directory_in(engine, ROOT);
     let latest = Latest::read(&directory).expect("a checkpoint");
     for rig in ranks {

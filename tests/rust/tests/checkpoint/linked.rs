@@ -302,7 +302,7 @@ fn other_ranks_are_refused_and_told_what_makes_it_a_checkpoint_which_does() {
     let elsewhere = Path::new("/checkpoints/elsewhere");
     engine.create_dir_all(elsewhere).expect("made");
     let elsewhere = directory_in(&engine, elsewhere);
-    reshard(&snapshot, &elsewhere, 5, 3).expect("written");
+    reshard(&snapshot, &elsewhere, 5, 3, true).expect("written");
     let divided = Chain::open(&elsewhere, Latest::read(&elsewhere).expect("there")).expect("opened");
     assert_eq!((divided.manifest().kind, divided.manifest().ranks.len()), (CheckpointKind::Full, 3));
     assert_eq!(divided.table("m", "t").expect("there").rows, moment.len() as u64);

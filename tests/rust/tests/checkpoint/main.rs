@@ -5,6 +5,7 @@ mod beside;
 mod beside_delta;
 mod block_saves;
 mod blocks;
+mod counts;
 mod crash;
 mod damage;
 mod delta;

@@ -46,14 +46,14 @@ impl Plan {
             local.clear();
             local.extend(offsets[feature * bags..=(feature + 1) * bags].iter().map(|&offset| offset - begin as i64));
             let weights = weights.map(|weights| &weights[begin..self.splits[feature + 1]]);
-            let slots = self.feature_slots(&state, feature);
+            let (slots, absent) = (self.feature_slots(&state, feature), state.tables[table].absent());
             let _reading = self.shape.tables[table].reading_rows_or_exclusive(&turn)?;
             with_rows!(&mut stores[table], rows => {
                 // SAFETY: the plan has pinned every slot, so all are valid, `check_offsets` has checked the offsets against them, and the
                 // guard keeps out every kernel that writes.
                 unsafe {
                     forward_pooled(
-                        rows, slots, &local, weights, mean[feature], out, columns, self.shape.columns[feature], threads,
+                        rows, slots, absent, &local, weights, mean[feature], out, columns, self.shape.columns[feature], threads,
                     );
                 }
             });
@@ -78,10 +78,11 @@ impl Plan {
         let mut stores = Rows::of(&state.tables, device)?;
         for (table, features) in self.shape.table_features.iter().enumerate() {
             let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
+            let plan = &state.tables[table];
             let _reading = self.shape.tables[table].reading_rows_or_exclusive(&turn)?;
             with_rows!(&mut stores[table], rows => {
                 // SAFETY: the plan has pinned every slot, so all are valid, and the guard keeps out every kernel that writes.
-                unsafe { forward_sequence(rows, &state.tables[table].occurrence_slots, &mut out[range], threads) }
+                unsafe { forward_sequence(rows, &plan.occurrence_slots, plan.absent(), &mut out[range], threads) }
             });
         }
         Ok(())
@@ -132,7 +133,7 @@ impl Plan {
             with_rows!(&mut stores[table], rows => {
                 if let Some(weight_grad) = &mut weight_grad {
                     // SAFETY: the plan has pinned every slot, so all are valid. The guard keeps out every other kernel.
-                    unsafe { weight_gradient(rows, &plan.occurrence_slots, &source.of_weights(grad), &mut weight_grad[range], threads) }
+                    unsafe { weight_gradient(rows, &plan.occurrence_slots, plan.absent(), &source.of_weights(grad), &mut weight_grad[range], threads) }
                 }
                 // SAFETY: the plan has pinned every slot, so all are valid, and they are distinct, one for each id. The guard keeps out
                 // every other kernel.

@@ -166,7 +166,15 @@ impl Plan {
         Ok(self.table(table)?.floats())
     }
 
-    /// The slot of each occurrence of a feature, `NO_SLOT` for a row of zeros: `[N_f]`.
+    /// What ids of a table read, in every column, that have no row and get none.
+    pub fn absent_value(&self, table: usize) -> Result<f32> {
+        self.table(table)?;
+        let turn = self.turn()?;
+        let state = placed(&turn, "absent_value")?;
+        Ok(state.tables[table].absent().map_or(0.0, |row| row[0]))
+    }
+
+    /// The slot of each occurrence of a feature, `NO_SLOT` for one that reads the absent value: `[N_f]`.
     pub fn slots(&self, feature: usize) -> Result<Vec<CacheSlot>> {
         let turn = self.turn()?;
         let state = placed(&turn, "slots")?;

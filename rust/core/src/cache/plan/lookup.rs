@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::handle::Plan;
+use super::handle::{Plan, check_len};
 use super::shape::Shape;
 use super::state::TablePlan;
 use crate::cache::residency::PlanMode;
@@ -34,7 +34,16 @@ impl Lookup {
 
     /// Plan a batch. `ids` is `[N]`, feature after feature; `feature_splits` is `[F + 1]` and says where each feature's ids begin.
     pub fn plan(&self, ids: &[Id], feature_splits: &[i64], mode: PlanMode) -> Result<Plan> {
+        self.plan_with_clicks(ids, feature_splits, mode, &[])
+    }
+
+    /// As [`Lookup::plan`], with the clicks of the occurrences: `[N]`, or empty for none. Only
+    /// [`Admission::ShowClick`](crate::config::Admission::ShowClick) asks for them.
+    pub fn plan_with_clicks(&self, ids: &[Id], feature_splits: &[i64], mode: PlanMode, clicks: &[u32]) -> Result<Plan> {
         let shape = &self.shape;
+        if !clicks.is_empty() {
+            check_len("clicks", clicks.len(), ids.len())?;
+        }
         let splits = check_splits(ids.len(), feature_splits, shape.features())?;
         shape.tables.iter().try_for_each(|table| table.check_process())?;
         if mode.train {
@@ -44,8 +53,10 @@ impl Lookup {
         let mut tables = Vec::with_capacity(shape.tables.len());
         for (table, features) in shape.tables.iter().zip(&shape.table_features) {
             let mut deduped = Deduped::default();
-            lock(&self.deduper).dedupe(&ids[splits[features.start]..splits[features.end]], &mut deduped);
-            tables.push(TablePlan::new(Arc::clone(table), deduped, mode.train));
+            let range = splits[features.start]..splits[features.end];
+            lock(&self.deduper).dedupe(&ids[range.clone()], &mut deduped);
+            let clicks = clicks.get(range).unwrap_or_default();
+            tables.push(TablePlan::new(Arc::clone(table), deduped, mode.train, clicks));
         }
         // From here on the drop of the plan gives back what was pinned, on errors too.
         let plan = Plan::new(Arc::clone(shape), splits, mode, tables);

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::cache::locks::{RowsHeld, TableInner, Tear, Turn};
-use crate::cache::residency::{Fetched, Hold, PlanMode};
+use crate::cache::residency::{Demand, Fetched, Hold, PlanMode};
 use crate::cache::rows::DeviceTensors;
+use crate::config::Admission;
 use crate::error::Result;
 use crate::index::Deduped;
 use crate::kernels::{Hyperparameters, OptimizerStep, TransposedIndex};
@@ -98,23 +99,29 @@ pub(super) struct TablePlan {
     pub(super) occurrence_slots: Vec<CacheSlot>,
     /// Rows that did not fit the budget of the tier that kernels run on.
     pub(super) overflow_rows: u32,
+    /// What ids read that have no row and get none: `[D]`, or `None` for zeros.
+    absent: Option<Vec<f32>>,
     /// Rows to scatter into the device tensors.
     fetched: Fetched,
     is_placed: bool,
 }
 
 impl TablePlan {
-    pub(super) fn new(table: Arc<TableInner>, ids: Deduped, train: bool) -> Self {
+    /// `clicks` are those of the occurrences: `[N]`, or empty for none.
+    pub(super) fn new(table: Arc<TableInner>, ids: Deduped, train: bool, clicks: &[u32]) -> Self {
         let Deduped { unique, inverse } = ids;
         let index =
             if train { TransposedIndex::from_inverse(&inverse, unique.len()) } else { TransposedIndex::default() };
+        let refuses = train && table.config.admission != Admission::All;
+        let demand = if refuses { demand(&index, clicks) } else { Demand::default() };
         Self {
             table,
-            hold: Hold::new(unique),
+            hold: Hold::new(unique, demand),
             index,
             inverse,
             occurrence_slots: Vec::new(),
             overflow_rows: 0,
+            absent: None,
             fetched: Fetched::default(),
             is_placed: false,
         }
@@ -142,9 +149,22 @@ impl TablePlan {
         } else {
             self.place_in_host(mode)?;
         }
-        self.occurrence_slots = self.inverse.iter().map(|&id| self.index.slots[id as usize]).collect();
+        let absent = self.table.lock_any()?.absent_value(mode);
+        let slots_of = |slots: &[CacheSlot]| self.inverse.iter().map(|&id| slots[id as usize]).collect();
+        // Ids that get no row read the absent one, or the row that they would be born with. They are not updated in either case.
+        let with_births = absent.is_none().then(|| slots_of(&self.index.slots));
+        for &position in self.hold.refused() {
+            self.index.slots[position as usize] = NO_SLOT;
+        }
+        self.occurrence_slots = with_births.unwrap_or_else(|| slots_of(&self.index.slots));
+        self.absent = absent.filter(|&value| value != 0.0).map(|value| vec![value; self.table.layout.dim]);
         self.is_placed = true;
         Ok(())
+    }
+
+    /// What ids read that have no row and get none: `[D]`, or `None` for zeros.
+    pub(super) fn absent(&self) -> Option<&[f32]> {
+        self.absent.as_deref()
     }
 
     fn place_on_device(&mut self, mode: PlanMode) -> Result<()> {
@@ -153,7 +173,7 @@ impl TablePlan {
         self.overflow_rows = held.note_overflow(&self.hold);
         self.index.slots.clear();
         self.index.slots.extend_from_slice(self.hold.device());
-        if mode.unseen_zeros && !mode.train {
+        if !mode.train && held.absent_value(mode).is_some() {
             held.leave_out_unborn(&self.hold, &mut self.index.slots);
         }
         Ok(())
@@ -175,12 +195,37 @@ impl TablePlan {
                 self.table.lock()?.check_pledge(&mut self.hold)?;
             }
         }
+        if mode.train {
+            self.refuse_in_host(mode)?;
+        }
         self.index.slots.clear();
         self.index.slots.extend_from_slice(self.hold.host());
-        if mode.unseen_zeros && !mode.train {
-            self.table.lock()?.leave_out_unborn(&self.hold, &mut self.index.slots);
+        if !mode.train {
+            let held = self.table.lock()?;
+            if held.absent_value(mode).is_some() {
+                held.leave_out_unborn(&self.hold, &mut self.index.slots);
+            }
         }
         Ok(())
+    }
+
+    /// Decide which ids get no row, once all others have their slots.
+    fn refuse_in_host(&mut self, mode: PlanMode) -> Result<()> {
+        loop {
+            {
+                let mut held = self.table.lock()?;
+                if !held.refuses() {
+                    return Ok(());
+                }
+                // While reads were waited for, another batch may have counted ids that wait, or given them rows.
+                held.admit_rest(&mut self.hold, mode)?;
+                if !self.hold.has_loads() {
+                    held.refuse_in_host(&mut self.hold)?;
+                    return held.check_pledge(&mut self.hold);
+                }
+            }
+            self.wait_for_loads()?;
+        }
     }
 
     /// Wait for every read that this plan depends on, and have it finished. The table's lock is not held while waiting.
@@ -236,7 +281,7 @@ impl TablePlan {
         let rows = self.table.reading_rows_or_exclusive(turn)?;
         let mut held = self.table.lock_any()?;
         held.keep_in_use(&self.index.slots, rows.no_kernel_writes());
-        held.train(&self.index.slots, &self.index.starts);
+        held.train(&self.hold, &self.index.slots, &self.index.starts);
         held.release(self.hold.take());
         Ok(())
     }
@@ -245,7 +290,7 @@ impl TablePlan {
     /// the rows' metadata and the table's step say so too.
     pub(super) fn end_kernels_step(&mut self, rows: RowsHeld<'_>) -> Result<()> {
         let mut held = self.table.lock_any()?;
-        held.train(&self.index.slots, &self.index.starts);
+        held.train(&self.hold, &self.index.slots, &self.index.starts);
         drop(rows);
         held.release(self.hold.take());
         Ok(())
@@ -259,5 +304,17 @@ impl TablePlan {
     /// The slot after the highest one that the plan uses.
     pub(super) fn slots_end(&self) -> CacheSlot {
         self.index.slots.iter().filter(|&&slot| slot != NO_SLOT).max().map_or(0, |&slot| slot + 1)
+    }
+}
+
+/// How often each distinct id of a batch occurs, and its clicks. `clicks` are those of the occurrences: `[N]`, or empty for none.
+fn demand(index: &TransposedIndex, clicks: &[u32]) -> Demand {
+    let of_row = |pair: &[u32]| {
+        let of_row = &index.occurrences[pair[0] as usize..pair[1] as usize];
+        of_row.iter().fold(0_u32, |sum, &at| sum.saturating_add(clicks[at as usize]))
+    };
+    Demand {
+        occurrences: index.starts.windows(2).map(|pair| pair[1] - pair[0]).collect(),
+        clicks: if clicks.is_empty() { Vec::new() } else { index.starts.windows(2).map(of_row).collect() },
     }
 }

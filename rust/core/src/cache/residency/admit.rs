@@ -59,9 +59,14 @@ impl Residency {
         Ok(())
     }
 
-    /// Give host slots to the ids that an `ahead` plan has left for later, now with overflow where the budget ends.
+    /// Give host slots to the ids that an `ahead` plan has left for later, now with overflow where the budget ends, and to those that
+    /// waited for other batches to count them.
     pub(crate) fn admit_rest(&mut self, hold: &mut Hold, mode: PlanMode) -> Result<()> {
-        let positions = std::mem::take(&mut hold.unplaced);
+        let mut positions = std::mem::take(&mut hold.unplaced);
+        // As long as nothing was committed or imported, no more is known of those that wait.
+        if hold.waiting_since != self.base.version() {
+            positions.append(&mut hold.waiting);
+        }
         if positions.is_empty() {
             return Ok(());
         }
@@ -180,6 +185,41 @@ impl Residency {
         if let Some(ssd) = &self.base.ssd {
             ssd.maybe_contains(&ids, &mut on_ssd);
         }
+        if mode.train && self.refuses() && self.absent_value(mode).is_some() {
+            let (positions, on_ssd) = self.without_refused(hold, positions, &on_ssd);
+            return self.admit_all(hold, &positions, &on_ssd, mode, batch);
+        }
+        self.admit_all(hold, positions, &on_ssd, mode, batch)
+    }
+
+    /// Without the ids that are not on SSD and would not be admitted as far as is known. They wait, without a slot.
+    fn without_refused(&self, hold: &mut Hold, positions: &[u32], on_ssd: &[bool]) -> (Vec<u32>, Vec<bool>) {
+        let unseen = positions.iter().zip(on_ssd).filter(|(_, there)| !**there);
+        let unseen: Vec<u32> = unseen.map(|(&position, _)| position).collect();
+        let mut admitted = self.admits(hold, &unseen).into_iter();
+        let (mut kept, mut kept_on_ssd) = (Vec::with_capacity(positions.len()), Vec::with_capacity(positions.len()));
+        for (&position, &there) in positions.iter().zip(on_ssd) {
+            if there || admitted.next().unwrap_or(true) {
+                kept.push(position);
+                kept_on_ssd.push(there);
+            } else {
+                hold.waiting.push(position);
+            }
+        }
+        hold.waiting_since = self.base.version();
+        (kept, kept_on_ssd)
+    }
+
+    /// Give host slots to ids that are not in RAM, all of which get one.
+    fn admit_all(
+        &mut self,
+        hold: &mut Hold,
+        positions: &[u32],
+        on_ssd: &[bool],
+        mode: PlanMode,
+        batch: &mut FetchBatch,
+    ) -> Result<()> {
+        let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
         let births = on_ssd.iter().filter(|&&there| !there).count() as u64;
         if mode.train
             && births > 0
@@ -240,13 +280,14 @@ impl Residency {
         let mut born = Vec::new();
         let mut zeros = 0;
         let mut refused = Ok(());
+        let leaves_out = !mode.train && self.absent_value(mode).is_some();
         let host = Arc::make_mut(&mut hold.host);
         let rows = missing.positions.iter().zip(missing.ids).zip(missing.on_ssd);
         for (number, ((&position, &id), &there)) in rows.enumerate() {
             if let Some(&later) = missing.ids.get(number + INSERTS_AHEAD) {
                 self.host.slots.prefetch_insert(later);
             }
-            if mode.unseen_zeros && !mode.train && !there {
+            if leaves_out && !there {
                 zeros += 1;
                 continue;
             }

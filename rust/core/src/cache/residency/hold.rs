@@ -2,10 +2,23 @@
 
 use std::sync::Arc;
 
+use super::demand::{Demand, Refused};
 use super::loads::Loading;
 use crate::slots::PinGroup;
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
+
+/// What an evaluation reads for ids without a row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Unseen {
+    /// The rows that they would be born with.
+    #[default]
+    Initial,
+    /// Zeros.
+    Zeros,
+    /// What training reads for ids that are not admitted: [`NotAdmitted`](crate::config::NotAdmitted).
+    NotAdmitted,
+}
 
 /// How a plan treats the ids of its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,15 +27,15 @@ pub struct PlanMode {
     pub train: bool,
     /// Fetch only as far as the budget goes, without overflow. [`Plan::wait`](crate::cache::Plan::wait) does the rest.
     pub ahead: bool,
-    /// In an evaluation unseen ids read zeros instead of their initial values.
-    pub unseen_zeros: bool,
+    /// What an evaluation reads for ids without a row.
+    pub unseen: Unseen,
     /// How many threads may work for the plan. Its results are the same for any number.
     pub threads: usize,
 }
 
 impl PlanMode {
     /// A batch that is trained at once.
-    pub const TRAIN: Self = Self { train: true, ahead: false, unseen_zeros: false, threads: 1 };
+    pub const TRAIN: Self = Self { train: true, ahead: false, unseen: Unseen::Initial, threads: 1 };
     /// A batch that is trained later.
     pub const TRAIN_AHEAD: Self = Self { ahead: true, ..Self::TRAIN };
     /// A batch that is read at once and not trained.
@@ -45,6 +58,16 @@ pub(crate) struct Hold {
     pub(super) loads: Vec<Arc<Loading>>,
     /// Positions that an `ahead` plan has left for later.
     pub(super) unplaced: Vec<u32>,
+    /// Positions of ids without a row that would not be admitted as far as was known, and so have no slot.
+    pub(super) waiting: Vec<u32>,
+    /// The table's version when that was known.
+    pub(super) waiting_since: u64,
+    /// What the ids ask for, where the table refuses some.
+    pub(super) demand: Demand,
+    /// The ids that get no row, once that is decided.
+    pub(super) refused: Option<Refused>,
+    /// Their positions.
+    pub(super) refused_at: Vec<u32>,
     /// How many provisional rows this plan has pledged to train; see [`super::counts::Counts`].
     pub(super) pledged: u64,
     /// How many reads had found rows absent when `pledged` was counted.
@@ -74,8 +97,23 @@ pub(crate) struct Fetched {
 
 impl Hold {
     /// A plan for these distinct ids that holds nothing yet.
-    pub(crate) fn new(ids: Vec<Id>) -> Self {
-        Self { host: Arc::new(vec![NO_SLOT; ids.len()]), ids, ..Self::default() }
+    pub(crate) fn new(ids: Vec<Id>, demand: Demand) -> Self {
+        Self { host: Arc::new(vec![NO_SLOT; ids.len()]), ids, demand, ..Self::default() }
+    }
+
+    /// For each id whether it gets no row in this batch: `[U]`, or empty where all get one.
+    pub(super) fn refused_bits(&self) -> Vec<bool> {
+        if self.refused_at.is_empty() {
+            return Vec::new();
+        }
+        let mut bits = vec![false; self.ids.len()];
+        self.refused_at.iter().for_each(|&position| bits[position as usize] = true);
+        bits
+    }
+
+    /// The positions of the ids that get no row in this batch, once that is decided.
+    pub(crate) fn refused(&self) -> &[u32] {
+        &self.refused_at
     }
 
     /// The pinned host slot of each id, `NO_SLOT` where none is: `[U]`.

@@ -176,6 +176,7 @@ impl Residency {
             }
         }
         self.counts.added(count_new(part.found));
+        self.have_rows(part.ids.iter().copied());
         self.fit_host_to_index();
         Ok(())
     }
@@ -310,6 +311,7 @@ impl Residency {
         }
         self.counts.added(placed as u64);
         self.base.contents_changed();
+        self.have_rows(ids[..placed].iter().copied());
         self.fit_host_to_index();
         Ok(placed)
     }

@@ -11,34 +11,41 @@
 mod admit;
 mod capacity;
 mod counts;
+mod demand;
 mod device;
 mod find;
 mod hold;
 mod import;
 mod loads;
 mod newest;
+mod note;
 mod promote;
+mod refuse;
 mod room;
 mod train;
 
 use std::sync::Arc;
 
-pub use hold::PlanMode;
+pub(super) use demand::Demand;
 pub(super) use hold::{Fetched, Hold};
+pub use hold::{PlanMode, Unseen};
 pub(super) use newest::ExportBegun;
 
 use self::counts::Counts;
 use self::loads::Loading;
+use self::refuse::BornMeanwhile;
 use super::base::TableBase;
 use super::watch::{Ancestor, Exports, Lineage, WantedRows};
 use crate::config::{PolicyKind, TableConfig};
 use crate::device::DeviceTier;
 use crate::error::Result;
 use crate::host::HostTier;
+use crate::lifecycle::Pending;
+use crate::lifecycle::admission::Admitter;
 use crate::rows::{Arena, RowHeader, RowLayout};
 use crate::slots::{RowState, SlotMap};
 use crate::ssd::{SsdTier, StateCounters};
-use crate::stats::{SsdStats, TierStats};
+use crate::stats::{AdmissionStats, SsdStats, TierStats};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// While slots are gone through, the state of the slot that comes this many slots later is fetched into the processor's cache.
@@ -73,6 +80,9 @@ pub(crate) struct Residency {
     lineage: Lineage,
     exports: Exports,
     moment: Option<Box<WantedRows>>,
+    /// Decides which ids get rows, and counts the others. `None` where all get one.
+    admitter: Option<Admitter>,
+    meanwhile: BornMeanwhile,
 }
 
 /// What plans have found where, since the table was opened.
@@ -84,6 +94,8 @@ struct Traffic {
     ssd_misses: u64,
     ssd_time_ns: u64,
     overflow_plans: u64,
+    admitted: u64,
+    refused: u64,
 }
 
 /// Counters of a table and its tiers.
@@ -99,6 +111,8 @@ pub struct TableStats {
     pub overflow_plans: u64,
     /// Rows that were dropped because of `on_full = evict`.
     pub dropped_rows: u64,
+    /// Admission, where some ids get no row.
+    pub admission: Option<AdmissionStats>,
     /// The device tier, if there is one.
     pub device: Option<TierStats>,
     /// The host tier.
@@ -114,12 +128,8 @@ impl Residency {
         host: HostTier,
         device: Option<DeviceTier>,
         counters: StateCounters,
-        note: Option<&[u8]>,
+        admitter: Option<Admitter>,
     ) -> Self {
-        let mut lineage = Lineage::new(lineage_bytes(&base.config));
-        if let Some(note) = note {
-            lineage.decode(note);
-        }
         let mut residency = Self {
             host,
             device,
@@ -130,9 +140,11 @@ impl Residency {
             step: counters.step,
             epoch: counters.epoch,
             marked_since: counters.epoch,
-            lineage,
+            lineage: Lineage::new(lineage_bytes(&base.config)),
             exports: Exports::default(),
             moment: None,
+            admitter,
+            meanwhile: BornMeanwhile::default(),
             base,
         };
         residency.fit_host_to_index();
@@ -222,6 +234,9 @@ impl Residency {
             device.clear(policy);
         }
         self.counts.cleared();
+        if let Some(admitter) = &mut self.admitter {
+            admitter.clear();
+        }
         self.lineage.forget();
         Ok(())
     }
@@ -240,11 +255,6 @@ impl Residency {
     /// (`None`).
     pub(crate) fn saved_beside(&mut self, next_epoch: u32, ancestor: Option<Ancestor>) {
         self.lineage.saved_beside(next_epoch, ancestor);
-    }
-
-    /// The lineage as bytes for the SSD tier's state.
-    pub(crate) fn encoded_lineage(&self, most_bytes: usize) -> Vec<u8> {
-        self.lineage.encode(most_bytes)
     }
 
     /// Counters of the table and its tiers.
@@ -270,6 +280,7 @@ impl Residency {
             pinned_rows,
             overflow_plans: self.traffic.overflow_plans,
             dropped_rows: self.counts.dropped(),
+            admission: self.admitter.as_ref().map(|admitter| self.admission_stats(admitter)),
             device,
             host: TierStats {
                 rows,
@@ -278,6 +289,18 @@ impl Residency {
                 ..self.traffic.host
             },
             ssd: ssd.map(|ssd| self.ssd_stats(ssd)),
+        }
+    }
+
+    fn admission_stats(&self, admitter: &Admitter) -> AdmissionStats {
+        let Traffic { admitted, refused, .. } = self.traffic;
+        let pending = admitter.pending();
+        AdmissionStats {
+            admitted,
+            refused,
+            pending: pending.map_or(0, Pending::len),
+            pending_bytes: pending.map_or(0, Pending::bytes),
+            forgotten: pending.map_or(0, Pending::forgotten),
         }
     }
 

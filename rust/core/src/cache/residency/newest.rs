@@ -229,15 +229,20 @@ impl Residency {
     }
 
     /// Hold the rows of now for a moment: those of `marks`, which goes with this hold of the table's lock. `table` is the table's number in
-    /// `images`. Rows that are trained from here on are of `next_epoch`.
+    /// `images`. Rows that are trained from here on are of `next_epoch`. Counts of ids without a row are held too: where `since` is given,
+    /// of the ids that were counted in that epoch or later.
     pub(crate) fn begin_moment(
         &mut self,
         marks: (Marks, Marks),
         images: Arc<PreImages>,
         table: usize,
         next_epoch: u32,
+        since: Option<u32>,
     ) {
         self.begin_epoch(next_epoch);
+        if let Some(admitter) = &mut self.admitter {
+            admitter.begin_moment(since);
+        }
         self.lineage.await_save(next_epoch);
         self.moment = Some(Box::new(WantedRows::new(marks.0, marks.1, images, table)));
     }
@@ -245,6 +250,9 @@ impl Residency {
     /// Let go of what a moment still wants.
     pub(crate) fn end_moment(&mut self) {
         self.moment = None;
+        if let Some(admitter) = &mut self.admitter {
+            admitter.leave_moment();
+        }
     }
 
     /// Lend `take` the next rows of the host tier that the moment wants, at most `most`, from slot `next` on, which is moved behind them.

@@ -39,6 +39,29 @@ struct Staged {
     from_host: usize,
 }
 
+impl Staged {
+    /// Leave out the rows at these positions of the plan: bits `[U]`, or empty for none.
+    fn leave_out(&mut self, positions: &[bool], floats: usize) {
+        let (mut kept, mut from_host) = (0, 0);
+        for at in 0..self.rows.len() {
+            if positions.get(self.rows[at].position as usize).is_some_and(|left_out| *left_out) {
+                continue;
+            }
+            if kept < at {
+                self.rows.swap(kept, at);
+                self.headers[kept] = self.headers[at];
+                self.vectors.copy_within(at * floats..(at + 1) * floats, kept * floats);
+            }
+            kept += 1;
+            from_host += usize::from(at < self.from_host);
+        }
+        self.from_host = from_host;
+        self.rows.truncate(kept);
+        self.headers.truncate(kept);
+        self.vectors.truncate(kept * floats);
+    }
+}
+
 impl Residency {
     /// The first stage of a plan for a table with a device tier.
     pub(super) fn begin_on_device(&mut self, hold: &mut Hold, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
@@ -139,11 +162,18 @@ impl Residency {
         let homeless = self.pin_on_device(hold, &absent);
         let missing = [homeless, self.awaited(hold)].concat();
         let staged = self.stage(hold, &missing, mode)?;
-        let is_birth = |row: &&StagedRow| row.state.has(RowState::PROVISIONAL) && !row.counted;
+        let staged = self.refuse_on_device(hold, staged, mode)?;
+        let refused = hold.refused_bits();
+        let is_refused = |position: u32| refused.get(position as usize).copied().unwrap_or(false);
+        let is_birth =
+            |row: &&StagedRow| row.state.has(RowState::PROVISIONAL) && !row.counted && !is_refused(row.position);
         let births = staged.rows.iter().filter(is_birth).count() as u64;
         if mode.train {
-            let in_host = |row: &&StagedRow| row.counted && hold.host[row.position as usize] != NO_SLOT;
-            let unborn = staged.rows.iter().filter(in_host).count() as u64 + self.unborn_on_device(hold);
+            let in_host = |row: &&StagedRow| {
+                row.counted && hold.host[row.position as usize] != NO_SLOT && !is_refused(row.position)
+            };
+            let on_device = self.unborn_on_device(hold).into_iter().filter(|&position| !is_refused(position)).count();
+            let unborn = (staged.rows.iter().filter(in_host).count() + on_device) as u64;
             self.pledge(hold, unborn);
             self.check_capacity(births, &hold.ids)?;
         }
@@ -181,7 +211,7 @@ impl Residency {
         (0..hold.ids.len() as u32).filter(|&position| is_awaited(hold.device[position as usize])).collect()
     }
 
-    /// Copy the rows at `positions` from wherever they are. Those in the host tier are pinned there.
+    /// List the rows at `positions` with where they are, and read those that are on SSD. Those in the host tier are pinned there.
     fn stage(&mut self, hold: &mut Hold, positions: &[u32], mode: PlanMode) -> Result<Staged> {
         let (mut rows, reads) = self.stage_from_host(hold, positions)?;
         let from_host = rows.len();
@@ -195,7 +225,7 @@ impl Residency {
             let counted = self.is_unborn_on_device(hold, position);
             if there {
                 rows.push(StagedRow { position, state: RowState::ON_SSD, counted });
-            } else if mode.train || !mode.unseen_zeros {
+            } else if mode.train || self.absent_value(mode).is_none() {
                 rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted });
             }
         }
@@ -203,7 +233,6 @@ impl Residency {
         let headers = memory::zeros("stage a batch", rows.len())?;
         let mut staged = Staged { rows, headers, vectors, from_host };
         self.read_staged(hold, &mut staged)?;
-        self.fill_staged(hold, &mut staged, mode.threads);
         Ok(staged)
     }
 
@@ -275,12 +304,32 @@ impl Residency {
         self.base.bear_into(&born, &mut staged.headers, &mut staged.vectors, threads);
     }
 
-    /// How many of the plan's rows that are on the device, or on their way there, are not born yet.
-    fn unborn_on_device(&mut self, hold: &Hold) -> u64 {
-        if self.device_mut().slots.all_settled() {
-            return 0;
+    /// Decide for good which of a training plan's ids get no row, and leave them out of what is staged where they read something else
+    /// than a row. Then fill in what was not read.
+    fn refuse_on_device(&mut self, hold: &mut Hold, mut staged: Staged, mode: PlanMode) -> Result<Staged> {
+        if mode.train && self.refuses() {
+            let unborn = staged.rows.iter().filter(|row| row.state.has(RowState::PROVISIONAL));
+            let mut unborn: Vec<u32> = unborn.map(|row| row.position).collect();
+            // Those that are on their way there are staged too.
+            let there = self.unborn_on_device(hold);
+            let slots = &self.device_mut().slots;
+            let has_arrived = |position: u32| !slots.state(hold.device[position as usize]).has(RowState::LOADING);
+            unborn.extend(there.into_iter().filter(|&position| has_arrived(position)));
+            self.refuse(hold, &unborn)?;
+            if self.absent_value(mode).is_some() {
+                staged.leave_out(&hold.refused_bits(), self.base.floats());
+            }
         }
-        (0..hold.ids.len() as u32).filter(|&position| self.is_unborn_on_device(hold, position)).count() as u64
+        self.fill_staged(hold, &mut staged, mode.threads);
+        Ok(staged)
+    }
+
+    /// The positions of the plan's rows that are on the device, or on their way there, and are not born yet.
+    fn unborn_on_device(&mut self, hold: &Hold) -> Vec<u32> {
+        if self.device_mut().slots.all_settled() {
+            return Vec::new();
+        }
+        (0..hold.ids.len() as u32).filter(|&position| self.is_unborn_on_device(hold, position)).collect()
     }
 
     fn is_unborn_on_device(&mut self, hold: &Hold, position: u32) -> bool {

@@ -5,18 +5,19 @@ use super::{Residency, SLOTS_AHEAD};
 use crate::cache::rows::DeviceTensors;
 use crate::host::NoKernelWrites;
 use crate::slots::{RowState, SlotMap};
-use crate::types::{CacheSlot, NO_SLOT};
+use crate::types::{CacheSlot, Id, NO_SLOT};
 
 impl Residency {
     /// Record one training step: the table's step counter advances, and the rows of the batch are dirty and born.
     ///
-    /// `slots` are those of the distinct rows on the tier that kernels run on, `NO_SLOT` where a row has none: `[U]`. `starts` say where
-    /// the occurrences of each row begin: `[U + 1]`.
-    pub(crate) fn train(&mut self, slots: &[CacheSlot], starts: &[u32]) {
+    /// `slots` are those of the distinct rows on the tier that kernels run on, `NO_SLOT` where a row has none or gets none: `[U]`. `starts`
+    /// say where the occurrences of each row begin: `[U + 1]`. What `hold` says was refused is counted.
+    pub(crate) fn train(&mut self, hold: &Hold, slots: &[CacheSlot], starts: &[u32]) {
         self.step += 1;
         self.base.contents_changed();
-        let (step, epoch) = (self.step, self.epoch);
+        let (step, epoch, decay) = (self.step, self.epoch, self.base.decay);
         let mut born = 0;
+        let mut born_ids: Vec<Id> = Vec::new();
         for (position, &slot) in slots.iter().enumerate() {
             if let Some(&later) = slots.get(position + SLOTS_AHEAD)
                 && later != NO_SLOT
@@ -34,17 +35,30 @@ impl Residency {
             }
             let occurrences = starts[position + 1] - starts[position];
             let tier: &mut SlotMap = if let Some(device) = &mut self.device {
-                device.header_mut(slot).touch(occurrences, step, epoch);
+                device.header_mut(slot).touch(occurrences, step, epoch, &decay);
                 &mut device.slots
             } else {
-                self.host.touch(slot, occurrences, step, epoch);
+                self.host.touch(slot, occurrences, step, epoch, &decay);
                 &mut self.host.slots
             };
             let row = tier.state(slot);
-            born += u64::from(row.has(RowState::PROVISIONAL));
+            if row.has(RowState::PROVISIONAL) {
+                born += 1;
+                if self.admitter.is_some() {
+                    born_ids.push(hold.ids[position]);
+                }
+            }
             tier.set_state(slot, row.without(RowState::PROVISIONAL).with(RowState::DIRTY).with(RowState::MODIFIED));
         }
         self.counts.born(born);
+        if self.admitter.is_some() {
+            self.traffic.admitted += born;
+            self.count_refused(hold);
+            self.have_rows(born_ids.into_iter());
+            if let Some(admitter) = &mut self.admitter {
+                admitter.step_ends(step);
+            }
+        }
     }
 
     /// Copy what a moment wants of rows that a step is about to change, in slots of the tier that kernels run on. `NO_SLOT` is no row.
@@ -68,7 +82,8 @@ impl Residency {
 
     /// Give back what a plan held. Rows that were never trained vanish with their last pin, and so do the device slots of rows that never
     /// came there.
-    pub(crate) fn release(&mut self, hold: Hold) {
+    pub(crate) fn release(&mut self, mut hold: Hold) {
+        self.forget_refused(&mut hold);
         let Hold { ids, host, group, device, pledged, .. } = hold;
         self.counts.take_back_pledge(pledged);
         let together = group.is_some_and(|group| self.host.slots.unpin_group(&group));

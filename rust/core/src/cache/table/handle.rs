@@ -12,8 +12,9 @@ use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
 use crate::io::IoEngine;
+use crate::lifecycle::admission::Admitter;
 use crate::memory;
-use crate::rows::RowBirth;
+use crate::rows::{Decay, RowBirth};
 use crate::ssd::{HeldSegments, Identity, SegmentFiles, SsdTier, StateCounters};
 
 /// One table shard. A clone is another handle of the same table. The rows go with the last handle, plan and moment.
@@ -51,6 +52,7 @@ impl Table {
         check(&config, device_rows.is_some())?;
         let layout = config.layout();
         let birth = RowBirth::new(config.initializer, config.seed, config.key)?;
+        let decay = Decay::new(config.score_half_life_steps)?;
         let host = HostTier::new(&config.name, layout, config.policy, config.host_bytes, device_rows.is_some())?;
         let device = config.device_rows.map(|rows| DeviceTier::new(rows, config.policy));
         let (mut counters, mut note) = (StateCounters::default(), None);
@@ -68,8 +70,12 @@ impl Table {
                 Some(tier)
             }
         };
-        let base = Arc::new(TableBase::new(config, birth, device_rows, ssd));
-        let residency = Residency::new(Arc::clone(&base), host, device, counters, note.as_deref());
+        let admitter = Admitter::of(&config)?;
+        let base = Arc::new(TableBase::new(config, (birth, decay), device_rows, ssd));
+        let mut residency = Residency::new(Arc::clone(&base), host, device, counters, admitter);
+        if let Some(note) = note {
+            residency.resume_note(&note)?;
+        }
         Ok(Self { inner: Arc::new(TableInner::new(base, residency)) })
     }
 
@@ -150,7 +156,7 @@ impl Table {
 
     fn flush_with(&self, token: Option<u64>) -> Result<()> {
         self.with_all_on_ssd(|ssd, held| {
-            ssd.publish_with(token, held.counters(), held.encoded_lineage(ssd.most_note_bytes()))
+            ssd.publish_with(token, held.counters(), held.encoded_note(ssd.most_note_bytes()))
         })
         .map(drop)
     }

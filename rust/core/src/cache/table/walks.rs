@@ -5,9 +5,12 @@ use std::sync::Arc;
 use super::handle::Table;
 use crate::cache::groups::GroupSink;
 use crate::cache::rows::Chunk;
-use crate::cache::walk::{ExportStream, TableMoment, all_chunks, all_groups, modified_chunks, modified_groups};
+use crate::cache::walk::{
+    ExportStream, TableMoment, all_chunks, all_groups, counts_of_now, modified_chunks, modified_groups,
+};
 use crate::cache::watch::{Ancestor, PreImages};
 use crate::error::Result;
+use crate::lifecycle::BucketCounts;
 use crate::types::Id;
 
 impl Table {
@@ -51,6 +54,36 @@ impl Table {
     /// Errors: `State` where that is not known, so that a full save is wanted.
     pub fn left_since(&self, ancestor: &Ancestor) -> Result<Vec<Id>> {
         self.inner.lock()?.left_since(ancestor)
+    }
+
+    /// Hand the counts of the ids that wait for rows to `sink`, bucket by bucket in rising order; with `since` those of the ids that were
+    /// counted in that epoch or later, and perhaps of a few others. Nothing where the table counts nothing.
+    pub fn for_each_bucket(&self, since: Option<u32>, sink: &mut dyn FnMut(BucketCounts) -> Result<()>) -> Result<()> {
+        counts_of_now(&self.inner, since, sink)
+    }
+
+    /// For each of the shard's buckets, how many generations of its counts have ended. `None` where the table counts nothing.
+    pub fn generations(&self) -> Result<Option<Vec<u32>>> {
+        Ok(self.inner.lock()?.generations())
+    }
+
+    /// Put the counts of ids that wait for rows into a bucket that has none, as a load does. A table that counts nothing leaves them.
+    ///
+    /// Errors: `Memory`.
+    pub fn restore_bucket(&self, counts: &BucketCounts) -> Result<()> {
+        self.inner.lock_any()?.restore_counts(counts)
+    }
+
+    /// Take over the counts of `from`, of the buckets that this shard has; it has none so far. Nothing where ids fall into other buckets there.
+    ///
+    /// Errors: `Memory`.
+    pub fn take_counts(&self, from: &Self) -> Result<()> {
+        if from.config().bucketing() != self.config().bucketing() {
+            return Ok(());
+        }
+        from.for_each_bucket(None, &mut |counts| {
+            if self.config().buckets.contains(&counts.bucket) { self.restore_bucket(&counts) } else { Ok(()) }
+        })
     }
 
     /// Hold the rows of now. Rows that are trained from now on are of `next_epoch`. Rows that training changes before they are handed

@@ -8,11 +8,13 @@
 use std::sync::Arc;
 
 use super::chunker::{Chunker, InChunks, Next, Source, Taker, hand_over};
+use super::counts::each_bucket;
 use crate::cache::locks::{Held, RowsHeld, TableInner};
 use crate::cache::rows::Chunk;
 use crate::cache::watch::{Ancestor, PreImages};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
+use crate::lifecycle::BucketCounts;
 use crate::memory;
 use crate::rows::RowRef;
 use crate::ssd::{KeepRow, SsdMoment};
@@ -27,6 +29,7 @@ pub struct TableMoment {
     ssd: Option<SsdMoment>,
     rows: u64,
     step: u64,
+    generations: Option<Vec<u32>>,
     /// Ids that left between the checkpoint and the moment; `None` where all rows are handed over.
     left: Option<Vec<Id>>,
 }
@@ -75,9 +78,11 @@ impl TableMoment {
             ssd,
             rows: held.rows(),
             step: held.counters().step,
+            generations: held.generations(),
             left,
         };
-        held.begin_moment(marks, Arc::clone(images), number, next_epoch);
+        let counted_since = ancestor.map(|ancestor| ancestor.next_epoch);
+        held.begin_moment(marks, Arc::clone(images), number, next_epoch, counted_since);
         table.note_moment(&rows);
         Ok(moment)
     }
@@ -100,6 +105,24 @@ impl TableMoment {
     /// Of a moment of changes: the ids that left since the checkpoint, each once, in rising order. Some of them may be back.
     pub fn left(&self) -> Option<&[Id]> {
         self.left.as_deref()
+    }
+
+    /// For each bucket, how many generations of its counts had ended at the moment. `None` where the table counts nothing.
+    pub fn generations(&self) -> Option<Vec<u32>> {
+        self.generations.clone()
+    }
+
+    /// Hand the counts of the ids that waited for rows at the moment to `sink`, bucket by bucket in rising order; of a moment of changes
+    /// those of the ids that were counted since. Nothing where the table counts nothing. Call it before
+    /// [`TableMoment::for_each_chunk`].
+    pub fn for_each_bucket(&self, sink: &mut dyn FnMut(BucketCounts) -> Result<()>) -> Result<()> {
+        let table = &self.table;
+        each_bucket(
+            &table.config.buckets,
+            &mut || table.lock_any(),
+            &|held, bucket| held.take_wanted_counts(bucket),
+            sink,
+        )
     }
 
     /// Hand every row of the moment to `sink` once, in chunks of about `chunk_rows`. No lock is held while `sink` runs.

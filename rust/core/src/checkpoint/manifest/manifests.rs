@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::dense::{DenseEntry, DenseShare};
 use super::digest::RankDigest;
 use super::latest::CheckpointName;
-use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_A_FILE, VERSION};
+use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_A_FILE, VERSION, VERSION_WITHOUT_COUNTS};
 use super::spec::MAX_COUNT;
 use crate::error::Result;
 use crate::ssd::SegmentSet;
@@ -63,6 +63,9 @@ pub struct TableEntry {
     pub tombstones: u64,
     /// Rows of the table: `rows`, in a delta those not in it as well.
     pub total_rows: u64,
+    /// How many ids without a row have counts in this checkpoint. `None` where counts were not saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pending: Option<u64>,
 }
 
 /// `manifest.json`.
@@ -130,9 +133,22 @@ pub(crate) struct Share {
     /// Rows of the share; in a delta those not in it as well.
     pub(crate) total_rows: u64,
     pub(crate) files: Vec<DataFile>,
+    /// The counts of ids that wait for rows, where they were saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) counts: Option<CountsShare>,
     /// In a linked checkpoint, instead of data files: the segments of an SSD tier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) segments: Option<SegmentSet>,
+}
+
+/// The counts of ids that wait for rows, of one rank's share of a table.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct CountsShare {
+    /// Whether there are counts of clicks.
+    pub(crate) clicks: bool,
+    /// The files. Their rows are ids.
+    pub(crate) files: Vec<DataFile>,
 }
 
 impl Share {
@@ -171,6 +187,11 @@ impl Share {
                 return Err(format!("a {} checkpoint has tombstones", kind.name()));
             }
         }
+        for file in self.counts.iter().flat_map(|counts| &counts.files) {
+            if file.rows > u64::from(u32::MAX) || file.tombstones > 0 || file.bytes > MAX_COUNT {
+                return Err("the counts of a file of counts are out of range".into());
+            }
+        }
         if let Some(set) = &self.segments {
             if kind != CheckpointKind::Linked || !self.files.is_empty() {
                 return Err("segments are in linked checkpoints (kind snapshot) only, and without files".into());
@@ -204,7 +225,13 @@ pub(crate) struct RankManifest {
 impl RankManifest {
     pub(crate) fn new(name: String, rank: u32, world: u32) -> Self {
         let (tables, dense) = (Vec::new(), None);
-        Self { format: FORMAT.to_owned(), version: VERSION, name, rank, world, tables, dense }
+        let version = VERSION_WITHOUT_COUNTS;
+        Self { format: FORMAT.to_owned(), version, name, rank, world, tables, dense }
+    }
+
+    /// Say the version that can hold the tables.
+    pub(crate) fn set_version(&mut self) {
+        self.version = version_of(self.tables.iter().any(|share| share.counts.is_some()));
     }
 }
 
@@ -225,6 +252,7 @@ impl Manifest {
         if self.merged.is_some() && self.kind != CheckpointKind::Full {
             return Err("what was merged is full".into());
         }
+        check_version(self.version, self.tables.iter().any(|table| table.pending.is_some()))?;
         if self.chunk_bytes != CHUNK_BYTES as u64 {
             return Err(format!("chunk_bytes is {}", self.chunk_bytes));
         }
@@ -286,6 +314,7 @@ impl Manifest {
             return Err("the ranks' manifests hold other tables, settings or counts".into());
         }
         for (rank, manifest) in ranks.iter().enumerate() {
+            check_version(manifest.version, manifest.tables.iter().any(|share| share.counts.is_some()))?;
             let checked = manifest.dense.as_ref().map_or(Ok(()), DenseShare::check);
             checked.map_err(|what| format!("rank {rank}: {what}"))?;
             if manifest.dense.is_some() != self.dense.is_some() {
@@ -298,6 +327,26 @@ impl Manifest {
             Err("the ranks' manifests have other extents".into())
         }
     }
+}
+
+/// The version of a manifest.
+pub(crate) fn version_of(has_counts: bool) -> u32 {
+    if has_counts { VERSION } else { VERSION_WITHOUT_COUNTS }
+}
+
+/// Whether a manifest that is read is of the version that its tables ask for; the message says what does not fit.
+fn check_version(version: u32, has_counts: bool) -> Result<(), String> {
+    if (version == VERSION) == has_counts {
+        return Ok(());
+    }
+    let has = if has_counts { "has" } else { "has no" };
+    Err(format!("it is of version {version} and {has} counts of ids that wait for rows"))
+}
+
+/// How many ids have counts in these shares; `None` where none of them has counts.
+fn pending<'a>(shares: impl Iterator<Item = &'a Share>) -> Option<u64> {
+    let counts = shares.filter_map(|share| share.counts.as_ref());
+    counts.map(|counts| counts.files.iter().map(|file| file.rows).sum()).reduce(|a: u64, b| a + b)
 }
 
 /// Bytes of all ranks' extents.
@@ -345,6 +394,7 @@ pub(crate) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<
                 rows: shares.iter().map(|(_, share)| share.rows()).sum(),
                 tombstones: shares.iter().map(|(_, share)| share.tombstones()).sum(),
                 total_rows: shares.iter().map(|(_, share)| share.total_rows).sum(),
+                pending: pending(shares.iter().map(|(_, share)| *share)),
             })
         })
         .collect()

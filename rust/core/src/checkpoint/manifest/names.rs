@@ -4,8 +4,11 @@ use crate::paths::encode_name;
 
 /// What every manifest says it is.
 pub const FORMAT: &str = "torchrec-embcache";
-/// The version of the format that is written. Manifests of version 2 say how ids fall into buckets (`bucket_hash`).
-pub const VERSION: u32 = 2;
+/// The newest version of the format. A checkpoint is written in the oldest version that can hold it: in this one where it has counts of ids
+/// that wait for rows.
+pub const VERSION: u32 = 3;
+/// The version of other checkpoints. Their manifests say how ids fall into buckets (`bucket_hash`), which those of version 1 do not.
+pub(crate) const VERSION_WITHOUT_COUNTS: u32 = 2;
 /// The oldest version that is read.
 pub const OLDEST_VERSION: u32 = 1;
 /// Bytes of a column under one checksum.
@@ -26,6 +29,11 @@ pub(crate) fn rank_file(rank: u32, world: u32) -> String {
 
 pub(crate) fn data_file(rank: u32, world: u32, n: usize) -> String {
     format!("{rank}-of-{world}.{n}.safetensors")
+}
+
+/// A file of the counts of ids that wait for rows.
+pub(crate) fn counts_file(rank: u32, world: u32, n: usize) -> String {
+    format!("{rank}-of-{world}.{n}.counts.safetensors")
 }
 
 /// The file of a segment of a rank's SSD tier.

@@ -26,6 +26,8 @@ pub struct BesideOptions {
     pub image_bytes: usize,
     /// The most bytes of rows that are written in a second; `None` for no limit.
     pub bytes_per_second: Option<u64>,
+    /// Whether counts of ids that wait for rows are written.
+    pub counts: bool,
 }
 
 /// A table that is to be saved.
@@ -64,6 +66,7 @@ impl RankMoment {
         options: BesideOptions,
     ) -> Result<Self> {
         let writer = RankWriter::new(root, name, rank, world)?;
+        let writer = if options.counts { writer } else { writer.without_counts() };
         let path = root.below(name).join(rank_file(rank, world)).with_extension("preimages");
         let images = Arc::new(PreImages::new(root.shared_engine(), path, options.image_bytes, tables.len()));
         let hold = |TableToSave { module, table, hyperparameters, ancestor }| {

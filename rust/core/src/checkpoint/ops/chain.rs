@@ -8,6 +8,7 @@ use crate::cache::PickedRows;
 use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::latest::Latest;
 use crate::checkpoint::manifest::manifests::{Manifest, Parent, TableEntry, TableSpec};
+use crate::checkpoint::rows::counts::MergedCounts;
 use crate::checkpoint::rows::reader::{Checkpoint, TableReader};
 use crate::checkpoint::rows::source::RowSink;
 use crate::config::TableConfig;
@@ -150,6 +151,11 @@ impl ChainReader {
         &self.buckets
     }
 
+    /// Hand rows over in chunks, as headers and vectors.
+    pub(crate) fn emit(&self, rows: PickedRows<'_>, sink: &mut RowSink<'_>) -> Result<()> {
+        self.readers[0].emit(rows, sink)
+    }
+
     /// No fewer rows than [`ChainReader::read`] will hand over: without deltas exactly as many.
     pub fn most_rows(&self) -> u64 {
         self.readers.iter().map(TableReader::rows).sum()
@@ -174,22 +180,48 @@ impl ChainReader {
     ///
     /// Errors: those of [`TableReader::read`]; `Corruption` where the newest manifest says another number of rows.
     pub fn read(&self, sink: &mut RowSink<'_>) -> Result<u64> {
-        self.read_columns(&mut |rows| self.readers[0].emit(rows, sink))
+        self.read_columns(&mut |rows| self.emit(rows, sink))
+    }
+
+    /// Read and verify every row of the buckets, and the counts of ids that wait for rows. Returns how many rows there were.
+    ///
+    /// Errors: those of [`ChainReader::read`].
+    pub fn verify(&self) -> Result<u64> {
+        self.read_with_counts(&mut |_| Ok(()), &mut MergedCounts::default())
     }
 
     /// Read as [`ChainReader::read`] does, and hand the rows over as columns.
     pub fn read_columns(&self, sink: &mut ColumnSink<'_>) -> Result<u64> {
+        self.read_all(sink, None)
+    }
+
+    /// Read as [`ChainReader::read_columns`] does, and put the counts of the ids that wait for rows into `counts`.
+    pub(crate) fn read_with_counts(&self, sink: &mut ColumnSink<'_>, counts: &mut MergedCounts) -> Result<u64> {
+        self.read_all(sink, Some(counts))
+    }
+
+    /// Whether one of the checkpoints has counts of ids that wait for rows.
+    pub(crate) fn has_counts(&self) -> bool {
+        self.readers.iter().any(TableReader::has_counts)
+    }
+
+    /// Whether one of the checkpoints has counts of clicks.
+    pub(crate) fn counts_clicks(&self) -> bool {
+        self.readers.iter().any(TableReader::counts_clicks)
+    }
+
+    fn read_all(&self, sink: &mut ColumnSink<'_>, mut counts: Option<&mut MergedCounts>) -> Result<u64> {
         let mut rows = 0;
         let mut counted = |some: PickedRows<'_>| {
             rows += some.len() as u64;
             sink(some)
         };
         let newer = &self.readers[..self.readers.len() - 1];
-        let ids: u64 = newer.iter().map(|reader| reader.rows() + reader.tombstones()).sum();
+        let ids: u64 = newer.iter().map(|reader| reader.rows() + reader.tombstones() + reader.pending()).sum();
         let parts =
             ids.div_ceil(self.chain.ids_at_once).clamp(1, u64::from((self.buckets.end - self.buckets.start).max(1)));
         if parts == 1 {
-            merge(&self.readers, &mut counted)?;
+            merge(&self.readers, &mut counted, counts)?;
         } else {
             let (start, len) = (self.buckets.start, u64::from(self.buckets.end - self.buckets.start));
             let bound = |part: u64| start + (len * part / parts) as u32;
@@ -199,7 +231,7 @@ impl ChainReader {
                     let reader = link.table_reader(&self.spec.module, &self.spec.table, part)?;
                     Ok(if self.has_slots() { reader } else { reader.without_slots() })
                 });
-                merge(&readers.collect::<Result<Vec<_>>>()?, &mut counted)?;
+                merge(&readers.collect::<Result<Vec<_>>>()?, &mut counted, counts.as_deref_mut())?;
             }
         }
         match self.whole {
@@ -218,8 +250,9 @@ pub(crate) type ColumnSink<'a> = dyn FnMut(PickedRows<'_>) -> Result<()> + 'a;
 /// A set of ids from a file. Its hash is keyed, because somebody may have chosen the ids so that they collide.
 type Ids = HashSet<Id, IdHash>;
 
-/// Hand each row over once, as the newest checkpoint has it, unless a newer one has a tombstone of its id.
-fn merge(readers: &[TableReader], sink: &mut ColumnSink<'_>) -> Result<()> {
+/// Hand each row over once, as the newest checkpoint has it, unless a newer one has a tombstone of its id. Counts of an id are those of the
+/// newest checkpoint that has anything of it.
+fn merge(readers: &[TableReader], sink: &mut ColumnSink<'_>, mut counts: Option<&mut MergedCounts>) -> Result<()> {
     let mut known = Ids::default();
     let refused = |_| memory::refused("keep the ids of deltas", IDS_AT_ONCE as usize * 16);
     let mut fresh: Vec<u32> = Vec::new();
@@ -239,6 +272,16 @@ fn merge(readers: &[TableReader], sink: &mut ColumnSink<'_>) -> Result<()> {
             fresh.extend((0..).zip(rows.ids).filter(|(_, id)| !known.contains(id)).map(|(row, _)| row));
             if fresh.is_empty() { Ok(()) } else { sink(PickedRows::some(rows, &fresh)) }
         })?;
+        if let Some(merged) = &mut counts {
+            reader.read_counts(&mut |older| {
+                if !is_oldest {
+                    memory::reserve(&mut own, "keep the ids of deltas", older.pending.len())?;
+                    own.extend(older.pending.iter().map(|each| each.id));
+                }
+                merged.add(older, |id| known.contains(&id));
+                Ok(())
+            })?;
+        }
         if is_oldest {
             break;
         }

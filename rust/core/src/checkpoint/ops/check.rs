@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use super::chain::{Chain, ChainReader};
 use crate::cache::Table;
+use crate::checkpoint::rows::counts::MergedCounts;
 use crate::error::{Kind, Result};
+use crate::lifecycle::BucketCounts;
 use crate::ssd::{SegmentFiles, StateCounters};
 
 /// Which columns of the rows a load takes.
@@ -45,8 +47,8 @@ pub struct TableRequest<'a> {
 pub enum TableSource {
     /// Row by row, by [`ChainReader::load_with`].
     Rows(ChainReader),
-    /// By opening the table from segments, with these counters.
-    Segments(SegmentFiles, StateCounters),
+    /// By opening the table from segments, with these counters and these counts of ids that wait for rows.
+    Segments(SegmentFiles, StateCounters, Vec<BucketCounts>),
 }
 
 impl TableSource {
@@ -54,7 +56,7 @@ impl TableSource {
     pub fn most_rows(&self) -> u64 {
         match self {
             Self::Rows(reader) => reader.most_rows(),
-            Self::Segments(files, _) => files.rows(),
+            Self::Segments(files, ..) => files.rows(),
         }
     }
 }
@@ -86,6 +88,20 @@ impl Chain {
             _ => error,
         })?;
         let counters = StateCounters { step: entry.spec.step, epoch: self.manifest().next_epoch };
-        Ok(TableSource::Segments(files, counters))
+        let mut counts = Vec::new();
+        if entry.pending.is_some() {
+            let mut merged = MergedCounts::default();
+            newest.table_reader(request.module, request.table, request.buckets.clone())?.read_counts(
+                &mut |bucket| {
+                    merged.add(bucket, |_| false);
+                    Ok(())
+                },
+            )?;
+            merged.hand_over(&mut |bucket| {
+                counts.push(bucket);
+                Ok(())
+            })?;
+        }
+        Ok(TableSource::Segments(files, counters, counts))
     }
 }

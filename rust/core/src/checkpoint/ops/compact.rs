@@ -6,7 +6,6 @@ use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::digest::RankDigest;
 use crate::checkpoint::manifest::latest::{CheckpointName, Latest};
 use crate::checkpoint::manifest::manifests::CheckpointKind;
-use crate::checkpoint::rows::source::RowSink;
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::Result;
 
@@ -18,6 +17,7 @@ use crate::error::Result;
 pub struct Compaction {
     chain: Chain,
     directory: Directory,
+    counts: bool,
 }
 
 impl Compaction {
@@ -26,7 +26,18 @@ impl Compaction {
     pub fn open(directory: &Directory, latest: Latest) -> Result<Option<Self>> {
         directory.check_to_save()?;
         let chain = Chain::open(directory, latest)?;
-        Ok((chain.manifest().kind != CheckpointKind::Full).then(|| Self { chain, directory: directory.clone() }))
+        Ok((chain.manifest().kind != CheckpointKind::Full).then(|| Self {
+            chain,
+            directory: directory.clone(),
+            counts: true,
+        }))
+    }
+
+    /// Leave the counts of ids that wait for rows out.
+    #[must_use]
+    pub fn without_counts(mut self) -> Self {
+        self.counts = false;
+        self
     }
 
     /// The chain.
@@ -41,18 +52,12 @@ impl Compaction {
         (rank, world): (u32, u32),
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<RankDigest> {
-        let mut writer = RankWriter::new(&self.directory, name, rank, world)?;
+        let writer = RankWriter::new(&self.directory, name, rank, world)?;
+        let mut writer = if self.counts { writer } else { writer.without_counts() };
         for entry in &self.chain.manifest().tables {
             let buckets = share_of(rank, world, entry.spec.total_num_buckets);
-            let reader = self.chain.table_reader(&entry.spec.module, &entry.spec.table, buckets.clone())?;
-            writer.write_table(entry.spec.clone(), buckets, &mut |sink: &mut RowSink<'_>| {
-                reader
-                    .read(&mut |headers, vectors| {
-                        sink(headers, vectors)?;
-                        progress(headers.len() as u64)
-                    })
-                    .map(|_| ())
-            })?;
+            let reader = self.chain.table_reader(&entry.spec.module, &entry.spec.table, buckets)?;
+            writer.write_chain(&reader, progress)?;
         }
         writer.finish()
     }

@@ -17,7 +17,7 @@ use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::holds::make_held;
 use crate::checkpoint::manifest::latest::PartName;
 use crate::checkpoint::manifest::manifests::{RankManifest, parse, render};
-use crate::checkpoint::manifest::names::{data_file, rank_file, table_dir};
+use crate::checkpoint::manifest::names::{counts_file, data_file, rank_file, table_dir};
 use crate::checkpoint::manifest::read::read_digested;
 use crate::checkpoint::publish::save::Save;
 use crate::checkpoint::rows::writer::RankWriter;
@@ -150,7 +150,9 @@ impl Save {
             for share in part.tables {
                 let table = table_dir(&share.spec.module, &share.spec.table);
                 let files = (0..share.files.len()).map(|n| (data_file(RANK, WORLD, n), data_file(rank, world, n)));
-                move_files(&*both, &from.join(&table), &dir.join(&table), files)?;
+                let of_counts = 0..share.counts.as_ref().map_or(0, |counts| counts.files.len());
+                let counts = of_counts.map(|n| (counts_file(RANK, WORLD, n), counts_file(rank, world, n)));
+                move_files(&*both, &from.join(&table), &dir.join(&table), files.chain(counts))?;
                 adopted.tables.push(share);
             }
             if let Some(dense) = part.dense.filter(|dense| dense.bytes() > 0) {
@@ -163,6 +165,7 @@ impl Save {
             }
         }
         adopted.dense.get_or_insert_with(DenseShare::default);
+        adopted.set_version();
         let bytes = render(&adopted)?;
         publish(dir.engine(), &dir.join(rank_file(rank, world)), &bytes)?;
         for (root, name, _) in parts {

@@ -3,7 +3,6 @@
 use super::chain::Chain;
 use crate::checkpoint::directory::Directory;
 use crate::checkpoint::publish::save::{Published, Save};
-use crate::checkpoint::rows::source::RowSink;
 use crate::checkpoint::rows::writer::RankWriter;
 use crate::error::{Error, Kind, Result};
 
@@ -19,8 +18,10 @@ pub(crate) fn share_of(rank: u32, world: u32, buckets: u32) -> std::ops::Range<u
 ///
 /// Any number of ranks can load any checkpoint. Where it is divided as they are, each rank reads whole files.
 ///
+/// `counts`: whether the counts of ids that wait for rows are written too.
+///
 /// Errors: `Input` (no rank, or more ranks than a divided table has buckets), `Corruption` of what is read, `Storage`.
-pub fn reshard(from: &Chain, to: &Directory, random: u64, world: u32) -> Result<Published> {
+pub fn reshard(from: &Chain, to: &Directory, random: u64, world: u32, counts: bool) -> Result<Published> {
     let tables = &from.manifest().tables;
     let owners: Vec<Option<u32>> =
         tables.iter().map(|entry| from.only_rank(&entry.spec.module, &entry.spec.table)).collect();
@@ -35,16 +36,16 @@ pub fn reshard(from: &Chain, to: &Directory, random: u64, world: u32) -> Result<
     }
     let save = Save::begin(to, random)?;
     let written = (0..world).map(|rank| {
-        let mut writer = RankWriter::new(to, save.name(), rank, world)?;
+        let writer = RankWriter::new(to, save.name(), rank, world)?;
+        let mut writer = if counts { writer } else { writer.without_counts() };
         for (entry, owner) in tables.iter().zip(&owners) {
             let buckets = match owner {
                 None => share_of(rank, world, entry.spec.total_num_buckets),
                 Some(owner) if owner.min(&(world - 1)) == &rank => 0..entry.spec.total_num_buckets,
                 Some(_) => continue,
             };
-            let rows = from.table_reader(&entry.spec.module, &entry.spec.table, buckets.clone())?;
-            writer
-                .write_table(entry.spec.clone(), buckets, &mut |sink: &mut RowSink<'_>| rows.read(sink).map(|_| ()))?;
+            let rows = from.table_reader(&entry.spec.module, &entry.spec.table, buckets)?;
+            writer.write_chain(&rows, &mut |_| Ok(()))?;
         }
         writer.finish()
     });

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use super::beside::Pace;
 use super::chain::ChainReader;
-use crate::cache::{Ancestor, GroupSink, Table, TableMoment};
+use crate::cache::{Ancestor, GroupSink, PickedRows, Table, TableMoment};
 use crate::checkpoint::manifest::manifests::TableSpec;
+use crate::checkpoint::rows::counts::{CountsToWrite, MergedCounts};
 use crate::checkpoint::rows::delta::Changes;
 use crate::checkpoint::rows::reader::TableReader;
 use crate::checkpoint::rows::source::{RowSink, RowSource};
@@ -89,8 +90,45 @@ impl RankWriter {
         let step = table.step()?;
         let spec = TableSpec::new(module, config, hyperparameters, step);
         let rows = self.write_table(spec, config.buckets.clone(), &mut TableRows(table))?;
+        self.write_counts_of(table, None)?;
         check_not_trained(table, step)?;
         Ok(rows)
+    }
+
+    /// Write the counts of the ids that wait for rows, as of now; with `since` those of the ids that were counted in that epoch or later.
+    fn write_counts_of(&mut self, table: &Table, since: Option<u32>) -> Result<()> {
+        let Some(generations) = table.generations()? else { return Ok(()) };
+        self.write_counts(CountsToWrite {
+            clicks: table.config().admission.counts_clicks(),
+            generations: &generations,
+            give: &mut |sink| table.for_each_bucket(since, sink),
+        })
+    }
+
+    /// Write the rows of a chain of checkpoints, and the counts of the ids that wait for rows. `progress` is called with numbers of rows; its
+    /// error ends the work.
+    pub(super) fn write_chain(
+        &mut self,
+        chain: &ChainReader,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<()> {
+        let (mut merged, buckets) = (MergedCounts::default(), chain.buckets().clone());
+        self.write_table(chain.spec().clone(), buckets.clone(), &mut |sink: &mut RowSink<'_>| {
+            let mut hand_over = |headers: &[RowHeader], vectors: &[f32]| {
+                sink(headers, vectors)?;
+                progress(headers.len() as u64)
+            };
+            chain.read_with_counts(&mut |rows| chain.emit(rows, &mut hand_over), &mut merged).map(|_| ())
+        })?;
+        if !chain.has_counts() {
+            return Ok(());
+        }
+        let generations: Vec<u32> = buckets.map(|bucket| merged.generation(bucket)).collect();
+        self.write_counts(CountsToWrite {
+            clicks: chain.counts_clicks(),
+            generations: &generations,
+            give: &mut |sink| std::mem::take(&mut merged).hand_over(sink),
+        })
     }
 
     /// Put every row of a table, as of now, into a linked checkpoint. Of a table with an SSD tier these are the tier's segments, which are
@@ -114,6 +152,7 @@ impl RankWriter {
         let rows = set.rows;
         let bytes =
             self.write_segments(spec, config.buckets.clone(), set, |engine, path_of| held.link_to(engine, path_of))?;
+        self.write_counts_of(table, None)?;
         Ok(LinkedTable { rows, bytes })
     }
 
@@ -136,6 +175,7 @@ impl RankWriter {
         let changes = Changes { left: &left, total_rows: table.len()? };
         let mut modified = Modified { table, since: ancestor.next_epoch };
         let rows = self.write_changes(spec, config.buckets.clone(), &mut modified, changes)?;
+        self.write_counts_of(table, Some(ancestor.next_epoch))?;
         check_not_trained(table, step)?;
         Ok((rows, left.len() as u64))
     }
@@ -154,6 +194,12 @@ impl RankWriter {
         let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
         let chunk_rows = (MOMENT_CHUNK_BYTES / row_bytes).max(1);
         let (left, total_rows) = (moment.left().map(<[Id]>::to_vec), moment.rows());
+        // The rows let go of the moment. So its counts are taken before, and are written when the rows are.
+        let (generations, mut counts) = (moment.generations(), MergedCounts::default());
+        moment.for_each_bucket(&mut |bucket| {
+            counts.add(bucket, |_| false);
+            Ok(())
+        })?;
         let mut moment = Some(moment);
         let mut rows = |sink: &mut RowSink<'_>| {
             let once = || Error::new(Kind::State, "the rows of a moment can be read only once");
@@ -163,9 +209,18 @@ impl RankWriter {
                 Ok(())
             })
         };
-        let Some(left) = left else { return Ok((self.write_table(spec, config.buckets, &mut rows)?, 0)) };
-        let changes = Changes { left: &left, total_rows };
-        Ok((self.write_changes(spec, config.buckets, &mut rows, changes)?, left.len() as u64))
+        let written = match &left {
+            None => self.write_table(spec, config.buckets, &mut rows)?,
+            Some(left) => self.write_changes(spec, config.buckets, &mut rows, Changes { left, total_rows })?,
+        };
+        if let Some(generations) = &generations {
+            self.write_counts(CountsToWrite {
+                clicks: config.admission.counts_clicks(),
+                generations,
+                give: &mut |sink| std::mem::take(&mut counts).hand_over(sink),
+            })?;
+        }
+        Ok((written, left.map_or(0, |left| left.len() as u64)))
     }
 }
 
@@ -205,10 +260,13 @@ impl ChainReader {
         table.clear()?;
         let dropped = table.stats()?.dropped_rows;
         table.reserve_rows(self.rows_of_oldest())?;
-        let read = self.read_columns(&mut |rows| {
+        let mut counts = MergedCounts::default();
+        let mut import = |rows: PickedRows<'_>| {
             table.import_columns(rows)?;
             progress(rows.len() as u64)
-        })?;
+        };
+        let read = self.read_with_counts(&mut import, &mut counts)?;
+        counts.hand_over(&mut |counts| table.restore_bucket(&counts))?;
         let stats = table.stats()?;
         let rows = stats.rows;
         if rows + (stats.dropped_rows - dropped) != read {

@@ -10,9 +10,9 @@ use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::holds::{lock_root, make_held};
 use crate::checkpoint::manifest::latest::{CheckpointName, LATEST_FILE, Latest};
 use crate::checkpoint::manifest::manifests::{
-    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, Parent, dense_bytes, merge, render, seal,
+    CheckpointKind, MAX_MANIFEST_BYTES, Manifest, Parent, dense_bytes, merge, render, seal, version_of,
 };
-use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, MANIFEST_FILE, VERSION};
+use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, MANIFEST_FILE};
 use crate::checkpoint::manifest::read::{read_manifest, read_ranks};
 use crate::error::{Error, Kind, Result};
 use crate::io::{DirLock, LOCK_FILE, publish, write_whole};
@@ -172,9 +172,10 @@ impl Save {
             (false, true) => CheckpointKind::Linked,
             (false, false) => CheckpointKind::Full,
         };
+        let tables = merge(&ranks, kind).map_err(refuse)?;
         let manifest = Manifest {
             format: FORMAT.to_owned(),
-            version: VERSION,
+            version: version_of(tables.iter().any(|table| table.pending.is_some())),
             name: self.name.to_string(),
             seq: self.name.seq,
             kind,
@@ -183,7 +184,7 @@ impl Save {
             next_epoch,
             chunk_bytes: CHUNK_BYTES as u64,
             ranks: digests.to_vec(),
-            tables: merge(&ranks, kind).map_err(refuse)?,
+            tables,
             dense: self.dense.map(|metadata| DenseEntry { metadata, bytes: dense_bytes(&ranks) }),
         };
         manifest.check(self.name).map_err(refuse)?;

@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use super::format::{Field, FileLayout};
+use super::image::image_of;
 use super::source::RowSource;
 use super::writer::RankWriter;
 use crate::checkpoint::manifest::manifests::{DataFile, DataShape, TableSpec};
-use crate::checkpoint::manifest::names::{CHUNK_BYTES, TOMBSTONES_A_FILE};
+use crate::checkpoint::manifest::names::TOMBSTONES_A_FILE;
 use crate::error::{Error, Kind, Result};
 use crate::io::AlignedBuf;
 use crate::types::Id;
@@ -52,25 +53,11 @@ fn tombstone_file(spec: &TableSpec, buckets: &Range<u32>, ids: &[Id]) -> Result<
     let shape = DataShape { rows: 0, buckets: buckets.len(), tombstones: ids.len() };
     let layout = FileLayout::new(spec.optimizer_kind()?, spec.dim as usize, shape)
         .ok_or_else(|| Error::new(Kind::Input, "the size of the tombstones overflows"))?;
-    let header = layout.header(spec, buckets);
-    let mut image = AlignedBuf::try_zeroed(header.len() + layout.data_bytes)?;
-    let (head, data) = image.split_at_mut(header.len());
-    head.copy_from_slice(&header);
-    data[layout.column(Field::Tombstone).range()].copy_from_slice(bytemuck::cast_slice(ids));
-    let mut checksums: Vec<u32> = Vec::new();
-    for column in layout.checked_columns() {
-        checksums.extend(data[column.range()].chunks(CHUNK_BYTES).map(crc32c::crc32c));
-    }
-    let checksums: &[u8] = bytemuck::cast_slice(&checksums);
-    data[layout.column(Field::Checksums).range()].copy_from_slice(checksums);
-    let file = DataFile {
-        rows: 0,
-        tombstones: ids.len() as u64,
-        bytes: image.len() as u64,
-        header_crc32c: crc32c::crc32c(&header),
-        checksums_crc32c: crc32c::crc32c(checksums),
-    };
-    Ok((image, file))
+    image_of((&layout, shape), &layout.header(spec, buckets), |field, column| {
+        if field == Field::Tombstone {
+            column.copy_from_slice(bytemuck::cast_slice(ids));
+        }
+    })
 }
 
 #[cfg(test)]

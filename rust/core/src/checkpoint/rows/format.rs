@@ -14,6 +14,18 @@
 //! | `checksums` | U32 | CRC-32C of each 16 KiB of each tensor above, from its start, in file order |
 //! | `__pad` | U8 | fills the file to a multiple of 4096; zeros |
 //!
+//! A file of counts holds those of ids that wait for rows, in the same way:
+//!
+//! | tensor | type, shape | |
+//! | --- | --- | --- |
+//! | `id` | I64 `[n]` | sorted as above |
+//! | `bucket_offsets` | I64 `[B + 1]` | |
+//! | `generation` | U32 `[B]` | how many generations of each bucket have ended, modulo 2³² |
+//! | `shows` | U32 `[n]` | occurrences |
+//! | `clicks` | U32 `[n]` | only where the rule counts clicks |
+//! | `age` | U32 `[n]` | 1 in the older generation of the bucket, else 0 |
+//! | `checksums`, `__pad` | | |
+//!
 //! The header is padded with blanks so that weights start at a multiple of 64, and slots with them where `D` is one of 16; the file's
 //! length is a multiple of 4096.
 
@@ -24,6 +36,7 @@ use safetensors::tensor::Metadata;
 use serde_json::{Map, Value, json};
 
 use crate::checkpoint::manifest::manifests::{DataShape, TableSpec};
+use crate::checkpoint::manifest::names::VERSION_WITHOUT_COUNTS;
 pub use crate::checkpoint::manifest::names::{CHUNK_BYTES, FORMAT, OLDEST_VERSION, VERSION};
 use crate::config::OptimizerKind;
 use crate::io::ALIGNMENT;
@@ -51,6 +64,10 @@ pub(crate) enum Field {
     Count,
     Score,
     ModifiedEpoch,
+    Generation,
+    Shows,
+    Clicks,
+    Age,
     Checksums,
     Pad,
 }
@@ -58,7 +75,7 @@ pub(crate) enum Field {
 impl Field {
     /// Whether the column has an entry for each row.
     pub(crate) fn is_of_rows(self) -> bool {
-        !matches!(self, Self::BucketOffsets | Self::Tombstone | Self::Checksums | Self::Pad)
+        !matches!(self, Self::BucketOffsets | Self::Tombstone | Self::Generation | Self::Checksums | Self::Pad)
     }
 
     /// Whether it is the optimizer's.
@@ -131,6 +148,25 @@ impl FileLayout {
         wanted.push((Field::Count, "count", Dtype::U32, vec![n]));
         wanted.push((Field::Score, "score", Dtype::F32, vec![n]));
         wanted.push((Field::ModifiedEpoch, "modified_epoch", Dtype::U32, vec![n]));
+        Self::of(wanted, Field::Vector(0))
+    }
+
+    /// Of a file of counts, with those of clicks if `clicks`. `None` where the sizes overflow.
+    pub(crate) fn of_counts(clicks: bool, shape: DataShape) -> Option<Self> {
+        let n = shape.rows;
+        let mut wanted = vec![
+            (Field::Id, "id", Dtype::I64, vec![n]),
+            (Field::BucketOffsets, "bucket_offsets", Dtype::I64, vec![shape.buckets.checked_add(1)?]),
+            (Field::Generation, "generation", Dtype::U32, vec![shape.buckets]),
+            (Field::Shows, "shows", Dtype::U32, vec![n]),
+        ];
+        wanted.extend(clicks.then(|| (Field::Clicks, "clicks", Dtype::U32, vec![n])));
+        wanted.push((Field::Age, "age", Dtype::U32, vec![n]));
+        Self::of(wanted, Field::Id)
+    }
+
+    /// Columns that lie one behind the other, of which `aligned` starts at a multiple of [`LINE_BYTES`] in the file.
+    fn of(wanted: Vec<(Field, &'static str, Dtype, Vec<usize>)>, aligned: Field) -> Option<Self> {
         let (mut start, mut checksums) = (0_usize, 0);
         let mut columns = Vec::with_capacity(wanted.len() + 2);
         for (field, name, dtype, shape) in wanted {
@@ -140,7 +176,7 @@ impl FileLayout {
             start = start.checked_add(bytes)?;
             checksums += bytes.div_ceil(CHUNK_BYTES);
         }
-        let weights = columns.iter().find(|column: &&Column| column.field == Field::Vector(0))?.start;
+        let weights = columns.iter().find(|column: &&Column| column.field == aligned)?.start;
         let lead = weights.checked_next_multiple_of(LINE_BYTES)? - weights;
         let end = start.checked_add(checksums * 4)?.checked_add(lead)?;
         let pad = end.checked_next_multiple_of(ALIGNMENT)? - end;
@@ -168,7 +204,7 @@ impl FileLayout {
         let mut tensors = Map::new();
         let about = [
             ("format", FORMAT.to_owned()),
-            ("version", VERSION.to_string()),
+            ("version", VERSION_WITHOUT_COUNTS.to_string()),
             ("module", spec.module.clone()),
             ("table", spec.table.clone()),
             ("total_num_buckets", spec.total_num_buckets.to_string()),

@@ -30,10 +30,10 @@ pub(crate) struct GroupReader {
     path: PathBuf,
     file_bytes: u64,
     header_bytes: usize,
-    layout: FileLayout,
+    pub(super) layout: FileLayout,
     checksums_crc32c: u32,
     /// The buckets that are wanted of this file.
-    buckets: Range<u32>,
+    pub(super) buckets: Range<u32>,
     /// The rows of these buckets.
     pub(crate) rows: Range<usize>,
     /// Whether the optimizer's slots are read.
@@ -41,6 +41,7 @@ pub(crate) struct GroupReader {
 }
 
 impl GroupReader {
+    /// A file of rows.
     pub(crate) fn open(
         engine: &dyn IoEngine,
         path: PathBuf,
@@ -48,8 +49,32 @@ impl GroupReader {
         file: &DataFile,
         buckets: Range<u32>,
     ) -> Result<Self> {
+        let layout = FileLayout::new(share.spec.optimizer_kind()?, share.spec.dim as usize, share.shape(file));
+        Self::open_as(layout, engine, path, share, file, buckets)
+    }
+
+    /// A file of counts, with those of clicks if `clicks`.
+    pub(crate) fn open_counts(
+        clicks: bool,
+        engine: &dyn IoEngine,
+        path: PathBuf,
+        share: &Share,
+        file: &DataFile,
+        buckets: Range<u32>,
+    ) -> Result<Self> {
+        Self::open_as(FileLayout::of_counts(clicks, share.shape(file)), engine, path, share, file, buckets)
+    }
+
+    fn open_as(
+        layout: Option<FileLayout>,
+        engine: &dyn IoEngine,
+        path: PathBuf,
+        share: &Share,
+        file: &DataFile,
+        buckets: Range<u32>,
+    ) -> Result<Self> {
         let shape = share.shape(file);
-        let layout = FileLayout::new(share.spec.optimizer_kind()?, share.spec.dim as usize, shape)
+        let layout = layout
             .filter(|layout| layout.data_bytes as u64 <= file.bytes)
             .ok_or_else(|| Error::corruption(&path, 0, "the file's length", "as long as its rows", file.bytes))?;
         let row_bytes: usize =
@@ -80,7 +105,7 @@ impl GroupReader {
         Ok(group)
     }
 
-    fn reopen(&self, engine: &dyn IoEngine) -> Result<Arc<dyn IoFile>> {
+    pub(super) fn reopen(&self, engine: &dyn IoEngine) -> Result<Arc<dyn IoFile>> {
         let file = engine.open(&self.path, Open::Read)?;
         let len = file.len()?;
         if len != self.file_bytes {
@@ -152,7 +177,7 @@ impl GroupReader {
         let first = self.buckets.start - share.bucket_begin..self.buckets.end - share.bucket_begin;
         let wanted = [first.start as usize, first.end as usize];
         let (mut found, mut last, mut ascending) = ([0; 2], 0, true);
-        self.for_each_window(file, column, |begin, starts| {
+        self.for_each_window(file, column, |begin, starts: &[i64]| {
             ascending &= (begin > 0 || starts.first() == Some(&0)) && starts.is_sorted();
             ascending &= starts.first().is_none_or(|&start| start >= last);
             last = starts.last().copied().unwrap_or(last);
@@ -175,19 +200,19 @@ impl GroupReader {
         Ok(found[0]..found[1])
     }
 
-    /// Read and verify a column of 64-bit integers, [`READ_BYTES`] at a time; `take` is told the number of the first of each window.
-    fn for_each_window(
+    /// Read and verify a column of integers, [`READ_BYTES`] at a time; `take` is told the number of the first of each window.
+    pub(super) fn for_each_window<T: bytemuck::Pod>(
         &self,
         file: &Arc<dyn IoFile>,
         column: &Column,
-        mut take: impl FnMut(usize, &[i64]) -> Result<()>,
+        mut take: impl FnMut(usize, &[T]) -> Result<()>,
     ) -> Result<()> {
         let checksums = self.read_checksums(&**file)?;
         let staging = Arc::new(BufPool::new(0, 0));
         for begin in (0..column.bytes).step_by(READ_BYTES) {
             let range = begin..column.bytes.min(begin + READ_BYTES);
             let staged = self.read_columns(&staging, file, &[(column, range.clone())], &checksums)?;
-            take(begin / size_of::<i64>(), staged.values(column, range))?;
+            take(begin / size_of::<T>(), staged.values(column, range))?;
         }
         Ok(())
     }
@@ -385,7 +410,7 @@ impl Staged<'_> {
     }
 
     /// The values of the wanted rows in one of their columns.
-    fn rows<T: bytemuck::Pod>(&self, field: Field) -> &[T] {
+    pub(super) fn rows<T: bytemuck::Pod>(&self, field: Field) -> &[T] {
         let column = self.group.layout.column(field);
         let (row, rows) = (column.bytes_per_row(), &self.group.rows);
         self.values(column, rows.start * row..rows.end * row)

@@ -1,9 +1,12 @@
 //! The files that hold rows: groups of sorted columns, or segments of an SSD tier.
 
 pub(crate) mod bucket_sort;
+pub(crate) mod counts;
+mod counts_input;
 pub(crate) mod delta;
 pub mod format;
 pub(crate) mod group;
+mod image;
 pub(crate) mod input;
 pub(crate) mod order;
 pub(crate) mod reader;

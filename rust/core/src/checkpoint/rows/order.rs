@@ -58,7 +58,9 @@ impl Metadata {
             Field::Score => bytemuck::cast_slice(&self.scores[..rows]),
             Field::Scalar => bytemuck::cast_slice(&self.scalars[..rows]),
             Field::ModifiedEpoch => bytemuck::cast_slice(&self.modified_epochs[..rows]),
-            Field::BucketOffsets | Field::Tombstone | Field::Vector(_) | Field::Checksums | Field::Pad => &[],
+            Field::BucketOffsets | Field::Tombstone | Field::Vector(_) | Field::Checksums | Field::Pad
+            // Of files of counts.
+            | Field::Generation | Field::Shows | Field::Clicks | Field::Age => &[],
         }
     }
 }

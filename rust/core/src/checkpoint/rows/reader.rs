@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::Builder;
 
+use super::counts::CountsSink;
+use super::counts_input::CountsReader;
 use super::input::{GroupReader, Staged};
 use super::segment_rows::read_segments;
 use super::source::RowSink;
@@ -16,7 +18,7 @@ use crate::checkpoint::manifest::holds::hold_to_read;
 use crate::checkpoint::manifest::json::inconsistent;
 use crate::checkpoint::manifest::latest::Latest;
 use crate::checkpoint::manifest::manifests::{DataFile, Manifest, Parent, RankManifest, Share, TableEntry, TableSpec};
-use crate::checkpoint::manifest::names::{MANIFEST_FILE, data_file, table_dir};
+use crate::checkpoint::manifest::names::{MANIFEST_FILE, counts_file, data_file, table_dir};
 use crate::checkpoint::manifest::read::{read_digested, read_manifest, read_ranks};
 use crate::checkpoint::output::each_piece;
 use crate::config::OptimizerKind;
@@ -153,8 +155,7 @@ impl Checkpoint {
             ));
         }
         let dir = self.directory.join(table_dir(module, table));
-        let mut wanted = Vec::new();
-        let mut segments = Vec::new();
+        let (mut wanted, mut counts, mut segments) = (Vec::new(), Vec::new(), Vec::new());
         for rank in &self.ranks {
             for share in rank.tables.iter().filter(|share| share.spec.module == module && share.spec.table == table) {
                 let owned = buckets.start.max(share.bucket_begin)..buckets.end.min(share.bucket_end);
@@ -164,8 +165,12 @@ impl Checkpoint {
                 segments.extend(share.segments.as_ref().map(|set| self.segment_files(rank, share, set)).transpose()?);
                 let file = |(n, file)| (dir.join(data_file(rank.rank, rank.world, n)), share, file, owned.clone());
                 wanted.extend(share.files.iter().enumerate().map(file));
+                for (n, file) in share.counts.iter().flat_map(|counts| counts.files.iter().enumerate()) {
+                    counts.push((dir.join(counts_file(rank.rank, rank.world, n)), share, file, owned.clone()));
+                }
             }
         }
+        let counts = counts.into_iter().map(|file| self.open_counts(file)).collect::<Result<_>>()?;
         let groups = self.open_groups(wanted)?;
         Ok(TableReader {
             engine: self.directory.shared_engine(),
@@ -173,9 +178,16 @@ impl Checkpoint {
             optimizer,
             buckets,
             groups,
+            counts,
             segments,
             slots: true,
         })
+    }
+
+    fn open_counts(&self, (path, share, file, owned): WantedFile<'_>) -> Result<CountsReader> {
+        let clicks = share.counts.as_ref().is_some_and(|counts| counts.clicks);
+        let group = GroupReader::open_counts(clicks, self.directory.engine(), path, share, file, owned)?;
+        Ok(CountsReader::new(group, share.bucket_begin, clicks))
     }
 
     /// Check several files at once: each is a few small reads.
@@ -201,6 +213,8 @@ pub struct TableReader {
     optimizer: OptimizerKind,
     buckets: Range<u32>,
     groups: Vec<GroupReader>,
+    /// The files of counts with ids of the buckets, in the order in which they were written.
+    counts: Vec<CountsReader>,
     /// Segments with rows of the buckets, and of others.
     segments: Vec<SegmentFiles>,
     /// Whether the optimizer's slots are handed over.
@@ -249,6 +263,28 @@ impl TableReader {
             group.read_tombstones(&*self.engine, self.spec.bucketing(), sink)?;
         }
         Ok(())
+    }
+
+    /// Whether there are counts of ids that wait for rows.
+    pub(crate) fn has_counts(&self) -> bool {
+        !self.counts.is_empty()
+    }
+
+    /// Whether they count clicks.
+    pub(crate) fn counts_clicks(&self) -> bool {
+        self.counts.iter().any(CountsReader::has_clicks)
+    }
+
+    /// How many ids have counts.
+    pub(crate) fn pending(&self) -> u64 {
+        self.counts.iter().map(CountsReader::ids).sum()
+    }
+
+    /// Read the counts of ids that wait for rows, verify them, and hand those of each bucket to `sink`. A bucket may come in several parts.
+    /// Errors as [`TableReader::read`].
+    pub(crate) fn read_counts(&self, sink: &mut CountsSink<'_>) -> Result<()> {
+        let bucketing = self.spec.bucketing();
+        self.counts.iter().try_for_each(|counts| counts.read(&*self.engine, bucketing, sink))
     }
 
     /// Read every row of the buckets, verify it, and hand it to `sink` in chunks of about 4 MiB. At most five groups are in memory (80 MiB).

@@ -11,8 +11,8 @@ use crate::checkpoint::directory::Directory;
 use crate::checkpoint::manifest::dense::DenseShare;
 use crate::checkpoint::manifest::digest::{RankDigest, checksum};
 use crate::checkpoint::manifest::latest::CheckpointName;
-use crate::checkpoint::manifest::manifests::{DataFile, RankManifest, Share, TableSpec, render};
-use crate::checkpoint::manifest::names::{data_file, rank_file, segment_file, table_dir};
+use crate::checkpoint::manifest::manifests::{CountsShare, DataFile, RankManifest, Share, TableSpec, render};
+use crate::checkpoint::manifest::names::{counts_file, data_file, rank_file, segment_file, table_dir};
 use crate::checkpoint::output::{Output, Waiting, each_piece, write_file};
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, write_whole};
@@ -35,6 +35,8 @@ pub struct RankWriter {
     directory: Directory,
     group_bytes: usize,
     manifest: RankManifest,
+    /// Whether counts of ids that wait for rows are written.
+    counts: bool,
 }
 
 impl RankWriter {
@@ -49,12 +51,24 @@ impl RankWriter {
 
     /// The part of `rank` (of `world`) in `directory`, that of a checkpoint or of a part of one, which is called `name`.
     pub(crate) fn in_dir(directory: Directory, name: String, rank: u32, world: u32) -> Self {
-        Self { directory, group_bytes: GROUP_BYTES, manifest: RankManifest::new(name, rank, world) }
+        Self { directory, group_bytes: GROUP_BYTES, manifest: RankManifest::new(name, rank, world), counts: true }
     }
 
     /// Set the rank's extents, which lie in the same directory.
     pub(crate) fn set_dense(&mut self, dense: DenseShare) {
         self.manifest.dense = Some(dense);
+    }
+
+    /// Leave the counts of ids that wait for rows out.
+    #[must_use]
+    pub fn without_counts(mut self) -> Self {
+        self.counts = false;
+        self
+    }
+
+    /// Whether counts of ids that wait for rows are written.
+    pub(crate) fn writes_counts(&self) -> bool {
+        self.counts
     }
 
     /// Make groups of at most `bytes`, and of one row at least. The default, and the most, is [`GROUP_BYTES`].
@@ -86,6 +100,7 @@ impl RankWriter {
             bucket_end: buckets.end,
             total_rows,
             files,
+            counts: None,
             segments: None,
         });
         Ok(total_rows)
@@ -130,6 +145,7 @@ impl RankWriter {
             bucket_end: buckets.end,
             total_rows: set.rows,
             files: Vec::new(),
+            counts: None,
             segments: Some(set),
         });
         Ok(linked)
@@ -149,13 +165,34 @@ impl RankWriter {
         Ok(())
     }
 
+    /// Begin the counts of the table written last.
+    pub(crate) fn set_counts(&mut self, counts: CountsShare) {
+        self.manifest.tables.last_mut().expect("a table was written").counts = Some(counts);
+    }
+
+    /// Add a file to the counts of the table written last: its image and what the manifest says of it.
+    pub(crate) fn append_counts_file(
+        &mut self,
+        make: impl FnOnce(&TableSpec, &Range<u32>) -> Result<(AlignedBuf, DataFile)>,
+    ) -> Result<()> {
+        let share = self.manifest.tables.last_mut().expect("a table was written");
+        let (image, file) = make(&share.spec, &(share.bucket_begin..share.bucket_end))?;
+        let dir = self.directory.join(table_dir(&share.spec.module, &share.spec.table));
+        let files = &mut share.counts.as_mut().expect("its counts were begun").files;
+        let name = counts_file(self.manifest.rank, self.manifest.world, files.len());
+        write_file(self.directory.engine(), &dir.join(name), &image)?;
+        files.push(file);
+        Ok(())
+    }
+
     /// Set how many rows the share that was written last has, with those that are in none of its files.
     pub(crate) fn set_total_rows(&mut self, rows: u64) {
         self.manifest.tables.last_mut().expect("a table was written").total_rows = rows;
     }
 
     /// Make this rank's part durable. The digest goes to the coordinator.
-    pub fn finish(self) -> Result<RankDigest> {
+    pub fn finish(mut self) -> Result<RankDigest> {
+        self.manifest.set_version();
         let (engine, bytes) = (self.directory.engine(), render(&self.manifest)?);
         // It needs no temporary name: no load uses it before the coordinator's manifest has its checksum.
         let manifest = self.directory.join(rank_file(self.manifest.rank, self.manifest.world));

@@ -14,11 +14,12 @@ fn run_all(isa: Isa, threads: usize, kind: OptimizerKind, dim: usize) -> (Vec<u3
         let (weighted, mean) = (step == 2, step == 1);
         outs.extend(batch.forward(isa, &table.store(), weighted, mean, threads).iter().map(|value| value.to_bits()));
         let pooled = batch.pooled(dim, weighted, mean);
-        let mut dot = vec![0.0; batch.slots.len()];
+        let mut dot = vec![0.0_f32; batch.slots.len()];
         let optimizer = OptimizerStep { kind, hyperparameters: numbers(0.01), step };
         // SAFETY: slots are below 400 and distinct in the index, and the gradient has all its columns.
         unsafe {
-            weight_gradient_on(isa, &table.store(), &batch.slots, &pooled.of_weights(&batch.grad), &mut dot, threads);
+            let (absent, gradient) = (batch.absent.as_deref(), pooled.of_weights(&batch.grad));
+            weight_gradient_on(isa, &table.store(), &batch.slots, absent, &gradient, &mut dot, threads);
             backward_on(isa, &table.store(), &batch.index, &pooled.of_rows(&batch.grad), &optimizer, threads);
         }
         dots.extend(dot.iter().map(|value| value.to_bits()));

@@ -46,8 +46,10 @@ fn pooled_forward_agrees_with_the_reference() {
     for dim in DIMS {
         let table = Table::new(OptimizerKind::RowWiseAdagrad.layout(dim), 40, 1);
         let rows = table.values();
-        let batch = Batch::new(40, dim, 2);
-        for (weighted, mean) in [(false, false), (true, false), (false, true), (true, true)] {
+        for (seed, weighted, mean) in
+            [(1, false, false), (2, false, false), (2, true, false), (1, true, true), (2, false, true), (2, true, true)]
+        {
+            let batch = Batch::new(40, dim, seed);
             let mut expected = vec![f64::NAN; BAGS * batch.columns];
             for feature in 0..2 {
                 let first = batch.range(feature).start;
@@ -55,9 +57,8 @@ fn pooled_forward_agrees_with_the_reference() {
                     let bounds = &batch.offsets[feature][bag..bag + 2];
                     for column in 0..dim {
                         let sum: f64 = (first + bounds[0] as usize..first + bounds[1] as usize)
-                            .filter(|&position| batch.slots[position] != NO_SLOT)
                             .map(|position| {
-                                let value = f64::from(rows[batch.slots[position] as usize][column]);
+                                let value = f64::from(batch.read(&rows, batch.slots[position], column));
                                 value * if weighted { f64::from(batch.weights[position]) } else { 1.0 }
                             })
                             .sum();
@@ -81,18 +82,20 @@ fn pooled_forward_agrees_with_the_reference() {
 }
 
 #[test]
-fn sequence_forward_copies_rows_and_zeros() {
+fn sequence_forward_copies_rows_and_what_is_absent() {
     for dim in DIMS {
         let table = Table::new(OptimizerKind::Adam.layout(dim), 40, 1);
         let rows = table.values();
         let slots: Vec<CacheSlot> =
             (0..3000).map(|i| if i % 7 == 0 { NO_SLOT } else { below(3, i, 40) as u32 }).collect();
-        for threads in [1, 3] {
+        let row = floats(9, dim);
+        for (threads, absent) in [(1, None), (3, None), (1, Some(row.as_slice())), (3, Some(row.as_slice()))] {
             let mut out = vec![f32::NAN; slots.len() * dim];
             // SAFETY: slots are below 40, and nobody writes the rows.
-            unsafe { forward_sequence(&table.store(), &slots, &mut out, threads) };
+            unsafe { forward_sequence(&table.store(), &slots, absent, &mut out, threads) };
             for (slot, out) in slots.iter().zip(out.chunks(dim)) {
-                let expected = if *slot == NO_SLOT { vec![0.0; dim] } else { rows[*slot as usize][..dim].to_vec() };
+                let none = absent.map_or_else(|| vec![0.0; dim], <[f32]>::to_vec);
+                let expected = if *slot == NO_SLOT { none } else { rows[*slot as usize][..dim].to_vec() };
                 assert_eq!(out, expected);
             }
         }
@@ -160,20 +163,19 @@ fn the_weight_gradient_is_the_dot_product_with_the_row() {
     for dim in DIMS {
         let table = Table::new(OptimizerKind::Adagrad.layout(dim), 40, 1);
         let rows = table.values();
-        let batch = Batch::new(40, dim, 2);
-        for mean in [false, true] {
+        for (seed, mean) in [(1, false), (2, false), (2, true)] {
+            let batch = Batch::new(40, dim, seed);
             let pooled = batch.pooled(dim, true, mean);
             let mut out = vec![f32::NAN; batch.slots.len()];
             // SAFETY: slots are below 40, and nobody writes the rows.
-            unsafe { weight_gradient(&table.store(), &batch.slots, &pooled.of_weights(&batch.grad), &mut out, 1) };
+            unsafe {
+                let (absent, gradient) = (batch.absent.as_deref(), pooled.of_weights(&batch.grad));
+                weight_gradient(&table.store(), &batch.slots, absent, &gradient, &mut out, 1);
+            }
             let gradients = batch.occurrence_gradients(dim, false, mean);
             for (position, got) in out.iter().enumerate() {
-                let slot = batch.slots[position];
-                let expected = if slot == NO_SLOT {
-                    0.0
-                } else {
-                    gradients[position].iter().zip(&rows[slot as usize]).map(|(g, w)| g * f64::from(*w)).sum()
-                };
+                let row = (0..dim).map(|column| f64::from(batch.read(&rows, batch.slots[position], column)));
+                let expected = gradients[position].iter().zip(row).map(|(g, w)| g * w).sum();
                 assert_close(f64::from(*got), expected, || format!("dim {dim} mean {mean} position {position}"));
             }
         }

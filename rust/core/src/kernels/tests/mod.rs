@@ -90,6 +90,8 @@ struct Batch {
     weights: Vec<f32>,
     grad: Vec<f32>,
     columns: usize,
+    /// What `NO_SLOT` reads: a row in batches of an even seed, and zeros in others.
+    absent: Option<Vec<f32>>,
 }
 
 const BAGS: usize = 50;
@@ -135,6 +137,16 @@ impl Batch {
             index,
             offsets,
             columns,
+            absent: seed.is_multiple_of(2).then(|| floats(seed + 6, dim)),
+        }
+    }
+
+    /// A column of the row that a slot reads, of a table with these rows.
+    fn read(&self, rows: &[Vec<f32>], slot: CacheSlot, column: usize) -> f32 {
+        match &self.absent {
+            Some(absent) if slot == NO_SLOT => absent[column],
+            None if slot == NO_SLOT => 0.0,
+            _ => rows[slot as usize][column],
         }
     }
 
@@ -167,6 +179,7 @@ impl Batch {
                 isa,
                 rows,
                 slots: &self.slots[range.clone()],
+                absent: self.absent.as_deref(),
                 offsets: &self.offsets[feature],
                 weights: weighted.then(|| &self.weights[range]),
                 mean,

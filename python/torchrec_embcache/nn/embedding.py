@@ -1,0 +1,256 @@
+"""A drop-in for `torch.nn.Embedding` over a table larger than memory.
+
+Shapes: N ids, n rows, D the embedding's width.
+"""
+
+from typing import Literal, Self, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_embcache.admission import Admission, NotAdmitted
+from torchrec_embcache.cache import Ids, Values
+from torchrec_embcache.config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets, Unseen
+from torchrec_embcache.initializers import Initializer
+from torchrec_embcache.lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS
+from torchrec_embcache.lookahead import IdBatch
+from torchrec_embcache.optimizers import OptimizerSpec
+from torchrec_embcache.rows import ids_array
+from torchrec_embcache.table_module import (
+    TableModule,
+    check_torch_arguments,
+    import_pretrained,
+    one_feature,
+    optimizer_of,
+    width_of,
+)
+from torchrec_embcache.tracing import as_one_call
+
+__all__ = ["EmbCacheEmbedding"]
+
+I64 = NDArray[np.int64]
+Mode = Literal["sum", "mean", "max"]
+
+
+class EmbCacheEmbedding(TableModule):
+    """`torch.nn.Embedding` without `num_embeddings`: any 64-bit integer is an id, and its row is born when it is first trained.
+
+    It takes `input`, int64 or int32 of any shape `(*)`, and gives float32 of shape `(*, D)`: the row of each id. `loss.backward()`
+    updates the rows of the batch with `optimizer`. A batch's rows are updated once, with the gradients of an id that occurs
+    several times summed first. After `eval()`, under `torch.no_grad()` or with a frozen `weight` nothing is updated, and an id
+    that was never trained reads its initial value and is not inserted.
+
+    Args:
+        name: the table's name, which also names its SSD directory. 1 to 200 bytes of UTF-8.
+        embedding_dim: the width D of a row, from 1 to 65,536.
+        tiers: the budgets in bytes of the device, host and SSD tier.
+        optimizer: one of `torchrec_embcache.optimizers`. Its update runs in the backward.
+        initializer: how rows are born. By default `Uniform(-1/sqrt(D), 1/sqrt(D))`.
+        seed: of the rows' births. The same seed, name and id give the same row everywhere.
+        padding_idx: an id that reads zeros and is never trained; None: there is no such id.
+        policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
+        on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
+        unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
+        admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
+        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, or a number for every column.
+        score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
+        total_num_buckets: how many buckets ids are spread over, which ranks share; from 1 to 2^20, and fixed for the table's life.
+        device: where the results are, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
+        replicated: where `torch.distributed` has several ranks, each trains a table of its own, and a warning says so.
+            True says that this is meant. To share one table, use a collection with its sharder.
+        dtype, max_norm, norm_type, scale_grad_by_freq, sparse: arguments of `torch.nn.Embedding`. `UnsupportedError` for
+            another dtype than float32, and for values of the others that change what an update does.
+
+    Raises:
+        ConfigError: a setting is out of range, is not given by name, or contradicts another.
+        UnsupportedError: an argument of torch's has a value that is not supported.
+        InUseError, PathError, StoragePermissionError, MismatchError, StorageError: of the SSD tier's directory.
+
+    Example::
+
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, initializers, optimizers
+        >>> item = EmbCacheEmbedding(
+        ...     name="item",
+        ...     embedding_dim=3,
+        ...     tiers=TierBudgets(host_bytes="1MiB"),
+        ...     optimizer=optimizers.SGD(lr=0.5),
+        ...     initializer=initializers.Linear(0.0, 1.0),  # every row is born as 0.0, 0.5, 1.0
+        ... )
+        >>> ids = torch.tensor([[7, -1], [7, 2**40]])  # [2, 2]
+        >>> out = item(ids)  # [2, 2, 3]
+        >>> out.shape
+        torch.Size([2, 2, 3])
+        >>> out.sum().backward()  # the gradient is 1 for each occurrence, so it is 2 for the id 7, which occurs twice
+        >>> item.read_rows([7, -1]).weights  # [2, 3]
+        tensor([[-1.0000, -0.5000,  0.0000],
+                [-0.5000,  0.0000,  0.5000]])
+        >>> len(item)
+        3
+        >>> item.close()
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        embedding_dim: int,
+        tiers: TierBudgets,
+        optimizer: OptimizerSpec,
+        initializer: Initializer | None = None,
+        seed: int = 0,
+        padding_idx: int | None = None,
+        policy: Policy = "s3fifo",
+        on_full: OnFull = "error",
+        unseen: Unseen | None = None,
+        admission: Admission | None = None,
+        not_admitted: NotAdmitted = "zeros",
+        score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
+        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_norm: None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        replicated: bool = False,
+    ) -> None:
+        check_torch_arguments(dtype=dtype, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+        del norm_type  # means nothing without max_norm
+        super().__init__(
+            name=name,
+            embedding_dim=embedding_dim,
+            tiers=tiers,
+            optimizer=optimizer,
+            initializer=initializer,
+            seed=seed,
+            padding_idx=padding_idx,
+            policy=policy,
+            on_full=on_full,
+            unseen=unseen,
+            admission=admission,
+            not_admitted=not_admitted,
+            score_half_life_steps=score_half_life_steps,
+            total_num_buckets=total_num_buckets,
+            device=device,
+            replicated=replicated,
+        )
+
+    @classmethod
+    def from_pretrained(  # noqa: D417 - the class says the rest
+        cls,
+        ids: Ids,
+        weights: Values | None = None,
+        *,
+        name: str,
+        tiers: TierBudgets,
+        optimizer: OptimizerSpec | None = None,
+        freeze: bool = True,
+        initializer: Initializer | None = None,
+        seed: int = 0,
+        padding_idx: int | None = None,
+        policy: Policy = "s3fifo",
+        on_full: OnFull = "error",
+        unseen: Unseen | None = None,
+        admission: Admission | None = None,
+        not_admitted: NotAdmitted = "zeros",
+        score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
+        total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_norm: None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        replicated: bool = False,
+    ) -> Self:
+        """A module with rows that were trained elsewhere. The settings that are not named below are those of the class.
+
+        Args:
+            ids: [n] distinct 64-bit integers, as a tensor, a numpy array or a list.
+            weights: [n, D] numbers, likewise. D becomes the module's width. Optimizer slots start at zero.
+            freeze: True, as in torch: the rows are not trained. False needs an `optimizer`.
+
+        It raises as the class and `import_rows` do, and `ConfigError` for `freeze=False` without an optimizer.
+
+        Example::
+
+            >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets
+            >>> item = EmbCacheEmbedding.from_pretrained(
+            ...     [7, 9], [[1.0, 2.0], [3.0, 4.0]], name="item", tiers=TierBudgets(host_bytes="1MiB")
+            ... )
+            >>> item(torch.tensor([9]))
+            tensor([[3., 4.]])
+            >>> item.close()
+        """
+        made = cls(
+            name=name,
+            embedding_dim=width_of(cls, weights),
+            tiers=tiers,
+            optimizer=optimizer_of(optimizer, freeze=freeze),
+            initializer=initializer,
+            seed=seed,
+            padding_idx=padding_idx,
+            policy=policy,
+            on_full=on_full,
+            unseen=unseen,
+            admission=admission,
+            not_admitted=not_admitted,
+            score_half_life_steps=score_half_life_steps,
+            total_num_buckets=total_num_buckets,
+            device=device,
+            dtype=dtype,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            replicated=replicated,
+        )
+        import_pretrained(made, ids, cast(Values, weights), freeze=freeze)
+        return made
+
+    def forward(self, input: Tensor, clicks: Tensor | None = None) -> Tensor:
+        """The row of each id.
+
+        Args:
+            input: int64 or int32 ids of any shape `(*)`, on the CPU or on the table's device.
+            clicks: those of each id, integers of the shape of `input`, for a table with admission `ShowClick`. None: no clicks.
+
+        Returns:
+            float32 of shape `(*, D)`, on the table's device.
+
+        Raises `InputError` for another `input` or `clicks`, and `CapacityError` where the last tier is full and `on_full` is
+        "error".
+        """
+        traced = as_one_call(self, input, clicks)
+        if traced is not None:
+            return cast(Tensor, traced)
+        batch, present = self._batch(input, clicks)
+        out = self._group.sequence(
+            batch.ids, batch.splits, train=self._begin_forward(), anchor=self.weight, clicks=batch.clicks
+        )
+        if present is not None:
+            mask = torch.from_numpy(present).to(out.device)
+            out = out.new_zeros(len(present), self.embedding_dim).masked_scatter(mask[:, None], out)
+        return out.view(*input.shape, self.embedding_dim)
+
+    def prefetch(self, input: Tensor, clicks: Tensor | None = None) -> bool:
+        """Begin to fetch the rows of a later `forward(input, clicks)`. Call it in the order of those forwards.
+
+        False where the budget ended before all rows were fetched; the forward fetches the rest. A forward of other ids forgets what
+        was prefetched for it, with an `EmbCacheWarning`.
+        """
+        batch, _ = self._batch(input, clicks)
+        return self._group.prefetch(batch, train=self._trains)
+
+    def _batch(self, input: Tensor, clicks: Tensor | None) -> tuple[IdBatch, NDArray[np.bool_] | None]:
+        """The ids [n] that are not padding, and where they are in the flat input [N]; None where all of them are."""
+        ids = ids_array(input, "input", self.table.device)
+        counted = self._clicks(clicks, len(ids))
+        if self.padding_idx is None:
+            return IdBatch(ids, one_feature(ids), counted), None
+        present = ids != self.padding_idx
+        ids = ids[present]
+        return IdBatch(ids, one_feature(ids), None if counted is None else counted[present]), present

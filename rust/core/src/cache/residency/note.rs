@@ -1,0 +1,135 @@
+//! What a published state of the SSD tier keeps of a table beside its rows: its lineage, and the counts of the ids that wait for rows.
+//!
+//! Without counts it is the bytes of the lineage. With counts it is: [`WITH_COUNTS`], the length of the lineage's bytes, these bytes, and
+//! for each bucket that has any its number, its generation, how many ids it has, and each id with its shows and clicks. The state around
+//! it has a checksum.
+
+use super::Residency;
+use crate::error::Result;
+use crate::lifecycle::{BucketCounts, PendingId};
+use crate::types::Id;
+
+/// The first bytes of a note with counts. A lineage begins with a brace.
+const WITH_COUNTS: &[u8] = b"counts 1\n";
+/// The bit of an id's shows that says that it is of the older generation.
+const OLDER: u32 = 1 << 31;
+
+/// The parts of a note.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Note<'a> {
+    pub(super) lineage: &'a [u8],
+    pub(super) counts: Vec<BucketCounts>,
+}
+
+impl Residency {
+    /// Take over what a state that is resumed keeps beside the rows. What cannot be read is left out.
+    ///
+    /// Errors: `Memory`.
+    pub(crate) fn resume_note(&mut self, note: &[u8]) -> Result<()> {
+        let Note { lineage, counts } = decode(note);
+        self.lineage.decode(lineage);
+        self.fit_host_to_index();
+        let buckets = self.base.config.buckets.clone();
+        counts
+            .iter()
+            .filter(|counts| buckets.contains(&counts.bucket))
+            .try_for_each(|counts| self.restore_counts(counts))
+    }
+
+    /// The note for a state that the SSD tier publishes, of at most so many bytes. What does not fit is left out, the counts first.
+    pub(crate) fn encoded_note(&self, most_bytes: usize) -> Vec<u8> {
+        let lineage = self.lineage.encode(most_bytes);
+        if !self.keeps_counts() {
+            return lineage;
+        }
+        let buckets = self.base.config.buckets.clone().map(|bucket| self.counts_of(bucket, None));
+        encode(&lineage, buckets, most_bytes).unwrap_or_else(|| {
+            tracing::warn!(
+                "table {:?}: the counts of ids that wait for rows take more than the {most_bytes} bytes that a flush has for them: a \
+                 resume of it finds no counts; raise ssd_bytes, or resume from a checkpoint, which has them",
+                self.base.config.name
+            );
+            lineage
+        })
+    }
+}
+
+/// The note with these counts; `None` where it would have more than `most` bytes.
+fn encode(lineage: &[u8], buckets: impl Iterator<Item = BucketCounts>, most: usize) -> Option<Vec<u8>> {
+    let mut note = [WITH_COUNTS, &(lineage.len() as u64).to_le_bytes(), lineage].concat();
+    for BucketCounts { bucket, generation, pending } in buckets {
+        if generation == 0 && pending.is_empty() {
+            continue;
+        }
+        for number in [bucket, generation, pending.len() as u32] {
+            note.extend_from_slice(&number.to_le_bytes());
+        }
+        for PendingId { id, shows, clicks, is_older } in pending {
+            note.extend_from_slice(&id.to_le_bytes());
+            note.extend_from_slice(&(if is_older { shows | OLDER } else { shows }).to_le_bytes());
+            note.extend_from_slice(&clicks.to_le_bytes());
+        }
+        if note.len() > most {
+            return None;
+        }
+    }
+    (note.len() <= most).then_some(note)
+}
+
+/// The parts of a note; what cannot be read is left out.
+pub(super) fn decode(note: &[u8]) -> Note<'_> {
+    let Some(rest) = note.strip_prefix(WITH_COUNTS) else { return Note { lineage: note, counts: Vec::new() } };
+    let parts = rest.split_at_checked(8).and_then(|(length, rest)| {
+        let length = u64::from_le_bytes(length.try_into().ok()?);
+        rest.split_at_checked(usize::try_from(length).ok()?)
+    });
+    let Some((lineage, mut rest)) = parts else { return Note { lineage: &[], counts: Vec::new() } };
+    let mut counts = Vec::new();
+    while !rest.is_empty() {
+        let Some(bucket) = take_bucket(&mut rest) else { return Note { lineage, counts: Vec::new() } };
+        counts.push(bucket);
+    }
+    Note { lineage, counts }
+}
+
+fn take_bucket(rest: &mut &[u8]) -> Option<BucketCounts> {
+    let (bucket, generation, count) = (take_u32(rest)?, take_u32(rest)?, take_u32(rest)?);
+    let mut pending = Vec::new();
+    for _ in 0..count {
+        let (id, later) = rest.split_first_chunk::<8>()?;
+        *rest = later;
+        let (shows, clicks) = (take_u32(rest)?, take_u32(rest)?);
+        let (shows, is_older) = (shows & !OLDER, shows & OLDER != 0);
+        pending.push(PendingId { id: Id::from_le_bytes(*id), shows, clicks, is_older });
+    }
+    Some(BucketCounts { bucket, generation, pending })
+}
+
+fn take_u32(rest: &mut &[u8]) -> Option<u32> {
+    let (number, later) = rest.split_first_chunk::<4>()?;
+    *rest = later;
+    Some(u32::from_le_bytes(*number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_note_comes_back_and_one_that_was_cut_has_no_counts() {
+        let pending = |id, is_older| PendingId { id, shows: (1 << 24) - 1, clicks: 7, is_older };
+        let counts = vec![
+            BucketCounts { bucket: 0, generation: u32::MAX, pending: vec![pending(-1, true), pending(5, false)] },
+            BucketCounts { bucket: 9, generation: 2, pending: Vec::new() },
+        ];
+        let nothing = BucketCounts { bucket: 3, ..BucketCounts::default() };
+        let all = || counts.iter().cloned().chain([nothing.clone()]);
+        let note = encode(b"{lineage}", all(), 1000).expect("it fits");
+        assert_eq!(decode(&note), Note { lineage: b"{lineage}", counts: counts.clone() });
+        assert_eq!(encode(b"{lineage}", all(), note.len() - 1), None);
+        for end in WITH_COUNTS.len()..note.len() {
+            assert!(decode(&note[..end]).counts.len() < 2, "{end}");
+        }
+        assert_eq!(decode(b"{old}"), Note { lineage: b"{old}", counts: Vec::new() });
+    }
+}

@@ -1,0 +1,161 @@
+//! Which ids of a training batch get a row. It is decided when the batch is forwarded, and counted when it is committed.
+
+use super::Residency;
+use super::demand::Refused;
+use super::hold::{Hold, PlanMode, Unseen};
+use crate::config::NotAdmitted;
+use crate::error::Result;
+use crate::lifecycle::BucketCounts;
+use crate::lifecycle::admission::Candidate;
+use crate::types::Id;
+
+/// The ids that got rows while plans are in flight for which it was decided which of their ids do not.
+#[derive(Debug, Default)]
+pub(super) struct BornMeanwhile {
+    /// How many such plans there are.
+    plans: u32,
+    /// Each id, with the table's version when it got its row.
+    ids: Vec<(u64, Id)>,
+}
+
+impl BornMeanwhile {
+    fn since(&self, version: u64) -> impl Iterator<Item = Id> + '_ {
+        self.ids.iter().filter(move |(born, _)| *born > version).map(|(_, id)| *id)
+    }
+}
+
+impl Residency {
+    /// Whether some ids of training batches may get no row.
+    pub(crate) fn refuses(&self) -> bool {
+        self.admitter.is_some()
+    }
+
+    /// What a plan reads in every column for ids that have no row and get none. `None`: the values that they would be born with.
+    pub(crate) fn absent_value(&self, mode: PlanMode) -> Option<f32> {
+        let not_admitted = match self.base.config.not_admitted {
+            NotAdmitted::Zeros => Some(0.0),
+            NotAdmitted::Value(value) => Some(value),
+            NotAdmitted::Initial => None,
+        };
+        match mode.unseen {
+            _ if mode.train => not_admitted,
+            Unseen::Initial => None,
+            Unseen::Zeros => Some(0.0),
+            Unseen::NotAdmitted => not_admitted,
+        }
+    }
+
+    /// Which of the ids of a training plan at `positions`, which have no row, are admitted as far as is known now: `[n]`.
+    pub(super) fn admits(&self, hold: &Hold, positions: &[u32]) -> Vec<bool> {
+        let mut admitted = Vec::new();
+        match &self.admitter {
+            None => admitted.resize(positions.len(), true),
+            Some(admitter) => {
+                let candidates: Vec<Candidate> = positions.iter().map(|&at| hold.demand.of(&hold.ids, at)).collect();
+                admitter.decide(&candidates, self.step + 1, &mut admitted);
+            }
+        }
+        admitted
+    }
+
+    /// Decide for good which ids of a training plan get no row, of those at `positions`, which have none. Returns which are admitted: `[n]`.
+    ///
+    /// Errors: `Memory` where there is none to count the others. Nothing has changed then.
+    pub(super) fn refuse(&mut self, hold: &mut Hold, positions: &[u32]) -> Result<Vec<bool>> {
+        let admitted = self.admits(hold, positions);
+        let refused = positions.iter().zip(&admitted).filter(|(_, admitted)| !**admitted);
+        let candidates: Vec<Candidate> = refused.clone().map(|(&at, _)| hold.demand.of(&hold.ids, at)).collect();
+        if let Some(admitter) = &mut self.admitter {
+            admitter.reserve(candidates.len())?;
+        }
+        hold.refused_at = refused.map(|(&at, _)| at).collect();
+        if hold.refused.is_none() {
+            self.meanwhile.plans += 1;
+        }
+        hold.refused = Some(Refused { candidates, version: self.base.version() });
+        Ok(admitted)
+    }
+
+    /// As [`Residency::refuse`], of all ids of a plan whose rows are in the host tier. What the plan pledged is then what it may give birth
+    /// to.
+    pub(crate) fn refuse_in_host(&mut self, hold: &mut Hold) -> Result<()> {
+        let mut unborn = std::mem::take(&mut hold.waiting);
+        self.traffic.host.misses += unborn.len() as u64;
+        self.traffic.ssd_misses += unborn.len() as u64;
+        // A plan has pledged to train all its rows that are not born.
+        if hold.pledged > 0 {
+            let all = 0..hold.ids.len() as u32;
+            unborn.extend(all.filter(|&position| Self::is_unborn(&self.host.slots, hold.host[position as usize])));
+        }
+        let admitted = self.refuse(hold, &unborn)?;
+        self.counts.take_back_pledge(hold.pledged);
+        hold.pledged = 0;
+        self.pledge(hold, admitted.iter().filter(|admitted| **admitted).count() as u64);
+        Ok(())
+    }
+
+    /// Count the ids that a batch which is now committed got no rows for. An id that got its row by another batch meanwhile is not counted.
+    pub(super) fn count_refused(&mut self, hold: &Hold) {
+        let (Some(refused), Some(admitter)) = (&hold.refused, &mut self.admitter) else { return };
+        let mut born: Vec<Id> = self.meanwhile.since(refused.version).collect();
+        born.sort_unstable();
+        for each in &refused.candidates {
+            if born.is_empty() || born.binary_search(&each.id).is_err() {
+                admitter.count(each, self.epoch);
+            }
+        }
+        self.traffic.refused += refused.candidates.len() as u64;
+    }
+
+    /// Note that ids got rows.
+    pub(super) fn have_rows(&mut self, ids: impl Iterator<Item = Id>) {
+        let Some(admitter) = &mut self.admitter else { return };
+        let version = self.base.version();
+        for id in ids {
+            admitter.has_row(id);
+            if self.meanwhile.plans > 0 {
+                self.meanwhile.ids.push((version, id));
+            }
+        }
+    }
+
+    /// A plan for which it was decided has ended, with a commit or without.
+    pub(super) fn forget_refused(&mut self, hold: &mut Hold) {
+        if hold.refused.take().is_some() {
+            self.meanwhile.plans -= 1;
+            if self.meanwhile.plans == 0 {
+                self.meanwhile.ids.clear();
+            }
+        }
+    }
+
+    /// Whether ids that wait for rows are counted.
+    pub(crate) fn keeps_counts(&self) -> bool {
+        self.admitter.as_ref().is_some_and(|admitter| admitter.pending().is_some())
+    }
+
+    /// For each of the shard's buckets, how many generations of its counts have ended. `None` where the table counts nothing.
+    pub(crate) fn generations(&self) -> Option<Vec<u32>> {
+        let pending = self.admitter.as_ref()?.pending()?;
+        Some(self.base.config.buckets.clone().map(|bucket| pending.generation(bucket)).collect())
+    }
+
+    /// The counts of a bucket, of the ids that were counted in epoch `since` or later where it is given.
+    pub(crate) fn counts_of(&self, bucket: u32, since: Option<u32>) -> BucketCounts {
+        let none = || BucketCounts { bucket, ..BucketCounts::default() };
+        self.admitter.as_ref().map_or_else(none, |admitter| admitter.of_bucket(bucket, since))
+    }
+
+    /// The counts that a bucket had when the moment began. They are kept no longer.
+    pub(crate) fn take_wanted_counts(&mut self, bucket: u32) -> BucketCounts {
+        let none = || BucketCounts { bucket, ..BucketCounts::default() };
+        self.admitter.as_mut().map_or_else(none, |admitter| admitter.take_wanted(bucket))
+    }
+
+    /// Put counts into a bucket that has none.
+    ///
+    /// Errors: `Memory`, and the bucket has some of the counts.
+    pub(crate) fn restore_counts(&mut self, counts: &BucketCounts) -> Result<()> {
+        self.admitter.as_mut().map_or(Ok(()), |admitter| admitter.restore(counts))
+    }
+}

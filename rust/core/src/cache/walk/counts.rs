@@ -1,0 +1,42 @@
+//! The counts of the ids that wait for rows, handed over bucket by bucket.
+
+use std::ops::Range;
+
+use crate::cache::locks::{Held, TableInner};
+use crate::error::Result;
+use crate::lifecycle::BucketCounts;
+
+/// How many buckets are copied while the table's lock is held once.
+const BUCKETS_AT_ONCE: u32 = 64;
+
+/// Hand the counts of each of `buckets` to `sink`, in rising order, which runs without the lock that `lock` takes. Nothing where the table
+/// counts nothing.
+pub(super) fn each_bucket<'a>(
+    buckets: &Range<u32>,
+    lock: &mut dyn FnMut() -> Result<Held<'a>>,
+    counts: &dyn Fn(&mut Held<'a>, u32) -> BucketCounts,
+    sink: &mut dyn FnMut(BucketCounts) -> Result<()>,
+) -> Result<()> {
+    let mut next = buckets.start;
+    while next < buckets.end {
+        let end = next.saturating_add(BUCKETS_AT_ONCE).min(buckets.end);
+        let mut held = lock()?;
+        if !held.keeps_counts() {
+            return Ok(());
+        }
+        let copied: Vec<BucketCounts> = (next..end).map(|bucket| counts(&mut held, bucket)).collect();
+        drop(held);
+        copied.into_iter().try_for_each(&mut *sink)?;
+        next = end;
+    }
+    Ok(())
+}
+
+/// Hand the counts of now of every bucket to `sink`; with `since` those of the ids that were counted in that epoch or later.
+pub(crate) fn counts_of_now(
+    table: &TableInner,
+    since: Option<u32>,
+    sink: &mut dyn FnMut(BucketCounts) -> Result<()>,
+) -> Result<()> {
+    each_bucket(&table.config.buckets, &mut || table.lock(), &|held, bucket| held.counts_of(bucket, since), sink)
+}

@@ -1,0 +1,82 @@
+//! Reads a file of counts of ids that wait for rows.
+
+use std::sync::Arc;
+
+use super::counts::CountsSink;
+use super::format::Field;
+use super::input::{GroupReader, Staged};
+use crate::error::Result;
+use crate::io::{BufPool, IoEngine};
+use crate::lifecycle::{BucketCounts, PendingId};
+use crate::memory;
+use crate::types::{Bucketing, Id};
+
+/// A file of counts whose header and bucket offsets are checked.
+#[derive(Debug)]
+pub(super) struct CountsReader {
+    group: GroupReader,
+    /// The first bucket of the share that the file is of.
+    first: u32,
+    clicks: bool,
+}
+
+impl CountsReader {
+    /// Of a file of a share whose buckets begin at `first`; with counts of clicks if `clicks`.
+    pub(super) fn new(group: GroupReader, first: u32, clicks: bool) -> Self {
+        Self { group, first, clicks }
+    }
+
+    /// Whether it has counts of clicks.
+    pub(super) fn has_clicks(&self) -> bool {
+        self.clicks
+    }
+
+    /// How many ids of the wanted buckets it has.
+    pub(super) fn ids(&self) -> u64 {
+        self.group.rows.len() as u64
+    }
+
+    /// Read and verify the counts of the wanted buckets, and hand those of each bucket to `sink`.
+    pub(super) fn read(&self, engine: &dyn IoEngine, bucketing: Bucketing, sink: &mut CountsSink<'_>) -> Result<()> {
+        let generations = self.generations(engine)?;
+        let staged = self.group.stage(engine, &Arc::new(BufPool::new(0, 0)), bucketing)?;
+        let mut ids = self.pending(&staged).peekable();
+        for (bucket, &generation) in self.group.buckets.clone().zip(&generations) {
+            let mut pending = Vec::new();
+            while let Some(each) = ids.next_if(|each| bucketing.of(each.id) == bucket) {
+                pending.push(each);
+            }
+            if generation > 0 || !pending.is_empty() {
+                sink(BucketCounts { bucket, generation, pending })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// For each of the wanted buckets, how many of its generations have ended.
+    fn generations(&self, engine: &dyn IoEngine) -> Result<Vec<u32>> {
+        let group = &self.group;
+        let (first, last) = (group.buckets.start - self.first, group.buckets.end - self.first);
+        let mut found = memory::zeros("read the generations of buckets", (last - first) as usize)?;
+        let column = group.layout.column(Field::Generation);
+        group.for_each_window(&group.reopen(engine)?, column, |begin, values: &[u32]| {
+            let of_window = values.iter().zip(begin as u32..);
+            let wanted = of_window.filter(|(_, bucket)| (first..last).contains(bucket));
+            wanted.for_each(|(&value, bucket)| found[(bucket - first) as usize] = value);
+            Ok(())
+        })?;
+        Ok(found)
+    }
+
+    fn pending<'a>(&self, staged: &'a Staged<'_>) -> impl Iterator<Item = PendingId> + use<'a> {
+        let clicks: &[u32] = if self.clicks { staged.rows(Field::Clicks) } else { &[] };
+        let (ids, shows, ages): (&[Id], &[u32], &[u32]) =
+            (staged.rows(Field::Id), staged.rows(Field::Shows), staged.rows(Field::Age));
+        (0..ids.len()).map(move |at| PendingId {
+            id: ids[at],
+            shows: shows[at],
+            clicks: clicks.get(at).copied().unwrap_or(0),
+            is_older: ages[at] != 0,
+        })
+    }
+}

@@ -1,0 +1,341 @@
+//! Which ids get a row. It is decided for each id of a training batch that has none, when the batch is forwarded.
+//!
+//! A decision depends on the settings, the id, the batch and what was committed before it, and on nothing else: not on budgets, ranks,
+//! threads, or on how far ahead batches are planned.
+
+use std::ops::Range;
+
+use super::Pending;
+use super::bucket::{BucketCounts, PendingId, WantedCounts};
+use super::pending::PendingCount;
+use crate::config::{Admission, TableConfig};
+use crate::error::{Error, Kind, Result};
+use crate::rows::philox;
+use crate::types::{Bucketing, Id, hash_id};
+
+/// An id of a batch that has no row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Candidate {
+    /// The id.
+    pub(crate) id: Id,
+    /// Its occurrences in the batch: its shows.
+    pub(crate) occurrences: u32,
+    /// Its clicks in the batch.
+    pub(crate) clicks: u32,
+}
+
+/// Decides for one table shard, and counts for it.
+#[derive(Debug)]
+pub(crate) struct Admitter {
+    rule: Admission,
+    /// The key of Philox for coins.
+    key: [u32; 2],
+    /// The occurrences of the ids that wait for a row.
+    shows: Option<Pending>,
+    /// Their clicks, of those that have any.
+    clicks: Option<Pending>,
+    buckets: Range<u32>,
+    bucketing: Bucketing,
+    /// What a save beside training still wants of the counts.
+    wanted: Option<WantedCounts>,
+}
+
+impl Admitter {
+    /// What decides for a shard of this configuration; `None` where every id gets a row.
+    ///
+    /// Errors: `Config` where a number of the rule is out of range.
+    pub(crate) fn of(config: &TableConfig) -> Result<Option<Self>> {
+        check(&config.admission).map_err(|error| error.context(format!("table {:?}", config.name)))?;
+        Ok((config.admission != Admission::All).then(|| Self::new(config)))
+    }
+
+    fn new(config: &TableConfig) -> Self {
+        let (rule, seed, key) = (config.admission, config.seed, config.key);
+        let (buckets, bucketing) = (config.buckets.clone(), config.bucketing());
+        // Births have a key made of the same numbers. Coins have another one, so that a coin tells nothing of a weight.
+        let mixed = hash_id(hash_id((seed ^ hash_id(key as Id)) as Id) as Id);
+        let pending = |memory, window| Pending::new(buckets.clone(), bucketing, memory, window);
+        let (shows, clicks) = match rule {
+            Admission::Count { window_steps, memory, .. } => (Some(pending(memory, window_steps)), None),
+            Admission::ShowClick { window_steps, memory, .. } => {
+                (Some(pending(memory, window_steps)), Some(pending(memory, window_steps).never_full()))
+            }
+            Admission::All | Admission::Probability { .. } | Admission::ReadOnly => (None, None),
+        };
+        Self { rule, key: [mixed as u32, (mixed >> 32) as u32], shows, clicks, buckets, bucketing, wanted: None }
+    }
+
+    /// Whether each of `candidates` `[n]` gets a row in the batch that will be step `step`: into `admitted` `[n]`.
+    pub(crate) fn decide(&self, candidates: &[Candidate], step: u64, admitted: &mut Vec<bool>) {
+        admitted.clear();
+        match self.rule {
+            Admission::All => admitted.resize(candidates.len(), true),
+            Admission::ReadOnly => admitted.resize(candidates.len(), false),
+            Admission::Probability { p } => admitted.extend(candidates.iter().map(|each| self.coin(p, each, step))),
+            Admission::Count { threshold, .. } => {
+                let before = counts(self.shows.as_ref(), candidates);
+                let crosses = |(each, count): (&Candidate, u32)| each.occurrences.saturating_add(count) >= threshold;
+                admitted.extend(candidates.iter().zip(before).map(crosses));
+            }
+            Admission::ShowClick { alpha, beta, threshold, .. } => {
+                let shows = counts(self.shows.as_ref(), candidates);
+                let clicks = counts(self.clicks.as_ref(), candidates);
+                let before = shows.into_iter().zip(clicks);
+                admitted.extend(candidates.iter().zip(before).map(|(each, (shows, clicks))| {
+                    let shows = f64::from(each.occurrences) + f64::from(shows);
+                    let clicks = f64::from(each.clicks) + f64::from(clicks);
+                    alpha * shows + beta * clicks >= threshold
+                }));
+            }
+        }
+    }
+
+    /// One throw for all occurrences of an id in a batch: it is admitted unless each of them by itself is refused.
+    fn coin(&self, p: f64, each: &Candidate, step: u64) -> bool {
+        let id = each.id as u64;
+        let word = philox::word([step as u32, (step >> 32) as u32, id as u32, (id >> 32) as u32], self.key);
+        // The middle of the word's interval when the unit interval is cut into 2³² parts.
+        let thrown = (f64::from(word) + 0.5) * (1.0 / 4_294_967_296.0);
+        thrown < 1.0 - power(1.0 - p, each.occurrences)
+    }
+
+    /// Have memory to count so many more ids.
+    ///
+    /// Errors: `Memory`.
+    pub(crate) fn reserve(&mut self, ids: usize) -> Result<()> {
+        self.all_counts().try_for_each(|pending| pending.reserve(ids))
+    }
+
+    /// Count the occurrences of an id that was refused in a batch which is now committed. There is memory for it.
+    pub(crate) fn count(&mut self, each: &Candidate, epoch: u32) {
+        self.keep_wanted(each.id);
+        let Some(shows) = &mut self.shows else { return };
+        shows.add(each.id, each.occurrences, epoch);
+        let Some(clicks) = &mut self.clicks else { return };
+        let mut before = [0];
+        clicks.get_batch(&[each.id], &mut before);
+        if each.clicks > 0 || before[0] > 0 {
+            clicks.add(each.id, each.clicks, epoch);
+        }
+    }
+
+    /// Forget the counts of an id that has a row now.
+    pub(crate) fn has_row(&mut self, id: Id) {
+        self.keep_wanted(id);
+        self.all_counts().for_each(|pending| pending.remove(id));
+    }
+
+    /// A step was made, and what it counted was counted.
+    pub(crate) fn step_ends(&mut self, step: u64) {
+        for bucket in self.shows.as_mut().map(|shows| shows.ending(step)).unwrap_or_default() {
+            self.keep_wanted_of(bucket);
+            self.all_counts().for_each(|pending| pending.end_generation(bucket));
+        }
+    }
+
+    /// Forget all counts.
+    pub(crate) fn clear(&mut self) {
+        self.buckets.clone().for_each(|bucket| self.keep_wanted_of(bucket));
+        self.all_counts().for_each(Pending::clear);
+    }
+
+    /// The counts of the ids that wait for a row, where the rule counts them.
+    pub(crate) fn pending(&self) -> Option<&Pending> {
+        self.shows.as_ref()
+    }
+
+    /// The counts of a bucket, of the ids that were counted in epoch `since` or later where it is given.
+    pub(crate) fn of_bucket(&self, bucket: u32, since: Option<u32>) -> BucketCounts {
+        let Some(shows) = &self.shows else { return BucketCounts { bucket, ..BucketCounts::default() } };
+        let counts = since.map_or_else(|| shows.of_bucket(bucket), |since| shows.of_bucket_since(bucket, since));
+        let ids: Vec<Id> = counts.iter().map(|count| count.id).collect();
+        let mut clicks = vec![0; ids.len()];
+        if let Some(pending) = &self.clicks {
+            pending.get_batch(&ids, &mut clicks);
+        }
+        let pending = counts.into_iter().zip(clicks).map(|(PendingCount { id, count, is_older }, clicks)| PendingId {
+            id,
+            shows: count,
+            clicks,
+            is_older,
+        });
+        BucketCounts { bucket, generation: shows.generation(bucket), pending: pending.collect() }
+    }
+
+    /// Put counts into a bucket that has none. A rule that counts nothing leaves them.
+    ///
+    /// Errors: `Memory`, and the bucket has some of the counts.
+    pub(crate) fn restore(&mut self, counts: &BucketCounts) -> Result<()> {
+        let BucketCounts { bucket, generation, ref pending } = *counts;
+        let list = |of: fn(&PendingId) -> u32| -> Vec<PendingCount> {
+            let one = |each: &PendingId| PendingCount { id: each.id, count: of(each), is_older: each.is_older };
+            pending.iter().map(one).collect()
+        };
+        if let Some(shows) = &mut self.shows {
+            shows.restore(bucket, generation, &list(|each| each.shows))?;
+        }
+        if let Some(pending) = &mut self.clicks {
+            let clicked: Vec<PendingCount> =
+                list(|each| each.clicks).into_iter().filter(|each| each.count > 0).collect();
+            pending.restore(bucket, generation, &clicked)?;
+        }
+        Ok(())
+    }
+
+    /// Keep the counts of now until [`Admitter::take_wanted`] has taken those of every bucket.
+    pub(crate) fn begin_moment(&mut self, since: Option<u32>) {
+        self.wanted = self.shows.is_some().then(|| WantedCounts::new(self.buckets.start, self.buckets.len(), since));
+    }
+
+    /// Keep nothing for a save any more.
+    pub(crate) fn leave_moment(&mut self) {
+        self.wanted = None;
+    }
+
+    /// The counts that a bucket had when the moment began.
+    pub(crate) fn take_wanted(&mut self, bucket: u32) -> BucketCounts {
+        let Some(mut wanted) = self.wanted.take() else { return BucketCounts { bucket, ..BucketCounts::default() } };
+        let counts = wanted.take(bucket, |since| self.of_bucket(bucket, since));
+        self.wanted = Some(wanted);
+        counts
+    }
+
+    #[inline]
+    fn keep_wanted(&mut self, id: Id) {
+        if self.wanted.is_some() {
+            self.keep_wanted_of(self.bucketing.of(id));
+        }
+    }
+
+    #[cold]
+    fn keep_wanted_of(&mut self, bucket: u32) {
+        let Some(wanted) = &self.wanted else { return };
+        if wanted.wants(bucket) {
+            let counts = self.of_bucket(bucket, wanted.since);
+            if let Some(wanted) = &mut self.wanted {
+                wanted.keep(counts);
+            }
+        }
+    }
+
+    fn all_counts(&mut self) -> impl Iterator<Item = &mut Pending> {
+        [&mut self.shows, &mut self.clicks].into_iter().flatten()
+    }
+}
+
+fn check(rule: &Admission) -> Result<()> {
+    let refuse = |message: String| Err(Error::new(Kind::Config, message));
+    let check_memory = |memory: u64| {
+        if memory == 0 {
+            refuse("admission memory=0: give the counts some bytes, such as 64 MiB".into())
+        } else {
+            Ok(())
+        }
+    };
+    match *rule {
+        Admission::All | Admission::ReadOnly => Ok(()),
+        Admission::Count { threshold: 0, .. } => {
+            refuse("admission.Count(0) admits every id: leave admission out for that, or give 1 or more".into())
+        }
+        Admission::Count { threshold, memory, .. } => {
+            if threshold > super::pending::MOST_THRESHOLD {
+                let most = super::pending::MOST_THRESHOLD;
+                return refuse(format!("admission.Count({threshold}) is out of range: give at most {most}"));
+            }
+            check_memory(memory)
+        }
+        Admission::Probability { p } => {
+            if p > 0.0 && p <= 1.0 {
+                return Ok(());
+            }
+            refuse(format!("admission.Probability({p}) is out of range: give more than 0 and at most 1"))
+        }
+        Admission::ShowClick { alpha, beta, threshold, memory, .. } => {
+            for (name, number) in [("alpha", alpha), ("beta", beta), ("threshold", threshold)] {
+                if !number.is_finite() || number < 0.0 {
+                    return refuse(format!(
+                        "admission.ShowClick({name}={number}) is out of range: give a finite number from 0"
+                    ));
+                }
+            }
+            if alpha == 0.0 && beta == 0.0 && threshold > 0.0 {
+                return refuse(
+                    "admission.ShowClick(alpha=0, beta=0) admits no id: give a weight, or use ReadOnly()".into(),
+                );
+            }
+            check_memory(memory)
+        }
+    }
+}
+
+/// The counts of candidates, in their order.
+fn counts(pending: Option<&Pending>, candidates: &[Candidate]) -> Vec<u32> {
+    let ids: Vec<Id> = candidates.iter().map(|each| each.id).collect();
+    let mut counts = vec![0; ids.len()];
+    if let Some(pending) = pending {
+        pending.get_batch(&ids, &mut counts);
+    }
+    counts
+}
+
+/// `base` to the power of `exponent`, by repeated squaring. A platform's own function may round in another way.
+fn power(base: f64, exponent: u32) -> f64 {
+    let (mut result, mut square, mut left) = (1.0, base, exponent);
+    while left > 0 {
+        if left & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        left >>= 1;
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::BucketHash;
+
+    fn thrower(p: f64, key: [u32; 2]) -> Admitter {
+        let bucketing = Bucketing::new(7, BucketHash::SplitMix64);
+        let rule = Admission::Probability { p };
+        Admitter { rule, key, shows: None, clicks: None, buckets: 0..7, bucketing, wanted: None }
+    }
+
+    /// Each line: the seed, the table key, p, the id, the step, the occurrences, and whether the id is admitted.
+    #[test]
+    fn coins_are_those_of_version_3() {
+        let fixture = include_str!("../../../../tests/fixtures/v3/coins.txt");
+        let mut coins = 0;
+        for line in fixture.lines().filter(|line| !line.starts_with('#')) {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let (seed, key): (u64, u64) = (fields[0].parse().expect("a seed"), fields[1].parse().expect("a key"));
+            let p: f64 = fields[2].parse().expect("a probability");
+            let candidate = Candidate {
+                id: fields[3].parse().expect("an id"),
+                occurrences: fields[5].parse().expect("occurrences"),
+                clicks: 0,
+            };
+            let mixed = hash_id(hash_id((seed ^ hash_id(key as Id)) as Id) as Id);
+            let key = [mixed as u32, (mixed >> 32) as u32];
+            let admitter = thrower(p, key);
+            let mut admitted = Vec::new();
+            admitter.decide(&[candidate], fields[4].parse().expect("a step"), &mut admitted);
+            assert_eq!(admitted, [fields[6] == "1"], "{line}");
+            coins += 1;
+        }
+        assert_eq!(coins, 216);
+    }
+
+    #[test]
+    fn many_occurrences_admit_as_many_coins_would() {
+        let admitter = thrower(0.1, [1, 2]);
+        for (occurrences, expected) in [(1, 0.1), (2, 0.19), (10, 0.651)] {
+            let candidates: Vec<Candidate> = (0..20_000).map(|id| Candidate { id, occurrences, clicks: 0 }).collect();
+            let mut admitted = Vec::new();
+            admitter.decide(&candidates, 1, &mut admitted);
+            let share = admitted.iter().filter(|admitted| **admitted).count() as f64 / 20_000.0;
+            assert!((share - expected).abs() < 0.015, "{share} and {expected}");
+        }
+    }
+}

@@ -1,0 +1,436 @@
+//! How often ids occurred that have no row yet.
+//!
+//! The counts are exact. What is forgotten depends on the batches and the settings alone, and not on the number of ranks, on budgets, on
+//! threads, or on the order of the ids within a batch: every bucket of ids forgets by itself, and only between two batches.
+//!
+//! A bucket has two generations. An id belongs to the current one once it occurs. When a batch ends and the current one has half of the ids
+//! that a bucket may have, or when its window ends, the older one is forgotten, and the current one becomes the older one. So an id is
+//! remembered for one to two windows after its last occurrence.
+
+mod lines;
+
+use std::num::NonZeroU64;
+use std::ops::Range;
+
+use lines::{Counts, Entry, MOST_COUNT, MOST_TAG, Pool};
+
+use crate::error::Result;
+use crate::index::IdHash;
+use crate::types::{Bucketing, Id};
+
+/// The largest count that is told apart from larger ones.
+pub(crate) const MOST_THRESHOLD: u32 = MOST_COUNT;
+/// Bytes of RAM that an id takes at most.
+pub(crate) const BYTES_PER_ID: u64 = 17;
+/// A bucket's ids are in several maps where there may be more than this, because a map that grows moves all its ids at once.
+const IDS_PER_MAP: u64 = 1 << 14;
+/// How many ids ahead of a look-up their memory is asked for.
+const AHEAD: usize = 12;
+/// When epochs pass the last tag, this many of the newest ones keep tags of their own.
+const EPOCHS_KEPT: u32 = MOST_TAG / 2;
+
+/// The count of an id that waits for a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PendingCount {
+    /// The id.
+    pub(crate) id: Id,
+    /// Its occurrences, at most 2²⁴ − 1.
+    pub(crate) count: u32,
+    /// Whether it belongs to the older generation of its bucket.
+    pub(crate) is_older: bool,
+}
+
+/// The two generations of a bucket.
+#[derive(Clone, Copy, Debug, Default)]
+struct Generations {
+    /// The bit that ids of the current one have.
+    current: bool,
+    /// How many ids each of them has, by that bit.
+    ids: [u32; 2],
+    /// How many generations have ended.
+    ended: u64,
+}
+
+/// The counts of the ids of one table shard.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    buckets: Range<u32>,
+    bucketing: Bucketing,
+    hash: IdHash,
+    pool: Pool,
+    /// `parts` for each bucket.
+    maps: Vec<Counts>,
+    parts: u64,
+    generations: Vec<Generations>,
+    /// Ids that a generation of a bucket may have.
+    generation_ids: u32,
+    window: Option<NonZeroU64>,
+    /// The epoch of tag 0. Ids with it were last counted then or before.
+    first_epoch: u32,
+    forgotten: u64,
+    /// Buckets whose current generation may have become full in this batch.
+    full: Vec<u32>,
+    /// No map has more pages.
+    most_pages: usize,
+}
+
+impl Pending {
+    /// No counts, of a shard with these buckets. `window` is in steps.
+    ///
+    /// All shards of the table together take at most `memory` bytes, and what the ids of one batch take.
+    pub(crate) fn new(buckets: Range<u32>, bucketing: Bucketing, memory: u64, window: Option<NonZeroU64>) -> Self {
+        let generation_ids = (memory / BYTES_PER_ID / u64::from(bucketing.total()) / 2).clamp(1, 1 << 30);
+        let parts = (2 * generation_ids).div_ceil(IDS_PER_MAP);
+        let count = buckets.len();
+        let mut maps = Vec::new();
+        maps.resize_with(count * parts as usize, Counts::default);
+        Self {
+            buckets,
+            bucketing,
+            hash: IdHash::random(),
+            pool: Pool::default(),
+            maps,
+            parts,
+            generations: vec![Generations::default(); count],
+            generation_ids: generation_ids as u32,
+            window,
+            first_epoch: 0,
+            forgotten: 0,
+            full: Vec::new(),
+            most_pages: 0,
+        }
+    }
+
+    /// How many ids have counts.
+    pub(crate) fn len(&self) -> u64 {
+        self.generations.iter().map(|bucket| u64::from(bucket.ids[0]) + u64::from(bucket.ids[1])).sum()
+    }
+
+    /// Ids that were forgotten because a bucket was full or a window ended.
+    pub(crate) fn forgotten(&self) -> u64 {
+        self.forgotten
+    }
+
+    /// Bytes of RAM that the counts take.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.pool.bytes()
+    }
+
+    /// The counts of `ids` `[n]`, 0 where there is none: into `counts` `[n]`.
+    pub(crate) fn get_batch(&self, ids: &[Id], counts: &mut [u32]) {
+        for (at, (&id, count)) in ids.iter().zip(counts).enumerate() {
+            if let Some(&later) = ids.get(at + AHEAD) {
+                let hash = self.hash.of(later);
+                self.maps[self.map(later, hash)].prefetch(&self.pool, hash);
+            }
+            let hash = self.hash.of(id);
+            *count = self.maps[self.map(id, hash)].get(&self.pool, id, hash).map_or(0, |entry| entry.count);
+        }
+    }
+
+    /// Have memory for so many more ids.
+    ///
+    /// Errors: `Memory`.
+    pub(crate) fn reserve(&mut self, ids: usize) -> Result<()> {
+        // Each of the maps may grow, the largest of them too.
+        let growing = ids.min(self.maps.len());
+        self.pool.reserve(growing * self.most_pages / 8 + ids + 2 * growing + self.most_pages)
+    }
+
+    /// Count `occurrences` more of an id, in `epoch`, once there is memory for it.
+    pub(crate) fn add(&mut self, id: Id, occurrences: u32, epoch: u32) {
+        let hash = self.hash.of(id);
+        let (bucket, map) = (self.bucket(id), self.map(id, hash));
+        let generation = self.generations[bucket].current;
+        let tag = self.tag(epoch);
+        let found = self.maps[map].get(&self.pool, id, hash);
+        let count = found.map_or(0, |entry| entry.count).saturating_add(occurrences).min(MOST_COUNT);
+        let entry = Entry { count, generation, tag };
+        let rehash = self.hash;
+        self.maps[map].put(&mut self.pool, id, hash, entry, |id| rehash.of(id));
+        self.most_pages = self.most_pages.max(self.maps[map].pages());
+        let ids = &mut self.generations[bucket].ids;
+        if let Some(before) = found {
+            ids[usize::from(before.generation)] -= 1;
+        }
+        ids[usize::from(generation)] += 1;
+        if ids[usize::from(generation)] == self.generation_ids {
+            self.full.push(self.buckets.start + bucket as u32);
+        }
+    }
+
+    /// A batch was counted, and made this step. Returns the buckets whose generations are to [end](Pending::end_generation): those that are
+    /// full, and those whose window is over. A bucket may be there twice.
+    ///
+    /// Windows end for some buckets in each step, so that no step has much to do.
+    pub(crate) fn ending(&mut self, step: u64) -> Vec<u32> {
+        let mut ending = std::mem::take(&mut self.full);
+        ending.retain(|&bucket| {
+            let generations = &self.generations[(bucket - self.buckets.start) as usize];
+            generations.ids[usize::from(generations.current)] >= self.generation_ids
+        });
+        ending.sort_unstable();
+        ending.dedup();
+        if let Some(window) = self.window {
+            let total = u64::from(self.bucketing.total());
+            // Bucket b's windows end at the steps s at which the line from (0, 0) to (window, total) passes b.
+            let within = step % window;
+            let of = |within: u64| (u128::from(within) * u128::from(total) / u128::from(window.get())) as u32;
+            ending.extend((of(within)..of(within + 1)).filter(|bucket| self.buckets.contains(bucket)));
+        }
+        ending
+    }
+
+    /// Let no bucket be full. Its generations end with those of other counts.
+    #[must_use]
+    pub(crate) fn never_full(mut self) -> Self {
+        self.generation_ids = u32::MAX;
+        self
+    }
+
+    /// Forget the count of an id, which has a row now.
+    pub(crate) fn remove(&mut self, id: Id) {
+        let hash = self.hash.of(id);
+        let (bucket, map) = (self.bucket(id), self.map(id, hash));
+        if let Some(entry) = self.maps[map].get(&self.pool, id, hash) {
+            self.maps[map].remove(&mut self.pool, id, hash);
+            self.generations[bucket].ids[usize::from(entry.generation)] -= 1;
+        }
+    }
+
+    /// Forget everything.
+    pub(crate) fn clear(&mut self) {
+        for map in &mut self.maps {
+            map.clear(&mut self.pool);
+        }
+        self.generations.fill(Generations::default());
+        self.full.clear();
+        self.first_epoch = 0;
+    }
+
+    /// How many generations of a bucket have ended, modulo 2³².
+    pub(crate) fn generation(&self, bucket: u32) -> u32 {
+        self.generations[(bucket - self.buckets.start) as usize].ended as u32
+    }
+
+    /// Put counts into a bucket that has none. `generation` is how many generations of the bucket have ended. They count as counted in the
+    /// earliest epoch.
+    ///
+    /// Errors: `Memory`, and the bucket has some of the counts.
+    pub(crate) fn restore(&mut self, bucket: u32, generation: u32, counts: &[PendingCount]) -> Result<()> {
+        self.reserve(counts.len())?;
+        self.generations[(bucket - self.buckets.start) as usize].ended = u64::from(generation);
+        for older in [true, false] {
+            for count in counts.iter().filter(|count| count.is_older == older) {
+                self.add(count.id, count.count, 0);
+            }
+            if older {
+                // What was counted so far is of the generation before.
+                let generations = &mut self.generations[(bucket - self.buckets.start) as usize];
+                generations.current = !generations.current;
+            }
+        }
+        Ok(())
+    }
+
+    /// The counts of a bucket of this shard, ids rising as unsigned numbers.
+    pub(crate) fn of_bucket(&self, bucket: u32) -> Vec<PendingCount> {
+        self.listed(bucket, |_| true)
+    }
+
+    /// As [`Pending::of_bucket`], of the ids that were counted in epoch `since` or later. A few others may be among them.
+    pub(crate) fn of_bucket_since(&self, bucket: u32, since: u32) -> Vec<PendingCount> {
+        self.listed(bucket, |entry| self.first_epoch + entry.tag >= since)
+    }
+
+    fn listed(&self, bucket: u32, wanted: impl Fn(&Entry) -> bool) -> Vec<PendingCount> {
+        let bucket = (bucket - self.buckets.start) as usize;
+        let current = self.generations[bucket].current;
+        let found = self.maps_of(bucket).flat_map(|map| self.maps[map].all(&self.pool));
+        let mut counts: Vec<PendingCount> = found
+            .filter(|(_, entry)| wanted(entry))
+            .map(|(id, entry)| PendingCount { id, count: entry.count, is_older: entry.generation != current })
+            .collect();
+        counts.sort_unstable_by_key(|count| count.id as u64);
+        counts
+    }
+
+    /// Forget the older generation of a bucket. Its current one becomes the older one.
+    pub(crate) fn end_generation(&mut self, bucket: u32) {
+        let bucket = (bucket - self.buckets.start) as usize;
+        let generations = &mut self.generations[bucket];
+        let older = !generations.current;
+        generations.current = older;
+        generations.ended += 1;
+        let forgotten = std::mem::take(&mut generations.ids[usize::from(older)]);
+        if forgotten == 0 {
+            return;
+        }
+        self.forgotten += u64::from(forgotten);
+        for map in self.maps_of(bucket) {
+            self.maps[map].retain(&mut self.pool, |_, entry| entry.generation != older);
+        }
+    }
+
+    /// The tag of `epoch`. Where it is past the last tag, older epochs are told apart no more.
+    fn tag(&mut self, epoch: u32) -> u32 {
+        let tag = epoch.saturating_sub(self.first_epoch);
+        if tag <= MOST_TAG {
+            return tag;
+        }
+        let first = epoch - EPOCHS_KEPT;
+        let moved = first - self.first_epoch;
+        for map in &mut self.maps {
+            map.retain(&mut self.pool, |_, entry| {
+                entry.tag = entry.tag.saturating_sub(moved);
+                true
+            });
+        }
+        self.first_epoch = first;
+        EPOCHS_KEPT
+    }
+
+    fn bucket(&self, id: Id) -> usize {
+        let bucket = self.bucketing.of(id);
+        debug_assert!(self.buckets.contains(&bucket), "{id} is another shard's");
+        (bucket - self.buckets.start) as usize
+    }
+
+    #[inline]
+    fn map(&self, id: Id, hash: u64) -> usize {
+        let part = if self.parts == 1 { 0 } else { ((hash >> 16 & 0xffff) * self.parts) >> 16 };
+        self.bucket(id) * self.parts as usize + part as usize
+    }
+
+    fn maps_of(&self, bucket: usize) -> Range<usize> {
+        let parts = self.parts as usize;
+        bucket * parts..(bucket + 1) * parts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::types::{BucketHash, hash_id};
+
+    fn bucketing() -> Bucketing {
+        Bucketing::new(13, BucketHash::SplitMix64)
+    }
+
+    fn all(pending: &Pending) -> BTreeMap<Id, (u32, bool)> {
+        let found = pending.buckets.clone().flat_map(|bucket| pending.of_bucket(bucket));
+        found.map(|found| (found.id, (found.count, found.is_older))).collect()
+    }
+
+    fn step_ends(pending: &mut Pending, step: u64) {
+        pending.ending(step).into_iter().for_each(|bucket| pending.end_generation(bucket));
+    }
+
+    fn window(steps: u64) -> Option<NonZeroU64> {
+        NonZeroU64::new(steps)
+    }
+
+    #[test]
+    fn occurrences_add_up_until_the_id_has_a_row() {
+        let mut pending = Pending::new(0..13, bucketing(), 1 << 20, None);
+        for (id, occurrences) in [(7, 2), (-7, 1), (7, 3), (i64::MIN, u32::MAX), (0, 1), (i64::MIN, 1)] {
+            pending.add(id, occurrences, 0);
+        }
+        let mut counts = [9; 5];
+        pending.get_batch(&[7, -7, i64::MIN, 0, 8], &mut counts);
+        assert_eq!(counts, [5, 1, MOST_COUNT, 1, 0]);
+        pending.remove(7);
+        pending.remove(8);
+        pending.get_batch(&[7], &mut counts[..1]);
+        assert_eq!((counts[0], pending.len(), pending.forgotten()), (0, 3, 0));
+        pending.clear();
+        assert_eq!((pending.len(), pending.bytes()), (0, 0));
+    }
+
+    #[test]
+    fn what_a_full_bucket_forgets_is_the_same_for_any_number_of_ranks() {
+        let memory = 13 * 2 * 10 * BYTES_PER_ID;
+        let mut whole = Pending::new(0..13, bucketing(), memory, window(50));
+        let mut shards = [0..5, 5..6, 6..13].map(|buckets| Pending::new(buckets, bucketing(), memory, window(50)));
+        for step in 1..=400_u64 {
+            let mut batch = Vec::new();
+            for at in 0..20 {
+                // Some ids come often, and others once.
+                let random = hash_id((step * 20 + at) as Id);
+                batch.push(if random & 1 == 0 { (random >> 60) as Id } else { (random >> 32) as Id });
+            }
+            for &id in &batch {
+                whole.add(id, 1, 0);
+            }
+            for &id in batch.iter().rev() {
+                let bucket = bucketing().of(id);
+                let owner = shards.iter_mut().find(|shard| shard.buckets.contains(&bucket));
+                owner.expect("one owns it").add(id, 1, 0);
+            }
+            step_ends(&mut whole, step);
+            for shard in &mut shards {
+                step_ends(shard, step);
+            }
+            let mut together = BTreeMap::new();
+            for shard in &shards {
+                together.extend(all(shard));
+            }
+            assert_eq!(all(&whole), together, "{step}");
+        }
+        assert!(whole.forgotten() > 1000);
+        assert_eq!(whole.forgotten(), shards.iter().map(Pending::forgotten).sum::<u64>());
+        assert!(whole.len() <= 13 * 20 + 20, "{} ids", whole.len());
+        assert!(all(&whole).values().any(|(count, _)| *count > 10), "ids that come often are remembered");
+    }
+
+    #[test]
+    fn an_id_is_remembered_for_one_to_two_windows() {
+        let mut pending = Pending::new(0..13, bucketing(), 1 << 20, window(100));
+        for id in 0..200 {
+            pending.add(id, 1, 0);
+        }
+        for step in 1..=100 {
+            step_ends(&mut pending, step);
+        }
+        assert_eq!(pending.len(), 200);
+        assert!(all(&pending).values().all(|(_, is_older)| *is_older));
+        pending.add(3, 1, 0);
+        for step in 101..=200 {
+            step_ends(&mut pending, step);
+        }
+        assert_eq!(all(&pending), BTreeMap::from([(3, (2, true))]));
+        assert_eq!(pending.forgotten(), 199);
+    }
+
+    #[test]
+    fn every_bucket_ends_one_window_in_each() {
+        for steps in [1, 7, 13, 100] {
+            let mut pending = Pending::new(0..13, bucketing(), 1 << 20, window(steps));
+            for step in 5..5 + 3 * steps {
+                step_ends(&mut pending, step);
+            }
+            assert!(pending.generations.iter().all(|bucket| bucket.ended == 3), "{steps}");
+        }
+    }
+
+    #[test]
+    fn what_was_counted_since_an_epoch_is_listed_however_many_epochs_there_are() {
+        let mut pending = Pending::new(0..13, bucketing(), 1 << 20, None);
+        for epoch in 0..1000_u32 {
+            pending.add(Id::from(epoch), 1, epoch);
+            pending.add(-1, 1, epoch);
+            let newest = epoch.saturating_sub(20);
+            let since: Vec<Id> =
+                (0..13).flat_map(|bucket| pending.of_bucket_since(bucket, newest)).map(|count| count.id).collect();
+            for id in newest..=epoch {
+                assert!(since.contains(&Id::from(id)), "{id} in {epoch}");
+            }
+            assert!(since.contains(&-1));
+            assert!(since.len() <= 22, "{} of {epoch}", since.len());
+        }
+        let first: Vec<PendingCount> = (0..13).flat_map(|bucket| pending.of_bucket_since(bucket, 0)).collect();
+        assert_eq!(first.len(), 1001);
+    }
+}

@@ -1,0 +1,406 @@
+//! Admission: which ids get rows, held against a model of maps, for any tiers and however far ahead batches are planned.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::num::NonZeroU64;
+
+use embcache::Kind;
+use embcache::cache::{Plan, PlanMode, Unseen};
+use embcache::config::{Admission, NotAdmitted, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::types::{Id, hash_id};
+use embcache_tests::{Contents, Rig, config, three_tiers};
+
+const DIM: usize = 4;
+const BAG: usize = 5;
+const MEMORY: u64 = 1 << 20;
+
+/// Numbers that a seed fixes.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 += 1;
+        hash_id(self.0 as Id) % sides
+    }
+
+    /// Ids of which a few come often and most come once.
+    fn ids(&mut self, count: usize) -> Vec<Id> {
+        let one = |dice: &mut Self| match dice.roll(4) {
+            0 => dice.roll(8) as Id - 4,
+            1 => dice.roll(60) as Id,
+            _ => dice.roll(100_000) as Id,
+        };
+        (0..count).map(|_| one(self)).collect()
+    }
+}
+
+/// A table that admits every id, and is trained with those ids alone that a model of the rule admits.
+struct Model {
+    rig: Rig,
+    threshold: u32,
+    counts: BTreeMap<Id, u32>,
+    rows: BTreeSet<Id>,
+}
+
+impl Model {
+    fn new(threshold: u32) -> Self {
+        let (rig, _) = Rig::with_faults(config(DIM, OptimizerKind::RowWiseAdagrad, 100_000));
+        Self { rig, threshold, counts: BTreeMap::new(), rows: BTreeSet::new() }
+    }
+
+    fn occurrences(ids: &[Id]) -> BTreeMap<Id, u32> {
+        let mut occurrences = BTreeMap::new();
+        for &id in ids {
+            *occurrences.entry(id).or_default() += 1;
+        }
+        occurrences
+    }
+
+    fn has_or_gets(&self, id: Id, occurrences: u32) -> bool {
+        self.rows.contains(&id) || self.counts.get(&id).unwrap_or(&0) + occurrences >= self.threshold
+    }
+
+    /// The batch without the ids that get no row: ids, and where the bags begin.
+    fn admitted(&self, ids: &[Id]) -> (Vec<Id>, Vec<i64>) {
+        let occurrences = Self::occurrences(ids);
+        let (mut kept, mut offsets) = (Vec::new(), vec![0]);
+        for bag in ids.chunks(BAG) {
+            kept.extend(bag.iter().filter(|id| self.has_or_gets(**id, occurrences[id])));
+            offsets.push(kept.len() as i64);
+        }
+        (kept, offsets)
+    }
+
+    fn forward(&self, plan: &Plan, offsets: &[i64]) -> Vec<f32> {
+        self.rig.place(plan).expect("a place");
+        let mut out = vec![0.0; (offsets.len() - 1) * DIM];
+        self.rig
+            .with_tensors(|tensors| plan.forward_pooled(offsets, None, &[false], &mut out, tensors, 1))
+            .expect("a forward");
+        out
+    }
+
+    fn train(&mut self, ids: &[Id], salt: u32) -> Vec<f32> {
+        let (kept, offsets) = self.admitted(ids);
+        let plan = self.rig.plan(&kept, PlanMode::TRAIN).expect("a plan");
+        let out = self.forward(&plan, &offsets);
+        self.rig.backward(&plan, out.len(), salt).expect("a backward");
+        for (id, occurrences) in Self::occurrences(ids) {
+            if self.has_or_gets(id, occurrences) {
+                self.rows.insert(id);
+                self.counts.remove(&id);
+            } else {
+                *self.counts.entry(id).or_default() += occurrences;
+            }
+        }
+        out
+    }
+
+    /// What an evaluation reads, where ids without a row read zeros.
+    fn evaluate(&self, ids: &[Id]) -> Vec<f32> {
+        let (mut kept, mut offsets) = (Vec::new(), vec![0]);
+        for bag in ids.chunks(BAG) {
+            kept.extend(bag.iter().filter(|id| self.rows.contains(id)));
+            offsets.push(kept.len() as i64);
+        }
+        let plan = self.rig.plan(&kept, PlanMode::EVALUATE).expect("a plan");
+        self.forward(&plan, &offsets)
+    }
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Batches that are planned and not trained yet.
+type Ahead = VecDeque<(Vec<Id>, Plan)>;
+
+/// A table that admits by count, and its model.
+struct Pair {
+    rig: Rig,
+    model: Model,
+    ahead: Ahead,
+    salt: u32,
+}
+
+impl Pair {
+    fn train_next(&mut self) {
+        let (ids, plan) = self.ahead.pop_front().expect("a planned batch");
+        self.salt += 1;
+        let out = self.rig.finish(&plan, ids.len(), BAG, self.salt).expect("a step");
+        assert_eq!(bits(&out), bits(&self.model.train(&ids, self.salt)), "step {}", self.salt);
+    }
+
+    fn finish(&mut self) {
+        while !self.ahead.is_empty() {
+            self.train_next();
+        }
+    }
+
+    fn random_step(&mut self, dice: &mut Dice, depth: usize) {
+        while self.ahead.len() < depth {
+            let ids = dice.ids(40);
+            let plan = self.rig.plan(&ids, PlanMode::TRAIN_AHEAD).expect("a plan ahead");
+            self.ahead.push_back((ids, plan));
+        }
+        match dice.roll(10) {
+            0 => {
+                // A forward that no backward follows counts nothing.
+                let ids = dice.ids(30);
+                let plan = self.rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
+                self.rig.place(&plan).expect("a place");
+                self.rig.forward(&plan, ids.len(), BAG).expect("a forward");
+            }
+            1 => {
+                let ids = dice.ids(30);
+                let mode = PlanMode { unseen: Unseen::NotAdmitted, ..PlanMode::EVALUATE };
+                let plan = self.rig.plan(&ids, mode).expect("a plan");
+                self.rig.place(&plan).expect("a place");
+                let out = self.rig.forward(&plan, ids.len(), BAG).expect("a forward");
+                assert_eq!(bits(&out), bits(&self.model.evaluate(&ids)));
+            }
+            2 => {
+                self.finish();
+                let gone: Vec<Id> = self.model.rows.iter().copied().filter(|_| dice.roll(4) == 0).collect();
+                assert_eq!(self.rig.table.remove_rows(&gone).expect("removed"), gone.len() as u64);
+                self.model.rig.table.remove_rows(&gone).expect("removed");
+                self.model.rows.retain(|id| !gone.contains(id));
+            }
+            3 => {
+                self.finish();
+                let new: BTreeSet<Id> = dice.ids(5).into_iter().collect();
+                let rows: Contents = new.iter().map(|&id| (id, row_of(id))).collect();
+                self.rig.import(&rows).expect("imported");
+                self.model.rig.import(&rows).expect("imported");
+                self.model.rows.extend(&new);
+                self.model.counts.retain(|id, _| !new.contains(id));
+            }
+            _ if self.ahead.is_empty() => {
+                let ids = dice.ids(40);
+                let plan = self.rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
+                self.ahead.push_back((ids, plan));
+                self.train_next();
+            }
+            _ => self.train_next(),
+        }
+    }
+}
+
+fn row_of(id: Id) -> (embcache::rows::RowHeader, Vec<u32>) {
+    let header = embcache::rows::RowHeader { id, count: 7, scalar: 0.5, ..Default::default() };
+    (header, (0..DIM as u32).map(|column| (column as f32 + 0.25).to_bits()).collect())
+}
+
+fn count(threshold: u32) -> Admission {
+    Admission::Count { threshold, window_steps: None, memory: MEMORY }
+}
+
+fn settings(number: usize, admission: Admission, not_admitted: NotAdmitted) -> TableConfig {
+    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: Reopen::Never, resume_token: None };
+    let made = match number {
+        0 => config(DIM, OptimizerKind::RowWiseAdagrad, 100_000),
+        1 => TableConfig { ssd: Some(ssd), ..config(DIM, OptimizerKind::RowWiseAdagrad, 60) },
+        _ => TableConfig { optimizer: OptimizerKind::RowWiseAdagrad, ..three_tiers(DIM, Some(45), 60, 64 << 20) },
+    };
+    TableConfig { admission, not_admitted, seed: 0, key: 0, ..made }
+}
+
+#[test]
+fn the_same_ids_get_the_same_rows_for_any_tiers_and_any_lookahead() {
+    for (tiers, depth, threshold) in
+        [(0, 0, 3), (0, 3, 2), (1, 0, 4), (1, 1, 3), (1, 8, 3), (2, 0, 3), (2, 2, 5), (0, 1, 1)]
+    {
+        let (rig, _) = Rig::with_faults(settings(tiers, count(threshold), NotAdmitted::Zeros));
+        let model = Model {
+            rig: Rig::with_faults(settings(0, Admission::All, NotAdmitted::Initial)).0,
+            ..Model::new(threshold)
+        };
+        let mut pair = Pair { rig, model, ahead: Ahead::new(), salt: 0 };
+        let mut dice = Dice((tiers * 1000 + depth) as u64 * 1_000_000);
+        for _ in 0..150 * embcache_tests::times() {
+            pair.random_step(&mut dice, depth);
+        }
+        pair.finish();
+        assert_eq!(
+            pair.rig.contents().expect("contents"),
+            pair.model.rig.contents().expect("contents"),
+            "{tiers} {depth}"
+        );
+        assert_eq!(pair.rig.table.len().expect("rows"), pair.model.rows.len() as u64);
+        let stats = pair.rig.table.stats().expect("stats").admission.expect("admission");
+        assert_eq!(stats.pending, pair.model.counts.len() as u64);
+        assert!(stats.admitted > 0 && (threshold == 1) == (stats.refused == 0), "{stats:?}");
+    }
+}
+
+#[test]
+fn ids_that_wait_take_no_room_of_rows() {
+    let mut config = settings(0, count(2), NotAdmitted::Zeros);
+    config.host_bytes = settings(0, count(2), NotAdmitted::Zeros).host_bytes / 1000;
+    let (rig, _) = Rig::with_faults(config);
+    for step in 0..50 {
+        let ids: Vec<Id> = (step * 200..(step + 1) * 200).collect();
+        rig.train(&ids, BAG, 1).expect("a step, in which no id gets a row");
+    }
+    let stats = rig.table.stats().expect("stats");
+    assert_eq!((stats.rows, stats.host.rows, stats.admission.map(|a| a.pending)), (0, 0, Some(10_000)));
+}
+
+#[test]
+fn an_id_that_is_not_admitted_reads_what_was_asked_for_and_is_not_trained() {
+    for tiers in 0..3 {
+        for (not_admitted, expected) in
+            [(NotAdmitted::Zeros, Some(0.0)), (NotAdmitted::Value(0.25), Some(0.25)), (NotAdmitted::Initial, None)]
+        {
+            let (rig, _) = Rig::with_faults(settings(tiers, Admission::ReadOnly, not_admitted));
+            rig.import(&[(5, row_of(5))].into_iter().collect()).expect("imported");
+            let births = rig.table.read_rows(&[9]).expect("initial values").vectors;
+            for step in 0..3 {
+                let out = rig.train(&[5, 9, 9], 1, step).expect("a step");
+                for row in [&out[DIM..2 * DIM], &out[2 * DIM..]] {
+                    assert_eq!(
+                        row,
+                        expected.map_or_else(|| births.clone(), |value| vec![value; DIM]),
+                        "{not_admitted:?}"
+                    );
+                }
+            }
+            let found = rig.table.read_rows(&[5, 9]).expect("rows");
+            assert_eq!(found.found, [true, false]);
+            assert_eq!((found.headers[0].count, rig.table.len().expect("rows")), (10, 1));
+            let mode = PlanMode { unseen: Unseen::NotAdmitted, ..PlanMode::EVALUATE };
+            let plan = rig.plan(&[9], mode).expect("a plan");
+            rig.place(&plan).expect("a place");
+            assert_eq!(rig.forward(&plan, 1, 1).expect("a forward"), out_of(&rig, 9, expected));
+        }
+    }
+}
+
+fn out_of(rig: &Rig, id: Id, expected: Option<f32>) -> Vec<f32> {
+    expected.map_or_else(|| rig.table.read_rows(&[id]).expect("initial values").vectors, |value| vec![value; DIM])
+}
+
+#[test]
+fn a_mean_counts_the_ids_that_are_not_admitted() {
+    for tiers in 0..3 {
+        let (rig, _) = Rig::with_faults(settings(tiers, Admission::ReadOnly, NotAdmitted::Value(2.0)));
+        rig.import(&[(5, row_of(5))].into_iter().collect()).expect("imported");
+        let plan = rig.plan(&[5, 6, 7, 8], PlanMode::TRAIN).expect("a plan");
+        rig.place(&plan).expect("a place");
+        let mut out = vec![0.0; DIM];
+        rig.with_tensors(|tensors| plan.forward_pooled(&[0, 4], None, &[true], &mut out, tensors, 1))
+            .expect("a forward");
+        let expected: Vec<f32> = (0..DIM).map(|column| (column as f32 + 0.25 + 6.0) / 4.0).collect();
+        assert_eq!(out, expected);
+    }
+}
+
+#[test]
+fn coins_are_thrown_alike_for_any_tiers_and_any_lookahead() {
+    let admission = Admission::Probability { p: 0.2 };
+    let mut found = Vec::new();
+    for (tiers, depth) in [(0, 0), (1, 4), (2, 2)] {
+        let (rig, _) = Rig::with_faults(settings(tiers, admission, NotAdmitted::Zeros));
+        let mut dice = Dice(3);
+        let mut ahead: Ahead = Ahead::new();
+        for step in 0..60 {
+            let ids = dice.ids(40);
+            let mode = if depth == 0 { PlanMode::TRAIN } else { PlanMode::TRAIN_AHEAD };
+            ahead.push_back((ids.clone(), rig.plan(&ids, mode).expect("a plan")));
+            while ahead.len() > depth || step == 59 && !ahead.is_empty() {
+                let (ids, plan) = ahead.pop_front().expect("one");
+                rig.finish(&plan, ids.len(), BAG, 1).expect("a step");
+            }
+        }
+        found.push(rig.contents().expect("contents"));
+    }
+    assert!(found[0] == found[1] && found[0] == found[2]);
+    // Ids that come once are most of the 1200 or so: about a fifth of them have rows.
+    let once = found[0].keys().filter(|id| **id >= 60).count();
+    assert!((170..310).contains(&once), "{once}");
+}
+
+#[test]
+fn shows_and_clicks_add_up() {
+    let admission = Admission::ShowClick { alpha: 0.25, beta: 1.0, threshold: 1.0, window_steps: None, memory: MEMORY };
+    let (rig, _) = Rig::with_faults(settings(0, admission, NotAdmitted::Zeros));
+    let step = |ids: &[Id], clicks: &[u32]| {
+        let plan = rig.lookup.plan_with_clicks(ids, &[0, ids.len() as i64], PlanMode::TRAIN, clicks).expect("a plan");
+        rig.finish(&plan, ids.len(), BAG, 1).expect("a step");
+        rig.contents().expect("contents").into_keys().collect::<Vec<Id>>()
+    };
+    assert_eq!(step(&[1, 1, 2, 3], &[0, 0, 0, 1]), [3]);
+    assert_eq!(step(&[1, 2], &[]), [3], "three quarters and a half");
+    assert_eq!(step(&[1], &[]), [1, 3]);
+    assert_eq!(step(&[2], &[]), [1, 3], "three quarters");
+    assert_eq!(step(&[2], &[]), [1, 2, 3]);
+    let error = rig.lookup.plan_with_clicks(&[1, 2], &[0, 2], PlanMode::TRAIN, &[1]).expect_err("too few clicks");
+    assert_eq!(error.kind(), Kind::Input);
+}
+
+#[test]
+fn a_row_that_was_removed_starts_to_be_counted_anew() {
+    let (rig, _) = Rig::with_faults(settings(1, count(3), NotAdmitted::Zeros));
+    let has = |id: Id| rig.table.read_rows(&[id]).expect("rows").found[0];
+    rig.train(&[1, 1, 1], 1, 0).expect("a step");
+    assert!(has(1));
+    rig.table.remove_rows(&[1]).expect("removed");
+    rig.train(&[1, 1], 1, 0).expect("a step");
+    assert!(!has(1));
+    rig.train(&[1], 1, 0).expect("a step");
+    assert!(has(1));
+}
+
+#[test]
+fn two_batches_in_flight_that_both_admit_an_id_train_one_row() {
+    for tiers in 0..3 {
+        let (rig, _) = Rig::with_faults(settings(tiers, count(2), NotAdmitted::Zeros));
+        let plans = [(); 3].map(|()| rig.plan(&[1, 1, 2], PlanMode::TRAIN).expect("a plan"));
+        // All three are forwarded before the first backward.
+        let outs = plans.each_ref().map(|plan| {
+            rig.place(plan).expect("a place");
+            rig.forward(plan, 3, 1).expect("a forward")
+        });
+        for (plan, out) in plans.iter().zip(&outs) {
+            rig.backward(plan, out.len(), 1).expect("a backward");
+        }
+        let found = rig.table.read_rows(&[1, 2]).expect("rows");
+        assert_eq!((found.found, found.headers[0].count), (vec![true, false], 6), "{tiers}");
+        // The three refusals of id 2 were counted, each once.
+        assert_eq!(rig.table.stats().expect("stats").admission.map(|a| (a.pending, a.refused)), Some((1, 3)));
+        rig.train(&[2], 1, 1).expect("a step");
+        assert!(rig.table.read_rows(&[2]).expect("rows").found[0]);
+    }
+}
+
+#[test]
+fn an_id_that_another_batch_gave_its_row_meanwhile_is_not_counted() {
+    let (rig, _) = Rig::with_faults(settings(0, count(3), NotAdmitted::Zeros));
+    let refused = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
+    rig.place(&refused).expect("a place");
+    let out = rig.forward(&refused, 1, 1).expect("a forward");
+    rig.train(&[1, 1, 1], 1, 1).expect("a step that admits it");
+    rig.backward(&refused, out.len(), 1).expect("a backward");
+    assert_eq!(rig.table.stats().expect("stats").admission.map(|a| a.pending), Some(0));
+    assert_eq!(rig.table.read_rows(&[1]).expect("rows").headers[0].count, 3);
+}
+
+#[test]
+fn numbers_out_of_range_are_refused() {
+    let show_click =
+        |alpha, beta, threshold| Admission::ShowClick { alpha, beta, threshold, window_steps: None, memory: 1 };
+    for admission in [
+        count(0),
+        count(1 << 24),
+        Admission::Count { threshold: 2, window_steps: NonZeroU64::new(5), memory: 0 },
+        Admission::Probability { p: 0.0 },
+        Admission::Probability { p: 1.5 },
+        Admission::Probability { p: f64::NAN },
+        show_click(-1.0, 1.0, 1.0),
+        show_click(1.0, f64::INFINITY, 1.0),
+        show_click(0.0, 0.0, 1.0),
+    ] {
+        let engine = std::sync::Arc::new(embcache::io::MemoryEngine::default());
+        let opened = Rig::open(settings(0, admission, NotAdmitted::Zeros), engine);
+        assert_eq!(opened.map(|_| ()).expect_err("out of range").kind(), Kind::Config, "{admission:?}");
+    }
+}
