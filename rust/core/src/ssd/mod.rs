@@ -205,9 +205,9 @@ impl SsdTier {
         evict::evict(&self.inner, rows, keep)
     }
 
-    /// Remove the rows that die by `dying`, in slices: a call looks at about `most` records, and goes on where `burial` stopped. It comes to
-    /// every row, also to those that are appended or moved while the burial is under way. Rows for which `keep` says true stay, because
-    /// they are in RAM: their records here are stale, or they are judged there.
+    /// Remove the rows that die by `dying`, in slices: a call looks at `most` records at most, and goes on where `burial` stopped. It reads
+    /// footers of about 16 × `most` entries, each as a whole. It comes to every row, also to those that are appended or moved while the burial
+    /// is under way. Rows for which `keep` says true stay, because they are in RAM: their records here are stale, or they are judged there.
     ///
     /// Errors: as [`SsdTier::remove`], and `Corruption` where a row that is to be judged cannot be read. Where an error comes when some rows
     /// are gone, these are returned, and the next call returns the error.

@@ -38,6 +38,16 @@ const BEFORE_BATCH: Slice = Slice { slots: 1 << 15, dead: 1 << 12, records: 1 <<
 /// To the end.
 const TO_THE_END: Slice = Slice { slots: usize::MAX, dead: usize::MAX, records: usize::MAX };
 
+impl Slice {
+    fn is_to_the_end(self) -> bool {
+        self.records == usize::MAX
+    }
+
+    fn half(self) -> Self {
+        Self { slots: self.slots / 2, dead: self.dead / 2, records: self.records / 2 }
+    }
+}
+
 /// A sweep whose dead rows are not all buried yet.
 #[derive(Debug)]
 pub(super) struct UnderWay {
@@ -45,11 +55,23 @@ pub(super) struct UnderWay {
     host: Round,
     device: Round,
     ssd: Burial,
+    /// Whether the sweep came while another one was under way, and goes on where that one was. If sweeps come so often that RAM is never
+    /// passed, the SSD tier would never have its turn. So it is gone through beside RAM then, and once more after it.
+    is_carried: bool,
+    /// Whether the tiers in RAM were gone through.
+    ram_passed: bool,
     /// Whether all tiers were gone through. Then only rows of `later` may be dead.
     passed: bool,
     /// Rows that could not be judged when their slot was passed, or that moved meanwhile: rows of plans that are in place, rows that are
     /// being read.
     later: Vec<Id>,
+}
+
+impl UnderWay {
+    /// Whether slots of tiers in RAM are left.
+    fn is_in_ram(&self) -> bool {
+        self.host.left > 0 || self.device.left > 0
+    }
 }
 
 /// A way once around the slots of a tier.
@@ -107,9 +129,11 @@ impl Residency {
         if self.sweeping.as_ref().is_some_and(|before| !sweep.covers(&before.sweep)) {
             self.finish_sweep()?;
         }
-        // A sweep that takes all that the one before takes goes on where that one is, so that each slot has its turn.
-        let (host, device) =
-            self.sweeping.as_ref().map_or_else(Default::default, |before| (before.host, before.device));
+        // A sweep that takes all that the one before takes goes on where that one is, so that each slot and each record has its turn.
+        let before = self.sweeping.take();
+        let is_carried = before.as_ref().is_some_and(|before| !before.passed);
+        let (host, device, ssd) =
+            before.map_or_else(Default::default, |before| (before.host, before.device, before.ssd));
         self.base.contents_changed();
         self.lineage.note_sweep(self.epoch, &sweep);
         self.sweep_epoch = self.epoch;
@@ -117,7 +141,9 @@ impl Residency {
             sweep: Arc::new(sweep),
             host: host.around(self.host.slots.high_water()),
             device: device.around(self.device.as_ref().map_or(0, |tier| tier.slots.high_water())),
-            ssd: Burial::default(),
+            ssd: if is_carried { ssd } else { Burial::default() },
+            is_carried,
+            ram_passed: false,
             passed: false,
             later: Vec::new(),
         });
@@ -174,6 +200,8 @@ impl Residency {
         if under_way.passed {
             return self.bury_later(under_way);
         }
+        let is_beside = under_way.is_carried && under_way.is_in_ram() && !slice.is_to_the_end();
+        let slice = if is_beside { slice.half() } else { slice };
         let (mut seen, mut dead) = (0, 0);
         while seen < slice.slots && dead < slice.dead && under_way.host.left > 0 {
             let part = under_way.host.part(SLOTS_PER_PART, self.host.slots.high_water());
@@ -188,11 +216,22 @@ impl Residency {
             under_way.device = under_way.device.after(&part);
             seen += part.len();
         }
-        if under_way.host.left > 0 || under_way.device.left > 0 {
+        if under_way.is_in_ram() {
+            if is_beside {
+                self.sweep_ssd_beside(under_way, slice.records)?;
+            }
             return Ok(());
         }
         // Rows that wait in RAM come before those on SSD, where they may have gone since they were passed.
         self.bury_later(under_way)?;
+        if !under_way.ram_passed {
+            under_way.ram_passed = true;
+            if slice.is_to_the_end() {
+                under_way.ssd = Burial::default();
+            } else {
+                under_way.ssd.once_more();
+            }
+        }
         under_way.passed = self.sweep_ssd(under_way, slice.records)?;
         Ok(())
     }
@@ -220,6 +259,16 @@ impl Residency {
         let dead = self.judge_on_device(&occupied, sweep, later)?;
         self.bury_on_device(&dead)?;
         Ok(dead.len())
+    }
+
+    /// As [`Residency::sweep_ssd`], while slots in RAM are left. What it finds is buried earlier so. But a row that it passes over because
+    /// it is in RAM may leave RAM before its slot is looked at, so all records are come to again afterwards.
+    fn sweep_ssd_beside(&mut self, under_way: &mut UnderWay, records: usize) -> Result<()> {
+        // A tier that only reads is gone through as a whole.
+        if self.base.ssd.as_ref().is_some_and(|ssd| !ssd.is_read_only()) && self.sweep_ssd(under_way, records)? {
+            under_way.ssd = Burial::default();
+        }
+        Ok(())
     }
 
     /// Bury dead rows on SSD, and look at about so many records for that. Returns whether all were looked at.

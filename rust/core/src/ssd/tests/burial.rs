@@ -3,6 +3,7 @@
 use super::*;
 use crate::error::Kind;
 use crate::io::{Fault, FaultEngine, MemoryEngine, Operation};
+use crate::ssd::segment::file::Segment;
 use crate::ssd::work::compact;
 use crate::ssd::{Burial, Buried, Dying};
 
@@ -193,4 +194,54 @@ fn where_the_step_alone_decides_no_record_is_read() {
     let dying = Dying { last_step: 7, by_row: Some(&spare) };
     let error = tier.bury(&mut Burial::default(), &dying, &|_| false, 1_000_000).unwrap_err();
     assert_eq!(error.kind(), Kind::Corruption, "{error}");
+}
+
+#[test]
+fn a_slice_of_a_burial_reads_few_footers_also_where_nobody_dies() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let (tier, _) = open_tuned(&engine, &config(1 << 20, Reopen::Never), TINY).unwrap();
+    append(&tier, &rows(0..2000, 9), |_| false).unwrap();
+    let some = |step| -> Vec<Row> { (0..200).flat_map(|at| rows(at * 10..at * 10 + 1, step)).collect() };
+    // Each segment has records of the step that dies, and none of them is live.
+    append(&tier, &some(5), |_| true).unwrap();
+    append(&tier, &some(9), |_| true).unwrap();
+    append(&tier, &rows(3000..4000, 5), |_| false).unwrap();
+    append(&tier, &rows(3000..4000, 9), |_| true).unwrap();
+    settle(&tier);
+    let with_footers = {
+        let state = tier.inner.view();
+        let may_die = |segment: &&Arc<Segment>| segment.live() > 0 && segment.steps().is_some_and(|s| s.lowest <= 5);
+        state.segments().iter().filter(may_die).count()
+    };
+    let (mut burial, mut slices) = (Burial::default(), 1);
+    while !tier.bury(&mut burial, &by_step(5), &|_| false, 1).unwrap().finished {
+        slices += 1;
+    }
+    assert!(with_footers > 2 && slices > with_footers, "{slices} slices for {with_footers} segments");
+    let (mut burial, mut slices) = (Burial::default(), 1);
+    while !tier.bury(&mut burial, &by_step(5), &|_| false, 1 << 20).unwrap().finished {
+        slices += 1;
+    }
+    assert_eq!(slices, 1);
+}
+
+#[test]
+fn a_burial_that_is_asked_for_once_more_before_every_slice_comes_to_every_record() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let (tier, _) = open(&engine, &config(4 << 20, Reopen::Never)).unwrap();
+    append(&tier, &rows(0..3000, 5), |_| false).unwrap();
+    append(&tier, &rows(3000..3100, 6), |_| false).unwrap();
+    settle(&tier);
+    let lives = |_: &RowHeader, _: &[f32]| false;
+    let (mut burial, mut gone) = (Burial::default(), Vec::new());
+    // The newer rule takes more than the older one, and the burial is amid its walk by then.
+    tier.bury(&mut burial, &Dying { last_step: 5, by_row: Some(&lives) }, &|_| false, 1500).unwrap();
+    for _ in 0..3100 / 50 * 2 {
+        burial.once_more();
+        let buried = tier.bury(&mut burial, &by_step(5), &|_| false, 200).unwrap();
+        gone.extend(buried.rows.into_iter().map(|(id, _)| id));
+    }
+    gone.sort_unstable();
+    assert_eq!(gone, (0..3000).collect::<Vec<Id>>());
+    assert_eq!(bury(&tier, &mut burial, &by_step(5), 100), [0; 0]);
 }

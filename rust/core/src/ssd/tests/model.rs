@@ -38,13 +38,14 @@ enum Op {
         rows: u64,
         keep_multiples_of: Id,
     },
-    /// Begin a burial, where none is under way, and do a slice of it.
+    /// Begin a burial, where none is under way, and do a slice of it. Where one is, it may go on with a newer step and once more.
     Bury {
         /// How many versions ago the rows were trained last that die.
         back: u32,
         by_row: bool,
         keep_multiples_of: Id,
         most: usize,
+        newer: bool,
     },
     Clear,
     /// End the process, and the machine too where `power` says how.
@@ -67,8 +68,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Scan),
         2 => Just(Op::Spill),
         1 => (1..100_u64, 2..5_i64).prop_map(|(rows, keep_multiples_of)| Op::Evict { rows, keep_multiples_of }),
-        3 => (0..6_u32, any::<bool>(), 2..9_i64, 1..400_usize)
-            .prop_map(|(back, by_row, keep_multiples_of, most)| Op::Bury { back, by_row, keep_multiples_of, most }),
+        3 => (0..6_u32, any::<bool>(), 2..9_i64, 1..400_usize, any::<bool>()).prop_map(
+            |(back, by_row, keep_multiples_of, most, newer)| Op::Bury { back, by_row, keep_multiples_of, most, newer }),
         1 => Just(Op::Clear),
         2 => (proptest::option::of(any::<u64>()), any::<bool>()).prop_map(|(power, older)| Op::Die { power, older }),
         1 => Just(Op::Discard),
@@ -178,10 +179,14 @@ impl World {
                     assert!(!keep(id) && self.rows.remove(&id).is_some(), "{id} was not to go");
                 }
             }
-            Op::Bury { back, by_row, keep_multiples_of, most } => {
+            Op::Bury { back, by_row, keep_multiples_of, most, newer } => {
                 let cut = u64::from(self.version.saturating_sub(back)) * 8;
                 let begun = UnderWay { burial: Burial::default(), cut, by_row, keep_multiples_of };
                 let mut under_way = self.burial.take().unwrap_or(begun);
+                if newer && cut >= under_way.cut {
+                    under_way.cut = cut;
+                    under_way.burial.once_more();
+                }
                 if !self.bury(&mut under_way, most) {
                     self.burial = Some(under_way);
                 }

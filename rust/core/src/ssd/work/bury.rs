@@ -24,6 +24,8 @@ use crate::types::Id;
 
 /// Reading so many entries of a footer costs about as much as looking at a record.
 const ENTRIES_A_RECORD: usize = 16;
+/// Reading a footer, however short, costs at least as much as looking at so many records.
+const RECORDS_A_FOOTER: usize = 64;
 
 /// Which rows die.
 #[derive(Clone, Copy)]
@@ -44,9 +46,12 @@ impl std::fmt::Debug for Dying<'_> {
     }
 }
 
-/// Where a burial stopped. The default is its beginning. All calls of one burial are given the same rule.
+/// Where a burial stopped. The default is its beginning. The rule of a call takes all rows that the rule of the call before takes, except
+/// those that were written since.
 #[derive(Debug, Default)]
 pub struct Burial {
+    /// Whether all records are to be come to once more when this walk has come to its end.
+    again: bool,
     walk: Walk,
     /// The highest serial of a segment that the burial has come to.
     reached: u64,
@@ -91,6 +96,9 @@ pub(crate) fn bury(
 }
 
 /// Look at about `most` records, and put the rows that are gone into `rows`; whether none is left to be looked at.
+///
+/// It looks at `most` records at most, or at one, and reads the footers of so many segments: those of `most / RECORDS_A_FOOTER` segments at
+/// most, which have `most * ENTRIES_A_RECORD` entries at most, and one more. One footer is read as a whole.
 fn bury_into(
     tier: &Arc<TierInner>,
     burial: &mut Burial,
@@ -101,7 +109,15 @@ fn bury_into(
     tier.check_writable()?;
     let mut left = most.max(1);
     while left > 0 {
-        let Some(segment) = next_segment(tier, burial, rule.0, &mut left)? else { return Ok(true) };
+        let segment = match next_segment(tier, burial, rule.0, &mut left)? {
+            Next::At(segment) => segment,
+            Next::Later => break,
+            Next::Nowhere if burial.again => {
+                *burial = Burial::default();
+                continue;
+            }
+            Next::Nowhere => return Ok(true),
+        };
         let decided = burial.decided;
         let ahead = &mut burial.walk.ahead;
         let looked_at = ahead.len().min(left.max(1)).min(at_once(&segment));
@@ -149,24 +165,31 @@ fn dead_of(
     Ok(dead)
 }
 
-/// The segment that a burial is at, with records ahead; `None` when it has come to all records. What it costs to read footers is taken off
-/// `left`.
-fn next_segment(
-    tier: &TierInner,
-    burial: &mut Burial,
-    dying: &Dying<'_>,
-    left: &mut usize,
-) -> Result<Option<Arc<Segment>>> {
+/// What a burial comes to next.
+enum Next {
+    /// This segment, with records ahead.
+    At(Arc<Segment>),
+    /// It has not been found out: so many footers were read that it is another call's turn.
+    Later,
+    /// It has come to all records.
+    Nowhere,
+}
+
+/// What a burial comes to next. What it costs to read footers is taken off `left`.
+fn next_segment(tier: &TierInner, burial: &mut Burial, dying: &Dying<'_>, left: &mut usize) -> Result<Next> {
     loop {
         if let Some(segment) = segment_at(tier, &burial.walk) {
-            return Ok(Some(segment));
+            return Ok(Next::At(segment));
         }
         burial.walk.ahead = Vec::new();
+        if *left == 0 {
+            return Ok(Next::Later);
+        }
         let next = burial.choose(&tier.view(), dying);
-        let Some((segment, from)) = next else { return Ok(None) };
+        let Some((segment, from)) = next else { return Ok(Next::Nowhere) };
         let mut so_far = entries_of(tier, &segment)?;
         let records = so_far.entries.len();
-        *left = left.saturating_sub(records / ENTRIES_A_RECORD);
+        *left = left.saturating_sub((records / ENTRIES_A_RECORD).max(RECORDS_A_FOOTER));
         so_far.entries.retain(|entry| {
             entry.record >= from && entry.last_step.get().is_none_or(|last_step| last_step <= dying.last_step)
         });
@@ -182,6 +205,12 @@ fn next_segment(
 }
 
 impl Burial {
+    /// Come to all records once more when this walk has come to its end. The walk goes on where it is, so that records far behind have their
+    /// turn however often this is asked for.
+    pub fn once_more(&mut self) {
+        self.again = self.reached > 0;
+    }
+
     /// The segment that comes next, and the first of its records that was not come to. Segments whose footers say that all of their rows were
     /// trained after the rule's step are left out.
     ///
