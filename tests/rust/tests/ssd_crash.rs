@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use embcache::config::{Reopen, SsdConfig};
 use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, Operation};
-use embcache::ssd::{SsdTier, StateCounters};
+use embcache::ssd::{Burial, Dying, SsdTier, StateCounters};
 use embcache::types::{Id, hash_id};
 use embcache::{Error, Kind, Result};
-use embcache_tests::ssd::{Versions, append, config, fetch};
+use embcache_tests::ssd::{Versions, append, config, fetch, header};
 
 const DIR: &str = "/embcache-crash/module/item/0-of-1";
 /// The cap is so small that the workload needs compaction, and so large that two states fit beside the rows.
@@ -19,6 +19,9 @@ const CAP: u64 = 352 << 10;
 const TIGHT_CAP: u64 = 208 << 10;
 const IDS: Id = 700;
 const STEPS: u32 = 30;
+/// Rows that were trained last at this step or before die in burials. Last steps are any numbers of 64 bits, so one row in 16 does, and they
+/// go back as often as not when a row is written again.
+const CUT: u64 = u64::MAX / 16;
 
 #[derive(Clone, Debug)]
 struct State {
@@ -54,8 +57,9 @@ fn ids_of(step: u32) -> Vec<Id> {
 }
 
 impl Run {
-    /// Append, remove, publish and clear until something fails.
+    /// Append, remove, bury, publish and clear until something fails.
     fn go(&mut self, tier: &SsdTier) -> Result<()> {
+        let mut burial = Burial::default();
         for step in 0..STEPS {
             let ids = ids_of(step);
             self.doubtful.clone_from(&ids);
@@ -68,6 +72,8 @@ impl Run {
                 self.rows.retain(|id, _| !gone.contains(id));
                 self.doubtful.clear();
             }
+            // Slices, with publishes between them, and then all that is left.
+            self.bury(tier, &mut burial, step, if step % 5 == 4 { usize::MAX } else { 90 })?;
             if step == STEPS - 4 {
                 self.doubtful = self.rows.keys().copied().collect();
                 tier.clear()?;
@@ -79,6 +85,27 @@ impl Run {
             }
         }
         Ok(())
+    }
+
+    /// Do a slice of a burial, whose rule looks at rows too in some steps. A call that fails has buried nobody.
+    fn bury(&mut self, tier: &SsdTier, burial: &mut Burial, step: u32, most: usize) -> Result<()> {
+        let by_row: &embcache::ssd::RowRule<'_> = &|header, _| header.last_step <= CUT;
+        let dying = Dying { last_step: CUT, by_row: (step >= STEPS / 2).then_some(by_row) };
+        loop {
+            let buried = tier.bury(burial, &dying, &|_| false, most)?;
+            for (id, _) in buried.rows {
+                let version = self.rows.remove(&id).expect("a row that is here");
+                assert!(header(id, version).last_step <= CUT, "row {id} was not to die");
+            }
+            if buried.finished {
+                let left = self.rows.iter().find(|(id, version)| header(**id, **version).last_step <= CUT);
+                assert_eq!(left, None, "it was to die");
+                *burial = Burial::default();
+            }
+            if buried.finished || most < usize::MAX {
+                return Ok(());
+            }
+        }
     }
 
     fn publish(&mut self, tier: &SsdTier, token: u64) -> Result<()> {

@@ -10,8 +10,8 @@ use embcache_tests::Rig;
 
 use crate::stop::{checkpoint_is_whole, every, resumes};
 use crate::workload::{
-    DEVICE, EVICTING, Kinds, PARTS, ROOMY, Run, STEPS, Snapshot, directory, disk, do_part, is_of_storage, load, open,
-    save,
+    DEVICE, EVICTING, Kinds, PARTS, ROOMY, Run, STEPS, SWEEPING, Snapshot, directory, disk, do_part, is_of_storage,
+    load, open, save,
 };
 
 /// The tables after each number of parts of a run that nothing disturbs.
@@ -114,6 +114,11 @@ fn after_an_error_at_an_operation_of_tables_with_a_device_tier() {
 #[test]
 fn after_an_error_at_an_operation_of_tables_that_drop_rows() {
     after_an_error_at_an_operation(EVICTING, 2, every(7));
+}
+
+#[test]
+fn after_an_error_at_an_operation_of_tables_whose_rows_leave_by_rules() {
+    after_an_error_at_an_operation(SWEEPING, 3, every(7));
 }
 
 /// Repeat `work` after an error that a disk gives once.

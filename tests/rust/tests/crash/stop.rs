@@ -12,7 +12,8 @@ use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, read_file};
 use embcache_tests::{Rig, times};
 
 use crate::workload::{
-    CHECKPOINTS, DEVICE, EVICTING, Kinds, ROOMY, Run, Snapshot, directory, disk, is_of_storage, load, open, save, train,
+    CHECKPOINTS, DEVICE, EVICTING, Kinds, ROOMY, Run, SWEEPING, Snapshot, directory, disk, is_of_storage, load, open,
+    save, train,
 };
 
 /// The stops that are tried in each kind of run: each `EMBCACHE_CRASH_EVERY`-th operation (1 for all), by default one in `usual`.
@@ -65,7 +66,7 @@ pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &s
         assert_eq!(there, named, "{context}: files of no state stay");
     }
     // As long as no policy drops rows, what follows has the bits of tables that never stopped.
-    let straight = flushed.in_ram();
+    let straight = flushed.in_ram(kinds);
     for (table, (rig, straight)) in rigs.iter().zip(&straight).enumerate() {
         for step in 100..103 {
             train(rig, step, table, kinds).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -122,7 +123,7 @@ pub(crate) fn checkpoint_is_whole(run: &Run, image: &MemoryEngine, context: &str
             "{context}: a checkpoint that nobody saved"
         ),
     }
-    let rigs = Snapshot(vec![(embcache_tests::Contents::new(), 7); 2]).in_ram();
+    let rigs = Snapshot(vec![(embcache_tests::Contents::new(), 7); 2]).in_ram(ROOMY);
     for (table, rig) in rigs.iter().enumerate() {
         train(rig, 5, table, ROOMY).unwrap();
     }
@@ -171,4 +172,9 @@ fn a_stop_at_an_operation_of_tables_with_a_device_tier() {
 #[test]
 fn a_stop_at_an_operation_of_tables_that_drop_rows() {
     stop_at_every_operation(EVICTING, 2, every(7));
+}
+
+#[test]
+fn a_stop_at_an_operation_of_tables_whose_rows_leave_by_rules() {
+    stop_at_every_operation(SWEEPING, 3, every(7));
 }

@@ -1,12 +1,13 @@
 //! The workload that is stopped: two tables over all tiers that train, drop rows, remove rows, import, flush, save, and close.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use embcache::cache::Table;
 use embcache::checkpoint::{Chain, Latest, RankWriter, Save};
-use embcache::config::{OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::config::{Eviction, EvictionRule, OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, MemoryEngine};
 use embcache::ssd::SsdTier;
 use embcache::types::{Id, hash_id, table_key};
@@ -28,14 +29,20 @@ pub(crate) struct Kinds {
     pub(crate) ssd_bytes: u64,
     /// Ids are drawn from so many.
     pub(crate) ids: i64,
+    /// Whether rows leave by rules.
+    pub(crate) sweeps: bool,
 }
 
 /// The rows fit, and compaction has work to do.
-pub(crate) const ROOMY: Kinds = Kinds { device_rows: None, on_full: OnFull::Error, ssd_bytes: 192 << 10, ids: 260 };
+pub(crate) const ROOMY: Kinds =
+    Kinds { device_rows: None, on_full: OnFull::Error, ssd_bytes: 192 << 10, ids: 260, sweeps: false };
 /// The same with a device tier above.
 pub(crate) const DEVICE: Kinds = Kinds { device_rows: Some(12), ..ROOMY };
 /// The rows do not fit. Each step drops some, which leave tombstones.
 pub(crate) const EVICTING: Kinds = Kinds { on_full: OnFull::Evict, ssd_bytes: 144 << 10, ids: 2000, ..ROOMY };
+
+/// Sweeps come while others are under way: after every second step of one table, and after each step of the other.
+pub(crate) const SWEEPING: Kinds = Kinds { sweeps: true, ..ROOMY };
 
 pub(crate) fn directory(table: usize) -> PathBuf {
     PathBuf::from(format!("/base/m/{}/0-of-1", NAMES[table]))
@@ -45,12 +52,20 @@ fn optimizer(table: usize) -> OptimizerKind {
     [OptimizerKind::RowWiseAdagrad, OptimizerKind::Adagrad][table]
 }
 
+/// One table's rows die by their last step alone, and the other's by their scores, for which rows on SSD are read.
+fn eviction(table: usize, kinds: Kinds) -> Option<Eviction> {
+    let rule = [EvictionRule::Unused { steps: 8 }, EvictionRule::ScoreBelow(0.7)][table].clone();
+    kinds.sweeps.then(|| Eviction { rule, every_steps: NonZeroU64::new(2 - table as u64) })
+}
+
 fn table_config(table: usize, kinds: Kinds, reopen: Reopen, resume_token: Option<u64>) -> TableConfig {
     let mut wanted = config(DIM, optimizer(table), 20);
     wanted.name = NAMES[table].into();
     wanted.key = table_key(NAMES[table]);
     wanted.device_rows = kinds.device_rows;
     wanted.on_full = kinds.on_full;
+    wanted.eviction = eviction(table, kinds);
+    wanted.score_half_life_steps = 8;
     wanted.ssd = Some(SsdConfig { dir: directory(table), bytes: kinds.ssd_bytes, reopen, resume_token });
     wanted
 }
@@ -74,13 +89,15 @@ impl Snapshot {
         rigs.iter().map(|rig| Ok((rig.contents()?, rig.table.step()?))).collect::<Result<_>>().map(Self)
     }
 
-    /// The tables in RAM alone, with these rows.
-    pub(crate) fn in_ram(&self) -> Vec<Rig> {
+    /// The tables in RAM alone, with these rows. They leave by rules where those of `kinds` do.
+    pub(crate) fn in_ram(&self, kinds: Kinds) -> Vec<Rig> {
         let rigs: Vec<Rig> = (0..2)
             .map(|table| {
                 let mut wanted = config(DIM, optimizer(table), 50_000);
                 wanted.name = NAMES[table].into();
                 wanted.key = table_key(NAMES[table]);
+                wanted.eviction = eviction(table, kinds);
+                wanted.score_half_life_steps = 8;
                 Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("memory")
             })
             .collect();
@@ -142,7 +159,7 @@ pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
         latest => latest?,
     };
     let checkpoint = Chain::open(&directory, latest)?;
-    let empty = Snapshot(vec![(Contents::new(), 0), (Contents::new(), 0)]).in_ram();
+    let empty = Snapshot(vec![(Contents::new(), 0), (Contents::new(), 0)]).in_ram(ROOMY);
     for rig in &empty {
         let config = rig.table.config();
         checkpoint.table_reader("m", &config.name, config.buckets.clone())?.load_into(&rig.table)?;
