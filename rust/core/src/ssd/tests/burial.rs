@@ -245,3 +245,34 @@ fn a_burial_that_is_asked_for_once_more_before_every_slice_comes_to_every_record
     assert_eq!(gone, (0..3000).collect::<Vec<Id>>());
     assert_eq!(bury(&tier, &mut burial, &by_step(5), 100), [0; 0]);
 }
+
+#[test]
+fn segments_all_of_whose_rows_die_go_first() {
+    let engine: Arc<dyn IoEngine> = Arc::new(MemoryEngine::default());
+    let (tier, _) = open(&engine, &config(4 << 20, Reopen::Never)).unwrap();
+    // Each publish closes the open segment. Of the first segments' rows only some die.
+    for (at, ids) in [0..700, 700..1400].into_iter().enumerate() {
+        let mixed: Vec<Row> = ids.flat_map(|id| rows(id..id + 1, if id % 2 == 0 { 5 } else { 9 })).collect();
+        append(&tier, &mixed, |_| false).unwrap();
+        tier.publish(at as u64 + 1, StateCounters::default()).unwrap();
+    }
+    append(&tier, &rows(2000..3000, 5), |_| false).unwrap();
+    tier.publish(3, StateCounters::default()).unwrap();
+    append(&tier, &rows(3000..3100, 5), |_| false).unwrap();
+    let (mut burial, mut gone) = (Burial::default(), Vec::new());
+    let keep = |id: Id| id == 2500;
+    loop {
+        let buried = tier.bury(&mut burial, &by_step(5), &keep, 100).unwrap();
+        gone.extend(buried.rows.into_iter().map(|(id, _)| id));
+        if buried.finished {
+            break;
+        }
+    }
+    assert!(gone[..999].iter().all(|id| (2000..3000).contains(id)), "they lie behind the others: {gone:?}");
+    gone.sort_unstable();
+    let expected = (0..1400).step_by(2).chain(2000..2500).chain(2501..3100);
+    assert_eq!(gone, expected.collect::<Vec<Id>>());
+    // The row that stayed is found by the walk that is asked for once more.
+    burial.once_more();
+    assert_eq!(bury(&tier, &mut burial, &by_step(5), 100), [2500]);
+}

@@ -1,12 +1,14 @@
 //! Rows that die by a rule of their own columns, a slice of them a call.
 //!
-//! A burial goes through the segments of rows by rising serial. Meanwhile rows come into open segments, new ones and ones that compaction
+//! A burial goes through the segments of rows by rising serial. Segments all of whose rows die come before all others, because their files
+//! go then, and with them the room that tombstones take. Meanwhile rows come into open segments, new ones and ones that compaction
 //! moves, also into segments that the burial has passed. So it notes how many records of each open segment it has looked at, and comes back
 //! to those that follow. A row is therefore looked at wherever it is moved to, and when nothing is left none was missed.
 //!
 //! Footers know the last steps of their rows. So a segment whose rows were all trained after the rule's step is not looked at, and where
 //! the step alone decides only footers are read. Segments of older versions do not know it, and their records are read.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use crate::error::Result;
@@ -53,8 +55,10 @@ pub struct Burial {
     /// Whether all records are to be come to once more when this walk has come to its end.
     again: bool,
     walk: Walk,
-    /// The highest serial of a segment that the burial has come to.
+    /// The highest serial of a segment that the burial has come to in its turn.
     reached: u64,
+    /// Serials of segments that the burial has come to before their turn, because all of their rows die. No row comes into them any more.
+    whole: HashSet<u64>,
     /// Segments that were open when the burial came to them.
     passed: Vec<Passed>,
     /// Whether it is known of the records ahead that they die, because their entries say it.
@@ -187,6 +191,7 @@ fn next_segment(tier: &TierInner, burial: &mut Burial, dying: &Dying<'_>, left: 
         }
         let next = burial.choose(&tier.view(), dying);
         let Some((segment, from)) = next else { return Ok(Next::Nowhere) };
+        let is_whole = dies_whole(&segment, dying);
         let mut so_far = entries_of(tier, &segment)?;
         let records = so_far.entries.len();
         *left = left.saturating_sub((records / ENTRIES_A_RECORD).max(RECORDS_A_FOOTER));
@@ -195,7 +200,11 @@ fn next_segment(tier: &TierInner, burial: &mut Burial, dying: &Dying<'_>, left: 
         });
         let known = so_far.entries.iter().all(|entry| entry.last_step != LastStep::UNKNOWN);
         burial.decided = known && dying.by_row.is_none();
-        burial.reached = burial.reached.max(segment.serial);
+        if is_whole {
+            burial.whole.insert(segment.serial);
+        } else {
+            burial.reached = burial.reached.max(segment.serial);
+        }
         burial.passed.retain(|passed| passed.serial != segment.serial);
         if so_far.is_open {
             burial.passed.push(Passed { serial: segment.serial, records: records as u32 });
@@ -204,11 +213,16 @@ fn next_segment(tier: &TierInner, burial: &mut Burial, dying: &Dying<'_>, left: 
     }
 }
 
+/// Whether all rows of a segment die, as its footer says.
+fn dies_whole(segment: &Segment, dying: &Dying<'_>) -> bool {
+    dying.by_row.is_none() && segment.steps().is_some_and(|steps| steps.highest <= dying.last_step)
+}
+
 impl Burial {
     /// Come to all records once more when this walk has come to its end. The walk goes on where it is, so that records far behind have their
     /// turn however often this is asked for.
     pub fn once_more(&mut self) {
-        self.again = self.reached > 0;
+        self.again = self.reached > 0 || !self.whole.is_empty();
     }
 
     /// The segment that comes next, and the first of its records that was not come to. Segments whose footers say that all of their rows were
@@ -220,7 +234,12 @@ impl Burial {
         let may_die = |segment: &&Arc<Segment>| segment.steps().is_none_or(|steps| steps.lowest <= dying.last_step);
         let open = state.open().of_rows().map(OpenSegment::segment);
         let live = || live_segments(state).filter(may_die);
-        let new = live().chain(open).filter(|segment| segment.serial > self.reached);
+        let is_new = |segment: &&Arc<Segment>| segment.serial > self.reached && !self.whole.contains(&segment.serial);
+        let whole = live().filter(|segment| dies_whole(segment, dying)).filter(is_new);
+        if let Some(segment) = whole.min_by_key(|segment| segment.serial) {
+            return Some((Arc::clone(segment), 0));
+        }
+        let new = live().chain(open).filter(is_new);
         if let Some(segment) = new.min_by_key(|segment| segment.serial) {
             return Some((Arc::clone(segment), 0));
         }
