@@ -163,6 +163,12 @@ class SweepRule:
     @staticmethod
     def last_step(steps: int) -> SweepRule: ...  # rows whose last training step is s - steps or before
     @staticmethod
+    def trained_until(step: int) -> SweepRule: ...  # rows whose last training step is this one or before, whatever s is
+    @staticmethod
+    def nothing() -> SweepRule: ...  # no rows
+    @staticmethod
+    def given() -> SweepRule: ...  # as a Table's `eviction`: each `sweep` gives its rule
+    @staticmethod
     def score(below: float) -> SweepRule: ...  # rows whose score, decayed to s, is below this
     @staticmethod
     def l2_norm(below: float) -> SweepRule: ...  # rows whose weights have a norm below this
@@ -335,7 +341,8 @@ class Table:
     def read_rows(self, ids: I64, *, incomplete: bool = False) -> FoundRows: ...  # `incomplete`: of an unusable table too
     def import_rows(self, ids: I64, vectors: F32, scalars: F32 | None, metadata: RowMetadata | None) -> None: ...  # distinct ids; StateError if one is in use by a batch in flight
     def remove_rows(self, ids: I64) -> int: ...  # how many were there
-    def sweep(self) -> None: ...  # applies `eviction` after the present step; nothing where there is none
+    def sweep(self, rule: SweepRule | None = None) -> None: ...  # applies `eviction` after the present step; nothing where there is none. `rule`: where that is `given()`
+    def prepare_sweep(self, rule: SweepRule | None = None) -> None: ...  # all that can fail of `sweep`
     def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows; it has none so far
     def clear(self) -> None: ...
     def clear_rows(self) -> None: ...  # as clear, but the counts of ids that wait for rows stay

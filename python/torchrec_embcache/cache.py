@@ -21,6 +21,7 @@ from .lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, Lifecycle
 from .metrics import TableStats
 from .optimizers import OptimizerSpec
 from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, ids_array
+from .sweeping import sweep_alone
 from .table_copy import described, in_memory_copy
 from .table_settings import TableSettings
 from .table_shard import TableShard
@@ -354,9 +355,10 @@ class CacheTable(ClosedByWith):
         Nothing is done where the table has no `eviction`. Where ranks share the table each sweeps its own shard;
         `torchrec_embcache.evict(model)` does that for all tables of all ranks together.
 
-        Raises `StateError` where the table is closed or cannot be used, `ReadOnlyError` where its SSD tier could not be written.
+        Raises `StateError` where the table is closed or cannot be used, or where ranks share it and have to agree on what its
+        `eviction` takes; `ReadOnlyError` where its SSD tier could not be written.
         """
-        self._shard.sweep()
+        sweep_alone(self._shard)
 
     # ---- for people, and copies
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .exceptions import EmbCacheError, StateError
 
-__all__ = ["Group", "all_gather", "is_distributed", "raise_on_every_rank", "rank", "together", "world_size"]
+__all__ = ["Group", "all_gather", "gathered", "is_distributed", "raise_on_every_rank", "rank", "together", "world_size"]
 
 T = TypeVar("T")
 
@@ -67,6 +67,18 @@ def together(work: Callable[[], T]) -> T:
     result, error = _tried(work)
     raise_on_every_rank(error)
     return result[0]
+
+
+def gathered(
+    work: Callable[[], T], group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> list[T]:
+    """What `work()` returns on each rank of `group`, in their order. An error on any rank is raised on all. Collective.
+
+    Values are pickled. `device` is where tensors of the group's collectives lie.
+    """
+    result, error = _tried(work)
+    raise_on_every_rank(error, group, device)
+    return all_gather(result[0], group)
 
 
 def _tried(work: Callable[[], T]) -> tuple[list[T], Exception | None]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import _native
+from .agreement import Agreement
 from .config import check_int
 from .exceptions import ConfigError, UnsupportedError
 
@@ -29,7 +30,20 @@ class Rule(ABC):
 
     @abstractmethod
     def native(self) -> _native.SweepRule:
-        """As the core takes it. `UnsupportedError` names the setting that it does not take yet."""
+        """As the core takes it when a table is made. `UnsupportedError` names the setting that it does not take yet.
+
+        Where `is_agreed` that is `SweepRule.given()`, and `resolve` gives what a sweep takes.
+        """
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the ranks that share a table have to agree, at each sweep, on what this takes."""
+        return False
+
+    def resolve(self, on: Agreement) -> _native.SweepRule:
+        """What this takes in one sweep, the same on all ranks. Collective where `is_agreed`; see `Agreement`."""
+        del on
+        return self.native()
 
     @property
     def kind(self) -> str:
@@ -266,6 +280,15 @@ class All(Rule):
         return _native.SweepRule.all([rule.native() for rule in self.rules])
 
     @property
+    def is_agreed(self) -> bool:
+        """Whether one of the rules is."""
+        return any(rule.is_agreed for rule in self.rules)
+
+    def resolve(self, on: Agreement) -> _native.SweepRule:
+        """What all of the rules take. Collective where one of them is agreed on."""
+        return _native.SweepRule.all([rule.resolve(on) for rule in self.rules])
+
+    @property
     def unsupported(self) -> UnsupportedError | None:
         """Of the first rule that needs something that is not there yet."""
         return next((error for rule in self.rules if (error := rule.unsupported) is not None), None)
@@ -342,9 +365,20 @@ class Policy:
         return self.every_steps is None
 
     def native(self) -> _native.SweepRule:
-        """The rules as the core takes them. `UnsupportedError` names a setting that it does not take yet."""
+        """The rules as the core takes them when a table is made. `UnsupportedError` names a setting that it does not take yet."""
         self.refuse_unsupported()
+        if self.is_agreed:
+            return _native.SweepRule.given()
         return _native.SweepRule.any([rule.native() for rule in self.rules])
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the ranks that share a table have to agree, at each sweep, on what leaves."""
+        return any(rule.is_agreed for rule in self.rules)
+
+    def resolve(self, on: Agreement) -> _native.SweepRule:
+        """What one sweep takes, the same on all ranks. Collective where `is_agreed`."""
+        return _native.SweepRule.any([rule.resolve(on) for rule in self.rules])
 
     def refuse_unsupported(self) -> None:
         """`UnsupportedError` where a setting needs what is not there yet."""

@@ -97,7 +97,8 @@ class Lifecycle:
         }
         if self.eviction is not None:
             given["eviction"] = self.eviction.native()
-            given["evict_every_steps"] = self.eviction.every_steps
+            # Where ranks agree on each sweep, `sweeping` says when one is due.
+            given["evict_every_steps"] = None if self.eviction.is_agreed else self.eviction.every_steps
         return given
 
     def describe(self) -> str:

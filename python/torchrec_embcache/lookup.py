@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _native, lifetime
+from .agreement import alone
 from .bags import check_offsets
 from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
@@ -30,6 +31,7 @@ from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
 from .lookahead import IdBatch, Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
+from .sweeping import sweep_after_step, swept_after_steps
 from .table_shard import TableShard
 
 __all__ = ["IdBatch", "LookupGroup", "PlannedBatch"]
@@ -72,6 +74,7 @@ class LookupGroup:
         self._lookahead = Lookahead()
         self._warned_rows = [0] * len(self.tables)
         self._warned_given_up: set[str] = set()
+        self._swept = swept_after_steps(self.tables, by_ranks=False)
 
     def _open(self) -> tuple[_native.Lookup, KernelBackend]:
         natives = [table.native for table in self.tables]
@@ -231,6 +234,11 @@ class LookupGroup:
             out = rows.new_zeros(pooled.bags, rows.shape[1])
             parts.append(out.index_add(0, bag, rows * weights[begin:end, None]))
         return torch.cat(parts, 1)
+
+    def sweep_after_step(self) -> None:
+        """A step was committed: sweep the tables whose sweep is due, and hangs on no other rank."""
+        if self._swept:
+            sweep_after_step(self._swept, alone)
 
     def place(self, plan: _native.Plan) -> KernelBackend:
         """Wait for the plan's rows, and put them into the slots that the kernels read."""
@@ -412,6 +420,7 @@ class _FusedLookup(torch.autograd.Function):
             _ = ctx.saved_tensors  # raises where one was changed in place after the forward
             check_rows_are_to_be_updated(ctx.next_functions[0][0])
             weight_grad = batch.backward(grads[0], ctx.needs_input_grad[1])
+            batch.group.sweep_after_step()
         except Exception as caught:
             if after is None:
                 raise

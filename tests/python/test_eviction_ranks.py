@@ -94,7 +94,7 @@ def refused(rank: int, world: int, what: str, path: str) -> Any:
         tables[0].native.set_step(9)
     if rank == 1 and what == "fails":
 
-        def fail(_table: TableShard) -> None:
+        def fail(_table: TableShard, _rule: object = None) -> None:
             raise StorageError("the disk is gone")
 
         TableShard.sweep = fail

@@ -30,18 +30,21 @@ class Table:
     error: Exception | None = None
     sweeps: int = field(default=0, init=False)
 
+    buckets = (0, 1)
+    total_num_buckets = 2
+
     @property
     def settings(self) -> Any:
         return SimpleNamespace(lifecycle=Lifecycle(eviction=self.policy))
 
     @property
     def native(self) -> Any:
-        return SimpleNamespace(is_read_only=lambda: self.read_only)
+        return SimpleNamespace(is_read_only=lambda: self.read_only, prepare_sweep=lambda _rule: None)
 
     def step(self) -> int:
         return self.at
 
-    def sweep(self) -> None:
+    def sweep(self, _rule: object = None) -> None:
         if self.error is not None:
             raise self.error
         self.sweeps += 1

@@ -35,6 +35,7 @@ _BASE = {
     "paths",
     "initializers",
     "admission",
+    "agreement",
     "eviction",
     "lifecycle",
     "optimizers",
@@ -50,7 +51,7 @@ _BASE = {
     "resuming",
 }
 _SHARD = _BASE | {"device_tier", "torch_updates", "kernels", "rows", "owners", "table_settings", "table_shard"}
-_TABLE = _SHARD | {"table_copy", "cache"}
+_TABLE = _SHARD | {"sweeping", "table_copy", "cache"}
 _CACHE = _TABLE | {"bags", "lookahead", "lookup", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "sessions"}
@@ -70,9 +71,10 @@ PYTHON_IMPORTS = {
     "resuming": {"exceptions", "config", "publish", "disk"},
     "initializers": {"exceptions", "config"},
     "admission": {"exceptions", "config"},
-    "eviction": {"exceptions", "config"},
-    "lifecycle": {"exceptions", "config", "admission", "eviction"},
-    "lifecycle_configs": {"exceptions", "config", "admission", "eviction"},
+    "agreement": set(),
+    "eviction": {"exceptions", "config", "agreement"},
+    "lifecycle": {"exceptions", "config", "admission", "agreement", "eviction"},
+    "lifecycle_configs": {"exceptions", "config", "admission", "agreement", "eviction"},
     "optimizers": {"exceptions", "config"},
     "tracing": set(),
     "gradients": {"exceptions"},
@@ -87,11 +89,13 @@ PYTHON_IMPORTS = {
         "config",
         "initializers",
         "admission",
+        "agreement",
         "eviction",
         "lifecycle",
         "optimizers",
     },
     "table_shard": _SHARD,
+    "sweeping": _SHARD,
     "table_copy": _SHARD,
     "cache": _TABLE,
     "lookahead": set(),
@@ -132,8 +136,10 @@ RESERVED = {
         "metrics",
         "initializers",
         "admission",
+        "agreement",
         "eviction",
         "lifecycle",
+        "sweeping",
         "owners",
         "device_tier",
         "kernels",

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from torchrec_embcache import _native
+from torchrec_embcache.agreement import Agreement, alone
 from torchrec_embcache.collective import together
 from torchrec_embcache.eviction import Policy
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
 from torchrec_embcache.shards import Shard, shards_of
+from torchrec_embcache.sweeping import needs_ranks
 from torchrec_embcache.table_names import shown
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import cache_modules
@@ -82,20 +85,58 @@ def _sweep(tables: Mapping[str, TableShard], ranks: Ranks, *, at_save: bool) -> 
         mine.update({name: _said_of(table, at_save=at_save) for name, table in tables.items()})
         return mine
 
+    if not ranks.sees_all and any(_due_with_ranks(table, at_save=at_save) for table in tables.values()):
+        ranks = _ranks_that_agree(tables)
     everyone = ranks.together(say)
     # All ranks see the same, so that all of them raise, or none.
-    for name in dict.fromkeys(name for said in everyone for name in said):
-        _check_agreed(name, {rank: said[name] for rank, said in enumerate(everyone) if name in said})
-    left_out = {name for said in everyone for name, one in said.items() if at_save and one.is_read_only}
+    by_table = {
+        name: {rank: said[name] for rank, said in enumerate(everyone) if name in said}
+        for name in dict.fromkeys(name for said in everyone for name in said)
+    }
+    for name, said in by_table.items():
+        _check_agreed(name, said)
+    left_out = {name for name, said in by_table.items() if at_save and any(one.is_read_only for one in said.values())}
+    for name in left_out:
+        if name in mine and mine[name].is_due:
+            _log.warning("table %s is saved without a sweep: its SSD tier, on a rank, could not be written", name)
+    due = [name for name, said in mine.items() if said.is_due and name not in left_out]
+    rules: dict[str, _native.SweepRule] = {}
+    for name, said in by_table.items():
+        shared = next((one for one in said.values() if one.is_shared and one.is_due), None)
+        if name not in left_out and shared is not None and shared.policy is not None and shared.policy.is_agreed:
+            own = tables[name].native if name in mine and mine[name].is_shared else None
+            rules[name] = shared.policy.resolve(Agreement(shared.step, own, ranks.together))
+
+    def prepare() -> None:
+        for name in due:
+            policy = mine[name].policy
+            if not mine[name].is_shared and policy is not None and policy.is_agreed:
+                rules[name] = policy.resolve(Agreement(mine[name].step, tables[name].native, alone))
+            tables[name].native.prepare_sweep(rules.get(name))
 
     def sweep() -> None:
-        for name, said in mine.items():
-            if said.is_due and name in left_out:
-                _log.warning("table %s is saved without a sweep: its SSD tier, on a rank, could not be written", name)
-            elif said.is_due:
-                tables[name].sweep()
+        for name in due:
+            tables[name].sweep(rules.get(name))
 
+    ranks.together(prepare)
     ranks.together(sweep)
+
+
+def _due_with_ranks(table: TableShard, *, at_save: bool) -> bool:
+    """Whether this rank cannot sweep the table without the others."""
+    return needs_ranks(table) and _said_of(table, at_save=at_save).is_due
+
+
+def _ranks_that_agree(tables: Mapping[str, TableShard]) -> AllRanks:
+    """All ranks, where somebody else brings them together for the rest of a save. `StateError` where there is one process only."""
+    ranks = AllRanks()
+    if ranks.world_size == 1:
+        name = next(name for name, table in tables.items() if needs_ranks(table))
+        raise StateError(
+            f"table {name} is shared by {tables[name].world_size} ranks, which have to agree on what its eviction takes, and this "
+            "process knows no other: initialise torch.distributed on all of them, and save on all of them together"
+        )
+    return ranks
 
 
 def _said_of(table: TableShard, *, at_save: bool) -> _Said:

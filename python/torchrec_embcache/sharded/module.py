@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values, internals
-from torchrec_embcache.collective import all_gather, raise_on_every_rank
-from torchrec_embcache.exceptions import InputError, MismatchError, StateError, UnsupportedError
-from torchrec_embcache.gradients import raise_at_end_of_backward
+from torchrec_embcache.collective import raise_on_every_rank
+from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.modules.features import check_features, in_order
 from torchrec_embcache.modules.optimizer_choice import no_optimizer_error, without_optimizer_attributes
@@ -33,6 +32,7 @@ from torchrec_embcache.state_dicts import check_rows_are_here
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
 
+from .agreeing import AgreesWithRanks
 from .lookup import CacheLookup, PlannedFeatures
 
 __all__ = ["ShardedCacheModule"]
@@ -40,7 +40,7 @@ __all__ = ["ShardedCacheModule"]
 logger = logging.getLogger("torchrec_embcache")
 
 
-class ShardedCacheModule(CacheModule):
+class ShardedCacheModule(AgreesWithRanks, CacheModule):
     """What both sharded collections share, as a mixin over TorchRec's class.
 
     The calls of a batch, in order:
@@ -209,34 +209,6 @@ class ShardedCacheModule(CacheModule):
     def _bucket_hash_of(self, table: str) -> BucketHash:
         return self._cache[table].bucket_hash
 
-    def _agree_on_buckets(self) -> None:
-        """Open the tables, and check that all ranks say the same of how ids fall into buckets. Collective.
-
-        The files of a table that is resumed say it. Every rank comes here before its first batch is sent. Where a table cannot be
-        opened on one of them, or they do not agree, all come here again with the next batch.
-        """
-        mine: dict[str, tuple[int, str]] = {}
-        error: Exception | None = None
-        try:
-            for name, table in self._cache.items():
-                table.open()
-                mine[name] = (table.total_num_buckets, table.bucket_hash)
-        except Exception as caught:
-            error = caught
-        everyone = all_gather((mine, error is None), self._env.process_group)
-        self._buckets_known = all(opened for _, opened in everyone)
-        if error is not None:
-            raise error
-        for rank, (theirs, _) in enumerate(everyone):
-            for name, buckets in theirs.items():
-                if buckets != mine.get(name, buckets):
-                    self._buckets_known = False
-                    raise MismatchError(
-                        f"{self._owner}: table {name!r} has {mine[name][0]} buckets of kind {mine[name][1]!r} on this rank, and "
-                        f"{buckets[0]} of kind {buckets[1]!r} on rank {rank}: their SSD directories are of different saves; "
-                        'load a checkpoint made with Saver, with reopen="discard"'
-                    )
-
     def weights(self) -> dict[str, nn.Parameter]:
         """The zero-row parameter of every table of the module, also of tables on other ranks."""
         return table_weights(getattr(self, self._prefix))
@@ -245,37 +217,12 @@ class ShardedCacheModule(CacheModule):
         configs = [self._configs[table.name] for table in tables]
         pooled = self._prefix == "embedding_bags"
         return CacheLookup(
-            self._cache, configs, spreads_bags=spreads_bags, pooled=pooled, after_backward=self._agree_in_backward
+            self._cache,
+            configs,
+            spreads_bags=spreads_bags,
+            pooled=pooled,
+            after_backward=self._after_backward([internals(self._cache[table.name]) for table in tables]),
         )
-
-    def _agree(self, error: Exception | None) -> None:
-        """Raise the error of any rank on all of them. Every rank comes here at the same point of a step."""
-        raise_on_every_rank(error, self._env.process_group, self._cache.device)
-
-    def _agree_in_backward(self, error: Exception | None) -> None:
-        """Do as `_agree`, but raise when the whole backward is through.
-
-        DDP's reducer would refuse every later step if its backward were cut short.
-        """
-        try:
-            self._agree(error)
-        except Exception as caught:
-            self._agree_on_steps()
-            raise_at_end_of_backward(caught)
-
-    def _agree_on_steps(self) -> None:
-        """Count a backward that failed on some ranks as a step of all: a table whose ranks count differently could not be saved."""
-        mine: dict[str, int] = {}
-        for name, table in self._cache.items():
-            # A table that was half updated refuses to say its step. The other ranks wait for this rank all the same.
-            with suppress(StateError):
-                if table.is_open:
-                    mine[name] = table.step()
-        for steps in all_gather(mine, self._env.process_group):
-            for name, step in steps.items():
-                if name in mine and step > mine[name]:
-                    mine[name] = step
-                    internals(self._cache[name]).native.set_step(step)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise StateError(

@@ -237,6 +237,15 @@ pub enum EvictionRule {
     ScoreBelow(f32),
     /// Rows whose weights have an L2 norm below this: more than 0. The squares are summed in float64, column after column.
     NormBelow(f64),
+    /// Rows whose last training step is at most this one, whatever `s` is.
+    TrainedUntil {
+        /// A step.
+        step: u64,
+    },
+    /// No rows.
+    Nothing,
+    /// As the rule says that is given with each sweep, because ranks agree on it then. It stands alone.
+    Given,
     /// Rows that any of these rules takes. There is at least one.
     Any(Vec<EvictionRule>),
     /// Rows that all of these rules take. There is at least one.
@@ -260,8 +269,11 @@ impl EvictionRule {
             Self::Any(rules) | Self::All(rules) if rules.is_empty() => {
                 refuse("an eviction rule is joined from no rule: give at least one".into())
             }
+            Self::Any(rules) | Self::All(rules) if rules.contains(&Self::Given) => refuse(
+                "a rule that is given with each sweep is joined with others: join the others with what is given".into(),
+            ),
             Self::Any(rules) | Self::All(rules) => rules.iter().try_for_each(Self::check),
-            Self::Unused { .. } | Self::ScoreBelow(_) | Self::NormBelow(_) => Ok(()),
+            _ => Ok(()),
         }
     }
 }

@@ -102,6 +102,21 @@ impl PySweepRule {
     }
 
     #[staticmethod]
+    fn trained_until(step: u64) -> Self {
+        Self { core: EvictionRule::TrainedUntil { step } }
+    }
+
+    #[staticmethod]
+    fn nothing() -> Self {
+        Self { core: EvictionRule::Nothing }
+    }
+
+    #[staticmethod]
+    fn given() -> Self {
+        Self { core: EvictionRule::Given }
+    }
+
+    #[staticmethod]
     fn score(below: f32) -> Self {
         Self { core: EvictionRule::ScoreBelow(below) }
     }

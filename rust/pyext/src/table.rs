@@ -282,9 +282,15 @@ impl PyTable {
         self.wait_for_save(py)?;
         py.detach(|| self.inner.clear()).map_err(to_python)
     }
-    /// Apply the table's rule of eviction after the present step.
-    fn sweep(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.sweep()).map_err(to_python)
+    /// Apply the table's rule of eviction after the present step, or the one that is given for it.
+    #[pyo3(signature = (rule=None))]
+    fn sweep(&self, py: Python<'_>, rule: Option<&PySweepRule>) -> PyResult<()> {
+        let rule = rule.map(|rule| &rule.core);
+        py.detach(|| rule.map_or_else(|| self.inner.sweep(), |rule| self.inner.sweep_by(rule))).map_err(to_python)
+    }
+    #[pyo3(signature = (rule=None))]
+    fn prepare_sweep(&self, py: Python<'_>, rule: Option<&PySweepRule>) -> PyResult<()> {
+        py.detach(|| self.inner.prepare_sweep(rule.map(|rule| &rule.core))).map_err(to_python)
     }
     fn clear_rows(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;

@@ -35,6 +35,8 @@ fn takes(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> bo
         EvictionRule::NormBelow(below) => {
             weights.iter().map(|&weight| f64::from(weight).powi(2)).sum::<f64>() < below * below
         }
+        EvictionRule::TrainedUntil { step } => header.last_step <= *step,
+        EvictionRule::Nothing | EvictionRule::Given => false,
         EvictionRule::Any(rules) => rules.iter().any(|rule| takes(rule, s, header, weights)),
         EvictionRule::All(rules) => rules.iter().all(|rule| takes(rule, s, header, weights)),
     }
@@ -298,6 +300,7 @@ fn rules_out_of_range_are_refused() {
         NormBelow(f64::INFINITY),
         Any(vec![]),
         All(vec![Unused { steps: 3 }, Any(vec![ScoreBelow(-1.0)])]),
+        All(vec![Unused { steps: 3 }, EvictionRule::Given]),
     ] {
         let engine = std::sync::Arc::new(embcache::io::MemoryEngine::default());
         let opened = Rig::open(settings(0, Some(Eviction { rule: rule.clone(), every_steps: None })), engine);

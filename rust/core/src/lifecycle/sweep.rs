@@ -82,6 +82,9 @@ impl Rule {
             EvictionRule::Unused { steps } => step.checked_sub(*steps).map_or(Self::Any(Vec::new()), Self::LastStep),
             EvictionRule::ScoreBelow(below) => Self::ScoreBelow { below: *below, half_life },
             EvictionRule::NormBelow(below) => Self::NormBelow(*below),
+            EvictionRule::TrainedUntil { step } => Self::LastStep(*step),
+            // `Given` stands for a rule that the caller has put in its place.
+            EvictionRule::Nothing | EvictionRule::Given => Self::Any(Vec::new()),
             EvictionRule::Any(rules) => Self::Any(each(rules)),
             EvictionRule::All(rules) => Self::All(each(rules)),
         }

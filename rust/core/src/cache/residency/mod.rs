@@ -93,8 +93,8 @@ pub(crate) struct Residency {
     sweeping: Option<UnderWay>,
     /// The epoch in which the last sweep began.
     sweep_epoch: u32,
-    /// The step of the last sweep that was finished, and the table's version then.
-    swept: Option<(u64, u64)>,
+    /// The last sweep that was finished, and the table's version then.
+    swept: Option<(Sweep, u64)>,
 }
 
 /// What plans have found where, since the table was opened.

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use super::bury::Dead;
 use super::hold::Hold;
 use super::{Residency, SLOTS_AHEAD};
-use crate::error::{Error, Result};
+use crate::config::EvictionRule;
+use crate::error::{Error, Kind, Result};
 use crate::lifecycle::Sweep;
 use crate::rows::RowHeader;
 use crate::slots::RowState;
@@ -114,21 +115,58 @@ impl Residency {
         every.is_some_and(|every| self.step.is_multiple_of(every.get()))
     }
 
-    /// Apply the table's rule to the rows of now. Nothing where the table has none.
+    /// The sweep of now by the table's rule, or by the rule that is given for it. `None` where the table has no rule.
     ///
-    /// Errors: those of [`Residency::finish_sweep`], of a sweep that is under way and took other rows, which this one waits for.
-    pub(crate) fn begin_sweep(&mut self) -> Result<()> {
+    /// Errors: `State` where the table's rule has to be given and is not, or the other way round; `Config` for a rule that is out of range.
+    fn sweep_of_now(&self, given: Option<&EvictionRule>) -> Result<Option<Sweep>> {
         let config = &self.base.config;
-        let Some(eviction) = &config.eviction else { return Ok(()) };
-        let sweep = Sweep::after(self.step, &eviction.rule, config.score_half_life_steps);
-        if self.swept == Some((self.step, self.base.version())) {
+        let own = config.eviction.as_ref().map(|eviction| &eviction.rule);
+        let refuse = |message: &str| Err(Error::new(Kind::State, format!("table {:?}: {message}", config.name)));
+        let rule = match (own, given) {
+            (None, None) => return Ok(None),
+            (Some(EvictionRule::Given), None) => {
+                return refuse(
+                    "its ranks agree on what a sweep takes: call torchrec_embcache.evict(model) on all of them",
+                );
+            }
+            (Some(EvictionRule::Given), Some(EvictionRule::Given)) | (None, Some(_)) => {
+                return refuse("a sweep was given a rule that the table's eviction does not ask for");
+            }
+            (Some(EvictionRule::Given), Some(given)) => {
+                given.check()?;
+                given
+            }
+            (Some(_), Some(_)) => return refuse("a sweep was given a rule, and the table has one of its own"),
+            (Some(own), None) => own,
+        };
+        Ok(Some(Sweep::after(self.step, rule, config.score_half_life_steps)))
+    }
+
+    /// Do what can fail of [`Residency::begin_sweep`] with this rule, which does not fail then before the next step. No row is unseen by it.
+    ///
+    /// Errors: as there.
+    pub(crate) fn prepare_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
+        let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
+        if self.sweeping.as_ref().is_some_and(|before| !sweep.covers(&before.sweep)) {
+            self.finish_sweep()?;
+        }
+        Ok(())
+    }
+
+    /// Apply the table's rule to the rows of now, or the rule that is given where the table's says that one is. Nothing where the table has
+    /// none.
+    ///
+    /// Errors: `State`, `Config` where a rule is given or missing and should not be; those of [`Residency::finish_sweep`], of a sweep that is
+    /// under way and took other rows, which this one waits for.
+    pub(crate) fn begin_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
+        let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
+        let found_all = |before: &Sweep| before.step == sweep.step && before.covers(&sweep);
+        if self.swept.as_ref().is_some_and(|(before, version)| *version == self.base.version() && found_all(before)) {
             // It would find what the one before has left. It is noted all the same, as by ranks whose rows have changed since.
             self.lineage.note_sweep(self.epoch, &sweep);
             return Ok(());
         }
-        if self.sweeping.as_ref().is_some_and(|before| !sweep.covers(&before.sweep)) {
-            self.finish_sweep()?;
-        }
+        self.prepare_sweep(given)?;
         // A sweep that takes all that the one before takes goes on where that one is, so that each slot and each record has its turn.
         let before = self.sweeping.take();
         let is_carried = before.as_ref().is_some_and(|before| !before.passed);
@@ -153,7 +191,7 @@ impl Residency {
     /// A step was committed: begin a sweep if one is due.
     pub(crate) fn sweep_after_step(&mut self) {
         if self.is_sweep_due()
-            && let Err(error) = self.begin_sweep()
+            && let Err(error) = self.begin_sweep(None)
         {
             self.note_stopped(&error);
         }
@@ -189,7 +227,7 @@ impl Residency {
         let Some(mut under_way) = self.sweeping.take() else { return Ok(()) };
         let swept = self.sweep_tiers(&mut under_way, slice);
         if under_way.passed && under_way.later.is_empty() {
-            self.swept = Some((under_way.sweep.step, self.base.version()));
+            self.swept = Some((Sweep::clone(&under_way.sweep), self.base.version()));
         } else {
             self.sweeping = Some(under_way);
         }

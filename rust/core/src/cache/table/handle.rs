@@ -7,7 +7,7 @@ use crate::cache::base::TableBase;
 use crate::cache::locks::TableInner;
 use crate::cache::residency::{Residency, TableStats};
 use crate::cache::watch::Ancestor;
-use crate::config::TableConfig;
+use crate::config::{EvictionRule, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
@@ -130,10 +130,29 @@ impl Table {
     /// Apply the table's rule of eviction to the rows of now: those that it takes are gone for every batch that is placed from now on, and
     /// leave the tiers little by little. Nothing where the table has no rule.
     ///
-    /// Errors: those of the SSD tier, where the step counter was set back and a sweep before it is not done.
+    /// Errors: those of the SSD tier, where a sweep that took other rows is not done; `State` where the rule is one that is given with each
+    /// sweep.
     pub fn sweep(&self) -> Result<()> {
         self.inner.check_writable()?;
-        self.inner.lock()?.begin_sweep()
+        self.inner.lock()?.begin_sweep(None)
+    }
+
+    /// As [`Table::sweep`], by the rule that is given with this sweep, where the table's is [`EvictionRule::Given`].
+    ///
+    /// Errors: those of [`Table::prepare_sweep`]. There are none after that with the same rule, until the next step.
+    pub fn sweep_by(&self, given: &EvictionRule) -> Result<()> {
+        self.inner.check_writable()?;
+        self.inner.lock()?.begin_sweep(Some(given))
+    }
+
+    /// Do what can fail of [`Table::sweep`], or of [`Table::sweep_by`], so that the ranks that share the table sweep together, or none of them
+    /// does.
+    ///
+    /// Errors: `State` where a rule is given and should not be, or the other way round; `Config` for a rule that is out of range; those of
+    /// the SSD tier, where a sweep that took other rows is not done.
+    pub fn prepare_sweep(&self, given: Option<&EvictionRule>) -> Result<()> {
+        self.inner.check_writable()?;
+        self.inner.lock()?.prepare_sweep(given)
     }
 
     /// Bury all rows that the sweep under way takes, but those of batches that are between their forward and their backward.

@@ -1,0 +1,79 @@
+"""Sweeps whose rules the ranks that share a table agree on: when one is due, and how all ranks sweep, or none.
+
+Rules of a row's own columns and of the step alone need no agreement, and the core sweeps by them without this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import _native
+from .agreement import Agreement, Together, alone
+from .exceptions import StateError
+from .table_shard import TableShard
+
+__all__ = ["needs_ranks", "sweep_after_step", "sweep_alone", "swept_after_steps"]
+
+
+def needs_ranks(table: TableShard) -> bool:
+    """Whether a sweep of the table hangs on what other ranks say: its rule is agreed on, and other ranks may have rows of it."""
+    policy = table.settings.lifecycle.eviction
+    begin, end = table.buckets
+    has_a_part = 0 < end - begin < table.total_num_buckets
+    return policy is not None and policy.is_agreed and table.world_size > 1 and has_a_part
+
+
+def swept_after_steps(tables: Sequence[TableShard], *, by_ranks: bool) -> list[TableShard]:
+    """Those of `tables` that `sweep_after_step` is to be called for, by one rank alone or by the ranks together."""
+    return [table for table in tables if _every_steps(table) is not None and needs_ranks(table) is by_ranks]
+
+
+def _every_steps(table: TableShard) -> int | None:
+    policy = table.settings.lifecycle.eviction
+    return policy.every_steps if policy is not None and policy.is_agreed else None
+
+
+def sweep_alone(table: TableShard) -> None:
+    """Sweep a table now, as of its last step. `StateError` where other ranks have to agree on what leaves."""
+    if needs_ranks(table):
+        raise StateError(
+            f"table {table.name!r} is shared by {table.world_size} ranks, which have to agree on what its eviction takes: call "
+            "torchrec_embcache.evict(model) on all of them"
+        )
+    policy = table.settings.lifecycle.eviction
+    if policy is None or not policy.is_agreed:
+        table.sweep()
+        return
+    _sweep([table], table.step(), alone)
+
+
+def sweep_after_step(tables: Sequence[TableShard], together: Together) -> None:
+    """A training step was committed: sweep those of `tables` that are swept after it. Collective, where there is one to sweep.
+
+    The tables are those of `swept_after_steps`, in the same order on every rank, and were trained by one batch. An error on one
+    rank is raised on all, and then no table was swept.
+    """
+    due = []
+    for table in tables:
+        step = table.native.step()
+        every = _every_steps(table)
+        if every is not None and step % every == 0:
+            due.append((table, step))
+    for step in dict.fromkeys(step for _, step in due):
+        _sweep([table for table, at in due if at == step], step, together)
+
+
+def _sweep(tables: Sequence[TableShard], step: int, together: Together) -> None:
+    rules: list[_native.SweepRule] = []
+    for table in tables:
+        policy = table.settings.lifecycle.eviction
+        assert policy is not None, "only tables with a policy are swept"
+        rules.append(policy.resolve(Agreement(step, table.native, together)))
+
+    def prepare() -> None:
+        for table, rule in zip(tables, rules, strict=True):
+            table.native.prepare_sweep(rule)
+
+    together(prepare)
+    for table, rule in zip(tables, rules, strict=True):
+        table.sweep(rule)

@@ -1,0 +1,228 @@
+"""Rules that ranks agree on at each sweep: who is asked when, and that all ranks sweep, or none."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+import dcp_cases
+from test_admission_ranks import PIPELINES, drain, pipeline_of, pipelines_on_a_cpu
+from torchrec_embcache import _native, cache_modules, evict
+from torchrec_embcache.agreement import Agreement, alone
+from torchrec_embcache.cache import CacheTable, internals
+from torchrec_embcache.config import TierBudgets
+from torchrec_embcache.eviction import All, L2Norm, Policy, Rule, Ttl
+from torchrec_embcache.exceptions import ConfigError, StateError, StorageError
+from torchrec_embcache.initializers import Constant
+from torchrec_embcache.optimizers import SGD
+from torchrec_embcache.saver import Saver
+from torchrec_embcache.sessions.ranks import OneRank
+from torchrec_embcache.sessions.sweep import sweep_before_save
+from torchrec_models import (
+    MIXED,
+    ROW_WISE,
+    TABLE_WISE,
+    Model,
+    Settings,
+    assert_same_rows,
+    batches,
+    rows_of,
+    sharded,
+)
+from torchrec_models import together as merged
+from torchrec_models import train as train_model
+from world import process_group
+
+LAG = 3
+
+
+@dataclass(frozen=True)
+class Least(Rule):
+    """Takes what `Ttl(steps=LAG)` takes, by the least step that a rank says. Rank 1 says a later one than rank 0."""
+
+    def native(self) -> _native.SweepRule:
+        return _native.SweepRule.given()
+
+    @property
+    def is_agreed(self) -> bool:
+        return True
+
+    def resolve(self, on: Agreement) -> _native.SweepRule:
+        rank = 0 if on.together is alone else dist.get_rank()
+        least = min(on.together(lambda: on.step - LAG + 2 * rank))
+        return _native.SweepRule.trained_until(least) if least >= 0 else _native.SweepRule.nothing()
+
+
+@dataclass(frozen=True)
+class Fails(Least):
+    """Fails on rank 1, which has no table-wise table, or of which others share the table."""
+
+    def resolve(self, on: Agreement) -> _native.SweepRule:
+        def fail() -> None:
+            if on.together is not alone and dist.get_rank() == 1:
+                raise StorageError("the disk is gone")
+
+        on.together(fail)
+        return super().resolve(on)
+
+
+def made(shardings: Any, policy: Policy) -> Any:
+    model = Model(Settings(options={"eviction": policy}))
+    apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
+    return sharded(model, shardings)
+
+
+def trained_with(rank: int, world: int, shardings: Any, policy: Policy, calls: list[int]) -> Any:
+    """Train some steps, with `evict(model)` after those in `calls`: the rows after each step, and the losses."""
+    model = made(shardings, policy)
+    seen, losses = [], []
+    for step, batch in enumerate(batches(10, rank, world), 1):
+        losses.append(train_model(model, [batch]))
+        if step in calls:
+            evict(model)
+        seen.append(rows_of(model))
+    return seen, torch.cat(losses)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    with process_group(0, 1, str(tmp_path / "store")):
+        yield
+
+
+@pytest.mark.parametrize(("every", "calls"), [(2, []), (None, [4, 5, 9])], ids=["every 2 steps", "by call"])
+@pytest.mark.parametrize("shardings", [ROW_WISE, TABLE_WISE, MIXED], ids=["row-wise", "table-wise", "mixed"])
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_agree_on_what_leaves_and_it_has_left_right_after_the_step(two_ranks, shardings, every, calls):
+    rules = [L2Norm(below=0.02)]
+    expected, losses = trained_with(0, 1, shardings, Policy([Ttl(steps=LAG), *rules], every_steps=every), calls)
+    policy = Policy([Least(), *rules], every_steps=every)
+    alone_seen, alone_losses = trained_with(0, 1, shardings, policy, calls)
+    results = two_ranks.run(trained_with, shardings, policy, calls)
+    for step, rows in enumerate(expected):
+        assert_same_rows(alone_seen[step], rows)
+        assert_same_rows(merged([result[0][step] for result in results]), rows)
+    torch.testing.assert_close(alone_losses, losses)
+    torch.testing.assert_close(sum(result[1] for result in results) / 2, losses)
+    assert len(expected[-1]) < len(set().union(*(rows.keys() for rows in expected)))
+
+
+def piped(rank: int, world: int, pipeline: str, policy: Policy) -> Any:
+    with pipelines_on_a_cpu():
+        model = made(MIXED, policy)
+        drain(pipeline_of(pipeline, model), iter(batches(9, rank, world)))
+        return rows_of(model)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_ranks_agree_under_pipelines(two_ranks, pipeline):
+    expected = two_ranks.run(piped, pipeline, Policy([Ttl(steps=LAG)], every_steps=2))
+    assert two_ranks.run(piped, pipeline, Policy([Least()], every_steps=2)) == expected
+
+
+def refused(rank: int, world: int, when: str) -> Any:
+    """What both ranks are told where one of them fails while they agree, and whether rows have left."""
+    every = 3 if when == "step" else None
+    model = made(MIXED, Policy([All([Fails(), L2Norm(below=100)])], every_steps=every))
+    said = []
+    train_model(model, batches(2, rank, world))
+    try:
+        train_model(model, itertools.islice(batches(3, rank, world), 2, None))
+        if when == "evict":
+            evict(model)
+    except StorageError as error:
+        said.append(str(error))
+    tables = [table for module in cache_modules(model).values() for table in module.tables.values()]
+    left = sum(table.stats().eviction.evicted for table in tables if table.buckets != (0, table.total_num_buckets))
+    steps = [table.step() for table in tables]
+    train_model(model, batches(2, rank, world))  # the ranks are in step
+    return said, left, steps
+
+
+@pytest.mark.parametrize("when", ["step", "evict"])
+def test_an_error_of_one_rank_while_they_agree_is_raised_on_both_and_no_row_leaves(two_ranks, when):
+    for said, left, steps in two_ranks.run(refused, when):
+        assert len(said) == 1
+        assert "the disk is gone" in said[0]
+        assert left == 0
+        assert set(steps) == {3}, "the step itself was made"
+
+
+def other_policies(rank: int, world: int) -> str:
+    model = made(ROW_WISE, Policy([Least()], every_steps=2 + rank))
+    with pytest.raises(ConfigError, match="every_steps=2.*every_steps=3|every_steps=3.*every_steps=2") as refusal:
+        train_model(model, batches(1, rank, world))
+    return str(refusal.value)
+
+
+def test_ranks_that_would_not_sweep_together_are_told_before_the_first_batch(two_ranks):
+    for said in two_ranks.run(other_policies):
+        assert "give all ranks the same" in said
+
+
+def one_shard(rank: int, world: int) -> tuple[str, int]:
+    model = made(ROW_WISE, Policy([Least()]))
+    train_model(model, batches(6, rank, world))
+    table = next(table for module in cache_modules(model).values() for table in module.tables.values())
+    before = len(table)
+    with pytest.raises(StateError, match="shared by 2 ranks.*evict.model") as refusal:
+        table.evict()
+    assert len(table) == before
+    evict(model)
+    return str(refusal.value), before - len(table)
+
+
+def test_one_shard_alone_cannot_be_swept(two_ranks):
+    assert sum(left for _, left in two_ranks.run(one_shard)) > 0
+
+
+def test_a_shard_whose_process_knows_no_other_is_not_saved_as_if_it_were_alone():
+    table = CacheTable(
+        name="item",
+        dim=2,
+        tiers=TierBudgets(host_bytes="1MiB"),
+        initializer=Constant(0.0),
+        optimizer=SGD(),
+        eviction=Policy([Least()]),
+        rank=0,
+        world_size=2,
+    )
+    shard = internals(table)
+    ids = np.arange(20)[shard.owns(np.arange(20))]
+    table.import_rows(ids, np.ones((len(ids), 2), np.float32))
+    shard.native.set_step(9)
+    for sweep in (table.evict, lambda: sweep_before_save({"item": shard}, OneRank())):
+        with pytest.raises(StateError, match="shared by 2 ranks"):
+            sweep()
+    assert len(table) == len(ids) > 0
+
+
+def saved_by(rank: int, world: int, door: str, path: str) -> Any:
+    model = made(MIXED, Policy([Least()]))
+    train_model(model, batches(6, rank, world))
+    if door == "saver":
+        Saver().save(model, path)
+        train_model(model, batches(3, rank, world))
+        Saver().save(model, path, incremental=True)
+    else:
+        dcp_cases.save(dcp_cases.dense_state(), path, model)
+    return rows_of(model)
+
+
+@pytest.mark.parametrize("door", ["saver", "dcp"])
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_agree_before_they_save(two_ranks, tmp_path, door):
+    path = str(tmp_path / "saved")
+    left = merged(two_ranks.run(saved_by, door, path))
+    model = Model(Settings())
+    apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
+    if door == "saver":
+        Saver().load(model, path)
+    else:
+        dcp_cases.load(dcp_cases.dense_state(), path, model)
+    assert_same_rows(rows_of(model), left)

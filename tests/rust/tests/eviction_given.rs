@@ -1,0 +1,93 @@
+//! Sweeps by a rule that is given with each of them, because ranks agree on it.
+
+use std::collections::BTreeSet;
+use std::num::NonZeroU64;
+
+use embcache::Kind;
+use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::types::Id;
+use embcache_tests::{Rig, config, three_tiers};
+
+const DIM: usize = 4;
+const BAG: usize = 5;
+
+fn settings(tiers: usize, rule: EvictionRule) -> TableConfig {
+    let ssd = SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen: Reopen::Never, resume_token: None };
+    let made = match tiers {
+        0 => config(DIM, OptimizerKind::RowWiseAdagrad, 100_000),
+        1 => TableConfig { ssd: Some(ssd), ..config(DIM, OptimizerKind::RowWiseAdagrad, 60) },
+        _ => TableConfig { optimizer: OptimizerKind::RowWiseAdagrad, ..three_tiers(DIM, Some(45), 60, 64 << 20) },
+    };
+    TableConfig { eviction: Some(Eviction { rule, every_steps: NonZeroU64::new(1) }), ..made }
+}
+
+/// A table that has trained ids 10 s to 10 s + 9 in step s, from 1 on.
+fn trained(tiers: usize, rule: EvictionRule, steps: Id) -> Rig {
+    let (rig, _) = Rig::with_faults(settings(tiers, rule));
+    for step in 1..=steps {
+        rig.train(&(10 * step..10 * step + 10).collect::<Vec<Id>>(), BAG, step as u32).expect("a step");
+    }
+    rig
+}
+
+fn ids(rig: &Rig) -> BTreeSet<Id> {
+    rig.contents().expect("contents").into_keys().collect()
+}
+
+#[test]
+fn a_sweep_takes_what_the_rule_says_that_it_is_given_and_the_table_sweeps_by_nothing_else() {
+    for tiers in 0..3 {
+        let rig = trained(tiers, EvictionRule::Given, 20);
+        assert_eq!(ids(&rig).len(), 200, "no sweep is due by itself");
+        // Twice after one step, by rules that take ever more, then less, then nothing.
+        for (until, first) in [(4, 50), (9, 100), (7, 100)] {
+            rig.table.sweep_by(&EvictionRule::TrainedUntil { step: until }).expect("a sweep");
+            assert_eq!(ids(&rig), (first..210).collect(), "tiers {tiers}");
+        }
+        rig.table.sweep_by(&EvictionRule::Nothing).expect("a sweep");
+        // One that is under way when the next comes, with other rows.
+        let joined =
+            |step, below| EvictionRule::All(vec![EvictionRule::TrainedUntil { step }, EvictionRule::ScoreBelow(below)]);
+        rig.table.sweep_by(&joined(12, 1e9)).expect("a sweep");
+        rig.table.sweep_by(&joined(15, 1e-9)).expect("a sweep");
+        assert_eq!(ids(&rig), (130..210).collect(), "tiers {tiers}");
+        let stats = rig.table.stats().expect("stats").eviction.expect("the table has eviction");
+        assert_eq!((stats.evicted, stats.under_way), (120, false));
+        rig.train(&[1], BAG, 0).expect("a step");
+        assert!(ids(&rig).contains(&1));
+    }
+}
+
+#[test]
+fn what_was_prefetched_before_the_sweep_is_unseen_after_it() {
+    use embcache::cache::PlanMode;
+
+    let rig = trained(1, EvictionRule::Given, 3);
+    let ahead = rig.plan(&[10, 30], PlanMode::TRAIN_AHEAD).expect("a plan ahead");
+    rig.table.sweep_by(&EvictionRule::TrainedUntil { step: 2 }).expect("a sweep");
+    rig.finish(&ahead, 2, 1, 0).expect("a step");
+    let rows = rig.table.read_rows(&[10, 30]).expect("rows");
+    assert_eq!((rows.headers[0].count, rows.headers[1].count), (1, 2), "one was born anew");
+}
+
+#[test]
+fn a_rule_that_is_missing_or_not_asked_for_or_out_of_range_is_refused_and_nothing_leaves() {
+    let given = trained(0, EvictionRule::Given, 3);
+    let own = trained(0, EvictionRule::Unused { steps: 50 }, 3);
+    let none = Rig::with_faults(config(DIM, OptimizerKind::RowWiseAdagrad, 100)).0;
+    let until = EvictionRule::TrainedUntil { step: 2 };
+    for (rig, rule, kind) in [
+        (&given, None, Kind::State),
+        (&given, Some(&EvictionRule::Given), Kind::State),
+        (&given, Some(&EvictionRule::ScoreBelow(-1.0)), Kind::Config),
+        (&own, Some(&until), Kind::State),
+        (&none, Some(&until), Kind::State),
+    ] {
+        let before = ids(rig);
+        let swept = rule.map_or_else(|| rig.table.sweep(), |rule| rig.table.sweep_by(rule));
+        assert_eq!(swept.expect_err("refused").kind(), kind, "{rule:?}");
+        assert_eq!(rig.table.prepare_sweep(rule).expect_err("refused").kind(), kind, "{rule:?}");
+        assert_eq!(ids(rig), before);
+    }
+    none.table.sweep().expect("nothing to do");
+}
