@@ -16,6 +16,7 @@ from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
 from .metrics import AdmissionStats, EvictionStats, SsdStats, TableStats, TierStats
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
+from .sessions.event_time import set_time
 from .sessions.sweep import evict
 from .whole_model import cache_modules, flush
 
@@ -71,6 +72,7 @@ __all__ = [
     "flush",
     "initializers",
     "optimizers",
+    "set_time",
 ]
 
 # Public names by the module that has them. They are imported on first use, because they need TorchRec, DCP or torch.distributed.

@@ -167,7 +167,7 @@ class SweepRule:
     @staticmethod
     def nothing() -> SweepRule: ...  # no rows
     @staticmethod
-    def given() -> SweepRule: ...  # as a Table's `eviction`: each `sweep` gives its rule
+    def given(*, timed: bool = False) -> SweepRule: ...  # as a Table's `eviction`: each `sweep` gives its rule; `timed`: and the table notes when its steps are made
     @staticmethod
     def score(below: float) -> SweepRule: ...  # rows whose score, decayed to s, is below this
     @staticmethod
@@ -343,7 +343,11 @@ class Table:
     def remove_rows(self, ids: I64) -> int: ...  # how many were there
     def sweep(self, rule: SweepRule | None = None) -> None: ...  # applies `eviction` after the present step; nothing where there is none. `rule`: where that is `given()`
     def prepare_sweep(self, rule: SweepRule | None = None) -> None: ...  # all that can fail of `sweep`
-    def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows; it has none so far
+    def now(self) -> int: ...  # the table's time in milliseconds, what was set or the system's, never before that of its last step
+    def step_at(self, time: int) -> int | None: ...  # the greatest step that was surely made by this time; None where that is said of no step
+    def set_time(self, time: int) -> None: ...  # the table's time from now on, until the next; InputError where it would go back
+    def check_time(self, time: int) -> None: ...  # the error of `set_time`
+    def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows, and when steps were made; it has none so far
     def clear(self) -> None: ...
     def clear_rows(self) -> None: ...  # as clear, but the counts of ids that wait for rows stay
     def flush(self, token: int | None) -> None: ...  # writes every dirty row down and publishes one state; None: under the next even token

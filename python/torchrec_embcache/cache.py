@@ -21,7 +21,7 @@ from .lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, Lifecycle
 from .metrics import TableStats
 from .optimizers import OptimizerSpec
 from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, ids_array
-from .sweeping import sweep_alone
+from .sweeping import set_time_alone, sweep_alone
 from .table_copy import described, in_memory_copy
 from .table_settings import TableSettings
 from .table_shard import TableShard
@@ -359,6 +359,13 @@ class CacheTable(ClosedByWith):
         `eviction` takes; `ReadOnlyError` where its SSD tier could not be written.
         """
         sweep_alone(self._shard)
+
+    def set_time(self, seconds: float) -> None:
+        """Say what time it is for `Ttl(seconds=...)`, from now on until the next call; see `torchrec_embcache.set_time`.
+
+        Raises `InputError` where time would go back or is no number from 0 to 2^52, `StateError` where other ranks share the table.
+        """
+        set_time_alone(self._shard, seconds)
 
     # ---- for people, and copies
 

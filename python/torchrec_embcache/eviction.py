@@ -40,6 +40,11 @@ class Rule(ABC):
         """Whether the ranks that share a table have to agree, at each sweep, on what this takes."""
         return False
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether this needs the times of a table's steps."""
+        return False
+
     def resolve(self, on: Agreement) -> _native.SweepRule:
         """What this takes in one sweep, the same on all ranks. Collective where `is_agreed`; see `Agreement`."""
         del on
@@ -67,8 +72,8 @@ def _positive(field: str, value: object, most: float) -> float:
 
 def _later(field: str, value: object) -> UnsupportedError:
     return UnsupportedError(
-        f"{field}={value!r} is not supported yet: the ranks have to agree on it, which a later version brings. Use Ttl(steps=...), "
-        "Score or L2Norm"
+        f"{field}={value!r} is not supported yet: the ranks have to agree on it, which a later version brings. Use Ttl, Score "
+        "or L2Norm"
     )
 
 
@@ -79,11 +84,16 @@ class Ttl(Rule):
     With `steps=n` a sweep after step s takes the rows whose last training step is s - n or before: those that were not trained in
     the last n steps. Rows that were imported without metadata count as trained at step 0.
 
+    With `seconds=t` a sweep at the time `now` takes the rows whose last training step was made at `now - t` or before. Time is the
+    system's, or what `torchrec_embcache.set_time` says, and a step's is the greatest of the ranks that made it. Tables keep the
+    times of their steps to the second for a minute, then to the minute, and after 31 days to the hour: by so much a row may leave
+    later, and none leaves earlier. Steps before a checkpoint that has no times count as made with the first step after the load.
+
     Give exactly one of the two. This rule alone is no cap: a table still grows where ever more ids are trained within the time.
 
     Args:
         steps: training steps, from 1 to 2^53.
-        seconds: more than 0. Not supported yet: a table that is made with it raises `UnsupportedError`.
+        seconds: more than 0, and at most 2^53. Thousandths count.
 
     Raises:
         ConfigError: a value is out of range, or not exactly one of both is given.
@@ -107,20 +117,41 @@ class Ttl(Rule):
             _positive("Ttl.seconds", self.seconds, _MOST_STEPS)
 
     def native(self) -> _native.SweepRule:
-        """As the core takes it. `UnsupportedError` for `seconds`."""
-        if self.steps is None:
-            raise _later("Ttl.seconds", self.seconds)
-        return _native.SweepRule.last_step(self.steps)
+        """As the core takes it. With `seconds` the step is found at each sweep."""
+        return _native.SweepRule.given(timed=True) if self.steps is None else _native.SweepRule.last_step(self.steps)
+
+    @property
+    def is_agreed(self) -> bool:
+        """With `seconds`: clocks differ, and so do the steps that they say."""
+        return self.seconds is not None
+
+    @property
+    def is_timed(self) -> bool:
+        """With `seconds`."""
+        return self.seconds is not None
+
+    def resolve(self, on: Agreement) -> _native.SweepRule:
+        """What a sweep of now takes. With `seconds`, where it is collective: rows of steps that are old enough by all clocks."""
+        if self.seconds is None:
+            return self.native()
+        table = on.table
+        now = max(on.together(lambda: 0 if table is None else table.now()))
+        cut = now - math.ceil(self.seconds * 1000)
+
+        def made() -> int | None:
+            # A rank that has no rows of the table has no say; -1: no step is known to be so old.
+            if table is None:
+                return None
+            step = table.step_at(cut) if cut >= 0 else None
+            return -1 if step is None else step
+
+        step = min((step for step in on.together(made) if step is not None), default=-1)
+        return _native.SweepRule.nothing() if step < 0 else _native.SweepRule.trained_until(step)
 
     @property
     def kind(self) -> str:
         """Its name, and what it counts in."""
         return "Ttl(steps)" if self.steps is not None else "Ttl(seconds)"
-
-    @property
-    def unsupported(self) -> UnsupportedError | None:
-        """Of `seconds`."""
-        return None if self.seconds is None else _later("Ttl.seconds", self.seconds)
 
 
 @dataclass(frozen=True)
@@ -284,6 +315,11 @@ class All(Rule):
         """Whether one of the rules is."""
         return any(rule.is_agreed for rule in self.rules)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether one of the rules is."""
+        return any(rule.is_timed for rule in self.rules)
+
     def resolve(self, on: Agreement) -> _native.SweepRule:
         """What all of the rules take. Collective where one of them is agreed on."""
         return _native.SweepRule.all([rule.resolve(on) for rule in self.rules])
@@ -368,13 +404,18 @@ class Policy:
         """The rules as the core takes them when a table is made. `UnsupportedError` names a setting that it does not take yet."""
         self.refuse_unsupported()
         if self.is_agreed:
-            return _native.SweepRule.given()
+            return _native.SweepRule.given(timed=self.is_timed)
         return _native.SweepRule.any([rule.native() for rule in self.rules])
 
     @property
     def is_agreed(self) -> bool:
         """Whether the ranks that share a table have to agree, at each sweep, on what leaves."""
         return any(rule.is_agreed for rule in self.rules)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a rule needs the times of a table's steps."""
+        return any(rule.is_timed for rule in self.rules)
 
     def resolve(self, on: Agreement) -> _native.SweepRule:
         """What one sweep takes, the same on all ranks. Collective where `is_agreed`."""

@@ -88,6 +88,11 @@ class Lifecycle:
         """Whether a save sweeps the table before it writes."""
         return self.eviction is not None and self.eviction.at_saves
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether a rule of eviction needs the times of the table's steps."""
+        return self.eviction is not None and self.eviction.is_timed
+
     def native(self) -> NativeLifecycle:
         """As the core takes it."""
         given: NativeLifecycle = {

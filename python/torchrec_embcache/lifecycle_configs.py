@@ -96,8 +96,7 @@ class AdmitAndEvictConfig:
     Args:
         admit_threshold: an id gets a row when its occurrences reach this. -1, 0 and None: every id gets one.
         not_admitted_default_value: what an id reads that gets none, in every column. None: zeros.
-        evict_threshold: seconds after which a row leaves that is not trained; see `eviction.Ttl`. 0 and None: none leaves. Not
-            supported yet above 0.
+        evict_threshold: seconds after which a row leaves that is not trained; see `eviction.Ttl`. 0 and None: none leaves.
         evict_step_interval: a sweep after each step whose number is a multiple of this. 0 and None: at saves, and when called.
         showclick_params: for `POLICY_SHOWCLICK`.
         policy_type: what counts. The fields of the other type are not looked at.

@@ -5,14 +5,17 @@ Rules of a row's own columns and of the step alone need no agreement, and the co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from . import _native
 from .agreement import Agreement, Together, alone
-from .exceptions import StateError
+from .exceptions import InputError, StateError
 from .table_shard import TableShard
 
-__all__ = ["needs_ranks", "sweep_after_step", "sweep_alone", "swept_after_steps"]
+__all__ = ["milliseconds", "needs_ranks", "set_time_alone", "sweep_after_step", "sweep_alone", "swept_after_steps"]
+
+_MOST_SECONDS = 1 << 52
 
 
 def needs_ranks(table: TableShard) -> bool:
@@ -45,6 +48,23 @@ def sweep_alone(table: TableShard) -> None:
         table.sweep()
         return
     _sweep([table], table.step(), alone)
+
+
+def milliseconds(field: str, seconds: object) -> int:
+    """`seconds` as whole milliseconds. `InputError` unless it is a number from 0 to 2^52."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _MOST_SECONDS:
+        raise InputError(f"{field}({seconds!r}): give seconds as a number from 0 to 2^52")
+    return math.floor(seconds * 1000)
+
+
+def set_time_alone(table: TableShard, seconds: float) -> None:
+    """Say what time it is for a table. `StateError` where other ranks share it."""
+    if needs_ranks(table):
+        raise StateError(
+            f"table {table.name!r} is shared by {table.world_size} ranks, which have one time: call "
+            "torchrec_embcache.set_time(model, seconds) on all of them"
+        )
+    table.native.set_time(milliseconds("set_time", seconds))
 
 
 def sweep_after_step(tables: Sequence[TableShard], together: Together) -> None:

@@ -211,6 +211,10 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         """Sweep the table now: the rows that `eviction` takes are unseen from here on; see `CacheTable.evict`."""
         self.table.evict()
 
+    def set_time(self, seconds: float) -> None:
+        """Say what time it is for `Ttl(seconds=...)`, from now on until the next call; see `torchrec_embcache.set_time`."""
+        self.table.set_time(seconds)
+
     def flush(self) -> None:
         """Write every dirty row to the SSD tier and publish one state; see `CacheTable.flush`."""
         self.table.flush()

@@ -137,7 +137,6 @@ def test_rules_are_frozen_and_equal_by_value():
 @pytest.mark.parametrize(
     ("policy", "field"),
     [
-        (Policy([Score(1), Ttl(seconds=60)]), "Ttl.seconds=60"),
         (Policy([Keep(7)]), "Keep.rows=7"),
         (Policy([Share(0.25)]), "Share.share=0.25"),
         (Policy([Ttl(steps=5)], at_least_rows=3), "Policy.at_least_rows=3"),

@@ -201,11 +201,31 @@ def test_a_config_of_torchrecs_own_brings_its_policy_to_the_table():
     assert made.tables["item"].eviction == Policy([L2Norm(below=0.5)])
 
 
-def test_times_wait_for_what_is_not_there_yet():
-    with pytest.raises(UnsupportedError, match="table 'item': Ttl.seconds=300"):
-        EmbCacheEmbeddingConfig(
-            **CONFIG, virtual_table_eviction_policy=TimestampBasedEvictionPolicy(eviction_ttl_mins=5)
-        )
+def test_times_of_torchrec_and_recsdk_become_times_of_the_table():
+    for given, policy in (
+        (
+            {"virtual_table_eviction_policy": TimestampBasedEvictionPolicy(eviction_ttl_mins=5)},
+            Policy([Ttl(seconds=300)]),
+        ),
+        (
+            {
+                "virtual_table_eviction_policy": CountTimestampMixedEvictionPolicy(
+                    eviction_threshold=3, eviction_ttl_mins=2
+                )
+            },
+            Policy([All([Ttl(seconds=120), Score(below=3)])]),
+        ),
+        (
+            {"admit_and_evict_config": AdmitAndEvictConfig(evict_threshold=60, evict_step_interval=4)},
+            Policy([Ttl(seconds=60)], every_steps=4),
+        ),
+    ):
+        config = EmbCacheEmbeddingBagConfig(**CONFIG, **given)
+        made = EmbCacheEmbeddingBagCollection([config], tiers=TierBudgets(host_bytes="1MiB"))
+        assert made.tables["item"].eviction == policy
+        made.tables["item"].import_rows([1], [[1.0] * 4])
+        made.tables["item"].evict()
+        assert len(made.tables["item"]) == 1
 
 
 # ---- RecSDK's configuration
@@ -260,7 +280,6 @@ def test_recsdks_configuration_becomes_ours_where_it_means_the_same(config, mean
         (show_click(evict_percentage=0.1, beta=1.0), "ShowClickParams.beta=1.0"),
         (show_click(evict_percentage=0.1, alpha=0.0), "ShowClickParams.alpha=0.0"),
         (show_click(evict_percentage=0.1), "Share.share=0.1"),
-        (AdmitAndEvictConfig(evict_threshold=600), "Ttl.seconds=600"),
     ],
 )
 def test_what_of_recsdks_cannot_be_honoured_is_refused_by_its_name(config, words):

@@ -246,6 +246,8 @@ pub enum EvictionRule {
     Nothing,
     /// As the rule says that is given with each sweep, because ranks agree on it then. It stands alone.
     Given,
+    /// As [`EvictionRule::Given`], of a table that also keeps the times of its steps, from which such rules are made.
+    GivenInTime,
     /// Rows that any of these rules takes. There is at least one.
     Any(Vec<EvictionRule>),
     /// Rows that all of these rules take. There is at least one.
@@ -253,6 +255,11 @@ pub enum EvictionRule {
 }
 
 impl EvictionRule {
+    /// Whether a rule is given with each sweep.
+    pub fn is_given(&self) -> bool {
+        matches!(self, Self::Given | Self::GivenInTime)
+    }
+
     /// Check that the numbers are in range.
     ///
     /// Errors: `Config`, which names the number.
@@ -269,7 +276,7 @@ impl EvictionRule {
             Self::Any(rules) | Self::All(rules) if rules.is_empty() => {
                 refuse("an eviction rule is joined from no rule: give at least one".into())
             }
-            Self::Any(rules) | Self::All(rules) if rules.contains(&Self::Given) => refuse(
+            Self::Any(rules) | Self::All(rules) if rules.iter().any(Self::is_given) => refuse(
                 "a rule that is given with each sweep is joined with others: join the others with what is given".into(),
             ),
             Self::Any(rules) | Self::All(rules) => rules.iter().try_for_each(Self::check),

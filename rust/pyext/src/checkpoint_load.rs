@@ -188,8 +188,8 @@ impl PyReader {
     fn segments(&self, module: String, table: String) -> Option<PySegments> {
         let (mut sources, key) = (lock(&self.sources), (module, table));
         match sources.remove(&key)? {
-            TableSource::Segments(files, counters, counts) => {
-                Some(PySegments { files: Arc::new(files), counters, counts })
+            TableSource::Segments(files, counters, counts, clock) => {
+                Some(PySegments { files: Arc::new(files), counters, counts, clock })
             }
             rows @ TableSource::Rows(_) => {
                 sources.insert(key, rows);

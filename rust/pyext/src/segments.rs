@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use embcache::lifecycle::BucketCounts;
+use embcache::lifecycle::{BucketCounts, StepClock};
 use embcache::ssd::{SegmentFiles, StateCounters};
 use pyo3::prelude::*;
 
@@ -12,6 +12,7 @@ pub(crate) struct PySegments {
     pub(crate) files: Arc<SegmentFiles>,
     pub(crate) counters: StateCounters,
     pub(crate) counts: Vec<BucketCounts>,
+    pub(crate) clock: StepClock,
 }
 
 #[pymethods]

@@ -112,8 +112,9 @@ impl PySweepRule {
     }
 
     #[staticmethod]
-    fn given() -> Self {
-        Self { core: EvictionRule::Given }
+    #[pyo3(signature = (*, timed=false))]
+    fn given(timed: bool) -> Self {
+        Self { core: if timed { EvictionRule::GivenInTime } else { EvictionRule::Given } }
     }
 
     #[staticmethod]

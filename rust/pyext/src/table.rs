@@ -90,6 +90,7 @@ fn open_table(
     let table = Table::open_from(config, gather, engine_beneath(ssd_root)?, source)?;
     let counts = segments.into_iter().flat_map(|from| &from.counts);
     counts.into_iter().try_for_each(|counts| table.restore_bucket(counts))?;
+    segments.map_or(Ok(()), |from| table.restore_clock(&from.clock))?;
     Ok(table)
 }
 
@@ -291,6 +292,18 @@ impl PyTable {
     #[pyo3(signature = (rule=None))]
     fn prepare_sweep(&self, py: Python<'_>, rule: Option<&PySweepRule>) -> PyResult<()> {
         py.detach(|| self.inner.prepare_sweep(rule.map(|rule| &rule.core))).map_err(to_python)
+    }
+    fn now(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.inner.now()).map_err(to_python)
+    }
+    fn step_at(&self, py: Python<'_>, time: u64) -> PyResult<Option<u64>> {
+        py.detach(|| self.inner.step_at(time)).map_err(to_python)
+    }
+    fn set_time(&self, py: Python<'_>, time: u64) -> PyResult<()> {
+        py.detach(|| self.inner.set_time(time)).map_err(to_python)
+    }
+    fn check_time(&self, py: Python<'_>, time: u64) -> PyResult<()> {
+        py.detach(|| self.inner.check_time(time)).map_err(to_python)
     }
     fn clear_rows(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;

@@ -36,7 +36,7 @@ fn takes(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> bo
             weights.iter().map(|&weight| f64::from(weight).powi(2)).sum::<f64>() < below * below
         }
         EvictionRule::TrainedUntil { step } => header.last_step <= *step,
-        EvictionRule::Nothing | EvictionRule::Given => false,
+        EvictionRule::Nothing | EvictionRule::Given | EvictionRule::GivenInTime => false,
         EvictionRule::Any(rules) => rules.iter().any(|rule| takes(rule, s, header, weights)),
         EvictionRule::All(rules) => rules.iter().all(|rule| takes(rule, s, header, weights)),
     }

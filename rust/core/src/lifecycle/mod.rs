@@ -5,9 +5,11 @@
 
 pub(crate) mod admission;
 mod bucket;
+mod clock;
 mod pending;
 mod sweep;
 
 pub use bucket::{BucketCounts, PendingId};
+pub use clock::StepClock;
 pub(crate) use pending::Pending;
 pub use sweep::{Rule, Sweep};

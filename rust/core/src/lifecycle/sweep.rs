@@ -83,8 +83,8 @@ impl Rule {
             EvictionRule::ScoreBelow(below) => Self::ScoreBelow { below: *below, half_life },
             EvictionRule::NormBelow(below) => Self::NormBelow(*below),
             EvictionRule::TrainedUntil { step } => Self::LastStep(*step),
-            // `Given` stands for a rule that the caller has put in its place.
-            EvictionRule::Nothing | EvictionRule::Given => Self::Any(Vec::new()),
+            // The latter two stand for a rule that the caller has put in their place.
+            EvictionRule::Nothing | EvictionRule::Given | EvictionRule::GivenInTime => Self::Any(Vec::new()),
             EvictionRule::Any(rules) => Self::Any(each(rules)),
             EvictionRule::All(rules) => Self::All(each(rules)),
         }

@@ -25,6 +25,7 @@ mod promote;
 mod refuse;
 mod room;
 mod sweep;
+mod time;
 mod train;
 
 use std::sync::Arc;
@@ -46,7 +47,7 @@ use crate::device::DeviceTier;
 use crate::error::Result;
 use crate::host::HostTier;
 use crate::lifecycle::admission::Admitter;
-use crate::lifecycle::{Pending, Sweep};
+use crate::lifecycle::{Pending, StepClock, Sweep};
 use crate::rows::{Arena, RowHeader, RowLayout};
 use crate::slots::{RowState, SlotMap};
 use crate::ssd::{SsdTier, StateCounters};
@@ -95,6 +96,10 @@ pub(crate) struct Residency {
     sweep_epoch: u32,
     /// The last sweep that was finished, and the table's version then.
     swept: Option<(Sweep, u64)>,
+    /// When the steps were made, as far as that is known.
+    clock: StepClock,
+    /// The time that the user has set, in milliseconds.
+    time_set: Option<u64>,
 }
 
 /// What plans have found where, since the table was opened.
@@ -163,6 +168,8 @@ impl Residency {
             sweeping: None,
             sweep_epoch: 0,
             swept: None,
+            clock: StepClock::default(),
+            time_set: None,
             base,
         };
         residency.fit_host_to_index();
@@ -185,6 +192,7 @@ impl Residency {
     pub(crate) fn set_step(&mut self, step: u64) -> Result<()> {
         self.finish_sweep()?;
         self.step = step;
+        self.clock.forget_from(step + 1);
         self.base.contents_changed();
         Ok(())
     }

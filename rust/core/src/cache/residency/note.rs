@@ -1,4 +1,8 @@
-//! What a published state of the SSD tier keeps of a table beside its rows: its lineage, and the counts of the ids that wait for rows.
+//! What a published state of the SSD tier keeps of a table beside its rows: its lineage, the counts of the ids that wait for rows, and
+//! when its steps were made.
+//!
+//! With the times of steps it begins with [`WITH_CLOCK`], the length of the clock's bytes, and these bytes. What follows is the same as
+//! where no times are known:
 //!
 //! Without counts it is the bytes of the lineage. With counts it is: [`WITH_COUNTS`], the length of the lineage's bytes, these bytes, and
 //! for each bucket that has any its number, its generation, how many ids it has, and each id with its shows and clicks. The state around
@@ -11,6 +15,10 @@ use crate::types::Id;
 
 /// The first bytes of a note with counts. A lineage begins with a brace.
 const WITH_COUNTS: &[u8] = b"counts 1\n";
+/// The first bytes of a note with the times of steps.
+const WITH_CLOCK: &[u8] = b"clock 1\n";
+/// The times of steps take at most one part in this many of a note.
+const CLOCK_SHARE: usize = 4;
 /// The bit of an id's shows that says that it is of the older generation.
 const OLDER: u32 = 1 << 31;
 
@@ -26,6 +34,8 @@ impl Residency {
     ///
     /// Errors: `Memory`.
     pub(crate) fn resume_note(&mut self, note: &[u8]) -> Result<()> {
+        let (clock, note) = split_clock(note);
+        self.clock = serde_json::from_slice(clock).unwrap_or_default();
         let Note { lineage, counts } = decode(note);
         self.lineage.decode(lineage);
         self.fit_host_to_index();
@@ -40,6 +50,13 @@ impl Residency {
     /// The note for a state that the SSD tier publishes, of at most so many bytes. What does not fit is left out. Where that is the counts,
     /// the checkpoints that a delta could build on are left out too, because it would keep the counts of those.
     pub(crate) fn encoded_note(&self, most_bytes: usize) -> Vec<u8> {
+        let clock = with_clock(&self.clock.encode((most_bytes / CLOCK_SHARE).saturating_sub(WITH_CLOCK.len() + 8)));
+        let rest = self.encoded_rest(most_bytes - clock.len());
+        [clock, rest].concat()
+    }
+
+    /// What of the note follows the times of steps.
+    fn encoded_rest(&self, most_bytes: usize) -> Vec<u8> {
         // A delta could not have rows that a sweep has spared: see `Residency::ancestors`. A resume would not know of them.
         let lineage = if self.has_spared() { Vec::new() } else { self.lineage.encode(most_bytes) };
         if !self.keeps_counts() {
@@ -56,6 +73,23 @@ impl Residency {
             Vec::new()
         })
     }
+}
+
+/// The beginning of a note with these bytes of a clock; nothing where there are none.
+fn with_clock(clock: &[u8]) -> Vec<u8> {
+    if clock.is_empty() { Vec::new() } else { [WITH_CLOCK, &(clock.len() as u64).to_le_bytes(), clock].concat() }
+}
+
+/// The bytes of a note's clock, and what follows them. Where they cannot be told apart both are empty.
+fn split_clock(note: &[u8]) -> (&[u8], &[u8]) {
+    let Some(rest) = note.strip_prefix(WITH_CLOCK) else { return (&[], note) };
+    split_part(rest).unwrap_or_default()
+}
+
+/// Bytes that their length comes before, and what follows them.
+fn split_part(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (length, rest) = bytes.split_first_chunk::<8>()?;
+    rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)
 }
 
 /// The note with these counts; `None` where it would have more than `most` bytes.
@@ -83,11 +117,7 @@ fn encode(lineage: &[u8], buckets: impl Iterator<Item = BucketCounts>, most: usi
 /// The parts of a note; what cannot be read is left out.
 pub(super) fn decode(note: &[u8]) -> Note<'_> {
     let Some(rest) = note.strip_prefix(WITH_COUNTS) else { return Note { lineage: note, counts: Vec::new() } };
-    let parts = rest.split_at_checked(8).and_then(|(length, rest)| {
-        let length = u64::from_le_bytes(length.try_into().ok()?);
-        rest.split_at_checked(usize::try_from(length).ok()?)
-    });
-    let Some((lineage, mut rest)) = parts else { return Note { lineage: &[], counts: Vec::new() } };
+    let Some((lineage, mut rest)) = split_part(rest) else { return Note { lineage: &[], counts: Vec::new() } };
     let mut counts = Vec::new();
     while !rest.is_empty() {
         let Some(bucket) = take_bucket(&mut rest) else { return Note { lineage, counts: Vec::new() } };
@@ -118,6 +148,19 @@ fn take_u32(rest: &mut &[u8]) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_clock_comes_before_the_rest_and_without_one_the_note_is_as_it_was() {
+        assert_eq!(with_clock(b""), b"");
+        let note = [with_clock(b"[0,1,2]"), b"counts 1\n...".to_vec()].concat();
+        assert_eq!(split_clock(&note), (&b"[0,1,2]"[..], &b"counts 1\n..."[..]));
+        for old in [&b""[..], b"{old}", b"counts 1\n..."] {
+            assert_eq!(split_clock(old), (&b""[..], old));
+        }
+        for end in WITH_CLOCK.len()..WITH_CLOCK.len() + 8 + 7 {
+            assert_eq!(split_clock(&note[..end]), (&b""[..], &b""[..]), "{end}");
+        }
+    }
 
     #[test]
     fn a_note_comes_back_and_one_that_was_cut_has_no_counts() {

@@ -124,20 +124,19 @@ impl Residency {
         let refuse = |message: &str| Err(Error::new(Kind::State, format!("table {:?}: {message}", config.name)));
         let rule = match (own, given) {
             (None, None) => return Ok(None),
-            (Some(EvictionRule::Given), None) => {
+            (Some(own), None) if own.is_given() => {
                 return refuse(
                     "its ranks agree on what a sweep takes: call torchrec_embcache.evict(model) on all of them",
                 );
             }
-            (Some(EvictionRule::Given), Some(EvictionRule::Given)) | (None, Some(_)) => {
-                return refuse("a sweep was given a rule that the table's eviction does not ask for");
-            }
-            (Some(EvictionRule::Given), Some(given)) => {
+            (Some(own), Some(given)) if own.is_given() && !given.is_given() => {
                 given.check()?;
                 given
             }
-            (Some(_), Some(_)) => return refuse("a sweep was given a rule, and the table has one of its own"),
             (Some(own), None) => own,
+            (_, Some(_)) => {
+                return refuse("a sweep was given a rule that the table's eviction does not ask for");
+            }
         };
         Ok(Some(Sweep::after(self.step, rule, config.score_half_life_steps)))
     }

@@ -16,6 +16,7 @@ impl Residency {
     /// say where the occurrences of each row begin: `[U + 1]`. What `hold` says was refused is counted.
     pub(crate) fn train(&mut self, hold: &Hold, slots: &[CacheSlot], starts: &[u32]) {
         self.step += 1;
+        self.note_time();
         self.base.contents_changed();
         let (step, epoch, decay) = (self.step, self.epoch, self.base.decay);
         let mut born = 0;

@@ -12,6 +12,7 @@ use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
 use crate::io::IoEngine;
+use crate::lifecycle::StepClock;
 use crate::lifecycle::admission::{self, Admitter};
 use crate::memory;
 use crate::rows::{Decay, RowBirth};
@@ -153,6 +154,39 @@ impl Table {
     pub fn prepare_sweep(&self, given: Option<&EvictionRule>) -> Result<()> {
         self.inner.check_writable()?;
         self.inner.lock()?.prepare_sweep(given)
+    }
+
+    /// When the table's steps were made, as far as that is known, also of a table that waits for a load.
+    pub fn clock(&self) -> Result<StepClock> {
+        Ok(self.inner.lock_any()?.clock().clone())
+    }
+
+    /// Replace what is known of when the table's steps were made, as a load does. Steps of unknown times count as made when the next one is.
+    pub fn restore_clock(&self, clock: &StepClock) -> Result<()> {
+        self.inner.lock_any()?.restore_clock(clock);
+        Ok(())
+    }
+
+    /// The table's time, in milliseconds: what was set last, else the system's since 1970. It is never before that of the last step.
+    pub fn now(&self) -> Result<u64> {
+        Ok(self.inner.lock()?.now())
+    }
+
+    /// The greatest step that is known to have been made by this time, in milliseconds; `None` where that is known of no step.
+    pub fn step_at(&self, time: u64) -> Result<Option<u64>> {
+        Ok(self.inner.lock()?.clock().step_at(time))
+    }
+
+    /// From now on the table's time is the one that is given, in milliseconds, until the next is.
+    ///
+    /// Errors: `Input` where time would go back.
+    pub fn set_time(&self, time: u64) -> Result<()> {
+        self.inner.lock()?.set_time(time)
+    }
+
+    /// As [`Table::set_time`], and nothing changes.
+    pub fn check_time(&self, time: u64) -> Result<()> {
+        self.inner.lock()?.check_time(time)
     }
 
     /// Bury all rows that the sweep under way takes, but those of batches that are between their forward and their backward.

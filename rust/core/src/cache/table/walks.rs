@@ -86,11 +86,13 @@ impl Table {
         self.inner.lock_any()?.restore_counts(counts, 0)
     }
 
-    /// Take over the counts of `from`, of the buckets that this shard has; it has none so far. `from` may be closed. Nothing where ids
-    /// fall into other buckets there.
+    /// Take over the counts of `from`, of the buckets that this shard has, and when its steps were made; this shard knows nothing of either
+    /// so far. `from` may be closed. Counts are left where ids fall into other buckets there.
     ///
     /// Errors: `Memory`.
     pub fn take_counts(&self, from: &Self) -> Result<()> {
+        let clock = from.inner.lock_always().clock().clone();
+        self.inner.lock_any()?.join_clock(&clock);
         if from.config().bucketing() != self.config().bucketing() {
             return Ok(());
         }

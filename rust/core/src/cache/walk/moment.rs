@@ -14,7 +14,7 @@ use crate::cache::rows::Chunk;
 use crate::cache::watch::{Ancestor, PreImages};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
-use crate::lifecycle::{BucketCounts, Sweep};
+use crate::lifecycle::{BucketCounts, StepClock, Sweep};
 use crate::memory;
 use crate::rows::RowRef;
 use crate::ssd::{KeepRow, SsdMoment};
@@ -34,6 +34,7 @@ pub struct TableMoment {
     left: Option<Vec<Id>>,
     /// The sweeps between the checkpoint and the moment.
     sweeps: Vec<Sweep>,
+    clock: StepClock,
 }
 
 impl std::fmt::Debug for TableMoment {
@@ -85,6 +86,7 @@ impl TableMoment {
             generations: held.generations(),
             left,
             sweeps,
+            clock: held.clock().clone(),
         };
         let counted_since = ancestor.map(|ancestor| ancestor.next_epoch);
         held.begin_moment(marks, Arc::clone(images), number, next_epoch, counted_since);
@@ -110,6 +112,11 @@ impl TableMoment {
     /// The sweeps between the checkpoint and the moment, which took rows that [`TableMoment::left`] does not name.
     pub fn sweeps(&self) -> &[Sweep] {
         &self.sweeps
+    }
+
+    /// When the steps up to the moment were made.
+    pub fn clock(&self) -> &StepClock {
+        &self.clock
     }
 
     /// Of a moment of changes: the ids that left since the checkpoint, each once, in rising order. Some of them may be back.

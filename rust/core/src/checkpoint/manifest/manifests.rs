@@ -11,7 +11,7 @@ use super::names::{CHUNK_BYTES, FORMAT, TOMBSTONES_A_FILE, VERSION_WITHOUT_COUNT
 use super::spec::MAX_COUNT;
 use super::versions::{Needs, check_version, version_of};
 use crate::error::Result;
-use crate::lifecycle::Sweep;
+use crate::lifecycle::{StepClock, Sweep};
 use crate::ssd::SegmentSet;
 
 pub(crate) use super::json::{parse, render, seal, unseal};
@@ -71,6 +71,9 @@ pub struct TableEntry {
     /// In a delta: the sweeps since the parent. Rows of the checkpoints that it builds on are gone where one of them takes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sweeps: Vec<Sweep>,
+    /// When the table's steps were made, where that is known: of all ranks the greatest times.
+    #[serde(default, skip_serializing_if = "StepClock::is_empty")]
+    pub clock: StepClock,
 }
 
 /// `manifest.json`.
@@ -144,6 +147,9 @@ pub(crate) struct Share {
     /// The sweeps of a delta, which all ranks have alike.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) sweeps: Vec<Sweep>,
+    /// When the rank made the table's steps, where that is known.
+    #[serde(default, skip_serializing_if = "StepClock::is_empty")]
+    pub(crate) clock: StepClock,
     /// In a linked checkpoint, instead of data files: the segments of an SSD tier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) segments: Option<SegmentSet>,
@@ -341,22 +347,20 @@ impl Manifest {
 }
 
 fn needs(shares: &[Share]) -> Needs {
-    let (mut counts, mut sweeps) = (false, false);
-    for share in shares {
-        counts |= share.counts.is_some();
-        sweeps |= !share.sweeps.is_empty();
-    }
-    Needs { counts, sweeps }
+    shares.iter().fold(Needs::default(), |needs, share| Needs {
+        counts: needs.counts || share.counts.is_some(),
+        sweeps: needs.sweeps || !share.sweeps.is_empty(),
+        clocks: needs.clocks || !share.clock.is_empty(),
+    })
 }
 
 /// What tables in the coordinator's manifest need.
 pub(crate) fn needs_of(tables: &[TableEntry]) -> Needs {
-    let (mut counts, mut sweeps) = (false, false);
-    for table in tables {
-        counts |= table.pending.is_some();
-        sweeps |= !table.sweeps.is_empty();
-    }
-    Needs { counts, sweeps }
+    tables.iter().fold(Needs::default(), |needs, table| Needs {
+        counts: needs.counts || table.pending.is_some(),
+        sweeps: needs.sweeps || !table.sweeps.is_empty(),
+        clocks: needs.clocks || !table.clock.is_empty(),
+    })
 }
 
 /// How many ids have counts in these shares; `None` where none of them has counts.
@@ -415,6 +419,7 @@ pub(crate) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<
                 total_rows: shares.iter().map(|(_, share)| share.total_rows).sum(),
                 pending: pending(shares.iter().map(|(_, share)| *share)),
                 sweeps: first.sweeps.clone(),
+                clock: StepClock::join(shares.iter().map(|(_, share)| &share.clock)),
             })
         })
         .collect()

@@ -4,9 +4,11 @@ use crate::paths::encode_name;
 
 /// What every manifest says it is.
 pub const FORMAT: &str = "torchrec-embcache";
-/// The newest version of the format. A checkpoint is written in the oldest version that can hold it: in this one where it is a delta with
-/// sweeps.
-pub const VERSION: u32 = 4;
+/// The newest version of the format. A checkpoint is written in the oldest version that can hold it: in this one where it says
+/// when steps were made.
+pub const VERSION: u32 = 5;
+/// The version of other checkpoints that are deltas with sweeps.
+pub(crate) const VERSION_WITHOUT_CLOCKS: u32 = 4;
 /// The version of other checkpoints that have counts of ids that wait for rows.
 pub(crate) const VERSION_WITHOUT_SWEEPS: u32 = 3;
 /// The version of all others. Their manifests say how ids fall into buckets (`bucket_hash`), which those of version 1 do not.

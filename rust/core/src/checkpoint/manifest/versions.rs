@@ -1,20 +1,23 @@
 //! Which version of the format a manifest is of.
 
-use super::names::{VERSION, VERSION_WITHOUT_COUNTS, VERSION_WITHOUT_SWEEPS};
+use super::names::{VERSION, VERSION_WITHOUT_CLOCKS, VERSION_WITHOUT_COUNTS, VERSION_WITHOUT_SWEEPS};
 
 /// What a checkpoint holds that not every version can.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Needs {
     /// Counts of ids that wait for rows.
     pub(crate) counts: bool,
     /// Sweeps since the parent.
     pub(crate) sweeps: bool,
+    /// When steps were made.
+    pub(crate) clocks: bool,
 }
 
 /// The version of a manifest.
 pub(crate) fn version_of(needs: Needs) -> u32 {
     match needs {
-        Needs { sweeps: true, .. } => VERSION,
+        Needs { clocks: true, .. } => VERSION,
+        Needs { sweeps: true, .. } => VERSION_WITHOUT_CLOCKS,
         Needs { counts: true, .. } => VERSION_WITHOUT_SWEEPS,
         Needs { .. } => VERSION_WITHOUT_COUNTS,
     }
@@ -29,8 +32,9 @@ pub(crate) fn check_version(version: u32, needs: Needs) -> Result<(), String> {
     }
     let has = |it: bool| if it { "has" } else { "has no" };
     Err(format!(
-        "it is of version {version}, {} counts of ids that wait for rows and {} sweeps",
+        "it is of version {version}, {} counts of ids that wait for rows, {} sweeps and {} times of steps",
         has(needs.counts),
-        has(needs.sweeps)
+        has(needs.sweeps),
+        has(needs.clocks)
     ))
 }

@@ -14,7 +14,7 @@ use crate::checkpoint::rows::source::RowSink;
 use crate::config::TableConfig;
 use crate::error::{Error, Result};
 use crate::index::IdHash;
-use crate::lifecycle::Sweep;
+use crate::lifecycle::{StepClock, Sweep};
 use crate::memory;
 use crate::types::Id;
 
@@ -204,6 +204,11 @@ impl ChainReader {
     /// Whether one of the checkpoints has counts of ids that wait for rows.
     pub(crate) fn has_counts(&self) -> bool {
         self.readers.iter().any(TableReader::has_counts)
+    }
+
+    /// When the steps up to the newest checkpoint were made, as far as it says.
+    pub(crate) fn clock(&self) -> Result<&StepClock> {
+        Ok(&self.chain.links[0].table(&self.spec.module, &self.spec.table)?.clock)
     }
 
     /// Whether one of the checkpoints has counts of clicks.

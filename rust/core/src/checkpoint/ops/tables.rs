@@ -90,6 +90,7 @@ impl RankWriter {
         let step = table.step()?;
         let spec = TableSpec::new(module, config, hyperparameters, step);
         let rows = self.write_table(spec, config.buckets.clone(), &mut TableRows(table))?;
+        self.set_clock(table.clock()?);
         self.write_counts_of(table, None)?;
         check_not_trained(table, step)?;
         Ok(rows)
@@ -120,6 +121,7 @@ impl RankWriter {
             };
             chain.read_with_counts(&mut |rows| chain.emit(rows, &mut hand_over), &mut merged).map(|_| ())
         })?;
+        self.set_clock(chain.clock()?.clone());
         if !chain.has_counts() {
             return Ok(());
         }
@@ -152,6 +154,7 @@ impl RankWriter {
         let rows = set.rows;
         let bytes =
             self.write_segments(spec, config.buckets.clone(), set, |engine, path_of| held.link_to(engine, path_of))?;
+        self.set_clock(table.clock()?);
         self.write_counts_of(table, None)?;
         Ok(LinkedTable { rows, bytes })
     }
@@ -176,6 +179,7 @@ impl RankWriter {
         let changes = Changes { left: &left, sweeps: &sweeps, total_rows: table.len()? };
         let mut modified = Modified { table, since: ancestor.next_epoch };
         let rows = self.write_changes(spec, config.buckets.clone(), &mut modified, changes)?;
+        self.set_clock(table.clock()?);
         self.write_counts_of(table, Some(ancestor.next_epoch))?;
         check_not_trained(table, step)?;
         Ok((rows, left.len() as u64))
@@ -195,6 +199,7 @@ impl RankWriter {
         let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
         let chunk_rows = (MOMENT_CHUNK_BYTES / row_bytes).max(1);
         let (left, sweeps, total_rows) = (moment.left().map(<[Id]>::to_vec), moment.sweeps().to_vec(), moment.rows());
+        let clock = moment.clock().clone();
         // The rows let go of the moment. So its counts are taken before, and are written when the rows are.
         let (generations, mut counts) = (moment.generations(), MergedCounts::default());
         moment.for_each_bucket(&mut |bucket| {
@@ -216,6 +221,7 @@ impl RankWriter {
                 self.write_changes(spec, config.buckets, &mut rows, Changes { left, sweeps: &sweeps, total_rows })?
             }
         };
+        self.set_clock(clock);
         if let Some(generations) = &generations {
             self.write_counts(CountsToWrite {
                 clicks: config.admission.counts_clicks(),
@@ -270,6 +276,7 @@ impl ChainReader {
         };
         let read = self.read_with_counts(&mut import, &mut counts)?;
         counts.hand_over(&mut |counts| table.restore_bucket(&counts))?;
+        table.restore_clock(self.clock()?)?;
         let stats = table.stats()?;
         let rows = stats.rows;
         if rows + (stats.dropped_rows - dropped) != read {

@@ -16,7 +16,7 @@ use crate::checkpoint::manifest::names::{counts_file, data_file, rank_file, segm
 use crate::checkpoint::output::{Output, Waiting, each_piece, write_file};
 use crate::error::{Error, Kind, Result};
 use crate::io::{AlignedBuf, IoEngine, write_whole};
-use crate::lifecycle::Sweep;
+use crate::lifecycle::{StepClock, Sweep};
 use crate::rows::RowList;
 use crate::ssd::SegmentSet;
 
@@ -103,6 +103,7 @@ impl RankWriter {
             files,
             counts: None,
             sweeps: Vec::new(),
+            clock: StepClock::default(),
             segments: None,
         });
         Ok(total_rows)
@@ -149,6 +150,7 @@ impl RankWriter {
             files: Vec::new(),
             counts: None,
             sweeps: Vec::new(),
+            clock: StepClock::default(),
             segments: Some(set),
         });
         Ok(linked)
@@ -194,6 +196,11 @@ impl RankWriter {
         let share = self.manifest.tables.last_mut().expect("a table was written");
         share.total_rows = rows;
         sweeps.clone_into(&mut share.sweeps);
+    }
+
+    /// Say when the steps of the table written last were made.
+    pub(crate) fn set_clock(&mut self, clock: StepClock) {
+        self.manifest.tables.last_mut().expect("a table was written").clock = clock;
     }
 
     /// Make this rank's part durable. The digest goes to the coordinator.

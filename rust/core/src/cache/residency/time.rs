@@ -1,0 +1,74 @@
+//! The time of a table: when its training steps were made, for rules in seconds.
+//!
+//! It is the system's, or what the user gives as the time of the events that are trained. Whatever it is, it does not go back.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::Residency;
+use crate::config::EvictionRule;
+use crate::error::{Error, Kind, Result};
+use crate::lifecycle::StepClock;
+
+impl Residency {
+    /// When the table's steps were made, as far as that is known.
+    pub(crate) fn clock(&self) -> &StepClock {
+        &self.clock
+    }
+
+    /// Replace what is known of when the table's steps were made, as a load does.
+    pub(crate) fn restore_clock(&mut self, clock: &StepClock) {
+        self.clock.clone_from(clock);
+    }
+
+    /// Also take over what another shard of the table knows of these steps.
+    pub(crate) fn join_clock(&mut self, clock: &StepClock) {
+        self.clock = StepClock::join([&self.clock, clock].into_iter());
+    }
+
+    /// The time of now, in milliseconds: what was set last, else the system's. It is never before that of the last step.
+    pub(crate) fn now(&self) -> u64 {
+        let now = match self.time_set {
+            Some(time) => time,
+            // Until the user goes on to give times, as after a load, it stands still.
+            None if self.clock.is_of_events() => 0,
+            None => SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64),
+        };
+        now.max(self.clock.latest())
+    }
+
+    /// From now on the table's time is the one that is given, in milliseconds, until the next is.
+    ///
+    /// Errors: those of [`Residency::check_time`].
+    pub(crate) fn set_time(&mut self, time: u64) -> Result<()> {
+        self.check_time(time)?;
+        self.time_set = Some(time);
+        self.clock.set_of_events();
+        Ok(())
+    }
+
+    /// `Input` where this time is before the table's, so that [`Residency::set_time`] would let it go back.
+    pub(crate) fn check_time(&self, time: u64) -> Result<()> {
+        let latest = self.time_set.unwrap_or(0).max(self.clock.latest());
+        if time >= latest {
+            return Ok(());
+        }
+        let (said, before) = (time as f64 / 1e3, latest as f64 / 1e3);
+        let name = &self.base.config.name;
+        Err(Error::new(
+            Kind::Input,
+            format!(
+                "table {name:?}: the time {said} is before the {before} of its last step, and time does not go back: give times that rise, \
+                 from before the first step on"
+            ),
+        ))
+    }
+
+    /// A step was made: note when, where a rule asks for it.
+    pub(super) fn note_time(&mut self) {
+        let rule = self.base.config.eviction.as_ref().map(|eviction| &eviction.rule);
+        if matches!(rule, Some(EvictionRule::GivenInTime)) {
+            let now = self.now();
+            self.clock.note(self.step, now);
+        }
+    }
+}

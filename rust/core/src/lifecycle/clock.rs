@@ -1,0 +1,337 @@
+//! The step clock of a table: when its training steps were made. From it a time to live in seconds becomes a step.
+//!
+//! It has pairs of a step and a time: by that time the step, and all before it, were made. A step between two pairs counts as made at the
+//! time of the later one. So a clock with fewer pairs says later times, and never earlier ones: what expires by it expires late. It keeps
+//! a pair a second of the present minute and of the one before it, a pair a minute of the last 31 days, and a pair an hour of the time
+//! before.
+//!
+//! Times are milliseconds since the beginning of 1970, or since whatever the event times of a user begin with.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Kind, Result};
+
+const SECOND: u64 = 1000;
+const MINUTE: u64 = 60 * SECOND;
+const HOUR: u64 = 60 * MINUTE;
+/// Minutes before the present one of which a pair each is kept.
+const MINUTES: u64 = 31 * 24 * 60;
+/// No time is later, and no step larger. Sums of two such numbers are far from an overflow.
+const MOST: u64 = 1 << 62;
+
+/// When the steps of a table were made. Its serde form, which is a list of numbers, is part of published states and of manifests.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Vec<u64>", into = "Vec<u64>")]
+pub struct StepClock {
+    /// Steps and times, both ascending.
+    pairs: Vec<(u64, u64)>,
+    /// Whether the times are those that a user gives.
+    of_events: bool,
+}
+
+impl StepClock {
+    /// Whether it says nothing.
+    pub fn is_empty(&self) -> bool {
+        self.pairs.is_empty()
+    }
+
+    /// The latest time; 0 where there is none.
+    pub fn latest(&self) -> u64 {
+        self.pairs.last().map_or(0, |&(_, time)| time)
+    }
+
+    /// Whether the times are those that a user gives.
+    pub fn is_of_events(&self) -> bool {
+        self.of_events
+    }
+
+    /// Note that the times are those that a user gives, from now on.
+    pub(crate) fn set_of_events(&mut self) {
+        self.of_events = true;
+    }
+
+    /// A step was made. A time that is before the latest one counts as that one. Steps since the last one that is known, whose times are
+    /// not, count as made now.
+    pub fn note(&mut self, step: u64, time: u64) {
+        self.forget_from(step);
+        let (known, latest) = self.pairs.last().copied().unwrap_or_default();
+        let time = time.max(latest).min(MOST);
+        if known + 1 < step || self.pairs.is_empty() {
+            self.push(step - 1, time);
+        }
+        self.push(step, time);
+    }
+
+    /// Forget this step, and those after it.
+    pub(crate) fn forget_from(&mut self, step: u64) {
+        let known = self.pairs.partition_point(|&(before, _)| before < step);
+        self.pairs.truncate(known);
+    }
+
+    fn push(&mut self, step: u64, time: u64) {
+        let begins = |unit: u64, before: u64| time / unit != before / unit;
+        match self.pairs.last_mut() {
+            Some(last) if !begins(SECOND, last.1) => *last = (step, time),
+            last => {
+                let new_minute = last.is_some_and(|last| begins(MINUTE, last.1));
+                self.pairs.push((step, time));
+                if new_minute {
+                    self.thin();
+                }
+            }
+        }
+    }
+
+    /// Keep of each second, minute or hour the last pair, by how long ago it is.
+    fn thin(&mut self) {
+        let minute = self.latest() / MINUTE;
+        let unit = |time: u64| match minute - time / MINUTE {
+            0 | 1 => SECOND,
+            ago if ago <= MINUTES => MINUTE,
+            _ => HOUR,
+        };
+        let mut next = None;
+        self.pairs = self
+            .pairs
+            .iter()
+            .rev()
+            .filter(|&&(_, time)| {
+                let unit = unit(time);
+                next.replace(time).is_none_or(|next| time / unit != next / unit)
+            })
+            .copied()
+            .collect();
+        self.pairs.reverse();
+    }
+
+    /// The greatest step that is known to have been made by this time; `None` where that is known of no step.
+    pub fn step_at(&self, time: u64) -> Option<u64> {
+        let made = self.pairs.partition_point(|&(_, by)| by <= time);
+        made.checked_sub(1).map(|last| self.pairs[last].0)
+    }
+
+    /// One clock of the clocks of several ranks that made the same steps: the time of a step is the greatest that one of them says.
+    pub fn join<'a>(clocks: impl Iterator<Item = &'a Self>) -> Self {
+        let clocks: Vec<&Self> = clocks.filter(|clock| !clock.is_empty()).collect();
+        let mut steps: Vec<u64> = clocks.iter().flat_map(|clock| &clock.pairs).map(|&(step, _)| step).collect();
+        steps.sort_unstable();
+        steps.dedup();
+        let mut at = vec![0; clocks.len()];
+        let mut joined = Self { pairs: Vec::new(), of_events: clocks.iter().any(|clock| clock.of_events) };
+        for step in steps {
+            let mut time = joined.latest();
+            for (clock, at) in clocks.iter().zip(&mut at) {
+                while clock.pairs.get(*at).is_some_and(|&(known, _)| known < step) {
+                    *at += 1;
+                }
+                time = time.max(clock.pairs.get(*at).map_or(0, |&(_, time)| time));
+            }
+            match joined.pairs.last_mut() {
+                Some(last) if last.1 / SECOND == time / SECOND => *last = (step, time),
+                _ => joined.pairs.push((step, time)),
+            }
+        }
+        joined.thin();
+        joined
+    }
+
+    /// It as bytes for a file, with fewer pairs where it would take more than `most` bytes; none at all where it says nothing.
+    pub(crate) fn encode(&self, most: usize) -> Vec<u8> {
+        let mut clock = self.clone();
+        loop {
+            let bytes = if clock.is_empty() { Vec::new() } else { serde_json::to_vec(&clock).unwrap_or_default() };
+            if bytes.len() <= most {
+                return bytes;
+            }
+            // Every other one, so that the last stays.
+            let odd = clock.pairs.len() % 2;
+            let mut number = 0;
+            clock.pairs.retain(|_| {
+                number += 1;
+                number % 2 == odd
+            });
+            if clock.pairs.len() < 2 {
+                return Vec::new();
+            }
+        }
+    }
+}
+
+impl From<StepClock> for Vec<u64> {
+    /// Whether the times are those of events, the first pair, and what each pair adds to the one before it.
+    fn from(clock: StepClock) -> Self {
+        let mut numbers = vec![u64::from(clock.of_events)];
+        let (mut step, mut time) = (0, 0);
+        for pair in clock.pairs {
+            numbers.extend([pair.0 - step, pair.1 - time]);
+            (step, time) = pair;
+        }
+        numbers
+    }
+}
+
+impl TryFrom<Vec<u64>> for StepClock {
+    type Error = Error;
+
+    fn try_from(numbers: Vec<u64>) -> Result<Self> {
+        let damaged = |what: &str| Error::new(Kind::Corruption, format!("a step clock {what}"));
+        let Some((&of_events, differences)) = numbers.split_first() else { return Err(damaged("without numbers")) };
+        if of_events > 1 || differences.len() % 2 != 0 {
+            return Err(damaged("of a kind that is not known"));
+        }
+        let (mut pairs, mut last) = (Vec::with_capacity(differences.len() / 2), (0_u64, 0_u64));
+        for pair in differences.chunks_exact(2) {
+            let next = (last.0.saturating_add(pair[0]), last.1.saturating_add(pair[1]));
+            if next.0 > MOST || next.1 > MOST || (pair[0] == 0 && !pairs.is_empty()) {
+                return Err(damaged("with steps or times out of range"));
+            }
+            pairs.push(next);
+            last = next;
+        }
+        Ok(Self { pairs, of_events: of_events == 1 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The times of steps, by definition: `times[s]` is that of step s + 1.
+    fn clock_of(times: &[u64]) -> StepClock {
+        let mut clock = StepClock::default();
+        times.iter().zip(1..).for_each(|(&time, step)| clock.note(step, time));
+        clock
+    }
+
+    /// Some thousand times that rise by up to `most` milliseconds each.
+    fn times(count: u64, most: u64, seed: u64) -> Vec<u64> {
+        let (mut random, mut time) = (seed, 1_700_000_000_000);
+        (0..count)
+            .map(|_| {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                time += (random >> 33) % (most + 1);
+                time
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_pair_is_kept_of_each_second_then_of_each_minute_then_of_each_hour() {
+        for (count, most) in [(5000, 100), (5000, 3000), (5000, 200_000), (5000, 4_000_000)] {
+            let times = times(count, most, count + most);
+            let clock = clock_of(&times);
+            let minute = times[times.len() - 1] / MINUTE;
+            // Of each unit the last step, and the step before the first, whose time is not known.
+            let mut expected: Vec<(u64, u64)> = Vec::new();
+            for (step, time) in std::iter::once((0, times[0])).chain((1..).zip(times.iter().copied())) {
+                let ago = minute - time / MINUTE;
+                let unit = if ago < 2 {
+                    SECOND
+                } else if ago <= MINUTES {
+                    MINUTE
+                } else {
+                    HOUR
+                };
+                if expected.last().is_some_and(|&(_, before)| before / unit == time / unit) {
+                    expected.pop();
+                }
+                expected.push((step, time));
+            }
+            assert_eq!(clock.pairs, expected, "{most}");
+        }
+    }
+
+    #[test]
+    fn a_month_at_a_hundred_steps_a_second_takes_less_than_what_is_said() {
+        let mut clock = StepClock::default();
+        for second in 0..31 * 24 * 3600 {
+            clock.note(100 * second + 1, 1_700_000_000_000 + second * SECOND);
+        }
+        assert!(clock.pairs.len() <= 31 * 24 * 60 + 120, "{}", clock.pairs.len());
+        let bytes = clock.encode(usize::MAX);
+        assert!(bytes.len() < 700_000, "{}", bytes.len());
+        assert_eq!(serde_json::from_slice::<StepClock>(&bytes).expect("a clock"), clock);
+    }
+
+    #[test]
+    fn a_cut_takes_no_step_that_is_younger_and_all_that_are_older_by_a_unit() {
+        for most in [100, 3000, 200_000] {
+            let times = times(4000, most, most);
+            let clock = clock_of(&times);
+            let now = times[times.len() - 1];
+            for seconds in [0, 1, 30, 59, 61, 200, 5000, 100_000] {
+                let cut = now - seconds * SECOND;
+                let unit = if seconds < 60 { SECOND } else { MINUTE };
+                let made = |by: u64| times.partition_point(|&time| time <= by) as u64;
+                let step = clock.step_at(cut).unwrap_or(0);
+                assert!(step <= made(cut), "{most} {seconds}");
+                assert!(step >= made(cut.saturating_sub(unit)) || cut < times[0], "{most} {seconds}: {step}");
+            }
+        }
+        let clock = clock_of(&[10_000, 12_000]);
+        let steps = [9_999, 10_000, 11_999, 12_000].map(|cut| clock.step_at(cut));
+        assert_eq!(steps, [None, Some(1), Some(1), Some(2)]);
+        assert_eq!(StepClock::default().step_at(u64::MAX), None);
+    }
+
+    #[test]
+    fn time_does_not_go_back_and_steps_of_unknown_times_count_as_of_the_next_one() {
+        let mut clock = clock_of(&[10_000, 5_000, 12_000]);
+        assert_eq!(clock.pairs, [(2, 10_000), (3, 12_000)]);
+        clock.note(9, 20_000);
+        assert_eq!((clock.step_at(19_999), clock.step_at(20_000)), (Some(3), Some(9)));
+        // Steps that are made again, after a load of an older checkpoint, are those of now.
+        clock.note(3, 25_000);
+        assert_eq!(clock.pairs, [(2, 10_000), (3, 25_000)]);
+        let mut late = StepClock::default();
+        late.note(500, 7_000);
+        assert_eq!((late.step_at(6_999), late.step_at(7_000)), (None, Some(500)));
+    }
+
+    #[test]
+    fn joined_clocks_say_of_each_step_the_greatest_time_that_one_of_them_says() {
+        for most in [300, 70_000] {
+            let ranks = [1, 2, 3].map(|rank| times(3000, most, rank));
+            let clocks = ranks.each_ref().map(|times| clock_of(times));
+            let joined = StepClock::join(clocks.iter());
+            assert_eq!(
+                joined,
+                StepClock::join([&clocks[2], &StepClock::default(), &clocks[0], &clocks[1]].into_iter())
+            );
+            assert_eq!(joined, StepClock::join([&joined, &clocks[1]].into_iter()));
+            for cut in (0..3000).step_by(7).map(|step| ranks[0][step]) {
+                let least = clocks.iter().map(|clock| clock.step_at(cut).unwrap_or(0)).min();
+                let step = joined.step_at(cut).unwrap_or(0);
+                let made = ranks.iter().map(|times| times.partition_point(|&time| time <= cut) as u64).min();
+                assert!(Some(step) <= made && Some(step) <= least, "{most} {cut}: {step} {least:?} {made:?}");
+            }
+            let latest = ranks.iter().map(|times| times[2999]).max();
+            assert_eq!((joined.step_at(u64::MAX), Some(joined.latest())), (Some(3000), latest));
+        }
+        assert_eq!(StepClock::join(std::iter::empty()), StepClock::default());
+    }
+
+    #[test]
+    fn bytes_that_would_be_too_many_have_fewer_pairs_and_the_last_one() {
+        let clock = clock_of(&times(300, 200_000, 5));
+        assert!(clock.encode(2).is_empty() && StepClock::default().encode(100).is_empty());
+        for most in [100, 300, 1000, 3000, 100_000] {
+            let bytes = clock.encode(most);
+            assert!(bytes.len() <= most);
+            let back: StepClock = serde_json::from_slice(&bytes).expect("a clock");
+            assert_eq!(back.pairs.last(), clock.pairs.last());
+            assert!(back.pairs.iter().all(|pair| clock.pairs.contains(pair)));
+        }
+        assert_eq!(serde_json::from_slice::<StepClock>(&clock.encode(100_000)).expect("a clock"), clock);
+    }
+
+    #[test]
+    fn numbers_that_are_no_clock_are_refused() {
+        for text in
+            ["[]", "[2]", "[0,1]", "[0,1,1,0,5]", "[0,1,18446744073709551615]", "[1,9223372036854775807,1]", "[0,-1,2]"]
+        {
+            assert!(serde_json::from_str::<StepClock>(text).is_err(), "{text}");
+        }
+        assert_eq!(serde_json::from_str::<StepClock>("[1,0,5,3,0]").expect("a clock").pairs, [(0, 5), (3, 5)]);
+    }
+}
