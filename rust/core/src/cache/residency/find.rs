@@ -42,7 +42,7 @@ impl Residency {
         Ok(())
     }
 
-    fn in_use(&self, what: impl std::fmt::Display) -> Error {
+    pub(super) fn in_use(&self, what: impl std::fmt::Display) -> Error {
         Error::new(
             Kind::State,
             format!(

@@ -48,6 +48,7 @@ impl Residency {
     pub(crate) fn import(&mut self, block: RowBlock<'_>, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<()> {
         // A sweep under way takes rows that are there by now, and none of these.
         self.finish_sweep()?;
+        self.rows_came_in();
         match self.base.config.on_full {
             OnFull::Error => self.import_all(block, ids, no_writes),
             OnFull::Evict => self.import_in_parts(block, ids, no_writes),
@@ -277,6 +278,7 @@ impl Residency {
     /// many from the first on as are new and fit. Returns how many.
     pub(crate) fn put_new(&mut self, rows: PickedRows<'_>, begin: usize, ids: &[Id]) -> Result<usize> {
         self.finish_sweep()?;
+        self.rows_came_in();
         let fit = self.new_rows_that_fit(ids);
         self.host.reserve(fit)?;
         let mut slots: Vec<CacheSlot> = Vec::new();

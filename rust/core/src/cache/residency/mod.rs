@@ -94,8 +94,8 @@ pub(crate) struct Residency {
     sweeping: Option<UnderWay>,
     /// The epoch in which the last sweep began.
     sweep_epoch: u32,
-    /// The last sweep that was finished, and the table's version then.
-    swept: Option<(Sweep, u64)>,
+    /// The last sweep that was finished, where no rows were put into the table since it began.
+    swept: Option<Sweep>,
     /// When the steps were made, as far as that is known.
     clock: StepClock,
     /// The time that the user has set, in milliseconds.
@@ -188,11 +188,18 @@ impl Residency {
 
     /// Set the step counter. Rows that a sweep under way takes go first, because it takes no rows that were trained later.
     ///
-    /// Errors: those of [`Residency::finish_sweep`]. Nothing has changed then.
+    /// Errors: those of [`Residency::finish_sweep`], and `State` where the step would go back while batches in flight have rows that a
+    /// sweep has spared: trained then, they would count as trained before the sweep. Nothing has changed then.
     pub(crate) fn set_step(&mut self, step: u64) -> Result<()> {
         self.finish_sweep()?;
+        if step < self.step && self.has_spared() {
+            return Err(
+                self.in_use("the step is to be set back, and rows that a sweep spares are used by batches in flight")
+            );
+        }
         self.step = step;
         self.clock.forget_from(step + 1);
+        self.swept = None;
         self.base.contents_changed();
         Ok(())
     }

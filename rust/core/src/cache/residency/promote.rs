@@ -298,7 +298,13 @@ impl Residency {
             absent.binary_search(&(number as u32)).is_err()
                 && sweep.kills(&staged.headers[index], &staged.vectors[index * floats..][..dim])
         };
-        let dead: Vec<(Id, usize)> = wanted.iter().enumerate().filter(is_dead).map(|(_, row)| *row).collect();
+        let mut dead: Vec<(Id, usize)> = wanted.iter().enumerate().filter(is_dead).map(|(_, row)| *row).collect();
+        if dead.is_empty() {
+            return Ok(0);
+        }
+        // A plan that is in place may be about to bring the row there too.
+        let may_die = self.may_die(&dead.iter().map(|(id, _)| *id).collect::<Vec<Id>>());
+        dead.retain(|(id, _)| may_die.contains(id));
         let rows = dead.iter().map(|&(id, index)| Dead { id, modified_epoch: staged.headers[index].modified_epoch });
         self.bury_read(&rows.collect::<Vec<Dead>>())?;
         for &(_, index) in &dead {
@@ -372,13 +378,14 @@ impl Residency {
             let mut slot = hold.device[row.position as usize];
             if slot == NO_SLOT {
                 slot = tier.slots.take().unwrap_or_else(|| tier.slots.take_overflow());
-                *tier.header_mut(slot) = *header;
                 tier.slots.insert(slot, header.id, there);
                 tier.slots.pin(slot);
                 hold.device[row.position as usize] = slot;
             } else {
                 tier.slots.set_state(slot, there);
             }
+            // Also where another plan was to bring the row, which a sweep may have taken since.
+            *tier.header_mut(slot) = *header;
             fetched.slots.push(slot);
             fetched.scalars.push(header.scalar);
             hold.arriving.push(Arriving { position: row.position, state: row.state.without(RowState::LOADING) });

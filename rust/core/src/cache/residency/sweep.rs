@@ -6,6 +6,8 @@
 //!
 //! Rows of plans that are in place when the sweep comes are spared until the plan ends. If it trains them they live on.
 
+use std::borrow::Cow;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::bury::Dead;
@@ -36,6 +38,8 @@ struct Slice {
 
 /// Before a batch is placed: some tenths of a millisecond.
 const BEFORE_BATCH: Slice = Slice { slots: 1 << 15, dead: 1 << 12, records: 1 << 13 };
+/// Rows that are left for later are judged once there are so many of them, so that each batch judges about those that it has left.
+const MOST_LATER: usize = 1 << 12;
 /// To the end.
 const TO_THE_END: Slice = Slice { slots: usize::MAX, dead: usize::MAX, records: usize::MAX };
 
@@ -66,6 +70,8 @@ pub(super) struct UnderWay {
     /// Rows that could not be judged when their slot was passed, or that moved meanwhile: rows of plans that are in place, rows that are
     /// being read.
     later: Vec<Id>,
+    /// Whether rows were put into the table since this began, which it does not take.
+    came_in: bool,
 }
 
 impl UnderWay {
@@ -101,6 +107,18 @@ impl Round {
         let seen = part.end - part.start;
         // Where a tier has become empty, there is nothing left to see.
         Self { next: part.end, left: if seen == 0 { 0 } else { self.left - seen } }
+    }
+}
+
+impl UnderWay {
+    /// Those of these ids whose rows the sweep may take. Once all tiers were gone through these are rows that were left for later: what
+    /// came in since is not the sweep's.
+    fn may_take<'i>(&self, ids: &'i [Id]) -> Cow<'i, [Id]> {
+        if !self.passed {
+            return Cow::Borrowed(ids);
+        }
+        let later: HashSet<Id> = self.later.iter().copied().collect();
+        Cow::Owned(ids.iter().copied().filter(|id| later.contains(id)).collect())
     }
 }
 
@@ -160,7 +178,7 @@ impl Residency {
     pub(crate) fn begin_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
         let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
         let found_all = |before: &Sweep| before.step == sweep.step && before.covers(&sweep);
-        if self.swept.as_ref().is_some_and(|(before, version)| *version == self.base.version() && found_all(before)) {
+        if self.swept.as_ref().is_some_and(found_all) {
             // It would find what the one before has left. It is noted all the same, as by ranks whose rows have changed since.
             self.lineage.note_sweep(self.epoch, &sweep);
             return Ok(());
@@ -183,6 +201,7 @@ impl Residency {
             ram_passed: false,
             passed: false,
             later: Vec::new(),
+            came_in: false,
         });
         Ok(())
     }
@@ -219,6 +238,16 @@ impl Residency {
     /// Forget the sweep under way, and with it what it was still to bury.
     pub(super) fn drop_sweep(&mut self) {
         self.sweeping = None;
+        self.swept = None;
+        self.in_place.sweep_has_ended();
+    }
+
+    /// Rows were put into the table: the next sweep after the same step has to look at them.
+    pub(super) fn rows_came_in(&mut self) {
+        self.swept = None;
+        if let Some(under_way) = &mut self.sweeping {
+            under_way.came_in = true;
+        }
     }
 
     /// Go on with the sweep under way.
@@ -226,7 +255,8 @@ impl Residency {
         let Some(mut under_way) = self.sweeping.take() else { return Ok(()) };
         let swept = self.sweep_tiers(&mut under_way, slice);
         if under_way.passed && under_way.later.is_empty() {
-            self.swept = Some((Sweep::clone(&under_way.sweep), self.base.version()));
+            self.swept = (!under_way.came_in).then(|| Sweep::clone(&under_way.sweep));
+            self.in_place.sweep_has_ended();
         } else {
             self.sweeping = Some(under_way);
         }
@@ -236,6 +266,10 @@ impl Residency {
     fn sweep_tiers(&mut self, under_way: &mut UnderWay, slice: Slice) -> Result<()> {
         if under_way.passed {
             return self.bury_later(under_way);
+        }
+        if under_way.later.len() > MOST_LATER {
+            // A row that lives when it is judged is never taken by this sweep, so that it does not matter when that is.
+            self.bury_later(under_way)?;
         }
         let is_beside = under_way.is_carried && under_way.is_in_ram() && !slice.is_to_the_end();
         let slice = if is_beside { slice.half() } else { slice };
@@ -382,13 +416,12 @@ impl Residency {
         if self.base.config.eviction.is_none() {
             return Ok(());
         }
-        if let Err(error) = self.sweep_on(BEFORE_BATCH) {
-            self.note_stopped(&error);
-        }
-        if self.is_sweeping()
+        let stopped = self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
+        if (stopped || self.is_sweeping())
             && let Some(mut under_way) = self.sweeping.take()
         {
-            let buried = self.bury_dead_of(&hold.ids, &under_way.sweep, &mut under_way.later);
+            let ids = under_way.may_take(&hold.ids);
+            let buried = self.bury_dead_of(&ids, &under_way.sweep, &mut under_way.later);
             self.sweeping = Some(under_way);
             buried?;
         }
@@ -401,9 +434,18 @@ impl Residency {
         self.in_place.remove(ids);
     }
 
-    /// The sweep that rows which a plan brings in are held against; `None` where none is under way.
+    /// The sweep that rows which a plan brings in are held against; `None` where none is under way. Of the rows that its rule takes,
+    /// [`Residency::may_die`] says which it may take.
     pub(super) fn sweep_of_arrivals(&self) -> Option<Arc<Sweep>> {
-        self.sweeping.as_ref().filter(|under_way| !under_way.passed).map(|under_way| Arc::clone(&under_way.sweep))
+        let under_way = self.sweeping.as_ref().filter(|under_way| !under_way.passed || !under_way.later.is_empty());
+        under_way.map(|under_way| Arc::clone(&under_way.sweep))
+    }
+
+    /// Those of these ids of a plan in place whose rows the sweep under way may take: no other plan in place has them.
+    pub(super) fn may_die(&mut self, ids: &[Id]) -> HashSet<Id> {
+        let Some(under_way) = &self.sweeping else { return HashSet::new() };
+        let may_take = under_way.may_take(ids);
+        may_take.iter().copied().filter(|id| self.in_place.plans_with(*id) <= 1).collect()
     }
 
     /// Rows move to slots that a sweep may have passed already.
