@@ -10,8 +10,8 @@ use embcache_tests::Rig;
 
 use crate::stop::{checkpoint_is_whole, every, resumes};
 use crate::workload::{
-    DEVICE, EVICTING, Kinds, PARTS, ROOMY, Run, STEPS, SWEEPING, Snapshot, directory, disk, do_part, is_of_storage,
-    load, open, save,
+    DEVICE, EVICTING, Kinds, PARTS, ROOMY, Run, STEPS, SWEPT, Snapshot, directory, disk, do_part, is_of_storage, load,
+    open, save,
 };
 
 /// The tables after each number of parts of a run that nothing disturbs.
@@ -117,8 +117,8 @@ fn after_an_error_at_an_operation_of_tables_that_drop_rows() {
 }
 
 #[test]
-fn after_an_error_at_an_operation_of_tables_whose_rows_leave_by_rules() {
-    after_an_error_at_an_operation(SWEEPING, 3, every(7));
+fn after_an_error_at_an_operation_of_tables_that_are_swept() {
+    after_an_error_at_an_operation(SWEPT, 3, every(7));
 }
 
 /// Repeat `work` after an error that a disk gives once.
@@ -174,6 +174,7 @@ fn one_bad_read(kinds: Kinds, fault: Fault, step: usize) {
 fn a_read_that_fails_once_is_told_to_whoever_asked_and_changes_nothing() {
     one_bad_read(ROOMY, Fault::Fail(libc::EIO), 17);
     one_bad_read(DEVICE, Fault::Fail(libc::EIO), 17);
+    one_bad_read(SWEPT, Fault::Fail(libc::EIO), 17);
 }
 
 #[test]
@@ -185,6 +186,7 @@ fn a_read_that_is_short_once_is_told_to_whoever_asked_and_changes_nothing() {
 fn a_read_with_a_wrong_bit_is_told_to_whoever_asked_and_changes_nothing() {
     one_bad_read(ROOMY, Fault::Flip, 7);
     one_bad_read(DEVICE, Fault::Flip, 7);
+    one_bad_read(SWEPT, Fault::Flip, 7);
 }
 
 #[test]

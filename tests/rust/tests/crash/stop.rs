@@ -12,7 +12,7 @@ use embcache::io::{Fault, FaultEngine, IoEngine, MemoryEngine, read_file};
 use embcache_tests::{Rig, times};
 
 use crate::workload::{
-    CHECKPOINTS, DEVICE, EVICTING, Kinds, ROOMY, Run, SWEEPING, Snapshot, directory, disk, is_of_storage, load, open,
+    CHECKPOINTS, DEVICE, EVICTING, Kinds, ROOMY, Run, SWEPT, Snapshot, directory, disk, is_of_storage, load, open,
     save, train,
 };
 
@@ -66,7 +66,7 @@ pub(crate) fn resumes(run: &Run, kinds: Kinds, image: &MemoryEngine, context: &s
         assert_eq!(there, named, "{context}: files of no state stay");
     }
     // As long as no policy drops rows, what follows has the bits of tables that never stopped.
-    let straight = flushed.in_ram(kinds);
+    let straight = flushed.in_ram_as(kinds.swept);
     for (table, (rig, straight)) in rigs.iter().zip(&straight).enumerate() {
         for step in 100..103 {
             train(rig, step, table, kinds).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -123,7 +123,7 @@ pub(crate) fn checkpoint_is_whole(run: &Run, image: &MemoryEngine, context: &str
             "{context}: a checkpoint that nobody saved"
         ),
     }
-    let rigs = Snapshot(vec![(embcache_tests::Contents::new(), 7); 2]).in_ram(ROOMY);
+    let rigs = Snapshot(vec![(embcache_tests::Contents::new(), 7); 2]).in_ram();
     for (table, rig) in rigs.iter().enumerate() {
         train(rig, 5, table, ROOMY).unwrap();
     }
@@ -135,9 +135,10 @@ pub(crate) fn checkpoint_is_whole(run: &Run, image: &MemoryEngine, context: &str
 
 /// Stop after 0, `step`, 2 `step`, … changes, from `first` on, until the workload comes to its end.
 fn stop_at_every_operation(kinds: Kinds, first: u64, step: u64) {
-    let (mut resumed, mut twice) = (0, 0);
+    let (mut resumed, mut twice, mut amid_sweeps) = (0, 0, 0);
     for passing in (first..).step_by(step as usize) {
         let (memory, run, hit) = stopped(kinds, passing);
+        amid_sweeps = amid_sweeps.max(run.amid_sweeps);
         let mut images = vec![memory.kill(), memory.crash()];
         images.extend((0..times()).flat_map(|round| {
             let seed = passing ^ (round << 32);
@@ -157,6 +158,7 @@ fn stop_at_every_operation(kinds: Kinds, first: u64, step: u64) {
         }
     }
     assert!(resumed > 100 && twice > 100, "{resumed} resumed, {twice} stopped while resuming");
+    assert!(amid_sweeps > 3 || !kinds.swept, "{amid_sweeps} flushes and saves came amid a sweep");
 }
 
 #[test]
@@ -175,6 +177,6 @@ fn a_stop_at_an_operation_of_tables_that_drop_rows() {
 }
 
 #[test]
-fn a_stop_at_an_operation_of_tables_whose_rows_leave_by_rules() {
-    stop_at_every_operation(SWEEPING, 3, every(7));
+fn a_stop_at_an_operation_of_tables_that_are_swept() {
+    stop_at_every_operation(SWEPT, 3, every(7));
 }

@@ -17,6 +17,7 @@ use embcache_tests::{Contents, Rig, config, directory_in};
 pub(crate) const CHECKPOINTS: &str = "/checkpoints/sparse";
 const DIM: usize = 16;
 const BAG: usize = 4;
+const HALF_LIFE: u64 = 16;
 pub(crate) const STEPS: u64 = 26;
 const NAMES: [&str; 2] = ["item", "user"];
 
@@ -29,20 +30,27 @@ pub(crate) struct Kinds {
     pub(crate) ssd_bytes: u64,
     /// Ids are drawn from so many.
     pub(crate) ids: i64,
-    /// Whether rows leave by rules.
-    pub(crate) sweeps: bool,
+    /// Whether rows leave by a rule of eviction: in one table every three steps, and in the other by calls.
+    pub(crate) swept: bool,
 }
 
 /// The rows fit, and compaction has work to do.
 pub(crate) const ROOMY: Kinds =
-    Kinds { device_rows: None, on_full: OnFull::Error, ssd_bytes: 192 << 10, ids: 260, sweeps: false };
+    Kinds { device_rows: None, on_full: OnFull::Error, ssd_bytes: 192 << 10, ids: 260, swept: false };
 /// The same with a device tier above.
 pub(crate) const DEVICE: Kinds = Kinds { device_rows: Some(12), ..ROOMY };
 /// The rows do not fit. Each step drops some, which leave tombstones.
 pub(crate) const EVICTING: Kinds = Kinds { on_full: OnFull::Evict, ssd_bytes: 144 << 10, ids: 2000, ..ROOMY };
 
-/// Sweeps come while others are under way: after every second step of one table, and after each step of the other.
-pub(crate) const SWEEPING: Kinds = Kinds { sweeps: true, ..ROOMY };
+/// Rows that fit leave by a rule, so that flushes and saves come amid sweeps.
+pub(crate) const SWEPT: Kinds = Kinds { swept: true, ..ROOMY };
+
+/// The rule of a table whose rows are swept. A part of it looks at the records of rows.
+fn eviction(table: usize) -> Eviction {
+    let seldom = EvictionRule::All(vec![EvictionRule::Unused { steps: 5 }, EvictionRule::ScoreBelow(1.2)]);
+    let rule = EvictionRule::Any(vec![EvictionRule::Unused { steps: 11 }, seldom]);
+    Eviction { rule, every_steps: if table == 0 { NonZeroU64::new(3) } else { None } }
+}
 
 pub(crate) fn directory(table: usize) -> PathBuf {
     PathBuf::from(format!("/base/m/{}/0-of-1", NAMES[table]))
@@ -52,20 +60,14 @@ fn optimizer(table: usize) -> OptimizerKind {
     [OptimizerKind::RowWiseAdagrad, OptimizerKind::Adagrad][table]
 }
 
-/// One table's rows die by their last step alone, and the other's by their scores, for which rows on SSD are read.
-fn eviction(table: usize, kinds: Kinds) -> Option<Eviction> {
-    let rule = [EvictionRule::Unused { steps: 8 }, EvictionRule::ScoreBelow(0.7)][table].clone();
-    kinds.sweeps.then(|| Eviction { rule, every_steps: NonZeroU64::new(2 - table as u64) })
-}
-
 fn table_config(table: usize, kinds: Kinds, reopen: Reopen, resume_token: Option<u64>) -> TableConfig {
     let mut wanted = config(DIM, optimizer(table), 20);
     wanted.name = NAMES[table].into();
     wanted.key = table_key(NAMES[table]);
     wanted.device_rows = kinds.device_rows;
     wanted.on_full = kinds.on_full;
-    wanted.eviction = eviction(table, kinds);
-    wanted.score_half_life_steps = 8;
+    wanted.score_half_life_steps = HALF_LIFE;
+    wanted.eviction = kinds.swept.then(|| eviction(table));
     wanted.ssd = Some(SsdConfig { dir: directory(table), bytes: kinds.ssd_bytes, reopen, resume_token });
     wanted
 }
@@ -89,15 +91,20 @@ impl Snapshot {
         rigs.iter().map(|rig| Ok((rig.contents()?, rig.table.step()?))).collect::<Result<_>>().map(Self)
     }
 
-    /// The tables in RAM alone, with these rows. They leave by rules where those of `kinds` do.
-    pub(crate) fn in_ram(&self, kinds: Kinds) -> Vec<Rig> {
+    /// The tables in RAM alone, with these rows, none of which leaves.
+    pub(crate) fn in_ram(&self) -> Vec<Rig> {
+        self.in_ram_as(false)
+    }
+
+    /// The tables in RAM alone, with these rows, which leave by a rule where they are `swept`.
+    pub(crate) fn in_ram_as(&self, swept: bool) -> Vec<Rig> {
         let rigs: Vec<Rig> = (0..2)
             .map(|table| {
                 let mut wanted = config(DIM, optimizer(table), 50_000);
                 wanted.name = NAMES[table].into();
                 wanted.key = table_key(NAMES[table]);
-                wanted.eviction = eviction(table, kinds);
-                wanted.score_half_life_steps = 8;
+                wanted.score_half_life_steps = HALF_LIFE;
+                wanted.eviction = swept.then(|| eviction(table));
                 Rig::open(wanted, Arc::new(MemoryEngine::default())).expect("memory")
             })
             .collect();
@@ -131,6 +138,7 @@ pub(crate) fn do_part(rig: &Rig, step: u64, table: usize, part: u64, kinds: Kind
             let some: Contents = rig.contents()?.into_iter().step_by(5).collect();
             rig.import(&some.into_iter().map(|(id, (header, bits))| (id, (header, halved(&bits)))).collect())
         }
+        (_, _, 1) if kinds.swept && step % 5 == 2 => rig.table.sweep(),
         _ => Ok(()),
     }
 }
@@ -159,7 +167,7 @@ pub(crate) fn load(engine: &Arc<dyn IoEngine>) -> Result<Option<Snapshot>> {
         latest => latest?,
     };
     let checkpoint = Chain::open(&directory, latest)?;
-    let empty = Snapshot(vec![(Contents::new(), 0), (Contents::new(), 0)]).in_ram(ROOMY);
+    let empty = Snapshot(vec![(Contents::new(), 0), (Contents::new(), 0)]).in_ram();
     for rig in &empty {
         let config = rig.table.config();
         checkpoint.table_reader("m", &config.name, config.buckets.clone())?.load_into(&rig.table)?;
@@ -180,17 +188,27 @@ pub(crate) struct Run {
     pub(crate) parts: u64,
     /// Whether a table ever gave its states up for room.
     pub(crate) given_up: bool,
+    /// Tables in RAM that do the same, where rows are swept: whoever asks the others for their rows ends their sweeps.
+    twins: Vec<Rig>,
+    /// How many flushes and saves came while a sweep was under way.
+    pub(crate) amid_sweeps: u64,
 }
 
 impl Run {
     /// Do everything until something fails. Saves may fail, because they go to another store than training.
     pub(crate) fn go(&mut self, engine: &Arc<dyn IoEngine>, kinds: Kinds, rigs: &[Rig]) -> Result<()> {
+        if kinds.swept {
+            self.twins = Snapshot(vec![(Contents::new(), 0); 2]).in_ram_as(true);
+        }
         for step in 0..STEPS {
             for (table, rig) in rigs.iter().enumerate() {
                 for part in 0..PARTS {
                     let done = do_part(rig, step, table, part, kinds);
                     self.given_up |= rig.table.published_given_up();
                     done?;
+                    if let Some(twin) = self.twins.get(table) {
+                        do_part(twin, step, table, part, kinds)?;
+                    }
                     self.parts += 1;
                 }
             }
@@ -207,8 +225,18 @@ impl Run {
         rigs.iter().try_for_each(|rig| rig.table.close())
     }
 
+    /// The rows that tables have once a sweep under way has ended.
+    fn snapshot(&mut self, rigs: &[Rig]) -> Result<Snapshot> {
+        if self.twins.is_empty() {
+            return Snapshot::of(rigs);
+        }
+        let is_swept = |rig: &Rig| rig.table.stats().is_ok_and(|stats| stats.eviction.is_some_and(|now| now.under_way));
+        self.amid_sweeps += u64::from(rigs.iter().any(is_swept));
+        Snapshot::of(&self.twins)
+    }
+
     fn flush(&mut self, rigs: &[Rig], token: u64) -> Result<()> {
-        self.flushing = Some((token, Snapshot::of(rigs)?));
+        self.flushing = Some((token, self.snapshot(rigs)?));
         let flushed = rigs.iter().try_for_each(|rig| rig.table.flush(token));
         self.given_up |= rigs.iter().any(|rig| rig.table.published_given_up());
         flushed?;
@@ -217,7 +245,7 @@ impl Run {
     }
 
     fn save(&mut self, engine: &Arc<dyn IoEngine>, rigs: &[Rig], step: u64) -> Result<()> {
-        let snapshot = Snapshot::of(rigs)?;
+        let snapshot = self.snapshot(rigs)?;
         self.saving.push(snapshot);
         let tables: Vec<&Table> = rigs.iter().map(|rig| &rig.table).collect();
         save(engine, &tables, step)?;
