@@ -128,7 +128,30 @@ def _base(shards: list[Shard], directory: Directory, rank: int, *, counters: boo
             f"what changed in table {shown(unknown[0])} since {name} is not known: another run saved that, "
             "or too long ago, or more rows left since than are remembered"
         )
-    return Base(found.id, {pair: one for pair, one in ancestors.items() if one is not None}), None
+    base = Base(found.id, {pair: one for pair, one in ancestors.items() if one is not None})
+    differs = _sweeps_differ(shards, base)
+    return (base, None) if differs is None else (None, differs)
+
+
+def _sweeps_differ(shards: list[Shard], base: Base) -> str | None:
+    """Why a delta on `base` cannot say the sweeps since then: ranks have made different ones. Collective.
+
+    A delta says one list of sweeps for all rows of a table. `table.evict()` on one rank alone makes them differ, until the next sweep of
+    all ranks.
+    """
+    sweeps = {
+        (path, table.name): table.native.sweeps_since(base.ancestors[path, table.name]) for path, _, table in shards
+    }
+    first: dict[Pair, tuple[int, list[str]]] = {}
+    for rank, of_rank in enumerate(all_gather(sweeps)):
+        for pair, made in of_rank.items():
+            before, others = first.setdefault(pair, (rank, made))
+            if made != others:
+                return (
+                    f"ranks {before} and {rank} have swept table {shown(pair)} differently since {base.id.name}: sweep on all "
+                    "ranks together, with evict(model)"
+                )
+    return None
 
 
 def _counts_differ(shards: list[Shard], newest: _Newest, *, counters: bool) -> str | None:

@@ -83,6 +83,51 @@ def test_a_save_of_two_ranks_is_swept_and_one_rank_loads_it(two_ranks, tmp_path)
     assert_same_rows(rows_of(model), left)
 
 
+def swept_alone(rank: int, world: int, path: str) -> Any:
+    """Rank 0 alone sweeps a table between two saves. Returns what the saves were, and the rows."""
+    model = Model(Settings(options={"eviction": Policy([Ttl(steps=2)], every_steps=6)}))
+    apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
+    model = sharded(model, ROW_WISE)
+    saver, kinds, steps = Saver(), [], iter(batches(10, rank, world))
+
+    def save() -> None:
+        report = saver.save(model, path, incremental=True)
+        kinds.append((report.kind, report.reason))
+
+    def train(count: int) -> None:
+        train_model(model, [next(steps) for _ in range(count)])
+
+    train(3)
+    save()
+    train(1)
+    (tables,) = [module.tables for module in cache_modules(model).values() if "ta" in module.tables]
+    if rank == 0:
+        tables["ta"].evict()
+    save()
+    kept = rows_of(model)
+    train(1)
+    save()
+    if rank == 0:
+        tables["ta"].evict()
+    train(1)
+    save()
+    return kinds, kept, rows_of(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_save_after_one_rank_has_swept_alone_is_full_and_the_next_ones_are_deltas(two_ranks, tmp_path):
+    results = two_ranks.run(swept_alone, str(tmp_path / "saved"))
+    kinds = results[0][0]
+    assert results[1][0] == kinds
+    assert [kind for kind, _ in kinds] == ["full", "full", "delta", "delta"], kinds
+    assert "ranks 0 and 1 have swept table bags/ta differently since" in kinds[1][1]
+    assert any(table == "ta" for _, table, _ in results[1][1]), "rank 1 was not swept"
+    model = Model(Settings())
+    apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
+    Saver().load(model, tmp_path / "saved")
+    assert_same_rows(rows_of(model), merged([result[2] for result in results]))
+
+
 def refused(rank: int, world: int, what: str, path: str) -> Any:
     """What both ranks are told where one of them cannot sweep, or sweeps something else."""
     policy = Policy([Ttl(steps=2 if rank == 0 or what != "policies" else 3)])

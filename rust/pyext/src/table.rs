@@ -217,6 +217,10 @@ impl PyTable {
         let ancestors = py.detach(|| self.inner.ancestors()).map_err(to_python)?;
         Ok(ancestors.into_iter().map(Into::into).collect())
     }
+    fn sweeps_since(&self, py: Python<'_>, ancestor: PyAncestor) -> PyResult<Vec<String>> {
+        let sweeps = py.detach(|| self.inner.sweeps_since(&ancestor.into())).map_err(to_python)?;
+        Ok(sweeps.iter().map(|sweep| format!("{sweep:?}")).collect())
+    }
     #[pyo3(signature = (next_epoch, ancestor=None))]
     fn saved_beside(&self, py: Python<'_>, next_epoch: u32, ancestor: Option<PyAncestor>) {
         py.detach(|| self.inner.saved_beside(next_epoch, ancestor.map(Into::into)));
