@@ -62,10 +62,20 @@ fn save(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize) {
 
 /// Save all rows, or what changed since an ancestor. The result is the ancestor on which the next delta builds.
 fn save_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Option<&Ancestor>) -> Ancestor {
+    try_save_on(engine, ranks, group_bytes, on).expect("saved")
+}
+
+/// As `save_on`, on a disk that may fail.
+pub(crate) fn try_save_on(
+    engine: &Arc<dyn IoEngine>,
+    ranks: &[Rig],
+    group_bytes: usize,
+    on: Option<&Ancestor>,
+) -> Result<Ancestor> {
     let parent = on.map(|on| Parent { name: on.name.clone(), manifest_xxh3: on.manifest_xxh3 });
     let options = SaveOptions { parent, ..SaveOptions::default() };
     let directory = directory_in(engine, ROOT);
-    let save = Save::begin_with(&directory, 7, options).expect("begun");
+    let save = Save::begin_with(&directory, 7, options)?;
     let digest = |(rank, rig): (u32, &Rig)| {
         let world = ranks.len() as u32;
         let writer = RankWriter::new(&directory, save.name(), rank, world)?;
@@ -78,9 +88,8 @@ fn save_on(engine: &Arc<dyn IoEngine>, ranks: &[Rig], group_bytes: usize, on: Op
     };
     let digests: Result<Vec<_>> = (0..).zip(ranks).map(digest).collect();
     let next_epoch = on.map_or(3, |on| on.next_epoch + 1);
-    let Parent { name, manifest_xxh3 } =
-        save.publish(&digests.expect("written"), next_epoch).expect("published").identity;
-    Ancestor { name, manifest_xxh3, next_epoch }
+    let Parent { name, manifest_xxh3 } = save.publish(&digests?, next_epoch)?.identity;
+    Ok(Ancestor { name, manifest_xxh3, next_epoch })
 }
 
 /// Do what `save_on` does, and let the ranks go on from there.

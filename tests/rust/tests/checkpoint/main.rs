@@ -18,3 +18,4 @@ mod made;
 mod made_blocks;
 mod round_trip;
 mod sweeps;
+mod sweeps_crash;

@@ -30,7 +30,7 @@ fn rules() -> [EvictionRule; 4] {
 }
 
 /// The configuration of `rank` in `world`. The tiers differ from rank to rank.
-fn rank_of(rank: u32, world: u32, rule: &EvictionRule, every: u64, place: &str) -> TableConfig {
+pub(crate) fn rank_of(rank: u32, world: u32, rule: &EvictionRule, every: u64, place: &str) -> TableConfig {
     let has_ssd = (rank + world).is_multiple_of(2);
     let mut config = config(DIM, OptimizerKind::RowWiseAdagrad, if has_ssd { 60 } else { 5000 });
     config.buckets = split(config.total_num_buckets, rank, world);
@@ -48,12 +48,12 @@ fn ranks(engine: &Arc<dyn IoEngine>, world: u32, rule: &EvictionRule, every: u64
     (0..world).map(open).collect()
 }
 
-fn rows_of(ranks: &[Rig]) -> Contents {
+pub(crate) fn rows_of(ranks: &[Rig]) -> Contents {
     ranks.iter().flat_map(|rig| rig.contents().expect("every row")).collect()
 }
 
 /// Train the ranks on batches, each on the ids that it owns.
-fn train(ranks: &[Rig], dice: &mut Dice, steps: usize) {
+pub(crate) fn train(ranks: &[Rig], dice: &mut Dice, steps: usize) {
     for _ in 0..steps {
         let batch = dice.ids(60);
         for rig in ranks {
