@@ -354,6 +354,7 @@ class Table:
     def flush(self, token: int | None) -> None: ...  # writes every dirty row down and publishes one state; None: under the next even token
     def last_token(self) -> int | None: ...  # of the last state that was flushed or resumed, even where that is gone
     def published_given_up(self) -> bool: ...  # whether the states to resume were given up for space since the last flush
+    def check_writable(self) -> None: ...  # ReadOnlyError where is_read_only, with the cause
     def is_read_only(self) -> bool: ...  # whether a write of the SSD tier failed, so that it only reads
     def forget_published(self, token: int) -> None: ...  # does nothing where no state has this token
     def close(self) -> None: ...  # stops background work; does not flush

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -53,3 +55,18 @@ def four_ranks() -> Iterator[World]:
     world = World(4)
     yield world
     world.stop()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[str]:
+    """A file system of 6 MiB. Skips the test where none may be mounted."""
+    with tempfile.TemporaryDirectory() as place:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", place], capture_output=True, check=False
+        )
+        if made.returncode:
+            pytest.skip(f"a small file system cannot be mounted here: {made.stderr.decode().strip()}")
+        try:
+            yield place
+        finally:
+            subprocess.run(["umount", "-l", place], check=True)

@@ -409,21 +409,6 @@ def run() -> Iterator[Callable[..., str]]:
     server.wait()
 
 
-@pytest.fixture
-def small_disk() -> Iterator[str]:
-    """A file system of 6 MiB. Skips the test where none may be mounted."""
-    with tempfile.TemporaryDirectory() as place:
-        made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", place], capture_output=True, check=False
-        )
-        if made.returncode:
-            pytest.skip(f"a small file system cannot be mounted here: {made.stderr.decode().strip()}")
-        try:
-            yield place
-        finally:
-            subprocess.run(["umount", "-l", place], check=True)
-
-
 @pytest.mark.parametrize("tiers", ["ram", "ssd", "device"])
 def test_memory_that_is_refused_is_an_error_and_not_the_end(
     tiers: str, tmp_path: Path, run: Callable[..., str]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
-from torchrec_embcache.exceptions import ConfigError, EmbCacheError, StateError, StorageError
+from torchrec_embcache.exceptions import ConfigError, EmbCacheError, ReadOnlyError, StateError, StorageError
 from torchrec_embcache.lifecycle import Lifecycle
 from torchrec_embcache.sessions import sweep
 from torchrec_embcache.sessions.ranks import OneRank
@@ -39,7 +39,13 @@ class Table:
 
     @property
     def native(self) -> Any:
-        return SimpleNamespace(is_read_only=lambda: self.read_only, prepare_sweep=lambda _rule: None)
+        return SimpleNamespace(
+            is_read_only=lambda: self.read_only, check_writable=self.check_writable, prepare_sweep=lambda _rule: None
+        )
+
+    def check_writable(self) -> None:
+        if self.read_only:
+            raise ReadOnlyError("it could not be written")
 
     def step(self) -> int:
         return self.at
@@ -167,6 +173,14 @@ def test_a_shard_whose_disk_failed_on_one_rank_is_left_out_on_both():
     first, second = Table(world_size=2), Table(world_size=2, read_only=True)
     assert two(first, second) == [None, None]
     assert (first.sweeps, second.sweeps) == (0, 0)
+
+
+def test_a_call_sweeps_no_table_of_any_rank_where_one_of_a_rank_could_not_be_written():
+    ranks, healthy, failed = TwoRanks(), Table(world_size=2), Table(world_size=2, read_only=True)
+    tables = ({"a": Table(world_size=2), "b": healthy}, {"a": Table(world_size=2), "b": failed})
+    said = ranks.run(lambda rank: sweep._sweep(tables[rank], ranks, at_save=False))  # type: ignore[arg-type]
+    assert said == ["ReadOnlyError: it could not be written"] * 2
+    assert [table.sweeps for rank in tables for table in rank.values()] == [0, 0, 0, 0]
 
 
 def test_tables_that_ranks_do_not_share_need_not_agree():

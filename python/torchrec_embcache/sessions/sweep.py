@@ -39,6 +39,8 @@ def evict(model: nn.Module) -> None:
         StateError: ranks that share a table are at different steps, or a table is closed or cannot be used.
         ReadOnlyError: an SSD tier could not be written before.
 
+    After an error no table is swept. Only where memory or the process itself fails some tables may be, and a further call sweeps the others.
+
     For example `evict(model)`, once an hour.
     """
 
@@ -147,6 +149,9 @@ def _said_of(table: TableShard, *, at_save: bool) -> _Said:
         return _Said(life.eviction, is_shared, is_due=False, step=0, is_read_only=False)
     step = table.step()
     due = step > 0 or not at_save
+    if not at_save:
+        # Before any table is swept.
+        table.native.check_writable()
     return _Said(life.eviction, is_shared, is_due=due, step=step, is_read_only=table.native.is_read_only())
 
 

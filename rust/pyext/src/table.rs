@@ -324,6 +324,9 @@ impl PyTable {
     fn last_token(&self, py: Python<'_>) -> Option<u64> {
         py.detach(|| self.inner.last_token())
     }
+    fn check_writable(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.check_writable()).map_err(to_python)
+    }
     fn is_read_only(&self, py: Python<'_>) -> bool {
         py.detach(|| self.inner.is_read_only())
     }

@@ -280,6 +280,11 @@ impl Table {
         self.inner.ssd.as_ref().is_some_and(SsdTier::published_given_up)
     }
 
+    /// Errors: `ReadOnly` where a write of the SSD tier failed, so that no row may be changed.
+    pub fn check_writable(&self) -> Result<()> {
+        self.inner.check_writable()
+    }
+
     /// Whether a write of the SSD tier failed. Rows can be read and saved elsewhere then, and not changed.
     pub fn is_read_only(&self) -> bool {
         self.inner.ssd.as_ref().is_some_and(SsdTier::is_read_only)
