@@ -64,7 +64,13 @@ from ._native_checkpoint import (
     LinkedSegments as LinkedSegments,
 )
 from ._native_checkpoint import (
+    LinkOfId as LinkOfId,
+)
+from ._native_checkpoint import (
     NewestCheckpoint as NewestCheckpoint,
+)
+from ._native_checkpoint import (
+    PendingIds as PendingIds,
 )
 from ._native_checkpoint import (
     Published as Published,

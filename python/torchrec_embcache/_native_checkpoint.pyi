@@ -368,11 +368,43 @@ class LinkedSegments:
     rows: int
 
 @final
+class PendingIds:
+    """The counts of n ids that wait for rows, ids rising as unsigned numbers."""
+
+    ids: I64  # [n]
+    shows: NDArray[np.uint32]  # [n] occurrences in training batches
+    clicks: NDArray[np.uint32]  # [n] zeros where clicks are not counted
+    is_older: NDArray[np.bool_]  # [n] of the older generation of its bucket, which is forgotten next
+    def __len__(self) -> int: ...
+
+@final
+class LinkOfId:
+    """What one checkpoint of a chain says of one id."""
+
+    row: RowBlock | None  # one row, without slots, where its own files have it
+    has_tombstone: bool  # the id left since the parent; with a row it is back
+    count: PendingIds | None  # of the id, where its own files have it
+    taken: list[tuple[int, str, float | None]]  # which of its sweeps take the row of the checkpoints before, what of the rule does (JSON), the score then
+    has_row_now: bool  # with what it builds on
+    count_now: PendingIds | None  # the same
+
+@final
 class CheckpointRows:
     """A checkpoint whose rows are read without tables."""
 
     def __new__(cls, directory: Directory, latest: str) -> CheckpointRows: ...
     def manifest(self) -> str: ...  # JSON
-    def read(self, module: str, table: str, bucket_begin: int, bucket_end: int, sink: Callable[[RowBlock], None] | None) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks (None: only verified); what it raises is raised
+    def links(self) -> list[str]: ...  # JSON: the manifests of it and of all that it builds on, newest first
+    def read(
+        self,
+        module: str,
+        table: str,
+        bucket_begin: int,
+        bucket_end: int,
+        sink: Callable[[RowBlock], None] | None,
+        *,
+        counts: Callable[[PendingIds], None] | None = None,
+    ) -> int: ...  # rows of the buckets, verified, given to `sink` in chunks, then the counts of each bucket given to `counts` (both None: all only verified); what they raise is raised
+    def life_of(self, module: str, table: str, id: int) -> list[LinkOfId]: ...  # noqa: A002  # of each checkpoint, newest first; MismatchError
     def reshard(self, to: Directory, random: int, world_size: int, *, counters: bool = True) -> Published: ...  # written again there
 

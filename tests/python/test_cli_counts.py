@@ -9,8 +9,10 @@ from torch import nn
 
 from admission_cases import Counted, counting, train
 from test_cli import run
-from torchrec_embcache import EmbCacheEmbedding
-from torchrec_embcache.cli import main
+from torchrec_embcache import EmbCacheEmbedding, admission
+from torchrec_embcache.cache import internals
+from torchrec_embcache.cli import compare, main
+from torchrec_embcache.cli.checkpoints import Opened
 from torchrec_embcache.saver import Saver
 
 
@@ -24,15 +26,15 @@ def trained(steps: int) -> EmbCacheEmbedding:
     return table
 
 
-def test_diff_compares_how_many_ids_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_compares_the_counts_of_ids_that_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, waiting = trained(20), len(Counted(20).counts)
     save(table, tmp_path / "first")
     save(table, tmp_path / "same")
     save(table, tmp_path / "without", counters=False)
     code, found = run(capsys, "diff", tmp_path / "first", tmp_path / "same")
     (same,) = found["tables"]
-    assert (code, found["equal"], same["counts"]) == (0, True, "as many ids")
-    assert (same["pending_first"], same["pending_second"]) == (waiting, waiting)
+    assert (code, found["equal"], same["counts"]) == (0, True, "equal")
+    assert (same["pending_first"], same["pending_second"], same["pending_counts"]) == (waiting, waiting, 0)
 
     for pair, said, numbers in (
         (("first", "without"), "only in the first", (waiting, None)),
@@ -48,32 +50,55 @@ def test_diff_compares_how_many_ids_wait(tmp_path: Path, capsys: pytest.CaptureF
     assert run(capsys, "diff", tmp_path / "without", tmp_path / "without")[1]["tables"][0]["counts"] == ""
 
 
-def test_diff_finds_other_numbers_of_ids_where_rows_are_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_finds_single_counts_where_rows_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each table makes three steps in which no id gets a row."""
-    for name, steps in (("one", [[1], [2], [3]]), ("other", [[1], [1], [2]])):
+    for name, steps in (("one", [[1], [2], [3]]), ("other", [[1], [1], [2]]), ("third", [[1], [2, 2, 2], [3]])):
         table = counting()
         for ids in steps:
             table(torch.tensor(ids)).sum().backward()
         save(table, tmp_path / name)
-    code, found = run(capsys, "diff", tmp_path / "one", tmp_path / "other")
+    code, found = run(capsys, "diff", tmp_path / "one", tmp_path / "other", "--ids", 9)
     (table_,) = found["tables"]
-    assert (code, table_["counts"]) == (1, "other numbers of ids")
+    assert (code, table_["counts"]) == (1, "differ")
     assert (table_["pending_first"], table_["pending_second"]) == (3, 2)
+    assert (table_["pending_only_first"], table_["pending_only_second"], table_["pending_counts"]) == (1, 0, 1)
+    assert (table_["pending_ids"], table_["ids"]) == ([3, 1], [])
     assert (table_["rows_first"], table_["rows_second"], table_["settings"]) == (0, 0, [])
+    code, found = run(capsys, "diff", tmp_path / "one", tmp_path / "third", "--ids", 9)
+    (table_,) = found["tables"]
+    assert (code, table_["counts"], table_["pending_counts"], table_["pending_ids"]) == (1, "differ", 1, [2])
+    assert (table_["pending_first"], table_["pending_second"]) == (3, 3)
 
 
-def test_diff_does_not_take_the_ids_of_a_delta_for_all_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = trained(15)
+def test_diff_compares_clicks_and_which_ids_are_forgotten_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    for name, clicks, steps in (("one", 1, 0), ("clicked", 2, 0), ("older", 1, 4)):
+        table = counting(admission=admission.ShowClick(1, 1, 99, window_steps=4))
+        table(torch.tensor([7]), torch.tensor([clicks])).sum().backward()
+        for _ in range(steps):
+            table(nothing, nothing).sum().backward()
+        internals(table.table).native.set_step(9)
+        save(table, tmp_path / name)
+    code, found = run(capsys, "diff", tmp_path / "one", tmp_path / "clicked", "--ids", 3)
+    assert (code, found["tables"][0]["pending_ids"]) == (1, [7])
+    code, found = run(capsys, "diff", tmp_path / "one", tmp_path / "older", "--ids", 3)
+    assert (code, found["tables"][0]["pending_ids"]) == (1, [7])
+    code, found = run(capsys, "diff", tmp_path / "one", tmp_path / "older", "--ignore-metadata")
+    assert (code, found["tables"][0]["counts"]) == (0, "equal")
+
+
+def test_diff_reads_the_counts_of_a_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, waiting = trained(15), len(Counted(20).counts)
     save(table, tmp_path / "chain")
     train(table, range(15, 20))
     save(table, tmp_path / "chain", incremental=True)
     save(table, tmp_path / "full")
     code, found = run(capsys, "diff", tmp_path / "chain", tmp_path / "full", "--ignore-metadata")
     (table_,) = found["tables"]
-    assert (code, table_["counts"]) == (0, "not compared: a delta")
-    assert (table_["pending_first"], table_["pending_second"]) == (None, len(Counted(20).counts))
+    assert (code, table_["counts"]) == (0, "equal")
+    assert (table_["pending_first"], table_["pending_second"]) == (waiting, waiting)
     assert main(["inspect", str(tmp_path / "chain")]) == 0
     assert "pending since parent" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "full")]) == 0
@@ -84,7 +109,45 @@ def test_diff_does_not_take_the_ids_of_a_delta_for_all_ids(tmp_path: Path, capsy
     assert main(["compact", str(tmp_path / "chain")]) == 0
     capsys.readouterr()
     code, found = run(capsys, "diff", tmp_path / "chain", tmp_path / "full", "--ignore-metadata")
-    assert (code, found["tables"][0]["counts"]) == (0, "as many ids")
+    assert (code, found["tables"][0]["counts"]) == (0, "equal")
+
+
+def test_diff_of_many_counts_goes_by_windows_of_buckets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(trained(20), tmp_path / "one")
+    save(trained(21), tmp_path / "other")
+    whole = run(capsys, "diff", tmp_path / "one", tmp_path / "other", "--ids", 1000)[1]
+    windows = []
+    read = compare._Rows.of
+    monkeypatch.setattr(compare, "_WINDOW_BYTES", 1 << 12)
+    monkeypatch.setattr(compare._Rows, "of", lambda *args, **kw: windows.append(args[2:]) or read(*args, **kw))
+    parts = run(capsys, "diff", tmp_path / "one", tmp_path / "other", "--ids", 1000)[1]
+    assert len(windows) > 4
+    for found in (whole, parts):
+        for name in ("ids", "pending_ids"):
+            found["tables"][0][name].sort()
+    assert parts == whole
+    assert whole["tables"][0]["pending_counts"] > 0
+
+
+def test_what_a_taker_of_counts_raises_is_raised(tmp_path: Path) -> None:
+    save(trained(20), tmp_path / "one")
+    opened = Opened.at(str(tmp_path / "one"))
+    (table,) = opened.tables
+    where = (table["module"], table["table"], 0, table["total_num_buckets"])
+
+    def refuse(_counts: Any) -> None:
+        raise ValueError("no more of these")
+
+    with pytest.raises(ValueError, match="no more of these"):
+        opened.rows.read(*where, None, counts=refuse)
+    found: list[Any] = []
+    opened.rows.read(*where, None, counts=found.append)
+    counts = Counted(20).counts
+    assert {
+        int(row_id): int(shows) for block in found for row_id, shows in zip(block.ids, block.shows, strict=True)
+    } == counts
 
 
 def test_people_see_what_diff_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,8 +156,12 @@ def test_people_see_what_diff_compares(tmp_path: Path, capsys: pytest.CaptureFix
     save(table, tmp_path / "without", counters=False)
     assert main(["diff", str(tmp_path / "with"), str(tmp_path / "with")]) == 0
     shown = capsys.readouterr().out
-    assert "as many ids" in shown
-    assert "not each count" in shown
+    assert "pending counts" in shown
+    assert "they differ" not in shown
+    train(table, range(20, 21))
+    save(table, tmp_path / "later")
+    assert main(["diff", str(tmp_path / "with"), str(tmp_path / "later"), "--ids", "3"]) == 1
+    assert "/item: ids that wait for rows [" in capsys.readouterr().out
     assert main(["diff", str(tmp_path / "with"), str(tmp_path / "without")]) == 1
     shown = capsys.readouterr().out
     assert "only in the first" in shown

@@ -19,6 +19,7 @@ from .compare import diff
 from .convert import Settings, convert
 from .layouts import READERS
 from .report import FAILED, Report
+from .why import why
 
 __all__ = ["main"]
 
@@ -102,9 +103,16 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("second", help="the other")
     made.add_argument("--ids", type=int, default=0, metavar="N", help="list up to N ids that differ, for each table")
     made.add_argument("--ignore-metadata", action="store_true", help="counts, steps, scores and epochs may differ")
-    made.add_argument(
-        "--no-counters", action="store_true", help="the numbers of ids that wait for rows with counts may differ"
+    made.add_argument("--no-counters", action="store_true", help="the counts of ids that wait for rows may differ")
+
+    made = command(
+        "why",
+        "show when an id got its row, when and why the row left, and what the id is now",
+        lambda a: why(a.checkpoint, a.table, a.id),
     )
+    made.add_argument("checkpoint", help=checkpoint)
+    made.add_argument("table", help="its name, or <module>/<name>")
+    made.add_argument("id", type=_row_id, help="a signed or unsigned 64-bit number; 0x... is hexadecimal")
 
     _add_rewriting(command, checkpoint)
 
@@ -129,6 +137,16 @@ def _pair(text: str) -> tuple[str, str]:
     if not (old and equals and new):
         raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
     return old, new
+
+
+def _row_id(text: str) -> int:
+    try:
+        row_id = int(text, 0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
+    if not -(1 << 63) <= row_id < 1 << 64:
+        raise argparse.ArgumentTypeError(f"{text} does not fit 64 bits")
+    return row_id
 
 
 def _convert(given: argparse.Namespace) -> Report:

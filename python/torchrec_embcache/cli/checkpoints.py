@@ -17,6 +17,7 @@ from torchrec_embcache.paths import Directory, is_there, open_to_load, open_to_s
 from torchrec_embcache.saver import Saver
 
 from .report import FOUND, Grid, Report, date_of
+from .rules import sweeps_of
 from .tiers import inspect_tiers, shards_below
 
 __all__ = ["Opened", "compact", "inspect", "reshard", "verify"]
@@ -67,6 +68,11 @@ class Opened:
         return [entry.get("pending") for entry in self.manifest["tables"]]
 
     @property
+    def links(self) -> list[dict[str, Any]]:
+        """The manifests of the checkpoint and of all that it builds on, newest first."""
+        return [json.loads(manifest) for manifest in self.rows.links()]
+
+    @property
     def is_delta(self) -> bool:
         """Whether it builds on another checkpoint."""
         return self.manifest["parent"] is not None
@@ -109,9 +115,10 @@ def inspect(path: str) -> Report:
         return inspect_tiers(directory, shards)
     opened = Opened.at(str(directory))
     found = list(_checkpoints(opened.directory))
-    tables = opened.tables
+    tables, links = opened.tables, opened.links[::-1]
     for table, pending in zip(tables, opened.pending, strict=True):
         table["pending"] = pending
+        table["sweeps"] = [sweep for link in links for sweep in sweeps_of(link, table["module"], table["table"])]
         table["hyperparameters"] = table["optimizer"]["hyperparameters"]
         table["optimizer"] = table["optimizer"]["name"]
     counted = any(table["pending"] is not None for table in tables)
@@ -141,6 +148,8 @@ def inspect(path: str) -> Report:
             [tuple("" if table[name] is None else table[name] for name in columns) for table in tables],
         ),
     ]
+    if any(table["sweeps"] for table in tables):
+        grids.append(_sweeps_grid(opened, tables))
     manifest = {name: value for name, value in opened.manifest.items() if name not in ("ranks", "tables")}
     data = {
         "path": opened.root,
@@ -150,6 +159,19 @@ def inspect(path: str) -> Report:
     }
     notes = [f"{entry['name']}: {entry['error']}" for entry in found if "error" in entry]
     return Report(data, grids, notes=notes)
+
+
+def _sweeps_grid(opened: Opened, tables: list[dict[str, Any]]) -> Grid:
+    """The sweeps of every delta of the chain, oldest first."""
+    return Grid(
+        f"Sweeps in {opened.name} and what it builds on",
+        ("module", "table", "checkpoint", "after step", "takes rows"),
+        [
+            (table["module"], table["table"], sweep["checkpoint"], sweep["step"], sweep["words"])
+            for table in tables
+            for sweep in table["sweeps"]
+        ],
+    )
 
 
 def _dense_damage(opened: Opened) -> str | None:

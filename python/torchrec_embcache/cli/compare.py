@@ -21,15 +21,16 @@ _WINDOW_BYTES = 128 << 20
 _SHAPE = ("dim", "total_num_buckets", "bucket_hash")
 _SETTINGS = ("key", "optimizer", "step", "seed", "initializer")
 _METADATA = ("count", "last_step", "score", "modified_epoch")
-#: What can be said of the counts of ids that wait for rows, and which of it is a difference.
+#: What can be said of the counts of ids that wait for rows. All but the last is a difference.
 _ONLY = ("only in the first", "only in the second")
-_OTHER, _SAME, _UNKNOWN = "other numbers of ids", "as many ids", "not compared: a delta"
-_COUNTS_DIFFER = (*_ONLY, _OTHER)
+_DIFFER, _EQUAL = "differ", "equal"
+#: Bytes that the count of an id takes while it is compared.
+_COUNT_BYTES = 64
 
 
 @dataclass
 class TableDiff:
-    """Counts of rows, by what is different of them; a row may count as several."""
+    """Numbers of rows, and of ids that wait for rows, by what is different of them; a row may be among several."""
 
     module: str
     table: str
@@ -45,38 +46,39 @@ class TableDiff:
     ids: list[int] = field(default_factory=list)
     pending_first: int | None = None
     pending_second: int | None = None
+    pending_only_first: int = 0
+    pending_only_second: int = 0
+    pending_counts: int = 0
+    pending_ids: list[int] = field(default_factory=list)
     counts: str = ""
 
     @property
     def differs(self) -> bool:
-        """Whether anything does, settings and the numbers of ids with counts included."""
+        """Whether anything does, settings and counts included."""
         rows = self.only_first or self.only_second or self.weights or self.slots or self.metadata
-        return bool(self.settings or rows or self.counts in _COUNTS_DIFFER)
+        return bool(self.settings or rows or self.counts not in ("", _EQUAL))
 
 
 def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = False, *, counters: bool = True) -> Report:
     """Compare two checkpoints: tables, settings and rows, bit for bit. Differences are exit status 1.
 
-    Of ids that wait for rows it is compared how many have counts, and not the counts themselves. Only a full or linked checkpoint
-    says how many there are.
+    The counts of ids that wait for rows are compared one by one: occurrences, clicks, and which of them are forgotten next.
 
     Args:
         first: A directory of checkpoints, or one checkpoint in it.
         second: The other.
-        show_ids: How many ids of rows that differ to list for each table.
-        ignore_metadata: Whether counts, steps, scores and epochs of rows may differ.
-        counters: False: one may have more ids that wait for rows than the other, or no counts of them at all.
+        show_ids: How many ids of rows that differ to list for each table, and how many of ids whose counts do.
+        ignore_metadata: Whether counts, steps, scores and epochs of rows may differ, and which ids are forgotten next.
+        counters: False: the counts of ids that wait for rows may differ, or be in one of them only.
     """
     one, other = Opened.at(first), Opened.at(second)
     tables = [{(entry["module"], entry["table"]): entry for entry in side.tables} for side in (one, other)]
     missing = [sorted(tables[0].keys() - tables[1].keys()), sorted(tables[1].keys() - tables[0].keys())]
+    how = _How(show_ids, ignore_metadata, counters)
     results = [
-        _table(one, other, tables[0][pair], tables[1][pair], show_ids, ignore_metadata)
+        _table(one, other, tables[0][pair], tables[1][pair], how)
         for pair in sorted(tables[0].keys() & tables[1].keys())
     ]
-    if counters:
-        for result in results:
-            _compare_counts(result, one, other)
     differs = any(missing) or any(result.differs for result in results)
     data = {
         "first": {"path": one.root, "checkpoint": one.name},
@@ -88,7 +90,14 @@ def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = Fal
     }
     columns = ["only_first", "only_second", "weights", "slots", "metadata", "max_weight_difference"]
     if any(result.counts for result in results):
-        columns += ["pending_first", "pending_second", "counts"]
+        columns += [
+            "pending_first",
+            "pending_second",
+            "pending_only_first",
+            "pending_only_second",
+            "pending_counts",
+            "counts",
+        ]
     grid = Grid(
         f"{one.name} in {one.root} | {other.name} in {other.root}",
         ("module", "table", *(name.replace("_", " ") for name in columns), "settings"),
@@ -97,8 +106,11 @@ def diff(first: str, second: str, show_ids: int = 0, ignore_metadata: bool = Fal
     lines = [f"only in the first: {module}/{table}" for module, table in missing[0]]
     lines += [f"only in the second: {module}/{table}" for module, table in missing[1]]
     lines += [f"{result.module}/{result.table}: ids {result.ids}" for result in results if result.ids]
-    if any(result.counts == _SAME for result in results):
-        lines.append("of ids that wait for rows their number was compared, and not each count")
+    lines += [
+        f"{result.module}/{result.table}: ids that wait for rows {result.pending_ids}"
+        for result in results
+        if result.pending_ids
+    ]
     lines.append("they differ" if differs else "equal")
     return Report(data, [grid], lines, FOUND if differs else 0)
 
@@ -108,30 +120,43 @@ def _cell(result: TableDiff) -> Callable[[str], object]:
     return lambda name: "" if getattr(result, name) is None else getattr(result, name)
 
 
-def _compare_counts(result: TableDiff, one: Opened, other: Opened) -> None:
-    """What the manifests say of the ids of a table that wait for rows."""
+@dataclass(frozen=True)
+class _How:
+    """What is compared, and how much of it is told."""
 
-    def of(side: Opened) -> int | None:
-        pairs = [(entry["module"], entry["table"]) for entry in side.tables]
-        return side.pending[pairs.index((result.module, result.table))]
-
-    counts = (of(one), of(other))
-    if counts == (None, None):
-        return
-    result.pending_first, result.pending_second = (
-        None if side.is_delta else count for side, count in zip((one, other), counts, strict=True)
-    )
-    if None in counts:
-        result.counts = _ONLY[counts.index(None) ^ 1]
-    elif one.is_delta or other.is_delta:
-        result.counts = _UNKNOWN
-    else:
-        result.counts = _SAME if counts[0] == counts[1] else _OTHER
+    show_ids: int
+    ignore_metadata: bool
+    counters: bool
 
 
-def _table(
-    one: Opened, other: Opened, first: dict[str, Any], second: dict[str, Any], show_ids: int, ignore_metadata: bool
-) -> TableDiff:
+def _pending(side: Opened, table: dict[str, Any]) -> int | None:
+    """At least as many ids as wait for rows of a table; None where counts were not saved."""
+    found = [
+        entry.get("pending")
+        for link in side.links
+        for entry in link["tables"]
+        if (entry["spec"]["module"], entry["spec"]["table"]) == (table["module"], table["table"])
+    ]
+    return None if found[0] is None else sum(pending or 0 for pending in found)
+
+
+def _note_counts(result: TableDiff, has: tuple[bool, bool]) -> None:
+    """Say what is different of the counts, of which each of both has some or none."""
+    if not has[0]:
+        result.pending_first = None
+    if not has[1]:
+        result.pending_second = None
+    if all(has):
+        differ = result.pending_only_first or result.pending_only_second or result.pending_counts
+        result.counts = _DIFFER if differ else _EQUAL
+    elif any(has):
+        result.counts = _ONLY[has.index(True)]
+        # Of the other nothing is known.
+        result.pending_only_first = result.pending_only_second = 0
+        result.pending_ids = []
+
+
+def _table(one: Opened, other: Opened, first: dict[str, Any], second: dict[str, Any], how: _How) -> TableDiff:
     for name in (*_SHAPE, "optimizer"):
         values = (first[name], second[name]) if name != "optimizer" else (first[name]["name"], second[name]["name"])
         if values[0] != values[1]:
@@ -141,16 +166,44 @@ def _table(
             )
     result = TableDiff(first["module"], first["table"], rows_first=first["rows"], rows_second=second["rows"])
     result.settings = [name for name in _SETTINGS if first[name] != second[name]]
+    pending = [_pending(side, first) if how.counters else None for side in (one, other)]
+    has = (pending[0] is not None, pending[1] is not None)
     # Weights, at most two slots, and what else belongs to a row.
     row_bytes = first["dim"] * 4 * 3 + 64
-    windows = max(1, (first["rows"] + second["rows"]) * row_bytes // _WINDOW_BYTES)
+    rows, ids = first["rows"] + second["rows"], sum(each or 0 for each in pending)
+    windows = max(1, (rows * row_bytes + ids * _COUNT_BYTES) // _WINDOW_BYTES)
     step = max(1, first["total_num_buckets"] // windows)
+    result.pending_first = result.pending_second = 0
     for begin in range(0, first["total_num_buckets"], step):
         end = min(begin + step, first["total_num_buckets"])
-        _window(
-            result, _Rows.of(one, first, begin, end), _Rows.of(other, second, begin, end), show_ids, ignore_metadata
-        )
+        sides = [
+            _Rows.of(side, table, begin, end, counts=counts)
+            for side, table, counts in zip((one, other), (first, second), has, strict=True)
+        ]
+        _window(result, sides[0], sides[1], how)
+        _counts_window(result, sides[0].counts, sides[1].counts, how)
+    _note_counts(result, has)
     return result
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Ids that wait for rows, rising, and what each column has of them."""
+
+    ids: NDArray[np.int64]
+    columns: NDArray[np.int64]  # [n, 3]: occurrences, clicks, whether it is forgotten next
+
+    @classmethod
+    def of(cls, blocks: list[_native.PendingIds]) -> "_Counts":
+        if not blocks:
+            return cls(np.empty(0, np.int64), np.empty((0, 3), np.int64))
+        ids = np.concatenate([block.ids for block in blocks])
+        order = np.argsort(ids)
+        columns = [
+            np.stack([block.shows, block.clicks, block.is_older], axis=1, dtype=np.int64, casting="unsafe")
+            for block in blocks
+        ]
+        return cls(ids[order], np.concatenate(columns)[order])
 
 
 @dataclass(frozen=True)
@@ -161,25 +214,45 @@ class _Rows:
     weights: NDArray[np.float32]
     slots: NDArray[np.float32]
     metadata: list[NDArray[Any]]
+    counts: _Counts
 
     @classmethod
-    def of(cls, side: Opened, table: dict[str, Any], begin: int, end: int) -> "_Rows":
+    def of(cls, side: Opened, table: dict[str, Any], begin: int, end: int, *, counts: bool) -> "_Rows":
         blocks: list[_native.RowBlock] = []
-        side.rows.read(table["module"], table["table"], begin, end, blocks.append)
-        dim = table["dim"]
+        pending: list[_native.PendingIds] = []
+        take = pending.append if counts else None
+        side.rows.read(table["module"], table["table"], begin, end, blocks.append, counts=take)
+        dim, waiting = table["dim"], _Counts.of(pending)
         if not blocks:
             nothing = np.empty((0, dim), np.float32)
-            return cls(np.empty(0, np.int64), nothing, nothing, [np.empty(0)] * len(_METADATA))
+            return cls(np.empty(0, np.int64), nothing, nothing, [np.empty(0)] * len(_METADATA), waiting)
         ids = np.concatenate([block.ids for block in blocks])
         vectors = np.concatenate([block.vectors for block in blocks])
         scalars = np.concatenate([block.scalars for block in blocks])
         order = np.argsort(ids, kind="stable")
         metadata = [np.concatenate([getattr(block.metadata, name) for block in blocks])[order] for name in _METADATA]
         slots = np.concatenate([vectors[:, dim:], scalars[:, None]], axis=1)
-        return cls(ids[order], vectors[order, :dim], slots[order], metadata)
+        return cls(ids[order], vectors[order, :dim], slots[order], metadata, waiting)
 
 
-def _window(result: TableDiff, one: _Rows, other: _Rows, show_ids: int, ignore_metadata: bool) -> None:
+def _counts_window(result: TableDiff, one: _Counts, other: _Counts, how: _How) -> None:
+    common, left, right = np.intersect1d(one.ids, other.ids, assume_unique=True, return_indices=True)
+    only = np.setxor1d(one.ids, other.ids, assume_unique=True)
+    assert result.pending_first is not None, "they are counted here"
+    assert result.pending_second is not None, "they are counted here"
+    result.pending_first += len(one.ids)
+    result.pending_second += len(other.ids)
+    result.pending_only_first += len(one.ids) - len(common)
+    result.pending_only_second += len(other.ids) - len(common)
+    compared = slice(0, 2 if how.ignore_metadata else 3)
+    differ = np.any(one.columns[left, compared] != other.columns[right, compared], axis=1)
+    result.pending_counts += int(differ.sum())
+    room = how.show_ids - len(result.pending_ids)
+    if room > 0:
+        result.pending_ids += [int(each) for each in np.concatenate([only, common[differ]])[:room]]
+
+
+def _window(result: TableDiff, one: _Rows, other: _Rows, how: _How) -> None:
     common, left, right = np.intersect1d(one.ids, other.ids, assume_unique=True, return_indices=True)
     only = np.setxor1d(one.ids, other.ids, assume_unique=True)
     result.only_first += len(one.ids) - len(common)
@@ -187,7 +260,7 @@ def _window(result: TableDiff, one: _Rows, other: _Rows, show_ids: int, ignore_m
     weights = _differ(one.weights[left], other.weights[right])
     slots = _differ(one.slots[left], other.slots[right])
     metadata = np.zeros(len(common), bool)
-    if not ignore_metadata:
+    if not how.ignore_metadata:
         for mine, theirs in zip(one.metadata, other.metadata, strict=True):
             metadata |= _differ(mine[left, None], theirs[right, None])
     result.weights += int(weights.sum())
@@ -196,7 +269,7 @@ def _window(result: TableDiff, one: _Rows, other: _Rows, show_ids: int, ignore_m
     if weights.any():
         apart = np.abs(one.weights[left][weights] - other.weights[right][weights])
         result.max_weight_difference = max(result.max_weight_difference, float(np.nanmax(apart, initial=0.0)))
-    room = show_ids - len(result.ids)
+    room = how.show_ids - len(result.ids)
     if room > 0:
         ids = np.concatenate([only, common[weights | slots | metadata]])
         result.ids += [int(row) for row in ids[:room]]

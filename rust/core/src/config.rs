@@ -202,6 +202,14 @@ impl Admission {
     pub fn counts_clicks(&self) -> bool {
         matches!(self, Self::ShowClick { .. })
     }
+
+    /// Bytes of RAM that counts take at most, where ids are counted.
+    pub fn memory(&self) -> Option<u64> {
+        match self {
+            Self::Count { memory, .. } | Self::ShowClick { memory, .. } => Some(*memory),
+            Self::All | Self::Probability { .. } | Self::ReadOnly => None,
+        }
+    }
 }
 
 /// What a training batch reads for an id that gets no row. Its gradient is dropped.

@@ -1,6 +1,9 @@
 //! Rows of a checkpoint as arrays, without a table, for the commands that read, convert or divide checkpoints.
 
-use embcache::checkpoint::{Chain, RowSink, RowSource, TableSpec, reshard};
+use std::sync::{Mutex, PoisonError};
+
+use embcache::checkpoint::{Chain, Checkpoint, IdState, LinkOfId, RowSink, RowSource, TableSpec, reshard};
+use embcache::lifecycle::PendingId;
 use embcache::rows::RowHeader;
 use embcache::{Error, Kind};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
@@ -109,6 +112,76 @@ impl RowSource for GivenRows {
     }
 }
 
+/// The counts of some ids that wait for rows.
+#[pyclass(frozen, get_all, name = "PendingIds", module = "torchrec_embcache._native")]
+pub(crate) struct PyPendingIds {
+    ids: Py<PyArray1<i64>>,
+    shows: Py<PyArray1<u32>>,
+    clicks: Py<PyArray1<u32>>,
+    is_older: Py<PyArray1<bool>>,
+}
+
+#[pymethods]
+impl PyPendingIds {
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.ids.bind(py).len()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("PendingIds of {} ids", self.__len__(py)?))
+    }
+}
+
+impl PyPendingIds {
+    fn of(py: Python<'_>, pending: &[PendingId]) -> Self {
+        Self {
+            ids: PyArray1::from_iter(py, pending.iter().map(|each| each.id)).unbind(),
+            shows: PyArray1::from_iter(py, pending.iter().map(|each| each.shows)).unbind(),
+            clicks: PyArray1::from_iter(py, pending.iter().map(|each| each.clicks)).unbind(),
+            is_older: PyArray1::from_iter(py, pending.iter().map(|each| each.is_older)).unbind(),
+        }
+    }
+}
+
+/// What one checkpoint says of one id.
+#[pyclass(frozen, get_all, name = "LinkOfId", module = "torchrec_embcache._native")]
+pub(crate) struct PyLinkOfId {
+    row: Option<Py<PyRowBlock>>,
+    has_tombstone: bool,
+    count: Option<Py<PyPendingIds>>,
+    /// Which of the delta's sweeps took the row, what of its rule did as JSON, and the score then where the rule looks at scores.
+    taken: Vec<(usize, String, Option<f32>)>,
+    has_row_now: bool,
+    count_now: Option<Py<PyPendingIds>>,
+}
+
+#[pymethods]
+impl PyLinkOfId {
+    fn __repr__(&self) -> String {
+        let now = if self.has_row_now { "a row" } else { "no row" };
+        format!("LinkOfId with {now}")
+    }
+}
+
+impl PyLinkOfId {
+    fn of(py: Python<'_>, link: LinkOfId) -> PyResult<Self> {
+        let row = link.row.map(|(header, weights)| {
+            let dim = weights.len();
+            Py::new(py, PyRowBlock::of(py, &[header], weights, dim)?)
+        });
+        let count = |count: PendingId| Py::new(py, PyPendingIds::of(py, &[count]));
+        let taken = link.taken.into_iter().map(|taken| Ok((taken.sweep, taken.rule_json()?, taken.score)));
+        Ok(Self {
+            row: row.transpose()?,
+            has_tombstone: link.has_tombstone,
+            count: link.count.map(count).transpose()?,
+            taken: taken.collect::<embcache::Result<_>>().map_err(to_python)?,
+            has_row_now: link.now == IdState::HasRow,
+            count_now: if let IdState::Waits(now) = link.now { Some(count(now)?) } else { None },
+        })
+    }
+}
+
 /// A checkpoint that is read without tables.
 #[pyclass(frozen, name = "CheckpointRows", module = "torchrec_embcache._native")]
 pub(crate) struct PyRows {
@@ -127,8 +200,20 @@ impl PyRows {
         String::from_utf8(bytes).map_err(|error| input(error.to_string()))
     }
 
-    /// Rows are given to `sink` in chunks. It is called with a `RowBlock` for each. Without it rows and counts are read and verified.
+    /// The manifests of the checkpoint and of all that it builds on, newest first.
+    fn links(&self) -> PyResult<Vec<String>> {
+        let text = |link: &Checkpoint| {
+            let bytes = link.manifest().to_json().map_err(to_python)?;
+            String::from_utf8(bytes).map_err(|error| input(error.to_string()))
+        };
+        self.inner.links().iter().map(text).collect()
+    }
+
+    /// Rows are given to `sink` in chunks. It is called with a `RowBlock` for each. Then `counts` is called with the `PendingIds` of each
+    /// bucket. Without both, rows and counts are read and verified.
     #[expect(clippy::needless_pass_by_value, reason = "it is called with the GIL taken anew")]
+    #[expect(clippy::too_many_arguments, reason = "they say what is read, and who takes it")]
+    #[pyo3(signature = (module, table, bucket_begin, bucket_end, sink, *, counts=None))]
     fn read(
         &self,
         py: Python<'_>,
@@ -137,28 +222,42 @@ impl PyRows {
         bucket_begin: u32,
         bucket_end: u32,
         sink: Option<Py<PyAny>>,
+        counts: Option<Py<PyAny>>,
     ) -> PyResult<u64> {
-        let mut raised = None;
-        let mut read = || {
+        // Both sinks may raise.
+        let raised = Mutex::new(None);
+        let taken = |result: PyResult<()>| {
+            result.map_err(|error| {
+                *raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                Error::new(Kind::State, "what was read could not be taken")
+            })
+        };
+        let read = py.detach(|| {
             let reader = self.inner.table_reader(module, table, bucket_begin..bucket_end)?;
             let vector_floats = reader.spec().optimizer_kind()?.layout(reader.spec().dim as usize).vector_floats();
-            let Some(sink) = &sink else { return reader.verify() };
-            let mut rows = 0;
-            reader.read(&mut |headers, vectors| {
-                rows += headers.len() as u64;
-                Python::attach(|py| {
+            if sink.is_none() && counts.is_none() {
+                return reader.verify();
+            }
+            let mut take_rows = |headers: &[RowHeader], vectors: &[f32]| {
+                let Some(sink) = &sink else { return Ok(()) };
+                taken(Python::attach(|py| {
                     let block = PyRowBlock::of(py, headers, vectors.to_vec(), vector_floats)?;
                     sink.call1(py, (block,)).map(drop)
-                })
-                .map_err(|error: PyErr| {
-                    raised = Some(error);
-                    Error::new(Kind::State, "the rows that were read could not be taken")
-                })
-            })?;
-            Ok::<_, Error>(rows)
-        };
-        let read = py.detach(&mut read).map_err(to_python);
-        raised.map_or(read, Err)
+                }))
+            };
+            let Some(counts) = &counts else { return reader.read(&mut take_rows) };
+            reader.read_and_count(&mut take_rows, &mut |bucket| {
+                taken(Python::attach(|py| counts.call1(py, (PyPendingIds::of(py, &bucket.pending),)).map(drop)))
+            })
+        });
+        let raised = raised.into_inner().unwrap_or_else(PoisonError::into_inner);
+        raised.map_or_else(|| read.map_err(to_python), Err)
+    }
+
+    /// What each of the checkpoints says of an id, newest first.
+    fn life_of(&self, py: Python<'_>, module: &str, table: &str, id: i64) -> PyResult<Vec<PyLinkOfId>> {
+        let life = py.detach(|| self.inner.life_of(module, table, id)).map_err(to_python)?;
+        life.into_iter().map(|link| PyLinkOfId::of(py, link)).collect()
     }
 
     #[pyo3(signature = (to, random, world_size, *, counters=true))]

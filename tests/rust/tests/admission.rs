@@ -362,6 +362,45 @@ fn an_id_that_another_batch_gave_its_row_meanwhile_is_not_counted() {
 }
 
 #[test]
+fn counts_move_to_shards_in_which_ids_fall_into_other_buckets() {
+    let counted = Admission::Count { threshold: 4, window_steps: NonZeroU64::new(20), memory: MEMORY };
+    let open = |total: u32, buckets: std::ops::Range<u32>| {
+        let settings = settings(0, counted, NotAdmitted::Zeros);
+        Rig::with_faults(TableConfig { total_num_buckets: total, buckets, ..settings }).0
+    };
+    let counts = |rig: &Rig| {
+        let (mut found, bucketing) = (BTreeMap::new(), rig.table.config().bucketing());
+        let mut gather = |counts: embcache::lifecycle::BucketCounts| {
+            for each in counts.pending {
+                assert_eq!(bucketing.of(each.id), counts.bucket);
+                found.insert(each.id, (each.shows, each.is_older));
+            }
+            Ok(())
+        };
+        rig.table.for_each_bucket(None, &mut gather).expect("its counts");
+        found
+    };
+    let from = open(13, 0..13);
+    let mut dice = Dice(5);
+    for _ in 0..30 {
+        from.train(&dice.ids(60), BAG, 1).expect("a step");
+    }
+    let expected = counts(&from);
+    assert!(expected.len() > 100);
+    assert!(expected.values().any(|(_, is_older)| *is_older) && expected.values().any(|(_, is_older)| !is_older));
+    from.table.close().expect("closed");
+    let shards = [open(7, 0..3), open(7, 3..7)];
+    let mut found = BTreeMap::new();
+    for shard in &shards {
+        shard.table.take_counts(&from.table).expect("taken over");
+        found.extend(counts(shard));
+    }
+    assert_eq!(found, expected);
+    let pending = shards.iter().map(|shard| shard.table.stats().expect("stats").admission.expect("counts").pending);
+    assert_eq!(pending.sum::<u64>(), expected.len() as u64);
+}
+
+#[test]
 fn numbers_out_of_range_are_refused() {
     let show_click =
         |alpha, beta, threshold| Admission::ShowClick { alpha, beta, threshold, window_steps: None, memory: 1 };

@@ -62,6 +62,7 @@ pub use ops::beside::{BesideOptions, IMAGE_BYTES, Pace, RankMoment, TableToSave,
 pub use ops::chain::{Chain, ChainReader};
 pub use ops::check::{Columns, Segments, TableRequest, TableSource};
 pub use ops::compact::Compaction;
+pub use ops::life::{IdState, LinkOfId, Taken};
 pub use ops::part::Part;
 pub use ops::reshard::reshard;
 pub use ops::tables::LinkedTable;

@@ -174,13 +174,20 @@ impl Admitter {
         self.all_counts().for_each(|pending| pending.remove(id));
     }
 
-    /// A step was made, and what it counted was counted.
-    pub(crate) fn step_ends(&mut self, step: u64) {
+    /// A step was made, and what it counted was counted. Returns whether it is the first after which ids are forgotten because the memory
+    /// for their counts is full.
+    pub(crate) fn step_ends(&mut self, step: u64) -> bool {
         self.changes += 1;
+        let ran_full = self.has_run_full();
         for bucket in self.shows.as_mut().map(|shows| shows.ending(step)).unwrap_or_default() {
             self.keep_wanted_of(bucket);
             self.all_counts().for_each(|pending| pending.end_generation(bucket));
         }
+        self.has_run_full() && !ran_full
+    }
+
+    fn has_run_full(&self) -> bool {
+        self.shows.as_ref().is_some_and(Pending::ran_full)
     }
 
     /// Forget all counts.

@@ -60,6 +60,21 @@ impl Sweep {
         header.last_step <= self.step && self.rule.takes(self.step, header, weights)
     }
 
+    /// What of the rule takes a row, with weights `[D]`; `None` where the row stays. Of rules that are joined by "any" these are the ones that
+    /// take it.
+    pub fn taking(&self, header: &RowHeader, weights: &[f32]) -> Option<Rule> {
+        if self.kills(header, weights) { self.rule.taking(self.step, header, weights) } else { None }
+    }
+
+    /// The score of a row after the sweep's step, by the half life that `rule` has, a part of this sweep's; `None` where that has none.
+    pub fn score_by(&self, rule: &Rule, header: &RowHeader) -> Option<f32> {
+        match rule {
+            Rule::ScoreBelow { half_life, .. } => Some(decayed(header, *half_life, self.step)),
+            Rule::Any(rules) | Rule::All(rules) => rules.iter().find_map(|rule| self.score_by(rule, header)),
+            _ => None,
+        }
+    }
+
     /// Whether the rule looks at weights.
     pub fn needs_weights(&self) -> bool {
         self.rule.needs_weights()
@@ -114,6 +129,14 @@ impl Rule {
             Self::Any(rules) => rules.iter().any(|rule| rule.takes(step, header, weights)),
             Self::All(rules) => rules.iter().all(|rule| rule.takes(step, header, weights)),
         }
+    }
+
+    fn taking(&self, step: u64, header: &RowHeader, weights: &[f32]) -> Option<Self> {
+        if let Self::Any(rules) = self {
+            let mut taking: Vec<Self> = rules.iter().filter_map(|rule| rule.taking(step, header, weights)).collect();
+            return if taking.len() > 1 { Some(Self::Any(taking)) } else { taking.pop() };
+        }
+        self.takes(step, header, weights).then(|| self.clone())
     }
 
     fn needs_weights(&self) -> bool {
@@ -184,6 +207,20 @@ mod tests {
             );
         }
         assert!(!any.needs_weights() && sweep(1, Rule::All(vec![Rule::NormBelow(1.0)])).needs_weights());
+    }
+
+    #[test]
+    fn of_rules_joined_by_any_those_are_told_that_take_a_row() {
+        let score = Rule::ScoreBelow { below: 2.0, half_life: 10 };
+        let all = Rule::All(vec![Rule::LastStep(30), score.clone()]);
+        let made = sweep(40, Rule::Any(vec![Rule::LastStep(10), all.clone(), Rule::NormBelow(1.0)]));
+        let both = Rule::Any(vec![Rule::LastStep(10), all.clone()]);
+        assert_eq!(made.taking(&row(10, 9.0, 1), &[1.0]), Some(both), "its score is 9/8 after three half lives");
+        assert_eq!(made.taking(&row(30, 2.0, 1), &[1.0]), Some(all.clone()));
+        assert_eq!(made.taking(&row(31, 0.0, 1), &[1.0]), None);
+        assert_eq!(made.taking(&row(41, 0.0, 1), &[0.0]), None, "it was trained after the sweep");
+        assert_eq!(made.score_by(&all, &row(30, 2.0, 1)), Some(1.0), "one half life");
+        assert_eq!(made.score_by(&Rule::LastStep(10), &row(30, 2.0, 1)), None);
     }
 
     #[test]

@@ -1,11 +1,14 @@
 //! Sweeps in deltas: a chain of checkpoints of which rows died by a rule is what the tables were that saved it.
 
+use std::collections::BTreeSet;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
 
 use embcache::cache::{Ancestor, PlanMode, RowBlock};
-use embcache::checkpoint::{BesideOptions, Chain, Latest, Parent, RankMoment, Save, SaveOptions, TableToSave, reshard};
+use embcache::checkpoint::{
+    BesideOptions, Chain, CheckpointKind, IdState, Latest, Parent, RankMoment, Save, SaveOptions, TableToSave, reshard,
+};
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
 use embcache::rows::RowHeader;
@@ -13,6 +16,7 @@ use embcache::types::Id;
 use embcache_tests::dice::Dice;
 use embcache_tests::{Contents, Rig, config, directory_in};
 
+use crate::delta::compact;
 use crate::elastic::{go_on, load};
 use crate::made::{ROOT, memory, split};
 
@@ -65,6 +69,24 @@ pub(crate) fn train(ranks: &[Rig], dice: &mut Dice, steps: usize) {
     }
 }
 
+/// Hold what the chain tells of some of these ids against the rows of now. Returns how many rows it says that sweeps took.
+fn check_lives(chain: &Chain, ids: &BTreeSet<Id>, rows: &Contents) -> usize {
+    let mut taken = 0;
+    for &id in ids.iter().step_by(31).chain([&Id::MIN]) {
+        let life = chain.life_of("m", "t", id).expect("its bucket is whole");
+        assert_eq!(life.len(), chain.links().len());
+        assert_eq!(life[0].now == IdState::HasRow, rows.contains_key(&id), "id {id}");
+        let newest = life.iter().find_map(|link| link.row.as_ref());
+        if let Some((header, vector)) = rows.get(&id) {
+            let (found, weights) = newest.expect("a row of now lies in some checkpoint");
+            assert_eq!(found.last_step, header.last_step, "id {id}");
+            assert!(weights.iter().map(|weight| weight.to_bits()).eq(vector[..DIM].iter().copied()), "id {id}");
+        }
+        taken += life.iter().filter(|link| link.row.is_none() && !link.taken.is_empty()).count();
+    }
+    taken
+}
+
 #[test]
 fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
     for (number, rule) in rules().iter().enumerate() {
@@ -72,7 +94,7 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
         let saved = ranks(&engine, 2, rule, 4, "saved");
         let mut dice = Dice((number as u64) << 32);
         let mut link: Option<Ancestor> = None;
-        let mut with_sweeps = 0;
+        let (mut with_sweeps, mut taken, mut ever) = (0, 0, BTreeSet::new());
         for round in 0..6 {
             train(&saved, &mut dice, if round == 3 { 2 } else { 15 });
             if round == 4 {
@@ -94,6 +116,8 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
             assert!(sweeps.len() <= 1, "a later sweep of the same rule takes what the others took");
             assert_eq!(chain.manifest().version, if sweeps.is_empty() { 2 } else { 4 });
             with_sweeps += sweeps.len();
+            ever.extend(expected.keys().copied());
+            taken = check_lives(&chain, &ever, &expected);
             for readers in 1..=3 {
                 let loaded = ranks(&engine, readers, rule, 4, &format!("{number}-{round}-{readers}"));
                 load(&engine, &loaded);
@@ -101,9 +125,10 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
             }
         }
         assert!(with_sweeps >= 4, "{with_sweeps}");
+        assert!(taken > 3, "rule {number}: sweeps took {taken}");
         let evicted = saved.iter().map(|rig| rig.table.stats().expect("stats").eviction.expect("a rule").evicted);
         assert!(evicted.sum::<u64>() > 100, "rule {number}");
-        // Merged, and written again by other ranks.
+        // Written again by other ranks, and merged.
         let directory = directory_in(&engine, ROOT);
         let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
         engine.create_dir_all(Path::new("/checkpoints/elsewhere")).expect("made");
@@ -114,6 +139,14 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
         let again = ranks(&engine, 1, rule, 4, &format!("{number}-again"));
         chain.table_reader("m", "t", 0..13).expect("its files").load_into(&again[0].table).expect("loaded");
         assert!(rows_of(&again) == rows_of(&saved), "rule {number}, written again");
+        drop(chain);
+        compact(&engine, 3, 9).expect("merged");
+        let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+        assert_eq!((chain.manifest().kind, chain.manifest().version), (CheckpointKind::Full, 2));
+        assert!(chain.manifest().tables[0].sweeps.is_empty(), "what a sweep took is not there");
+        let merged = ranks(&engine, 2, rule, 4, &format!("{number}-merged"));
+        load(&engine, &merged);
+        assert!(rows_of(&merged) == rows_of(&saved), "rule {number}, merged");
     }
 }
 

@@ -95,6 +95,20 @@ impl Residency {
         self.traffic.refused += refused.candidates.len() as u64;
     }
 
+    /// All that a step counts was counted. A warning says, once, where ids are forgotten because the memory for counts is full.
+    pub(super) fn end_counting(&mut self, step: u64) {
+        if self.admitter.as_mut().is_some_and(|admitter| admitter.step_ends(step)) {
+            let config = &self.base.config;
+            let memory = config.admission.memory().unwrap_or_default();
+            tracing::warn!(
+                "table {:?}: the memory of its admission, {memory} bytes for the counts of ids that wait for rows, is full: after step \
+                 {step} ids are forgotten that did not occur for long, and begin at 0 when they come again; raise memory, or give \
+                 window_steps or a lower threshold; it is said once, and stats().admission.forgotten goes on counting",
+                config.name
+            );
+        }
+    }
+
     /// Note that ids got rows.
     pub(super) fn have_rows(&mut self, ids: impl Iterator<Item = Id>) {
         let Some(admitter) = &mut self.admitter else { return };

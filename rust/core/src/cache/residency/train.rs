@@ -58,9 +58,7 @@ impl Residency {
             self.traffic.admitted += born;
             self.count_refused(hold);
             self.have_rows(born_ids.into_iter());
-            if let Some(admitter) = &mut self.admitter {
-                admitter.step_ends(step);
-            }
+            self.end_counting(step);
         }
     }
 

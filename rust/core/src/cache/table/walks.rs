@@ -1,5 +1,6 @@
 //! Walks over the rows of a table: all of them, those that changed, those of a moment.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::handle::Table;
@@ -12,6 +13,9 @@ use crate::cache::watch::{Ancestor, PreImages};
 use crate::error::Result;
 use crate::lifecycle::{BucketCounts, Sweep};
 use crate::types::Id;
+
+/// About how many counts are held beside while they are sorted into other buckets, at 24 bytes each.
+const IDS_AT_ONCE: usize = 1 << 20;
 
 impl Table {
     /// Hand every row of every tier to `sink` once, in chunks of at most `chunk_rows`. The table may be read meanwhile. A training step, an
@@ -86,19 +90,48 @@ impl Table {
         self.inner.lock_any()?.restore_counts(counts, 0)
     }
 
-    /// Take over the counts of `from`, of the buckets that this shard has, and when its steps were made; this shard knows nothing of either
-    /// so far. `from` may be closed. Counts are left where ids fall into other buckets there.
+    /// Take over the counts of `from`, of the ids that fall into buckets of this shard, and when its steps were made; this shard knows
+    /// nothing of either so far. `from` may be closed, and its ids may fall into other buckets there.
     ///
-    /// Errors: `Memory`.
+    /// Errors: `Memory`, and some of the counts are here.
     pub fn take_counts(&self, from: &Self) -> Result<()> {
         let clock = from.inner.lock_always().clock().clone();
         self.inner.lock_any()?.join_clock(&clock);
         if from.config().bucketing() != self.config().bucketing() {
-            return Ok(());
+            return self.take_counts_of_other_buckets(from);
         }
         counts_left(&from.inner, &mut |counts| {
             if self.config().buckets.contains(&counts.bucket) { self.restore_bucket(&counts) } else { Ok(()) }
         })
+    }
+
+    /// Each bucket of this shard gets the ids of several buckets of `from`, and is at its first generation. The buckets are filled some at a
+    /// time, so that about [`IDS_AT_ONCE`] ids are held beside.
+    fn take_counts_of_other_buckets(&self, from: &Self) -> Result<()> {
+        let (mine, bucketing) = (self.config().buckets.clone(), self.config().bucketing());
+        let mut ids = 0;
+        counts_left(&from.inner, &mut |counts| {
+            ids += counts.pending.len();
+            Ok(())
+        })?;
+        let parts = ids.div_ceil(IDS_AT_ONCE).max(1);
+        for part in mine.clone().step_by(mine.len().div_ceil(parts).max(1)) {
+            let part = part..part.saturating_add(mine.len().div_ceil(parts) as u32).min(mine.end);
+            let mut found: BTreeMap<u32, BucketCounts> = BTreeMap::new();
+            counts_left(&from.inner, &mut |counts| {
+                for each in counts.pending {
+                    let bucket = bucketing.of(each.id);
+                    if part.contains(&bucket) {
+                        let counts = found.entry(bucket).or_default();
+                        counts.bucket = bucket;
+                        counts.pending.push(each);
+                    }
+                }
+                Ok(())
+            })?;
+            found.values().try_for_each(|counts| self.restore_bucket(counts))?;
+        }
+        Ok(())
     }
 
     /// Hold the rows of now. Rows that are trained from now on are of `next_epoch`. Rows that training changes before they are handed

@@ -14,7 +14,7 @@ use crate::checkpoint::rows::source::RowSink;
 use crate::config::TableConfig;
 use crate::error::{Error, Result};
 use crate::index::IdHash;
-use crate::lifecycle::{StepClock, Sweep};
+use crate::lifecycle::{BucketCounts, StepClock, Sweep};
 use crate::memory;
 use crate::types::Id;
 
@@ -199,6 +199,19 @@ impl ChainReader {
     /// Read as [`ChainReader::read_columns`] does, and put the counts of the ids that wait for rows into `counts`.
     pub(crate) fn read_with_counts(&self, sink: &mut ColumnSink<'_>, counts: &mut MergedCounts) -> Result<u64> {
         self.read_all(sink, Some(counts))
+    }
+
+    /// Read as [`ChainReader::read`] does, and then hand the counts of the ids that wait for rows to `counts`, those of each bucket at once,
+    /// buckets rising. All of them are in memory then.
+    pub fn read_and_count(
+        &self,
+        sink: &mut RowSink<'_>,
+        counts: &mut dyn FnMut(BucketCounts) -> Result<()>,
+    ) -> Result<u64> {
+        let mut merged = MergedCounts::default();
+        let rows = self.read_with_counts(&mut |rows| self.emit(rows, sink), &mut merged)?;
+        merged.hand_over(counts)?;
+        Ok(rows)
     }
 
     /// Whether one of the checkpoints has counts of ids that wait for rows.

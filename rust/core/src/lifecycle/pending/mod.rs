@@ -80,6 +80,8 @@ pub(crate) struct Pending {
     /// The epoch of tag 0. Ids with it were last counted then or before.
     first_epoch: u32,
     forgotten: u64,
+    /// Whether ids were forgotten because a bucket was full.
+    ran_full: bool,
     /// Buckets whose current generation may have become full in this batch.
     full: Vec<u32>,
     /// No map has more pages.
@@ -107,6 +109,7 @@ impl Pending {
             window,
             first_epoch: 0,
             forgotten: 0,
+            ran_full: false,
             full: Vec::new(),
             most_pages: 0,
         }
@@ -120,6 +123,11 @@ impl Pending {
     /// Ids that were forgotten because a bucket was full or a window ended.
     pub(crate) fn forgotten(&self) -> u64 {
         self.forgotten
+    }
+
+    /// Whether ids were forgotten because a bucket was full, and not only because a window ended.
+    pub(crate) fn ran_full(&self) -> bool {
+        self.ran_full
     }
 
     /// Bytes of RAM that the counts take.
@@ -234,7 +242,9 @@ impl Pending {
         let mut ending = std::mem::take(&mut self.full);
         ending.retain(|&bucket| {
             let generations = &self.generations[(bucket - self.buckets.start) as usize];
-            generations.ids[usize::from(generations.current)] >= self.generation_ids
+            let is_full = generations.ids[usize::from(generations.current)] >= self.generation_ids;
+            self.ran_full |= is_full && generations.ids[usize::from(!generations.current)] > 0;
+            is_full
         });
         ending.sort_unstable();
         ending.dedup();

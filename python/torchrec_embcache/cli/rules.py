@@ -1,0 +1,41 @@
+"""The sweeps of checkpoints in words."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["in_words", "sweeps_of"]
+
+
+def in_words(rule: Any) -> str:
+    """What a rule of a manifest says of the rows that it takes, such as "trained last at step 40 or before"."""
+    match rule:
+        case {"last_step": step}:
+            return f"trained last at step {step} or before"
+        case {"score_below": {"below": below, "half_life": half_life}}:
+            return f"score below {below} (half life {half_life} steps)"
+        case {"norm_below": below}:
+            return f"L2 norm below {below}"
+        case {"any": []}:
+            return "none, because the table has made too few steps"
+        case {"any": rules}:
+            return _joined(rules, " or ")
+        case {"all": rules}:
+            return _joined(rules, " and ")
+    return json.dumps(rule)
+
+
+def _joined(rules: Sequence[Any], word: str) -> str:
+    """Rules within others stand in brackets where they are joined themselves."""
+    texts = [in_words(rule) for rule in rules]
+    several = [isinstance(rule, dict) and bool(rule.keys() & {"any", "all"}) for rule in rules]
+    return word.join(f"({text})" if inner else text for text, inner in zip(texts, several, strict=True))
+
+
+def sweeps_of(link: dict[str, Any], module: str, table: str) -> list[dict[str, Any]]:
+    """The sweeps that the manifest of one checkpoint has of a table, each with its rule in words."""
+    (entry,) = (each for each in link["tables"] if (each["spec"]["module"], each["spec"]["table"]) == (module, table))
+    return [
+        {"checkpoint": link["name"], "step": sweep["step"], "rule": sweep["rule"], "words": in_words(sweep["rule"])}
+        for sweep in entry.get("sweeps", [])
+    ]
