@@ -64,9 +64,15 @@ class Lifecycle:
                 eviction.refuse_unsupported()
             except UnsupportedError as error:
                 raise UnsupportedError(f"{of}{error}") from None
+        value = check_not_admitted(f"{of}not_admitted", not_admitted)
+        if admission is None and value != "zeros":
+            raise ConfigError(
+                f"{of}not_admitted={not_admitted!r} without admission has no effect, because every id gets a row: give admission, "
+                "or leave it out. What evaluation reads for an id without a row is unseen"
+            )
         return cls(
             admission=admission,
-            not_admitted=check_not_admitted(f"{of}not_admitted", not_admitted),
+            not_admitted=value,
             score_half_life_steps=check_int(
                 f"{of}score_half_life_steps", score_half_life_steps, 1, LONGEST_SCORE_HALF_LIFE_STEPS
             ),

@@ -192,9 +192,7 @@ def test_clicks_of_a_collection_are_the_batchs_weights():
         EmbCacheEmbeddingBagConfig(
             name="clicked", embedding_dim=DIM, num_embeddings=9, feature_names=["f"], admission=SHOW_CLICK
         ),
-        EmbCacheEmbeddingBagConfig(
-            name="all", embedding_dim=DIM, num_embeddings=9, feature_names=["f"], not_admitted=0.0
-        ),
+        EmbCacheEmbeddingBagConfig(name="all", embedding_dim=DIM, num_embeddings=9, feature_names=["f"]),
     ]
     bags[1].unseen = bags[0].unseen = "zeros"
     sequence = EmbCacheEmbeddingConfig(
@@ -314,6 +312,8 @@ def test_clicks_that_one_rank_refuses_are_refused_on_both_and_training_goes_on(t
         (lambda: embedding(admission="Count"), "is not known"),
         (lambda: embedding(not_admitted="nothing"), "not_admitted='nothing'"),
         (lambda: embedding(not_admitted=float("nan")), "not_admitted=nan"),
+        (lambda: embedding(not_admitted=0.5), "not_admitted=0.5 without admission has no effect"),
+        (lambda: embedding(not_admitted="initial"), "not_admitted='initial' without admission has no effect"),
         (lambda: embedding(score_half_life_steps=0), "score_half_life_steps=0"),
     ],
 )

@@ -38,6 +38,7 @@ from torchrec_embcache.modules.configs import lifecycle_of
 from torchrec_embcache.modules.virtual_tables import translated
 
 CONFIG = {"name": "item", "embedding_dim": 4, "num_embeddings": 9, "feature_names": ["f"]}
+COUNTED = {"admission": admission.Count(3), "not_admitted": 0.25}
 NEVER = 1 << 53
 SHOW_CLICK = AdmitAndEvictPolicyType.POLICY_SHOWCLICK
 
@@ -322,9 +323,20 @@ def test_recsdks_configuration_reaches_the_table():
     )
     assert lifecycle_of(config) == Lifecycle(admission=admission.Count(2), not_admitted=0.5)
     plain = EmbCacheEmbeddingConfig(
-        **CONFIG, admit_and_evict_config=AdmitAndEvictConfig(), eviction=Policy([Ttl(steps=5)]), not_admitted=0.25
+        **CONFIG, admit_and_evict_config=AdmitAndEvictConfig(), eviction=Policy([Ttl(steps=5)]), **COUNTED
     )
-    assert lifecycle_of(plain) == Lifecycle(eviction=Policy([Ttl(steps=5)]), not_admitted=0.25)
+    assert lifecycle_of(plain) == Lifecycle(eviction=Policy([Ttl(steps=5)]), **COUNTED)
+
+
+def test_what_ids_read_that_get_no_row_is_refused_where_every_id_gets_one():
+    """RecSDK's own configuration has that field always, and there it means nothing."""
+    given = AdmitAndEvictConfig(not_admitted_default_value=0.5)
+    config = EmbCacheEmbeddingConfig(**CONFIG, admit_and_evict_config=given)
+    assert lifecycle_of(config) == Lifecycle()
+    for more in ({}, {"admit_and_evict_config": given}):
+        with pytest.raises(ConfigError, match="table 'item': not_admitted=0.25 without admission has no effect"):
+            EmbCacheEmbeddingConfig(**CONFIG, not_admitted=0.25, **more)
+    assert lifecycle_of(EmbCacheEmbeddingConfig(**CONFIG, **COUNTED)) == Lifecycle(**COUNTED)
 
 
 @pytest.mark.parametrize(

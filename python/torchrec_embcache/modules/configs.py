@@ -80,7 +80,7 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
             the initial value where every id gets a row, and else `not_admitted`.
         admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
         not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, or a number for every column. Its
-            gradient is dropped. It counts in the length of a mean.
+            gradient is dropped. It counts in the length of a mean. Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
         total_num_buckets: an id falls into bucket `hash(id) % total_num_buckets`, where the hash is SplitMix64's finaliser, and
