@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -347,3 +348,22 @@ def test_rules_in_words() -> None:
     assert in_words({"any": []}) == "none, because the table has made too few steps"
     assert in_words({"norm_below": 0.1}) == "L2 norm below 0.1"
     assert in_words({"of_a_later_version": 5}) == json.dumps({"of_a_later_version": 5})
+
+
+def test_the_example_of_the_documentation_is_what_the_command_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "lifecycle.md").read_text()
+    part = text.split("## The life of one id\n")[1].split("\n## ")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(part.split("```python\n")[1].split("```")[0], {})
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")
+    ]
+    assert main(["why", "ckpt", "item", "1"]) == 0
+    shown = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    told = [[cell for cell in line[1:] if not cell.startswith("0.")] for line in shown if line[0].startswith("00")]
+    assert told == [[cell for cell in line if cell] for line in table[2:]]
+    sweeps = run(capsys, "inspect", "ckpt")[1]["tables"][0]["sweeps"]
+    assert [sweep["step"] for sweep in sweeps] == [3, 7]
+    assert sweeps[0]["words"].startswith("none")

@@ -224,7 +224,7 @@ def _left(link: _Link, before: _Link, between: str) -> list[_Event]:
 def _swept(taken: dict[str, Any], *, listed: bool) -> str:
     """`listed`: a tombstone names the id too."""
     score = "" if taken["score"] is None else f"; its score was {_short(taken['score'])} by then"
-    earlier = "; a tombstone names it too, so it may have been removed by hand or dropped before that" if listed else ""
+    earlier = "; it has a tombstone too, so it may have been removed or dropped before that" if listed else ""
     return (
         f"the sweep after step {taken['step']}, or one of the same rule before it, took its row: "
         f"{taken['words']}{score}{earlier}"
