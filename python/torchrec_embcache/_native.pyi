@@ -100,6 +100,9 @@ from ._native_checkpoint import (
     TableWritten as TableWritten,
 )
 from ._native_checkpoint import (
+    TakenRow as TakenRow,
+)
+from ._native_checkpoint import (
     WrittenPart as WrittenPart,
 )
 from ._native_checkpoint import (

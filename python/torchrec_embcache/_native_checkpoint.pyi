@@ -378,13 +378,21 @@ class PendingIds:
     def __len__(self) -> int: ...
 
 @final
+class TakenRow:
+    """A sweep of a delta that takes a row."""
+
+    sweep: int  # which of the delta's it is
+    rule: str  # JSON: what of its rule takes the row
+    score: float | None  # the row's after the sweep's step, where the rule looks at scores
+
+@final
 class LinkOfId:
     """What one checkpoint of a chain says of one id."""
 
     row: RowBlock | None  # one row, without slots, where its own files have it
     has_tombstone: bool  # the id left since the parent; with a row it is back
     count: PendingIds | None  # of the id, where its own files have it
-    taken: list[tuple[int, str, float | None]]  # which of its sweeps take the row of the checkpoints before, what of the rule does (JSON), the score then
+    taken: list[TakenRow]  # its sweeps that take the row of the checkpoints before
     has_row_now: bool  # with what it builds on
     count_now: PendingIds | None  # the same
 

@@ -1,5 +1,6 @@
 """`embcache why` and `inspect`: what a chain of checkpoints tells of the life of an id, held against what was done to it."""
 
+import itertools
 import json
 import random
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lives import HALF_LIFE, Expected, come_again, embedding, ids_of, update
+from lives import HALF_LIFE, Expected, come_again, decayed, embedding, ids_of, update
 from tables import Contents
 from test_cli import run
 from torchrec_embcache import admission, eviction
@@ -160,12 +161,29 @@ def test_every_id_is_what_the_table_has_and_merged_chains_are_too(
     for row_id in random.Random(2).sample(sorted(ever), 60):
         found = why(capsys, tmp_path / "chain", row_id)
         assert (found["now"] == "row") == (row_id in rows)
+        check_taken(found)
         # The rule of norms takes rows that were just trained, which a tombstone names.
         left += any(name in ("swept", "tombstone") for names in whats(found) for name in names)
     assert left > 3
     sweeps = run(capsys, "inspect", tmp_path / "chain")[1]["tables"][0]["sweeps"]
     assert [sweep["step"] for sweep in sweeps] == [16, 24, 32]
     check_rewritten(tmp_path, capsys, chain, model, dice)
+
+
+def check_taken(found: dict[str, Any]) -> None:
+    """Hold each sweep that is said to take a row against that row, as the checkpoint before has it."""
+    for before, link in itertools.pairwise(found["links"]):
+        for taken in link["taken"]:
+            row = before["row"]
+            for rule in taken["rule"].get("all", [taken["rule"]]):
+                if "last_step" in rule:
+                    assert row["last_step"] <= rule["last_step"]
+                elif "norm_below" in rule:
+                    assert row["l2_norm"] < rule["norm_below"]
+                else:
+                    below = rule["score_below"]["below"]
+                    assert taken["score"] == decayed(row["score"], row["last_step"], taken["step"], HALF_LIFE) < below
+            assert (taken["score"] is None) == ("score_below" not in json.dumps(taken["rule"]))
 
 
 def check_rewritten(

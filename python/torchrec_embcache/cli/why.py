@@ -160,11 +160,11 @@ def _count(pending: _native.PendingIds) -> dict[str, Any]:
 
 def _taken(own: _native.LinkOfId, sweeps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The sweeps of a delta that took the row, each with what of its rule did."""
-    found = []
-    for at, text, score in own.taken:
-        rule = json.loads(text)
-        found.append({"step": sweeps[at]["step"], "rule": rule, "words": in_words(rule), "score": score})
-    return found
+    rules = [json.loads(taken.rule) for taken in own.taken]
+    return [
+        {"step": sweeps[taken.sweep]["step"], "rule": rule, "words": in_words(rule), "score": taken.score}
+        for taken, rule in zip(own.taken, rules, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -143,14 +143,29 @@ impl PyPendingIds {
     }
 }
 
+/// A sweep that takes a row: which of its delta it is, what of its rule takes the row, as JSON, and the row's score after the sweep's step
+/// where the rule looks at scores.
+#[pyclass(frozen, get_all, name = "TakenRow", module = "torchrec_embcache._native")]
+pub(crate) struct PyTaken {
+    sweep: usize,
+    rule: String,
+    score: Option<f32>,
+}
+
+#[pymethods]
+impl PyTaken {
+    fn __repr__(&self) -> String {
+        format!("TakenRow by sweep {}", self.sweep)
+    }
+}
+
 /// What one checkpoint says of one id.
 #[pyclass(frozen, get_all, name = "LinkOfId", module = "torchrec_embcache._native")]
 pub(crate) struct PyLinkOfId {
     row: Option<Py<PyRowBlock>>,
     has_tombstone: bool,
     count: Option<Py<PyPendingIds>>,
-    /// Which of the delta's sweeps took the row, what of its rule did as JSON, and the score then where the rule looks at scores.
-    taken: Vec<(usize, String, Option<f32>)>,
+    taken: Vec<Py<PyTaken>>,
     has_row_now: bool,
     count_now: Option<Py<PyPendingIds>>,
 }
@@ -170,12 +185,15 @@ impl PyLinkOfId {
             Py::new(py, PyRowBlock::of(py, &[header], weights, dim)?)
         });
         let count = |count: PendingId| Py::new(py, PyPendingIds::of(py, &[count]));
-        let taken = link.taken.into_iter().map(|taken| Ok((taken.sweep, taken.rule_json()?, taken.score)));
+        let taken = link.taken.into_iter().map(|taken| {
+            let rule = taken.rule_json().map_err(to_python)?;
+            Py::new(py, PyTaken { sweep: taken.sweep, rule, score: taken.score })
+        });
         Ok(Self {
             row: row.transpose()?,
             has_tombstone: link.has_tombstone,
             count: link.count.map(count).transpose()?,
-            taken: taken.collect::<embcache::Result<_>>().map_err(to_python)?,
+            taken: taken.collect::<PyResult<_>>()?,
             has_row_now: link.now == IdState::HasRow,
             count_now: if let IdState::Waits(now) = link.now { Some(count(now)?) } else { None },
         })

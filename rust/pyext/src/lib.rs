@@ -70,7 +70,7 @@ mod _native {
     #[pymodule_export]
     use super::checkpoint_load::{PyCompaction, PyReader};
     #[pymodule_export]
-    use super::checkpoint_rows::{PyLinkOfId, PyPendingIds, PyRows, PyRowsToWrite};
+    use super::checkpoint_rows::{PyLinkOfId, PyPendingIds, PyRows, PyRowsToWrite, PyTaken};
     #[pymodule_export]
     use super::directory::PyDirectory;
     #[pymodule_export]
