@@ -136,8 +136,8 @@ def _base(shards: list[Shard], directory: Directory, rank: int, *, counters: boo
 def _sweeps_differ(shards: list[Shard], base: Base) -> str | None:
     """Why a delta on `base` cannot say the sweeps since then: ranks have made different ones. Collective.
 
-    A delta says one list of sweeps for all rows of a table. `table.evict()` on one rank alone makes them differ, until the next sweep of
-    all ranks.
+    A delta says one list of sweeps for all rows of a table. `table.evict()` on one rank alone makes them differ, until the next
+    sweep of all ranks.
     """
     sweeps = {
         (path, table.name): table.native.sweeps_since(base.ancestors[path, table.name]) for path, _, table in shards

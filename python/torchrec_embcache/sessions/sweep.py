@@ -39,7 +39,7 @@ def evict(model: nn.Module) -> None:
         StateError: ranks that share a table are at different steps, or a table is closed or cannot be used.
         ReadOnlyError: an SSD tier could not be written before.
 
-    After an error no table is swept. Only where memory or the process itself fails some tables may be, and a further call sweeps the others.
+    After one of these errors no table is swept.
 
     For example `evict(model)`, once an hour.
     """

@@ -53,7 +53,9 @@ impl InPlace {
         let plans = &self.plans;
         let counts = self.ids.get_or_insert_with(|| {
             let mut counts = HashMap::new();
-            plans.iter().for_each(|plan| count(&mut counts, plan));
+            for plan in plans {
+                count(&mut counts, plan);
+            }
             counts
         });
         counts.get(&id).copied().unwrap_or(0)
