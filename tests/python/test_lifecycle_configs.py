@@ -211,7 +211,7 @@ def test_times_of_torchrec_and_recsdk_become_times_of_the_table():
         (
             {
                 "virtual_table_eviction_policy": CountTimestampMixedEvictionPolicy(
-                    eviction_threshold=3, eviction_ttl_mins=2
+                    eviction_threshold=3, eviction_ttl_mins=2, decay_rate=1.0
                 )
             },
             Policy([All([Ttl(seconds=120), Score(below=3)])]),

@@ -43,6 +43,7 @@ PUBLIC_WITHOUT_TORCHREC = {
     "flush",
     "initializers",
     "optimizers",
+    "set_time",
 }
 
 

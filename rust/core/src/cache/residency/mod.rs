@@ -274,6 +274,8 @@ impl Residency {
         self.counts.cleared();
         self.lineage.forget();
         self.drop_sweep();
+        // Rows that come in may be of other steps.
+        self.clock = StepClock::default();
         Ok(())
     }
 
