@@ -87,7 +87,7 @@ def _sweep(tables: Mapping[str, TableShard], ranks: Ranks, *, at_save: bool) -> 
         mine.update({name: _said_of(table, at_save=at_save) for name, table in tables.items()})
         return mine
 
-    if not ranks.sees_all and any(_due_with_ranks(table, at_save=at_save) for table in tables.values()):
+    if not ranks.sees_all and any(_asks_ranks(table, at_save=at_save) for table in tables.values()):
         ranks = _ranks_that_agree(tables)
     everyone = ranks.together(say)
     # All ranks see the same, so that all of them raise, or none.
@@ -124,9 +124,10 @@ def _sweep(tables: Mapping[str, TableShard], ranks: Ranks, *, at_save: bool) -> 
     ranks.together(sweep)
 
 
-def _due_with_ranks(table: TableShard, *, at_save: bool) -> bool:
-    """Whether this rank cannot sweep the table without the others."""
-    return needs_ranks(table) and _said_of(table, at_save=at_save).is_due
+def _asks_ranks(table: TableShard, *, at_save: bool) -> bool:
+    """Whether this rank cannot sweep the table without the others. By its settings alone, so that all ranks say the same."""
+    life = table.settings.lifecycle
+    return needs_ranks(table) and (not at_save or (life.swept_at_saves and table.optimizer is not None))
 
 
 def _ranks_that_agree(tables: Mapping[str, TableShard]) -> AllRanks:

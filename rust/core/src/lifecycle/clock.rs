@@ -14,8 +14,8 @@ use crate::error::{Error, Kind, Result};
 const SECOND: u64 = 1000;
 const MINUTE: u64 = 60 * SECOND;
 const HOUR: u64 = 60 * MINUTE;
-/// Minutes before the present one of which a pair each is kept.
-const MINUTES: u64 = 31 * 24 * 60;
+/// Hours before the present one of which a pair a minute is kept.
+const HOURS: u64 = 31 * 24;
 /// No time is later, and no step larger. Sums of two such numbers are far from an overflow.
 const MOST: u64 = 1 << 62;
 
@@ -69,39 +69,40 @@ impl StepClock {
     }
 
     fn push(&mut self, step: u64, time: u64) {
-        let begins = |unit: u64, before: u64| time / unit != before / unit;
-        match self.pairs.last_mut() {
-            Some(last) if !begins(SECOND, last.1) => *last = (step, time),
-            last => {
-                let new_minute = last.is_some_and(|last| begins(MINUTE, last.1));
-                self.pairs.push((step, time));
-                if new_minute {
-                    self.thin();
-                }
-            }
+        let Some(last) = self.pairs.last_mut() else { return self.pairs.push((step, time)) };
+        let before = last.1;
+        let begins = |unit: u64| time / unit != before / unit;
+        if !begins(SECOND) {
+            *last = (step, time);
+            return;
+        }
+        self.pairs.push((step, time));
+        if begins(HOUR) {
+            self.thin(0);
+        } else if begins(MINUTE) {
+            // Pairs of earlier minutes were thinned when the one before the present one began.
+            let from = self.pairs.partition_point(|&(_, time)| time / MINUTE + 1 < before / MINUTE);
+            self.thin(from);
         }
     }
 
-    /// Keep of each second, minute or hour the last pair, by how long ago it is.
-    fn thin(&mut self) {
-        let minute = self.latest() / MINUTE;
-        let unit = |time: u64| match minute - time / MINUTE {
-            0 | 1 => SECOND,
-            ago if ago <= MINUTES => MINUTE,
+    /// Keep of each second, minute or hour the last pair, by how long ago it is. Pairs before the one at `from` stay.
+    fn thin(&mut self, from: usize) {
+        let (minute, hour) = (self.latest() / MINUTE, self.latest() / HOUR);
+        let unit = |time: u64| match (minute - time / MINUTE, hour - time / HOUR) {
+            (0 | 1, _) => SECOND,
+            (_, 0..=HOURS) => MINUTE,
             _ => HOUR,
         };
         let mut next = None;
-        self.pairs = self
-            .pairs
-            .iter()
-            .rev()
-            .filter(|&&(_, time)| {
-                let unit = unit(time);
-                next.replace(time).is_none_or(|next| time / unit != next / unit)
-            })
-            .copied()
-            .collect();
-        self.pairs.reverse();
+        let last_of_unit = |&&(_, time): &&(u64, u64)| {
+            let unit = unit(time);
+            next.replace(time).is_none_or(|next: u64| time / unit != next / unit)
+        };
+        let mut kept: Vec<(u64, u64)> = self.pairs[from..].iter().rev().filter(last_of_unit).copied().collect();
+        kept.reverse();
+        self.pairs.truncate(from);
+        self.pairs.append(&mut kept);
     }
 
     /// The greatest step that is known to have been made by this time; `None` where that is known of no step.
@@ -131,7 +132,7 @@ impl StepClock {
                 _ => joined.pairs.push((step, time)),
             }
         }
-        joined.thin();
+        joined.thin(0);
         joined
     }
 
@@ -220,17 +221,14 @@ mod tests {
         for (count, most) in [(5000, 100), (5000, 3000), (5000, 200_000), (5000, 4_000_000)] {
             let times = times(count, most, count + most);
             let clock = clock_of(&times);
-            let minute = times[times.len() - 1] / MINUTE;
+            let (minute, hour) = (times[times.len() - 1] / MINUTE, times[times.len() - 1] / HOUR);
             // Of each unit the last step, and the step before the first, whose time is not known.
             let mut expected: Vec<(u64, u64)> = Vec::new();
             for (step, time) in std::iter::once((0, times[0])).chain((1..).zip(times.iter().copied())) {
-                let ago = minute - time / MINUTE;
-                let unit = if ago < 2 {
-                    SECOND
-                } else if ago <= MINUTES {
-                    MINUTE
-                } else {
-                    HOUR
+                let unit = match (minute - time / MINUTE < 2, hour - time / HOUR <= HOURS) {
+                    (true, _) => SECOND,
+                    (false, true) => MINUTE,
+                    _ => HOUR,
                 };
                 if expected.last().is_some_and(|&(_, before)| before / unit == time / unit) {
                     expected.pop();
