@@ -64,11 +64,13 @@ pub struct AdmissionStats {
     pub forgotten: u64,
 }
 
-/// Rows that left a table by its rule of eviction.
+/// Rows that left a table by its rule of eviction, and of which somebody is to be told.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EvictionStats {
     /// Rows that left since the table was opened.
     pub evicted: u64,
     /// Whether some of the rows that the last sweep takes may still be in the tiers. No batch reads them, and they still count as rows.
     pub under_way: bool,
+    /// Rows that were evicted, by the rule or because the table was full, and that wait to be told of.
+    pub untold: u64,
 }

@@ -1,10 +1,11 @@
 //! Eviction by rule: which rows die, held against a model that removes them by id, for any tiers and however far ahead batches are planned.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU64;
+use std::sync::Arc;
 
 use embcache::Kind;
-use embcache::cache::{Plan, PlanMode};
+use embcache::cache::{EvictedQueue, Plan, PlanMode};
 use embcache::config::{Admission, Eviction, EvictionRule, NotAdmitted, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::rows::{Decay, RowHeader};
 use embcache::types::Id;
@@ -42,6 +43,23 @@ fn takes(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> bo
     }
 }
 
+/// What the first rule that takes a row is called.
+fn reason(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> &'static str {
+    match rule {
+        EvictionRule::Unused { .. } => "ttl",
+        EvictionRule::ScoreBelow(_) => "score",
+        EvictionRule::NormBelow(_) => "l2_norm",
+        EvictionRule::All(_) => "all",
+        EvictionRule::Any(rules) => {
+            let first = rules.iter().find(|rule| takes(rule, s, header, weights)).expect("one of them takes it");
+            reason(first, s, header, weights)
+        }
+    }
+}
+
+/// An evicted row: its id, the step after which it died, why, its header as text, and the bits of its vector part.
+type Gone = (Id, u64, &'static str, String, Vec<u32>);
+
 /// A table from which nothing leaves by itself: what the rule takes is removed by id.
 struct Model {
     rig: Rig,
@@ -50,24 +68,36 @@ struct Model {
     step: u64,
     /// Ids of batches between forward and backward, which a sweep spares until the batch ends.
     in_place: BTreeSet<Id>,
-    /// Those of them that a sweep would have taken.
-    spared: BTreeSet<Id>,
+    /// Those of them that a sweep would have taken, with the step and the reason of the first that would.
+    spared: BTreeMap<Id, (u64, &'static str)>,
+    /// The rows that were removed since they were last asked for.
+    gone: Vec<Gone>,
 }
 
 impl Model {
-    fn remove(&self, ids: &[Id]) {
-        self.rig.table.remove_rows(ids).expect("removed");
+    fn remove(&mut self, dead: &BTreeMap<Id, (u64, &'static str)>) {
+        let mut rows = self.rig.contents().expect("contents");
+        for (&id, &(step, reason)) in dead {
+            let (header, bits) = rows.remove(&id).expect("it is there");
+            self.gone.push((id, step, reason, format!("{header:?}"), bits));
+        }
+        self.rig.table.remove_rows(&dead.keys().copied().collect::<Vec<Id>>()).expect("removed");
     }
 
     fn sweep(&mut self) {
         let rows = self.rig.contents().expect("contents");
         let is_dead = |(id, (header, bits)): (Id, (RowHeader, Vec<u32>))| {
             let weights: Vec<f32> = bits[..DIM].iter().map(|&bits| f32::from_bits(bits)).collect();
-            takes(&self.rule, self.step, &header, &weights).then_some(id)
+            let dies = takes(&self.rule, self.step, &header, &weights);
+            dies.then(|| (id, (self.step, reason(&self.rule, self.step, &header, &weights))))
         };
-        let dead: BTreeSet<Id> = rows.into_iter().filter_map(is_dead).collect();
-        self.spared = dead.intersection(&self.in_place).copied().collect();
-        self.remove(&dead.difference(&self.in_place).copied().collect::<Vec<Id>>());
+        let mut dead: BTreeMap<Id, (u64, &'static str)> = rows.into_iter().filter_map(is_dead).collect();
+        for id in &self.in_place {
+            if let Some(why) = dead.remove(id) {
+                self.spared.entry(*id).or_insert(why);
+            }
+        }
+        self.remove(&dead);
     }
 
     fn step_ends(&mut self) {
@@ -87,10 +117,13 @@ struct Pair {
     model: Model,
     ahead: Ahead,
     salt: u32,
+    /// Where the table's evicted rows are kept, and those that were taken from there.
+    kept: Option<Arc<EvictedQueue>>,
+    told: Vec<Gone>,
 }
 
 impl Pair {
-    fn new(tiers: usize, rule: &EvictionRule, every: Option<u64>) -> Self {
+    fn new(tiers: usize, rule: &EvictionRule, every: Option<u64>, keeps: bool) -> Self {
         let every_steps = every.and_then(NonZeroU64::new);
         let eviction = Some(Eviction { rule: rule.clone(), every_steps });
         let model = Model {
@@ -99,9 +132,12 @@ impl Pair {
             every,
             step: 0,
             in_place: BTreeSet::new(),
-            spared: BTreeSet::new(),
+            spared: BTreeMap::new(),
+            gone: Vec::new(),
         };
-        Self { rig: Rig::with_faults(settings(tiers, eviction)).0, model, ahead: Ahead::new(), salt: 0 }
+        let (rig, _) = Rig::with_faults(settings(tiers, eviction));
+        let kept = keeps.then(|| rig.table.keep_evicted().expect("a queue"));
+        Self { rig, model, ahead: Ahead::new(), salt: 0, kept, told: Vec::new() }
     }
 
     fn train_next(&mut self) {
@@ -109,7 +145,7 @@ impl Pair {
         self.salt += 1;
         let out = self.rig.finish(&plan, ids.len(), BAG, self.salt).expect("a step");
         let expected = self.model.rig.train(&ids, BAG, self.salt).expect("a step");
-        self.model.spared.retain(|id| !ids.contains(id));
+        self.model.spared.retain(|id, _| !ids.contains(id));
         self.model.step_ends();
         assert_eq!(bits(&out), bits(&expected), "step {}", self.model.step);
     }
@@ -124,6 +160,32 @@ impl Pair {
         let expected = self.model.rig.contents().expect("contents");
         assert_eq!(self.rig.table.len().expect("rows"), expected.len() as u64, "step {}", self.model.step);
         assert!(self.rig.contents().expect("contents") == expected, "step {}", self.model.step);
+    }
+
+    /// Take the next evicted rows, if the table has any by now. Returns whether it had.
+    fn take_evicted(&mut self) -> bool {
+        let Some(chunk) = self.rig.table.next_evicted().expect("evicted rows") else { return false };
+        let vectors = chunk.rows.vectors.chunks(self.rig.table.config().layout().vector_floats());
+        for (header, vector) in chunk.rows.headers.iter().zip(vectors) {
+            let bits = vector.iter().map(|value| value.to_bits()).collect();
+            self.told.push((header.id, chunk.step, chunk.reason, format!("{header:?}"), bits));
+        }
+        true
+    }
+
+    /// Each row that the model removed was told of once, with its bits, its step and its reason.
+    fn check_told(&mut self) {
+        if self.kept.is_none() {
+            return;
+        }
+        while self.take_evicted() {}
+        let (mut told, mut gone) = (std::mem::take(&mut self.told), std::mem::take(&mut self.model.gone));
+        told.sort();
+        gone.sort();
+        let (only_told, only_gone): (Vec<_>, Vec<_>) =
+            (told.iter().filter(|row| !gone.contains(row)).collect(), gone.iter().filter(|row| !told.contains(row)).collect());
+        assert!(told == gone, "step {}: {only_told:?} but {only_gone:?}", self.model.step);
+        assert_eq!(self.rig.table.stats().expect("stats").eviction.expect("a rule").untold, 0);
     }
 
     /// A batch is forwarded, sweeps come by other batches, and then it is trained or given up.
@@ -152,7 +214,7 @@ impl Pair {
         } else {
             drop((mine, models));
             self.model.in_place.clear();
-            let spared: Vec<Id> = std::mem::take(&mut self.model.spared).into_iter().collect();
+            let spared = std::mem::take(&mut self.model.spared);
             self.model.remove(&spared);
         }
     }
@@ -198,6 +260,10 @@ impl Pair {
                 let _ = self.ahead.pop_back();
             }
             8 => self.train_around_others(dice),
+            10 if self.kept.is_some() => {
+                self.take_evicted();
+            }
+            11 => self.check_told(),
             9 if self.rig.table.config().ssd.is_some() => self.rig.table.flush_next().expect("a flush"),
             _ if self.ahead.is_empty() => {
                 let ids = dice.ids(40);
@@ -234,12 +300,14 @@ fn the_same_rows_die_for_any_tiers_and_any_lookahead() {
         [(0, 0), (0, 3), (1, 0), (1, 1), (1, 8), (2, 0), (2, 1), (2, 4)].into_iter().enumerate()
     {
         for (which, rule) in rules().iter().enumerate() {
-            let mut pair = Pair::new(tiers, rule, every[(number + which) % every.len()]);
+            // Every other table keeps its evicted rows; in the others nobody is told.
+            let mut pair = Pair::new(tiers, rule, every[(number + which) % every.len()], (number + which / 2) % 2 == 0);
             let mut dice = Dice(((number * 10 + which) as u64) << 32);
             for _ in 0..150 * embcache_tests::times() {
                 pair.random_step(&mut dice, depth);
             }
             pair.finish();
+            pair.check_told();
             pair.check();
             let evicted = pair.rig.table.stats().expect("stats").eviction.expect("a rule").evicted;
             assert!(evicted > 20, "{tiers} {depth} {rule:?}: {evicted}");

@@ -7,7 +7,7 @@
 //!
 //! | folder | what it owns |
 //! | --- | --- |
-//! | `watch` | what moments, exports and deltas want of rows while they move and change |
+//! | `watch` | what moments, exports, deltas and hooks want of rows while they move and change |
 //! | `residency` | where the rows are: it alone moves them, and keeps their bits and the counters |
 //! | `locks` | the locks around the residency, and their order |
 //! | `walk` | the one loop that hands over rows: exports, saves, deltas, moments |
@@ -33,7 +33,7 @@ pub use residency::{PlanMode, TableStats, Unseen, device_row_bytes, host_row_byt
 pub use rows::{Chunk, DeviceTensors, FoundRows, RowBlock};
 pub use table::Table;
 pub use walk::{ExportStream, TableMoment};
-pub use watch::{Ancestor, PreImages};
+pub use watch::{Ancestor, EvictedQueue, EvictedRows, PreImages};
 
 #[cfg(test)]
 mod resident;

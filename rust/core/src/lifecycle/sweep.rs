@@ -75,6 +75,11 @@ impl Sweep {
         }
     }
 
+    /// What the rule is called that takes a dead row: of several, the first that does. `weights` are `[D]`.
+    pub fn reason(&self, header: &RowHeader, weights: &[f32]) -> &'static str {
+        self.rule.reason(self.step, header, weights)
+    }
+
     /// Whether the rule looks at weights.
     pub fn needs_weights(&self) -> bool {
         self.rule.needs_weights()
@@ -137,6 +142,19 @@ impl Rule {
             return if taking.len() > 1 { Some(Self::Any(taking)) } else { taking.pop() };
         }
         self.takes(step, header, weights).then(|| self.clone())
+    }
+
+    fn reason(&self, step: u64, header: &RowHeader, weights: &[f32]) -> &'static str {
+        match self {
+            Self::LastStep(_) => "ttl",
+            Self::ScoreBelow { .. } => "score",
+            Self::NormBelow(_) => "l2_norm",
+            Self::All(_) => "all",
+            Self::Any(rules) => {
+                let first = rules.iter().find(|rule| rule.takes(step, header, weights));
+                first.map_or("", |rule| rule.reason(step, header, weights))
+            }
+        }
     }
 
     fn needs_weights(&self) -> bool {

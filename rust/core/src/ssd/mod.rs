@@ -63,6 +63,7 @@ pub use tier::moment::KeepRow;
 pub use tier::reads::{Fetch, FetchBatch, Places};
 pub use tier::takers::GiveWay;
 pub use work::bury::{Burial, Buried, Dying, RowRule};
+pub use work::copies::Tell;
 pub use work::held::{HeldSegments, LinkedBytes};
 pub use work::moment::SsdMoment;
 pub use work::scan::ScanSink;
@@ -202,7 +203,14 @@ impl SsdTier {
     /// Drop `rows` rows, or as many as can go, and return their ids. The oldest segments come first, and the call goes on where the last
     /// one stopped. Rows for which `keep` says true stay.
     pub fn evict(&self, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
-        evict::evict(&self.inner, rows, keep)
+        evict::evict(&self.inner, rows, keep, None)
+    }
+
+    /// As [`SsdTier::evict`], and hand the rows that left to `tell`, whose records are read for that.
+    ///
+    /// Errors: `Corruption` too, where a record cannot be read. Its row stays.
+    pub fn evict_and_tell(&self, rows: u64, keep: &dyn Fn(Id) -> bool, tell: &mut Tell<'_>) -> Result<Vec<Id>> {
+        evict::evict(&self.inner, rows, keep, Some(tell))
     }
 
     /// Remove the rows that die by `dying`, in slices: a call looks at `most` records at most, and goes on where `burial` stopped. It reads
@@ -218,7 +226,21 @@ impl SsdTier {
         keep: &dyn Fn(Id) -> bool,
         most: usize,
     ) -> Result<Buried> {
-        bury::bury(&self.inner, burial, dying, keep, most)
+        bury::bury(&self.inner, burial, dying, keep, most, None)
+    }
+
+    /// As [`SsdTier::bury`], and hand the rows that are gone to `tell`, whose records are read for that.
+    ///
+    /// Errors: `Corruption` too, where the record of a row that dies cannot be read. The row stays.
+    pub fn bury_and_tell(
+        &self,
+        burial: &mut Burial,
+        dying: &Dying<'_>,
+        keep: &dyn Fn(Id) -> bool,
+        most: usize,
+        tell: &mut Tell<'_>,
+    ) -> Result<Buried> {
+        bury::bury(&self.inner, burial, dying, keep, most, Some(tell))
     }
 
     /// Make everything appended and removed so far durable as one state named `token`, which is larger than every earlier one. The state

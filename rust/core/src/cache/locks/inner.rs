@@ -123,11 +123,17 @@ impl TableInner {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Refuse all use from now on, once reads under way have ended. Returns whether the table was open.
+    /// Refuse all use from now on, once reads under way have ended and whoever is told of evicted rows is told of all. Returns whether the table was open.
     pub(crate) fn close(&self) -> bool {
         let was_open = !self.closed.swap(true, Ordering::AcqRel);
         if was_open {
-            self.lock_always().finish_loads();
+            let mut held = self.lock_always();
+            held.finish_loads();
+            // Of a torn table, and of one that waits for a load, nobody knows which rows it has.
+            if self.torn.get().is_none() && held.unusable().is_none() {
+                held.tell_rest();
+            }
+            held.end_telling();
         }
         was_open
     }

@@ -5,11 +5,12 @@
 #![allow(unsafe_code)]
 
 use super::{ROWS_PER_GATHER, Residency};
+use crate::cache::rows::Chunk;
 use crate::error::Result;
 use crate::host::Idle;
 use crate::lifecycle::Sweep;
 use crate::memory;
-use crate::rows::RowHeader;
+use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
@@ -121,6 +122,7 @@ impl Residency {
         let rows: Vec<Dead> = dead.iter().map(of_slot).collect();
         let on_ssd =
             dead.iter().zip(&rows).filter(|(idle, _)| self.host.slots.state(idle.slot()).has(RowState::ON_SSD));
+        let copies = self.copies_of_host(dead)?;
         self.bury_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
         self.keep_host(dead.iter().map(Idle::quiet));
         let mut unborn = Vec::new();
@@ -132,13 +134,17 @@ impl Residency {
             }
         }
         self.unbear_in_host(&unborn);
-        self.died(&rows);
+        self.died(&rows, copies);
         Ok(())
     }
 
     /// Bury rows of the device tier. On an error none is buried.
     pub(super) fn bury_on_device(&mut self, dead: &[CacheSlot]) -> Result<()> {
-        let Some(tier) = self.device.as_ref().filter(|_| !dead.is_empty()) else { return Ok(()) };
+        if dead.is_empty() {
+            return Ok(());
+        }
+        let copies = self.copies_of_device(dead)?;
+        let Some(tier) = &self.device else { return Ok(()) };
         let rows: Vec<Dead> = dead.iter().map(|&slot| Dead::from(tier.header(slot))).collect();
         let on_ssd = dead.iter().zip(&rows).filter(|(slot, _)| tier.slots.state(**slot).has(RowState::ON_SSD));
         self.bury_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
@@ -162,7 +168,7 @@ impl Residency {
         }
         // Plans that pinned a row's slot in the host tier while it was on the device may still come for it.
         self.unbear_in_host(&shadows);
-        self.died(&rows);
+        self.died(&rows, copies);
         Ok(())
     }
 
@@ -179,13 +185,14 @@ impl Residency {
         self.absent_reads += rows.len() as u64;
     }
 
-    /// Bury rows that were read from SSD and are in no other tier.
-    pub(super) fn bury_read(&mut self, dead: &[Dead]) -> Result<()> {
+    /// Bury rows that were read from SSD and are in no other tier. On an error none is buried.
+    pub(super) fn bury_read(&mut self, dead: &[RowRef<'_>]) -> Result<()> {
         if dead.is_empty() {
             return Ok(());
         }
-        self.bury_copies(&dead.iter().map(|row| row.id).collect::<Vec<Id>>())?;
-        self.died(dead);
+        let copies = self.copies_of_read(dead.iter().copied())?;
+        self.bury_copies(&dead.iter().map(|row| row.header.id).collect::<Vec<Id>>())?;
+        self.died(&dead.iter().map(|row| Dead::from(row.header)).collect::<Vec<Dead>>(), copies);
         Ok(())
     }
 
@@ -208,12 +215,12 @@ impl Residency {
         let mut headers = memory::zeros("judge rows on SSD", wanted.len())?;
         let mut vectors = memory::zeros("judge rows on SSD", wanted.len() * floats)?;
         let absent = self.base.read_from_ssd(ssd, &wanted, &mut headers, &mut vectors)?;
-        let is_dead = |&(id, row): &(Id, usize)| {
-            let dead = absent.binary_search(&(row as u32)).is_err()
-                && sweep.kills(&headers[row], &vectors[row * floats..][..dim]);
-            dead.then_some(Dead::from(&RowHeader { id, ..headers[row] }))
+        let dead_row = |&(_, at): &(Id, usize)| {
+            let row = RowRef { header: &headers[at], vector: &vectors[at * floats..][..floats] };
+            let dead = absent.binary_search(&(at as u32)).is_err() && sweep.kills(row.header, &row.vector[..dim]);
+            dead.then_some(row)
         };
-        let dead: Vec<Dead> = wanted.iter().filter_map(is_dead).collect();
+        let dead: Vec<RowRef<'_>> = wanted.iter().filter_map(dead_row).collect();
         self.bury_read(&dead)
     }
 
@@ -230,12 +237,13 @@ impl Residency {
         }
     }
 
-    /// These rows are in no tier any more. A delta says the sweep that took them. The ids of those are noted too that the checkpoints on
+    /// These rows are in no tier any more, and `copies` are to be told of. A delta says the sweep that took them. The ids of those are noted too that the checkpoints on
     /// which deltas build may have with other columns, and of those that died after such a checkpoint was saved.
-    pub(super) fn died(&mut self, rows: &[Dead]) {
+    pub(super) fn died(&mut self, rows: &[Dead], copies: Chunk) {
         if rows.is_empty() {
             return;
         }
+        self.tell_dead(copies);
         // An export that could meet some of them and not others ends.
         self.base.contents_changed();
         self.counts.died(rows.len() as u64);

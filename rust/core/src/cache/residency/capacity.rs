@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use super::Residency;
+use crate::cache::rows::Chunk;
 use crate::config::OnFull;
 use crate::error::{Error, Kind, Result};
 use crate::host::{HostTier, Idle};
@@ -149,8 +150,14 @@ impl Residency {
         let (host, device) = (&self.host, &self.device);
         let in_ram =
             |id: Id| host.slots.get(id) != NO_SLOT || device.as_ref().is_some_and(|d| d.slots.get(id) != NO_SLOT);
-        let dropped = ssd.evict(rows, &|id| needed.contains(&id) || in_ram(id))?;
-        self.note_dropped(&dropped);
+        let keep = |id: Id| needed.contains(&id) || in_ram(id);
+        let dropped = if self.tells() {
+            let mut tell = |headers, vectors| self.tell_dropped(Chunk { headers, vectors });
+            ssd.evict_and_tell(rows, &keep, &mut tell)?
+        } else {
+            ssd.evict(rows, &keep)?
+        };
+        self.note_dropped(&dropped, Chunk::default());
         Ok(dropped.len() as u64)
     }
 
@@ -163,21 +170,24 @@ impl Residency {
             if stays { spared.push(victim) } else { victims.push(victim) }
         }
         let ids: Vec<Id> = victims.iter().map(|victim| self.host.id(victim.slot())).collect();
-        let removed = self.remove_copies(&self.host.slots, victims.iter().map(Idle::slot).zip(ids.iter().copied()));
+        let removed = self.copies_of_host(&victims).and_then(|copies| {
+            self.remove_copies(&self.host.slots, victims.iter().map(Idle::slot).zip(ids.iter().copied()))?;
+            Ok(copies)
+        });
         if removed.is_err() {
             spared.append(&mut victims);
         }
         for victim in &spared {
             self.host.spare(victim);
         }
-        removed?;
+        let copies = removed?;
         self.keep_host(victims.iter().map(Idle::quiet));
         for victim in &victims {
             self.host.evict(victim);
         }
         self.host.shrink_overflow();
         self.traffic.host.evictions += ids.len() as u64;
-        self.note_dropped(&ids);
+        self.note_dropped(&ids, copies);
         Ok(ids.len() as u64)
     }
 
@@ -192,18 +202,22 @@ impl Residency {
             let stays = needed.contains(&id) || host.slots.get(id) != NO_SLOT;
             if stays { spared.push(victim) } else { victims.push(victim) }
         }
-        let Some(device) = &self.device else { return Ok(()) };
         let ids: Vec<Id> = victims.iter().map(|&victim| device.id(victim)).collect();
-        let removed = self.remove_copies(&device.slots, victims.iter().copied().zip(ids.iter().copied()));
+        let removed = self.copies_of_device(&victims).and_then(|copies| {
+            if let Some(device) = &self.device {
+                self.remove_copies(&device.slots, victims.iter().copied().zip(ids.iter().copied()))?;
+            }
+            Ok(copies)
+        });
         if removed.is_err() {
             spared.append(&mut victims);
         }
         self.spare_on_device(&spared);
-        removed?;
+        let copies = removed?;
         self.keep_device(&victims);
         self.evict_from_device(&victims);
         self.traffic.device.evictions += ids.len() as u64;
-        self.note_dropped(&ids);
+        self.note_dropped(&ids, copies);
         Ok(())
     }
 
@@ -214,7 +228,8 @@ impl Residency {
         self.base.remove_on_ssd(ssd, &there.map(|(_, id)| id).collect::<Vec<Id>>())
     }
 
-    fn note_dropped(&mut self, ids: &[Id]) {
+    fn note_dropped(&mut self, ids: &[Id], copies: Chunk) {
+        self.tell_dropped(copies);
         self.counts.dropped_when_full(ids.len() as u64);
         self.note_left(ids);
     }

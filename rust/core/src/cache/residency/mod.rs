@@ -26,6 +26,7 @@ mod refuse;
 mod room;
 mod sweep;
 mod time;
+mod told;
 mod train;
 
 use std::sync::Arc;
@@ -40,6 +41,7 @@ use self::in_place::InPlace;
 use self::loads::Loading;
 use self::refuse::BornMeanwhile;
 use self::sweep::UnderWay;
+use self::told::Told;
 use super::base::TableBase;
 use super::watch::{Ancestor, Exports, Lineage, WantedRows};
 use crate::config::{PolicyKind, TableConfig};
@@ -100,6 +102,8 @@ pub(crate) struct Residency {
     clock: StepClock,
     /// The time that the user has set, in milliseconds.
     time_set: Option<u64>,
+    /// Who is told of evicted rows; `None` where nobody is.
+    told: Option<Box<Told>>,
 }
 
 /// What plans have found where, since the table was opened.
@@ -130,7 +134,7 @@ pub struct TableStats {
     pub dropped_rows: u64,
     /// Admission, where some ids get no row.
     pub admission: Option<AdmissionStats>,
-    /// Eviction by rule, where the table has one.
+    /// Eviction, where the table has a rule or somebody is told of evicted rows.
     pub eviction: Option<EvictionStats>,
     /// The device tier, if there is one.
     pub device: Option<TierStats>,
@@ -170,6 +174,7 @@ impl Residency {
             swept: None,
             clock: StepClock::default(),
             time_set: None,
+            told: None,
             base,
         };
         residency.fit_host_to_index();
@@ -261,6 +266,7 @@ impl Residency {
 
     /// Forget every row, and no count of an id that waits for one. No plan uses any row, and none is being read.
     pub(crate) fn clear(&mut self) -> Result<()> {
+        self.tell_rest();
         // An export that could miss some of the rows ends.
         self.base.contents_changed();
         if let Some(ssd) = &self.base.ssd {

@@ -9,11 +9,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::Residency;
-use super::bury::Dead;
 use super::hold::{Arriving, Fetched, Hold, PlanMode};
 use crate::error::Result;
 use crate::memory;
-use crate::rows::RowHeader;
+use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
 use crate::ssd::FetchBatch;
 use crate::types::{CacheSlot, Id, NO_SLOT};
@@ -305,8 +304,11 @@ impl Residency {
         // A plan that is in place may be about to bring the row there too.
         let may_die = self.may_die(&dead.iter().map(|(id, _)| *id).collect::<Vec<Id>>());
         dead.retain(|(id, _)| may_die.contains(id));
-        let rows = dead.iter().map(|&(id, index)| Dead { id, modified_epoch: staged.headers[index].modified_epoch });
-        self.bury_read(&rows.collect::<Vec<Dead>>())?;
+        let row = |&(_, at): &(Id, usize)| RowRef {
+            header: &staged.headers[at],
+            vector: &staged.vectors[at * floats..][..floats],
+        };
+        self.bury_read(&dead.iter().map(row).collect::<Vec<RowRef<'_>>>())?;
         for &(_, index) in &dead {
             staged.rows[index].state = RowState::PROVISIONAL;
         }

@@ -13,9 +13,11 @@ use std::sync::Arc;
 use super::bury::Dead;
 use super::hold::Hold;
 use super::{Residency, SLOTS_AHEAD};
+use crate::cache::rows::Chunk;
 use crate::config::EvictionRule;
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::Sweep;
+use crate::memory;
 use crate::rows::RowHeader;
 use crate::slots::RowState;
 use crate::ssd::{Burial, Dying};
@@ -192,6 +194,7 @@ impl Residency {
         self.base.contents_changed();
         self.lineage.note_sweep(self.epoch, &sweep);
         self.sweep_epoch = self.epoch;
+        self.tell_from(&sweep);
         self.sweeping = Some(UnderWay {
             sweep: Arc::new(sweep),
             host: host.around(self.host.slots.high_water()),
@@ -233,6 +236,18 @@ impl Residency {
         }
         // What was spared may be dead by now.
         self.sweep_on(TO_THE_END)
+    }
+
+    /// Go on with the sweep under way by as much as before a batch. Returns whether there is more to do.
+    ///
+    /// Errors: as [`Residency::finish_sweep`].
+    pub(crate) fn sweep_a_slice(&mut self) -> Result<bool> {
+        if self.is_sweeping() {
+            self.sweep_on(BEFORE_BATCH)?;
+            return Ok(true);
+        }
+        self.finish_sweep()?;
+        Ok(false)
     }
 
     /// Forget the sweep under way, and with it what it was still to bury.
@@ -355,21 +370,31 @@ impl Residency {
         let in_ram = |id: Id| host.get(id) != NO_SLOT || device.is_some_and(|slots| slots.get(id) != NO_SLOT);
         if ssd.is_read_only() {
             // Nothing can be written any more, and no state is published that would need to know.
-            let mut dead = Vec::new();
+            let (mut dead, mut copies) = (Vec::new(), Chunk::default());
             ssd.scan(&mut |row| {
                 if !in_ram(row.header.id) && sweep.kills(row.header, &row.vector[..dim]) {
                     dead.push(Dead::from(row.header));
+                    if self.tells() {
+                        memory::reserve(&mut copies.vectors, "copy evicted rows", row.vector.len())?;
+                        copies.push(row);
+                    }
                 }
                 Ok(())
             })?;
             ssd.remove_unwritten(&dead.iter().map(|row| row.id).collect::<Vec<Id>>());
-            self.died(&dead);
+            self.died(&dead, copies);
             return Ok(true);
         }
-        let buried = ssd.bury(burial, &dying, &in_ram, records).map_err(|error| self.base.in_table(error))?;
+        let buried = if self.tells() {
+            let mut tell = |headers, vectors| self.tell_dead(Chunk { headers, vectors });
+            ssd.bury_and_tell(burial, &dying, &in_ram, records, &mut tell)
+        } else {
+            ssd.bury(burial, &dying, &in_ram, records)
+        };
+        let buried = buried.map_err(|error| self.base.in_table(error))?;
         let finished = buried.finished;
         let rows = buried.rows.into_iter().map(|(id, modified_epoch)| Dead { id, modified_epoch });
-        self.died(&rows.collect::<Vec<Dead>>());
+        self.died(&rows.collect::<Vec<Dead>>(), Chunk::default());
         Ok(finished)
     }
 
@@ -416,7 +441,8 @@ impl Residency {
         if self.base.config.eviction.is_none() {
             return Ok(());
         }
-        let stopped = self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
+        let stopped = !self.waits_to_tell()
+            && self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
         if (stopped || self.is_sweeping())
             && let Some(mut under_way) = self.sweeping.take()
         {
@@ -461,8 +487,9 @@ impl Residency {
     }
 
     pub(super) fn eviction_stats(&self) -> Option<EvictionStats> {
-        let under_way = self.sweeping.is_some();
-        self.base.config.eviction.as_ref().map(|_| EvictionStats { evicted: self.counts.evicted(), under_way })
+        let (evicted, under_way, untold) = (self.counts.evicted(), self.sweeping.is_some(), self.untold());
+        let is_wanted = self.base.config.eviction.is_some() || self.tells();
+        is_wanted.then_some(EvictionStats { evicted, under_way, untold })
     }
 }
 

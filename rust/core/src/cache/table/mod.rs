@@ -1,5 +1,6 @@
 //! A table, as its users see it.
 
+mod evicted;
 mod handle;
 mod rows;
 mod walks;

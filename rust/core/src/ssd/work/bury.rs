@@ -20,6 +20,7 @@ use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
 use crate::ssd::tier::walk::{Ahead, Walk};
 use crate::ssd::work::by_entry::{Wanted, at_once, decode_wanted, live_of, read_wanted};
+use crate::ssd::work::copies::{Copies, Tell};
 use crate::ssd::work::remove::forget;
 use crate::ssd::work::walk::{enter, entries_of, is_still_at, live_segments, segment_at};
 use crate::types::Id;
@@ -89,9 +90,10 @@ pub(crate) fn bury(
     dying: &Dying<'_>,
     keep: &dyn Fn(Id) -> bool,
     most: usize,
+    tell: Option<&mut Tell<'_>>,
 ) -> Result<Buried> {
     let mut rows = Vec::new();
-    match bury_into(tier, burial, (dying, keep), most, &mut rows) {
+    match bury_into(tier, burial, (dying, keep), most, &mut rows, tell) {
         Ok(finished) => Ok(Buried { rows, finished }),
         // Whoever asked must know which rows are gone. The error comes again with the next call.
         Err(_) if !rows.is_empty() => Ok(Buried { rows, finished: false }),
@@ -109,6 +111,7 @@ fn bury_into(
     rule: (&Dying<'_>, &dyn Fn(Id) -> bool),
     most: usize,
     rows: &mut Vec<(Id, u32)>,
+    mut tell: Option<&mut Tell<'_>>,
 ) -> Result<bool> {
     tier.check_writable()?;
     let mut left = most.max(1);
@@ -130,11 +133,19 @@ fn bury_into(
         let here: Vec<Ahead> = ahead[rest..].iter().rev().copied().collect();
         let dead = dead_of(tier, &segment, here, rule, decided)?;
         let ids: Vec<Id> = dead.iter().map(|at| at.id).collect();
+        let mut copies = tell.as_ref().map(|_| Copies::read(tier, &segment, &dead)).transpose()?;
         let place = (segment.slot, segment.serial);
         // Whoever waits for room must not keep a file whose going is to make it.
         drop(segment);
-        let gone = |at: usize| rows.push((dead[at].id, dead[at].modified_epoch));
-        forget(tier, &ids, |state, at| is_still_at(state, place, dead[at]), gone)?;
+        let gone = |at: usize| {
+            rows.push((dead[at].id, dead[at].modified_epoch));
+            copies.iter_mut().for_each(|copies| copies.left(at));
+        };
+        let forgotten = forget(tier, &ids, |state, at| is_still_at(state, place, dead[at]), gone);
+        if let (Some(copies), Some(tell)) = (copies, &mut tell) {
+            copies.hand_over(tier.layout.vector_floats(), tell);
+        }
+        forgotten?;
         // After an error these are looked at again.
         ahead.truncate(rest);
     }

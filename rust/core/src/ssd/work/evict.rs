@@ -9,16 +9,23 @@ use crate::error::Result;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::walk::{Ahead, Walk};
+use crate::ssd::work::by_entry::at_once;
+use crate::ssd::work::copies::{Copies, Tell};
 use crate::ssd::work::remove::forget;
 use crate::ssd::work::walk::{enter, entries_of, is_still_at, live_segments, segment_at};
 use crate::sync::{Ordering, lock};
 use crate::types::Id;
 
 /// See [`SsdTier::evict`](crate::ssd::SsdTier::evict).
-pub(crate) fn evict(tier: &Arc<TierInner>, rows: u64, keep: &dyn Fn(Id) -> bool) -> Result<Vec<Id>> {
+pub(crate) fn evict(
+    tier: &Arc<TierInner>,
+    rows: u64,
+    keep: &dyn Fn(Id) -> bool,
+    tell: Option<&mut Tell<'_>>,
+) -> Result<Vec<Id>> {
     let mut gone: Vec<Id> = Vec::new();
     let mut walk = std::mem::take(&mut *lock(&tier.eviction));
-    let evicted = evict_into(tier, rows, keep, &mut walk, &mut gone);
+    let evicted = evict_into(tier, rows, keep, &mut walk, &mut gone, tell);
     *lock(&tier.eviction) = walk;
     tier.counters.dropped_rows.fetch_add(gone.len() as u64, Ordering::Relaxed);
     // Whoever asked must know which rows are gone. The error comes again with the next call, which drops none.
@@ -31,6 +38,7 @@ fn evict_into(
     keep: &dyn Fn(Id) -> bool,
     walk: &mut Walk,
     gone: &mut Vec<Id>,
+    mut tell: Option<&mut Tell<'_>>,
 ) -> Result<()> {
     tier.check_writable()?;
     // A round that began amid the segments leaves some out; the next one looks at these.
@@ -45,7 +53,8 @@ fn evict_into(
             continue;
         };
         let mut leaving: Vec<Ahead> = Vec::new();
-        while leaving.len() < rows as usize - gone.len()
+        let most = if tell.is_some() { at_once(&segment) } else { usize::MAX };
+        while leaving.len() < most.min(rows as usize - gone.len())
             && let Some(ahead) = walk.ahead.pop()
         {
             if !keep(ahead.id) {
@@ -53,10 +62,19 @@ fn evict_into(
             }
         }
         let ids: Vec<Id> = leaving.iter().map(|ahead| ahead.id).collect();
+        let mut copies = tell.as_ref().map(|_| Copies::read(tier, &segment, &leaving)).transpose()?;
         let place = (segment.slot, segment.serial);
         // Whoever waits for room must not keep a file whose going is to make it.
         drop(segment);
-        forget(tier, &ids, |state, at| is_still_at(state, place, leaving[at]), |at| gone.push(ids[at]))?;
+        let left = |at: usize| {
+            gone.push(ids[at]);
+            copies.iter_mut().for_each(|copies| copies.left(at));
+        };
+        let forgotten = forget(tier, &ids, |state, at| is_still_at(state, place, leaving[at]), left);
+        if let (Some(copies), Some(tell)) = (copies, &mut tell) {
+            copies.hand_over(tier.layout.vector_floats(), tell);
+        }
+        forgotten?;
     }
     Ok(())
 }

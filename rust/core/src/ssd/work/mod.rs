@@ -4,6 +4,7 @@ pub(crate) mod append;
 pub(crate) mod bury;
 pub(crate) mod by_entry;
 pub(crate) mod compact;
+pub(crate) mod copies;
 pub(crate) mod evict;
 pub(crate) mod fetch;
 pub(crate) mod held;

@@ -1,0 +1,172 @@
+//! Who is told of rows that are evicted: copies of them, made before they go, wait in a queue. Where nobody is to be told, each of these
+//! calls is one branch.
+
+use std::sync::Arc;
+
+use super::{ROWS_PER_GATHER, Residency};
+use crate::cache::rows::Chunk;
+use crate::cache::watch::{EvictedQueue, EvictedRows};
+use crate::error::Result;
+use crate::host::Idle;
+use crate::lifecycle::Sweep;
+use crate::memory;
+use crate::rows::RowRef;
+use crate::types::CacheSlot;
+
+/// So many sweeps are remembered at most while one is under way. What an older one took is told as taken by the oldest of these.
+const MOST_SWEEPS: usize = 1024;
+
+/// What is kept of a table that tells of evicted rows.
+#[derive(Debug)]
+pub(super) struct Told {
+    queue: Arc<EvictedQueue>,
+    /// The sweep under way, and before it those in whose place it goes on: each takes all that the ones before it take.
+    sweeps: Vec<Sweep>,
+}
+
+impl Told {
+    /// Tell of rows that a sweep took, each as taken by the first one that takes it.
+    fn died(&self, rows: Chunk, dim: usize) {
+        let row = |at: usize| rows.row(at, self.queue.floats());
+        let kinds: Vec<(u64, &'static str)> = (0..rows.headers.len()).map(|at| self.kind(row(at), dim)).collect();
+        let Some(&first) = kinds.first() else { return };
+        if kinds.iter().all(|kind| *kind == first) {
+            return self.queue.push(EvictedRows { step: first.0, reason: first.1, rows });
+        }
+        let mut parts: Vec<EvictedRows> = Vec::new();
+        for (at, &(step, reason)) in kinds.iter().enumerate() {
+            let place = parts.iter().position(|part| (part.step, part.reason) == (step, reason)).unwrap_or(parts.len());
+            if place == parts.len() {
+                parts.push(EvictedRows { step, reason, rows: Chunk::default() });
+            }
+            parts[place].rows.push(row(at));
+        }
+        parts.into_iter().for_each(|part| self.queue.push(part));
+    }
+
+    /// The step and the reason of a row's death.
+    fn kind(&self, row: RowRef<'_>, dim: usize) -> (u64, &'static str) {
+        let weights = &row.vector[..dim];
+        let first = self.sweeps.partition_point(|sweep| !sweep.kills(row.header, weights));
+        let sweep = &self.sweeps[first.min(self.sweeps.len() - 1)];
+        (sweep.step, sweep.reason(row.header, weights))
+    }
+}
+
+impl Residency {
+    /// Keep copies of rows that are evicted from now on, in the queue that is returned.
+    pub(crate) fn keep_evicted(&mut self) -> Arc<EvictedQueue> {
+        let floats = self.base.floats();
+        let told = self.told.get_or_insert_with(|| {
+            let sweeps = self.sweeping.iter().map(|under_way| Sweep::clone(&under_way.sweep)).collect();
+            Box::new(Told { queue: Arc::new(EvictedQueue::new(floats)), sweeps })
+        });
+        Arc::clone(&told.queue)
+    }
+
+    /// Whether somebody is to be told of evicted rows.
+    #[inline]
+    pub(super) fn tells(&self) -> bool {
+        self.told.is_some()
+    }
+
+    /// Whether sweeps are to go no further before batches, because those who are told of rows do not keep up with them.
+    pub(super) fn waits_to_tell(&self) -> bool {
+        self.told.as_ref().is_some_and(|told| told.queue.is_full())
+    }
+
+    /// How many rows wait to be told of.
+    pub(super) fn untold(&self) -> u64 {
+        self.told.as_ref().map_or(0, |told| told.queue.rows() as u64)
+    }
+
+    /// A sweep begins. It may go on in the place of one that is under way.
+    pub(super) fn tell_from(&mut self, sweep: &Sweep) {
+        let goes_on = self.sweeping.is_some();
+        let Some(told) = &mut self.told else { return };
+        if !goes_on {
+            told.sweeps.clear();
+        } else if told.sweeps.len() == MOST_SWEEPS {
+            told.sweeps.remove(0);
+        }
+        told.sweeps.push(sweep.clone());
+    }
+
+    /// Copies of rows of the host tier that are about to be evicted; none where nobody is told.
+    ///
+    /// Errors: `Memory`.
+    pub(super) fn copies_of_host(&self, slots: &[Idle]) -> Result<Chunk> {
+        if !self.tells() {
+            return Ok(Chunk::default());
+        }
+        let mut copies = self.room_for_copies(slots.len())?;
+        slots.iter().for_each(|idle| copies.push(self.host.row(idle.quiet())));
+        Ok(copies)
+    }
+
+    /// Copies of rows of the device tier that are about to be evicted; none where nobody is told.
+    ///
+    /// Errors: `Memory`, and those of reads from the device.
+    pub(super) fn copies_of_device(&mut self, slots: &[CacheSlot]) -> Result<Chunk> {
+        if !self.tells() {
+            return Ok(Chunk::default());
+        }
+        let mut copies = self.room_for_copies(slots.len())?;
+        for slots in slots.chunks(ROWS_PER_GATHER) {
+            let mut rows = self.gather(slots)?;
+            copies.headers.append(&mut rows.headers);
+            copies.vectors.append(&mut rows.vectors);
+        }
+        Ok(copies)
+    }
+
+    /// Copies of rows that were read from SSD and are about to be evicted; none where nobody is told.
+    ///
+    /// Errors: `Memory`.
+    pub(super) fn copies_of_read<'a>(&self, rows: impl ExactSizeIterator<Item = RowRef<'a>>) -> Result<Chunk> {
+        if !self.tells() {
+            return Ok(Chunk::default());
+        }
+        let mut copies = self.room_for_copies(rows.len())?;
+        rows.for_each(|row| copies.push(row));
+        Ok(copies)
+    }
+
+    fn room_for_copies(&self, rows: usize) -> Result<Chunk> {
+        let mut copies = Chunk::default();
+        memory::reserve(&mut copies.headers, "copy evicted rows", rows)?;
+        memory::reserve(&mut copies.vectors, "copy evicted rows", rows * self.base.floats())?;
+        Ok(copies)
+    }
+
+    /// Tell of rows that the sweep under way, `sweep`, took.
+    pub(super) fn tell_dead(&self, copies: Chunk) {
+        if let Some(told) = self.told.as_ref().filter(|_| !copies.headers.is_empty()) {
+            told.died(copies, self.base.layout.dim);
+        }
+    }
+
+    /// Tell of rows that were dropped because the table is full.
+    pub(super) fn tell_dropped(&self, copies: Chunk) {
+        if let Some(told) = &self.told {
+            told.queue.push(EvictedRows { step: self.step, reason: EvictedRows::FULL, rows: copies });
+        }
+    }
+
+    /// The rows are about to go for another reason: tell of those that the sweep under way takes.
+    pub(crate) fn tell_rest(&mut self) {
+        if self.tells()
+            && let Err(error) = self.finish_sweep()
+        {
+            let table = &self.base.config.name;
+            tracing::warn!("table {table:?}: a sweep could not be finished, and nobody is told of the rest: {error}");
+        }
+    }
+
+    /// No more rows will come: the table is closed.
+    pub(crate) fn end_telling(&self) {
+        if let Some(told) = &self.told {
+            told.queue.end();
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! The rows that were evicted from a table, for whoever is to be told of them.
+
+use std::sync::Arc;
+
+use super::handle::Table;
+use crate::cache::watch::{EvictedQueue, EvictedRows};
+use crate::error::Result;
+
+impl Table {
+    /// Keep a copy of each row that is evicted from now on, by the table's rule or because the table is full, until it is taken from the
+    /// queue. While many rows wait there sweeps go no further before batches. The queue ends when the table is closed. Its rows can still be
+    /// taken then.
+    pub fn keep_evicted(&self) -> Result<Arc<EvictedQueue>> {
+        Ok(self.inner.lock_any()?.keep_evicted())
+    }
+
+    /// The next rows of the queue of [`Table::keep_evicted`]. Where the queue has not enough for a full chunk, the sweep under way goes on
+    /// until it has, or is done. So when this returns `None`, every row was told of that a sweep took by now, but those of batches that are
+    /// between their forward and their backward.
+    ///
+    /// Errors: those of the SSD tier and of reads of the device tier. No row is lost.
+    pub fn next_evicted(&self) -> Result<Option<EvictedRows>> {
+        let queue = self.keep_evicted()?;
+        while queue.rows() < queue.rows_of_chunk() && self.inner.lock()?.sweep_a_slice()? {}
+        Ok(queue.take())
+    }
+}
