@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import admission, eviction, exceptions, initializers, optimizers
 from ._native import __version__ as __version__
-from .cache import CacheTable, FoundRows, RowChunk, RowMetadata
+from .cache import CacheTable, EvictedRows, FoundRows, RowChunk, RowMetadata
 from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
 from .metrics import AdmissionStats, EvictionStats, SsdStats, TableStats, TierStats
@@ -55,6 +55,7 @@ __all__ = [
     "EmbCacheStorageWriter",
     "EmbCacheTrainPipelineSparseDist",
     "EmbCacheWarning",
+    "EvictedRows",
     "EvictionStats",
     "FoundRows",
     "RowChunk",

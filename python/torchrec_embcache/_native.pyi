@@ -260,6 +260,26 @@ class EvictionStats:
 
     evicted: int
     under_way: bool
+    untold: int
+
+@final
+class EvictedBlock:
+    """Rows that were evicted after one step for one reason."""
+
+    step: int
+    reason: str
+    rows: RowBlock
+
+@final
+class EvictedQueue:
+    """The evicted rows of one table that wait to be told of. It outlives the table."""
+
+    def __len__(self) -> int: ...  # rows
+    def take(self) -> EvictedBlock | None: ...  # None: none waits
+    def wait(self) -> EvictedBlock | None: ...  # once rows wait and it is not held; None: it has ended, and none are left
+    def hold(self) -> None: ...  # keeps `wait` waiting, and sweeps, until `go_on` or the end
+    def go_on(self) -> None: ...
+    def is_ended(self) -> bool: ...
 
 @final
 class TableStats:
@@ -357,6 +377,9 @@ class Table:
     def step_at(self, time: int) -> int | None: ...  # the greatest step that was surely made by this time; None where that is said of no step
     def set_time(self, time: int) -> None: ...  # the table's time from now on, until the next; InputError where it would go back
     def check_time(self, time: int) -> None: ...  # the error of `set_time`
+    def keep_evicted(self) -> EvictedQueue: ...  # of the rows that are evicted from now on
+    def next_evicted(self) -> EvictedBlock | None: ...  # from that queue, and the sweep under way goes on until there is a full chunk
+    def end_telling(self) -> None: ...  # ends that queue, when all rows are in it that are dead by now; nothing once it is closed
     def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows, and when steps were made; it has none so far
     def clear(self) -> None: ...
     def clear_rows(self) -> None: ...  # as clear, but the counts of ids that wait for rows stay

@@ -5,7 +5,7 @@ What the modules of this package do with a table beyond this is in `table_shard`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -20,13 +20,25 @@ from .initializers import Initializer
 from .lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, Lifecycle
 from .metrics import TableStats
 from .optimizers import OptimizerSpec
-from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, ids_array
+from .rows import EvictedRows, FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, ids_array
 from .sweeping import set_time_alone, sweep_alone
 from .table_copy import described, in_memory_copy
 from .table_settings import TableSettings
 from .table_shard import TableShard
+from .telling import OnEvict
 
-__all__ = ["CacheTable", "FoundRows", "Ids", "RowChunk", "RowExport", "RowMetadata", "Values", "ids_array", "internals"]
+__all__ = [
+    "CacheTable",
+    "EvictedRows",
+    "FoundRows",
+    "Ids",
+    "RowChunk",
+    "RowExport",
+    "RowMetadata",
+    "Values",
+    "ids_array",
+    "internals",
+]
 
 
 class CacheTable(ClosedByWith):
@@ -57,6 +69,8 @@ class CacheTable(ClosedByWith):
             Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
+        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for `drain_evicted`.
+            None: nobody.
         total_num_buckets: how many buckets ids are spread over, from 1 to 2^20.
         buckets: the buckets [begin, end) of this shard; by default the share of `rank`.
         rank: of this shard, from 0.
@@ -112,6 +126,7 @@ class CacheTable(ClosedByWith):
         not_admitted: NotAdmitted = "zeros",
         score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: EvictionPolicy | None = None,
+        on_evict: OnEvict | None = None,
         total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
         buckets: tuple[int, int] | None = None,
         rank: int = 0,
@@ -134,6 +149,7 @@ class CacheTable(ClosedByWith):
                 score_half_life_steps=score_half_life_steps,
                 eviction=eviction,
             ),
+            on_evict=on_evict,
             total_num_buckets=total_num_buckets,
             buckets=buckets,
             rank=rank,
@@ -272,8 +288,10 @@ class CacheTable(ClosedByWith):
     def close(self) -> None:
         """Flush and close; harmless twice. The tiers are closed also where the flush fails, which raises.
 
-        A save beside training that has the table is waited for. Ctrl-C ends the wait, and the flush: then the table is open, and
-        this can be called again. `StateError` from a `progress` callable of that save, which would wait for itself.
+        A save beside training that has the table is waited for, and so is `on_evict`, until it was given every row that is dead by
+        then; `EvictionHookError` where it raised. Ctrl-C ends the wait, and the flush: then the table is open, and
+        this can be called again. `StateError` from a `progress` callable of that save, or from `on_evict`, which would wait
+        for itself.
         """
         self._shard.close()
 
@@ -367,6 +385,19 @@ class CacheTable(ClosedByWith):
         Raises `InputError` where time would go back or is no number from 0 to 2^52, `StateError` where other ranks share the table.
         """
         set_time_alone(self._shard, seconds)
+
+    def drain_evicted(self) -> Iterator[EvictedRows]:
+        """The rows that were evicted from this shard and not drained yet, chunk by chunk, in the order in which they left.
+
+        It wants `on_evict="keep"`. A chunk that was given is not given again. Where the loop ends early the other rows stay, also
+        when the table is closed. A sweep under way is finished bit by bit, so at the end every row was given that is dead by now.
+        While many rows wait, sweeps before batches go no further; rows that must leave all the same wait in RAM.
+
+        Raises `StateError` where evicted rows are not kept, or go to a callable.
+
+        For example `for rows in table.drain_evicted(): archive.write(rows.to_numpy())`.
+        """
+        return self._shard.telling.drain(self._shard.native_or_none)
 
     # ---- for people, and copies
 

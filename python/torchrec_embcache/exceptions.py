@@ -12,6 +12,7 @@ __all__ = [
     "CorruptionError",
     "EmbCacheError",
     "EmbCacheWarning",
+    "EvictionHookError",
     "HostMemoryError",
     "InUseError",
     "InputError",
@@ -53,6 +54,10 @@ def _restore(cls: type[EmbCacheError], message: str, errno: int | None, filename
 
 class ConfigError(EmbCacheError, ValueError):
     """A configuration value is out of range or contradicts another."""
+
+
+class EvictionHookError(EmbCacheError, RuntimeError):
+    """`on_evict` raised. On the rank where it did, its own exception is the `__cause__` of this one."""
 
 
 class InputError(EmbCacheError, ValueError):

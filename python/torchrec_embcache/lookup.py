@@ -70,6 +70,8 @@ class LookupGroup:
         self.after_backward = after_backward
         # A table whose rows are kept on SSD. Its step tells, when the process ends amid a step, how far the step came.
         self.kept_table = next((table for table in self.tables if table.tiers.ssd), None)
+        # Tables of whose evicted rows somebody is told.
+        self._telling = [table.telling for table in self.tables if table.telling.has_hook]
         self._opened: tuple[list[_native.Table], _native.Lookup, KernelBackend] | None = None
         self._lookahead = Lookahead()
         self._warned_rows = [0] * len(self.tables)
@@ -126,6 +128,9 @@ class LookupGroup:
         lookup, _ = self._open()
         # With activation checkpointing a forward runs again within a backward.
         recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        if train and not recomputed:
+            for telling in self._telling:
+                telling.raise_error()
         plan, dropped = self._lookahead.take(ids, train=train, recomputed=recomputed)
         if plan is None:
             plan = self._plan_options(train).plan(lookup, ids, ahead=False)

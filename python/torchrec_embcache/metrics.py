@@ -105,10 +105,12 @@ class EvictionStats:
 
     - `evicted`: rows that a rule took. While a sweep is under way those are counted that have left their tier.
     - `under_way`: rows that a sweep takes are still to leave their tier. They are unseen all the same.
+    - `untold`: rows that left, by a rule or because the table was full, and wait for `on_evict` or `drain_evicted`.
     """
 
     evicted: int
     under_way: bool
+    untold: int
 
     @classmethod
     def of(cls, native: _native.EvictionStats) -> Self:
@@ -126,7 +128,7 @@ class TableStats:
     - `overflow_plans`: batches whose rows did not fit the tier that kernels run on.
     - `dropped_rows`: rows that `on_full="evict"` removed.
     - `admission`: the counters of admission; None where every id gets a row.
-    - `eviction`: the counters of eviction by rule; None where no rule takes rows.
+    - `eviction`: the counters of eviction by rule; None where no rule takes rows, and without `on_evict`.
     - `device`, `host`, `ssd`: the counters of each tier; None for a tier that the table does not have.
 
     For example `bag.stats().host.hits`.

@@ -6,7 +6,7 @@ Shapes: n rows, D the table's width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from .optimizers import OptimizerSpec
 
 __all__ = [
     "MOST_CLICKS",
+    "EvictedRows",
     "FoundRows",
     "Ids",
     "RowChunk",
@@ -33,6 +34,7 @@ __all__ = [
     "float32_array",
     "ids_array",
     "row_ids",
+    "row_parts",
     "row_vectors",
 ]
 
@@ -277,6 +279,34 @@ class FoundRows(RowChunk):
     def to_numpy(self) -> dict[str, NDArray[Any]]:
         """The columns of `RowChunk.to_numpy`, and "found"."""
         return super().to_numpy() | {"found": self.found.numpy()}
+
+
+@dataclass(frozen=True)
+class EvictedRows(RowChunk):
+    """Rows that left a table by its eviction, or because it was full, each as it was when it died. At most 65,536 of them.
+
+    - `table`: the table's name.
+    - `step`: the training step after which they died.
+    - `reason`: the kind of the first rule that took them, "ttl", "score", "l2_norm" or "all", or "full" where `on_full="evict"`
+      dropped them.
+
+    For example `on_evict=lambda rows: print(rows.table, rows.step, rows.reason, len(rows))`.
+    """
+
+    table: str = field(kw_only=True)
+    step: int = field(kw_only=True)
+    reason: str = field(kw_only=True)
+
+
+def row_parts(
+    spec: OptimizerSpec, dim: int, vectors: NDArray[np.float32], scalars: NDArray[np.float32]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weights [n, D] and the slots of n rows that the core gave: vector parts [n, V] and scalar slots [n]."""
+    columns = torch.split(torch.from_numpy(vectors), dim, 1)
+    slots = {name: part.contiguous() for name, part in zip(spec.slot_names, columns[1:], strict=False)}
+    if spec.scalar_slot():
+        slots[spec.slot_names[-1]] = torch.from_numpy(scalars)
+    return columns[0].contiguous(), slots
 
 
 class RowExport(Iterator[RowChunk]):

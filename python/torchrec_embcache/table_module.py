@@ -6,7 +6,7 @@ Shapes: n rows, D the table's width.
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .admission import Admission, NotAdmitted
-from .cache import CacheTable, FoundRows, Ids, RowExport, RowMetadata, Values, internals
+from .cache import CacheTable, EvictedRows, FoundRows, Ids, RowExport, RowMetadata, Values, internals
 from .closing import ClosedByWith
 from .collective import world_size
 from .config import OnFull, Policy, TierBudgets, Unseen, check_int
@@ -28,6 +28,7 @@ from .metrics import TableStats
 from .optimizers import SGD, FusedOptimizer, OptimizerSpec
 from .rows import clicks_array
 from .state_dicts import check_rows_are_here, note_rows
+from .telling import OnEvict
 from .whole_model import CacheModule
 
 __all__ = [
@@ -95,6 +96,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
         not_admitted: NotAdmitted,
         score_half_life_steps: int,
         eviction: EvictionPolicy | None,
+        on_evict: OnEvict | None,
         total_num_buckets: int,
         device: torch.device | str,
         replicated: bool,
@@ -122,6 +124,7 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
             not_admitted=not_admitted,
             score_half_life_steps=score_half_life_steps,
             eviction=eviction,
+            on_evict=on_evict,
             total_num_buckets=total_num_buckets,
             device=device,
         )
@@ -214,6 +217,10 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
     def set_time(self, seconds: float) -> None:
         """Say what time it is for `Ttl(seconds=...)`, from now on until the next call; see `torchrec_embcache.set_time`."""
         self.table.set_time(seconds)
+
+    def drain_evicted(self) -> Iterator[EvictedRows]:
+        """The evicted rows that were not drained yet, where `on_evict` is "keep"; see `CacheTable.drain_evicted`."""
+        return self.table.drain_evicted()
 
     def flush(self) -> None:
         """Write every dirty row to the SSD tier and publish one state; see `CacheTable.flush`."""

@@ -24,6 +24,7 @@ from .exceptions import ConfigError
 from .initializers import Initializer
 from .lifecycle import Lifecycle
 from .optimizers import OptimizerSpec
+from .telling import OnEvict, check_on_evict
 
 __all__ = ["TableSettings", "check_device_memory", "check_optimizer", "device_rows"]
 
@@ -41,6 +42,7 @@ class TableSettings:
     policy: Policy
     on_full: OnFull
     lifecycle: Lifecycle
+    on_evict: OnEvict | None
     total_num_buckets: int
     bucket_hash: BucketHash
     buckets: tuple[int, int]
@@ -62,6 +64,7 @@ class TableSettings:
         policy: Policy,
         on_full: OnFull,
         lifecycle: Lifecycle,
+        on_evict: OnEvict | None,
         total_num_buckets: int,
         buckets: tuple[int, int] | None,
         rank: int,
@@ -100,6 +103,7 @@ class TableSettings:
             policy=policy,
             on_full=on_full,
             lifecycle=lifecycle,
+            on_evict=check_on_evict("", on_evict),
             total_num_buckets=total_num_buckets,
             bucket_hash=DEFAULT_BUCKET_HASH,
             buckets=(begin, end),

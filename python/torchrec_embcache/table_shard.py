@@ -27,8 +27,9 @@ from .metrics import TableStats
 from .optimizers import SGD, OptimizerSpec
 from .owners import import_on_owners
 from .resuming import StateToResume, state_to_resume, warn_of_lost_state
-from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, row_ids, row_vectors
+from .rows import FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, row_ids, row_parts, row_vectors
 from .table_settings import TableSettings, check_device_memory, check_optimizer, device_rows
+from .telling import Teller
 from .under_way import refuse_in_own_save
 
 __all__ = ["TableShard"]
@@ -53,6 +54,7 @@ class TableShard:
         self.tiers, self.device = settings.tiers, settings.device
         self.rank, self.world_size, self.seed = settings.rank, settings.world_size, settings.seed
         self.policy, self.on_full = settings.policy, settings.on_full
+        self.telling = Teller(self.name, self.dim, settings.on_evict)
         # A load may replace these four. Of a table that is resumed or loaded its files say how ids fall into buckets.
         self.key = settings.key
         self.total_num_buckets, self.bucket_hash = settings.total_num_buckets, settings.bucket_hash
@@ -179,6 +181,7 @@ class TableShard:
                 lifetime.opened(self)
             self._supersedes = disk.look_after(self, lifetime.open_tables(), resumed=state.token)
             warn_of_lost_state(self, state)
+            self.telling.watch(native, self.spec)
         except BaseException:
             # Whatever failed, such as a warning that the user makes an error: the table is not open, and can be opened again. The
             # core's table is closed, because an error that somebody keeps would hold it, and with it the directory.
@@ -345,12 +348,8 @@ class TableShard:
     def _parts(
         self, ids: NDArray[np.int64], rows: _native.RowBlock | _native.FoundRows
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], RowMetadata]:
-        columns = torch.split(torch.from_numpy(rows.vectors), self.dim, 1)
-        spec = self.spec
-        slots = {name: part.contiguous() for name, part in zip(spec.slot_names, columns[1:], strict=False)}
-        if spec.scalar_slot():
-            slots[spec.slot_names[-1]] = torch.from_numpy(rows.scalars)
-        return torch.from_numpy(ids), columns[0].contiguous(), slots, RowMetadata.of(rows.metadata)
+        parts = row_parts(self.spec, self.dim, rows.vectors, rows.scalars)
+        return torch.from_numpy(ids), *parts, RowMetadata.of(rows.metadata)
 
     # ---- flushes, and the end
 
@@ -367,8 +366,7 @@ class TableShard:
     @property
     def ssd_bytes_held(self) -> int:
         """Bytes of the files of the SSD tier."""
-        ssd = self.native.stats().ssd
-        return ssd.tier.bytes if ssd is not None else 0
+        return ssd.tier.bytes if (ssd := self.native.stats().ssd) is not None else 0
 
     @property
     def of_several_ranks(self) -> bool:
@@ -396,8 +394,7 @@ class TableShard:
     def flush_as(self, token: int | None) -> int:
         """Flush as the state named `token` (see `publish`); None is the next token of this table alone.
 
-        States that a flush of several tables left incomplete are forgotten. Returns the version of the rows that the state has, for
-        `note_flushed`.
+        States that a flush of several tables left incomplete are forgotten. Returns the version of its rows, for `note_flushed`.
         """
         for other in self.published():
             try:
@@ -420,20 +417,22 @@ class TableShard:
     def close(self) -> None:
         """Flush and close; see `CacheTable.close`."""
         native = self._native
-        if self._closed or native is None or native.is_closed():
-            self._closed = True
-            return
-        refuse_in_own_save(self, "close")
-        try:
-            # What a failed load left is no state to resume.
-            if self.unusable is None:
-                self.flush()
-            native.close()
-        except Exception:
-            native.close()
-            self._closed = True
-            raise
+        if not self._closed and native is not None and not native.is_closed():
+            refuse_in_own_save(self, "close")
+            self.telling.refuse_own_thread("close")
+            try:
+                # What a failed load left is no state to resume.
+                if self.unusable is None:
+                    self.flush()
+                self.telling.end(native)
+                native.close()
+            except Exception as error:
+                native.close()
+                self._closed = True
+                self.telling.finish(error)
+                raise
         self._closed = True
+        self.telling.finish()
 
     def close_unflushed(self) -> None:
         """Close it, with a part of the rows that it was to take over, and do not flush: a resume finds the last flush."""
@@ -448,3 +447,4 @@ class TableShard:
         # The constructor may have raised before there was anything to look after.
         if getattr(self, "_native", None) is not None:
             lifetime.dropped(self)
+            self.telling.table_goes(self._native)

@@ -28,6 +28,7 @@ PUBLIC_WITHOUT_TORCHREC = {
     "EmbCacheEmbeddingBag",
     "EmbCacheError",
     "EmbCacheWarning",
+    "EvictedRows",
     "EvictionStats",
     "FoundRows",
     "RowChunk",

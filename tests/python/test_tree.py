@@ -50,7 +50,16 @@ _BASE = {
     "under_way",
     "resuming",
 }
-_SHARD = _BASE | {"device_tier", "torch_updates", "kernels", "rows", "owners", "table_settings", "table_shard"}
+_SHARD = _BASE | {
+    "device_tier",
+    "torch_updates",
+    "kernels",
+    "rows",
+    "telling",
+    "owners",
+    "table_settings",
+    "table_shard",
+}
 _TABLE = _SHARD | {"sweeping", "table_copy", "cache"}
 _CACHE = _TABLE | {"bags", "lookahead", "lookup", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
@@ -93,7 +102,10 @@ PYTHON_IMPORTS = {
         "eviction",
         "lifecycle",
         "optimizers",
+        "rows",
+        "telling",
     },
+    "telling": {"exceptions", "config", "optimizers", "rows"},
     "table_shard": _SHARD,
     "sweeping": _SHARD,
     "table_copy": _SHARD,
@@ -132,6 +144,7 @@ RESERVED = {
         "buckets",
         "table_settings",
         "table_shard",
+        "telling",
         "rows",
         "metrics",
         "initializers",

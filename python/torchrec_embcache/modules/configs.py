@@ -36,6 +36,7 @@ from torchrec_embcache.lifecycle import (
     Lifecycle,
 )
 from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig, Translated
+from torchrec_embcache.telling import OnEvict, check_on_evict
 
 from .virtual_tables import translated
 
@@ -83,6 +84,8 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
             gradient is dropped. It counts in the length of a mean. Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
+        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for
+            `table.drain_evicted()`. None: nobody.
         total_num_buckets: an id falls into bucket `hash(id) % total_num_buckets`, where the hash is SplitMix64's finaliser, and
             each rank owns a range of buckets. From 1 to 2^20, and fixed for the table's life.
         virtual_table_eviction_policy: TorchRec's way to say `eviction`. What means the same here is taken, and every other field of
@@ -118,6 +121,7 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
     not_admitted: NotAdmitted = "zeros"
     score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
     eviction: EvictionPolicy | None = None
+    on_evict: OnEvict | None = None
     admit_and_evict_config: AdmitAndEvictConfig | None = None
 
     def __post_init__(self) -> None:
@@ -142,6 +146,7 @@ class EmbCacheEmbeddingConfig(EmbeddingConfig):
     not_admitted: NotAdmitted = "zeros"
     score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS
     eviction: EvictionPolicy | None = None
+    on_evict: OnEvict | None = None
     admit_and_evict_config: AdmitAndEvictConfig | None = None
 
     def __post_init__(self) -> None:
@@ -195,6 +200,7 @@ def _check(config: CacheConfig) -> None:
     check_choice(f"{table}on_full", config.on_full, OnFull)
     if config.unseen is not None:
         check_choice(f"{table}unseen", config.unseen, Unseen)
+    check_on_evict(table, config.on_evict)
     lifecycle_of(config)
 
 

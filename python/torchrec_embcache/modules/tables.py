@@ -162,6 +162,7 @@ class ModuleTables(Mapping[str, CacheTable]):
                 not_admitted=lives[config.name].not_admitted,
                 score_half_life_steps=lives[config.name].score_half_life_steps,
                 eviction=lives[config.name].eviction,
+                on_evict=config.on_evict,
                 total_num_buckets=num_buckets(config),
                 buckets=shards[config.name].buckets(num_buckets(config)),
                 rank=shards[config.name].rank,

@@ -27,6 +27,7 @@ from torchrec_embcache.table_module import (
     optimizer_of,
     width_of,
 )
+from torchrec_embcache.telling import OnEvict
 from torchrec_embcache.tracing import as_one_call
 
 __all__ = ["EmbCacheEmbedding"]
@@ -59,6 +60,8 @@ class EmbCacheEmbedding(TableModule):
             Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
+        on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for `drain_evicted`.
+            None: nobody.
         total_num_buckets: how many buckets ids are spread over, which ranks share; from 1 to 2^20, and fixed for the table's life.
         device: where the results are, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
         replicated: where `torch.distributed` has several ranks, each trains a table of its own, and a warning says so.
@@ -112,6 +115,7 @@ class EmbCacheEmbedding(TableModule):
         not_admitted: NotAdmitted = "zeros",
         score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: EvictionPolicy | None = None,
+        on_evict: OnEvict | None = None,
         total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
@@ -138,6 +142,7 @@ class EmbCacheEmbedding(TableModule):
             not_admitted=not_admitted,
             score_half_life_steps=score_half_life_steps,
             eviction=eviction,
+            on_evict=on_evict,
             total_num_buckets=total_num_buckets,
             device=device,
             replicated=replicated,
@@ -163,6 +168,7 @@ class EmbCacheEmbedding(TableModule):
         not_admitted: NotAdmitted = "zeros",
         score_half_life_steps: int = DEFAULT_SCORE_HALF_LIFE_STEPS,
         eviction: EvictionPolicy | None = None,
+        on_evict: OnEvict | None = None,
         total_num_buckets: int = DEFAULT_TOTAL_NUM_BUCKETS,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
@@ -206,6 +212,7 @@ class EmbCacheEmbedding(TableModule):
             not_admitted=not_admitted,
             score_half_life_steps=score_half_life_steps,
             eviction=eviction,
+            on_evict=on_evict,
             total_num_buckets=total_num_buckets,
             device=device,
             dtype=dtype,

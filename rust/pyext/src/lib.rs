@@ -11,6 +11,7 @@ mod checkpoint_load;
 mod checkpoint_rows;
 mod directory;
 mod error;
+mod evicted;
 mod foreign;
 mod logging;
 mod lookup;
@@ -73,6 +74,8 @@ mod _native {
     use super::checkpoint_rows::{PyLinkOfId, PyPendingIds, PyRows, PyRowsToWrite, PyTaken};
     #[pymodule_export]
     use super::directory::PyDirectory;
+    #[pymodule_export]
+    use super::evicted::{PyEvictedBlock, PyEvictedQueue};
     #[pymodule_export]
     use super::logging::drain_log;
     #[pymodule_export]

@@ -78,6 +78,7 @@ counters! {
     PyEvictionStats, "EvictionStats", EvictionStats {
         evicted: u64,
         under_way: bool,
+        untold: u64,
     }
 }
 

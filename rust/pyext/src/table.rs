@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 
 use crate::buffers::{headers_from_python, slice, slice2, slots_to_python};
 use crate::error::{from_python, to_python};
+use crate::evicted::{PyEvictedBlock, PyEvictedQueue};
 use crate::foreign::under_lock;
 use crate::logging::{follow_levels, follow_levels_sometimes};
 use crate::paths::ssd_engine;
@@ -308,6 +309,17 @@ impl PyTable {
     }
     fn check_time(&self, py: Python<'_>, time: u64) -> PyResult<()> {
         py.detach(|| self.inner.check_time(time)).map_err(to_python)
+    }
+    /// The queue of the rows that are evicted from now on.
+    fn keep_evicted(&self, py: Python<'_>) -> PyResult<PyEvictedQueue> {
+        py.detach(|| self.inner.keep_evicted()).map(|inner| PyEvictedQueue { inner }).map_err(to_python)
+    }
+    fn next_evicted(&self, py: Python<'_>) -> PyResult<Option<PyEvictedBlock>> {
+        let next = py.detach(|| self.inner.next_evicted()).map_err(to_python)?;
+        next.map(|rows| PyEvictedBlock::of(py, rows, self.vector_floats())).transpose()
+    }
+    fn end_telling(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.end_telling()).map_err(to_python)
     }
     fn clear_rows(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;

@@ -129,8 +129,8 @@ impl TableInner {
         if was_open {
             let mut held = self.lock_always();
             held.finish_loads();
-            // Of a torn table, and of one that waits for a load, nobody knows which rows it has.
-            if self.torn.get().is_none() && held.unusable().is_none() {
+            // Of a torn table nobody knows which rows it has.
+            if self.torn.get().is_none() {
                 held.tell_rest();
             }
             held.end_telling();

@@ -153,7 +153,7 @@ impl Residency {
         }
     }
 
-    /// The rows are about to go for another reason: tell of those that the sweep under way takes.
+    /// The rows are about to go for another reason: tell of those that the sweep under way takes. What cannot be read is logged.
     pub(crate) fn tell_rest(&mut self) {
         if self.tells()
             && let Err(error) = self.finish_sweep()
@@ -163,7 +163,7 @@ impl Residency {
         }
     }
 
-    /// No more rows will come: the table is closed.
+    /// Nobody is told of what comes from now on.
     pub(crate) fn end_telling(&self) {
         if let Some(told) = &self.told {
             told.queue.end();

@@ -14,6 +14,16 @@ impl Table {
         Ok(self.inner.lock_any()?.keep_evicted())
     }
 
+    /// Tell of all rows that the sweep under way takes, and end the queue of [`Table::keep_evicted`], as closing the table does.
+    pub fn end_telling(&self) -> Result<()> {
+        if !self.is_closed() {
+            let mut held = self.inner.lock_any()?;
+            held.tell_rest();
+            held.end_telling();
+        }
+        Ok(())
+    }
+
     /// The next rows of the queue of [`Table::keep_evicted`]. Where the queue has not enough for a full chunk, the sweep under way goes on
     /// until it has, or is done. So when this returns `None`, every row was told of that a sweep took by now, but those of batches that are
     /// between their forward and their backward.

@@ -108,9 +108,10 @@ impl EvictedQueue {
         joined(parts)
     }
 
-    /// Keep whoever waits waiting, and sweeps too, until [`EvictedQueue::go_on`].
+    /// Keep whoever waits waiting, and sweeps too, until [`EvictedQueue::go_on`] or the end.
     pub fn hold(&self) {
-        lock(&self.waiting).held = true;
+        let mut waiting = lock(&self.waiting);
+        waiting.held = !waiting.ended;
     }
 
     /// Undo [`EvictedQueue::hold`].
@@ -124,6 +125,11 @@ impl EvictedQueue {
         let mut waiting = lock(&self.waiting);
         (waiting.ended, waiting.held) = (true, false);
         self.changed.notify_all();
+    }
+
+    /// Whether no more rows will come.
+    pub fn is_ended(&self) -> bool {
+        lock(&self.waiting).ended
     }
 
     /// The rows of a chunk that is full.
@@ -220,6 +226,7 @@ mod tests {
             queue.hold();
             queue.push(part(3, "ttl", 4..5));
             queue.end();
+            queue.hold();
             let all: Vec<Id> = taker.join().unwrap().into_iter().flat_map(|(_, _, ids)| ids).collect();
             assert_eq!(all, [0, 1, 2, 3, 4]);
         });

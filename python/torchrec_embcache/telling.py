@@ -1,0 +1,303 @@
+"""Who is told of the rows that are evicted from a table: a hook of the user's, on a thread of its own, or whoever drains them.
+
+The core keeps a copy of each such row in a queue. The thread takes chunks from there, and holds no lock while the hook runs, so
+that the hook may use the table. It keeps no reference to the table or to the hook while it waits. So a table whose last reference
+goes is freed, once all that waits was told.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from . import _native
+from .exceptions import ConfigError, EmbCacheError, EmbCacheWarning, EvictionHookError, HostMemoryError, StateError
+from .optimizers import OptimizerSpec
+from .rows import EvictedRows, RowMetadata, row_parts
+
+__all__ = ["OnEvict", "Teller", "check_on_evict"]
+
+_log = logging.getLogger(__name__)
+
+#: What is done with evicted rows: a callable is called with each chunk of them; "keep" keeps them for `drain_evicted`.
+OnEvict = Callable[[EvictedRows], object] | Literal["keep"]
+
+
+def check_on_evict(of: str, on_evict: object) -> OnEvict | None:
+    """`on_evict` if it is one, or None. `ConfigError`, which begins with `of`, for anything else."""
+    if on_evict is None or on_evict == "keep":
+        return None if on_evict is None else "keep"
+    if not callable(on_evict):
+        raise ConfigError(
+            f"{of}on_evict={on_evict!r} is not known: give a function of one argument, which is called with EvictedRows, or "
+            '"keep", for drain_evicted()'
+        )
+    hook: Callable[[EvictedRows], object] = on_evict
+    return hook
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The queue of one of the core's tables, and what its rows are."""
+
+    queue: _native.EvictedQueue
+    table: str
+    dim: int
+    spec: OptimizerSpec
+
+    def rows(self, block: _native.EvictedBlock) -> EvictedRows:
+        weights, slots = row_parts(self.spec, self.dim, block.rows.vectors, block.rows.scalars)
+        ids, metadata = block.rows.ids, RowMetadata.of(block.rows.metadata)
+        return EvictedRows(
+            torch.from_numpy(ids), weights, slots, metadata, table=self.table, step=block.step, reason=block.reason
+        )
+
+
+class _Grip:
+    """How the thread finds its `Teller`: weakly while the table is there, and by itself once it is gone."""
+
+    def __init__(self, teller: Teller) -> None:
+        self._teller = weakref.ref(teller)
+        self._left: Teller | None = None
+        self._is_gone = threading.Event()
+
+    def table_goes(self, teller: Teller) -> None:
+        """Keep the teller until its rows are told."""
+        self._left = teller
+        self._is_gone.set()
+
+    def teller(self) -> Teller | None:
+        """The teller."""
+        teller = self._teller()
+        if teller is None:
+            # The garbage collector forgets weak references a moment before it calls `table_goes`.
+            self._is_gone.wait()
+            teller = self._left
+        return teller
+
+    def let_go(self) -> None:
+        """Nothing is left to be told."""
+        self._left = None
+
+
+class Teller:
+    """What becomes of the evicted rows of one shard of a table. Without `on_evict` nothing does, and nothing is kept."""
+
+    def __init__(self, table: str, dim: int, on_evict: OnEvict | None) -> None:
+        self._table, self._dim = table, dim
+        self._keeps = on_evict is not None
+        self._hook: Callable[[EvictedRows], object] | None = None if on_evict == "keep" else on_evict
+        # A load may replace the core's table: the queues of those before come first.
+        self._sources: deque[_Source] = deque()
+        self._errors: deque[EvictionHookError] = deque()
+        self._thread: threading.Thread | None = None
+        self._grip = _Grip(self)
+        self._pid = os.getpid()
+
+    def watch(self, native: _native.Table, spec: OptimizerSpec) -> None:
+        """Tell of the rows that are evicted from this table of the core's from now on."""
+        if not self._keeps:
+            return
+        self._pid = os.getpid()
+        source = _Source(native.keep_evicted(), self._table, self._dim, spec)
+        if self._hook is None:
+            self._sources.append(source)
+            return
+        thread = threading.Thread(
+            target=_tell, args=(source, self._grip, self._thread), name=f"embcache-evicted-{self._table}", daemon=True
+        )
+        try:
+            if not _native.has_room_for_threads():
+                raise RuntimeError("there is no memory for it")
+            thread.start()
+        except RuntimeError as cause:
+            raise HostMemoryError(f"table {self._table!r}: no thread can be started for on_evict: {cause}") from cause
+        self._sources.append(source)
+        self._thread = thread
+        _look_after(self, native, thread)
+
+    def tell(self, source: _Source, block: _native.EvictedBlock) -> None:
+        """Call the hook with a chunk. Where it raises, sweeps and the hook wait until that is raised where the table is trained."""
+        assert self._hook is not None, "there is no thread without a hook"
+        rows = source.rows(block)
+        try:
+            self._hook(rows)
+        except BaseException as cause:  # also SystemExit, which would end the thread
+            error = EvictionHookError(
+                f"on_evict of table {self._table!r} raised {type(cause).__name__}: {cause} (it was given {len(rows)} rows of step "
+                f"{rows.step} that left for {rows.reason!r}, and is not given these again)"
+            )
+            error.__cause__ = cause
+            source.queue.hold()
+            self._errors.append(error)
+            if source.queue.is_ended():
+                return
+            _log.warning("%s; it is raised by the next training forward, and sweeps wait until then", error)
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a callable is told."""
+        return self._hook is not None
+
+    def raise_error(self) -> None:
+        """Raise what the hook raised, once. Sweeps and the hook go on from here."""
+        if self._errors and self._pid == os.getpid():
+            error = self._errors.popleft()
+            for source in self._sources:
+                source.queue.go_on()
+            raise error
+
+    def drain(self, native: _native.Table | None) -> Iterator[EvictedRows]:
+        """The rows that wait, chunk by chunk. `native` is the core's table, if it is open: its sweep is finished meanwhile."""
+        if not self._keeps:
+            raise StateError(f'table {self._table!r} keeps no evicted rows: make it with on_evict="keep"')
+        if self._hook is not None:
+            raise StateError(
+                f'the evicted rows of table {self._table!r} go to its on_evict: make it with on_evict="keep" to drain them'
+            )
+        return self._drained(native)
+
+    def _drained(self, native: _native.Table | None) -> Iterator[EvictedRows]:
+        if self._pid != os.getpid():
+            raise StateError(f"the evicted rows of table {self._table!r} are those of the process that opened it")
+        while self._sources:
+            source = self._sources[0]
+            is_last = len(self._sources) == 1
+            goes_on = is_last and native is not None and not native.is_closed()
+            block = native.next_evicted() if goes_on and native is not None else source.queue.take()
+            if block is not None:
+                yield source.rows(block)
+            elif is_last:
+                return
+            else:
+                self._sources.popleft()
+
+    def refuse_own_thread(self, what: str) -> None:
+        """`StateError` where the hook itself is the caller, because it would wait for itself for ever."""
+        if self._thread is threading.current_thread():
+            raise StateError(
+                f"on_evict of table {self._table!r} runs, and this waits for it: {what} after it has returned"
+            )
+
+    def end(self, native: _native.Table) -> None:
+        """The table is about to be closed: wait until the hook was given every row that is dead by now. Ctrl-C ends the wait."""
+        if self._thread is not None and self._pid == os.getpid():
+            native.end_telling()
+            self._thread.join()
+
+    def finish(self, error: Exception | None = None) -> None:
+        """The core's table is closed: wait until all of its rows are told. What the hook raised is raised, or are notes of `error`.
+
+        Ctrl-C ends the wait. This can be called again then.
+        """
+        if self._thread is not None and self._pid == os.getpid():
+            self.refuse_own_thread("close")
+            self._thread.join()
+            for source in self._sources:
+                while (block := source.queue.take()) is not None:  # it died after `end`
+                    self.tell(source, block)
+        errors = [self._errors.popleft() for _ in range(len(self._errors))]
+        if errors and error is None:
+            error = errors.pop(0)
+            for other in errors:
+                error.add_note(str(other))
+            raise error
+        for other in errors:
+            if error is not None:
+                error.add_note(str(other))
+
+    def table_goes(self, native: _native.Table | None) -> None:
+        """The last reference to the table goes. What waits is told by the thread; what nobody has drained is lost, and logged."""
+        if not self._keeps or native is None or self._pid != os.getpid() or sys.is_finalizing():
+            return
+        self._grip.table_goes(self)
+        try:
+            native.end_telling()
+        except EmbCacheError as error:
+            _log.warning("table %r was dropped, and nobody is told of what a sweep still takes: %s", self._table, error)
+        lost = sum(len(source.queue) for source in self._sources) if self._hook is None else 0
+        if lost:
+            _log.warning("table %r was dropped with %d evicted rows that nobody has drained", self._table, lost)
+
+    def __del__(self) -> None:
+        for error in getattr(self, "_errors", ()):
+            _log.warning("table %r is gone, and nobody was told that %s", self._table, error)
+
+
+def _tell(source: _Source, grip: _Grip, before: threading.Thread | None) -> None:
+    """Hand the rows of a queue to the hook until it ends. Those of the queue before come first."""
+    if before is not None:
+        before.join()
+    while (block := source.queue.wait()) is not None:
+        teller = grip.teller()
+        if teller is None:
+            break
+        teller.tell(source, block)
+        del teller, block
+    grip.let_go()
+    _threads.discard(threading.current_thread())
+
+
+# ---- the end of the process
+
+# Threads that tell, and the core's tables that they tell of, as long as their tellers are there.
+_threads: set[threading.Thread] = set()
+_tables: weakref.WeakKeyDictionary[Teller, _native.Table] = weakref.WeakKeyDictionary()
+# The process that these are of. A forked child has its own.
+_hooked: int | None = None
+
+
+def _look_after(teller: Teller, native: _native.Table, thread: threading.Thread) -> None:
+    global _hooked
+    if _hooked != os.getpid():
+        _threads.clear()
+        _tables.clear()
+        _hooked = os.getpid()
+        if multiprocessing.parent_process() is not None:
+            # A child that was forked ends without the functions that `atexit` was given. Tables are flushed before this.
+            multiprocessing.util.Finalize(None, _tell_at_exit, exitpriority=-1)
+    _threads.add(thread)
+    _tables[teller] = native
+
+
+def _tell_at_exit() -> None:
+    """Tell of all rows that are dead by now. Say which are not told, and why."""
+    if _hooked != os.getpid():
+        return
+    tellers = list(_tables.items())
+    try:
+        for _, native in tellers:
+            try:
+                native.end_telling()
+            except EmbCacheError as error:
+                _log.warning("the process ends, and nobody is told of what a sweep still takes: %s", error)
+        for thread in list(_threads):
+            thread.join()
+    except KeyboardInterrupt:
+        _warn("the process was interrupted at its end, and evicted rows are lost that on_evict was not given")
+    for teller, _ in tellers:
+        try:
+            teller.finish()
+        except EvictionHookError as error:
+            _warn(f"the process ends, and nobody was told that {error}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, EmbCacheWarning, stacklevel=3)
+
+
+# Registered before any flush at the end of the process, and so called after it.
+atexit.register(_tell_at_exit)
