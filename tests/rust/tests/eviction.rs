@@ -182,8 +182,10 @@ impl Pair {
         let (mut told, mut gone) = (std::mem::take(&mut self.told), std::mem::take(&mut self.model.gone));
         told.sort();
         gone.sort();
-        let (only_told, only_gone): (Vec<_>, Vec<_>) =
-            (told.iter().filter(|row| !gone.contains(row)).collect(), gone.iter().filter(|row| !told.contains(row)).collect());
+        let (only_told, only_gone): (Vec<_>, Vec<_>) = (
+            told.iter().filter(|row| !gone.contains(row)).collect(),
+            gone.iter().filter(|row| !told.contains(row)).collect(),
+        );
         assert!(told == gone, "step {}: {only_told:?} but {only_gone:?}", self.model.step);
         assert_eq!(self.rig.table.stats().expect("stats").eviction.expect("a rule").untold, 0);
     }

@@ -219,7 +219,8 @@ mod tests {
         queue.push(part(1, "ttl", 0..3));
         assert!(queue.is_full());
         std::thread::scope(|scope| {
-            let taker = scope.spawn(|| std::iter::from_fn(|| queue.wait()).map(|chunk| said(&chunk)).collect::<Vec<_>>());
+            let taker =
+                scope.spawn(|| std::iter::from_fn(|| queue.wait()).map(|chunk| said(&chunk)).collect::<Vec<_>>());
             assert_eq!(queue.rows(), 3, "held");
             queue.go_on();
             queue.push(part(2, "ttl", 3..4));

@@ -1,0 +1,120 @@
+//! The rows that leave because a table is full, and what errors leave behind, for whoever is told of evicted rows. `eviction.rs` has the
+//! rows that leave by a rule.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
+
+use embcache::Kind;
+use embcache::cache::{EvictedQueue, EvictedRows};
+use embcache::config::{Eviction, EvictionRule, OnFull, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::{Fault, Operation};
+use embcache::types::Id;
+use embcache_tests::dice::Dice;
+use embcache_tests::{Contents, Rig, config};
+
+const DIM: usize = 4;
+const BAG: usize = 5;
+
+/// Tables of some hundred rows: in RAM, on SSD with some rows in RAM, and on the device with others in RAM.
+fn small(tiers: usize, eviction: Option<Eviction>) -> TableConfig {
+    let ssd = SsdConfig { dir: "/t".into(), bytes: 128 << 10, reopen: Reopen::Never, resume_token: None };
+    let made = match tiers {
+        0 => config(DIM, OptimizerKind::RowWiseAdagrad, 300),
+        1 => TableConfig { ssd: Some(ssd), ..config(DIM, OptimizerKind::RowWiseAdagrad, 150) },
+        2 => TableConfig { device_rows: Some(60), ..config(DIM, OptimizerKind::RowWiseAdagrad, 200) },
+        _ => TableConfig { device_rows: Some(60), ssd: Some(ssd), ..config(DIM, OptimizerKind::RowWiseAdagrad, 150) },
+    };
+    TableConfig { on_full: OnFull::Evict, eviction, ..made }
+}
+
+/// What waits in a queue: each row with the step and the reason of its death.
+fn taken(queue: &EvictedQueue) -> Vec<(u64, &'static str, Id, String, Vec<u32>)> {
+    let mut all = Vec::new();
+    while let Some(EvictedRows { step, reason, rows }) = queue.take() {
+        for (header, vector) in rows.headers.iter().zip(rows.vectors.chunks(queue.floats())) {
+            let bits = vector.iter().map(|value| value.to_bits()).collect();
+            all.push((step, reason, header.id, format!("{header:?}"), bits));
+        }
+    }
+    all.sort();
+    all
+}
+
+#[test]
+fn rows_that_a_full_table_drops_are_told_once_with_their_bits() {
+    let rule = || Eviction { rule: EvictionRule::Unused { steps: 12 }, every_steps: NonZeroU64::new(5) };
+    for tiers in 0..4 {
+        for eviction in [None, Some(rule())] {
+            let (rig, _) = Rig::with_faults(small(tiers, eviction));
+            let queue = rig.table.keep_evicted().expect("a queue");
+            let mut dice = Dice(tiers as u64 + 7);
+            let (mut before, mut full) = (Contents::new(), 0);
+            for salt in 0..90 {
+                let ids: Vec<Id> = (0..60).map(|_| dice.roll(4000) as Id).collect();
+                rig.train(&ids, BAG, salt).expect("a step");
+                let now = rig.contents().expect("contents");
+                let told = taken(&queue);
+                let gone: BTreeMap<Id, (String, Vec<u32>)> = before
+                    .iter()
+                    .filter(|(id, _)| !now.contains_key(id))
+                    .map(|(id, (header, bits))| (*id, (format!("{header:?}"), bits.clone())))
+                    .collect();
+                let said: BTreeMap<Id, (String, Vec<u32>)> =
+                    told.iter().map(|(_, _, id, header, bits)| (*id, (header.clone(), bits.clone()))).collect();
+                assert_eq!((told.len(), said == gone), (gone.len(), true), "tiers {tiers}, step {salt}");
+                // A full table drops rows before the step, and a sweep takes them after it.
+                let when = |reason| if reason == "full" { u64::from(salt) } else { u64::from(salt) + 1 };
+                assert!(told.iter().all(|(step, reason, ..)| *step == when(*reason)), "tiers {tiers}, step {salt}");
+                full += told.iter().filter(|(_, reason, ..)| *reason == "full").count() as u64;
+                before = now;
+            }
+            let dropped = rig.table.stats().expect("stats").dropped_rows;
+            assert!(full == dropped && dropped > 100, "tiers {tiers}: {full} of {dropped}");
+        }
+    }
+}
+
+#[test]
+fn a_row_that_cannot_be_read_stays_and_is_told_later() {
+    let eviction = Eviction { rule: EvictionRule::Unused { steps: 1 }, every_steps: None };
+    let on_device = TableConfig { ssd: None, ..small(2, Some(eviction.clone())) };
+    let (rig, _) = Rig::with_faults(on_device);
+    let queue = rig.table.keep_evicted().expect("a queue");
+    rig.train(&[1, 2, 3], BAG, 0).expect("a step");
+    rig.train(&[9], BAG, 0).expect("a step");
+    rig.table.sweep().expect("a sweep");
+    rig.amid_device_read(0, || Err(embcache::Error::new(Kind::Storage, "the device is busy")));
+    rig.table.len().expect_err("the rows cannot be read");
+    assert_eq!((queue.rows(), rig.table.stats().expect("stats").rows), (0, 4));
+    assert_eq!(rig.table.len().expect("rows"), 1);
+    assert_eq!(taken(&queue).iter().map(|row| row.2).collect::<Vec<Id>>(), [1, 2, 3]);
+
+    let (rig, faults) = Rig::with_faults(TableConfig { host_bytes: 100 << 10, ..small(1, Some(eviction)) });
+    let queue = rig.table.keep_evicted().expect("a queue");
+    rig.train(&(0..400).collect::<Vec<Id>>(), BAG, 0).expect("a step");
+    rig.table.flush_next().expect("a flush");
+    rig.evaluate(&(10_000..11_000).collect::<Vec<Id>>(), BAG, false).expect("an evaluation");
+    rig.train(&[-1], BAG, 0).expect("a step");
+    rig.table.sweep().expect("a sweep");
+    faults.hit_once(Operation::Read, 0, Fault::Fail(libc::EIO));
+    let error = rig.table.len().expect_err("the rows cannot be read");
+    assert_eq!(error.kind(), Kind::Storage, "{error}");
+    assert_eq!(rig.table.len().expect("rows"), 1);
+    let told: Vec<Id> = taken(&queue).iter().map(|row| row.2).collect();
+    assert_eq!((told.len(), told.iter().collect::<std::collections::BTreeSet<_>>().len()), (400, 400));
+}
+
+#[test]
+fn a_table_that_closes_tells_of_all_also_when_its_disk_has_failed() {
+    let eviction = Eviction { rule: EvictionRule::NormBelow(1e9), every_steps: None };
+    let (rig, faults) = Rig::with_faults(TableConfig { host_bytes: 100 << 10, ..small(1, Some(eviction)) });
+    let queue = rig.table.keep_evicted().expect("a queue");
+    rig.train(&(0..400).collect::<Vec<Id>>(), BAG, 0).expect("a step");
+    rig.table.sweep().expect("a sweep");
+    faults.hit_once(Operation::Sync, 0, Fault::Fail(libc::EIO));
+    rig.table.flush_next().expect_err("a failed sync");
+    let _ = rig.table.close();
+    let told: Vec<Id> = taken(&queue).iter().map(|row| row.2).collect();
+    assert_eq!((told.len(), queue.is_ended()), (400, true));
+    assert!(queue.wait().is_none());
+}
