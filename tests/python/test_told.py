@@ -472,3 +472,17 @@ def test_what_a_hook_raises_on_one_rank_is_raised_on_both_by_the_same_step(two_r
     assert step == other_step
     assert said == f"rank 1: {other_said}"
     assert other_said.endswith("raised ValueError: no store")
+
+
+def test_modules_with_a_hook_are_compiled_and_traced_and_copied():
+    hook = Hook()
+    table = dying(hook)
+    compiled = torch.compile(table, backend="eager")
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(copy.deepcopy(table)))
+    for module in (compiled, traced):
+        for row_id in range(3):
+            update(module(torch.tensor([row_id])))
+    table.close()
+    dict(traced.named_modules())["0"].close()
+    assert len(hook.rows) == 4
+    assert sorted(hook.rows)[::2] == sorted(hook.rows)[1::2], "each told rows 0 and 1"

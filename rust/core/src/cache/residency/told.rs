@@ -41,7 +41,9 @@ impl Told {
             }
             parts[place].rows.push(row(at));
         }
-        parts.into_iter().for_each(|part| self.queue.push(part));
+        for part in parts {
+            self.queue.push(part);
+        }
     }
 
     /// The step and the reason of a row's death.
@@ -100,7 +102,9 @@ impl Residency {
             return Ok(Chunk::default());
         }
         let mut copies = self.room_for_copies(slots.len())?;
-        slots.iter().for_each(|idle| copies.push(self.host.row(idle.quiet())));
+        for idle in slots {
+            copies.push(self.host.row(idle.quiet()));
+        }
         Ok(copies)
     }
 
@@ -139,7 +143,7 @@ impl Residency {
         Ok(copies)
     }
 
-    /// Tell of rows that the sweep under way, `sweep`, took.
+    /// Tell of rows that the sweep under way took.
     pub(super) fn tell_dead(&self, copies: Chunk) {
         if let Some(told) = self.told.as_ref().filter(|_| !copies.headers.is_empty()) {
             told.died(copies, self.base.layout.dim);

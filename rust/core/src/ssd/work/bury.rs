@@ -139,7 +139,9 @@ fn bury_into(
         drop(segment);
         let gone = |at: usize| {
             rows.push((dead[at].id, dead[at].modified_epoch));
-            copies.iter_mut().for_each(|copies| copies.left(at));
+            if let Some(copies) = &mut copies {
+                copies.left(at);
+            }
         };
         let forgotten = forget(tier, &ids, |state, at| is_still_at(state, place, dead[at]), gone);
         if let (Some(copies), Some(tell)) = (copies, &mut tell) {

@@ -68,7 +68,9 @@ fn evict_into(
         drop(segment);
         let left = |at: usize| {
             gone.push(ids[at]);
-            copies.iter_mut().for_each(|copies| copies.left(at));
+            if let Some(copies) = &mut copies {
+                copies.left(at);
+            }
         };
         let forgotten = forget(tier, &ids, |state, at| is_still_at(state, place, leaving[at]), left);
         if let (Some(copies), Some(tell)) = (copies, &mut tell) {
