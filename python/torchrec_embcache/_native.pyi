@@ -182,9 +182,42 @@ class SweepRule:
     @staticmethod
     def l2_norm(below: float) -> SweepRule: ...  # rows whose weights have a norm below this
     @staticmethod
+    def below(score: int, last_step: int, row_id: int) -> SweepRule: ...  # rows that stand below this: see Census
+    @staticmethod
     def any(rules: Sequence[SweepRule]) -> SweepRule: ...  # rows that any of these takes
     @staticmethod
     def all(rules: Sequence[SweepRule]) -> SweepRule: ...  # rows that all of these take
+
+@final
+class Standing:
+    """Where a row stands in the order in which sweeps take rows: (score, last step, id). The score is mapped to a number that rises with it."""
+
+    def __new__(cls, score: int, last_step: int, row_id: int) -> Standing: ...
+
+@final
+class Span:
+    """The standings from `low` to `high`, both included, and whether they are listed. Otherwise they are counted."""
+
+    def __new__(cls, low: Standing, high: Standing, is_listed: bool) -> Span: ...
+
+@final
+class SpanCounted:
+    """The rows of a census in one span of standings: P parts that have rows, in rising order, or n listed standings."""
+
+    digits: NDArray[np.uint32]  # [P] what tells the parts apart, the same on all ranks
+    rows: NDArray[np.uint64]  # [P]
+    lows: NDArray[np.uint64]  # [P, 3] the lowest standing of each part
+    highs: NDArray[np.uint64]  # [P, 3] the highest
+    listed: NDArray[np.uint64]  # [n, 3] in no order
+
+@final
+class Census:
+    """How many rows of a shard stand where in the order in which sweeps take them."""
+
+    version: int  # of the contents that were counted
+    rows: int  # those that were trained last at the step of the census or before
+    newest: int  # those of them that were trained last at that step
+    spans: list[SpanCounted]
 
 @final
 class RowMetadata:
@@ -381,6 +414,8 @@ class Table:
     def next_evicted(self) -> EvictedBlock | None: ...  # from that queue, and the sweep under way goes on until there is a full chunk
     def end_telling(self) -> None: ...  # ends that queue, when all rows are in it that are dead by now; nothing once it is closed
     def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows, and when steps were made; it has none so far
+    def census(self, step: int, spans: Sequence[Span], version: int | None) -> Census | None: ...  # None where the version is another one
+    def is_as_swept(self) -> bool: ...  # whether nothing has changed since a sweep but what that took
     def clear(self) -> None: ...
     def clear_rows(self) -> None: ...  # as clear, but the counts of ids that wait for rows stay
     def flush(self, token: int | None) -> None: ...  # writes every dirty row down and publishes one state; None: under the next even token

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from . import _native
@@ -37,8 +37,10 @@ class Agreement:
         step: the training step after which the sweep is made.
         table: this rank's shard; None where it has none, and takes part for the sake of the others.
         together: does some work on every one of these ranks.
+        cuts: what rules take of which the cuts are found already, by rule.
     """
 
     step: int
     table: _native.Table | None
     together: Together
+    cuts: Mapping[object, _native.SweepRule] = field(default_factory=dict)

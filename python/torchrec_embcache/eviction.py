@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from . import _native
 from .agreement import Agreement
 from .config import check_int
-from .exceptions import ConfigError, UnsupportedError
+from .cuts import CutOff, HowMany, Rows, rules_of_cuts
+from .exceptions import ConfigError
 
 __all__ = ["All", "Keep", "L2Norm", "Policy", "Rule", "Score", "Share", "Ttl"]
 
@@ -30,7 +32,7 @@ class Rule(ABC):
 
     @abstractmethod
     def native(self) -> _native.SweepRule:
-        """As the core takes it when a table is made. `UnsupportedError` names the setting that it does not take yet.
+        """As the core takes it when a table is made.
 
         Where `is_agreed` that is `SweepRule.given()`, and `resolve` gives what a sweep takes.
         """
@@ -55,11 +57,6 @@ class Rule(ABC):
         """Rules of one kind measure the same. Of two of them, side by side, one decides alone."""
         return type(self).__name__
 
-    @property
-    def unsupported(self) -> UnsupportedError | None:
-        """What to raise where the rule needs something that is not there yet; None where it needs nothing such."""
-        return None
-
 
 def _positive(field: str, value: object, most: float) -> float:
     """`value` as a float. `ConfigError` unless it is a number above 0 and at most `most`."""
@@ -68,13 +65,6 @@ def _positive(field: str, value: object, most: float) -> float:
     if not 0 < value <= most:
         raise ConfigError(f"{field}={value!r} is out of range: give more than 0 and at most {most:g}")
     return float(value)
-
-
-def _later(field: str, value: object) -> UnsupportedError:
-    return UnsupportedError(
-        f"{field}={value!r} is not supported yet: the ranks have to agree on it, which a later version brings. Use Ttl, Score "
-        "or L2Norm"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,13 +202,15 @@ class L2Norm(Rule):
 
 
 @dataclass(frozen=True)
-class Keep(Rule):
+class Keep(CutOff, Rule):
     """A sweep takes the rows of the lowest scores, until `rows` are left in the whole table, all its shards together.
 
-    Not supported yet: a table that is made with it raises `UnsupportedError`.
+    Scores are those of `Score`. Of rows with equal scores those go first that were trained last longest ago, and then those with
+    the lowest ids, as uint64. Between two sweeps a table may have more rows.
 
     Args:
-        rows: how many stay, from 1.
+        rows: how many stay, from 1. A batch has fewer distinct ids: a sweep raises `ConfigError` where more rows than this were
+            trained in the step before it, and takes none.
 
     Raises:
         ConfigError: `rows` is out of range.
@@ -235,21 +227,26 @@ class Keep(Rule):
     def __post_init__(self) -> None:
         check_int("Keep.rows", self.rows, 1, _MOST_ROWS)
 
-    def native(self) -> _native.SweepRule:
-        """Raise `UnsupportedError`: the core does not take it yet."""
-        raise _later("Keep.rows", self.rows)
+    def lowest(self, rows: Rows) -> int:
+        """All but `rows`."""
+        return max(0, rows.rows - self.rows)
 
-    @property
-    def unsupported(self) -> UnsupportedError | None:
-        """Of the whole rule."""
-        return _later("Keep.rows", self.rows)
+    def lowest_alone(self, rows: Rows) -> int:
+        """As `lowest`, where no other rule spares rows. `ConfigError` where the last batch alone has more rows than stay."""
+        if rows.newest > self.rows:
+            raise ConfigError(
+                f"{self!r} keeps fewer rows than one batch trains: the step before the sweep trained {rows.newest} rows. Keep more "
+                "rows than a batch has distinct ids"
+            )
+        return self.lowest(rows)
 
 
 @dataclass(frozen=True)
-class Share(Rule):
-    """A sweep takes this share of the rows of the whole table: those of the lowest scores.
+class Share(CutOff, Rule):
+    """A sweep takes this share of the rows of the whole table: those of the lowest scores, in the order of `Keep`.
 
-    Not supported yet: a table that is made with it raises `UnsupportedError`.
+    Of N rows it takes the share times N, rounded down; both are taken exactly. A second sweep takes none where nothing has changed
+    since the one before.
 
     Args:
         share: more than 0 and less than 1.
@@ -270,14 +267,9 @@ class Share(Rule):
         if _positive("Share.share", self.share, 1.0) == 1:
             raise ConfigError(f"Share.share={self.share!r} takes every row: give less than 1")
 
-    def native(self) -> _native.SweepRule:
-        """Raise `UnsupportedError`: the core does not take it yet."""
-        raise _later("Share.share", self.share)
-
-    @property
-    def unsupported(self) -> UnsupportedError | None:
-        """Of the whole rule."""
-        return _later("Share.share", self.share)
+    def lowest(self, rows: Rows) -> int:
+        """The share of the rows, rounded down; none where a sweep has taken it."""
+        return 0 if rows.are_swept else math.floor(Fraction(self.share) * rows.rows)
 
 
 @dataclass(frozen=True)
@@ -307,7 +299,7 @@ class All(Rule):
             raise ConfigError(f"All({list(self.rules)!r}) is one rule: give that rule itself, or two of them")
 
     def native(self) -> _native.SweepRule:
-        """As the core takes it. `UnsupportedError` for a rule that it does not take yet."""
+        """As the core takes it."""
         return _native.SweepRule.all([rule.native() for rule in self.rules])
 
     @property
@@ -323,11 +315,6 @@ class All(Rule):
     def resolve(self, on: Agreement) -> _native.SweepRule:
         """What all of the rules take. Collective where one of them is agreed on."""
         return _native.SweepRule.all([rule.resolve(on) for rule in self.rules])
-
-    @property
-    def unsupported(self) -> UnsupportedError | None:
-        """Of the first rule that needs something that is not there yet."""
-        return next((error for rule in self.rules if (error := rule.unsupported) is not None), None)
 
 
 def _checked_rules(owner: str, rules: object) -> tuple[Rule, ...]:
@@ -366,8 +353,8 @@ class Policy:
         rules: one or more, of different kinds: `Ttl`, `Score`, `L2Norm`, `Keep`, `Share` and `All`.
         every_steps: sweep after each training step whose number is a multiple of this, from 1 to 2^53. None: at saves, and when
             `torchrec_embcache.evict(model)` is called, which can be done in either case.
-        at_least_rows: sweeps leave this many rows in the whole table, those of the highest scores. More than 0 is not supported
-            yet: a table that is made with it raises `UnsupportedError`.
+        at_least_rows: no rule takes any of so many rows of the whole table: those of the highest scores, in the order of `Keep`.
+            Where the table has no more rows than that, a sweep takes none.
 
     Raises:
         ConfigError: a value is out of range, or two settings contradict each other.
@@ -401,8 +388,7 @@ class Policy:
         return self.every_steps is None
 
     def native(self) -> _native.SweepRule:
-        """The rules as the core takes them when a table is made. `UnsupportedError` names a setting that it does not take yet."""
-        self.refuse_unsupported()
+        """The rules as the core takes them when a table is made."""
         if self.is_agreed:
             return _native.SweepRule.given(timed=self.is_timed)
         return _native.SweepRule.any([rule.native() for rule in self.rules])
@@ -410,7 +396,17 @@ class Policy:
     @property
     def is_agreed(self) -> bool:
         """Whether the ranks that share a table have to agree, at each sweep, on what leaves."""
-        return any(rule.is_agreed for rule in self.rules)
+        return self.at_least_rows > 0 or any(rule.is_agreed for rule in self.rules)
+
+    @property
+    def takes_a_share(self) -> bool:
+        """Whether a sweep of the rows that a sweep left would take more of them."""
+        return any(isinstance(rule, Share) for rule in self._ordered())
+
+    def _ordered(self) -> list[CutOff]:
+        """The rules that take a number of rows, also those of `All`."""
+        each = [one for rule in self.rules for one in (rule.rules if isinstance(rule, All) else [rule])]
+        return [rule for rule in each if isinstance(rule, CutOff)]
 
     @property
     def is_timed(self) -> bool:
@@ -418,13 +414,17 @@ class Policy:
         return any(rule.is_timed for rule in self.rules)
 
     def resolve(self, on: Agreement) -> _native.SweepRule:
-        """What one sweep takes, the same on all ranks. Collective where `is_agreed`."""
-        return _native.SweepRule.any([rule.resolve(on) for rule in self.rules])
+        """What one sweep takes, the same on all ranks. Collective where `is_agreed`.
 
-    def refuse_unsupported(self) -> None:
-        """`UnsupportedError` where a setting needs what is not there yet."""
-        for rule in self.rules:
-            if (error := rule.unsupported) is not None:
-                raise error
+        Raises on every rank what rules and cuts raise, and ConfigError where `Keep` keeps fewer rows than a batch trains.
+        """
+        ordered = self._ordered()
+        wanted: list[HowMany] = [
+            rule.lowest_alone if isinstance(rule, Keep) and rule in self.rules else rule.lowest for rule in ordered
+        ]
         if self.at_least_rows:
-            raise _later("Policy.at_least_rows", self.at_least_rows)
+            wanted.append(lambda rows: max(0, rows.rows - self.at_least_rows))
+        cuts = rules_of_cuts(on, wanted) if wanted else []
+        on = replace(on, cuts=dict(zip(ordered, cuts, strict=False)))
+        taken = _native.SweepRule.any([rule.resolve(on) for rule in self.rules])
+        return _native.SweepRule.all([taken, cuts[-1]]) if self.at_least_rows else taken

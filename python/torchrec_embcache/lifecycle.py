@@ -9,7 +9,7 @@ from . import _native
 from .admission import Admission, Count, NotAdmitted, ShowClick, check_not_admitted
 from .config import check_int
 from .eviction import Policy
-from .exceptions import ConfigError, UnsupportedError
+from .exceptions import ConfigError
 
 __all__ = ["DEFAULT_SCORE_HALF_LIFE_STEPS", "LONGEST_SCORE_HALF_LIFE_STEPS", "Lifecycle", "NativeLifecycle"]
 
@@ -47,7 +47,7 @@ class Lifecycle:
         eviction: object,
         of: str = "",
     ) -> Self:
-        """From what a user gave. `ConfigError` for a value out of range, `UnsupportedError` for what is not there yet.
+        """From what a user gave. `ConfigError` for a value out of range.
 
         Either begins with `of`, the table.
         """
@@ -59,11 +59,6 @@ class Lifecycle:
             raise ConfigError(
                 f"{of}eviction={eviction!r} is not known: use torchrec_embcache.eviction.Policy([...]), or None"
             )
-        if eviction is not None:
-            try:
-                eviction.refuse_unsupported()
-            except UnsupportedError as error:
-                raise UnsupportedError(f"{of}{error}") from None
         value = check_not_admitted(f"{of}not_admitted", not_admitted)
         if admission is None and value != "zeros":
             raise ConfigError(

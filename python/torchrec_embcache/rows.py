@@ -287,8 +287,8 @@ class EvictedRows(RowChunk):
 
     - `table`: the table's name.
     - `step`: the training step after which they died.
-    - `reason`: the kind of the first rule that took them, "ttl", "score", "l2_norm" or "all", or "full" where `on_full="evict"`
-      dropped them.
+    - `reason`: the kind of the first rule that took them, "ttl", "score", "l2_norm", "standing" (`Keep`, `Share`) or "all", or
+      "full" where `on_full="evict"` dropped them.
 
     For example `on_evict=lambda rows: print(rows.table, rows.step, rows.reason, len(rows))`.
     """

@@ -1,6 +1,8 @@
 """What the tests of admission and of eviction share: a small table, its budgets, a model of eviction, and every way to save."""
 
+import math
 import random
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from torchrec import KeyedJaggedTensor
 import dcp_cases
 from tables import Contents, ssd_tiers
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, initializers, optimizers
-from torchrec_embcache.eviction import All, Policy, Score, Ttl
+from torchrec_embcache.cache import internals
+from torchrec_embcache.eviction import All, Keep, Policy, Score, Share, Ttl
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.serialize import BlockLoader, BlockSaver
 
@@ -147,6 +150,33 @@ def takes(rule: eviction.Rule, row: dict[str, Any], step: int, half_life: int = 
     return sum(float(weight) ** 2 for weight in row["weights"]) < rule.below**2
 
 
+def lowest_first(rows: dict[int, dict[str, Any]], step: int, half_life: int = HALF_LIFE) -> list[int]:
+    """The ids in the order in which `Keep` and `Share` take them."""
+
+    def key(row_id: int) -> tuple[float, int, int]:
+        score, last_step = rows[row_id]["score"], rows[row_id]["last_step"]
+        return decayed(score, last_step, step, half_life), last_step, row_id % (1 << 64)
+
+    return sorted(rows, key=key)
+
+
+def taken(policy: Policy, rows: dict[int, dict[str, Any]], step: int, *, shared: bool = False) -> set[int]:
+    """The ids that a sweep after `step` takes; `shared`: a sweep of just these rows has taken its share."""
+    order = lowest_first(rows, step)
+
+    def by(rule: eviction.Rule) -> set[int]:
+        if isinstance(rule, All):
+            return set.intersection(*(by(each) for each in rule.rules))
+        if isinstance(rule, Keep):
+            return set(order[: max(0, len(order) - rule.rows)])
+        if isinstance(rule, Share):
+            return set(order[: 0 if shared else math.floor(Fraction(rule.share) * len(order))])
+        return {row_id for row_id, row in rows.items() if takes(rule, row, step)}
+
+    spared = set(order[max(0, len(order) - policy.at_least_rows) :])
+    return set.union(*(by(rule) for rule in policy.rules)) - spared
+
+
 class Expected:
     """A table without eviction, from which the rows are removed that a sweep takes as the model says."""
 
@@ -154,20 +184,22 @@ class Expected:
         self.policy = policy
         self.table = embedding(score_half_life_steps=HALF_LIFE, **settings)
         self.evicted = 0
+        self._as_swept: int | None = None
 
     def sweep(self) -> None:
-        step, dead = self.table.stats().step, []
+        step, rows = self.table.stats().step, {}
         for chunk in self.table.export():
             for place, row_id in enumerate(chunk.ids.tolist()):
-                row = {
+                rows[row_id] = {
                     "last_step": int(chunk.metadata.last_step[place]),
                     "score": float(chunk.metadata.score[place]),
                     "weights": chunk.weights[place].tolist(),
                 }
-                if any(takes(rule, row, step) for rule in self.policy.rules):
-                    dead.append(row_id)
+        native = internals(self.table.table).native
+        dead = taken(self.policy, rows, step, shared=native.version() == self._as_swept)
         self.evicted += len(dead)
-        self.table.remove_rows(dead)
+        self.table.remove_rows(list(dead))
+        self._as_swept = native.version()
 
     def train(self, ids: list[int]) -> torch.Tensor:
         out = self.table(torch.tensor(ids))

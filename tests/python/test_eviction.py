@@ -26,7 +26,7 @@ from torchrec_embcache import (
     admission,
     evict,
 )
-from torchrec_embcache.eviction import All, L2Norm, Policy, Score, Ttl
+from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.saver import Saver
 
 POLICIES = {
@@ -36,6 +36,12 @@ POLICIES = {
     "all of two": Policy([All([Ttl(steps=2), Score(below=1.7)])], every_steps=1),
     "any of three": Policy([Ttl(steps=9), L2Norm(below=0.4), All([Ttl(steps=4), Score(below=2.5)])], every_steps=5),
     "at saves": Policy([Ttl(steps=3), L2Norm(below=0.3)]),
+    "a cap": Policy([Keep(60)], every_steps=3),
+    "a share": Policy([Share(0.15)], every_steps=4),
+    "a floor": Policy([Ttl(steps=2)], every_steps=5, at_least_rows=40),
+    "a cap at saves, of the old": Policy(
+        [All([Keep(30), Ttl(steps=2)]), All([Share(0.3), L2Norm(below=0.7)])], at_least_rows=20
+    ),
 }
 
 

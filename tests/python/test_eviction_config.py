@@ -23,7 +23,7 @@ from torchrec_embcache import (
 )
 from torchrec_embcache.cache import internals
 from torchrec_embcache.eviction import All, Keep, L2Norm, Policy, Score, Share, Ttl
-from torchrec_embcache.exceptions import ConfigError, UnsupportedError
+from torchrec_embcache.exceptions import ConfigError
 from torchrec_embcache.lifecycle import Lifecycle
 
 TIERS = TierBudgets(host_bytes="1MiB")
@@ -132,32 +132,6 @@ def test_rules_are_frozen_and_equal_by_value():
     assert copy.deepcopy(policy) == policy
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.every_steps = 3
-
-
-@pytest.mark.parametrize(
-    ("policy", "field"),
-    [
-        (Policy([Keep(7)]), "Keep.rows=7"),
-        (Policy([Share(0.25)]), "Share.share=0.25"),
-        (Policy([Ttl(steps=5)], at_least_rows=3), "Policy.at_least_rows=3"),
-        (Policy([All([Score(1), Keep(7)])]), "Keep.rows=7"),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_before_anything_is_made(tmp_path, policy, field):
-    tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="1MiB", ssd_dir=tmp_path)
-    tmp_path.chmod(0o700)
-    makes = [
-        policy.native,
-        lambda: embedding(eviction=policy, tiers=tiers),
-        lambda: table(eviction=policy, tiers=tiers),
-        lambda: EmbCacheEmbeddingBagConfig(**CONFIG, eviction=policy),
-    ]
-    for make in makes:
-        with pytest.raises(UnsupportedError, match=field.replace(".", "[.]")):
-            make()
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(UnsupportedError, match="^table 'item': "):
-        EmbCacheEmbeddingConfig(**CONFIG, eviction=policy)
 
 
 # ---- how they reach the core

@@ -280,7 +280,6 @@ def test_recsdks_configuration_becomes_ours_where_it_means_the_same(config, mean
         (show_click(evict_percentage=0.1, score_decay=0.9), "ShowClickParams.score_decay=0.9"),
         (show_click(evict_percentage=0.1, beta=1.0), "ShowClickParams.beta=1.0"),
         (show_click(evict_percentage=0.1, alpha=0.0), "ShowClickParams.alpha=0.0"),
-        (show_click(evict_percentage=0.1), "Share.share=0.1"),
     ],
 )
 def test_what_of_recsdks_cannot_be_honoured_is_refused_by_its_name(config, words):
@@ -322,6 +321,8 @@ def test_recsdks_configuration_reaches_the_table():
         **CONFIG, admit_and_evict_config=AdmitAndEvictConfig(admit_threshold=2, not_admitted_default_value=0.5)
     )
     assert lifecycle_of(config) == Lifecycle(admission=admission.Count(2), not_admitted=0.5)
+    shared = EmbCacheEmbeddingConfig(**CONFIG, admit_and_evict_config=show_click(evict_percentage=0.25))
+    assert lifecycle_of(shared) == Lifecycle(eviction=Policy([Share(0.25)]))
     plain = EmbCacheEmbeddingConfig(
         **CONFIG, admit_and_evict_config=AdmitAndEvictConfig(), eviction=Policy([Ttl(steps=5)]), **COUNTED
     )

@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 __all__ = ["in_words", "sweeps_of"]
 
 
@@ -16,6 +18,11 @@ def in_words(rule: Any) -> str:
             return f"score below {below} (half life {half_life} steps)"
         case {"norm_below": below}:
             return f"L2 norm below {below}"
+        case {"below": {"cut": cut, "half_life": half_life}}:
+            return (
+                f"score below {_score(cut['score'])} (half life {half_life} steps), or as much and trained last before step "
+                f"{cut['last_step']}, or then too and an id below {cut['id']}"
+            )
         case {"any": []}:
             return "none, because the table has made too few steps"
         case {"any": rules}:
@@ -23,6 +30,12 @@ def in_words(rule: Any) -> str:
         case {"all": rules}:
             return _joined(rules, " and ")
     return json.dumps(rule)
+
+
+def _score(rising: int) -> float:
+    """The score of a cut. The core maps scores to rising uint32: it flips the sign bit of those from 0, and all bits of the others."""
+    bits = rising ^ 0x80000000 if rising >> 31 else rising ^ 0xFFFFFFFF
+    return float(np.array(bits, np.uint32).view(np.float32))
 
 
 def _joined(rules: Sequence[Any], word: str) -> str:

@@ -59,7 +59,8 @@ def sweep_before_save(tables: Mapping[str, TableShard], ranks: Ranks) -> None:
     after the same step writes the same rows, because a sweep after a step takes nothing that the one before left.
 
     A table that is not trained here is saved as it is: one without an optimizer, as for evaluation, and one of step 0. So is a
-    table whose SSD tier could not be written: nothing may change in it, and its rows are to be rescued.
+    table whose SSD tier could not be written: nothing may change in it, and its rows are to be rescued. So is a table that was not
+    trained since it was loaded, where its policy takes a share of the rows: the save that it was loaded from has taken the share.
     """
     _sweep(tables, ranks, at_save=True)
 
@@ -153,6 +154,8 @@ def _said_of(table: TableShard, *, at_save: bool) -> _Said:
     if not at_save:
         # Before any table is swept.
         table.native.check_writable()
+    if at_save and life.eviction is not None and life.eviction.takes_a_share and step == table.loaded_step:
+        due = False
     return _Said(life.eviction, is_shared, is_due=due, step=step, is_read_only=table.native.is_read_only())
 
 

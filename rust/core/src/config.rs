@@ -256,6 +256,16 @@ pub enum EvictionRule {
     Given,
     /// As [`EvictionRule::Given`], of a table that also keeps the times of its steps, from which such rules are made.
     GivenInTime,
+    /// Rows that stand below a cut in the order of rows after step `s`: by their score, decayed to step `s`, then by their last step, then
+    /// by their id as a u64.
+    Below {
+        /// The score of the cut, as [`rising`](crate::lifecycle::rising) maps it.
+        score: u32,
+        /// Its last step.
+        last_step: u64,
+        /// Its id.
+        id: u64,
+    },
     /// Rows that any of these rules takes. There is at least one.
     Any(Vec<EvictionRule>),
     /// Rows that all of these rules take. There is at least one.

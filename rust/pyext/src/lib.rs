@@ -6,6 +6,7 @@
 mod blocks;
 mod buckets;
 mod buffers;
+mod census;
 mod checkpoint;
 mod checkpoint_load;
 mod checkpoint_rows;
@@ -66,6 +67,8 @@ mod _native {
     };
     #[pymodule_export]
     use super::buckets::{PyBucketOrder, bucket_order, buckets_of, hash_ids, ids_of_hashes};
+    #[pymodule_export]
+    use super::census::{PyCensus, PySpan, PySpanCounted, PyStanding};
     #[pymodule_export]
     use super::checkpoint::{PySave, PyWriter, latest_checkpoint, newest_checkpoint};
     #[pymodule_export]

@@ -128,6 +128,11 @@ impl PySweepRule {
     }
 
     #[staticmethod]
+    fn below(score: u32, last_step: u64, row_id: u64) -> Self {
+        Self { core: EvictionRule::Below { score, last_step, id: row_id } }
+    }
+
+    #[staticmethod]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn any(rules: Vec<Py<Self>>) -> Self {
         Self { core: EvictionRule::Any(rules.iter().map(|rule| rule.get().core.clone()).collect()) }

@@ -14,6 +14,7 @@ use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::prelude::*;
 
 use crate::buffers::{headers_from_python, slice, slice2, slots_to_python};
+use crate::census::{PyCensus, PySpan};
 use crate::error::{from_python, to_python};
 use crate::evicted::{PyEvictedBlock, PyEvictedQueue};
 use crate::foreign::under_lock;
@@ -320,6 +321,23 @@ impl PyTable {
     }
     fn end_telling(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.end_telling()).map_err(to_python)
+    }
+    /// Count the rows by where they stand in the order of a sweep after `step`, unless the version is another one by then.
+    #[pyo3(signature = (step, spans, version))]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
+    fn census(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        spans: Vec<Py<PySpan>>,
+        version: Option<u64>,
+    ) -> PyResult<Option<PyCensus>> {
+        let spans: Vec<_> = spans.iter().map(|span| span.get().core).collect();
+        let counted = py.detach(|| self.inner.census(step, &spans, version)).map_err(to_python)?;
+        counted.map(|counted| PyCensus::of(py, counted)).transpose()
+    }
+    fn is_as_swept(&self, py: Python<'_>) -> PyResult<bool> {
+        py.detach(|| self.inner.is_as_swept()).map_err(to_python)
     }
     fn clear_rows(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;

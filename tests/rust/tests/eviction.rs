@@ -7,6 +7,7 @@ use std::sync::Arc;
 use embcache::Kind;
 use embcache::cache::{EvictedQueue, Plan, PlanMode};
 use embcache::config::{Admission, Eviction, EvictionRule, NotAdmitted, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::lifecycle::rising;
 use embcache::rows::{Decay, RowHeader};
 use embcache::types::Id;
 use embcache_tests::dice::{Dice, bits};
@@ -38,6 +39,10 @@ fn takes(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> bo
         }
         EvictionRule::TrainedUntil { step } => header.last_step <= *step,
         EvictionRule::Nothing | EvictionRule::Given | EvictionRule::GivenInTime => false,
+        EvictionRule::Below { score, last_step, id } => {
+            let now = Decay::new(HALF_LIFE).expect("in range").of(header.score, header.last_step, s);
+            (rising(now), header.last_step, header.id.cast_unsigned()) < (*score, *last_step, *id)
+        }
         EvictionRule::Any(rules) => rules.iter().any(|rule| takes(rule, s, header, weights)),
         EvictionRule::All(rules) => rules.iter().all(|rule| takes(rule, s, header, weights)),
     }
@@ -46,10 +51,15 @@ fn takes(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> bo
 /// What the first rule that takes a row is called.
 fn reason(rule: &EvictionRule, s: u64, header: &RowHeader, weights: &[f32]) -> &'static str {
     match rule {
-        EvictionRule::Unused { .. } => "ttl",
+        EvictionRule::Unused { .. } | EvictionRule::TrainedUntil { .. } => "ttl",
         EvictionRule::ScoreBelow(_) => "score",
         EvictionRule::NormBelow(_) => "l2_norm",
-        EvictionRule::All(_) => "all",
+        EvictionRule::Below { .. } => "standing",
+        EvictionRule::Nothing | EvictionRule::Given | EvictionRule::GivenInTime => "",
+        EvictionRule::All(rules) => match &rules[..] {
+            [rule, EvictionRule::Below { .. }] => reason(rule, s, header, weights),
+            _ => "all",
+        },
         EvictionRule::Any(rules) => {
             let first = rules.iter().find(|rule| takes(rule, s, header, weights)).expect("one of them takes it");
             reason(first, s, header, weights)
@@ -285,13 +295,15 @@ fn row_of(id: Id) -> (RowHeader, Vec<u32>) {
 }
 
 fn rules() -> Vec<EvictionRule> {
-    use EvictionRule::{All, Any, NormBelow, ScoreBelow, Unused};
+    use EvictionRule::{All, Any, Below, NormBelow, ScoreBelow, Unused};
     vec![
         Unused { steps: 6 },
         ScoreBelow(0.8),
         NormBelow(1.0),
         Any(vec![Unused { steps: 9 }, NormBelow(0.7)]),
         All(vec![Unused { steps: 3 }, ScoreBelow(1.5), NormBelow(1.4)]),
+        Below { score: rising(1.0), last_step: 40, id: 9 },
+        All(vec![Any(vec![Unused { steps: 4 }, NormBelow(0.9)]), Below { score: rising(1.5), last_step: 0, id: 0 }]),
     ]
 }
 

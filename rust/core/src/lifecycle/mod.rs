@@ -6,10 +6,12 @@
 pub(crate) mod admission;
 mod bucket;
 mod clock;
+mod order;
 mod pending;
 mod sweep;
 
 pub use bucket::{BucketCounts, PendingId};
 pub use clock::StepClock;
+pub use order::{Census, Counted, Found, Part, Span, Standing, rising};
 pub(crate) use pending::Pending;
 pub use sweep::{Rule, Sweep};

@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::order::{Standing, only_falls_below};
 use crate::config::EvictionRule;
 use crate::rows::{Decay, RowHeader};
 
@@ -23,6 +24,13 @@ pub enum Rule {
     },
     /// Rows whose weights have an L2 norm below this.
     NormBelow(f64),
+    /// Rows that stand below a cut in the order of rows, as it is at the sweep's step.
+    Below {
+        /// Where the lowest row stands that stays.
+        cut: Standing,
+        /// The half life of scores, in steps.
+        half_life: u64,
+    },
     /// Rows that any of these rules takes.
     Any(Vec<Rule>),
     /// Rows that all of these rules take.
@@ -69,7 +77,9 @@ impl Sweep {
     /// The score of a row after the sweep's step, by the half life that `rule` has, a part of this sweep's; `None` where that has none.
     pub fn score_by(&self, rule: &Rule, header: &RowHeader) -> Option<f32> {
         match rule {
-            Rule::ScoreBelow { half_life, .. } => Some(decayed(header, *half_life, self.step)),
+            Rule::ScoreBelow { half_life, .. } | Rule::Below { half_life, .. } => {
+                Some(decayed(header, *half_life, self.step))
+            }
             Rule::Any(rules) | Rule::All(rules) => rules.iter().find_map(|rule| self.score_by(rule, header)),
             _ => None,
         }
@@ -87,7 +97,7 @@ impl Sweep {
 
     /// Whether every row that `older` kills is also killed by this sweep, unless it was trained or put in since.
     pub fn covers(&self, older: &Self) -> bool {
-        self.step >= older.step && self.rule.covers(&older.rule)
+        self == older || self.step >= older.step && self.rule.covers(&older.rule)
     }
 }
 
@@ -105,6 +115,9 @@ impl Rule {
             EvictionRule::TrainedUntil { step } => Self::LastStep(*step),
             // The latter two stand for a rule that the caller has put in their place.
             EvictionRule::Nothing | EvictionRule::Given | EvictionRule::GivenInTime => Self::Any(Vec::new()),
+            EvictionRule::Below { score, last_step, id } => {
+                Self::Below { cut: Standing { score: *score, last_step: *last_step, id: *id }, half_life }
+            }
             EvictionRule::Any(rules) => Self::Any(each(rules)),
             EvictionRule::All(rules) => Self::All(each(rules)),
         }
@@ -114,7 +127,7 @@ impl Rule {
     fn latest(&self) -> Option<u64> {
         match self {
             Self::LastStep(last) => Some(*last),
-            Self::ScoreBelow { .. } | Self::NormBelow(_) => None,
+            Self::ScoreBelow { .. } | Self::NormBelow(_) | Self::Below { .. } => None,
             // The greatest of all, where all of them say; without any rule no row is taken.
             Self::Any(rules) => {
                 rules.iter().try_fold(0, |greatest, rule| rule.latest().map(|latest| latest.max(greatest)))
@@ -131,6 +144,7 @@ impl Rule {
                 let squares = weights.iter().fold(0.0, |sum, &weight| sum + f64::from(weight) * f64::from(weight));
                 squares < below * below
             }
+            Self::Below { cut, half_life } => Standing::with(header, decayed(header, *half_life, step)) < *cut,
             Self::Any(rules) => rules.iter().any(|rule| rule.takes(step, header, weights)),
             Self::All(rules) => rules.iter().all(|rule| rule.takes(step, header, weights)),
         }
@@ -149,7 +163,12 @@ impl Rule {
             Self::LastStep(_) => "ttl",
             Self::ScoreBelow { .. } => "score",
             Self::NormBelow(_) => "l2_norm",
-            Self::All(_) => "all",
+            Self::Below { .. } => "standing",
+            // With a cut for a floor, which only spares rows, it is the other rule that takes them.
+            Self::All(rules) => match &rules[..] {
+                [rule, Self::Below { .. }] => rule.reason(step, header, weights),
+                _ => "all",
+            },
             Self::Any(rules) => {
                 let first = rules.iter().find(|rule| rule.takes(step, header, weights));
                 first.map_or("", |rule| rule.reason(step, header, weights))
@@ -161,7 +180,7 @@ impl Rule {
         match self {
             Self::NormBelow(_) => true,
             Self::Any(rules) | Self::All(rules) => rules.iter().any(Self::needs_weights),
-            Self::LastStep(_) | Self::ScoreBelow { .. } => false,
+            Self::LastStep(_) | Self::ScoreBelow { .. } | Self::Below { .. } => false,
         }
     }
 
@@ -174,6 +193,10 @@ impl Rule {
                 Self::ScoreBelow { below: before, half_life: half_life_before },
             ) => below >= before && half_life == half_life_before,
             (Self::NormBelow(now), Self::NormBelow(before)) => now >= before,
+            // A score that is above 0 only falls, so a row that stood below the cut stays below it.
+            (Self::Below { cut, half_life }, Self::Below { cut: before, half_life: half_life_before }) => {
+                cut >= before && half_life == half_life_before && only_falls_below(before)
+            }
             (Self::All(now), Self::All(before)) if now.len() == before.len() => {
                 now.iter().zip(before).all(|(now, before)| now.covers(before))
             }
@@ -191,6 +214,7 @@ fn decayed(header: &RowHeader, half_life: u64, step: u64) -> f32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::order::rising;
     use super::*;
 
     fn row(last_step: u64, score: f32, id: crate::types::Id) -> RowHeader {
@@ -252,7 +276,15 @@ mod tests {
     #[test]
     fn a_sweep_that_covers_another_kills_all_that_it_kills() {
         let score = |below| Rule::ScoreBelow { below, half_life: 50 };
+        let cut = |score: f32, last_step| Rule::Below {
+            cut: Standing { score: rising(score), last_step, id: 900 },
+            half_life: 50,
+        };
         let rules = [
+            cut(0.5, 20),
+            cut(0.5, 40),
+            cut(1.5, 10),
+            cut(-0.25, 10),
             Rule::LastStep(30),
             Rule::LastStep(60),
             score(0.5),
@@ -274,7 +306,7 @@ mod tests {
             covered += 1;
             for number in 0..2000_u32 {
                 let last_step = u64::from(number % 71);
-                let (score, weight) = ((number % 13) as f32 / 4.0, (number % 7) as f32 / 3.0);
+                let (score, weight) = ((number % 13) as f32 / 4.0 - 0.5, (number % 7) as f32 / 3.0);
                 let header = row(last_step, score, crate::types::Id::from(number));
                 assert!(
                     !older.kills(&header, &[weight]) || newer.kills(&header, &[weight]),
@@ -290,6 +322,7 @@ mod tests {
         let rule = Rule::Any(vec![
             Rule::All(vec![Rule::LastStep(u64::MAX >> 2), Rule::NormBelow(0.1)]),
             Rule::ScoreBelow { below: 0.3, half_life: 1000 },
+            Rule::Below { cut: Standing::HIGHEST, half_life: 1000 },
         ]);
         let text = serde_json::to_string(&sweep(9, rule.clone())).expect("text");
         assert_eq!(serde_json::from_str::<Sweep>(&text).expect("a sweep"), sweep(9, rule), "{text}");

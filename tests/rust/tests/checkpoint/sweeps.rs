@@ -11,7 +11,8 @@ use embcache::checkpoint::{
 };
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::IoEngine;
-use embcache::rows::RowHeader;
+use embcache::lifecycle::{Standing, rising};
+use embcache::rows::{Decay, RowHeader};
 use embcache::types::Id;
 use embcache_tests::dice::Dice;
 use embcache_tests::{Contents, Rig, config, directory_in};
@@ -23,13 +24,15 @@ use crate::made::{ROOT, memory, split};
 const DIM: usize = 4;
 const BAG: usize = 5;
 
-fn rules() -> [EvictionRule; 4] {
-    use EvictionRule::{All, Any, NormBelow, ScoreBelow, Unused};
+fn rules() -> [EvictionRule; 6] {
+    use EvictionRule::{All, Any, Below, NormBelow, ScoreBelow, Unused};
     [
         Unused { steps: 12 },
         ScoreBelow(0.7),
         Any(vec![Unused { steps: 25 }, NormBelow(1.0)]),
         All(vec![Unused { steps: 5 }, ScoreBelow(1.2), NormBelow(1.6)]),
+        Below { score: rising(0.7), last_step: 9, id: 500 },
+        All(vec![Any(vec![Unused { steps: 9 }, NormBelow(1.0)]), Below { score: rising(1.5), last_step: 0, id: 0 }]),
     ]
 }
 
@@ -148,6 +151,44 @@ fn a_chain_with_sweeps_is_the_tables_that_saved_it_whatever_ranks_load_it() {
         load(&engine, &merged);
         assert!(rows_of(&merged) == rows_of(&saved), "rule {number}, merged");
     }
+}
+
+#[test]
+fn a_chain_whose_sweeps_each_have_a_cut_of_their_own_is_the_tables_that_saved_it() {
+    let engine: Arc<dyn IoEngine> = Arc::new(memory());
+    let saved = ranks(&engine, 2, &EvictionRule::Given, 0, "saved");
+    let decay = Decay::new(16).expect("in range");
+    let (mut dice, mut step) = (Dice(77), 0);
+    let mut link: Option<Ancestor> = None;
+    let mut most = 0;
+    for round in 0..8 {
+        for _ in 0..3 {
+            train(&saved, &mut dice, 5);
+            step += 5;
+            let rows = rows_of(&saved);
+            let mut standings: Vec<Standing> =
+                rows.values().map(|(header, _)| Standing::of(header, &decay, step)).collect();
+            standings.sort_unstable();
+            // More and fewer go, so that a later cut does not take all that one before took.
+            let cut = standings[standings.len() / [4, 30, 9][dice.roll(3) as usize]];
+            let below = EvictionRule::Below { score: cut.score, last_step: cut.last_step, id: cut.id };
+            saved.iter().for_each(|rig| rig.table.sweep_by(&below).expect("a sweep"));
+            let expected: Contents =
+                rows.into_iter().filter(|(_, (header, _))| Standing::of(header, &decay, step) >= cut).collect();
+            assert!(rows_of(&saved) == expected, "{round}");
+        }
+        link = Some(go_on(&engine, &saved, 20_000, link.as_ref()));
+        let expected = rows_of(&saved);
+        let directory = directory_in(&engine, ROOT);
+        let chain = Chain::open(&directory, Latest::read(&directory).expect("a checkpoint")).expect("opened");
+        most = most.max(chain.manifest().tables[0].sweeps.len());
+        for readers in 1..=3 {
+            let loaded = ranks(&engine, readers, &EvictionRule::Given, 0, &format!("cuts-{round}-{readers}"));
+            load(&engine, &loaded);
+            assert!(rows_of(&loaded) == expected, "{round} deltas, {readers} ranks");
+        }
+    }
+    assert!((2..=3).contains(&most), "{most} sweeps of a delta");
 }
 
 #[test]

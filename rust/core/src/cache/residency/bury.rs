@@ -244,8 +244,12 @@ impl Residency {
             return;
         }
         self.tell_dead(copies);
+        let as_swept = self.is_as_swept();
         // An export that could meet some of them and not others ends.
         self.base.contents_changed();
+        if as_swept {
+            self.as_swept = Some(self.base.version());
+        }
         self.counts.died(rows.len() as u64);
         let is_late = self.epoch != self.sweep_epoch;
         let noted = rows.iter().filter(|row| is_late || self.lineage.must_list(row.modified_epoch));

@@ -11,6 +11,7 @@
 mod admit;
 mod bury;
 mod capacity;
+mod census;
 mod counts;
 mod demand;
 mod device;
@@ -104,6 +105,8 @@ pub(crate) struct Residency {
     time_set: Option<u64>,
     /// Who is told of evicted rows; `None` where nobody is.
     told: Option<Box<Told>>,
+    /// The table's version where nothing has changed since the last sweep but what that took.
+    as_swept: Option<u64>,
 }
 
 /// What plans have found where, since the table was opened.
@@ -175,6 +178,7 @@ impl Residency {
             clock: StepClock::default(),
             time_set: None,
             told: None,
+            as_swept: None,
             base,
         };
         residency.fit_host_to_index();

@@ -195,6 +195,7 @@ impl Residency {
         self.lineage.note_sweep(self.epoch, &sweep);
         self.sweep_epoch = self.epoch;
         self.tell_from(&sweep);
+        self.as_swept = Some(self.base.version());
         self.sweeping = Some(UnderWay {
             sweep: Arc::new(sweep),
             host: host.around(self.host.slots.high_water()),
@@ -441,8 +442,8 @@ impl Residency {
         if self.base.config.eviction.is_none() {
             return Ok(());
         }
-        let stopped = !self.waits_to_tell()
-            && self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
+        let stopped =
+            !self.waits_to_tell() && self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
         if (stopped || self.is_sweeping())
             && let Some(mut under_way) = self.sweeping.take()
         {
@@ -479,6 +480,11 @@ impl Residency {
         if let Some(under_way) = self.sweeping.as_mut().filter(|under_way| !under_way.passed) {
             under_way.later.extend(ids);
         }
+    }
+
+    /// Whether nothing has changed since the last sweep but what that took.
+    pub(crate) fn is_as_swept(&self) -> bool {
+        self.as_swept == Some(self.base.version())
     }
 
     /// Whether a sweep has spared rows of plans that are in place, which may still die.

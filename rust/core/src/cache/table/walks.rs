@@ -11,7 +11,7 @@ use crate::cache::walk::{
 };
 use crate::cache::watch::{Ancestor, PreImages};
 use crate::error::Result;
-use crate::lifecycle::{BucketCounts, Sweep};
+use crate::lifecycle::{BucketCounts, Counted, Span, Sweep};
 use crate::types::Id;
 
 /// About how many counts are held beside while they are sorted into other buckets, at 24 bytes each.
@@ -70,6 +70,21 @@ impl Table {
     /// The sweeps since `ancestor`, which took rows that [`Table::left_since`] does not name.
     pub fn sweeps_since(&self, ancestor: &Ancestor) -> Result<Vec<Sweep>> {
         Ok(self.inner.lock()?.sweeps_since(ancestor))
+    }
+
+    /// Count the rows by where they stand in the order of a sweep after `step`, which is the present one: see [`Census`](crate::lifecycle::Census). What a
+    /// sweep under way takes goes first. The table's lock is held meanwhile, and rows on SSD are read. With `version` nothing is counted
+    /// (`None`) where the table's [version](Table::version) is another one by then. Returns also the version of what was counted.
+    ///
+    /// Errors: `Memory`, those of the SSD tier, and `State` where the table is at another step.
+    pub fn census(&self, step: u64, spans: &[Span], version: Option<u64>) -> Result<Option<(u64, Counted)>> {
+        self.inner.lock()?.census(step, spans, version)
+    }
+
+    /// Whether the table has made a sweep since it was opened, and nothing has changed since but what that sweep took: no step, no import, no
+    /// removal.
+    pub fn is_as_swept(&self) -> Result<bool> {
+        Ok(self.inner.lock()?.is_as_swept())
     }
 
     /// Hand the counts of the ids that wait for rows to `sink`, bucket by bucket in rising order; with `since` those of the ids that were
