@@ -198,7 +198,7 @@ class Standing:
 class Span:
     """The standings from `low` to `high`, both included, and whether they are listed. Otherwise they are counted."""
 
-    def __new__(cls, low: Standing, high: Standing, is_listed: bool) -> Span: ...
+    def __new__(cls, low: Standing, high: Standing, *, is_listed: bool) -> Span: ...
 
 @final
 class SpanCounted:

@@ -255,7 +255,10 @@ class _Passes:
     def _census(self, spans: Sequence[_Span]) -> _Said | None:
         if self._on.table is None:
             return None
-        asked = [_native.Span(_native.Standing(*low), _native.Standing(*high), listed) for low, high, listed in spans]
+        asked = [
+            _native.Span(_native.Standing(*low), _native.Standing(*high), is_listed=listed)
+            for low, high, listed in spans
+        ]
         census = self._on.table.census(self._on.step, asked, self._version)
         if census is None:
             return _Said(0, 0, None)

@@ -35,6 +35,7 @@ pub(crate) struct PySpan {
 #[pymethods]
 impl PySpan {
     #[new]
+    #[pyo3(signature = (low, high, *, is_listed))]
     fn new(low: &PyStanding, high: &PyStanding, is_listed: bool) -> Self {
         Self { core: Span { low: low.core, high: high.core, is_listed } }
     }
