@@ -229,7 +229,7 @@ def one_rank(tmp_path):
 @pytest.mark.parametrize(
     ("policy", "calls"),
     [
-        (Policy([Keep(30)], every_steps=2), []),
+        (Policy([Keep(40)], every_steps=2), []),
         (Policy([Share(0.2)]), [4, 10]),
         (Policy([Ttl(steps=1), All([Share(0.5), L2Norm(below=0.05)])], every_steps=3, at_least_rows=20), [5]),
     ],
