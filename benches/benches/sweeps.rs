@@ -4,25 +4,23 @@
 //! `EMBCACHE_BENCH_SWEEP_ROWS` sets the number of rows in RAM (10M, of which one in ten leaves).
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
 
-use embcache::cache::{Ancestor, Lookup, PlanMode, RowBlock, Table};
-use embcache::checkpoint::{Directory, Parent, RankWriter, Save, SaveOptions};
+use embcache::cache::Table;
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
-use embcache::rows::RowHeader;
 use embcache_benches::{
-    Bench, Better, DIM, Rounds, Scale, Scratch, cpu_seconds, run, scattered_id, setting, table_config,
+    BAG, Bench, Better, DIM, Ids, Rounds, Scale, Scratch, Training, cpu_seconds, give_rows, run, save, scattered_id,
+    setting, table_config, uniform_ranks,
 };
 
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
 const IMPORT_ROWS: u64 = 65_536;
 /// One row in so many leaves.
 const LEAVES: u64 = 10;
-/// Steps without training after which a row leaves.
-const STEPS: u64 = 100;
+/// Steps without training after which a row leaves, and the step of the tables. Rows that were trained in a bench are far from leaving.
+const STEPS: u64 = 1 << 40;
+const NOW: u64 = 1 << 41;
 const ROUNDS: usize = 5;
 
 fn main() {
@@ -49,20 +47,12 @@ fn eviction() -> Eviction {
     Eviction { rule: EvictionRule::Unused { steps: STEPS }, every_steps: None }
 }
 
-/// Put the rows of these numbers into a table, as trained last at `last_step`.
-fn give(table: &Table, numbers: impl Iterator<Item = u64>, last_step: u64) {
-    let header = |number| RowHeader { id: scattered_id(number), last_step, ..RowHeader::default() };
-    let headers: Vec<RowHeader> = numbers.map(header).collect();
-    let vectors = vec![0.5; headers.len() * DIM];
-    table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("room for all rows");
-}
-
 struct InRam {
     table: Table,
-    lookup: Lookup,
+    training: Training,
     rows: u64,
-    step: u64,
-    longest_step: f64,
+    /// The seconds of each step while a sweep was under way, and of as many steps without one.
+    steps: [Vec<f64>; 2],
 }
 
 impl InRam {
@@ -70,44 +60,51 @@ impl InRam {
         let rows = setting("EMBCACHE_BENCH_SWEEP_ROWS", scale.pick(10_000_000, 20_000));
         let config = TableConfig { eviction: Some(eviction()), ..table_config(OPTIMIZER, rows + 4096) };
         let table = Table::open(config, None, default_engine().expect("an engine")).expect("a table in RAM");
-        let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("one feature");
+        table.set_step(NOW).expect("open");
         for first in (0..rows).step_by(IMPORT_ROWS as usize) {
-            give(&table, first..(first + IMPORT_ROWS).min(rows), u64::MAX >> 3);
+            give_rows(&table, DIM, first..(first + IMPORT_ROWS).min(rows), NOW);
         }
-        Self { table, lookup, rows, step: 1000, longest_step: 0.0 }
+        // A batch so small that its step takes hardly longer than what the step waits for.
+        let staying = uniform_ranks(6, 64 * BAG, rows - rows / LEAVES);
+        let ids = Ids::from_ranks(&staying, BAG, |at| scattered_id(at / (LEAVES - 1) * LEAVES + at % (LEAVES - 1) + 1));
+        let training = Training::new(&table, DIM, ids);
+        Self { table, training, rows, steps: [Vec::new(), Vec::new()] }
     }
 
-    /// Make one row in ten old, and a sweep due.
-    fn grow_old(&self, round: u64) {
-        self.table.set_step(self.step).expect("open");
-        for first in (0..self.rows).step_by(IMPORT_ROWS as usize) {
-            let some = first..(first + IMPORT_ROWS).min(self.rows);
-            give(&self.table, some.filter(|number| number % LEAVES == round % LEAVES), 0);
+    /// Put in the rows that leave, as trained last at `last_step`.
+    fn give_leaving(&self, last_step: u64) {
+        for first in (0..self.rows).step_by((IMPORT_ROWS * LEAVES) as usize) {
+            let some = first..(first + IMPORT_ROWS * LEAVES).min(self.rows);
+            give_rows(&self.table, DIM, some.step_by(LEAVES as usize), last_step);
         }
         assert_eq!(self.table.len().expect("open"), self.rows);
+    }
+
+    /// The rows that do not leave.
+    fn staying(&self) -> u64 {
+        self.rows - self.rows.div_ceil(LEAVES)
     }
 }
 
 impl Rounds for InRam {
     fn ours(&mut self) -> f64 {
-        self.step += 1;
-        let leaving = self.rows / LEAVES;
-        self.grow_old(self.step);
+        self.give_leaving(0);
         let begin = cpu_seconds();
         self.table.sweep().expect("begun");
-        assert_eq!(self.table.len().expect("to its end"), self.rows - leaving);
+        assert_eq!(self.table.len().expect("to its end"), self.staying());
         let seconds = cpu_seconds() - begin;
         // The same beside training: how long the longest step is that goes on with the sweep.
-        self.grow_old(self.step);
+        self.give_leaving(0);
+        self.training.step();
         self.table.sweep().expect("begun");
-        let is_under_way = || self.table.stats().expect("open").eviction.is_some_and(|stats| stats.under_way);
-        while is_under_way() {
-            let begin = Instant::now();
-            let plan = self.lookup.plan(&[scattered_id(1)], &[0, 1], PlanMode::EVALUATE).expect("an id");
-            plan.wait().expect("in place");
-            self.longest_step = self.longest_step.max(begin.elapsed().as_secs_f64());
+        let mut count = 0;
+        while self.table.stats().expect("open").eviction.is_some_and(|stats| stats.under_way) {
+            self.steps[0].push(self.training.step());
+            count += 1;
         }
-        self.grow_old(self.step);
+        self.steps[1].extend(self.training.steps(count));
+        self.training.pause();
+        assert_eq!(self.table.len().expect("open"), self.staying());
         seconds * 1e9 / self.rows as f64
     }
 
@@ -116,7 +113,13 @@ impl Rounds for InRam {
     }
 
     fn figures(&self) -> BTreeMap<&'static str, f64> {
-        BTreeMap::from([("longest_step_ms", self.longest_step * 1e3), ("rows", self.rows as f64)])
+        let [with, without] = self.steps.each_ref().map(|steps| steps.iter().copied().fold(0.0, f64::max) * 1e3);
+        BTreeMap::from([
+            ("longest_step_ms", with),
+            ("longest_step_without_ms", without),
+            ("steps", self.steps[0].len() as f64),
+            ("rows", self.rows as f64),
+        ])
     }
 }
 
@@ -140,38 +143,6 @@ impl OnSsd {
         let table = Table::open(config, None, engine.clone()).expect("a table");
         Self { table, rows, engine, rounds: 0, scratch }
     }
-
-    /// Save, and make the checkpoint the newest ancestor. Returns it, and the bytes of its files.
-    fn save(&self, root: &Path, ancestor: Option<&Ancestor>) -> (Ancestor, u64) {
-        let parent = ancestor.map(|one| Parent { name: one.name.clone(), manifest_xxh3: one.manifest_xxh3 });
-        let options = SaveOptions { parent, ..SaveOptions::default() };
-        let directory = Directory::in_engine(Arc::clone(&self.engine), root);
-        let save = Save::begin_with(&directory, 7, options).expect("begun");
-        let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
-        match ancestor {
-            None => writer.write_rows_of("m", &self.table, BTreeMap::new()).map(drop),
-            Some(one) => writer.write_changes_of("m", &self.table, BTreeMap::new(), one).map(drop),
-        }
-        .expect("written");
-        let next_epoch = self.table.epoch().expect("open") + 1;
-        let digests = [writer.finish().expect("finished")];
-        let Parent { name, manifest_xxh3 } = save.publish(&digests, next_epoch).expect("published").identity;
-        let bytes = bytes_of(&root.join(&name));
-        let ancestor = Ancestor { name, manifest_xxh3, next_epoch };
-        self.table.set_epoch(next_epoch).expect("open");
-        self.table.saved_as(ancestor.clone()).expect("open");
-        (ancestor, bytes)
-    }
-}
-
-/// Bytes of all files below a directory.
-fn bytes_of(path: &Path) -> u64 {
-    let entries = std::fs::read_dir(path).expect("a directory").map(|entry| entry.expect("an entry"));
-    let bytes = |entry: std::fs::DirEntry| {
-        let kind = entry.file_type().expect("a kind");
-        if kind.is_dir() { bytes_of(&entry.path()) } else { entry.metadata().expect("its length").len() }
-    };
-    entries.map(bytes).sum()
 }
 
 impl Rounds for OnSsd {
@@ -180,14 +151,14 @@ impl Rounds for OnSsd {
         let root = self.scratch.path().join(self.rounds.to_string());
         std::fs::create_dir(&root).expect("a folder of our own");
         self.table.clear().expect("no batch is in flight");
-        self.table.set_step(1000).expect("open");
+        self.table.set_step(NOW).expect("open");
         for first in (0..self.rows).step_by(IMPORT_ROWS as usize) {
-            give(&self.table, first..(first + IMPORT_ROWS).min(self.rows), 0);
+            give_rows(&self.table, DIM, first..(first + IMPORT_ROWS).min(self.rows), 0);
         }
-        let (full, _) = self.save(&root, None);
-        let (before, nothing) = self.save(&root, Some(&full));
+        let (full, _) = save(&self.table, &self.engine, &root, None);
+        let (before, nothing) = save(&self.table, &self.engine, &root, Some(&full));
         self.table.sweep().expect("begun");
-        let (_, bytes) = self.save(&root, Some(&before));
+        let (_, bytes) = save(&self.table, &self.engine, &root, Some(&before));
         assert_eq!(self.table.len().expect("open"), 0, "every row has left");
         std::fs::remove_dir_all(&root).expect("removed");
         (bytes - nothing) as f64

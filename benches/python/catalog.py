@@ -23,6 +23,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "pending_bytes_per_id": "growth of a process's resident bytes for each id that waits, worst from 1M to 10M ids",
         "sweep_ttl_in_ram_ns_per_row": "processor time a row of a sweep over 10M rows in RAM, of which a tenth leaves",
         "sweep_ttl_delta_bytes": "bytes that 1M rows on SSD which left by a sweep add to a delta",
+        "sweep_ssd_step_slowdown": "median step while a sweep takes 1M rows on SSD and their space is taken back / before",
     },
     "Kernels (one thread unless the name says more)": {
         "forward_pooled_zipf105_10m": "rows summed into bags",
@@ -74,6 +75,10 @@ SECTIONS: dict[str, dict[str, str]] = {
         "train_ssd_zipf105_100m": "the same, 100M rows",
         "ram_bytes_per_ssd_id": "growth of a process's resident bytes for each row on SSD, worst from 10M to 100M rows",
         "reopen_100m_rows_seconds": "from opening the store until the first batch is fetched",
+        "sweep_100m_rows_seconds": "from a sweep that takes 100M small rows on SSD until all are gone, training beside it",
+        "sweep_100m_rows_peak_ram_of_before": "most bytes resident in the process meanwhile / in as much training before",
+        "sweep_100m_rows_disk_of_before": "bytes of disk that the store takes after it / before",
+        "sweep_100m_rows_delta_bytes": "bytes that it adds to a delta",
         "ssd_append_1m": "new rows written to a store, the last tenth of 1M rows",
         "ssd_append_10m": "the same, 10M rows",
         "ssd_append_100m": "the same, 100M rows",

@@ -1,0 +1,147 @@
+//! A training on one table in steps that are timed, and checkpoints of it.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use embcache::cache::{Ancestor, Lookup, Plan, PlanMode, RowBlock, Table};
+use embcache::checkpoint::{Directory, Parent, RankWriter, Save, SaveOptions};
+use embcache::io::IoEngine;
+use embcache::kernels::Hyperparameters;
+use embcache::rows::RowHeader;
+
+use crate::plain_kernels::BAG;
+use crate::workload::{Ids, scattered_id};
+
+/// Trains a table on batches of bags of [`BAG`] ids, over and over. A batch is planned ahead while the one before is computed.
+pub struct Training {
+    lookup: Lookup,
+    ids: Ids,
+    at: usize,
+    ahead: Option<Plan>,
+    offsets: Vec<i64>,
+    out: Vec<f32>,
+    grad: Vec<f32>,
+}
+
+impl Training {
+    /// A training on these batches of whole bags. The table has rows of `dim` weights.
+    ///
+    /// # Panics
+    /// Panics for a table that is closed.
+    pub fn new(table: &Table, dim: usize, ids: Ids) -> Self {
+        let bags = ids.batch / BAG;
+        Self {
+            lookup: Lookup::new(std::slice::from_ref(table), &[0]).expect("one feature"),
+            ids,
+            at: 0,
+            ahead: None,
+            offsets: (0..=bags).map(|bag| (bag * BAG) as i64).collect(),
+            out: vec![0.0; bags * dim],
+            grad: vec![0.01; bags * dim],
+        }
+    }
+
+    /// Make a step. The result is its seconds.
+    ///
+    /// # Panics
+    /// Panics for ids that the table does not take, and when its disk fails.
+    pub fn step(&mut self) -> f64 {
+        let begin = Instant::now();
+        let plan = self.ahead.take().unwrap_or_else(|| self.plan());
+        let next = self.plan();
+        plan.wait().expect("its rows");
+        plan.forward_pooled(&self.offsets, None, &[false], &mut self.out, &mut [None], 1).expect("a batch's room");
+        let numbers = Hyperparameters { lr: 0.01, eps: 1e-8, ..Hyperparameters::default() };
+        plan.backward_pooled(&self.grad, &[numbers], None, &mut [None], 1).expect("an update");
+        self.ahead = Some(next);
+        begin.elapsed().as_secs_f64()
+    }
+
+    /// Make so many steps. The result is the seconds of each.
+    pub fn steps(&mut self, count: usize) -> Vec<f64> {
+        (0..count).map(|_| self.step()).collect()
+    }
+
+    /// Give back the batch that is planned ahead, so that no row is in use.
+    pub fn pause(&mut self) {
+        self.ahead = None;
+    }
+
+    /// The number of batches.
+    pub fn batches(&self) -> usize {
+        self.ids.values.len() / self.ids.batch
+    }
+
+    fn plan(&mut self) -> Plan {
+        let batch = self.ids.batch;
+        let ids = &self.ids.values[self.at * batch..][..batch];
+        self.at = (self.at + 1) % (self.ids.values.len() / batch);
+        self.lookup.plan(ids, &[0, batch as i64], PlanMode::TRAIN_AHEAD).expect("ids of the table")
+    }
+}
+
+/// Put the rows of these numbers into a table of rows of `dim` weights, as trained last at `last_step`.
+///
+/// # Panics
+/// Panics when the table has no room for them.
+pub fn give_rows(table: &Table, dim: usize, numbers: impl Iterator<Item = u64>, last_step: u64) {
+    let header = |number| RowHeader { id: scattered_id(number), last_step, ..RowHeader::default() };
+    let headers: Vec<RowHeader> = numbers.map(header).collect();
+    let vectors = vec![0.5; headers.len() * dim];
+    table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("room for all rows");
+}
+
+/// Save a table into `root`: full, or what changed since the ancestor. The checkpoint becomes the newest ancestor. The result is it,
+/// and the bytes of its files.
+///
+/// # Panics
+/// Panics when the disk fails.
+pub fn save(table: &Table, engine: &Arc<dyn IoEngine>, root: &Path, ancestor: Option<&Ancestor>) -> (Ancestor, u64) {
+    let parent = ancestor.map(|one| Parent { name: one.name.clone(), manifest_xxh3: one.manifest_xxh3 });
+    let options = SaveOptions { parent, ..SaveOptions::default() };
+    let directory = Directory::in_engine(Arc::clone(engine), root);
+    let save = Save::begin_with(&directory, 7, options).expect("begun");
+    let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
+    match ancestor {
+        None => writer.write_rows_of("m", table, BTreeMap::new()).map(drop),
+        Some(one) => writer.write_changes_of("m", table, BTreeMap::new(), one).map(drop),
+    }
+    .expect("written");
+    let next_epoch = table.epoch().expect("open") + 1;
+    let digests = [writer.finish().expect("finished")];
+    let Parent { name, manifest_xxh3 } = save.publish(&digests, next_epoch).expect("published").identity;
+    let bytes = bytes_of(&root.join(&name));
+    let ancestor = Ancestor { name, manifest_xxh3, next_epoch };
+    table.set_epoch(next_epoch).expect("open");
+    table.saved_as(ancestor.clone()).expect("open");
+    (ancestor, bytes)
+}
+
+/// Bytes of all files below a folder, by their lengths.
+///
+/// # Panics
+/// Panics when the folder cannot be read.
+pub fn bytes_of(path: &Path) -> u64 {
+    files_of(path, &|file| file.len())
+}
+
+/// Bytes of the disk that all files below a folder take. Files that go meanwhile count as gone.
+///
+/// # Panics
+/// Panics when the folder cannot be read.
+pub fn disk_bytes_of(path: &Path) -> u64 {
+    files_of(path, &|file| file.blocks() * 512)
+}
+
+fn files_of(path: &Path, bytes: &dyn Fn(&std::fs::Metadata) -> u64) -> u64 {
+    let entries = std::fs::read_dir(path).expect("a folder").flatten();
+    let of_entry = |entry: std::fs::DirEntry| match entry.metadata() {
+        Ok(found) if found.is_dir() => files_of(&entry.path(), bytes),
+        Ok(found) => bytes(&found),
+        Err(_) => 0,
+    };
+    entries.map(of_entry).sum()
+}
