@@ -98,6 +98,28 @@ def test_zipf_over_a_tenth_of_the_ram_gives_the_same_bits() -> None:
     assert "the same losses and rows, bit for bit" in out
 
 
+def test_a_year_in_an_hour_keeps_a_capped_table_beside_an_unbounded_one() -> None:
+    out = run("examples/year_in_an_hour.py", "--days", 35, "--scale", 0.05)
+    assert "DIFFERS" not in out
+    months = [[float(figure) for figure in line.replace("|", " ").split()] for line in out.splitlines()[2:4]]
+    for month, best, *aucs in (figures[:4] for figures in months):
+        assert 0.6 < min(aucs) <= max(aucs) < best < 1, f"month {month}: both tables have learned something"
+    admitted, evicted = months[-1][-3:-1]
+    assert months[-1][10] > 0, "some rows of the capped table are on SSD"
+    assert admitted > evicted > 0, "rows came by admission and left by rule"
+
+
+def test_admission_spares_the_ids_that_come_once() -> None:
+    out = run("examples/year_in_an_hour.py", "--admission", "--steps", 60)
+    assert "DIFFERS" not in out
+    once = float(re.findall(r"these come once.*: ([\d.]+)%", out)[0])
+    assert 58 <= once <= 62
+    saved = re.findall(r"Count\(2\) +\d+ +([\d.]+)% +[\d.]+ +([\d.]+)%", out)
+    rows, written = (float(share) for share in saved[0])
+    assert abs(rows - once) < 0.1, "each of them has no row"
+    assert written > 50, "and is not written to SSD"
+
+
 def test_the_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("cache").mkdir(mode=0o750)
