@@ -155,7 +155,7 @@ def capped_table(drift: Drift, scale: float, folder: Path) -> EmbCacheEmbedding:
         eviction.All([eviction.Ttl(steps=SELDOM_DAYS * daily), eviction.Score(below=SELDOM_SCORE)]),
     ]
     # The RAM holds the rows of a batch and some more, and the index of what is on SSD.
-    tiers = TierBudgets(host_bytes=int(2**18 + 2**22 * scale), ssd_bytes=int(2**27 * max(1.0, scale)), ssd_dir=folder)
+    tiers = TierBudgets(host_bytes=int(2**18 + 2**22 * scale), ssd_bytes=int(2**25 * max(0.5, scale)), ssd_dir=folder)
     admit = admission.Count(THRESHOLD, window_steps=SELDOM_DAYS * daily)
     policy = eviction.Policy(rules, every_steps=daily)
     return make_table(tiers, admit, policy, HALF_LIFE_DAYS * daily)

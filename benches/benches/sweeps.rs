@@ -10,8 +10,8 @@ use embcache::cache::Table;
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache_benches::{
-    BAG, Bench, Better, DIM, Ids, Rounds, Scale, Scratch, Training, cpu_seconds, give_rows, run, save, scattered_id,
-    setting, table_config, uniform_ranks,
+    BAG, Bench, Better, DIM, Ids, Rounds, Saved, Scale, Scratch, Training, cpu_seconds, give_rows, run, save,
+    scattered_id, setting, table_config, uniform_ranks,
 };
 
 const OPTIMIZER: OptimizerKind = OptimizerKind::RowWiseAdagrad;
@@ -155,13 +155,14 @@ impl Rounds for OnSsd {
         for first in (0..self.rows).step_by(IMPORT_ROWS as usize) {
             give_rows(&self.table, DIM, first..(first + IMPORT_ROWS).min(self.rows), 0);
         }
-        let (full, _) = save(&self.table, &self.engine, &root, None);
-        let (before, nothing) = save(&self.table, &self.engine, &root, Some(&full));
+        let save = |ancestor: Option<&Saved>| save(&self.table, &self.engine, &root, ancestor.map(|one| &one.ancestor));
+        let full = save(None);
+        let before = save(Some(&full));
         self.table.sweep().expect("begun");
-        let (_, bytes) = save(&self.table, &self.engine, &root, Some(&before));
+        let after = save(Some(&before));
         assert_eq!(self.table.len().expect("open"), 0, "every row has left");
         std::fs::remove_dir_all(&root).expect("removed");
-        (bytes - nothing) as f64
+        (after.bytes - before.bytes) as f64
     }
 
     fn rounds(&self) -> usize {

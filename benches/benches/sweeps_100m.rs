@@ -2,7 +2,7 @@
 //! resident meanwhile beside those before, the bytes of disk that are given back, and what the sweep adds to a delta.
 //!
 //! The rows are small, so that it is their number that counts. 1M rows besides live, and are trained. The same batches are trained over
-//! and over, so that two deltas, one before the sweep and one after, have the same rows.
+//! and over, so that two deltas, one with the sweep and one after it, have the same rows.
 //!
 //! `EMBCACHE_BENCH_BIG_ROWS` sets another number of rows.
 
@@ -13,8 +13,8 @@ use embcache::cache::{Table, host_row_bytes};
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, PolicyKind, Reopen, SsdConfig, TableConfig};
 use embcache::io::default_engine;
 use embcache_benches::{
-    BAG, Better, Ids, Row, Scale, Scratch, Training, disk_bytes_of, forget_peak, give_rows, median, resident, run_rows,
-    save, scattered_id, setting, table_config, zipf_ranks,
+    BAG, Better, Ids, Row, Saved, Scale, Scratch, Training, disk_bytes_of, forget_peak, give_rows, median, resident,
+    run_rows, save, scattered_id, setting, table_config, zipf_ranks,
 };
 
 const SECONDS: &str = "sweep_100m_rows_seconds";
@@ -109,13 +109,13 @@ fn measure(scale: Scale) -> [Row<'static>; 4] {
     let table = loaded(dir.clone(), dying, live, batch as u64);
     print("loaded", begin);
     let engine = default_engine().expect("an engine");
-    let (full, full_bytes) = save(&table, &engine, &root, None);
+    let full = save(&table, &engine, &root, None);
     print("saved", begin);
     let ranks = zipf_ranks(11, batch * BATCHES, live, 1.05);
     let mut training = Training::new(&table, DIM, Ids::from_ranks(&ranks, batch, |rank| scattered_id(dying + rank)));
     training.steps(2 * BATCHES);
     training.pause();
-    let (before, delta_before) = save(&table, &engine, &root, Some(&full));
+    let before = save(&table, &engine, &root, Some(&full.ancestor));
 
     forget_peak();
     let steps_before = training.steps(scale.pick(2000, BATCHES));
@@ -126,10 +126,15 @@ fn measure(scale: Scale) -> [Row<'static>; 4] {
     let (steps, gone, last_file) = swept(&table, &mut training, &dir);
     let (ram, disk_after) = (resident(), disk_bytes_of(&dir));
     print("swept", begin);
-    training.steps(BATCHES);
-    training.pause();
+    let mut delta_since = |ancestor: &Saved| {
+        training.steps(2 * BATCHES);
+        training.pause();
+        save(&table, &engine, &root, Some(&ancestor.ancestor))
+    };
+    let with = delta_since(&before);
+    let without = delta_since(&with);
     assert_eq!(table.len().expect("open"), live, "the others are gone");
-    let (_, delta) = save(&table, &engine, &root, Some(&before));
+    assert_eq!(with.rows, without.rows, "the batches are the same");
 
     let row = |name, unit, value| Row::new(name, unit, Better::Lower, vec![value]);
     let mut seconds = row(SECONDS, "s", gone);
@@ -154,11 +159,12 @@ fn measure(scale: Scale) -> [Row<'static>; 4] {
         ("disk_bytes_after", disk_after as f64),
         ("disk_bytes_given_back", disk_before as f64 - disk_after as f64),
     ]);
-    let mut added = row(DELTA, "bytes", delta as f64 - delta_before as f64);
+    let mut added = row(DELTA, "bytes", with.bytes as f64 - without.bytes as f64);
     added.run.extend([
-        ("delta_bytes", delta as f64),
-        ("delta_bytes_without_sweep", delta_before as f64),
-        ("full_bytes", full_bytes as f64),
+        ("delta_bytes", with.bytes as f64),
+        ("delta_bytes_without_sweep", without.bytes as f64),
+        ("delta_rows", with.rows as f64),
+        ("full_bytes", full.bytes as f64),
     ]);
     [seconds, most, kept, added]
 }

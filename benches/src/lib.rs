@@ -36,6 +36,6 @@ pub use scratch::Scratch;
 pub use store::StoreWork;
 pub use table::table_config;
 pub use tier::{APPEND_ROWS, CountedEngine, RECORD_BYTES, ROW_BYTES, TierRows, new_tier, open_tier, tier_layout};
-pub use training::{Training, bytes_of, disk_bytes_of, give_rows, save};
+pub use training::{Saved, Training, bytes_of, disk_bytes_of, give_rows, save};
 pub use windows::{RAW_WRITE, raw_write_bytes, raw_write_rate, setting, settle, window};
 pub use workload::{BATCH_IDS, Ids, SplitMix64, Zipf, scattered_id, scattered_slot, uniform_ranks, zipf_ranks};

@@ -94,22 +94,31 @@ pub fn give_rows(table: &Table, dim: usize, numbers: impl Iterator<Item = u64>, 
     table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("room for all rows");
 }
 
-/// Save a table into `root`: full, or what changed since the ancestor. The checkpoint becomes the newest ancestor. The result is it,
-/// and the bytes of its files.
+/// A checkpoint of a table.
+#[derive(Debug)]
+pub struct Saved {
+    /// The checkpoint, for a delta that builds on it.
+    pub ancestor: Ancestor,
+    /// The rows that were written.
+    pub rows: u64,
+    /// The bytes of its files.
+    pub bytes: u64,
+}
+
+/// Save a table into `root`: full, or what changed since the ancestor. The checkpoint becomes the newest ancestor.
 ///
 /// # Panics
 /// Panics when the disk fails.
-pub fn save(table: &Table, engine: &Arc<dyn IoEngine>, root: &Path, ancestor: Option<&Ancestor>) -> (Ancestor, u64) {
+pub fn save(table: &Table, engine: &Arc<dyn IoEngine>, root: &Path, ancestor: Option<&Ancestor>) -> Saved {
     let parent = ancestor.map(|one| Parent { name: one.name.clone(), manifest_xxh3: one.manifest_xxh3 });
     let options = SaveOptions { parent, ..SaveOptions::default() };
     let directory = Directory::in_engine(Arc::clone(engine), root);
     let save = Save::begin_with(&directory, 7, options).expect("begun");
     let mut writer = RankWriter::new(&directory, save.name(), 0, 1).expect("made");
-    match ancestor {
-        None => writer.write_rows_of("m", table, BTreeMap::new()).map(drop),
-        Some(one) => writer.write_changes_of("m", table, BTreeMap::new(), one).map(drop),
-    }
-    .expect("written");
+    let rows = match ancestor {
+        None => writer.write_rows_of("m", table, BTreeMap::new()).expect("written"),
+        Some(one) => writer.write_changes_of("m", table, BTreeMap::new(), one).expect("written").0,
+    };
     let next_epoch = table.epoch().expect("open") + 1;
     let digests = [writer.finish().expect("finished")];
     let Parent { name, manifest_xxh3 } = save.publish(&digests, next_epoch).expect("published").identity;
@@ -117,7 +126,7 @@ pub fn save(table: &Table, engine: &Arc<dyn IoEngine>, root: &Path, ancestor: Op
     let ancestor = Ancestor { name, manifest_xxh3, next_epoch };
     table.set_epoch(next_epoch).expect("open");
     table.saved_as(ancestor.clone()).expect("open");
-    (ancestor, bytes)
+    Saved { ancestor, rows, bytes }
 }
 
 /// Bytes of all files below a folder, by their lengths.
