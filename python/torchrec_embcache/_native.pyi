@@ -373,7 +373,7 @@ class Table:
         unfinished: int | None = None,  # with reopen="auto": the newest state there, where no flush of several tables completed it
         ssd_root: str | None = None,  # the user's directory, which is checked, and held open as long as the table is
         admission: RowAdmission | None = None,  # None: every id gets a row
-        not_admitted: Literal["zeros", "initial"] | float | None = None,  # None: "initial"
+        not_admitted: Literal["zeros", "initial", "shared"] | float | None = None,  # None: "initial"
         score_half_life_steps: int | None = None,
         eviction: SweepRule | None = None,  # None: rows leave by `remove_rows` and `on_full` alone
         evict_every_steps: int | None = None,  # a sweep after each step whose number is a multiple of it; None: only where `sweep` says so
@@ -390,6 +390,9 @@ class Table:
     def is_closed(self) -> bool: ...
     def step(self) -> int: ...  # training steps so far
     def set_step(self, step: int) -> None: ...
+    has_shared_row: bool  # whether ids that are refused a row share one
+    def shared_row(self) -> F32 | None: ...  # [D * (1 + vector slots) + scalar slots]: its weights, then its slots
+    def set_shared_row(self, values: F32) -> None: ...  # all its numbers, likewise
     def epoch(self) -> int: ...  # the checkpoint epoch that rows trained now are marked with
     def set_epoch(self, epoch: int) -> None: ...
     def ancestors(self) -> list[Ancestor]: ...  # the checkpoints that a delta can build on, oldest first
@@ -413,7 +416,7 @@ class Table:
     def keep_evicted(self) -> EvictedQueue: ...  # of the rows that are evicted from now on
     def next_evicted(self) -> EvictedBlock | None: ...  # from that queue, and the sweep under way goes on until there is a full chunk
     def end_telling(self) -> None: ...  # ends that queue, when all rows are in it that are dead by now; nothing once it is closed
-    def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows, and when steps were made; it has none so far
+    def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows, the row that such ids share, and when steps were made; it knows nothing of them so far
     def census(self, step: int, spans: Sequence[Span], version: int | None) -> Census | None: ...  # None where the version is another one
     def is_as_swept(self) -> bool: ...  # whether nothing has changed since a sweep but what that took
     def clear(self) -> None: ...
@@ -514,7 +517,8 @@ class Plan:
 
     1. `wait`; for tables with a device tier `required_slots`, `fetched`, whose rows are to be scattered, and `scattered`.
     2. A forward, any number of times.
-    3. Either a backward of the core, or `transposed`, `begin_update`, torch ops and `commit`.
+    3. For tables with a shared row `train_shared`.
+    4. Either a backward of the core, or `transposed`, `begin_update`, torch ops and `commit`.
 
     `release` can be called at any time.
     """
@@ -526,13 +530,17 @@ class Plan:
     def required_slots(self, table: int) -> int: ...  # the device tensors must have at least so many slots; those from device_rows on are overflow
     def fetched(self, table: int) -> FetchedRows: ...  # to be scattered before the forward
     def scattered(self) -> None: ...  # says that what `fetched` gave is in the tensors of all tables; a plan released before leaves rows where they were
-    def slots(self, feature: int) -> I64: ...  # [N_f], the cache slot of each occurrence of the feature; -1 for one that reads `absent_value`
-    def absent_value(self, table: int) -> float: ...  # what ids read in every column that have no row and get none
+    def slots(self, feature: int) -> I64: ...  # [N_f], the cache slot of each occurrence of the feature; -1 for one that reads `absent_row`
+    def absent_row(self, table: int) -> F32 | None: ...  # [D], what ids read that have no row and get none; None: zeros
     def transposed(self, table: int) -> Transposed: ...
     # Does `work` while nobody else forwards, updates or copies rows. Handlers of signals run after it. `work` is either `wait`, scatter and
     # `scattered`, or `begin_update`, update and `commit`, or kernels on the tensors. Where it ends before `scattered`, the plan is released.
     def exclusively(self, work: Callable[[], None]) -> None: ...
     def begin_update(self) -> None: ...  # from here to `commit` rows change; an error in between leaves tables that refuse all use
+    # The gradients of the batch's refused ids, for each table with a shared row: the exact sum of each column, and how many ids were refused.
+    def refused_sums_pooled(self, grad: F32, threads: int) -> I64: ...  # sums of several ranks are added up number by number
+    def refused_sums_sequence(self, grad: F32, threads: int) -> I64: ...
+    def train_shared(self, sums: I64, hyperparameters: NDArray[np.float64]) -> None: ...  # by these the commit trains the shared rows
     def commit(self) -> None: ...  # after torch ops updated the tensors: marks rows dirty, counts, unpins, and advances the step
     # The core's kernels. `device[t]` has the arrays of table t, or None where kernels run on the host tier's rows in place.
     def forward_pooled(

@@ -114,6 +114,7 @@ class SavedTable:
     bucket_hash: BucketHash
     rows: int
     pending: int | None  # ids without a row that have counts; None where counts were not saved
+    has_shared_row: bool  # whether the row that refused ids share was saved
 
 def chunk_checksums(data: NDArray[np.uint8], chunk_bytes: int) -> NDArray[np.uint32]: ...  # CRC-32C of each chunk of contiguous bytes
 def sweep_parts(directory: Directory) -> list[str]: ...  # removes the parts that nobody holds; what could not be removed

@@ -16,7 +16,7 @@ from .exceptions import ConfigError
 
 __all__ = ["Admission", "Count", "NotAdmitted", "Probability", "ReadOnly", "ShowClick", "check_not_admitted"]
 
-NotAdmitted = Literal["zeros", "initial"] | float
+NotAdmitted = Literal["zeros", "initial", "shared"] | float
 
 _MOST_COUNT = (1 << 24) - 1
 _MOST_WINDOW = 1 << 53
@@ -179,6 +179,8 @@ def check_not_admitted(field: str, value: object) -> NotAdmitted:
         return "zeros"
     if value == "initial":
         return "initial"
+    if value == "shared":
+        return "shared"
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 3.4028234663852886e38:
-        raise ConfigError(f'{field}={value!r} is not known: use "zeros", "initial" or a finite float32')
+        raise ConfigError(f'{field}={value!r} is not known: use "zeros", "initial", "shared" or a finite float32')
     return float(value)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .admission import Admission, NotAdmitted
 from .buckets import BucketHash
@@ -65,8 +67,8 @@ class CacheTable(ClosedByWith):
         policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
         on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
         admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
-        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, or a number for every column.
-            Only with `admission`.
+        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
+            "shared": one row of the table, which the gradients of all such ids train. Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
         on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for `drain_evicted`.
@@ -329,6 +331,33 @@ class CacheTable(ClosedByWith):
         `ids` are an int64 or int32 tensor, a numpy array or a list. Reading moves no row and counts nowhere.
         """
         return self._shard.read_rows(ids)
+
+    def shared_row(self) -> NDArray[np.float32]:
+        """The weights of the row that ids share which were refused one, as they are now: float32 [D]. Every rank has the same.
+
+        Raises `StateError` where the table has no such row: it is made with `not_admitted="shared"`.
+
+        Example::
+
+            >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, optimizers
+            >>> item = EmbCacheEmbedding(
+            ...     name="item",
+            ...     embedding_dim=2,
+            ...     tiers=TierBudgets(host_bytes="1MiB"),
+            ...     optimizer=optimizers.SGD(lr=0.5),
+            ...     admission=admission.Count(3),
+            ...     not_admitted="shared",
+            ... )
+            >>> item(torch.tensor([7, 8])).sum().backward()  # both occur for the first time
+            >>> item.table.shared_row()
+            array([-1., -1.], dtype=float32)
+        """
+        row = self._shard.native.shared_row()
+        if row is None:
+            raise StateError(
+                f'table {self.name!r} has no shared row: make it with not_admitted="shared" and an admission'
+            )
+        return row[: self.dim].copy()
 
     def import_rows(
         self,

@@ -24,6 +24,7 @@ from torch.nn.functional import embedding_bag
 
 from .device_tier import DeviceTier
 from .exceptions import ConfigError
+from .shared_rows import SharedSums, exact_sums
 from .torch_updates import updated_rows
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class KernelBackend(ABC):
         self.feature_tables = feature_tables
         self.device = device
         self.columns = sum(tables[table].dim for table in feature_tables)
+        # The tables whose refused ids share a row.
+        self.sharing = [number for number, table in enumerate(tables) if table.native.has_shared_row]
 
     @abstractmethod
     def forward_pooled(self, plan: Plan, pooled: Pooled) -> Tensor:
@@ -115,13 +118,23 @@ class KernelBackend(ABC):
         pooled: Pooled,
         grad: Tensor,
         hyperparameters: NDArray[np.float64],
+        shared: SharedSums,
         weight_grad: bool,
     ) -> Tensor | None:
         """Update the rows from `grad` [B, C] and commit. With `weight_grad`: the gradient [N] of `pooled.weights`."""
 
     @abstractmethod
-    def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
+    def backward_sequence(
+        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
+    ) -> None:
         """Update the rows from `grad` [N, D] and commit."""
+
+    def _train_shared(
+        self, plan: Plan, sums: Callable[[], Tensor], hyperparameters: NDArray[np.float64], shared: SharedSums
+    ) -> None:
+        """Have the commit update the rows that refused ids share, by the sums of all ranks. Nothing is updated before."""
+        if self.sharing:
+            plan.train_shared(shared.of_all_ranks(sums()).cpu().numpy(), hyperparameters)
 
 
 class CoreBackend(KernelBackend):
@@ -161,17 +174,24 @@ class CoreBackend(KernelBackend):
         pooled: Pooled,
         grad: Tensor,
         hyperparameters: NDArray[np.float64],
+        shared: SharedSums,
         weight_grad: bool,
     ) -> Tensor | None:
         """See `KernelBackend`."""
         out = np.empty(int(pooled.offsets[-1]), np.float32) if weight_grad else None
         gradient, threads = grad.contiguous().numpy(), kernel_threads()
+        sums = plan.refused_sums_pooled
+        self._train_shared(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, shared)
         self._run(plan, lambda device: plan.backward_pooled(gradient, hyperparameters, out, device, threads))
         return torch.from_numpy(out) if out is not None else None
 
-    def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
+    def backward_sequence(
+        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
+    ) -> None:
         """See `KernelBackend`."""
         gradient, threads = grad.contiguous().numpy(), kernel_threads()
+        sums = plan.refused_sums_sequence
+        self._train_shared(plan, lambda: torch.from_numpy(sums(gradient, threads)), hyperparameters, shared)
         self._run(plan, lambda device: plan.backward_sequence(gradient, hyperparameters, device, threads))
 
 
@@ -210,7 +230,7 @@ class TorchBackend(KernelBackend):
             present = slots >= 0
             absent: Tensor | float = 0.0
             if not present.all():  # absent rows are left out of this sum, but count in the mean's divisor
-                absent = self._absent_sum(plan.absent_value(table), ~present, offsets, weights)
+                absent = self._absent_sum(self._absent_row(plan, table), ~present, offsets, weights)
                 offsets = np.concatenate([[0], np.cumsum(present)])[offsets]
                 slots = slots[present]
                 weights = weights[torch.from_numpy(present).to(self.device)] if weights is not None else None
@@ -219,17 +239,21 @@ class TorchBackend(KernelBackend):
             column += tier.dim
         return out
 
+    def _absent_row(self, plan: Plan, table: int) -> Tensor | None:
+        """What absent occurrences of a table read: [D], or None for zeros."""
+        row = plan.absent_row(table)
+        return None if row is None else torch.from_numpy(row).to(self.device)
+
     def _absent_sum(
-        self, value: float, absent: NDArray[np.bool_], offsets: NDArray[np.int64], weights: Tensor | None
+        self, row: Tensor | None, absent: NDArray[np.bool_], offsets: NDArray[np.int64], weights: Tensor | None
     ) -> Tensor | float:
-        """What the absent occurrences, bool [n], add to every column of each bag: [B, 1], or 0.0 for nothing."""
-        if value == 0.0:
+        """What the absent occurrences, bool [n], which read `row`, add to each bag: [B, D], or 0.0 for nothing."""
+        if row is None:
             return 0.0
-        share = torch.from_numpy(absent).to(self.device, torch.float32) * value
-        if weights is not None:
-            share *= weights
-        index = torch.arange(len(share), device=self.device)
-        return _segment_sum(share[:, None], index, self._tensor(offsets), None)
+        starts = np.concatenate([[0], np.cumsum(absent)])[offsets]
+        index = torch.zeros(int(starts[-1]), dtype=torch.int64, device=self.device)
+        weights = weights[torch.from_numpy(absent).to(self.device)] if weights is not None else None
+        return _segment_sum(row[None], index, self._tensor(starts), weights)
 
     def forward_sequence(self, plan: Plan, count: int) -> Tensor:
         """See `KernelBackend`."""
@@ -237,10 +261,15 @@ class TorchBackend(KernelBackend):
         begin = 0
         for feature, table in enumerate(self.feature_tables):
             slots = self._tensor(plan.slots(feature))
-            rows = self._tier(table).weights.index_select(0, slots.clamp(min=0))
-            out[begin : begin + len(slots)] = rows.masked_fill_((slots < 0)[:, None], plan.absent_value(table))
+            out[begin : begin + len(slots)] = self._rows_of(plan, table, slots)
             begin += len(slots)
         return out
+
+    def _rows_of(self, plan: Plan, table: int, slots: Tensor) -> Tensor:
+        """What the occurrences in `slots` [n] read: [n, D]. -1 is an absent one."""
+        rows, absent = self._tier(table).weights.index_select(0, slots.clamp(min=0)), (slots < 0)[:, None]
+        row = self._absent_row(plan, table)
+        return rows.masked_fill_(absent, 0.0) if row is None else torch.where(absent, row, rows)
 
     def backward_pooled(
         self,
@@ -248,6 +277,7 @@ class TorchBackend(KernelBackend):
         pooled: Pooled,
         grad: Tensor,
         hyperparameters: NDArray[np.float64],
+        shared: SharedSums,
         weight_grad: bool,
     ) -> Tensor | None:
         """See `KernelBackend`."""
@@ -276,21 +306,35 @@ class TorchBackend(KernelBackend):
             weights = scale.index_select(0, positions) if scale is not None else None
             if out is not None:
                 slots = self._tensor(np.repeat(rows.slots, np.diff(rows.starts)))
-                used = tier.weights.index_select(0, slots.clamp(min=0))
-                used.masked_fill_((slots < 0)[:, None], plan.absent_value(table))
+                used = self._rows_of(plan, table, slots)
                 out.index_copy_(0, positions, (used * table_grad.index_select(0, index)).sum(1))
             updates.append((table, rows.slots, _segment_sum(table_grad, index, self._tensor(rows.starts), weights)))
+        self._train_shared(plan, lambda: self._refused_sums(updates), hyperparameters, shared)
         self._update_and_commit(plan, updates, hyperparameters)
         return out
 
-    def backward_sequence(self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64]) -> None:
+    def backward_sequence(
+        self, plan: Plan, grad: Tensor, hyperparameters: NDArray[np.float64], shared: SharedSums
+    ) -> None:
         """See `KernelBackend`."""
         updates = []
         for table in range(len(self.tables)):
             rows = plan.transposed(table)
             summed = _segment_sum(grad, self._tensor(rows.occurrences), self._tensor(rows.starts), None)
             updates.append((table, rows.slots, summed))
+        self._train_shared(plan, lambda: self._refused_sums(updates), hyperparameters, shared)
         self._update_and_commit(plan, updates, hyperparameters)
+
+    def _refused_sums(self, updates: list[tuple[int, NDArray[np.int64], Tensor]]) -> Tensor:
+        """The sums of the gradients of refused ids, for each table in which these share a row."""
+        refused = {
+            table: grad[torch.from_numpy(slots < 0).to(self.device)]
+            for table, slots, grad in updates
+            if table in self.sharing
+        }
+        none = [torch.zeros(0, self.tables[table].dim, device=self.device) for table in self.sharing]
+        each = (refused.get(table, rows) for table, rows in zip(self.sharing, none, strict=True))
+        return torch.cat([exact_sums(rows) for rows in each])
 
     def _update_and_commit(
         self, plan: Plan, updates: list[tuple[int, NDArray[np.int64], Tensor]], hyperparameters: NDArray[np.float64]

@@ -80,6 +80,11 @@ class Lifecycle:
         return isinstance(self.admission, Count | ShowClick)
 
     @property
+    def shares_a_row(self) -> bool:
+        """Whether ids that are refused a row share one, which their gradients train."""
+        return self.absent == "shared"
+
+    @property
     def counts_clicks(self) -> bool:
         """Whether the admission counts clicks."""
         return isinstance(self.admission, ShowClick)

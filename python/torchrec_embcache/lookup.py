@@ -31,6 +31,7 @@ from .gradients import check_rows_are_to_be_updated, clamp_parts
 from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
 from .lookahead import IdBatch, Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
+from .shared_rows import OtherRankFailedError, SharedSums, sums_of
 from .sweeping import sweep_after_step, swept_after_steps
 from .table_shard import TableShard
 
@@ -57,8 +58,12 @@ class LookupGroup:
         unseen: Unseen | None = None,
         kernels: str | None = None,
         after_backward: Callable[[Exception | None], None] | None = None,
+        add_up: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Every backward calls `after_backward` at its end, with its error or None. It may raise."""
+        """Every backward calls `after_backward` at its end, with its error or None. It may raise.
+
+        `add_up` adds up a tensor of all ranks that share the tables, in place; None where this rank has them alone.
+        """
         if unseen is not None:
             check_choice("unseen", unseen, Unseen)
         self.tables = list(tables)
@@ -68,6 +73,9 @@ class LookupGroup:
         self.device = self.tables[0].device
         self._kernels = kernels
         self.after_backward = after_backward
+        # Integers that the sums of the gradients of refused ids are, of the tables where such ids share a row.
+        self._sums = sum(sums_of(table.dim) for table in self.tables if table.settings.lifecycle.shares_a_row)
+        self._add_up = add_up if self._sums else None
         # A table whose rows are kept on SSD. Its step tells, when the process ends amid a step, how far the step came.
         self.kept_table = next((table for table in self.tables if table.tiers.ssd), None)
         # Tables of whose evicted rows somebody is told.
@@ -85,6 +93,10 @@ class LookupGroup:
             backend = make_backend(self.tables, self.feature_tables, self.device, self._kernels)
             self._opened = natives, _native.Lookup(natives, self.feature_tables), backend
         return self._opened[1], self._opened[2]
+
+    def shared_sums(self) -> SharedSums:
+        """What one backward sums for the rows that refused ids share."""
+        return SharedSums(self._add_up, self._sums, self.device)
 
     # ---- lookahead
 
@@ -321,6 +333,7 @@ class _Batch(ABC):
         self.planned = planned
         self.group = planned.group
         self.plan = planned.plan
+        self.shared = planned.group.shared_sums()
         self._done = False
         if self.group.kept_table is not None:
             lifetime.forwarded(self)
@@ -370,8 +383,9 @@ class _Batch(ABC):
         return clamp_parts(grad, [limits[table] for table in self.group.feature_tables], sizes, dim)
 
     def abandon(self) -> None:
-        """After a backward that failed: unpin the rows. There is no second try."""
+        """After a backward that failed: tell the other ranks and unpin the rows. There is no second try."""
         self._done = True
+        self.shared.fail()
         self.plan.release()
 
 
@@ -386,7 +400,7 @@ class _PooledBatch(_Batch):
     def backward(self, grad: Tensor, weight_grad: bool) -> Tensor | None:
         numbers, limits = self.begin_backward()
         grad = self.clamped(grad, limits, [self.group.tables[table].dim for table in self.group.feature_tables], 1)
-        return self.backend.backward_pooled(self.plan, self.pooled, grad, numbers, weight_grad)
+        return self.backend.backward_pooled(self.plan, self.pooled, grad, numbers, self.shared, weight_grad)
 
 
 class _SequenceBatch(_Batch):
@@ -401,7 +415,7 @@ class _SequenceBatch(_Batch):
         del weight_grad  # sequences have none
         numbers, limits = self.begin_backward()
         grad = self.clamped(grad, limits, np.diff(self.splits).tolist(), 0)
-        self.backend.backward_sequence(self.plan, grad, numbers)
+        self.backend.backward_sequence(self.plan, grad, numbers, self.shared)
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -429,7 +443,8 @@ class _FusedLookup(torch.autograd.Function):
         except Exception as caught:
             if after is None:
                 raise
-            error = caught
+            # An error of another rank is raised here when the ranks agree.
+            error = None if isinstance(caught, OtherRankFailedError) else caught
             batch.abandon()
         try:
             if after is not None:

@@ -119,11 +119,16 @@ def inspect(path: str) -> Report:
     for table, pending in zip(tables, opened.pending, strict=True):
         table["pending"] = pending
         table["sweeps"] = [sweep for link in links for sweep in sweeps_of(link, table["module"], table["table"])]
+        # Whether there is one. Its numbers would fill pages.
+        table["shared_row"] = "yes" if "shared_row" in table else None
         table["hyperparameters"] = table["optimizer"]["hyperparameters"]
         table["optimizer"] = table["optimizer"]["name"]
     counted = any(table["pending"] is not None for table in tables)
     columns = (*_COLUMNS, "pending") if counted else _COLUMNS
-    shown = [f"{name} since parent" if name == "pending" and opened.is_delta else name for name in columns]
+    if any(table["shared_row"] for table in tables):
+        columns = (*columns, "shared_row")
+    titles = {"pending": "pending since parent" if opened.is_delta else "pending", "shared_row": "shared row"}
+    shown = [titles.get(name, name) for name in columns]
     grids = [
         Grid(
             f"Checkpoints in {opened.root}",

@@ -19,7 +19,7 @@ __all__ = ["diff"]
 _WINDOW_BYTES = 128 << 20
 #: What must be equal for rows to be compared at all, and what is only told.
 _SHAPE = ("dim", "total_num_buckets", "bucket_hash")
-_SETTINGS = ("key", "optimizer", "step", "seed", "initializer")
+_SETTINGS = ("key", "optimizer", "step", "seed", "initializer", "shared_row")
 _METADATA = ("count", "last_step", "score", "modified_epoch")
 #: What can be said of the counts of ids that wait for rows. All but the last is a difference.
 _ONLY = ("only in the first", "only in the second")
@@ -165,7 +165,7 @@ def _table(one: Opened, other: Opened, first: dict[str, Any], second: dict[str, 
                 "the second: their rows cannot be compared"
             )
     result = TableDiff(first["module"], first["table"], rows_first=first["rows"], rows_second=second["rows"])
-    result.settings = [name for name in _SETTINGS if first[name] != second[name]]
+    result.settings = [name for name in _SETTINGS if first.get(name) != second.get(name)]
     pending = [_pending(side, first) if how.counters else None for side in (one, other)]
     has = (pending[0] is not None, pending[1] is not None)
     # Weights, at most two slots, and what else belongs to a row.

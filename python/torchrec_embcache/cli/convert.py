@@ -172,7 +172,19 @@ def _spec(table: StoredTable, settings: Settings) -> tuple[dict[str, Any], dict[
         "total_num_buckets": described.get("total_num_buckets", settings.total_num_buckets),
         "bucket_hash": DEFAULT_BUCKET_HASH,
     }
+    if "shared_row" in described and described.get("dim") == table.dim:
+        spec["shared_row"] = _shared_row(described, wanted, table.dim)
     return spec, dict(zip(names, present, strict=True))
+
+
+def _shared_row(described: Mapping[str, Any], optimizer: type[OptimizerSpec], dim: int) -> str:
+    """The described shared row, eight digits a number; its slots are zeros where they are of another optimizer."""
+    given: str = described["shared_row"]
+    if described.get("optimizer", {}).get("name") == optimizer.kind:
+        return given
+    slots = len(optimizer.slot_names)
+    floats = dim * (1 + optimizer.vector_slots) + slots - optimizer.vector_slots
+    return given[: 8 * dim].ljust(8 * floats, "0")
 
 
 def _guess(table: StoredTable, present: tuple[str, ...], names: tuple[str, ...]) -> str:

@@ -41,6 +41,8 @@ def parse_description(data: bytes, path: str) -> dict[str, Any]:
     for name, (low, high) in _INTEGERS.items():
         if name in found:
             _check_integer(path, name, found[name], low, high)
+    if "shared_row" in found:
+        _check_text(path, "shared_row", found["shared_row"])
     if "initializer" in found:
         _check_object(path, "initializer", found["initializer"])
     if "optimizer" in found:

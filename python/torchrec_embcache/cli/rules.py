@@ -33,7 +33,7 @@ def in_words(rule: Any) -> str:
 
 
 def _score(rising: int) -> float:
-    """The score of a cut. The core maps scores to rising uint32: it flips the sign bit of those from 0, and all bits of the others."""
+    """The score of a cut. The core maps scores to rising uint32: of those from 0 it flips the sign bit, and of others all bits."""
     bits = rising ^ 0x80000000 if rising >> 31 else rising ^ 0xFFFFFFFF
     return float(np.array(bits, np.uint32).view(np.float32))
 

@@ -269,8 +269,12 @@ class ModuleTables(Mapping[str, CacheTable]):
         configs: Sequence[CacheConfig],
         optimizer: TableOptimizer,
         after_backward: Callable[[Exception | None], None] | None = None,
+        add_up: Callable[[torch.Tensor], None] | None = None,
     ) -> LookupGroup:
-        """A lookup over the features of `configs`, table after table. Every backward reads the groups of `optimizer`."""
+        """A lookup over the features of `configs`, table after table. Every backward reads the groups of `optimizer`.
+
+        See `LookupGroup` for `after_backward` and `add_up`.
+        """
         names = [config.name for config in configs]
 
         def param_groups() -> list[Mapping[str, Any]]:
@@ -281,7 +285,9 @@ class ModuleTables(Mapping[str, CacheTable]):
 
         features = [index for index, config in enumerate(configs) for _ in config.feature_names]
         tables = [internals(self._tables[name]) for name in names]
-        return LookupGroup(tables, features, param_groups, unseen=self.unseen, after_backward=after_backward)
+        return LookupGroup(
+            tables, features, param_groups, unseen=self.unseen, after_backward=after_backward, add_up=add_up
+        )
 
     def flush_schedule(self, *, collective: bool) -> FlushSchedule:
         """When these tables are flushed while they train; `collective`: by all ranks together."""

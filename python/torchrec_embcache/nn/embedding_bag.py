@@ -60,8 +60,8 @@ class EmbCacheEmbeddingBag(TableModule):
         on_full: what happens when the last tier is full: "error" raises `CapacityError` and loses nothing, "evict" drops rows.
         unseen: what evaluation reads for an id without a row: its "initial" value or "zeros". None: what training reads.
         admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
-        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, or a number for every column.
-            Only with `admission`.
+        not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
+            "shared": one row of the table, which the gradients of all such ids train. Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
         on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for `drain_evicted`.

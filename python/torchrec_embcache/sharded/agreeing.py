@@ -1,21 +1,22 @@
 """What the ranks of a sharded collection agree on: that all went well, how ids fall into buckets, and what sweeps take."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import Tensor
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_embcache.buckets import BucketHash
-from torchrec_embcache.cache import internals
 from torchrec_embcache.collective import all_gather, gathered, raise_on_every_rank
 from torchrec_embcache.eviction import Policy
-from torchrec_embcache.exceptions import ConfigError, MismatchError, StateError
+from torchrec_embcache.exceptions import ConfigError, MismatchError
 from torchrec_embcache.gradients import raise_at_end_of_backward
 from torchrec_embcache.modules.tables import ModuleTables
 from torchrec_embcache.sweeping import sweep_after_step, swept_after_steps
 from torchrec_embcache.table_shard import TableShard
+
+from .agreement import add_up, agree_on_steps
 
 __all__ = ["AgreesWithRanks"]
 
@@ -42,6 +43,9 @@ class AgreesWithRanks:
         """Raise the error of any rank on all of them. Every rank comes here at the same point of a step."""
         raise_on_every_rank(error, self._env.process_group, self._cache.device)
 
+    def _add_up(self, values: Tensor) -> None:
+        add_up(values, self._env.process_group)
+
     def _after_backward(self, tables: Sequence[TableShard]) -> Callable[[Exception | None], None]:
         """What the backward of a lookup over this rank's `tables` calls at its end."""
         return lambda error: self._agree_in_backward(error, tables)
@@ -55,7 +59,7 @@ class AgreesWithRanks:
         try:
             self._agree(error)
         except Exception as caught:
-            self._agree_on_steps()
+            agree_on_steps(self._cache, self._env.process_group)
             raise_at_end_of_backward(caught)
             return
         try:
@@ -66,20 +70,6 @@ class AgreesWithRanks:
     def _together(self, work: Callable[[], T]) -> list[T]:
         """What `work()` gives on each rank. An error on one of them is raised on all. Collective."""
         return gathered(work, self._env.process_group, self._cache.device)
-
-    def _agree_on_steps(self) -> None:
-        """Count a backward that failed on some ranks as a step of all: a table whose ranks count differently could not be saved."""
-        mine: dict[str, int] = {}
-        for name, table in self._cache.items():
-            # A table that was half updated refuses to say its step. The other ranks wait for this rank all the same.
-            with suppress(StateError):
-                if table.is_open:
-                    mine[name] = table.step()
-        for steps in all_gather(mine, self._env.process_group):
-            for name, step in steps.items():
-                if name in mine and step > mine[name]:
-                    mine[name] = step
-                    internals(self._cache[name]).native.set_step(step)
 
     def _agree_on_buckets(self) -> None:
         """Open the tables, and check that all ranks say the same of how ids fall into buckets, and of eviction. Collective.

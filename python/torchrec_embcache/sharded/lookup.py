@@ -73,10 +73,12 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
         spreads_bags: bool,
         pooled: bool,
         after_backward: Callable[[Exception | None], None],
+        add_up: Callable[[torch.Tensor], None] | None,
     ) -> None:
         """`configs` are in the order in which their features arrive.
 
-        Every backward calls `after_backward` with its error or None.
+        Every backward calls `after_backward` with its error or None. `add_up` adds up a tensor of all ranks in place, where they
+        share the tables.
         """
         super().__init__()
         self._pooled = pooled
@@ -90,7 +92,9 @@ class CacheLookup(BaseEmbeddingLookup, FusedOptimizerModule):
             config.name: zero_row_parameter(config.embedding_dim, tables.device, optimized=True) for config in configs
         }
         self._optimizer = tables.optimizer("", self._params, self._params)
-        self._group: LookupGroup | None = tables.group(configs, self._optimizer, after_backward) if configs else None
+        self._group: LookupGroup | None = (
+            tables.group(configs, self._optimizer, after_backward, add_up) if configs else None
+        )
         self._anchor = torch.zeros(0, device=tables.device, requires_grad=True)
         self._after_backward = after_backward
         self._next: PlannedFeatures | None = None

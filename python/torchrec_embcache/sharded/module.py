@@ -222,6 +222,7 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
             spreads_bags=spreads_bags,
             pooled=pooled,
             after_backward=self._after_backward([internals(self._cache[table.name]) for table in tables]),
+            add_up=self._add_up if spreads_bags and self._env.world_size > 1 else None,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -212,7 +212,7 @@ impl Admission {
     }
 }
 
-/// What a training batch reads for an id that gets no row. Its gradient is dropped.
+/// What a training batch reads for an id that gets no row. Its gradient is dropped, but where it trains the shared row.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum NotAdmitted {
     /// Zeros.
@@ -222,6 +222,8 @@ pub enum NotAdmitted {
     Value(f32),
     /// The row that it would be born with.
     Initial,
+    /// The one row that all such ids of the table share, and which their gradients train.
+    Shared,
 }
 
 /// Which rows leave a table by a rule of their own columns, and when. A sweep takes those that the rule names.

@@ -188,8 +188,8 @@ impl PyReader {
     fn segments(&self, module: String, table: String) -> Option<PySegments> {
         let (mut sources, key) = (lock(&self.sources), (module, table));
         match sources.remove(&key)? {
-            TableSource::Segments(files, counters, counts, clock) => {
-                Some(PySegments { files: Arc::new(files), counters, counts, clock })
+            TableSource::Segments(files, counters, counts, clock, shared_row) => {
+                Some(PySegments { files: Arc::new(files), counters, counts, clock, shared_row })
             }
             rows @ TableSource::Rows(_) => {
                 sources.insert(key, rows);

@@ -69,9 +69,10 @@ impl PyPlan {
         let plan = self.plan()?;
         py.detach(|| plan.overflow_rows()).map_err(to_python)
     }
-    fn absent_value(&self, py: Python<'_>, table: usize) -> PyResult<f32> {
+    fn absent_row<'py>(&self, py: Python<'py>, table: usize) -> PyResult<Option<Bound<'py, PyArray1<f32>>>> {
         let plan = self.plan()?;
-        py.detach(|| plan.absent_value(table)).map_err(to_python)
+        let row = py.detach(|| plan.absent_row(table)).map_err(to_python)?;
+        Ok(row.map(|row| row.into_pyarray(py)))
     }
     fn required_slots(&self, py: Python<'_>, table: usize) -> PyResult<u32> {
         let plan = self.plan()?;
@@ -127,6 +128,42 @@ impl PyPlan {
     fn commit(&self, py: Python<'_>) -> PyResult<()> {
         let plan = self.plan()?;
         py.detach(|| plan.commit()).map_err(to_python)
+    }
+
+    fn refused_sums_pooled<'py>(
+        &self,
+        py: Python<'py>,
+        grad: PyReadonlyArray2<'py, f32>,
+        threads: usize,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let plan = self.plan()?;
+        let grad = slice2("grad", &grad)?;
+        let sums = py.detach(|| plan.refused_sums_pooled(grad, threads)).map_err(to_python)?;
+        Ok(sums.into_pyarray(py))
+    }
+
+    fn refused_sums_sequence<'py>(
+        &self,
+        py: Python<'py>,
+        grad: PyReadonlyArray2<'py, f32>,
+        threads: usize,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let plan = self.plan()?;
+        let grad = slice2("grad", &grad)?;
+        let sums = py.detach(|| plan.refused_sums_sequence(grad, threads)).map_err(to_python)?;
+        Ok(sums.into_pyarray(py))
+    }
+
+    fn train_shared(
+        &self,
+        py: Python<'_>,
+        sums: PyReadonlyArray1<'_, i64>,
+        hyperparameters: PyReadonlyArray2<'_, f64>,
+    ) -> PyResult<()> {
+        let plan = self.plan()?;
+        let sums = slice("sums", &sums)?;
+        let hyperparameters = self::hyperparameters(&hyperparameters)?;
+        py.detach(|| plan.train_shared(sums, &hyperparameters)).map_err(to_python)
     }
 
     #[expect(clippy::too_many_arguments, reason = "one call a phase")]

@@ -253,6 +253,7 @@ pub(crate) struct PySavedTable {
     bucket_hash: &'static str,
     rows: u64,
     pending: Option<u64>,
+    has_shared_row: bool,
 }
 
 impl PySavedTable {
@@ -270,6 +271,7 @@ impl PySavedTable {
             bucket_hash: spec.bucket_hash.name(),
             rows: entry.total_rows,
             pending: entry.pending,
+            has_shared_row: spec.shared_row.is_some(),
         }
     }
 }

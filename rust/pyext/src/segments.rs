@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use embcache::lifecycle::{BucketCounts, StepClock};
+use embcache::lifecycle::{BucketCounts, SharedRow, StepClock};
 use embcache::ssd::{SegmentFiles, StateCounters};
 use pyo3::prelude::*;
 
@@ -13,6 +13,7 @@ pub(crate) struct PySegments {
     pub(crate) counters: StateCounters,
     pub(crate) counts: Vec<BucketCounts>,
     pub(crate) clock: StepClock,
+    pub(crate) shared_row: Option<SharedRow>,
 }
 
 #[pymethods]

@@ -149,7 +149,7 @@ impl PySweepRule {
     }
 }
 
-/// What a training batch reads for an id that gets no row: "zeros", "initial" or a number.
+/// What a training batch reads for an id that gets no row: "zeros", "initial", "shared" or a number.
 #[derive(FromPyObject)]
 pub(crate) enum PyNotAdmitted {
     Value(f32),
@@ -164,8 +164,9 @@ impl PyNotAdmitted {
             Self::Name(name) => match name.as_str() {
                 "zeros" => Ok(NotAdmitted::Zeros),
                 "initial" => Ok(NotAdmitted::Initial),
+                "shared" => Ok(NotAdmitted::Shared),
                 other => Err(config_error(format!(
-                    "not_admitted={other:?} is not known: use \"zeros\", \"initial\" or a number"
+                    "not_admitted={other:?} is not known: use \"zeros\", \"initial\", \"shared\" or a number"
                 ))),
             },
         }

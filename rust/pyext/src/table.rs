@@ -8,9 +8,11 @@ use std::time::Duration;
 use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table, device_row_bytes, host_row_bytes};
 use embcache::config::{Admission, Eviction, NotAdmitted, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
+use embcache::lifecycle::SharedRow;
 use embcache::ssd::SsdTier;
 use embcache::types::{CacheSlot, DEFAULT_SCORE_HALF_LIFE_STEPS, table_key};
-use numpy::{PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2};
+use embcache::{Error, Kind};
+use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, ToPyArray};
 use pyo3::prelude::*;
 
 use crate::buffers::{headers_from_python, slice, slice2, slots_to_python};
@@ -92,7 +94,10 @@ fn open_table(
     let table = Table::open_from(config, gather, engine_beneath(ssd_root)?, source)?;
     let counts = segments.into_iter().flat_map(|from| &from.counts);
     counts.into_iter().try_for_each(|counts| table.restore_bucket(counts))?;
-    segments.map_or(Ok(()), |from| table.restore_clock(&from.clock))?;
+    if let Some(from) = segments {
+        table.restore_clock(&from.clock)?;
+        table.load_shared_row(from.shared_row.as_ref())?;
+    }
     Ok(table)
 }
 
@@ -208,6 +213,24 @@ impl PyTable {
     }
     fn set_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         py.detach(|| self.inner.set_step(step)).map_err(to_python)
+    }
+    #[getter]
+    fn has_shared_row(&self) -> bool {
+        self.inner.config().not_admitted == NotAdmitted::Shared
+    }
+    fn shared_row<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray1<f32>>>> {
+        let row = py.detach(|| self.inner.shared_row()).map_err(to_python)?;
+        Ok(row.map(|row| row.values().to_pyarray(py)))
+    }
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned borrows")]
+    fn set_shared_row(&self, py: Python<'_>, values: PyReadonlyArray1<'_, f32>) -> PyResult<()> {
+        let values = slice("values", &values)?.to_vec();
+        let layout = self.inner.config().layout();
+        let (given, wanted) = (values.len(), layout.floats());
+        let row = SharedRow::of(layout, values).ok_or_else(|| {
+            to_python(Error::new(Kind::Input, format!("a shared row here has {wanted} numbers and {given} were given")))
+        })?;
+        py.detach(|| self.inner.set_shared_row(Some(&row))).map_err(to_python)
     }
     fn epoch(&self, py: Python<'_>) -> PyResult<u32> {
         py.detach(|| self.inner.epoch()).map_err(to_python)

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::config::TableConfig;
+use crate::config::{NotAdmitted, TableConfig};
 use crate::device::DeviceRows;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::deal;
@@ -49,6 +49,11 @@ impl TableBase {
     /// Whether the table has a device tier, on which its kernels run then.
     pub(crate) fn has_device(&self) -> bool {
         self.device_rows.is_some()
+    }
+
+    /// Whether ids that are refused a row share one.
+    pub(crate) fn has_shared_row(&self) -> bool {
+        self.config.not_admitted == NotAdmitted::Shared
     }
 
     /// Floats of the vector part of a row.

@@ -3,16 +3,20 @@
 #![allow(clippy::inline_always)] // See `simd`.
 
 use std::ops::Range;
+use std::sync::Mutex;
 
 use super::adam::{Adam, Lamb, PartialRowWiseAdam};
+use super::exact::{EXACT_PLACES, add_row};
 use super::ftrl::Ftrl;
 use super::gradient::{Gradient, TransposedIndex};
 use super::optimizer::{Adagrad, OptimizerStep, RowUpdate, RowWiseAdagrad, Sgd, prefetched_bytes};
-use super::rows::RowStore;
+use super::rows::{RowStore, TensorRows};
 use super::threads::{Disjoint, deal};
 use crate::config::OptimizerKind;
 use crate::prefetch::prefetch_range;
+use crate::rows::RowLayout;
 use crate::simd::{Columns, Isa, Job, LANES, Lanes, Wide};
+use crate::sync::lock;
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// A row is prefetched this many distinct rows before its update.
@@ -65,6 +69,49 @@ pub(super) unsafe fn backward_on<R: RowStore>(
         OptimizerKind::Ftrl => call.deal(Ftrl::new(numbers), threads),
         OptimizerKind::Lamb => call.deal(Lamb::new(numbers, optimizer.step), threads),
     }
+}
+
+/// Sum the gradients of each of the distinct rows at the positions `at` as [`backward`] does, and add these sums up exactly, column by
+/// column: `[D × EXACT_PLACES]`.
+///
+/// # Safety
+/// The occurrences of `index` are within `gradient`, and each has its `dim` floats there.
+pub(crate) unsafe fn add_up(
+    index: &TransposedIndex,
+    at: &[u32],
+    gradient: &Gradient<'_>,
+    dim: usize,
+    threads: usize,
+) -> Vec<i64> {
+    let source = Source::new(gradient, dim);
+    let all = Mutex::new(vec![0; dim * EXACT_PLACES]);
+    let cost_before = |row: usize| row as u64 * ROW_COST * dim as u64;
+    deal(threads, at.len(), cost_before, |range| {
+        let mut sums = vec![0; dim * EXACT_PLACES];
+        Isa::best().run(SumJob { index, at: &at[range], source, sums: &mut sums });
+        lock(&all).iter_mut().zip(sums).for_each(|(all, some)| *all += some);
+    });
+    all.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Update one row, whose `values` are those of the layout and its scalar slot last, by its gradient `[D]`.
+///
+/// # Panics
+/// Panics when the lengths do not fit the layout.
+pub(crate) fn update_row(layout: RowLayout, values: &mut [f32], gradient: &[f32], optimizer: &OptimizerStep) {
+    assert!(values.len() == layout.floats() && gradient.len() == layout.dim, "the row is of another layout");
+    let start = values.as_mut_ptr();
+    let part = |number: usize| start.wrapping_add(number * layout.dim);
+    let rows = TensorRows {
+        layout,
+        weights: start,
+        vector_slots: [part(1), part(2)],
+        scalars: start.wrapping_add(layout.vector_floats()),
+    };
+    let index = TransposedIndex { slots: vec![0], starts: vec![0, 1], occurrences: vec![0] };
+    // SAFETY: slot 0 is the one row, of which the layout says which parts there are, and the borrow of `values` keeps everybody else
+    // out. Its one occurrence has `dim` floats.
+    unsafe { backward(&rows, &index, &Gradient::Sequence { grad: gradient }, optimizer, 1) };
 }
 
 /// The gradient of the per-sample weights: `out[i] = scale[i] × dot(gradient of occurrence i, row of slots[i])`, with the row as it
@@ -273,6 +320,34 @@ impl<R: RowStore, U: RowUpdate> Job for UpdateJob<'_, R, U> {
             unsafe {
                 let gradient = source.sum(occurrences, sum);
                 self.update.update(rows, slots[row], gradient, dim);
+            }
+        }
+    }
+}
+
+struct SumJob<'a> {
+    index: &'a TransposedIndex,
+    at: &'a [u32],
+    source: Source,
+    sums: &'a mut [i64],
+}
+
+impl Job for SumJob<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let dim = self.source.dim;
+        let mut sum = vec![Lanes::splat(0.0); dim.div_ceil(LANES)];
+        let sum: *mut f32 = sum.as_mut_ptr().cast();
+        for &row in self.at {
+            let starts = &self.index.starts[row as usize..];
+            let occurrences = &self.index.occurrences[starts[0] as usize..starts[1] as usize];
+            if !occurrences.is_empty() {
+                // SAFETY: the caller of `add_up` promises that occurrences are within the gradient. `sum` has `dim` floats in whole
+                // lanes, and nobody writes it while the slice is read.
+                let row = unsafe { std::slice::from_raw_parts(self.source.sum(occurrences, sum), dim) };
+                add_row(self.sums, row);
             }
         }
     }

@@ -7,6 +7,7 @@
 
 mod adam;
 mod backward;
+mod exact;
 mod forward;
 mod ftrl;
 mod gradient;
@@ -16,7 +17,10 @@ mod rows;
 mod tests;
 pub(crate) mod threads;
 
+pub(crate) use backward::{add_up, update_row};
 pub use backward::{backward, weight_gradient};
+pub use exact::EXACT_PLACES;
+pub(crate) use exact::rounded_row;
 pub use forward::{forward_pooled, forward_sequence};
 pub use gradient::{Gradient, PooledFeature, PooledGradient, TransposedIndex};
 pub use optimizer::{Hyperparameters, OptimizerStep};

@@ -8,10 +8,12 @@ mod bucket;
 mod clock;
 mod order;
 mod pending;
+mod shared;
 mod sweep;
 
 pub use bucket::{BucketCounts, PendingId};
 pub use clock::StepClock;
 pub use order::{Census, Counted, Found, Part, Span, Standing, rising};
 pub(crate) use pending::Pending;
+pub use shared::SharedRow;
 pub use sweep::{Rule, Sweep};

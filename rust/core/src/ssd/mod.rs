@@ -275,6 +275,11 @@ impl SsdTier {
         geometry::note_bytes(cap_bytes)
     }
 
+    /// The least cap whose notes may have so many bytes.
+    pub fn bytes_for_note(note_bytes: usize) -> u64 {
+        geometry::cap_for_note(note_bytes)
+    }
+
     /// Forget the state named `token`, if it is published, as after a flush of several tables that did not finish.
     pub fn forget_published(&self, token: u64) -> Result<()> {
         states::forget_token(&self.inner, token)

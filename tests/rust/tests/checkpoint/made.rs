@@ -60,6 +60,7 @@ impl Table {
             initializer: Initializer::Uniform { low: -0.1, high: 0.1 },
             total_num_buckets: 7,
             bucket_hash: BucketHash::SplitMix64,
+            shared_row: None,
         };
         Self { spec, rows: ids.iter().map(|&id| row(id)).collect() }
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::handle::{Plan, check_len, placed};
-use super::state::{Pooled, Stage};
+use super::state::{PlanState, Pooled, Stage};
 use super::tensors::{Rows, addresses, with_rows};
 use crate::cache::locks::{TableInner, Tear};
 use crate::cache::rows::DeviceTensors;
@@ -101,14 +101,8 @@ impl Plan {
         let turn = self.turn()?;
         let mut state = self.trainable(&turn)?;
         check_len("hyperparameters", hyperparameters.len(), self.shape.tables.len())?;
-        let Some(pooled) = &state.pooled else {
-            return Err(Error::new(Kind::State, "backward_pooled comes after forward_pooled of the same plan"));
-        };
-        let features = self.shape.feature_tables.len();
-        let bags = (pooled.offsets.len() - 1) / features.max(1);
-        let columns = self.shape.total_columns;
-        check_len("grad", grad.len(), bags * columns)?;
-        let total = self.splits[features];
+        let (pooled, bags) = self.pooled_of(&state, grad)?;
+        let total = self.splits[self.shape.feature_tables.len()];
         if let Some(weight_grad) = &weight_grad {
             check_len("weight_grad", weight_grad.len(), total)?;
         }
@@ -181,10 +175,22 @@ impl Plan {
         ended
     }
 
+    /// What the forward was given, whose backward has this gradient `[B, C]`, and the number of bags of a feature: `B`.
+    ///
+    /// Errors: `State` without a forward, `Input` for a gradient of another length.
+    pub(super) fn pooled_of<'a>(&self, state: &'a PlanState, grad: &[f32]) -> Result<(&'a Pooled, usize)> {
+        let Some(pooled) = &state.pooled else {
+            return Err(Error::new(Kind::State, "backward_pooled comes after forward_pooled of the same plan"));
+        };
+        let bags = (pooled.offsets.len() - 1) / self.shape.feature_tables.len().max(1);
+        check_len("grad", grad.len(), bags * self.shape.total_columns)?;
+        Ok((pooled, bags))
+    }
+
     /// The width of all tables.
     ///
     /// Errors: `Input` where they have several.
-    fn one_dim(&self) -> Result<usize> {
+    pub(super) fn one_dim(&self) -> Result<usize> {
         let mut dims = self.shape.tables.iter().map(|table| table.layout.dim);
         let first = dims.next().unwrap_or(0);
         if dims.all(|dim| dim == first) {
@@ -195,7 +201,7 @@ impl Plan {
     }
 
     /// Where the occurrences of one table's features find their gradients in that of the pooled output.
-    fn gradient_sources(
+    pub(super) fn gradient_sources(
         &self,
         pooled: &Pooled,
         bags: usize,

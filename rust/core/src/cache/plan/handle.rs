@@ -113,6 +113,7 @@ impl Plan {
     pub fn begin_update(&self) -> Result<()> {
         let turn = self.turn()?;
         let mut state = self.trainable(&turn)?;
+        state.check_shared()?;
         for table in &state.tables {
             table.keep_rows(&table.table.reading_rows_or_exclusive(&turn)?, None);
         }
@@ -166,15 +167,15 @@ impl Plan {
         Ok(self.table(table)?.floats())
     }
 
-    /// What ids of a table read, in every column, that have no row and get none.
-    pub fn absent_value(&self, table: usize) -> Result<f32> {
+    /// What ids of a table read that have no row and get none: `[D]`, or `None` for zeros.
+    pub fn absent_row(&self, table: usize) -> Result<Option<Vec<f32>>> {
         self.table(table)?;
         let turn = self.turn()?;
-        let state = placed(&turn, "absent_value")?;
-        Ok(state.tables[table].absent().map_or(0.0, |row| row[0]))
+        let state = placed(&turn, "absent_row")?;
+        Ok(state.tables[table].absent().map(<[f32]>::to_vec))
     }
 
-    /// The slot of each occurrence of a feature, `NO_SLOT` for one that reads the absent value: `[N_f]`.
+    /// The slot of each occurrence of a feature, `NO_SLOT` for one that reads the absent row: `[N_f]`.
     pub fn slots(&self, feature: usize) -> Result<Vec<CacheSlot>> {
         let turn = self.turn()?;
         let state = placed(&turn, "slots")?;
@@ -198,6 +199,7 @@ impl Plan {
     pub fn commit(&self) -> Result<()> {
         let turn = self.turn()?;
         let mut state = self.trainable(&turn)?;
+        state.check_shared()?;
         state.commit(&turn)
     }
 

@@ -5,6 +5,7 @@ mod compute;
 mod handle;
 mod lookup;
 mod shape;
+mod shared;
 mod state;
 mod tensors;
 

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::cache::locks::{RowsHeld, TableInner, Tear, Turn};
-use crate::cache::residency::{Demand, Fetched, Hold, PlanMode};
+use super::shared::SharedStep;
+use crate::cache::locks::{Held, RowsHeld, TableInner, Tear, Turn};
+use crate::cache::residency::{Absent, Demand, Fetched, Hold, PlanMode};
 use crate::cache::rows::DeviceTensors;
 use crate::error::Result;
 use crate::index::Deduped;
@@ -79,6 +80,7 @@ impl PlanState {
 
     /// What the optimizer needs for its next step, for each table.
     pub(super) fn next_steps(&self, hyperparameters: &[Hyperparameters]) -> Result<Vec<OptimizerStep>> {
+        self.check_shared()?;
         let tables = self.tables.iter().zip(hyperparameters);
         tables.map(|(table, &hyperparameters)| table.next_step(hyperparameters)).collect()
     }
@@ -103,6 +105,8 @@ pub(super) struct TablePlan {
     /// Rows to scatter into the device tensors.
     fetched: Fetched,
     is_placed: bool,
+    /// How this batch trains the table's shared row, once that is said.
+    pub(super) shared_step: Option<SharedStep>,
 }
 
 impl TablePlan {
@@ -123,6 +127,7 @@ impl TablePlan {
             absent: None,
             fetched: Fetched::default(),
             is_placed: false,
+            shared_step: None,
         }
     }
 
@@ -148,15 +153,20 @@ impl TablePlan {
         } else {
             self.place_in_host(mode)?;
         }
-        let absent = mode.absent_value(&self.table.config);
+        let absent = mode.absent(&self.table.config);
         let slots_of = |slots: &[CacheSlot]| self.inverse.iter().map(|&id| slots[id as usize]).collect();
         // Ids that get no row read the absent one, or the row that they would be born with. They are not updated in either case.
-        let with_births = absent.is_none().then(|| slots_of(&self.index.slots));
+        let with_births = (absent == Absent::Birth).then(|| slots_of(&self.index.slots));
         for &position in self.hold.refused() {
             self.index.slots[position as usize] = NO_SLOT;
         }
         self.occurrence_slots = with_births.unwrap_or_else(|| slots_of(&self.index.slots));
-        self.absent = absent.filter(|&value| value != 0.0).map(|value| vec![value; self.table.layout.dim]);
+        self.absent = match absent {
+            Absent::Value(value) if value != 0.0 => Some(vec![value; self.table.layout.dim]),
+            // The row of now, when it is decided which ids read it. The backward sees the same.
+            Absent::Shared => self.table.lock()?.shared_row().map(|shared| shared.weights(self.table.layout).to_vec()),
+            Absent::Value(_) | Absent::Birth => None,
+        };
         self.is_placed = true;
         Ok(())
     }
@@ -172,7 +182,7 @@ impl TablePlan {
         self.overflow_rows = held.note_overflow(&self.hold);
         self.index.slots.clear();
         self.index.slots.extend_from_slice(self.hold.device());
-        if !mode.train && mode.absent_value(&self.table.config).is_some() {
+        if !mode.train && !mode.reads_births(&self.table.config) {
             held.leave_out_unborn(&self.hold, &mut self.index.slots);
         }
         Ok(())
@@ -201,7 +211,7 @@ impl TablePlan {
         }
         self.index.slots.clear();
         self.index.slots.extend_from_slice(self.hold.host());
-        if !mode.train && mode.absent_value(&self.table.config).is_some() {
+        if !mode.train && !mode.reads_births(&self.table.config) {
             self.table.lock()?.leave_out_unborn(&self.hold, &mut self.index.slots);
         }
         Ok(())
@@ -285,7 +295,7 @@ impl TablePlan {
         let rows = self.table.reading_rows_or_exclusive(turn)?;
         let mut held = self.table.lock_any()?;
         held.keep_in_use(&self.index.slots, rows.no_kernel_writes());
-        held.train(&self.hold, &self.index.slots, &self.index.starts);
+        self.train(&mut held);
         held.release(self.hold.take());
         held.sweep_after_step();
         Ok(())
@@ -295,11 +305,19 @@ impl TablePlan {
     /// the rows' metadata and the table's step say so too.
     pub(super) fn end_kernels_step(&mut self, rows: RowsHeld<'_>) -> Result<()> {
         let mut held = self.table.lock_any()?;
-        held.train(&self.hold, &self.index.slots, &self.index.starts);
+        self.train(&mut held);
         drop(rows);
         held.release(self.hold.take());
         held.sweep_after_step();
         Ok(())
+    }
+
+    /// Record the step: of the rows of the batch, and of the shared row.
+    fn train(&self, held: &mut Held<'_>) {
+        held.train(&self.hold, &self.index.slots, &self.index.starts);
+        if let Some((gradient, step)) = self.step_of_shared(held.counters().step) {
+            held.train_shared(gradient, &step);
+        }
     }
 
     fn next_step(&self, hyperparameters: Hyperparameters) -> Result<OptimizerStep> {

@@ -193,7 +193,7 @@ impl Residency {
         if let Some(ssd) = &self.base.ssd {
             ssd.maybe_contains(&ids, &mut on_ssd);
         }
-        if mode.train && self.base.config.admission.refuses() && mode.absent_value(&self.base.config).is_some() {
+        if mode.train && self.base.config.admission.refuses() && !mode.reads_births(&self.base.config) {
             let (positions, on_ssd) = self.without_refused(hold, positions, &on_ssd);
             return self.admit_all(hold, &positions, &on_ssd, mode, batch);
         }
@@ -291,7 +291,7 @@ impl Residency {
         let mut born = Vec::new();
         let mut zeros = 0;
         let mut refused = Ok(());
-        let leaves_out = !mode.train && mode.absent_value(&self.base.config).is_some();
+        let leaves_out = !mode.train && !mode.reads_births(&self.base.config);
         let host = Arc::make_mut(&mut hold.host);
         let rows = missing.positions.iter().zip(missing.ids).zip(missing.on_ssd);
         for (number, ((&position, &id), &there)) in rows.enumerate() {

@@ -21,6 +21,17 @@ pub enum Unseen {
     NotAdmitted,
 }
 
+/// What a plan reads for ids of a table that have no row and get none.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Absent {
+    /// The values that they would be born with.
+    Birth,
+    /// This number in every column.
+    Value(f32),
+    /// The table's shared row.
+    Shared,
+}
+
 /// How a plan treats the ids of its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanMode {
@@ -35,19 +46,25 @@ pub struct PlanMode {
 }
 
 impl PlanMode {
-    /// What a plan for a table reads in every column for ids that have no row and get none. `None`: the values that they would be born with.
-    pub(crate) fn absent_value(self, config: &TableConfig) -> Option<f32> {
+    /// What a plan for a table reads for ids that have no row and get none.
+    pub(crate) fn absent(self, config: &TableConfig) -> Absent {
         let not_admitted = match config.not_admitted {
-            NotAdmitted::Zeros => Some(0.0),
-            NotAdmitted::Value(value) => Some(value),
-            NotAdmitted::Initial => None,
+            NotAdmitted::Zeros => Absent::Value(0.0),
+            NotAdmitted::Value(value) => Absent::Value(value),
+            NotAdmitted::Initial => Absent::Birth,
+            NotAdmitted::Shared => Absent::Shared,
         };
         match self.unseen {
             _ if self.train => not_admitted,
-            Unseen::Initial => None,
-            Unseen::Zeros => Some(0.0),
+            Unseen::Initial => Absent::Birth,
+            Unseen::Zeros => Absent::Value(0.0),
             Unseen::NotAdmitted => not_admitted,
         }
+    }
+
+    /// Whether ids that have no row and get none read the values that they would be born with.
+    pub(crate) fn reads_births(self, config: &TableConfig) -> bool {
+        self.absent(config) == Absent::Birth
     }
 
     /// A batch that is trained at once.

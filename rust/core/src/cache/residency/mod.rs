@@ -25,6 +25,7 @@ mod note;
 mod promote;
 mod refuse;
 mod room;
+mod shared;
 mod sweep;
 mod time;
 mod told;
@@ -33,9 +34,10 @@ mod train;
 use std::sync::Arc;
 
 pub(super) use demand::Demand;
-pub(super) use hold::{Fetched, Hold};
+pub(super) use hold::{Absent, Fetched, Hold};
 pub use hold::{PlanMode, Unseen};
 pub(super) use newest::ExportBegun;
+pub(super) use note::shared_note_bytes;
 
 use self::counts::Counts;
 use self::in_place::InPlace;
@@ -50,7 +52,7 @@ use crate::device::DeviceTier;
 use crate::error::Result;
 use crate::host::HostTier;
 use crate::lifecycle::admission::Admitter;
-use crate::lifecycle::{Pending, StepClock, Sweep};
+use crate::lifecycle::{Pending, SharedRow, StepClock, Sweep};
 use crate::rows::{Arena, RowHeader, RowLayout};
 use crate::slots::{RowState, SlotMap};
 use crate::ssd::{SsdTier, StateCounters};
@@ -107,6 +109,8 @@ pub(crate) struct Residency {
     told: Option<Box<Told>>,
     /// The table's version where nothing has changed since the last sweep but what that took.
     as_swept: Option<u64>,
+    /// What ids share that are refused a row, where the table has such a row.
+    shared: Option<SharedRow>,
 }
 
 /// What plans have found where, since the table was opened.
@@ -179,6 +183,7 @@ impl Residency {
             time_set: None,
             told: None,
             as_swept: None,
+            shared: base.has_shared_row().then(|| SharedRow::begun(base.layout)),
             base,
         };
         residency.fit_host_to_index();

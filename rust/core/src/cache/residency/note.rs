@@ -1,16 +1,17 @@
-//! What a published state of the SSD tier keeps of a table beside its rows: its lineage, the counts of the ids that wait for rows, and
-//! when its steps were made.
+//! What a published state of the SSD tier keeps of a table beside its rows: its lineage, the counts of the ids that wait for rows, when
+//! its steps were made, and the row that refused ids share.
 //!
-//! With the times of steps it begins with [`WITH_CLOCK`], the length of the clock's bytes, and these bytes. What follows is the same as
-//! where no times are known:
+//! With a shared row it begins with [`WITH_SHARED`], how many numbers the row has, and these. With the times of steps [`WITH_CLOCK`]
+//! follows, the length of the clock's bytes, and these bytes. What follows is the same as where there is neither:
 //!
 //! Without counts it is the bytes of the lineage. With counts it is: [`WITH_COUNTS`], the length of the lineage's bytes, these bytes, and
 //! for each bucket that has any its number, its generation, how many ids it has, and each id with its shows and clicks. The state around
-//! it has a checksum.
+//! it has a checksum. Where there is a shared row, this comes before all that: [`WITH_SHARED`], how many numbers the row has, and these.
 
 use super::Residency;
 use crate::error::Result;
-use crate::lifecycle::{BucketCounts, PendingId};
+use crate::lifecycle::{BucketCounts, PendingId, SharedRow};
+use crate::rows::RowLayout;
 use crate::types::Id;
 
 /// The first bytes of a note with counts. A lineage begins with a brace.
@@ -19,6 +20,8 @@ const WITH_COUNTS: &[u8] = b"counts 1\n";
 const WITH_CLOCK: &[u8] = b"clock 1\n";
 /// The times of steps take at most one part in this many of a note.
 const CLOCK_SHARE: usize = 4;
+/// The first bytes of a note with a shared row.
+const WITH_SHARED: &[u8] = b"shared 1\n";
 /// The bit of an id's shows that says that it is of the older generation.
 const OLDER: u32 = 1 << 31;
 
@@ -34,6 +37,11 @@ impl Residency {
     ///
     /// Errors: `Memory`.
     pub(crate) fn resume_note(&mut self, note: &[u8]) -> Result<()> {
+        let (shared, note) = split_shared(note, self.base.layout);
+        if shared.is_none() {
+            self.note_shared_row_begins("the state that it resumes");
+        }
+        self.set_shared_row(shared.as_ref());
         let (clock, note) = split_clock(note);
         self.clock = serde_json::from_slice(clock).unwrap_or_default();
         let Note { lineage, counts } = decode(note);
@@ -50,12 +58,15 @@ impl Residency {
     /// The note for a state that the SSD tier publishes, of at most so many bytes. What does not fit is left out. Where that is the counts,
     /// the checkpoints that a delta could build on are left out too, because it would keep the counts of those.
     pub(crate) fn encoded_note(&self, most_bytes: usize) -> Vec<u8> {
-        let clock = with_clock(&self.clock.encode((most_bytes / CLOCK_SHARE).saturating_sub(WITH_CLOCK.len() + 8)));
-        let rest = self.encoded_rest(most_bytes - clock.len());
-        [clock, rest].concat()
+        // The table was opened with room for a shared row.
+        let mut note = self.shared_row().map_or_else(Vec::new, with_shared);
+        let most_of_clock = most_bytes.saturating_sub(note.len()) / CLOCK_SHARE;
+        note.extend(with_clock(&self.clock.encode(most_of_clock.saturating_sub(WITH_CLOCK.len() + 8))));
+        note.extend(self.encoded_rest(most_bytes.saturating_sub(note.len())));
+        note
     }
 
-    /// What of the note follows the times of steps.
+    /// What of the note follows the shared row and the times of steps.
     fn encoded_rest(&self, most_bytes: usize) -> Vec<u8> {
         // A delta could not have rows that a sweep has spared: see `Residency::ancestors`. A resume would not know of them.
         let lineage = if self.has_spared() { Vec::new() } else { self.lineage.encode(most_bytes) };
@@ -90,6 +101,29 @@ fn split_clock(note: &[u8]) -> (&[u8], &[u8]) {
 fn split_part(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = bytes.split_first_chunk::<8>()?;
     rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)
+}
+
+/// The beginning of a note with this shared row.
+fn with_shared(row: &SharedRow) -> Vec<u8> {
+    let mut note = [WITH_SHARED, &(row.values().len() as u32).to_le_bytes()].concat();
+    note.extend(row.values().iter().flat_map(|value| value.to_le_bytes()));
+    note
+}
+
+/// The bytes of a note that a shared row takes.
+pub(crate) fn shared_note_bytes(layout: &RowLayout) -> usize {
+    WITH_SHARED.len() + size_of::<u32>() + layout.floats() * size_of::<f32>()
+}
+
+/// The shared row of a note, where it has one of this layout, and what comes after it.
+fn split_shared(note: &[u8], layout: RowLayout) -> (Option<SharedRow>, &[u8]) {
+    let parts = note.strip_prefix(WITH_SHARED).and_then(|rest| {
+        let (count, rest) = rest.split_first_chunk()?;
+        rest.split_at_checked((u32::from_le_bytes(*count) as usize).checked_mul(size_of::<f32>())?)
+    });
+    let Some((numbers, rest)) = parts else { return (None, note) };
+    let values = numbers.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
+    (SharedRow::of(layout, values.collect()), rest)
 }
 
 /// The note with these counts; `None` where it would have more than `most` bytes.

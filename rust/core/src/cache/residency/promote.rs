@@ -226,7 +226,7 @@ impl Residency {
             let counted = self.is_unborn_on_device(hold, position);
             if there {
                 rows.push(StagedRow { position, state: RowState::ON_SSD, counted });
-            } else if mode.train || mode.absent_value(&self.base.config).is_none() {
+            } else if mode.train || mode.reads_births(&self.base.config) {
                 rows.push(StagedRow { position, state: RowState::PROVISIONAL, counted });
             }
         }
@@ -344,7 +344,7 @@ impl Residency {
             let has_arrived = |position: u32| !slots.state(hold.device[position as usize]).has(RowState::LOADING);
             unborn.extend(there.into_iter().filter(|&position| has_arrived(position)));
             self.refuse(hold, &unborn)?;
-            if mode.absent_value(&self.base.config).is_some() {
+            if !mode.reads_births(&self.base.config) {
                 staged.leave_out(&hold.refused_bits(), self.base.floats());
             }
         }

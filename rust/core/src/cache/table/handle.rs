@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use crate::cache::base::TableBase;
 use crate::cache::locks::TableInner;
-use crate::cache::residency::{Residency, TableStats};
+use crate::cache::residency::{Residency, TableStats, shared_note_bytes};
 use crate::cache::watch::Ancestor;
-use crate::config::{EvictionRule, TableConfig};
+use crate::config::{Admission, EvictionRule, NotAdmitted, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
 use crate::error::{Error, Kind, Result};
 use crate::host::HostTier;
 use crate::io::IoEngine;
-use crate::lifecycle::StepClock;
+use crate::lifecycle::{SharedRow, StepClock};
 use crate::lifecycle::admission::{self, Admitter};
 use crate::memory;
 use crate::rows::{Decay, RowBirth};
@@ -115,6 +115,28 @@ impl Table {
     /// Set the step counter, as a load does.
     pub fn set_step(&self, step: u64) -> Result<()> {
         self.inner.lock_any()?.set_step(step)
+    }
+
+    /// The row that ids share which are refused one, as it is now; `None` where the table has none.
+    pub fn shared_row(&self) -> Result<Option<SharedRow>> {
+        Ok(self.inner.lock()?.shared_row().cloned())
+    }
+
+    /// Replace the shared row by a saved one, as a load does; `None` begins it anew. Its slots begin anew where they are of another
+    /// optimizer. Nothing where the table has no shared row.
+    pub fn set_shared_row(&self, saved: Option<&SharedRow>) -> Result<()> {
+        self.inner.lock_any()?.set_shared_row(saved);
+        Ok(())
+    }
+
+    /// As [`Table::set_shared_row`], with that of a checkpoint. Where it has none, a line of the log says so.
+    pub fn load_shared_row(&self, saved: Option<&SharedRow>) -> Result<()> {
+        let mut held = self.inner.lock_any()?;
+        if saved.is_none() {
+            held.note_shared_row_begins("the checkpoint that it is loaded from");
+        }
+        held.set_shared_row(saved);
+        Ok(())
     }
 
     /// The checkpoint epoch of rows that are trained now.
@@ -230,11 +252,11 @@ impl Table {
     }
 
     /// Write every row down and hold the segments of the SSD tier, durable, which then have all rows of the table; `None` without an SSD
-    /// tier. The states that a resume could take are not touched.
+    /// tier. The table's counters and its shared row are as of then. The states that a resume could take are not touched.
     ///
     /// Errors as [`Table::flush`].
-    pub fn hold_segments(&self) -> Result<Option<(HeldSegments, StateCounters)>> {
-        self.with_all_on_ssd(|ssd, held| Ok((ssd.hold_segments()?, held.counters())))
+    pub fn hold_segments(&self) -> Result<Option<(HeldSegments, StateCounters, Option<SharedRow>)>> {
+        self.with_all_on_ssd(|ssd, held| Ok((ssd.hold_segments()?, held.counters(), held.shared_row().cloned())))
     }
 
     /// Write every dirty row down and do `work` while the SSD tier has all rows; `None` without an SSD tier.
@@ -364,6 +386,34 @@ fn check(config: &TableConfig, gathers: bool) -> Result<()> {
     if config.device_rows.is_some() != gathers {
         return refuse("a device tier needs a way to read its rows, and only then".into());
     }
+    if config.not_admitted == NotAdmitted::Shared {
+        if config.admission == Admission::All {
+            return refuse(
+                "not_admitted=\"shared\" without admission has no effect: set admission, or leave it out".into(),
+            );
+        }
+        check_room_for_shared(config)?;
+    }
     let eviction = config.eviction.as_ref().map_or(Ok(()), |eviction| eviction.rule.check());
     admission::check(&config.admission).and(eviction).map_err(|error| error.context(format!("table {:?}", config.name)))
+}
+
+/// Check that a published state of the SSD tier has room for the shared row.
+///
+/// Errors: `Config`.
+fn check_room_for_shared(config: &TableConfig) -> Result<()> {
+    let Some(ssd) = &config.ssd else { return Ok(()) };
+    let wanted = shared_note_bytes(&config.layout());
+    if SsdTier::note_bytes_of(ssd.bytes) >= wanted {
+        return Ok(());
+    }
+    let least = SsdTier::bytes_for_note(wanted);
+    Err(Error::new(
+        Kind::Config,
+        format!(
+            "table {:?}: ssd_bytes = {} has no room for the shared row of not_admitted=\"shared\" in a flush: set it to {least} or \
+             more, or to 0 for no SSD tier",
+            config.name, ssd.bytes
+        ),
+    ))
 }

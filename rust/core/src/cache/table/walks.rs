@@ -105,11 +105,12 @@ impl Table {
         self.inner.lock_any()?.restore_counts(counts, 0)
     }
 
-    /// Take over the counts of `from`, of the ids that fall into buckets of this shard, and when its steps were made; this shard knows
-    /// nothing of either so far. `from` may be closed, and its ids may fall into other buckets there.
+    /// Take over the shared row of `from`, the counts of the ids that fall into buckets of this shard, and when its steps were made; this
+    /// shard knows nothing of them so far. `from` may be closed, and its ids may fall into other buckets there.
     ///
     /// Errors: `Memory`, and some of the counts are here.
     pub fn take_counts(&self, from: &Self) -> Result<()> {
+        self.take_shared_row(from)?;
         let clock = from.inner.lock_always().clock().clone();
         self.inner.lock_any()?.join_clock(&clock);
         if from.config().bucketing() != self.config().bucketing() {
@@ -147,6 +148,14 @@ impl Table {
             found.values().try_for_each(|counts| self.restore_bucket(counts))?;
         }
         Ok(())
+    }
+
+    /// Take over the shared row of a table, which may be closed: its slots only where both tables have the same optimizer.
+    fn take_shared_row(&self, from: &Self) -> Result<()> {
+        let Some(shared) = from.inner.lock_always().shared_row().cloned() else { return Ok(()) };
+        let (here, there) = (self.config(), from.config());
+        let same = here.optimizer == there.optimizer;
+        self.set_shared_row(Some(&if same { shared } else { shared.without_slots(here.layout()) }))
     }
 
     /// Hold the rows of now. Rows that are trained from now on are of `next_epoch`. Rows that training changes before they are handed

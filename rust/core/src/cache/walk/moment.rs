@@ -14,7 +14,7 @@ use crate::cache::rows::Chunk;
 use crate::cache::watch::{Ancestor, PreImages};
 use crate::config::TableConfig;
 use crate::error::{Error, Kind, Result};
-use crate::lifecycle::{BucketCounts, StepClock, Sweep};
+use crate::lifecycle::{BucketCounts, SharedRow, StepClock, Sweep};
 use crate::memory;
 use crate::rows::RowRef;
 use crate::ssd::{KeepRow, SsdMoment};
@@ -35,6 +35,7 @@ pub struct TableMoment {
     /// The sweeps between the checkpoint and the moment.
     sweeps: Vec<Sweep>,
     clock: StepClock,
+    shared: Option<SharedRow>,
 }
 
 impl std::fmt::Debug for TableMoment {
@@ -87,6 +88,7 @@ impl TableMoment {
             left,
             sweeps,
             clock: held.clock().clone(),
+            shared: held.shared_row().cloned(),
         };
         let counted_since = ancestor.map(|ancestor| ancestor.next_epoch);
         held.begin_moment(marks, Arc::clone(images), number, next_epoch, counted_since);
@@ -102,6 +104,11 @@ impl TableMoment {
     /// Training steps at the moment.
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// The shared row at the moment; `None` where the table has none.
+    pub fn shared_row(&self) -> Option<&SharedRow> {
+        self.shared.as_ref()
     }
 
     /// Rows at the moment, also those that did not change since the checkpoint.

@@ -351,6 +351,7 @@ fn needs(shares: &[Share]) -> Needs {
         counts: needs.counts || share.counts.is_some(),
         sweeps: needs.sweeps || !share.sweeps.is_empty(),
         clocks: needs.clocks || !share.clock.is_empty(),
+        shared_row: needs.shared_row || share.spec.shared_row.is_some(),
     })
 }
 
@@ -360,6 +361,7 @@ pub(crate) fn needs_of(tables: &[TableEntry]) -> Needs {
         counts: needs.counts || table.pending.is_some(),
         sweeps: needs.sweeps || !table.sweeps.is_empty(),
         clocks: needs.clocks || !table.clock.is_empty(),
+        shared_row: needs.shared_row || table.spec.shared_row.is_some(),
     })
 }
 
@@ -396,7 +398,9 @@ pub(crate) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<
             let name = format!("table {table:?} of module {module:?}");
             let (first_rank, first) = shares[0];
             if let Some((rank, _)) = shares.iter().find(|(_, share)| share.spec != first.spec) {
-                return Err(format!("{name}: ranks {first_rank} and {rank} have different settings or steps"));
+                return Err(format!(
+                    "{name}: ranks {first_rank} and {rank} have different settings, steps or shared rows"
+                ));
             }
             if let Some((rank, _)) = shares.iter().find(|(_, share)| share.sweeps != first.sweeps) {
                 return Err(format!("{name}: ranks {first_rank} and {rank} have made different sweeps"));

@@ -5,7 +5,7 @@ use crate::paths::encode_name;
 /// What every manifest says it is.
 pub const FORMAT: &str = "torchrec-embcache";
 /// The newest version of the format. A checkpoint is written in the oldest version that can hold it: in this one where it says
-/// when steps were made.
+/// when steps were made, or where a table has a shared row.
 pub const VERSION: u32 = 5;
 /// The version of other checkpoints that are deltas with sweeps.
 pub(crate) const VERSION_WITHOUT_CLOCKS: u32 = 4;

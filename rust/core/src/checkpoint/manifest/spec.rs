@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{OptimizerKind, TableConfig};
 use crate::error::{Error, Kind, Result};
+use crate::lifecycle::SharedRow;
 use crate::rows::Initializer;
 use crate::types::{BucketHash, Bucketing};
 
@@ -53,6 +54,9 @@ pub struct TableSpec {
     /// How ids fall into them. Manifests of version 1 do not say: [`BucketHash::Plain`].
     #[serde(default)]
     pub bucket_hash: BucketHash,
+    /// The row that ids share which were refused one, where the table has such a row and it was saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared_row: Option<SharedRow>,
 }
 
 impl TableSpec {
@@ -70,7 +74,14 @@ impl TableSpec {
             initializer: config.initializer,
             total_num_buckets: config.total_num_buckets,
             bucket_hash: config.bucket_hash,
+            shared_row: None,
         }
+    }
+
+    /// The same with this shared row.
+    #[must_use]
+    pub fn with_shared_row(self, shared_row: Option<SharedRow>) -> Self {
+        Self { shared_row, ..self }
     }
 
     /// From its JSON, as a manifest has it; `Kind::Input` says what is missing, unknown or out of range.
@@ -135,6 +146,12 @@ impl TableSpec {
         }
         if self.step > MAX_COUNT {
             return refuse(format!("step {} is more than any table has made", self.step));
+        }
+        if let (Some(shared), Ok(kind)) = (&self.shared_row, self.optimizer_kind()) {
+            let (floats, got) = (kind.layout(self.dim as usize).floats(), shared.values().len());
+            if floats != got {
+                return refuse(format!("its shared row has {got} numbers, and its rows have {floats}"));
+            }
         }
         if let Some((name, value)) = self.optimizer.hyperparameters.iter().find(|(_, value)| !value.is_finite()) {
             return refuse(format!("hyperparameter {name} is {value}"));

@@ -11,12 +11,14 @@ pub(crate) struct Needs {
     pub(crate) sweeps: bool,
     /// When steps were made.
     pub(crate) clocks: bool,
+    /// The shared row of a table.
+    pub(crate) shared_row: bool,
 }
 
 /// The version of a manifest.
 pub(crate) fn version_of(needs: Needs) -> u32 {
     match needs {
-        Needs { clocks: true, .. } => VERSION,
+        Needs { clocks: true, .. } | Needs { shared_row: true, .. } => VERSION,
         Needs { sweeps: true, .. } => VERSION_WITHOUT_CLOCKS,
         Needs { counts: true, .. } => VERSION_WITHOUT_SWEEPS,
         Needs { .. } => VERSION_WITHOUT_COUNTS,
@@ -32,9 +34,10 @@ pub(crate) fn check_version(version: u32, needs: Needs) -> Result<(), String> {
     }
     let has = |it: bool| if it { "has" } else { "has no" };
     Err(format!(
-        "it is of version {version}, {} counts of ids that wait for rows, {} sweeps and {} times of steps",
+        "it is of version {version}, {} counts of ids that wait for rows, {} sweeps, {} times of steps and {} shared row",
         has(needs.counts),
         has(needs.sweeps),
-        has(needs.clocks)
+        has(needs.clocks),
+        has(needs.shared_row)
     ))
 }

@@ -6,7 +6,7 @@ use super::chain::{Chain, ChainReader};
 use crate::cache::Table;
 use crate::checkpoint::rows::counts::MergedCounts;
 use crate::error::{Kind, Result};
-use crate::lifecycle::{BucketCounts, StepClock};
+use crate::lifecycle::{BucketCounts, SharedRow, StepClock};
 use crate::ssd::{SegmentFiles, StateCounters};
 
 /// Which columns of the rows a load takes.
@@ -47,8 +47,9 @@ pub struct TableRequest<'a> {
 pub enum TableSource {
     /// Row by row, by [`ChainReader::load_with`].
     Rows(ChainReader),
-    /// By opening the table from segments, with these counters, these counts of ids that wait for rows, and these times of its steps.
-    Segments(SegmentFiles, StateCounters, Vec<BucketCounts>, StepClock),
+    /// By opening the table from segments, with these counters, these counts of ids that wait for rows, these times of its steps, and this
+    /// shared row.
+    Segments(SegmentFiles, StateCounters, Vec<BucketCounts>, StepClock, Option<SharedRow>),
 }
 
 impl TableSource {
@@ -102,6 +103,6 @@ impl Chain {
                 Ok(())
             })?;
         }
-        Ok(TableSource::Segments(files, counters, counts, entry.clock.clone()))
+        Ok(TableSource::Segments(files, counters, counts, entry.clock.clone(), entry.spec.shared_row.clone()))
     }
 }

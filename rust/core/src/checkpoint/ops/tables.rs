@@ -88,7 +88,7 @@ impl RankWriter {
     ) -> Result<u64> {
         let config = table.config();
         let step = table.step()?;
-        let spec = TableSpec::new(module, config, hyperparameters, step);
+        let spec = TableSpec::new(module, config, hyperparameters, step).with_shared_row(table.shared_row()?);
         let rows = self.write_table(spec, config.buckets.clone(), &mut TableRows(table))?;
         self.set_clock(table.clock()?);
         self.write_counts_of(table, None)?;
@@ -144,12 +144,12 @@ impl RankWriter {
         table: &Table,
         hyperparameters: BTreeMap<String, f64>,
     ) -> Result<LinkedTable> {
-        let Some((held, counters)) = table.hold_segments()? else {
+        let Some((held, counters, shared)) = table.hold_segments()? else {
             let rows = self.write_rows_of(module, table, hyperparameters)?;
             return Ok(LinkedTable { rows, bytes: LinkedBytes::default() });
         };
         let config = table.config();
-        let spec = TableSpec::new(module, config, hyperparameters, counters.step);
+        let spec = TableSpec::new(module, config, hyperparameters, counters.step).with_shared_row(shared);
         let set = held.set().clone();
         let rows = set.rows;
         let bytes =
@@ -173,7 +173,7 @@ impl RankWriter {
     ) -> Result<(u64, u64)> {
         let config = table.config();
         let step = table.step()?;
-        let spec = TableSpec::new(module, config, hyperparameters, step);
+        let spec = TableSpec::new(module, config, hyperparameters, step).with_shared_row(table.shared_row()?);
         let left = table.left_since(ancestor)?;
         let sweeps = table.sweeps_since(ancestor)?;
         let changes = Changes { left: &left, sweeps: &sweeps, total_rows: table.len()? };
@@ -195,7 +195,8 @@ impl RankWriter {
         pace: &mut Pace,
     ) -> Result<(u64, u64)> {
         let config = moment.config().clone();
-        let spec = TableSpec::new(module, &config, hyperparameters, moment.step());
+        let spec = TableSpec::new(module, &config, hyperparameters, moment.step())
+            .with_shared_row(moment.shared_row().cloned());
         let row_bytes = config.layout().vector_floats() * 4 + size_of::<RowHeader>();
         let chunk_rows = (MOMENT_CHUNK_BYTES / row_bytes).max(1);
         let (left, sweeps, total_rows) = (moment.left().map(<[Id]>::to_vec), moment.sweeps().to_vec(), moment.rows());
@@ -292,6 +293,10 @@ impl ChainReader {
         // at step 0.
         let begins_anew = table.config().optimizer.corrects_bias() && !self.has_slots();
         table.set_step(if begins_anew { 0 } else { self.spec().step })?;
+        let saved = self.spec().shared_row.as_ref();
+        let layout = table.config().layout();
+        let without_slots = saved.filter(|_| !self.has_slots()).map(|saved| saved.without_slots(layout));
+        table.load_shared_row(without_slots.as_ref().or(saved))?;
         Ok(read)
     }
 }

@@ -44,6 +44,11 @@ pub(crate) fn note_bytes(cap_bytes: u64) -> usize {
     (cap_bytes / NOTE_SHARE).min(MOST_NOTE_BYTES) as usize
 }
 
+/// The least cap whose notes may have so many bytes.
+pub(crate) fn cap_for_note(note_bytes: usize) -> u64 {
+    note_bytes as u64 * NOTE_SHARE
+}
+
 fn spare_segments(classes: u8) -> u64 {
     SPARE_SEGMENTS + u64::from(classes)
 }

@@ -1,0 +1,92 @@
+"""The gradient of the row that refused ids share, on its way to the update: summed exactly, over all ranks together.
+
+A finite float32 is a whole number of 2^-149. A column's sum is kept in limbs of 32 bits, each in 64 bits, which are added up
+without carrying. So the sums of several ranks are added number by number, and the result is the same for any number of ranks.
+The core keeps its sums in the same way.
+
+Shapes: n refused ids, D the table's width.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .exceptions import StateError
+
+__all__ = ["OtherRankFailedError", "SharedSums", "exact_sums", "sums_of"]
+
+# Limbs of a column's sum, the lowest first, and how many of its numbers are not finite.
+_LIMBS = 9
+_PLACES = _LIMBS + 1
+_LIMB_BITS = 32
+_MANTISSA_BITS = 23
+# So many numbers are summed at once, because what is computed of each takes dozens of bytes.
+_AT_ONCE = 1 << 21
+
+
+class OtherRankFailedError(StateError):
+    """Another rank has failed in this backward, and raises its error on every rank."""
+
+
+class SharedSums:
+    """The sums of one backward, until those of all ranks are added up. Every rank comes here once, also where it has failed."""
+
+    def __init__(self, add_up: Callable[[Tensor], None] | None, size: int, device: torch.device) -> None:
+        """`add_up` adds up a tensor of all ranks in place; None for one rank. `size`: how many integers the sums are."""
+        self._add_up, self._size, self._device = add_up, size, device
+
+    def of_all_ranks(self, sums: Tensor) -> Tensor:
+        """The sums, int64 [size], of all ranks. `OtherRankFailedError` where one has failed before it came here. Collective."""
+        if self._add_up is None:
+            return sums
+        both = torch.cat([sums.to(self._device), torch.zeros(1, dtype=torch.int64, device=self._device)])
+        self._come(both)
+        if both[-1].item():
+            raise OtherRankFailedError("another rank has failed in this backward, and nothing is updated")
+        return both[:-1]
+
+    def fail(self) -> None:
+        """Tell the other ranks that this one has failed, unless it came here before. Collective."""
+        if self._add_up is not None:
+            failed = torch.zeros(self._size + 1, dtype=torch.int64, device=self._device)
+            failed[-1] = 1
+            with contextlib.suppress(Exception):  # the error that this is about is raised
+                self._come(failed)
+
+    def _come(self, sums: Tensor) -> None:
+        add_up, self._add_up = self._add_up, None
+        assert add_up is not None, "the callers ask"
+        add_up(sums)
+
+
+def sums_of(dim: int) -> int:
+    """How many integers the sums of a table of width `dim` are: those of its columns, and how many ids were refused."""
+    return dim * _PLACES + 1
+
+
+def exact_sums(rows: Tensor) -> Tensor:
+    """The sums of the columns of `rows`, float32 [n, D], and then n: int64 [`sums_of(D)`], on the device of the rows."""
+    count, dim = rows.shape
+    sums = torch.zeros(sums_of(dim), dtype=torch.int64, device=rows.device)
+    sums[-1] = count
+    for part in rows.contiguous().split(max(1, _AT_ONCE // dim)):
+        _add(sums[:-1], part)
+    return sums
+
+
+def _add(sums: Tensor, rows: Tensor) -> None:
+    dim = rows.shape[1]
+    bits = rows.view(torch.int32).to(torch.int64)
+    exponent = (bits >> _MANTISSA_BITS) & 0xFF
+    finite = exponent < 0xFF
+    mantissa = (bits & ((1 << _MANTISSA_BITS) - 1)) | ((exponent > 0).to(torch.int64) << _MANTISSA_BITS)
+    place = exponent.clamp(min=1, max=0xFE) - 1
+    shifted = torch.where(finite, mantissa << (place % _LIMB_BITS), 0)
+    sign = torch.where(bits < 0, -1, 1)
+    begin = torch.arange(dim, device=rows.device) * _PLACES
+    limb = (begin + place // _LIMB_BITS).flatten()
+    sums.index_add_(0, limb, (sign * (shifted & 0xFFFFFFFF)).flatten())
+    sums.index_add_(0, limb + 1, (sign * (shifted >> _LIMB_BITS)).flatten())
+    sums.index_add_(0, begin + _LIMBS, (~finite).sum(0))

@@ -1,0 +1,118 @@
+//! The gradient of the row that refused ids share. It is handed out as exact sums, so that the ranks that share a table can add theirs up,
+//! and comes back before the update.
+#![allow(unsafe_code)]
+
+use super::handle::{Plan, check_len};
+use super::state::{PlanState, TablePlan};
+use crate::error::{Error, Kind, Result};
+use crate::kernels::{EXACT_PLACES, Gradient, Hyperparameters, OptimizerStep, add_up, rounded_row};
+
+/// How a batch trains a table's shared row, once that is said.
+pub(super) struct SharedStep {
+    /// `[D]`; `None` where the batch refused no id.
+    gradient: Option<Vec<f32>>,
+    hyperparameters: Hyperparameters,
+}
+
+impl Plan {
+    /// The sums of the gradients of the batch's refused ids, for each table with a shared row: the exact sum of each column
+    /// (`[D × EXACT_PLACES]`), and how many ids were refused. Those of several ranks are added up number by number. `grad` is that of
+    /// [`Plan::backward_pooled`].
+    pub fn refused_sums_pooled(&self, grad: &[f32], threads: usize) -> Result<Vec<i64>> {
+        let turn = self.turn()?;
+        let state = self.trainable(&turn)?;
+        let (pooled, bags) = self.pooled_of(&state, grad)?;
+        let mut sums = Vec::new();
+        for (table, features) in self.shape.table_features.iter().enumerate() {
+            let plan = &state.tables[table];
+            if plan.has_shared_row() {
+                let source = self.gradient_sources(pooled, bags, features.clone(), threads)?;
+                plan.add_refused(&source.of_rows(grad), threads, &mut sums);
+            }
+        }
+        Ok(sums)
+    }
+
+    /// As [`Plan::refused_sums_pooled`], with the `grad` of [`Plan::backward_sequence`].
+    pub fn refused_sums_sequence(&self, grad: &[f32], threads: usize) -> Result<Vec<i64>> {
+        let turn = self.turn()?;
+        let state = self.trainable(&turn)?;
+        let dim = self.one_dim()?;
+        check_len("grad", grad.len(), self.splits[self.splits.len() - 1] * dim)?;
+        let mut sums = Vec::new();
+        for (table, features) in self.shape.table_features.iter().enumerate() {
+            let plan = &state.tables[table];
+            if plan.has_shared_row() {
+                let range = self.splits[features.start] * dim..self.splits[features.end] * dim;
+                plan.add_refused(&Gradient::Sequence { grad: &grad[range] }, threads, &mut sums);
+            }
+        }
+        Ok(sums)
+    }
+
+    /// Say by which sums the commit of this plan trains the shared rows: those of [`Plan::refused_sums_pooled`], of all ranks together.
+    /// `hyperparameters` has one for each table of the lookup. Nothing changes before the commit.
+    pub fn train_shared(&self, sums: &[i64], hyperparameters: &[Hyperparameters]) -> Result<()> {
+        let turn = self.turn()?;
+        let mut state = self.trainable(&turn)?;
+        check_len("hyperparameters", hyperparameters.len(), state.tables.len())?;
+        let wanted = state.tables.iter().filter(|plan| plan.has_shared_row()).map(TablePlan::sums_of_shared);
+        check_len("sums", sums.len(), wanted.sum())?;
+        let mut rest = sums;
+        for (plan, &hyperparameters) in state.tables.iter_mut().zip(hyperparameters) {
+            if plan.has_shared_row() {
+                let (sums, later) = rest.split_at(plan.sums_of_shared());
+                rest = later;
+                let (columns, refused) = sums.split_at(sums.len() - 1);
+                let gradient = (refused[0] != 0).then(|| rounded_row(columns));
+                plan.shared_step = Some(SharedStep { gradient, hyperparameters });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl PlanState {
+    /// Errors: `State` where ids were refused that share a row, and [`Plan::train_shared`] was not called.
+    pub(super) fn check_shared(&self) -> Result<()> {
+        let missing = |plan: &&TablePlan| {
+            plan.has_shared_row() && plan.shared_step.is_none() && !plan.hold().refused().is_empty()
+        };
+        match self.tables.iter().find(missing) {
+            None => Ok(()),
+            Some(plan) => Err(Error::new(
+                Kind::State,
+                format!(
+                    "table {:?} has not_admitted = \"shared\": say Plan.train_shared before the update",
+                    plan.table.config.name
+                ),
+            )),
+        }
+    }
+}
+
+impl TablePlan {
+    /// Whether ids that are refused share a row, and train it.
+    fn has_shared_row(&self) -> bool {
+        self.table.has_shared_row()
+    }
+
+    /// How many integers the sums of this table are.
+    fn sums_of_shared(&self) -> usize {
+        self.table.layout.dim * EXACT_PLACES + 1
+    }
+
+    fn add_refused(&self, gradient: &Gradient<'_>, threads: usize, sums: &mut Vec<i64>) {
+        let refused = self.hold().refused();
+        // SAFETY: the index is of this table's occurrences in the batch, and the gradient has `D` floats for each of them.
+        sums.extend(unsafe { add_up(&self.index, refused, gradient, self.table.layout.dim, threads) });
+        sums.push(refused.len() as i64);
+    }
+
+    /// What the commit is to do with the shared row: its gradient, and the update. `step` is the table's, with this one counted.
+    pub(super) fn step_of_shared(&self, step: u64) -> Option<(&[f32], OptimizerStep)> {
+        let &SharedStep { ref gradient, hyperparameters } = self.shared_step.as_ref()?;
+        let kind = self.table.config.optimizer;
+        gradient.as_deref().map(|gradient| (gradient, OptimizerStep { kind, hyperparameters, step }))
+    }
+}

@@ -1,0 +1,128 @@
+//! Sums of float32 numbers that are exact, and so the same in any order: on any number of threads and of ranks.
+//!
+//! A finite float32 is a whole number of 2⁻¹⁴⁹. A sum of them is kept in limbs of 32 bits that are added up without carrying, each in 64
+//! bits. So limbs of several sums can be added limb by limb, and 2³¹ numbers fit.
+
+/// Limbs of a sum, which hold the largest float32 and the smallest.
+const LIMBS: usize = 9;
+/// Integers of the exact sum of one column: its limbs, the lowest first, and how many of the numbers were not finite.
+pub const EXACT_PLACES: usize = LIMBS + 1;
+
+const LIMB_BITS: u32 = 32;
+const MANTISSA_BITS: u32 = 23;
+/// The exponent field of numbers that are not finite.
+const NOT_FINITE: u32 = 0xff;
+
+/// Add a number to a sum.
+#[inline]
+fn add(sum: &mut [i64], number: f32) {
+    let bits = number.to_bits();
+    let exponent = (bits >> MANTISSA_BITS) & NOT_FINITE;
+    if exponent == NOT_FINITE {
+        sum[LIMBS] += 1;
+        return;
+    }
+    let hidden = u32::from(exponent > 0) << MANTISSA_BITS;
+    let mantissa = u64::from((bits & ((1 << MANTISSA_BITS) - 1)) | hidden);
+    let place = exponent.max(1) - 1;
+    let shifted = mantissa << (place % LIMB_BITS);
+    let (low, high) = ((shifted & u64::from(u32::MAX)) as i64, (shifted >> LIMB_BITS) as i64);
+    let sign = if bits >> 31 == 1 { -1 } else { 1 };
+    let limb = (place / LIMB_BITS) as usize;
+    sum[limb] += sign * low;
+    sum[limb + 1] += sign * high;
+}
+
+/// Add a row of numbers to the sums of its columns: `[D × EXACT_PLACES]`, column after column.
+pub(crate) fn add_row(sums: &mut [i64], row: &[f32]) {
+    for (sum, &number) in sums.as_chunks_mut::<EXACT_PLACES>().0.iter_mut().zip(row) {
+        add(sum, number);
+    }
+}
+
+/// Carry, so that each limb is within `0..2³²`. Returns what is left above the highest.
+fn carried(sum: &[i64], sign: i128, limbs: &mut [u32; LIMBS]) -> i128 {
+    let mut carry = 0;
+    for (limb, &place) in limbs.iter_mut().zip(sum) {
+        let value = sign * i128::from(place) + carry;
+        *limb = value.rem_euclid(1 << LIMB_BITS) as u32;
+        carry = value.div_euclid(1 << LIMB_BITS);
+    }
+    carry
+}
+
+/// The float32 next to a sum; not a number where a number of the sum was not finite.
+fn rounded(sum: &[i64]) -> f32 {
+    if sum[LIMBS] != 0 {
+        return f32::NAN;
+    }
+    let mut limbs = [0; LIMBS];
+    let mut above = carried(sum, 1, &mut limbs);
+    let sign = if above < 0 { -1.0 } else { 1.0 };
+    if above < 0 {
+        above = carried(sum, -1, &mut limbs);
+    }
+    let base = f64::from(u32::MAX) + 1.0;
+    let value = limbs.iter().rev().fold(above as f64, |value, &limb| value * base + f64::from(limb));
+    let unit = f64::from_bits((1023 - 149) << 52);
+    (sign * value * unit) as f32
+}
+
+/// The float32 next to each of the sums: `[D]`.
+pub(crate) fn rounded_row(sums: &[i64]) -> Vec<f32> {
+    sums.as_chunks::<EXACT_PLACES>().0.iter().map(|sum| rounded(sum)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sum_of(numbers: &[f32]) -> f32 {
+        let mut sums = vec![0; EXACT_PLACES];
+        numbers.iter().for_each(|&number| add_row(&mut sums, &[number]));
+        rounded_row(&sums)[0]
+    }
+
+    #[test]
+    fn a_single_number_keeps_its_bits() {
+        let smallest = f32::from_bits(1);
+        for number in
+            [0.0, 1.0, -1.5, 0.1, -0.3, f32::MAX, f32::MIN, f32::MIN_POSITIVE, smallest, -smallest, 1e-40, 3e38]
+        {
+            assert_eq!(sum_of(&[number]).to_bits(), number.to_bits(), "{number}");
+        }
+    }
+
+    #[test]
+    fn what_float32_would_lose_is_there() {
+        assert_eq!(sum_of(&[f32::MAX, 1.0, -f32::MAX]).to_bits(), 1.0_f32.to_bits());
+        assert_eq!(sum_of(&[-1.0, f32::from_bits(1), 1.0]).to_bits(), 1);
+        assert_eq!(sum_of(&[f32::MAX, f32::MAX, -f32::MAX]).to_bits(), f32::MAX.to_bits());
+        assert_eq!(sum_of(&[-f32::MAX, -f32::MAX]).to_bits(), f32::NEG_INFINITY.to_bits());
+        assert!(sum_of(&[1.0, f32::INFINITY]).is_nan() && sum_of(&[f32::NAN]).is_nan());
+    }
+
+    #[test]
+    fn the_order_and_the_parts_do_not_matter() {
+        let mut state = 1_u64;
+        let mut draw = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let bits = (state >> 32) as u32;
+            // Exponents around that of 1, so that the sum is neither that of one number nor infinite.
+            f32::from_bits(bits & 0x87ff_ffff | 0x3800_0000)
+        };
+        let numbers: Vec<f32> = (0..10_000).map(|_| draw()).collect();
+        let whole = sum_of(&numbers);
+        let exact: f64 = numbers.iter().map(|&number| f64::from(number)).sum();
+        assert!((f64::from(whole) - exact).abs() <= exact.abs() * 1e-6, "{whole} {exact}");
+        let backwards: Vec<f32> = numbers.iter().rev().copied().collect();
+        assert_eq!(sum_of(&backwards).to_bits(), whole.to_bits());
+        let mut parts = vec![0; EXACT_PLACES];
+        for part in numbers.chunks(77) {
+            let mut sums = vec![0; EXACT_PLACES];
+            part.iter().for_each(|&number| add_row(&mut sums, &[number]));
+            parts.iter_mut().zip(sums).for_each(|(all, some)| *all += some);
+        }
+        assert_eq!(rounded_row(&parts)[0].to_bits(), whole.to_bits());
+    }
+}

@@ -1,0 +1,225 @@
+"""The row that refused ids share, on several ranks: all have the same, and it is trained as on one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import PoolingType
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+import dcp_cases
+from torchrec_embcache import admission, cache_modules, kernels
+from torchrec_embcache.exceptions import InputError
+from torchrec_embcache.saver import Saver
+from torchrec_models import (
+    MIXED,
+    ROW_WISE,
+    TABLE_WISE,
+    Model,
+    Settings,
+    assert_same_rows,
+    batches,
+    rows_of,
+    sharded,
+    together,
+)
+from world import process_group
+
+FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+OPTIONS = {"admission": admission.Count(4), "not_admitted": "shared"}
+Shared = dict[tuple[str, str], list[float]]
+
+
+def shared_of(model: Any) -> Shared:
+    """The shared row and its slots of each table of this rank."""
+    return {
+        (path, name): table._shard.native.shared_row().tolist()
+        for path, module in cache_modules(model).items()
+        for name, table in module.tables.items()
+    }
+
+
+def assert_same_shared(parts: list[Shared], want: Shared, tolerance: float = 1e-5) -> None:
+    """All ranks have the same bits of a table's shared row, and these are near to those that are wanted."""
+    assert {table for part in parts for table in part} == want.keys()
+    for part in parts:
+        for table, row in part.items():
+            assert all(other.get(table, row) == row for other in parts), table
+            assert any(row), table
+            torch.testing.assert_close(torch.tensor(row), torch.tensor(want[table]), atol=tolerance, rtol=tolerance)
+
+
+def made(settings: Settings, shardings: Any) -> Any:
+    return sharded(Model(settings), shardings, FUSED)
+
+
+def train(model: Any, rank: int, world: int, begin: int, end: int, **given: Any) -> None:
+    """Train the tables alone. The linear layer stays as it is, so that no checkpoint needs it."""
+    for batch in list(batches(end, rank, world, **given))[begin:]:
+        loss, _ = model(batch)
+        loss.backward()
+
+
+def trained(rank: int, world: int, shardings: Any, settings: Settings) -> Any:
+    model = made(settings, shardings)
+    train(model, rank, world, 0, 8, weighted=settings.weighted)
+    return rows_of(model), shared_of(model)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    with process_group(0, 1, str(tmp_path / "store")):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("shardings", "pooling", "weighted"),
+    [
+        (ROW_WISE, PoolingType.MEAN, False),
+        (ROW_WISE, PoolingType.SUM, False),
+        (ROW_WISE, PoolingType.SUM, True),
+        (TABLE_WISE, PoolingType.MEAN, False),
+        (MIXED, PoolingType.MEAN, False),
+    ],
+    ids=["row-wise mean", "row-wise sum", "row-wise weighted", "table-wise", "mixed"],
+)
+@pytest.mark.usefixtures("one_rank")
+def test_two_ranks_train_what_one_rank_trains(two_ranks, shardings, pooling, weighted):
+    settings = Settings(pooling=pooling, weighted=weighted, options=OPTIONS)
+    rows, shared = trained(0, 1, shardings, settings)
+    if weighted:  # its sequences take no part in the forward
+        shared = {table: row for table, row in shared.items() if any(row)}
+    results = two_ranks.run(trained, shardings, settings)
+    assert rows
+    assert_same_rows(together([result[0] for result in results]), rows)
+    parts = [{table: row for table, row in result[1].items() if table in shared} for result in results]
+    assert_same_shared(parts, shared)
+
+
+def alone_refused(rank: int, world: int) -> Any:
+    """One rank alone has refused ids, and then none has any."""
+    rule = {"admission": admission.ReadOnly(), "not_admitted": "shared"}
+    model = made(Settings(options=rule, pooling=PoolingType.SUM), ROW_WISE)
+    found = []
+    for ids in ([], [100]) if rank else ([], []):
+        batch = next(batches(1, rank, world))
+        features = type(batch.features)(
+            ["a", "b", "c"], torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor([len(ids), 0, 0] + [0] * 9)
+        )
+        loss, _ = model(type(batch)(features, batch.target))
+        loss.backward()
+        found.append(shared_of(model))
+    return found
+
+
+def test_a_rank_without_refused_ids_takes_part(two_ranks):
+    first, second = two_ranks.run(alone_refused)
+    assert first == second
+    assert not any(any(row) for row in first[0].values())
+    assert any(any(row) for row in first[1].values())
+
+
+def fails(rank: int, world: int, amid: bool) -> Any:
+    """A backward that fails on one rank: before the ranks add their gradients up, or after it."""
+    model = made(Settings(options=OPTIONS), ROW_WISE)
+    train(model, rank, world, 0, 2)
+    before = rows_of(model), shared_of(model)
+    loss, _ = model(list(batches(3, rank, world))[2])
+
+    def refuse(*_args: Any) -> None:
+        raise InputError("made to fail")
+
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(kernels.CoreBackend, "_run" if amid else "_train_shared", refuse)
+        try:
+            loss.backward()
+        except InputError as error:
+            said = str(error)
+    after = rows_of(model), shared_of(model)
+    steps = [table.step() for module in cache_modules(model).values() for table in module.tables.values()]
+    train(model, rank, world, 3, 6)
+    return said, after == before, steps, after[1], shared_of(model)
+
+
+def test_a_backward_that_fails_on_one_rank_before_the_sums_leaves_every_row_of_both(two_ranks):
+    first, second = two_ranks.run(fails, False)
+    assert "rank 1: made to fail" in first[0]
+    assert "made to fail" in second[0]
+    assert first[1] and second[1]
+    assert first[2:] == second[2:]
+
+
+def test_a_backward_that_fails_on_one_rank_after_the_sums_leaves_the_same_shared_row_on_both(two_ranks):
+    """The other rank has made its step by then."""
+    first, second = two_ranks.run(fails, True)
+    assert "rank 1: made to fail" in first[0]
+    assert not first[1]
+    assert first[2:] == second[2:]
+
+
+# ---- checkpoints of another number of ranks
+
+
+def save(rank: int, world: int, path: Path, door: str) -> Any:
+    model = made(Settings(options=OPTIONS), ROW_WISE)
+    train(model, rank, world, 0, 4)
+    if door == "delta":
+        Saver().save(model, path)
+        train(model, rank, world, 4, 6)
+    if door == "dcp":
+        dcp_cases.save(dcp_cases.dense_state(1), path, model)
+    else:
+        Saver().save(model, path, incremental=door == "delta")
+    return shared_of(model)
+
+
+def load(rank: int, world: int, path: Path, door: str) -> Any:
+    model = made(Settings(options=OPTIONS), ROW_WISE)
+    train(model, rank, world, 6, 8)
+    if door == "dcp":
+        dcp_cases.load(dcp_cases.blank(dcp_cases.dense_state()), path, model)
+    else:
+        Saver().load(model, path)
+    loaded = shared_of(model)
+    train(model, rank, world, 8, 11)
+    return loaded, rows_of(model), shared_of(model)
+
+
+@pytest.mark.parametrize("door", ["full", "delta", "dcp"])
+@pytest.mark.usefixtures("one_rank")
+def test_any_number_of_ranks_loads_it(tmp_path, two_ranks, door):
+    path = tmp_path / "saved"
+    saved, other = two_ranks.run(save, path, door)
+    assert saved == other
+    loaded, rows, trained_on = load(0, 1, path, door)
+    assert loaded == saved
+    results = two_ranks.run(load, path, door)
+    assert [result[0] for result in results] == [saved, saved]
+    assert_same_rows(together([result[1] for result in results]), rows)
+    assert_same_shared([result[2] for result in results], trained_on)
+
+
+def sharded_after_training(rank: int, world: int) -> Any:
+    """Unsharded steps, then sharded ones. Every rank trains the whole batch unsharded."""
+    model = Model(Settings(replicated=True, options=OPTIONS))
+    apply_optimizer_in_backward(torch.optim.Adagrad, model.table_parameters(), {"lr": 0.1})
+    train(model, 0, 1, 0, 3)
+    before = shared_of(model)
+    model = sharded(model, ROW_WISE)
+    found = shared_of(model)
+    train(model, rank, world, 3, 8)
+    return list(before.values()) == list(found.values()), rows_of(model), shared_of(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_shards_of_a_module_take_its_shared_row_over(two_ranks):
+    same, rows, shared = sharded_after_training(0, 1)
+    results = two_ranks.run(sharded_after_training)
+    assert same
+    assert all(result[0] for result in results)
+    assert_same_rows(together([result[1] for result in results]), rows)
+    assert_same_shared([result[2] for result in results], shared)
