@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn every_number_comes_back_from_text() {
-        let values = vec![0.1, -0.0, f32::NAN, f32::INFINITY, f32::from_bits(1), -3.5e38];
+        let values = vec![0.1, -0.0, f32::NAN, f32::INFINITY, f32::from_bits(1), -3.0e38];
         let row = SharedRow::of(OptimizerKind::Adam.layout(2), values.clone()).expect("as many as the layout has");
         let text = serde_json::to_string(&row).expect("text");
         let back: SharedRow = serde_json::from_str(&text).expect("a row");
