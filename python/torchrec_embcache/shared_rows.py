@@ -71,7 +71,7 @@ def exact_sums(rows: Tensor) -> Tensor:
     count, dim = rows.shape
     sums = torch.zeros(sums_of(dim), dtype=torch.int64, device=rows.device)
     sums[-1] = count
-    for part in rows.contiguous().split(max(1, _AT_ONCE // dim)):
+    for part in torch.split(rows.contiguous(), max(1, _AT_ONCE // dim)):
         _add(sums[:-1], part)
     return sums
 

@@ -149,7 +149,8 @@ def test_a_backward_that_fails_on_one_rank_before_the_sums_leaves_every_row_of_b
     first, second = two_ranks.run(fails, False)
     assert "rank 1: made to fail" in first[0]
     assert "made to fail" in second[0]
-    assert first[1] and second[1]
+    assert first[1]
+    assert second[1]
     assert first[2:] == second[2:]
 
 

@@ -81,8 +81,8 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
             the initial value where every id gets a row, and else `not_admitted`.
         admission: which ids get a row when they are trained; one of `torchrec_embcache.admission`. None: all.
         not_admitted: what training reads for an id that gets none: "zeros", its "initial" value, a number for every column, or
-            "shared": one row of the table, which the gradients of all such ids train. It counts in the length of a mean. Unless it is
-            "shared", its gradient is dropped. Only with `admission`.
+            "shared": one row of the table, which the gradients of all such ids train. It counts in the length of a mean. Unless
+            it is "shared", its gradient is dropped. Only with `admission`.
         score_half_life_steps: the score of a row, the sum of its occurrences, halves over so many steps.
         eviction: which rows leave by rule, and when; a `torchrec_embcache.eviction.Policy`. None: none do.
         on_evict: who is told of evicted rows: a callable, which a thread calls with `EvictedRows`, or "keep", for

@@ -8,7 +8,7 @@ use embcache::cache::{Plan, PlanMode, Unseen};
 use embcache::config::{Admission, NotAdmitted, OptimizerKind, Reopen, SsdConfig, TableConfig};
 use embcache::types::Id;
 use embcache_tests::dice::{Dice, bits};
-use embcache_tests::{Contents, Rig, config, three_tiers};
+use embcache_tests::{Contents, Rig, config, hyperparameters, three_tiers};
 
 const DIM: usize = 4;
 const BAG: usize = 5;
@@ -418,5 +418,41 @@ fn numbers_out_of_range_are_refused() {
         let engine = std::sync::Arc::new(embcache::io::MemoryEngine::default());
         let opened = Rig::open(settings(0, admission, NotAdmitted::Zeros), engine);
         assert_eq!(opened.map(|_| ()).expect_err("out of range").kind(), Kind::Config, "{admission:?}");
+    }
+}
+
+#[test]
+fn refused_ids_train_the_shared_row_once_its_sums_are_said_and_not_before() {
+    for device_rows in [None, Some(64)] {
+        let shared = TableConfig {
+            admission: Admission::ReadOnly,
+            not_admitted: NotAdmitted::Shared,
+            device_rows,
+            ..config(DIM, OptimizerKind::Sgd, 100)
+        };
+        let (rig, _) = Rig::with_faults(shared);
+        let weights = || bits(rig.table.shared_row().expect("an open table").expect("a shared row").values());
+        let ids = [1, 2, 1, 3];
+        let plan = rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
+        rig.place(&plan).expect("a place");
+        assert_eq!(bits(&rig.forward(&plan, ids.len(), 2).expect("a forward")), [0; 2 * DIM]);
+        let grad: Vec<f32> = (0..2 * DIM).map(|at| at as f32).collect();
+        let refused = rig.backward_with(&plan, &grad).expect_err("the shared row would not be trained");
+        assert_eq!((refused.kind(), weights(), rig.table.step().expect("a step")), (Kind::State, vec![0; DIM], 0));
+        let sums = plan.refused_sums_pooled(&grad, 1).expect("sums");
+        assert_eq!(sums.last(), Some(&3), "distinct ids");
+        assert_eq!(plan.train_shared(&sums[1..], &[hyperparameters()]).expect_err("too few").kind(), Kind::Input);
+        // As of two ranks whose batches were the same.
+        let twice: Vec<i64> = sums.iter().map(|sum| 2 * sum).collect();
+        plan.train_shared(&twice, &[hyperparameters()]).expect("sums of all ranks");
+        assert_eq!(weights(), [0; DIM], "before the commit");
+        rig.backward_with(&plan, &grad).expect("a backward");
+        let lr = hyperparameters().lr as f32;
+        let want: Vec<f32> = (0..DIM).map(|at| -lr * (4 * at + 4 * (at + DIM)) as f32).collect();
+        assert_eq!((weights(), rig.table.step().expect("a step")), (bits(&want), 1));
+        let evaluated = PlanMode { unseen: Unseen::NotAdmitted, ..PlanMode::EVALUATE };
+        let plan = rig.plan(&[9], evaluated).expect("a plan");
+        rig.place(&plan).expect("a place");
+        assert_eq!(bits(&rig.forward(&plan, 1, 1).expect("a forward")), bits(&want));
     }
 }

@@ -195,6 +195,8 @@ fn forged_manifests_are_refused_before_anything_is_allocated() {
         ("0-of-2.json", "\"version\": 2", "\"version\": 5", Kind::Corruption),
         ("manifest.json", "\"version\": 2", "\"version\": 4", Kind::Corruption),
         ("manifest.json", "\"version\": 2", "\"version\": 5", Kind::Corruption),
+        ("manifest.json", "\"seed\": ", "\"shared_row\": \"0000000\", \"seed\": ", Kind::Corruption),
+        ("manifest.json", "\"seed\": ", "\"shared_row\": \"00000000\", \"seed\": ", Kind::Corruption),
         ("manifest.json", "\"format\": \"torchrec-embcache\"", "\"format\": \"other\"", Kind::Corruption),
         ("manifest.json", "\"kind\": \"full\"", "\"kind\": \"delta\"", Kind::Corruption),
         ("manifest.json", "\"kind\": \"full\"", "\"kind\": \"half\"", Kind::Corruption),
