@@ -370,12 +370,15 @@ def test_a_load_without_slots_keeps_its_weights(tmp_path):
     assert not state[DIM:].any()
 
 
-def test_files_of_tables_without_it_are_as_before(tmp_path):
-    made = embedding(admission=admission.ReadOnly())
+@pytest.mark.parametrize(("given", "version"), [("zeros", 2), ("shared", 5)])
+def test_a_checkpoint_with_it_is_of_another_version_and_files_without_it_are_as_before(tmp_path, given, version):
+    made = embedding(admission=admission.ReadOnly(), not_admitted=given)
     Saver(0).save(made, tmp_path)
-    for manifest in tmp_path.rglob("*.json"):
-        assert "shared_row" not in manifest.read_text()
-        assert '"version":2' in manifest.read_text().replace(" ", "")
+    manifests = [manifest.read_text().replace(" ", "") for manifest in tmp_path.rglob("*.json")]
+    assert manifests
+    for manifest in manifests:
+        assert f'"version":{version},' in manifest
+        assert ("shared_row" in manifest) == (given == "shared")
 
 
 def test_a_copy_takes_it_over():

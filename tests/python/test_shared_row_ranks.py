@@ -6,17 +6,24 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec import PoolingType
+from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dcp_cases
-from torchrec_embcache import admission, cache_modules, kernels
+from torchrec_embcache import (
+    EmbCacheEmbeddingCollection,
+    EmbCacheEmbeddingConfig,
+    admission,
+    cache_modules,
+    kernels,
+)
 from torchrec_embcache.exceptions import InputError
 from torchrec_embcache.saver import Saver
 from torchrec_models import (
     MIXED,
     ROW_WISE,
     TABLE_WISE,
+    TIERS,
     Model,
     Settings,
     assert_same_rows,
@@ -96,6 +103,28 @@ def test_two_ranks_train_what_one_rank_trains(two_ranks, shardings, pooling, wei
     assert_same_rows(together([result[0] for result in results]), rows)
     parts = [{table: row for table, row in result[1].items() if table in shared} for result in results]
     assert_same_shared(parts, shared)
+
+
+def bits_of_sequences(rank: int, world: int) -> Any:
+    """Train sequences, whose gradients hang on nothing that ranks add up: numbers of every size, which float32 would round."""
+    config = EmbCacheEmbeddingConfig(
+        name="tc", embedding_dim=8, num_embeddings=10**9, feature_names=["a"], total_num_buckets=7, **OPTIONS
+    )
+    model = sharded(EmbCacheEmbeddingCollection([config], tiers=TIERS, name="s"), {"tc": "row_wise"}, FUSED)
+    for batch in batches(10, rank, world, size=64):
+        lengths = batch.features.lengths()[: batch.features.stride()]
+        ids = batch.features.values()[: int(lengths.sum())]
+        rows = model(KeyedJaggedTensor(["a"], ids, lengths=lengths))["a"].values()
+        size = torch.exp2((ids % 41 - 20).float())
+        # Each rank's gradients are divided by the number of ranks.
+        (((rows + 1) ** 2).sum(1) * size).sum().mul(world).backward()
+    return {table: torch.tensor(row).numpy().tobytes() for table, row in shared_of(model).items()}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_two_ranks_have_the_bits_of_one_where_their_gradients_have(two_ranks):
+    alone = bits_of_sequences(0, 1)
+    assert two_ranks.run(bits_of_sequences) == [alone, alone]
 
 
 def alone_refused(rank: int, world: int) -> Any:

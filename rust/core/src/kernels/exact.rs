@@ -79,7 +79,9 @@ mod tests {
 
     fn sum_of(numbers: &[f32]) -> f32 {
         let mut sums = vec![0; EXACT_PLACES];
-        numbers.iter().for_each(|&number| add_row(&mut sums, &[number]));
+        for &number in numbers {
+            add_row(&mut sums, &[number]);
+        }
         rounded_row(&sums)[0]
     }
 
@@ -120,7 +122,9 @@ mod tests {
         let mut parts = vec![0; EXACT_PLACES];
         for part in numbers.chunks(77) {
             let mut sums = vec![0; EXACT_PLACES];
-            part.iter().for_each(|&number| add_row(&mut sums, &[number]));
+            for &number in part {
+                add_row(&mut sums, &[number]);
+            }
             parts.iter_mut().zip(sums).for_each(|(all, some)| *all += some);
         }
         assert_eq!(rounded_row(&parts)[0].to_bits(), whole.to_bits());

@@ -3,16 +3,9 @@
 #![allow(unsafe_code)]
 
 use super::handle::{Plan, check_len};
-use super::state::{PlanState, TablePlan};
+use super::state::{PlanState, SharedStep, TablePlan};
 use crate::error::{Error, Kind, Result};
 use crate::kernels::{EXACT_PLACES, Gradient, Hyperparameters, OptimizerStep, add_up, rounded_row};
-
-/// How a batch trains a table's shared row, once that is said.
-pub(super) struct SharedStep {
-    /// `[D]`; `None` where the batch refused no id.
-    gradient: Option<Vec<f32>>,
-    hyperparameters: Hyperparameters,
-}
 
 impl Plan {
     /// The sums of the gradients of the batch's refused ids, for each table with a shared row: the exact sum of each column

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::shared::SharedStep;
 use crate::cache::locks::{Held, RowsHeld, TableInner, Tear, Turn};
 use crate::cache::residency::{Absent, Demand, Fetched, Hold, PlanMode};
 use crate::cache::rows::DeviceTensors;
@@ -84,6 +83,13 @@ impl PlanState {
         let tables = self.tables.iter().zip(hyperparameters);
         tables.map(|(table, &hyperparameters)| table.next_step(hyperparameters)).collect()
     }
+}
+
+/// How a batch trains a table's shared row, once that is said.
+pub(super) struct SharedStep {
+    /// `[D]`; `None` where the batch refused no id.
+    pub(super) gradient: Option<Vec<f32>>,
+    pub(super) hyperparameters: Hyperparameters,
 }
 
 /// A plan's part for one table.
