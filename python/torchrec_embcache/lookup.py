@@ -34,6 +34,7 @@ from .optimizers import gradient_limits, native_hyperparameters
 from .shared_rows import OtherRankFailedError, SharedSums, sums_of
 from .sweeping import sweep_after_step, swept_after_steps
 from .table_shard import TableShard
+from .table_warnings import warn_of_a_lost_flush, warn_of_overflow
 
 __all__ = ["IdBatch", "LookupGroup", "PlannedBatch"]
 
@@ -280,30 +281,12 @@ class LookupGroup:
             # After a failed write no row can go down to the SSD tier, and no budget would help.
             if rows > self._warned_rows[index] and not self.tables[index].native.is_read_only():
                 self._warned_rows[index] = 2 * rows
-                self._warn_overflow(self.tables[index], rows)
+                warn_of_overflow(self.tables[index], rows)
         for table in self.tables:
             if table.tiers.ssd and table.name not in self._warned_given_up and table.native.published_given_up():
                 self._warned_given_up.add(table.name)
-                warnings.warn(
-                    f"table {table.name!r}: TierBudgets.ssd_bytes={table.tiers.ssd} has no room for both the rows and the last "
-                    "flush: that flush cannot be resumed any more; flush more often, raise ssd_bytes, or keep checkpoints by Saver",
-                    EmbCacheWarning,
-                    stacklevel=2,
-                )
+                warn_of_a_lost_flush(table)
         return backend
-
-    def _warn_overflow(self, table: TableShard, rows: int) -> None:
-        row_bytes = _native.row_bytes(table.dim, table.spec.kind, table.policy)
-        if table.tier is None:
-            field, size = "host_bytes", table.tiers.host + rows * row_bytes.host
-        else:
-            field, size = "device_bytes", table.tiers.device + rows * row_bytes.device
-        warnings.warn(
-            f"table {table.name!r}: {rows} rows of a batch did not fit TierBudgets.{field} and use memory beyond it; "
-            f"set it to {size} or more",
-            EmbCacheWarning,
-            stacklevel=2,
-        )
 
 
 class PlannedBatch:

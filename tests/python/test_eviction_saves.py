@@ -139,7 +139,7 @@ def test_a_save_whose_sweep_fails_has_written_nothing_and_the_next_one_works(tmp
     trained(table, 1)
     before = Contents.of(table)
 
-    def fail(_table: TableShard) -> None:
+    def fail(_table: TableShard, _rule: object = None) -> None:
         raise StorageError("the disk is gone")
 
     with monkeypatch.context() as patched:

@@ -62,7 +62,7 @@ _SHARD = _BASE | {
     "table_settings",
     "table_shard",
 }
-_TABLE = _SHARD | {"sweeping", "table_copy", "cache"}
+_TABLE = _SHARD | {"sweeping", "table_copy", "table_warnings", "cache"}
 _CACHE = _TABLE | {"bags", "lookahead", "lookup", "whole_model", "state_dicts"}
 _SHARDS = _TABLE | {"whole_model", "shards", "progress", "table_names", "reports"}
 _SAVER = _SHARDS | {"beside", "saving", "sessions"}
@@ -114,6 +114,7 @@ PYTHON_IMPORTS = {
     "table_shard": _SHARD,
     "sweeping": _SHARD,
     "table_copy": _SHARD,
+    "table_warnings": _SHARD,
     "cache": _TABLE,
     "lookahead": set(),
     "progress": {"exceptions"},
@@ -149,6 +150,7 @@ RESERVED = {
         "buckets",
         "table_settings",
         "table_shard",
+        "table_warnings",
         "telling",
         "rows",
         "metrics",

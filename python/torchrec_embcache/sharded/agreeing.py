@@ -1,22 +1,25 @@
 """What the ranks of a sharded collection agree on: that all went well, how ids fall into buckets, and what sweeps take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_embcache.buckets import BucketHash
+from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.collective import all_gather, gathered, raise_on_every_rank
 from torchrec_embcache.eviction import Policy
-from torchrec_embcache.exceptions import ConfigError, MismatchError
+from torchrec_embcache.exceptions import ConfigError, MismatchError, StateError
 from torchrec_embcache.gradients import raise_at_end_of_backward
 from torchrec_embcache.modules.tables import ModuleTables
 from torchrec_embcache.sweeping import sweep_after_step, swept_after_steps
 from torchrec_embcache.table_shard import TableShard
-
-from .agreement import add_up, agree_on_steps
 
 __all__ = ["AgreesWithRanks"]
 
@@ -44,7 +47,8 @@ class AgreesWithRanks:
         raise_on_every_rank(error, self._env.process_group, self._cache.device)
 
     def _add_up(self, values: Tensor) -> None:
-        add_up(values, self._env.process_group)
+        """Add up the integers of all ranks, in place, so that the order does not matter. Collective."""
+        dist.all_reduce(values, dist.ReduceOp.SUM, self._env.process_group)
 
     def _after_backward(self, tables: Sequence[TableShard]) -> Callable[[Exception | None], None]:
         """What the backward of a lookup over this rank's `tables` calls at its end."""
@@ -59,7 +63,7 @@ class AgreesWithRanks:
         try:
             self._agree(error)
         except Exception as caught:
-            agree_on_steps(self._cache, self._env.process_group)
+            _agree_on_steps(self._cache, self._env.process_group)
             raise_at_end_of_backward(caught)
             return
         try:
@@ -113,3 +117,24 @@ class AgreesWithRanks:
                         f"{self._owner}: table {name!r} has eviction={first!r} on rank {first_rank} and eviction={policy!r} on "
                         f"rank {rank}: give all ranks the same"
                     )
+
+
+def _agree_on_steps(tables: Mapping[str, CacheTable], group: dist.ProcessGroup | None) -> None:
+    """Count a backward that failed on some ranks as a step of all: a table whose ranks count differently could not be saved.
+
+    The row that refused ids share becomes that of a rank which made the step, because it is the same on all ranks.
+    """
+    mine: dict[str, tuple[int, NDArray[np.float32] | None]] = {}
+    for name, table in tables.items():
+        # A table that was half updated refuses to say its step. The other ranks wait for this rank all the same.
+        with suppress(StateError):
+            if table.is_open:
+                mine[name] = table.step(), internals(table).native.shared_row()
+    for theirs in all_gather(mine, group):
+        for name, (step, shared_row) in theirs.items():
+            if name in mine and step > mine[name][0]:
+                mine[name] = step, shared_row
+                native = internals(tables[name]).native
+                native.set_step(step)
+                if shared_row is not None:
+                    native.set_shared_row(shared_row)

@@ -246,7 +246,7 @@ fn a_linked_checkpoint_and_a_resume_have_the_counts() {
             TableRequest { module: "m", table: "t", buckets: 0..13, columns: Columns::All, segments: Segments::Open };
         match chain.check_table(&other.table, &request).expect("it fits") {
             TableSource::Rows(_) => panic!("it has segments"),
-            TableSource::Segments(_, _, counts, _) => {
+            TableSource::Segments(_, _, counts, _, _) => {
                 let counts: Counts = counts.into_iter().map(|counts| (counts.bucket, counts)).collect();
                 assert!(counts == expected.0);
             }

@@ -9,6 +9,7 @@
 //! What can fail comes before what moves: an operation that returns an error says what has changed by then, mostly nothing.
 
 mod admit;
+mod begin_sweep;
 mod bury;
 mod capacity;
 mod census;
@@ -30,6 +31,7 @@ mod sweep;
 mod time;
 mod told;
 mod train;
+mod under_way;
 
 use std::sync::Arc;
 
@@ -43,8 +45,8 @@ use self::counts::Counts;
 use self::in_place::InPlace;
 use self::loads::Loading;
 use self::refuse::BornMeanwhile;
-use self::sweep::UnderWay;
 use self::told::Told;
+use self::under_way::UnderWay;
 use super::base::TableBase;
 use super::watch::{Ancestor, Exports, Lineage, WantedRows};
 use crate::config::{PolicyKind, TableConfig};

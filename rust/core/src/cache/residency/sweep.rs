@@ -6,16 +6,15 @@
 //!
 //! Rows of plans that are in place when the sweep comes are spared until the plan ends. If it trains them they live on.
 
-use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::bury::Dead;
 use super::hold::Hold;
+use super::under_way::UnderWay;
 use super::{Residency, SLOTS_AHEAD};
 use crate::cache::rows::Chunk;
-use crate::config::EvictionRule;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::lifecycle::Sweep;
 use crate::memory;
 use crate::rows::RowHeader;
@@ -55,172 +54,14 @@ impl Slice {
     }
 }
 
-/// A sweep whose dead rows are not all buried yet.
-#[derive(Debug)]
-pub(super) struct UnderWay {
-    pub(super) sweep: Arc<Sweep>,
-    host: Round,
-    device: Round,
-    ssd: Burial,
-    /// Whether the sweep came while another one was under way, and goes on where that one was. If sweeps come so often that RAM is never
-    /// passed, the SSD tier would never have its turn. So it is gone through beside RAM then, and once more after it.
-    is_carried: bool,
-    /// Whether the tiers in RAM were gone through.
-    ram_passed: bool,
-    /// Whether all tiers were gone through. Then only rows of `later` may be dead.
-    passed: bool,
-    /// Rows that could not be judged when their slot was passed, or that moved meanwhile: rows of plans that are in place, rows that are
-    /// being read.
-    later: Vec<Id>,
-    /// Whether rows were put into the table since this began, which it does not take.
-    came_in: bool,
-}
-
-impl UnderWay {
-    /// Whether slots of tiers in RAM are left.
-    fn is_in_ram(&self) -> bool {
-        self.host.left > 0 || self.device.left > 0
-    }
-}
-
-/// A way once around the slots of a tier.
-#[derive(Clone, Copy, Debug, Default)]
-struct Round {
-    next: CacheSlot,
-    /// Slots that are still to be looked at.
-    left: u32,
-}
-
-impl Round {
-    /// All of `slots` slots, from where another round has stopped.
-    fn around(self, slots: u32) -> Self {
-        Self { next: self.next, left: slots }
-    }
-
-    /// The next slots, at most `most`, of a tier that has `slots` by now.
-    fn part(self, most: usize, slots: u32) -> std::ops::Range<CacheSlot> {
-        let first = if self.next >= slots { 0 } else { self.next };
-        let most = (most as u32).min(self.left);
-        first..first.saturating_add(most).min(slots)
-    }
-
-    /// The slots of a part were looked at.
-    fn after(self, part: &std::ops::Range<CacheSlot>) -> Self {
-        let seen = part.end - part.start;
-        // Where a tier has become empty, there is nothing left to see.
-        Self { next: part.end, left: if seen == 0 { 0 } else { self.left - seen } }
-    }
-}
-
-impl UnderWay {
-    /// Those of these ids whose rows the sweep may take. Once all tiers were gone through these are rows that were left for later: what
-    /// came in since is not the sweep's.
-    fn may_take<'i>(&self, ids: &'i [Id]) -> Cow<'i, [Id]> {
-        if !self.passed {
-            return Cow::Borrowed(ids);
-        }
-        let later: HashSet<Id> = self.later.iter().copied().collect();
-        Cow::Owned(ids.iter().copied().filter(|id| later.contains(id)).collect())
-    }
-}
-
 impl Residency {
     /// Whether some rows may be dead that are still in the tiers and that no plan in place uses.
     pub(super) fn is_sweeping(&self) -> bool {
         self.sweeping.as_ref().is_some_and(|under_way| !under_way.passed)
     }
 
-    fn is_sweep_due(&self) -> bool {
-        let every = self.base.config.eviction.as_ref().and_then(|eviction| eviction.every_steps);
-        every.is_some_and(|every| self.step.is_multiple_of(every.get()))
-    }
-
-    /// The sweep of now by the table's rule, or by the rule that is given for it. `None` where the table has no rule.
-    ///
-    /// Errors: `State` where the table's rule has to be given and is not, or the other way round; `Config` for a rule that is out of range.
-    fn sweep_of_now(&self, given: Option<&EvictionRule>) -> Result<Option<Sweep>> {
-        let config = &self.base.config;
-        let own = config.eviction.as_ref().map(|eviction| &eviction.rule);
-        let refuse = |message: &str| Err(Error::new(Kind::State, format!("table {:?}: {message}", config.name)));
-        let rule = match (own, given) {
-            (None, None) => return Ok(None),
-            (Some(own), None) if own.is_given() => {
-                return refuse(
-                    "its ranks agree on what a sweep takes: call torchrec_embcache.evict(model) on all of them",
-                );
-            }
-            (Some(own), Some(given)) if own.is_given() && !given.is_given() => {
-                given.check()?;
-                given
-            }
-            (Some(own), None) => own,
-            (_, Some(_)) => {
-                return refuse("a sweep was given a rule that the table's eviction does not ask for");
-            }
-        };
-        Ok(Some(Sweep::after(self.step, rule, config.score_half_life_steps)))
-    }
-
-    /// Do what can fail of [`Residency::begin_sweep`] with this rule, which does not fail then before the next step. No row is unseen by it.
-    ///
-    /// Errors: as there.
-    pub(crate) fn prepare_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
-        let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
-        if self.sweeping.as_ref().is_some_and(|before| !sweep.covers(&before.sweep)) {
-            self.finish_sweep()?;
-        }
-        Ok(())
-    }
-
-    /// Apply the table's rule to the rows of now, or the rule that is given where the table's says that one is. Nothing where the table has
-    /// none.
-    ///
-    /// Errors: `State`, `Config` where a rule is given or missing and should not be; those of [`Residency::finish_sweep`], of a sweep that is
-    /// under way and took other rows, which this one waits for.
-    pub(crate) fn begin_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
-        let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
-        let found_all = |before: &Sweep| before.step == sweep.step && before.covers(&sweep);
-        if self.swept.as_ref().is_some_and(found_all) {
-            // It would find what the one before has left. It is noted all the same, as by ranks whose rows have changed since.
-            self.lineage.note_sweep(self.epoch, &sweep);
-            return Ok(());
-        }
-        self.prepare_sweep(given)?;
-        // A sweep that takes all that the one before takes goes on where that one is, so that each slot and each record has its turn.
-        let before = self.sweeping.take();
-        let is_carried = before.as_ref().is_some_and(|before| !before.passed);
-        let (host, device, ssd) =
-            before.map_or_else(Default::default, |before| (before.host, before.device, before.ssd));
-        self.base.contents_changed();
-        self.lineage.note_sweep(self.epoch, &sweep);
-        self.sweep_epoch = self.epoch;
-        self.tell_from(&sweep);
-        self.as_swept = Some(self.base.version());
-        self.sweeping = Some(UnderWay {
-            sweep: Arc::new(sweep),
-            host: host.around(self.host.slots.high_water()),
-            device: device.around(self.device.as_ref().map_or(0, |tier| tier.slots.high_water())),
-            ssd: if is_carried { ssd } else { Burial::default() },
-            is_carried,
-            ram_passed: false,
-            passed: false,
-            later: Vec::new(),
-            came_in: false,
-        });
-        Ok(())
-    }
-
-    /// A step was committed: begin a sweep if one is due.
-    pub(crate) fn sweep_after_step(&mut self) {
-        if self.is_sweep_due()
-            && let Err(error) = self.begin_sweep(None)
-        {
-            self.note_stopped(&error);
-        }
-    }
-
     /// What fails amid a batch is tried again before the next one, and by whoever needs to know all rows, who gets the error.
-    fn note_stopped(&self, error: &Error) {
+    pub(super) fn note_stopped(&self, error: &Error) {
         tracing::debug!("table {:?}: a sweep has stopped and will go on: {error}", self.base.config.name);
     }
 
@@ -496,32 +337,5 @@ impl Residency {
         let (evicted, under_way, untold) = (self.counts.evicted(), self.sweeping.is_some(), self.untold());
         let is_wanted = self.base.config.eviction.is_some() || self.tells();
         is_wanted.then_some(EvictionStats { evicted, under_way, untold })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_round_looks_at_each_slot_once_from_where_the_last_one_stopped() {
-        let mut round = Round::default().around(10);
-        let mut seen = Vec::new();
-        for _ in 0..2 {
-            let part = round.part(4, 10);
-            seen.extend(part.clone());
-            round = round.after(&part);
-        }
-        round = round.around(10);
-        while round.left > 0 {
-            let part = round.part(4, 10);
-            seen.extend(part.clone());
-            round = round.after(&part);
-        }
-        assert_eq!(seen, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7]);
-        let mut empty = Round { next: 7, left: 3 };
-        let part = empty.part(4, 0);
-        empty = empty.after(&part);
-        assert_eq!((part.len(), empty.left), (0, 0));
     }
 }

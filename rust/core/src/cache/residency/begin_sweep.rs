@@ -1,0 +1,88 @@
+//! The beginning of a sweep: by which rule, whether the one before has to end first, and what is carried on from it.
+
+use super::Residency;
+use super::under_way::UnderWay;
+use crate::config::EvictionRule;
+use crate::error::{Error, Kind, Result};
+use crate::lifecycle::Sweep;
+use crate::slots::SlotMap;
+
+impl Residency {
+    fn is_sweep_due(&self) -> bool {
+        let every = self.base.config.eviction.as_ref().and_then(|eviction| eviction.every_steps);
+        every.is_some_and(|every| self.step.is_multiple_of(every.get()))
+    }
+
+    /// The sweep of now by the table's rule, or by the rule that is given for it. `None` where the table has no rule.
+    ///
+    /// Errors: `State` where the table's rule has to be given and is not, or the other way round; `Config` for a rule that is out of range.
+    fn sweep_of_now(&self, given: Option<&EvictionRule>) -> Result<Option<Sweep>> {
+        let config = &self.base.config;
+        let own = config.eviction.as_ref().map(|eviction| &eviction.rule);
+        let refuse = |message: &str| Err(Error::new(Kind::State, format!("table {:?}: {message}", config.name)));
+        let rule = match (own, given) {
+            (None, None) => return Ok(None),
+            (Some(own), None) if own.is_given() => {
+                return refuse(
+                    "its ranks agree on what a sweep takes: call torchrec_embcache.evict(model) on all of them",
+                );
+            }
+            (Some(own), Some(given)) if own.is_given() && !given.is_given() => {
+                given.check()?;
+                given
+            }
+            (Some(own), None) => own,
+            (_, Some(_)) => {
+                return refuse("a sweep was given a rule that the table's eviction does not ask for");
+            }
+        };
+        Ok(Some(Sweep::after(self.step, rule, config.score_half_life_steps)))
+    }
+
+    /// Do what can fail of [`Residency::begin_sweep`] with this rule, which does not fail then before the next step. No row is unseen by it.
+    ///
+    /// Errors: as there.
+    pub(crate) fn prepare_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
+        let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
+        if self.sweeping.as_ref().is_some_and(|before| !sweep.covers(&before.sweep)) {
+            self.finish_sweep()?;
+        }
+        Ok(())
+    }
+
+    /// Apply the table's rule to the rows of now, or the rule that is given where the table's says that one is. Nothing where the table has
+    /// none.
+    ///
+    /// Errors: `State`, `Config` where a rule is given or missing and should not be; those of [`Residency::finish_sweep`], of a sweep that is
+    /// under way and took other rows, which this one waits for.
+    pub(crate) fn begin_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
+        let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
+        let found_all = |before: &Sweep| before.step == sweep.step && before.covers(&sweep);
+        if self.swept.as_ref().is_some_and(found_all) {
+            // It would find what the one before has left. It is noted all the same, as by ranks whose rows have changed since.
+            self.lineage.note_sweep(self.epoch, &sweep);
+            return Ok(());
+        }
+        self.prepare_sweep(given)?;
+        self.tell_from(&sweep);
+        // A sweep that takes all that the one before takes goes on where that one is, so that each slot and each record has its turn.
+        let before = self.sweeping.take();
+        self.base.contents_changed();
+        self.lineage.note_sweep(self.epoch, &sweep);
+        self.sweep_epoch = self.epoch;
+        self.as_swept = Some(self.base.version());
+        let (host, device) = (&self.host.slots, self.device.as_ref().map(|tier| &tier.slots));
+        let slots = (host.high_water(), device.map_or(0, SlotMap::high_water));
+        self.sweeping = Some(UnderWay::after(before, sweep, slots.0, slots.1));
+        Ok(())
+    }
+
+    /// A step was committed: begin a sweep if one is due.
+    pub(crate) fn sweep_after_step(&mut self) {
+        if self.is_sweep_due()
+            && let Err(error) = self.begin_sweep(None)
+        {
+            self.note_stopped(&error);
+        }
+    }
+}

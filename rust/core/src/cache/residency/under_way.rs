@@ -1,0 +1,123 @@
+//! How far a sweep under way has come.
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use crate::lifecycle::Sweep;
+use crate::ssd::Burial;
+use crate::types::{CacheSlot, Id};
+
+/// A sweep whose dead rows are not all buried yet.
+#[derive(Debug)]
+pub(super) struct UnderWay {
+    pub(super) sweep: Arc<Sweep>,
+    pub(super) host: Round,
+    pub(super) device: Round,
+    pub(super) ssd: Burial,
+    /// Whether the sweep came while another one was under way, and goes on where that one was. If sweeps come so often that RAM is never
+    /// passed, the SSD tier would never have its turn. So it is gone through beside RAM then, and once more after it.
+    pub(super) is_carried: bool,
+    /// Whether the tiers in RAM were gone through.
+    pub(super) ram_passed: bool,
+    /// Whether all tiers were gone through. Then only rows of `later` may be dead.
+    pub(super) passed: bool,
+    /// Rows that could not be judged when their slot was passed, or that moved meanwhile: rows of plans that are in place, rows that are
+    /// being read.
+    pub(super) later: Vec<Id>,
+    /// Whether rows were put into the table since this began, which it does not take.
+    pub(super) came_in: bool,
+}
+
+impl UnderWay {
+    /// A sweep that goes on where `before` is, which it takes the place of, in tiers with so many slots.
+    pub(super) fn after(before: Option<Self>, sweep: Sweep, host_slots: u32, device_slots: u32) -> Self {
+        let is_carried = before.as_ref().is_some_and(|before| !before.passed);
+        let (host, device, ssd) =
+            before.map_or_else(Default::default, |before| (before.host, before.device, before.ssd));
+        Self {
+            sweep: Arc::new(sweep),
+            host: host.around(host_slots),
+            device: device.around(device_slots),
+            ssd: if is_carried { ssd } else { Burial::default() },
+            is_carried,
+            ram_passed: false,
+            passed: false,
+            later: Vec::new(),
+            came_in: false,
+        }
+    }
+
+    /// Whether slots of tiers in RAM are left.
+    pub(super) fn is_in_ram(&self) -> bool {
+        self.host.left > 0 || self.device.left > 0
+    }
+}
+
+/// A way once around the slots of a tier.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Round {
+    pub(super) next: CacheSlot,
+    /// Slots that are still to be looked at.
+    pub(super) left: u32,
+}
+
+impl Round {
+    /// All of `slots` slots, from where another round has stopped.
+    pub(super) fn around(self, slots: u32) -> Self {
+        Self { next: self.next, left: slots }
+    }
+
+    /// The next slots, at most `most`, of a tier that has `slots` by now.
+    pub(super) fn part(self, most: usize, slots: u32) -> std::ops::Range<CacheSlot> {
+        let first = if self.next >= slots { 0 } else { self.next };
+        let most = (most as u32).min(self.left);
+        first..first.saturating_add(most).min(slots)
+    }
+
+    /// The slots of a part were looked at.
+    pub(super) fn after(self, part: &std::ops::Range<CacheSlot>) -> Self {
+        let seen = part.end - part.start;
+        // Where a tier has become empty, there is nothing left to see.
+        Self { next: part.end, left: if seen == 0 { 0 } else { self.left - seen } }
+    }
+}
+
+impl UnderWay {
+    /// Those of these ids whose rows the sweep may take. Once all tiers were gone through these are rows that were left for later: what
+    /// came in since is not the sweep's.
+    pub(super) fn may_take<'i>(&self, ids: &'i [Id]) -> Cow<'i, [Id]> {
+        if !self.passed {
+            return Cow::Borrowed(ids);
+        }
+        let later: HashSet<Id> = self.later.iter().copied().collect();
+        Cow::Owned(ids.iter().copied().filter(|id| later.contains(id)).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_round_looks_at_each_slot_once_from_where_the_last_one_stopped() {
+        let mut round = Round::default().around(10);
+        let mut seen = Vec::new();
+        for _ in 0..2 {
+            let part = round.part(4, 10);
+            seen.extend(part.clone());
+            round = round.after(&part);
+        }
+        round = round.around(10);
+        while round.left > 0 {
+            let part = round.part(4, 10);
+            seen.extend(part.clone());
+            round = round.after(&part);
+        }
+        assert_eq!(seen, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7]);
+        let mut empty = Round { next: 7, left: 3 };
+        let part = empty.part(4, 0);
+        empty = empty.after(&part);
+        assert_eq!((part.len(), empty.left), (0, 0));
+    }
+}
