@@ -58,6 +58,8 @@ impl UnderWay {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Round {
     pub(super) next: CacheSlot,
+    /// Slots that the tier had when the round began. What came into later ones since is looked at elsewhere.
+    slots: u32,
     /// Slots that are still to be looked at.
     pub(super) left: u32,
 }
@@ -65,11 +67,12 @@ pub(super) struct Round {
 impl Round {
     /// All of `slots` slots, from where another round has stopped.
     pub(super) fn around(self, slots: u32) -> Self {
-        Self { next: self.next, left: slots }
+        Self { next: self.next, slots, left: slots }
     }
 
     /// The next slots, at most `most`, of a tier that has `slots` by now.
     pub(super) fn part(self, most: usize, slots: u32) -> std::ops::Range<CacheSlot> {
+        let slots = slots.min(self.slots);
         let first = if self.next >= slots { 0 } else { self.next };
         let most = (most as u32).min(self.left);
         first..first.saturating_add(most).min(slots)
@@ -79,7 +82,7 @@ impl Round {
     pub(super) fn after(self, part: &std::ops::Range<CacheSlot>) -> Self {
         let seen = part.end - part.start;
         // Where a tier has become empty, there is nothing left to see.
-        Self { next: part.end, left: if seen == 0 { 0 } else { self.left - seen } }
+        Self { next: part.end, left: if seen == 0 { 0 } else { self.left - seen }, ..self }
     }
 }
 
@@ -115,9 +118,24 @@ mod tests {
             round = round.after(&part);
         }
         assert_eq!(seen, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7]);
-        let mut empty = Round { next: 7, left: 3 };
+        let mut empty = Round { next: 7, slots: 10, left: 3 };
         let part = empty.part(4, 0);
         empty = empty.after(&part);
         assert_eq!((part.len(), empty.left), (0, 0));
+    }
+
+    #[test]
+    fn a_round_of_a_tier_that_grows_meanwhile_looks_at_each_slot_that_was_there() {
+        let mut round = Round::default().around(10);
+        let part = round.part(6, 10);
+        round = round.after(&part).around(10);
+        let mut seen = Vec::new();
+        for slots in [10, 14, 14, 17, 17] {
+            let part = round.part(3, slots);
+            seen.extend(part.clone());
+            round = round.after(&part);
+        }
+        seen.sort_unstable();
+        assert_eq!((seen, round.left), ((0..10).collect::<Vec<CacheSlot>>(), 0));
     }
 }
