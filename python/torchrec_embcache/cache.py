@@ -340,14 +340,9 @@ class CacheTable(ClosedByWith):
         Example::
 
             >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, optimizers
-            >>> item = EmbCacheEmbedding(
-            ...     name="item",
-            ...     embedding_dim=2,
-            ...     tiers=TierBudgets(host_bytes="1MiB"),
-            ...     optimizer=optimizers.SGD(lr=0.5),
-            ...     admission=admission.Count(3),
-            ...     not_admitted="shared",
-            ... )
+            >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+            >>> settings = {"admission": admission.Count(3), "not_admitted": "shared"}
+            >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd, **settings)
             >>> item(torch.tensor([7, 8])).sum().backward()  # both occur for the first time
             >>> item.table.shared_row()
             array([-1., -1.], dtype=float32)
@@ -420,7 +415,6 @@ class CacheTable(ClosedByWith):
 
         It wants `on_evict="keep"`. A chunk that was given is not given again. Where the loop ends early the other rows stay, also
         when the table is closed. A sweep under way is finished bit by bit, so at the end every row was given that is dead by now.
-        While many rows wait, sweeps before batches go no further; rows that must leave all the same wait in RAM.
 
         Raises `StateError` where evicted rows are not kept, or go to a callable.
 

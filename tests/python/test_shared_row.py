@@ -421,7 +421,7 @@ def test_an_optimizer_that_is_set_after_a_load_leaves_its_weights(tmp_path):
 
 
 def test_settings_that_mean_nothing_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match='not_admitted="shared" without admission'):
+    with pytest.raises(ConfigError, match="not_admitted='shared' without admission"):
         embedding(not_admitted="shared")
     tiers = ssd_tiers(tmp_path, ssd_bytes="1MiB")
     with pytest.raises(ConfigError, match="no room for the shared row.*set it to"):

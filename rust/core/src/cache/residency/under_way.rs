@@ -10,6 +10,7 @@ use crate::types::{CacheSlot, Id};
 
 /// A sweep whose dead rows are not all buried yet.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own, and all combinations occur")]
 pub(super) struct UnderWay {
     pub(super) sweep: Arc<Sweep>,
     pub(super) host: Round,

@@ -399,7 +399,7 @@ pub(crate) fn merge(ranks: &[RankManifest], kind: CheckpointKind) -> Result<Vec<
             let (first_rank, first) = shares[0];
             if let Some((rank, _)) = shares.iter().find(|(_, share)| share.spec != first.spec) {
                 return Err(format!(
-                    "{name}: ranks {first_rank} and {rank} have different settings, steps or shared rows"
+                    "{name}: ranks {first_rank} and {rank} have different settings or steps, or their shared rows differ"
                 ));
             }
             if let Some((rank, _)) = shares.iter().find(|(_, share)| share.sweeps != first.sweeps) {

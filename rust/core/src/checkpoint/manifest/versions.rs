@@ -4,6 +4,7 @@ use super::names::{VERSION, VERSION_WITHOUT_CLOCKS, VERSION_WITHOUT_COUNTS, VERS
 
 /// What a checkpoint holds that not every version can.
 #[derive(Clone, Copy, Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "a checkpoint may hold any of these")]
 pub(crate) struct Needs {
     /// Counts of ids that wait for rows.
     pub(crate) counts: bool,
