@@ -82,7 +82,6 @@ class CacheTable(ClosedByWith):
 
     Raises:
         ConfigError: a setting is out of range or contradicts another.
-        UnsupportedError: `eviction` has a setting that is not there yet.
         PathError, StoragePermissionError: `ssd_dir` is not a directory that only this user can write to.
 
     Example::
