@@ -1,9 +1,10 @@
 """Which rows leave a table, and when.
 
-Without eviction a row stays until it is removed, or until a full table with `on_full="evict"` drops it. With a `Policy` rows also
-leave in *sweeps*. A sweep after training step s looks at what is known of a row (when it was trained last, its score, its weights)
-and at s, and at nothing else. So the same rows leave whatever the budgets, the number of ranks and threads, and however far ahead
-batches are prefetched. A row that left is unseen: it reads as an id without a row, and is born again when it is trained again.
+Without eviction a row stays until it is removed, or until a full table with `on_full="evict"` drops it. With a `Policy` rows
+also leave in *sweeps*. What a sweep after training step s takes follows from the rows (when they were trained last, their
+scores, their weights), from s, with `Ttl(seconds=...)` from the times of steps, and from nothing else. So the same rows leave
+whatever the budgets, the number of ranks and threads, and however far ahead batches are prefetched. A row that left is unseen:
+it reads as an id without a row, and is born again when it is trained again.
 """
 
 from __future__ import annotations

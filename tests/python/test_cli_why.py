@@ -363,7 +363,7 @@ def test_inspect_shows_the_sweeps_of_each_delta(tmp_path: Path, capsys: pytest.C
 
 
 def test_rules_in_words() -> None:
-    assert in_words({"any": []}) == "none, because the table has made too few steps"
+    assert in_words({"any": []}) == "no rows"
     assert in_words({"norm_below": 0.1}) == "L2 norm below 0.1"
     assert in_words({"of_a_later_version": 5}) == json.dumps({"of_a_later_version": 5})
 

@@ -24,7 +24,7 @@ def in_words(rule: Any) -> str:
                 f"{cut['last_step']}, or then too and an id below {cut['id']}"
             )
         case {"any": []}:
-            return "none, because the table has made too few steps"
+            return "no rows"
         case {"any": rules}:
             return _joined(rules, " or ")
         case {"all": rules}:

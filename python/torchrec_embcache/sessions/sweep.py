@@ -30,8 +30,9 @@ def evict(model: nn.Module) -> None:
     """Sweep every table of `model` that has a policy of eviction, now, on all ranks together. Collective.
 
     A sweep is as of the last training step: it takes the rows that the policy's rules take after that step. They are unseen from
-    here on. Two calls after one step do what one does. Call it between steps, on every rank. A table without a policy is left as it
-    is. A policy with `every_steps=None` is applied before each save too, and one with a number of steps without any call.
+    here on. Two calls after one step do what one does, but for `Ttl(seconds=...)` with the system's time. Call it between steps, on
+    every rank. A table without a policy is left as it is. A policy with `every_steps=None` is applied before each save too, and
+    one with a number of steps without any call.
 
     Raises on every rank, whichever rank has the error:
         InputError: `model` has no cache module.

@@ -8,8 +8,16 @@ use crate::rows::RowLayout;
 /// The shared row of a table: its weights, its vector slots, and its scalar slot where rows have one.
 ///
 /// Files have it as text, eight hexadecimal digits for the bits of each number, so that every number comes back as it was.
-#[derive(Clone, PartialEq)]
+#[derive(Clone)]
 pub struct SharedRow(Vec<f32>);
+
+/// By bits, so that a row is equal to itself where some of its numbers are not numbers.
+impl PartialEq for SharedRow {
+    fn eq(&self, other: &Self) -> bool {
+        let bits = |row: &Self| row.0.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
+        bits(self) == bits(other)
+    }
+}
 
 impl std::fmt::Debug for SharedRow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -95,6 +103,7 @@ mod tests {
         let back: SharedRow = serde_json::from_str(&text).expect("a row");
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(back.values()), bits(&values));
+        assert_eq!(back, row, "also where a number is none");
     }
 
     #[test]

@@ -283,8 +283,9 @@ impl Residency {
         if self.base.config.eviction.is_none() {
             return Ok(());
         }
+        // Where the sweep goes no further, what it has left for later may be dead all the same.
         let stopped =
-            !self.waits_to_tell() && self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
+            self.waits_to_tell() || self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
         if (stopped || self.is_sweeping())
             && let Some(mut under_way) = self.sweeping.take()
         {

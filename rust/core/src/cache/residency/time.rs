@@ -18,6 +18,8 @@ impl Residency {
     /// Replace what is known of when the table's steps were made, as a load does.
     pub(crate) fn restore_clock(&mut self, clock: &StepClock) {
         self.clock.clone_from(clock);
+        // What was set is of the steps before the load.
+        self.time_set = None;
     }
 
     /// Also take over what another shard of the table knows of these steps.

@@ -16,10 +16,12 @@ impl Table {
 
     /// Tell of all rows that the sweep under way takes, and end the queue of [`Table::keep_evicted`], as closing the table does.
     pub fn end_telling(&self) -> Result<()> {
+        self.inner.check_process()?;
         if !self.is_closed() {
-            let mut held = self.inner.lock_any()?;
-            held.tell_rest();
-            held.end_telling();
+            let is_whole = self.inner.lock_any().map(|mut held| held.tell_rest());
+            // Whoever waits for the queue must not wait for ever, also where the table cannot be used any more.
+            self.inner.lock_always().end_telling();
+            is_whole?;
         }
         Ok(())
     }
