@@ -355,6 +355,8 @@ def test_tables_of_other_settings_leave_it_and_begin_anew_without_it(tmp_path, c
     with pytest.raises(StateError, match="has no shared row"):
         plain.table.shared_row()
     with caplog.at_level("INFO", logger="torchrec_embcache"):
+        # The core looks at the levels of loggers when a table is opened, and else once a second at most.
+        assert len(embedding(**SHARED).table) == 0
         Saver(0).load(made, tmp_path / "without")
     assert made.table.shared_row().tolist() == [0.0] * DIM
     assert "it begins with zeros" in caplog.text
