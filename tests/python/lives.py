@@ -160,9 +160,11 @@ def lowest_first(rows: dict[int, dict[str, Any]], step: int, half_life: int = HA
     return sorted(rows, key=key)
 
 
-def taken(policy: Policy, rows: dict[int, dict[str, Any]], step: int, *, shared: bool = False) -> set[int]:
+def taken(
+    policy: Policy, rows: dict[int, dict[str, Any]], step: int, *, shared: bool = False, half_life: int = HALF_LIFE
+) -> set[int]:
     """The ids that a sweep after `step` takes; `shared`: a sweep of just these rows has taken its share."""
-    order = lowest_first(rows, step)
+    order = lowest_first(rows, step, half_life)
 
     def by(rule: eviction.Rule) -> set[int]:
         if isinstance(rule, All):
@@ -171,7 +173,7 @@ def taken(policy: Policy, rows: dict[int, dict[str, Any]], step: int, *, shared:
             return set(order[: max(0, len(order) - rule.rows)])
         if isinstance(rule, Share):
             return set(order[: 0 if shared else math.floor(Fraction(rule.share) * len(order))])
-        return {row_id for row_id, row in rows.items() if takes(rule, row, step)}
+        return {row_id for row_id, row in rows.items() if takes(rule, row, step, half_life)}
 
     spared = set(order[max(0, len(order) - policy.at_least_rows) :])
     return set.union(*(by(rule) for rule in policy.rules)) - spared

@@ -5,6 +5,7 @@ All weights are multiples of a half and small, so that every sum of them is exac
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
-from lives import decayed, takes
+from lives import decayed, taken
 from tables import ssd_tiers
 from torchrec_embcache import (
     EmbCacheEmbeddingBagCollection,
@@ -80,11 +81,16 @@ def after(step: int) -> list[str]:
 class Table:
     """The rows of one table and the counts of the ids that wait for one."""
 
-    def __init__(self, policy: eviction.Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: eviction.Policy, half_life: int = HALF_LIFE) -> None:
+        self.policy, self.half_life = policy, half_life
         self.rows: dict[int, dict[str, Any]] = {}
         self.counts: Counter[int] = Counter()
         self.evicted = 0
+        self._as_swept = False
+
+    def read(self, samples: list[list[int]]) -> list[float]:
+        """What each sample reads in every column, if none of its ids gets a row by it."""
+        return [sum(float(self.rows[i]["weights"][0]) for i in ids if i in self.rows) for ids in samples]
 
     def train(self, step: int, samples: list[list[int]], gradients: list[int]) -> list[float]:
         """Do a step. Returns what each sample reads in every column."""
@@ -95,22 +101,20 @@ class Table:
                 if self.counts[row_id] >= THRESHOLD:
                     del self.counts[row_id]
                     self.rows[row_id] = {"weights": [INITIAL] * DIM, "count": 0, "last_step": 0, "score": 0.0}
-        read = [sum(float(self.rows[i]["weights"][0]) for i in ids if i in self.rows) for ids in samples]
+        read = self.read(samples)
         for row_id, count in occurrences.items():
             if row_id in self.rows:
                 row = self.rows[row_id]
                 gradient = sum(gradient * ids.count(row_id) for ids, gradient in zip(samples, gradients, strict=True))
                 row["weights"] = [row["weights"][0] - LEARNING_RATE * np.float32(gradient)] * DIM
-                row["score"] = float(np.float32(decayed(row["score"], row["last_step"], step, HALF_LIFE) + count))
+                row["score"] = float(np.float32(decayed(row["score"], row["last_step"], step, self.half_life) + count))
                 row["count"], row["last_step"] = row["count"] + count, step
+        self._as_swept = False
         return read
 
     def sweep(self, step: int) -> None:
-        dead = [
-            row_id
-            for row_id, row in self.rows.items()
-            if any(takes(rule, row, step, HALF_LIFE) for rule in self.policy.rules)
-        ]
+        dead = taken(self.policy, self.rows, step, shared=self._as_swept, half_life=self.half_life)
+        self._as_swept = True
         self.evicted += len(dead)
         for row_id in dead:
             del self.rows[row_id]
@@ -189,10 +193,11 @@ class Model(nn.Module):
         return torch.cat([pooled[name] for name in POLICIES], 1)
 
 
-def features_of(ids: dict[str, list[list[int]]]) -> KeyedJaggedTensor:
-    samples = [sample for name in POLICIES for sample in ids[name]]
+def features_of(ids: dict[str, list[list[int]]], keys: Iterable[str] = POLICIES) -> KeyedJaggedTensor:
+    keys = list(keys)
+    samples = [sample for name in keys for sample in ids[name]]
     return KeyedJaggedTensor(
-        list(POLICIES),
+        keys,
         torch.tensor([row_id for sample in samples for row_id in sample], dtype=torch.int64),
         lengths=torch.tensor([len(sample) for sample in samples], dtype=torch.int32),
     )
