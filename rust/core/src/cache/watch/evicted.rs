@@ -5,7 +5,7 @@
 //! to have room, because whoever takes the rows may need the table's lock for that. So its bound is a wish: while it
 //! [is full](EvictedQueue::is_full) sweeps do no more before batches, and whoever needs to know all rows finishes them all the same.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use crate::cache::rows::Chunk;
 use crate::rows::RowHeader;
@@ -32,10 +32,15 @@ pub struct EvictedRows {
 impl EvictedRows {
     /// The reason of rows that a full table dropped.
     pub const FULL: &'static str = "full";
+}
 
-    fn is_like(&self, other: &Self) -> bool {
-        (self.step, self.reason) == (other.step, other.reason)
-    }
+/// The rows of a chunk, as they came.
+#[derive(Debug)]
+struct InParts {
+    step: u64,
+    reason: &'static str,
+    rows: usize,
+    parts: Vec<Chunk>,
 }
 
 /// The rows of one table that wait to be told of.
@@ -49,13 +54,65 @@ pub struct EvictedQueue {
 
 #[derive(Debug, Default)]
 struct Waiting {
-    /// In the order in which they came. None is empty.
-    parts: VecDeque<EvictedRows>,
+    /// In the order in which their first rows came. None is empty.
+    chunks: VecDeque<InParts>,
+    /// The number of the first chunk. Those after it have the numbers that follow.
+    first: u64,
+    /// The number of the newest chunk of a step and a reason. It may be full.
+    newest: HashMap<(u64, &'static str), u64>,
     rows: usize,
     /// Whether nothing is to be taken by those who wait, and sweeps are to stop.
     held: bool,
     /// Whether no more rows will come.
     ended: bool,
+    /// Whether whoever waits was told that the queue has ended.
+    end_is_told: bool,
+}
+
+impl Waiting {
+    /// Add rows to the newest chunk that they are like, up to `most` rows, and to new chunks.
+    fn add(&mut self, EvictedRows { step, reason, rows }: EvictedRows, floats: usize, most: usize) {
+        self.rows += rows.headers.len();
+        let newest =
+            self.newest.get(&(step, reason)).and_then(|number| self.chunks.get_mut((number - self.first) as usize));
+        let room = newest.as_ref().map_or(0, |chunk| most - chunk.rows);
+        let mut pieces = cut(rows, room, most, floats);
+        if let Some(chunk) = newest.filter(|_| room > 0)
+            && let Some(piece) = pieces.pop()
+        {
+            chunk.rows += piece.headers.len();
+            chunk.parts.push(piece);
+        }
+        while let Some(piece) = pieces.pop() {
+            self.newest.insert((step, reason), self.first + self.chunks.len() as u64);
+            self.chunks.push_back(InParts { step, reason, rows: piece.headers.len(), parts: vec![piece] });
+        }
+    }
+
+    /// Take the first chunk.
+    fn take(&mut self) -> Option<InParts> {
+        let chunk = self.chunks.pop_front()?;
+        let kind = (chunk.step, chunk.reason);
+        if self.newest.get(&kind) == Some(&self.first) {
+            self.newest.remove(&kind);
+        }
+        self.first += 1;
+        self.rows -= chunk.rows;
+        Some(chunk)
+    }
+}
+
+/// Rows as pieces, the last of them first: the first has at most `room` rows, unless there is none, and each other has at most `most`.
+fn cut(mut rows: Chunk, room: usize, most: usize, floats: usize) -> Vec<Chunk> {
+    let first = if room == 0 { most } else { room };
+    let mut pieces = Vec::new();
+    // From the end, so that no row is moved twice.
+    while rows.headers.len() > first {
+        let at = first + (rows.headers.len() - first - 1) / most * most;
+        pieces.push(Chunk { headers: rows.headers.split_off(at), vectors: rows.vectors.split_off(at * floats) });
+    }
+    pieces.push(rows);
+    pieces
 }
 
 impl EvictedQueue {
@@ -85,27 +142,26 @@ impl EvictedQueue {
         if rows.rows.headers.is_empty() {
             return;
         }
-        let mut waiting = lock(&self.waiting);
-        waiting.rows += rows.rows.headers.len();
-        waiting.parts.push_back(rows);
+        lock(&self.waiting).add(rows, self.floats, self.rows_of_chunk());
         self.changed.notify_all();
     }
 
     /// The next chunk, if rows wait: rows of one step and one reason, in the order in which they came.
     pub fn take(&self) -> Option<EvictedRows> {
-        let parts = self.take_parts(&mut lock(&self.waiting));
-        joined(parts)
+        let chunk = lock(&self.waiting).take();
+        chunk.map(|chunk| joined(chunk, self.floats))
     }
 
     /// As [`EvictedQueue::take`], once rows wait and the queue is not held. `None` when it has ended and no row is left.
     pub fn wait(&self) -> Option<EvictedRows> {
         let mut waiting = lock(&self.waiting);
-        while waiting.held || waiting.parts.is_empty() && !waiting.ended {
+        while waiting.held || waiting.chunks.is_empty() && !waiting.ended {
             waiting = wait(&self.changed, waiting);
         }
-        let parts = self.take_parts(&mut waiting);
+        let chunk = waiting.take();
+        waiting.end_is_told |= chunk.is_none();
         drop(waiting);
-        joined(parts)
+        chunk.map(|chunk| joined(chunk, self.floats))
     }
 
     /// Keep whoever waits waiting, and sweeps too, until [`EvictedQueue::go_on`] or the end.
@@ -127,6 +183,14 @@ impl EvictedQueue {
         self.changed.notify_all();
     }
 
+    /// Undo [`EvictedQueue::end`], because the table stays open after all. Returns whether nobody waits any more, because whoever did was
+    /// told of the end.
+    pub fn go_on_after_end(&self) -> bool {
+        let mut waiting = lock(&self.waiting);
+        waiting.ended = false;
+        std::mem::take(&mut waiting.end_is_told)
+    }
+
     /// Whether no more rows will come.
     pub fn is_ended(&self) -> bool {
         lock(&self.waiting).ended
@@ -136,43 +200,20 @@ impl EvictedQueue {
     pub(crate) fn rows_of_chunk(&self) -> usize {
         (MOST_BYTES / (self.floats * size_of::<f32>() + size_of::<RowHeader>())).clamp(1, MOST_ROWS)
     }
-
-    /// Take the first part, and what is like it, up to the size of a chunk.
-    fn take_parts(&self, waiting: &mut Waiting) -> Vec<EvictedRows> {
-        let mut left = self.rows_of_chunk();
-        let mut taken: Vec<EvictedRows> = Vec::new();
-        let mut stay = VecDeque::new();
-        while let Some(mut part) = waiting.parts.pop_front() {
-            if left == 0 || taken.first().is_some_and(|first| !first.is_like(&part)) {
-                stay.push_back(part);
-                continue;
-            }
-            let rows = part.rows.headers.len();
-            if rows > left {
-                let rest = Chunk {
-                    headers: part.rows.headers.split_off(left),
-                    vectors: part.rows.vectors.split_off(left * self.floats),
-                };
-                stay.push_back(EvictedRows { rows: rest, ..part });
-            }
-            left -= rows.min(left);
-            taken.push(part);
-        }
-        waiting.parts = stay;
-        waiting.rows -= taken.iter().map(|part| part.rows.headers.len()).sum::<usize>();
-        taken
-    }
 }
 
-/// Parts of one chunk as one.
-fn joined(parts: Vec<EvictedRows>) -> Option<EvictedRows> {
+/// The rows of a chunk in one piece.
+fn joined(InParts { step, reason, rows, parts }: InParts, floats: usize) -> EvictedRows {
     let mut parts = parts.into_iter();
-    let mut all = parts.next()?;
+    let mut all = parts.next().unwrap_or_default();
+    let more = rows - all.headers.len();
+    all.headers.reserve(more);
+    all.vectors.reserve(more * floats);
     for mut part in parts {
-        all.rows.headers.append(&mut part.rows.headers);
-        all.rows.vectors.append(&mut part.rows.vectors);
+        all.headers.append(&mut part.headers);
+        all.vectors.append(&mut part.vectors);
     }
-    Some(all)
+    EvictedRows { step, reason, rows: all }
 }
 
 #[cfg(all(test, not(loom)))]
@@ -209,6 +250,70 @@ mod tests {
         let sizes: Vec<usize> = std::iter::from_fn(|| queue.take()).map(|chunk| said(&chunk).2.len()).collect();
         assert_eq!((sizes, queue.rows()), (vec![MOST_ROWS, 3], 0));
         assert_eq!(EvictedQueue::new(MOST_BYTES).rows_of_chunk(), 1);
+    }
+
+    #[test]
+    fn each_chunk_is_what_is_like_the_first_rows_however_they_came() {
+        const MOST: usize = 5;
+        let (mut random, mut next) = (7_u64, 0);
+        let mut dice = |sides: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) % sides
+        };
+        let (mut waiting, mut rows) = (Waiting::default(), Vec::<(u64, &'static str, Id)>::new());
+        for round in 0..20_000 {
+            if dice(if round < 15_000 { 3 } else { 12 }) < 2 {
+                let kind = (dice(3), ["ttl", "full"][dice(2) as usize]);
+                let most = if dice(9) == 0 { 30 } else { 4 };
+                let ids = next..next + 1 + dice(most) as Id;
+                next = ids.end;
+                rows.extend(ids.clone().map(|id| (kind.0, kind.1, id)));
+                waiting.add(part(kind.0, kind.1, ids), 2, MOST);
+                continue;
+            }
+            let is_like = |row: &&(u64, &'static str, Id)| (row.0, row.1) == (rows[0].0, rows[0].1);
+            let expected: Vec<Id> = rows.iter().filter(is_like).take(MOST).map(|row| row.2).collect();
+            let first = rows.first().map(|row| (row.0, row.1, expected.clone()));
+            assert_eq!(waiting.take().map(|chunk| said(&joined(chunk, 2))), first, "round {round}");
+            rows.retain(|row| !expected.contains(&row.2));
+            assert_eq!(waiting.rows, rows.len());
+            assert!(waiting.newest.len() <= waiting.chunks.len());
+        }
+    }
+
+    #[test]
+    fn taking_a_chunk_moves_no_other() {
+        let queue = EvictedQueue::new(2);
+        for step in 0..1000 {
+            for (reason, id) in [("full", 0), ("ttl", 1), ("full", 2)] {
+                queue.push(part(step, reason, id..id + 1));
+            }
+        }
+        let places = || lock(&queue.waiting).chunks.iter().map(std::ptr::from_ref).collect::<Vec<*const InParts>>();
+        let (mut chunks, mut moved) = (0, 0);
+        let mut before = places();
+        while let Some(chunk) = queue.take() {
+            assert_eq!(said(&chunk).2, if chunk.reason == "full" { vec![0, 2] } else { vec![1] });
+            chunks += 1;
+            let after = places();
+            moved += before[1..].iter().zip(&after).filter(|(before, after)| before != after).count();
+            before = after;
+        }
+        assert_eq!((chunks, moved, queue.rows()), (2000, 0, 0));
+    }
+
+    #[test]
+    fn a_queue_that_goes_on_after_its_end_says_whether_somebody_still_waits() {
+        let queue = EvictedQueue::new(2);
+        queue.end();
+        queue.push(part(1, "ttl", 0..1));
+        assert!(queue.wait().is_some());
+        assert!(!queue.go_on_after_end(), "whoever took the row goes on");
+        assert!(!queue.is_ended());
+        queue.end();
+        assert!(queue.wait().is_none());
+        assert!(queue.go_on_after_end());
+        assert!(!queue.go_on_after_end(), "the one that came in its place");
     }
 
     #[test]
