@@ -312,6 +312,7 @@ class EvictedQueue:
     def wait(self) -> EvictedBlock | None: ...  # once rows wait and it is not held; None: it has ended, and none are left
     def hold(self) -> None: ...  # keeps `wait` waiting, and sweeps, until `go_on` or the end
     def go_on(self) -> None: ...
+    def go_on_after_end(self) -> bool: ...  # the table stays open; whether nobody waits, because whoever did was told of the end
     def is_ended(self) -> bool: ...
 
 @final

@@ -163,7 +163,7 @@ def dropped(table: TrackedTable) -> None:
         else:
             _log.info("table %r was dropped and not closed: flushing it", table.name)
             flush_tables([table], alone=True)
-    except Exception as error:
+    except BaseException as error:  # also Ctrl-C, which has nobody here to come to
         _log.warning("table %r was dropped and could not be flushed, its last flush stays: %s", table.name, error)
 
 

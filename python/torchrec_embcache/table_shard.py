@@ -183,8 +183,8 @@ class TableShard:
             warn_of_lost_state(self, state)
             self.telling.watch(native, self.spec)
         except BaseException:
-            # Whatever failed, such as a warning that the user makes an error: the table is not open, and can be opened again. The
-            # core's table is closed, because an error that somebody keeps would hold it, and with it the directory.
+            # Whatever failed, such as a warning that the user makes an error: the table can be opened again. The core's is
+            # closed, because an error that somebody keeps would hold it, and with it the directory.
             self._tier = self._native = None
             if native is not None:
                 native.close()
@@ -417,15 +417,15 @@ class TableShard:
     def close(self) -> None:
         """Flush and close; see `CacheTable.close`."""
         native = self._native
+        self.telling.refuse_own_thread("close")
         if not self._closed and native is not None and not native.is_closed():
             refuse_in_own_save(self, "close")
-            self.telling.refuse_own_thread("close")
             try:
                 # What a failed load left is no state to resume.
                 if self.unusable is None:
                     self.flush()
-                self.telling.end(native)
-                native.close()
+                with self.telling.ending(native):
+                    native.close()
             except Exception as error:
                 native.close()
                 self._closed = True
@@ -445,6 +445,6 @@ class TableShard:
 
     def __del__(self) -> None:
         # The constructor may have raised before there was anything to look after.
-        if getattr(self, "_native", None) is not None:
+        if hasattr(self, "telling"):
             lifetime.dropped(self)
             self.telling.table_goes(self._native)

@@ -8,6 +8,7 @@ goes is freed, once all that waits was told.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -67,9 +68,11 @@ class _Source:
 
 
 class _Grip:
-    """How the thread finds its `Teller`: weakly while the table is there, and by itself once it is gone."""
+    """How the threads of a `Teller` find it: weakly while the table is there, and by themselves once it is gone."""
 
     def __init__(self, teller: Teller) -> None:
+        # Those that have rows to tell, or wait for some. One at a time does so, and the others wait for it.
+        self.threads: set[threading.Thread] = set()
         self._teller = weakref.ref(teller)
         self._left: Teller | None = None
         self._is_gone = threading.Event()
@@ -88,9 +91,11 @@ class _Grip:
             teller = self._left
         return teller
 
-    def let_go(self) -> None:
-        """Nothing is left to be told."""
-        self._left = None
+    def let_go(self, thread: threading.Thread) -> None:
+        """Nothing is left that this thread would tell."""
+        self.threads.discard(thread)
+        if not self.threads:
+            self._left = None
 
 
 class Teller:
@@ -116,16 +121,22 @@ class Teller:
         if self._hook is None:
             self._sources.append(source)
             return
+        self._start(source, native)
+        self._sources.append(source)
+
+    def _start(self, source: _Source, native: _native.Table) -> None:
+        """Begin to tell of the rows of `source`, once those before are told."""
         thread = threading.Thread(
             target=_tell, args=(source, self._grip, self._thread), name=f"embcache-evicted-{self._table}", daemon=True
         )
+        self._grip.threads.add(thread)
         try:
             if not _native.has_room_for_threads():
                 raise RuntimeError("there is no memory for it")
             thread.start()
         except RuntimeError as cause:
+            self._grip.threads.discard(thread)
             raise HostMemoryError(f"table {self._table!r}: no thread can be started for on_evict: {cause}") from cause
-        self._sources.append(source)
         self._thread = thread
         _look_after(self, native, thread)
 
@@ -187,16 +198,39 @@ class Teller:
 
     def refuse_own_thread(self, what: str) -> None:
         """`StateError` where the hook itself is the caller, because it would wait for itself for ever."""
-        if self._thread is threading.current_thread():
+        if threading.current_thread() in self._grip.threads:
             raise StateError(
                 f"on_evict of table {self._table!r} runs, and this waits for it: {what} after it has returned"
             )
 
-    def end(self, native: _native.Table) -> None:
-        """The table is about to be closed: wait until the hook was given every row that is dead by now. Ctrl-C ends the wait."""
-        if self._thread is not None and self._pid == os.getpid():
+    @contextlib.contextmanager
+    def ending(self, native: _native.Table) -> Iterator[None]:
+        """Wait until the hook was given every row that is dead by now, and then let the table be closed.
+
+        Ctrl-C ends the wait. Where the table is still open then, the hook is told as before.
+        """
+        if self._thread is None or self._pid != os.getpid():
+            yield
+            return
+        try:
             native.end_telling()
             self._thread.join()
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and not native.is_closed():
+                self._go_on(native)
+            raise
+
+    def _go_on(self, native: _native.Table) -> None:
+        """The table stays open after all: tell of the rows that leave from now on."""
+        source = self._sources[-1]
+        if source.queue.go_on_after_end():
+            try:
+                self._start(source, native)
+            except HostMemoryError as error:
+                _log.warning("%s; evicted rows of it wait until it is closed", error)
+        if self._errors:
+            source.queue.hold()
 
     def finish(self, error: Exception | None = None) -> None:
         """The core's table is closed: wait until all of its rows are told. What the hook raised is raised, or are notes of `error`.
@@ -209,7 +243,7 @@ class Teller:
             for source in self._sources:
                 while (block := source.queue.take()) is not None:  # it died after `end`
                     self.tell(source, block)
-        errors = [self._errors.popleft() for _ in range(len(self._errors))]
+        errors = [self._errors.popleft() for _ in range(len(self._errors))] if self._pid == os.getpid() else []
         if errors and error is None:
             error = errors.pop(0)
             for other in errors:
@@ -221,11 +255,12 @@ class Teller:
 
     def table_goes(self, native: _native.Table | None) -> None:
         """The last reference to the table goes. What waits is told by the thread; what nobody has drained is lost, and logged."""
-        if not self._keeps or native is None or self._pid != os.getpid() or sys.is_finalizing():
+        if not self._keeps or self._pid != os.getpid() or sys.is_finalizing():
             return
         self._grip.table_goes(self)
         try:
-            native.end_telling()
+            if native is not None:
+                native.end_telling()
         except EmbCacheError as error:
             _log.warning("table %r was dropped, and nobody is told of what a sweep still takes: %s", self._table, error)
         lost = sum(len(source.queue) for source in self._sources) if self._hook is None else 0
@@ -233,7 +268,7 @@ class Teller:
             _log.warning("table %r was dropped with %d evicted rows that nobody has drained", self._table, lost)
 
     def __del__(self) -> None:
-        for error in getattr(self, "_errors", ()):
+        for error in getattr(self, "_errors", ()) if getattr(self, "_pid", None) == os.getpid() else ():
             _log.warning("table %r is gone, and nobody was told that %s", self._table, error)
 
 
@@ -247,7 +282,7 @@ def _tell(source: _Source, grip: _Grip, before: threading.Thread | None) -> None
             break
         teller.tell(source, block)
         del teller, block
-    grip.let_go()
+    grip.let_go(threading.current_thread())
     _threads.discard(threading.current_thread())
 
 

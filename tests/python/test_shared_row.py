@@ -313,6 +313,30 @@ def test_it_comes_back_with_every_kind_of_checkpoint(tmp_path, door):
             assert (state_of(two), Contents.of(two)) == (state_of(one), Contents.of(one))
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_one_with_numbers_that_are_none_is_saved_and_comes_back(tmp_path, door):
+    def made(name: str) -> EmbCacheEmbedding:
+        return embedding(tiers=ssd_tiers(tmp_path / name, ssd_bytes="64MiB"), **SHARED)
+
+    path = tmp_path / "saved"
+    with made("one") as one, made("two") as two:
+        model, other = nn.ModuleDict({"table": one}), nn.ModuleDict({"table": two})
+        some(1, 3, one)
+        out = one(torch.tensor([2**40]))
+        (out * torch.tensor([1.0, torch.nan, torch.inf, 1.0])).sum().backward()
+        assert shared_row(one).isnan().any()
+        if door in ("delta", "async delta", "compact"):
+            save_by("full", model, path)
+            some(2, 1, one)
+        expected = state_of(one)
+        future = save_by(door, model, path)
+        if future is not None:
+            future.result()
+        assert main(["verify", str(path)]) == 0
+        load_by(door, other, path)
+        assert state_of(two) == expected
+
+
 def test_a_resume_finds_it(tmp_path):
     def made(reopen: str | None) -> EmbCacheEmbedding:
         tiers = ssd_tiers(tmp_path, host_bytes="64KiB", ssd_bytes="64MiB", reopen=reopen)

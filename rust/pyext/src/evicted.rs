@@ -63,6 +63,10 @@ impl PyEvictedQueue {
         self.inner.go_on();
     }
 
+    fn go_on_after_end(&self) -> bool {
+        self.inner.go_on_after_end()
+    }
+
     fn is_ended(&self) -> bool {
         self.inner.is_ended()
     }

@@ -118,6 +118,28 @@ fn a_batch_never_reads_a_dead_row_whose_burial_has_failed() {
 }
 
 #[test]
+fn a_batch_never_reads_a_dead_row_while_whoever_is_told_is_slow() {
+    for on_device in [false, true] {
+        let rig = rig(EvictionRule::Unused { steps: 1 }, on_device);
+        let queue = rig.table.keep_evicted().expect("a queue");
+        rig.train(&[1, 2], BAG, 0).expect("a step");
+        rig.train(&[3], BAG, 0).expect("a step");
+        let held = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
+        rig.place(&held).expect("a place");
+        rig.table.sweep().expect("a sweep");
+        rig.evaluate(&[3], BAG, true).expect("an evaluation");
+        assert!(is_under_way(&rig), "the row of the batch is spared");
+        queue.hold();
+        drop(held);
+        let unseen = rig.evaluate(&[-5], BAG, true).expect("an evaluation");
+        assert_eq!(rig.evaluate(&[1], BAG, true).expect("an evaluation"), unseen, "on a device: {on_device}");
+        rig.train(&[1], BAG, 0).expect("a step");
+        assert_eq!(count_of(&rig, 1), 1, "the row was born anew");
+        assert_eq!((ids_of(&rig), queue.rows()), (vec![1, 3], 2));
+    }
+}
+
+#[test]
 fn rows_that_came_in_while_a_sweep_was_under_way_are_taken_by_a_second_call() {
     for on_device in [false, true] {
         let rig = rig(EvictionRule::Unused { steps: 1 }, on_device);

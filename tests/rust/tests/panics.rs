@@ -89,6 +89,7 @@ fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
         let mut wanted = tiers(60);
         wanted.device_rows = Some(50);
         let table = Table::open(wanted, Some(Arc::new(Panics)), Arc::new(MemoryEngine::default())).expect("a table");
+        let queue = table.keep_evicted().expect("a queue");
         let lookup = Lookup::new(std::slice::from_ref(&table), &[0]).expect("a lookup");
         let plan = |batch| lookup.plan(&ids(batch), &[0, 50], PlanMode::TRAIN);
         let first = plan(0).expect("a plan");
@@ -105,6 +106,11 @@ fn a_panic_under_the_tables_lock_makes_the_table_refuse_all_use() {
         assert!(table.len().is_err_and(refused));
         assert!(plan(1).is_err_and(refused));
         assert!(table.flush(1).is_err_and(refused));
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| queue.wait().is_none());
+            assert!(table.end_telling().is_err_and(refused));
+            assert!(waits.join().expect("no panic"), "whoever waits to be told of evicted rows does not wait for ever");
+        });
         drop(second);
         table.close().expect("closing needs no state");
     });

@@ -1,0 +1,283 @@
+"""How telling of evicted rows ends, and how it goes on: Ctrl-C in `close()`, loads, tables that are dropped, forks."""
+
+import gc
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lives import embedding, update
+from test_interrupted_saves import Lines, is_interrupt, stopped
+from torchrec_embcache import EmbCacheEmbedding, EvictedRows, optimizers
+from torchrec_embcache.cache import internals
+from torchrec_embcache.eviction import Policy, Ttl
+from torchrec_embcache.exceptions import EvictionHookError, StateError
+from torchrec_embcache.saver import Saver
+from world import Child
+
+# Long enough for any machine. It only keeps a hang from lasting for ever.
+MOST_S = 60
+
+
+class Hook:
+    """Says which ids it is told of, and waits for the gate first."""
+
+    def __init__(self) -> None:
+        self.gate, self.began = threading.Event(), threading.Event()
+        self.ids: queue.Queue[int] = queue.Queue()
+
+    def __call__(self, rows: EvictedRows) -> None:
+        self.began.set()
+        assert self.gate.wait(MOST_S)
+        for row_id in rows.ids.tolist():
+            self.ids.put(row_id)
+
+    def told(self, count: int) -> list[int]:
+        """The next ids. `queue.Empty` where they do not come."""
+        return [self.ids.get(timeout=MOST_S) for _ in range(count)]
+
+
+def dying(hook: Callable[[EvictedRows], object], **settings: Any) -> EmbCacheEmbedding:
+    """A table of which every step takes the rows that it did not train."""
+    return embedding(eviction=Policy([Ttl(steps=1)], every_steps=1), on_evict=hook, **settings)
+
+
+def train(table: EmbCacheEmbedding, *ids: int) -> None:
+    """Train the ids one by one. All rows but the last are dead then, and wait to be told or are told."""
+    for row_id in ids:
+        update(table(torch.tensor([row_id])))
+    assert len(table) == 1
+
+
+def waits_in_a_join(thread: threading.Thread) -> bool:
+    frame = sys._current_frames()[thread.ident or 0]
+    names = []
+    while frame is not None:
+        names.append((os.path.basename(frame.f_code.co_filename), frame.f_code.co_name))
+        frame = frame.f_back
+    return ("threading.py", "join") in names and ("telling.py", "ending") in names
+
+
+def interrupt_the_wait_of_a_close(say: Callable[[Any], None], fails: bool) -> None:
+    hook, main, interrupted = Hook(), threading.current_thread(), threading.Event()
+    hook.gate.set()
+
+    def interrupting(rows: EvictedRows) -> None:
+        while not waits_in_a_join(main) and not interrupted.is_set():
+            pass
+        if not interrupted.is_set() and rows.step == 2 and fails:
+            raise ValueError("no store")
+        if not interrupted.is_set() and rows.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupted.wait(MOST_S)
+        hook(rows)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    table = dying(interrupting)
+    train(table, 1, 2, 3)
+    try:
+        table.close()
+    except KeyboardInterrupt:
+        interrupted.set()
+    say(interrupted.is_set())
+    if fails:
+        try:
+            train(table, 4)
+        except EvictionHookError as error:
+            say(str(error).split(" (")[0])
+    # The table is as open as before, and its hook is told before it is closed.
+    train(table, 4, 5)
+    say(hook.told(3 if fails else 4))
+    train(table, 6)
+    table.close()
+    say(hook.told(1))
+    say(hook.ids.qsize())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ctrl_c_ends_the_wait_of_a_close_and_the_hook_is_told_of_what_leaves_after_it(fails: bool):
+    child = Child(interrupt_the_wait_of_a_close, fails)
+    raised = ["on_evict of table 'item' raised ValueError: no store"] if fails else []
+    told = [2, 3, 4] if fails else [1, 2, 3, 4]
+    assert child.ended() == ([True, *raised, told, [5], 0], 0)
+
+
+def test_an_interrupt_at_any_line_of_a_close_leaves_a_table_that_tells_or_one_that_is_closed():
+    def made() -> tuple[EmbCacheEmbedding, Hook]:
+        hook = Hook()
+        hook.gate.set()
+        table = dying(hook)
+        train(table, 1, 2)
+        return table, hook
+
+    table, _ = made()
+    with Lines(None) as lines:
+        table.close()
+    was_open = set()
+    for stop_at in range(lines.count):
+        table, hook = made()
+        at, error = stopped(table.close, stop_at)
+        assert is_interrupt(error), (at.stopped_at, error)
+        native = internals(table.table).native
+        was_open.add(not native.is_closed())
+        if native.is_closed():
+            table.close()
+            assert hook.told(1) == [1], at.stopped_at
+        else:
+            train(table, 3, 4)
+            assert hook.told(3) == [1, 2, 3], at.stopped_at  # before it is closed
+            train(table, 5)
+            table.close()
+            assert hook.told(1) == [4], at.stopped_at
+        assert hook.ids.empty(), at.stopped_at
+    assert was_open == {True, False}
+
+
+def saved_elsewhere(path: str) -> None:
+    """Save a table with the row 5 that has another number of buckets, so that a load makes the core's table anew."""
+    with embedding(total_num_buckets=17) as other:
+        update(other(torch.tensor([5])))
+        Saver(0).save(other, path)
+
+
+def close_within_the_hook_after_a_load(say: Callable[[Any], None], path: str) -> None:
+    hook = Hook()
+
+    def closing(rows: EvictedRows) -> None:
+        hook(rows)
+        try:
+            table.close()
+        except StateError as error:
+            say(str(error))
+
+    table = dying(closing)
+    train(table, 1, 2)
+    assert hook.began.wait(MOST_S)
+    Saver(0).load(table, path)
+    hook.gate.set()
+    assert hook.told(1) == [1]
+    train(table, 6)
+    say(hook.told(1))
+    table.close()
+
+
+def test_a_hook_that_still_runs_after_a_load_cannot_close_the_table(tmp_path: Path):
+    saved_elsewhere(str(tmp_path / "saved"))
+    child = Child(close_within_the_hook_after_a_load, str(tmp_path / "saved"))
+    said, status = child.ended()
+    refused = "on_evict of table 'item' runs, and this waits for it: close after it has returned"
+    assert (sorted(map(str, said)), status) == (["[5]", refused, refused], 0)
+
+
+def drop_after_a_load(say: Callable[[Any], None], path: str) -> None:
+    hook = Hook()
+    table = dying(hook)
+    train(table, 1, 2)
+    assert hook.began.wait(MOST_S)
+    Saver(0).load(table, path)
+    train(table, 6, 7)
+    del table
+    gc.collect()
+    hook.gate.set()
+    say(hook.told(3))
+
+
+def test_a_table_that_is_dropped_after_a_load_tells_of_the_rows_before_and_after_it(tmp_path: Path):
+    saved_elsewhere(str(tmp_path / "saved"))
+    assert Child(drop_after_a_load, str(tmp_path / "saved")).ended() == ([[1, 5, 6]], 0)
+
+
+def drop_amid_another_optimizer(say: Callable[[Any], None]) -> None:
+    hook = Hook()
+    table = dying(hook)
+    train(table, 1, 2, 3)
+    assert hook.began.wait(MOST_S)
+    table.remove_rows([3])
+    # The core's table is closed, and the next one is opened at the next use, which does not come.
+    internals(table.table).optimizer = optimizers.SGD(lr=0.1)
+    assert internals(table.table).native_or_none is None
+    del table
+    gc.collect()
+    hook.gate.set()
+    say(hook.told(2))
+
+
+def test_a_table_that_is_dropped_while_the_core_has_none_of_it_tells_and_lets_the_process_end():
+    assert Child(drop_amid_another_optimizer).ended() == ([[1, 2]], 0)
+
+
+FORKED = """
+import os, sys, threading, torch
+from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, optimizers
+from torchrec_embcache.cache import internals
+from torchrec_embcache.exceptions import StateError
+fails, end = sys.argv[1] == "fails", sys.argv[2]
+gate, began, parent = threading.Event(), threading.Event(), os.getpid()
+def hook(rows):
+    began.set()
+    if fails and os.getpid() == parent:
+        raise ValueError("no store")
+    assert gate.wait(60)
+    os.write(1, f"{rows.table} {rows.ids.tolist()} {os.getpid() == parent}\\n".encode())
+def table_of(name):
+    return EmbCacheEmbedding(name=name, embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=1.0),
+                             eviction=eviction.Policy([eviction.Ttl(steps=1)], every_steps=1), on_evict=hook)
+def train(table, ids):
+    for row_id in ids:
+        table(torch.tensor([row_id])).sum().backward()
+    len(table)
+table = table_of("parent")
+train(table, [0, 1])
+assert began.wait(60)
+while fails and not internals(table.table).telling._errors:
+    pass
+if not fails:
+    train(table, [2])
+child = os.fork()
+if not child:
+    for call in (table.stats, lambda: train(table, [9]), table.close):
+        try:
+            call()
+        except StateError:
+            os.write(1, b"refused\\n")
+    gate.set()
+    mine = table_of("child")
+    train(mine, [7, 8])
+    if end == "close":
+        mine.close()
+    elif end == "drop":
+        del table
+    sys.exit(0)
+print(os.waitpid(child, 0)[1], flush=True)
+gate.set()
+"""
+
+
+def run_forked(*arguments: str) -> tuple[list[str], str]:
+    """The lines that a process and the child that it forks print, and what they print as errors."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, *arguments], capture_output=True, text=True, check=True, timeout=MOST_S * 2
+    )
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("end", ["close", "leave"])
+def test_a_forked_child_tells_of_its_own_tables_only_and_ends(end: str):
+    said, errors = run_forked("works", end)
+    refused = [line for line in said if line == "refused"]
+    told = ["child [7] False", "0", "parent [0] True", "parent [1] True"]
+    assert (said, len(refused) >= 2) == (refused + told, True), errors
+
+
+def test_what_a_hook_raised_before_a_fork_is_said_by_the_parent_only():
+    said, errors = run_forked("fails", "drop")
+    assert [line for line in said if line != "refused"] == ["child [7] False", "0"], errors
+    assert errors.count("nobody was told that on_evict of table 'parent' raised ValueError: no store") == 1, errors
