@@ -366,6 +366,11 @@ impl TableConfig {
         self.optimizer.layout(self.dim)
     }
 
+    /// Whether the table keeps the times of its steps.
+    pub fn keeps_times(&self) -> bool {
+        matches!(self.eviction, Some(Eviction { rule: EvictionRule::GivenInTime, .. }))
+    }
+
     /// The rule by which ids fall into the table's buckets.
     pub fn bucketing(&self) -> Bucketing {
         Bucketing::new(self.total_num_buckets, self.bucket_hash)

@@ -39,7 +39,7 @@ pub(super) use demand::Demand;
 pub(super) use hold::{Absent, Fetched, Hold};
 pub use hold::{PlanMode, Unseen};
 pub(super) use newest::ExportBegun;
-pub(super) use note::shared_note_bytes;
+pub(super) use note::check_room;
 
 use self::counts::Counts;
 use self::in_place::InPlace;
@@ -49,7 +49,7 @@ use self::told::Told;
 use self::under_way::UnderWay;
 use super::base::TableBase;
 use super::watch::{Ancestor, Exports, Lineage, WantedRows};
-use crate::config::{PolicyKind, TableConfig};
+use crate::config::{PolicyKind, SsdConfig, TableConfig};
 use crate::device::DeviceTier;
 use crate::error::Result;
 use crate::host::HostTier;
@@ -392,7 +392,8 @@ impl Residency {
 /// Bytes of RAM that the ids that left a table since a save may take. Each flush may write as many.
 fn lineage_bytes(config: &TableConfig) -> u64 {
     let most = (config.host_bytes / LINEAGE_SHARE).clamp(LEAST_LINEAGE_BYTES, MOST_LINEAGE_BYTES);
-    config.ssd.as_ref().map_or(most, |ssd| most.min(SsdTier::note_bytes_of(ssd.bytes) as u64))
+    let in_note = |ssd: &SsdConfig| note::rest_bytes(config, SsdTier::note_bytes_of(ssd.bytes)) as u64;
+    config.ssd.as_ref().map_or(most, |ssd| most.min(in_note(ssd)))
 }
 
 /// Bytes of the host budget that a row takes.

@@ -6,20 +6,27 @@
 //!
 //! Without counts it is the bytes of the lineage. With counts it is: [`WITH_COUNTS`], the length of the lineage's bytes, these bytes, and
 //! for each bucket that has any its number, its generation, how many ids it has, and each id with its shows and clicks. The state around
-//! it has a checksum. Where there is a shared row, this comes before all that: [`WITH_SHARED`], how many numbers the row has, and these.
+//! it has a checksum.
+//!
+//! A table is opened only where its notes have room for the shared row and for some times of steps: see [`check_room`]. What else has no
+//! room is left out, which is logged.
 
 use super::Residency;
-use crate::error::Result;
+use crate::config::{NotAdmitted, TableConfig};
+use crate::error::{Error, Kind, Result};
 use crate::lifecycle::{BucketCounts, PendingId, SharedRow};
 use crate::rows::RowLayout;
+use crate::ssd::SsdTier;
 use crate::types::Id;
 
 /// The first bytes of a note with counts. A lineage begins with a brace.
 const WITH_COUNTS: &[u8] = b"counts 1\n";
 /// The first bytes of a note with the times of steps.
 const WITH_CLOCK: &[u8] = b"clock 1\n";
-/// The times of steps take at most one part in this many of a note.
+/// The times of steps take at most one part in this many of what the shared row leaves of a note, or [`LEAST_CLOCK_BYTES`].
 const CLOCK_SHARE: usize = 4;
+/// So many bytes of a note the times of steps may take in any case: some 60 times.
+const LEAST_CLOCK_BYTES: usize = 1 << 10;
 /// The first bytes of a note with a shared row.
 const WITH_SHARED: &[u8] = b"shared 1\n";
 /// The bit of an id's shows that says that it is of the older generation.
@@ -55,21 +62,31 @@ impl Residency {
             .try_for_each(|counts| self.restore_counts(counts, self.epoch))
     }
 
-    /// The note for a state that the SSD tier publishes, of at most so many bytes. What does not fit is left out. Where that is the counts,
-    /// the checkpoints that a delta could build on are left out too, because it would keep the counts of those.
+    /// The note for a state that the SSD tier publishes, of at most so many bytes. What does not fit is left out, which is logged. Where that
+    /// is the counts, the checkpoints that a delta could build on are left out too, because it would keep the counts of those.
     pub(crate) fn encoded_note(&self, most_bytes: usize) -> Vec<u8> {
-        // The table was opened with room for a shared row.
         let mut note = self.shared_row().map_or_else(Vec::new, with_shared);
-        let most_of_clock = most_bytes.saturating_sub(note.len()) / CLOCK_SHARE;
-        note.extend(with_clock(&self.clock.encode(most_of_clock.saturating_sub(WITH_CLOCK.len() + 8))));
+        note.extend(self.encoded_clock(clock_bytes(most_bytes.saturating_sub(note.len()))));
         note.extend(self.encoded_rest(most_bytes.saturating_sub(note.len())));
         note
     }
 
+    /// The times of steps. A table that was opened without a rule in seconds may have loaded some all the same.
+    fn encoded_clock(&self, most_bytes: usize) -> Vec<u8> {
+        let clock = with_clock(&self.clock.encode(most_bytes.saturating_sub(WITH_CLOCK.len() + size_of::<u64>())));
+        if clock.is_empty() && !self.clock.is_empty() {
+            tracing::warn!(
+                "table {:?}: the times of its steps do not fit the {most_bytes} bytes that a flush has for them: after a resume of it all \
+                 steps before count as made with the next one; raise ssd_bytes, or load a checkpoint, which has them",
+                self.base.config.name
+            );
+        }
+        clock
+    }
+
     /// What of the note follows the shared row and the times of steps.
     fn encoded_rest(&self, most_bytes: usize) -> Vec<u8> {
-        // A delta could not have rows that a sweep has spared: see `Residency::ancestors`. A resume would not know of them.
-        let lineage = if self.has_spared() { Vec::new() } else { self.lineage.encode(most_bytes) };
+        let lineage = self.encoded_lineage(most_bytes);
         if !self.keeps_counts() {
             return lineage;
         }
@@ -84,6 +101,62 @@ impl Residency {
             Vec::new()
         })
     }
+
+    fn encoded_lineage(&self, most_bytes: usize) -> Vec<u8> {
+        // A delta could not have rows that a sweep has spared: see `Residency::ancestors`. A resume would not know of them.
+        let lineage = if self.has_spared() { Vec::new() } else { self.lineage.encode(most_bytes) };
+        if lineage.is_empty() && !self.lineage.ancestors().is_empty() {
+            tracing::info!(
+                "table {:?}: a flush leaves out which checkpoints its rows descend from: a resume of it saves a full checkpoint next",
+                self.base.config.name
+            );
+        }
+        lineage
+    }
+}
+
+/// How many of these bytes, which the shared row leaves of a note, the times of steps may take.
+fn clock_bytes(left: usize) -> usize {
+    (left / CLOCK_SHARE).max(left.min(LEAST_CLOCK_BYTES))
+}
+
+/// The bytes of a note that a table's shared row takes, if it has one.
+fn shared_bytes(config: &TableConfig) -> usize {
+    let numbers = WITH_SHARED.len() + size_of::<u32>() + config.layout().floats() * size_of::<f32>();
+    if config.not_admitted == NotAdmitted::Shared { numbers } else { 0 }
+}
+
+/// How many of the bytes of a note are left for the lineage and the counts, beside the shared row and the times of steps.
+pub(super) fn rest_bytes(config: &TableConfig, note_bytes: usize) -> usize {
+    let left = note_bytes.saturating_sub(shared_bytes(config));
+    if config.keeps_times() { left - clock_bytes(left) } else { left }
+}
+
+/// Check that a published state of the SSD tier has room for the shared row, and for some times of steps where a rule needs them.
+///
+/// Errors: `Config`, which says how many bytes the tier needs.
+pub(crate) fn check_room(config: &TableConfig) -> Result<()> {
+    let Some(ssd) = &config.ssd else { return Ok(()) };
+    let (shared, clock) = (shared_bytes(config), if config.keeps_times() { LEAST_CLOCK_BYTES } else { 0 });
+    if SsdTier::note_bytes_of(ssd.bytes) >= shared + clock {
+        return Ok(());
+    }
+    let what = match (shared > 0, clock > 0) {
+        (true, true) => {
+            "the shared row of not_admitted=\"shared\" and the times of steps, which eviction by seconds needs"
+        }
+        (true, false) => "the shared row of not_admitted=\"shared\"",
+        _ => "the times of steps, which eviction by seconds needs",
+    };
+    let least = SsdTier::bytes_for_note(shared + clock);
+    let lower = if shared > 0 { ", or lower embedding_dim" } else { "" };
+    Err(Error::new(
+        Kind::Config,
+        format!(
+            "table {:?}: ssd_bytes = {} has no room in a flush for {what}: set it to {least} or more, or to 0 for no SSD tier{lower}",
+            config.name, ssd.bytes
+        ),
+    ))
 }
 
 /// The beginning of a note with these bytes of a clock; nothing where there are none.
@@ -108,11 +181,6 @@ fn with_shared(row: &SharedRow) -> Vec<u8> {
     let mut note = [WITH_SHARED, &(row.values().len() as u32).to_le_bytes()].concat();
     note.extend(row.values().iter().flat_map(|value| value.to_le_bytes()));
     note
-}
-
-/// The bytes of a note that a shared row takes.
-pub(crate) fn shared_note_bytes(layout: &RowLayout) -> usize {
-    WITH_SHARED.len() + size_of::<u32>() + layout.floats() * size_of::<f32>()
 }
 
 /// The shared row of a note, where it has one of this layout, and what comes after it.

@@ -5,7 +5,6 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Residency;
-use crate::config::EvictionRule;
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::StepClock;
 
@@ -67,8 +66,7 @@ impl Residency {
 
     /// A step was made: note when, where a rule asks for it.
     pub(super) fn note_time(&mut self) {
-        let rule = self.base.config.eviction.as_ref().map(|eviction| &eviction.rule);
-        if matches!(rule, Some(EvictionRule::GivenInTime)) {
+        if self.base.config.keeps_times() {
             let now = self.now();
             self.clock.note(self.step, now);
         }

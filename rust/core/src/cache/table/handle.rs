@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::cache::base::TableBase;
 use crate::cache::locks::TableInner;
-use crate::cache::residency::{Residency, TableStats, shared_note_bytes};
+use crate::cache::residency::{Residency, TableStats, check_room};
 use crate::cache::watch::Ancestor;
 use crate::config::{Admission, EvictionRule, NotAdmitted, TableConfig};
 use crate::device::{DeviceRows, DeviceTier};
@@ -392,28 +392,8 @@ fn check(config: &TableConfig, gathers: bool) -> Result<()> {
                 "not_admitted=\"shared\" without admission has no effect: set admission, or leave it out".into(),
             );
         }
-        check_room_for_shared(config)?;
     }
+    check_room(config)?;
     let eviction = config.eviction.as_ref().map_or(Ok(()), |eviction| eviction.rule.check());
     admission::check(&config.admission).and(eviction).map_err(|error| error.context(format!("table {:?}", config.name)))
-}
-
-/// Check that a published state of the SSD tier has room for the shared row.
-///
-/// Errors: `Config`.
-fn check_room_for_shared(config: &TableConfig) -> Result<()> {
-    let Some(ssd) = &config.ssd else { return Ok(()) };
-    let wanted = shared_note_bytes(&config.layout());
-    if SsdTier::note_bytes_of(ssd.bytes) >= wanted {
-        return Ok(());
-    }
-    let least = SsdTier::bytes_for_note(wanted);
-    Err(Error::new(
-        Kind::Config,
-        format!(
-            "table {:?}: ssd_bytes = {} has no room for the shared row of not_admitted=\"shared\" in a flush: set it to {least} or \
-             more, or to 0 for no SSD tier",
-            config.name, ssd.bytes
-        ),
-    ))
 }
