@@ -1,4 +1,4 @@
-"""What the `embcache` command shows and compares of ids that wait for rows."""
+"""What the `embcache` command shows and compares of ids that wait for rows, and what else it shows that is no row."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from admission_cases import Counted, counting, train
+from lives import embedding, update
+from tables import ssd_tiers
 from test_cli import run
-from torchrec_embcache import EmbCacheEmbedding, admission
+from torchrec_embcache import EmbCacheEmbedding, admission, eviction, set_time
 from torchrec_embcache.cache import internals
 from torchrec_embcache.cli import compare, main
 from torchrec_embcache.cli.checkpoints import Opened
@@ -178,3 +180,56 @@ def test_convert_says_that_it_leaves_counts_out(tmp_path: Path, capsys: pytest.C
     (table,) = found["tables"]
     assert (code, table["counts"], table["only_first"], table["weights"]) == (1, "only in the first", 0, 0)
     assert run(capsys, "diff", tmp_path / "ours", tmp_path / "back", "--no-counters")[0] == 0
+
+
+def test_inspect_says_which_tables_have_a_shared_row_and_times_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = eviction.Policy([eviction.Ttl(seconds=3600)])
+    shared = {"admission": admission.ReadOnly(), "not_admitted": "shared"}
+    settings: dict[str, dict[str, Any]] = {
+        "both": {"eviction": timed, **shared},
+        "neither": {},
+        "timed": {"eviction": timed},
+    }
+    tiers = ssd_tiers(tmp_path / "ssd")
+    model = nn.ModuleDict({name: embedding(name=name, tiers=tiers, **given) for name, given in settings.items()})
+    expected = {"both": ("yes", 2), "neither": (None, None), "timed": (None, 2)}
+    for seconds in (5, 90):
+        set_time(model, seconds)
+        for table in model.values():
+            update(table(torch.tensor([1])))
+    for linked in (False, True):
+        path = tmp_path / f"saved {linked}"
+        Saver(0).save(model, path, linked=linked)
+        code, found = run(capsys, "inspect", path)
+        assert (code, {each["table"]: (each["shared_row"], each["times_of_steps"]) for each in found["tables"]}) == (
+            0,
+            expected,
+        )
+    for table in model.values():
+        table.close()
+    code, found = run(capsys, "inspect", tmp_path / "ssd")
+    assert (code, {each["table"]: (each["shared_row"], each["times_of_steps"]) for each in found["ssd"]}) == (
+        0,
+        expected,
+    )
+    for path in (tmp_path / "ssd", tmp_path / "saved False"):
+        assert main(["inspect", str(path)]) == 0
+        shown = capsys.readouterr().out
+        assert "shared row" in shown
+        assert "times of steps" in shown
+        (line,) = (line for line in shown.splitlines() if " both " in line or "both/both" in line)
+        assert " yes " in line
+        assert "None" not in shown
+
+
+def test_inspect_does_not_speak_of_what_no_table_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with embedding(tiers=ssd_tiers(tmp_path / "ssd")) as table:
+        update(table(torch.tensor([1])))
+        Saver(0).save(table, tmp_path / "saved")
+    for path in (tmp_path / "ssd", tmp_path / "saved"):
+        assert main(["inspect", str(path)]) == 0
+        shown = capsys.readouterr().out
+        assert "shared row" not in shown
+        assert "times of steps" not in shown

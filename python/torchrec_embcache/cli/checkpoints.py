@@ -17,8 +17,8 @@ from torchrec_embcache.paths import Directory, is_there, open_to_load, open_to_s
 from torchrec_embcache.saver import Saver
 
 from .report import FOUND, Grid, Report, date_of
-from .rules import sweeps_of
-from .tiers import inspect_tiers, shards_below
+from .rules import sweeps_of, times_in
+from .tiers import BESIDE_ROWS, inspect_tiers, shards_below
 
 __all__ = ["Opened", "compact", "inspect", "reshard", "verify"]
 
@@ -66,6 +66,11 @@ class Opened:
         In a delta these are the ids that were counted since its parent.
         """
         return [entry.get("pending") for entry in self.manifest["tables"]]
+
+    @property
+    def times_of_steps(self) -> list[int | None]:
+        """How many times of steps it has for each table, for rules in seconds; None where it has none."""
+        return [times_in(entry.get("clock", [])) for entry in self.manifest["tables"]]
 
     @property
     def links(self) -> list[dict[str, Any]]:
@@ -116,8 +121,8 @@ def inspect(path: str) -> Report:
     opened = Opened.at(str(directory))
     found = list(_checkpoints(opened.directory))
     tables, links = opened.tables, opened.links[::-1]
-    for table, pending in zip(tables, opened.pending, strict=True):
-        table["pending"] = pending
+    for table, pending, times in zip(tables, opened.pending, opened.times_of_steps, strict=True):
+        table["pending"], table["times_of_steps"] = pending, times
         table["sweeps"] = [sweep for link in links for sweep in sweeps_of(link, table["module"], table["table"])]
         # Whether there is one. Its numbers would fill pages.
         table["shared_row"] = "yes" if "shared_row" in table else None
@@ -125,9 +130,8 @@ def inspect(path: str) -> Report:
         table["optimizer"] = table["optimizer"]["name"]
     counted = any(table["pending"] is not None for table in tables)
     columns = (*_COLUMNS, "pending") if counted else _COLUMNS
-    if any(table["shared_row"] for table in tables):
-        columns = (*columns, "shared_row")
-    titles = {"pending": "pending since parent" if opened.is_delta else "pending", "shared_row": "shared row"}
+    columns = (*columns, *(name for name in BESIDE_ROWS if any(table[name] for table in tables)))
+    titles = {"pending": "pending since parent" if opened.is_delta else "pending", **BESIDE_ROWS}
     shown = [titles.get(name, name) for name in columns]
     grids = [
         Grid(

@@ -1,4 +1,4 @@
-"""The sweeps of checkpoints in words."""
+"""The sweeps of checkpoints in words, and how much their clocks say."""
 
 import json
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["in_words", "sweeps_of"]
+__all__ = ["in_words", "sweeps_of", "times_in"]
 
 
 def in_words(rule: Any) -> str:
@@ -52,3 +52,8 @@ def sweeps_of(link: dict[str, Any], module: str, table: str) -> list[dict[str, A
         {"checkpoint": link["name"], "step": sweep["step"], "rule": sweep["rule"], "words": in_words(sweep["rule"])}
         for sweep in entry.get("sweeps", [])
     ]
+
+
+def times_in(clock: Sequence[int]) -> int | None:
+    """How many times of steps a clock has, which is whose times they are and two numbers for each; None: it has none."""
+    return len(clock) // 2 or None

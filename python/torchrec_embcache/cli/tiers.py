@@ -12,15 +12,21 @@ from torchrec_embcache import _native
 from torchrec_embcache.exceptions import CorruptionError
 
 from .report import Grid, Report, date_of
+from .rules import times_in
 
-__all__ = ["inspect_tiers", "shards_below"]
+__all__ = ["BESIDE_ROWS", "inspect_tiers", "shards_below"]
+
+#: What a table may have beside its rows, and how it is called where it is shown.
+BESIDE_ROWS = {"shared_row": "shared row", "times_of_steps": "times of steps"}
 
 _SHARD = re.compile(r"\d+-of-\d+")
 _STATE = re.compile(r"[0-9a-f]{16}\.state")
 _TITLE = "embcache-ssd-state"
 _MAX_STATE_BYTES = 256 << 20
+# What the parts of a note begin with.
+_SHARED_ROW, _CLOCK = b"shared 1\n", b"clock 1\n"
 #: What `inspect` shows of a shard.
-_COLUMNS = ("table", "shard", "rows", "dim", "optimizer", "step", "flushed", "bytes", "")
+_COLUMNS = ("table", "shard", "rows", "dim", "optimizer", "step", "flushed", "bytes")
 
 
 def shards_below(directory: Path) -> list[Path]:
@@ -41,6 +47,7 @@ def shards_below(directory: Path) -> list[Path]:
 def inspect_tiers(directory: Path, shards: list[Path]) -> Report:
     """Each shard with the newest state that it published. Of a damaged state only the damage is shown."""
     entries = [_shard(directory, shard) for shard in shards]
+    beside = [name for name in BESIDE_ROWS if any(entry.get(name) for entry in entries)]
     rows = [
         (
             entry["directory"],
@@ -51,13 +58,15 @@ def inspect_tiers(directory: Path, shards: list[Path]) -> Report:
             entry.get("step", 0),
             entry.get("flushed", "never"),
             entry["bytes"],
+            *(entry.get(name) or "" for name in beside),
             "DAMAGED" if "error" in entry else "",
         )
         for entry in entries
     ]
     notes = [f"{entry['directory']}: {entry['error']}" for entry in entries if "error" in entry]
+    columns = (*_COLUMNS, *(BESIDE_ROWS[name] for name in beside), "")
     return Report(
-        {"path": str(directory), "ssd": entries}, [Grid(f"Tables on SSD in {directory}", _COLUMNS, rows)], notes=notes
+        {"path": str(directory), "ssd": entries}, [Grid(f"Tables on SSD in {directory}", columns, rows)], notes=notes
     )
 
 
@@ -74,7 +83,7 @@ def _shard(directory: Path, shard: Path) -> dict[str, Any]:
         return found
     newest = shard / states[-1]
     try:
-        state = _state(newest)
+        state, beside = _state(newest)
     except CorruptionError as error:
         return found | {"error": str(error)}
     identity = state["identity"]
@@ -88,11 +97,12 @@ def _shard(directory: Path, shard: Path) -> dict[str, Any]:
         "buckets": [identity["bucket_begin"], identity["bucket_end"]],
         "segments": len(state["segments"]),
         "flushed": date_of(newest),
+        **beside,
     }
 
 
-def _state(path: Path) -> dict[str, Any]:
-    """A state file: a line with its checksum, JSON, and a note of the table's."""
+def _state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON of a state file, and what the table's note there has beside rows. A line with their checksum comes before both."""
 
     def damaged(what: str) -> CorruptionError:
         return CorruptionError(f"{path} is damaged: {what}")
@@ -109,6 +119,26 @@ def _state(path: Path) -> dict[str, Any]:
         raise damaged(f"its checksum should be {words[2]} and is {int(checksum):08x}")
     try:
         state: dict[str, Any] = json.loads(body[: int(words[3])])
+        beside = _beside_rows(body[int(words[3]) :])
     except ValueError as cause:
         raise damaged(str(cause)) from cause
-    return state
+    return state, beside
+
+
+def _beside_rows(note: bytes) -> dict[str, Any]:
+    """What of `BESIDE_ROWS` a note has. `ValueError` where its clock cannot be read."""
+    has_shared_row = note.startswith(_SHARED_ROW)
+    if has_shared_row:
+        numbers, note = _number(note, len(_SHARED_ROW), 4)
+        note = note[4 * numbers :]
+    clock = []
+    if note.startswith(_CLOCK):
+        length, note = _number(note, len(_CLOCK), 8)
+        clock = json.loads(note[:length])
+    # Whether there is one. Its numbers would fill pages.
+    return {"shared_row": "yes" if has_shared_row else None, "times_of_steps": times_in(clock)}
+
+
+def _number(data: bytes, at: int, width: int) -> tuple[int, bytes]:
+    """The number of so many bytes that lies there, and what follows it."""
+    return int.from_bytes(data[at : at + width], "little"), data[at + width :]
