@@ -1,7 +1,7 @@
 """Sweeps whose reads and writes fail: typed errors, rows that can be read and saved, and training that goes on where it can."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -122,15 +122,44 @@ def test_a_damaged_record_stops_a_sweep_that_reads_it_and_no_batch_that_does_not
     assert table.stats().eviction.under_way
     with pytest.raises(CorruptionError):
         update(table(torch.tensor([3])))
-    for stopped in (lambda: len(table), table.flush, lambda: Saver(0).save(table, tmp_path / "saved")):
-        with pytest.raises(CorruptionError, match="is damaged"):
-            stopped()
+    stopped: dict[str, Callable[[], object]] = {
+        "len": lambda: len(table),
+        "flush": table.flush,
+        "save": lambda: Saver(0).save(table, tmp_path / "saved"),
+        "remove_rows": lambda: table.remove_rows([7]),
+        "export": lambda: list(table.export()),
+    }
+    for name, call in stopped.items():
+        with pytest.raises(CorruptionError, match="bring back the file as it was, or load a checkpoint") as raised:
+            call()
+        assert raised.value.filename == str(segment), name
+        assert f"{segment} is damaged" in str(raised.value), name
     assert table.stats().pinned_rows == 0
     # The save has begun a sweep of its own. Where the disk was wrong for a while, it goes on.
     model.sweep()
     flip(segment, at + 9)
     assert model.is_same(table)
     assert not table.stats().eviction.under_way
+    table.close()
+
+
+def test_a_load_ends_a_sweep_that_a_damaged_record_stops(tmp_path: Path) -> None:
+    folder, policy = tmp_path / "ssd", Policy([Score(below=0.9)])
+    table = embedding(tiers=budgets("ssd", folder), eviction=policy, score_half_life_steps=HALF_LIFE)
+    train(table, range(2))
+    Saver(0).save(table, tmp_path / "saved")
+    saved = Contents.of(table)
+    train(table, range(2, 20))
+    table.flush()
+    segment, at, _ = place_of(folder, 130)
+    flip(segment, at + 9)
+    table.evict()
+    with pytest.raises(CorruptionError, match="is damaged"):
+        len(table)
+    Saver(0).load(table, tmp_path / "saved")
+    assert Contents.of(table) == saved
+    table.flush()
+    train(table, range(20, 22))
     table.close()
 
 

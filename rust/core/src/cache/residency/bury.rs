@@ -214,7 +214,8 @@ impl Residency {
         let (dim, floats) = (self.base.layout.dim, self.base.floats());
         let mut headers = memory::zeros("judge rows on SSD", wanted.len())?;
         let mut vectors = memory::zeros("judge rows on SSD", wanted.len() * floats)?;
-        let absent = self.base.read_from_ssd(ssd, &wanted, &mut headers, &mut vectors)?;
+        let absent = self.base.read_from_ssd(ssd, &wanted, &mut headers, &mut vectors);
+        let absent = absent.map_err(|error| self.base.in_table(error))?;
         let dead_row = |&(_, at): &(Id, usize)| {
             let row = RowRef { header: &headers[at], vector: &vectors[at * floats..][..floats] };
             let dead = absent.binary_search(&(at as u32)).is_err() && sweep.kills(row.header, &row.vector[..dim]);

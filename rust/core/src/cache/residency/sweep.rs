@@ -14,7 +14,7 @@ use super::hold::Hold;
 use super::under_way::UnderWay;
 use super::{Residency, SLOTS_AHEAD};
 use crate::cache::rows::Chunk;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::lifecycle::Sweep;
 use crate::memory;
 use crate::rows::RowHeader;
@@ -52,6 +52,16 @@ impl Slice {
     fn half(self) -> Self {
         Self { slots: self.slots / 2, dead: self.dead / 2, records: self.records / 2 }
     }
+}
+
+/// An error of a sweep that reads records on SSD. Of a damaged one it says what to do, because nothing else needs to read that record.
+fn that_stops_a_sweep(error: Error) -> Error {
+    if error.kind() != Kind::Corruption {
+        return error;
+    }
+    error.context(
+        "a sweep of eviction has to read a damaged record: bring back the file as it was, or load a checkpoint, which ends the sweep",
+    )
 }
 
 impl Residency {
@@ -117,7 +127,7 @@ impl Residency {
         } else {
             self.sweeping = Some(under_way);
         }
-        swept
+        swept.map_err(that_stops_a_sweep)
     }
 
     fn sweep_tiers(&mut self, under_way: &mut UnderWay, slice: Slice) -> Result<()> {
