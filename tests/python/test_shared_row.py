@@ -13,7 +13,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lives import DIM, DOORS, TIERS, Ahead, budgets, embedding, features, load_by, random_ids, save_by, update
-from tables import OPTIMIZERS, Contents, jagged, ssd_tiers
+from tables import OPTIMIZERS, Contents, jagged, make_bag, ssd_tiers
 from torchrec_embcache import (
     EmbCacheEmbedding,
     EmbCacheEmbeddingBag,
@@ -22,7 +22,6 @@ from torchrec_embcache import (
     TierBudgets,
     _native,
     admission,
-    initializers,
     optimizers,
 )
 from torchrec_embcache.cli import main
@@ -37,15 +36,7 @@ STAND_IN = 2**50
 
 
 def bag(**settings: Any) -> EmbCacheEmbeddingBag:
-    defaults = {
-        "name": "bag",
-        "embedding_dim": DIM,
-        "tiers": TIERS,
-        "optimizer": optimizers.SGD(lr=0.1),
-        "initializer": initializers.Uniform(-0.5, 0.5),
-        "seed": 7,
-    }
-    return EmbCacheEmbeddingBag(**{**defaults, **settings})
+    return make_bag(**{"name": "bag", "tiers": TIERS, "optimizer": optimizers.SGD(lr=0.1), **settings})
 
 
 def state_of(table: Any) -> bytes:
@@ -453,7 +444,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="not_admitted='shared' without admission"):
         embedding(not_admitted="shared")
     tiers = ssd_tiers(tmp_path, ssd_bytes="1MiB")
-    with pytest.raises(ConfigError, match="no room for the shared row.*set it to"):
+    with pytest.raises(ConfigError, match="no room in a flush for the shared row.*set it to .* lower embedding_dim"):
         embedding(embedding_dim=512, tiers=tiers, **SHARED)
     with pytest.raises(StateError, match="not_admitted"):
         embedding().table.shared_row()

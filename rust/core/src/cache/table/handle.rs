@@ -386,12 +386,10 @@ fn check(config: &TableConfig, gathers: bool) -> Result<()> {
     if config.device_rows.is_some() != gathers {
         return refuse("a device tier needs a way to read its rows, and only then".into());
     }
-    if config.not_admitted == NotAdmitted::Shared {
-        if config.admission == Admission::All {
-            return refuse(
-                "not_admitted=\"shared\" without admission has no effect: set admission, or leave it out".into(),
-            );
-        }
+    if config.not_admitted == NotAdmitted::Shared && config.admission == Admission::All {
+        return refuse(
+            "not_admitted=\"shared\" without admission has no effect: set admission, or leave it out".into(),
+        );
     }
     check_room(config)?;
     let eviction = config.eviction.as_ref().map_or(Ok(()), |eviction| eviction.rule.check());
