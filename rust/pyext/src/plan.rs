@@ -28,6 +28,19 @@ impl PyPlan {
     fn plan(&self) -> PyResult<&Plan> {
         self.inner.as_ref().ok_or_else(|| to_python(Error::new(Kind::State, "the plan is gone")))
     }
+
+    /// The sums of the gradients of refused ids that `work` finds in the gradient of the output.
+    fn refused_sums<'py>(
+        &self,
+        py: Python<'py>,
+        grad: &PyReadonlyArray2<'py, f32>,
+        work: impl FnOnce(&Plan, &[f32]) -> embcache::Result<Vec<i64>> + Send,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let plan = self.plan()?;
+        let grad = slice2("grad", grad)?;
+        let sums = py.detach(|| work(plan, grad)).map_err(to_python)?;
+        Ok(sums.into_pyarray(py))
+    }
 }
 
 impl Drop for PyPlan {
@@ -136,10 +149,7 @@ impl PyPlan {
         grad: PyReadonlyArray2<'py, f32>,
         threads: usize,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let plan = self.plan()?;
-        let grad = slice2("grad", &grad)?;
-        let sums = py.detach(|| plan.refused_sums_pooled(grad, threads)).map_err(to_python)?;
-        Ok(sums.into_pyarray(py))
+        self.refused_sums(py, &grad, |plan, grad| plan.refused_sums_pooled(grad, threads))
     }
 
     fn refused_sums_sequence<'py>(
@@ -148,10 +158,7 @@ impl PyPlan {
         grad: PyReadonlyArray2<'py, f32>,
         threads: usize,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let plan = self.plan()?;
-        let grad = slice2("grad", &grad)?;
-        let sums = py.detach(|| plan.refused_sums_sequence(grad, threads)).map_err(to_python)?;
-        Ok(sums.into_pyarray(py))
+        self.refused_sums(py, &grad, |plan, grad| plan.refused_sums_sequence(grad, threads))
     }
 
     fn train_shared(

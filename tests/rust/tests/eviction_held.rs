@@ -1,7 +1,7 @@
 //! Eviction by rule where batches hold rows, where something fails on the way, and where rows come in or the step is set meanwhile.
 
 use embcache::Kind;
-use embcache::cache::PlanMode;
+use embcache::cache::{Plan, PlanMode};
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, TableConfig};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
@@ -33,6 +33,19 @@ fn import(rig: &Rig, ids: std::ops::Range<Id>) {
     }
 }
 
+/// A table of so many rows that a sweep takes, and a batch that was placed before it: its row, of id 5, has a slot on the device and is not
+/// there yet.
+fn swept_amid_a_batch(rows: Id) -> (Rig, Plan) {
+    let rig = rig(EvictionRule::Unused { steps: 1 }, true);
+    import(&rig, 0..rows);
+    rig.train(&[-1], BAG, 0).expect("a step");
+    rig.train(&[-2], BAG, 0).expect("a step");
+    let batch = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
+    batch.wait().expect("placed");
+    rig.table.sweep().expect("a sweep");
+    (rig, batch)
+}
+
 fn ids_of(rig: &Rig) -> Vec<Id> {
     rig.contents().expect("contents").into_keys().collect()
 }
@@ -49,14 +62,7 @@ fn is_under_way(rig: &Rig) -> bool {
 #[test]
 fn a_row_that_a_batch_has_not_brought_to_the_device_dies_once_the_batch_is_released() {
     for rows in [1000, 30_000] {
-        let rig = rig(EvictionRule::Unused { steps: 1 }, true);
-        import(&rig, 0..rows);
-        rig.train(&[-1], BAG, 0).expect("a step");
-        rig.train(&[-2], BAG, 0).expect("a step");
-        // Its rows have slots on the device and are not there yet.
-        let first = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
-        first.wait().expect("placed");
-        rig.table.sweep().expect("a sweep");
+        let (rig, first) = swept_amid_a_batch(rows);
         rig.evaluate(&[-2], BAG, true).expect("an evaluation");
         let second = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
         drop(first);
@@ -69,13 +75,7 @@ fn a_row_that_a_batch_has_not_brought_to_the_device_dies_once_the_batch_is_relea
 #[test]
 fn a_row_that_a_batch_is_to_bring_to_the_device_lives_on_for_batches_beside_it() {
     for rows in [1000, 30_000] {
-        let rig = rig(EvictionRule::Unused { steps: 1 }, true);
-        import(&rig, 0..rows);
-        rig.train(&[-1], BAG, 0).expect("a step");
-        rig.train(&[-2], BAG, 0).expect("a step");
-        let first = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
-        first.wait().expect("placed");
-        rig.table.sweep().expect("a sweep");
+        let (rig, first) = swept_amid_a_batch(rows);
         let second = rig.plan(&[5], PlanMode::TRAIN).expect("a plan");
         second.wait().expect("placed");
         for plan in [&first, &second] {
