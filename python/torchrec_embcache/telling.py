@@ -81,6 +81,8 @@ class _Grip:
         """Keep the teller until its rows are told."""
         self._left = teller
         self._is_gone.set()
+        if not self.threads:  # the last one may have gone meanwhile
+            self._left = None
 
     def teller(self) -> Teller | None:
         """The teller."""
@@ -117,6 +119,10 @@ class Teller:
         if not self._keeps:
             return
         self._pid = os.getpid()
+        if self._hook is not None:
+            # Loads that make the core's table anew leave queues behind. Those that are told are of no use.
+            left = [source for source in self._sources if len(source.queue) or not source.queue.is_ended()]
+            self._sources = deque(left)
         source = _Source(native.keep_evicted(), self._table, self._dim, spec)
         if self._hook is None:
             self._sources.append(source)
@@ -147,6 +153,8 @@ class Teller:
         try:
             self._hook(rows)
         except BaseException as cause:  # also SystemExit, which would end the thread
+            if isinstance(cause, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # it ends a wait for the rest of the rows
             error = EvictionHookError(
                 f"on_evict of table {self._table!r} raised {type(cause).__name__}: {cause} (it was given {len(rows)} rows of step "
                 f"{rows.step} that left for {rows.reason!r}, and is not given these again)"
@@ -169,7 +177,10 @@ class Teller:
             error = self._errors.popleft()
             for source in self._sources:
                 source.queue.go_on()
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame, and through it would hold the table
 
     def drain(self, native: _native.Table | None) -> Iterator[EvictedRows]:
         """The rows that wait, chunk by chunk. `native` is the core's table, if it is open: its sweep is finished meanwhile."""
@@ -232,26 +243,32 @@ class Teller:
         if self._errors:
             source.queue.hold()
 
-    def finish(self, error: Exception | None = None) -> None:
-        """The core's table is closed: wait until all of its rows are told. What the hook raised is raised, or are notes of `error`.
-
-        Ctrl-C ends the wait. This can be called again then.
-        """
+    def tell_rest(self) -> None:
+        """The core's table is closed: wait until all of its rows are told. Ctrl-C ends the wait; this can be called again then."""
         if self._thread is not None and self._pid == os.getpid():
             self.refuse_own_thread("close")
             self._thread.join()
             for source in self._sources:
                 while (block := source.queue.take()) is not None:  # it died after `end`
                     self.tell(source, block)
-        errors = [self._errors.popleft() for _ in range(len(self._errors))] if self._pid == os.getpid() else []
-        if errors and error is None:
-            error = errors.pop(0)
-            for other in errors:
-                error.add_note(str(other))
-            raise error
+
+    def take_errors(self) -> list[EvictionHookError]:
+        """What the hook raised and nobody was told of, the first one first. It is handed out once."""
+        return [self._errors.popleft() for _ in range(len(self._errors))] if self._pid == os.getpid() else []
+
+    def finish(self, error: Exception | None = None) -> None:
+        """As `tell_rest`. What the hook raised is raised then, or becomes notes of `error`."""
+        self.tell_rest()
+        errors = self.take_errors()
+        said = errors.pop(0) if errors and error is None else error
         for other in errors:
-            if error is not None:
-                error.add_note(str(other))
+            if said is not None:
+                said.add_note(str(other))
+        if said is not error:
+            try:
+                raise said
+            finally:
+                del said, errors  # as in `raise_error`
 
     def table_goes(self, native: _native.Table | None) -> None:
         """The last reference to the table goes. What waits is told by the thread; what nobody has drained is lost, and logged."""
@@ -263,6 +280,8 @@ class Teller:
                 native.end_telling()
         except EmbCacheError as error:
             _log.warning("table %r was dropped, and nobody is told of what a sweep still takes: %s", self._table, error)
+        # The queue is all that its thread needs. The core's table goes, and with it its RAM and its directory.
+        _tables.pop(self, None)
         lost = sum(len(source.queue) for source in self._sources) if self._hook is None else 0
         if lost:
             _log.warning("table %r was dropped with %d evicted rows that nobody has drained", self._table, lost)
@@ -288,7 +307,7 @@ def _tell(source: _Source, grip: _Grip, before: threading.Thread | None) -> None
 
 # ---- the end of the process
 
-# Threads that tell, and the core's tables that they tell of, as long as their tellers are there.
+# Threads that tell, and the core's tables that they tell of, until these tables are dropped.
 _threads: set[threading.Thread] = set()
 _tables: weakref.WeakKeyDictionary[Teller, _native.Table] = weakref.WeakKeyDictionary()
 # The process that these are of. A forked child has its own.
@@ -321,12 +340,12 @@ def _tell_at_exit() -> None:
                 _log.warning("the process ends, and nobody is told of what a sweep still takes: %s", error)
         for thread in list(_threads):
             thread.join()
+        for teller, _ in tellers:
+            teller.tell_rest()
     except KeyboardInterrupt:
         _warn("the process was interrupted at its end, and evicted rows are lost that on_evict was not given")
     for teller, _ in tellers:
-        try:
-            teller.finish()
-        except EvictionHookError as error:
+        for error in teller.take_errors():
             _warn(f"the process ends, and nobody was told that {error}")
 
 

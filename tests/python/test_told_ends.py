@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from lives import embedding, update
+from tables import ssd_tiers
 from test_interrupted_saves import Lines, is_interrupt, stopped
 from torchrec_embcache import EmbCacheEmbedding, EvictedRows, optimizers
 from torchrec_embcache.cache import internals
@@ -281,3 +283,97 @@ def test_what_a_hook_raised_before_a_fork_is_said_by_the_parent_only():
     said, errors = run_forked("fails", "drop")
     assert [line for line in said if line != "refused"] == ["child [7] False", "0"], errors
     assert errors.count("nobody was told that on_evict of table 'parent' raised ValueError: no store") == 1, errors
+
+
+AT_THE_END = """
+import os, signal, sys, threading, torch
+from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, optimizers
+main, waits, told = threading.main_thread(), threading.Event(), []
+def hook(rows):
+    told.append(len(rows))
+    {body}
+table = EmbCacheEmbedding(name="t", embedding_dim=2, tiers=TierBudgets(host_bytes="16MiB"), optimizer=optimizers.SGD(lr=1.0),
+                          eviction=eviction.Policy([eviction.Ttl(steps=1)], every_steps=1), on_evict=hook)
+for first in range(3):
+    table(torch.arange(first, first + {ids})).sum().backward()
+"""
+
+
+def test_ctrl_c_ends_the_wait_at_the_end_of_a_process():
+    # Chunks of 65,536 rows: two wait while the hook has the first. It never returns, and is not called on the main thread.
+    body = """print("in", threading.current_thread() is main, flush=True)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    waits.wait()"""
+    script = AT_THE_END.format(body=body, ids=200_000) + "table(torch.arange(10**6, 10**6 + 9)).sum().backward()\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=MOST_S)
+    assert done.stdout.splitlines() == ["in False"]
+    assert "evicted rows are lost that on_evict was not given" in done.stderr
+
+
+def test_each_error_of_a_hook_is_said_at_the_end_of_a_process():
+    script = AT_THE_END.format(body="main.join(); raise ValueError(f'no {len(told)}')", ids=1)
+    script = script.replace("sum().backward()", "sum().backward(); len(table)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=MOST_S)
+    for number in (1, 2):
+        assert f"nobody was told that on_evict of table 't' raised ValueError: no {number}" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["hook", "keep", "hook that raises"])
+def test_a_table_that_is_closed_and_dropped_is_freed_at_once(how: str):
+    def hook(rows: EvictedRows) -> None:
+        if how == "hook that raises":
+            raise ValueError("no store")
+
+    table = dying("keep" if how == "keep" else hook)
+    train(table, 1, 2)
+    if how == "hook that raises":
+        with pytest.raises(EvictionHookError):
+            while True:
+                train(table, 3, 4)
+    shard = weakref.ref(internals(table.table))
+    native = internals(table.table).native
+    queue_of = weakref.ref(internals(table.table).telling)
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            table.close()
+        except EvictionHookError:
+            assert how == "hook that raises"
+        references = sys.getrefcount(native)
+        del table
+        assert (shard(), queue_of()) == (None, None)
+        # Those of this function and of the call, and none of what looks after the end of the process.
+        assert sys.getrefcount(native) == 2 < references
+    finally:
+        gc.enable()
+
+
+def test_a_table_that_is_dropped_leaves_its_directory_while_the_hook_still_runs(tmp_path: Path):
+    hook = Hook()
+    tiers = ssd_tiers(tmp_path / "ssd", reopen="resume")
+    table = dying(hook, tiers=tiers)
+    train(table, 1, 2, 3)
+    assert hook.began.wait(MOST_S)
+    del table
+    gc.collect()
+    with dying(hook, tiers=tiers) as again:
+        assert len(again) == 1
+        hook.gate.set()
+        assert hook.told(2) == [1, 2]
+
+
+def test_queues_that_were_told_go_with_the_next_load(tmp_path: Path):
+    hook = Hook()
+    hook.gate.set()
+    table = dying(hook)
+    train(table, 1, 2)
+    Saver(0).save(table, tmp_path)
+    other = optimizers.RowWiseAdagrad(lr=0.1)
+    for turn in range(4):
+        train(table, 10 * turn + 1, 10 * turn + 2)
+        table.optimizer = other if turn % 2 else optimizers.SGD(lr=0.1)
+        Saver(0).load(table, tmp_path, slots=False)
+    hook.told(4)
+    assert len(internals(table.table).telling._sources) <= 2
+    table.close()
