@@ -52,7 +52,7 @@ class ShowClickParams:
     Args:
         alpha, beta: the weights of a show and of a click.
         admit_threshold: an id gets a row when `alpha * shows + beta * clicks` reaches it. 0: every id gets one.
-        evict_percentage: the share of the rows that a sweep takes, from 0 (none) to 1.
+        evict_percentage: the share of the rows that a sweep takes, from 0 (none) to 1. A table takes less than 1, which is all rows.
         score_decay: what RecSDK multiplies scores by at every sweep. Only 1 means the same whenever sweeps run.
 
     Raises:
@@ -169,6 +169,11 @@ class AdmitAndEvictConfig:
         given = self.showclick_params
         if not given.evict_percentage:
             return None
+        if given.evict_percentage == 1:
+            raise UnsupportedError(
+                f"ShowClickParams.evict_percentage={given.evict_percentage!r} is not supported: each sweep would take every row. "
+                "Give less than 1, or 0 for no eviction"
+            )
         if given.score_decay != 1:
             raise UnsupportedError(
                 f"ShowClickParams.score_decay={given.score_decay!r} is not supported: it decays scores at every sweep, so what "
