@@ -25,8 +25,8 @@ class OpenTable(Protocol):
     tiers: TierBudgets
     rank: int
     world_size: int
-    total_num_buckets: int
-    buckets: tuple[int, int]
+    is_spread: bool
+    """Whether other ranks have the rest of the table's buckets."""
 
     def __len__(self) -> int: ...
 
@@ -53,7 +53,7 @@ def look_after(table: OpenTable, tables: Sequence[OpenTable], *, resumed: int | 
     _say_opened(table, resumed=resumed is not None)
     if table.directory is None:
         return False
-    whole = resumed is not None and (_has_all_buckets(table) or publish.is_shared(resumed))
+    whole = resumed is not None and (not table.is_spread or publish.is_shared(resumed))
     remove = table.tiers.reopen == "discard" or (table.tiers.reopen == "auto" and whole)
     left = _look_after_other_shards(table, table.directory, remove=remove)
     _warn_of_space(str(table.tiers.ssd_dir), tables)
@@ -65,14 +65,10 @@ def remove_superseded(table: OpenTable, *, by_all_ranks: bool) -> bool:
 
     Returns True where the flush was of this shard alone and other ranks have the rest of the table: this is to be called again.
     """
-    if table.directory is None or not (by_all_ranks or _has_all_buckets(table)):
+    if table.directory is None or (table.is_spread and not by_all_ranks):
         return True
     _look_after_other_shards(table, table.directory, remove=True, say=False)
     return False
-
-
-def _has_all_buckets(table: OpenTable) -> bool:
-    return table.buckets == (0, table.total_num_buckets)
 
 
 def _say_opened(table: OpenTable, *, resumed: bool) -> None:
@@ -154,7 +150,7 @@ def _look_after_other_shards(table: OpenTable, directory: str, *, remove: bool, 
     process has open stay, and so do those that hold other files than a table's.
     """
     parent, own = os.path.split(directory)
-    only_rank = _has_all_buckets(table)
+    only_rank = not table.is_spread
     kept: list[str] = []
     later: list[str] = []
     for name in sorted(_shards_in(parent)):

@@ -19,11 +19,12 @@ _MOST_SECONDS = 1 << 52
 
 
 def needs_ranks(table: TableShard) -> bool:
-    """Whether a sweep of the table hangs on what other ranks say: its rule is agreed on, and other ranks may have rows of it."""
+    """Whether a sweep of the table hangs on what other ranks say: its rule is agreed on, and the table is spread over them.
+
+    By the settings alone. So all of these ranks say the same, also those that own no bucket of a checkpoint that was loaded.
+    """
     policy = table.settings.lifecycle.eviction
-    begin, end = table.buckets
-    has_a_part = 0 < end - begin < table.total_num_buckets
-    return policy is not None and policy.is_agreed and table.world_size > 1 and has_a_part
+    return policy is not None and policy.is_agreed and table.is_spread
 
 
 def swept_after_steps(tables: Sequence[TableShard], *, by_ranks: bool) -> list[TableShard]:

@@ -31,7 +31,11 @@ __all__ = ["TableSettings", "check_device_memory", "check_optimizer", "device_ro
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings:
-    """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns."""
+    """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns.
+
+    `is_spread`: whether other ranks have the rest of the buckets. It says so also where a checkpoint that is loaded has fewer buckets
+    than there are ranks, so that some own none, or one owns all.
+    """
 
     name: str
     module: str
@@ -46,6 +50,7 @@ class TableSettings:
     total_num_buckets: int
     bucket_hash: BucketHash
     buckets: tuple[int, int]
+    is_spread: bool
     rank: int
     world_size: int
     device: torch.device
@@ -107,6 +112,7 @@ class TableSettings:
             total_num_buckets=total_num_buckets,
             bucket_hash=DEFAULT_BUCKET_HASH,
             buckets=(begin, end),
+            is_spread=world_size > 1 and (buckets is None or (begin, end) != (0, total_num_buckets)),
             rank=rank,
             world_size=world_size,
             device=device,

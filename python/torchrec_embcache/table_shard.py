@@ -53,7 +53,7 @@ class TableShard:
         self.name, self.module, self.dim = settings.name, settings.module, settings.dim
         self.tiers, self.device = settings.tiers, settings.device
         self.rank, self.world_size, self.seed = settings.rank, settings.world_size, settings.seed
-        self.policy, self.on_full = settings.policy, settings.on_full
+        self.policy, self.on_full, self.is_spread = settings.policy, settings.on_full, settings.is_spread
         self.telling = Teller(self.name, self.dim, settings.on_evict)
         # A load may replace these four. Of a table that is resumed or loaded its files say how ids fall into buckets.
         self.key = settings.key
@@ -109,8 +109,8 @@ class TableShard:
         return _native.table_dir(str(self.tiers.ssd_dir), self.module, self.name, self.rank, self.world_size)
 
     def buckets_of(self, total_num_buckets: int) -> tuple[int, int]:
-        """The buckets [begin, end) that this shard owns where there are `total_num_buckets`: all, if it owns all now."""
-        if self.buckets == (0, self.total_num_buckets):
+        """The buckets [begin, end) that this shard owns where there are `total_num_buckets`: all, if other ranks have none."""
+        if not self.is_spread:
             return 0, total_num_buckets
         return bucket_range(self.rank, self.world_size, total_num_buckets)
 

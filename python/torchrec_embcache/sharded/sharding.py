@@ -27,6 +27,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_embcache.buckets import BucketHash, hash_ids_, ids_of_hashes_
+from torchrec_embcache.config import bucket_range
 from torchrec_embcache.exceptions import UnsupportedError
 
 __all__ = ["SHARDING_TYPES", "clicks_and_weights", "pooled_sharding", "sequence_sharding"]
@@ -69,17 +70,27 @@ class BucketFeaturesDist(RwSparseFeaturesDist):
         """Of the table of feature f, `num_buckets[f]` is the number of buckets, `hashed[f]` says whether ids are hashed before they
         fall into them, and `mean[f]` whether bags are averaged.
         """
+        ranks = pg.size()
+        accepted = [max(buckets, ranks) for buckets in num_buckets]
         # zch_sizes and block sizes of 0 make fbgemm take remainders. Without zch_sizes it refuses shares of different sizes.
         super().__init__(
             pg=pg,
             num_features=len(num_buckets),
             feature_hash_sizes=[0] * len(num_buckets),
-            feature_total_num_buckets=num_buckets,
+            feature_total_num_buckets=accepted,
             device=device,
             is_sequence=is_sequence,
             keep_original_indices=True,
-            zch_sizes=num_buckets,
+            zch_sizes=accepted,
         )
+        if accepted != num_buckets:
+            # TorchRec refuses fewer buckets than ranks, as a checkpoint that was loaded may have. fbgemm takes them: a rank without
+            # buckets is sent nothing.
+            begins = [[bucket_range(rank, ranks, buckets)[0] for rank in range(ranks)] for buckets in num_buckets]
+            self.zch_bucketize_row_pos = [
+                torch.tensor([*begin, buckets]) for begin, buckets in zip(begins, num_buckets, strict=True)
+            ]
+            self._feature_total_num_blocks_tensor = torch.tensor([num_buckets], device=device, dtype=torch.int64)
         self._mean = mean
         self._hashed = hashed
         # A hook runs before the exchange also where a pipeline replaces the exchange's forward.
