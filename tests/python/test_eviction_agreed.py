@@ -13,6 +13,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 import dcp_cases
 from test_admission_ranks import PIPELINES, drain, pipeline_of, pipelines_on_a_cpu
 from torchrec_embcache import _native, cache_modules, evict
+from torchrec_embcache.admission import Count, ShowClick
 from torchrec_embcache.agreement import Agreement, alone
 from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.config import TierBudgets
@@ -153,16 +154,46 @@ def test_an_error_of_one_rank_while_they_agree_is_raised_on_both_and_no_row_leav
         assert set(steps) == {3}, "the step itself was made"
 
 
-def other_policies(rank: int, world: int) -> str:
-    model = made(ROW_WISE, Policy([Least()], every_steps=2 + rank))
-    with pytest.raises(ConfigError, match="every_steps=2.*every_steps=3|every_steps=3.*every_steps=2") as refusal:
-        train_model(model, batches(1, rank, world))
-    return str(refusal.value)
+def with_others_settings(rank: int, world: int, options: dict[str, Any], of_rank_1: dict[str, Any]) -> Any:
+    """What this rank is told where rank 1 has other settings; whether its unsharded model is as it was; and rows of a model after."""
+    model = Model(Settings(options=of_rank_1 if rank == 1 else options))
+    apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
+    with pytest.raises(ConfigError) as refusal:
+        sharded(model, MIXED)
+    tables = [table for module in cache_modules(model).values() for table in module.tables.values()]
+    for table in tables:
+        table.import_rows([7], torch.ones(1, table.dim))  # nobody has closed it
+    other = made(MIXED, Policy([Least()]))
+    train_model(other, batches(2, rank, world))  # the ranks are in step
+    return str(refusal.value), len(tables)
 
 
-def test_ranks_that_would_not_sweep_together_are_told_before_the_first_batch(two_ranks):
-    for said in two_ranks.run(other_policies):
-        assert "give all ranks the same" in said
+COUNTED: dict[str, Any] = {"admission": Count(3)}
+
+
+@pytest.mark.parametrize(
+    ("options", "of_rank_1", "said"),
+    [
+        (COUNTED, {**COUNTED, "not_admitted": "shared"}, ["not_admitted='zeros'", "not_admitted='shared'"]),
+        (COUNTED, {"admission": Count(4)}, ["admission=Count(threshold=3,", "admission=Count(threshold=4,"]),
+        (COUNTED, {"admission": ShowClick(1, 1, 3)}, ["admission=Count(threshold=3,", "admission=ShowClick("]),
+        ({}, {"score_half_life_steps": 9}, ["score_half_life_steps=1024", "score_half_life_steps=9"]),
+        ({}, {"eviction": Policy([Least()])}, ["eviction=None", "eviction=Policy(rules=(Least(),), every_steps=None"]),
+        (
+            {"eviction": Policy([Ttl(steps=5)], every_steps=2)},
+            {"eviction": Policy([Ttl(steps=5)], every_steps=3)},
+            ["every_steps=2", "every_steps=3"],
+        ),
+    ],
+    ids=["shared row", "threshold", "clicks", "half life", "no eviction", "every_steps"],
+)
+def test_ranks_with_other_settings_are_told_all_of_them_when_they_are_sharded(three_ranks, options, of_rank_1, said):
+    for refusal, tables in three_ranks.run(with_others_settings, options, of_rank_1):
+        first, second = (refusal.index(words) for words in said)
+        assert "'bags': table 'ta' has " in refusal
+        assert first < refusal.index(" on ranks 0, 2 and ") < second
+        assert refusal.endswith(" on rank 1: give all ranks the same")
+        assert tables == 3
 
 
 def one_shard(rank: int, world: int) -> tuple[str, int]:

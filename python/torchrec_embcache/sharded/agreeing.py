@@ -1,8 +1,10 @@
-"""What the ranks of a sharded collection agree on: that all went well, how ids fall into buckets, and what sweeps take."""
+"""What the ranks of a sharded collection agree on: their settings, that all went well, how ids fall into buckets, and what sweeps
+take.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import TypeVar
 
 import numpy as np
@@ -14,24 +16,16 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_embcache.buckets import BucketHash
 from torchrec_embcache.cache import CacheTable, internals
 from torchrec_embcache.collective import all_gather, gathered, raise_on_every_rank
-from torchrec_embcache.eviction import Policy
 from torchrec_embcache.exceptions import ConfigError, MismatchError, StateError
 from torchrec_embcache.gradients import raise_at_end_of_backward
+from torchrec_embcache.lifecycle import Lifecycle
 from torchrec_embcache.modules.tables import ModuleTables
 from torchrec_embcache.sweeping import sweep_after_step, swept_after_steps
 from torchrec_embcache.table_shard import TableShard
 
-__all__ = ["AgreesWithRanks"]
+__all__ = ["AgreesWithRanks", "refuse_other_settings"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What a rank says of a table before the first batch."""
-
-    buckets: tuple[int, BucketHash]
-    eviction: Policy | None
 
 
 class AgreesWithRanks:
@@ -76,17 +70,17 @@ class AgreesWithRanks:
         return gathered(work, self._env.process_group, self._cache.device)
 
     def _agree_on_buckets(self) -> None:
-        """Open the tables, and check that all ranks say the same of how ids fall into buckets, and of eviction. Collective.
+        """Open the tables, and check that all ranks say the same of how ids fall into buckets. Collective.
 
         The files of a table that is resumed say it. Every rank comes here before its first batch is sent. Where a table cannot be
         opened on one of them, or they do not agree, all come here again with the next batch.
         """
-        mine: dict[str, _Said] = {}
+        mine: dict[str, tuple[int, BucketHash]] = {}
         error: Exception | None = None
         try:
             for name, table in self._cache.items():
                 table.open()
-                mine[name] = _Said((table.total_num_buckets, table.bucket_hash), table.eviction)
+                mine[name] = table.total_num_buckets, table.bucket_hash
         except Exception as caught:
             error = caught
         everyone = all_gather((mine, error is None), self._env.process_group)
@@ -96,27 +90,40 @@ class AgreesWithRanks:
         for rank, (theirs, _) in enumerate(everyone):
             for name, said in theirs.items():
                 own = mine.get(name, said)
-                if said.buckets != own.buckets:
+                if said != own:
                     self._buckets_known = False
                     raise MismatchError(
-                        f"{self._owner}: table {name!r} has {own.buckets[0]} buckets of kind {own.buckets[1]!r} on this rank, and "
-                        f"{said.buckets[0]} of kind {said.buckets[1]!r} on rank {rank}: their SSD directories are of different "
-                        'saves; load a checkpoint made with Saver, with reopen="discard"'
+                        f"{self._owner}: table {name!r} has {own[0]} buckets of kind {own[1]!r} on this rank, and {said[0]} of kind "
+                        f"{said[1]!r} on rank {rank}: their SSD directories are of different saves; load a checkpoint made with "
+                        'Saver, with reopen="discard"'
                     )
-        self._refuse_other_policies([theirs for theirs, _ in everyone])
 
-    def _refuse_other_policies(self, everyone: Sequence[dict[str, _Said]]) -> None:
-        """`ConfigError`, on every rank, where ranks that have to agree on sweeps would not begin the same ones."""
-        for name in dict.fromkeys(name for said in everyone for name in said):
-            said = [(rank, theirs[name].eviction) for rank, theirs in enumerate(everyone) if name in theirs]
-            first_rank, first = said[0]
-            for rank, policy in said[1:]:
-                if policy != first and any(each is not None and each.is_agreed for each in (policy, first)):
-                    self._buckets_known = False
-                    raise ConfigError(
-                        f"{self._owner}: table {name!r} has eviction={first!r} on rank {first_rank} and eviction={policy!r} on "
-                        f"rank {rank}: give all ranks the same"
-                    )
+
+def refuse_other_settings(owner: str, lives: Mapping[str, Lifecycle], group: dist.ProcessGroup | None) -> None:
+    """`ConfigError`, on every rank, where ranks have other settings of the life of a table's rows. Collective.
+
+    `lives` has the settings of every table, also of those on other ranks. By them a rank knows which exchanges a step and a sweep
+    have, so that ranks with other settings would wait for each other.
+    """
+    everyone = all_gather(dict(lives), group)
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        for setting in fields(Lifecycle):
+            found: list[tuple[object, list[int]]] = []  # each value, and the ranks that have it
+            for rank, theirs in enumerate(everyone):
+                if name in theirs:
+                    value = getattr(theirs[name], setting.name)
+                    ranks = next((ranks for other, ranks in found if other == value), None)
+                    if ranks is None:
+                        found.append((value, [rank]))
+                    else:
+                        ranks.append(rank)
+            if len(found) > 1:
+                said = " and ".join(f"{setting.name}={value!r} on {_ranks_text(ranks)}" for value, ranks in found)
+                raise ConfigError(f"{owner}: table {name!r} has {said}: give all ranks the same")
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _agree_on_steps(tables: Mapping[str, CacheTable], group: dist.ProcessGroup | None) -> None:

@@ -17,6 +17,7 @@ from torchrec_embcache.cache import CacheTable, Ids, RowMetadata, Values, intern
 from torchrec_embcache.collective import raise_on_every_rank
 from torchrec_embcache.exceptions import InputError, StateError, UnsupportedError
 from torchrec_embcache.lifetime import FlushSchedule
+from torchrec_embcache.modules.configs import lifecycle_of
 from torchrec_embcache.modules.features import check_features, in_order
 from torchrec_embcache.modules.optimizer_choice import no_optimizer_error, without_optimizer_attributes
 from torchrec_embcache.modules.tables import (
@@ -32,7 +33,7 @@ from torchrec_embcache.state_dicts import check_rows_are_here
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import CacheModule
 
-from .agreeing import AgreesWithRanks
+from .agreeing import AgreesWithRanks, refuse_other_settings
 from .lookup import CacheLookup, PlannedFeatures
 
 __all__ = ["ShardedCacheModule"]
@@ -96,6 +97,10 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         TorchRec's `__init__`, which makes the lookups, needs them, and comes after this. Until it has run, `nn.Module` takes no
         attributes, so that they go into `__dict__`.
         """
+        owner = f"{type(self).__name__} {module.name!r}"
+        # First, because nothing is changed yet.
+        lives = {config.name: lifecycle_of(config) for config in module.table_configs()}
+        refuse_other_settings(owner, lives, env.process_group)
         shards = {}
         for config in module.table_configs():
             param = plan[config.name]
@@ -121,7 +126,7 @@ class ShardedCacheModule(AgreesWithRanks, CacheModule):
         )
         state["_input_keys"] = None
         state["_buckets_known"] = False
-        state["_owner"] = f"{type(self).__name__} {module.name!r}"
+        state["_owner"] = owner
         state["_configs"] = {config.name: config for config in module.table_configs()}
         state["_weighted"] = module.is_weighted() if hasattr(module, "is_weighted") else False
 
