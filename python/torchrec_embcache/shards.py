@@ -16,7 +16,7 @@ from .table_shard import TableShard
 from .under_way import finish_saves
 from .whole_model import CacheModule, cache_modules
 
-__all__ = ["Shard", "agreed_path", "numbers_of", "shards_at_rest", "shards_of"]
+__all__ = ["Shard", "agreed_path", "numbers_of", "shards_as_they_are", "shards_at_rest", "shards_of"]
 
 # A table on this rank: its module's path in the model, the module, the table.
 Shard = tuple[str, CacheModule, TableShard]
@@ -24,19 +24,25 @@ Shard = tuple[str, CacheModule, TableShard]
 
 def shards_of(module: nn.Module) -> list[Shard]:
     """The tables of this rank, opened, by module path and name."""
+    found = shards_as_they_are(module)
+    for owner in cache_modules(module).values():
+        owner.settle()
+    for _, _, table in found:
+        table.open()
+    return found
+
+
+def shards_as_they_are(module: nn.Module) -> list[Shard]:
+    """The tables of this rank, opened or not, by module path and name. `InputError` where the model has no cache module."""
     modules = cache_modules(module)
     if not modules:
         raise InputError(f"{type(module).__name__} has no cache module: nothing to save or load")
-    for owner in modules.values():
-        owner.settle()
     found = [
         (module_path, owner, internals(table))
         for module_path, owner in modules.items()
         for table in owner.tables.values()
     ]
     found.sort(key=lambda shard: (shard[0], shard[2].name))
-    for _, _, table in found:
-        table.open()
     return found
 
 

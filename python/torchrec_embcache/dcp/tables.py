@@ -8,12 +8,12 @@ from torch import nn
 
 from torchrec_embcache import _native
 from torchrec_embcache.beside import BesideTraining, finish_saves
-from torchrec_embcache.exceptions import EmbCacheError, StateError
+from torchrec_embcache.exceptions import EmbCacheError, PathError, StateError
 from torchrec_embcache.paths import Directory, open_to_save
 from torchrec_embcache.sessions.part import PartSession, next_epoch_of
 from torchrec_embcache.sessions.ranks import OneRank
 from torchrec_embcache.sessions.sweep import by_name, sweep_before_save
-from torchrec_embcache.shards import Shard, shards_of
+from torchrec_embcache.shards import Shard, shards_as_they_are, shards_of
 
 __all__ = ["PartResult", "Staged", "TableWriter"]
 
@@ -78,12 +78,19 @@ class TableWriter:
         if not self.expected:
             return
         self.close()
-        finish_saves()
-        shards = self._shards()
-        directory = open_to_save(path)
+        directories: list[Directory] = []
+
+        def open_all() -> None:
+            finish_saves()
+            directories.append(open_to_save(path))
+            self._shards()
+
+        shards = shards_as_they_are(self._model_here())
         try:
-            sweep_before_save(by_name(shards), OneRank())
-            self._staged = Staged(self._hold(directory, shards, next_epoch_of(shards)))
+            sweep_before_save(by_name(shards), OneRank(), open_all)
+            self._staged = Staged(self._hold(directories[0], shards, next_epoch_of(shards)))
+        except PathError:
+            raise
         except EmbCacheError as error:
             self._staged = Staged(error)
 
@@ -126,8 +133,12 @@ class TableWriter:
         `StateError` where the model is in another process.
         """
         if self.expected:
-            finish_saves()
-            sweep_before_save(by_name(self._shards()), OneRank())
+
+            def open_all() -> None:
+                finish_saves()
+                self._shards()
+
+            sweep_before_save(by_name(shards_as_they_are(self._model_here())), OneRank(), open_all)
 
     def write(self, part: PartSession) -> int | None:
         """Write the rows, as of now; the epoch of rows trained from now on, None where there are no tables.
@@ -150,8 +161,11 @@ class TableWriter:
 
     def _shards(self) -> list[Shard]:
         """This rank's tables, opened."""
+        return shards_of(self._model_here())
+
+    def _model_here(self) -> nn.Module:
         if self.model is None:
             raise StateError(
                 "the tables are in the process that trains: leave async_stager out, so that the writer stages them"
             )
-        return shards_of(self.model)
+        return self.model

@@ -107,8 +107,13 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """For `dcp.async_save`: a copy of `state_dict` in host memory, and the tables' rows, as of now."""
-        staged: dict[str, Any] = super().stage(state_dict)
+        # The tables first, because there ranks may wait for each other, and what comes before may fail on one of them.
         self._tables.stage(self.path)
+        try:
+            staged: dict[str, Any] = super().stage(state_dict)
+        except BaseException:
+            self._tables.close()
+            raise
         return staged
 
     def close(self) -> None:
@@ -129,9 +134,8 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         self._save = _Save(self.path, kwargs.get("rank") or 0, kwargs.get("use_collectives", True), staged)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is. Tables that are swept at saves are swept now, where an error on one rank ends the save on all."""
-        if self._current().staged is None:
-            self._tables.sweep()
+        """The plan as it is."""
+        self._current()
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -153,8 +157,14 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items and tables durably into a part, which the coordinator takes over in `finish`."""
+        """Write this rank's items and tables durably into a part, which the coordinator takes over in `finish`.
+
+        Before that, tables that are swept at saves are swept. Here, because all ranks come here or none: where one fails before,
+        in its planner for one, DCP has ended the save on all. So no rank waits for another that does not sweep.
+        """
         save = self._current()
+        if save.staged is None:
+            self._tables.sweep()
         with PartSession() as part:
             part.begin(save.directory, expected_bytes=sum(_tensor_bytes(item) for item in plan.items))
             save.part = part

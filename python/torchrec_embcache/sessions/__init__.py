@@ -12,5 +12,5 @@ by an error or an interrupt. Who uses a session decides which ranks take part (`
 | `load.Merge` | a chain of checkpoints that is merged | `Saver.compact` |
 
 Before any of them chooses what it writes, `sweep.sweep_before_save` lets the rows go that policies of eviction take at saves.
-`Saver`, DCP's `stage` and `prepare_local_plan`, and `BlockSaver` call it, each once in a save.
+`Saver`, DCP's `stage` and `write_data`, and `BlockSaver` call it, each once in a save.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -53,8 +53,12 @@ def evict(model: nn.Module) -> None:
     _sweep(together(tables), AllRanks(), at_save=False)
 
 
-def sweep_before_save(tables: Mapping[str, TableShard], ranks: Ranks) -> None:
+def sweep_before_save(
+    tables: Mapping[str, TableShard], ranks: Ranks, before: Callable[[], object] | None = None
+) -> None:
     """Sweep those of `tables` whose policies say "at saves", before a save chooses what it writes. Collective.
+
+    `before` is what has to be done first and may fail on one rank alone. Where ranks sweep together it fails on all of them then.
 
     Every way to save calls this once, before it begins a checkpoint. So a save whose sweep fails has written nothing. A second save
     after the same step writes the same rows, because a sweep after a step takes nothing that the one before left.
@@ -63,7 +67,7 @@ def sweep_before_save(tables: Mapping[str, TableShard], ranks: Ranks) -> None:
     table whose SSD tier could not be written: nothing may change in it, and its rows are to be rescued. So is a table that was not
     trained since it was loaded, where its policy takes a share of the rows: the save that it was loaded from has taken the share.
     """
-    _sweep(tables, ranks, at_save=True)
+    _sweep(tables, ranks, at_save=True, before=before)
 
 
 def by_name(shards: Sequence[Shard]) -> dict[str, TableShard]:
@@ -82,10 +86,14 @@ class _Said:
     is_read_only: bool
 
 
-def _sweep(tables: Mapping[str, TableShard], ranks: Ranks, *, at_save: bool) -> None:
+def _sweep(
+    tables: Mapping[str, TableShard], ranks: Ranks, *, at_save: bool, before: Callable[[], object] | None = None
+) -> None:
     mine: dict[str, _Said] = {}
 
     def say() -> dict[str, _Said]:
+        if before is not None:
+            before()
         mine.update({name: _said_of(table, at_save=at_save) for name, table in tables.items()})
         return mine
 
