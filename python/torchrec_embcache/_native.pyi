@@ -417,7 +417,8 @@ class Table:
     def keep_evicted(self) -> EvictedQueue: ...  # of the rows that are evicted from now on
     def next_evicted(self) -> EvictedBlock | None: ...  # from that queue, and the sweep under way goes on until there is a full chunk
     def end_telling(self) -> None: ...  # ends that queue, when all rows are in it that are dead by now; nothing once it is closed
-    def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows, the row that such ids share, and when steps were made; it knows nothing of them so far
+    def take_counts(self, source: Table) -> None: ...  # of the ids of its buckets that wait for rows, the row that such ids share, when steps were made, and what time it is; it knows nothing of them so far
+    def loaded_after(self, before: Table) -> None: ...  # its rows are in the place of those of a table that may be closed: goes on in time that is set where that did
     def census(self, step: int, spans: Sequence[Span], version: int | None) -> Census | None: ...  # None where the version is another one
     def is_as_swept(self) -> bool: ...  # whether nothing has changed since a sweep but what that took
     def clear(self) -> None: ...

@@ -277,13 +277,13 @@ class TableShard:
         if changed or key != self.native.key or segments is not None:
             refuse_in_own_save(self, "load")
             self._discard = True  # the rows of the table before
-            buckets = self.buckets_of(total_num_buckets)
-            self.native.close()
+            buckets, before = self.buckets_of(total_num_buckets), self.native
+            before.close()
             # In one statement: wherever an interrupt comes, `open` makes an empty table of the old settings or of the new ones.
-            settings = buckets, total_num_buckets, key, bucket_hash, None
-            self.buckets, self.total_num_buckets, self.key, self.bucket_hash, self._native = settings
-            self._tier = None
+            settings = buckets, total_num_buckets, key, bucket_hash, None, None
+            self.buckets, self.total_num_buckets, self.key, self.bucket_hash, self._native, self._tier = settings
             self.open(segments=segments)
+            self.native.loaded_after(before)
         return changed
 
     # ---- rows

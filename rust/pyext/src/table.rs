@@ -308,6 +308,9 @@ impl PyTable {
     fn take_counts(&self, py: Python<'_>, source: &Self) -> PyResult<()> {
         py.detach(|| self.inner.take_counts(&source.inner)).map_err(to_python)
     }
+    fn loaded_after(&self, py: Python<'_>, before: &Self) -> PyResult<()> {
+        py.detach(|| self.inner.loaded_after(&before.inner)).map_err(to_python)
+    }
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         self.wait_for_save(py)?;
         py.detach(|| self.inner.clear()).map_err(to_python)

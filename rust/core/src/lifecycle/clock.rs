@@ -113,12 +113,14 @@ impl StepClock {
 
     /// One clock of the clocks of several ranks that made the same steps: the time of a step is the greatest that one of them says.
     pub fn join<'a>(clocks: impl Iterator<Item = &'a Self>) -> Self {
-        let clocks: Vec<&Self> = clocks.filter(|clock| !clock.is_empty()).collect();
+        let mut clocks: Vec<&Self> = clocks.collect();
+        let of_events = clocks.iter().any(|clock| clock.of_events);
+        clocks.retain(|clock| !clock.is_empty());
         let mut steps: Vec<u64> = clocks.iter().flat_map(|clock| &clock.pairs).map(|&(step, _)| step).collect();
         steps.sort_unstable();
         steps.dedup();
         let mut at = vec![0; clocks.len()];
-        let mut joined = Self { pairs: Vec::new(), of_events: clocks.iter().any(|clock| clock.of_events) };
+        let mut joined = Self { pairs: Vec::new(), of_events };
         for step in steps {
             let mut time = joined.latest();
             for (clock, at) in clocks.iter().zip(&mut at) {

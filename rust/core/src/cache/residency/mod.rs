@@ -107,6 +107,9 @@ pub(crate) struct Residency {
     clock: StepClock,
     /// The time that the user has set, in milliseconds.
     time_set: Option<u64>,
+    /// The time that the user had set before a load. It is that of now where the load brought no times, and times that are set do not
+    /// have to be after it.
+    time_before_load: u64,
     /// Who is told of evicted rows; `None` where nobody is.
     told: Option<Box<Told>>,
     /// The table's version where nothing has changed since the last sweep but what that took.
@@ -183,6 +186,7 @@ impl Residency {
             swept: None,
             clock: StepClock::default(),
             time_set: None,
+            time_before_load: 0,
             told: None,
             as_swept: None,
             shared: base.has_shared_row().then(|| SharedRow::begun(base.layout)),
@@ -292,7 +296,7 @@ impl Residency {
         self.lineage.forget();
         self.drop_sweep();
         // Rows that come in may be of other steps.
-        self.clock = StepClock::default();
+        self.restore_clock(&StepClock::default());
         Ok(())
     }
 

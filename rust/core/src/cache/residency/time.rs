@@ -8,6 +8,13 @@ use super::Residency;
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::StepClock;
 
+/// What a table knows of time, for a table that goes on in its place.
+pub(crate) struct TimeKnown {
+    clock: StepClock,
+    set: Option<u64>,
+    before_load: u64,
+}
+
 impl Residency {
     /// When the table's steps were made, as far as that is known.
     pub(crate) fn clock(&self) -> &StepClock {
@@ -16,14 +23,36 @@ impl Residency {
 
     /// Replace what is known of when the table's steps were made, as a load does.
     pub(crate) fn restore_clock(&mut self, clock: &StepClock) {
+        let before = self.event_time();
         self.clock.clone_from(clock);
-        // What was set is of the steps before the load.
+        // What was set is of the steps before the load: those that come may be of times before it.
         self.time_set = None;
+        self.loaded_at(before);
     }
 
-    /// Also take over what another shard of the table knows of these steps.
-    pub(crate) fn join_clock(&mut self, clock: &StepClock) {
-        self.clock = StepClock::join([&self.clock, clock].into_iter());
+    /// The time of now where the user gives it.
+    pub(crate) fn event_time(&self) -> Option<u64> {
+        self.clock.is_of_events().then(|| self.now())
+    }
+
+    /// Rows were loaded in the place of others, whose time was this one where the user gives it: the user gives it from now on too.
+    pub(crate) fn loaded_at(&mut self, before: Option<u64>) {
+        if let Some(time) = before {
+            self.clock.set_of_events();
+            self.time_before_load = time;
+        }
+    }
+
+    /// What [`Residency::join_time`] of another table takes over.
+    pub(crate) fn time_known(&self) -> TimeKnown {
+        TimeKnown { clock: self.clock.clone(), set: self.time_set, before_load: self.time_before_load }
+    }
+
+    /// Also take over what another shard of the table knows of these steps, and what time it is there.
+    pub(crate) fn join_time(&mut self, from: &TimeKnown) {
+        self.clock = StepClock::join([&self.clock, &from.clock].into_iter());
+        self.time_set = self.time_set.max(from.set);
+        self.time_before_load = self.time_before_load.max(from.before_load);
     }
 
     /// The time of now, in milliseconds: what was set last, else the system's. It is never before that of the last step.
@@ -31,6 +60,7 @@ impl Residency {
         let now = match self.time_set {
             Some(time) => time,
             // Until the user goes on to give times, as after a load, it stands still.
+            None if self.clock.is_of_events() && self.clock.is_empty() => self.time_before_load,
             None if self.clock.is_of_events() => 0,
             None => SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64),
         };

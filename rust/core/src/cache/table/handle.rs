@@ -189,6 +189,14 @@ impl Table {
         Ok(())
     }
 
+    /// The rows of a checkpoint were opened in the place of those of `before`, which may be closed: where its user gave the time, this
+    /// table's user does too.
+    pub fn loaded_after(&self, before: &Self) -> Result<()> {
+        let time = before.inner.lock_always().event_time();
+        self.inner.lock_any()?.loaded_at(time);
+        Ok(())
+    }
+
     /// The table's time, in milliseconds: what was set last, else the system's since 1970. It is never before that of the last step.
     pub fn now(&self) -> Result<u64> {
         Ok(self.inner.lock()?.now())

@@ -105,14 +105,14 @@ impl Table {
         self.inner.lock_any()?.restore_counts(counts, 0)
     }
 
-    /// Take over the shared row of `from`, the counts of the ids that fall into buckets of this shard, and when its steps were made; this
-    /// shard knows nothing of them so far. `from` may be closed, and its ids may fall into other buckets there.
+    /// Take over the shared row of `from`, the counts of the ids that fall into buckets of this shard, when its steps were made, and what
+    /// time it is; this shard knows nothing of them so far. `from` may be closed, and its ids may fall into other buckets there.
     ///
     /// Errors: `Memory`, and some of the counts are here.
     pub fn take_counts(&self, from: &Self) -> Result<()> {
         self.take_shared_row(from)?;
-        let clock = from.inner.lock_always().clock().clone();
-        self.inner.lock_any()?.join_clock(&clock);
+        let time = from.inner.lock_always().time_known();
+        self.inner.lock_any()?.join_time(&time);
         if from.config().bucketing() != self.config().bucketing() {
             return self.take_counts_of_other_buckets(from);
         }
