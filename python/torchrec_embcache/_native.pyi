@@ -292,6 +292,7 @@ class EvictionStats:
     """Counters of eviction by rule."""
 
     evicted: int
+    evicted_by_rule: dict[str, int]
     under_way: bool
     untold: int
 

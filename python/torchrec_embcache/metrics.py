@@ -104,11 +104,14 @@ class EvictionStats:
     """What the sweeps of a table's eviction have done since the table was opened.
 
     - `evicted`: rows that a rule took. While a sweep is under way those are counted that have left their tier.
+    - `evicted_by_rule`: how many of them each kind of rule took: "ttl", "score", "l2_norm", "standing" for `Keep` and `Share`, or
+      "all". A row that several rules of a policy take counts for the first of them. Rules that took none are left out.
     - `under_way`: rows that a sweep takes are still to leave their tier. They are unseen all the same.
     - `untold`: rows that left, by a rule or because the table was full, and wait for `on_evict` or `drain_evicted`.
     """
 
     evicted: int
+    evicted_by_rule: dict[str, int]
     under_way: bool
     untold: int
 

@@ -33,8 +33,8 @@ __all__ = ["TableSettings", "check_device_memory", "check_optimizer", "device_ro
 class TableSettings:
     """The settings of one shard of a table. `buckets`, [begin, end), are those that the shard owns.
 
-    `is_spread`: whether other ranks have the rest of the buckets. It says so also where a checkpoint that is loaded has fewer buckets
-    than there are ranks, so that some own none, or one owns all.
+    `is_spread`: whether other ranks have the rest of the buckets. It says so also where a checkpoint that is loaded has fewer
+    buckets than there are ranks, so that some own none, or one owns all.
     """
 
     name: str

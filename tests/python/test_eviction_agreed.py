@@ -155,7 +155,7 @@ def test_an_error_of_one_rank_while_they_agree_is_raised_on_both_and_no_row_leav
 
 
 def with_others_settings(rank: int, world: int, options: dict[str, Any], of_rank_1: dict[str, Any]) -> Any:
-    """What this rank is told where rank 1 has other settings; whether its unsharded model is as it was; and rows of a model after."""
+    """What this rank is told where rank 1 has other settings; and how many tables of its model can still be used."""
     model = Model(Settings(options=of_rank_1 if rank == 1 else options))
     apply_optimizer_in_backward(torch.optim.SGD, model.table_parameters(), {"lr": 0.5})
     with pytest.raises(ConfigError) as refusal:

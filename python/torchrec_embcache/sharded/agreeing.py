@@ -93,9 +93,9 @@ class AgreesWithRanks:
                 if said != own:
                     self._buckets_known = False
                     raise MismatchError(
-                        f"{self._owner}: table {name!r} has {own[0]} buckets of kind {own[1]!r} on this rank, and {said[0]} of kind "
-                        f"{said[1]!r} on rank {rank}: their SSD directories are of different saves; load a checkpoint made with "
-                        'Saver, with reopen="discard"'
+                        f"{self._owner}: table {name!r} has {own[0]} buckets of kind {own[1]!r} on this rank, and {said[0]} of "
+                        f"kind {said[1]!r} on rank {rank}: their SSD directories are of different saves; load a checkpoint made "
+                        'with Saver, with reopen="discard"'
                     )
 
 

@@ -1,5 +1,7 @@
 //! The counters of a tier, as plain numbers.
 
+use std::collections::BTreeMap;
+
 /// Counters of one tier of one table. Those that count events begin when the table is opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TierStats {
@@ -65,10 +67,12 @@ pub struct AdmissionStats {
 }
 
 /// Rows that left a table by its rule of eviction, and of which somebody is to be told.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EvictionStats {
     /// Rows that left since the table was opened.
     pub evicted: u64,
+    /// How many of them each kind of rule took; of several, the first of the policy. Rules that took none are left out.
+    pub evicted_by_rule: BTreeMap<&'static str, u64>,
     /// Whether some of the rows that the last sweep takes may still be in the tiers. No batch reads them, and they still count as rows.
     pub under_way: bool,
     /// Rows that were evicted, by the rule or because the table was full, and that wait to be told of.

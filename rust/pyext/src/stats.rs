@@ -3,6 +3,8 @@
 //! Each class lists its counters once. The names are those of the core's fields, of the attributes in `_native.pyi`, and of the fields
 //! in `metrics.py`; a test compares the last two with the classes here.
 
+use std::collections::BTreeMap;
+
 use embcache::cache::TableStats;
 use embcache::stats::{AdmissionStats, EvictionStats, SsdStats, TierStats};
 use pyo3::prelude::*;
@@ -77,6 +79,7 @@ counters! {
     /// Counters of eviction by rule.
     PyEvictionStats, "EvictionStats", EvictionStats {
         evicted: u64,
+        evicted_by_rule: BTreeMap<&'static str, u64>,
         under_way: bool,
         untold: u64,
     }

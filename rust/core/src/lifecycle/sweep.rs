@@ -90,6 +90,11 @@ impl Sweep {
         self.rule.reason(self.step, header, weights)
     }
 
+    /// Add what [`Sweep::reason`] may say to `names`, without doubles.
+    pub fn reasons(&self, names: &mut Vec<&'static str>) {
+        self.rule.reasons(names);
+    }
+
     /// Whether the rule looks at weights.
     pub fn needs_weights(&self) -> bool {
         self.rule.needs_weights()
@@ -156,6 +161,23 @@ impl Rule {
             return if taking.len() > 1 { Some(Self::Any(taking)) } else { taking.pop() };
         }
         self.takes(step, header, weights).then(|| self.clone())
+    }
+
+    fn reasons(&self, names: &mut Vec<&'static str>) {
+        let name = match self {
+            Self::LastStep(_) => "ttl",
+            Self::ScoreBelow { .. } => "score",
+            Self::NormBelow(_) => "l2_norm",
+            Self::Below { .. } => "standing",
+            Self::All(rules) => match &rules[..] {
+                [rule, Self::Below { .. }] => return rule.reasons(names),
+                _ => "all",
+            },
+            Self::Any(rules) => return rules.iter().for_each(|rule| rule.reasons(names)),
+        };
+        if !names.contains(&name) {
+            names.push(name);
+        }
     }
 
     fn reason(&self, step: u64, header: &RowHeader, weights: &[f32]) -> &'static str {

@@ -4,6 +4,7 @@
 //! would be born with, so that the plan finds what it would find if the row had never been there.
 #![allow(unsafe_code)]
 
+use super::reasons::Reason;
 use super::{ROWS_PER_GATHER, Residency};
 use crate::cache::rows::Chunk;
 use crate::error::Result;
@@ -20,12 +21,8 @@ pub(super) struct Dead {
     pub(super) id: Id,
     /// The epoch in which it was modified last.
     pub(super) modified_epoch: u32,
-}
-
-impl From<&RowHeader> for Dead {
-    fn from(header: &RowHeader) -> Self {
-        Self { id: header.id, modified_epoch: header.modified_epoch }
-    }
+    /// What it dies by.
+    pub(super) reason: Reason,
 }
 
 /// The newest copy of the row is on SSD still, or in a tier below.
@@ -118,7 +115,9 @@ impl Residency {
         if dead.is_empty() {
             return Ok(());
         }
-        let of_slot = |idle: &Idle| Dead::from(&self.host.metadata(idle.slot()));
+        let dim = self.base.layout.dim;
+        let of_slot =
+            |idle: &Idle| self.dead(&self.host.metadata(idle.slot()), &self.host.row(idle.quiet()).vector[..dim]);
         let rows: Vec<Dead> = dead.iter().map(of_slot).collect();
         let on_ssd =
             dead.iter().zip(&rows).filter(|(idle, _)| self.host.slots.state(idle.slot()).has(RowState::ON_SSD));
@@ -145,7 +144,10 @@ impl Residency {
         }
         let copies = self.copies_of_device(dead)?;
         let Some(tier) = &self.device else { return Ok(()) };
-        let rows: Vec<Dead> = dead.iter().map(|&slot| Dead::from(tier.header(slot))).collect();
+        let (dim, floats) = (self.base.layout.dim, self.base.floats());
+        let weights = |at: usize| copies.vectors.get(at * floats..at * floats + dim).unwrap_or_default();
+        let of_slot = |(at, &slot): (usize, &CacheSlot)| self.dead(tier.header(slot), weights(at));
+        let rows: Vec<Dead> = dead.iter().enumerate().map(of_slot).collect();
         let on_ssd = dead.iter().zip(&rows).filter(|(slot, _)| tier.slots.state(**slot).has(RowState::ON_SSD));
         self.bury_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
         self.keep_device(dead);
@@ -192,7 +194,9 @@ impl Residency {
         }
         let copies = self.copies_of_read(dead.iter().copied())?;
         self.bury_copies(&dead.iter().map(|row| row.header.id).collect::<Vec<Id>>())?;
-        self.died(&dead.iter().map(|row| Dead::from(row.header)).collect::<Vec<Dead>>(), copies);
+        let dim = self.base.layout.dim;
+        let rows: Vec<Dead> = dead.iter().map(|row| self.dead(row.header, &row.vector[..dim])).collect();
+        self.died(&rows, copies);
         Ok(())
     }
 
@@ -252,6 +256,7 @@ impl Residency {
             self.as_swept = Some(self.base.version());
         }
         self.counts.died(rows.len() as u64);
+        self.reasons.count(rows);
         let is_late = self.epoch != self.sweep_epoch;
         let noted = rows.iter().filter(|row| is_late || self.lineage.must_list(row.modified_epoch));
         let noted: Vec<Id> = noted.map(|row| row.id).collect();

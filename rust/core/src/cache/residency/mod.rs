@@ -24,6 +24,7 @@ mod loads;
 mod newest;
 mod note;
 mod promote;
+mod reasons;
 mod refuse;
 mod room;
 mod shared;
@@ -44,6 +45,7 @@ pub(super) use note::check_room;
 use self::counts::Counts;
 use self::in_place::InPlace;
 use self::loads::Loading;
+use self::reasons::Reasons;
 use self::refuse::BornMeanwhile;
 use self::told::Told;
 use self::under_way::UnderWay;
@@ -112,6 +114,8 @@ pub(crate) struct Residency {
     time_before_load: u64,
     /// Who is told of evicted rows; `None` where nobody is.
     told: Option<Box<Told>>,
+    /// Why rows die by sweeps.
+    reasons: Reasons,
     /// The table's version where nothing has changed since the last sweep but what that took.
     as_swept: Option<u64>,
     /// What ids share that are refused a row, where the table has such a row.
@@ -188,6 +192,7 @@ impl Residency {
             time_set: None,
             time_before_load: 0,
             told: None,
+            reasons: Reasons::default(),
             as_swept: None,
             shared: base.has_shared_row().then(|| SharedRow::begun(base.layout)),
             base,

@@ -6,7 +6,8 @@
 //!
 //! Rows of plans that are in place when the sweep comes are spared until the plan ends. If it trains them they live on.
 
-use std::collections::HashSet;
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::bury::Dead;
@@ -41,6 +42,8 @@ struct Slice {
 const BEFORE_BATCH: Slice = Slice { slots: 1 << 15, dead: 1 << 12, records: 1 << 13 };
 /// Rows that are left for later are judged once there are so many of them, so that each batch judges about those that it has left.
 const MOST_LATER: usize = 1 << 12;
+/// So many records on SSD are looked at at once at most where it is noted by which rule each row dies.
+const MOST_REASONS: usize = 1 << 20;
 /// To the end.
 const TO_THE_END: Slice = Slice { slots: usize::MAX, dead: usize::MAX, records: usize::MAX };
 
@@ -73,6 +76,13 @@ impl Residency {
     /// What fails amid a batch is tried again before the next one, and by whoever needs to know all rows, who gets the error.
     pub(super) fn note_stopped(&self, error: &Error) {
         tracing::debug!("table {:?}: a sweep has stopped and will go on: {error}", self.base.config.name);
+    }
+
+    /// At DEBUG, because tables may sweep after each step. [`EvictionStats`] has the numbers of all sweeps.
+    fn note_ended(&self, ended: &UnderWay) {
+        let (table, step, rule) = (&self.base.config.name, ended.sweep.step, &ended.sweep.rule);
+        let rows = self.counts.evicted() - ended.evicted_before;
+        tracing::debug!("table {table:?}: the sweep after step {step} has ended and took {rows} rows: {rule:?}");
     }
 
     /// Bury all rows that the sweep under way takes, but those of plans that are in place.
@@ -122,6 +132,7 @@ impl Residency {
         let Some(mut under_way) = self.sweeping.take() else { return Ok(()) };
         let swept = self.sweep_tiers(&mut under_way, slice);
         if under_way.passed && under_way.later.is_empty() {
+            self.note_ended(&under_way);
             self.swept = (!under_way.came_in).then(|| Sweep::clone(&under_way.sweep));
             self.in_place.sweep_has_ended();
         } else {
@@ -214,7 +225,15 @@ impl Residency {
         let Some(ssd) = &self.base.ssd else { return Ok(true) };
         let UnderWay { sweep, ssd: burial, .. } = under_way;
         let dim = self.base.layout.dim;
-        let by_row = |header: &RowHeader, vector: &[f32]| sweep.kills(header, &vector[..dim]);
+        let (reasons, only) = (RefCell::new(HashMap::new()), self.reasons.only());
+        let by_row = |header: &RowHeader, vector: &[f32]| {
+            let dies = sweep.kills(header, &vector[..dim]);
+            if dies && only.is_none() {
+                reasons.borrow_mut().insert(header.id, self.reasons.of(header, &vector[..dim]));
+            }
+            dies
+        };
+        let records = if only.is_none() { records.min(MOST_REASONS) } else { records };
         let dying =
             Dying { last_step: sweep.latest(), by_row: if sweep.is_by_last_step() { None } else { Some(&by_row) } };
         let (host, device) = (&self.host.slots, self.device.as_ref().map(|tier| &tier.slots));
@@ -225,7 +244,7 @@ impl Residency {
             let (mut dead, mut copies) = (Vec::new(), Chunk::default());
             ssd.scan(&mut |row| {
                 if !in_ram(row.header.id) && sweep.kills(row.header, &row.vector[..dim]) {
-                    dead.push(Dead::from(row.header));
+                    dead.push(self.dead(row.header, &row.vector[..dim]));
                     if self.tells() {
                         memory::reserve(&mut copies.vectors, "copy evicted rows", row.vector.len())?;
                         copies.push(row);
@@ -245,7 +264,9 @@ impl Residency {
         };
         let buried = buried.map_err(|error| self.base.in_table(error))?;
         let finished = buried.finished;
-        let rows = buried.rows.into_iter().map(|(id, modified_epoch)| Dead { id, modified_epoch });
+        let reasons = reasons.into_inner();
+        let reason = |id: Id| only.or_else(|| reasons.get(&id).copied()).unwrap_or_default();
+        let rows = buried.rows.into_iter().map(|(id, modified_epoch)| Dead { id, modified_epoch, reason: reason(id) });
         self.died(&rows.collect::<Vec<Dead>>(), Chunk::default());
         Ok(finished)
     }
@@ -347,6 +368,6 @@ impl Residency {
     pub(super) fn eviction_stats(&self) -> Option<EvictionStats> {
         let (evicted, under_way, untold) = (self.counts.evicted(), self.sweeping.is_some(), self.untold());
         let is_wanted = self.base.config.eviction.is_some() || self.tells();
-        is_wanted.then_some(EvictionStats { evicted, under_way, untold })
+        is_wanted.then(|| EvictionStats { evicted, evicted_by_rule: self.reasons.counted(), under_way, untold })
     }
 }

@@ -3,32 +3,28 @@
 
 use std::sync::Arc;
 
+use super::reasons::Reasons;
 use super::{ROWS_PER_GATHER, Residency};
 use crate::cache::rows::Chunk;
 use crate::cache::watch::{EvictedQueue, EvictedRows};
 use crate::error::Result;
 use crate::host::Idle;
-use crate::lifecycle::Sweep;
 use crate::memory;
 use crate::rows::RowRef;
 use crate::types::CacheSlot;
-
-/// So many sweeps are remembered at most while one is under way. What an older one took is told as taken by the oldest of these.
-const MOST_SWEEPS: usize = 1024;
 
 /// What is kept of a table that tells of evicted rows.
 #[derive(Debug)]
 pub(super) struct Told {
     queue: Arc<EvictedQueue>,
-    /// The sweep under way, and before it those in whose place it goes on: each takes all that the ones before it take.
-    sweeps: Vec<Sweep>,
 }
 
 impl Told {
     /// Tell of rows that a sweep took, each as taken by the first one that takes it.
-    fn died(&self, rows: Chunk, dim: usize) {
+    fn died(&self, rows: Chunk, dim: usize, reasons: &Reasons) {
         let row = |at: usize| rows.row(at, self.queue.floats());
-        let kinds: Vec<(u64, &'static str)> = (0..rows.headers.len()).map(|at| self.kind(row(at), dim)).collect();
+        let kind = |at| reasons.step_and_name(row(at).header, &row(at).vector[..dim]);
+        let kinds: Vec<(u64, &'static str)> = (0..rows.headers.len()).map(kind).collect();
         let Some(&first) = kinds.first() else { return };
         if kinds.iter().all(|kind| *kind == first) {
             return self.queue.push(EvictedRows { step: first.0, reason: first.1, rows });
@@ -45,24 +41,14 @@ impl Told {
             self.queue.push(part);
         }
     }
-
-    /// The step and the reason of a row's death.
-    fn kind(&self, row: RowRef<'_>, dim: usize) -> (u64, &'static str) {
-        let weights = &row.vector[..dim];
-        let first = self.sweeps.partition_point(|sweep| !sweep.kills(row.header, weights));
-        let sweep = &self.sweeps[first.min(self.sweeps.len() - 1)];
-        (sweep.step, sweep.reason(row.header, weights))
-    }
 }
 
 impl Residency {
     /// Keep copies of rows that are evicted from now on, in the queue that is returned.
     pub(crate) fn keep_evicted(&mut self) -> Arc<EvictedQueue> {
         let floats = self.base.floats();
-        let told = self.told.get_or_insert_with(|| {
-            let sweeps = self.sweeping.iter().map(|under_way| Sweep::clone(&under_way.sweep)).collect();
-            Box::new(Told { queue: Arc::new(EvictedQueue::new(floats)), sweeps })
-        });
+        let new = || Box::new(Told { queue: Arc::new(EvictedQueue::new(floats)) });
+        let told = self.told.get_or_insert_with(new);
         Arc::clone(&told.queue)
     }
 
@@ -82,18 +68,6 @@ impl Residency {
         self.told.as_ref().map_or(0, |told| told.queue.rows() as u64)
     }
 
-    /// A sweep begins. It may go on in the place of one that is under way.
-    pub(super) fn tell_from(&mut self, sweep: &Sweep) {
-        let goes_on = self.sweeping.is_some();
-        let Some(told) = &mut self.told else { return };
-        if !goes_on {
-            told.sweeps.clear();
-        } else if told.sweeps.len() == MOST_SWEEPS {
-            told.sweeps.remove(0);
-        }
-        told.sweeps.push(sweep.clone());
-    }
-
     /// Copies of rows of the host tier that are about to be evicted; none where nobody is told.
     ///
     /// Errors: `Memory`.
@@ -108,11 +82,12 @@ impl Residency {
         Ok(copies)
     }
 
-    /// Copies of rows of the device tier that are about to be evicted; none where nobody is told.
+    /// Copies of rows of the device tier that are about to be evicted; none where nobody is told, and nobody has to look at them to know
+    /// which rule takes them.
     ///
     /// Errors: `Memory`, and those of reads from the device.
     pub(super) fn copies_of_device(&mut self, slots: &[CacheSlot]) -> Result<Chunk> {
-        if !self.tells() {
+        if !self.tells() && !self.reasons.need_weights() {
             return Ok(Chunk::default());
         }
         let mut copies = self.room_for_copies(slots.len())?;
@@ -146,7 +121,7 @@ impl Residency {
     /// Tell of rows that the sweep under way took.
     pub(super) fn tell_dead(&self, copies: Chunk) {
         if let Some(told) = self.told.as_ref().filter(|_| !copies.headers.is_empty()) {
-            told.died(copies, self.base.layout.dim);
+            told.died(copies, self.base.layout.dim, &self.reasons);
         }
     }
 

@@ -28,11 +28,18 @@ pub(super) struct UnderWay {
     pub(super) later: Vec<Id>,
     /// Whether rows were put into the table since this began, which it does not take.
     pub(super) came_in: bool,
+    /// So many rows had been evicted when it began.
+    pub(super) evicted_before: u64,
 }
 
 impl UnderWay {
-    /// A sweep that goes on where `before` is, which it takes the place of, in tiers with so many slots.
-    pub(super) fn after(before: Option<Self>, sweep: Sweep, host_slots: u32, device_slots: u32) -> Self {
+    /// A sweep that goes on where `before` is, which it takes the place of, in tiers with so many `(host, device)` slots.
+    pub(super) fn after(
+        before: Option<Self>,
+        sweep: Sweep,
+        (host_slots, device_slots): (u32, u32),
+        evicted_before: u64,
+    ) -> Self {
         let is_carried = before.as_ref().is_some_and(|before| !before.passed);
         let (host, device, ssd) =
             before.map_or_else(Default::default, |before| (before.host, before.device, before.ssd));
@@ -46,6 +53,7 @@ impl UnderWay {
             passed: false,
             later: Vec::new(),
             came_in: false,
+            evicted_before,
         }
     }
 
