@@ -6,7 +6,7 @@ All arrays are C-contiguous numpy arrays. Every method that can block releases t
 `torchrec_embcache.exceptions`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -292,7 +292,7 @@ class EvictionStats:
     """Counters of eviction by rule."""
 
     evicted: int
-    evicted_by_rule: dict[str, int]
+    evicted_by_rule: Mapping[str, int]
     under_way: bool
     untold: int
 

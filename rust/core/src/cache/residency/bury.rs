@@ -4,7 +4,7 @@
 //! would be born with, so that the plan finds what it would find if the row had never been there.
 #![allow(unsafe_code)]
 
-use super::reasons::Reason;
+use super::reasons::Dead;
 use super::{ROWS_PER_GATHER, Residency};
 use crate::cache::rows::Chunk;
 use crate::error::Result;
@@ -14,16 +14,6 @@ use crate::memory;
 use crate::rows::{RowHeader, RowRef};
 use crate::slots::RowState;
 use crate::types::{CacheSlot, Id, NO_SLOT};
-
-/// A row that a sweep takes.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Dead {
-    pub(super) id: Id,
-    /// The epoch in which it was modified last.
-    pub(super) modified_epoch: u32,
-    /// What it dies by.
-    pub(super) reason: Reason,
-}
 
 /// The newest copy of the row is on SSD still, or in a tier below.
 const UNREAD: RowState = RowState::LOADING.with(RowState::FAILED);

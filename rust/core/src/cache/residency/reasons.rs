@@ -3,15 +3,25 @@
 use std::collections::BTreeMap;
 
 use super::Residency;
-use super::bury::Dead;
 use crate::lifecycle::Sweep;
 use crate::rows::RowHeader;
+use crate::types::Id;
 
 /// So many sweeps are remembered at most while one is under way. What an older one took counts as taken by the oldest of these.
 const MOST_SWEEPS: usize = 1024;
 
 /// A name of [`Reasons::rows`].
 pub(super) type Reason = u8;
+
+/// A row that a sweep takes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Dead {
+    pub(super) id: Id,
+    /// The epoch in which it was modified last.
+    pub(super) modified_epoch: u32,
+    /// What it dies by.
+    pub(super) reason: Reason,
+}
 
 /// Why rows die, and how many have died of what.
 #[derive(Debug, Default)]

@@ -10,8 +10,8 @@ use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::bury::Dead;
 use super::hold::Hold;
+use super::reasons::Dead;
 use super::under_way::UnderWay;
 use super::{Residency, SLOTS_AHEAD};
 use crate::cache::rows::Chunk;
