@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _native, lifetime
-from .agreement import alone
 from .bags import check_offsets
 from .config import Unseen, check_choice
 from .exceptions import EmbCacheWarning, StateError, UnsupportedError
@@ -32,7 +31,7 @@ from .kernels import KernelBackend, Pooled, kernel_threads, make_backend
 from .lookahead import IdBatch, Lookahead, PlanOptions
 from .optimizers import gradient_limits, native_hyperparameters
 from .shared_rows import OtherRankFailedError, SharedSums, sums_of
-from .sweeping import sweep_after_step, swept_after_steps
+from .sweeping import sweep_in_backward, swept_after_steps
 from .table_shard import TableShard
 from .table_warnings import warn_of_a_lost_flush, warn_of_overflow
 
@@ -254,9 +253,12 @@ class LookupGroup:
         return torch.cat(parts, 1)
 
     def sweep_after_step(self) -> None:
-        """A step was committed: sweep the tables whose sweep is due, and hangs on no other rank."""
+        """A step was committed: sweep the tables whose sweep is due, and hangs on no other rank.
+
+        Raises only where there is an `after_backward` to take the error; see `sweep_in_backward`.
+        """
         if self._swept:
-            sweep_after_step(self._swept, alone)
+            sweep_in_backward(self._swept, to_its_end=self.after_backward is None)
 
     def place(self, plan: _native.Plan) -> KernelBackend:
         """Wait for the plan's rows, and put them into the slots that the kernels read."""

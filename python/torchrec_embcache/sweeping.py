@@ -11,9 +11,18 @@ from collections.abc import Sequence
 from . import _native
 from .agreement import Agreement, Together, alone
 from .exceptions import InputError, StateError
+from .gradients import raise_at_end_of_backward
 from .table_shard import TableShard
 
-__all__ = ["milliseconds", "needs_ranks", "set_time_alone", "sweep_after_step", "sweep_alone", "swept_after_steps"]
+__all__ = [
+    "milliseconds",
+    "needs_ranks",
+    "set_time_alone",
+    "sweep_after_step",
+    "sweep_alone",
+    "sweep_in_backward",
+    "swept_after_steps",
+]
 
 _MOST_SECONDS = 1 << 52
 
@@ -82,6 +91,20 @@ def sweep_after_step(tables: Sequence[TableShard], together: Together) -> None:
             due.append((table, step))
     for step in dict.fromkeys(step for _, step in due):
         _sweep([table for table, at in due if at == step], step, together)
+
+
+def sweep_in_backward(tables: Sequence[TableShard], *, to_its_end: bool) -> None:
+    """Do as `sweep_after_step`, within a backward, for tables that this rank sweeps alone.
+
+    With `to_its_end` an error is raised when the whole backward is through. The step is made then, and the other modules of the
+    loss, and DDP's reducer, need the rest of the backward.
+    """
+    try:
+        sweep_after_step(tables, alone)
+    except Exception as error:
+        if not to_its_end:
+            raise
+        raise_at_end_of_backward(error)
 
 
 def _sweep(tables: Sequence[TableShard], step: int, together: Together) -> None:
