@@ -1,6 +1,7 @@
 """`torch.compile`, `torch.fx` and `copy.deepcopy` of modules that are not sharded."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from torchrec_embcache import (
     EmbCacheEmbeddingBagConfig,
     EmbCacheEmbeddingCollection,
     EmbCacheEmbeddingConfig,
+    EvictedRows,
     TierBudgets,
     initializers,
     optimizers,
 )
+from torchrec_embcache.eviction import Policy, Ttl
 from torchrec_embcache.exceptions import StateError
 
 TIERS = TierBudgets(host_bytes="1MiB")
@@ -185,6 +188,50 @@ def test_a_copied_collection_trains_on_as_the_first_and_shares_nothing_with_it(m
     assert rows(copied.collection) != before
     assert all(torch.equal(one, other) for one, other in zip(train(model, first=3), outs, strict=True))
     assert rows(copied.collection) == rows(model.collection)
+
+
+class Archive:
+    """A hook with a lock, which cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.ids = threading.Lock(), []
+
+    def write(self, told: EvictedRows) -> None:
+        with self.lock:
+            self.ids += [(told.table, row_id) for row_id in told.ids.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig),
+        (EmbCacheEmbeddingCollection, EmbCacheEmbeddingConfig),
+    ],
+)
+def test_a_copied_collection_tells_the_hooks_of_the_first(kind, config):
+    archive = Archive()
+    policy = Policy([Ttl(steps=1)], every_steps=1)
+    model = kind(
+        [
+            config(name="t1", feature_names=["f1"], eviction=policy, on_evict=archive.write, **COMMON),
+            config(name="t2", feature_names=["f2"], eviction=policy, on_evict=archive.ids.append, **COMMON),
+        ],
+        tiers=TIERS,
+    )
+    apply_optimizer_in_backward(Adam, model.parameters(), {"lr": 0.1})
+    copied = copy.deepcopy(nn.Sequential(model))[0]
+    hooks = [config.on_evict for config in copied.table_configs()]
+    assert hooks[0].__self__ is archive
+    assert hooks[1].__self__ is archive.ids
+    for ids in ([7, 8], [9, 10]):
+        out = copied(KeyedJaggedTensor(["f1", "f2"], torch.tensor(ids), lengths=torch.tensor([1, 1])))
+        values = out.values() if config is EmbCacheEmbeddingBagConfig else torch.cat([out[key].values() for key in out])
+        values.sum().backward()
+    copied.close()
+    model.close()
+    assert ("t1", 7) in archive.ids
+    (told,) = [each for each in archive.ids if isinstance(each, EvictedRows)]
+    assert (told.table, told.ids.tolist()) == ("t2", [8])
 
 
 @pytest.mark.parametrize("device_bytes", [0, "4KiB"])

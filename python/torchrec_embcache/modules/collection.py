@@ -203,9 +203,11 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A module of its own, with the same rows, slots, steps and numbers. `StateError` where a table has an SSD tier."""
+        """A module of its own, with the same rows, slots, steps, numbers and hooks. `StateError` where a table has an SSD tier."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
+        # The copy tells the same hooks. A hook may hold what cannot be copied, such as a file or a lock.
+        memo.update({id(config.on_evict): config.on_evict for config in self._configs})
         for name, value in self.__dict__.items():
             made.__dict__[name] = copy.deepcopy(value, memo) if name != "_lookup" else None
         for name, param in self.weights().items():
