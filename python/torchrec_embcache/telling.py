@@ -39,8 +39,10 @@ OnEvict = Callable[[EvictedRows], object] | Literal["keep"]
 
 def check_on_evict(of: str, on_evict: object) -> OnEvict | None:
     """`on_evict` if it is one, or None. `ConfigError`, which begins with `of`, for anything else."""
-    if on_evict is None or on_evict == "keep":
-        return None if on_evict is None else "keep"
+    if on_evict is None:
+        return None
+    if isinstance(on_evict, str) and on_evict == "keep":
+        return "keep"
     if not callable(on_evict):
         raise ConfigError(
             f"{of}on_evict={on_evict!r} is not known: give a function of one argument, which is called with EvictedRows, or "
@@ -106,7 +108,7 @@ class Teller:
     def __init__(self, table: str, dim: int, on_evict: OnEvict | None) -> None:
         self._table, self._dim = table, dim
         self._keeps = on_evict is not None
-        self._hook: Callable[[EvictedRows], object] | None = None if on_evict == "keep" else on_evict
+        self._hook: Callable[[EvictedRows], object] | None = None if isinstance(on_evict, str) else on_evict
         # A load may replace the core's table: the queues of those before come first.
         self._sources: deque[_Source] = deque()
         self._errors: deque[EvictionHookError] = deque()

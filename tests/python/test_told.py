@@ -10,6 +10,7 @@ import weakref
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -353,7 +354,7 @@ def test_without_on_evict_nothing_is_kept_and_kept_rows_can_be_drained_in_parts(
         assert full.stats().eviction.evicted == 0
 
 
-@pytest.mark.parametrize("given", ["drop", 3, ["keep"]])
+@pytest.mark.parametrize("given", ["drop", 3, ["keep"], np.array(["keep"]), np.array([1, 2])])
 def test_what_is_no_hook_is_refused(given):
     with pytest.raises(ConfigError, match=r"on_evict=.* is not known: give a function of one argument"):
         embedding(on_evict=given)
