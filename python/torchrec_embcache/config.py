@@ -1,5 +1,7 @@
 """The budgets of a table, and checks of settings."""
 
+import math
+import numbers
 import os
 import re
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ __all__ = [
     "TierBudgets",
     "Unseen",
     "absolute_path",
+    "as_float",
     "bucket_range",
     "check_choice",
     "check_int",
@@ -121,6 +124,17 @@ def check_int(field: str, value: object, low: int, high: int) -> int:
     if not low <= number <= high:
         raise ConfigError(f"{field}={value!r} is out of range: give an integer from {low} to {high}")
     return number
+
+
+def as_float(value: object) -> float | None:
+    """`value` as a float if it is a real number, of Python's or NumPy's, else None. What is too great for a float is infinite."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    number: Any = value
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def check_name(field: str, value: object) -> str:

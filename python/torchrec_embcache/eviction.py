@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+import numpy as np
+
 from . import _native
 from .agreement import Agreement
-from .config import check_int
+from .config import as_float, check_int
 from .cuts import CutOff, HowMany, Rows, rules_of_cuts
 from .exceptions import ConfigError
 
@@ -26,6 +28,7 @@ __all__ = ["All", "Keep", "L2Norm", "Policy", "Rule", "Score", "Share", "Ttl"]
 _MOST_STEPS = 1 << 53
 _MOST_ROWS = (1 << 63) - 1
 _MOST_FLOAT32 = 3.4028234663852886e38
+_LEAST_FLOAT32 = 1.401298464324817e-45
 
 
 class Rule(ABC):
@@ -61,11 +64,22 @@ class Rule(ABC):
 
 def _positive(field: str, value: object, most: float) -> float:
     """`value` as a float. `ConfigError` unless it is a number above 0 and at most `most`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{field}={value!r} is not a finite number: give one above 0")
-    if not 0 < value <= most:
+    number = as_float(value)
+    if number is None or math.isnan(number):
+        raise ConfigError(f"{field}={value!r} is not a number: give an int or a float above 0")
+    if not 0 < number <= most:
         raise ConfigError(f"{field}={value!r} is out of range: give more than 0 and at most {most:g}")
-    return float(value)
+    return number
+
+
+def _positive_float32(field: str, value: object) -> float:
+    """`value` as a float. `ConfigError` unless it is a number whose float32 is above 0 and finite."""
+    number = _positive(field, value, _MOST_FLOAT32)
+    if np.float32(number) == 0:
+        raise ConfigError(
+            f"{field}={value!r} is 0 as a float32, and nothing is below that: give at least {_LEAST_FLOAT32:g}"
+        )
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +141,7 @@ class Ttl(Rule):
             return self.native()
         table = on.table
         now = max(on.together(lambda: 0 if table is None else table.now()))
-        cut = now - math.ceil(self.seconds * 1000)
+        cut = now - max(1, round(float(self.seconds) * 1000))
 
         def made() -> int | None:
             # A rank that has no rows of the table has no say; -1: no step is known to be so old.
@@ -168,7 +182,7 @@ class Score(Rule):
     below: float
 
     def __post_init__(self) -> None:
-        _positive("Score.below", self.below, _MOST_FLOAT32)
+        _positive_float32("Score.below", self.below)
 
     def native(self) -> _native.SweepRule:
         """As the core takes it."""
@@ -195,7 +209,7 @@ class L2Norm(Rule):
     below: float
 
     def __post_init__(self) -> None:
-        _positive("L2Norm.below", self.below, _MOST_FLOAT32)
+        _positive_float32("L2Norm.below", self.below)
 
     def native(self) -> _native.SweepRule:
         """As the core takes it."""
@@ -270,7 +284,7 @@ class Share(CutOff, Rule):
 
     def lowest(self, rows: Rows) -> int:
         """The share of the rows, rounded down; none where a sweep has taken it."""
-        return 0 if rows.are_swept else math.floor(Fraction(self.share) * rows.rows)
+        return 0 if rows.are_swept else math.floor(Fraction(float(self.share)) * rows.rows)
 
 
 @dataclass(frozen=True)

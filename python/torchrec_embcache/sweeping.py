@@ -5,11 +5,11 @@ Rules of a row's own columns and of the step alone need no agreement, and the co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from . import _native
 from .agreement import Agreement, Together, alone
+from .config import as_float
 from .exceptions import InputError, StateError
 from .gradients import raise_at_end_of_backward
 from .table_shard import TableShard
@@ -61,10 +61,11 @@ def sweep_alone(table: TableShard) -> None:
 
 
 def milliseconds(field: str, seconds: object) -> int:
-    """`seconds` as whole milliseconds. `InputError` unless it is a number from 0 to 2^52."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _MOST_SECONDS:
-        raise InputError(f"{field}({seconds!r}): give seconds as a number from 0 to 2^52")
-    return math.floor(seconds * 1000)
+    """`seconds` as milliseconds, rounded. `InputError` unless it is a number from 0 to 2^52."""
+    number = as_float(seconds)
+    if number is None or not 0 <= number <= _MOST_SECONDS:
+        raise InputError(f"{field}({seconds!r}): give seconds as a number from 0 to 2^52, an int or a float")
+    return round(number * 1000)
 
 
 def set_time_alone(table: TableShard, seconds: float) -> None:

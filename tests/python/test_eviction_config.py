@@ -5,6 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,11 +64,47 @@ CONFIG = {"name": "item", "embedding_dim": 4, "num_embeddings": 9, "feature_name
         (lambda: Share(1), "every row"),
         (lambda: Share(1.1), "Share.share=1.1"),
         (lambda: Share(float("nan")), "Share.share=nan"),
+        # Too great for a float, and too small for a float32.
+        (lambda: Ttl(seconds=10**400), "Ttl.seconds=1000.*out of range"),
+        (lambda: Score(below=10**400), "Score.below=1000.*out of range"),
+        (lambda: L2Norm(below=-(10**400)), "L2Norm.below=-1000.*out of range"),
+        (lambda: Share(10**400), "Share.share=1000.*out of range"),
+        (lambda: Score(below=1e-50), "Score.below=1e-50 is 0 as a float32"),
+        (lambda: L2Norm(below=1e-50), "L2Norm.below=1e-50 is 0 as a float32"),
+        (lambda: Ttl(seconds=np.array([60])), "give an int or a float"),
+        (lambda: Ttl(seconds=np.bool_(True)), "give an int or a float"),
     ],
 )
 def test_a_rule_out_of_range_is_refused_naming_field_and_value(make, what):
     with pytest.raises(ConfigError, match=what):
         make()
+
+
+@pytest.mark.parametrize("number", [np.int64, np.float32, np.float64])
+def test_numbers_of_numpy_are_taken_as_pythons(number):
+    policy = Policy([Ttl(seconds=number(9)), All([Score(number(2)), L2Norm(number(1)), Ttl(steps=np.int64(2))])])
+    assert policy == Policy([Ttl(seconds=9), All([Score(2), L2Norm(1), Ttl(steps=2)])])
+    table = EmbCacheEmbedding(
+        name="item", embedding_dim=4, tiers=TIERS, optimizer=optimizers.SGD(lr=0.1), eviction=policy
+    )
+    table.set_time(number(5))
+    table(torch.tensor([1, 2])).sum().backward()
+    table.set_time(number(13))
+    table.evict()
+    assert len(table) == 2
+    table.set_time(number(14))
+    table.evict()
+    assert len(table) == 0
+    share = EmbCacheEmbedding(
+        name="item",
+        embedding_dim=4,
+        tiers=TIERS,
+        optimizer=optimizers.SGD(lr=0.1),
+        eviction=Policy([Share(np.float32(0.5))]),
+    )
+    share(torch.tensor([1, 2, 3, 4])).sum().backward()
+    share.evict()
+    assert len(share) == 2
 
 
 @pytest.mark.parametrize("kind", [Policy, All])

@@ -179,11 +179,13 @@ def test_without_a_rule_in_seconds_a_checkpoint_is_of_the_version_before_and_its
 
 def test_a_table_whose_time_is_the_systems_takes_what_was_trained_before():
     table = embedding(eviction=Policy([Ttl(seconds=3600)]))
+    native = internals(table.table).native
+    before = native.now() / 1000
     update(table(torch.tensor([1, 2])))
-    now = internals(table.table).native.now() / 1000
+    now = native.now() / 1000
     table.evict()
     assert len(table) == 2
-    table.set_time(now + 3599)
+    table.set_time(before + 3599)
     table.evict()
     assert len(table) == 2
     table.set_time(now + 3602)
@@ -193,7 +195,21 @@ def test_a_table_whose_time_is_the_systems_takes_what_was_trained_before():
         table.set_time(now)
 
 
-@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "1", None, True, 2**53])
+@pytest.mark.parametrize("seconds", [0.001, 0.29, 1.001, 1.005, 4.35, 1_700_000_000.123])
+def test_thousandths_of_times_and_of_a_time_to_live_count(seconds):
+    table = embedding(eviction=Policy([Ttl(seconds=seconds)]))
+    table.set_time(0)
+    update(table(torch.tensor([1])))
+    table.set_time(seconds - 0.001)
+    table.evict()
+    assert len(table) == 1
+    table.set_time(seconds)
+    assert internals(table.table).native.now() == round(seconds * 1000)
+    table.evict()
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("seconds", [-1, 10**400, float("nan"), float("inf"), "1", None, True, 2**53])
 def test_what_is_no_time_is_refused(seconds):
     table = embedding(eviction=Policy([Ttl(seconds=5)]))
     for call in (lambda: table.set_time(seconds), lambda: set_time(table, seconds)):
