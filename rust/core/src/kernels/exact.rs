@@ -51,7 +51,7 @@ fn carried(sum: &[i64], sign: i128, limbs: &mut [u32; LIMBS]) -> i128 {
     carry
 }
 
-/// The float32 next to a sum; not a number where a number of the sum was not finite.
+/// The float32 next to a sum, and of two that are equally near the even one; not a number where a number of the sum was not finite.
 fn rounded(sum: &[i64]) -> f32 {
     if sum[LIMBS] != 0 {
         return f32::NAN;
@@ -62,10 +62,24 @@ fn rounded(sum: &[i64]) -> f32 {
     if above < 0 {
         above = carried(sum, -1, &mut limbs);
     }
-    let base = f64::from(u32::MAX) + 1.0;
-    let value = limbs.iter().rev().fold(above as f64, |value, &limb| value * base + f64::from(limb));
-    let unit = f64::from_bits((1023 - 149) << 52);
-    (sign * value * unit) as f32
+    if above > 0 {
+        // The largest float32 is below what the limbs hold.
+        return sign * f32::INFINITY;
+    }
+    // The highest two limbs that are not empty, as one number, and the place of its lowest bit.
+    let highest = limbs.iter().rposition(|&limb| limb != 0).unwrap_or(0);
+    let low = highest.saturating_sub(1);
+    let high = if highest > low { u64::from(limbs[highest]) << LIMB_BITS } else { 0 };
+    let (mut number, mut place) = (high | u64::from(limbs[low]), low as u64 * u64::from(LIMB_BITS));
+    let mut is_more = limbs[..low].iter().any(|&limb| limb != 0);
+    let dropped = (u64::BITS - number.leading_zeros()).saturating_sub(f64::MANTISSA_DIGITS);
+    is_more |= number & ((1 << dropped) - 1) != 0;
+    (number, place) = (number >> dropped, place + u64::from(dropped));
+    // A float64 holds it without rounding. Bits that were left out make it odd, so that the float32 is rounded as if they were there
+    // (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums"). Subnormal sums have one limb, and none left out.
+    number |= u64::from(is_more);
+    let unit = f64::from_bits((1023 - 149 + place) << (f64::MANTISSA_DIGITS - 1));
+    sign * (number as f64 * unit) as f32
 }
 
 /// The float32 next to each of the sums: `[D]`.
@@ -102,6 +116,29 @@ mod tests {
         assert_eq!(sum_of(&[f32::MAX, f32::MAX, -f32::MAX]).to_bits(), f32::MAX.to_bits());
         assert_eq!(sum_of(&[-f32::MAX, -f32::MAX]).to_bits(), f32::NEG_INFINITY.to_bits());
         assert!(sum_of(&[1.0, f32::INFINITY]).is_nan() && sum_of(&[f32::NAN]).is_nan());
+    }
+
+    #[test]
+    fn a_sum_is_rounded_once() {
+        let tiny = 2.0_f32.powi(-100);
+        let half = 2.0_f32.powi(-24);
+        let next = 1.0 + f32::EPSILON;
+        // Half of a unit is rounded to the even number. Anything beside it decides, however small.
+        for (numbers, nearest) in [
+            (vec![1.0, half], 1.0),
+            (vec![1.0, half, tiny], next),
+            (vec![1.0, half, f32::from_bits(1)], next),
+            (vec![1.0, half, -tiny], 1.0),
+            (vec![next, half], 1.0 + 2.0 * f32::EPSILON),
+            (vec![next, half, -tiny], next),
+            (vec![f32::MAX, 2.0_f32.powi(103)], f32::INFINITY),
+            (vec![f32::MAX, 2.0_f32.powi(103), -tiny], f32::MAX),
+            (vec![2.0_f32.powi(90), 2.0_f32.powi(66), f32::from_bits(3)], 2.0_f32.powi(90) * next),
+        ] {
+            assert_eq!(sum_of(&numbers).to_bits(), nearest.to_bits(), "{numbers:?}");
+            let negative: Vec<f32> = numbers.iter().map(|number| -number).collect();
+            assert_eq!(sum_of(&negative).to_bits(), (-nearest).to_bits(), "{negative:?}");
+        }
     }
 
     #[test]

@@ -19,9 +19,10 @@ const HOURS: u64 = 31 * 24;
 /// No time is later, and no step larger. Sums of two such numbers are far from an overflow.
 const MOST: u64 = 1 << 62;
 
-/// When the steps of a table were made. Its serde form, which is a list of numbers, is part of published states and of manifests.
+/// When the steps of a table were made. Its serde form is part of published states and of manifests. It is one text, numbers with spaces
+/// between them, because a manifest has each item of a list on a line of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Vec<u64>", into = "Vec<u64>")]
+#[serde(try_from = "String", into = "String")]
 pub struct StepClock {
     /// Steps and times, both ascending.
     pairs: Vec<(u64, u64)>,
@@ -160,24 +161,30 @@ impl StepClock {
     }
 }
 
-impl From<StepClock> for Vec<u64> {
+impl From<StepClock> for String {
     /// Whether the times are those of events, the first pair, and what each pair adds to the one before it.
     fn from(clock: StepClock) -> Self {
-        let mut numbers = vec![u64::from(clock.of_events)];
+        use std::fmt::Write;
+        let mut text = u64::from(clock.of_events).to_string();
         let (mut step, mut time) = (0, 0);
         for pair in clock.pairs {
-            numbers.extend([pair.0 - step, pair.1 - time]);
+            // Writing to a string does not fail.
+            let _ = write!(text, " {} {}", pair.0 - step, pair.1 - time);
             (step, time) = pair;
         }
-        numbers
+        text
     }
 }
 
-impl TryFrom<Vec<u64>> for StepClock {
+impl TryFrom<String> for StepClock {
     type Error = Error;
 
-    fn try_from(numbers: Vec<u64>) -> Result<Self> {
+    fn try_from(text: String) -> Result<Self> {
         let damaged = |what: &str| Error::new(Kind::Corruption, format!("a step clock {what}"));
+        let is_number = |word: &str| word.bytes().all(|byte| byte.is_ascii_digit());
+        let numbers: Option<Vec<u64>> =
+            text.split(' ').map(|word| word.parse().ok().filter(|_| is_number(word))).collect();
+        let numbers = numbers.ok_or_else(|| damaged("with other text than numbers"))?;
         let Some((&of_events, differences)) = numbers.split_first() else { return Err(damaged("without numbers")) };
         if of_events > 1 || differences.len() % 2 != 0 {
             return Err(damaged("of a kind that is not known"));
@@ -250,6 +257,8 @@ mod tests {
         assert!(clock.pairs.len() <= 31 * 24 * 60 + 120, "{}", clock.pairs.len());
         let bytes = clock.encode(usize::MAX);
         assert!(bytes.len() < 700_000, "{}", bytes.len());
+        let in_a_manifest = serde_json::to_vec_pretty(&clock).expect("text");
+        assert_eq!(in_a_manifest.len(), bytes.len(), "manifests are written like this");
         assert_eq!(serde_json::from_slice::<StepClock>(&bytes).expect("a clock"), clock);
     }
 
@@ -327,11 +336,21 @@ mod tests {
 
     #[test]
     fn numbers_that_are_no_clock_are_refused() {
-        for text in
-            ["[]", "[2]", "[0,1]", "[0,1,1,0,5]", "[0,1,18446744073709551615]", "[1,9223372036854775807,1]", "[0,-1,2]"]
-        {
-            assert!(serde_json::from_str::<StepClock>(text).is_err(), "{text}");
+        for text in [
+            "",
+            "2",
+            "0 1",
+            "0 1 1 0 5",
+            "0 1 18446744073709551615",
+            "1 9223372036854775807 1",
+            "0 -1 2",
+            "0 +1 2",
+            "0  1 2",
+            "0 1 2 ",
+        ] {
+            assert!(serde_json::from_value::<StepClock>(text.into()).is_err(), "{text:?}");
         }
-        assert_eq!(serde_json::from_str::<StepClock>("[1,0,5,3,0]").expect("a clock").pairs, [(0, 5), (3, 5)]);
+        assert!(serde_json::from_str::<StepClock>("[0, 1, 2]").is_err());
+        assert_eq!(serde_json::from_str::<StepClock>("\"1 0 5 3 0\"").expect("a clock").pairs, [(0, 5), (3, 5)]);
     }
 }

@@ -188,7 +188,7 @@ impl Rule {
             Self::Below { .. } => "standing",
             // With a cut for a floor, which only spares rows, it is the other rule that takes them.
             Self::All(rules) => match &rules[..] {
-                [rule, Self::Below { .. }] => rule.reason(step, header, weights),
+                [rule, Self::Below { .. }] | [Self::Below { .. }, rule] => rule.reason(step, header, weights),
                 _ => "all",
             },
             Self::Any(rules) => {

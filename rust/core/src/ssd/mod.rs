@@ -208,7 +208,7 @@ impl SsdTier {
 
     /// As [`SsdTier::evict`], and hand the rows that left to `tell`, whose records are read for that.
     ///
-    /// Errors: `Corruption` too, where a record cannot be read. Its row stays.
+    /// Errors: `Corruption` too, where a record cannot be read. Its row stays, and so do those that were read with it, until the next round.
     pub fn evict_and_tell(&self, rows: u64, keep: &dyn Fn(Id) -> bool, tell: &mut Tell<'_>) -> Result<Vec<Id>> {
         evict::evict(&self.inner, rows, keep, Some(tell))
     }

@@ -97,7 +97,8 @@ impl Table {
         Ok(self.len()? == 0)
     }
 
-    /// A number that changes with every change of the rows: a training step, an import, a removal. Moves between tiers do not change it.
+    /// A number that changes with every change of the rows, such as a training step, an import, a removal or a sweep, and with those of
+    /// the step counter and the shared row. Moves between tiers do not change it.
     pub fn version(&self) -> u64 {
         self.inner.version()
     }
@@ -113,6 +114,9 @@ impl Table {
     }
 
     /// Set the step counter, as a load does.
+    ///
+    /// Errors: `State` where it is to be set back while a sweep spares rows that batches in flight use; those of the end of a sweep that is
+    /// under way.
     pub fn set_step(&self, step: u64) -> Result<()> {
         self.inner.lock_any()?.set_step(step)
     }

@@ -268,6 +268,11 @@ impl ChainReader {
     pub fn load_with(&self, table: &Table, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<u64> {
         self.check_fits(table.config())?;
         table.clear()?;
+        // Adam and its kin correct the moments by the number of steps that made them. Rows without slots begin with new moments, so
+        // at step 0. This comes before the rows, so that a full table tells of those that it drops with this step.
+        let begins_anew = table.config().optimizer.corrects_bias() && !self.has_slots();
+        table.restore_clock(self.clock()?)?;
+        table.set_step(if begins_anew { 0 } else { self.spec().step })?;
         let dropped = table.stats()?.dropped_rows;
         table.reserve_rows(self.rows_of_oldest())?;
         let mut counts = MergedCounts::default();
@@ -277,7 +282,6 @@ impl ChainReader {
         };
         let read = self.read_with_counts(&mut import, &mut counts)?;
         counts.hand_over(&mut |counts| table.restore_bucket(&counts))?;
-        table.restore_clock(self.clock()?)?;
         let stats = table.stats()?;
         let rows = stats.rows;
         if rows + (stats.dropped_rows - dropped) != read {
@@ -289,10 +293,6 @@ impl ChainReader {
                 ),
             ));
         }
-        // Adam and its kin correct the moments by the number of steps that made them. Rows without slots begin with new moments, so
-        // at step 0.
-        let begins_anew = table.config().optimizer.corrects_bias() && !self.has_slots();
-        table.set_step(if begins_anew { 0 } else { self.spec().step })?;
         let saved = self.spec().shared_row.as_ref();
         let layout = table.config().layout();
         let without_slots = saved.filter(|_| !self.has_slots()).map(|saved| saved.without_slots(layout));

@@ -28,7 +28,7 @@ pub(crate) fn evict(
     let evicted = evict_into(tier, rows, keep, &mut walk, &mut gone, tell);
     *lock(&tier.eviction) = walk;
     tier.counters.dropped_rows.fetch_add(gone.len() as u64, Ordering::Relaxed);
-    // Whoever asked must know which rows are gone. The error comes again with the next call, which drops none.
+    // Whoever asked must know which rows are gone. An error of writing comes again with the next call, which drops none.
     if gone.is_empty() { evicted.map(|()| gone) } else { Ok(gone) }
 }
 
@@ -62,6 +62,7 @@ fn evict_into(
             }
         }
         let ids: Vec<Id> = leaving.iter().map(|ahead| ahead.id).collect();
+        // Rows beside one that cannot be read stay for this round, because a full table must not end at such a row.
         let mut copies = tell.as_ref().map(|_| Copies::read(tier, &segment, &leaving)).transpose()?;
         let place = (segment.slot, segment.serial);
         // Whoever waits for room must not keep a file whose going is to make it.
