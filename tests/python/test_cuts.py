@@ -43,9 +43,11 @@ def put(table: EmbCacheEmbedding, known: Known) -> None:
 
 
 def key(row_id: int, known: tuple[float, int]) -> tuple[float, int, int]:
-    """By what rows are ordered. Both zeros are one score, and what is no number comes last."""
+    """By what rows are ordered. Both zeros are one score, one below 0 stays below 0, and what is no number comes last."""
     score, last_step = known
     left = score if math.isnan(score) else decayed(float(np.float32(score)), last_step, STEP, HALF_LIFE)
+    if score < 0:
+        left = min(left, -5e-324) if left <= 0 else -5e-324  # above all that is left of other scores below 0
     return math.inf if math.isnan(left) else left, last_step, row_id % (1 << 64)
 
 

@@ -42,10 +42,11 @@ impl Standing {
         Self::with(row, decay.of(row.score, row.last_step, step))
     }
 
-    /// The standing of a row of which so much is left of its score.
+    /// The standing of a row of which so much is left of its score. A score below 0 stays below 0, however little is left of it.
     #[inline]
     pub(super) fn with(row: &RowHeader, score: f32) -> Self {
-        Self { score: rising(score), last_step: row.last_step, id: row.id as u64 }
+        let score = if row.score < 0.0 { rising(score).min(rising(0.0) - 1) } else { rising(score) };
+        Self { score, last_step: row.last_step, id: row.id as u64 }
     }
 
     fn low_bits(&self) -> u128 {
@@ -84,10 +85,10 @@ pub fn rising(score: f32) -> u32 {
     if bits >> 31 == 0 { bits | 1 << 31 } else { !bits }
 }
 
-/// Whether no row that stands below the cut moves above it while its score decays. It does where its score is not above 0, because it
-/// may rise to 0 then, or not finite, because what is left of an infinite score may be no number.
+/// Whether no row that stands below the cut moves above it while its score decays. One may where the cut's score is below 0, because scores
+/// below 0 rise, or not finite, because what is left of an infinite score may be no number.
 pub(super) fn only_falls_below(cut: &Standing) -> bool {
-    (rising(0.0) + 1..rising(f32::INFINITY)).contains(&cut.score)
+    (rising(0.0)..rising(f32::INFINITY)).contains(&cut.score)
 }
 
 /// The standings from `low` to `high`, both included.

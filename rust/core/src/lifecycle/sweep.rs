@@ -215,7 +215,7 @@ impl Rule {
                 Self::ScoreBelow { below: before, half_life: half_life_before },
             ) => below >= before && half_life == half_life_before,
             (Self::NormBelow(now), Self::NormBelow(before)) => now >= before,
-            // A score that is above 0 only falls, so a row that stood below the cut stays below it.
+            // A score only falls, down to 0, so a row that stood below the cut stays below it.
             (Self::Below { cut, half_life }, Self::Below { cut: before, half_life: half_life_before }) => {
                 cut >= before && half_life == half_life_before && only_falls_below(before)
             }
@@ -307,6 +307,8 @@ mod tests {
             cut(0.5, 40),
             cut(1.5, 10),
             cut(-0.25, 10),
+            cut(0.0, 30),
+            cut(0.0, 50),
             Rule::LastStep(30),
             Rule::LastStep(60),
             score(0.5),
@@ -328,7 +330,9 @@ mod tests {
             covered += 1;
             for number in 0..2000_u32 {
                 let last_step = u64::from(number % 71);
-                let (score, weight) = ((number % 13) as f32 / 4.0 - 0.5, (number % 7) as f32 / 3.0);
+                // Among them what is left of a score below 0 is a zero by the later step.
+                let score = if number % 13 == 1 { -f32::from_bits(1) } else { (number % 13) as f32 / 4.0 - 0.5 };
+                let weight = (number % 7) as f32 / 3.0;
                 let header = row(last_step, score, crate::types::Id::from(number));
                 assert!(
                     !older.kills(&header, &[weight]) || newer.kills(&header, &[weight]),
