@@ -180,7 +180,7 @@ impl Residency {
                 Kind::State,
                 format!(
                     "table {:?}: what changed since the checkpoint {} is not known (it was saved too long ago or by another run, or \
-                     more rows left since than are remembered, or a sweep came between the forward and the backward of a batch that \
+                     more rows left or more sweeps came since than are remembered, or a sweep came between the forward and the backward of a batch that \
                      is not trained yet): save a full checkpoint",
                     self.base.config.name, ancestor.name
                 ),

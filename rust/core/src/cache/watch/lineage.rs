@@ -9,6 +9,10 @@ use crate::types::Id;
 /// How many checkpoints are remembered. There are several so that saves to a few directories in turn each find their own last one.
 const MOST_ANCESTORS: usize = 4;
 
+/// How many sweeps are remembered of which none takes all that another one takes. A delta says each of them, and whoever reads it holds each
+/// row of the checkpoints before against all of them.
+pub(crate) const MOST_SWEEPS: usize = 64;
+
 /// A checkpoint whose rows were this table's when it was saved or loaded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ancestor {
@@ -83,7 +87,7 @@ impl Lineage {
     }
 
     /// Note that the awaited save is over: the table was saved as `ancestor`, or the save failed (`None`). Nothing happens where that save
-    /// is no longer awaited, because another one is, or too many ids left since, or the contents were replaced.
+    /// is no longer awaited, because another one is, or too many ids left or sweeps came since, or the contents were replaced.
     pub(crate) fn saved_beside(&mut self, next_epoch: u32, ancestor: Option<Ancestor>) {
         if self.awaited != Some(next_epoch) {
             return;
@@ -104,12 +108,7 @@ impl Lineage {
     /// Note that ids left the table in `epoch`, which is the table's. When there are too many ids, the oldest ancestors are forgotten.
     pub(crate) fn note_left(&mut self, epoch: u32, ids: &[Id]) {
         while self.is_wanted() && self.left_ids + ids.len() > self.most_ids {
-            if self.ancestors.is_empty() {
-                self.awaited = None;
-            } else {
-                self.ancestors.remove(0);
-            }
-            self.prune();
+            self.forget_oldest();
         }
         if !self.is_wanted() || ids.is_empty() {
             return;
@@ -122,12 +121,32 @@ impl Lineage {
     }
 
     /// Note a sweep in `epoch`, which is the table's. A delta says the sweep and not what it took, except for rows that were modified since
-    /// the delta's parent: see [`Lineage::must_list`].
-    pub(crate) fn note_sweep(&mut self, epoch: u32, sweep: &Sweep) {
+    /// the delta's parent: see [`Lineage::must_list`]. When there are too many sweeps, the oldest ancestors are forgotten. Returns the name of
+    /// the newest of those.
+    pub(crate) fn note_sweep(&mut self, epoch: u32, sweep: &Sweep) -> Option<String> {
         if self.is_wanted() {
             self.sweeps.retain(|(_, before)| !sweep.covers(before));
             self.sweeps.push((epoch, sweep.clone()));
         }
+        self.forget_beyond_most_sweeps()
+    }
+
+    fn forget_beyond_most_sweeps(&mut self) -> Option<String> {
+        let mut forgotten = None;
+        while self.sweeps.len() > MOST_SWEEPS {
+            forgotten = self.forget_oldest().or(forgotten);
+        }
+        forgotten
+    }
+
+    /// Forget the oldest ancestor, or the awaited save where there is none, with what only that one needs. Returns the ancestor's name.
+    fn forget_oldest(&mut self) -> Option<String> {
+        let oldest = if self.ancestors.is_empty() { None } else { Some(self.ancestors.remove(0).name) };
+        if oldest.is_none() {
+            self.awaited = None;
+        }
+        self.prune();
+        oldest
     }
 
     /// Whether a row that a sweep takes, and that was modified last in this epoch, is to be [noted](Lineage::note_left) by its id. The
@@ -203,6 +222,7 @@ impl Lineage {
         self.ancestors = head.ancestors;
         self.sweeps = head.sweeps;
         self.prune();
+        self.forget_beyond_most_sweeps();
         if self.left_ids > self.most_ids {
             self.forget();
         }
@@ -247,6 +267,48 @@ mod tests {
         assert_eq!(lineage.left_since(&ancestor(2)), Some((6..12).collect()));
         lineage.note_left(2, &[0; 11]);
         assert_eq!((lineage.ancestors().len(), lineage.bytes()), (0, 0));
+    }
+
+    #[test]
+    fn too_many_sweeps_that_do_not_cover_each_other_push_out_the_oldest_checkpoints() {
+        use crate::lifecycle::Rule;
+
+        let ever_less = |step: usize| Sweep { step: step as u64, rule: Rule::NormBelow(1.0 / (1 + step) as f64) };
+        let mut lineage = Lineage::new(1 << 10);
+        assert_eq!(lineage.note_sweep(0, &ever_less(0)), None);
+        assert!(lineage.sweeps.is_empty(), "nothing is asked for");
+        lineage.saved_as(ancestor(1));
+        for step in 0..MOST_SWEEPS - 1 {
+            assert_eq!(lineage.note_sweep(1, &ever_less(step)), None);
+        }
+        lineage.saved_as(ancestor(2));
+        assert_eq!(lineage.note_sweep(2, &ever_less(MOST_SWEEPS)), None);
+        assert_eq!(lineage.sweeps_since(&ancestor(1)).len(), MOST_SWEEPS);
+        let bytes = lineage.encode(1 << 20);
+        assert_eq!(lineage.note_sweep(2, &ever_less(MOST_SWEEPS + 1)), Some("c1".into()));
+        assert_eq!((lineage.left_since(&ancestor(1)), lineage.left_since(&ancestor(2))), (None, Some(vec![])));
+        assert_eq!(lineage.sweeps_since(&ancestor(2)).len(), 2);
+        // One that takes all that the others took stands for all of them.
+        lineage.note_sweep(2, &Sweep { step: 1000, rule: Rule::NormBelow(9.0) });
+        assert_eq!((lineage.sweeps.len(), lineage.ancestors().len()), (1, 1));
+        // A save beside training that is awaited.
+        lineage.await_save(3);
+        for step in 0..MOST_SWEEPS {
+            let forgotten = lineage.note_sweep(3, &ever_less(step));
+            assert_eq!(forgotten, (step + 1 == MOST_SWEEPS).then(|| "c2".into()));
+        }
+        assert_eq!(lineage.note_sweep(3, &ever_less(MOST_SWEEPS)), None);
+        assert!(!lineage.is_wanted() && lineage.sweeps.is_empty());
+        lineage.saved_beside(3, Some(ancestor(3)));
+        assert!(lineage.ancestors().is_empty(), "its sweeps are not known");
+        // A file of a release that kept more.
+        let mut back = Lineage::new(1 << 10);
+        back.decode(&bytes);
+        assert_eq!((back.ancestors().len(), back.sweeps.len()), (2, MOST_SWEEPS));
+        back.sweeps.push((2, ever_less(MOST_SWEEPS + 1)));
+        let bytes = back.encode(1 << 20);
+        back.decode(&bytes);
+        assert_eq!((back.ancestors(), back.sweeps.len()), (&[ancestor(2)][..], 2));
     }
 
     #[test]
