@@ -23,7 +23,7 @@ from torchrec_embcache import (
     evict,
 )
 from torchrec_embcache.cache import internals
-from torchrec_embcache.eviction import L2Norm, Policy, Score, Ttl
+from torchrec_embcache.eviction import L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import StorageError
 from torchrec_embcache.saver import Saver
 from torchrec_embcache.table_shard import TableShard
@@ -220,6 +220,33 @@ def test_a_load_goes_on_with_the_rules_of_the_table_that_loads(tmp_path):
         update(out)
         assert torch.equal(out.detach(), model.train(ids))
     assert model.is_same(second)
+
+
+@pytest.mark.parametrize("swept", ["by a call", "by a save"])
+def test_a_share_that_was_taken_before_a_flush_is_not_taken_again_after_its_resume(tmp_path, swept):
+    def made(reopen: str | None) -> EmbCacheEmbedding:
+        tiers = ssd_tiers(tmp_path / "tiers", host_bytes="16KiB", ssd_bytes="64MiB", reopen=reopen)
+        return embedding(tiers=tiers, eviction=Policy([Share(0.2)]), score_half_life_steps=HALF_LIFE)
+
+    def sweep(table: EmbCacheEmbedding) -> None:
+        if swept == "by a call":
+            evict(table)
+        else:
+            Saver(0).save(table, tmp_path / "saved")
+
+    with made(None) as table:
+        trained(table, 1)
+        before = len(table)
+        sweep(table)
+        after = len(table)
+        assert after == before - before // 5
+    with made("resume") as table:
+        sweep(table)
+        assert len(table) == after
+        trained(table, 2, 1)
+        grown = len(table)
+        sweep(table)
+        assert len(table) == grown - grown // 5
 
 
 @pytest.mark.parametrize("flushed", ["before", "after", "closed"])

@@ -2,7 +2,8 @@
 //! its steps were made, and the row that refused ids share.
 //!
 //! With a shared row it begins with [`WITH_SHARED`], how many numbers the row has, and these. With the times of steps [`WITH_CLOCK`]
-//! follows, the length of the clock's bytes, and these bytes. What follows is the same as where there is neither:
+//! follows, the length of the clock's bytes, and these bytes. Where nothing has changed since the last sweep but what that took,
+//! [`AS_SWEPT`] follows. What follows then is the same as where there is none of these:
 //!
 //! Without counts it is the bytes of the lineage. With counts it is: [`WITH_COUNTS`], the length of the lineage's bytes, these bytes, and
 //! for each bucket that has any its number, its generation, how many ids it has, and each id with its shows and clicks. The state around
@@ -23,6 +24,8 @@ use crate::types::Id;
 const WITH_COUNTS: &[u8] = b"counts 1\n";
 /// The first bytes of a note with the times of steps.
 const WITH_CLOCK: &[u8] = b"clock 1\n";
+/// The bytes that say that nothing has changed since the last sweep but what that took.
+const AS_SWEPT: &[u8] = b"swept 1\n";
 /// The times of steps take at most one part in this many of what the shared row leaves of a note, or [`LEAST_CLOCK_BYTES`].
 const CLOCK_SHARE: usize = 4;
 /// So many bytes of a note the times of steps may take in any case: some 60 times.
@@ -51,6 +54,7 @@ impl Residency {
         self.set_shared_row(shared.as_ref());
         let (clock, note) = split_clock(note);
         self.clock = serde_json::from_slice(clock).unwrap_or_default();
+        let (is_as_swept, note) = split_as_swept(note);
         let Note { lineage, counts } = decode(note);
         self.lineage.decode(lineage);
         self.fit_host_to_index();
@@ -59,7 +63,10 @@ impl Residency {
             .iter()
             .filter(|counts| buckets.contains(&counts.bucket))
             // Which of them were counted since the last save is not known, so that the next delta has them all.
-            .try_for_each(|counts| self.restore_counts(counts, self.epoch))
+            .try_for_each(|counts| self.restore_counts(counts, self.epoch))?;
+        // What was taken over changes nothing of what the sweep has left.
+        self.as_swept = is_as_swept.then(|| self.base.version());
+        Ok(())
     }
 
     /// The note for a state that the SSD tier publishes, of at most so many bytes. What does not fit is left out, which is logged. Where that
@@ -67,6 +74,9 @@ impl Residency {
     pub(crate) fn encoded_note(&self, most_bytes: usize) -> Vec<u8> {
         let mut note = self.shared_row().map_or_else(Vec::new, with_shared);
         note.extend(self.encoded_clock(clock_bytes(most_bytes.saturating_sub(note.len()))));
+        if self.is_as_swept() && note.len() + AS_SWEPT.len() <= most_bytes {
+            note.extend(AS_SWEPT);
+        }
         note.extend(self.encoded_rest(most_bytes.saturating_sub(note.len())));
         note
     }
@@ -170,6 +180,11 @@ fn split_clock(note: &[u8]) -> (&[u8], &[u8]) {
     split_part(rest).unwrap_or_default()
 }
 
+/// Whether a note says that nothing has changed since the last sweep, and what follows that.
+fn split_as_swept(note: &[u8]) -> (bool, &[u8]) {
+    note.strip_prefix(AS_SWEPT).map_or((false, note), |rest| (true, rest))
+}
+
 /// Bytes that their length comes before, and what follows them.
 fn split_part(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = bytes.split_first_chunk::<8>()?;
@@ -261,6 +276,15 @@ mod tests {
         }
         for end in WITH_CLOCK.len()..WITH_CLOCK.len() + 8 + 7 {
             assert_eq!(split_clock(&note[..end]), (&b""[..], &b""[..]), "{end}");
+        }
+    }
+
+    #[test]
+    fn a_note_of_a_table_that_is_as_a_sweep_has_left_it_says_so_before_the_rest() {
+        let note = [AS_SWEPT, b"counts 1\n..."].concat();
+        assert_eq!(split_as_swept(&note), (true, &b"counts 1\n..."[..]));
+        for other in [&b""[..], b"{old}", b"swept"] {
+            assert_eq!(split_as_swept(other), (false, other));
         }
     }
 

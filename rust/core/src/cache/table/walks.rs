@@ -81,8 +81,8 @@ impl Table {
         self.inner.lock()?.census(step, spans, version)
     }
 
-    /// Whether the table has made a sweep since it was opened, and nothing has changed since but what that sweep took: no step, no import, no
-    /// removal.
+    /// Whether nothing has changed since the last sweep but what that sweep took: no step, no import, no removal. A state of the SSD tier
+    /// that is resumed knows it; a checkpoint that is loaded does not.
     pub fn is_as_swept(&self) -> Result<bool> {
         Ok(self.inner.lock()?.is_as_swept())
     }
