@@ -2,9 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
+use std::sync::Arc;
 
 use embcache::Kind;
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
+use embcache::io::MemoryEngine;
 use embcache::types::Id;
 use embcache_tests::{Rig, config, three_tiers};
 
@@ -90,4 +92,23 @@ fn a_rule_that_is_missing_or_not_asked_for_or_out_of_range_is_refused_and_nothin
         assert_eq!(ids(rig), before);
     }
     none.table.sweep().expect("nothing to do");
+}
+
+#[test]
+fn rules_out_of_range_are_refused() {
+    use EvictionRule::{All, Any, NormBelow, ScoreBelow, Unused};
+    for rule in [
+        Unused { steps: 0 },
+        ScoreBelow(0.0),
+        ScoreBelow(f32::NAN),
+        NormBelow(-1.0),
+        NormBelow(f64::INFINITY),
+        Any(vec![]),
+        All(vec![Unused { steps: 3 }, Any(vec![ScoreBelow(-1.0)])]),
+        All(vec![Unused { steps: 3 }, EvictionRule::Given]),
+    ] {
+        let engine = Arc::new(MemoryEngine::default());
+        let opened = Rig::open(settings(0, rule.clone()), engine);
+        assert_eq!(opened.map(|_| ()).expect_err("out of range").kind(), Kind::Config, "{rule:?}");
+    }
 }

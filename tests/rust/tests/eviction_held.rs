@@ -1,7 +1,7 @@
 //! Eviction by rule where batches hold rows, where something fails on the way, and where rows come in or the step is set meanwhile.
 
 use embcache::Kind;
-use embcache::cache::{Plan, PlanMode};
+use embcache::cache::{Ancestor, Plan, PlanMode};
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, TableConfig};
 use embcache::rows::RowHeader;
 use embcache::types::Id;
@@ -184,4 +184,178 @@ fn the_step_is_not_set_back_while_a_sweep_spares_rows_of_a_batch() {
     assert_eq!(ids_of(&rig), [1, 9]);
     rig.table.sweep().expect("a sweep of an earlier step");
     assert_eq!(ids_of(&rig), [1, 9]);
+}
+
+/// A table whose sweeps are given their rules, and a batch between its forward and its backward that has row 1. A sweep by weights, which
+/// takes row 1 and row 2, has come to no end.
+fn held_by_a_sweep_that_reads_the_device() -> (Rig, embcache::cache::Plan) {
+    let rig = rig(EvictionRule::Given, true);
+    rig.train(&[1, 2], BAG, 0).expect("a step");
+    let held = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
+    rig.place(&held).expect("a place");
+    rig.table.sweep_by(&EvictionRule::NormBelow(100.0)).expect("a sweep");
+    (rig, held)
+}
+
+fn busy() -> embcache::Result<()> {
+    Err(embcache::Error::new(Kind::Storage, "the device is busy"))
+}
+
+#[test]
+fn a_sweep_that_waits_for_another_one_begins_only_where_that_has_ended() {
+    let (rig, held) = held_by_a_sweep_that_reads_the_device();
+    let nothing = EvictionRule::Nothing;
+    for fails in [true, true, false] {
+        if fails {
+            rig.amid_device_read(0, busy);
+        }
+        let prepared = rig.table.prepare_sweep(Some(&nothing));
+        assert_eq!(prepared.is_err(), fails, "{prepared:?}");
+        let stats = rig.table.stats().expect("stats").eviction.expect("a rule");
+        assert_eq!((stats.evicted, stats.under_way), (u64::from(!fails), true), "row 1 is spared in the end");
+    }
+    // Row 1 is dead with its batch. What begins a sweep that was prepared reads nothing, and so cannot fail.
+    drop(held);
+    rig.amid_device_read(0, busy);
+    rig.table.sweep_by(&nothing).expect("prepared");
+    rig.table.sweep_by(&EvictionRule::TrainedUntil { step: 0 }).expect("the one before took nothing");
+    assert_eq!(rig.table.len().expect_err("row 1 is to be judged first").kind(), Kind::Storage);
+    assert!(rig.device_read_ended());
+    assert_eq!(ids_of(&rig), [] as [Id; 0]);
+    assert!(!is_under_way(&rig));
+}
+
+#[test]
+fn what_is_prepared_and_never_begun_leaves_the_sweep_before_as_it_was() {
+    for is_trained in [false, true] {
+        let (rig, held) = held_by_a_sweep_that_reads_the_device();
+        rig.table.prepare_sweep(Some(&EvictionRule::Nothing)).expect("prepared");
+        rig.train(&[3], BAG, 0).expect("a step");
+        if is_trained {
+            let out = rig.forward(&held, 1, BAG).expect("a forward");
+            rig.backward(&held, out.len(), 0).expect("a backward");
+            assert_eq!(ids_of(&rig), [1, 3]);
+        } else {
+            drop(held);
+            assert_eq!(ids_of(&rig), [3]);
+        }
+        assert!(!is_under_way(&rig));
+    }
+}
+
+#[test]
+fn a_batch_never_reads_a_row_that_an_older_sweep_took_whose_burial_has_failed() {
+    let (rig, held) = held_by_a_sweep_that_reads_the_device();
+    rig.table.sweep_by(&EvictionRule::Nothing).expect("a sweep");
+    drop(held);
+    for fails in [2, 1] {
+        let plan = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
+        if fails == 2 {
+            // The sweep fails to go on, and so does the second look at the batch's own rows.
+            rig.amid_device_read(0, busy);
+            let again = rig.table.len();
+            assert_eq!(again.expect_err("the device is busy").kind(), Kind::Storage);
+            rig.amid_device_read(0, busy);
+            rig.place(&plan).expect("the row is judged once more for the batch");
+        } else {
+            rig.place(&plan).expect("a place");
+        }
+        let out = rig.forward(&plan, 1, BAG).expect("a forward");
+        drop(plan);
+        assert_eq!(out, rig.evaluate(&[1], BAG, false).expect("an evaluation"), "the row is not there");
+    }
+    assert_eq!(ids_of(&rig), [] as [Id; 0]);
+}
+
+/// Sweep by weights so often that what the sweeps spare is more than a table keeps, with a checkpoint saved after the first ones, while a
+/// batch holds row 1, whose norm is 1. Returns the ids that are there in the end, and how many checkpoints a delta can build on.
+fn after_many_sweeps_amid_a_batch(below: impl Fn(u32) -> f64) -> (Vec<Id>, usize) {
+    let rig = rig(EvictionRule::Given, false);
+    import(&rig, 1..3);
+    rig.train(&[3], BAG, 0).expect("a step");
+    let held = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
+    rig.place(&held).expect("a place");
+    for number in 0..70 {
+        rig.table.sweep_by(&EvictionRule::NormBelow(below(number))).expect("a sweep");
+        // It does not take what the one before takes.
+        rig.table.sweep_by(&EvictionRule::Nothing).expect("a sweep");
+        if number == 40 {
+            let next_epoch = rig.table.epoch().expect("an epoch") + 1;
+            rig.table.set_epoch(next_epoch).expect("set");
+            rig.table.saved_as(Ancestor { name: "c".into(), manifest_xxh3: 1, next_epoch }).expect("noted");
+        }
+    }
+    drop(held);
+    (ids_of(&rig), rig.table.ancestors().expect("an open table").len())
+}
+
+#[test]
+fn a_batch_that_never_ends_holds_the_rows_of_a_limited_number_of_sweeps() {
+    assert_eq!(
+        after_many_sweeps_amid_a_batch(|number| f64::from(100 + number)),
+        (vec![], 1),
+        "the newer ones take them"
+    );
+    let once = |number| if number == 69 { 100.0 } else { 0.5 / f64::from(1 + number) };
+    assert_eq!(after_many_sweeps_amid_a_batch(once), (vec![], 0), "the last one takes them");
+    let once = |number| if number == 0 { 100.0 } else { 0.5 / f64::from(1 + number) };
+    assert_eq!(
+        after_many_sweeps_amid_a_batch(once),
+        (vec![1], 0),
+        "the first one is forgotten, and with it the checkpoints"
+    );
+}
+
+#[test]
+fn a_table_is_not_full_of_rows_that_a_sweep_has_spared_until_their_batch_ended() {
+    let room = 64;
+    let eviction = Some(Eviction { rule: EvictionRule::Unused { steps: 1 }, every_steps: None });
+    let small = TableConfig { eviction, ..config(DIM, OptimizerKind::RowWiseAdagrad, room) };
+    let (rig, _) = Rig::with_faults(small);
+    let ids: Vec<Id> = (1..room as Id).collect();
+    rig.train(&ids, BAG, 0).expect("a step");
+    rig.train(&[-1], BAG, 0).expect("a step");
+    let held = rig.plan(&ids, PlanMode::TRAIN).expect("a plan");
+    rig.place(&held).expect("a place");
+    rig.table.sweep().expect("a sweep");
+    assert_eq!(rig.table.len().expect("rows"), room);
+    assert_eq!(rig.plan(&[-2], PlanMode::TRAIN).map(drop).expect_err("full").kind(), Kind::Capacity);
+    drop(held);
+    // No batch was placed since, which would have buried them.
+    let plan = rig.plan(&[-2, -3], PlanMode::TRAIN).expect("there is room");
+    rig.finish(&plan, 2, BAG, 0).expect("a step");
+    assert_eq!(ids_of(&rig), [-3, -2, -1]);
+}
+
+#[test]
+fn a_state_that_is_resumed_knows_whether_a_sweep_was_the_last_that_changed_the_table() {
+    use embcache::config::{Reopen, SsdConfig};
+
+    let ssd = |reopen| Some(SsdConfig { dir: "/t".into(), bytes: 64 << 20, reopen, resume_token: None });
+    let eviction = Some(Eviction { rule: EvictionRule::Given, every_steps: None });
+    let wanted = |reopen| TableConfig {
+        ssd: ssd(reopen),
+        eviction: eviction.clone(),
+        ..config(DIM, OptimizerKind::RowWiseAdagrad, 60)
+    };
+    for then in ["nothing", "a step"] {
+        let engine: std::sync::Arc<dyn embcache::io::IoEngine> =
+            std::sync::Arc::new(embcache::io::MemoryEngine::default());
+        let rig = Rig::open(wanted(Reopen::Never), std::sync::Arc::clone(&engine)).expect("opened");
+        rig.train(&(0..200).collect::<Vec<Id>>(), BAG, 0).expect("a step");
+        rig.table.sweep_by(&EvictionRule::NormBelow(0.2)).expect("a sweep");
+        if then == "a step" {
+            rig.train(&[1], BAG, 0).expect("a step");
+        }
+        rig.table.flush_next().expect("a flush");
+        let (left, is_as_swept) = (ids_of(&rig), rig.table.is_as_swept().expect("known"));
+        assert_eq!(is_as_swept, then == "nothing");
+        drop(rig);
+        let again = Rig::open(wanted(Reopen::Resume), engine).expect("resumed");
+        assert_eq!((ids_of(&again), again.table.is_as_swept().expect("known")), (left, is_as_swept), "{then}");
+        again.table.set_epoch(again.table.epoch().expect("an epoch") + 1).expect("set");
+        assert_eq!(again.table.is_as_swept().expect("known"), is_as_swept);
+        again.train(&[1], BAG, 0).expect("a step");
+        assert!(!again.table.is_as_swept().expect("known"));
+    }
 }

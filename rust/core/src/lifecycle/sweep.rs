@@ -170,7 +170,7 @@ impl Rule {
             Self::NormBelow(_) => "l2_norm",
             Self::Below { .. } => "standing",
             Self::All(rules) => match &rules[..] {
-                [rule, Self::Below { .. }] => return rule.reasons(names),
+                [rule, Self::Below { .. }] | [Self::Below { .. }, rule] => return rule.reasons(names),
                 _ => "all",
             },
             Self::Any(rules) => return rules.iter().for_each(|rule| rule.reasons(names)),

@@ -251,6 +251,48 @@ fn a_delta_does_not_build_on_anything_while_a_sweep_spares_rows_of_a_batch() {
 }
 
 #[test]
+fn a_chain_whose_sweeps_come_amid_a_batch_is_the_tables_that_saved_it() {
+    for is_trained in [false, true] {
+        let engine: Arc<dyn IoEngine> = Arc::new(memory());
+        let open = |place: &str| ranks(&engine, 1, &EvictionRule::Given, 0, place);
+        let saved = open("saved");
+        let rig = &saved[0];
+        for ids in [[1, 2], [3, 4], [5, 6]] {
+            rig.train(&ids, BAG, 1).expect("a step");
+        }
+        let link = go_on(&engine, &saved, 20_000, None);
+        // Two sweeps come between the forward of this batch and its end. The first takes the rows 1 and 2, and the second less.
+        let plan = rig.plan(&[1, 5], PlanMode::TRAIN).expect("a plan");
+        rig.place(&plan).expect("a place");
+        for rule in [EvictionRule::TrainedUntil { step: 1 }, EvictionRule::Nothing] {
+            rig.table.sweep_by(&rule).expect("a sweep");
+        }
+        assert!(rig.table.ancestors().expect("an open table").is_empty(), "row 1 may still die");
+        if is_trained {
+            let out = rig.forward(&plan, 2, BAG).expect("a forward");
+            rig.backward(&plan, out.len(), 1).expect("a backward");
+        }
+        drop(plan);
+        let left: &[Id] = if is_trained { &[1, 3, 4, 5, 6] } else { &[3, 4, 5, 6] };
+        assert_eq!(rows_of(&saved).into_keys().collect::<Vec<Id>>(), left);
+        let link = go_on(&engine, &saved, 20_000, Some(&link));
+        // Once more, with a save amid the batch, and with sweeps before it and after it.
+        let plan = rig.plan(&[3, 6], PlanMode::TRAIN).expect("a plan");
+        rig.place(&plan).expect("a place");
+        rig.table.sweep_by(&EvictionRule::TrainedUntil { step: 2 }).expect("a sweep");
+        assert_eq!(rig.table.left_since(&link).expect_err("not known").kind(), embcache::Kind::State);
+        let full = go_on(&engine, &saved, 20_000, None);
+        rig.table.sweep_by(&EvictionRule::Nothing).expect("a sweep");
+        drop(plan);
+        go_on(&engine, &saved, 20_000, Some(&full));
+        let loaded = open(&format!("loaded {is_trained}"));
+        load(&engine, &loaded);
+        assert!(rows_of(&loaded) == rows_of(&saved), "row 3 died after the checkpoint, by a sweep before it");
+        assert!(!rows_of(&saved).contains_key(&3));
+    }
+}
+
+#[test]
 fn a_delta_beside_training_and_one_after_a_resume_know_the_sweeps() {
     let engine: Arc<dyn IoEngine> = Arc::new(memory());
     let rule = EvictionRule::Any(vec![EvictionRule::Unused { steps: 10 }, EvictionRule::NormBelow(1.0)]);

@@ -1,7 +1,9 @@
 //! The beginning of a sweep: by which rule, whether the one before has to end first, and what is carried on from it.
 
 use super::Residency;
+use super::judge::Judge;
 use super::under_way::UnderWay;
+use crate::cache::watch::MOST_SWEEPS;
 use crate::config::EvictionRule;
 use crate::error::{Error, Kind, Result};
 use crate::lifecycle::Sweep;
@@ -41,12 +43,23 @@ impl Residency {
 
     /// Do what can fail of [`Residency::begin_sweep`] with this rule, which does not fail then before the next step. No row is unseen by it.
     ///
-    /// Errors: as there.
+    /// Errors: as there. The sweep under way is as it was then, but that it may have gone on.
     pub(crate) fn prepare_sweep(&mut self, given: Option<&EvictionRule>) -> Result<()> {
         let Some(sweep) = self.sweep_of_now(given)? else { return Ok(()) };
-        if self.sweeping.as_ref().is_some_and(|before| !sweep.covers(&before.sweep)) {
+        self.end_before(&sweep)
+    }
+
+    /// Let the sweep under way come to its end, if `sweep` cannot go on in its place. Rows that it spares are kept beside.
+    fn end_before(&mut self, sweep: &Sweep) -> Result<()> {
+        // Of rows that came in since, a sweep that goes on in the place of another one could not tell by which of the two they die.
+        let goes_on = |before: &UnderWay| !before.came_in && sweep.covers(&before.judge.sweep);
+        if self.sweeping.as_ref().is_none_or(goes_on) {
+            return Ok(());
+        }
+        if self.is_sweeping() {
             self.finish_sweep()?;
         }
+        self.set_aside();
         Ok(())
     }
 
@@ -60,30 +73,42 @@ impl Residency {
         let found_all = |before: &Sweep| before.step == sweep.step && before.covers(&sweep);
         if self.swept.as_ref().is_some_and(found_all) {
             // It would find what the one before has left. It is noted all the same, as by ranks whose rows have changed since.
-            self.lineage.note_sweep(self.epoch, &sweep);
+            self.note_sweep(&sweep);
             return Ok(());
         }
-        self.prepare_sweep(given)?;
-        self.reasons.begin(&sweep, self.sweeping.is_some());
+        self.end_before(&sweep)?;
         // A sweep that takes all that the one before takes goes on where that one is, so that each slot and each record has its turn.
-        let before = self.sweeping.take();
+        let mut before = self.sweeping.take();
         self.base.contents_changed();
-        self.lineage.note_sweep(self.epoch, &sweep);
-        self.sweep_epoch = self.epoch;
+        self.note_sweep(&sweep);
         self.as_swept = Some(self.base.version());
         let (host, device) = (&self.host.slots, self.device.as_ref().map(|tier| &tier.slots));
         let slots = (host.high_water(), device.map_or(0, SlotMap::high_water));
-        self.sweeping = Some(UnderWay::after(before, sweep, slots, self.counts.evicted()));
+        let judge = match &mut before {
+            Some(before) => Judge::in_place_of(&mut before.judge, sweep, self.epoch, self.tells()),
+            None => Judge::new(sweep, self.epoch),
+        };
+        self.sweeping = Some(UnderWay::after(before, judge, slots, self.counts.evicted()));
         Ok(())
     }
 
-    /// A step was committed: begin a sweep if one is due. Nothing of that fails: the table has a rule of its own, and by that a later
-    /// sweep takes all that the one before takes, so it does not wait for it.
+    /// Note a sweep for later deltas.
+    fn note_sweep(&mut self, sweep: &Sweep) {
+        if let Some(forgotten) = self.lineage.note_sweep(self.epoch, sweep) {
+            tracing::info!(
+                "table {:?}: what sweeps have taken since the checkpoint {forgotten} is not remembered any more, because there were more \
+                 than {MOST_SWEEPS} of which none takes all that another one takes: the next save on it is a full one",
+                self.base.config.name
+            );
+        }
+    }
+
+    /// A step was committed: begin a sweep if one is due. What may fail is the end of the sweep before, which rows came in to. That one goes on
+    /// then, and the next sweep comes when it is due.
     pub(crate) fn sweep_after_step(&mut self) {
         if self.is_sweep_due()
             && let Err(error) = self.begin_sweep(None)
         {
-            debug_assert!(false, "a sweep by the table's own rule begins: {error}");
             self.note_stopped(&error);
         }
     }

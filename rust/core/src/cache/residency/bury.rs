@@ -4,7 +4,7 @@
 //! would be born with, so that the plan finds what it would find if the row had never been there.
 #![allow(unsafe_code)]
 
-use super::reasons::Dead;
+use super::judge::{Dead, Judge};
 use super::{ROWS_PER_GATHER, Residency};
 use crate::cache::rows::Chunk;
 use crate::error::Result;
@@ -100,14 +100,14 @@ impl Residency {
         Ok(dead)
     }
 
-    /// Bury rows of the host tier. On an error none is buried.
-    pub(super) fn bury_in_host(&mut self, dead: &[Idle]) -> Result<()> {
+    /// Bury rows of the host tier, which `by` takes. On an error none is buried.
+    pub(super) fn bury_in_host(&mut self, dead: &[Idle], by: &Judge) -> Result<()> {
         if dead.is_empty() {
             return Ok(());
         }
         let dim = self.base.layout.dim;
         let of_slot =
-            |idle: &Idle| self.dead(&self.host.metadata(idle.slot()), &self.host.row(idle.quiet()).vector[..dim]);
+            |idle: &Idle| by.dead(&self.host.metadata(idle.slot()), &self.host.row(idle.quiet()).vector[..dim]);
         let rows: Vec<Dead> = dead.iter().map(of_slot).collect();
         let on_ssd =
             dead.iter().zip(&rows).filter(|(idle, _)| self.host.slots.state(idle.slot()).has(RowState::ON_SSD));
@@ -123,20 +123,20 @@ impl Residency {
             }
         }
         self.unbear_in_host(&unborn);
-        self.died(&rows, copies);
+        self.died(&rows, copies, by);
         Ok(())
     }
 
-    /// Bury rows of the device tier. On an error none is buried.
-    pub(super) fn bury_on_device(&mut self, dead: &[CacheSlot]) -> Result<()> {
+    /// Bury rows of the device tier, which `by` takes. On an error none is buried.
+    pub(super) fn bury_on_device(&mut self, dead: &[CacheSlot], by: &Judge) -> Result<()> {
         if dead.is_empty() {
             return Ok(());
         }
-        let copies = self.copies_of_device(dead)?;
+        let copies = self.copies_of_device(dead, by.name_needs_weights())?;
         let Some(tier) = &self.device else { return Ok(()) };
         let (dim, floats) = (self.base.layout.dim, self.base.floats());
         let weights = |at: usize| copies.vectors.get(at * floats..at * floats + dim).unwrap_or_default();
-        let of_slot = |(at, &slot): (usize, &CacheSlot)| self.dead(tier.header(slot), weights(at));
+        let of_slot = |(at, &slot): (usize, &CacheSlot)| by.dead(tier.header(slot), weights(at));
         let rows: Vec<Dead> = dead.iter().enumerate().map(of_slot).collect();
         let on_ssd = dead.iter().zip(&rows).filter(|(slot, _)| tier.slots.state(**slot).has(RowState::ON_SSD));
         self.bury_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
@@ -160,7 +160,7 @@ impl Residency {
         }
         // Plans that pinned a row's slot in the host tier while it was on the device may still come for it.
         self.unbear_in_host(&shadows);
-        self.died(&rows, copies);
+        self.died(&rows, copies, by);
         Ok(())
     }
 
@@ -177,21 +177,21 @@ impl Residency {
         self.absent_reads += rows.len() as u64;
     }
 
-    /// Bury rows that were read from SSD and are in no other tier. On an error none is buried.
-    pub(super) fn bury_read(&mut self, dead: &[RowRef<'_>]) -> Result<()> {
+    /// Bury rows that were read from SSD and are in no other tier, and which `by` takes. On an error none is buried.
+    pub(super) fn bury_read(&mut self, dead: &[RowRef<'_>], by: &Judge) -> Result<()> {
         if dead.is_empty() {
             return Ok(());
         }
         let copies = self.copies_of_read(dead.iter().copied())?;
         self.bury_copies(&dead.iter().map(|row| row.header.id).collect::<Vec<Id>>())?;
         let dim = self.base.layout.dim;
-        let rows: Vec<Dead> = dead.iter().map(|row| self.dead(row.header, &row.vector[..dim])).collect();
-        self.died(&rows, copies);
+        let rows: Vec<Dead> = dead.iter().map(|row| by.dead(row.header, &row.vector[..dim])).collect();
+        self.died(&rows, copies, by);
         Ok(())
     }
 
     /// Bury the dead ones among these rows that are on SSD alone.
-    pub(super) fn bury_dead_on_ssd(&mut self, ids: &[Id], sweep: &Sweep) -> Result<()> {
+    pub(super) fn bury_dead_on_ssd(&mut self, ids: &[Id], by: &Judge) -> Result<()> {
         let Some(ssd) = &self.base.ssd else { return Ok(()) };
         let in_ram = |id: &Id| {
             self.host.slots.get(*id) != NO_SLOT
@@ -212,11 +212,11 @@ impl Residency {
         let absent = absent.map_err(|error| self.base.in_table(error))?;
         let dead_row = |&(_, at): &(Id, usize)| {
             let row = RowRef { header: &headers[at], vector: &vectors[at * floats..][..floats] };
-            let dead = absent.binary_search(&(at as u32)).is_err() && sweep.kills(row.header, &row.vector[..dim]);
+            let dead = absent.binary_search(&(at as u32)).is_err() && by.sweep.kills(row.header, &row.vector[..dim]);
             dead.then_some(row)
         };
         let dead: Vec<RowRef<'_>> = wanted.iter().filter_map(dead_row).collect();
-        self.bury_read(&dead)
+        self.bury_read(&dead, by)
     }
 
     /// Remove the copies on SSD of rows that are about to be buried. A tier that only reads forgets them without a word on disk, since it
@@ -232,13 +232,14 @@ impl Residency {
         }
     }
 
-    /// These rows are in no tier any more, and `copies` are to be told of. A delta says the sweep that took them. The ids of those are noted too that the checkpoints on
-    /// which deltas build may have with other columns, and of those that died after such a checkpoint was saved.
-    pub(super) fn died(&mut self, rows: &[Dead], copies: Chunk) {
+    /// These rows, which `by` takes, are in no tier any more, and `copies` are to be told of. A delta says the sweep that took them. The ids
+    /// of those are noted too that the checkpoints on which deltas build may have with other columns, and of those that died after such a
+    /// checkpoint was saved.
+    pub(super) fn died(&mut self, rows: &[Dead], copies: Chunk, by: &Judge) {
         if rows.is_empty() {
             return;
         }
-        self.tell_dead(copies);
+        self.tell_dead(copies, by);
         let as_swept = self.is_as_swept();
         // An export that could meet some of them and not others ends.
         self.base.contents_changed();
@@ -246,8 +247,8 @@ impl Residency {
             self.as_swept = Some(self.base.version());
         }
         self.counts.died(rows.len() as u64);
-        self.reasons.count(rows);
-        let is_late = self.epoch != self.sweep_epoch;
+        by.count(rows, &mut self.evicted_by_rule);
+        let is_late = self.epoch != by.epoch;
         let noted = rows.iter().filter(|row| is_late || self.lineage.must_list(row.modified_epoch));
         let noted: Vec<Id> = noted.map(|row| row.id).collect();
         self.note_left(&noted);

@@ -55,18 +55,20 @@ impl Residency {
     /// Check that `more` rows can be born beside those that may be. Where the table may drop rows, others than `needed` are dropped by
     /// policy to make room.
     ///
-    /// Errors: `Capacity`; those of the SSD tier when rows are dropped.
+    /// Errors: `Capacity`; those of the SSD tier when rows are dropped; those of [`Residency::finish_sweep`].
     pub(super) fn check_capacity(&mut self, more: u64, needed: &[Id]) -> Result<()> {
         let capacity = self.capacity_rows();
-        let index_full = more > 0 && self.host_rows_beside_index() == 0;
-        if self.counts.rows() + self.counts.may_be_born() + more <= capacity && !index_full {
+        let index_full = |now: &Self| more > 0 && now.host_rows_beside_index() == 0;
+        let fits = |now: &Self| now.counts.rows() + now.counts.may_be_born() + more <= capacity && !index_full(now);
+        if fits(self) {
             return Ok(());
         }
-        if self.is_sweeping() {
-            // Rows that are to go anyway make room first.
-            self.finish_sweep()?;
-            return self.check_capacity(more, needed);
+        // Rows that are to go anyway make room first.
+        self.finish_sweep()?;
+        if fits(self) {
+            return Ok(());
         }
+        let index_full = index_full(self);
         match self.base.config.on_full {
             OnFull::Error if index_full => Err(self.index_full()),
             OnFull::Error => Err(self.table_full(capacity, more)),
@@ -203,7 +205,7 @@ impl Residency {
             if stays { spared.push(victim) } else { victims.push(victim) }
         }
         let ids: Vec<Id> = victims.iter().map(|&victim| device.id(victim)).collect();
-        let removed = self.copies_of_device(&victims).and_then(|copies| {
+        let removed = self.copies_of_device(&victims, false).and_then(|copies| {
             if let Some(device) = &self.device {
                 self.remove_copies(&device.slots, victims.iter().copied().zip(ids.iter().copied()))?;
             }

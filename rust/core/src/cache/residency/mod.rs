@@ -20,20 +20,22 @@ mod find;
 mod hold;
 mod import;
 mod in_place;
+mod judge;
 mod loads;
 mod newest;
 mod note;
 mod promote;
-mod reasons;
 mod refuse;
 mod room;
 mod shared;
+mod spared;
 mod sweep;
 mod time;
 mod told;
 mod train;
 mod under_way;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 pub(super) use demand::Demand;
@@ -45,8 +47,8 @@ pub(super) use note::check_room;
 use self::counts::Counts;
 use self::in_place::InPlace;
 use self::loads::Loading;
-use self::reasons::Reasons;
 use self::refuse::BornMeanwhile;
+use self::spared::Spared;
 use self::told::Told;
 use self::under_way::UnderWay;
 use super::base::TableBase;
@@ -101,8 +103,8 @@ pub(crate) struct Residency {
     in_place: InPlace,
     /// The sweep whose dead rows are not all buried yet.
     sweeping: Option<UnderWay>,
-    /// The epoch in which the last sweep began.
-    sweep_epoch: u32,
+    /// Rows that sweeps before it have spared, because plans in place use them.
+    spared: Spared,
     /// The last sweep that was finished, where no rows were put into the table since it began.
     swept: Option<Sweep>,
     /// When the steps were made, as far as that is known.
@@ -115,7 +117,8 @@ pub(crate) struct Residency {
     /// Who is told of evicted rows; `None` where nobody is.
     told: Option<Box<Told>>,
     /// Why rows die by sweeps.
-    reasons: Reasons,
+    /// How many rows have died by what is called so.
+    evicted_by_rule: BTreeMap<&'static str, u64>,
     /// The table's version where nothing has changed since the last sweep but what that took.
     as_swept: Option<u64>,
     /// What ids share that are refused a row, where the table has such a row.
@@ -186,13 +189,13 @@ impl Residency {
             meanwhile: BornMeanwhile::default(),
             in_place: InPlace::default(),
             sweeping: None,
-            sweep_epoch: 0,
+            spared: Spared::default(),
             swept: None,
             clock: StepClock::default(),
             time_set: None,
             time_before_load: 0,
             told: None,
-            reasons: Reasons::default(),
+            evicted_by_rule: BTreeMap::new(),
             as_swept: None,
             shared: base.has_shared_row().then(|| SharedRow::begun(base.layout)),
             base,

@@ -280,7 +280,7 @@ impl Residency {
             for &number in &absent {
                 staged.rows[wanted[number as usize].1].state = RowState::PROVISIONAL;
             }
-            let dead = self.bury_dead_read(&wanted, &absent, staged)?;
+            let dead = self.bury_dead_read(&wanted, staged)?;
             unseen += absent.len() + dead;
             self.traffic.ssd_hits += (wanted.len() - absent.len() - dead) as u64;
             self.traffic.ssd_time_ns += started.elapsed().as_nanos() as u64;
@@ -289,30 +289,30 @@ impl Residency {
         Ok(())
     }
 
-    /// Bury those of the rows that were just read from SSD which a sweep takes: they become provisional. Returns how many.
-    fn bury_dead_read(&mut self, wanted: &[(Id, usize)], absent: &[u32], staged: &mut Staged) -> Result<usize> {
-        let Some(sweep) = self.sweep_of_arrivals() else { return Ok(0) };
+    /// Bury those of the rows that were just read from SSD which sweeps take: they become provisional, as those are that were not there. Returns how many.
+    fn bury_dead_read(&mut self, wanted: &[(Id, usize)], staged: &mut Staged) -> Result<usize> {
         let (dim, floats) = (self.base.layout.dim, self.base.floats());
-        let is_dead = |&(number, &(_, index)): &(usize, &(Id, usize))| {
-            absent.binary_search(&(number as u32)).is_err()
-                && sweep.kills(&staged.headers[index], &staged.vectors[index * floats..][..dim])
-        };
-        let mut dead: Vec<(Id, usize)> = wanted.iter().enumerate().filter(is_dead).map(|(_, row)| *row).collect();
-        if dead.is_empty() {
-            return Ok(0);
+        let mut buried = 0;
+        for (by, only) in self.judges_of_arrivals() {
+            let is_dead = |&(id, index): &(Id, usize)| {
+                !staged.rows[index].state.has(RowState::PROVISIONAL)
+                    && only.as_ref().is_none_or(|only| only.contains(&id))
+                    && by.sweep.kills(&staged.headers[index], &staged.vectors[index * floats..][..dim])
+            };
+            let mut dead: Vec<(Id, usize)> = wanted.iter().copied().filter(is_dead).collect();
+            // A plan that is in place may be about to bring the row there too.
+            dead.retain(|(id, _)| self.in_place.plans_with(*id) <= 1);
+            let row = |&(_, at): &(Id, usize)| RowRef {
+                header: &staged.headers[at],
+                vector: &staged.vectors[at * floats..][..floats],
+            };
+            self.bury_read(&dead.iter().map(row).collect::<Vec<RowRef<'_>>>(), &by)?;
+            for &(_, index) in &dead {
+                staged.rows[index].state = RowState::PROVISIONAL;
+            }
+            buried += dead.len();
         }
-        // A plan that is in place may be about to bring the row there too.
-        let may_die = self.may_die(&dead.iter().map(|(id, _)| *id).collect::<Vec<Id>>());
-        dead.retain(|(id, _)| may_die.contains(id));
-        let row = |&(_, at): &(Id, usize)| RowRef {
-            header: &staged.headers[at],
-            vector: &staged.vectors[at * floats..][..floats],
-        };
-        self.bury_read(&dead.iter().map(row).collect::<Vec<RowRef<'_>>>())?;
-        for &(_, index) in &dead {
-            staged.rows[index].state = RowState::PROVISIONAL;
-        }
-        Ok(dead.len())
+        Ok(buried)
     }
 
     /// Copy the staged rows that are in the host tier, and give those that were never trained their initial values.

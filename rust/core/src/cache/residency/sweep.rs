@@ -4,19 +4,20 @@
 //! a part at a time, before each batch that is placed, or as a whole where somebody needs to know all rows. Whatever finds a dead row before that
 //! buries it: see [`Residency::settle`].
 //!
-//! Rows of plans that are in place when the sweep comes are spared until the plan ends. If it trains them they live on.
+//! Rows of plans that are in place when the sweep comes are spared until the plan ends. If it trains them they live on. They are judged by
+//! that sweep also where other sweeps have begun by then: see [`Residency::set_aside`].
 
 use std::cell::RefCell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::hold::Hold;
-use super::reasons::Dead;
+use super::judge::{Dead, Judge};
+use super::spared::Spared;
 use super::under_way::UnderWay;
 use super::{Residency, SLOTS_AHEAD};
 use crate::cache::rows::Chunk;
 use crate::error::{Error, Kind, Result};
-use crate::lifecycle::Sweep;
 use crate::memory;
 use crate::rows::RowHeader;
 use crate::slots::RowState;
@@ -43,7 +44,7 @@ const BEFORE_BATCH: Slice = Slice { slots: 1 << 15, dead: 1 << 12, records: 1 <<
 /// Rows that are left for later are judged once there are so many of them, so that each batch judges about those that it has left.
 const MOST_LATER: usize = 1 << 12;
 /// So many records on SSD are looked at at once at most where it is noted by which rule each row dies.
-const MOST_REASONS: usize = 1 << 20;
+const MOST_NAMES: usize = 1 << 20;
 /// To the end.
 const TO_THE_END: Slice = Slice { slots: usize::MAX, dead: usize::MAX, records: usize::MAX };
 
@@ -79,8 +80,8 @@ impl Residency {
     }
 
     /// At DEBUG, because tables may sweep after each step. [`EvictionStats`] has the numbers of all sweeps.
-    fn note_ended(&self, ended: &UnderWay) {
-        let (table, step, rule) = (&self.base.config.name, ended.sweep.step, &ended.sweep.rule);
+    pub(super) fn note_ended(&self, ended: &UnderWay) {
+        let (table, step, rule) = (&self.base.config.name, ended.judge.sweep.step, &ended.judge.sweep.rule);
         let rows = self.counts.evicted() - ended.evicted_before;
         tracing::debug!("table {table:?}: the sweep after step {step} has ended and took {rows} rows: {rule:?}");
     }
@@ -89,7 +90,7 @@ impl Residency {
     ///
     /// Errors: those of the SSD tier and of reads of the device tier. The sweep goes on with the next call.
     pub(crate) fn finish_sweep(&mut self) -> Result<()> {
-        if self.sweeping.is_none() {
+        if self.sweeping.is_none() && self.spared.is_empty() {
             return Ok(());
         }
         self.finish_loads();
@@ -112,9 +113,10 @@ impl Residency {
         Ok(false)
     }
 
-    /// Forget the sweep under way, and with it what it was still to bury.
+    /// Forget the sweep under way and what older ones have spared, and with that what was still to be buried.
     pub(super) fn drop_sweep(&mut self) {
         self.sweeping = None;
+        self.spared = Spared::default();
         self.swept = None;
         self.in_place.sweep_has_ended();
     }
@@ -129,39 +131,49 @@ impl Residency {
 
     /// Go on with the sweep under way.
     fn sweep_on(&mut self, slice: Slice) -> Result<()> {
-        let Some(mut under_way) = self.sweeping.take() else { return Ok(()) };
+        self.bury_spared()?;
+        let Some(mut under_way) = self.sweeping.take() else {
+            self.sweep_has_ended();
+            return Ok(());
+        };
         let swept = self.sweep_tiers(&mut under_way, slice);
         if under_way.passed && under_way.later.is_empty() {
             self.note_ended(&under_way);
-            self.swept = (!under_way.came_in).then(|| Sweep::clone(&under_way.sweep));
-            self.in_place.sweep_has_ended();
+            self.swept = (!under_way.came_in).then(|| under_way.judge.sweep.clone());
+            self.sweep_has_ended();
         } else {
             self.sweeping = Some(under_way);
         }
         swept.map_err(that_stops_a_sweep)
     }
 
+    fn sweep_has_ended(&mut self) {
+        if self.spared.is_empty() {
+            self.in_place.sweep_has_ended();
+        }
+    }
+
     fn sweep_tiers(&mut self, under_way: &mut UnderWay, slice: Slice) -> Result<()> {
         if under_way.passed {
-            return self.bury_later(under_way);
+            return self.bury_later(&under_way.judge, &mut under_way.later);
         }
         if under_way.later.len() > MOST_LATER {
             // A row that lives when it is judged is never taken by this sweep, so that it does not matter when that is.
-            self.bury_later(under_way)?;
+            self.bury_later(&under_way.judge, &mut under_way.later)?;
         }
         let is_beside = under_way.is_carried && under_way.is_in_ram() && !slice.is_to_the_end();
         let slice = if is_beside { slice.half() } else { slice };
         let (mut seen, mut dead) = (0, 0);
         while seen < slice.slots && dead < slice.dead && under_way.host.left > 0 {
             let part = under_way.host.part(SLOTS_PER_PART, self.host.slots.high_water());
-            dead += self.sweep_host(part.clone(), &under_way.sweep, &mut under_way.later)?;
+            dead += self.sweep_host(part.clone(), &under_way.judge, &mut under_way.later)?;
             under_way.host = under_way.host.after(&part);
             seen += part.len();
         }
         while seen < slice.slots && dead < slice.dead && under_way.device.left > 0 {
             let high_water = self.device.as_ref().map_or(0, |tier| tier.slots.high_water());
             let part = under_way.device.part(SLOTS_PER_PART, high_water);
-            dead += self.sweep_device(part.clone(), &under_way.sweep, &mut under_way.later)?;
+            dead += self.sweep_device(part.clone(), &under_way.judge, &mut under_way.later)?;
             under_way.device = under_way.device.after(&part);
             seen += part.len();
         }
@@ -172,7 +184,7 @@ impl Residency {
             return Ok(());
         }
         // Rows that wait in RAM come before those on SSD, where they may have gone since they were passed.
-        self.bury_later(under_way)?;
+        self.bury_later(&under_way.judge, &mut under_way.later)?;
         if !under_way.ram_passed {
             under_way.ram_passed = true;
             if slice.is_to_the_end() {
@@ -186,27 +198,27 @@ impl Residency {
     }
 
     /// Bury the dead rows in some slots of the host tier. Returns how many.
-    fn sweep_host(&mut self, slots: std::ops::Range<CacheSlot>, sweep: &Sweep, later: &mut Vec<Id>) -> Result<usize> {
+    fn sweep_host(&mut self, slots: std::ops::Range<CacheSlot>, by: &Judge, later: &mut Vec<Id>) -> Result<usize> {
         let mut dead = Vec::new();
         for slot in slots {
             if self.host.slots.state(slot + SLOTS_AHEAD as CacheSlot).is_current() {
                 self.host.prefetch_header(slot + SLOTS_AHEAD as CacheSlot);
             }
             if self.host.slots.state(slot).has(RowState::OCCUPIED) {
-                self.judge_in_host(slot, sweep, &mut dead, later);
+                self.judge_in_host(slot, &by.sweep, &mut dead, later);
             }
         }
         let buried = dead.len();
-        self.bury_in_host(&dead)?;
+        self.bury_in_host(&dead, by)?;
         Ok(buried)
     }
 
     /// Bury the dead rows in some slots of the device tier. Returns how many.
-    fn sweep_device(&mut self, slots: std::ops::Range<CacheSlot>, sweep: &Sweep, later: &mut Vec<Id>) -> Result<usize> {
+    fn sweep_device(&mut self, slots: std::ops::Range<CacheSlot>, by: &Judge, later: &mut Vec<Id>) -> Result<usize> {
         let Some(tier) = &self.device else { return Ok(0) };
         let occupied: Vec<CacheSlot> = slots.filter(|&slot| tier.slots.state(slot).has(RowState::OCCUPIED)).collect();
-        let dead = self.judge_on_device(&occupied, sweep, later)?;
-        self.bury_on_device(&dead)?;
+        let dead = self.judge_on_device(&occupied, &by.sweep, later)?;
+        self.bury_on_device(&dead, by)?;
         Ok(dead.len())
     }
 
@@ -223,17 +235,18 @@ impl Residency {
     /// Bury dead rows on SSD, and look at about so many records for that. Returns whether all were looked at.
     fn sweep_ssd(&mut self, under_way: &mut UnderWay, records: usize) -> Result<bool> {
         let Some(ssd) = &self.base.ssd else { return Ok(true) };
-        let UnderWay { sweep, ssd: burial, .. } = under_way;
+        let UnderWay { judge, ssd: burial, .. } = under_way;
+        let sweep = &judge.sweep;
         let dim = self.base.layout.dim;
-        let (reasons, only) = (RefCell::new(HashMap::new()), self.reasons.only());
+        let (names, differ) = (RefCell::new(HashMap::new()), judge.names_differ());
         let by_row = |header: &RowHeader, vector: &[f32]| {
             let dies = sweep.kills(header, &vector[..dim]);
-            if dies && only.is_none() {
-                reasons.borrow_mut().insert(header.id, self.reasons.of(header, &vector[..dim]));
+            if dies && differ {
+                names.borrow_mut().insert(header.id, judge.name(header, &vector[..dim]));
             }
             dies
         };
-        let records = if only.is_none() { records.min(MOST_REASONS) } else { records };
+        let records = if differ { records.min(MOST_NAMES) } else { records };
         let dying =
             Dying { last_step: sweep.latest(), by_row: if sweep.is_by_last_step() { None } else { Some(&by_row) } };
         let (host, device) = (&self.host.slots, self.device.as_ref().map(|tier| &tier.slots));
@@ -244,7 +257,7 @@ impl Residency {
             let (mut dead, mut copies) = (Vec::new(), Chunk::default());
             ssd.scan(&mut |row| {
                 if !in_ram(row.header.id) && sweep.kills(row.header, &row.vector[..dim]) {
-                    dead.push(self.dead(row.header, &row.vector[..dim]));
+                    dead.push(judge.dead(row.header, &row.vector[..dim]));
                     if self.tells() {
                         memory::reserve(&mut copies.vectors, "copy evicted rows", row.vector.len())?;
                         copies.push(row);
@@ -253,41 +266,39 @@ impl Residency {
                 Ok(())
             })?;
             ssd.remove_unwritten(&dead.iter().map(|row| row.id).collect::<Vec<Id>>());
-            self.died(&dead, copies);
+            self.died(&dead, copies, judge);
             return Ok(true);
         }
         let buried = if self.tells() {
-            let mut tell = |headers, vectors| self.tell_dead(Chunk { headers, vectors });
+            let mut tell = |headers, vectors| self.tell_dead(Chunk { headers, vectors }, judge);
             ssd.bury_and_tell(burial, &dying, &in_ram, records, &mut tell)
         } else {
             ssd.bury(burial, &dying, &in_ram, records)
         };
         let buried = buried.map_err(|error| self.base.in_table(error))?;
         let finished = buried.finished;
-        let reasons = reasons.into_inner();
-        let reason = |id: Id| only.or_else(|| reasons.get(&id).copied()).unwrap_or_default();
-        let rows = buried.rows.into_iter().map(|(id, modified_epoch)| Dead { id, modified_epoch, reason: reason(id) });
-        self.died(&rows.collect::<Vec<Dead>>(), Chunk::default());
+        let names = names.into_inner();
+        let name = |id: Id| names.get(&id).copied().unwrap_or_default();
+        let rows = buried.rows.into_iter().map(|(id, modified_epoch)| Dead { id, modified_epoch, name: name(id) });
+        self.died(&rows.collect::<Vec<Dead>>(), Chunk::default(), judge);
         Ok(finished)
     }
 
-    /// Judge the rows that were left for later. Those that plans in place use stay for later.
-    fn bury_later(&mut self, under_way: &mut UnderWay) -> Result<()> {
-        let mut ids = std::mem::take(&mut under_way.later);
+    /// Judge the rows that a sweep has left for later. Those that plans in place use stay for later.
+    pub(super) fn bury_later(&mut self, by: &Judge, later: &mut Vec<Id>) -> Result<()> {
+        let mut ids = std::mem::take(later);
         ids.sort_unstable();
         ids.dedup();
         // Records on SSD are passed over while their rows are in RAM. So rows that have left RAM since are looked at there.
-        let buried = self
-            .bury_dead_of(&ids, &under_way.sweep, &mut under_way.later)
-            .and_then(|()| self.bury_dead_on_ssd(&ids, &under_way.sweep));
+        let buried = self.bury_dead_of(&ids, by, later).and_then(|()| self.bury_dead_on_ssd(&ids, by));
         if buried.is_err() {
-            under_way.later = ids;
+            *later = ids;
         }
         buried
     }
 
     /// Bury the dead ones among these rows that are in RAM. Those that plans in place use are added to `later`.
-    fn bury_dead_of(&mut self, ids: &[Id], sweep: &Sweep, later: &mut Vec<Id>) -> Result<()> {
+    pub(super) fn bury_dead_of(&mut self, ids: &[Id], by: &Judge, later: &mut Vec<Id>) -> Result<()> {
         let (mut in_host, mut on_device) = (Vec::new(), Vec::new());
         for &id in ids {
             if let Some(tier) = &self.device {
@@ -298,12 +309,12 @@ impl Residency {
             }
             let slot = self.host.slots.get(id);
             if slot != NO_SLOT {
-                self.judge_in_host(slot, sweep, &mut in_host, later);
+                self.judge_in_host(slot, &by.sweep, &mut in_host, later);
             }
         }
-        self.bury_in_host(&in_host)?;
-        let dead = self.judge_on_device(&on_device, sweep, later)?;
-        self.bury_on_device(&dead)
+        self.bury_in_host(&in_host, by)?;
+        let dead = self.judge_on_device(&on_device, &by.sweep, later)?;
+        self.bury_on_device(&dead, by)
     }
 
     /// A plan is about to use its rows: bury those of them that are dead, which it reads as rows that are not there. From then on until it
@@ -317,11 +328,14 @@ impl Residency {
         // Where the sweep goes no further, what it has left for later may be dead all the same.
         let stopped =
             self.waits_to_tell() || self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
+        if stopped {
+            self.bury_spared_of(&hold.ids)?;
+        }
         if (stopped || self.is_sweeping())
             && let Some(mut under_way) = self.sweeping.take()
         {
             let ids = under_way.may_take(&hold.ids);
-            let buried = self.bury_dead_of(&ids, &under_way.sweep, &mut under_way.later);
+            let buried = self.bury_dead_of(&ids, &under_way.judge, &mut under_way.later);
             self.sweeping = Some(under_way);
             buried?;
         }
@@ -332,20 +346,6 @@ impl Residency {
     /// A plan has ended. Its rows that a sweep had to spare, and that it did not train, are dead from now on.
     pub(super) fn unsettle(&mut self, ids: &Arc<Vec<Id>>) {
         self.in_place.remove(ids);
-    }
-
-    /// The sweep that rows which a plan brings in are held against; `None` where none is under way. Of the rows that its rule takes,
-    /// [`Residency::may_die`] says which it may take.
-    pub(super) fn sweep_of_arrivals(&self) -> Option<Arc<Sweep>> {
-        let under_way = self.sweeping.as_ref().filter(|under_way| !under_way.passed || !under_way.later.is_empty());
-        under_way.map(|under_way| Arc::clone(&under_way.sweep))
-    }
-
-    /// Those of these ids of a plan in place whose rows the sweep under way may take: no other plan in place has them.
-    pub(super) fn may_die(&mut self, ids: &[Id]) -> HashSet<Id> {
-        let Some(under_way) = &self.sweeping else { return HashSet::new() };
-        let may_take = under_way.may_take(ids);
-        may_take.iter().copied().filter(|id| self.in_place.plans_with(*id) <= 1).collect()
     }
 
     /// Rows move to slots that a sweep may have passed already.
@@ -360,14 +360,15 @@ impl Residency {
         self.as_swept == Some(self.base.version())
     }
 
-    /// Whether a sweep has spared rows of plans that are in place, which may still die.
+    /// Whether sweeps have spared rows of plans that are in place, which may still die.
     pub(super) fn has_spared(&self) -> bool {
-        self.sweeping.as_ref().is_some_and(|under_way| !under_way.later.is_empty())
+        !self.spared.is_empty() || self.sweeping.as_ref().is_some_and(|under_way| !under_way.later.is_empty())
     }
 
     pub(super) fn eviction_stats(&self) -> Option<EvictionStats> {
-        let (evicted, under_way, untold) = (self.counts.evicted(), self.sweeping.is_some(), self.untold());
+        let (evicted, under_way, untold) =
+            (self.counts.evicted(), self.sweeping.is_some() || !self.spared.is_empty(), self.untold());
         let is_wanted = self.base.config.eviction.is_some() || self.tells();
-        is_wanted.then(|| EvictionStats { evicted, evicted_by_rule: self.reasons.counted(), under_way, untold })
+        is_wanted.then(|| EvictionStats { evicted, evicted_by_rule: self.evicted_by_rule.clone(), under_way, untold })
     }
 }

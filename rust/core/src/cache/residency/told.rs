@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::reasons::Reasons;
+use super::judge::Judge;
 use super::{ROWS_PER_GATHER, Residency};
 use crate::cache::rows::Chunk;
 use crate::cache::watch::{EvictedQueue, EvictedRows};
@@ -21,9 +21,9 @@ pub(super) struct Told {
 
 impl Told {
     /// Tell of rows that a sweep took, each as taken by the first one that takes it.
-    fn died(&self, rows: Chunk, dim: usize, reasons: &Reasons) {
+    fn died(&self, rows: Chunk, by: &Judge, dim: usize) {
         let row = |at: usize| rows.row(at, self.queue.floats());
-        let kind = |at| reasons.step_and_name(row(at).header, &row(at).vector[..dim]);
+        let kind = |at| by.step_and_name(row(at).header, &row(at).vector[..dim]);
         let kinds: Vec<(u64, &'static str)> = (0..rows.headers.len()).map(kind).collect();
         let Some(&first) = kinds.first() else { return };
         if kinds.iter().all(|kind| *kind == first) {
@@ -47,8 +47,7 @@ impl Residency {
     /// Keep copies of rows that are evicted from now on, in the queue that is returned.
     pub(crate) fn keep_evicted(&mut self) -> Arc<EvictedQueue> {
         let floats = self.base.floats();
-        let new = || Box::new(Told { queue: Arc::new(EvictedQueue::new(floats)) });
-        let told = self.told.get_or_insert_with(new);
+        let told = self.told.get_or_insert_with(|| Box::new(Told { queue: Arc::new(EvictedQueue::new(floats)) }));
         Arc::clone(&told.queue)
     }
 
@@ -82,12 +81,11 @@ impl Residency {
         Ok(copies)
     }
 
-    /// Copies of rows of the device tier that are about to be evicted; none where nobody is told, and nobody has to look at them to know
-    /// which rule takes them.
+    /// Copies of rows of the device tier that are about to be evicted; none where nobody is told, and they are not needed otherwise.
     ///
     /// Errors: `Memory`, and those of reads from the device.
-    pub(super) fn copies_of_device(&mut self, slots: &[CacheSlot]) -> Result<Chunk> {
-        if !self.tells() && !self.reasons.need_weights() {
+    pub(super) fn copies_of_device(&mut self, slots: &[CacheSlot], are_needed: bool) -> Result<Chunk> {
+        if !self.tells() && !are_needed {
             return Ok(Chunk::default());
         }
         let mut copies = self.room_for_copies(slots.len())?;
@@ -118,10 +116,10 @@ impl Residency {
         Ok(copies)
     }
 
-    /// Tell of rows that the sweep under way took.
-    pub(super) fn tell_dead(&self, copies: Chunk) {
+    /// Tell of rows that a sweep took.
+    pub(super) fn tell_dead(&self, copies: Chunk, by: &Judge) {
         if let Some(told) = self.told.as_ref().filter(|_| !copies.headers.is_empty()) {
-            told.died(copies, self.base.layout.dim, &self.reasons);
+            told.died(copies, by, self.base.layout.dim);
         }
     }
 
@@ -132,7 +130,7 @@ impl Residency {
         }
     }
 
-    /// The rows are about to go for another reason: tell of those that the sweep under way takes. What cannot be read is logged.
+    /// The rows are about to go for another reason: tell of those that sweeps have taken. What cannot be read is logged.
     pub(crate) fn tell_rest(&mut self) {
         if self.tells()
             && let Err(error) = self.finish_sweep()

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use crate::lifecycle::Sweep;
+use super::judge::Judge;
 use crate::ssd::Burial;
 use crate::types::{CacheSlot, Id};
 
@@ -12,7 +12,7 @@ use crate::types::{CacheSlot, Id};
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own, and all combinations occur")]
 pub(super) struct UnderWay {
-    pub(super) sweep: Arc<Sweep>,
+    pub(super) judge: Arc<Judge>,
     pub(super) host: Round,
     pub(super) device: Round,
     pub(super) ssd: Burial,
@@ -36,7 +36,7 @@ impl UnderWay {
     /// A sweep that goes on where `before` is, which it takes the place of, in tiers with so many `(host, device)` slots.
     pub(super) fn after(
         before: Option<Self>,
-        sweep: Sweep,
+        judge: Judge,
         (host_slots, device_slots): (u32, u32),
         evicted_before: u64,
     ) -> Self {
@@ -44,7 +44,7 @@ impl UnderWay {
         let (host, device, ssd) =
             before.map_or_else(Default::default, |before| (before.host, before.device, before.ssd));
         Self {
-            sweep: Arc::new(sweep),
+            judge: Arc::new(judge),
             host: host.around(host_slots),
             device: device.around(device_slots),
             ssd: if is_carried { ssd } else { Burial::default() },

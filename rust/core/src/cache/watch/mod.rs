@@ -12,5 +12,5 @@ pub use lineage::Ancestor;
 pub use preimages::PreImages;
 
 pub(crate) use exports::{Exports, WrittenDown};
-pub(crate) use lineage::Lineage;
+pub(crate) use lineage::{Lineage, MOST_SWEEPS};
 pub(crate) use wanted::{Marks, WantedRows};

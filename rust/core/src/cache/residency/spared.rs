@@ -1,0 +1,135 @@
+//! Rows that outlive the sweep which has spared them: plans in place use them, and another sweep has begun that does not take all that the
+//! one before takes. Each such row is judged by the sweep that has spared it, before later ones judge it, once its plan has ended.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use super::Residency;
+use super::judge::Judge;
+use super::under_way::UnderWay;
+use crate::error::Result;
+use crate::rows::RowHeader;
+use crate::types::{Id, NO_SLOT};
+
+/// The rows of so many sweeps are kept at most. They are those of one or two, where each batch ends some day.
+const MOST_SWEEPS: usize = 64;
+
+/// The rows that sweeps before the one under way have spared.
+#[derive(Debug, Default)]
+pub(super) struct Spared {
+    /// The oldest sweep first. None is without rows.
+    by_sweep: Vec<SparedBy>,
+}
+
+/// The rows that a sweep has spared.
+#[derive(Debug)]
+struct SparedBy {
+    judge: Arc<Judge>,
+    ids: Vec<Id>,
+}
+
+impl Spared {
+    pub(super) fn is_empty(&self) -> bool {
+        self.by_sweep.is_empty()
+    }
+}
+
+impl Residency {
+    /// A sweep under way was gone through, but for rows that it spares: keep them, so that another sweep can begin.
+    pub(super) fn set_aside(&mut self) {
+        let Some(under_way) = self.sweeping.take() else { return };
+        self.note_ended(&under_way);
+        let UnderWay { judge, mut later, .. } = under_way;
+        // A row dies by the first sweep that takes it. If it is trained before, none of them takes it.
+        let doomed: HashSet<Id> = self.doomed();
+        later.retain(|id| !doomed.contains(id));
+        if later.is_empty() {
+            return;
+        }
+        let by_sweep = &mut self.spared.by_sweep;
+        by_sweep.push(SparedBy { judge, ids: later });
+        if by_sweep.len() <= MOST_SWEEPS {
+            return;
+        }
+        let oldest = by_sweep.remove(0);
+        let takes_all = |newer: &&mut SparedBy| newer.judge.sweep.covers(&oldest.judge.sweep);
+        if let Some(newer) = by_sweep.iter_mut().find(takes_all) {
+            newer.ids.extend(oldest.ids);
+            return;
+        }
+        self.lineage.forget();
+        tracing::warn!(
+            "table {:?}: more than {MOST_SWEEPS} sweeps came between the forward of a batch and its backward, and {} rows that the \
+             sweep after step {} spared live on; drop what holds the batch, such as its loss",
+            self.base.config.name,
+            oldest.ids.len(),
+            oldest.judge.sweep.step
+        );
+    }
+
+    /// The spared rows that are sure to die unless they are trained before.
+    fn doomed(&self) -> HashSet<Id> {
+        let mut doomed = HashSet::new();
+        for SparedBy { judge, ids } in &self.spared.by_sweep {
+            // The weights of a row that kernels may be writing are not looked at.
+            if !judge.sweep.needs_weights() {
+                let dies = |id: &Id| self.header_in_ram(*id).is_some_and(|header| judge.sweep.kills(&header, &[]));
+                doomed.extend(ids.iter().copied().filter(dies));
+            }
+        }
+        doomed
+    }
+
+    /// The header of a row whose newest copy is in RAM or on the device.
+    fn header_in_ram(&self, id: Id) -> Option<RowHeader> {
+        if let Some(tier) = &self.device {
+            let slot = tier.slots.get(id);
+            if slot != NO_SLOT && tier.slots.state(slot).is_current() {
+                return Some(*tier.header(slot));
+            }
+        }
+        let slot = self.host.slots.get(id);
+        (slot != NO_SLOT && self.host.slots.state(slot).is_current()).then(|| self.host.metadata(slot))
+    }
+
+    /// Bury the dead ones among the spared rows whose plans have ended, each as taken by the sweep that has spared it.
+    ///
+    /// Errors: as [`Residency::finish_sweep`]. Rows that were not judged stay spared, and no later sweep has judged them.
+    pub(super) fn bury_spared(&mut self) -> Result<()> {
+        let mut by_sweep = std::mem::take(&mut self.spared.by_sweep);
+        let buried = by_sweep.iter_mut().try_for_each(|SparedBy { judge, ids }| self.bury_later(judge, ids));
+        by_sweep.retain(|spared| !spared.ids.is_empty());
+        self.spared.by_sweep = by_sweep;
+        buried
+    }
+
+    /// As [`Residency::bury_spared`], of those of these rows that are in RAM.
+    pub(super) fn bury_spared_of(&mut self, ids: &[Id]) -> Result<()> {
+        if self.spared.is_empty() {
+            return Ok(());
+        }
+        let ids: HashSet<Id> = ids.iter().copied().collect();
+        let by_sweep = std::mem::take(&mut self.spared.by_sweep);
+        let buried = by_sweep.iter().try_for_each(|spared| {
+            let wanted: Vec<Id> = spared.ids.iter().copied().filter(|id| ids.contains(id)).collect();
+            // Those that stay spared are among the sweep's rows already.
+            self.bury_dead_of(&wanted, &spared.judge, &mut Vec::new())
+        });
+        self.spared.by_sweep = by_sweep;
+        buried
+    }
+
+    /// The sweeps that rows which a plan brings in are held against, in this order. With each are the rows that it may take, where these are
+    /// not all that its rule takes.
+    pub(super) fn judges_of_arrivals(&self) -> Vec<(Arc<Judge>, Option<HashSet<Id>>)> {
+        let spared = self.spared.by_sweep.iter();
+        let mut judges: Vec<_> = spared.map(|SparedBy { judge, ids }| (judge, Some(ids))).collect();
+        if let Some(UnderWay { judge, passed, later, .. }) = &self.sweeping
+            && !(*passed && later.is_empty())
+        {
+            judges.push((judge, passed.then_some(later)));
+        }
+        let set = |ids: &Vec<Id>| ids.iter().copied().collect();
+        judges.into_iter().map(|(judge, ids)| (Arc::clone(judge), ids.map(set))).collect()
+    }
+}
