@@ -3,6 +3,7 @@
 
 mod access;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 pub(crate) use access::{Idle, NoKernelWrites, Quiet};
@@ -19,6 +20,9 @@ const FREE_INDEX_BYTES: u64 = 64 * 1024;
 /// Bytes of the SSD index that the host budget counts for an id at most. An index of a million ids or more takes no more than that; a
 /// smaller one has empty pages, which are part of a table's fixed overhead.
 const INDEX_BYTES_PER_ROW: u64 = 12;
+
+/// [`HostTier::trained_until`] fetches the header of the slot that comes this many slots later into the processor's cache.
+const HEADERS_AHEAD: usize = 64;
 
 /// The rows of one table in RAM. It is used under the lock of its table. Kernels read and write the rows that their plan has pinned without
 /// that lock; see [`Quiet`] and [`Idle`] for how others reach a row beside them.
@@ -221,6 +225,27 @@ impl HostTier {
         }
     }
 
+    /// The occupied ones of some slots, in order, whose row is not current or was trained last at step `latest` or before.
+    pub(crate) fn trained_until(&self, latest: u64, slots: Range<CacheSlot>) -> Vec<CacheSlot> {
+        let mut found = vec![0; slots.len()];
+        let mut count = 0;
+        for (slot, state) in slots.clone().zip(self.slots.states(slots)) {
+            let header = self.arena.row(slot).header;
+            prefetch_address(header.wrapping_add(HEADERS_AHEAD));
+            let is_wanted = if state.is_current() {
+                // SAFETY: the slot has a row, so it is valid in the arena. Only this field is read, as in `metadata`.
+                (unsafe { (&raw const (*header).last_step).read() }) <= latest
+            } else {
+                state.has(RowState::OCCUPIED)
+            };
+            // Without a branch, because nobody can foresee which rows are old.
+            found[count] = slot;
+            count += usize::from(is_wanted);
+        }
+        found.truncate(count);
+        found
+    }
+
     /// Record a training step on a row, see [`RowHeader::touch`]. A kernel of another plan may be writing the row's values meanwhile.
     #[inline]
     pub(crate) fn touch(&mut self, slot: CacheSlot, occurrences: u32, step: u64, epoch: u32, decay: &Decay) {
@@ -288,6 +313,13 @@ impl HostTier {
         self.shrink_overflow();
     }
 
+    /// Take rows out of their slots, none of them to make room, and give the slots back.
+    pub(crate) fn remove_batch(&mut self, slots: &[CacheSlot]) {
+        let ids: Vec<Id> = slots.iter().map(|&slot| self.id(slot)).collect();
+        self.slots.remove_batch(slots, &ids);
+        self.shrink_overflow();
+    }
+
     /// Give the memory of the overflow back to the system once no row is in it.
     pub(crate) fn shrink_overflow(&self) {
         if self.slots.overflow_used() == 0 {
@@ -350,6 +382,24 @@ mod tests {
             assert_eq!(tier.beside_device(slot).is_some(), kernels_elsewhere);
             assert_eq!(tier.no_kernel_writes().is_some(), kernels_elsewhere);
         }
+    }
+
+    #[test]
+    fn old_rows_and_those_that_are_not_current_are_found_in_the_overflow_too() {
+        let (mut tier, slot) = tier(false);
+        for id in 1..7 {
+            let taken = tier.take(true).expect("memory").expect("a slot");
+            let header = RowHeader { id, last_step: id as u64, ..RowHeader::default() };
+            let state = if id == 5 { RowState::PROVISIONAL } else { RowState::DIRTY };
+            tier.insert_row(&taken, RowRef { header: &header, vector: &[0.0; 2] }, state);
+        }
+        tier.remove(tier.slots.get(2), false);
+        let found = |latest, slots| -> Vec<Id> {
+            tier.trained_until(latest, slots).into_iter().map(|slot| tier.id(slot)).collect()
+        };
+        assert_eq!(found(3, 0..100), [7, 1, 3, 5], "row 7 was trained last at step 0");
+        assert_eq!(found(0, slot + 1..tier.slots.high_water()), [5]);
+        assert!(found(9, tier.slots.high_water()..100).is_empty());
     }
 
     #[test]

@@ -51,9 +51,12 @@ impl Line {
         unsafe { *self.tags.get_unchecked(entry) }
     }
 
+    /// The entry of an id, found as in [`Line::tag`].
     #[inline]
     fn entry(&self, id: Id) -> Option<usize> {
-        (0..WIDTH).find(|&entry| self.ids[entry] == id && self.tags[entry] != 0)
+        let entry =
+            (0..WIDTH).rev().fold(WIDTH, |found, entry| select_unpredictable(self.ids[entry] == id, entry, found));
+        (self.tags[entry] != 0).then_some(entry)
     }
 
     /// The number of entries in use.
@@ -110,6 +113,12 @@ pub struct HostIndex {
 
 /// [`HostIndex::get_batch`] prefetches the line of an id this many ids before its turn.
 const AHEAD: usize = 64;
+/// [`HostIndex::remove_batch`] does so this many ids before. It has more to do for each, and its batches are shorter.
+const REMOVED_AHEAD: usize = 20;
+/// [`HostIndex::remove_batch`] prefetches the line that follows on a full one this many ids before its turn.
+const FOLLOWING_AHEAD: usize = 8;
+/// [`HostIndex::get_batch`] looks at so many ids together whose home line is full and does not have them.
+const PAST: usize = 32;
 const LEAST_LINES: usize = 16;
 
 impl HostIndex {
@@ -255,6 +264,29 @@ impl HostIndex {
         tag - 1
     }
 
+    /// Remove ids. Those that are absent are passed over. Lines are prefetched.
+    pub fn remove_batch(&mut self, ids: &[Id]) {
+        if self.len == 0 {
+            return;
+        }
+        for turn in 0..ids.len() + REMOVED_AHEAD {
+            if let Some(&id) = ids.get(turn) {
+                self.prefetch(id);
+            }
+            if let Some(&id) = turn.checked_sub(REMOVED_AHEAD - FOLLOWING_AHEAD).and_then(|at| ids.get(at)) {
+                // Ids behind a full line may move back into it.
+                let (lines, hash) = (self.lines(), self.hash);
+                let line = home(hash, lines.len(), id);
+                if lines[line].is_full() {
+                    prefetch(lines, following(line, lines.len()));
+                }
+            }
+            if let Some(at) = turn.checked_sub(REMOVED_AHEAD) {
+                self.remove(ids[at]);
+            }
+        }
+    }
+
     /// The line and the entry of an id.
     fn find(&self, id: Id) -> Option<(usize, usize)> {
         let (lines, hash) = (self.lines(), self.hash);
@@ -342,14 +374,28 @@ fn slots_ahead(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]
         *ahead = home(hash, lines.len(), *id);
         prefetch(lines, *ahead);
     }
-    for (done, (&id, slot)) in ids.iter().zip(slots).enumerate() {
+    // The positions of ids that are to be looked for from a later line on, and those lines, which are prefetched meanwhile.
+    let mut past = [(0, 0); PAST];
+    let mut waiting = 0;
+    for (done, &id) in ids.iter().enumerate() {
         let ahead = home(hash, lines.len(), ids[(done + AHEAD).min(ids.len() - 1)]);
         prefetch(lines, ahead);
         let line = std::mem::replace(&mut homes[done % AHEAD], ahead);
         let here = &lines[line];
         let tag = tag_of(here, id);
-        *slot = if tag != 0 || !here.is_full() { tag.wrapping_sub(1) } else { slot_past(lines, line, id) };
+        slots[done] = tag.wrapping_sub(1);
+        if tag == 0 && here.is_full() {
+            let next = following(line, lines.len());
+            prefetch(lines, next);
+            past[waiting] = (done, next);
+            waiting += 1;
+            if waiting == PAST {
+                slots_past(lines, ids, slots, &past);
+                waiting = 0;
+            }
+        }
     }
+    slots_past(lines, ids, slots, &past[..waiting]);
 }
 
 /// Does what [`slots_ahead`] does, with AVX-512.
@@ -359,10 +405,12 @@ fn slots_at_once(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlo
     slots_ahead(hash, lines, ids, slots, |line, id| line.tag_at_once(id));
 }
 
-/// The slot of an id whose home `line` is full and does not have it.
+/// The slots of the ids at some positions, each of which is looked for from a line on.
 #[inline(never)]
-fn slot_past(lines: &[Line], line: usize, id: Id) -> CacheSlot {
-    slot_from(lines, following(line, lines.len()), id)
+fn slots_past(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], past: &[(usize, usize)]) {
+    for &(position, line) in past {
+        slots[position] = slot_from(lines, line, ids[position]);
+    }
 }
 
 /// Add an absent id.

@@ -191,6 +191,17 @@ impl Policy for Lfu {
         self.drop_if_empty(home.level);
     }
 
+    fn all_removed(&mut self, slots: &[CacheSlot]) {
+        for (at, &slot) in slots.iter().enumerate() {
+            if let Some(&ahead) = slots.get(at + AHEAD) {
+                self.homes.prefetch(ahead);
+                self.links.prefetch_neighbours(ahead);
+            }
+            let home = self.take_out(slot);
+            self.drop_if_empty(home.level);
+        }
+    }
+
     fn bytes_per_slot(&self) -> usize {
         // Levels are not counted: they are few beside the slots, because d different counts take at least d²/2 uses.
         Links::BYTES_PER_SLOT + size_of::<Home>()

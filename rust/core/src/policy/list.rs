@@ -66,6 +66,13 @@ impl Links {
         prefetch(&self.0, slot as usize);
     }
 
+    /// Start to load the links of a slot's neighbours, which change when it is unlinked.
+    pub(super) fn prefetch_neighbours(&self, slot: CacheSlot) {
+        for &neighbour in self.0.get(slot as usize).into_iter().flatten() {
+            self.prefetch(neighbour);
+        }
+    }
+
     /// Put a slot that is in no list at the front of `list`.
     pub(super) fn push_front(&mut self, list: &mut List, slot: CacheSlot) {
         self.cover(slot);

@@ -99,6 +99,16 @@ impl Policy for Lru {
         self.take_out(slot);
     }
 
+    fn all_removed(&mut self, slots: &[CacheSlot]) {
+        for (at, &slot) in slots.iter().enumerate() {
+            if let Some(&ahead) = slots.get(at + AHEAD) {
+                self.lists.prefetch(ahead);
+                self.links.prefetch_neighbours(ahead);
+            }
+            self.take_out(slot);
+        }
+    }
+
     fn bytes_per_slot(&self) -> usize {
         Links::BYTES_PER_SLOT + size_of::<InList>()
     }

@@ -39,6 +39,8 @@ pub trait Policy: Send + std::fmt::Debug {
     fn reserve(&mut self, slots: usize) -> Result<(), TryReserveError>;
     /// The row in `slot` left.
     fn removed(&mut self, slot: CacheSlot, id: Id, evicted: bool);
+    /// The rows in `slots` left, none of them by eviction: as `removed` for each.
+    fn all_removed(&mut self, slots: &[CacheSlot]);
     /// Bytes of RAM that this policy takes for each slot, for the table's budget.
     fn bytes_per_slot(&self) -> usize;
 }

@@ -9,6 +9,7 @@ mod listing;
 mod pins;
 mod state;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 pub use pins::PinTable;
@@ -139,6 +140,12 @@ impl SlotMap {
         self.states.get(slot as usize).copied().unwrap_or_default()
     }
 
+    /// The states of some slots, from the first of them to the last that exists.
+    pub fn states(&self, slots: Range<CacheSlot>) -> &[RowState] {
+        let end = (slots.end as usize).min(self.states.len());
+        &self.states[(slots.start as usize).min(end)..end]
+    }
+
     /// Replace the state of an occupied slot.
     pub fn set_state(&mut self, slot: CacheSlot, state: RowState) {
         let before = std::mem::replace(&mut self.states[slot as usize], state);
@@ -202,7 +209,15 @@ impl SlotMap {
     }
 
     /// Count the pins of all groups in `pins`.
+    #[inline]
     fn count_groups(&mut self) {
+        if !self.groups.is_empty() {
+            self.count_all_groups();
+        }
+    }
+
+    #[inline(never)]
+    fn count_all_groups(&mut self) {
         for (_, slots) in std::mem::take(&mut self.groups) {
             for (at, &slot) in slots.iter().enumerate() {
                 if let Some(&later) = slots.get(at + GROUP_AHEAD) {
@@ -305,6 +320,7 @@ impl SlotMap {
     }
 
     /// Give a taken slot back, empty.
+    #[inline]
     pub fn give_back(&mut self, slot: CacheSlot) {
         self.set_state(slot, RowState::default());
         if slot < self.capacity {
@@ -350,6 +366,13 @@ impl SlotMap {
         self.index.remove(id);
         self.policy.removed(slot, id, evicted);
         self.give_back(slot);
+    }
+
+    /// Take rows out of their slots, none of them to make room, and give the slots back. `slots` and `ids` are `[n]`.
+    pub fn remove_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
+        self.index.remove_batch(ids);
+        self.policy.all_removed(slots);
+        slots.iter().for_each(|&slot| self.give_back(slot));
     }
 
     /// Move a row with its state to a taken slot, and give its old slot back. Neither slot may be pinned.

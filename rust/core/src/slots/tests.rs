@@ -49,6 +49,39 @@ fn marked_rows_are_found_among_any_number_of_others() {
 }
 
 #[test]
+fn rows_that_are_removed_together_leave_as_one_by_one() {
+    for policy in PolicyKind::ALL {
+        let [mut one_by_one, mut together] = [(); 2].map(|()| {
+            let mut slots = SlotMap::new(200, policy);
+            for id in 0..200 {
+                let slot = slots.take().expect("an empty slot");
+                slots.insert(slot, id, RowState::DIRTY);
+            }
+            slots.accessed(&(0..200).filter(|slot| slot % 3 == 0).collect::<Vec<CacheSlot>>());
+            slots
+        });
+        let leaving: Vec<CacheSlot> = (0..200).filter(|slot| slot % 7 < 3).collect();
+        let ids: Vec<i64> = leaving.iter().map(|&slot| slot.into()).collect();
+        leaving.iter().zip(&ids).for_each(|(&slot, &id)| one_by_one.remove(slot, id, false));
+        together.remove_batch(&leaving, &ids);
+        assert_eq!(together.used(), 200 - leaving.len() as u32);
+        for id in 0..200 {
+            assert_eq!(together.get(id), one_by_one.get(id));
+        }
+        for _ in 0..together.used() {
+            let victims = [&mut one_by_one, &mut together].map(|slots| {
+                let victim = slots.victim(i64::from).expect("a row");
+                slots.evict(victim, victim.into());
+                victim
+            });
+            assert_eq!(victims[0], victims[1], "{policy:?}");
+        }
+        assert_eq!(together.victim(i64::from), None);
+        assert!((0..200).all(|_| one_by_one.take() == together.take()));
+    }
+}
+
+#[test]
 fn no_slot_is_lost_when_the_limit_falls_and_rises_again() {
     let mut slots = filled(8, 8);
     for id in 0..8 {

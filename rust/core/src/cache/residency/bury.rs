@@ -114,14 +114,15 @@ impl Residency {
         let copies = self.copies_of_host(dead)?;
         self.bury_copies(&on_ssd.map(|(_, row)| row.id).collect::<Vec<Id>>())?;
         self.keep_host(dead.iter().map(Idle::quiet));
-        let mut unborn = Vec::new();
+        let (mut unborn, mut leaving) = (Vec::new(), Vec::with_capacity(dead.len()));
         for (idle, row) in dead.iter().zip(&rows) {
             if self.host.slots.is_pinned(idle.slot()) {
                 unborn.push((row.id, idle.slot()));
             } else {
-                self.host.remove(idle.slot(), false);
+                leaving.push(idle.slot());
             }
         }
+        self.host.remove_batch(&leaving);
         self.unbear_in_host(&unborn);
         self.died(&rows, copies, by);
         Ok(())

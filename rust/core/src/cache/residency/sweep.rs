@@ -11,11 +11,11 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use super::Residency;
 use super::hold::Hold;
 use super::judge::{Dead, Judge};
 use super::spared::Spared;
 use super::under_way::UnderWay;
-use super::{Residency, SLOTS_AHEAD};
 use crate::cache::rows::Chunk;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
@@ -26,7 +26,7 @@ use crate::stats::EvictionStats;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Slots that are looked at before what was found dead in them is buried.
-const SLOTS_PER_PART: usize = 1 << 10;
+const SLOTS_PER_PART: usize = 1 << 11;
 
 /// How far a sweep goes before others may have the table's lock again.
 #[derive(Clone, Copy)]
@@ -200,13 +200,8 @@ impl Residency {
     /// Bury the dead rows in some slots of the host tier. Returns how many.
     fn sweep_host(&mut self, slots: std::ops::Range<CacheSlot>, by: &Judge, later: &mut Vec<Id>) -> Result<usize> {
         let mut dead = Vec::new();
-        for slot in slots {
-            if self.host.slots.state(slot + SLOTS_AHEAD as CacheSlot).is_current() {
-                self.host.prefetch_header(slot + SLOTS_AHEAD as CacheSlot);
-            }
-            if self.host.slots.state(slot).has(RowState::OCCUPIED) {
-                self.judge_in_host(slot, &by.sweep, &mut dead, later);
-            }
+        for slot in self.host.trained_until(by.sweep.latest(), slots) {
+            self.judge_in_host(slot, &by.sweep, &mut dead, later);
         }
         let buried = dead.len();
         self.bury_in_host(&dead, by)?;

@@ -149,5 +149,13 @@ proptest! {
             slots_ahead(index.hash, index.lines(), &ids, &mut one_by_one, Line::tag);
             prop_assert_eq!(slots, one_by_one, "every instruction set finds the same slots");
         }
+        let gone: Vec<Id> = ids.iter().copied().filter(|id| id % 3 == 0).collect();
+        index.remove_batch(&gone);
+        model.retain(|id, _| !gone.contains(id));
+        check_structure(&index);
+        prop_assert_eq!(index.len(), model.len());
+        for (id, slot) in model {
+            prop_assert_eq!(index.get(id), slot);
+        }
     }
 }
