@@ -21,6 +21,17 @@ pub(super) struct Counts {
     removed: u32,
 }
 
+/// What a line says of an id.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Look {
+    /// Its entry, and where that is.
+    Found(Spot, Entry),
+    /// The table does not have it.
+    Absent,
+    /// It may be in this line or a later one.
+    Further(u32),
+}
+
 impl Counts {
     /// The table with this number in its pool. It has no ids.
     pub(super) fn new(table: u32) -> Self {
@@ -51,20 +62,27 @@ impl Counts {
         pool.prefetch_line(pool.line_of(self.table, home));
     }
 
-    /// Search for an id from its home on: its entry, and where that is.
+    /// Look for an id in one line.
     #[inline]
-    pub(super) fn find_from(&self, pool: &Pool, home: u32, id: Id) -> Option<(Spot, Entry)> {
-        let mut at = home;
+    pub(super) fn look(&self, pool: &Pool, at: u32, id: Id) -> Look {
+        let address = pool.line_of(self.table, at);
+        let line = pool.line(address);
+        match line.find(id) {
+            Some(place) => Look::Found(Spot::new(address, place), Entry::of(line.entries[place])),
+            None if line.passed == 0 => Look::Absent,
+            None => Look::Further(self.after(at)),
+        }
+    }
+
+    /// Search for an id from a line on: its entry, and where that is.
+    #[inline]
+    pub(super) fn find_from(&self, pool: &Pool, mut at: u32, id: Id) -> Option<(Spot, Entry)> {
         for _ in 0..self.lines {
-            let address = pool.line_of(self.table, at);
-            let line = pool.line(address);
-            if let Some(place) = line.find(id) {
-                return Some((Spot::new(address, place), Entry::of(line.entries[place])));
+            match self.look(pool, at, id) {
+                Look::Found(spot, entry) => return Some((spot, entry)),
+                Look::Absent => return None,
+                Look::Further(next) => at = next,
             }
-            if line.passed == 0 {
-                return None;
-            }
-            at = self.after(at);
         }
         None
     }

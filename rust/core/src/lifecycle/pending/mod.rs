@@ -13,7 +13,7 @@ mod pool;
 use std::num::NonZeroU64;
 use std::ops::Range;
 
-use lines::Counts;
+use lines::{Counts, Look};
 pub(crate) use pool::Spot;
 use pool::{Entry, MOST_COUNT, MOST_TAG, Pool};
 
@@ -27,8 +27,6 @@ pub(crate) const MOST_THRESHOLD: u32 = MOST_COUNT;
 pub(crate) const BYTES_PER_ID: u64 = 17;
 /// A bucket's ids are in several maps where there may be more than this, because a map that grows moves all its ids at once.
 const IDS_PER_MAP: u64 = 1 << 14;
-/// How many ids ahead of a look-up their memory is asked for.
-const AHEAD: usize = 32;
 /// When epochs pass the last tag, this many of the newest ones keep tags of their own.
 const EPOCHS_KEPT: u32 = MOST_TAG / 2;
 
@@ -144,31 +142,45 @@ impl Pending {
 
     /// Hand to `found` each of `all` `[n]`, whose ids `id` tells, and what is known of it. It goes from the first to the last.
     pub(crate) fn find_batch<T>(&self, all: &mut [T], id: impl Fn(&T) -> Id, mut found: impl FnMut(&mut T, Found)) {
-        // The maps and home lines of ids. The memory that says where a line is must be there before the line can be asked for.
-        const TURNS: usize = 2 * AHEAD;
-        let mut homes: [(usize, Option<u32>); TURNS] = [(0, None); TURNS];
+        // The maps of ids, and where they are to be looked for. The memory that says where a line is must be there before the line can be
+        // asked for, and the home line before the line that follows, which some ids are in.
+        const PAGE_AT: usize = 20;
+        const HOME_AT: usize = 48;
+        const TURNS: usize = 64;
+        let mut looks = [(0, Look::Absent); TURNS];
         for turn in 0..all.len() + TURNS {
             if let Some(at) = turn.checked_sub(TURNS) {
-                let (map, home) = homes[at % TURNS];
-                let one = home.and_then(|home| self.maps[map].find_from(&self.pool, home, id(&all[at])));
+                let one = match looks[at % TURNS] {
+                    (_, Look::Absent) => None,
+                    (_, Look::Found(spot, entry)) => Some((spot, entry)),
+                    (map, Look::Further(line)) => self.maps[map].find_from(&self.pool, line, id(&all[at])),
+                };
                 let known = one.map(|(spot, entry)| Found { count: entry.count, spot });
                 found(&mut all[at], known.unwrap_or(Found { count: 0, spot: Spot::NOWHERE }));
             }
-            if let Some(at) = turn.checked_sub(AHEAD)
-                && let (map, Some(home)) = homes[at % TURNS]
+            if let Some(at) = turn.checked_sub(HOME_AT)
+                && let (map, Look::Further(home)) = looks[at % TURNS]
+            {
+                let look = self.maps[map].look(&self.pool, home, id(&all[at]));
+                if let Look::Further(next) = look {
+                    self.maps[map].prefetch(&self.pool, next);
+                }
+                looks[at % TURNS].1 = look;
+            }
+            if let Some(at) = turn.checked_sub(PAGE_AT)
+                && let (map, Look::Further(home)) = looks[at % TURNS]
             {
                 self.maps[map].prefetch(&self.pool, home);
             }
-            homes[turn % TURNS] = (0, None);
+            looks[turn % TURNS] = (0, Look::Absent);
             if let Some(later) = all.get(turn) {
                 let id = id(later);
                 let hash = self.hash.of(id);
                 let map = self.map(self.bucket(id), hash);
-                let home = self.maps[map].home(hash);
-                if let Some(home) = home {
+                if let Some(home) = self.maps[map].home(hash) {
                     self.maps[map].prefetch_page(&self.pool, home);
+                    looks[turn % TURNS] = (map, Look::Further(home));
                 }
-                homes[turn % TURNS] = (map, home);
             }
         }
     }
