@@ -38,7 +38,7 @@ const SMALLEST: f64 = 64.0;
 /// A sub-table grows when it has entries for 0.9 of its homes.
 const MAX_LOAD: f64 = 0.9;
 /// A search asks for the memory of the id that comes 16 searches later.
-const AHEAD: usize = 16;
+pub(crate) const AHEAD: usize = 16;
 
 /// Finds the location of an id. See the module.
 #[derive(Debug)]
@@ -200,9 +200,15 @@ impl TagIndex {
         Some(Location::from_bits(entry))
     }
 
-    /// Whether the record of `id` at `location` is the one the index points to.
+    /// Whether the index points to `location`, where a record of `id` is.
     pub fn is_at(&self, id: Id, location: Location) -> bool {
-        self.get(id) == Some(location)
+        // An entry that points there is this id's, because the record is. So the exact map is looked at only where there is none.
+        self.is_tagged_at(id, location) || self.exact.get(id) == Some(location)
+    }
+
+    fn is_tagged_at(&self, id: Id, location: Location) -> bool {
+        let (table, tag) = self.print(id);
+        self.find(table, tag).is_ok_and(|(_, entry)| Location::from_bits(entry) == location)
     }
 
     /// Point `id` to `to` if it is at `from`; whether it was.
@@ -236,8 +242,9 @@ impl TagIndex {
         self.prints.home(tag, self.tables[table].homes)
     }
 
+    /// Start to load the entry of an id into the processor's cache.
     #[inline]
-    fn prefetch(&self, id: Id) {
+    pub fn prefetch(&self, id: Id) {
         let (table, tag) = self.print(id);
         let at = self.home(table, tag);
         if let Some(&page) = self.tables[table].pages.get(at / PAGE) {

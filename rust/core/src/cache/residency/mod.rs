@@ -24,6 +24,7 @@ mod judge;
 mod loads;
 mod newest;
 mod note;
+mod pace;
 mod promote;
 mod refuse;
 mod room;

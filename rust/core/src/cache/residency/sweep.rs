@@ -10,6 +10,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::Residency;
 use super::hold::Hold;
@@ -35,12 +36,14 @@ struct Slice {
     slots: usize,
     /// No more slots are looked at once so many rows were dead, because to bury a row takes far longer than to find it.
     dead: usize,
-    /// Records on SSD that are looked at.
+    /// Records on SSD that are looked at, if the time allows it that [`Pace`](super::pace::Pace) gives.
     records: usize,
 }
 
-/// Before a batch is placed: some tenths of a millisecond.
-const BEFORE_BATCH: Slice = Slice { slots: 1 << 15, dead: 1 << 12, records: 1 << 13 };
+/// Before a batch is placed.
+const BEFORE_BATCH: Slice = Slice { slots: 1 << 15, dead: 1 << 12, records: 1 << 14 };
+/// Records on SSD that each slice looks at, however little time there is: some tenths of a millisecond.
+const RECORDS_PER_PART: usize = 1 << 10;
 /// Rows that are left for later are judged once there are so many of them, so that each batch judges about those that it has left.
 const MOST_LATER: usize = 1 << 12;
 /// So many records on SSD are looked at at once at most where it is noted by which rule each row dies.
@@ -179,7 +182,7 @@ impl Residency {
         }
         if under_way.is_in_ram() {
             if is_beside {
-                self.sweep_ssd_beside(under_way, slice.records)?;
+                self.sweep_ssd_beside(under_way, slice)?;
             }
             return Ok(());
         }
@@ -193,7 +196,7 @@ impl Residency {
                 under_way.ssd.once_more();
             }
         }
-        under_way.passed = self.sweep_ssd(under_way, slice.records)?;
+        under_way.passed = self.sweep_ssd_in_time(under_way, slice)?;
         Ok(())
     }
 
@@ -219,12 +222,32 @@ impl Residency {
 
     /// As [`Residency::sweep_ssd`], while slots in RAM are left. What it finds is buried earlier so. But a row that it passes over because
     /// it is in RAM may leave RAM before its slot is looked at, so all records are come to again afterwards.
-    fn sweep_ssd_beside(&mut self, under_way: &mut UnderWay, records: usize) -> Result<()> {
+    fn sweep_ssd_beside(&mut self, under_way: &mut UnderWay, slice: Slice) -> Result<()> {
         // A tier that only reads is gone through as a whole.
-        if self.base.ssd.as_ref().is_some_and(|ssd| !ssd.is_read_only()) && self.sweep_ssd(under_way, records)? {
+        if self.base.ssd.as_ref().is_some_and(|ssd| !ssd.is_read_only()) && self.sweep_ssd_in_time(under_way, slice)? {
             under_way.ssd = Burial::default();
         }
         Ok(())
+    }
+
+    /// As [`Residency::sweep_ssd`], part by part, until the records of a slice were looked at or its time is over.
+    fn sweep_ssd_in_time(&mut self, under_way: &mut UnderWay, slice: Slice) -> Result<bool> {
+        if slice.is_to_the_end() {
+            return self.sweep_ssd(under_way, slice.records);
+        }
+        let begin = Instant::now();
+        let end = begin + under_way.pace.time_for_slice(begin);
+        let mut left = slice.records;
+        let swept = loop {
+            let part = left.min(RECORDS_PER_PART);
+            left -= part;
+            let swept = self.sweep_ssd(under_way, part);
+            if !matches!(swept, Ok(false)) || left == 0 || Instant::now() >= end {
+                break swept;
+            }
+        };
+        under_way.pace.slice_ended(Instant::now());
+        swept
     }
 
     /// Bury dead rows on SSD, and look at about so many records for that. Returns whether all were looked at.
@@ -329,7 +352,7 @@ impl Residency {
         if (stopped || self.is_sweeping())
             && let Some(mut under_way) = self.sweeping.take()
         {
-            let ids = under_way.may_take(&hold.ids);
+            let ids = under_way.may_take_in_ram(&hold.ids);
             let buried = self.bury_dead_of(&ids, &under_way.judge, &mut under_way.later);
             self.sweeping = Some(under_way);
             buried?;

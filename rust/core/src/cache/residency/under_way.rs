@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::judge::Judge;
+use super::pace::Pace;
 use crate::ssd::Burial;
 use crate::types::{CacheSlot, Id};
 
@@ -16,6 +17,7 @@ pub(super) struct UnderWay {
     pub(super) host: Round,
     pub(super) device: Round,
     pub(super) ssd: Burial,
+    pub(super) pace: Pace,
     /// Whether the sweep came while another one was under way, and goes on where that one was. If sweeps come so often that RAM is never
     /// passed, the SSD tier would never have its turn. So it is gone through beside RAM then, and once more after it.
     pub(super) is_carried: bool,
@@ -41,13 +43,14 @@ impl UnderWay {
         evicted_before: u64,
     ) -> Self {
         let is_carried = before.as_ref().is_some_and(|before| !before.passed);
-        let (host, device, ssd) =
-            before.map_or_else(Default::default, |before| (before.host, before.device, before.ssd));
+        let (host, device, ssd, pace) =
+            before.map_or_else(Default::default, |before| (before.host, before.device, before.ssd, before.pace));
         Self {
             judge: Arc::new(judge),
             host: host.around(host_slots),
             device: device.around(device_slots),
             ssd: if is_carried { ssd } else { Burial::default() },
+            pace,
             is_carried,
             ram_passed: false,
             passed: false,
@@ -99,9 +102,16 @@ impl UnderWay {
     /// Those of these ids whose rows the sweep may take. Once all tiers were gone through these are rows that were left for later: what
     /// came in since is not the sweep's.
     pub(super) fn may_take<'i>(&self, ids: &'i [Id]) -> Cow<'i, [Id]> {
-        if !self.passed {
-            return Cow::Borrowed(ids);
-        }
+        if self.passed { self.left_for_later(ids) } else { Cow::Borrowed(ids) }
+    }
+
+    /// Those of these ids whose rows the sweep may take if they are in RAM. Once the tiers there were gone through these are rows that were
+    /// left for later, because a row that comes from SSD is left for later too.
+    pub(super) fn may_take_in_ram<'i>(&self, ids: &'i [Id]) -> Cow<'i, [Id]> {
+        if self.ram_passed { self.left_for_later(ids) } else { self.may_take(ids) }
+    }
+
+    fn left_for_later<'i>(&self, ids: &'i [Id]) -> Cow<'i, [Id]> {
         let later: HashSet<Id> = self.later.iter().copied().collect();
         Cow::Owned(ids.iter().copied().filter(|id| later.contains(id)).collect())
     }
@@ -110,6 +120,21 @@ impl UnderWay {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::EvictionRule;
+    use crate::lifecycle::Sweep;
+
+    #[test]
+    fn once_ram_was_passed_only_rows_that_were_left_for_later_may_die_there() {
+        let judge = Judge::new(Sweep::after(9, &EvictionRule::Unused { steps: 2 }, 1), 0);
+        let mut under_way = UnderWay::after(None, judge, (4, 0), 0);
+        let ids = [3, 1, 2];
+        assert_eq!((&*under_way.may_take_in_ram(&ids), &*under_way.may_take(&ids)), (&ids[..], &ids[..]));
+        under_way.later = vec![2, 7, 3];
+        under_way.ram_passed = true;
+        assert_eq!((&*under_way.may_take_in_ram(&ids), &*under_way.may_take(&ids)), (&[3, 2][..], &ids[..]));
+        under_way.passed = true;
+        assert_eq!((&*under_way.may_take_in_ram(&ids), &*under_way.may_take(&ids)), (&[3, 2][..], &[3, 2][..]));
+    }
 
     #[test]
     fn a_round_looks_at_each_slot_once_from_where_the_last_one_stopped() {

@@ -22,7 +22,7 @@ use crate::ssd::tier::walk::{Ahead, Walk};
 use crate::ssd::work::by_entry::{Wanted, at_once, decode_wanted, live_of, read_wanted};
 use crate::ssd::work::copies::{Copies, Tell};
 use crate::ssd::work::remove::forget;
-use crate::ssd::work::walk::{enter, entries_of, is_still_at, live_segments, segment_at};
+use crate::ssd::work::walk::{entries_of, go_to, is_still_at, live_segments, segment_at};
 use crate::types::Id;
 
 /// Reading so many entries of a footer costs about as much as looking at a record.
@@ -222,7 +222,7 @@ fn next_segment(tier: &TierInner, burial: &mut Burial, dying: &Dying<'_>, left: 
         if so_far.is_open {
             burial.passed.push(Passed { serial: segment.serial, records: records as u32 });
         }
-        enter(tier, &mut burial.walk, &segment, &so_far.entries);
+        go_to(&mut burial.walk, &segment, so_far.entries.iter());
     }
 }
 

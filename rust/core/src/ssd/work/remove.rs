@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::ssd::format::segment::Content;
+use crate::ssd::index::AHEAD;
 use crate::ssd::segment::buffer::Pool;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
@@ -53,9 +54,13 @@ pub(crate) fn forget(
             wait_for_more_room(tier, done > 0)?;
             continue;
         }
+        ids[done..].iter().take(AHEAD).for_each(|&id| state.index().prefetch(id));
         for (at, &id) in ids.iter().enumerate().skip(done).take(AT_ONCE) {
             if state.is_full(Stream::Tombstones) {
                 break;
+            }
+            if let Some(&later) = ids.get(at + AHEAD) {
+                state.index().prefetch(later);
             }
             done += 1;
             if still(&state, at) && state.write_tombstone(id) {

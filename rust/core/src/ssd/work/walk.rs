@@ -10,6 +10,7 @@ use crate::ssd::segment::footers::read_entries;
 use crate::ssd::tier::inner::TierInner;
 use crate::ssd::tier::state::TierState;
 use crate::ssd::tier::walk::{Ahead, Walk};
+use crate::types::Id;
 
 /// The entries of a segment's records so far, in the order of writing.
 pub(crate) struct SoFar {
@@ -31,13 +32,24 @@ pub(crate) fn segment_at(tier: &TierInner, walk: &Walk) -> Option<Arc<Segment>> 
     live_segments(&tier.view()).find(|segment| segment.serial == walk.serial).cloned()
 }
 
-/// Go to `segment`. Those of `entries` are ahead from now on that the index points to.
-pub(crate) fn enter(tier: &TierInner, walk: &mut Walk, segment: &Segment, entries: &[Entry]) {
-    let state = tier.view();
-    let live = entries.iter().filter(|entry| state.index().is_at(entry.id, segment.location(entry.record)));
+/// Go to `segment`. These of its entries are ahead from now on.
+pub(crate) fn go_to<'a>(
+    walk: &mut Walk,
+    segment: &Segment,
+    entries: impl DoubleEndedIterator<Item = &'a Entry> + ExactSizeIterator,
+) {
     let ahead = |entry: &Entry| Ahead { id: entry.id, record: entry.record, modified_epoch: entry.modified_epoch };
     walk.serial = segment.serial;
-    walk.ahead = live.rev().map(ahead).collect();
+    walk.ahead = entries.rev().map(ahead).collect();
+}
+
+/// Go to `segment`. Those of `entries` are ahead from now on that the index points to.
+pub(crate) fn enter(tier: &TierInner, walk: &mut Walk, segment: &Segment, entries: &[Entry]) {
+    let ids: Vec<Id> = entries.iter().map(|entry| entry.id).collect();
+    let mut here = vec![None; ids.len()];
+    tier.view().index().get_batch(&ids, &mut here);
+    let live = entries.iter().zip(here).filter(|(entry, here)| *here == Some(segment.location(entry.record)));
+    go_to(walk, segment, live.map(|(entry, _)| entry).collect::<Vec<&Entry>>().into_iter());
 }
 
 /// Whether the index still points to record `at` of the segment that had this number and serial. A number is given again when its segment
