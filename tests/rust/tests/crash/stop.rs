@@ -45,7 +45,9 @@ fn segments(engine: &dyn IoEngine, table: usize) -> (BTreeSet<u64>, BTreeSet<u64
             Some("state") => {
                 let bytes = read_file(engine, &path, 1 << 20).unwrap();
                 let at = bytes.iter().position(|byte| *byte == b'\n').unwrap();
-                let state: serde_json::Value = serde_json::from_slice(&bytes[at..]).unwrap();
+                // Behind the state is the table's note.
+                let mut values = serde_json::Deserializer::from_slice(&bytes[at..]).into_iter::<serde_json::Value>();
+                let state = values.next().unwrap().unwrap();
                 named.extend(state["segments"].as_array().unwrap().iter().map(|named| named["n"].as_u64().unwrap()));
             }
             None => assert_eq!(path.file_name().unwrap(), "lock"),
