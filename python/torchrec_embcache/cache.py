@@ -405,7 +405,8 @@ class CacheTable(ClosedByWith):
     def set_time(self, seconds: float) -> None:
         """Say what time it is for `Ttl(seconds=...)`, from now on until the next call; see `torchrec_embcache.set_time`.
 
-        Raises `InputError` where time would go back or is no number from 0 to 2^52, `StateError` where other ranks share the table.
+        A table without such a rule is left as it is. Raises `InputError` where time would go back or is no number from 0 to 2^52,
+        `StateError` where other ranks share the table.
         """
         set_time_alone(self._shard, seconds)
 

@@ -47,10 +47,7 @@ class Lifecycle:
         eviction: object,
         of: str = "",
     ) -> Self:
-        """From what a user gave. `ConfigError` for a value out of range.
-
-        Either begins with `of`, the table.
-        """
+        """From what a user gave. `ConfigError` for a value out of range, which begins with `of`, the table."""
         if not isinstance(admission, Admission | None):
             raise ConfigError(
                 f"{of}admission={admission!r} is not known: use one of torchrec_embcache.admission, or None"

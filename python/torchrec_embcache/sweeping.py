@@ -69,13 +69,15 @@ def milliseconds(field: str, seconds: object) -> int:
 
 
 def set_time_alone(table: TableShard, seconds: float) -> None:
-    """Say what time it is for a table. `StateError` where other ranks share it."""
+    """Say what time it is for a table. `StateError` where other ranks share it. A table without `Ttl(seconds=...)` has no time."""
     if needs_ranks(table):
         raise StateError(
             f"table {table.name!r} is shared by {table.world_size} ranks, which have one time: call "
             "torchrec_embcache.set_time(model, seconds) on all of them"
         )
-    table.native.set_time(milliseconds("set_time", seconds))
+    time = milliseconds("set_time", seconds)
+    if table.settings.lifecycle.is_timed:
+        table.native.set_time(time)
 
 
 def sweep_after_step(tables: Sequence[TableShard], together: Together) -> None:

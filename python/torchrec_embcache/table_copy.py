@@ -9,7 +9,7 @@ from typing import Any
 from .exceptions import EmbCacheError, StateError
 from .table_shard import TableShard
 
-__all__ = ["described", "in_memory_copy"]
+__all__ = ["described", "in_memory_copy", "step_taken_over"]
 
 
 def _rows_text(table: TableShard) -> str:
@@ -62,4 +62,13 @@ def in_memory_copy(table: TableShard) -> TableShard:
         made.native.take_counts(table.native)
         made.native.set_step(table.native.step())
         made.native.set_epoch(table.native.epoch())
+        made.loaded_step = step_taken_over(table)
     return made
+
+
+def step_taken_over(table: TableShard) -> int:
+    """The `loaded_step` of a table that goes on with the rows of an open one.
+
+    With it a save takes no second share of rows that were not trained since a save took the first.
+    """
+    return table.native.step() if table.native.is_as_swept() else table.loaded_step

@@ -262,15 +262,17 @@ class Teller:
         """As `tell_rest`. What the hook raised is raised then, or becomes notes of `error`."""
         self.tell_rest()
         errors = self.take_errors()
-        said = errors.pop(0) if errors and error is None else error
-        for other in errors:
-            if said is not None:
-                said.add_note(str(other))
-        if said is not error:
+        if error is None and errors:
+            first, *errors = errors
+            for other in errors:
+                first.add_note(str(other))
             try:
-                raise said
+                raise first
             finally:
-                del said, errors  # as in `raise_error`
+                del first, errors  # as in `raise_error`
+        for other in errors:
+            if error is not None:
+                error.add_note(str(other))
 
     def table_goes(self, native: _native.Table | None) -> None:
         """The last reference to the table goes. What waits is told by the thread; what nobody has drained is lost, and logged."""
@@ -347,8 +349,8 @@ def _tell_at_exit() -> None:
     except KeyboardInterrupt:
         _warn("the process was interrupted at its end, and evicted rows are lost that on_evict was not given")
     for teller, _ in tellers:
-        for error in teller.take_errors():
-            _warn(f"the process ends, and nobody was told that {error}")
+        for said in teller.take_errors():
+            _warn(f"the process ends, and nobody was told that {said}")
 
 
 def _warn(message: str) -> None:

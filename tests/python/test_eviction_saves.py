@@ -1,5 +1,6 @@
 """Tables that evict by rule, in every kind of save and load."""
 
+import copy
 import random
 import warnings
 from pathlib import Path
@@ -247,6 +248,25 @@ def test_a_share_that_was_taken_before_a_flush_is_not_taken_again_after_its_resu
         grown = len(table)
         sweep(table)
         assert len(table) == grown - grown // 5
+
+
+@pytest.mark.parametrize("before", ["a save", "a load", "a call"])
+def test_a_copy_gives_no_second_share_of_rows_that_were_not_trained(tmp_path, before):
+    table = embedding(eviction=Policy([Share(0.2)]), score_half_life_steps=HALF_LIFE)
+    trained(table, 1)
+    if before == "a call":
+        evict(table)
+    else:
+        Saver(0).save(table, tmp_path / "saved")
+    if before == "a load":
+        table = embedding(eviction=Policy([Share(0.2)]), score_half_life_steps=HALF_LIFE)
+        Saver(0).load(table, tmp_path / "saved")
+    rows = len(table)
+    made = copy.deepcopy(table)
+    assert Saver(0).save(made, tmp_path / "of the copy").rows == len(made) == rows
+    trained(made, 2, 1)
+    grown = len(made)
+    assert Saver(0).save(made, tmp_path / "of the copy").rows == grown - grown // 5
 
 
 @pytest.mark.parametrize("flushed", ["before", "after", "closed"])

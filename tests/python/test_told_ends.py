@@ -286,7 +286,7 @@ def test_what_a_hook_raised_before_a_fork_is_said_by_the_parent_only():
 
 
 AT_THE_END = """
-import os, signal, sys, threading, torch
+import os, signal, sys, threading, time, torch
 from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, optimizers
 main, waits, told = threading.main_thread(), threading.Event(), []
 def hook(rows):
@@ -300,13 +300,21 @@ for first in range(3):
 
 
 def test_ctrl_c_ends_the_wait_at_the_end_of_a_process():
-    # Chunks of 65,536 rows: two wait while the hook has the first. It never returns, and is not called on the main thread.
+    # Chunks of 65,536 rows: two wait while the hook has the first. It never returns, and is not called on the main thread. It
+    # interrupts the main thread once that waits for it.
     body = """print("in", threading.current_thread() is main, flush=True)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    names = set()
+    while not {"_tell_at_exit", "join"} <= names:
+        time.sleep(0.01)
+        frame, names = sys._current_frames()[main.ident], set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+    os.kill(os.getpid(), signal.SIGINT)
     waits.wait()"""
     script = AT_THE_END.format(body=body, ids=200_000) + "table(torch.arange(10**6, 10**6 + 9)).sum().backward()\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=MOST_S)
-    assert done.stdout.splitlines() == ["in False"]
+    assert done.stdout.splitlines() == ["in False"], done.stderr
     assert "evicted rows are lost that on_evict was not given" in done.stderr
 
 
@@ -318,9 +326,15 @@ def test_each_error_of_a_hook_is_said_at_the_end_of_a_process():
         assert f"nobody was told that on_evict of table 't' raised ValueError: no {number}" in done.stderr
 
 
+def train_until_told(table: EmbCacheEmbedding) -> None:
+    """Train until what the hook raised comes."""
+    while True:
+        train(table, 3, 4)
+
+
 @pytest.mark.parametrize("how", ["hook", "keep", "hook that raises"])
 def test_a_table_that_is_closed_and_dropped_is_freed_at_once(how: str):
-    def hook(rows: EvictedRows) -> None:
+    def hook(_rows: EvictedRows) -> None:
         if how == "hook that raises":
             raise ValueError("no store")
 
@@ -328,8 +342,7 @@ def test_a_table_that_is_closed_and_dropped_is_freed_at_once(how: str):
     train(table, 1, 2)
     if how == "hook that raises":
         with pytest.raises(EvictionHookError):
-            while True:
-                train(table, 3, 4)
+            train_until_told(table)
     shard = weakref.ref(internals(table.table))
     native = internals(table.table).native
     queue_of = weakref.ref(internals(table.table).telling)

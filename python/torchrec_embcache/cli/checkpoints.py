@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,9 @@ class Opened:
     @property
     def times_of_steps(self) -> list[int | None]:
         """How many times of steps it has for each table, for rules in seconds; None where it has none."""
-        return [times_in(entry.get("clock", [])) for entry in self.manifest["tables"]]
+        return [times_in(entry.get("clock", "")) for entry in self.manifest["tables"]]
 
-    @property
+    @cached_property
     def links(self) -> list[dict[str, Any]]:
         """The manifests of the checkpoint and of all that it builds on, newest first."""
         return [json.loads(manifest) for manifest in self.rows.links()]

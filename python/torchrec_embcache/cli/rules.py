@@ -54,6 +54,6 @@ def sweeps_of(link: dict[str, Any], module: str, table: str) -> list[dict[str, A
     ]
 
 
-def times_in(clock: Sequence[int]) -> int | None:
+def times_in(clock: str) -> int | None:
     """How many times of steps a clock has, which is whose times they are and two numbers for each; None: it has none."""
-    return len(clock) // 2 or None
+    return len(clock.split()) // 2 or None

@@ -131,7 +131,7 @@ def _beside_rows(note: bytes) -> dict[str, Any]:
     if has_shared_row:
         numbers, note = _number(note, len(_SHARED_ROW), 4)
         note = note[4 * numbers :]
-    clock = []
+    clock = ""
     if note.startswith(_CLOCK):
         length, note = _number(note, len(_CLOCK), 8)
         clock = json.loads(note[:length])

@@ -16,6 +16,7 @@ from torchrec_embcache.lifetime import FlushSchedule
 from torchrec_embcache.lookup import LookupGroup
 from torchrec_embcache.optimizers import SGD, OptimizerSpec
 from torchrec_embcache.state_dicts import note_rows
+from torchrec_embcache.table_copy import step_taken_over
 from torchrec_embcache.table_shard import TableShard
 
 from .configs import CacheConfig, lifecycle_of, num_buckets, table_initializer
@@ -257,6 +258,7 @@ class ModuleTables(Mapping[str, CacheTable]):
         target.native.take_counts(internals(table).native)
         if same_slots:
             target.native.set_step(table.step())
+            target.loaded_step = step_taken_over(internals(table))
         table.close()
 
     def optimizer(self, prefix: str, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> TableOptimizer:

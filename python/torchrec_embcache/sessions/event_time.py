@@ -21,13 +21,15 @@ def set_time(model: nn.Module, seconds: float) -> None:
     Without it the time is the system's. With it, it is that of the events which are trained next: call it before the first step,
     and then before each step, or as often as time is to go on. Every rank calls it between the same two steps. Where ranks give
     different times the greatest counts, on all of them. A table that was loaded keeps the last time until the next call.
+    Time does not go back, so a time that was too great by mistake cannot be taken back.
 
     Args:
         model: the model. Tables whose `eviction` has no `Ttl(seconds=...)` have no time, and are left as they are.
         seconds: since whatever the times begin with, such as 1970; from 0 to 2^52. Thousandths count.
 
     Raises on every rank, whichever rank has the error, and no table has another time then:
-        InputError: `seconds` is no such number, is before the time of a table's last step, or `model` has no cache module.
+        InputError: `seconds` is no such number, is before the time of a table's last step or the one that was set
+            last, or `model` has no cache module.
         StateError: a table is closed or cannot be used.
 
     For example `set_time(model, batch.timestamp)`.

@@ -372,7 +372,9 @@ impl SlotMap {
     pub fn remove_batch(&mut self, slots: &[CacheSlot], ids: &[Id]) {
         self.index.remove_batch(ids);
         self.policy.all_removed(slots);
-        slots.iter().for_each(|&slot| self.give_back(slot));
+        for &slot in slots {
+            self.give_back(slot);
+        }
     }
 
     /// Move a row with its state to a taken slot, and give its old slot back. Neither slot may be pinned.

@@ -180,7 +180,10 @@ impl Plan {
     /// Errors: `State` without a forward, `Input` for a gradient of another length.
     pub(super) fn pooled_of<'a>(&self, state: &'a PlanState, grad: &[f32]) -> Result<(&'a Pooled, usize)> {
         let Some(pooled) = &state.pooled else {
-            return Err(Error::new(Kind::State, "backward_pooled comes after forward_pooled of the same plan"));
+            return Err(Error::new(
+                Kind::State,
+                "what uses a pooled gradient comes after forward_pooled of the same plan",
+            ));
         };
         let bags = (pooled.offsets.len() - 1) / self.shape.feature_tables.len().max(1);
         check_len("grad", grad.len(), bags * self.shape.total_columns)?;

@@ -88,8 +88,8 @@ impl Residency {
         Err(Error::new(
             Kind::Input,
             format!(
-                "table {name:?}: the time {said} is before the {before} of its last step, and time does not go back: give times that rise, \
-                 from before the first step on"
+                "table {name:?}: the time {said} is before {before}, the time of its last step or the one that was set last, and time does not \
+                 go back: give times that rise, from before the first step on"
             ),
         ))
     }
@@ -98,6 +98,10 @@ impl Residency {
     pub(super) fn note_time(&mut self) {
         if self.base.config.keeps_times() {
             let now = self.now();
+            if self.time_set.is_some() {
+                // A clock that was made anew, as when all rows are removed, does not know it yet.
+                self.clock.set_of_events();
+            }
             self.clock.note(self.step, now);
         }
     }

@@ -177,7 +177,7 @@ pub(super) fn changed_meanwhile(table: &TableInner) -> Error {
     Error::new(
         Kind::State,
         format!(
-            "table {:?} changed while it was exported (a training step, an import or a removal): export again, and train \
+            "table {:?} changed while it was exported (a training step, an import, a removal or a sweep of eviction): export again, and train \
              only after the last chunk",
             table.config.name
         ),

@@ -101,7 +101,7 @@ pub(crate) fn bury(
     }
 }
 
-/// Look at about `most` records, and put the rows that are gone into `rows`; whether none is left to be looked at.
+/// Look at records, and put the rows that are gone into `rows`; whether none is left to be looked at.
 ///
 /// It looks at `most` records at most, or at one, and reads the footers of so many segments: those of `most / RECORDS_A_FOOTER` segments at
 /// most, which have `most * ENTRIES_A_RECORD` entries at most, and one more. One footer is read as a whole.
