@@ -129,7 +129,7 @@ def test_a_checkpoint_has_the_times_of_steps(tmp_path, door):
         other.set_time(BEGIN + 36)
         other.evict()
         assert sorted(ids_of(other)) == [14, 15, 16]
-        with pytest.raises(InputError, match="the time 1700000061.5 is before the 1700000066"):
+        with pytest.raises(InputError, match="the time 1700000061.5 is before 1700000066"):
             other.set_time(BEGIN + 31.5)
 
 

@@ -6,6 +6,7 @@ mod watch;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use embcache::cache::{DeviceRows, DeviceTensors, Lookup, Plan, PlanMode, RowBlock, Table, Unseen};
@@ -38,6 +39,8 @@ pub struct DeviceMemory {
     parts: Mutex<Parts>,
     /// An action, and the number of reads of rows that still pass before it is done.
     amid: Mutex<Option<(u32, Amid)>>,
+    /// Whether all reads of rows fail.
+    is_busy: AtomicBool,
 }
 
 /// What is done while the core reads rows of the device. The read ends with its error.
@@ -103,6 +106,9 @@ impl DeviceRows for DeviceMemory {
             }
         };
         now.map_or(Ok(()), |now| now())?;
+        if self.is_busy.load(Ordering::Relaxed) {
+            return Err(embcache::Error::new(embcache::Kind::Storage, "the device is busy"));
+        }
         let dim = self.layout.dim;
         let floats = self.layout.vector_floats();
         self.with(|parts| {
@@ -217,7 +223,7 @@ impl Rig {
     pub fn open(config: TableConfig, engine: Arc<dyn IoEngine>) -> embcache::Result<Self> {
         let (dim, layout) = (config.dim, config.layout());
         let device = config.device_rows.map(|slots| {
-            let memory = Arc::new(DeviceMemory { layout, parts: Mutex::default(), amid: Mutex::default() });
+            let memory = Arc::new(DeviceMemory { layout, parts: Mutex::default(), amid: Mutex::default(), is_busy: AtomicBool::default() });
             memory.resize(slots as usize);
             memory
         });
@@ -265,6 +271,11 @@ impl Rig {
     pub fn amid_device_read(&self, reads: u32, amid: impl FnOnce() -> embcache::Result<()> + Send + 'static) {
         let device = self.device.as_ref().expect("a device tier");
         *device.amid.lock().unwrap_or_else(PoisonError::into_inner) = Some((reads, Box::new(amid)));
+    }
+
+    /// Whether all reads of rows from the device fail from now on.
+    pub fn set_device_busy(&self, is_busy: bool) {
+        self.device.as_ref().expect("a device tier").is_busy.store(is_busy, Ordering::Relaxed);
     }
 
     /// Whether the action of `amid_device_read` was done, or none was set. This removes the action.
