@@ -164,9 +164,11 @@ class Teller:
             error.__cause__ = cause
             source.queue.hold()
             self._errors.append(error)
-            if source.queue.is_ended():
-                return
-            _log.warning("%s; it is raised by the next training forward, and sweeps wait until then", error)
+            said = str(error)
+            del error  # the traceback of its cause has this frame, and the frame would have it
+            if not source.queue.is_ended():
+                # The text alone, because the log may keep what it is given.
+                _log.warning("%s; it is raised by the next training forward, and sweeps wait until then", said)
 
     @property
     def has_hook(self) -> bool:

@@ -312,7 +312,7 @@ def test_ctrl_c_ends_the_wait_at_the_end_of_a_process():
             frame = frame.f_back
     os.kill(os.getpid(), signal.SIGINT)
     waits.wait()"""
-    script = AT_THE_END.format(body=body, ids=200_000) + "table(torch.arange(10**6, 10**6 + 9)).sum().backward()\n"
+    script = AT_THE_END.format(body=body, ids=150_000) + "table(torch.arange(10**6, 10**6 + 9)).sum().backward()\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=MOST_S)
     assert done.stdout.splitlines() == ["in False"], done.stderr
     assert "evicted rows are lost that on_evict was not given" in done.stderr

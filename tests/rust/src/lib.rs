@@ -223,7 +223,12 @@ impl Rig {
     pub fn open(config: TableConfig, engine: Arc<dyn IoEngine>) -> embcache::Result<Self> {
         let (dim, layout) = (config.dim, config.layout());
         let device = config.device_rows.map(|slots| {
-            let memory = Arc::new(DeviceMemory { layout, parts: Mutex::default(), amid: Mutex::default(), is_busy: AtomicBool::default() });
+            let memory = Arc::new(DeviceMemory {
+                layout,
+                parts: Mutex::default(),
+                amid: Mutex::default(),
+                is_busy: AtomicBool::default(),
+            });
             memory.resize(slots as usize);
             memory
         });
@@ -274,6 +279,10 @@ impl Rig {
     }
 
     /// Whether all reads of rows from the device fail from now on.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no device tier.
     pub fn set_device_busy(&self, is_busy: bool) {
         self.device.as_ref().expect("a device tier").is_busy.store(is_busy, Ordering::Relaxed);
     }
