@@ -105,6 +105,8 @@ fn a_batch_never_reads_a_dead_row_whose_burial_has_failed() {
     rig.set_device_busy(true);
     assert_eq!(rig.place(&plan).expect_err("the row cannot be judged for the batch either").kind(), Kind::Storage);
     rig.set_device_busy(false);
+    drop(plan);
+    let plan = rig.plan(&[1], PlanMode::TRAIN).expect("a plan");
     rig.amid_device_read(0, || Err(embcache::Error::new(Kind::Storage, "the device is busy")));
     rig.place(&plan).expect("the row is judged once more for the batch");
     assert!(rig.device_read_ended());
