@@ -114,9 +114,11 @@ pub struct HostIndex {
 /// [`HostIndex::get_batch`] prefetches the line of an id this many ids before its turn.
 const AHEAD: usize = 64;
 /// [`HostIndex::remove_batch`] does so this many ids before. It has more to do for each, and its batches are shorter.
-const REMOVED_AHEAD: usize = 20;
-/// [`HostIndex::remove_batch`] prefetches the line that follows on a full one this many ids before its turn.
-const FOLLOWING_AHEAD: usize = 8;
+const REMOVED_AHEAD: usize = 24;
+/// The lines that follow a full one which [`HostIndex::remove_batch`] prefetches.
+const FOLLOWING: usize = 3;
+/// It does so this many ids before their turn.
+const FOLLOWING_AHEAD: usize = 12;
 /// [`HostIndex::get_batch`] looks at so many ids together whose home line is full and does not have them.
 const PAST: usize = 32;
 const LEAST_LINES: usize = 16;
@@ -250,12 +252,15 @@ impl HostIndex {
         while full {
             next = following(next, lines.len());
             full = lines[next].is_full();
-            let moves = (0..lines[next].len()).find(|&other| {
+            // All are looked at without branches, because nobody can foresee which one moves.
+            let gap = distance(line, next, lines.len());
+            let moves = (0..WIDTH).fold(0, |moves, other| {
                 let home = home(hash, lines.len(), lines[next].ids[other]);
-                distance(home, next, lines.len()) >= distance(line, next, lines.len())
+                let is_past = distance(home, next, lines.len()) >= gap;
+                moves | u32::from(is_past && lines[next].tags[other] != 0) << other
             });
-            if let Some(other) = moves {
-                let (id, tag) = lines[next].take(other);
+            if moves != 0 {
+                let (id, tag) = lines[next].take(moves.trailing_zeros() as usize);
                 lines[line].push(id, tag);
                 line = next;
             }
@@ -274,11 +279,14 @@ impl HostIndex {
                 self.prefetch(id);
             }
             if let Some(&id) = turn.checked_sub(REMOVED_AHEAD - FOLLOWING_AHEAD).and_then(|at| ids.get(at)) {
-                // Ids behind a full line may move back into it.
+                // Ids behind a full line may move back into it. The lines that follow it are often full too.
                 let (lines, hash) = (self.lines(), self.hash);
-                let line = home(hash, lines.len(), id);
+                let mut line = home(hash, lines.len(), id);
                 if lines[line].is_full() {
-                    prefetch(lines, following(line, lines.len()));
+                    for _ in 0..FOLLOWING {
+                        line = following(line, lines.len());
+                        prefetch(lines, line);
+                    }
                 }
             }
             if let Some(at) = turn.checked_sub(REMOVED_AHEAD) {

@@ -27,7 +27,7 @@ use crate::stats::EvictionStats;
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
 /// Slots that are looked at before what was found dead in them is buried.
-const SLOTS_PER_PART: usize = 1 << 11;
+const SLOTS_PER_PART: usize = 1 << 13;
 
 /// How far a sweep goes before others may have the table's lock again.
 #[derive(Clone, Copy)]
