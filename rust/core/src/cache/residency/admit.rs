@@ -205,8 +205,6 @@ impl Residency {
         let unseen = positions.iter().zip(on_ssd).filter(|(_, there)| !**there).map(|(&position, _)| position);
         let (candidates, admitted) = self.admits(hold, unseen);
         let mut decided = candidates.into_iter().zip(admitted);
-        hold.waiting.positions.reserve(positions.len());
-        hold.waiting.candidates.reserve(positions.len());
         let mut kept = Vec::new();
         let mut kept_on_ssd = Vec::new();
         hold.waiting.begin(self.base.version(), self.admitter.as_ref().map_or(0, Admitter::changes));
