@@ -21,7 +21,8 @@ const WIDTH: usize = 5;
 struct Line {
     ids: [Id; WIDTH],
     /// For each entry its *tag*: the slot plus one, or 0 for a free entry (whose id may be anything, so that a line of zeros is
-    /// empty). The last tag belongs to no id and is always 0: it is the answer for an id that is not in the line.
+    /// empty). The last number belongs to no entry: it counts the ids that lie past this line although their home is this line or one before
+    /// it. Where it is 0, nobody has to look further for an id.
     tags: [u32; WIDTH + 1],
 }
 
@@ -33,8 +34,16 @@ impl Line {
         // The first entry that matches counts. Entries in use come before free ones with an id left over.
         let entry =
             (0..WIDTH).rev().fold(WIDTH, |found, entry| select_unpredictable(self.ids[entry] == id, entry, found));
-        // SAFETY: `entry` is at most WIDTH, and `tags` has WIDTH + 1 elements.
-        unsafe { *self.tags.get_unchecked(entry) }
+        self.tag_of_entry(entry)
+    }
+
+    /// The tag of an entry, or 0 for `WIDTH`, which is the place of no entry. Without a branch, as [`Line::tag`].
+    #[inline]
+    fn tag_of_entry(&self, entry: usize) -> u32 {
+        debug_assert!(entry <= WIDTH);
+        // SAFETY: callers find `entry` among the entries, or give WIDTH, and `tags` has WIDTH + 1 elements.
+        let tag = unsafe { *self.tags.get_unchecked(entry) };
+        select_unpredictable(entry == WIDTH, 0, tag)
     }
 
     /// Does what [`Line::tag`] does, for all entries at once.
@@ -46,9 +55,7 @@ impl Line {
         let line = unsafe { _mm512_load_si512((&raw const *self).cast()) };
         let equal = _mm512_cmpeq_epi64_mask(line, _mm512_set1_epi64(id));
         // What follows the ids in the line may equal the id by chance. Bit WIDTH is set, so those bits are never the lowest.
-        let entry = (u32::from(equal) | 1 << WIDTH).trailing_zeros() as usize;
-        // SAFETY: bit WIDTH is set, so `entry` is at most WIDTH, and `tags` has WIDTH + 1 elements.
-        unsafe { *self.tags.get_unchecked(entry) }
+        self.tag_of_entry((u32::from(equal) | 1 << WIDTH).trailing_zeros() as usize)
     }
 
     /// The entry of an id, found as in [`Line::tag`].
@@ -56,7 +63,13 @@ impl Line {
     fn entry(&self, id: Id) -> Option<usize> {
         let entry =
             (0..WIDTH).rev().fold(WIDTH, |found, entry| select_unpredictable(self.ids[entry] == id, entry, found));
-        (self.tags[entry] != 0).then_some(entry)
+        (self.tag_of_entry(entry) != 0).then_some(entry)
+    }
+
+    /// How many ids lie past this line although their home is this line or one before it.
+    #[inline]
+    fn passed(&self) -> u32 {
+        self.tags[WIDTH]
     }
 
     /// The number of entries in use.
@@ -90,8 +103,8 @@ impl Line {
 }
 
 /// A hash table from ids to slots with full keys. It consists of lines of five entries and is at most three quarters full. An id is
-/// in its home line or, if that is full, in the next line that is not. On removal ids move back towards their homes. So most
-/// look-ups touch one cache line.
+/// in its home line or, if that is full, in the next line that is not. Each line counts the ids that have passed it so. On removal ids move
+/// back towards their homes. So only full lines are passed, most look-ups touch one cache line, and most removals too.
 ///
 /// It starts small and doubles, up to the size for the capacity it was made for. Past that it grows by a quarter at a time. The
 /// home line is `hash * lines / 2^64` (Lemire, "Fast random integer generation in an interval", 2019), so any number of lines will
@@ -115,11 +128,11 @@ pub struct HostIndex {
 const AHEAD: usize = 64;
 /// [`HostIndex::remove_batch`] does so this many ids before. It has more to do for each, and its batches are shorter.
 const REMOVED_AHEAD: usize = 24;
-/// The lines that follow a full one which [`HostIndex::remove_batch`] prefetches.
-const FOLLOWING: usize = 3;
+/// The lines that follow one which ids have passed, and which [`HostIndex::remove_batch`] prefetches.
+const FOLLOWING: usize = 2;
 /// It does so this many ids before their turn.
 const FOLLOWING_AHEAD: usize = 12;
-/// [`HostIndex::get_batch`] looks at so many ids together whose home line is full and does not have them.
+/// [`HostIndex::get_batch`] looks at so many ids together that may lie past their home line.
 const PAST: usize = 32;
 const LEAST_LINES: usize = 16;
 
@@ -206,21 +219,12 @@ impl HostIndex {
         if self.len >= self.limit {
             self.reserve(1).unwrap_or_else(|refused| panic!("{refused}"));
         }
-        let hash = self.hash;
-        let lines = self.lines_mut();
-        let mut line = home(hash, lines.len(), id);
-        loop {
-            let here = &mut lines[line];
-            if here.tag(id) != 0 {
-                return false;
-            }
-            if !here.is_full() {
-                here.push(id, slot + 1);
-                self.len += 1;
-                return true;
-            }
-            line = following(line, lines.len());
+        if self.find(id).is_some() {
+            return false;
         }
+        put(self.hash, self.lines_mut(), id, slot + 1);
+        self.len += 1;
+        true
     }
 
     /// Grow so that `more` ids can be added without more memory. Where the system refuses this is `Kind::Memory`, and nothing
@@ -244,26 +248,15 @@ impl HostIndex {
         let Some((mut line, entry)) = self.find(id) else { return NO_SLOT };
         let hash = self.hash;
         let lines = self.lines_mut();
-        // Only behind a full line can there be ids whose home is at or before the line with the gap. The first of them moves into
-        // the gap and leaves a gap in its turn.
-        let mut full = lines[line].is_full();
+        passes_no_more(lines, home(hash, lines.len(), id), line);
         let (_, tag) = lines[line].take(entry);
-        let mut next = line;
-        while full {
-            next = following(next, lines.len());
-            full = lines[next].is_full();
-            // All are looked at without branches, because nobody can foresee which one moves.
-            let gap = distance(line, next, lines.len());
-            let moves = (0..WIDTH).fold(0, |moves, other| {
-                let home = home(hash, lines.len(), lines[next].ids[other]);
-                let is_past = distance(home, next, lines.len()) >= gap;
-                moves | u32::from(is_past && lines[next].tags[other] != 0) << other
-            });
-            if moves != 0 {
-                let (id, tag) = lines[next].take(moves.trailing_zeros() as usize);
-                lines[line].push(id, tag);
-                line = next;
-            }
+        // Of the ids that have passed the line with the gap, the first one moves into the gap and leaves a gap in its turn.
+        while lines[line].passed() > 0 {
+            let (next, other) = first_past(hash, lines, line);
+            let (id, tag) = lines[next].take(other);
+            lines[line].push(id, tag);
+            passes_no_more(lines, line, next);
+            line = next;
         }
         self.len -= 1;
         tag - 1
@@ -279,10 +272,10 @@ impl HostIndex {
                 self.prefetch(id);
             }
             if let Some(&id) = turn.checked_sub(REMOVED_AHEAD - FOLLOWING_AHEAD).and_then(|at| ids.get(at)) {
-                // Ids behind a full line may move back into it. The lines that follow it are often full too.
+                // An id that has passed a line moves back into it.
                 let (lines, hash) = (self.lines(), self.hash);
                 let mut line = home(hash, lines.len(), id);
-                if lines[line].is_full() {
+                if lines[line].passed() > 0 {
                     for _ in 0..FOLLOWING {
                         line = following(line, lines.len());
                         prefetch(lines, line);
@@ -302,7 +295,7 @@ impl HostIndex {
         loop {
             match lines[line].entry(id) {
                 Some(entry) => return Some((line, entry)),
-                None if !lines[line].is_full() => return None,
+                None if lines[line].passed() == 0 => return None,
                 None => line = following(line, lines.len()),
             }
         }
@@ -366,7 +359,7 @@ fn slot_from(lines: &[Line], mut line: usize, id: Id) -> CacheSlot {
     loop {
         let here = &lines[line];
         let tag = here.tag(id);
-        if tag != 0 || !here.is_full() {
+        if tag != 0 || here.passed() == 0 {
             return tag.wrapping_sub(1);
         }
         line = following(line, lines.len());
@@ -392,7 +385,7 @@ fn slots_ahead(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot]
         let here = &lines[line];
         let tag = tag_of(here, id);
         slots[done] = tag.wrapping_sub(1);
-        if tag == 0 && here.is_full() {
+        if tag == 0 && here.passed() != 0 {
             let next = following(line, lines.len());
             prefetch(lines, next);
             past[waiting] = (done, next);
@@ -413,6 +406,33 @@ fn slots_at_once(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlo
     slots_ahead(hash, lines, ids, slots, |line, id| line.tag_at_once(id));
 }
 
+/// The first id past `line` that has passed it: its line and its entry. There is one.
+fn first_past(hash: IdHash, lines: &[Line], line: usize) -> (usize, usize) {
+    let mut next = line;
+    loop {
+        next = following(next, lines.len());
+        // All entries are looked at without branches, because nobody can foresee which one it is.
+        let gap = distance(line, next, lines.len());
+        let found = (0..WIDTH).fold(0_u32, |found, entry| {
+            let home = home(hash, lines.len(), lines[next].ids[entry]);
+            let has_passed = distance(home, next, lines.len()) >= gap;
+            found | u32::from(has_passed && lines[next].tags[entry] != 0) << entry
+        });
+        if found != 0 {
+            return (next, found.trailing_zeros() as usize);
+        }
+    }
+}
+
+/// Count one id less that passes the lines from `from` on, up to the one before `to`.
+fn passes_no_more(lines: &mut [Line], from: usize, to: usize) {
+    let mut line = from;
+    while line != to {
+        lines[line].tags[WIDTH] -= 1;
+        line = following(line, lines.len());
+    }
+}
+
 /// The slots of the ids at some positions, each of which is looked for from a line on.
 #[inline(never)]
 fn slots_past(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], past: &[(usize, usize)]) {
@@ -425,6 +445,7 @@ fn slots_past(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], past: &[(usiz
 fn put(hash: IdHash, lines: &mut [Line], id: Id, tag: u32) {
     let mut line = home(hash, lines.len(), id);
     while lines[line].is_full() {
+        lines[line].tags[WIDTH] += 1;
         line = following(line, lines.len());
     }
     lines[line].push(id, tag);

@@ -4,16 +4,26 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Every id must be in its home line, or behind full lines.
+/// Every id must be in its home line, or behind full lines, each of which counts it.
 fn check_structure(index: &HostIndex) {
     let lines = index.lines();
     let mut len = 0;
+    let mut passed = vec![0; lines.len()];
     for (at, line) in lines.iter().enumerate() {
         for entry in 0..line.len() {
             assert_eq!(index.find(line.ids[entry]), Some((at, entry)));
+            let mut before = home(index.hash, lines.len(), line.ids[entry]);
+            while before != at {
+                passed[before] += 1;
+                before = following(before, lines.len());
+            }
         }
-        assert!(line.tags[line.len()..].iter().all(|tag| *tag == 0), "entries in use come first");
+        assert!(line.tags[line.len()..WIDTH].iter().all(|tag| *tag == 0), "entries in use come first");
         len += line.len();
+    }
+    for (line, passed) in lines.iter().zip(passed) {
+        assert_eq!(line.passed(), passed, "the line counts the ids that have passed it");
+        assert!(passed == 0 || line.is_full(), "only full lines are passed");
     }
     assert_eq!(len, index.len());
     assert!(len <= index.limit);
