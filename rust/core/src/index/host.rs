@@ -127,11 +127,11 @@ pub struct HostIndex {
 /// [`HostIndex::get_batch`] prefetches the line of an id this many ids before its turn.
 const AHEAD: usize = 64;
 /// [`HostIndex::remove_batch`] does so this many ids before. It has more to do for each, and its batches are shorter.
-const REMOVED_AHEAD: usize = 24;
+const REMOVED_AHEAD: usize = 64;
 /// The lines that follow one which ids have passed, and which [`HostIndex::remove_batch`] prefetches.
 const FOLLOWING: usize = 2;
 /// It does so this many ids before their turn.
-const FOLLOWING_AHEAD: usize = 12;
+const FOLLOWING_AHEAD: usize = 16;
 /// [`HostIndex::get_batch`] looks at so many ids together that may lie past their home line.
 const PAST: usize = 32;
 const LEAST_LINES: usize = 16;
