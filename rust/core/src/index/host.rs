@@ -5,6 +5,7 @@
 use std::arch::x86_64::{_mm512_cmpeq_epi64_mask, _mm512_load_si512, _mm512_set1_epi64};
 use std::hint::select_unpredictable;
 
+use self::ahead::slots_ahead;
 use super::hash::IdHash;
 use crate::error::Result;
 use crate::mapping::Mapping;
@@ -124,16 +125,12 @@ pub struct HostIndex {
     hash: IdHash,
 }
 
-/// [`HostIndex::get_batch`] prefetches the line of an id this many ids before its turn.
-const AHEAD: usize = 64;
-/// [`HostIndex::remove_batch`] does so this many ids before. It has more to do for each, and its batches are shorter.
+/// [`HostIndex::remove_batch`] prefetches the line of an id this many ids before its turn.
 const REMOVED_AHEAD: usize = 64;
 /// The lines that follow one which ids have passed, and which [`HostIndex::remove_batch`] prefetches.
 const FOLLOWING: usize = 2;
 /// It does so this many ids before their turn.
 const FOLLOWING_AHEAD: usize = 16;
-/// [`HostIndex::get_batch`] looks at so many ids together that may lie past their home line.
-const PAST: usize = 32;
 const LEAST_LINES: usize = 16;
 
 impl HostIndex {
@@ -366,39 +363,6 @@ fn slot_from(lines: &[Line], mut line: usize, id: Id) -> CacheSlot {
     }
 }
 
-/// Look up `ids`, with `NO_SLOT` for absent ones. `tag_of` looks an id up in one line. Lines are prefetched [`AHEAD`] ids ahead.
-#[inline(always)]
-#[allow(clippy::inline_always)] // The caller is compiled for a certain instruction set, and this with it.
-fn slots_ahead(hash: IdHash, lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], tag_of: impl Fn(&Line, Id) -> u32) {
-    let mut homes = [0; AHEAD];
-    for (id, ahead) in ids.iter().zip(&mut homes) {
-        *ahead = home(hash, lines.len(), *id);
-        prefetch(lines, *ahead);
-    }
-    // The positions of ids that are to be looked for from a later line on, and those lines, which are prefetched meanwhile.
-    let mut past = [(0, 0); PAST];
-    let mut waiting = 0;
-    for (done, &id) in ids.iter().enumerate() {
-        let ahead = home(hash, lines.len(), ids[(done + AHEAD).min(ids.len() - 1)]);
-        prefetch(lines, ahead);
-        let line = std::mem::replace(&mut homes[done % AHEAD], ahead);
-        let here = &lines[line];
-        let tag = tag_of(here, id);
-        slots[done] = tag.wrapping_sub(1);
-        if tag == 0 && here.passed() != 0 {
-            let next = following(line, lines.len());
-            prefetch(lines, next);
-            past[waiting] = (done, next);
-            waiting += 1;
-            if waiting == PAST {
-                slots_past(lines, ids, slots, &past);
-                waiting = 0;
-            }
-        }
-    }
-    slots_past(lines, ids, slots, &past[..waiting]);
-}
-
 /// Does what [`slots_ahead`] does, with AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
@@ -433,14 +397,6 @@ fn passes_no_more(lines: &mut [Line], from: usize, to: usize) {
     }
 }
 
-/// The slots of the ids at some positions, each of which is looked for from a line on.
-#[inline(never)]
-fn slots_past(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], past: &[(usize, usize)]) {
-    for &(position, line) in past {
-        slots[position] = slot_from(lines, line, ids[position]);
-    }
-}
-
 /// Add an absent id.
 fn put(hash: IdHash, lines: &mut [Line], id: Id, tag: u32) {
     let mut line = home(hash, lines.len(), id);
@@ -451,5 +407,6 @@ fn put(hash: IdHash, lines: &mut [Line], id: Id, tag: u32) {
     lines[line].push(id, tag);
 }
 
+mod ahead;
 #[cfg(test)]
 mod tests;

@@ -86,17 +86,20 @@ impl Residency {
         let host = Arc::make_mut(&mut hold.host);
         self.host.slots.get_batch(&hold.ids, host);
         if self.host.slots.all_settled() {
-            let mut missing = Vec::new();
-            if host.contains(&NO_SLOT) {
+            // The room is exact, since the allocator may keep what is given back.
+            let absent = host.iter().filter(|&&slot| slot == NO_SLOT).count();
+            let mut missing = Vec::with_capacity(absent);
+            if absent > 0 {
                 missing.extend((0..host.len() as u32).filter(|&position| host[position as usize] == NO_SLOT));
-                let there: Vec<CacheSlot> = host.iter().copied().filter(|&slot| slot != NO_SLOT).collect();
+                let mut there: Vec<CacheSlot> = Vec::with_capacity(host.len() - absent);
+                there.extend(host.iter().filter(|&&slot| slot != NO_SLOT));
                 self.host.slots.accessed(&there);
             } else {
                 self.host.slots.accessed(host);
             }
             self.traffic.host.hits += (host.len() - missing.len()) as u64;
             hold.group = Some(self.host.slots.pin_group(Arc::clone(&hold.host)));
-            return if missing.is_empty() { Ok(()) } else { self.admit(hold, &missing, mode, batch) };
+            return if missing.is_empty() { Ok(()) } else { self.admit(hold, missing, mode, batch) };
         }
         let all = 0..hold.ids.len() as u32;
         self.pin_found(hold, all, mode, batch)
@@ -149,7 +152,7 @@ impl Residency {
                 self.check_capacity(0, &hold.ids)?;
             }
         }
-        if missing.is_empty() { Ok(()) } else { self.admit(hold, &missing, mode, batch) }
+        if missing.is_empty() { Ok(()) } else { self.admit(hold, missing, mode, batch) }
     }
 
     /// Note that a plan, which trains them, holds so many more provisional rows.
@@ -187,37 +190,40 @@ impl Residency {
     }
 
     /// Give host slots to ids that are not in RAM. Rows that the SSD tier does not have are born at once, the others are read.
-    fn admit(&mut self, hold: &mut Hold, positions: &[u32], mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
-        let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
-        let mut on_ssd = vec![false; ids.len()];
+    fn admit(&mut self, hold: &mut Hold, positions: Vec<u32>, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
+        let mut on_ssd = vec![false; positions.len()];
         if let Some(ssd) = &self.base.ssd {
+            let ids: Vec<Id> = positions.iter().map(|&position| hold.ids[position as usize]).collect();
             ssd.maybe_contains(&ids, &mut on_ssd);
         }
         if mode.train && self.base.config.admission.refuses() && !mode.reads_births(&self.base.config) {
             let (positions, on_ssd) = self.without_refused(hold, positions, &on_ssd);
             return self.admit_all(hold, &positions, &on_ssd, mode, batch);
         }
-        self.admit_all(hold, positions, &on_ssd, mode, batch)
+        self.admit_all(hold, &positions, &on_ssd, mode, batch)
     }
 
     /// Without the ids that are not on SSD and would not be admitted as far as is known. They wait, without a slot.
-    fn without_refused(&self, hold: &mut Hold, positions: &[u32], on_ssd: &[bool]) -> (Vec<u32>, Vec<bool>) {
+    fn without_refused(&self, hold: &mut Hold, mut positions: Vec<u32>, on_ssd: &[bool]) -> (Vec<u32>, Vec<bool>) {
         let unseen = positions.iter().zip(on_ssd).filter(|(_, there)| !**there).map(|(&position, _)| position);
-        let (candidates, admitted) = self.admits(hold, unseen);
-        let mut decided = candidates.into_iter().zip(admitted);
-        let mut kept = Vec::new();
-        let mut kept_on_ssd = Vec::new();
-        hold.waiting.begin(self.base.version(), self.admitter.as_ref().map_or(0, Admitter::changes));
-        for (&position, &there) in positions.iter().zip(on_ssd) {
-            let decided = if there { None } else { decided.next() };
-            if let Some((candidate, false)) = decided {
-                hold.waiting.positions.push(position);
-                hold.waiting.candidates.push(candidate);
-            } else {
+        let (mut candidates, admitted) = self.admits(hold, unseen);
+        let (mut kept, mut kept_on_ssd) = (Vec::new(), Vec::new());
+        // Mostly all wait, so they stay where they are and the others leave.
+        let mut decided = admitted.iter();
+        let mut of_position = on_ssd.iter();
+        positions.retain(|&position| {
+            let there = of_position.next() == Some(&true);
+            let waits = !there && decided.next() == Some(&false);
+            if !waits {
                 kept.push(position);
                 kept_on_ssd.push(there);
             }
-        }
+            waits
+        });
+        let mut decided = admitted.iter();
+        candidates.retain(|_| decided.next() == Some(&false));
+        let changes = self.admitter.as_ref().map_or(0, Admitter::changes);
+        hold.waiting.add(positions, candidates, self.base.version(), changes);
         (kept, kept_on_ssd)
     }
 

@@ -35,10 +35,17 @@ pub(super) struct Waiting {
 }
 
 impl Waiting {
-    /// Ids are about to be added that were refused by what was known at the table's version `since` and the admitter's change `changes`.
-    pub(super) fn begin(&mut self, since: u64, changes: u64) {
+    /// Add ids, with what they ask for, that were refused by what was known at the table's version `since` and the admitter's change
+    /// `changes`.
+    pub(super) fn add(&mut self, mut positions: Vec<u32>, mut candidates: Vec<Candidate>, since: u64, changes: u64) {
         self.since = since;
         self.decided = (self.positions.is_empty() || self.decided == Some(changes)).then_some(changes);
+        if self.positions.is_empty() {
+            (self.positions, self.candidates) = (positions, candidates);
+        } else {
+            self.positions.append(&mut positions);
+            self.candidates.append(&mut candidates);
+        }
     }
 
     /// Whether they would still be refused, because the admitter has not changed since.

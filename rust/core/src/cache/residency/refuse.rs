@@ -26,8 +26,14 @@ impl BornMeanwhile {
 impl Residency {
     /// What the ids of a training plan at `positions` `[n]` ask for, which have no row: `[n]`, and whether each is admitted as far as is known
     /// now: `[n]`.
-    pub(super) fn admits(&self, hold: &Hold, positions: impl Iterator<Item = u32>) -> (Vec<Candidate>, Vec<bool>) {
-        let mut candidates: Vec<Candidate> = positions.map(|at| hold.demand.of(&hold.ids, at)).collect();
+    pub(super) fn admits(
+        &self,
+        hold: &Hold,
+        positions: impl Iterator<Item = u32> + Clone,
+    ) -> (Vec<Candidate>, Vec<bool>) {
+        // The room is exact, since the allocator may keep what is given back.
+        let mut candidates: Vec<Candidate> = Vec::with_capacity(positions.clone().count());
+        candidates.extend(positions.map(|at| hold.demand.of(&hold.ids, at)));
         let admitted = match &self.admitter {
             None => vec![true; candidates.len()],
             Some(admitter) => admitter.decide(&mut candidates, self.step + 1),

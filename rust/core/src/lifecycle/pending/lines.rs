@@ -62,10 +62,21 @@ impl Counts {
         pool.prefetch_line(pool.line_of(self.table, home));
     }
 
+    /// The number in the pool of a line.
+    #[inline]
+    pub(super) fn line_of(&self, pool: &Pool, at: u32) -> usize {
+        pool.line_of(self.table, at)
+    }
+
     /// Look for an id in one line.
     #[inline]
-    pub(super) fn look(&self, pool: &Pool, at: u32, id: Id) -> Look {
-        let address = pool.line_of(self.table, at);
+    fn look(&self, pool: &Pool, at: u32, id: Id) -> Look {
+        self.look_at(pool, self.line_of(pool, at), at, id)
+    }
+
+    /// As [`Counts::look`], in a line whose number in the pool is known.
+    #[inline]
+    pub(super) fn look_at(&self, pool: &Pool, address: usize, at: u32, id: Id) -> Look {
         let line = pool.line(address);
         match line.find(id) {
             Some(place) => Look::Found(Spot::new(address, place), Entry::of(line.entries[place])),

@@ -7,13 +7,14 @@
 //! that a bucket may have, or when its window ends, the older one is forgotten, and the current one becomes the older one. So an id is
 //! remembered for one to two windows after its last occurrence.
 
+mod find;
 mod lines;
 mod pool;
 
 use std::num::NonZeroU64;
 use std::ops::Range;
 
-use lines::{Counts, Look};
+use lines::Counts;
 pub(crate) use pool::Spot;
 use pool::{Entry, MOST_COUNT, MOST_TAG, Pool};
 
@@ -138,51 +139,6 @@ impl Pending {
         let mut pairs: Vec<(Id, u32)> = ids.iter().map(|&id| (id, 0)).collect();
         self.find_batch(&mut pairs, |pair| pair.0, |pair, found| pair.1 = found.count);
         counts.iter_mut().zip(pairs).for_each(|(count, pair)| *count = pair.1);
-    }
-
-    /// Hand to `found` each of `all` `[n]`, whose ids `id` tells, and what is known of it. It goes from the first to the last.
-    pub(crate) fn find_batch<T>(&self, all: &mut [T], id: impl Fn(&T) -> Id, mut found: impl FnMut(&mut T, Found)) {
-        // The maps of ids, and where they are to be looked for. The memory that says where a line is must be there before the line can be
-        // asked for, and the home line before the line that follows, which some ids are in.
-        const PAGE_AT: usize = 20;
-        const HOME_AT: usize = 48;
-        const TURNS: usize = 64;
-        let mut looks = [(0, Look::Absent); TURNS];
-        for turn in 0..all.len() + TURNS {
-            if let Some(at) = turn.checked_sub(TURNS) {
-                let one = match looks[at % TURNS] {
-                    (_, Look::Absent) => None,
-                    (_, Look::Found(spot, entry)) => Some((spot, entry)),
-                    (map, Look::Further(line)) => self.maps[map].find_from(&self.pool, line, id(&all[at])),
-                };
-                let known = one.map(|(spot, entry)| Found { count: entry.count, spot });
-                found(&mut all[at], known.unwrap_or(Found { count: 0, spot: Spot::NOWHERE }));
-            }
-            if let Some(at) = turn.checked_sub(HOME_AT)
-                && let (map, Look::Further(home)) = looks[at % TURNS]
-            {
-                let look = self.maps[map].look(&self.pool, home, id(&all[at]));
-                if let Look::Further(next) = look {
-                    self.maps[map].prefetch(&self.pool, next);
-                }
-                looks[at % TURNS].1 = look;
-            }
-            if let Some(at) = turn.checked_sub(PAGE_AT)
-                && let (map, Look::Further(home)) = looks[at % TURNS]
-            {
-                self.maps[map].prefetch(&self.pool, home);
-            }
-            looks[turn % TURNS] = (0, Look::Absent);
-            if let Some(later) = all.get(turn) {
-                let id = id(later);
-                let hash = self.hash.of(id);
-                let map = self.map(self.bucket(id), hash);
-                if let Some(home) = self.maps[map].home(hash) {
-                    self.maps[map].prefetch_page(&self.pool, home);
-                    looks[turn % TURNS] = (map, Look::Further(home));
-                }
-            }
-        }
     }
 
     /// Fetch what [`Pending::add`] will touch into the processor's cache.

@@ -13,7 +13,7 @@ use crate::types::Id;
 /// Entries of a line.
 pub(super) const ENTRIES: usize = 5;
 /// Lines of a page.
-pub(super) const PAGE: usize = 4;
+pub(super) const PAGE: usize = 8;
 /// Lines that are asked from the system at once: 32 MiB. They come untouched, so that what is not used costs no memory.
 const CHUNK: usize = 1 << 19;
 /// Bits of a count.

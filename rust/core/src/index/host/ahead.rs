@@ -1,0 +1,77 @@
+//! Looking for the slots of many ids at once.
+
+use super::super::hash::IdHash;
+use super::{Line, following, home};
+use crate::prefetch::prefetch;
+use crate::types::{CacheSlot, Id};
+
+/// [`slots_ahead`] prefetches the line of an id this many ids before its turn.
+const AHEAD: usize = 64;
+/// It does so again this many ids before its turn, because a processor drops some of many prefetches. Of a line that is there it costs
+/// nearly nothing.
+const ASKED_AGAIN: usize = 16;
+/// So many ids wait for a later line, whose home line does not have them and was passed, before half of them are looked for together. What
+/// was asked for last arrives meanwhile, and is looked at with the other half.
+const PAST: usize = 64;
+
+/// Look up `ids`, with `NO_SLOT` for absent ones. `tag_of` looks an id up in one line. Lines are prefetched [`AHEAD`] ids ahead.
+#[inline(always)]
+#[allow(clippy::inline_always)] // The caller is compiled for a certain instruction set, and this with it.
+pub(super) fn slots_ahead(
+    hash: IdHash,
+    lines: &[Line],
+    ids: &[Id],
+    slots: &mut [CacheSlot],
+    tag_of: impl Fn(&Line, Id) -> u32,
+) {
+    let mut homes = [0; AHEAD];
+    for (id, ahead) in ids.iter().zip(&mut homes) {
+        *ahead = home(hash, lines.len(), *id);
+        prefetch(lines, *ahead);
+    }
+    // The positions of ids that are to be looked for in a later line, and those lines, which are prefetched meanwhile: oldest first.
+    let mut past = [(0, 0); PAST];
+    let mut waiting = 0;
+    for (done, &id) in ids.iter().enumerate() {
+        let ahead = home(hash, lines.len(), ids[(done + AHEAD).min(ids.len() - 1)]);
+        prefetch(lines, ahead);
+        prefetch(lines, homes[(done + ASKED_AGAIN) % AHEAD]);
+        let line = std::mem::replace(&mut homes[done % AHEAD], ahead);
+        let here = &lines[line];
+        let tag = tag_of(here, id);
+        slots[done] = tag.wrapping_sub(1);
+        if tag == 0 && here.passed() != 0 {
+            let next = following(line, lines.len());
+            prefetch(lines, next);
+            past[waiting] = (done, next);
+            waiting += 1;
+            if waiting == PAST {
+                waiting = slots_past(lines, ids, slots, &mut past, PAST / 2);
+            }
+        }
+    }
+    while waiting > 0 {
+        waiting = slots_past(lines, ids, slots, &mut past[..waiting], waiting.div_ceil(2));
+    }
+}
+
+/// Look for the first `count` of the ids at some positions, each in one line. Those that may be in the next line go behind the others, which
+/// were asked for earlier, and all move to the front. Returns how many there are now.
+#[inline(never)]
+fn slots_past(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], past: &mut [(usize, usize)], count: usize) -> usize {
+    let mut further = 0;
+    for at in 0..count {
+        let (position, line) = past[at];
+        let here = &lines[line];
+        let tag = here.tag(ids[position]);
+        slots[position] = tag.wrapping_sub(1);
+        if tag == 0 && here.passed() != 0 {
+            let next = following(line, lines.len());
+            prefetch(lines, next);
+            past[further] = (position, next);
+            further += 1;
+        }
+    }
+    past.rotate_left(count);
+    past.len() - (count - further)
+}
