@@ -21,6 +21,7 @@ __all__ = [
     "sweep_after_step",
     "sweep_alone",
     "sweep_in_backward",
+    "sweep_together",
     "swept_after_steps",
 ]
 
@@ -122,5 +123,12 @@ def _sweep(tables: Sequence[TableShard], step: int, together: Together) -> None:
             table.native.prepare_sweep(rule)
 
     together(prepare)
-    for table, rule in zip(tables, rules, strict=True):
-        table.sweep(rule)
+    sweep_together(tables, rules)
+
+
+def sweep_together(tables: Sequence[TableShard], rules: Sequence[_native.SweepRule | None]) -> None:
+    """Sweep tables, each by the rule beside it, or by its own for None. All were prepared for that.
+
+    It is one call of the core, so that Ctrl-C finds all of them swept, or none.
+    """
+    _native.sweep_tables([table.native for table in tables], list(rules))

@@ -341,9 +341,9 @@ class TableShard:
         """Forget the rows of `ids`; see `CacheTable.remove_rows`."""
         return self.native.remove_rows(row_ids(ids, self.device))
 
-    def sweep(self, rule: _native.SweepRule | None = None) -> None:
-        """Let the rows go that the eviction takes after the present step, or `rule`, on which ranks agreed (see `sweeping`)."""
-        self.native.sweep(rule)
+    def sweep(self) -> None:
+        """Let the rows go that the eviction takes after the present step, where no ranks agree on what that is (see `sweeping`)."""
+        self.native.sweep()
 
     def _parts(
         self, ids: NDArray[np.int64], rows: _native.RowBlock | _native.FoundRows

@@ -30,7 +30,7 @@ IDS = torch.arange(40).view(10, 4)
 
 
 class Recommender(LightningModule):
-    def __init__(self, rule: admission.Admission | None = None) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.items = EmbCacheEmbeddingBag(
@@ -39,7 +39,7 @@ class Recommender(LightningModule):
             mode="sum",
             tiers=TierBudgets(host_bytes="1MiB"),
             optimizer=optimizers.Adagrad(lr=0.1),
-            admission=rule,
+            **settings,
         )
         self.dense = nn.Linear(4, 1)
 
@@ -97,7 +97,7 @@ def test_an_older_file_has_its_own_rows(tmp_path):
 def test_a_run_that_goes_on_admits_the_ids_that_a_whole_run_admits(tmp_path):
     """Every id occurs once an epoch, so that ids get rows in the third one if those of the first two were counted."""
     tmp_path.chmod(0o700)
-    whole, first, again = (Recommender(admission.Count(3)) for _ in range(3))
+    whole, first, again = (Recommender(admission=admission.Count(3)) for _ in range(3))
     trainer(tmp_path, 3).fit(whole)
     trainer(tmp_path, 2, *callbacks(tmp_path)).fit(first)
     assert (len(first.items), first.items.stats().admission.pending) == (0, IDS.numel())

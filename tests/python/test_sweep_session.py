@@ -14,6 +14,16 @@ from torchrec_embcache.lifecycle import Lifecycle
 from torchrec_embcache.sessions import sweep
 from torchrec_embcache.sessions.ranks import OneRank
 
+
+@pytest.fixture(autouse=True)
+def _tables_that_only_say_what_they_are_asked(monkeypatch):
+    def sweep_together(tables, rules):
+        for table, rule in zip(tables, rules, strict=True):
+            table.sweep(rule)
+
+    monkeypatch.setattr(sweep, "sweep_together", sweep_together)
+
+
 AT_SAVES = Policy([Ttl(steps=5)])
 EVERY = Policy([Ttl(steps=5)], every_steps=3)
 

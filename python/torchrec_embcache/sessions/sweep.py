@@ -14,7 +14,7 @@ from torchrec_embcache.collective import together
 from torchrec_embcache.eviction import Policy
 from torchrec_embcache.exceptions import ConfigError, InputError, StateError
 from torchrec_embcache.shards import Shard, shards_of
-from torchrec_embcache.sweeping import needs_ranks
+from torchrec_embcache.sweeping import needs_ranks, sweep_together
 from torchrec_embcache.table_names import shown
 from torchrec_embcache.table_shard import TableShard
 from torchrec_embcache.whole_model import cache_modules
@@ -127,8 +127,7 @@ def _sweep(
             tables[name].native.prepare_sweep(rules.get(name))
 
     def sweep() -> None:
-        for name in due:
-            tables[name].sweep(rules.get(name))
+        sweep_together([tables[name] for name in due], [rules.get(name) for name in due])
 
     ranks.together(prepare)
     ranks.together(sweep)

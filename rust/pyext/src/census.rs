@@ -2,7 +2,7 @@
 //!
 //! A standing is (score, last step, id), the score as the core maps it. Shapes: P parts of a span that have rows, n standings that are listed.
 
-use embcache::lifecycle::{Counted, Found, Span, Standing};
+use embcache::lifecycle::{Counted, Span, SpanContents, Standing};
 use numpy::{IntoPyArray as _, PyArray1, PyArray2};
 use pyo3::prelude::*;
 
@@ -67,10 +67,10 @@ fn columns<'a>(standings: impl Iterator<Item = &'a Standing>) -> Vec<u64> {
 }
 
 impl PySpanCounted {
-    fn of(py: Python<'_>, found: &Found) -> PyResult<Self> {
+    fn of(py: Python<'_>, found: &SpanContents) -> PyResult<Self> {
         let (parts, listed): (&[_], &[_]) = match found {
-            Found::Counted(parts) => (parts, &[]),
-            Found::Listed(listed) => (&[], listed),
+            SpanContents::Counted(parts) => (parts, &[]),
+            SpanContents::Listed(listed) => (&[], listed),
         };
         let digits: Vec<u32> = parts.iter().map(|(digit, _)| *digit).collect();
         let rows: Vec<u64> = parts.iter().map(|(_, part)| part.rows).collect();

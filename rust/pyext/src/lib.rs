@@ -25,6 +25,7 @@ mod rows;
 mod segments;
 mod settings;
 mod stats;
+mod sweeps;
 mod table;
 
 use embcache::memory::ReservingAllocator;
@@ -106,6 +107,8 @@ mod _native {
     use super::settings::{PyAdmission, PyInitializer, PyPlanMode, PyRowBytes, PySweepRule, PyTableCounters};
     #[pymodule_export]
     use super::stats::{PyAdmissionStats, PyEvictionStats, PySsdStats, PyTableStats, PyTierStats};
+    #[pymodule_export]
+    use super::sweeps::sweep_tables;
     #[pymodule_export]
     use super::table::{PyExport, PyTable, row_bytes};
     #[pymodule_export]

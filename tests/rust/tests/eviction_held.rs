@@ -359,3 +359,95 @@ fn a_state_that_is_resumed_knows_whether_a_sweep_was_the_last_that_changed_the_t
         assert!(!again.table.is_as_swept().expect("known"));
     }
 }
+
+/// A table whose rows are all taken by a sweep but those of ids below 0, and an evaluation that has kept the row of id 5.
+fn swept_amid_an_evaluation(on_device: bool) -> (Rig, Plan) {
+    let rig = rig(EvictionRule::Unused { steps: 1 }, on_device);
+    import(&rig, 0..40);
+    rig.train(&[50], BAG, 0).expect("a step");
+    rig.train(&(-40..0).collect::<Vec<Id>>(), BAG, 0).expect("a step");
+    let evaluation = rig.plan(&[5], PlanMode::EVALUATE).expect("a plan");
+    rig.place(&evaluation).expect("a place");
+    rig.table.sweep().expect("a sweep");
+    assert_eq!(rig.table.len().expect("rows"), 41);
+    (rig, evaluation)
+}
+
+#[test]
+fn an_evaluation_that_ends_amid_an_export_does_not_end_the_export() {
+    let expected: Vec<Id> = (-40..0).chain([5]).collect();
+    for on_device in [false, true] {
+        let (rig, evaluation) = swept_amid_an_evaluation(on_device);
+        let mut export = rig.table.export(1).expect("an export");
+        let mut ids: Vec<Id> =
+            export.next().expect("a chunk").expect("a row").headers.iter().map(|row| row.id).collect();
+        drop(evaluation);
+        // The row is dead now, and this would have buried it.
+        rig.evaluate(&[-1, 60], BAG, true).expect("an evaluation");
+        for chunk in export.by_ref() {
+            ids.extend(
+                chunk
+                    .unwrap_or_else(|error| panic!("on the device: {on_device}: {error}"))
+                    .headers
+                    .iter()
+                    .map(|row| row.id),
+            );
+        }
+        ids.sort_unstable();
+        assert_eq!(ids, expected, "on the device: {on_device}");
+        assert!(is_under_way(&rig));
+        rig.evaluate(&[-1], BAG, true).expect("an evaluation");
+        assert!(!is_under_way(&rig), "the export has ended");
+        assert_eq!(rig.table.len().expect("rows"), 40);
+    }
+}
+
+#[test]
+fn an_evaluation_that_ends_amid_an_export_which_nobody_takes_to_its_end_dies_once_that_is_dropped() {
+    let (rig, evaluation) = swept_amid_an_evaluation(false);
+    let mut export = rig.table.export(1).expect("an export");
+    export.next().expect("a chunk").expect("a row");
+    drop(evaluation);
+    rig.evaluate(&[-1], BAG, true).expect("an evaluation");
+    assert!(is_under_way(&rig));
+    drop(export);
+    // The export's thread may still be there, which ends soon.
+    while is_under_way(&rig) {
+        rig.evaluate(&[-1], BAG, true).expect("an evaluation");
+        std::thread::yield_now();
+    }
+    assert_eq!(rig.table.len().expect("rows"), 40);
+}
+
+#[test]
+fn a_walk_over_all_rows_does_not_end_where_an_evaluation_ends_amid_it() {
+    for on_device in [false, true] {
+        let (rig, evaluation) = swept_amid_an_evaluation(on_device);
+        let (mut held, mut ids) = (Some(evaluation), Vec::new());
+        let mut take = |chunk: embcache::cache::Chunk| {
+            ids.extend(chunk.headers.iter().map(|row| row.id));
+            if held.take().is_some() {
+                rig.evaluate(&[-1, 60], BAG, true)?;
+            }
+            Ok(())
+        };
+        rig.table.for_each_chunk(1, &mut take).unwrap_or_else(|error| panic!("on the device: {on_device}: {error}"));
+        assert_eq!(ids.len(), 41, "on the device: {on_device}");
+        assert_eq!(rig.table.len().expect("rows"), 40);
+    }
+}
+
+#[test]
+fn an_evaluation_never_reads_a_row_that_an_export_has_kept_and_ends_the_export() {
+    for on_device in [false, true] {
+        let (rig, evaluation) = swept_amid_an_evaluation(on_device);
+        let mut export = rig.table.export(1).expect("an export");
+        export.next().expect("a chunk").expect("a row");
+        drop(evaluation);
+        let zeros = rig.evaluate(&[5], BAG, true).expect("an evaluation");
+        assert!(zeros.iter().all(|value| *value == 0.0), "on the device: {on_device}");
+        let error = export.find_map(Result::err).expect("the row has left");
+        assert_eq!(error.kind(), Kind::State);
+        assert_eq!(rig.table.len().expect("rows"), 40);
+    }
+}

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use embcache::Kind;
 use embcache::cache::PlanMode;
 use embcache::config::{Eviction, EvictionRule, OptimizerKind, Reopen, SsdConfig, TableConfig};
-use embcache::lifecycle::{Found, Span, Standing};
+use embcache::lifecycle::{Span, SpanContents, Standing};
 use embcache::rows::{Decay, RowHeader};
 use embcache::types::Id;
 use embcache_tests::dice::Dice;
@@ -47,7 +47,7 @@ fn expected(contents: &Contents, step: u64) -> Vec<(Standing, Id)> {
 
 fn listed(rig: &Rig, step: u64, spans: &[Span]) -> Vec<Standing> {
     let (_, counted) = rig.table.census(step, spans, None).expect("a census").expect("any version");
-    let Some(Found::Listed(mut standings)) = counted.spans.into_iter().next() else { panic!("it is listed") };
+    let Some(SpanContents::Listed(mut standings)) = counted.spans.into_iter().next() else { panic!("it is listed") };
     standings.sort_unstable();
     standings
 }
@@ -120,7 +120,9 @@ fn a_census_counts_parts_of_a_span_and_only_of_the_version_and_the_step_that_are
         let counted = Span { is_listed: false, ..ALL };
         let (version, census) = rig.table.census(2, &[counted, ALL], None).expect("a census").expect("any version");
         assert_eq!((census.rows, census.newest), (800, 100));
-        let [Found::Counted(parts), Found::Listed(standings)] = &census.spans[..] else { panic!("{census:?}") };
+        let [SpanContents::Counted(parts), SpanContents::Listed(standings)] = &census.spans[..] else {
+            panic!("{census:?}")
+        };
         assert_eq!((parts.len(), standings.len()), (2, 800));
         assert_eq!(parts.iter().map(|(_, part)| part.rows).collect::<Vec<u64>>(), [700, 100]);
         // Those of one score and one step differ by their ids, of which the negative ones are the greatest.
@@ -128,7 +130,7 @@ fn a_census_counts_parts_of_a_span_and_only_of_the_version_and_the_step_that_are
         assert_eq!((low.id, high.id), (0, (-1_i64).cast_unsigned()));
         let narrower = Span { low, high, is_listed: false };
         let same = rig.table.census(2, &[narrower], Some(version)).expect("a census");
-        let Found::Counted(parts) = &same.expect("nothing has changed").1.spans[0] else { panic!("counted") };
+        let SpanContents::Counted(parts) = &same.expect("nothing has changed").1.spans[0] else { panic!("counted") };
         assert_eq!(parts.iter().map(|(_, part)| part.rows).collect::<Vec<u64>>(), [400, 300]);
         assert_eq!(rig.table.census(1, &[ALL], None).expect_err("another step").kind(), Kind::State);
         rig.table.remove_rows(&[5]).expect("removed");

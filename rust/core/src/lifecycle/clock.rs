@@ -41,6 +41,11 @@ impl StepClock {
         self.pairs.last().map_or(0, |&(_, time)| time)
     }
 
+    /// The last step whose time is known; 0 where there is none.
+    pub(crate) fn last_step(&self) -> u64 {
+        self.pairs.last().map_or(0, |&(step, _)| step)
+    }
+
     /// Whether the times are those that a user gives.
     pub fn is_of_events(&self) -> bool {
         self.of_events
@@ -179,27 +184,47 @@ impl From<StepClock> for String {
 impl TryFrom<String> for StepClock {
     type Error = Error;
 
+    /// Memory is requested for the pairs once all of them are known to be right.
     fn try_from(text: String) -> Result<Self> {
-        let damaged = |what: &str| Error::new(Kind::Corruption, format!("a step clock {what}"));
-        let is_number = |word: &str| word.bytes().all(|byte| byte.is_ascii_digit());
-        let numbers: Option<Vec<u64>> =
-            text.split(' ').map(|word| word.parse().ok().filter(|_| is_number(word))).collect();
-        let numbers = numbers.ok_or_else(|| damaged("with other text than numbers"))?;
-        let Some((&of_events, differences)) = numbers.split_first() else { return Err(damaged("without numbers")) };
-        if of_events > 1 || differences.len() % 2 != 0 {
+        let mut words = text.split(' ');
+        let of_events = number(words.next().unwrap_or_default())?;
+        if of_events > 1 {
             return Err(damaged("of a kind that is not known"));
         }
-        let (mut pairs, mut last) = (Vec::with_capacity(differences.len() / 2), (0_u64, 0_u64));
-        for pair in differences.chunks_exact(2) {
-            let next = (last.0.saturating_add(pair[0]), last.1.saturating_add(pair[1]));
-            if next.0 > MOST || next.1 > MOST || (pair[0] == 0 && !pairs.is_empty()) {
-                return Err(damaged("with steps or times out of range"));
-            }
-            pairs.push(next);
-            last = next;
+        let count = pairs_of(words.clone()).try_fold(0, |count: usize, pair| pair.map(|_| count + 1))?;
+        let mut pairs = Vec::with_capacity(count);
+        for pair in pairs_of(words) {
+            pairs.push(pair?);
         }
         Ok(Self { pairs, of_events: of_events == 1 })
     }
+}
+
+fn damaged(what: &str) -> Error {
+    Error::new(Kind::Corruption, format!("a step clock {what}"))
+}
+
+/// The number that a word is, in digits alone.
+fn number(word: &str) -> Result<u64> {
+    let is_number = word.bytes().all(|byte| byte.is_ascii_digit());
+    word.parse().ok().filter(|_| is_number).ok_or_else(|| damaged("with other text than numbers"))
+}
+
+/// The steps and times whose differences these words are. Each is checked against the one before it. Nothing that follows an error counts.
+fn pairs_of<'a>(mut words: impl Iterator<Item = &'a str>) -> impl Iterator<Item = Result<(u64, u64)>> {
+    let mut last: Option<(u64, u64)> = None;
+    let mut pair = move |step: &str, time: Option<&str>| {
+        let time = time.ok_or_else(|| damaged("whose last step has no time"))?;
+        let (step, time) = (number(step)?, number(time)?);
+        let before = last.unwrap_or_default();
+        let next = (before.0.saturating_add(step), before.1.saturating_add(time));
+        if next.0 > MOST || next.1 > MOST || (step == 0 && last.is_some()) {
+            return Err(damaged("with steps or times out of range"));
+        }
+        last = Some(next);
+        Ok(next)
+    };
+    std::iter::from_fn(move || words.next().map(|step| pair(step, words.next())))
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ mod sweep;
 
 pub use bucket::{BucketCounts, PendingId};
 pub use clock::StepClock;
-pub use order::{Census, Counted, Found, Part, Span, Standing, rising};
+pub use order::{Census, Counted, DigitPart, Span, SpanContents, Standing, rising};
 pub(crate) use pending::Pending;
 pub use shared::SharedRow;
 pub use sweep::{Rule, Sweep};

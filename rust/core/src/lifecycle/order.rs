@@ -104,7 +104,7 @@ pub struct Span {
 
 /// The standings in a part of a span: those that have its digit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct DigitPart {
     /// How many.
     pub rows: u64,
     /// The lowest of them.
@@ -115,9 +115,9 @@ pub struct Part {
 
 /// What was found in a span.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum SpanContents {
     /// The parts that have rows, each after its digit, in rising order.
-    Counted(Vec<(u32, Part)>),
+    Counted(Vec<(u32, DigitPart)>),
     /// The standings, in no order.
     Listed(Vec<Standing>),
 }
@@ -138,7 +138,7 @@ struct Within {
     span: Span,
     /// The digit of a standing are the bits above so many.
     shift: u32,
-    parts: Vec<Part>,
+    parts: Vec<DigitPart>,
     listed: Vec<Standing>,
 }
 
@@ -148,7 +148,7 @@ impl Within {
         let mut parts = Vec::new();
         if !span.is_listed {
             memory::reserve(&mut parts, TO_ORDER, 1 << DIGIT_BITS)?;
-            parts.resize(1 << DIGIT_BITS, Part { rows: 0, low: Standing::HIGHEST, high: Standing::LOWEST });
+            parts.resize(1 << DIGIT_BITS, DigitPart { rows: 0, low: Standing::HIGHEST, high: Standing::LOWEST });
         }
         Ok(Self { span, shift, parts, listed: Vec::new() })
     }
@@ -172,12 +172,12 @@ impl Within {
         Ok(())
     }
 
-    fn found(self) -> Found {
+    fn found(self) -> SpanContents {
         if self.span.is_listed {
-            return Found::Listed(self.listed);
+            return SpanContents::Listed(self.listed);
         }
         let parts = (0..).zip(self.parts).filter(|(_, part)| part.rows > 0);
-        Found::Counted(parts.collect())
+        SpanContents::Counted(parts.collect())
     }
 }
 
@@ -219,7 +219,7 @@ pub struct Counted {
     /// Those of them whose last step is the census's.
     pub newest: u64,
     /// What was found in each span.
-    pub spans: Vec<Found>,
+    pub spans: Vec<SpanContents>,
 }
 
 #[cfg(test)]
@@ -285,7 +285,7 @@ mod tests {
         census.add(&row(1000, 10, 1.0)).expect("memory");
         let Counted { rows: counted, newest, spans: found } = census.end();
         assert_eq!((counted, newest), (100, 100), "a row that was trained after the step is not counted");
-        let Found::Counted(parts) = &found[0] else { panic!("{found:?}") };
+        let SpanContents::Counted(parts) = &found[0] else { panic!("{found:?}") };
         let scores: Vec<(u32, u64)> = parts.iter().map(|(digit, part)| (*digit, part.rows)).collect();
         let digit = |score: f32| rising(score) >> 16;
         assert_eq!(scores, [1.0, 2.0, 3.0, 4.0].map(|score| (digit(score), 25)));
@@ -297,9 +297,9 @@ mod tests {
         let mut census = Census::new(9, decay(), &spans).expect("memory");
         rows.iter().try_for_each(|row| census.add(row)).expect("memory");
         let mut found = census.end().spans;
-        let Some(Found::Listed(listed)) = found.pop() else { panic!("{found:?}") };
+        let Some(SpanContents::Listed(listed)) = found.pop() else { panic!("{found:?}") };
         assert!(listed.iter().map(|standing| standing.id).eq((50..98).filter(|id| id % 4 == 1)), "{listed:?}");
-        let Some(Found::Counted(parts)) = found.pop() else { panic!("{found:?}") };
+        let Some(SpanContents::Counted(parts)) = found.pop() else { panic!("{found:?}") };
         assert!(
             parts.len() == 25 && parts.iter().all(|(digit, part)| part.low.id == u64::from(*digit) && part.rows == 1)
         );

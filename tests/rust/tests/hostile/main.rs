@@ -9,6 +9,7 @@
 mod amounts;
 mod blocks;
 mod checkpoint;
+mod clocks;
 #[path = "../checkpoint/made.rs"]
 #[allow(dead_code)]
 mod made;

@@ -54,8 +54,13 @@ impl Residency {
 
     /// Copies of the rows of `ids` from whatever tier they are in, and initial values for ids that the table does not have.
     pub(crate) fn read(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<FoundRows> {
-        self.finish_loads();
         self.finish_sweep()?;
+        self.read_unswept(ids, no_writes)
+    }
+
+    /// As [`Residency::read`], and no sweep goes on: an export of these rows would end where one of them dies.
+    pub(crate) fn read_unswept(&mut self, ids: &[Id], no_writes: NoKernelWrites<'_>) -> Result<FoundRows> {
+        self.finish_loads();
         let floats = self.base.floats();
         let mut rows = FoundRows {
             found: vec![false; ids.len()],

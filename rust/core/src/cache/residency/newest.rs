@@ -30,6 +30,11 @@ impl Residency {
         ExportBegun { number, written_down, rows: self.counts.rows() }
     }
 
+    /// Let sweeps take no row of these contents that no batch wants, for as long as what this returns lives.
+    pub(crate) fn want_contents(&mut self, version: u64) -> Arc<()> {
+        self.exports.want_contents(version)
+    }
+
     pub(crate) fn end_export(&mut self, number: u64) {
         self.exports.end(number);
     }

@@ -343,9 +343,10 @@ impl Residency {
         if self.base.config.eviction.is_none() {
             return Ok(());
         }
+        // Rows that an evaluation has kept are dead when it ends. An export of the table with these rows would end if they left now.
+        let waits = self.exports.are_contents_wanted(self.base.version()) || self.waits_to_tell();
         // Where the sweep goes no further, what it has left for later may be dead all the same.
-        let stopped =
-            self.waits_to_tell() || self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
+        let stopped = waits || self.sweep_on(BEFORE_BATCH).inspect_err(|error| self.note_stopped(error)).is_err();
         if stopped {
             self.bury_spared_of(&hold.ids)?;
         }

@@ -172,6 +172,13 @@ impl Table {
         self.inner.lock()?.begin_sweep(Some(given))
     }
 
+    /// Sweep tables one after the other: each as [`Table::sweep_by`] with the rule beside it, or as [`Table::sweep`] without one.
+    ///
+    /// Errors: as there. None where all of them were prepared; else the tables before the one that fails are swept.
+    pub fn sweep_all(tables: &[(Self, Option<&EvictionRule>)]) -> Result<()> {
+        tables.iter().try_for_each(|(table, given)| given.map_or_else(|| table.sweep(), |given| table.sweep_by(given)))
+    }
+
     /// Do what can fail of [`Table::sweep`], or of [`Table::sweep_by`], so that the ranks that share the table sweep together, or none of them
     /// does.
     ///

@@ -154,7 +154,7 @@ impl Source for ById<'_> {
             return Ok(Next::End);
         }
         let (now, later) = self.ids.split_at(self.ids.len().min(most));
-        let found = held.read(now, rows.no_kernel_writes())?;
+        let found = held.read_unswept(now, rows.no_kernel_writes())?;
         debug_assert!(found.found.iter().all(|&found| found));
         self.ids = later;
         Ok(Next::Copied(Chunk { headers: found.headers, vectors: found.vectors }))

@@ -131,6 +131,7 @@ fn all_by_id(
     taker: Option<&Arc<dyn GiveWay>>,
     sink: &mut ChunkSink<'_>,
 ) -> Result<()> {
+    let _wanted = table.lock()?.want_contents(version);
     let (mut in_ram, rows) = table.lock()?.newest_in_ram()?;
     let ids = in_ram.as_slice();
     hand_over(table, &mut ById { version, ids }, &mut InChunks::new(chunk_rows, &mut *sink))?;

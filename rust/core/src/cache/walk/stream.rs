@@ -20,23 +20,26 @@ pub struct ExportStream {
     table: Arc<TableInner>,
     version: u64,
     channel: Arc<Channel>,
-    ended: bool,
+    /// None once it has ended.
+    wants_contents: Option<Arc<()>>,
 }
 
 impl ExportStream {
     /// Start the thread that reads ahead.
     pub(crate) fn start(table: &Arc<TableInner>, chunk_rows: usize) -> Result<Self> {
         table.check_rows()?;
-        drop(table.lock()?);
         memory::room("start the export's thread", memory::ROOM_FOR_THREADS)?;
+        let mut held = table.lock()?;
         let version = table.version();
+        let wants_contents = Some(held.want_contents(version));
+        drop(held);
         let channel = Arc::new(Channel::default());
         let sender = Sender { table: Arc::clone(table), channel: Arc::clone(&channel) };
         std::thread::Builder::new()
             .name("embcache-export".into())
             .spawn(move || sender.run(version, chunk_rows.max(1)))
             .map_err(|error| Error::new(Kind::Storage, format!("cannot start the export's thread: {error}")))?;
-        Ok(Self { table: Arc::clone(table), version, channel, ended: false })
+        Ok(Self { table: Arc::clone(table), version, channel, wants_contents })
     }
 }
 
@@ -50,19 +53,19 @@ impl Iterator for ExportStream {
     type Item = Result<Chunk>;
 
     fn next(&mut self) -> Option<Result<Chunk>> {
-        if self.ended {
-            return None;
-        }
+        self.wants_contents.as_ref()?;
         // The export's thread copies rows that a caller may keep from it, and it does not exist in a forked child.
         if let Err(refused) = self.table.check_rows() {
-            self.ended = true;
+            self.wants_contents = None;
             return Some(Err(refused));
         }
         let item = match self.channel.take() {
             Some(Ok(_)) if self.table.version() != self.version => Some(Err(changed_meanwhile(&self.table))),
             item => item,
         };
-        self.ended = !matches!(item, Some(Ok(_)));
+        if !matches!(item, Some(Ok(_))) {
+            self.wants_contents = None;
+        }
         item
     }
 }

@@ -1,7 +1,7 @@
 //! Exports under way of a table without a device tier. Each hands over the rows in RAM slot by slot, and then the rows on SSD.
 
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::sync::{Mutex, lock};
 use crate::types::{CacheSlot, Id};
@@ -12,6 +12,8 @@ use crate::types::{CacheSlot, Id};
 pub(crate) struct Exports {
     under_way: Vec<Export>,
     next: u64,
+    /// The contents that somebody takes chunk by chunk, by their numbers, for as long as that somebody lives.
+    wanted: Vec<(u64, Weak<()>)>,
 }
 
 #[derive(Debug)]
@@ -67,6 +69,21 @@ impl Exports {
         self.under_way.iter().any(|export| export.version == version)
     }
 
+    /// Whoever has what this returns wants the contents that have this number unchanged, as far as that hangs on nobody's call. It is let go
+    /// of without the table's lock, which Python may not wait for.
+    pub(crate) fn want_contents(&mut self, version: u64) -> Arc<()> {
+        self.wanted.retain(|(_, wanted_by)| wanted_by.strong_count() > 0);
+        let token = Arc::new(());
+        self.wanted.push((version, Arc::downgrade(&token)));
+        token
+    }
+
+    /// Whether an export of these contents is under way, or somebody wants them.
+    pub(crate) fn are_contents_wanted(&self, version: u64) -> bool {
+        let is_wanted = |(of, wanted_by): &(u64, Weak<()>)| *of == version && wanted_by.strong_count() > 0;
+        self.hold_rows_in_place(version) || self.wanted.iter().any(is_wanted)
+    }
+
     /// Note that the rows in these slots are about to be written down. This comes before a scan of the SSD tier can meet them.
     pub(crate) fn note_written_down(
         &self,
@@ -101,6 +118,10 @@ mod tests {
         assert!(exports.hold_rows_in_place(7) && !exports.hold_rows_in_place(8));
         exports.end(first);
         exports.end(second);
-        assert!(!exports.hold_rows_in_place(7));
+        assert!(!exports.hold_rows_in_place(7) && !exports.are_contents_wanted(7));
+        let token = exports.want_contents(7);
+        assert!(exports.are_contents_wanted(7) && !exports.are_contents_wanted(8) && !exports.hold_rows_in_place(7));
+        drop(token);
+        assert!(!exports.are_contents_wanted(7));
     }
 }

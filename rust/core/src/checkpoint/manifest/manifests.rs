@@ -191,6 +191,13 @@ impl Share {
                 self.bucket_begin, self.bucket_end, self.spec.total_num_buckets
             ));
         }
+        if self.clock.last_step() > self.spec.step {
+            return Err(format!(
+                "times of steps up to {}, of a table that made {}",
+                self.clock.last_step(),
+                self.spec.step
+            ));
+        }
         for file in &self.files {
             // This bounds what is read at once, whatever a manifest says.
             let tombstones = file.tombstones > TOMBSTONES_A_FILE as u64;
