@@ -86,17 +86,8 @@ impl Residency {
         let host = Arc::make_mut(&mut hold.host);
         self.host.slots.get_batch(&hold.ids, host);
         if self.host.slots.all_settled() {
-            // The room is exact, since the allocator may keep what is given back.
-            let absent = host.iter().filter(|&&slot| slot == NO_SLOT).count();
-            let mut missing = Vec::with_capacity(absent);
-            if absent > 0 {
-                missing.extend((0..host.len() as u32).filter(|&position| host[position as usize] == NO_SLOT));
-                let mut there: Vec<CacheSlot> = Vec::with_capacity(host.len() - absent);
-                there.extend(host.iter().filter(|&&slot| slot != NO_SLOT));
-                self.host.slots.accessed(&there);
-            } else {
-                self.host.slots.accessed(host);
-            }
+            let (missing, there) = split_found(host);
+            self.host.slots.accessed(if missing.is_empty() { host } else { &there });
             self.traffic.host.hits += (host.len() - missing.len()) as u64;
             hold.group = Some(self.host.slots.pin_group(Arc::clone(&hold.host)));
             return if missing.is_empty() { Ok(()) } else { self.admit(hold, missing, mode, batch) };
@@ -334,4 +325,25 @@ impl Residency {
         }
         Admitted { reads, born, zeros, refused }
     }
+}
+
+/// The positions in `host` `[U]` without a slot, and the slots of the others; where all have one, these are not listed.
+///
+/// Each is written to both lists, and stays in one: nobody can foresee which, so there is no branch. The room is exact but for one, since
+/// the allocator may keep what is given back.
+fn split_found(host: &[CacheSlot]) -> (Vec<u32>, Vec<CacheSlot>) {
+    let absent = host.iter().filter(|&&slot| slot == NO_SLOT).count();
+    if absent == 0 {
+        return (Vec::new(), Vec::new());
+    }
+    let (mut missing, mut there) = (vec![0; absent + 1], vec![0; host.len() - absent + 1]);
+    let mut missed = 0;
+    for (position, &slot) in host.iter().enumerate() {
+        missing[missed] = position as u32;
+        there[position - missed] = slot;
+        missed += usize::from(slot == NO_SLOT);
+    }
+    missing.truncate(absent);
+    there.truncate(host.len() - absent);
+    (missing, there)
 }

@@ -9,6 +9,14 @@ use crate::host::NoKernelWrites;
 use crate::slots::{RowState, SlotMap};
 use crate::types::{CacheSlot, Id, NO_SLOT};
 
+/// Rows that were trained for the first time.
+#[derive(Default)]
+struct Born {
+    rows: u64,
+    /// Their ids, where the table refuses some.
+    ids: Vec<Id>,
+}
+
 impl Residency {
     /// Record one training step: the table's step counter advances, and the rows of the batch are dirty and born.
     ///
@@ -18,11 +26,34 @@ impl Residency {
         self.step += 1;
         self.note_time();
         self.base.contents_changed();
+        let born = if hold.refused_at.is_empty() {
+            self.touch_rows(hold, slots, starts, 0..slots.len())
+        } else {
+            let with_slots = with_slots(slots);
+            self.touch_rows(hold, slots, starts, with_slots.iter().map(|&position| position as usize))
+        };
+        self.counts.born(born.rows);
+        if self.admitter.is_some() {
+            self.traffic.admitted += born.rows;
+            self.count_refused(hold);
+            self.have_rows(born.ids.into_iter());
+            self.end_counting(self.step);
+        }
+    }
+
+    /// Record the step in the rows of the batch at `positions`, among which are all that have a slot.
+    fn touch_rows(
+        &mut self,
+        hold: &Hold,
+        slots: &[CacheSlot],
+        starts: &[u32],
+        positions: impl Iterator<Item = usize> + Clone,
+    ) -> Born {
         let (step, epoch, decay) = (self.step, self.epoch, self.base.decay);
-        let mut born = 0;
-        let mut born_ids: Vec<Id> = Vec::new();
-        for (position, &slot) in slots.iter().enumerate() {
-            if let Some(&later) = slots.get(position + SLOTS_AHEAD)
+        let mut born = Born::default();
+        let mut ahead = positions.clone().skip(SLOTS_AHEAD);
+        for position in positions {
+            if let Some(later) = ahead.next().map(|later| slots[later])
                 && later != NO_SLOT
             {
                 if let Some(device) = &self.device {
@@ -33,6 +64,7 @@ impl Residency {
                     self.host.slots.prefetch_state(later);
                 }
             }
+            let slot = slots[position];
             if slot == NO_SLOT {
                 continue;
             }
@@ -46,20 +78,14 @@ impl Residency {
             };
             let row = tier.state(slot);
             if row.has(RowState::PROVISIONAL) {
-                born += 1;
+                born.rows += 1;
                 if self.admitter.is_some() {
-                    born_ids.push(hold.ids[position]);
+                    born.ids.push(hold.ids[position]);
                 }
             }
             tier.set_state(slot, row.without(RowState::PROVISIONAL).with(RowState::DIRTY).with(RowState::MODIFIED));
         }
-        self.counts.born(born);
-        if self.admitter.is_some() {
-            self.traffic.admitted += born;
-            self.count_refused(hold);
-            self.have_rows(born_ids.into_iter());
-            self.end_counting(step);
-        }
+        born
     }
 
     /// Copy what a moment wants of rows that a step is about to change, in slots of the tier that kernels run on. `NO_SLOT` is no row.
@@ -126,4 +152,17 @@ impl Residency {
             self.counts.became_provisional(1);
         }
     }
+}
+
+/// The positions in `slots` `[U]` that have one. There is no branch, since nobody can foresee which do.
+fn with_slots(slots: &[CacheSlot]) -> Vec<u32> {
+    let count = slots.iter().filter(|&&slot| slot != NO_SLOT).count();
+    let mut positions = vec![0; count + 1];
+    let mut found = 0;
+    for (position, &slot) in slots.iter().enumerate() {
+        positions[found] = position as u32;
+        found += usize::from(slot != NO_SLOT);
+    }
+    positions.truncate(count);
+    positions
 }

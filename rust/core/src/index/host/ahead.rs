@@ -1,5 +1,7 @@
 //! Looking for the slots of many ids at once.
 
+use std::hint::select_unpredictable;
+
 use super::super::hash::IdHash;
 use super::{Line, following, home};
 use crate::prefetch::prefetch;
@@ -13,6 +15,8 @@ const ASKED_AGAIN: usize = 16;
 /// So many ids wait for a later line, whose home line does not have them and was passed, before half of them are looked for together. What
 /// was asked for last arrives meanwhile, and is looked at with the other half.
 const PAST: usize = 64;
+/// [`slots_past`] asks again for a line this many ids before its turn.
+const PAST_AGAIN: usize = 6;
 
 /// Look up `ids`, with `NO_SLOT` for absent ones. `tag_of` looks an id up in one line. Lines are prefetched [`AHEAD`] ids ahead.
 #[inline(always)]
@@ -40,14 +44,14 @@ pub(super) fn slots_ahead(
         let here = &lines[line];
         let tag = tag_of(here, id);
         slots[done] = tag.wrapping_sub(1);
-        if tag == 0 && here.passed() != 0 {
-            let next = following(line, lines.len());
-            prefetch(lines, next);
-            past[waiting] = (done, next);
-            waiting += 1;
-            if waiting == PAST {
-                waiting = slots_past(lines, ids, slots, &mut past, PAST / 2);
-            }
+        // There is no branch, because nobody can foresee who is to be looked for further. The others ask again for the line ahead.
+        let goes_on = (tag == 0) & (here.passed() != 0);
+        let next = following(line, lines.len());
+        prefetch(lines, select_unpredictable(goes_on, next, ahead));
+        past[waiting] = (done, next);
+        waiting += usize::from(goes_on);
+        if waiting == PAST {
+            waiting = slots_past(lines, ids, slots, &mut past, PAST / 2);
         }
     }
     while waiting > 0 {
@@ -61,6 +65,9 @@ pub(super) fn slots_ahead(
 fn slots_past(lines: &[Line], ids: &[Id], slots: &mut [CacheSlot], past: &mut [(usize, usize)], count: usize) -> usize {
     let mut further = 0;
     for at in 0..count {
+        if let Some((_, later)) = past.get(at + PAST_AGAIN) {
+            prefetch(lines, *later);
+        }
         let (position, line) = past[at];
         let here = &lines[line];
         let tag = here.tag(ids[position]);

@@ -7,8 +7,8 @@ use crate::types::Id;
 
 /// Ids of a block. While a block makes a step, what the next step of the others will look at arrives.
 const BLOCK: usize = 16;
-/// Steps of a block: the four in which something is asked for, and the last.
-const STEPS: usize = 5;
+/// Steps of a block: the five in which something is asked for, and the last.
+const STEPS: usize = 6;
 
 /// How far the search for one id has come.
 #[derive(Clone, Copy)]
@@ -44,7 +44,9 @@ impl Pending {
                 match step {
                     0 => block.for_each(|(each, search)| *search = self.begin_search(id(each))),
                     1 => block.for_each(|(_, search)| self.ask_for_home(search)),
-                    2 | 3 => block.for_each(|(each, search)| self.look(search, id(each))),
+                    // A processor drops some of many prefetches. Of a line that is there another one costs nearly nothing.
+                    2 => block.for_each(|(_, search)| self.pool.prefetch_line(search.line)),
+                    3 | 4 => block.for_each(|(each, search)| self.look(search, id(each))),
                     _ => block.for_each(|(each, search)| {
                         let known = self.end_search(search, id(each));
                         found(each, known);
