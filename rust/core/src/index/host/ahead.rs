@@ -50,7 +50,8 @@ pub(super) fn slots_ahead(
         prefetch(lines, select_unpredictable(goes_on, next, ahead));
         past[waiting] = (done, next);
         waiting += usize::from(goes_on);
-        if waiting == PAST {
+        // Where all of those that were looked for go on, no place is free yet.
+        while waiting == PAST {
             waiting = slots_past(lines, ids, slots, &mut past, PAST / 2);
         }
     }

@@ -109,6 +109,32 @@ fn ids_chosen_against_one_index_do_not_meet_in_another() {
 }
 
 #[test]
+fn a_batch_of_ids_that_all_lie_far_past_their_homes_is_found() {
+    let mut index = HostIndex::new(4000);
+    index.reserve(4000).expect("memory");
+    let (lines, hash) = (index.lines, index.hash);
+    let mut chosen = (0..).filter(|&id| home(hash, lines, id) < 8);
+    let present: Vec<Id> = chosen.by_ref().take(1500).collect();
+    let absent: Vec<Id> = chosen.take(500).collect();
+    for (slot, &id) in present.iter().enumerate() {
+        index.insert(id, slot as u32);
+    }
+    check_structure(&index);
+    let ids: Vec<Id> = absent.iter().chain(present.iter().rev()).chain(&absent).copied().collect();
+    let expected: Vec<CacheSlot> = ids.iter().map(|&id| index.get(id)).collect();
+    assert_eq!(expected[500..2000], (0..1500).rev().collect::<Vec<_>>());
+    let mut slots = vec![0; ids.len()];
+    index.get_batch(&ids, &mut slots);
+    assert_eq!(slots, expected);
+    slots_ahead(index.hash, index.lines(), &ids, &mut slots, Line::tag);
+    assert_eq!(slots, expected);
+    index.remove_batch(&present[..1000]);
+    check_structure(&index);
+    index.get_batch(&ids, &mut slots);
+    assert_eq!(slots, ids.iter().map(|&id| index.get(id)).collect::<Vec<_>>());
+}
+
+#[test]
 fn removal_around_the_end_leaves_no_gap() {
     let mut index = HostIndex::new(0);
     index.grow(index.limit + 1).expect("memory");
