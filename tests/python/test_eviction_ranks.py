@@ -15,7 +15,7 @@ from torchrec_embcache.cache import internals
 from torchrec_embcache.eviction import L2Norm, Policy, Ttl
 from torchrec_embcache.exceptions import InputError, StateError, StorageError
 from torchrec_embcache.saver import Saver
-from torchrec_embcache.table_shard import TableShard
+from torchrec_embcache.sessions import sweep
 from torchrec_models import MIXED, ROW_WISE, TABLE_WISE, Model, Settings, assert_same_rows, batches, rows_of, sharded
 from torchrec_models import together as merged
 from torchrec_models import train as train_model
@@ -134,22 +134,22 @@ def refused(rank: int, world: int, what: str, path: str) -> Any:
     model = sharded(Model(Settings(options={"eviction": policy})), ROW_WISE, {"learning_rate": 0.1})
     train_model(model, batches(3, rank, world))
     tables = [internals(table) for module in cache_modules(model).values() for table in module.tables.values()]
-    before, sweep = rows_of(model), TableShard.sweep
+    before, sweep_together = rows_of(model), sweep.sweep_together
     if rank == 1 and what == "steps":
         tables[0].native.set_step(9)
     if rank == 1 and what == "fails":
 
-        def fail(_table: TableShard, _rule: object = None) -> None:
+        def fail(_tables: object, _rules: object) -> None:
             raise StorageError("the disk is gone")
 
-        TableShard.sweep = fail
+        sweep.sweep_together = fail
     said = []
     for call in (lambda: evict(model), lambda: Saver().save(model, path)):
         try:
             call()
         except (StateError, StorageError) as error:
             said.append(f"{type(error).__name__}: {error}")
-    TableShard.sweep = sweep
+    sweep.sweep_together = sweep_together
     if what == "steps" and rank == 1:
         tables[0].native.set_step(3)
     unchanged = rows_of(model) == before

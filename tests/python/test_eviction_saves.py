@@ -27,7 +27,7 @@ from torchrec_embcache.cache import internals
 from torchrec_embcache.eviction import L2Norm, Policy, Score, Share, Ttl
 from torchrec_embcache.exceptions import StorageError
 from torchrec_embcache.saver import Saver
-from torchrec_embcache.table_shard import TableShard
+from torchrec_embcache.sessions import sweep
 from world import process_group
 
 AT_SAVES = Policy([Ttl(steps=4), L2Norm(below=0.4)])
@@ -140,11 +140,11 @@ def test_a_save_whose_sweep_fails_has_written_nothing_and_the_next_one_works(tmp
     trained(table, 1)
     before = Contents.of(table)
 
-    def fail(_table: TableShard, _rule: object = None) -> None:
+    def fail(_tables: object, _rules: object) -> None:
         raise StorageError("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(TableShard, "sweep", fail)
+        patched.setattr(sweep, "sweep_together", fail)
         with pytest.raises((Exception, CheckpointException), match="the disk is gone"):
             save_by(door, table, path)
     assert Contents.of(table) == before
