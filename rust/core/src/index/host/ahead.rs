@@ -50,7 +50,8 @@ pub(super) fn slots_ahead(
         prefetch(lines, select_unpredictable(goes_on, next, ahead));
         past[waiting] = (done, next);
         waiting += usize::from(goes_on);
-        if waiting == PAST {
+        // Behind a long run of full lines all of them may have to wait again.
+        while waiting == PAST {
             waiting = slots_past(lines, ids, slots, &mut past, PAST / 2);
         }
     }

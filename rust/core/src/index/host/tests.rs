@@ -159,3 +159,23 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn ids_are_found_and_missed_behind_long_runs_of_full_lines() {
+    let ids_there = 3000;
+    let mut index = HostIndex::new(ids_there);
+    index.reserve(ids_there).expect("memory");
+    let (hash, lines) = (index.hash, index.lines().len());
+    // All homes are in the first half, so that the lines are full from there on to far behind it.
+    let mut ids = (0..).filter(|&id| home(hash, lines, id) < lines / 2);
+    let mut asked: Vec<Id> = ids.by_ref().take(ids_there).collect();
+    asked.iter().enumerate().for_each(|(slot, &id)| index.insert(id, slot as CacheSlot));
+    assert_eq!(index.lines().len(), lines, "it need not grow");
+    asked.extend(ids.take(1000));
+    asked.reverse();
+    let mut slots = vec![0; asked.len()];
+    index.get_batch(&asked, &mut slots);
+    let one_by_one: Vec<CacheSlot> = asked.iter().map(|&id| index.get(id)).collect();
+    assert_eq!(slots, one_by_one);
+    assert_eq!(slots.iter().filter(|&&slot| slot == NO_SLOT).count(), 1000);
+}
