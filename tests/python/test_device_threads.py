@@ -53,10 +53,16 @@ def life(tmp_path_factory):
 
 
 def check(life, chunk):
-    """Check that each row is as its count says."""
+    """Check that each row is as its count says, but for the last bits, which torch's ops may round otherwise than the core.
+
+    The weights of two counts differ by 0.01 or more, so that a row of which a part is older is found all the same.
+    """
     for at, count in enumerate(chunk.metadata.count.tolist()):
         weights, total = life[count]
-        assert torch.equal(chunk.weights[at], weights), f"id {chunk.ids[at]}: other weights than after {count} steps"
+        found = chunk.weights[at]
+        assert torch.allclose(found, weights, rtol=0, atol=1e-5), (
+            f"id {chunk.ids[at]}: {found} is not as after {count} steps"
+        )
         assert torch.equal(chunk.slots["sum"][at], total), f"id {chunk.ids[at]}: another slot than after {count} steps"
 
 
