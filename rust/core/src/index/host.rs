@@ -35,14 +35,18 @@ impl Line {
         // The first entry that matches counts. Entries in use come before free ones with an id left over.
         let entry =
             (0..WIDTH).rev().fold(WIDTH, |found, entry| select_unpredictable(self.ids[entry] == id, entry, found));
-        self.tag_of_entry(entry)
+        // SAFETY: the fold begins with WIDTH and goes on with entries.
+        unsafe { self.tag_of_entry(entry) }
     }
 
     /// The tag of an entry, or 0 for `WIDTH`, which is the place of no entry. Without a branch, as [`Line::tag`].
+    ///
+    /// # Safety
+    /// `entry` is at most `WIDTH`.
     #[inline]
-    fn tag_of_entry(&self, entry: usize) -> u32 {
+    unsafe fn tag_of_entry(&self, entry: usize) -> u32 {
         debug_assert!(entry <= WIDTH);
-        // SAFETY: callers find `entry` among the entries, or give WIDTH, and `tags` has WIDTH + 1 elements.
+        // SAFETY: `tags` has WIDTH + 1 elements, and the caller says that `entry` is at most WIDTH.
         let tag = unsafe { *self.tags.get_unchecked(entry) };
         select_unpredictable(entry == WIDTH, 0, tag)
     }
@@ -56,7 +60,9 @@ impl Line {
         let line = unsafe { _mm512_load_si512((&raw const *self).cast()) };
         let equal = _mm512_cmpeq_epi64_mask(line, _mm512_set1_epi64(id));
         // What follows the ids in the line may equal the id by chance. Bit WIDTH is set, so those bits are never the lowest.
-        self.tag_of_entry((u32::from(equal) | 1 << WIDTH).trailing_zeros() as usize)
+        let entry = (u32::from(equal) | 1 << WIDTH).trailing_zeros() as usize;
+        // SAFETY: bit WIDTH is set, so `entry` is at most WIDTH.
+        unsafe { self.tag_of_entry(entry) }
     }
 
     /// The entry of an id, found as in [`Line::tag`].
@@ -64,7 +70,7 @@ impl Line {
     fn entry(&self, id: Id) -> Option<usize> {
         let entry =
             (0..WIDTH).rev().fold(WIDTH, |found, entry| select_unpredictable(self.ids[entry] == id, entry, found));
-        (self.tag_of_entry(entry) != 0).then_some(entry)
+        (entry < WIDTH && self.tags[entry] != 0).then_some(entry)
     }
 
     /// How many ids lie past this line although their home is this line or one before it.
