@@ -15,6 +15,7 @@ from .cache import CacheTable, EvictedRows, FoundRows, RowChunk, RowMetadata
 from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
 from .metrics import AdmissionStats, EvictionStats, SsdStats, TableStats, TierStats
+from .miss_ratios import MissRatioCurve
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .sessions.event_time import set_time
 from .sessions.sweep import evict
@@ -58,6 +59,7 @@ __all__ = [
     "EvictedRows",
     "EvictionStats",
     "FoundRows",
+    "MissRatioCurve",
     "RowChunk",
     "RowMetadata",
     "Saver",

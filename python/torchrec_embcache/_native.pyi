@@ -339,6 +339,20 @@ class TableCounters:
     epoch: int
 
 @final
+class MissRatios:
+    """What caches of many sizes under one policy miss."""
+
+    policy: Policy
+    rows: NDArray[np.uint64]  # [n], rising
+    miss_ratios: NDArray[np.float64]  # [n], first uses included
+    first_use_ratio: float
+    lookups: int
+    distinct_ids: int
+    sampling_rate: float
+
+def miss_ratios(table: Table, anew: bool) -> list[MissRatios] | None: ...  # of the table's policy, then of "lru"; None: not measured
+
+@final
 class RowBytes:
     """How many bytes a row takes of `host_bytes` and of `device_bytes`."""
 
@@ -378,6 +392,7 @@ class Table:
         not_admitted: Literal["zeros", "initial", "shared"] | float | None = None,  # None: "initial"
         score_half_life_steps: int | None = None,
         eviction: SweepRule | None = None,  # None: rows leave by `remove_rows` and `on_full` alone
+        sizing: bool = False,  # measure miss ratios
         evict_every_steps: int | None = None,  # a sweep after each step whose number is a multiple of it; None: only where `sweep` says so
     ) -> Table: ...
     name: str

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from .admission import Admission, NotAdmitted
 from .buckets import BucketHash
-from .closing import ClosedByWith
 from .config import DEFAULT_TOTAL_NUM_BUCKETS, OnFull, Policy, TierBudgets
 from .eviction import Policy as EvictionPolicy
 from .exceptions import StateError
 from .initializers import Initializer
 from .lifecycle import DEFAULT_SCORE_HALF_LIFE_STEPS, Lifecycle
 from .metrics import TableStats
+from .miss_ratios import MeasuredTable
 from .optimizers import OptimizerSpec
 from .rows import EvictedRows, FoundRows, Ids, RowChunk, RowExport, RowMetadata, Values, ids_array
 from .sweeping import set_time_alone, sweep_alone
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-class CacheTable(ClosedByWith):
+class CacheTable(MeasuredTable):
     """One shard of a table: rows by 64-bit id, within a budget in bytes for each tier.
 
     Users get one from a module, as `bag.table` or `collection.tables["item"]`, and read, import and export its rows. The modules

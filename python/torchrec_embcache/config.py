@@ -169,6 +169,8 @@ class TierBudgets:
         flush_every: flush the SSD tier while training, after so many steps (an int) or so often ("30s", "10min", "2h"), before the
             next forward. None: only when `flush` or `close` is called. A process that is killed loses what it trained since the
             last flush.
+        sizing: measure how the miss ratio depends on the budgets (`CacheTable.miss_ratio_curve`, `advise`), on a sample of the
+            ids. It takes at most 8 MiB of RAM for each table, beyond its budgets.
 
     Raises:
         ConfigError: a value is out of range, or one of `ssd_bytes` and `ssd_dir` is missing.
@@ -192,6 +194,7 @@ class TierBudgets:
     ssd_dir: str | os.PathLike[str] | None = None
     reopen: Reopen | None = None
     flush_every: int | str | None = None
+    sizing: bool = False
 
     def __post_init__(self) -> None:
         for field in ("device_bytes", "host_bytes", "ssd_bytes"):
@@ -210,6 +213,8 @@ class TierBudgets:
             object.__setattr__(self, "ssd_dir", absolute_path("TierBudgets.ssd_dir", path))
         if self.reopen is not None:
             check_choice("TierBudgets.reopen", self.reopen, Reopen)
+        if not isinstance(self.sizing, bool):
+            raise ConfigError(f"TierBudgets.sizing={self.sizing!r} is not a bool: give True or False")
         self._check_ssd()
 
     def _check_ssd(self) -> None:

@@ -25,6 +25,7 @@ from .initializers import Initializer, Uniform
 from .lifetime import FlushSchedule
 from .lookup import LookupGroup
 from .metrics import TableStats
+from .miss_ratios import MissRatioCurve
 from .optimizers import SGD, FusedOptimizer, OptimizerSpec
 from .rows import clicks_array
 from .state_dicts import check_rows_are_here, note_rows
@@ -187,6 +188,10 @@ class TableModule(CacheModule, ClosedByWith, nn.Module, _ByName):
     def stats(self) -> TableStats:
         """The counters of the table and of its tiers; see `CacheTable.stats`."""
         return self.table.stats()
+
+    def miss_ratio_curve(self, policy: Policy | None = None, *, reset: bool = False) -> MissRatioCurve:
+        """The miss ratios that other budgets would have had; see `CacheTable.miss_ratio_curve`."""
+        return self.table.miss_ratio_curve(policy, reset=reset)
 
     def export(self, chunk_rows: int = 65_536) -> RowExport:
         """Every row of every tier, in chunks of at most `chunk_rows`; see `CacheTable.export`."""

@@ -33,7 +33,6 @@ from .telling import Teller
 from .under_way import refuse_in_own_save
 
 __all__ = ["TableShard"]
-
 # Named after the module that users know.
 _log = logging.getLogger(f"{__package__}.cache")
 
@@ -234,6 +233,7 @@ class TableShard:
             segments=segments,
             unfinished=state.unfinished,
             ssd_root=str(self.tiers.ssd_dir) if directory is not None else None,
+            sizing=self.tiers.sizing,
             **self.settings.lifecycle.native(),
         )
 

@@ -18,6 +18,7 @@ pub mod policy;
 pub mod rows;
 pub mod signals;
 pub mod slots;
+pub mod sizing;
 pub mod ssd;
 pub mod stats;
 pub mod types;

@@ -24,6 +24,7 @@ mod records;
 mod rows;
 mod segments;
 mod settings;
+mod sizing;
 mod stats;
 mod sweeps;
 mod table;
@@ -105,6 +106,8 @@ mod _native {
     use super::segments::PySegments;
     #[pymodule_export]
     use super::settings::{PyAdmission, PyInitializer, PyPlanMode, PyRowBytes, PySweepRule, PyTableCounters};
+    #[pymodule_export]
+    use super::sizing::{PyMissRatios, miss_ratios};
     #[pymodule_export]
     use super::stats::{PyAdmissionStats, PyEvictionStats, PySsdStats, PyTableStats, PyTierStats};
     #[pymodule_export]

@@ -107,7 +107,7 @@ impl PyTable {
     #[pyo3(signature = (*, name, key, dim, optimizer, initializer, seed, total_num_buckets, bucket_hash, bucket_begin, bucket_end,
         host_bytes, device_rows, device_gather, ssd_dir, ssd_bytes, reopen, resume_token, policy, on_full, segments=None,
         unfinished=None, ssd_root=None, admission=None, not_admitted=None, score_half_life_steps=None, eviction=None,
-        evict_every_steps=None))]
+        evict_every_steps=None, sizing=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one configuration")]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
     fn new(
@@ -139,6 +139,7 @@ impl PyTable {
         score_half_life_steps: Option<u64>,
         eviction: Option<Py<PySweepRule>>,
         evict_every_steps: Option<NonZeroU64>,
+        sizing: bool,
     ) -> PyResult<Self> {
         let reopen = reopen_from(reopen, unfinished)?;
         let config = TableConfig {
@@ -167,6 +168,9 @@ impl PyTable {
             device_gather.map(|callable| Arc::new(PythonGather { callable, vector_floats }) as Arc<dyn DeviceRows>);
         let segments = segments.as_ref().map(Py::get);
         let inner = py.detach(|| open_table(config, gather, ssd_root.as_deref(), segments)).map_err(to_python)?;
+        if sizing {
+            inner.begin_sizing().map_err(to_python)?;
+        }
         Ok(Self { inner })
     }
 

@@ -10,6 +10,7 @@ use crate::kernels::deal;
 use crate::kernels::threads::Disjoint;
 use crate::logical_thread::ForeignCode;
 use crate::rows::{Decay, RowAddress, RowBirth, RowHeader, RowLayout, RowMut, RowRef};
+use crate::sizing::Sizing;
 use crate::ssd::SsdTier;
 use crate::sync::{AtomicU64, Ordering};
 use crate::types::{CacheSlot, Id};
@@ -20,6 +21,8 @@ pub(crate) struct TableBase {
     pub(crate) layout: RowLayout,
     pub(crate) ssd: Option<SsdTier>,
     pub(crate) decay: Decay,
+    /// How the miss ratio depends on the rows in RAM, where that is measured.
+    pub(crate) sizing: Sizing,
     birth: RowBirth,
     device_rows: Option<Arc<dyn DeviceRows>>,
     /// Whether the holder of the table's lock is running the code of `device_rows`.
@@ -37,6 +40,7 @@ impl TableBase {
         Self {
             layout: config.layout(),
             decay,
+            sizing: Sizing::default(),
             birth,
             ssd,
             device_rows,

@@ -21,7 +21,7 @@ impl IdHash {
     }
 
     /// A hash whose multiplier is `seed`, made odd.
-    pub(crate) fn new(seed: u64) -> Self {
+    pub(crate) const fn new(seed: u64) -> Self {
         Self(seed | 1)
     }
 

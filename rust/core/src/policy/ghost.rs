@@ -7,7 +7,7 @@ const BUCKET: usize = 8;
 
 /// Remembers about the last `length` ids that were given to it. When a bucket overflows its oldest id is forgotten early. Two ids
 /// in the same bucket look the same with a probability of 2⁻³². Only the choice of victims depends on this.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Ghost {
     /// The number of the departure (0 for a free entry) in the upper half, and a fingerprint of the id in the lower.
     entries: Vec<u64>,

@@ -12,7 +12,7 @@ const NO_LEVEL: u32 = u32::MAX;
 
 /// The levels, lowest count first, and for each slot its level. Slots that were in use when their turn came are parked in their
 /// level.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Lfu {
     links: Links,
     homes: PerSlot<Home>,
@@ -24,7 +24,7 @@ pub(super) struct Lfu {
 }
 
 /// The slots whose rows were used `count` times. No level is empty.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Level {
     count: u32,
     above: u32,
@@ -205,5 +205,9 @@ impl Policy for Lfu {
     fn bytes_per_slot(&self) -> usize {
         // Levels are not counted: they are few beside the slots, because d different counts take at least d²/2 uses.
         Links::BYTES_PER_SLOT + size_of::<Home>()
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Policy> {
+        Box::new(self.clone())
     }
 }

@@ -10,7 +10,7 @@ use crate::types::CacheSlot;
 const END: CacheSlot = CacheSlot::MAX;
 
 /// The links of all slots of a policy: for each slot its newer and its older neighbour.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Links(Vec<[CacheSlot; 2]>);
 
 /// A list of slots. Its newest slot is in front, its oldest at the back.
@@ -119,7 +119,7 @@ impl Links {
 }
 
 /// A value for each slot. It is `T::default()` where none was set.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct PerSlot<T>(Vec<T>);
 
 impl<T: Copy + Default> PerSlot<T> {

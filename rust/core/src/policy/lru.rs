@@ -7,7 +7,7 @@ use super::{AHEAD, Policy, RECHECKED};
 use crate::types::{CacheSlot, Id};
 
 /// A queue in the order of last use. Slots that were in use when their turn came are parked, and go first once they are free.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Lru {
     links: Links,
     lists: PerSlot<InList>,
@@ -111,5 +111,9 @@ impl Policy for Lru {
 
     fn bytes_per_slot(&self) -> usize {
         Links::BYTES_PER_SLOT + size_of::<InList>()
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Policy> {
+        Box::new(self.clone())
     }
 }

@@ -43,6 +43,8 @@ pub trait Policy: Send + std::fmt::Debug {
     fn all_removed(&mut self, slots: &[CacheSlot]);
     /// Bytes of RAM that this policy takes for each slot, for the table's budget.
     fn bytes_per_slot(&self) -> usize;
+    /// A copy, which knows the same of every slot.
+    fn boxed_clone(&self) -> Box<dyn Policy>;
 }
 
 /// The number of parked slots that each `victim` looks at again. A slot that is in use when its turn comes is *parked*: it is put

@@ -15,7 +15,7 @@ use crate::types::{CacheSlot, Id};
 
 /// The queues of the module's description. Slots that were in use when their turn came are parked, and return to the end of their
 /// queue once they are free.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct S3Fifo {
     links: Links,
     /// A packed `Mark` for each slot. One byte is little to touch for each row of a plan.
@@ -205,5 +205,9 @@ impl Policy for S3Fifo {
 
     fn bytes_per_slot(&self) -> usize {
         Links::BYTES_PER_SLOT + size_of::<u8>() + Ghost::BYTES_PER_ID
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Policy> {
+        Box::new(self.clone())
     }
 }

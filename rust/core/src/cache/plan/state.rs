@@ -144,7 +144,11 @@ impl TablePlan {
     /// The first stage: pin what is in RAM, and let `batch` read what is on SSD. On an error the pins taken so far are held, for the
     /// release.
     pub(super) fn start(&mut self, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
-        self.table.lock()?.begin(&mut self.hold, mode, batch)
+        self.table.lock()?.begin(&mut self.hold, mode, batch)?;
+        if self.table.sizing.is_on() {
+            self.table.sizing.note(self.hold.ids(), &self.hold.without_row(mode.train));
+        }
+        Ok(())
     }
 
     /// The second stage: every row gets its slot on the tier that kernels run on.

@@ -158,6 +158,30 @@ impl Hold {
         &self.device
     }
 
+    /// The distinct ids of the plan: `[U]`.
+    pub(crate) fn ids(&self) -> &[Id] {
+        &self.ids
+    }
+
+    /// The positions of ids that have no row and get none as far as is known when the plan has begun, rising. Ids that are left for later
+    /// are not among them.
+    pub(crate) fn without_row(&self, train: bool) -> Vec<u32> {
+        if train {
+            let mut waiting = self.waiting.positions.clone();
+            waiting.sort_unstable();
+            return waiting;
+        }
+        let has_slot = |slots: &[CacheSlot], at: usize| slots.get(at).is_some_and(|&slot| slot != NO_SLOT);
+        let mut left_out: Vec<u32> = (0..self.ids.len())
+            .filter(|&at| !has_slot(&self.host, at) && !has_slot(&self.device, at))
+            .map(|at| at as u32)
+            .collect();
+        let mut later = self.unplaced.clone();
+        later.sort_unstable();
+        left_out.retain(|position| later.binary_search(position).is_err());
+        left_out
+    }
+
     /// Whether every id has its slot, or its read under way.
     pub(crate) fn is_complete(&self) -> bool {
         self.unplaced.is_empty()

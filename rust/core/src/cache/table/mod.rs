@@ -3,6 +3,7 @@
 mod evicted;
 mod handle;
 mod rows;
+mod sizing;
 mod walks;
 
 pub use handle::Table;

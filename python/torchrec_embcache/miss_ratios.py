@@ -1,0 +1,167 @@
+"""How the miss ratio of a table depends on how many of its rows are in RAM, as users see it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _native
+from .closing import ClosedByWith
+from .config import Policy
+from .exceptions import ConfigError, CorruptionError, StateError
+
+if TYPE_CHECKING:
+    from .table_shard import TableShard
+
+__all__ = ["MeasuredTable", "MissRatioCurve"]
+
+
+@dataclass(frozen=True, eq=False)
+class MissRatioCurve:
+    """The misses of caches of many sizes as shares of their lookups, measured on the traffic of one shard of a table.
+
+    A lookup is a distinct id of a batch that has a row or gets one. A cache is the device tier and the host tier together.
+
+    - `policy`: of the caches.
+    - `rows`: how many rows a cache holds, int64 [n], rising.
+    - `miss_ratios`: its misses divided by its lookups, float64 [n], 0 to 1. The first use of an id is a miss, too.
+    - `first_use_ratio`: the share of lookups that were the first of their id. They miss in every cache. Where the table was
+      empty when it was measured first, they are births, for which nothing is read.
+    - `lookups`: how many there were.
+    - `distinct_ids`: how many ids there were since the table was opened, as estimated.
+    - `sampling_rate`: the share of the ids that the measurement follows now.
+
+    The sizes are whole steps of the measurement, from about 1/500 of `distinct_ids` on; `at` gives the ratio of any size.
+
+    Example::
+
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+        >>> bag = EmbCacheEmbeddingBag(
+        ...     name="item",
+        ...     embedding_dim=4,
+        ...     tiers=TierBudgets(host_bytes="1MiB", sizing=True),
+        ...     optimizer=optimizers.SGD(lr=0.1),
+        ... )
+        >>> for step in range(4):  # each batch has the ids 0 to 99, and so each comes back after 99 others
+        ...     bag(torch.arange(100).view(1, -1)).sum().backward()
+        >>> curve = bag.table.miss_ratio_curve()
+        >>> curve.lookups, curve.distinct_ids, curve.first_use_ratio
+        (400, 100, 0.25)
+        >>> float(curve.at(100)), curve.at(50) > 0.9
+        (0.25, True)
+    """
+
+    policy: Policy
+    rows: NDArray[np.int64]
+    miss_ratios: NDArray[np.float64]
+    first_use_ratio: float
+    lookups: int
+    distinct_ids: int
+    sampling_rate: float
+
+    @classmethod
+    def of(cls, native: _native.MissRatios) -> Self:
+        """From what the core measured."""
+        return cls(
+            policy=native.policy,
+            rows=native.rows.astype(np.int64),
+            miss_ratios=native.miss_ratios,
+            first_use_ratio=native.first_use_ratio,
+            lookups=native.lookups,
+            distinct_ids=native.distinct_ids,
+            sampling_rate=native.sampling_rate,
+        )
+
+    def at(self, rows: float) -> float:
+        """The miss ratio of a cache of `rows` rows, 0 to 1: interpolated over the logarithm of the size.
+
+        A cache of no rows misses always. Between that and the smallest size that was measured the ratio falls along a line.
+        """
+        if not len(self.rows) or self.lookups == 0:
+            return 0.0
+        if rows < self.rows[0]:
+            share = max(float(rows), 0.0) / float(self.rows[0])
+            return 1.0 + share * (float(self.miss_ratios[0]) - 1.0)
+        logs = np.log(np.maximum(self.rows, 1))
+        return float(np.interp(np.log(max(rows, 1.0)), logs, self.miss_ratios))
+
+    def reads_at(self, rows: float) -> float:
+        """The share of lookups for which a cache of `rows` rows reads a row that was used before: its misses but for first uses."""
+        return max(self.at(rows) - self.first_use_ratio, 0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields as JSON has them; `from_dict` makes a curve of them."""
+        return {
+            "policy": self.policy,
+            "rows": self.rows.tolist(),
+            "miss_ratios": self.miss_ratios.tolist(),
+            "first_use_ratio": self.first_use_ratio,
+            "lookups": self.lookups,
+            "distinct_ids": self.distinct_ids,
+            "sampling_rate": self.sampling_rate,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """The curve that `as_dict` gave. `CorruptionError` for anything else."""
+        try:
+            made = cls(
+                policy=fields["policy"],
+                rows=np.array(fields["rows"], np.int64),
+                miss_ratios=np.array(fields["miss_ratios"], np.float64),
+                first_use_ratio=float(fields["first_use_ratio"]),
+                lookups=int(fields["lookups"]),
+                distinct_ids=int(fields["distinct_ids"]),
+                sampling_rate=float(fields["sampling_rate"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as cause:
+            raise CorruptionError(f"no miss ratio curve: expected the fields of as_dict(), found {cause!r}") from cause
+        rises = made.rows.ndim == 1 and bool((np.diff(made.rows) > 0).all()) and bool((made.rows >= 0).all())
+        if not rises or made.miss_ratios.shape != made.rows.shape or not _are_ratios(made):
+            raise CorruptionError("no miss ratio curve: expected rising sizes and as many ratios from 0 to 1")
+        return made
+
+
+def _are_ratios(curve: MissRatioCurve) -> bool:
+    ratios = np.append(curve.miss_ratios, curve.first_use_ratio)
+    return bool(((ratios >= 0) & (ratios <= 1)).all())
+
+
+class MeasuredTable(ClosedByWith):
+    """A table whose miss ratios can be measured."""
+
+    _shard: TableShard
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the table; harmless twice."""
+
+    def miss_ratio_curve(self, policy: Policy | None = None, *, reset: bool = False) -> MissRatioCurve:
+        """The miss ratios of caches of other sizes, as measured since the table was opened, or since the last call with `reset`.
+
+        It needs `TierBudgets(sizing=True)`, which takes at most 8 MiB of RAM for each table, beyond its budgets.
+
+        Args:
+            policy: of the caches: the table's own (None), or "lru", which is measured besides.
+            reset: count from zero on after this call. The caches stay as warm as they are, so that what comes next is not a cold
+                start.
+
+        Raises:
+            StateError: nothing is measured.
+            ConfigError: `policy` is neither the table's nor "lru".
+        """
+        curves = _native.miss_ratios(self._shard.native, reset)
+        if curves is None:
+            raise StateError(
+                f"table {self._shard.name!r} does not measure its miss ratios: open it with TierBudgets(sizing=True)"
+            )
+        for curve in curves:
+            if curve.policy == (policy or self._shard.policy):
+                return MissRatioCurve.of(curve)
+        known = " or ".join(repr(curve.policy) for curve in curves)
+        raise ConfigError(f"policy={policy!r} is not measured for table {self._shard.name!r}: use {known}, or None")

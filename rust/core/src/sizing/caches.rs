@@ -1,0 +1,182 @@
+//! Caches of many sizes under one policy, simulated in miniature: a cache of `n` rows is simulated by one of `n × rate` members of the
+//! sample, where `rate` is the share of the ids that are in the sample.
+
+use std::collections::HashMap;
+
+use crate::config::PolicyKind;
+use crate::index::IdHash;
+use crate::policy::{Policy, new_policy};
+use crate::types::{CacheSlot, Id};
+
+/// A cache that would have fewer members than this is no longer simulated: one member more or less would change its size too much.
+pub(super) const LEAST_MEMBERS: f64 = 32.0;
+/// Sizes double in so many steps.
+const SIZES_AN_OCTAVE: i32 = 2;
+
+/// The size with a number.
+fn size(number: i32) -> f64 {
+    2_f64.powf(f64::from(number) / f64::from(SIZES_AN_OCTAVE))
+}
+
+/// The simulated caches, smallest first.
+#[derive(Debug)]
+pub(super) struct Caches {
+    caches: Vec<Cache>,
+    /// The policy of a cache that holds every member. Any cache is like it until it is full, so each begins as a copy of it.
+    unlimited: Box<dyn Policy>,
+    /// For each member the caches that it is in, by their bits.
+    inside: Vec<u32>,
+    policy: PolicyKind,
+    /// The number of the next size.
+    next: i32,
+    /// Misses of a cache that holds every member.
+    first_uses: f64,
+}
+
+#[derive(Debug)]
+struct Cache {
+    /// Rows.
+    size: f64,
+    bit: u32,
+    policy: Box<dyn Policy>,
+    members: u32,
+    missed: f64,
+}
+
+/// A use of a member.
+#[derive(Clone, Copy)]
+pub(super) struct Use {
+    pub(super) member: CacheSlot,
+    /// Whether it is the member's first.
+    pub(super) is_first: bool,
+    /// How many uses it stands for.
+    pub(super) weight: f64,
+}
+
+impl Caches {
+    /// For members with numbers below `members`.
+    pub(super) fn new(policy: PolicyKind, members: usize) -> Self {
+        Self {
+            caches: Vec::new(),
+            unlimited: new_policy(policy, members as u32),
+            inside: vec![0; members],
+            policy,
+            next: (f64::from(SIZES_AN_OCTAVE) * LEAST_MEMBERS.log2()) as i32,
+            first_uses: 0.0,
+        }
+    }
+
+    /// Note a use. `ids` has the id of each member.
+    pub(super) fn used(&mut self, used: Use, ids: &[Id], rate: f64) {
+        let Use { member, is_first, weight } = used;
+        let id = ids[member as usize];
+        for cache in &mut self.caches {
+            if self.inside[member as usize] & cache.bit != 0 {
+                cache.policy.accessed(&[member]);
+                continue;
+            }
+            cache.missed += weight;
+            cache.shrink_to(members_of(cache.size, rate) - 1, &mut self.inside, ids);
+            cache.policy.inserted(member, id);
+            cache.members += 1;
+            self.inside[member as usize] |= cache.bit;
+            if self.policy == PolicyKind::Lfu && rate < 1.0 && cache.members >= members_of(cache.size, rate) {
+                cache.drop_if_next(member, &mut self.inside, ids);
+            }
+        }
+        if is_first {
+            self.first_uses += weight;
+            self.unlimited.inserted(member, id);
+        } else {
+            self.unlimited.accessed(&[member]);
+        }
+    }
+
+    /// Begin the caches that are full, as far as they have enough members, before another member comes. `members` has all members of the
+    /// sample.
+    pub(super) fn begin_full(&mut self, members: &HashMap<Id, CacheSlot, IdHash>, rate: f64) {
+        while members.len() >= members_of(size(self.next), rate) as usize {
+            let size = size(self.next);
+            self.next += 1;
+            if size * rate < LEAST_MEMBERS {
+                continue;
+            }
+            let taken = self.caches.iter().fold(0, |bits, cache| bits | cache.bit);
+            let bit = 1_u32 << (!taken).trailing_zeros();
+            members.values().for_each(|&member| self.inside[member as usize] |= bit);
+            let policy = self.unlimited.boxed_clone();
+            self.caches.push(Cache { size, bit, policy, members: members.len() as u32, missed: self.first_uses });
+        }
+    }
+
+    /// A member leaves the sample.
+    pub(super) fn forget(&mut self, member: CacheSlot, id: Id) {
+        let inside = std::mem::take(&mut self.inside[member as usize]);
+        for cache in self.caches.iter_mut().filter(|cache| inside & cache.bit != 0) {
+            cache.policy.removed(member, id, false);
+            cache.members -= 1;
+        }
+        self.unlimited.removed(member, id, false);
+    }
+
+    /// The rate has fallen. Each cache shrinks with it, so that it stands for as many rows as before, and those that would have too few
+    /// members end.
+    pub(super) fn rate_fell(&mut self, ids: &[Id], rate: f64) {
+        while let Some(cache) = self.caches.first()
+            && cache.size * rate < LEAST_MEMBERS
+        {
+            let bit = self.caches.remove(0).bit;
+            self.inside.iter_mut().for_each(|inside| *inside &= !bit);
+        }
+        for cache in &mut self.caches {
+            cache.shrink_to(members_of(cache.size, rate), &mut self.inside, ids);
+        }
+    }
+
+    /// Count misses from zero on.
+    pub(super) fn count_anew(&mut self) {
+        self.first_uses = 0.0;
+        self.caches.iter_mut().for_each(|cache| cache.missed = 0.0);
+    }
+
+    /// Each size in rows, and its misses; smallest first.
+    pub(super) fn misses(&self) -> impl Iterator<Item = (u64, f64)> {
+        self.caches.iter().map(|cache| (cache.size.round() as u64, cache.missed))
+    }
+
+    /// Bytes of RAM at most.
+    #[cfg(test)]
+    pub(super) fn bytes(&self) -> usize {
+        let policies = self.caches.iter().map(|cache| &cache.policy).chain([&self.unlimited]);
+        self.inside.len() * (4 + policies.map(|policy| policy.bytes_per_slot()).sum::<usize>())
+    }
+}
+
+/// The members of a cache of `size` rows.
+fn members_of(size: f64, rate: f64) -> u32 {
+    ((size * rate).round() as u32).max(1)
+}
+
+impl Cache {
+    /// Evict until there are at most `most` members. `inside` has the caches of each member, `ids` its id.
+    fn shrink_to(&mut self, most: u32, inside: &mut [u32], ids: &[Id]) {
+        while self.members > most {
+            let victim = self.policy.victim(&mut |_| true).expect("no member is pinned");
+            self.evict(victim, inside, ids);
+        }
+    }
+
+    fn evict(&mut self, victim: CacheSlot, inside: &mut [u32], ids: &[Id]) {
+        self.policy.removed(victim, ids[victim as usize], true);
+        inside[victim as usize] &= !self.bit;
+        self.members -= 1;
+    }
+
+    /// Evict a newcomer that is the next victim. The cache that this one stands for has its next miss at once, by an id that is not in the
+    /// sample, and evicts it then. Without this a newcomer would stay until the next miss of a member.
+    fn drop_if_next(&mut self, newcomer: CacheSlot, inside: &mut [u32], ids: &[Id]) {
+        if self.policy.victim(&mut |_| true) == Some(newcomer) {
+            self.evict(newcomer, inside, ids);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! How the miss ratio of a table depends on how many of its rows are in RAM, measured on live traffic.
+//!
+//! A [`Sizing`] sees the distinct ids of every plan and keeps a fixed number of them, chosen by a hash. On these it runs, in miniature, what
+//! caches of many sizes would do. Sources: SHARDS with a fixed size, for `lru` (Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC
+//! construction with SHARDS", FAST 2015); miniature simulations on the same sample for the other policies (Waldspurger, Saemundsson, Ahmad,
+//! Park, "Cache modeling and optimization using miniature simulations", ATC 2017). It holds no rows, and nothing depends on what it finds.
+
+mod caches;
+mod curve;
+mod pace;
+mod recency;
+mod sample;
+#[cfg(test)]
+mod tests;
+
+pub use curve::MissRatioCurve;
+
+use pace::Pace;
+use sample::Sample;
+
+use crate::config::PolicyKind;
+use crate::index::IdHash;
+use crate::sync::{AtomicU64, Mutex, Ordering, lock};
+use crate::types::Id;
+
+/// No id has a hash below this, so nothing is sampled.
+const OFF: u64 = 0;
+
+/// Chooses the sample. Where all ids that are used lie close together, it takes them evenly.
+const CHOICE: IdHash = IdHash::new(0x9e37_79b9_7f4a_7c15);
+/// So that no small id, as of a row that is used most, is in every sample.
+const SALT: Id = 0x5851_f42d_4c95_7f2d;
+
+/// The measurement of one table: off, until it is begun.
+#[derive(Debug, Default)]
+pub(crate) struct Sizing {
+    /// Ids whose hash is below this are in the sample. [`OFF`] while nothing is measured.
+    below: AtomicU64,
+    measured: Mutex<Option<Measured>>,
+}
+
+#[derive(Debug)]
+struct Measured {
+    sample: Sample,
+    pace: Pace,
+}
+
+impl Sizing {
+    /// Measure from now on, for a table whose tiers in RAM have room for `rows` rows, and whose policy is `policy`. A measurement that is
+    /// under way goes on.
+    pub(crate) fn begin(&self, policy: PolicyKind, rows: u64) {
+        let mut measured = lock(&self.measured);
+        if measured.is_none() {
+            let sample = Sample::new(policy, rows);
+            self.below.store(sample.below(), Ordering::Relaxed);
+            *measured = Some(Measured { sample, pace: Pace::default() });
+        }
+    }
+
+    /// Whether a measurement is under way.
+    pub(crate) fn is_on(&self) -> bool {
+        self.below.load(Ordering::Relaxed) != OFF
+    }
+
+    /// Note that a plan uses the rows of these distinct ids `[U]`, but for those at the positions `without_row`, which rise: they have no row
+    /// and get none.
+    pub(crate) fn note(&self, ids: &[Id], without_row: &[u32]) {
+        let below = self.below.load(Ordering::Relaxed);
+        if below == OFF {
+            return;
+        }
+        let lookups = (ids.len() - without_row.len()) as u64;
+        // While it rests nothing is hashed.
+        if !lock(&self.measured).as_mut().is_some_and(|measured| measured.pace.looks(lookups)) {
+            return;
+        }
+        let mut found = sampled(ids, below);
+        found.retain(|&(_, position)| without_row.binary_search(&position).is_err());
+        if let Some(Measured { sample, pace }) = &mut *lock(&self.measured) {
+            pace.sampled(found.len() as u64);
+            sample.note(lookups, found.iter().map(|&(hash, position)| (hash, ids[position as usize])));
+            self.below.store(sample.below(), Ordering::Relaxed);
+        }
+    }
+
+    /// What was measured since it began, or since the last call with `anew`; `None` where nothing is measured. With `anew` it counts from
+    /// zero from here on, while the caches that it simulates stay as full as they are.
+    pub(crate) fn curves(&self, anew: bool) -> Option<Vec<MissRatioCurve>> {
+        let mut measured = lock(&self.measured);
+        let sample = &mut measured.as_mut()?.sample;
+        let curves = sample.curves();
+        if anew {
+            sample.count_anew();
+        }
+        Some(curves)
+    }
+}
+
+/// The hashes below `below`, and the positions of their ids.
+fn sampled(ids: &[Id], below: u64) -> Vec<(u64, u32)> {
+    let mut found = Vec::new();
+    for (position, &id) in ids.iter().enumerate() {
+        let hashed = CHOICE.once(id ^ SALT);
+        if hashed < below {
+            found.push((hashed, position as u32));
+        }
+    }
+    found
+}

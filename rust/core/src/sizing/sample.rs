@@ -1,0 +1,163 @@
+//! The sample: ids whose hash is below a bound. There is a most number of them, and when there would be more, the bound falls.
+
+use std::collections::{BinaryHeap, HashMap};
+
+use super::caches::{Caches, Use};
+use super::curve::{Distances, MissRatioCurve, Totals};
+use super::recency::Recency;
+use crate::config::PolicyKind;
+use crate::index::IdHash;
+use crate::types::{CacheSlot, Id};
+
+/// The most members. Their caches and all else then take less than [`MOST_BYTES`].
+pub(super) const MOST_MEMBERS: usize = 16_384;
+/// Bytes of RAM that one measurement takes at most.
+#[cfg(test)]
+pub(super) const MOST_BYTES: usize = 8 << 20;
+/// At first as many ids are sampled as would give so many times [`MOST_MEMBERS`] if the rows that fit in RAM were all used.
+const FIRST: u64 = 4;
+
+/// The members of the sample, and what was measured on them.
+#[derive(Debug)]
+pub(super) struct Sample {
+    /// The number of each member.
+    members: HashMap<Id, CacheSlot, IdHash>,
+    /// The id of each member, by its number.
+    ids: Vec<Id>,
+    /// Members by their hash: the highest leaves first.
+    by_hash: BinaryHeap<(u64, CacheSlot)>,
+    /// Numbers that no member has.
+    free: Vec<CacheSlot>,
+    /// Ids with a hash below this are members.
+    below: u64,
+    policy: PolicyKind,
+    recency: Recency,
+    distances: Distances,
+    /// `None` for `lru`, whose misses at all sizes follow from the distances.
+    caches: Option<Caches>,
+    totals: Totals,
+}
+
+impl Sample {
+    /// For a table whose tiers in RAM have room for `rows` rows.
+    pub(super) fn new(policy: PolicyKind, rows: u64) -> Self {
+        let wanted = FIRST * MOST_MEMBERS as u64;
+        let below = if rows <= wanted { u64::MAX } else { (u64::MAX / rows) * wanted };
+        Self {
+            members: HashMap::default(),
+            ids: vec![0; MOST_MEMBERS],
+            by_hash: BinaryHeap::new(),
+            free: (0..MOST_MEMBERS as CacheSlot).rev().collect(),
+            below,
+            policy,
+            recency: Recency::new(MOST_MEMBERS),
+            distances: Distances::default(),
+            caches: (policy != PolicyKind::Lru).then(|| Caches::new(policy, MOST_MEMBERS)),
+            totals: Totals::default(),
+        }
+    }
+
+    /// Ids with a hash below this are members.
+    pub(super) fn below(&self) -> u64 {
+        self.below
+    }
+
+    /// The share of all ids that are in the sample.
+    fn rate(&self) -> f64 {
+        self.below as f64 / 2_f64.powi(64)
+    }
+
+    /// Note `lookups` of ids, and of these the uses of sampled ones: their hashes and ids.
+    pub(super) fn note(&mut self, lookups: u64, uses: impl Iterator<Item = (u64, Id)>) {
+        self.totals.lookups += lookups;
+        for (hash, id) in uses {
+            // The bound may have fallen since it was looked at.
+            if hash < self.below {
+                self.used(hash, id);
+            }
+        }
+    }
+
+    fn used(&mut self, hash: u64, id: Id) {
+        let Some((member, is_first)) = self.member(hash, id) else { return };
+        let weight = 1.0 / self.rate();
+        match self.recency.used(member) {
+            Some(distance) => self.distances.add(f64::from(distance) * weight + 1.0, weight),
+            None => self.totals.first_uses += weight,
+        }
+        let rate = self.rate();
+        if let Some(caches) = &mut self.caches {
+            caches.used(Use { member, is_first, weight }, &self.ids, rate);
+        }
+    }
+
+    /// The number of an id, and whether this is its first use. `None` where the bound falls below its hash to make room.
+    fn member(&mut self, hash: u64, id: Id) -> Option<(CacheSlot, bool)> {
+        if let Some(&member) = self.members.get(&id) {
+            return Some((member, false));
+        }
+        if self.free.is_empty() {
+            self.lower(hash);
+        }
+        if hash >= self.below {
+            return None;
+        }
+        let rate = self.rate();
+        if let Some(caches) = &mut self.caches {
+            caches.begin_full(&self.members, rate);
+        }
+        let member = self.free.pop().expect("a member has left where there was no number");
+        self.members.insert(id, member);
+        self.ids[member as usize] = id;
+        self.by_hash.push((hash, member));
+        Some((member, true))
+    }
+
+    /// Lower the bound to the highest hash of the members and of `hash`. A member with this hash leaves.
+    fn lower(&mut self, hash: u64) {
+        self.below = self.by_hash.peek().map_or(hash, |&(highest, _)| highest.max(hash));
+        if self.below != hash
+            && let Some((_, member)) = self.by_hash.pop()
+        {
+            let id = self.ids[member as usize];
+            self.members.remove(&id);
+            self.recency.forget(member);
+            if let Some(caches) = &mut self.caches {
+                caches.forget(member, id);
+            }
+            self.free.push(member);
+        }
+        let rate = self.rate();
+        if let Some(caches) = &mut self.caches {
+            caches.rate_fell(&self.ids, rate);
+        }
+    }
+
+    /// The curve of the table's policy, and that of `lru` where it is another.
+    pub(super) fn curves(&self) -> Vec<MissRatioCurve> {
+        let rate = self.rate();
+        let distinct = (self.members.len() as f64 / rate).round() as u64;
+        let made = |policy, points| MissRatioCurve::new(policy, points, self.totals, distinct, rate);
+        let lru = made(PolicyKind::Lru, self.distances.misses(self.totals.first_uses, rate));
+        let of_policy = self.caches.as_ref().map(|caches| made(self.policy, caches.misses().collect()));
+        of_policy.into_iter().chain([lru]).collect()
+    }
+
+    /// Count from zero on. The caches stay as full as they are.
+    pub(super) fn count_anew(&mut self) {
+        self.totals = Totals::default();
+        self.distances = Distances::default();
+        if let Some(caches) = &mut self.caches {
+            caches.count_anew();
+        }
+    }
+
+    /// Bytes of RAM at most, with all members.
+    #[cfg(test)]
+    pub(super) fn bytes(&self) -> usize {
+        // A map of the standard library has room for an eighth more than it holds, rounded up to a power of two.
+        let map = (MOST_MEMBERS * 8 / 7).next_power_of_two() * (size_of::<(Id, CacheSlot)>() + 1);
+        let lists = MOST_MEMBERS * (size_of::<Id>() + 2 * size_of::<(u64, CacheSlot)>() + size_of::<CacheSlot>());
+        map + lists + self.recency.bytes() + self.caches.as_ref().map_or(0, Caches::bytes)
+    }
+}

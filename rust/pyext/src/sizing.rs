@@ -1,0 +1,47 @@
+//! What is measured of budgets other than those of a table.
+
+use embcache::cache::Table;
+use embcache::sizing::MissRatioCurve;
+use numpy::{PyArray1, ToPyArray};
+use pyo3::prelude::*;
+
+use crate::error::to_python;
+use crate::table::PyTable;
+
+/// The miss ratios of caches of many sizes under one policy.
+#[pyclass(frozen, get_all, name = "MissRatios", module = "torchrec_embcache._native")]
+pub(crate) struct PyMissRatios {
+    policy: &'static str,
+    /// `[n]`
+    rows: Py<PyArray1<u64>>,
+    /// `[n]`
+    miss_ratios: Py<PyArray1<f64>>,
+    first_use_ratio: f64,
+    lookups: u64,
+    distinct_ids: u64,
+    sampling_rate: f64,
+}
+
+impl PyMissRatios {
+    fn new(py: Python<'_>, curve: &MissRatioCurve) -> Self {
+        Self {
+            policy: curve.policy.name(),
+            rows: curve.rows.to_pyarray(py).unbind(),
+            miss_ratios: curve.miss_ratios.to_pyarray(py).unbind(),
+            first_use_ratio: curve.first_use_ratio,
+            lookups: curve.lookups,
+            distinct_ids: curve.distinct_ids,
+            sampling_rate: curve.sampling_rate,
+        }
+    }
+}
+
+/// The curve of the table's policy, then that of `lru` where that is another; `None` where nothing is measured. With `anew` it counts from
+/// zero on.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 extracts owned references")]
+pub(crate) fn miss_ratios(py: Python<'_>, table: Py<PyTable>, anew: bool) -> PyResult<Option<Vec<PyMissRatios>>> {
+    let table: &Table = &table.get().inner;
+    let curves = py.detach(|| table.miss_ratio_curves(anew)).map_err(to_python)?;
+    Ok(curves.map(|curves| curves.iter().map(|curve| PyMissRatios::new(py, curve)).collect()))
+}
