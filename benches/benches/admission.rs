@@ -19,13 +19,7 @@ const MEMORY: u64 = 1 << 30;
 
 fn main() {
     run(&[
-        Bench {
-            name: "admission_all_known",
-            unit: "ratio",
-            better: Better::Higher,
-            limit: None,
-            make: |scale| Box::new(AllKnown::new(scale)),
-        },
+        Bench { name: "admission_all_known", unit: "ratio", better: Better::Higher, limit: None, make: all_known },
         Bench {
             name: "admission_half_pending",
             unit: "ids/s",
@@ -40,83 +34,17 @@ fn count(threshold: u32) -> Admission {
     Admission::Count { threshold, window_steps: None, memory: MEMORY }
 }
 
-/// A table in RAM with the rows of ranks `0..rows`, and room for a few more.
-fn table_of(optimizer: OptimizerKind, rows: u64, admission: Admission) -> Table {
-    let config =
-        TableConfig { admission, not_admitted: NotAdmitted::Zeros, ..table_config(optimizer, rows + rows / 100) };
-    let engine = default_engine().expect("an engine for files, which are not used");
-    let table = Table::open(config, None, engine).expect("a table in RAM");
-    let floats = optimizer.layout(DIM).vector_floats();
-    for begin in (0..rows).step_by(100_000) {
-        let ids = (begin..rows.min(begin + 100_000)).map(scattered_id);
-        let headers: Vec<RowHeader> = ids.map(|id| RowHeader { id, ..RowHeader::default() }).collect();
-        let vectors = vec![0.5; headers.len() * floats];
-        table.import_rows(RowBlock { headers: &headers, vectors: &vectors }).expect("rows that fit");
-    }
-    table
+fn in_ram(optimizer: OptimizerKind, rows: u64, admission: Admission) -> Table {
+    table_in_ram(
+        TableConfig { not_admitted: NotAdmitted::Zeros, admission, ..table_config(optimizer, rows + rows / 100) },
+        rows,
+    )
 }
 
-/// Training steps on a table in which every id has a row, with `Count(5)` and without admission.
-struct AllKnown {
-    ids: Ids,
-    rows: u64,
-    lookups: [Lookup; 2],
-    out: Vec<f32>,
-    grad: Vec<f32>,
-}
-
-impl AllKnown {
-    fn new(scale: Scale) -> Self {
-        let rows = scale.pick(10_000_000, 100_000);
-        let batch = BATCH_IDS / 2 / BAG * BAG;
-        let ranks = zipf_ranks(1, batch * scale.pick(20, 2), rows, 1.05);
-        let open = |admission| {
-            let table = table_of(OptimizerKind::RowWiseAdagrad, rows, admission);
-            Lookup::new(&[table], &[0]).expect("one feature of one table")
-        };
-        Self {
-            ids: Ids::from_ranks(&ranks, batch, scattered_id),
-            rows,
-            lookups: [open(count(5)), open(Admission::All)],
-            out: vec![0.0; batch / BAG * DIM],
-            grad: vec![0.01; batch / BAG * DIM],
-        }
-    }
-}
-
-fn train(lookup: &Lookup, ids: &[i64], out: &mut [f32], grad: &[f32]) {
-    let offsets: Vec<i64> = (0..=ids.len() / BAG).map(|bag| (bag * BAG) as i64).collect();
-    let plan = lookup.plan(ids, &[0, ids.len() as i64], PlanMode::TRAIN).expect("ids of the table");
-    plan.wait().expect("rows in RAM");
-    plan.forward_pooled(&offsets, None, &[false], out, &mut [None], 1).expect("a batch's room");
-    let numbers = Hyperparameters { lr: 0.01, eps: 1e-8, beta1: 0.9, beta2: 0.999, ..Hyperparameters::default() };
-    plan.backward_pooled(grad, &[numbers], None, &mut [None], 1).expect("an update");
-}
-
-impl Rounds for AllKnown {
-    /// The median of a ratio for each batch. Both tables are trained with it in turn, in an order in which each is the second and the third
-    /// or the first and the fourth: so a machine that changes its speed evenly changes neither, and whoever finds the batch in the
-    /// processor's cache is each of them as often.
-    fn ours(&mut self) -> f64 {
-        let mut ratios = Vec::new();
-        for pass in 0..2 {
-            for (number, ids) in self.ids.batches().enumerate() {
-                let outer = (pass + number) % 2;
-                let mut seconds = [0.0; 2];
-                for table in [outer, 1 - outer, 1 - outer, outer] {
-                    let begin = Instant::now();
-                    train(&self.lookups[table], ids, &mut self.out, &self.grad);
-                    seconds[table] += begin.elapsed().as_secs_f64();
-                }
-                ratios.push(seconds[1] / seconds[0]);
-            }
-        }
-        median(&ratios)
-    }
-
-    fn data(&self) -> Option<(&Ids, u64)> {
-        Some((&self.ids, self.rows))
-    }
+fn all_known(scale: Scale) -> Box<dyn Rounds> {
+    let rows = scale.pick(10_000_000, 100_000);
+    let open = |admission| in_ram(OptimizerKind::RowWiseAdagrad, rows, admission);
+    Box::new(TrainedInTurn::new(scale, rows, [open(count(5)), open(Admission::All)]))
 }
 
 /// Batches of which half of the occurrences are of ids that wait, and stay.
@@ -144,7 +72,7 @@ impl HalfPending {
         let known = zipf_ranks(3, occurrences / 2, rows, 1.05);
         let waiting = uniform_ranks(4, occurrences / 2, pending);
         let ranks: Vec<u64> = known.into_iter().zip(waiting).flat_map(|(known, waits)| [known, rows + waits]).collect();
-        let table = table_of(OptimizerKind::Sgd, rows, count((1 << 24) - 1));
+        let table = in_ram(OptimizerKind::Sgd, rows, count((1 << 24) - 1));
         let lookup = Lookup::new(&[table], &[0]).expect("one feature of one table");
         let mut counts = PlainCounts::new(pending as usize);
         let all: Vec<i64> = (rows..rows + pending).map(scattered_id).collect();

@@ -25,6 +25,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "sweep_ttl_delta_bytes": "bytes that 1M rows on SSD which left by a sweep add to a delta",
         "sweep_ssd_step_slowdown": "median step while a sweep takes 1M rows on SSD and their space is taken back / before",
     },
+    "Sizing (one thread)": {
+        "train_with_sizing": "rate of training with `sizing=True` / without, rowwise Adagrad, 10M rows",
+    },
     "Kernels (one thread unless the name says more)": {
         "forward_pooled_zipf105_10m": "rows summed into bags",
         "forward_pooled_uniform_10m": "the same, uniform ids",

@@ -12,6 +12,7 @@
 //! NAME…` it prints a [`Row`] for each as a line of JSON. See [`run_rows`].
 
 mod evictions;
+mod in_turn;
 mod measure;
 mod plain;
 mod plain_kernels;
@@ -27,6 +28,7 @@ mod windows;
 mod workload;
 
 pub use evictions::Evictions;
+pub use in_turn::{TrainedInTurn, table_in_ram};
 pub use measure::{Bench, Better, Limit, Rounds, Row, Scale, median, run, run_rows};
 pub use plain::{PlainCounts, PlainDedupe, PlainIndex, huge_pages, prefetch};
 pub use plain_kernels::{BAG, DIM, PlainOptimizer, PlainTable, plain_backward, plain_forward};

@@ -32,7 +32,8 @@ impl IdHash {
 
     /// A hash by one multiplication, which is quicker and weaker. Its upper bits are the well mixed ones. It serves tables that can
     /// change to another hash where ids collide.
-    #[inline]
+    #[inline(always)] // it is called in loops that are compiled for several instruction sets
+    #[allow(clippy::inline_always)]
     pub(crate) fn once(self, id: Id) -> u64 {
         let id = id as u64;
         (id ^ (id >> 32)).wrapping_mul(self.0)

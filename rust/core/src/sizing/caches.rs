@@ -14,21 +14,22 @@ pub(super) const LEAST_MEMBERS: f64 = 32.0;
 const SIZES_AN_OCTAVE: i32 = 2;
 
 /// The size with a number.
-fn size(number: i32) -> f64 {
+fn size_of(number: i32) -> f64 {
     2_f64.powf(f64::from(number) / f64::from(SIZES_AN_OCTAVE))
 }
 
 /// The simulated caches, smallest first.
 #[derive(Debug)]
 pub(super) struct Caches {
-    caches: Vec<Cache>,
+    simulated: Vec<Cache>,
     /// The policy of a cache that holds every member. Any cache is like it until it is full, so each begins as a copy of it.
     unlimited: Box<dyn Policy>,
     /// For each member the caches that it is in, by their bits.
     inside: Vec<u32>,
     policy: PolicyKind,
-    /// The number of the next size.
+    /// The number of the next size, and that size.
     next: i32,
+    next_size: f64,
     /// Misses of a cache that holds every member.
     first_uses: f64,
 }
@@ -57,11 +58,12 @@ impl Caches {
     /// For members with numbers below `members`.
     pub(super) fn new(policy: PolicyKind, members: usize) -> Self {
         Self {
-            caches: Vec::new(),
+            simulated: Vec::new(),
             unlimited: new_policy(policy, members as u32),
             inside: vec![0; members],
             policy,
             next: (f64::from(SIZES_AN_OCTAVE) * LEAST_MEMBERS.log2()) as i32,
+            next_size: LEAST_MEMBERS,
             first_uses: 0.0,
         }
     }
@@ -70,7 +72,7 @@ impl Caches {
     pub(super) fn used(&mut self, used: Use, ids: &[Id], rate: f64) {
         let Use { member, is_first, weight } = used;
         let id = ids[member as usize];
-        for cache in &mut self.caches {
+        for cache in &mut self.simulated {
             if self.inside[member as usize] & cache.bit != 0 {
                 cache.policy.accessed(&[member]);
                 continue;
@@ -95,24 +97,27 @@ impl Caches {
     /// Begin the caches that are full, as far as they have enough members, before another member comes. `members` has all members of the
     /// sample.
     pub(super) fn begin_full(&mut self, members: &HashMap<Id, CacheSlot, IdHash>, rate: f64) {
-        while members.len() >= members_of(size(self.next), rate) as usize {
-            let size = size(self.next);
+        while members.len() >= members_of(self.next_size, rate) as usize {
+            let size = self.next_size;
             self.next += 1;
+            self.next_size = size_of(self.next);
             if size * rate < LEAST_MEMBERS {
                 continue;
             }
-            let taken = self.caches.iter().fold(0, |bits, cache| bits | cache.bit);
+            let taken = self.simulated.iter().fold(0, |bits, cache| bits | cache.bit);
             let bit = 1_u32 << (!taken).trailing_zeros();
-            members.values().for_each(|&member| self.inside[member as usize] |= bit);
+            for &member in members.values() {
+                self.inside[member as usize] |= bit;
+            }
             let policy = self.unlimited.boxed_clone();
-            self.caches.push(Cache { size, bit, policy, members: members.len() as u32, missed: self.first_uses });
+            self.simulated.push(Cache { size, bit, policy, members: members.len() as u32, missed: self.first_uses });
         }
     }
 
     /// A member leaves the sample.
     pub(super) fn forget(&mut self, member: CacheSlot, id: Id) {
         let inside = std::mem::take(&mut self.inside[member as usize]);
-        for cache in self.caches.iter_mut().filter(|cache| inside & cache.bit != 0) {
+        for cache in self.simulated.iter_mut().filter(|cache| inside & cache.bit != 0) {
             cache.policy.removed(member, id, false);
             cache.members -= 1;
         }
@@ -122,13 +127,13 @@ impl Caches {
     /// The rate has fallen. Each cache shrinks with it, so that it stands for as many rows as before, and those that would have too few
     /// members end.
     pub(super) fn rate_fell(&mut self, ids: &[Id], rate: f64) {
-        while let Some(cache) = self.caches.first()
+        while let Some(cache) = self.simulated.first()
             && cache.size * rate < LEAST_MEMBERS
         {
-            let bit = self.caches.remove(0).bit;
+            let bit = self.simulated.remove(0).bit;
             self.inside.iter_mut().for_each(|inside| *inside &= !bit);
         }
-        for cache in &mut self.caches {
+        for cache in &mut self.simulated {
             cache.shrink_to(members_of(cache.size, rate), &mut self.inside, ids);
         }
     }
@@ -136,18 +141,18 @@ impl Caches {
     /// Count misses from zero on.
     pub(super) fn count_anew(&mut self) {
         self.first_uses = 0.0;
-        self.caches.iter_mut().for_each(|cache| cache.missed = 0.0);
+        self.simulated.iter_mut().for_each(|cache| cache.missed = 0.0);
     }
 
     /// Each size in rows, and its misses; smallest first.
     pub(super) fn misses(&self) -> impl Iterator<Item = (u64, f64)> {
-        self.caches.iter().map(|cache| (cache.size.round() as u64, cache.missed))
+        self.simulated.iter().map(|cache| (cache.size.round() as u64, cache.missed))
     }
 
     /// Bytes of RAM at most.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
-        let policies = self.caches.iter().map(|cache| &cache.policy).chain([&self.unlimited]);
+        let policies = self.simulated.iter().map(|cache| &cache.policy).chain([&self.unlimited]);
         self.inside.len() * (4 + policies.map(|policy| policy.bytes_per_slot()).sum::<usize>())
     }
 }

@@ -6,6 +6,7 @@
 //! Park, "Cache modeling and optimization using miniature simulations", ATC 2017). It holds no rows, and nothing depends on what it finds.
 
 mod caches;
+mod choice;
 mod curve;
 mod pace;
 mod recency;
@@ -15,21 +16,16 @@ mod tests;
 
 pub use curve::MissRatioCurve;
 
+use choice::chosen;
 use pace::Pace;
 use sample::Sample;
 
 use crate::config::PolicyKind;
-use crate::index::IdHash;
 use crate::sync::{AtomicU64, Mutex, Ordering, lock};
 use crate::types::Id;
 
 /// No id has a hash below this, so nothing is sampled.
 const OFF: u64 = 0;
-
-/// Chooses the sample. Where all ids that are used lie close together, it takes them evenly.
-const CHOICE: IdHash = IdHash::new(0x9e37_79b9_7f4a_7c15);
-/// So that no small id, as of a row that is used most, is in every sample.
-const SALT: Id = 0x5851_f42d_4c95_7f2d;
 
 /// The measurement of one table: off, until it is begun.
 #[derive(Debug, Default)]
@@ -39,10 +35,34 @@ pub(crate) struct Sizing {
     measured: Mutex<Option<Measured>>,
 }
 
+/// Uses are simulated so many at a time. What is known of the simulated caches lies in the processor's cache then, which the training
+/// between two plans would have taken.
+const USES_AT_ONCE: usize = 4096;
+
 #[derive(Debug)]
 struct Measured {
     sample: Sample,
     pace: Pace,
+    /// Hashes and ids of uses that are still to be simulated.
+    waiting: Vec<(u64, Id)>,
+}
+
+impl Measured {
+    /// Note lookups, and of these the uses of sampled ids.
+    fn note(&mut self, lookups: u64, uses: impl Iterator<Item = (u64, Id)>) {
+        self.sample.looked_up(lookups);
+        let waited = self.waiting.len();
+        self.waiting.extend(uses);
+        self.pace.sampled((self.waiting.len() - waited) as u64);
+        if self.waiting.len() >= USES_AT_ONCE {
+            self.simulate();
+        }
+    }
+
+    fn simulate(&mut self) {
+        self.sample.used(&self.waiting);
+        self.waiting.clear();
+    }
 }
 
 impl Sizing {
@@ -53,7 +73,7 @@ impl Sizing {
         if measured.is_none() {
             let sample = Sample::new(policy, rows);
             self.below.store(sample.below(), Ordering::Relaxed);
-            *measured = Some(Measured { sample, pace: Pace::default() });
+            *measured = Some(Measured { sample, pace: Pace::default(), waiting: Vec::new() });
         }
     }
 
@@ -74,12 +94,11 @@ impl Sizing {
         if !lock(&self.measured).as_mut().is_some_and(|measured| measured.pace.looks(lookups)) {
             return;
         }
-        let mut found = sampled(ids, below);
+        let mut found = chosen(ids, below);
         found.retain(|&(_, position)| without_row.binary_search(&position).is_err());
-        if let Some(Measured { sample, pace }) = &mut *lock(&self.measured) {
-            pace.sampled(found.len() as u64);
-            sample.note(lookups, found.iter().map(|&(hash, position)| (hash, ids[position as usize])));
-            self.below.store(sample.below(), Ordering::Relaxed);
+        if let Some(measured) = &mut *lock(&self.measured) {
+            measured.note(lookups, found.iter().map(|&(hash, position)| (hash, ids[position as usize])));
+            self.below.store(measured.sample.below(), Ordering::Relaxed);
         }
     }
 
@@ -87,23 +106,12 @@ impl Sizing {
     /// zero from here on, while the caches that it simulates stay as full as they are.
     pub(crate) fn curves(&self, anew: bool) -> Option<Vec<MissRatioCurve>> {
         let mut measured = lock(&self.measured);
-        let sample = &mut measured.as_mut()?.sample;
-        let curves = sample.curves();
+        let measured = measured.as_mut()?;
+        measured.simulate();
+        let curves = measured.sample.curves();
         if anew {
-            sample.count_anew();
+            measured.sample.count_anew();
         }
         Some(curves)
     }
-}
-
-/// The hashes below `below`, and the positions of their ids.
-fn sampled(ids: &[Id], below: u64) -> Vec<(u64, u32)> {
-    let mut found = Vec::new();
-    for (position, &id) in ids.iter().enumerate() {
-        let hashed = CHOICE.once(id ^ SALT);
-        if hashed < below {
-            found.push((hashed, position as u32));
-        }
-    }
-    found
 }

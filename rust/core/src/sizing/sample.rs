@@ -14,9 +14,6 @@ pub(super) const MOST_MEMBERS: usize = 16_384;
 /// Bytes of RAM that one measurement takes at most.
 #[cfg(test)]
 pub(super) const MOST_BYTES: usize = 8 << 20;
-/// At first as many ids are sampled as would give so many times [`MOST_MEMBERS`] if the rows that fit in RAM were all used.
-const FIRST: u64 = 4;
-
 /// The members of the sample, and what was measured on them.
 #[derive(Debug)]
 pub(super) struct Sample {
@@ -41,7 +38,8 @@ pub(super) struct Sample {
 impl Sample {
     /// For a table whose tiers in RAM have room for `rows` rows.
     pub(super) fn new(policy: PolicyKind, rows: u64) -> Self {
-        let wanted = FIRST * MOST_MEMBERS as u64;
+        // With more than this the sample would be full before the RAM is, and where all rows fit in RAM no curve is asked for.
+        let wanted = MOST_MEMBERS as u64;
         let below = if rows <= wanted { u64::MAX } else { (u64::MAX / rows) * wanted };
         Self {
             members: HashMap::default(),
@@ -67,18 +65,22 @@ impl Sample {
         self.below as f64 / 2_f64.powi(64)
     }
 
-    /// Note `lookups` of ids, and of these the uses of sampled ones: their hashes and ids.
-    pub(super) fn note(&mut self, lookups: u64, uses: impl Iterator<Item = (u64, Id)>) {
+    /// Note lookups, of which [`Sample::used`] is told those of sampled ids.
+    pub(super) fn looked_up(&mut self, lookups: u64) {
         self.totals.lookups += lookups;
-        for (hash, id) in uses {
-            // The bound may have fallen since it was looked at.
+    }
+
+    /// Note uses of ids that were in the sample when they were looked up: their hashes and ids.
+    pub(super) fn used(&mut self, uses: &[(u64, Id)]) {
+        for &(hash, id) in uses {
+            // The bound may have fallen since.
             if hash < self.below {
-                self.used(hash, id);
+                self.used_once(hash, id);
             }
         }
     }
 
-    fn used(&mut self, hash: u64, id: Id) {
+    fn used_once(&mut self, hash: u64, id: Id) {
         let Some((member, is_first)) = self.member(hash, id) else { return };
         let weight = 1.0 / self.rate();
         match self.recency.used(member) {

@@ -2,10 +2,11 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
+use super::Sizing;
+use super::choice::chosen;
 use super::pace::Pace;
 use super::recency::Recency;
 use super::sample::{MOST_BYTES, MOST_MEMBERS, Sample};
-use super::{Sizing, sampled};
 use crate::config::PolicyKind;
 use crate::policy::{Policy, new_policy};
 use crate::types::{CacheSlot, Id};
@@ -54,8 +55,10 @@ fn miss_ratio(kind: PolicyKind, rows: u64, trace: &[Id]) -> f64 {
 
 fn feed(sample: &mut Sample, trace: &[Id]) {
     for batch in trace.chunks(1000) {
-        let found = sampled(batch, sample.below());
-        sample.note(batch.len() as u64, found.iter().map(|&(hash, position)| (hash, batch[position as usize])));
+        let found = chosen(batch, sample.below());
+        let uses: Vec<(u64, Id)> = found.iter().map(|&(hash, position)| (hash, batch[position as usize])).collect();
+        sample.looked_up(batch.len() as u64);
+        sample.used(&uses);
     }
 }
 
@@ -104,7 +107,8 @@ fn where_few_ids_are_in_the_sample_each_curve_is_close() {
     let drift = |at: usize, id: Id| id + (at / 2000) as Id * 97;
     let skewed = skewed_trace(500_000, 150_000);
     let drifting: Vec<Id> = skewed.iter().enumerate().map(|(at, &id)| drift(at, id)).collect();
-    let scanned: Vec<Id> = skewed.iter().enumerate().map(|(at, &id)| if at % 3 == 0 { -1 - at as Id } else { id }).collect();
+    let scanned: Vec<Id> =
+        skewed.iter().enumerate().map(|(at, &id)| if at % 3 == 0 { -1 - at as Id } else { id }).collect();
     for (name, trace) in [("skewed", skewed), ("drifting", drifting), ("scanned", scanned)] {
         for kind in PolicyKind::ALL {
             let mut sample = Sample::new(kind, 100_000);
@@ -113,7 +117,8 @@ fn where_few_ids_are_in_the_sample_each_curve_is_close() {
                 assert!(curve.sampling_rate < 0.25, "{curve:?}");
                 let points: Vec<_> = curve.rows.iter().zip(&curve.miss_ratios).collect();
                 let picked: Vec<_> = points.iter().step_by(points.len().div_ceil(4)).collect();
-                let errors = picked.iter().map(|&&(&rows, ratio)| (miss_ratio(curve.policy, rows, &trace) - ratio).abs());
+                let errors =
+                    picked.iter().map(|&&(&rows, ratio)| (miss_ratio(curve.policy, rows, &trace) - ratio).abs());
                 let errors: Vec<f64> = errors.collect();
                 let mean = errors.iter().sum::<f64>() / errors.len() as f64;
                 // Few rows of a cache under `lfu` come and go while traffic drifts, and fewer members cannot stand for them well.

@@ -1,0 +1,62 @@
+//! Which ids are in the sample.
+#![allow(clippy::inline_always)] // jobs are compiled for each instruction set, with all that they call
+
+use crate::index::IdHash;
+use crate::simd::{Isa, Job};
+use crate::types::Id;
+
+/// Where the ids that are used lie close together, this takes them evenly.
+const HASH: IdHash = IdHash::new(0x9e37_79b9_7f4a_7c15);
+/// So that no small id, as of a row that is used most, is in every sample.
+const SALT: Id = 0x5851_f42d_4c95_7f2d;
+/// Ids that are compared at once.
+const AT_ONCE: usize = 16;
+
+/// The hashes below `below`, and the positions of their ids.
+pub(super) fn chosen(ids: &[Id], below: u64) -> Vec<(u64, u32)> {
+    Isa::best().run(Choice { ids, below })
+}
+
+struct Choice<'a> {
+    ids: &'a [Id],
+    below: u64,
+}
+
+#[inline(always)]
+fn hash(id: Id) -> u64 {
+    HASH.once(id ^ SALT)
+}
+
+impl Job for Choice<'_> {
+    type Output = Vec<(u64, u32)>;
+
+    #[inline(always)]
+    fn run(self) -> Self::Output {
+        let mut found = Vec::new();
+        let (parts, rest) = self.ids.as_chunks::<AT_ONCE>();
+        for (number, part) in parts.iter().enumerate() {
+            // Mostly none is. The lanes have no branch, so that they are compared together.
+            let mut any = false;
+            for &id in part {
+                any |= hash(id) < self.below;
+            }
+            if any {
+                self.add(part, number * AT_ONCE, &mut found);
+            }
+        }
+        self.add(rest, parts.len() * AT_ONCE, &mut found);
+        found
+    }
+}
+
+impl Choice<'_> {
+    #[inline(always)]
+    fn add(&self, ids: &[Id], begin: usize, found: &mut Vec<(u64, u32)>) {
+        for (at, &id) in ids.iter().enumerate() {
+            let hash = hash(id);
+            if hash < self.below {
+                found.push((hash, (begin + at) as u32));
+            }
+        }
+    }
+}
