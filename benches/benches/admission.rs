@@ -3,14 +3,11 @@
 
 use std::time::Instant;
 
-use embcache::cache::{Lookup, PlanMode, RowBlock, Table};
+use embcache::cache::{Lookup, PlanMode, Table};
 use embcache::config::{Admission, NotAdmitted, OptimizerKind, TableConfig};
-use embcache::io::default_engine;
-use embcache::kernels::Hyperparameters;
-use embcache::rows::RowHeader;
 use embcache_benches::{
-    BAG, BATCH_IDS, Bench, Better, DIM, Ids, PlainCounts, PlainDedupe, PlainIndex, Rounds, Scale, huge_pages, median,
-    prefetch, run, scattered_id, table_config, uniform_ranks, zipf_ranks,
+    BATCH_IDS, Bench, Better, DIM, Ids, PlainCounts, PlainDedupe, PlainIndex, Rounds, Scale, TrainedInTurn, huge_pages,
+    prefetch, run, scattered_id, table_config, table_in_ram, uniform_ranks, zipf_ranks,
 };
 
 const LIMIT: &str = "plain dedupe, open addressing, a count in an open-addressing table or a gather, in one function";

@@ -347,6 +347,8 @@ class MissRatios:
     miss_ratios: NDArray[np.float64]  # [n], first uses included
     first_use_ratio: float
     lookups: int
+    batches: int
+    largest_batch: int
     distinct_ids: int
     sampling_rate: float
 
@@ -354,10 +356,12 @@ def miss_ratios(table: Table, anew: bool) -> list[MissRatios] | None: ...  # of 
 
 @final
 class RowBytes:
-    """How many bytes a row takes of `host_bytes` and of `device_bytes`."""
+    """How many bytes a row takes of each budget."""
 
     host: int
     device: int
+    ssd: int  # of a record, without the room that compaction needs
+    index: int  # of `host_bytes`, for a row on SSD, at most
 
 @final
 class Table:

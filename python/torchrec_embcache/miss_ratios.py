@@ -32,6 +32,8 @@ class MissRatioCurve:
     - `first_use_ratio`: the share of lookups that were the first of their id. They miss in every cache. Where the table was
       empty when it was measured first, they are births, for which nothing is read.
     - `lookups`: how many there were.
+    - `batches`: how many batches they were of.
+    - `largest_batch`: the most lookups of one batch.
     - `distinct_ids`: how many ids there were since the table was opened, as estimated.
     - `sampling_rate`: the share of the ids that the measurement follows now.
 
@@ -61,6 +63,8 @@ class MissRatioCurve:
     miss_ratios: NDArray[np.float64]
     first_use_ratio: float
     lookups: int
+    batches: int
+    largest_batch: int
     distinct_ids: int
     sampling_rate: float
 
@@ -73,6 +77,8 @@ class MissRatioCurve:
             miss_ratios=native.miss_ratios,
             first_use_ratio=native.first_use_ratio,
             lookups=native.lookups,
+            batches=native.batches,
+            largest_batch=native.largest_batch,
             distinct_ids=native.distinct_ids,
             sampling_rate=native.sampling_rate,
         )
@@ -102,6 +108,8 @@ class MissRatioCurve:
             "miss_ratios": self.miss_ratios.tolist(),
             "first_use_ratio": self.first_use_ratio,
             "lookups": self.lookups,
+            "batches": self.batches,
+            "largest_batch": self.largest_batch,
             "distinct_ids": self.distinct_ids,
             "sampling_rate": self.sampling_rate,
         }
@@ -116,6 +124,8 @@ class MissRatioCurve:
                 miss_ratios=np.array(fields["miss_ratios"], np.float64),
                 first_use_ratio=float(fields["first_use_ratio"]),
                 lookups=int(fields["lookups"]),
+                batches=int(fields["batches"]),
+                largest_batch=int(fields["largest_batch"]),
                 distinct_ids=int(fields["distinct_ids"]),
                 sampling_rate=float(fields["sampling_rate"]),
             )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from torchrec_embcache import CacheTable, EmbCacheEmbeddingBag, MissRatioCurve, TierBudgets, admission, optimizers
+from torchrec_embcache import CacheTable, EmbCacheEmbeddingBag, MissRatioCurve, TierBudgets, admission, initializers, optimizers
 from torchrec_embcache.config import Policy
 from torchrec_embcache.exceptions import ConfigError, CorruptionError, StateError
 
@@ -84,3 +84,81 @@ def test_curves_of_a_sample_agree_with_simulations_of_every_lookup(name: str, tm
             errors = [abs(curve.at(size) - ratio) for size, ratio in zip(sizes, exact, strict=True)]
             print(name, policy, curve.sampling_rate, np.round(errors, 4), np.round(exact, 3), np.mean(errors))
             assert np.mean(errors) < 0.01, (policy, sizes, errors)
+
+
+def test_a_curve_is_of_the_tables_policy_or_of_lru() -> None:
+    with bag_of("lfu") as bag:
+        train(bag, np.arange(10_000))
+        assert bag.miss_ratio_curve().policy == "lfu"
+        assert bag.miss_ratio_curve("lru").policy == "lru"
+        with pytest.raises(ConfigError, match="policy='s3fifo' is not measured for table 'item': use 'lfu' or 'lru'"):
+            bag.miss_ratio_curve("s3fifo")
+
+
+def test_a_table_measures_only_where_it_is_told_to() -> None:
+    bag = EmbCacheEmbeddingBag(
+        name="item", embedding_dim=4, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1)
+    )
+    with bag, pytest.raises(StateError, match=r"open it with TierBudgets\(sizing=True\)"):
+        bag.miss_ratio_curve()
+    with pytest.raises(ConfigError, match="sizing='yes' is not a bool"):
+        TierBudgets(host_bytes="1MiB", sizing="yes")  # type: ignore[arg-type]
+    table = CacheTable(
+        name="closed",
+        dim=4,
+        tiers=TierBudgets(host_bytes="1MiB", sizing=True),
+        initializer=initializers.Constant(0.0),
+        optimizer=None,
+    )
+    table.close()
+    with pytest.raises(StateError, match="is closed"):
+        table.miss_ratio_curve()
+
+
+def test_ids_that_get_no_row_are_no_lookups() -> None:
+    with bag_of(admission=admission.Count(2)) as bag:
+        train(bag, np.arange(1_000))  # the first time no id is admitted
+        assert bag.miss_ratio_curve().lookups == 0
+        train(bag, np.arange(1_000))
+        assert bag.miss_ratio_curve().lookups == 1_000
+        bag.eval()
+        with torch.no_grad():
+            bag(torch.arange(500, 1_500).view(1, -1))
+        assert bag.miss_ratio_curve().lookups in {1_500, 2_000}  # by default an evaluation reads what unseen ids would be born as
+
+
+def test_measuring_changes_no_bit(tmp_path: Path) -> None:
+    rows = []
+    for sizing in (False, True):
+        tiers = TierBudgets(host_bytes="96KiB", ssd_bytes="16MiB", ssd_dir=tmp_path, reopen="discard", sizing=sizing)
+        bag = EmbCacheEmbeddingBag(
+            name="item", embedding_dim=4, tiers=tiers, optimizer=optimizers.RowWiseAdagrad(lr=0.1), seed=3
+        )
+        with bag:
+            train(bag, zipf(np.random.default_rng(2), 40_000, 3_000, 1.0))
+            found = bag.read_rows(np.arange(3_000))
+            rows.append((found.weights, found.slots["sum"], bag.stats().host.hits))
+    assert torch.equal(rows[0][0], rows[1][0])
+    assert torch.equal(rows[0][1], rows[1][1])
+    assert rows[0][2] == rows[1][2]
+
+
+def test_a_curve_begins_anew_with_warm_caches() -> None:
+    with bag_of() as bag:
+        train(bag, np.arange(20_000))
+        assert bag.miss_ratio_curve(reset=True).first_use_ratio == pytest.approx(1.0, abs=0.05)
+        train(bag, np.arange(20_000))
+        again = bag.miss_ratio_curve()
+        assert again.lookups == 20_000
+        assert again.first_use_ratio == 0.0
+
+
+def test_a_curve_goes_through_json() -> None:
+    with bag_of() as bag:
+        train(bag, np.arange(5_000))
+        curve = bag.miss_ratio_curve()
+    again = MissRatioCurve.from_dict(curve.as_dict())
+    assert again.as_dict() == curve.as_dict()
+    for field, value in (("rows", [2, 1]), ("miss_ratios", [2.0] * len(curve.rows)), ("lookups", None)):
+        with pytest.raises(CorruptionError):
+            MissRatioCurve.from_dict({**curve.as_dict(), field: value})

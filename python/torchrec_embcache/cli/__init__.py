@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from torchrec_embcache import __version__
 from torchrec_embcache.exceptions import EmbCacheError
 
+from .advise import add_advise
 from .checkpoints import compact, inspect, reshard, verify
 from .compare import diff
 from .convert import Settings, convert
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("table", help="its name, or <module>/<name>")
     made.add_argument("id", type=_row_id, help="a signed or unsigned 64-bit number; 0x... is hexadecimal")
 
+    add_advise(command)
     _add_rewriting(command, checkpoint)
 
     made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)

@@ -1,6 +1,7 @@
 """The collections under `DistributedModelParallel`: row-wise by bucket, and table-wise."""
 
 from .collections import EmbCacheShardedEmbeddingBagCollection, EmbCacheShardedEmbeddingCollection
+from .planning import offload_stats, planner_constraints
 from .sharders import EmbCacheEmbeddingBagCollectionSharder, EmbCacheEmbeddingCollectionSharder
 
 __all__ = [
@@ -8,4 +9,6 @@ __all__ = [
     "EmbCacheEmbeddingCollectionSharder",
     "EmbCacheShardedEmbeddingBagCollection",
     "EmbCacheShardedEmbeddingCollection",
+    "offload_stats",
+    "planner_constraints",
 ]

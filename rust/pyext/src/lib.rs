@@ -107,13 +107,13 @@ mod _native {
     #[pymodule_export]
     use super::settings::{PyAdmission, PyInitializer, PyPlanMode, PyRowBytes, PySweepRule, PyTableCounters};
     #[pymodule_export]
-    use super::sizing::{PyMissRatios, miss_ratios};
+    use super::sizing::{PyMissRatios, miss_ratios, row_bytes};
     #[pymodule_export]
     use super::stats::{PyAdmissionStats, PyEvictionStats, PySsdStats, PyTableStats, PyTierStats};
     #[pymodule_export]
     use super::sweeps::sweep_tables;
     #[pymodule_export]
-    use super::table::{PyExport, PyTable, row_bytes};
+    use super::table::{PyExport, PyTable};
     #[pymodule_export]
     use super::{has_room_for_threads, io_engine_name, io_fallback_reason, table_key};
 

@@ -207,12 +207,15 @@ impl PyPlanMode {
 pub(crate) struct PyRowBytes {
     pub(crate) host: u64,
     pub(crate) device: u64,
+    pub(crate) ssd: u64,
+    pub(crate) index: u64,
 }
 
 #[pymethods]
 impl PyRowBytes {
     fn __repr__(&self) -> String {
-        format!("RowBytes(host={}, device={})", self.host, self.device)
+        let Self { host, device, ssd, index } = self;
+        format!("RowBytes(host={host}, device={device}, ssd={ssd}, index={index})")
     }
 }
 

@@ -1,11 +1,13 @@
 //! What is measured of budgets other than those of a table.
 
-use embcache::cache::Table;
+use embcache::cache::{INDEX_BYTES_PER_ROW, Table, device_row_bytes, host_row_bytes};
 use embcache::sizing::MissRatioCurve;
+use embcache::ssd::SsdTier;
 use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
 
 use crate::error::to_python;
+use crate::settings::{PyRowBytes, optimizer_from, policy_from};
 use crate::table::PyTable;
 
 /// The miss ratios of caches of many sizes under one policy.
@@ -18,6 +20,8 @@ pub(crate) struct PyMissRatios {
     miss_ratios: Py<PyArray1<f64>>,
     first_use_ratio: f64,
     lookups: u64,
+    batches: u64,
+    largest_batch: u64,
     distinct_ids: u64,
     sampling_rate: f64,
 }
@@ -30,6 +34,8 @@ impl PyMissRatios {
             miss_ratios: curve.miss_ratios.to_pyarray(py).unbind(),
             first_use_ratio: curve.first_use_ratio,
             lookups: curve.lookups,
+            batches: curve.batches,
+            largest_batch: curve.largest_batch,
             distinct_ids: curve.distinct_ids,
             sampling_rate: curve.sampling_rate,
         }
@@ -44,4 +50,17 @@ pub(crate) fn miss_ratios(py: Python<'_>, table: Py<PyTable>, anew: bool) -> PyR
     let table: &Table = &table.get().inner;
     let curves = py.detach(|| table.miss_ratio_curves(anew)).map_err(to_python)?;
     Ok(curves.map(|curves| curves.iter().map(|curve| PyMissRatios::new(py, curve)).collect()))
+}
+
+/// How many bytes one row takes of each budget.
+#[pyfunction]
+pub(crate) fn row_bytes(dim: usize, optimizer: &str, policy: &str) -> PyResult<PyRowBytes> {
+    let layout = optimizer_from(optimizer)?.layout(dim);
+    let policy = policy_from(policy)?;
+    Ok(PyRowBytes {
+        host: host_row_bytes(&layout, policy),
+        device: device_row_bytes(&layout, policy),
+        ssd: SsdTier::record_bytes(&layout),
+        index: INDEX_BYTES_PER_ROW,
+    })
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table, device_row_bytes, host_row_bytes};
+use embcache::cache::{DeviceRows, ExportStream, RowBlock, Table};
 use embcache::config::{Admission, Eviction, NotAdmitted, SsdConfig, TableConfig};
 use embcache::io::{IoEngine, default_engine};
 use embcache::lifecycle::SharedRow;
@@ -26,8 +26,8 @@ use crate::records::PyAncestor;
 use crate::rows::{PyFoundRows, PyGatheredRows, PyRowBlock, PyRowMetadata};
 use crate::segments::PySegments;
 use crate::settings::{
-    PyAdmission, PyInitializer, PyNotAdmitted, PyRowBytes, PySweepRule, PyTableCounters, bucket_hash_from,
-    on_full_from, optimizer_from, policy_from, reopen_from,
+    PyAdmission, PyInitializer, PyNotAdmitted, PySweepRule, PyTableCounters, bucket_hash_from, on_full_from,
+    optimizer_from, policy_from, reopen_from,
 };
 use crate::stats::PyTableStats;
 
@@ -414,14 +414,6 @@ impl PyTable {
 /// An engine that works in the user's `ssd_dir`, which it checks and holds. Without one it is the engine of the process.
 fn engine_beneath(ssd_root: Option<&Path>) -> embcache::Result<Arc<dyn IoEngine>> {
     ssd_root.map_or_else(default_engine, |root| ssd_engine(root).map(|(_, engine)| engine))
-}
-
-/// How many bytes one row takes of the host and of the device budget.
-#[pyfunction]
-pub(crate) fn row_bytes(dim: usize, optimizer: &str, policy: &str) -> PyResult<PyRowBytes> {
-    let layout = optimizer_from(optimizer)?.layout(dim);
-    let policy = policy_from(policy)?;
-    Ok(PyRowBytes { host: host_row_bytes(&layout, policy), device: device_row_bytes(&layout, policy) })
 }
 
 /// A stream of blocks of rows.

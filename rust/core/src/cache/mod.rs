@@ -26,6 +26,7 @@ mod walk;
 mod watch;
 
 pub use crate::device::DeviceRows;
+pub use crate::host::INDEX_BYTES_PER_ROW;
 pub use columns::{PickedRows, RowColumns};
 pub use groups::{Gather, GroupSink};
 pub use plan::{Lookup, Plan};

@@ -19,7 +19,7 @@ use crate::types::{CacheSlot, Id};
 const FREE_INDEX_BYTES: u64 = 64 * 1024;
 /// Bytes of the SSD index that the host budget counts for an id at most. An index of a million ids or more takes no more than that; a
 /// smaller one has empty pages, which are part of a table's fixed overhead.
-const INDEX_BYTES_PER_ROW: u64 = 12;
+pub const INDEX_BYTES_PER_ROW: u64 = 12;
 
 /// [`HostTier::trained_until`] fetches the header of the slot that comes this many slots later into the processor's cache.
 const HEADERS_AHEAD: usize = 64;

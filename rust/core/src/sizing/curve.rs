@@ -16,6 +16,10 @@ pub struct MissRatioCurve {
     pub first_use_ratio: f64,
     /// Lookups of distinct ids of plans that were looked at.
     pub lookups: u64,
+    /// The plans that they were of.
+    pub batches: u64,
+    /// The most lookups of one plan.
+    pub largest_batch: u64,
     /// Distinct ids since the measurement began, as estimated.
     pub distinct_ids: u64,
     /// The share of the ids that is in the sample now.
@@ -26,6 +30,8 @@ pub struct MissRatioCurve {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
     pub(super) lookups: u64,
+    pub(super) batches: u64,
+    pub(super) largest_batch: u64,
     /// First uses of ids, as estimated.
     pub(super) first_uses: f64,
 }
@@ -46,6 +52,8 @@ impl MissRatioCurve {
             miss_ratios: points.iter().map(|&(_, misses)| share(misses).max(first_use_ratio)).collect(),
             first_use_ratio,
             lookups: totals.lookups,
+            batches: totals.batches,
+            largest_batch: totals.largest_batch,
             distinct_ids: distinct,
             sampling_rate: rate,
         }

@@ -48,7 +48,7 @@ struct Measured {
 }
 
 impl Measured {
-    /// Note lookups, and of these the uses of sampled ids.
+    /// Note the lookups of a plan, and of these the uses of sampled ids.
     fn note(&mut self, lookups: u64, uses: impl Iterator<Item = (u64, Id)>) {
         self.sample.looked_up(lookups);
         let waited = self.waiting.len();

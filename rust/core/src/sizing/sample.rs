@@ -65,9 +65,11 @@ impl Sample {
         self.below as f64 / 2_f64.powi(64)
     }
 
-    /// Note lookups, of which [`Sample::used`] is told those of sampled ids.
+    /// Note the lookups of a plan. [`Sample::used`] is told those of sampled ids.
     pub(super) fn looked_up(&mut self, lookups: u64) {
         self.totals.lookups += lookups;
+        self.totals.batches += 1;
+        self.totals.largest_batch = self.totals.largest_batch.max(lookups);
     }
 
     /// Note uses of ids that were in the sample when they were looked up: their hashes and ids.

@@ -165,6 +165,7 @@ fn ids_without_a_row_are_no_lookups() {
     sizing.note(&[1, 3], &[]);
     let curve = sizing.curves(false).expect("it is measured").remove(0);
     assert_eq!((curve.lookups, curve.distinct_ids), (4, 2));
+    assert_eq!((curve.batches, curve.largest_batch), (2, 2));
     assert!((curve.first_use_ratio - 0.5).abs() < 1e-12);
 }
 

@@ -270,6 +270,11 @@ impl SsdTier {
         self.inner.home.geometry.note_bytes
     }
 
+    /// Bytes of the record of a row. Files have room for more, which compaction needs.
+    pub fn record_bytes(layout: &RowLayout) -> u64 {
+        format::record::row_record_bytes(layout) as u64
+    }
+
     /// The most bytes of a note where the cap is `cap_bytes`.
     pub fn note_bytes_of(cap_bytes: u64) -> usize {
         geometry::note_bytes(cap_bytes)

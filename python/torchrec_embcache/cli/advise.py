@@ -1,0 +1,100 @@
+"""`embcache advise`: budgets for tables whose traffic was measured, or is assumed."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from torchrec_embcache.config import bytes_text
+from torchrec_embcache.exceptions import ConfigError
+from torchrec_embcache.sizing import Advice, TableTraffic, advise, read_traffic
+
+from .report import Grid, Report
+
+__all__ = ["add_advise", "assumed_table"]
+
+_KEYS = "name, rows, dim, ids, zipf and optimizer"
+
+
+def add_advise(command: Callable[[str, str, Callable[[argparse.Namespace], Report]], argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    made = command("advise", "divide budgets between tables and tiers, so that batches wait least for the SSD", _advise)
+    made.add_argument("traffic", nargs="*", help="what write_traffic wrote: a file for each rank")
+    made.add_argument(
+        "--table",
+        action="append",
+        default=[],
+        metavar="name=item,rows=1e9,dim=64,ids=65536",
+        help="a table whose traffic is assumed: also zipf=1.05 (the exponent) and optimizer=rowwise_adagrad. `ids` are those of a "
+        "batch of all ranks, repetitions included",
+    )
+    made.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks that share the tables of --table")
+    made.add_argument("--ram", required=True, help="bytes of RAM of a rank, such as 64GiB")
+    made.add_argument("--ssd", default="0", help="bytes of SSD of a rank, such as 1TiB")
+    made.add_argument("--device", default="0", help="bytes of the device of a rank")
+    made.add_argument(
+        "--batches-in-flight", type=int, default=2, metavar="N", help="batches that hold their rows at once (2)"
+    )
+
+
+def _advise(given: argparse.Namespace) -> Report:
+    if bool(given.traffic) == bool(given.table):
+        raise ConfigError("give files of traffic, or tables by --table: one of both")
+    if given.ranks < 1:
+        raise ConfigError(f"--ranks {given.ranks} is out of range: give 1 or more")
+    of_ranks = [(path, read_traffic(path)) for path in given.traffic]
+    if given.table:
+        title = "one rank" if given.ranks == 1 else f"each of {given.ranks} ranks"
+        of_ranks = [(title, [assumed_table(text, given.ranks) for text in given.table])]
+    advices = [(title, _advise_rank(traffic, given)) for title, traffic in of_ranks]
+    return Report(
+        {title: advice.as_dict() for title, advice in advices},
+        [_grid(title, advice) for title, advice in advices],
+        [sentence for _, advice in advices for sentence in advice.sentences()],
+    )
+
+
+def _advise_rank(traffic: Sequence[TableTraffic], given: argparse.Namespace) -> Advice:
+    return advise(
+        traffic, ram=given.ram, ssd=given.ssd, device=given.device, batches_in_flight=given.batches_in_flight
+    )
+
+
+def _grid(title: str, advice: Advice) -> Grid:
+    rows = [
+        (
+            table.name,
+            table.rows,
+            bytes_text(table.table_bytes),
+            bytes_text(table.device_bytes),
+            bytes_text(table.host_bytes),
+            bytes_text(table.ssd_bytes),
+            f"{table.rows_in_ram / table.rows:.1%}",
+            f"{table.miss_ratio:.4f}",
+            f"{table.reads_per_batch:,.1f}",
+        )
+        for table in advice.tables.values()
+    ]
+    columns = ("table", "rows", "all rows", "device", "host", "ssd", "rows in RAM", "miss ratio", "reads a batch")
+    return Grid(title, columns, rows)
+
+
+def assumed_table(text: str, ranks: int = 1) -> TableTraffic:
+    """The share of one of `ranks` ranks in a table as it is given on the command line. `ConfigError` names what is wrong."""
+    fields = dict(field.partition("=")[::2] for field in text.split(","))
+    unknown = sorted(fields.keys() - {"name", "rows", "dim", "ids", "zipf", "optimizer"})
+    missing = [field for field in ("name", "rows", "dim", "ids") if not fields.get(field)]
+    if unknown or missing:
+        wrong = f"{unknown[0]!r} is not known" if unknown else f"{missing[0]!r} is missing"
+        raise ConfigError(f"--table {text}: {wrong}: give {_KEYS}, as in name=item,rows=1e9,dim=64,ids=65536,zipf=1.05")
+    try:
+        rows, dim, ids = (int(float(fields[field])) for field in ("rows", "dim", "ids"))
+        exponent = float(fields.get("zipf", "1.05"))
+    except (ValueError, OverflowError) as cause:
+        raise ConfigError(f"--table {text}: rows, dim, ids and zipf are numbers: {cause}") from cause
+    return TableTraffic.assumed(
+        fields["name"],
+        rows=max(rows // ranks, 1),
+        dim=dim,
+        ids_per_batch=max(ids // ranks, 1),
+        exponent=exponent,
+        optimizer=fields.get("optimizer", "rowwise_adagrad"),
+    )

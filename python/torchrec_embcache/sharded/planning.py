@@ -1,0 +1,77 @@
+"""What was measured of tables, as TorchRec's planner takes it."""
+
+import numpy as np
+import torch
+from torchrec.distributed.planner.shard_estimators import EmbeddingOffloadStats
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import CacheParams
+
+from torchrec_embcache.exceptions import InputError
+from torchrec_embcache.sizing import Advice, TableTraffic
+
+__all__ = ["offload_stats", "planner_constraints"]
+
+_BINS = 1000
+
+
+def offload_stats(traffic: TableTraffic, world_size: int = 1) -> EmbeddingOffloadStats:
+    """The miss ratios of a table as TorchRec's planner knows them.
+
+    TorchRec asks for a miss rate by the share of the table that is cached, where the whole table has none. So first uses are left
+    out here, as in `MissRatioCurve.reads_at`.
+
+    Args:
+        traffic: of one rank's shard.
+        world_size: how many ranks have shards like it. TorchRec counts the lookups of the global batch.
+    """
+    height = traffic.rows
+    misses = np.array([traffic.curve.reads_at(share * height) for share in np.linspace(0.0, 1.0, _BINS + 1)])
+    misses[0], misses[-1] = 1.0 - traffic.curve.first_use_ratio, 0.0
+    misses = np.minimum.accumulate(misses)
+    return EmbeddingOffloadStats(
+        cacheability=float(np.trapezoid(misses, dx=1.0 / _BINS)),
+        expected_lookups=round(traffic.lookups_per_batch * world_size),
+        mrc_hist_counts=torch.from_numpy(-np.diff(misses)),
+        height=height,
+    )
+
+
+def planner_constraints(
+    traffic: list[TableTraffic], advice: Advice | None = None, *, world_size: int = 1
+) -> dict[str, ParameterConstraints]:
+    """Constraints for `EmbeddingShardingPlanner(constraints=...)`, by the tables' names, with their cache parameters.
+
+    Args:
+        traffic: of the tables, such as `traffic_of(model)`.
+        advice: gives each table's load factor: the share of its rows that fit the RAM. None: the budgets of now.
+        world_size: how many ranks have shards like these.
+
+    Raises `InputError` where two modules have tables of one name, because TorchRec names tables without their module.
+
+    Example, where TorchRec is installed::
+
+        >>> from torchrec_embcache.sharded import planner_constraints
+        >>> from torchrec_embcache.sizing import TableTraffic
+        >>> item = TableTraffic.assumed("tables/item", rows=1_000_000, dim=64, ids_per_batch=65_536)
+        >>> constraints = planner_constraints([item])
+        >>> stats = constraints["item"].cache_params.stats
+        >>> stats.expected_miss_rate(0.0), stats.expected_miss_rate(0.1) < 0.5
+        (1.0, True)
+    """
+    made = {}
+    for table in traffic:
+        name = table.name.rpartition("/")[2]
+        if name in made:
+            raise InputError(f"two modules have a table {name!r}, which TorchRec's planner cannot tell apart: rename one")
+        if advice is not None:
+            in_ram = advice.tables[table.name].rows_in_ram
+        else:
+            row = table.row_bytes
+            in_ram = int(table.device_bytes / row.device + table.host_bytes / row.host)
+        factor = min(in_ram / table.rows, 1.0)
+        stats = offload_stats(table, world_size)
+        # TorchRec takes no factor of 0 or 1: without one the table is cached whole.
+        made[name] = ParameterConstraints(
+            cache_params=CacheParams(load_factor=factor if 0.0 < factor < 1.0 else None, stats=stats)
+        )
+    return made

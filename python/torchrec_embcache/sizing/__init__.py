@@ -1,0 +1,23 @@
+"""Choosing budgets: how the miss ratio depends on them, and how to divide them between tables and tiers.
+
+    advice = advise(model, ram="64GiB", ssd="1TiB")  # of a model whose tables measure: TierBudgets(..., sizing=True)
+    print(advice)
+
+docs/sizing.md has worked examples.
+"""
+
+from torchrec_embcache.miss_ratios import MissRatioCurve
+
+from .advice import Advice, TableAdvice, advise
+from .traffic import TableTraffic, read_traffic, traffic_of, write_traffic
+
+__all__ = [
+    "Advice",
+    "MissRatioCurve",
+    "TableAdvice",
+    "TableTraffic",
+    "advise",
+    "read_traffic",
+    "traffic_of",
+    "write_traffic",
+]

@@ -1,0 +1,186 @@
+"""What is known of a table and of its traffic: all that a choice of budgets depends on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+
+from torchrec_embcache import _native
+from torchrec_embcache.cache import CacheTable
+from torchrec_embcache.config import Policy, check_choice, check_int
+from torchrec_embcache.exceptions import ConfigError, CorruptionError, EmbCacheError, InputError, StateError
+from torchrec_embcache.miss_ratios import MissRatioCurve
+from torchrec_embcache.optimizers import BY_KIND
+from torchrec_embcache.whole_model import cache_modules
+
+from .zipf import zipf_curve
+
+__all__ = ["TableTraffic", "read_traffic", "traffic_of", "write_traffic"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TableTraffic:
+    """One shard of a table, and how its rows are used.
+
+    - `name`: "<module>/<table>".
+    - `dim`: D, the width of a row.
+    - `optimizer`: whose slots the rows have, as in `torchrec_embcache.optimizers`: "rowwise_adagrad", "adam", ...
+    - `rows`: how many rows the shard has, in all tiers.
+    - `policy`: which rows leave a full tier first. Bytes of a row depend on it.
+    - `curve`: the miss ratios of caches of any size.
+    - `device_bytes`, `host_bytes`, `ssd_bytes`: its budgets now; 0 for a tier that it does not have.
+
+    `traffic_of(model)` measures it, and `TableTraffic.assumed(...)` makes it up where nothing runs yet.
+    """
+
+    name: str
+    dim: int
+    optimizer: str
+    rows: int
+    curve: MissRatioCurve
+    policy: Policy = "s3fifo"
+    device_bytes: int = 0
+    host_bytes: int = 0
+    ssd_bytes: int = 0
+
+    @classmethod
+    def of(cls, name: str, table: CacheTable) -> Self:
+        """What was measured on a table. `StateError` where it does not measure, or has no lookups yet."""
+        if table.optimizer is None:
+            raise StateError(f"table {table.name!r} has no optimizer yet, so the bytes of its rows are not known: set one")
+        curve = table.miss_ratio_curve()
+        if curve.lookups == 0:
+            raise StateError(f"table {table.name!r} has no lookups since it is measured: train some batches first")
+        return cls(
+            name=name,
+            dim=table.dim,
+            optimizer=table.optimizer.kind,
+            rows=max(table.stats().rows, 1),
+            curve=curve,
+            policy=table.policy,
+            device_bytes=table.tiers.device,
+            host_bytes=table.tiers.host,
+            ssd_bytes=table.tiers.ssd,
+        )
+
+    @classmethod
+    def assumed(
+        cls,
+        name: str,
+        *,
+        rows: int,
+        dim: int,
+        ids_per_batch: int,
+        optimizer: str = "rowwise_adagrad",
+        exponent: float = 1.05,
+    ) -> Self:
+        """A table whose ids are drawn independently by a zipf distribution, under "lru".
+
+        Args:
+            name: of the table.
+            rows: how many rows the shard will have.
+            dim: D.
+            ids_per_batch: ids in a batch, repetitions included.
+            optimizer: whose slots the rows have.
+            exponent: of the distribution, 0 (uniform) to 4. Clicks and users of shops and videos have about 0.7 to 1.1.
+
+        Raises `ConfigError` for a value that is out of range.
+
+        Example::
+
+            >>> from torchrec_embcache.sizing import TableTraffic
+            >>> item = TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536)
+            >>> item.row_bytes.host, item.row_bytes.ssd
+            (324, 304)
+            >>> item.curve.at(100_000) < 0.5  # a tenth of the rows in RAM serves more than half of the lookups
+            True
+        """
+        check_int("rows", rows, 1, 1 << 48)
+        check_int("dim", dim, 1, 65_536)
+        check_int("ids_per_batch", ids_per_batch, 1, 1 << 30)
+        _check_optimizer(optimizer)
+        if not 0.0 <= exponent <= 4.0:
+            raise ConfigError(f"exponent={exponent!r} is out of range: give 0 to 4")
+        return cls(name=name, dim=dim, optimizer=optimizer, rows=rows, curve=zipf_curve(rows, ids_per_batch, exponent))
+
+    @property
+    def row_bytes(self) -> _native.RowBytes:
+        """How many bytes a row takes of each budget: `host`, `device`, `ssd`, and `index`, of `host_bytes` for a row on SSD."""
+        return _native.row_bytes(self.dim, self.optimizer, self.policy)
+
+    @property
+    def lookups_per_batch(self) -> float:
+        """Distinct ids of a batch, on average."""
+        return self.curve.lookups / max(self.curve.batches, 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields as JSON has them."""
+        return {**vars(self), "curve": self.curve.as_dict()}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """What `as_dict` gave. `CorruptionError` for anything else."""
+        try:
+            numbers = {field: int(fields[field]) for field in ("dim", "rows", "device_bytes", "host_bytes", "ssd_bytes")}
+            check_int("dim", numbers["dim"], 1, 65_536)
+            check_int("rows", numbers["rows"], 1, 1 << 48)
+            _check_optimizer(fields["optimizer"])
+            curve = MissRatioCurve.from_dict(fields["curve"])
+            for policy in (curve.policy, fields["policy"]):
+                check_choice("policy", policy, Policy)
+            texts = {field: str(fields[field]) for field in ("name", "optimizer", "policy")}
+            return cls(**texts, **numbers, curve=curve)  # type: ignore[arg-type]
+        except (KeyError, TypeError, ValueError, OverflowError, EmbCacheError) as cause:
+            raise CorruptionError(f"no traffic of a table: {cause}") from cause
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer not in BY_KIND:
+        raise ConfigError(f"optimizer={optimizer!r} is not known: use one of {', '.join(map(repr, BY_KIND))}")
+
+
+def traffic_of(model: nn.Module) -> list[TableTraffic]:
+    """The traffic of every table of `model` that this rank has a shard of.
+
+    Raises `InputError` for a model without cache modules, and `StateError` where a table does not measure its miss ratios
+    (`TierBudgets(sizing=True)`) or was not used yet.
+    """
+    modules = cache_modules(model)
+    if not modules:
+        raise InputError(f"{type(model).__name__} has no cache module: there are no tables to size")
+    return [
+        TableTraffic.of(f"{path}/{name}" if path else name, table)
+        for path, module in modules.items()
+        for name, table in module.tables.items()
+    ]
+
+
+def write_traffic(traffic: Iterable[TableTraffic], path: str | os.PathLike[str]) -> None:
+    """Write traffic to a JSON file, for `embcache advise` and `embcache plot`. It replaces a file of that name.
+
+    Raises `OSError` where the file cannot be written.
+    """
+    text = json.dumps({"format": _FORMAT, "tables": [table.as_dict() for table in traffic]}, indent=1)
+    Path(path).write_text(text + "\n")
+
+
+def read_traffic(path: str | os.PathLike[str]) -> list[TableTraffic]:
+    """The traffic that `write_traffic` wrote.
+
+    Raises `CorruptionError` for a file that has something else, and `OSError` where it cannot be read.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["format"] != _FORMAT:
+            raise CorruptionError(f"{os.fspath(path)}: expected format {_FORMAT}, found {content['format']!r}")
+        return [TableTraffic.from_dict(fields) for fields in content["tables"]]
+    except (ValueError, KeyError, TypeError) as cause:
+        raise CorruptionError(f"{os.fspath(path)}: expected what write_traffic writes, found {cause!r}") from cause
