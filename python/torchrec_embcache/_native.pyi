@@ -346,6 +346,7 @@ class MissRatios:
     rows: NDArray[np.uint64]  # [n], rising
     miss_ratios: NDArray[np.float64]  # [n], first uses included
     first_use_ratio: float
+    birth_ratio: float
     lookups: int
     batches: int
     largest_batch: int

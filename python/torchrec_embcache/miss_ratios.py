@@ -29,8 +29,8 @@ class MissRatioCurve:
     - `policy`: of the caches.
     - `rows`: how many rows a cache holds, int64 [n], rising.
     - `miss_ratios`: its misses divided by its lookups, float64 [n], 0 to 1. The first use of an id is a miss, too.
-    - `first_use_ratio`: the share of lookups that were the first of their id. They miss in every cache. Where the table was
-      empty when it was measured first, they are births, for which nothing is read.
+    - `first_use_ratio`: the share of lookups that were the first of their id. They miss in every cache.
+    - `birth_ratio`: the share of lookups whose row was born with them. They miss, too, and nothing is read for them.
     - `lookups`: how many there were.
     - `batches`: how many batches they were of.
     - `largest_batch`: the most lookups of one batch.
@@ -62,6 +62,7 @@ class MissRatioCurve:
     rows: NDArray[np.int64]
     miss_ratios: NDArray[np.float64]
     first_use_ratio: float
+    birth_ratio: float
     lookups: int
     batches: int
     largest_batch: int
@@ -76,6 +77,7 @@ class MissRatioCurve:
             rows=native.rows.astype(np.int64),
             miss_ratios=native.miss_ratios,
             first_use_ratio=native.first_use_ratio,
+            birth_ratio=native.birth_ratio,
             lookups=native.lookups,
             batches=native.batches,
             largest_batch=native.largest_batch,
@@ -97,8 +99,8 @@ class MissRatioCurve:
         return float(np.interp(np.log(max(rows, 1.0)), logs, self.miss_ratios))
 
     def reads_at(self, rows: float) -> float:
-        """The share of lookups for which a cache of `rows` rows reads a row that was used before: its misses but for first uses."""
-        return max(self.at(rows) - self.first_use_ratio, 0.0)
+        """The share of lookups for which a cache of `rows` rows has a row read from SSD: its misses but for births."""
+        return max(self.at(rows) - self.birth_ratio, 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields as JSON has them; `from_dict` makes a curve of them."""
@@ -107,6 +109,7 @@ class MissRatioCurve:
             "rows": self.rows.tolist(),
             "miss_ratios": self.miss_ratios.tolist(),
             "first_use_ratio": self.first_use_ratio,
+            "birth_ratio": self.birth_ratio,
             "lookups": self.lookups,
             "batches": self.batches,
             "largest_batch": self.largest_batch,
@@ -123,6 +126,7 @@ class MissRatioCurve:
                 rows=np.array(fields["rows"], np.int64),
                 miss_ratios=np.array(fields["miss_ratios"], np.float64),
                 first_use_ratio=float(fields["first_use_ratio"]),
+                birth_ratio=float(fields["birth_ratio"]),
                 lookups=int(fields["lookups"]),
                 batches=int(fields["batches"]),
                 largest_batch=int(fields["largest_batch"]),
@@ -138,7 +142,7 @@ class MissRatioCurve:
 
 
 def _are_ratios(curve: MissRatioCurve) -> bool:
-    ratios = np.append(curve.miss_ratios, curve.first_use_ratio)
+    ratios = np.append(curve.miss_ratios, [curve.first_use_ratio, curve.birth_ratio])
     return bool(((ratios >= 0) & (ratios <= 1)).all())
 
 

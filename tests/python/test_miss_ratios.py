@@ -146,9 +146,12 @@ def test_measuring_changes_no_bit(tmp_path: Path) -> None:
 def test_a_curve_begins_anew_with_warm_caches() -> None:
     with bag_of() as bag:
         train(bag, np.arange(20_000))
-        assert bag.miss_ratio_curve(reset=True).first_use_ratio == pytest.approx(1.0, abs=0.05)
+        first = bag.miss_ratio_curve(reset=True)
+        assert first.first_use_ratio == pytest.approx(1.0, abs=0.05)
+        assert first.birth_ratio == 1.0
         train(bag, np.arange(20_000))
         again = bag.miss_ratio_curve()
+        assert again.birth_ratio == 0.0
         assert again.lookups == 20_000
         assert again.first_use_ratio == 0.0
 

@@ -29,12 +29,13 @@ from torchrec_embcache.sizing import Advice, TableTraffic, advise, read_traffic,
 from torchrec_embcache.sizing.split import Share, divide
 
 
-def curve(rows: list[int], ratios: list[float], first: float = 0.0) -> MissRatioCurve:
+def curve(rows: list[int], ratios: list[float], births: float = 0.0) -> MissRatioCurve:
     return MissRatioCurve(
         policy="lru",
         rows=np.array(rows),
         miss_ratios=np.array(ratios),
-        first_use_ratio=first,
+        first_use_ratio=births,
+        birth_ratio=births,
         lookups=1000,
         batches=10,
         largest_batch=100,
@@ -53,7 +54,7 @@ TABLES = [ITEM, USER, PAGE]
 
 
 def test_a_curve_gives_the_ratio_of_any_size():
-    made = curve([100, 400], [0.5, 0.25], first=0.125)
+    made = curve([100, 400], [0.5, 0.25], births=0.125)
     assert made.at(0) == 1.0
     assert made.at(50) == pytest.approx(0.75)  # half way along the line from 1 to 0.5
     assert made.at(200) == pytest.approx(0.375)  # half way in the logarithm
@@ -228,6 +229,7 @@ def test_tables_that_measure_nothing_are_refused():
         (("tables", 0, "curve", "miss_ratios"), [0.5]),
         (("tables", 0, "curve", "miss_ratios"), [7.0] * 64),
         (("tables", 0, "curve", "first_use_ratio"), "nan"),
+        (("tables", 0, "curve", "birth_ratio"), 2.0),
         (("tables", 0, "curve", "lookups"), 1e400),
     ],
 )

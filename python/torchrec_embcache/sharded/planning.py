@@ -17,8 +17,8 @@ _BINS = 1000
 def offload_stats(traffic: TableTraffic, world_size: int = 1) -> EmbeddingOffloadStats:
     """The miss ratios of a table as TorchRec's planner knows them.
 
-    TorchRec asks for a miss rate by the share of the table that is cached, where the whole table has none. So first uses are left
-    out here, as in `MissRatioCurve.reads_at`.
+    TorchRec asks for a miss rate by the share of the table that is cached, where the whole table has none. So births are left out
+    here, as in `MissRatioCurve.reads_at`.
 
     Args:
         traffic: of one rank's shard.
@@ -26,7 +26,7 @@ def offload_stats(traffic: TableTraffic, world_size: int = 1) -> EmbeddingOffloa
     """
     height = traffic.rows
     misses = np.array([traffic.curve.reads_at(share * height) for share in np.linspace(0.0, 1.0, _BINS + 1)])
-    misses[0], misses[-1] = 1.0 - traffic.curve.first_use_ratio, 0.0
+    misses[0], misses[-1] = 1.0 - traffic.curve.birth_ratio, 0.0
     misses = np.minimum.accumulate(misses)
     return EmbeddingOffloadStats(
         cacheability=float(np.trapezoid(misses, dx=1.0 / _BINS)),

@@ -37,6 +37,7 @@ def zipf_curve(ids: int, ids_per_batch: int, exponent: float) -> MissRatioCurve:
         rows=sizes,
         miss_ratios=np.minimum.accumulate(misses),
         first_use_ratio=0.0,
+        birth_ratio=0.0,
         lookups=round(lookups),
         batches=1,
         largest_batch=round(lookups),

@@ -19,6 +19,7 @@ pub(crate) struct PyMissRatios {
     /// `[n]`
     miss_ratios: Py<PyArray1<f64>>,
     first_use_ratio: f64,
+    birth_ratio: f64,
     lookups: u64,
     batches: u64,
     largest_batch: u64,
@@ -33,6 +34,7 @@ impl PyMissRatios {
             rows: curve.rows.to_pyarray(py).unbind(),
             miss_ratios: curve.miss_ratios.to_pyarray(py).unbind(),
             first_use_ratio: curve.first_use_ratio,
+            birth_ratio: curve.birth_ratio,
             lookups: curve.lookups,
             batches: curve.batches,
             largest_batch: curve.largest_batch,

@@ -14,6 +14,8 @@ pub struct MissRatioCurve {
     pub miss_ratios: Vec<f64>,
     /// The share of lookups that were the first use of their id, which miss in a cache of any size.
     pub first_use_ratio: f64,
+    /// The share of lookups whose row was born with them, so that nothing was read.
+    pub birth_ratio: f64,
     /// Lookups of distinct ids of plans that were looked at.
     pub lookups: u64,
     /// The plans that they were of.
@@ -32,6 +34,8 @@ pub(super) struct Totals {
     pub(super) lookups: u64,
     pub(super) batches: u64,
     pub(super) largest_batch: u64,
+    /// Rows that were born.
+    pub(super) births: u64,
     /// First uses of ids, as estimated.
     pub(super) first_uses: f64,
 }
@@ -51,6 +55,7 @@ impl MissRatioCurve {
             rows: points.iter().map(|&(rows, _)| rows).collect(),
             miss_ratios: points.iter().map(|&(_, misses)| share(misses).max(first_use_ratio)).collect(),
             first_use_ratio,
+            birth_ratio: share(totals.births as f64),
             lookups: totals.lookups,
             batches: totals.batches,
             largest_batch: totals.largest_batch,

@@ -48,9 +48,9 @@ struct Measured {
 }
 
 impl Measured {
-    /// Note the lookups of a plan, and of these the uses of sampled ids.
-    fn note(&mut self, lookups: u64, uses: impl Iterator<Item = (u64, Id)>) {
-        self.sample.looked_up(lookups);
+    /// Note the lookups of a plan, of which so many are births, and the uses of sampled ids among them.
+    fn note(&mut self, (lookups, births): (u64, u64), uses: impl Iterator<Item = (u64, Id)>) {
+        self.sample.looked_up(lookups, births);
         let waited = self.waiting.len();
         self.waiting.extend(uses);
         self.pace.sampled((self.waiting.len() - waited) as u64);
@@ -83,8 +83,8 @@ impl Sizing {
     }
 
     /// Note that a plan uses the rows of these distinct ids `[U]`, but for those at the positions `without_row`, which rise: they have no row
-    /// and get none.
-    pub(crate) fn note(&self, ids: &[Id], without_row: &[u32]) {
+    /// and get none. `births` of the rows are born with this plan.
+    pub(crate) fn note(&self, ids: &[Id], without_row: &[u32], births: u64) {
         let below = self.below.load(Ordering::Relaxed);
         if below == OFF {
             return;
@@ -97,7 +97,7 @@ impl Sizing {
         let mut found = chosen(ids, below);
         found.retain(|&(_, position)| without_row.binary_search(&position).is_err());
         if let Some(measured) = &mut *lock(&self.measured) {
-            measured.note(lookups, found.iter().map(|&(hash, position)| (hash, ids[position as usize])));
+            measured.note((lookups, births), found.iter().map(|&(hash, position)| (hash, ids[position as usize])));
             self.below.store(measured.sample.below(), Ordering::Relaxed);
         }
     }

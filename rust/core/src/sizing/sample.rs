@@ -65,9 +65,10 @@ impl Sample {
         self.below as f64 / 2_f64.powi(64)
     }
 
-    /// Note the lookups of a plan. [`Sample::used`] is told those of sampled ids.
-    pub(super) fn looked_up(&mut self, lookups: u64) {
+    /// Note the lookups of a plan, of which so many are births. [`Sample::used`] is told those of sampled ids.
+    pub(super) fn looked_up(&mut self, lookups: u64, births: u64) {
         self.totals.lookups += lookups;
+        self.totals.births += births;
         self.totals.batches += 1;
         self.totals.largest_batch = self.totals.largest_batch.max(lookups);
     }

@@ -57,7 +57,7 @@ fn feed(sample: &mut Sample, trace: &[Id]) {
     for batch in trace.chunks(1000) {
         let found = chosen(batch, sample.below());
         let uses: Vec<(u64, Id)> = found.iter().map(|&(hash, position)| (hash, batch[position as usize])).collect();
-        sample.looked_up(batch.len() as u64);
+        sample.looked_up(batch.len() as u64, 0);
         sample.used(&uses);
     }
 }
@@ -158,15 +158,16 @@ fn counting_anew_leaves_the_caches_warm() {
 #[test]
 fn ids_without_a_row_are_no_lookups() {
     let sizing = Sizing::default();
-    sizing.note(&[1, 2, 3], &[]);
+    sizing.note(&[1, 2, 3], &[], 0);
     assert!(sizing.curves(false).is_none());
     sizing.begin(PolicyKind::Lru, 100);
-    sizing.note(&[1, 2, 3, 4], &[1, 3]);
-    sizing.note(&[1, 3], &[]);
+    sizing.note(&[1, 2, 3, 4], &[1, 3], 2);
+    sizing.note(&[1, 3], &[], 0);
     let curve = sizing.curves(false).expect("it is measured").remove(0);
     assert_eq!((curve.lookups, curve.distinct_ids), (4, 2));
     assert_eq!((curve.batches, curve.largest_batch), (2, 2));
     assert!((curve.first_use_ratio - 0.5).abs() < 1e-12);
+    assert!((curve.birth_ratio - 0.5).abs() < 1e-12);
 }
 
 #[test]

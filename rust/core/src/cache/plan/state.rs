@@ -146,7 +146,7 @@ impl TablePlan {
     pub(super) fn start(&mut self, mode: PlanMode, batch: &mut FetchBatch) -> Result<()> {
         self.table.lock()?.begin(&mut self.hold, mode, batch)?;
         if self.table.sizing.is_on() {
-            self.table.sizing.note(self.hold.ids(), &self.hold.without_row(mode.train));
+            self.table.sizing.note(self.hold.ids(), &self.hold.without_row(mode.train), self.hold.pledged());
         }
         Ok(())
     }

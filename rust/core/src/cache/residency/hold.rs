@@ -163,6 +163,11 @@ impl Hold {
         &self.ids
     }
 
+    /// How many rows are born if the plan is trained.
+    pub(crate) fn pledged(&self) -> u64 {
+        self.pledged
+    }
+
     /// The positions of ids that have no row and get none as far as is known when the plan has begun, rising. Ids that are left for later
     /// are not among them.
     pub(crate) fn without_row(&self, train: bool) -> Vec<u32> {
