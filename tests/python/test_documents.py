@@ -1,0 +1,96 @@
+"""What the pages show is true: their code runs and prints what they say, and what cannot run here says why."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from documents import PAGES, ROOT, Block, Reader, all_blocks, blocks_of, commands
+
+BLOCKS = all_blocks()
+# How many blocks of a page cannot run, for the reason that the page gives in a comment. One more is a choice to be made here.
+NOT_RUN = Counter({"README.md": 1})
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks])
+def test_the_code_of_a_page_runs_and_gives_what_it_says(page: str, tmp_path: Path, monkeypatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    Reader(tmp_path).read(BLOCKS[page])
+
+
+def test_blocks_that_do_not_run_are_counted_and_say_why() -> None:
+    marked = [block for blocks in BLOCKS.values() for block in blocks if block.not_run is not None]
+    assert Counter(block.page for block in marked) == NOT_RUN, [f"{block}: {block.not_run}" for block in marked]
+    assert all(len(block.not_run or "") > 20 for block in marked)
+
+
+def test_every_block_says_what_it_is() -> None:
+    """Only the pages of the design draw: a block without a language is a drawing, or a listing of a folder."""
+    unknown = [
+        f"{block} is {block.language or 'without a language'}"
+        for page, blocks in BLOCKS.items()
+        for block in blocks
+        if block.language not in {"python", "bash", "text", "diff"}
+        and not (block.language == "" and page.startswith("docs/design"))
+    ]
+    assert not unknown
+
+
+def test_a_text_stands_below_what_prints_it() -> None:
+    alone = [
+        str(block)
+        for blocks in BLOCKS.values()
+        for before, block in zip([None, *blocks], blocks, strict=False)
+        if block.language == "text"
+        and not (before is not None and before.language in {"python", "bash"} and before.not_run is None)
+    ]
+    assert not alone
+
+
+def test_commands_of_make_are_targets_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        words[1]
+        for blocks in BLOCKS.values()
+        for block in blocks
+        if block.language == "bash"
+        for words in commands(block.text)
+        if words[0] == "make"
+    }
+    assert {"demo", "test"} <= named <= targets
+    for page in PAGES.values():
+        assert set(re.findall(r"`make ([a-z-]+)", page.read_text())) <= targets, page
+
+
+@pytest.mark.parametrize(
+    ("blocks", "complaint"),
+    [
+        ("```python\nprint(1)\n```\n```text\n2\n```\n", "gives\n1"),
+        ("```python\nprint(1)\n```\n```text\nConfigError: it is wrong\n```\n", "gives no ConfigError"),
+        (
+            "```python\nfrom torchrec_embcache import TierBudgets\nTierBudgets(host_bytes=0)\n```\n```text\nConfigError: it\n```\n",
+            "its page says\nConfigError: it",
+        ),
+        ("```python\nprint(name_of_nothing)\n```\n", "name_of_nothing"),
+        ("<!-- not run: it is not Python at all -->\n```python\nprint(\n```\n", "never closed"),
+        ("```bash\nrm -rf nothing\n```\n", "cannot be run"),
+        ("```bash\nembcache inspect nothing\n```\n", "nothing"),
+        ("```diff\n-a = EmbeddingBagCollection(tables=b)\n+a = EmbCacheBags(tables=b)\n```\n", "no EmbCacheBags"),
+        ("```diff\n+a = TierBudgets(hosts=1)\n```\n", "hosts=1"),
+    ],
+)
+def test_a_page_that_says_what_is_not_so_is_found(blocks: str, complaint: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((AssertionError, NameError, SyntaxError)) as found:
+        Reader(tmp_path).read(blocks_of("page.md", blocks))
+    assert complaint in str(found.value)
+
+
+def test_a_comment_before_a_block_belongs_to_that_block_alone() -> None:
+    page = "<!-- setup\na = 1\n-->\n```python\nprint(a)\n```\n\n```python\na\n```\n"
+    page += "<!-- not run: why -->\n\n    ```bash\n    x\n    ```\n"
+    first, second, third = blocks_of("page.md", page)
+    assert (first.setup, first.not_run, second.setup, second.not_run) == ("a = 1\n", None, "", None)
+    assert third == Block("page.md", 13, "bash", "x\n", not_run="why")
