@@ -28,7 +28,13 @@ _MOST_FLOAT32 = 3.4028234663852886e38
 
 
 class AdmitAndEvictPolicyType(Enum):
-    """What admission counts, as RecSDK names it."""
+    """What admission counts, as RecSDK names it.
+
+    Examples:
+        >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig, AdmitAndEvictPolicyType
+        >>> AdmitAndEvictConfig(admit_threshold=2, policy_type=AdmitAndEvictPolicyType.NONE).translated().admission is None
+        True
+    """
 
     NONE = 0
     """Neither admission nor eviction."""
@@ -58,8 +64,7 @@ class ShowClickParams:
     Raises:
         ConfigError: a value is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache.lifecycle_configs import ShowClickParams
         >>> ShowClickParams(alpha=0.1, beta=1.0, admit_threshold=2.0).admit_threshold
         2.0
@@ -82,7 +87,13 @@ class ShowClickParams:
 
 @dataclass(frozen=True)
 class Translated:
-    """The settings of a table that a configuration under RecSDK's names means."""
+    """The settings of a table that a configuration under RecSDK's names means.
+
+    Examples:
+        >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
+        >>> AdmitAndEvictConfig(admit_threshold=2, evict_threshold=3600).translated().eviction
+        Policy(rules=(Ttl(steps=None, seconds=3600),), every_steps=None, at_least_rows=0)
+    """
 
     admission: Admission | None = None
     not_admitted: NotAdmitted = "zeros"
@@ -104,8 +115,7 @@ class AdmitAndEvictConfig:
     Raises:
         ConfigError: a value is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
         >>> AdmitAndEvictConfig(admit_threshold=2).translated().admission
         Count(threshold=2, window_steps=None, memory='256MiB')

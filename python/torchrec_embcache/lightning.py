@@ -34,7 +34,13 @@ class EmbCacheCheckpoint(Callback):
     Rows go to `path` through `Saver`, on every rank, and Lightning's file names the checkpoint there that belongs to it. `keep`: so
     many of the newest stay, at least as many as files of Lightning's that are to be loaded. `incremental`: as in `Saver.save`.
 
-    A checkpoint of weights alone (`save_weights_only=True`) has no rows; loading it says so.
+    A checkpoint of weights alone (`save_weights_only=True`) has no rows; loading it says so. `docs/lightning.md` has a program.
+
+    Examples:
+        >>> from torchrec_embcache.lightning import EmbCacheCheckpoint
+        >>> rows = EmbCacheCheckpoint("ckpt/rows", keep=3)  # then Trainer(callbacks=[rows, ModelCheckpoint("ckpt", save_top_k=3)])
+        >>> rows.path, rows.keep
+        ('ckpt/rows', 3)
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int = 1, incremental: bool = False) -> None:

@@ -49,7 +49,28 @@ _log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves the tables of a model to a directory, and loads them. With `torch.distributed` every rank calls the same methods."""
+    """Saves the tables of a model to a directory, and loads them. With `torch.distributed` every rank calls the same methods.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model(torch.tensor([7, 8])).sum().backward()
+        >>> saver = Saver(0)
+        >>> saver.save(model, "ckpt").rows
+        2
+        >>> model(torch.tensor([8, 9])).sum().backward()
+        >>> saver.save(model, "ckpt", incremental=True).rows  # those of this step
+        2
+        >>> future = saver.save_async(model, "ckpt", incremental=True)  # written while training goes on
+        >>> future.result().kind
+        'delta'
+        >>> saver.compact("ckpt").rows
+        3
+        >>> saver.load(model, "ckpt").rows
+        {'item': 3}
+    """
 
     def __init__(self, rank: int | None = None, *, path_checks: PathChecks = "strict") -> None:
         """`rank`: this process's; by default `torch.distributed`'s, and without that it must be given, as 0.

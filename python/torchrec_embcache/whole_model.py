@@ -54,7 +54,14 @@ def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
 
     Raises `InputError` where two modules have one path, and for modules that are nested more than 500 deep.
 
-    For example `{path: module.tables for path, module in cache_modules(model).items()}`.
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, cache_modules, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model = torch.nn.ModuleDict({"item": item, "over": torch.nn.Linear(2, 1)})
+        >>> {path: list(module.tables) for path, module in cache_modules(model).items()}
+        {'item': ['item']}
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: give an nn.Module")
@@ -90,7 +97,16 @@ def flush(model: nn.Module) -> None:
 
     Raises `InputError` for a model without cache modules, and `StorageError` on every rank when one cannot write.
 
-    For example `flush(model)`, every thousand steps.
+    Examples:
+        >>> import os, torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, flush, optimizers
+        >>> os.mkdir("cache", mode=0o750)
+        >>> tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="64MiB", ssd_dir="cache", reopen="auto")
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=optimizers.SGD(lr=0.5))
+        >>> model(torch.tensor([7, 8])).sum().backward()
+        >>> flush(model)  # from here on a killed process resumes with these two rows
+        >>> model.stats().ssd.rows
+        2
     """
     modules = cache_modules(model)
     if not modules:

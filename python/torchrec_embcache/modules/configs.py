@@ -100,8 +100,7 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
         ConfigError: a value is out of range.
         UnsupportedError: a field of TorchRec's that does not apply is set.
 
-    Example::
-
+    Examples:
         >>> from torchrec import PoolingType
         >>> from torchrec_embcache import EmbCacheEmbeddingBagConfig, TierBudgets
         >>> item = EmbCacheEmbeddingBagConfig(
@@ -135,7 +134,17 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
 
 @dataclass
 class EmbCacheEmbeddingConfig(EmbeddingConfig):
-    """A table whose rows are not pooled. Its settings are those of `EmbCacheEmbeddingBagConfig` without `pooling`."""
+    """A table whose rows are not pooled. Its settings are those of `EmbCacheEmbeddingBagConfig` without `pooling`.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbeddingConfig, TierBudgets, admission
+        >>> word = EmbCacheEmbeddingConfig(
+        ...     name="word", embedding_dim=64, num_embeddings=1_000_000_000, feature_names=["query", "title"],
+        ...     tiers=TierBudgets(host_bytes="1GiB"), admission=admission.Count(5),
+        ... )
+        >>> word.feature_names
+        ['query', 'title']
+    """
 
     total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
     initializer: Initializer | None = None

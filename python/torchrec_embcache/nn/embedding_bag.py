@@ -75,8 +75,7 @@ class EmbCacheEmbeddingBag(TableModule):
 
     It raises as `EmbCacheEmbedding` does.
 
-    Example::
-
+    Examples:
         >>> import torch
         >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
         >>> item = EmbCacheEmbeddingBag(
@@ -189,7 +188,16 @@ class EmbCacheEmbeddingBag(TableModule):
         sparse: bool = False,
         replicated: bool = False,
     ) -> Self:
-        """A module with rows that were trained elsewhere, `ids` [n] with `weights` [n, D]; see `EmbCacheEmbedding`'s."""
+        """A module with rows that were trained elsewhere, `ids` [n] with `weights` [n, D]; see `EmbCacheEmbedding`'s.
+
+        Examples:
+            >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets
+            >>> item = EmbCacheEmbeddingBag.from_pretrained(
+            ...     [7, 9], [[1.0, 2.0], [3.0, 4.0]], name="item", tiers=TierBudgets(host_bytes="1MiB")
+            ... )
+            >>> item(torch.tensor([[7, 9]]))  # the mean of both
+            tensor([[2., 3.]])
+        """
         made = cls(
             name=name,
             embedding_dim=width_of(cls, weights),
@@ -282,7 +290,16 @@ class EmbCacheEmbeddingBag(TableModule):
         per_sample_weights: Tensor | None = None,
         clicks: Tensor | None = None,
     ) -> bool:
-        """Begin to fetch the rows of a later forward of these arguments; see `EmbCacheEmbedding.prefetch`."""
+        """Begin to fetch the rows of a later forward of these arguments; see `EmbCacheEmbedding.prefetch`.
+
+        Examples:
+            >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+            >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+            >>> item = EmbCacheEmbeddingBag(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+            >>> item.prefetch(torch.tensor([[7, 8]]))
+            True
+            >>> item(torch.tensor([[7, 8]])).sum().backward()
+        """
         del per_sample_weights  # the same rows are needed, whatever their weights
         batch, _, _ = self._bags(input, offsets, clicks)
         return self._group.prefetch(batch, train=self._trains)

@@ -1,0 +1,165 @@
+"""Which public names a page of the reference has, and the pages that are made of them.
+
+`tests/python/test_docstrings.py` holds that every name of `torchrec_embcache.__all__` and of the public modules is here, once, and
+that each has an example that runs.
+"""
+
+PACKAGE = "torchrec_embcache"
+
+# Page: its title, what it is about, and its names.
+REFERENCE: dict[str, tuple[str, str, list[str]]] = {
+    "pytorch": (
+        "Plain PyTorch",
+        "Modules that stand where `torch.nn.Embedding` and `torch.nn.EmbeddingBag` stood.",
+        ["EmbCacheEmbedding", "EmbCacheEmbeddingBag"],
+    ),
+    "torchrec": (
+        "TorchRec",
+        "Collections, their configs and sharders, and the pipeline that fetches rows ahead.",
+        [
+            "EmbCacheEmbeddingBagCollection",
+            "EmbCacheEmbeddingCollection",
+            "EmbCacheEmbeddingBagConfig",
+            "EmbCacheEmbeddingConfig",
+            "EmbCacheEmbeddingBagCollectionSharder",
+            "EmbCacheEmbeddingCollectionSharder",
+            "EmbCacheShardedEmbeddingBagCollection",
+            "EmbCacheShardedEmbeddingCollection",
+            "EmbCacheTrainPipelineSparseDist",
+        ],
+    ),
+    "tables": (
+        "Budgets and tables",
+        "What a table may take, the table itself, and its rows.",
+        [
+            "TierBudgets",
+            "CacheTable",
+            "RowChunk",
+            "FoundRows",
+            "EvictedRows",
+            "RowMetadata",
+            "cache.RowExport",
+            "cache_modules",
+            "flush",
+        ],
+    ),
+    "stats": (
+        "Counters",
+        "What `table.stats()` gives.",
+        ["TableStats", "TierStats", "SsdStats", "AdmissionStats", "EvictionStats"],
+    ),
+    "optimizers": (
+        "Optimizers and initializers",
+        "How the backward updates rows, and how rows are born.",
+        [
+            "optimizers.SGD",
+            "optimizers.Adagrad",
+            "optimizers.RowWiseAdagrad",
+            "optimizers.Adam",
+            "optimizers.AdamW",
+            "optimizers.PartialRowWiseAdam",
+            "optimizers.LAMB",
+            "optimizers.FTRL",
+            "optimizers.OptimizerSpec",
+            "optimizers.FusedOptimizer",
+            "initializers.Constant",
+            "initializers.Uniform",
+            "initializers.Normal",
+            "initializers.TruncatedNormal",
+            "initializers.Linear",
+            "initializers.Initializer",
+        ],
+    ),
+    "lifecycle": (
+        "Admission and eviction",
+        "Which ids get a row, and which rows leave.",
+        [
+            "admission.Count",
+            "admission.Probability",
+            "admission.ShowClick",
+            "admission.ReadOnly",
+            "admission.Admission",
+            "eviction.Policy",
+            "eviction.Ttl",
+            "eviction.Score",
+            "eviction.L2Norm",
+            "eviction.Keep",
+            "eviction.Share",
+            "eviction.All",
+            "eviction.Rule",
+            "evict",
+            "set_time",
+            "lifecycle_configs.AdmitAndEvictConfig",
+            "lifecycle_configs.AdmitAndEvictPolicyType",
+            "lifecycle_configs.ShowClickParams",
+            "lifecycle_configs.Translated",
+        ],
+    ),
+    "checkpoints": (
+        "Checkpoints",
+        "`Saver`, and what puts tables into the checkpoints of other libraries.",
+        [
+            "Saver",
+            "saver.SaveReport",
+            "saver.LoadReport",
+            "saver.Progress",
+            "EmbCacheStorageWriter",
+            "EmbCacheStorageReader",
+            "state_dicts.TableState",
+            "lightning.EmbCacheCheckpoint",
+            "megatron.register",
+            "megatron.sharded_tables",
+            "megatron.ShardedTables",
+            "megatron.SaveShardedStrategy",
+            "megatron.LoadShardedStrategy",
+            "megatron.SaveCommonStrategy",
+            "megatron.LoadCommonStrategy",
+            "serialize.BlockSaver",
+            "serialize.BlockLoader",
+            "serialize.LoadedBlocks",
+            "serialize.WriteBlock",
+        ],
+    ),
+    "exceptions": (
+        "Errors and warnings",
+        "What is raised, and when. [Troubleshooting](../troubleshooting.md) says what to do.",
+        [
+            "EmbCacheError",
+            "exceptions.ConfigError",
+            "exceptions.InputError",
+            "exceptions.CapacityError",
+            "exceptions.HostMemoryError",
+            "exceptions.StateError",
+            "exceptions.MismatchError",
+            "exceptions.PathError",
+            "exceptions.StoragePermissionError",
+            "exceptions.InUseError",
+            "exceptions.StorageError",
+            "exceptions.ReadOnlyError",
+            "exceptions.CorruptionError",
+            "exceptions.EvictionHookError",
+            "exceptions.UnsupportedError",
+            "EmbCacheWarning",
+        ],
+    ),
+}
+
+
+def names() -> list[str]:
+    """Every public name, from the package on, such as `optimizers.SGD`."""
+    return [name for _, _, listed in REFERENCE.values() for name in listed]
+
+
+def page(key: str) -> str:
+    """A page of the reference, as mkdocstrings takes it."""
+    title, about, listed = REFERENCE[key]
+    return f"# {title}\n\n{about}\n\n" + "\n".join(f"::: {PACKAGE}.{name}\n" for name in listed)
+
+
+def index() -> str:
+    """The page that lists the pages of the reference, and their names."""
+    lines = ["# Reference\n", "Every public name, with its arguments, what it raises and an example.\n"]
+    for key, (title, about, listed) in REFERENCE.items():
+        links = ", ".join(f"[`{name.rpartition('.')[2]}`]({key}.md#{PACKAGE}.{name})" for name in listed)
+        lines.append(f"## [{title}]({key}.md)\n\n{about}\n\n{links}\n")
+    return "\n".join(lines)
