@@ -16,6 +16,7 @@ from .collective import is_distributed
 from .exceptions import UnsupportedError
 from .saver import Saver
 from .state_dicts import notes_of
+from .whole_model import cache_modules
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -53,6 +54,8 @@ class EmbCacheCheckpoint(Callback):
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Called before Lightning loads anything. From now on rows are loaded before the state dict that they belong to."""
         del trainer, stage
+        for module in cache_modules(pl_module).values():
+            module.expect_state_dicts()
         if self._hook is None:
             self._hook = pl_module.register_load_state_dict_pre_hook(self._load_rows)  # type: ignore[no-untyped-call]
 

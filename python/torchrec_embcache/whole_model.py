@@ -43,6 +43,10 @@ class CacheModule:
         """The numbers of a table's optimizer, such as `lr`, as training uses them now."""
         return internals(self.tables[table]).spec.param_group()
 
+    def expect_state_dicts(self) -> None:
+        """Let state dicts of this module be made without the warning that they hold no rows: who calls this saves the rows."""
+        self.__dict__["_warned_state_dict"] = True
+
     def buckets_changed(self) -> None:
         """Forget what was derived from the buckets of a table: a load gave it others."""
 

@@ -47,7 +47,7 @@ PAGES = {
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
 _FENCE = re.compile(r"( *)(`{3,})([a-z]*)\s*$")
-_SETUP = re.compile(r"<!-- setup\n(.*?)-->\s*\Z", re.DOTALL)
+_SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: ([^>]+?) -->\s*\Z")
 _PROGRAM = re.compile(r"((import|from) [^\n]+\n|\n)*import torch\n")
 _COMPLAINT = re.compile(r"(\w+(?:Error|Warning)): ")
@@ -87,6 +87,10 @@ def blocks_of(page: str, source: str) -> list[Block]:
             Block(page, number + 1, fence[3], text, setup[1] if setup else "", not_run[1] if not_run else None)
         )
         number = prose = end + 1
+    told = sum(bool(block.setup) + (block.not_run is not None) for block in found)
+    assert told == source.count("<!-- setup") + source.count("<!-- not run"), (
+        f"{page}: a comment stands before no block"
+    )
     return found
 
 

@@ -1,5 +1,6 @@
 """What the pages show is true: their code runs and prints what they say, and what cannot run here says why."""
 
+import itertools
 import re
 from collections import Counter
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from documents import PAGES, ROOT, Block, Reader, all_blocks, blocks_of, commands
+from torchrec_embcache import exceptions
 
 BLOCKS = all_blocks()
 # How many blocks of a page cannot run, for the reason that the page gives in a comment. One more is a choice to be made here.
-NOT_RUN = Counter({"README.md": 1})
+NOT_RUN = Counter({"README.md": 1, "docs/gpu.md": 1, "docs/troubleshooting.md": 1})
 
 
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks])
@@ -47,6 +49,44 @@ def test_a_text_stands_below_what_prints_it() -> None:
         and not (before is not None and before.language in {"python", "bash"} and before.not_run is None)
     ]
     assert not alone
+
+
+def sections(page: str) -> dict[str, str]:
+    """The text below each heading of the third level, by heading."""
+    parts = re.split(r"^### (.*)$", PAGES[page].read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("name", exceptions.__all__)
+def test_every_error_has_its_section_with_a_message_that_is_shown_by_real_code(name: str) -> None:
+    page = "docs/troubleshooting.md"
+    assert name in sections(page)
+    shown = [
+        block
+        for before, block in itertools.pairwise(blocks_of(page, sections(page)[name]))
+        if before.language == "python" and before.not_run is None and block.language == "text"
+    ]
+    # The base is never raised itself.
+    assert any(block.text.startswith(f"{name}: ") for block in shown) or name == "EmbCacheError"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as the site and code hosts make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    dead = []
+    for target, anchor in re.findall(r"\]\(([^)\s#]*)(#[^)\s]*)?\)", path.read_text()):
+        if ":" in target:
+            continue
+        to = (path.parent / target).resolve() if target else path
+        if not to.is_file() or (anchor and anchor[1:] not in anchors(to.read_text())):
+            dead.append(target + anchor)
+    assert not dead
 
 
 def test_commands_of_make_are_targets_of_the_makefile() -> None:
