@@ -107,7 +107,7 @@ $(DOCS): requirements/docs.txt $(ENVIRONMENT)
 # It reads sources alone, and so needs no extension. A warning, such as of a link that leads nowhere, is an error.
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
-	@echo "the docs are in target/docs/index.html"
+	@echo "the docs are in target/docs/index.html; $(PY) -m http.server --directory target/docs serves them, with their search"
 
 # Where the libraries cannot be had, the benches run without the rivals and say so.
 rivals:

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,20 @@ def test_the_code_of_a_page_runs_and_gives_what_it_says(page: str, tmp_path: Pat
     Reader(tmp_path).read(BLOCKS[page])
 
 
+@pytest.mark.parametrize(
+    ("number", "end", "steps"),
+    [(0, "Saver().save(", 'model.module[0].tables["item"].step()'), (1, "bag.close()", "bag.table.step()")],
+)
+def test_a_program_of_the_readme_that_is_run_again_goes_on(number, end, steps, tmp_path: Path, monkeypatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    program = [block for block in BLOCKS["README.md"] if block.language == "python"][number]
+    assert program.text.count(end) == 1
+    asks = replace(program, text=program.text.replace(end, f"print('step', {steps})\n{end}"))
+    for run in (1, 2, 3):
+        Reader(tmp_path).read([asks, Block("README.md", 0, "text", f"...step {run}\n")])
+
+
 def test_blocks_that_do_not_run_are_counted_and_say_why() -> None:
     marked = [block for blocks in BLOCKS.values() for block in blocks if block.not_run is not None]
     assert Counter(block.page for block in marked) == NOT_RUN, [f"{block}: {block.not_run}" for block in marked]
@@ -38,6 +53,18 @@ def test_every_block_says_what_it_is() -> None:
         and not (block.language == "" and page.startswith("docs/design"))
     ]
     assert not unknown
+
+
+def test_code_fits_beside_the_side_bars_of_the_site() -> None:
+    wide = [
+        f"{block}: {line}"
+        for blocks in BLOCKS.values()
+        for block in blocks
+        if block.language
+        for line in block.text.splitlines()
+        if len(line) > 96
+    ]
+    assert not wide
 
 
 def test_a_text_stands_below_what_prints_it() -> None:
