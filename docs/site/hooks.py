@@ -17,7 +17,12 @@ import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files of the repository that are pages of the site, by where they are in either.
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "LICENSE": "license.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "LICENSE": "license.md",
+}
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 _HIDDEN = re.compile(r"<!--.*?-->\n*", re.DOTALL)
 
@@ -75,3 +80,14 @@ def _turned(folder: str, page_folder: str) -> Callable[[re.Match[str]], str]:
         return posixpath.relpath(target, page_folder or ".") + (link[2] or "")
 
     return turned
+
+
+_LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
+
+
+def on_post_build(config: Any) -> None:
+    """Hold that no page loads anything from elsewhere. (A link that a reader may follow loads nothing.)"""
+    for path in sorted(Path(config.site_dir).rglob("*.html")):
+        loaded = _LOADED.findall(path.read_text())
+        if loaded:
+            raise ValueError(f"{path} loads {', '.join(loaded)}: the site is to be read without a network")
