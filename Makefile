@@ -104,9 +104,10 @@ $(DOCS): requirements/docs.txt $(ENVIRONMENT)
 	@$(PY) -m uv $(SYSTEM_CERTS) pip install --quiet --python $(PY) --no-deps -r requirements/docs.txt
 	@touch $@
 
-# It reads sources alone, and so needs no extension. A warning, such as of a link that leads nowhere, is an error.
+# It reads sources alone, and so needs no extension. A warning, such as of a link that leads nowhere, is an error. (With --quiet mkdocs
+# would not count warnings.)
 docs: $(DOCS)
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict 2>&1 | { grep -v "^INFO" || true; }
 	@echo "the docs are in target/docs/index.html; $(PY) -m http.server --directory target/docs serves them, with their search"
 
 # Where the libraries cannot be had, the benches run without the rivals and say so.

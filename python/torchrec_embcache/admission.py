@@ -128,9 +128,11 @@ class ShowClick(Admission):
     modules: integers from 0. So the lookups of the table are not weighted.
 
     Args:
-        alpha, beta: the weights of a show and of a click, 0 or more, not both 0.
+        alpha: the weight of a show, 0 or more.
+        beta: the weight of a click, 0 or more. Not both are 0.
         threshold: 0 or more.
-        window_steps, memory: as for `Count`. An id with clicks takes two counts.
+        window_steps: as for `Count`.
+        memory: as for `Count`. An id with clicks takes two counts.
 
     Raises:
         ConfigError: an argument is out of range.

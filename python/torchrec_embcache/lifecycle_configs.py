@@ -56,7 +56,8 @@ class ShowClickParams:
     """What `POLICY_SHOWCLICK` weighs.
 
     Args:
-        alpha, beta: the weights of a show and of a click.
+        alpha: the weight of a show.
+        beta: the weight of a click.
         admit_threshold: an id gets a row when `alpha * shows + beta * clicks` reaches it. 0: every id gets one.
         evict_percentage: the share of the rows that a sweep takes, from 0 (none) to 1. A table refuses 1, which is all rows.
         score_decay: what RecSDK multiplies scores by at every sweep. Only 1 means the same whenever sweeps run.

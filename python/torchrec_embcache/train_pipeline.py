@@ -36,12 +36,9 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         optimizer: of the dense parameters. The rows' optimizer runs in the backward.
         device: that batches are copied to.
         lookahead: how many batches ahead rows are fetched, from 1 to 8.
-        execute_all_batches, apply_jit, context_type, pipeline_postproc, custom_model_fwd, dmp_collection_sync_interval_batches,
-            enqueue_batch_after_forward, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs,
-            async_inplace_copy: as for TorchRec's class.
 
-    Raises `ConfigError` for a `lookahead` out of range. An error in a step drops the batch that it comes from, and the next
-    `progress` goes on with the batch after it.
+    The other arguments are those of TorchRec's class. Raises `ConfigError` for a `lookahead` out of range. An error in a step
+    drops the batch that it comes from, and the next `progress` goes on with the batch after it.
 
     Examples:
         In a world of one rank, where `torch.distributed` is initialised:

@@ -66,8 +66,9 @@ class EmbCacheEmbedding(TableModule):
         device: where the results are, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
         replicated: where `torch.distributed` has several ranks, each trains a table of its own, and a warning says so.
             True says that this is meant. To share one table, use a collection with its sharder.
-        dtype, max_norm, norm_type, scale_grad_by_freq, sparse: arguments of `torch.nn.Embedding`. `UnsupportedError` for
-            another dtype than float32, and for values of the others that change what an update does.
+
+    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.Embedding`. It raises
+    `UnsupportedError` for another dtype than float32, and for values of the others that change what an update does.
 
     Raises:
         ConfigError: a setting is out of range, is not given by name, or contradicts another.

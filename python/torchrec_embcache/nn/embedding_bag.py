@@ -70,8 +70,9 @@ class EmbCacheEmbeddingBag(TableModule):
         device: where the results are, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
         replicated: where `torch.distributed` has several ranks, each trains a table of its own, and a warning says so.
             True says that this is meant. To share one table, use a collection with its sharder.
-        dtype, max_norm, norm_type, scale_grad_by_freq, sparse: arguments of `torch.nn.EmbeddingBag`. `UnsupportedError` for
-            another dtype than float32, and for values of the others that change what an update does.
+
+    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.EmbeddingBag`. It raises
+    `UnsupportedError` for another dtype than float32, and for values of the others that change what an update does.
 
     It raises as `EmbCacheEmbedding` does.
 
