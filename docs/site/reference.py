@@ -153,13 +153,20 @@ def names() -> list[str]:
 def page(key: str) -> str:
     """A page of the reference, as mkdocstrings takes it."""
     title, about, listed = REFERENCE[key]
-    return f"# {title}\n\n{about}\n\n" + "\n".join(f"::: {PACKAGE}.{name}\n" for name in listed)
+    # What a module has of the base that it shares with others is a part of it. What rules and optimizers share is not repeated.
+    shared = str(key in ("pytorch", "torchrec", "tables")).lower()
+    parts = [
+        f"::: {PACKAGE}.{name}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
+        f"      inherited_members: {shared}\n"
+        for name in listed
+    ]
+    return f"# {title}\n\n{about}\n\n" + "\n".join(parts)
 
 
 def index() -> str:
     """The page that lists the pages of the reference, and their names."""
     lines = ["# Reference\n", "Every public name, with its arguments, what it raises and an example.\n"]
     for key, (title, about, listed) in REFERENCE.items():
-        links = ", ".join(f"[`{name.rpartition('.')[2]}`]({key}.md#{PACKAGE}.{name})" for name in listed)
+        links = ", ".join(f"[`{name}`]({key}.md#{PACKAGE}.{name})" for name in listed)
         lines.append(f"## [{title}]({key}.md)\n\n{about}\n\n{links}\n")
     return "\n".join(lines)

@@ -1,10 +1,11 @@
 """RecSDK's configuration of admission and eviction, under RecSDK's names.
 
-```python
-from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
-
-EmbCacheEmbeddingConfig(..., admit_and_evict_config=AdmitAndEvictConfig(admit_threshold=2))
-```
+Examples:
+    >>> from torchrec_embcache import EmbCacheEmbeddingConfig
+    >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
+    >>> item = EmbCacheEmbeddingConfig(
+    ...     name="item", embedding_dim=64, num_embeddings=1000, admit_and_evict_config=AdmitAndEvictConfig(admit_threshold=2)
+    ... )
 
 What means the same here is taken, and becomes `admission`, `not_admitted` and `eviction` of the table. A field that cannot be
 honoured is an `UnsupportedError` that names it. docs/lifecycle.md has the table of fields.

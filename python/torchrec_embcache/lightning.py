@@ -1,8 +1,6 @@
 """Tables in PyTorch Lightning's checkpoints.
 
-    trainer = Trainer(callbacks=[EmbCacheCheckpoint("ckpt/rows", keep=2), ModelCheckpoint(dirpath="ckpt", save_top_k=2)])
-    trainer.fit(model)
-    trainer.fit(model, ckpt_path="ckpt/epoch=3.ckpt")  # rows first, then Lightning's own file
+`docs/lightning.md` has a whole program.
 
 Works with `lightning` and with `pytorch_lightning`, whichever is installed. Neither is a dependency of this package.
 """

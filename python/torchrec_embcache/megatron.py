@@ -1,14 +1,21 @@
 """Tables in Megatron-Core's distributed checkpoints: strategies that save and load them beside the tensors.
 
-```python
-from megatron.core import dist_checkpointing
-from torchrec_embcache import megatron
-
-megatron.register()                                                     # once, before saves and loads
-state = {"model": ..., **megatron.sharded_tables(model)}
-dist_checkpointing.save(state, directory, megatron.STRATEGY)
-dist_checkpointing.load(state, directory)                               # finds the strategy by the checkpoint's own metadata
-```
+Examples:
+    >>> import os
+    >>> from megatron.core import dist_checkpointing
+    >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, megatron, optimizers
+    >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+    >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+    >>> model.import_rows([7], [[1.0, 2.0]])
+    >>> megatron.register()  # once, before saves and loads
+    >>> os.mkdir("ckpt")
+    >>> state = {"over": torch.ones(1), **megatron.sharded_tables(model)}
+    >>> dist_checkpointing.save(state, "ckpt", megatron.STRATEGY)
+    >>> model.remove_rows([7])
+    1
+    >>> loaded = dist_checkpointing.load(state, "ckpt")  # finds the strategy by the checkpoint's own metadata
+    >>> len(model)
+    1
 
 Tensors, objects and common state are megatron's own, files and all; the tables of `model` lie in `<directory>/embcache-<key>` as
 `torchrec_embcache.saver.Saver` writes them, for any number of ranks and budgets. A load puts their rows in place.

@@ -1,11 +1,5 @@
 """Checkpoints of a model's embedding tables: full ones, and deltas of what changed.
 
-    Saver().save(model, "ckpt/sparse")  # with torch.distributed: on every rank
-    Saver().save(model, "ckpt/sparse", incremental=True)  # rows modified since the checkpoint that is there
-    future = Saver().save_async(model, "ckpt/sparse")  # the state of now, written while training goes on
-    Saver().save(model, "ckpt/sparse", linked=True)  # for a fast restart of the same ranks: SSD tiers are linked, not written
-    Saver(0).load(model, "ckpt/sparse")  # without torch.distributed: the one rank is 0
-
 A checkpoint holds the rows of every cache module in the model, sharded or not, with their optimizer slots and metadata; the dense
 part of the model is torch's or DCP's to save. It loads into any number of ranks and any tier budgets. Its data files are
 safetensors; `docs/design-checkpoint.md` describes them.

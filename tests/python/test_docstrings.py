@@ -88,6 +88,11 @@ EXAMPLES = {
     for example in doctest.DocTestFinder(recurse=True).find(value, name)
     if example.examples
 }
+for module in PUBLIC_MODULES:
+    with quiet():
+        there = importlib.import_module(f"torchrec_embcache.{module}")
+    found = doctest.DocTestFinder(recurse=False).find(there, module)
+    EXAMPLES |= {f"{module}: {example.name}": example for example in found if example.examples}
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
@@ -128,6 +133,12 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     assert not missing
     modules = {name for name in torchrec_embcache.__all__ if inspect.ismodule(getattr(torchrec_embcache, name))}
     assert modules <= set(PUBLIC_MODULES)
+
+
+def test_docstrings_have_no_code_that_nobody_runs() -> None:
+    package = ROOT / "python" / "torchrec_embcache"
+    sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    assert not [name for name, source in sources.items() if "```" in source or re.search(r"::\n\n +\w", source)]
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
