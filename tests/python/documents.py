@@ -6,6 +6,7 @@ A page is README.md or a file of docs/. Its blocks run in order, in a folder of 
 - A `bash` block has commands: `embcache ...` and `python FILE ...`.
 - A `text` block is what the block before it prints. If it begins with the name of an error or a warning, it is what that block
   raises or warns of. `...` stands for any text.
+- A `json`, `toml` or `yaml` block is a file that can be read.
 - A `diff` block shows which names a reader changes. The names and their arguments exist.
 
 What a reader need not see lies in an HTML comment before a block:
@@ -20,14 +21,16 @@ import doctest
 import gc
 import inspect
 import io
+import json
 import logging
 import re
 import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torchrec
 import torchrec.distributed
+import yaml
 
 import torchrec_embcache
 from torchrec_embcache import EmbCacheWarning
@@ -53,6 +57,8 @@ _PROGRAM = re.compile(r"((import|from) [^\n]+\n|\n)*import torch\n")
 _COMPLAINT = re.compile(r"(\w+(?:Error|Warning)): ")
 # Budgets of pages are those of real machines.
 _LITTLE_ROOM = "free there: writing will fail"
+# How files are read that a page shows.
+DATA: dict[str, Callable[[str], object]] = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,8 @@ class Reader:
         """Run a block whose page says that it gives `told`."""
         if block.language == "diff":
             check_diff(block)
+        elif block.language in DATA:
+            DATA[block.language](block.text)
         elif block.language == "python":
             ast.parse(block.text, str(block))
             if block.not_run is None:

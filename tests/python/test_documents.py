@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from documents import PAGES, ROOT, Block, Reader, all_blocks, blocks_of, commands
+from documents import DATA, PAGES, ROOT, Block, Reader, all_blocks, blocks_of, commands
 from torchrec_embcache import exceptions
 
 BLOCKS = all_blocks()
@@ -49,7 +49,8 @@ def test_every_block_says_what_it_is() -> None:
         f"{block} is {block.language or 'without a language'}"
         for page, blocks in BLOCKS.items()
         for block in blocks
-        if block.language not in {"python", "bash", "text", "diff"}
+        if block.language not in {"python", "bash", "text", "diff", *DATA}
+        and (block.not_run is None or not block.language)
         and not (block.language == "" and page.startswith("docs/design"))
     ]
     assert not unknown
@@ -146,11 +147,12 @@ def test_commands_of_make_are_targets_of_the_makefile() -> None:
         ("```bash\nembcache inspect nothing\n```\n", "nothing"),
         ("```diff\n-a = EmbeddingBagCollection(tables=b)\n+a = EmbCacheBags(tables=b)\n```\n", "no EmbCacheBags"),
         ("```diff\n+a = TierBudgets(hosts=1)\n```\n", "hosts=1"),
+        ("```json\n{a: 1}\n```\n", "double quotes"),
     ],
 )
 def test_a_page_that_says_what_is_not_so_is_found(blocks: str, complaint: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((AssertionError, NameError, SyntaxError)) as found:
+    with pytest.raises((AssertionError, NameError, SyntaxError, ValueError)) as found:
         Reader(tmp_path).read(blocks_of("page.md", blocks))
     assert complaint in str(found.value)
 
