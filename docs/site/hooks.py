@@ -24,6 +24,8 @@ PAGES = {
     "LICENSE": "license.md",
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+# A link that is named by its file, as those of the README are.
+_NAMED_BY_FILE = re.compile(r"\[(?:docs/)?[\w.-]+\.md\]\(([^)\s#]+\.md)\)")
 _HIDDEN = re.compile(r"<!--.*?-->\n*", re.DOTALL)
 
 
@@ -59,7 +61,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = next((name for name, to in PAGES.items() if to == here), f"docs/{here}")
     if here.startswith(("api/", "examples/")):
         return markdown
-    return _LINK.sub(_turned(posixpath.dirname(source), posixpath.dirname(here)), _HIDDEN.sub("", markdown))
+    folder = posixpath.dirname(source)
+
+    def titled(link: re.Match[str]) -> str:
+        title = (ROOT / folder / link[1]).read_text().split("\n")[0].removeprefix("# ")
+        return f"[{title}]({link[1]})"
+
+    text = _NAMED_BY_FILE.sub(titled, _HIDDEN.sub("", markdown))
+    return _LINK.sub(_turned(folder, posixpath.dirname(here)), text)
 
 
 def _turned(folder: str, page_folder: str) -> Callable[[re.Match[str]], str]:

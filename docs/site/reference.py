@@ -6,6 +6,33 @@ that each has an example that runs.
 
 PACKAGE = "torchrec_embcache"
 
+# Methods that users do not call, by who does. The reference leaves them out.
+_CALLED_BY: dict[str, list[str]] = {
+    "the core and other modules": [
+        "buckets_changed", "call", "expect_state_dicts", "forget_prefetched", "given_as", "hyperparameters",
+        "is_agreed", "is_timed", "kind", "lowest", "lowest_alone", "native", "of", "planned_rows", "resolve",
+        "scalar_slot", "settle", "settle_prefetched", "table_configs", "tables_by_key", "take_over",
+        "takes_a_share", "vector_floats", "weights",
+    ],
+    "torch and TorchRec": [
+        "attach", "compute", "compute_and_output_dist", "compute_kernels", "create_context",
+        "create_embedding_bag_sharding", "create_embedding_sharding", "extra_repr", "fill_pipeline", "input_dist",
+        "module_type", "reset_parameters", "reshard", "shard", "shard_tables", "shardable_parameters",
+        "sharded_module_type", "sharding_types", "update_shards",
+    ],
+    "DCP": [
+        "finish", "prepare_global_plan", "prepare_local_plan", "read_data", "read_metadata",
+        "set_up_storage_reader", "set_up_storage_writer", "stage", "storage_meta", "write_data",
+    ],
+    "Lightning": [
+        "on_save_checkpoint", "setup", "teardown",
+    ],
+    "Megatron": [
+        "check_backend_compatibility", "check_version_compatibility",
+    ],
+}  # fmt: skip
+CALLED_BY_OTHERS = [name for names in _CALLED_BY.values() for name in names]
+
 # Page: its title, what it is about, and its names.
 REFERENCE: dict[str, tuple[str, str, list[str]]] = {
     "pytorch": (
@@ -157,7 +184,7 @@ def page(key: str) -> str:
     shared = str(key in ("pytorch", "torchrec", "tables")).lower()
     parts = [
         f"::: {PACKAGE}.{name}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
-        f"      inherited_members: {shared}\n"
+        f"      inherited_members: {shared}\n      filters: ['!^_', '!^({'|'.join(CALLED_BY_OTHERS)})$']\n"
         for name in listed
     ]
     return f"# {title}\n\n{about}\n\n" + "\n".join(parts)
