@@ -23,17 +23,20 @@ SYSTEM_CERTS := $(if $(wildcard /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/
 # The environment is made again when a pin, the flavour or the folder changes (its scripts contain absolute paths).
 REQUIREMENTS := requirements/uv.txt requirements/runtime.txt requirements/$(FLAVOUR).txt requirements/dev.txt
 ENVIRONMENT := $(VENV)/.made-$(shell { cat $(REQUIREMENTS); echo $(CURDIR); } | cksum | tr ' ' -)
+# What the docs site needs is installed when it is first made.
+DOCS := $(VENV)/.docs-$(shell cksum <requirements/docs.txt | tr ' ' -)
 # The extension is built again when a source or a folder of sources is newer than it.
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find rust/core rust/pyext)
 
-.PHONY: help setup demo test test-rust test-loom test-python fuzz stress lint rivals bench bench-docs bench-smoke clean
+.PHONY: help setup demo test test-rust test-loom test-python fuzz stress lint docs rivals bench bench-docs bench-smoke clean
 help:
 	@echo "make demo         train a DLRM on MovieLens-100K over three tiers, save it, load it elsewhere, compare every row"
 	@echo "make test         the tests of the core and of the package"
 	@echo "make fuzz         the fuzz targets of everything that reads from disk, for FOR=300 seconds"
 	@echo "make stress       everything at once on small tables, kills and power cuts, TIMES=20 as long as in make test"
 	@echo "make lint         format, lints, types, stubs, import directions"
+	@echo "make docs         the docs site with the reference of every public name, into target/docs"
 	@echo "make bench        every benchmark beside its limit and rivals, into target/bench/results.json (ONLY=name,name: some; AGAINST=tree: and another checkout, in turn)"
 	@echo "make bench-docs   docs/benchmarks.md and its plots from what make bench measured"
 	@echo "make bench-smoke  every benchmark briefly, as a test"
@@ -96,6 +99,16 @@ lint: $(NATIVE)
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --concise --allowlist tests/stubtest_allowlist.txt torchrec_embcache._native
+
+$(DOCS): requirements/docs.txt $(ENVIRONMENT)
+	@$(PY) -m uv $(SYSTEM_CERTS) pip install --quiet --python $(PY) --no-deps -r requirements/docs.txt
+	@touch $@
+
+# It reads sources alone, and so needs no extension. A warning, such as of a link that leads nowhere, is an error. (With --quiet mkdocs
+# would not count warnings.)
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict 2>&1 | { grep -v "^INFO" || true; }
+	@echo "the docs are in target/docs/index.html; $(PY) -m http.server --directory target/docs serves them, with their search"
 
 # Where the libraries cannot be had, the benches run without the rivals and say so.
 rivals:

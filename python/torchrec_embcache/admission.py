@@ -23,7 +23,13 @@ _MOST_WINDOW = 1 << 53
 
 
 class Admission(ABC):
-    """Base of the rules of admission."""
+    """Base of the rules of admission: what `admission=` of a table takes.
+
+    Examples:
+        >>> from torchrec_embcache import admission
+        >>> isinstance(admission.Count(5), admission.Admission)
+        True
+    """
 
     @abstractmethod
     def native(self) -> _native.RowAdmission:
@@ -63,8 +69,7 @@ class Count(Admission):
     Raises:
         ConfigError: an argument is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import admission
         >>> admission.Count(5, window_steps=100_000)
         Count(threshold=5, window_steps=100000, memory='256MiB')
@@ -98,8 +103,7 @@ class Probability(Admission):
     Raises:
         ConfigError: `p` is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import admission
         >>> admission.Probability(0.1)
         Probability(p=0.1)
@@ -124,15 +128,16 @@ class ShowClick(Admission):
     modules: integers from 0. So the lookups of the table are not weighted.
 
     Args:
-        alpha, beta: the weights of a show and of a click, 0 or more, not both 0.
+        alpha: the weight of a show, 0 or more.
+        beta: the weight of a click, 0 or more. Not both are 0.
         threshold: 0 or more.
-        window_steps, memory: as for `Count`. An id with clicks takes two counts.
+        window_steps: as for `Count`.
+        memory: as for `Count`. An id with clicks takes two counts.
 
     Raises:
         ConfigError: an argument is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import admission
         >>> admission.ShowClick(alpha=0.1, beta=1.0, threshold=2.0).threshold
         2.0
@@ -166,7 +171,20 @@ class ShowClick(Admission):
 
 @dataclass(frozen=True)
 class ReadOnly(Admission):
-    """No id gets a row. Rows that the table has, imported or loaded ones, are trained."""
+    """No id gets a row. Rows that the table has, imported or loaded ones, are trained.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, optimizers
+        >>> item = EmbCacheEmbedding(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.5),
+        ...     admission=admission.ReadOnly(),
+        ... )
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> item(torch.tensor([7, 8])).sum().backward()
+        >>> len(item), item.read_rows([7]).weights
+        (1, tensor([[0.5000, 1.5000]]))
+    """
 
     def native(self) -> _native.RowAdmission:
         """As the core takes it."""

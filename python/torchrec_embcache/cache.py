@@ -84,8 +84,7 @@ class CacheTable(MeasuredTable):
         ConfigError: a setting is out of range or contradicts another.
         PathError, StoragePermissionError: `ssd_dir` is not a directory that only this user can write to.
 
-    Example::
-
+    Examples:
         >>> import torch
         >>> from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
         >>> table = CacheTable(
@@ -106,8 +105,10 @@ class CacheTable(MeasuredTable):
         torch.Size([2, 2])
         >>> sorted(id for chunk in table.export() for id in chunk.ids.tolist())
         [-1, 7]
-        >>> table.remove_rows([7]), len(table), table.stats().host.rows
-        (1, 1, 1)
+        >>> table.remove_rows([7]), len(table), table.step(), table.stats().host.rows
+        (1, 1, 0, 1)
+        >>> table.describe()
+        "'item', embedding_dim=2, optimizer=Adagrad(lr=0.1), policy=s3fifo, rows=1, tiers=(host 1 MiB)"
         >>> table.close()
     """
 
@@ -336,8 +337,7 @@ class CacheTable(MeasuredTable):
 
         Raises `StateError` where the table has no such row: it is made with `not_admitted="shared"`.
 
-        Example::
-
+        Examples:
             >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, optimizers
             >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
             >>> settings = {"admission": admission.Count(3), "not_admitted": "shared"}
@@ -416,9 +416,7 @@ class CacheTable(MeasuredTable):
         It wants `on_evict="keep"`. A chunk that was given is not given again. Where the loop ends early the other rows stay, also
         when the table is closed. A sweep under way is finished bit by bit, so at the end every row was given that is dead by now.
 
-        Raises `StateError` where evicted rows are not kept, or go to a callable.
-
-        For example `for rows in table.drain_evicted(): archive.write(rows.to_numpy())`.
+        Raises `StateError` where evicted rows are not kept, or go to a callable. `EvictedRows` has an example.
         """
         return self._shard.telling.drain(self._shard.native_or_none)
 

@@ -176,8 +176,7 @@ class TierBudgets:
         ConfigError: a value is out of range, or one of `ssd_bytes` and `ssd_dir` is missing.
         PathError: `ssd_dir` begins with "~".
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import TierBudgets
         >>> tiers = TierBudgets(host_bytes="1GiB", ssd_bytes="100GiB", ssd_dir="/data/cache", reopen="auto", flush_every="10min")
         >>> tiers.host, tiers.ssd

@@ -32,7 +32,13 @@ _LEAST_FLOAT32 = 1.401298464324817e-45
 
 
 class Rule(ABC):
-    """Base of the rules that say which rows a sweep takes."""
+    """Base of the rules that say which rows a sweep takes.
+
+    Examples:
+        >>> from torchrec_embcache import eviction
+        >>> isinstance(eviction.Ttl(steps=1000), eviction.Rule)
+        True
+    """
 
     @abstractmethod
     def native(self) -> _native.SweepRule:
@@ -103,8 +109,7 @@ class Ttl(Rule):
     Raises:
         ConfigError: a value is out of range, or not exactly one of both is given.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import eviction
         >>> eviction.Ttl(steps=500_000).steps
         500000
@@ -172,8 +177,7 @@ class Score(Rule):
     Raises:
         ConfigError: `below` is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import eviction
         >>> eviction.Score(below=0.5)
         Score(below=0.5)
@@ -199,8 +203,7 @@ class L2Norm(Rule):
     Raises:
         ConfigError: `below` is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import eviction
         >>> eviction.L2Norm(below=1e-4)
         L2Norm(below=0.0001)
@@ -230,8 +233,7 @@ class Keep(CutOff, Rule):
     Raises:
         ConfigError: `rows` is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import eviction
         >>> eviction.Keep(rows=100_000_000)
         Keep(rows=100000000)
@@ -269,8 +271,7 @@ class Share(CutOff, Rule):
     Raises:
         ConfigError: `share` is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import eviction
         >>> eviction.Share(0.1)
         Share(share=0.1)
@@ -297,8 +298,7 @@ class All(Rule):
     Raises:
         ConfigError: there are fewer than two rules, one is no rule or is an `All` itself, or two contradict each other.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import eviction
         >>> eviction.All([eviction.Ttl(steps=10_000), eviction.Score(below=2.0)]).rules[1]  # old, and seldom used
         Score(below=2.0)
@@ -374,8 +374,7 @@ class Policy:
     Raises:
         ConfigError: a value is out of range, or two settings contradict each other.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache import eviction
         >>> rules = [eviction.Ttl(steps=500_000), eviction.L2Norm(below=1e-4)]
         >>> eviction.Policy(rules, every_steps=1000).every_steps

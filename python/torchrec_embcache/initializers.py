@@ -18,7 +18,13 @@ __all__ = ["Constant", "Initializer", "Linear", "Normal", "TruncatedNormal", "Un
 
 @dataclass(frozen=True)
 class Initializer(ABC):
-    """Base of the initializers. `ConfigError` for an argument that is not a finite float32."""
+    """Base of the initializers. `ConfigError` for an argument that is not a finite float32.
+
+    Examples:
+        >>> from torchrec_embcache import initializers
+        >>> isinstance(initializers.Uniform(-0.01, 0.01), initializers.Initializer)
+        True
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -40,7 +46,15 @@ class Initializer(ABC):
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """Every weight is `value`. For example `Constant(0.0)`."""
+    """Every weight is `value`.
+
+    Examples:
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
+        >>> tiers = TierBudgets(host_bytes="1MiB")
+        >>> table = CacheTable(name="item", dim=3, tiers=tiers, optimizer=None, initializer=initializers.Constant(0.25))
+        >>> table.read_rows([7]).weights  # float32 [1, 3]: what the id 7 would be born with
+        tensor([[0.2500, 0.2500, 0.2500]])
+    """
 
     value: float = 0.0
 
@@ -51,7 +65,15 @@ class Constant(Initializer):
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Uniform in [low, high). For example `Uniform(-0.01, 0.01)`."""
+    """Uniform in [low, high). `ConfigError` where `low` is above `high`.
+
+    Examples:
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
+        >>> tiers = TierBudgets(host_bytes="1MiB")
+        >>> table = CacheTable(name="item", dim=3, tiers=tiers, optimizer=None, initializer=initializers.Uniform(-0.01, 0.01))
+        >>> table.read_rows([7]).weights  # float32 [1, 3]: what the id 7 would be born with
+        tensor([[ 0.0096, -0.0070,  0.0010]])
+    """
 
     low: float = 0.0
     high: float = 1.0
@@ -70,7 +92,14 @@ class Uniform(Initializer):
 class Normal(Initializer):
     """Normal with `mean` and standard deviation `std`, whose defaults are those of `torch.nn.Embedding`.
 
-    For example `Normal(0.0, 0.01)`.
+    `ConfigError` where `std` is negative.
+
+    Examples:
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
+        >>> tiers = TierBudgets(host_bytes="1MiB")
+        >>> table = CacheTable(name="item", dim=3, tiers=tiers, optimizer=None, initializer=initializers.Normal(0.0, 0.01))
+        >>> table.read_rows([7]).weights  # float32 [1, 3]: what the id 7 would be born with
+        tensor([[ 0.0211, -0.0103,  0.0013]])
     """
 
     mean: float = 0.0
@@ -89,7 +118,14 @@ class Normal(Initializer):
 class TruncatedNormal(Initializer):
     """Normal, where a value outside mean ± 2 std is drawn again. `std` is the standard deviation before that.
 
-    For example `TruncatedNormal(0.0, 0.01)`.
+    `ConfigError` where `std` is negative.
+
+    Examples:
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
+        >>> tiers = TierBudgets(host_bytes="1MiB")
+        >>> table = CacheTable(name="item", dim=3, tiers=tiers, optimizer=None, initializer=initializers.TruncatedNormal(0.0, 0.01))
+        >>> table.read_rows([7]).weights  # float32 [1, 3]: what the id 7 would be born with
+        tensor([[ 0.0176, -0.0097,  0.0012]])
     """
 
     mean: float = 0.0
@@ -108,7 +144,13 @@ class TruncatedNormal(Initializer):
 class Linear(Initializer):
     """The same ramp for every id, from `low` in the first column to `high` in the last. RecSDK calls it LINEAR.
 
-    For example `Linear(0.0, 1.0)` of width 3 gives 0.0, 0.5 and 1.0.
+
+    Examples:
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
+        >>> tiers = TierBudgets(host_bytes="1MiB")
+        >>> table = CacheTable(name="item", dim=3, tiers=tiers, optimizer=None, initializer=initializers.Linear(0.0, 1.0))
+        >>> table.read_rows([7]).weights  # float32 [1, 3]: what the id 7 would be born with
+        tensor([[0.0000, 0.5000, 1.0000]])
     """
 
     low: float = 0.0

@@ -1,10 +1,11 @@
 """RecSDK's configuration of admission and eviction, under RecSDK's names.
 
-```python
-from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
-
-EmbCacheEmbeddingConfig(..., admit_and_evict_config=AdmitAndEvictConfig(admit_threshold=2))
-```
+Examples:
+    >>> from torchrec_embcache import EmbCacheEmbeddingConfig
+    >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
+    >>> item = EmbCacheEmbeddingConfig(
+    ...     name="item", embedding_dim=64, num_embeddings=1000, admit_and_evict_config=AdmitAndEvictConfig(admit_threshold=2)
+    ... )
 
 What means the same here is taken, and becomes `admission`, `not_admitted` and `eviction` of the table. A field that cannot be
 honoured is an `UnsupportedError` that names it. docs/lifecycle.md has the table of fields.
@@ -28,7 +29,13 @@ _MOST_FLOAT32 = 3.4028234663852886e38
 
 
 class AdmitAndEvictPolicyType(Enum):
-    """What admission counts, as RecSDK names it."""
+    """What admission counts, as RecSDK names it.
+
+    Examples:
+        >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig, AdmitAndEvictPolicyType
+        >>> AdmitAndEvictConfig(admit_threshold=2, policy_type=AdmitAndEvictPolicyType.NONE).translated().admission is None
+        True
+    """
 
     NONE = 0
     """Neither admission nor eviction."""
@@ -50,7 +57,8 @@ class ShowClickParams:
     """What `POLICY_SHOWCLICK` weighs.
 
     Args:
-        alpha, beta: the weights of a show and of a click.
+        alpha: the weight of a show.
+        beta: the weight of a click.
         admit_threshold: an id gets a row when `alpha * shows + beta * clicks` reaches it. 0: every id gets one.
         evict_percentage: the share of the rows that a sweep takes, from 0 (none) to 1. A table refuses 1, which is all rows.
         score_decay: what RecSDK multiplies scores by at every sweep. Only 1 means the same whenever sweeps run.
@@ -58,8 +66,7 @@ class ShowClickParams:
     Raises:
         ConfigError: a value is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache.lifecycle_configs import ShowClickParams
         >>> ShowClickParams(alpha=0.1, beta=1.0, admit_threshold=2.0).admit_threshold
         2.0
@@ -82,7 +89,13 @@ class ShowClickParams:
 
 @dataclass(frozen=True)
 class Translated:
-    """The settings of a table that a configuration under RecSDK's names means."""
+    """The settings of a table that a configuration under RecSDK's names means.
+
+    Examples:
+        >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
+        >>> AdmitAndEvictConfig(admit_threshold=2, evict_threshold=3600).translated().eviction
+        Policy(rules=(Ttl(steps=None, seconds=3600),), every_steps=None, at_least_rows=0)
+    """
 
     admission: Admission | None = None
     not_admitted: NotAdmitted = "zeros"
@@ -104,8 +117,7 @@ class AdmitAndEvictConfig:
     Raises:
         ConfigError: a value is out of range.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache.lifecycle_configs import AdmitAndEvictConfig
         >>> AdmitAndEvictConfig(admit_threshold=2).translated().admission
         Count(threshold=2, window_steps=None, memory='256MiB')

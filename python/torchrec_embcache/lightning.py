@@ -1,8 +1,6 @@
 """Tables in PyTorch Lightning's checkpoints.
 
-    trainer = Trainer(callbacks=[EmbCacheCheckpoint("ckpt/rows", keep=2), ModelCheckpoint(dirpath="ckpt", save_top_k=2)])
-    trainer.fit(model)
-    trainer.fit(model, ckpt_path="ckpt/epoch=3.ckpt")  # rows first, then Lightning's own file
+`docs/lightning.md` has a whole program.
 
 Works with `lightning` and with `pytorch_lightning`, whichever is installed. Neither is a dependency of this package.
 """
@@ -16,6 +14,7 @@ from .collective import is_distributed
 from .exceptions import UnsupportedError
 from .saver import Saver
 from .state_dicts import notes_of
+from .whole_model import cache_modules
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -34,7 +33,13 @@ class EmbCacheCheckpoint(Callback):
     Rows go to `path` through `Saver`, on every rank, and Lightning's file names the checkpoint there that belongs to it. `keep`: so
     many of the newest stay, at least as many as files of Lightning's that are to be loaded. `incremental`: as in `Saver.save`.
 
-    A checkpoint of weights alone (`save_weights_only=True`) has no rows; loading it says so.
+    A checkpoint of weights alone (`save_weights_only=True`) has no rows; loading it says so. `docs/lightning.md` has a program.
+
+    Examples:
+        >>> from torchrec_embcache.lightning import EmbCacheCheckpoint
+        >>> rows = EmbCacheCheckpoint("ckpt/rows", keep=3)  # then Trainer(callbacks=[rows, ModelCheckpoint("ckpt", save_top_k=3)])
+        >>> rows.path, rows.keep
+        ('ckpt/rows', 3)
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int = 1, incremental: bool = False) -> None:
@@ -47,6 +52,8 @@ class EmbCacheCheckpoint(Callback):
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Called before Lightning loads anything. From now on rows are loaded before the state dict that they belong to."""
         del trainer, stage
+        for module in cache_modules(pl_module).values():
+            module.expect_state_dicts()
         if self._hook is None:
             self._hook = pl_module.register_load_state_dict_pre_hook(self._load_rows)  # type: ignore[no-untyped-call]
 

@@ -1,14 +1,21 @@
 """Tables in Megatron-Core's distributed checkpoints: strategies that save and load them beside the tensors.
 
-```python
-from megatron.core import dist_checkpointing
-from torchrec_embcache import megatron
-
-megatron.register()                                                     # once, before saves and loads
-state = {"model": ..., **megatron.sharded_tables(model)}
-dist_checkpointing.save(state, directory, megatron.STRATEGY)
-dist_checkpointing.load(state, directory)                               # finds the strategy by the checkpoint's own metadata
-```
+Examples:
+    >>> import os
+    >>> from megatron.core import dist_checkpointing
+    >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, megatron, optimizers
+    >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+    >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+    >>> model.import_rows([7], [[1.0, 2.0]])
+    >>> megatron.register()  # once, before saves and loads
+    >>> os.mkdir("ckpt")
+    >>> state = {"over": torch.ones(1), **megatron.sharded_tables(model)}
+    >>> dist_checkpointing.save(state, "ckpt", megatron.STRATEGY)
+    >>> model.remove_rows([7])
+    1
+    >>> loaded = dist_checkpointing.load(state, "ckpt")  # finds the strategy by the checkpoint's own metadata
+    >>> len(model)
+    1
 
 Tensors, objects and common state are megatron's own, files and all; the tables of `model` lie in `<directory>/embcache-<key>` as
 `torchrec_embcache.saver.Saver` writes them, for any number of ranks and budgets. A load puts their rows in place.
@@ -89,6 +96,14 @@ class ShardedTables(ShardedObject):
 
     There is one of it, and each rank's is a replica: ranks may be other ones when it is loaded. `slots`: whether a load takes the
     optimizer's slots.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, megatron, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> tables = megatron.sharded_tables(model, slots=False)["embcache"]
+        >>> type(tables).__name__, tables.key, tables.slots
+        ('ShardedTables', 'embcache', False)
     """
 
     slots: bool = True
@@ -99,6 +114,13 @@ def sharded_tables(model: nn.Module, key: str = "embcache", *, slots: bool = Tru
 
     With `slots=False` a load takes weights and metadata alone, as `Saver.load(..., slots=False)` does; a save refuses it.
     `InputError` where `model` has none; `ConfigError` for a key that cannot be in a path.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, megatron, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> list(megatron.sharded_tables(model, "rows"))  # state = {"model": ..., **megatron.sharded_tables(model)}
+        ['rows']
     """
     check_name("key", key)
     _folder(key)
@@ -240,6 +262,11 @@ class SaveShardedStrategy(TorchDistSaveShardedStrategy):
     With `async_save` all is of the moment of the call. Tensors are written when the request is executed, as megatron does, tables
     by `Saver.save_async`, from the call on, in a thread beside training. The first that finalizes the request waits for them: a
     checkpoint whose tables could not be written is never published.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.SaveShardedStrategy().backend  # `register` makes one of it known to megatron
+        'torchrec_embcache'
     """
 
     def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1], *args: Any, **named: Any) -> None:
@@ -290,7 +317,12 @@ def _finish(writer: Any, metadata: Any, ranks: Any) -> None:
 
 
 class LoadShardedStrategy(TorchDistLoadShardedStrategy):
-    """Megatron's strategy for tensors and objects, and tables beside."""
+    """Megatron's strategy for tensors and objects, and tables beside.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.LoadShardedStrategy().check_backend_compatibility("torch_dist")  # megatron's own checkpoints are read too
+    """
 
     def load(self, sharded_state_dict: _State, checkpoint_dir: Path, *args: Any, **named: Any) -> _State:
         """Load the state dict. Tables are loaded into their model, which stands in it where they stood. Collective.
@@ -331,7 +363,13 @@ class LoadShardedStrategy(TorchDistLoadShardedStrategy):
 
 
 class SaveCommonStrategy(TorchCommonSaveStrategy):
-    """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it."""
+    """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.SaveCommonStrategy().backend  # `register` makes one of it known to megatron
+        'torchrec_embcache'
+    """
 
     def __init__(self, backend: str = STRATEGY[0], version: int = STRATEGY[1]) -> None:
         """Take the same arguments as megatron's strategy."""
@@ -345,7 +383,13 @@ class SaveCommonStrategy(TorchCommonSaveStrategy):
 
 
 class LoadCommonStrategy(TorchCommonLoadStrategy):
-    """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it."""
+    """Megatron's strategy for common state, and tables beside, for strategies that leave objects to it.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.LoadCommonStrategy().can_handle_sharded_objects  # `register` makes one of it known to megatron
+        True
+    """
 
     def load_sharded_objects(
         self, sharded_objects_state_dict: _State, checkpoint_dir: str | os.PathLike[str]
@@ -373,6 +417,12 @@ def register() -> None:
     """Make the strategies known to megatron under `STRATEGY`, for saves by name and for loads of what they saved. Harmless twice.
 
     The common ones also stand in for megatron's own ("torch", 1), whose files they read and write: its `save` takes no other name.
+
+    Examples:
+        >>> from torchrec_embcache import megatron
+        >>> megatron.register()
+        >>> megatron.STRATEGY  # what dist_checkpointing.save takes as its strategy
+        ('torchrec_embcache', 1)
     """
     for action, strategy in (
         (StrategyAction.SAVE_SHARDED, SaveShardedStrategy()),

@@ -23,6 +23,17 @@ class TierStats:
     - `evictions`: rows that left the tier to make room.
     - `read_bytes`, `written_bytes`: bytes read from the tier for plans, and bytes written into it.
     - `time_ns`: nanoseconds that plans spent on the tier, waits included.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+        >>> item = EmbCacheEmbeddingBag(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.5)
+        ... )
+        >>> item(torch.tensor([[7, 8], [7, 9]])).sum().backward()
+        >>> host = item.stats().host
+        >>> host.rows, host.misses, host.hits, host.capacity_bytes
+        (3, 3, 0, 1048576)
     """
 
     rows: int
@@ -53,6 +64,18 @@ class SsdStats(TierStats):
     - `index_bytes`: bytes of RAM of the tier's index, which count in `host_bytes`.
     - `dropped_rows`: rows that `on_full="evict"` removed.
     - `published_given_up`: the last flush can no longer be resumed, because the room of its segments was needed.
+
+    Examples:
+        >>> import os
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers
+        >>> os.mkdir("cache", mode=0o750)
+        >>> tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="64MiB", ssd_dir="cache")
+        >>> with CacheTable(name="item", dim=2, tiers=tiers, initializer=initializers.Constant(0.0), optimizer=None) as table:
+        ...     table.open()  # its first use would open it too
+        ...     table.import_rows([7, 8], [[1.0, 2.0], [3.0, 4.0]])
+        ...     table.flush()
+        ...     table.stats().ssd.rows, table.stats().ssd.dropped_rows, len(table.published())
+        (2, 0, 1)
     """
 
     io_engine: str
@@ -85,6 +108,18 @@ class AdmissionStats:
     - `pending`: ids that have a count now, and no row.
     - `pending_bytes`: bytes of RAM that their counts take.
     - `forgotten`: ids whose counts were forgotten, because the memory for them was full or their window ended.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, admission, optimizers
+        >>> item = EmbCacheEmbedding(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.5),
+        ...     admission=admission.Count(2),
+        ... )
+        >>> item(torch.tensor([7, 7, 8])).sum().backward()  # 7 occurs twice
+        >>> counters = item.stats().admission
+        >>> counters.admitted, counters.refused, counters.pending
+        (1, 1, 1)
     """
 
     admitted: int
@@ -108,6 +143,20 @@ class EvictionStats:
       "all". A row that several rules of a policy take counts for the first of them. Rules that took none are left out.
     - `under_way`: rows that a sweep takes are still to leave their tier. They are unseen all the same.
     - `untold`: rows that left, by a rule or because the table was full, and wait for `on_evict` or `drain_evicted`.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, optimizers
+        >>> item = EmbCacheEmbedding(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.5),
+        ...     eviction=eviction.Policy([eviction.Ttl(seconds=3600)]),
+        ... )
+        >>> for seconds, id in ((0, 7), (7200, 8)):
+        ...     item.table.set_time(seconds)
+        ...     item(torch.tensor([id])).sum().backward()
+        >>> item.table.evict()
+        >>> len(item), item.stats().eviction.evicted, item.stats().eviction.evicted_by_rule
+        (1, 1, {'ttl': 1})
     """
 
     evicted: int
@@ -134,7 +183,16 @@ class TableStats:
     - `eviction`: the counters of eviction by rule; None where no rule takes rows, and without `on_evict`.
     - `device`, `host`, `ssd`: the counters of each tier; None for a tier that the table does not have.
 
-    For example `bag.stats().host.hits`.
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+        >>> item = EmbCacheEmbeddingBag(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.5)
+        ... )
+        >>> item(torch.tensor([[7, 8], [7, 9]])).sum().backward()
+        >>> stats = item.stats()
+        >>> stats.rows, stats.step, stats.overflow_plans, stats.ssd
+        (3, 1, 0, None)
     """
 
     rows: int

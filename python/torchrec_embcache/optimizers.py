@@ -8,16 +8,16 @@ In the formulas `w` is a row's weights [D], `g` the sum of its gradients [D], an
 or [N].
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .exceptions import ConfigError, MismatchError, UnsupportedError
+from .exceptions import MismatchError, UnsupportedError
+from .hyperparameters import Hyperparameters, check_hyperparameters, check_max_gradient
 
 __all__ = [
     "FTRL",
@@ -51,6 +51,12 @@ class OptimizerSpec:
             `gradient_clipping=True`. None: nothing is clamped. `docs/fused-updates.md` has the other kinds of clipping.
 
     Raises `ConfigError` for a number out of range.
+
+    Examples:
+        >>> from torchrec_embcache import optimizers
+        >>> adam = optimizers.Adam(lr=0.01, max_gradient=1.0)
+        >>> adam.slot_names, adam.record_floats(64)  # a row of width 64 with its slots
+        (('exp_avg', 'exp_avg_sq'), 192)
     """
 
     kind: ClassVar[OptimizerKind]
@@ -98,7 +104,11 @@ class OptimizerSpec:
 class SGD(OptimizerSpec):
     """`w -= lr * (g + weight_decay * w)`; no slots.
 
-    For example `SGD(lr=0.1)`.
+
+    Examples:
+        >>> from torchrec_embcache import optimizers
+        >>> optimizers.SGD(lr=0.1).param_group()
+        {'lr': 0.1, 'weight_decay': 0.0}
     """
 
     kind: ClassVar[OptimizerKind] = "sgd"
@@ -111,7 +121,12 @@ class SGD(OptimizerSpec):
 class Adagrad(OptimizerSpec):
     """`g += weight_decay * w; sum += g * g; w -= lr * g / (sqrt(sum) + eps)`, with the slot `sum` [N, D].
 
-    `eps`: 0 or more. For example `Adagrad(lr=0.02)`.
+    `eps`: 0 or more.
+
+    Examples:
+        >>> from torchrec_embcache import optimizers
+        >>> optimizers.Adagrad(lr=0.02).param_group()
+        {'lr': 0.02, 'weight_decay': 0.0, 'eps': 1e-10}
     """
 
     kind: ClassVar[OptimizerKind] = "adagrad"
@@ -125,7 +140,12 @@ class Adagrad(OptimizerSpec):
 class RowWiseAdagrad(OptimizerSpec):
     """`g += weight_decay * w; sum += mean(g * g); w -= lr * g / (sqrt(sum) + eps)`, with the slot `sum` [N].
 
-    It keeps one number a row. `eps`: 0 or more. For example `RowWiseAdagrad(lr=0.02)`.
+    It keeps one number a row. `eps`: 0 or more.
+
+    Examples:
+        >>> from torchrec_embcache import optimizers
+        >>> optimizers.RowWiseAdagrad(lr=0.02).param_group()
+        {'lr': 0.02, 'weight_decay': 0.0, 'eps': 1e-10}
     """
 
     kind: ClassVar[OptimizerKind] = "rowwise_adagrad"
@@ -140,7 +160,12 @@ class Adam(OptimizerSpec):
     """Adam with L2 weight decay, which is added to the gradient. Its slots are `exp_avg` and `exp_avg_sq`, [N, D] each.
 
     The bias is corrected by the table's step. As with `torch.optim.SparseAdam`, rows outside the batch do not move, and their
-    moments do not decay. `betas`: two numbers from 0 to below 1. `eps`: 0 or more. For example `Adam(lr=1e-3)`.
+    moments do not decay. `betas`: two numbers from 0 to below 1. `eps`: 0 or more.
+
+    Examples:
+        >>> from torchrec_embcache import optimizers
+        >>> optimizers.Adam(lr=1e-3).param_group()
+        {'lr': 0.001, 'weight_decay': 0.0, 'betas': (0.9, 0.999), 'eps': 1e-08}
     """
 
     kind: ClassVar[OptimizerKind] = "adam"
@@ -155,7 +180,11 @@ class Adam(OptimizerSpec):
 class AdamW(OptimizerSpec):
     """Adam with decoupled weight decay, `w -= lr * weight_decay * w`. Slots and numbers are those of `Adam`.
 
-    For example `AdamW(lr=1e-3, weight_decay=1e-2)`.
+
+    Examples:
+        >>> from torchrec_embcache import optimizers
+        >>> optimizers.AdamW(weight_decay=0.1).param_group()
+        {'lr': 0.001, 'weight_decay': 0.1, 'betas': (0.9, 0.999), 'eps': 1e-08}
     """
 
     kind: ClassVar[OptimizerKind] = "adamw"
@@ -184,6 +213,7 @@ class PartialRowWiseAdam(OptimizerSpec):
 
     Its slots are `exp_avg` [N, D], which is m, and `exp_avg_sq` [N], which is v. Raises `ConfigError` for a number out of range.
 
+    Examples:
         >>> from torchrec_embcache import optimizers
         >>> spec = optimizers.PartialRowWiseAdam(lr=1e-3)
         >>> spec.slot_names, spec.record_floats(64)
@@ -226,6 +256,7 @@ class FTRL(OptimizerSpec):
     Its slots are `z` and `n`, [N, D] each. Raises `ConfigError` for a number out of range. TorchRec and FBGEMM have no such
     optimizer, so only modules that take an optimizer of this module can have it.
 
+    Examples:
         >>> import torch
         >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
         >>> with EmbCacheEmbeddingBag(
@@ -266,6 +297,7 @@ class LAMB(OptimizerSpec):
 
     Its slots are `exp_avg`, which is m, and `exp_avg_sq`, which is v, [N, D] each. Raises `ConfigError` for a number out of range.
 
+    Examples:
         >>> import torch
         >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
         >>> with EmbCacheEmbeddingBag(
@@ -314,64 +346,6 @@ def check_saved_optimizer(table: str, optimizer: OptimizerSpec | None, saved: st
     )
 
 
-class Hyperparameters(NamedTuple):
-    """The numbers of an update, in the order in which the core takes them. They are 0 where an optimizer does not have them."""
-
-    lr: float
-    eps: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-    beta: float
-    l1: float
-    l2: float
-
-
-def check_hyperparameters(owner: str, group: Mapping[str, Any]) -> Hyperparameters:
-    """The numbers of a `param_groups` entry. `ConfigError` names `owner`."""
-
-    def number(field: str, value: Any, below: float = math.inf, *, zero: bool = True) -> float:
-        try:
-            result = float(value)
-        except (TypeError, ValueError):
-            result = math.nan
-        if isinstance(value, str | bool) or not 0 <= result < below or not (zero or result):
-            least = "of 0 or more" if zero else "above 0"
-            bound = f"a finite number {least}" if below == math.inf else "a number from 0 to below 1"
-            raise ConfigError(f"{owner}.{field}={value!r} is out of range: give {bound}")
-        return result
-
-    betas = group.get("betas", (0.0, 0.0))
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise ConfigError(f"{owner}.betas={betas!r} is not a pair: give (beta1, beta2)")
-    return Hyperparameters(
-        lr=number("lr", group.get("lr"), zero="l1" not in group),  # FTRL, which alone has l1, divides by it
-        eps=number("eps", group.get("eps", 0.0)),
-        beta1=number("betas[0]", betas[0], 1.0),
-        beta2=number("betas[1]", betas[1], 1.0),
-        weight_decay=number("weight_decay", group.get("weight_decay", 0.0)),
-        beta=number("beta", group.get("beta", 0.0)),
-        l1=number("l1", group.get("l1", 0.0)),
-        l2=number("l2", group.get("l2", 0.0)),
-    )
-
-
-def check_max_gradient(owner: str, group: Mapping[str, Any]) -> float | None:
-    """`max_gradient` of a `param_groups` entry; None where it has none. `ConfigError` names `owner`."""
-    limit = group.get("max_gradient")
-    if limit is None:
-        return None
-    try:
-        number = float(limit)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(limit, str | bool) or not 0 < number < math.inf:
-        raise ConfigError(
-            f"{owner}.max_gradient={limit!r} is out of range: give a finite number above 0, or None to clamp nothing"
-        )
-    return number
-
-
 def gradient_limits(groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
     """`max_gradient` of each `param_groups` entry. There is an entry for each table."""
     return [check_max_gradient(f"param_groups[{index}]", group) for index, group in enumerate(groups)]
@@ -397,6 +371,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     `step()` and `zero_grad()` do nothing. Torch's learning-rate schedulers work on it. Its `state_dict` has the groups alone,
     because the slots belong to the rows.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> item.optimizer.param_groups[0]["lr"] = 0.1  # from the next backward on
     """
 
     # Schedulers ask whether the optimizer stepped before them. Here the backward steps.

@@ -15,7 +15,19 @@ __all__ = ["Progress", "ProgressWanted", "Tracker"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What this rank has done of a piece of work."""
+    """What this rank has done of a piece of work.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model(torch.tensor([7, 8])).sum().backward()
+        >>> told = []
+        >>> report = Saver(0).save(model, "ckpt", progress=told.append)
+        >>> told[-1]
+        Progress(work='save', table='item', rows=2, total_rows=2)
+    """
 
     work: str
     """"save", "load" or "compact"."""

@@ -8,7 +8,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save or a compaction made. Counts are those of all ranks together."""
+    """What a save or a compaction made. Counts are those of all ranks together.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model(torch.tensor([7, 8])).sum().backward()
+        >>> Saver(0).save(model, "ckpt", incremental=True)
+        SaveReport(checkpoint='0000000001-...', kind='full', parent=None, reason='...', rows=2, tombstones=0, ...)
+    """
 
     checkpoint: str
     """Name of the checkpoint: its directory in the path."""
@@ -32,7 +42,19 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did, the same on every rank. Tables are named `module/table`, as in the model."""
+    """What a load did, the same on every rank. Tables are named `module/table`, as in the model.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model(torch.tensor([7, 8])).sum().backward()
+        >>> saved = Saver(0).save(model, "ckpt")
+        >>> report = Saver(0).load(model, "ckpt")
+        >>> report.checkpoint == saved.checkpoint, report.deltas, report.rows, report.missing
+        (True, 0, {'item': 2}, ())
+    """
 
     checkpoint: str
     """Name of the newest checkpoint that was read."""

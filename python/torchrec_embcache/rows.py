@@ -190,6 +190,21 @@ class RowMetadata:
     - `last_step`, int64 [n]: the table's step at which the row was last trained.
     - `score`, float32 [n]: how much the row was used, where use long ago counts less.
     - `modified_epoch`, int64 [n]: the checkpoint epoch in which the row was last trained.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import RowMetadata
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
+        >>> table = CacheTable(
+        ...     name="item", dim=2, tiers=TierBudgets(host_bytes="1MiB"), initializer=initializers.Constant(0.5),
+        ...     optimizer=optimizers.RowWiseAdagrad(lr=0.1),
+        ... )
+        >>> used = RowMetadata(
+        ...     count=torch.tensor([3]), last_step=torch.tensor([40]), score=torch.tensor([2.5]), modified_epoch=torch.tensor([0])
+        ... )
+        >>> table.import_rows([7], [[1.0, 2.0]], metadata=used)
+        >>> table.read_rows([7]).metadata.count
+        tensor([3])
     """
 
     count: Tensor
@@ -247,6 +262,18 @@ class RowChunk:
     - `slots`: the optimizer's slots by torch's names, such as "exp_avg"; float32 [n, D] each. Rowwise Adagrad's "sum" and partial
       rowwise Adam's "exp_avg_sq" are [n].
     - `metadata`: see `RowMetadata`.
+
+    Examples:
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
+        >>> table = CacheTable(
+        ...     name="item", dim=2, tiers=TierBudgets(host_bytes="1MiB"), initializer=initializers.Constant(0.5),
+        ...     optimizer=optimizers.RowWiseAdagrad(lr=0.1),
+        ... )
+        >>> table.import_rows([7, -1], [[1.0, 2.0], [3.0, 4.0]])
+        >>> [(len(chunk), tuple(chunk.weights.shape), tuple(chunk.slots["sum"].shape)) for chunk in table.export()]
+        [(2, (2, 2), (2,))]
+        >>> list(next(table.export()).to_numpy())
+        ['ids', 'weights', 'sum', 'count', 'last_step', 'score', 'modified_epoch']
     """
 
     ids: Tensor
@@ -272,6 +299,20 @@ class FoundRows(RowChunk):
     """Rows that were asked for by id, in the order of the ids.
 
     Where `found` (bool [n]) is False the id has no row, and what stands there is the value that it would be born with.
+
+    Examples:
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
+        >>> table = CacheTable(
+        ...     name="item", dim=2, tiers=TierBudgets(host_bytes="1MiB"), initializer=initializers.Constant(0.5),
+        ...     optimizer=optimizers.RowWiseAdagrad(lr=0.1),
+        ... )
+        >>> table.import_rows([7], [[1.0, 2.0]])
+        >>> rows = table.read_rows([8, 7])
+        >>> rows.found, rows.weights
+        (tensor([False,  True]), tensor([[0.5000, 0.5000],
+                [1.0000, 2.0000]]))
+        >>> rows.to_numpy()["found"]
+        array([False,  True])
     """
 
     found: Tensor
@@ -290,7 +331,17 @@ class EvictedRows(RowChunk):
     - `reason`: the kind of the first rule that took them, "ttl", "score", "l2_norm", "standing" (`Keep`, `Share`) or "all", or
       "full" where `on_full="evict"` dropped them.
 
-    For example `on_evict=lambda rows: print(rows.table, rows.step, rows.reason, len(rows))`.
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, eviction, optimizers
+        >>> item = EmbCacheEmbedding(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.5),
+        ...     eviction=eviction.Policy([eviction.Ttl(steps=1)], every_steps=2), on_evict="keep",
+        ... )
+        >>> for id in (7, 8):
+        ...     item(torch.tensor([id])).sum().backward()
+        >>> [(rows.table, rows.step, rows.reason, rows.ids.tolist()) for rows in item.table.drain_evicted()]
+        [('item', 2, 'ttl', [7])]
     """
 
     table: str = field(kw_only=True)
@@ -310,7 +361,18 @@ def row_parts(
 
 
 class RowExport(Iterator[RowChunk]):
-    """The rows of a table, chunk by chunk: what `CacheTable.export` returns."""
+    """The rows of a table, chunk by chunk: what `CacheTable.export` returns.
+
+    Examples:
+        >>> from torchrec_embcache import CacheTable, TierBudgets, initializers, optimizers
+        >>> table = CacheTable(
+        ...     name="item", dim=2, tiers=TierBudgets(host_bytes="1MiB"), initializer=initializers.Constant(0.5),
+        ...     optimizer=optimizers.RowWiseAdagrad(lr=0.1),
+        ... )
+        >>> table.import_rows([7, -1], [[1.0, 2.0], [3.0, 4.0]])
+        >>> table.export().to_numpy()["weights"].shape  # [n, D]
+        (2, 2)
+    """
 
     def __init__(self, chunks: Iterator[RowChunk], empty: Callable[[], RowChunk]) -> None:
         """`empty` makes a chunk without rows, which gives `to_numpy` of a table without rows its columns."""

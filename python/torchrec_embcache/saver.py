@@ -1,11 +1,5 @@
 """Checkpoints of a model's embedding tables: full ones, and deltas of what changed.
 
-    Saver().save(model, "ckpt/sparse")  # with torch.distributed: on every rank
-    Saver().save(model, "ckpt/sparse", incremental=True)  # rows modified since the checkpoint that is there
-    future = Saver().save_async(model, "ckpt/sparse")  # the state of now, written while training goes on
-    Saver().save(model, "ckpt/sparse", linked=True)  # for a fast restart of the same ranks: SSD tiers are linked, not written
-    Saver(0).load(model, "ckpt/sparse")  # without torch.distributed: the one rank is 0
-
 A checkpoint holds the rows of every cache module in the model, sharded or not, with their optimizer slots and metadata; the dense
 part of the model is torch's or DCP's to save. It loads into any number of ranks and any tier budgets. Its data files are
 safetensors; `docs/design-checkpoint.md` describes them.
@@ -49,7 +43,28 @@ _log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves the tables of a model to a directory, and loads them. With `torch.distributed` every rank calls the same methods."""
+    """Saves the tables of a model to a directory, and loads them. With `torch.distributed` every rank calls the same methods.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, Saver, TierBudgets, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model(torch.tensor([7, 8])).sum().backward()
+        >>> saver = Saver(0)
+        >>> saver.save(model, "ckpt").rows
+        2
+        >>> model(torch.tensor([8, 9])).sum().backward()
+        >>> saver.save(model, "ckpt", incremental=True).rows  # those of this step
+        2
+        >>> future = saver.save_async(model, "ckpt", incremental=True)  # written while training goes on
+        >>> future.result().kind
+        'delta'
+        >>> saver.compact("ckpt").rows
+        3
+        >>> saver.load(model, "ckpt").rows
+        {'item': 3}
+    """
 
     def __init__(self, rank: int | None = None, *, path_checks: PathChecks = "strict") -> None:
         """`rank`: this process's; by default `torch.distributed`'s, and without that it must be given, as 0.

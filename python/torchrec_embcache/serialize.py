@@ -1,11 +1,16 @@
 """Block-level saving and loading, with the signatures of RecIS: tables and dense tensors as named blocks, picked by a filter.
 
-```python
-from torchrec_embcache.serialize import BlockLoader, BlockSaver
-
-BlockSaver(shard_index=0, shard_num=1, path="ckpt/blocks", hashtables={"item": bag}, tensors=model.state_dict()).save()
-BlockLoader("ckpt/blocks", hashtables={"item": bag}, tensors=model.state_dict()).load()
-```
+Examples:
+    >>> import torch
+    >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+    >>> from torchrec_embcache.serialize import BlockLoader, BlockSaver
+    >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+    >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+    >>> item.import_rows([7], [[1.0, 2.0]])
+    >>> over = torch.nn.Linear(2, 1)
+    >>> BlockSaver(shard_index=0, shard_num=1, path="ckpt", hashtables={"item": item}, tensors=over.state_dict()).save()
+    >>> BlockLoader("ckpt", hashtables={"item": item}, tensors=over.state_dict()).load().tensors
+    ['bias', 'weight']
 
 `Saver` and `Loader`, as RecIS calls them, are other names of these two classes.
 

@@ -143,12 +143,22 @@ def _users_strict() -> bool:
 class TableState:
     """A note of all tables' rows for a checkpoint by PyTorch's DCP that does not hold them; a `Stateful` there.
 
-        state = {"model": model.state_dict(), "tables": TableState(model)}
-        dcp.save(state, checkpoint_id=path)  # and the rows: Saver().save(model, rows_path)
-        Saver().load(model, rows_path)
-        dcp.load(state, checkpoint_id=path)  # StateError without the line before
+    Put it beside the model: `dcp.save({"model": model.state_dict(), "tables": TableState(model)}, checkpoint_id=path)`. Then
+    `dcp.load` raises `StateError` where the rows were not loaded before it, by `Saver().load(model, rows_path)`.
 
     Both methods are collective, as DCP calls them.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.state_dicts import TableState
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model(torch.tensor([7, 8])).sum().backward()
+        >>> note = TableState(model).state_dict()
+        >>> note
+        {'tables': '{"/item": [2, 1]}'}
+        >>> TableState(model).load_state_dict(note)  # the rows are here
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .optimizers import Hyperparameters
+from .hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
     import numpy as np

@@ -36,22 +36,38 @@ class EmbCacheTrainPipelineSparseDist(TrainPipelineSparseDist):
         optimizer: of the dense parameters. The rows' optimizer runs in the backward.
         device: that batches are copied to.
         lookahead: how many batches ahead rows are fetched, from 1 to 8.
-        execute_all_batches, apply_jit, context_type, pipeline_postproc, custom_model_fwd, dmp_collection_sync_interval_batches,
-            enqueue_batch_after_forward, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs,
-            async_inplace_copy: as for TorchRec's class.
 
-    Raises `ConfigError` for a `lookahead` out of range. An error in a step drops the batch that it comes from, and the next
-    `progress` goes on with the batch after it.
+    The other arguments are those of TorchRec's class. Raises `ConfigError` for a `lookahead` out of range. An error in a step
+    drops the batch that it comes from, and the next `progress` goes on with the batch after it.
 
-    For example::
+    Examples:
+        In a world of one rank, where `torch.distributed` is initialised:
 
-        pipeline = EmbCacheTrainPipelineSparseDist(model, dense_optimizer, device, lookahead=4)
-        batches = iter(loader)
-        while True:
-            try:
-                output = pipeline.progress(batches)
-            except StopIteration:
-                break
+        >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+        >>> from torchrec.datasets.utils import Batch
+        >>> from torchrec.distributed import DistributedModelParallel
+        >>> from torchrec_embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagCollectionSharder
+        >>> from torchrec_embcache import EmbCacheTrainPipelineSparseDist, TierBudgets
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         item = EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=1000, feature_names=["item"])
+        ...         self.items = EmbCacheEmbeddingBagCollection(tables=[item], tiers=TierBudgets(host_bytes="1MiB"))
+        ...         self.over = nn.Linear(4, 1)
+        ...     def forward(self, batch):
+        ...         logits = self.over(self.items(batch.sparse_features).values())[:, 0]  # [B]
+        ...         return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
+        >>> cpu = torch.device("cpu")
+        >>> sharder = EmbCacheEmbeddingBagCollectionSharder({"learning_rate": 0.1})
+        >>> model = DistributedModelParallel(Model(), device=cpu, sharders=[sharder])
+        >>> dense = torch.optim.SGD([value for name, value in model.named_parameters() if "over" in name], lr=0.1)
+        >>> pipeline = EmbCacheTrainPipelineSparseDist(model, dense, cpu, lookahead=4)
+        >>> features = KeyedJaggedTensor(["item"], torch.tensor([7, 8, 9]), lengths=torch.tensor([2, 1]))
+        >>> loader = iter([Batch(torch.empty(2, 0), features, torch.tensor([0.0, 1.0]))] * 3)
+        >>> for _ in range(3):
+        ...     logits = pipeline.progress(loader)
+        >>> logits.shape
+        torch.Size([2])
     """
 
     def __init__(

@@ -43,6 +43,10 @@ class CacheModule:
         """The numbers of a table's optimizer, such as `lr`, as training uses them now."""
         return internals(self.tables[table]).spec.param_group()
 
+    def expect_state_dicts(self) -> None:
+        """Let state dicts of this module be made without the warning that they hold no rows: who calls this saves the rows."""
+        self.__dict__["_warned_state_dict"] = True
+
     def buckets_changed(self) -> None:
         """Forget what was derived from the buckets of a table: a load gave it others."""
 
@@ -54,7 +58,14 @@ def cache_modules(model: nn.Module) -> dict[str, CacheModule]:
 
     Raises `InputError` where two modules have one path, and for modules that are nested more than 500 deep.
 
-    For example `{path: module.tables for path, module in cache_modules(model).items()}`.
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, cache_modules, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model = torch.nn.ModuleDict({"item": item, "over": torch.nn.Linear(2, 1)})
+        >>> {path: list(module.tables) for path, module in cache_modules(model).items()}
+        {'item': ['item']}
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}: give an nn.Module")
@@ -90,7 +101,16 @@ def flush(model: nn.Module) -> None:
 
     Raises `InputError` for a model without cache modules, and `StorageError` on every rank when one cannot write.
 
-    For example `flush(model)`, every thousand steps.
+    Examples:
+        >>> import os, torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, flush, optimizers
+        >>> os.mkdir("cache", mode=0o750)
+        >>> tiers = TierBudgets(host_bytes="1MiB", ssd_bytes="64MiB", ssd_dir="cache", reopen="auto")
+        >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=optimizers.SGD(lr=0.5))
+        >>> model(torch.tensor([7, 8])).sum().backward()
+        >>> flush(model)  # from here on a killed process resumes with these two rows
+        >>> model.stats().ssd.rows
+        2
     """
     modules = cache_modules(model)
     if not modules:

@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning:lightning.*"),
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:state_dict:torchrec_embcache.EmbCacheWarning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*"),
 ]
 IDS = torch.arange(40).view(10, 4)

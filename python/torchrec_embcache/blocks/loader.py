@@ -42,6 +42,13 @@ ROWS_AT_ONCE = 4096
 class LoadedBlocks:
     """What a load did. `tables`: the numbers of rows by destination. `tensors`: the dense tensors that were loaded. `missing`:
     names that were asked for and are not in the checkpoint. `unexpected`: names in the checkpoint that nothing was given for.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache.serialize import BlockLoader, BlockSaver
+        >>> BlockSaver(path="ckpt", tensors={"over.bias": torch.zeros(2)}).save()
+        >>> BlockLoader("ckpt", tensors={"over.bias": torch.ones(2), "more": torch.ones(2)}, strict=False).load()
+        LoadedBlocks(tables={}, tensors=['over.bias'], missing=['more'], unexpected=[])
     """
 
     tables: dict[str, int]
@@ -51,7 +58,21 @@ class LoadedBlocks:
 
 
 class BlockLoader:
-    """Loads blocks into tables and dense tensors. Any number of shards can load what any number of shards saved."""
+    """Loads blocks into tables and dense tensors. Any number of shards can load what any number of shards saved.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.serialize import BlockLoader, BlockSaver
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> BlockSaver(path="ckpt", hashtables={"item": item}).save()
+        >>> loader = BlockLoader("ckpt", hashtables={"item": item})
+        >>> loader.default_load_info()["item"]["item"][:2]
+        ['id', 'embedding']
+        >>> loader.load().tables
+        {'item': 1}
+    """
 
     def __init__(
         self,

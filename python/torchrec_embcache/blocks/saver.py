@@ -32,6 +32,17 @@ class BlockSaver:
     of them is done the checkpoint is there, in place of the one before. Where `torch.distributed` has `shard_num` ranks the call is
     collective: it returns when all are done, and an error of one is raised on all. Otherwise shards, in one process or several, may
     save one after the other in any order; none waits.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.serialize import BlockSaver
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> saver = BlockSaver(path="ckpt", hashtables={"item": item})
+        >>> [block.tensor_name for block in saver.make_write_blocks()][:2]
+        ['item@id', 'item@embedding']
+        >>> saver.save()
     """
 
     def __init__(

@@ -53,6 +53,13 @@ class WriteBlock:
     """What a save would write: the ids or one slot of a table's shard, or a dense tensor.
 
     `name`: of the table, or of the tensor. `slot`: None for a dense tensor. `dtype` as safetensors names it; `shape`.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache.serialize import BlockSaver
+        >>> [block] = BlockSaver(path="ckpt", tensors={"over.bias": torch.zeros(2)}).make_write_blocks()
+        >>> block.tensor_name, block.dtype, block.shape, block.dense
+        ('over.bias', 'F32', (2,), True)
     """
 
     name: str

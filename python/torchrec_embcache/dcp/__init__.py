@@ -1,10 +1,14 @@
 """PyTorch Distributed Checkpoint on this package's checkpoints: dense state and, given the model, its tables, published together.
 
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(state, storage_writer=EmbCacheStorageWriter("ckpt", model))
-    dcp.async_save(state, storage_writer=EmbCacheStorageWriter("ckpt", model))
-    dcp.load(state, storage_reader=EmbCacheStorageReader("ckpt", model))
+Examples:
+    >>> import torch.distributed.checkpoint as dcp
+    >>> from torchrec_embcache import EmbCacheEmbedding, EmbCacheStorageReader, EmbCacheStorageWriter, TierBudgets, optimizers
+    >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+    >>> model = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+    >>> model.import_rows([7], [[1.0, 2.0]])
+    >>> state = {"over": torch.ones(1)}
+    >>> saved = dcp.save(state, storage_writer=EmbCacheStorageWriter("ckpt", model))  # or dcp.async_save
+    >>> dcp.load(state, storage_reader=EmbCacheStorageReader("ckpt", model))
 
 `state` is what DCP takes: tensors, `ShardedTensor`, `DTensor`, `Stateful`s, any other object. It loads into any sharding and any
 number of ranks. A save never touches the checkpoint before it; a kill at any time leaves that one loadable. Bytes carry checksums,

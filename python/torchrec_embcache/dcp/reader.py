@@ -44,6 +44,21 @@ class EmbCacheStorageReader(AtPath, StorageReader):
     """Reads for `dcp.load` what `EmbCacheStorageWriter` saved: into any sharding, dtype and device, tables into any budgets.
 
     Tensors are verified as they are read. They are read without a copy where their target is contiguous host memory.
+
+    Examples:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from torchrec_embcache import EmbCacheEmbedding, EmbCacheStorageReader, EmbCacheStorageWriter, TierBudgets, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model = nn.ModuleDict({"item": item, "over": nn.Linear(2, 1)})
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> state = {"over": model["over"].state_dict()}
+        >>> saved = dcp.save(state, storage_writer=EmbCacheStorageWriter("ckpt", model))
+        >>> item.remove_rows([7])
+        1
+        >>> dcp.load(state, storage_reader=EmbCacheStorageReader("ckpt", model))
+        >>> item.read_rows([7]).weights
+        tensor([[1., 2.]])
     """
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module | None = None, *, slots: bool = True) -> None:

@@ -64,6 +64,17 @@ class EmbCacheStorageWriter(AtPath, BlockingAsyncStager, StorageWriter):
     """Writes what `dcp.save` and `dcp.async_save` are given, and a model's tables, as one checkpoint of this package.
 
     One save at a time goes through a writer; it may be used for any number of saves, each of which replaces the checkpoint before.
+
+    Examples:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from torchrec_embcache import EmbCacheEmbedding, EmbCacheStorageWriter, TierBudgets, optimizers
+        >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+        >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+        >>> model = nn.ModuleDict({"item": item, "over": nn.Linear(2, 1)})
+        >>> item.import_rows([7], [[1.0, 2.0]])
+        >>> saved = dcp.save({"over": model["over"].state_dict()}, storage_writer=EmbCacheStorageWriter("ckpt", model))
+        >>> sorted(saved.state_dict_metadata)
+        ['over.bias', 'over.weight']
     """
 
     def __init__(

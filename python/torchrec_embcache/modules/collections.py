@@ -53,8 +53,7 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
 
     An error of an SSD directory (`InUseError`, `PathError`, `StoragePermissionError`, `MismatchError`) is raised by the first use.
 
-    Example::
-
+    Examples:
         >>> import torch
         >>> from torchrec import KeyedJaggedTensor, PoolingType
         >>> from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -153,7 +152,16 @@ class EmbCacheEmbeddingBagCollection(CacheCollection, EmbeddingBagCollection):
             InputError: the optimizer's state is not that of such weights.
             UnsupportedError: the weights are not float32, or the optimizer is not supported.
 
-        For example `from_torchrec(ebc, TierBudgets(host_bytes="8GiB"), optimizer=torch.optim.Adagrad(ebc.parameters()))`.
+        Examples:
+            >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+            >>> from torchrec_embcache import EmbCacheEmbeddingBagCollection, TierBudgets
+            >>> config = EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=100, feature_names=["item"])
+            >>> ebc = EmbeddingBagCollection([config])
+            >>> adagrad = torch.optim.Adagrad(ebc.parameters())
+            >>> ours = EmbCacheEmbeddingBagCollection.from_torchrec(ebc, TierBudgets(host_bytes="1MiB"), optimizer=adagrad)
+            >>> rows = ours.tables["item"].read_rows(range(100))
+            >>> torch.equal(rows.weights, ebc.embedding_bags["item"].weight)
+            True
         """
         configs = matching(tables, collection.embedding_bag_configs(), EmbCacheEmbeddingBagConfig)
         made = cls(configs, collection.is_weighted(), tiers=tiers, name=name, seed=seed, replicated=replicated)
@@ -211,8 +219,7 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
 
     An error of an SSD directory (`InUseError`, `PathError`, `StoragePermissionError`, `MismatchError`) is raised by the first use.
 
-    Example::
-
+    Examples:
         >>> import torch
         >>> from torchrec import KeyedJaggedTensor
         >>> from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -279,7 +286,16 @@ class EmbCacheEmbeddingCollection(CacheCollection, EmbeddingCollection):
         seed: int = 0,
         replicated: bool = False,
     ) -> Self:
-        """A module with the rows of TorchRec's `collection`; see `EmbCacheEmbeddingBagCollection.from_torchrec`."""
+        """A module with the rows of TorchRec's `collection`; see `EmbCacheEmbeddingBagCollection.from_torchrec`.
+
+        Examples:
+            >>> from torchrec import EmbeddingCollection, EmbeddingConfig
+            >>> from torchrec_embcache import EmbCacheEmbeddingCollection, TierBudgets
+            >>> config = EmbeddingConfig(name="word", embedding_dim=4, num_embeddings=100, feature_names=["word"])
+            >>> ours = EmbCacheEmbeddingCollection.from_torchrec(EmbeddingCollection([config]), TierBudgets(host_bytes="1MiB"))
+            >>> len(ours.tables["word"])
+            100
+        """
         configs = matching(tables, collection.embedding_configs(), EmbCacheEmbeddingConfig)
         made = cls(
             configs, need_indices=collection.need_indices(), tiers=tiers, name=name, seed=seed, replicated=replicated

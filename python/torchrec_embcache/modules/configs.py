@@ -72,7 +72,8 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
         num_embeddings: how many rows to expect. It sizes the plan and the default initializer; ids are any 64-bit integers.
         feature_names: the features that look ids up in the table; by default one with the table's name.
         pooling: `PoolingType.SUM` or `PoolingType.MEAN`.
-        weight_init_min, weight_init_max: the bounds of TorchRec's default initializer; by default ±1/√num_embeddings.
+        weight_init_min: the lower bound of TorchRec's default initializer; by default -1/√num_embeddings.
+        weight_init_max: the upper bound; by default 1/√num_embeddings.
         initializer: how rows are born; None: `Uniform(weight_init_min, weight_init_max)`.
         tiers: the table's budgets on each rank; None: a share of the module's.
         policy: which rows leave a full tier first: "s3fifo", "lru" or "lfu".
@@ -93,15 +94,15 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
             the policy is refused by its name; docs/lifecycle.md lists them.
         admit_and_evict_config: RecSDK's way to say `admission`, `not_admitted` and `eviction`; see
             `torchrec_embcache.lifecycle_configs`.
-        data_type, init_fn, use_virtual_table, input_dim, num_embeddings_post_pruning, need_pos, enable_embedding_update,
-            stash_weights: TorchRec's; only the default of each is supported.
+
+    Of TorchRec's other fields (`data_type`, `init_fn`, `use_virtual_table`, `input_dim`, `num_embeddings_post_pruning`, `need_pos`,
+    `enable_embedding_update`, `stash_weights`) only the defaults are supported.
 
     Raises:
         ConfigError: a value is out of range.
         UnsupportedError: a field of TorchRec's that does not apply is set.
 
-    Example::
-
+    Examples:
         >>> from torchrec import PoolingType
         >>> from torchrec_embcache import EmbCacheEmbeddingBagConfig, TierBudgets
         >>> item = EmbCacheEmbeddingBagConfig(
@@ -135,7 +136,17 @@ class EmbCacheEmbeddingBagConfig(EmbeddingBagConfig):
 
 @dataclass
 class EmbCacheEmbeddingConfig(EmbeddingConfig):
-    """A table whose rows are not pooled. Its settings are those of `EmbCacheEmbeddingBagConfig` without `pooling`."""
+    """A table whose rows are not pooled. Its settings are those of `EmbCacheEmbeddingBagConfig` without `pooling`.
+
+    Examples:
+        >>> from torchrec_embcache import EmbCacheEmbeddingConfig, TierBudgets, admission
+        >>> word = EmbCacheEmbeddingConfig(
+        ...     name="word", embedding_dim=64, num_embeddings=1_000_000_000, feature_names=["query", "title"],
+        ...     tiers=TierBudgets(host_bytes="1GiB"), admission=admission.Count(5),
+        ... )
+        >>> word.feature_names
+        ['query', 'title']
+    """
 
     total_num_buckets: int | None = DEFAULT_TOTAL_NUM_BUCKETS
     initializer: Initializer | None = None

@@ -66,16 +66,16 @@ class EmbCacheEmbedding(TableModule):
         device: where the results are, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
         replicated: where `torch.distributed` has several ranks, each trains a table of its own, and a warning says so.
             True says that this is meant. To share one table, use a collection with its sharder.
-        dtype, max_norm, norm_type, scale_grad_by_freq, sparse: arguments of `torch.nn.Embedding`. `UnsupportedError` for
-            another dtype than float32, and for values of the others that change what an update does.
+
+    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.Embedding`. It raises
+    `UnsupportedError` for another dtype than float32, and for values of the others that change what an update does.
 
     Raises:
         ConfigError: a setting is out of range, is not given by name, or contradicts another.
         UnsupportedError: an argument of torch's has a value that is not supported.
         InUseError, PathError, StoragePermissionError, MismatchError, StorageError: of the SSD tier's directory.
 
-    Example::
-
+    Examples:
         >>> import torch
         >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, initializers, optimizers
         >>> item = EmbCacheEmbedding(
@@ -187,8 +187,7 @@ class EmbCacheEmbedding(TableModule):
 
         It raises as the class and `import_rows` do, and `ConfigError` for `freeze=False` without an optimizer.
 
-        Example::
-
+        Examples:
             >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets
             >>> item = EmbCacheEmbedding.from_pretrained(
             ...     [7, 9], [[1.0, 2.0], [3.0, 4.0]], name="item", tiers=TierBudgets(host_bytes="1MiB")
@@ -255,6 +254,16 @@ class EmbCacheEmbedding(TableModule):
 
         False where the budget ended before all rows were fetched; the forward fetches the rest. A forward of other ids forgets what
         was prefetched for it, with an `EmbCacheWarning`.
+
+        Examples:
+            >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+            >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+            >>> item = EmbCacheEmbedding(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+            >>> batches = [torch.tensor([7, 8]), torch.tensor([8, 9])]
+            >>> for batch in batches:
+            ...     fetched = item.prefetch(batch)  # up to 8 batches ahead
+            >>> for batch in batches:
+            ...     item(batch).sum().backward()
         """
         batch, _ = self._batch(input, clicks)
         return self._group.prefetch(batch, train=self._trains)

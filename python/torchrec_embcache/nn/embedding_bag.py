@@ -70,13 +70,13 @@ class EmbCacheEmbeddingBag(TableModule):
         device: where the results are, such as "cpu" or "cuda:0". Tables on another device than the CPU need a device tier.
         replicated: where `torch.distributed` has several ranks, each trains a table of its own, and a warning says so.
             True says that this is meant. To share one table, use a collection with its sharder.
-        dtype, max_norm, norm_type, scale_grad_by_freq, sparse: arguments of `torch.nn.EmbeddingBag`. `UnsupportedError` for
-            another dtype than float32, and for values of the others that change what an update does.
+
+    `dtype`, `max_norm`, `norm_type`, `scale_grad_by_freq` and `sparse` are arguments of `torch.nn.EmbeddingBag`. It raises
+    `UnsupportedError` for another dtype than float32, and for values of the others that change what an update does.
 
     It raises as `EmbCacheEmbedding` does.
 
-    Example::
-
+    Examples:
         >>> import torch
         >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, initializers, optimizers
         >>> item = EmbCacheEmbeddingBag(
@@ -189,7 +189,16 @@ class EmbCacheEmbeddingBag(TableModule):
         sparse: bool = False,
         replicated: bool = False,
     ) -> Self:
-        """A module with rows that were trained elsewhere, `ids` [n] with `weights` [n, D]; see `EmbCacheEmbedding`'s."""
+        """A module with rows that were trained elsewhere, `ids` [n] with `weights` [n, D]; see `EmbCacheEmbedding`'s.
+
+        Examples:
+            >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets
+            >>> item = EmbCacheEmbeddingBag.from_pretrained(
+            ...     [7, 9], [[1.0, 2.0], [3.0, 4.0]], name="item", tiers=TierBudgets(host_bytes="1MiB")
+            ... )
+            >>> item(torch.tensor([[7, 9]]))  # the mean of both
+            tensor([[2., 3.]])
+        """
         made = cls(
             name=name,
             embedding_dim=width_of(cls, weights),
@@ -282,7 +291,16 @@ class EmbCacheEmbeddingBag(TableModule):
         per_sample_weights: Tensor | None = None,
         clicks: Tensor | None = None,
     ) -> bool:
-        """Begin to fetch the rows of a later forward of these arguments; see `EmbCacheEmbedding.prefetch`."""
+        """Begin to fetch the rows of a later forward of these arguments; see `EmbCacheEmbedding.prefetch`.
+
+        Examples:
+            >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
+            >>> tiers, sgd = TierBudgets(host_bytes="1MiB"), optimizers.SGD(lr=0.5)
+            >>> item = EmbCacheEmbeddingBag(name="item", embedding_dim=2, tiers=tiers, optimizer=sgd)
+            >>> item.prefetch(torch.tensor([[7, 8]]))
+            True
+            >>> item(torch.tensor([[7, 8]])).sum().backward()
+        """
         del per_sample_weights  # the same rows are needed, whatever their weights
         batch, _, _ = self._bags(input, offsets, clicks)
         return self._group.prefetch(batch, train=self._trains)

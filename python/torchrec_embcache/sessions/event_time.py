@@ -32,7 +32,19 @@ def set_time(model: nn.Module, seconds: float) -> None:
             last, or `model` has no cache module.
         StateError: a table is closed or cannot be used.
 
-    For example `set_time(model, batch.timestamp)`.
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, evict, eviction, optimizers, set_time
+        >>> model = EmbCacheEmbedding(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.5),
+        ...     eviction=eviction.Policy([eviction.Ttl(seconds=3600)]),
+        ... )
+        >>> for seconds, id in ((0, 7), (7200, 8)):
+        ...     set_time(model, seconds)
+        ...     model(torch.tensor([id])).sum().backward()
+        >>> evict(model)
+        >>> [chunk.ids.tolist() for chunk in model.export()]
+        [[8]]
     """
     ranks = AllRanks()
 

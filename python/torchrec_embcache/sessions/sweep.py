@@ -42,7 +42,18 @@ def evict(model: nn.Module) -> None:
 
     After one of these errors no table is swept.
 
-    For example `evict(model)`, once an hour.
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, evict, eviction, optimizers
+        >>> model = EmbCacheEmbedding(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.5),
+        ...     eviction=eviction.Policy([eviction.Ttl(steps=1)]),  # at saves, and when `evict` is called
+        ... )
+        >>> for id in (7, 8):
+        ...     model(torch.tensor([id])).sum().backward()
+        >>> evict(model)
+        >>> [chunk.ids.tolist() for chunk in model.export()]
+        [[8]]
     """
 
     def tables() -> dict[str, TableShard]:

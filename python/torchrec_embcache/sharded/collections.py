@@ -44,6 +44,23 @@ class EmbCacheShardedEmbeddingBagCollection(ShardedCacheModule, ShardedEmbedding
 
     - `F`: features (keys). `B`: batch size of this rank. `L[f][i]`: how many ids feature `f` has at index `i`.
     - `C`: the sum of the widths of all features.
+
+    Examples:
+        In a world of one rank, where `torch.distributed` is initialised:
+
+        >>> import torch
+        >>> from torchrec import EmbeddingBagConfig
+        >>> from torchrec.distributed import DistributedModelParallel
+        >>> from torchrec_embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagCollectionSharder
+        >>> from torchrec_embcache import TierBudgets, cache_modules
+        >>> item = EmbeddingBagConfig(name="item", embedding_dim=4, num_embeddings=1000, feature_names=["item"])
+        >>> ebc = EmbCacheEmbeddingBagCollection(tables=[item], tiers=TierBudgets(host_bytes="1MiB"))
+        >>> model = DistributedModelParallel(
+        ...     torch.nn.ModuleDict({"tables": ebc}), device=torch.device("cpu"), sharders=[EmbCacheEmbeddingBagCollectionSharder()]
+        ... )
+        >>> sharded = cache_modules(model)["tables"]
+        >>> type(sharded).__name__, list(sharded.tables)
+        ('EmbCacheShardedEmbeddingBagCollection', ['item'])
     """
 
     _prefix = "embedding_bags"
@@ -83,6 +100,23 @@ class EmbCacheShardedEmbeddingCollection(ShardedCacheModule, ShardedEmbeddingCol
 
     - `F`: features (keys). `B`: batch size of this rank, 1 or more. `L[f][i]`: how many ids feature `f` has at index `i`.
     - `N[f]`: the ids of feature `f` on this rank. `D`: the width of the tables.
+
+    Examples:
+        In a world of one rank, where `torch.distributed` is initialised:
+
+        >>> import torch
+        >>> from torchrec import EmbeddingConfig
+        >>> from torchrec.distributed import DistributedModelParallel
+        >>> from torchrec_embcache import EmbCacheEmbeddingCollection, EmbCacheEmbeddingCollectionSharder
+        >>> from torchrec_embcache import TierBudgets, cache_modules
+        >>> word = EmbeddingConfig(name="word", embedding_dim=4, num_embeddings=1000, feature_names=["word"])
+        >>> ec = EmbCacheEmbeddingCollection(tables=[word], tiers=TierBudgets(host_bytes="1MiB"))
+        >>> model = DistributedModelParallel(
+        ...     torch.nn.ModuleDict({"words": ec}), device=torch.device("cpu"), sharders=[EmbCacheEmbeddingCollectionSharder()]
+        ... )
+        >>> sharded = cache_modules(model)["words"]
+        >>> type(sharded).__name__, list(sharded.tables)
+        ('EmbCacheShardedEmbeddingCollection', ['word'])
     """
 
     _prefix = "embeddings"

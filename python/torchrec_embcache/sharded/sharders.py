@@ -179,7 +179,8 @@ class EmbCacheEmbeddingBagCollectionSharder(
 
     Raises `ConfigError` and `UnsupportedError` for `fused_params` that are out of range or not supported.
 
-    Example, of a world of one rank; `torch.distributed` is initialised, by torchrun for one::
+    Examples:
+        In a world of one rank, where `torch.distributed` is initialised, by torchrun for one:
 
         >>> import torch
         >>> from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -224,7 +225,22 @@ class EmbCacheEmbeddingCollectionSharder(
         qcomm_codecs_registry: TorchRec's codecs for the exchanges between ranks.
         use_index_dedup: TorchRec's. `UnsupportedError` for True: each rank removes duplicates before it looks up anyway.
 
-    For an example see `EmbCacheEmbeddingBagCollectionSharder`.
+    Examples:
+        In a world of one rank, where `torch.distributed` is initialised:
+
+        >>> import torch
+        >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
+        >>> from torchrec.distributed import DistributedModelParallel
+        >>> from torchrec_embcache import EmbCacheEmbeddingCollection, EmbCacheEmbeddingCollectionSharder, TierBudgets
+        >>> word = EmbeddingConfig(name="word", embedding_dim=4, num_embeddings=1000, feature_names=["word"])
+        >>> ec = EmbCacheEmbeddingCollection(tables=[word], tiers=TierBudgets(host_bytes="1MiB"))
+        >>> sharder = EmbCacheEmbeddingCollectionSharder({"learning_rate": 0.1})
+        >>> model = DistributedModelParallel(
+        ...     torch.nn.ModuleDict({"words": ec}), device=torch.device("cpu"), sharders=[sharder]
+        ... )
+        >>> features = KeyedJaggedTensor(["word"], torch.tensor([7, -1, 7]), lengths=torch.tensor([2, 1]))
+        >>> model.module["words"](features).wait()["word"].values().shape  # [N, D]
+        torch.Size([3, 4])
     """
 
     _module_type = EmbCacheEmbeddingCollection

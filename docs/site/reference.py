@@ -1,0 +1,199 @@
+"""Which public names a page of the reference has, and the pages that are made of them.
+
+`tests/python/test_docstrings.py` holds that every name of `torchrec_embcache.__all__` and of the public modules is here, once, and
+that each has an example that runs.
+"""
+
+PACKAGE = "torchrec_embcache"
+
+# Methods that users do not call, by who does. The reference leaves them out.
+_CALLED_BY: dict[str, list[str]] = {
+    "the core and other modules": [
+        "buckets_changed", "call", "expect_state_dicts", "forget_prefetched", "given_as", "hyperparameters",
+        "is_agreed", "is_timed", "kind", "lowest", "lowest_alone", "native", "of", "planned_rows", "resolve",
+        "scalar_slot", "settle", "settle_prefetched", "table_configs", "tables_by_key", "take_over",
+        "takes_a_share", "vector_floats", "weights",
+    ],
+    "torch and TorchRec": [
+        "attach", "compute", "compute_and_output_dist", "compute_kernels", "create_context",
+        "create_embedding_bag_sharding", "create_embedding_sharding", "extra_repr", "fill_pipeline", "input_dist",
+        "module_type", "reset_parameters", "reshard", "shard", "shard_tables", "shardable_parameters",
+        "sharded_module_type", "sharding_types", "update_shards",
+    ],
+    "DCP": [
+        "finish", "prepare_global_plan", "prepare_local_plan", "read_data", "read_metadata",
+        "set_up_storage_reader", "set_up_storage_writer", "stage", "storage_meta", "write_data",
+    ],
+    "Lightning": [
+        "on_save_checkpoint", "setup", "teardown",
+    ],
+    "Megatron": [
+        "check_backend_compatibility", "check_version_compatibility",
+    ],
+}  # fmt: skip
+CALLED_BY_OTHERS = [name for names in _CALLED_BY.values() for name in names]
+
+# Page: its title, what it is about, and its names.
+REFERENCE: dict[str, tuple[str, str, list[str]]] = {
+    "pytorch": (
+        "Plain PyTorch",
+        "Modules that stand where `torch.nn.Embedding` and `torch.nn.EmbeddingBag` stood.",
+        ["EmbCacheEmbedding", "EmbCacheEmbeddingBag"],
+    ),
+    "torchrec": (
+        "TorchRec",
+        "Collections, their configs and sharders, and the pipeline that fetches rows ahead.",
+        [
+            "EmbCacheEmbeddingBagCollection",
+            "EmbCacheEmbeddingCollection",
+            "EmbCacheEmbeddingBagConfig",
+            "EmbCacheEmbeddingConfig",
+            "EmbCacheEmbeddingBagCollectionSharder",
+            "EmbCacheEmbeddingCollectionSharder",
+            "EmbCacheShardedEmbeddingBagCollection",
+            "EmbCacheShardedEmbeddingCollection",
+            "EmbCacheTrainPipelineSparseDist",
+        ],
+    ),
+    "tables": (
+        "Budgets and tables",
+        "What a table may take, the table itself, and its rows.",
+        [
+            "TierBudgets",
+            "CacheTable",
+            "RowChunk",
+            "FoundRows",
+            "EvictedRows",
+            "RowMetadata",
+            "cache.RowExport",
+            "cache_modules",
+            "flush",
+        ],
+    ),
+    "stats": (
+        "Counters",
+        "What `table.stats()` gives.",
+        ["TableStats", "TierStats", "SsdStats", "AdmissionStats", "EvictionStats"],
+    ),
+    "optimizers": (
+        "Optimizers and initializers",
+        "How the backward updates rows, and how rows are born.",
+        [
+            "optimizers.SGD",
+            "optimizers.Adagrad",
+            "optimizers.RowWiseAdagrad",
+            "optimizers.Adam",
+            "optimizers.AdamW",
+            "optimizers.PartialRowWiseAdam",
+            "optimizers.LAMB",
+            "optimizers.FTRL",
+            "optimizers.OptimizerSpec",
+            "optimizers.FusedOptimizer",
+            "initializers.Constant",
+            "initializers.Uniform",
+            "initializers.Normal",
+            "initializers.TruncatedNormal",
+            "initializers.Linear",
+            "initializers.Initializer",
+        ],
+    ),
+    "lifecycle": (
+        "Admission and eviction",
+        "Which ids get a row, and which rows leave.",
+        [
+            "admission.Count",
+            "admission.Probability",
+            "admission.ShowClick",
+            "admission.ReadOnly",
+            "admission.Admission",
+            "eviction.Policy",
+            "eviction.Ttl",
+            "eviction.Score",
+            "eviction.L2Norm",
+            "eviction.Keep",
+            "eviction.Share",
+            "eviction.All",
+            "eviction.Rule",
+            "evict",
+            "set_time",
+            "lifecycle_configs.AdmitAndEvictConfig",
+            "lifecycle_configs.AdmitAndEvictPolicyType",
+            "lifecycle_configs.ShowClickParams",
+            "lifecycle_configs.Translated",
+        ],
+    ),
+    "checkpoints": (
+        "Checkpoints",
+        "`Saver`, and what puts tables into the checkpoints of other libraries.",
+        [
+            "Saver",
+            "saver.SaveReport",
+            "saver.LoadReport",
+            "saver.Progress",
+            "EmbCacheStorageWriter",
+            "EmbCacheStorageReader",
+            "state_dicts.TableState",
+            "lightning.EmbCacheCheckpoint",
+            "megatron.register",
+            "megatron.sharded_tables",
+            "megatron.ShardedTables",
+            "megatron.SaveShardedStrategy",
+            "megatron.LoadShardedStrategy",
+            "megatron.SaveCommonStrategy",
+            "megatron.LoadCommonStrategy",
+            "serialize.BlockSaver",
+            "serialize.BlockLoader",
+            "serialize.LoadedBlocks",
+            "serialize.WriteBlock",
+        ],
+    ),
+    "exceptions": (
+        "Errors and warnings",
+        "What is raised, and when. [Troubleshooting](../troubleshooting.md) says what to do.",
+        [
+            "EmbCacheError",
+            "exceptions.ConfigError",
+            "exceptions.InputError",
+            "exceptions.CapacityError",
+            "exceptions.HostMemoryError",
+            "exceptions.StateError",
+            "exceptions.MismatchError",
+            "exceptions.PathError",
+            "exceptions.StoragePermissionError",
+            "exceptions.InUseError",
+            "exceptions.StorageError",
+            "exceptions.ReadOnlyError",
+            "exceptions.CorruptionError",
+            "exceptions.EvictionHookError",
+            "exceptions.UnsupportedError",
+            "EmbCacheWarning",
+        ],
+    ),
+}
+
+
+def names() -> list[str]:
+    """Every public name, from the package on, such as `optimizers.SGD`."""
+    return [name for _, _, listed in REFERENCE.values() for name in listed]
+
+
+def page(key: str) -> str:
+    """A page of the reference, as mkdocstrings takes it."""
+    title, about, listed = REFERENCE[key]
+    # What a module has of the base that it shares with others is a part of it. What rules and optimizers share is not repeated.
+    shared = str(key in ("pytorch", "torchrec", "tables")).lower()
+    parts = [
+        f"::: {PACKAGE}.{name}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
+        f"      inherited_members: {shared}\n      filters: ['!^_', '!^({'|'.join(CALLED_BY_OTHERS)})$']\n"
+        for name in listed
+    ]
+    return f"# {title}\n\n{about}\n\n" + "\n".join(parts)
+
+
+def index() -> str:
+    """The page that lists the pages of the reference, and their names."""
+    lines = ["# Reference\n", "Every public name, with its arguments, what it raises and an example.\n"]
+    for key, (title, about, listed) in REFERENCE.items():
+        links = ", ".join(f"[`{name}`]({key}.md#{PACKAGE}.{name})" for name in listed)
+        lines.append(f"## [{title}]({key}.md)\n\n{about}\n\n{links}\n")
+    return "\n".join(lines)
