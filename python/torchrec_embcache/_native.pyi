@@ -264,11 +264,22 @@ class TierStats:
     time_ns: int
 
 @final
+class Histogram:
+    """How often durations of which sizes were counted. Buckets without any are left out."""
+
+    count: int
+    sum_ns: int
+    bounds: list[int]  # the largest duration in ns of each bucket, ascending
+    counts: list[int]  # of that bucket alone
+
+@final
 class SsdStats:
     """Further counters of the SSD tier."""
 
     tier: TierStats
     io_engine: str
+    reads: int
+    read_latency: Histogram
     row_bytes_given: int
     compaction_bytes: int
     live_share: float
@@ -276,6 +287,8 @@ class SsdStats:
     index_bytes: int
     dropped_rows: int
     published_given_up: bool
+    room_waits: int
+    read_only: bool
 
 @final
 class AdmissionStats:
@@ -325,6 +338,8 @@ class TableStats:
     pinned_rows: int
     overflow_plans: int
     dropped_rows: int
+    row_wait: Histogram
+    lock_held: Histogram
     admission: AdmissionStats | None
     eviction: EvictionStats | None
     device: TierStats | None
@@ -575,7 +590,6 @@ class BucketOrder:
     starts: I64  # where in that order each bucket of [begin, end) starts, and the last one ends
 
 def io_engine_name() -> str: ...  # the engine this process uses
-def io_fallback_reason() -> str | None: ...  # why it is not io_uring, where the system refused that
 def drain_log() -> None: ...  # hands the events of the core so far to Python's logging; reads its levels first
 def table_key(name: str) -> int: ...
 def row_bytes(dim: int, optimizer: Optimizer, policy: Policy) -> RowBytes: ...

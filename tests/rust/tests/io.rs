@@ -79,7 +79,7 @@ fn on_every_engine(behaviour: impl Fn(&Fixture)) {
 /// The outcomes of a batch by position. Each read must be handed over exactly once.
 fn read_all(engine: &dyn IoEngine, reads: &[Read]) -> Vec<Result<Vec<u8>>> {
     let mut outcomes: Vec<Option<Result<Vec<u8>>>> = reads.iter().map(|_| None).collect();
-    engine.read_batch(reads, &mut |position, outcome| {
+    engine.read_batch(reads, &mut |position, outcome, _| {
         assert!(outcomes[position].replace(outcome.map(<[u8]>::to_vec)).is_none(), "read {position} came twice");
     });
     outcomes.into_iter().map(|outcome| outcome.expect("every read is handed over")).collect()
@@ -196,7 +196,7 @@ fn a_sink_that_panics_leaves_the_engine_usable() {
         let reads: Vec<Read> = (0..600_u64).map(|i| Read { file: file.clone(), offset: i * 500, len: 300 }).collect();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut count = 0;
-            fixture.engine.read_batch(&reads, &mut |_, _| {
+            fixture.engine.read_batch(&reads, &mut |_, _, _| {
                 count += 1;
                 assert!(count < 5, "enough");
             });
@@ -387,7 +387,7 @@ fn a_sink_sees_its_reads_on_the_thread_that_asked() {
         let (file, _) = fixture.filled("a", 100_000);
         let reads: Vec<Read> = (0..200_u64).map(|i| Read { file: file.clone(), offset: i * 400, len: 200 }).collect();
         let threads = Mutex::new(Vec::new());
-        fixture.engine.read_batch(&reads, &mut |_, _| threads.lock().unwrap().push(std::thread::current().id()));
+        fixture.engine.read_batch(&reads, &mut |_, _, _| threads.lock().unwrap().push(std::thread::current().id()));
         assert!(threads.into_inner().unwrap().iter().all(|id| *id == std::thread::current().id()));
     });
 }
