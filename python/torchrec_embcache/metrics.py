@@ -23,8 +23,8 @@ class Histogram:
     - `buckets`: pairs of a bucket's upper bound in nanoseconds and the number of durations in it, smallest bound first. A bucket
       includes its upper bound and begins where the one before ends. Buckets without a duration are left out.
 
-    The buckets are log-linear, as those of HdrHistogram: 8 to each power of two. So a bound is at most an eighth above each duration
-    in its bucket, however long that is.
+    The buckets are log-linear, as those of HdrHistogram: 8 to each power of two. So a bound is at most an eighth above each
+    duration in its bucket, however long that is.
 
     Example::
 
@@ -116,7 +116,8 @@ class SsdStats(TierStats):
 
     - `io_engine`: "io_uring" or "pread", with "+direct" where files are read past the system's page cache (O_DIRECT).
     - `reads`: reads that were sent to the disk to serve plans. One read brings all rows that lie near each other.
-    - `read_latency`: how long the disk took for a read that brought rows: from when the system was asked until the bytes were there.
+    - `read_latency`: how long the disk took for a read that brought rows: from when the system was asked until the bytes were
+      there.
     - `row_bytes_given`: bytes of the rows that were given to the tier.
     - `compaction_bytes`: bytes that compaction wrote.
     - `live_share`: the bytes of live records, divided by the bytes of sealed segments; 0 to 1.

@@ -447,3 +447,37 @@ def test_what_compaction_chooses_is_logged_with_its_reason(tmp_path: Path, caplo
     }
     assert None not in reasons
     assert all(re.search(r"share=\d\.\d{3} .* free_bytes=\d+ rows_to_move=\d+", text) for text in chosen)
+
+
+def test_waits_for_room_and_states_that_are_given_up_for_it_are_warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first wait is said, and not each of those within a minute of it."""
+    with caplog.at_level(logging.WARNING, f"{PACKAGE}.core"):
+        table = CacheTable(
+            name="t",
+            dim=4,
+            tiers=ssd_tiers(tmp_path, ssd_bytes="1MiB"),
+            initializer=initializers.Constant(1),
+            optimizer=optimizers.SGD(),
+        )
+        table.open()
+        random = torch.Generator().manual_seed(1)
+        for version in range(12):
+            ids = torch.randperm(9000, generator=random)[: 9000 if version == 0 else 3000]
+            table.import_rows(ids, torch.full((len(ids), 4), float(version)))
+            if version % 4 == 0:
+                table.flush()
+        stats = table.stats().ssd
+        said = [record.getMessage() for record in of_the_core(caplog)]
+        table.close()
+    assert stats is not None
+    assert stats.room_waits > 1
+    assert stats.published_given_up
+    waits = [text for text in said if "waits until its SSD tier has room" in text]
+    assert len(waits) == 1
+    assert re.search(r"raise ssd_bytes.* table=t waits=1 free_bytes=\d+ needed_bytes=\d+", waits[0])
+    given_up = [text for text in said if "gives up its oldest published state" in text]
+    assert given_up
+    assert all(re.search(r"table=t token=\d+ states=\d+ free_bytes=\d+ retained_bytes=\d+", text) for text in given_up)
+    assert not stats.read_only

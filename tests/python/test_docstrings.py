@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import torchrec_embcache
-from torchrec_embcache import lifecycle_configs
+from torchrec_embcache import lifecycle_configs, monitoring
 from world import process_group
 
 
@@ -15,7 +15,7 @@ def public_objects() -> dict[str, object]:
     """Each public class and function by name, and those in the public modules."""
     found = {name: getattr(torchrec_embcache, name) for name in torchrec_embcache.__all__}
     e = torchrec_embcache
-    for module in (e.admission, e.eviction, e.initializers, e.optimizers, e.exceptions, lifecycle_configs):
+    for module in (e.admission, e.eviction, e.initializers, e.optimizers, e.exceptions, lifecycle_configs, monitoring):
         found |= {name: getattr(module, name) for name in module.__all__}
     return {name: value for name, value in found.items() if inspect.isclass(value) or inspect.isfunction(value)}
 

@@ -13,7 +13,6 @@ from tables import make_bag, ssd_tiers, step
 from torchrec_embcache import (
     AdmissionStats,
     EvictionStats,
-    Histogram,
     SsdStats,
     TableStats,
     TierStats,

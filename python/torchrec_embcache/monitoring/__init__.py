@@ -3,9 +3,9 @@
     with PrometheusExporter(model, port=9400), JsonlLogger(model, "metrics.jsonl", interval_s=10):
         train(model)
 
-All of them read `stats()` of the model's tables, on a thread or where they are told to, and change nothing else: no training step does
-more or waits longer for them. `docs/monitoring.md` lists every metric with its meaning. `torchrec_embcache.lightning.EmbCacheMonitor`
-does the same as a callback, and `embcache top` shows what they write in a terminal.
+All of them read `stats()` of the model's tables, on a thread or where they are told to, and change nothing else: no training step
+does more or waits longer for them. `docs/monitoring.md` lists every metric with its meaning.
+`torchrec_embcache.lightning.EmbCacheMonitor` does the same as a callback, and `embcache top` shows what they write in a terminal.
 """
 
 from .catalog import METRICS, Metric

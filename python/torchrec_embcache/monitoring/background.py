@@ -1,4 +1,4 @@
-"""Monitors that write samples: on a thread of their own at an interval, or where they are told to. They never raise into training."""
+"""Monitors that write samples, on a thread at an interval or where they are told to. They never raise into training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Protocol, Self
 
 from torch import nn
 
-from ..exceptions import ConfigError
+from torchrec_embcache.exceptions import ConfigError
+
 from .sampling import Sample, Sampler
 
 __all__ = ["Monitor", "WarnsOnce", "close_at_exit"]
@@ -34,7 +35,9 @@ class WarnsOnce:
         """Say it as a warning, unless the call before failed too."""
         if not self._said:
             self._said = True
-            _log.warning("%s: nothing is written until this works again: %s: %s", self._what, type(error).__name__, error)
+            _log.warning(
+                "%s: nothing is written until this works again: %s: %s", self._what, type(error).__name__, error
+            )
 
     def worked(self) -> None:
         """The next failure is news."""
@@ -112,6 +115,7 @@ def _repeat(monitor: weakref.ref[Monitor], ends: threading.Event, interval_s: fl
 
 
 # ---- the end of the process
+
 
 class _Closes(Protocol):
     def close(self) -> None: ...

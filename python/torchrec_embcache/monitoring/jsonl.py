@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..exceptions import InputError
-from ..metrics import Histogram
+from torchrec_embcache.exceptions import InputError
+from torchrec_embcache.metrics import Histogram
+
 from .background import Monitor
 from .sampling import Sample, TableSample, Value
 
@@ -20,9 +21,9 @@ __all__ = ["JsonlLogger", "line_of", "sample_of"]
 class JsonlLogger(Monitor):
     """Appends the counters of a model's tables to a file, one JSON object a sample.
 
-    An object has `time` (seconds since 1970), `step`, and `tables`: for each table its `module`, `table`, `rank`, and `values` by their
-    path in `TableStats`. A histogram has `count`, `sum_ns` and `buckets`, as in `Histogram`. A line is appended by one write, so that
-    several ranks may share a file of a local disk. The file is opened anew for each sample, so that it may be rotated.
+    An object has `time` (seconds since 1970), `step`, and `tables`: for each table its `module`, `table`, `rank`, and `values` by
+    their path in `TableStats`. A histogram has `count`, `sum_ns` and `buckets`, as in `Histogram`. A line is appended by one write,
+    so that several ranks may share a file of a local disk. The file is opened anew for each sample, so that it may be rotated.
 
     Args:
         model: any `nn.Module` with tables of this package.
@@ -35,17 +36,17 @@ class JsonlLogger(Monitor):
 
     Example::
 
-        >>> import json, torch
+        >>> import json, tempfile, torch
         >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
         >>> from torchrec_embcache.monitoring import JsonlLogger
         >>> item = EmbCacheEmbedding(
         ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1)
         ... )
-        >>> with JsonlLogger(item, "metrics.jsonl", interval_s=None) as logger:
+        >>> with tempfile.NamedTemporaryFile() as file, JsonlLogger(item, file.name, interval_s=None) as logger:
         ...     for step in range(2):
         ...         item(torch.tensor([7, 8])).sum().backward()
         ...         logger.sample(step)
-        >>> [json.loads(line)["tables"][0]["values"]["host.hits"] for line in open("metrics.jsonl")]
+        ...     [json.loads(line)["tables"][0]["values"]["host.hits"] for line in file]
         [0, 2]
     """
 

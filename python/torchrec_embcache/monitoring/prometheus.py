@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from ..exceptions import StorageError, UnsupportedError
-from ..metrics import Histogram
+from torchrec_embcache.exceptions import StorageError, UnsupportedError
+from torchrec_embcache.metrics import Histogram
+
 from .background import WarnsOnce, close_at_exit
 from .catalog import METRICS, Metric
 from .sampling import Sampler, TableSample, Value
@@ -22,22 +23,22 @@ __all__ = ["BOUNDS_NS", "LABELS", "PrometheusExporter"]
 
 #: The labels of every metric.
 LABELS = ("module", "table", "rank")
-#: The bounds of histograms: the powers of two from 1 µs to 34 s, which are exact bounds of the core's buckets. There are fewer of them,
-#: because Prometheus keeps a series for each.
+#: The bounds of histograms: the powers of two from 1 µs to 34 s, which are exact bounds of the core's buckets. There are fewer of
+#: them, because Prometheus keeps a series for each.
 BOUNDS_NS = tuple(1 << power for power in range(10, 36))
 
 
 class PrometheusExporter:
     """Serves the counters of a model's tables to Prometheus, over HTTP, by a thread of its own.
 
-    The tables are sampled when Prometheus scrapes `/metrics`, and never besides. `docs/monitoring.md` lists the metrics. Each has the
-    labels `module`, `table` and `rank`. Every rank of a training serves its own tables, on a port of its own.
+    The tables are sampled when Prometheus scrapes `/metrics`, and never besides. `docs/monitoring.md` lists the metrics. Each has
+    the labels `module`, `table` and `rank`. Every rank of a training serves its own tables, on a port of its own.
 
     Args:
         model: any `nn.Module` with tables of this package. The exporter keeps neither it nor its tables alive.
         port: of TCP, to listen at. 0 picks a free one, which `port` and `url` then say.
-        host: the address to listen at: "127.0.0.1" serves this machine alone, and the default all of its networks. Whoever reaches it
-            can read the names and the sizes of the tables, and change nothing.
+        host: the address to listen at: "127.0.0.1" serves this machine alone, and the default all of its networks. Whoever reaches
+            it can read the names and the sizes of the tables, and change nothing.
 
     Raises:
         InputError: `model` is no `nn.Module`.
@@ -69,11 +70,13 @@ class PrometheusExporter:
                 'PrometheusExporter needs prometheus-client: pip install "torchrec-embcache[prometheus]"'
             ) from missing
         registry = CollectorRegistry()
-        registry.register(_Collector(self._sampler))  # type: ignore[arg-type]
+        registry.register(_Collector(self._sampler))
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
-            raise StorageError(f"cannot serve metrics at {host}:{port} ({error}): give another port, or 0 for a free one") from error
+            raise StorageError(
+                f"cannot serve metrics at {host}:{port} ({error}): give another port, or 0 for a free one"
+            ) from error
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..metrics import Histogram
+from torchrec_embcache.metrics import Histogram
+
 from .catalog import METRICS
 from .sampling import Sample, TableSample, Value
 
-__all__ = ["TIERS", "QUANTILES", "between", "scalars"]
+__all__ = ["QUANTILES", "TIERS", "between", "scalars"]
 
 TIERS = ("device", "host", "ssd")
 #: The quantiles of waits that are shown, and what they are called.
@@ -44,8 +45,8 @@ def scalars(before: Sample | None, after: Sample) -> dict[str, float]:
 def between(before: TableSample | None, after: TableSample, seconds: float) -> dict[str, float]:
     """What a table did between two samples that are `seconds` apart.
 
-    Gauges are as they are now. A counter `host.hits` becomes "host/hits_per_second", where `seconds` is above 0.0. A histogram of waits
-    becomes "row_wait/p50_ms", "row_wait/p99_ms" and "row_wait/mean_ms" of the waits since `before`. A tier that was asked has
+    Gauges are as they are now. A counter `host.hits` becomes "host/hits_per_second", where `seconds` is above 0.0. A histogram of
+    waits becomes "row_wait/p50_ms", "row_wait/p99_ms" and "row_wait/mean_ms" of the waits since `before`. A tier that was asked has
     "host/hit_rate", and the SSD tier "ssd/write_amplification" where rows were given to it.
 
     Counters of a table that was opened again meanwhile begin anew: they count since then.
@@ -65,7 +66,9 @@ def between(before: TableSample | None, after: TableSample, seconds: float) -> d
             continue
         elif kind == "counter":
             if seconds > 0.0:
-                found[f"{name.removesuffix('_ns')}_per_second"] = _rise(value, earlier.get(path)) / seconds * _unit(path)
+                found[f"{name.removesuffix('_ns')}_per_second"] = (
+                    _rise(value, earlier.get(path)) / seconds * _unit(path)
+                )
         else:
             found[name] = float(value)
     if seconds > 0.0 and before is not None and "step" in earlier:
@@ -108,6 +111,7 @@ def _of_waits(name: str, waits: Histogram) -> dict[str, float]:
 
 def _shares(earlier: Mapping[str, Value], after: TableSample) -> dict[str, float]:
     """Hits of all that a tier was asked for, and bytes written of all that were given."""
+
     def rise(path: str) -> float:
         return _rise(_number(after.values.get(path)), earlier.get(path))
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from ..cache import internals
-from ..collective import rank as own_rank
-from ..exceptions import EmbCacheError, InputError
-from ..metrics import Histogram, TableStats
-from ..table_names import shown
-from ..whole_model import cache_modules
+from torchrec_embcache.cache import internals
+from torchrec_embcache.collective import rank as own_rank
+from torchrec_embcache.exceptions import EmbCacheError, InputError
+from torchrec_embcache.metrics import Histogram, TableStats
+from torchrec_embcache.table_names import shown
+from torchrec_embcache.whole_model import cache_modules
 
 __all__ = ["Sample", "Sampler", "TableSample", "Value", "flat"]
 
@@ -61,8 +61,8 @@ class Sample:
 class Sampler:
     """Reads `stats()` of the open tables of a model.
 
-    It holds no reference to the model or its tables while it does not sample. Tables that are closed, were not opened yet or cannot be
-    used are left out, and so is everything once the model is gone.
+    It holds no reference to the model or its tables while it does not sample. Tables that are closed, were not opened yet or cannot
+    be used are left out, and so is everything once the model is gone.
 
     Args:
         model: any `nn.Module` with tables of this package. It is looked through at each sample, so it may be sharded later.

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ..exceptions import InputError
+from torchrec_embcache.exceptions import InputError
+
 from .background import Monitor
 from .rates import scalars
 from .sampling import Sample
@@ -22,8 +23,8 @@ class TensorBoardLogger(Monitor):
 
     Args:
         model: any `nn.Module` with tables of this package.
-        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar(name, value, step)`. It stays the caller's:
-            `close` does not close it.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar(name, value, step)`. It stays the
+            caller's: `close` does not close it.
         interval_s: the seconds between samples, which a thread takes. None: only `sample(step)` takes them.
 
     Raises:
