@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
+from time import sleep
 
 from torchrec_embcache.exceptions import EmbCacheError, InputError, StorageError, UnsupportedError
 
@@ -51,7 +51,7 @@ def _only(sources: Sequence[Source], interval_s: float) -> Frame:
     """The one frame of a call."""
     frame = read(sources)
     if interval_s > 0.0 and any(table.seconds == 0.0 for table in frame.tables):
-        time.sleep(interval_s)
+        sleep(interval_s)
         frame = read(sources)
     return frame
 
@@ -66,7 +66,7 @@ def _live(sources: Sequence[Source], interval_s: float, console: object) -> None
     try:
         with Live(drawn(read(sources)), console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
-                time.sleep(interval_s)
+                sleep(interval_s)
                 live.update(drawn(_read_on(sources)), refresh=True)
     except KeyboardInterrupt:
         return

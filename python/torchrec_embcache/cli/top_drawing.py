@@ -66,7 +66,7 @@ def _tiers(frame: Frame) -> Table | None:
 
     grid = _empty(
         "tiers",
-        ["tier", "rows", "bytes", "of budget", "hit rate", "hits/s", "misses/s", "evicted/s", "read/s", "written/s"],
+        ["tier", "rows", "bytes", "budget", "hit rate", "hits/s", "misses/s", "evicted/s", "read/s", "written/s"],
     )
     for table in frame.tables:
         first = True
@@ -80,7 +80,7 @@ def _tiers(frame: Frame) -> Table | None:
             cells = [
                 _cell(numbers, "rows", _count),
                 _cell(numbers, "bytes", _size),
-                Text.assemble(*_bar(numbers["bytes"] / budget if budget else 0.0), f" of {_size(budget)}"),
+                Text.assemble(*_bar(numbers["bytes"] / budget if budget else 0.0), f"  {_size(budget):>9}"),
                 _cell(numbers, "hit_rate", _share),
                 *(_cell(numbers, f"{name}_per_second", _count) for name in ("hits", "misses", "evictions")),
                 *(_cell(numbers, f"{name}_per_second", _size) for name in ("read_bytes", "written_bytes")),
@@ -144,7 +144,12 @@ def _empty(title: str, columns: Sequence[str], last: str | None = None) -> Table
     from rich.table import Table
 
     grid = Table(
-        title=title, title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD, pad_edge=False, expand=False
+        title=title,
+        title_justify="left",
+        title_style="bold cyan",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     grid.add_column("table", no_wrap=True)
     grid.add_column("rank", no_wrap=True)
@@ -165,7 +170,7 @@ def _state(table: TableFrame) -> Text:
     from rich.text import Text
 
     if table.numbers.get("ssd/read_only"):
-        return Text("reads only: a write failed", style="bold red")
+        return Text("read-only", style="bold red")
     if table.numbers.get("ssd/published_given_up"):
         return Text("last flush given up", style="yellow")
     return Text(table.engine or "ok", style="dim")
@@ -182,9 +187,9 @@ def _cell(numbers: object, name: str, shown: _Shown) -> Text:
 
 
 def _bar(share: float) -> tuple[tuple[str, str], tuple[str, str], str]:
-    """A bar of ten characters and the share in percent."""
-    full = min(10, round(share * 10))
-    return ("█" * full, "green" if share <= 1.0 else "yellow"), ("░" * (10 - full), "dim"), f" {share:4.0%}"
+    """A bar of eight characters and the share in percent."""
+    full = min(8, round(share * 8))
+    return ("█" * full, "green" if share <= 1.0 else "yellow"), ("░" * (8 - full), "dim"), f" {share:4.0%}"
 
 
 def _whole(value: float) -> str:
