@@ -105,7 +105,7 @@ def test_every_field_of_stats_is_a_metric_and_every_metric_a_field() -> None:
 
 
 def test_names_are_as_prometheus_wants_them() -> None:
-    """https://prometheus.io/docs/practices/naming: units of the base, counters end in _total, info metrics in _info."""
+    """By its guide to names: units are those of the base, counters end in _total, and info metrics in _info."""
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
         assert metric.name.startswith("embcache_")

@@ -1,4 +1,4 @@
-"""docs/monitoring.md: its programs run, its list is that of the code, and every metric that it names exists."""
+"""The page docs/monitoring.md: its programs run, its list is that of the code, and every metric that it names exists."""
 
 import re
 import subprocess

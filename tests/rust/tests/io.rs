@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use embcache::io::{
     ALIGNMENT, AlignedBuf, BeneathEngine, FaultEngine, IoEngine, IoFile, MemoryEngine, Open, PsyncEngine, Read,
@@ -407,4 +408,23 @@ fn a_path_that_cannot_be_looked_at_is_not_taken_for_absent() {
         assert_eq!((unknown.kind(), unknown.errno()), (Kind::Storage, Some(libc::ENAMETOOLONG)), "{unknown}");
         assert_eq!(engine.exists(&root.join("round/below")).unwrap_err().kind(), through_a_link);
     }
+}
+
+#[test]
+fn a_read_of_a_disk_says_how_long_it_took_and_one_of_memory_took_no_time() {
+    on_every_engine(|fixture| {
+        let (file, _) = fixture.filled("a", 100_000);
+        let reads: Vec<Read> = (0..200_u64).map(|i| Read { file: file.clone(), offset: i * 400, len: 200 }).collect();
+        let began = Instant::now();
+        let mut durations = Vec::new();
+        fixture.engine.read_batch(&reads, &mut |_, outcome, took| {
+            outcome.unwrap();
+            durations.push(took);
+        });
+        let whole = began.elapsed();
+        let is_disk = !fixture.engine.name().ends_with("memory");
+        assert_eq!(durations.len(), reads.len());
+        assert!(durations.iter().all(|took| (*took > Duration::ZERO) == is_disk), "{}", fixture.engine.name());
+        assert!(durations.iter().all(|took| *took <= whole), "{}", fixture.engine.name());
+    });
 }

@@ -150,7 +150,9 @@ mod tests {
         #[test]
         fn everything_that_was_recorded_is_counted_once(recorded in proptest::collection::vec(0..1_u64 << 40, 0..200)) {
             let histogram = Histogram::default();
-            recorded.iter().for_each(|&ns| histogram.record(Duration::from_nanos(ns)));
+            for &ns in &recorded {
+                histogram.record(Duration::from_nanos(ns));
+            }
             let found = histogram.distribution();
             prop_assert_eq!(found.count, recorded.len() as u64);
             prop_assert_eq!(found.sum_ns, recorded.iter().sum::<u64>());

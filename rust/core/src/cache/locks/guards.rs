@@ -20,7 +20,7 @@ pub(crate) struct Locked {
 pub(crate) struct Held<'a> {
     torn: &'a Torn,
     /// How long the lock is held is counted here.
-    held: &'a Histogram,
+    durations: &'a Histogram,
     since: Instant,
     /// Whether the lock was taken by the clean-up after a panic.
     unwinding: bool,
@@ -28,8 +28,8 @@ pub(crate) struct Held<'a> {
 }
 
 impl<'a> Held<'a> {
-    pub(super) fn new(torn: &'a Torn, held: &'a Histogram, locked: MutexGuard<'a, Locked>) -> Self {
-        Self { torn, held, since: Instant::now(), unwinding: std::thread::panicking(), locked }
+    pub(super) fn new(torn: &'a Torn, durations: &'a Histogram, locked: MutexGuard<'a, Locked>) -> Self {
+        Self { torn, durations, since: Instant::now(), unwinding: std::thread::panicking(), locked }
     }
 
     /// Why every use is refused until a load succeeds; `None` where it is not.
@@ -59,7 +59,7 @@ impl std::ops::DerefMut for Held<'_> {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.held.record(self.since.elapsed());
+        self.durations.record(self.since.elapsed());
         if std::thread::panicking() && !self.unwinding {
             self.torn.set(Tear::Panic);
         }
