@@ -55,7 +55,7 @@ impl Reads {
     fn ours_once(&self) -> u64 {
         let mut sum = 0;
         for batch in &self.batches {
-            self.engine.read_batch(batch, &mut |_, data| sum += u64::from(data.expect("a whole file")[0]));
+            self.engine.read_batch(batch, &mut |_, data, _| sum += u64::from(data.expect("a whole file")[0]));
         }
         sum
     }

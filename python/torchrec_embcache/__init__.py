@@ -14,7 +14,7 @@ from ._native import __version__ as __version__
 from .cache import CacheTable, EvictedRows, FoundRows, RowChunk, RowMetadata
 from .config import TierBudgets
 from .exceptions import EmbCacheError, EmbCacheWarning
-from .metrics import AdmissionStats, EvictionStats, SsdStats, TableStats, TierStats
+from .metrics import AdmissionStats, EvictionStats, Histogram, SsdStats, TableStats, TierStats
 from .miss_ratios import MissRatioCurve
 from .nn import EmbCacheEmbedding, EmbCacheEmbeddingBag
 from .sessions.event_time import set_time
@@ -59,6 +59,7 @@ __all__ = [
     "EvictedRows",
     "EvictionStats",
     "FoundRows",
+    "Histogram",
     "MissRatioCurve",
     "RowChunk",
     "RowMetadata",

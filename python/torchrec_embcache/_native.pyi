@@ -14,113 +14,41 @@ from numpy.typing import NDArray
 
 from ._native_checkpoint import (
     Ancestor as Ancestor,
-)
-from ._native_checkpoint import (
     BlockReader as BlockReader,
-)
-from ._native_checkpoint import (
     BlockRun as BlockRun,
-)
-from ._native_checkpoint import (
     BlockSave as BlockSave,
-)
-from ._native_checkpoint import (
     BlockShape as BlockShape,
-)
-from ._native_checkpoint import (
     BlockToWrite as BlockToWrite,
-)
-from ._native_checkpoint import (
     CheckpointCompaction as CheckpointCompaction,
-)
-from ._native_checkpoint import (
     CheckpointId as CheckpointId,
-)
-from ._native_checkpoint import (
     CheckpointMoment as CheckpointMoment,
-)
-from ._native_checkpoint import (
     CheckpointPart as CheckpointPart,
-)
-from ._native_checkpoint import (
     CheckpointReader as CheckpointReader,
-)
-from ._native_checkpoint import (
     CheckpointRows as CheckpointRows,
-)
-from ._native_checkpoint import (
     CheckpointSave as CheckpointSave,
-)
-from ._native_checkpoint import (
     CheckpointWriter as CheckpointWriter,
-)
-from ._native_checkpoint import (
     Digest as Digest,
-)
-from ._native_checkpoint import (
     Directory as Directory,
-)
-from ._native_checkpoint import (
     LinkedSegments as LinkedSegments,
-)
-from ._native_checkpoint import (
     LinkOfId as LinkOfId,
-)
-from ._native_checkpoint import (
     NewestCheckpoint as NewestCheckpoint,
-)
-from ._native_checkpoint import (
     PendingIds as PendingIds,
-)
-from ._native_checkpoint import (
     Published as Published,
-)
-from ._native_checkpoint import (
     RowsToWrite as RowsToWrite,
-)
-from ._native_checkpoint import (
     SavedTable as SavedTable,
-)
-from ._native_checkpoint import (
     ShardSaved as ShardSaved,
-)
-from ._native_checkpoint import (
     StreamRange as StreamRange,
-)
-from ._native_checkpoint import (
     TableOfBlocks as TableOfBlocks,
-)
-from ._native_checkpoint import (
     TableStep as TableStep,
-)
-from ._native_checkpoint import (
     TableToSave as TableToSave,
-)
-from ._native_checkpoint import (
     TableWritten as TableWritten,
-)
-from ._native_checkpoint import (
     TakenRow as TakenRow,
-)
-from ._native_checkpoint import (
     WrittenPart as WrittenPart,
-)
-from ._native_checkpoint import (
     WrittenTable as WrittenTable,
-)
-from ._native_checkpoint import (
     chunk_checksums as chunk_checksums,
-)
-from ._native_checkpoint import (
     latest_checkpoint as latest_checkpoint,
-)
-from ._native_checkpoint import (
     newest_checkpoint as newest_checkpoint,
-)
-from ._native_checkpoint import (
     sweep_parts as sweep_parts,
-)
-from ._native_checkpoint import (
     work_behind as work_behind,
 )
 
@@ -264,11 +192,22 @@ class TierStats:
     time_ns: int
 
 @final
+class Histogram:
+    """How often durations of which sizes were counted. Buckets without any are left out."""
+
+    count: int
+    sum_ns: int
+    bounds: list[int]  # the largest duration in ns of each bucket, ascending
+    counts: list[int]  # of that bucket alone
+
+@final
 class SsdStats:
     """Further counters of the SSD tier."""
 
     tier: TierStats
     io_engine: str
+    reads: int
+    read_latency: Histogram
     row_bytes_given: int
     compaction_bytes: int
     live_share: float
@@ -276,6 +215,8 @@ class SsdStats:
     index_bytes: int
     dropped_rows: int
     published_given_up: bool
+    room_waits: int
+    read_only: bool
 
 @final
 class AdmissionStats:
@@ -325,6 +266,8 @@ class TableStats:
     pinned_rows: int
     overflow_plans: int
     dropped_rows: int
+    row_wait: Histogram
+    lock_held: Histogram
     admission: AdmissionStats | None
     eviction: EvictionStats | None
     device: TierStats | None
@@ -595,7 +538,6 @@ class BucketOrder:
     starts: I64  # where in that order each bucket of [begin, end) starts, and the last one ends
 
 def io_engine_name() -> str: ...  # the engine this process uses
-def io_fallback_reason() -> str | None: ...  # why it is not io_uring, where the system refused that
 def drain_log() -> None: ...  # hands the events of the core so far to Python's logging; reads its levels first
 def table_key(name: str) -> int: ...
 def row_bytes(dim: int, optimizer: Optimizer, policy: Policy) -> RowBytes: ...

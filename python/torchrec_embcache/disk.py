@@ -75,25 +75,11 @@ def _say_opened(table: OpenTable, *, resumed: bool) -> None:
     if table.directory is None:
         _log.info("table %r: opened with %s", table.name, table.tiers.describe())
         return
-    _say_engine()
     if resumed:
         rows, step = len(table), table.step()
         _log.info("table %r: resumed %d rows at step %d from %s", table.name, rows, step, table.directory)
     else:
         _log.info("table %r: opened without rows, with %s", table.name, table.tiers.describe())
-
-
-_engine_said = False
-
-
-def _say_engine() -> None:
-    """Say once how this process reads files, where it cannot use the fast way."""
-    global _engine_said
-    reason = _native.io_fallback_reason()
-    if _engine_said or reason is None:
-        return
-    _engine_said = True
-    _log.info("SSD tiers and checkpoints are read by %s, as io_uring is refused: %s", _native.io_engine_name(), reason)
 
 
 # Roots that a warning was given for.

@@ -1,4 +1,4 @@
-"""Tables in PyTorch Lightning's checkpoints.
+"""Tables in PyTorch Lightning's checkpoints and in its loggers.
 
 `docs/lightning.md` has a whole program.
 
@@ -11,7 +11,10 @@ from typing import Any
 from torch import nn
 
 from .collective import is_distributed
+from .config import check_int
 from .exceptions import UnsupportedError
+from .monitoring import Sample, Sampler, scalars
+from .monitoring.background import WarnsOnce
 from .saver import Saver
 from .state_dicts import notes_of
 from .whole_model import cache_modules
@@ -24,7 +27,7 @@ except ImportError:
     except ImportError as _cause:
         raise UnsupportedError("torchrec_embcache.lightning needs PyTorch Lightning: pip install lightning") from _cause
 
-__all__ = ["EmbCacheCheckpoint"]
+__all__ = ["EmbCacheCheckpoint", "EmbCacheMonitor"]
 
 
 class EmbCacheCheckpoint(Callback):
@@ -76,6 +79,45 @@ class EmbCacheCheckpoint(Callback):
         name = next((note["name"] for note in notes_of(state_dict) if "name" in note), None)
         if name is not None:
             _saver().load(module, self.path, checkpoint=name)
+
+
+class EmbCacheMonitor(Callback):
+    """Gives the counters of the model's tables to the trainer's loggers, as "embcache/<module>/<table>/host/hit_rate".
+
+    The numbers are those of `torchrec_embcache.monitoring.TensorBoardLogger`: rates and waits since the sample before, and what is
+    there as it is. Lightning's loggers write on rank 0 alone, and so what they show is of its tables; for every rank, give each a
+    `PrometheusExporter`. An error of a logger is a warning in the log, once, and does not end the training.
+
+    `every_n_steps`: the optimizer steps from one sample to the next. Raises `ConfigError` where it is below 1.
+    """
+
+    def __init__(self, every_n_steps: int = 50) -> None:
+        super().__init__()
+        self.every_n_steps = check_int("every_n_steps", every_n_steps, 1, 1 << 62)
+        self._before: Sample | None = None
+        self._last_step = 0
+        self._warns = WarnsOnce("EmbCacheMonitor")
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Called before the first step of a run. The numbers of the first sample are those since then."""
+        self._before = Sampler(pl_module).sample(trainer.global_step)
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *_more: Any) -> None:
+        """Log a sample, where so many steps were made since the one before."""
+        step = trainer.global_step
+        if step - self._last_step < self.every_n_steps or not trainer.loggers:
+            return
+        self._last_step = step
+        try:
+            sample = Sampler(pl_module).sample(step)
+            numbers, self._before = scalars(self._before, sample), sample
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=step)
+        except Exception as error:
+            self._warns.failed(error)
+        else:
+            self._warns.worked()
 
 
 def _saver() -> Saver:

@@ -9,8 +9,76 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from . import _native
+from .exceptions import InputError
 
-__all__ = ["AdmissionStats", "EvictionStats", "SsdStats", "TableStats", "TierStats"]
+__all__ = ["AdmissionStats", "EvictionStats", "Histogram", "SsdStats", "TableStats", "TierStats"]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How often durations of which sizes were measured since the table was opened.
+
+    - `count`: how many durations.
+    - `sum_ns`: their sum in nanoseconds.
+    - `buckets`: pairs of a bucket's upper bound in nanoseconds and the number of durations in it, smallest bound first. A bucket
+      includes its upper bound and begins where the one before ends. Buckets without a duration are left out.
+
+    The buckets are log-linear, as those of HdrHistogram: 8 to each power of two. So a bound is at most an eighth above each
+    duration in its bucket, however long that is.
+
+    Examples:
+        >>> from torchrec_embcache import Histogram
+        >>> waits = Histogram(count=4, sum_ns=5_000, buckets=((1_024, 3), (2_048, 1)))
+        >>> waits.quantile(0.5), waits.quantile(0.99), waits.mean_ns
+        (1024.0, 2048.0, 1250.0)
+        >>> (waits + waits).count, (waits - waits).count
+        (8, 0)
+    """
+
+    count: int = 0
+    sum_ns: int = 0
+    buckets: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, native: _native.Histogram) -> Self:
+        """From the core's counters."""
+        return cls(native.count, native.sum_ns, tuple(zip(native.bounds, native.counts, strict=True)))
+
+    @property
+    def mean_ns(self) -> float:
+        """The mean duration in nanoseconds; 0.0 where there is none."""
+        return self.sum_ns / self.count if self.count else 0.0
+
+    def quantile(self, q: float) -> float:
+        """The upper bound in nanoseconds of the bucket of the `q`-quantile; 0.0 where there is no duration.
+
+        So at least the share `q` of all durations, from 0.0 to 1.0, took no longer than this. Raises `InputError` for another `q`.
+
+        For example `table.stats().row_wait.quantile(0.99) / 1e6` is a time in milliseconds.
+        """
+        if not 0.0 <= q <= 1.0:
+            raise InputError(f"q={q!r} is no share: give a number from 0 to 1, as 0.99")
+        seen = 0
+        for bound, count in self.buckets:
+            seen += count
+            if seen >= q * self.count:
+                return float(bound)
+        return 0.0
+
+    def __add__(self, other: Histogram) -> Histogram:
+        """The durations of both, as of several tables or ranks together."""
+        return self._with(other, 1)
+
+    def __sub__(self, earlier: Histogram) -> Histogram:
+        """The durations since `earlier`, where that is an earlier state of the same histogram."""
+        return self._with(earlier, -1)
+
+    def _with(self, other: Histogram, sign: int) -> Histogram:
+        counts = dict(self.buckets)
+        for bound, count in other.buckets:
+            counts[bound] = counts.get(bound, 0) + sign * count
+        buckets = tuple((bound, count) for bound, count in sorted(counts.items()) if count)
+        return Histogram(self.count + sign * other.count, self.sum_ns + sign * other.sum_ns, buckets)
 
 
 @dataclass(frozen=True)
@@ -57,6 +125,9 @@ class SsdStats(TierStats):
     """The counters of the SSD tier.
 
     - `io_engine`: "io_uring" or "pread", with "+direct" where files are read past the system's page cache (O_DIRECT).
+    - `reads`: reads that were sent to the disk to serve plans. One read brings all rows that lie near each other.
+    - `read_latency`: how long the disk took for a read that brought rows: from when the system was asked until the bytes were
+      there.
     - `row_bytes_given`: bytes of the rows that were given to the tier.
     - `compaction_bytes`: bytes that compaction wrote.
     - `live_share`: the bytes of live records, divided by the bytes of sealed segments; 0 to 1.
@@ -64,6 +135,8 @@ class SsdStats(TierStats):
     - `index_bytes`: bytes of RAM of the tier's index, which count in `host_bytes`.
     - `dropped_rows`: rows that `on_full="evict"` removed.
     - `published_given_up`: the last flush can no longer be resumed, because the room of its segments was needed.
+    - `room_waits`: how often a call waited until compaction had made room on the SSD.
+    - `read_only`: a write or a sync has failed, so that the table can be read and saved elsewhere, and not be trained.
 
     Examples:
         >>> import os
@@ -79,6 +152,8 @@ class SsdStats(TierStats):
     """
 
     io_engine: str
+    reads: int
+    read_latency: Histogram
     row_bytes_given: int
     compaction_bytes: int
     live_share: float
@@ -86,12 +161,14 @@ class SsdStats(TierStats):
     index_bytes: int
     dropped_rows: int
     published_given_up: bool
+    room_waits: int
+    read_only: bool
 
     @classmethod
     def of(cls, native: _native.SsdStats) -> Self:  # type: ignore[override]
         """From the core's counters."""
-        every_tier = _named(TierStats, native.tier)
-        return cls(**every_tier, **_named(cls, native, apart_from=every_tier))
+        apart = {**_named(TierStats, native.tier), "read_latency": Histogram.of(native.read_latency)}
+        return cls(**apart, **_named(cls, native, apart_from=apart))
 
     @property
     def write_amplification(self) -> float:
@@ -179,6 +256,9 @@ class TableStats:
     - `pinned_rows`: cache slots that batches in flight hold.
     - `overflow_plans`: batches whose rows did not fit the tier that kernels run on.
     - `dropped_rows`: rows that `on_full="evict"` removed.
+    - `row_wait`: how long the forward of each batch waited until all of its rows had their slots: for reads from SSD, for room, and
+      for the table's lock. Tables of one forward wait one after the other, so that their waits add up.
+    - `lock_held`: how long the table's lock was held, each time that it was.
     - `admission`: the counters of admission; None where every id gets a row.
     - `eviction`: the counters of eviction by rule; None where no rule takes rows, and without `on_evict`.
     - `device`, `host`, `ssd`: the counters of each tier; None for a tier that the table does not have.
@@ -200,6 +280,8 @@ class TableStats:
     pinned_rows: int
     overflow_plans: int
     dropped_rows: int
+    row_wait: Histogram
+    lock_held: Histogram
     admission: AdmissionStats | None
     eviction: EvictionStats | None
     device: TierStats | None
@@ -210,6 +292,8 @@ class TableStats:
     def of(cls, native: _native.TableStats) -> Self:
         """From the core's counters."""
         tiers: dict[str, Any] = {
+            "row_wait": Histogram.of(native.row_wait),
+            "lock_held": Histogram.of(native.lock_held),
             "admission": AdmissionStats.of(native.admission) if native.admission is not None else None,
             "eviction": EvictionStats.of(native.eviction) if native.eviction is not None else None,
             "device": TierStats.of(native.device) if native.device is not None else None,

@@ -39,8 +39,7 @@ class MissRatioCurve:
 
     The sizes are whole steps of the measurement, from about 1/500 of `distinct_ids` on; `at` gives the ratio of any size.
 
-    Example::
-
+    Examples:
         >>> import torch
         >>> from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, optimizers
         >>> bag = EmbCacheEmbeddingBag(

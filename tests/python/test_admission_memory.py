@@ -22,7 +22,7 @@ from torchrec_models import Model, Settings, batches, sharded
 
 #: Memory for four ids in each of two generations, of a table with one bucket.
 FOUR = 17 * 8
-LOGGER = "torchrec_embcache.cache"
+LOGGER = "torchrec_embcache.core.cache"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 

@@ -26,7 +26,7 @@ MOST_WAITING = 1024  # of rust/pyext/src/logging.rs
 def _levels_as_before() -> Iterator[None]:
     """The core follows the levels of the test, and afterwards those of before."""
     yield
-    for name in (PACKAGE, f"{PACKAGE}.ssd", f"{PACKAGE}.cache"):
+    for name in (PACKAGE, f"{PACKAGE}.core", f"{PACKAGE}.core.ssd", f"{PACKAGE}.core.cache"):
         logging.getLogger(name).setLevel(logging.NOTSET)
     logging.disable(logging.NOTSET)
     _native.drain_log()
@@ -45,7 +45,7 @@ def opened(directory: Path, name: str = "t") -> CacheTable:
     return table
 
 
-def of_the_core(caplog: pytest.LogCaptureFixture, name: str = f"{PACKAGE}.ssd") -> list[logging.LogRecord]:
+def of_the_core(caplog: pytest.LogCaptureFixture, name: str = f"{PACKAGE}.core.ssd") -> list[logging.LogRecord]:
     _native.drain_log()
     return [record for record in caplog.records if record.name == name and record.pathname.endswith(".rs")]
 
@@ -72,7 +72,7 @@ def test_events_come_by_themselves(tmp_path: Path, caplog: pytest.LogCaptureFixt
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("name", [PACKAGE, f"{PACKAGE}.ssd", None])
+@pytest.mark.parametrize("name", [PACKAGE, f"{PACKAGE}.core", f"{PACKAGE}.core.ssd", None])
 def test_the_level_of_a_logger_governs(name: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As for any logger: its own level, else that of the package, else that of the root."""
     with caplog.at_level(logging.DEBUG, name):
@@ -84,7 +84,7 @@ def test_the_level_of_a_logger_governs(name: str | None, tmp_path: Path, caplog:
 
 
 def test_disabled_levels_and_other_loggers_log_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, f"{PACKAGE}.cache"):
+    with caplog.at_level(logging.DEBUG, f"{PACKAGE}.core.cache"):
         opened(tmp_path).close()
         assert not of_the_core(caplog)
     with caplog.at_level(logging.DEBUG, PACKAGE):
@@ -122,10 +122,10 @@ def test_levels_may_be_any_integers(tmp_path: Path, caplog: pytest.LogCaptureFix
         logging.disable(sys.maxsize)
         opened(tmp_path).close()
         logging.disable(logging.NOTSET)
-        logging.getLogger(f"{PACKAGE}.ssd").setLevel(2**70)
+        logging.getLogger(f"{PACKAGE}.core.ssd").setLevel(2**70)
         opened(tmp_path, "u").close()
         assert not of_the_core(caplog)
-        logging.getLogger(f"{PACKAGE}.ssd").setLevel(logging.NOTSET)
+        logging.getLogger(f"{PACKAGE}.core.ssd").setLevel(logging.NOTSET)
         opened(tmp_path, "v").close()
         assert of_the_core(caplog)
 
@@ -147,7 +147,7 @@ def test_ctrl_c_while_levels_are_read_is_not_lost(tmp_path: Path, monkeypatch: p
     for name, call in calls.items():
         time.sleep(0 if name == "open" else 1.1)
         with monkeypatch.context() as patch:
-            patch.setattr(logging.getLogger(f"{PACKAGE}.io"), "getEffectiveLevel", raises)
+            patch.setattr(logging.getLogger(f"{PACKAGE}.core.io"), "getEffectiveLevel", raises)
             with pytest.raises(KeyboardInterrupt):
                 call()
         call()
@@ -189,7 +189,7 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
             assert go_on.wait(300)
 
     handler = Handler()
-    logger = logging.getLogger(f"{PACKAGE}.ssd")
+    logger = logging.getLogger(f"{PACKAGE}.core.ssd")
     logger.addHandler(handler)
     try:
         with caplog.at_level(logging.DEBUG, PACKAGE):
@@ -202,7 +202,7 @@ def test_what_overflows_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
             _native.drain_log()
             (said,) = [record for record in caplog.records if "were dropped" in record.getMessage()]
             assert said.levelno == logging.WARNING
-            assert said.name == PACKAGE
+            assert said.name == f"{PACKAGE}.core"
             flushes = [record for record in of_the_core(caplog) if "published" in record.getMessage()]
             dropped = int(said.getMessage().split()[0])
             assert len(flushes) + dropped >= MOST_WAITING + 11
@@ -219,7 +219,7 @@ from torchrec_embcache.cache import internals
 
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(process)d %(name)s %(message)s", force=True)
 logging.getLogger("torchrec_embcache").setLevel(logging.DEBUG)
-core = logging.getLogger("torchrec_embcache.ssd")
+core = logging.getLogger("torchrec_embcache.core.ssd")
 
 def opened(name):
     tiers = TierBudgets(host_bytes="64KiB", ssd_bytes="16MiB", ssd_dir=sys.argv[1])
@@ -424,7 +424,7 @@ def test_a_failed_write_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_what_compaction_chooses_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, f"{PACKAGE}.ssd"):
+    with caplog.at_level(logging.DEBUG, f"{PACKAGE}.core.ssd"):
         table = CacheTable(
             name="t",
             dim=4,
@@ -447,3 +447,37 @@ def test_what_compaction_chooses_is_logged_with_its_reason(tmp_path: Path, caplo
     }
     assert None not in reasons
     assert all(re.search(r"share=\d\.\d{3} .* free_bytes=\d+ rows_to_move=\d+", text) for text in chosen)
+
+
+def test_waits_for_room_and_states_that_are_given_up_for_it_are_warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first wait is said, and not each of those within a minute of it."""
+    with caplog.at_level(logging.WARNING, f"{PACKAGE}.core"):
+        table = CacheTable(
+            name="t",
+            dim=4,
+            tiers=ssd_tiers(tmp_path, ssd_bytes="1MiB"),
+            initializer=initializers.Constant(1),
+            optimizer=optimizers.SGD(),
+        )
+        table.open()
+        random = torch.Generator().manual_seed(1)
+        for version in range(12):
+            ids = torch.randperm(9000, generator=random)[: 9000 if version == 0 else 3000]
+            table.import_rows(ids, torch.full((len(ids), 4), float(version)))
+            if version % 4 == 0:
+                table.flush()
+        stats = table.stats().ssd
+        said = [record.getMessage() for record in of_the_core(caplog)]
+        table.close()
+    assert stats is not None
+    assert stats.room_waits > 1
+    assert stats.published_given_up
+    waits = [text for text in said if "waits until its SSD tier has room" in text]
+    assert len(waits) == 1
+    assert re.search(r"raise ssd_bytes.* table=t waits=1 free_bytes=\d+ needed_bytes=\d+", waits[0])
+    given_up = [text for text in said if "gives up its oldest published state" in text]
+    assert given_up
+    assert all(re.search(r"table=t token=\d+ states=\d+ free_bytes=\d+ retained_bytes=\d+", text) for text in given_up)
+    assert not stats.read_only

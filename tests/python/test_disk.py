@@ -343,7 +343,7 @@ def test_what_a_person_would_want_to_know_is_logged_once_at_info_and_no_step_is(
 ) -> None:
     tiers = {"host_bytes": "1MiB", "ssd_bytes": "16MiB"}
     with make_bag(tiers=ssd_tiers(tmp_path / "ssd", **tiers)) as bag:
-        assert [line for line in logged if "io_uring" not in line] == [
+        assert [line for line in logged if "torchrec_embcache.core" not in line] == [
             f"INFO torchrec_embcache.disk: table 'item': opened without rows, with host 1 MiB, ssd 16 MiB in {tmp_path}/ssd"
         ]
         logged.clear()
@@ -383,18 +383,6 @@ def test_what_a_person_would_want_to_know_is_logged_once_at_info_and_no_step_is(
         pass
     resumed = f"table 'item': resumed {rows} rows at step {len(BATCHES)} from {tmp_path}/ssd/item/item/0-of-1"
     assert f"INFO torchrec_embcache.disk: {resumed}" in logged
-
-
-def test_reading_by_pread_because_io_uring_is_refused_is_said_once(
-    tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchrec_embcache._native.io_fallback_reason", lambda: "Operation not permitted")
-    monkeypatch.setattr("torchrec_embcache.disk._engine_said", False)
-    for name in ("first", "second"):
-        with make_bag(name=name, tiers=ssd_tiers(tmp_path)):
-            pass
-    (line,) = [line for line in logged if "io_uring is refused" in line]
-    assert line.endswith("as io_uring is refused: Operation not permitted")
 
 
 def save_on(rank: int, _size: int, path: str) -> list[str]:

@@ -49,9 +49,11 @@ PUBLIC_MODULES = [
     "lifecycle_configs",
     "lightning",
     "megatron",
+    "monitoring",
     "optimizers",
     "saver",
     "serialize",
+    "sizing",
 ]
 # Names in their `__all__` that other modules of this package use: no business of users.
 INSIDE = {"check_not_admitted", "check_saved_optimizer", "gradient_limits", "native_hyperparameters"}

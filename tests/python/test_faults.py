@@ -8,6 +8,7 @@ import ctypes
 import gc
 import hashlib
 import json
+import logging
 import os
 import platform
 import resource
@@ -26,7 +27,7 @@ import pytest
 import torch
 
 from tables import make_bag, ssd_tiers
-from torchrec_embcache import TierBudgets
+from torchrec_embcache import TierBudgets, _native
 from torchrec_embcache import serialize as blocks
 from torchrec_embcache.exceptions import EmbCacheError, HostMemoryError, ReadOnlyError, StorageError
 from torchrec_embcache.saver import Saver
@@ -318,6 +319,10 @@ def forbid(call: int, errno: int) -> None:
 def uring_refused(root: str, when: str, errno: int) -> str:
     if when == "from the start":
         forbid(IO_URING_SETUP, errno)
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchrec_embcache.core.io").addHandler(handler)
     bag = a_bag(tiers=ssd_tiers(Path(root, "ssd"), host_bytes="1MiB", ssd_bytes="64MiB"))
     assert train(bag, range(4)) == 4
     bag.flush()
@@ -331,6 +336,10 @@ def uring_refused(root: str, when: str, errno: int) -> str:
         assert train(oracle, range(4)) == 4
         assert train(oracle, range(8)) == 8
         assert contents(bag) == contents(oracle)
+    _native.drain_log()
+    (line,) = said
+    assert ("files are read by pread" if when == "from the start" else "reads go through pread as long as") in line
+    assert os.strerror(errno) in line
     return engine
 
 

@@ -13,10 +13,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers.logger import Logger
 
 from torchrec_embcache import EmbCacheEmbeddingBag, TierBudgets, admission, optimizers
-from torchrec_embcache.exceptions import StateError
-from torchrec_embcache.lightning import EmbCacheCheckpoint
+from torchrec_embcache.exceptions import ConfigError, StateError
+from torchrec_embcache.lightning import EmbCacheCheckpoint, EmbCacheMonitor
 
 # Lightning gives advice about workers, loggers and devices.
 pytestmark = [
@@ -111,3 +112,85 @@ def test_a_file_without_its_rows_is_refused(tmp_path):
     trainer(tmp_path, 1, *callbacks(tmp_path)).fit(Recommender())
     with pytest.raises(StateError, match=rf"Saver\(rank\)\.load\(model, path\), where path is {tmp_path}"):
         trainer(tmp_path, 2).fit(Recommender(), ckpt_path=str(tmp_path / "epoch=0.ckpt"))
+
+
+class Recording(Logger):
+    """A logger that keeps what it is given, and fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+        self.fails = False
+
+    @property
+    def name(self) -> str:
+        return "recording"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *_arguments: Any, **_named: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if self.fails:
+            raise OSError("the disk of the logger is full")
+        if any(name.startswith("embcache/") for name in metrics):
+            self.logged.append((step, dict(metrics)))
+
+
+def monitored(folder: Path, epochs: int, logger: Any, monitor: EmbCacheMonitor) -> Recommender:
+    model = Recommender()
+    made = Trainer(
+        max_epochs=epochs,
+        callbacks=[monitor],
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    made.fit(model)
+    return model
+
+
+def test_the_tables_counters_go_to_the_trainers_loggers_every_so_many_steps(tmp_path):
+    logger = Recording()
+    model = monitored(tmp_path, 3, logger, EmbCacheMonitor(every_n_steps=4))  # 5 steps an epoch
+    assert [step for step, _ in logger.logged] == [4, 8, 12]
+    for step, found in logger.logged:
+        assert found["embcache/items/item/step"] == step
+    assert logger.logged[-1][1]["embcache/items/item/rows"] == len(model.items) == 40
+    # The first sample has the misses of 4 batches with new ids, the second the hits of ids that were seen.
+    assert logger.logged[0][1]["embcache/items/item/host/hit_rate"] == 0.0
+    assert logger.logged[2][1]["embcache/items/item/host/hit_rate"] == 1.0
+    assert logger.logged[0][1]["embcache/items/item/row_wait/p99_ms"] > 0
+
+
+def test_tensorboard_reads_what_lightnings_logger_was_given(tmp_path):
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(str(tmp_path), name="runs", version=0)
+    monitored(tmp_path, 2, logger, EmbCacheMonitor(every_n_steps=5))
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert [(one.step, one.value) for one in events.Scalars("embcache/items/item/rows")] == [(5, 40.0), (10, 40.0)]
+
+
+def test_a_logger_that_fails_is_a_warning_once_and_the_training_goes_on(tmp_path, caplog):
+    logger = Recording()
+    logger.fails = True
+    with caplog.at_level("WARNING", "torchrec_embcache"):
+        model = monitored(tmp_path, 2, logger, EmbCacheMonitor(every_n_steps=1))
+    assert len(model.items) == 40
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("torchrec_embcache")]
+    assert "EmbCacheMonitor" in said
+    assert "the disk of the logger is full" in said
+
+
+def test_a_number_of_steps_is_checked():
+    with pytest.raises(ConfigError, match="every_n_steps"):
+        EmbCacheMonitor(every_n_steps=0)

@@ -10,7 +10,15 @@ from typing import Any, get_args
 import pytest
 
 from tables import make_bag, ssd_tiers, step
-from torchrec_embcache import AdmissionStats, EvictionStats, SsdStats, TableStats, TierStats, _native, optimizers
+from torchrec_embcache import (
+    AdmissionStats,
+    EvictionStats,
+    SsdStats,
+    TableStats,
+    TierStats,
+    _native,
+    optimizers,
+)
 from torchrec_embcache.cache import internals
 from torchrec_embcache.config import Policy
 from torchrec_embcache.exceptions import ConfigError
@@ -75,6 +83,7 @@ def test_stats_are_what_the_binding_counts(tmp_path):
         "FetchedRows",
         "FoundRows",
         "GatheredRows",
+        "Histogram",
         "PlanMode",
         "RowBlock",
         "RowBytes",

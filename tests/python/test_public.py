@@ -31,6 +31,7 @@ PUBLIC_WITHOUT_TORCHREC = {
     "EvictedRows",
     "EvictionStats",
     "FoundRows",
+    "Histogram",
     "RowChunk",
     "RowMetadata",
     "SsdStats",

@@ -144,7 +144,8 @@ PYTHON_IMPORTS = {
     "blocks": _CACHE | _SAVER | {"nn"},
     "serialize": _CACHE | _SAVER | {"nn", "blocks"},
     "dcp": _SAVER,
-    "lightning": _CACHE | _SAVER | {"saver", "save_log"},
+    "lightning": _CACHE | _SAVER | {"saver", "save_log", "monitoring"},
+    "monitoring": _CACHE | {"table_names"},
     "megatron": _SAVER | {"saver", "save_log", "folder"},
 }
 # Package or module of it: who alone may import it.
@@ -184,6 +185,8 @@ RESERVED = {
     "torch.distributed.checkpoint": {"dcp", "cli"},
     "megatron": {"megatron"},
     "lightning": {"lightning"},
+    "prometheus_client": {"monitoring", "cli"},
+    "tensorboard": set(),
 }
 SKIPPED = {
     ".git",

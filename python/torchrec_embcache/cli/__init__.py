@@ -1,4 +1,6 @@
-"""`embcache`: look at checkpoints, check, compare, merge, convert and divide them. `embcache --help` has the commands.
+"""`embcache`: look at checkpoints, check, compare, merge, convert and divide them, and look at tables that run.
+
+`embcache --help` has the commands.
 
 Exit status: 0 done; 1 damage (`verify`) or differences (`diff`) were found; 2 wrong usage; 3 it could not be done, standard error
 says why. `--json` gives programs all of it, errors too.
@@ -20,6 +22,7 @@ from .compare import diff
 from .convert import Settings, convert
 from .layouts import READERS
 from .report import FAILED, Report
+from .top import DEFAULT, top
 from .why import why
 
 __all__ = ["main"]
@@ -73,10 +76,33 @@ def _add_rewriting(command: _AddCommand, checkpoint: str) -> None:
     made.add_argument("--no-counters", action="store_true", help=no_counters)
 
 
+def _add_top(command: _AddCommand) -> None:
+    """The command that looks at tables that run."""
+    made = command(
+        "top",
+        "show hit rates, bytes, reads, compaction and waits of running tables, live",
+        lambda a: top(a.source, a.interval, once=a.once, as_json=a.json),
+    )
+    made.add_argument(
+        "source",
+        nargs="*",
+        metavar="URL|FILE",
+        help=f"a PrometheusExporter (http://HOST:PORT or HOST:PORT) or a file of JsonlLogger, one a rank; by default {DEFAULT}",
+    )
+    made.add_argument("--once", action="store_true", help="print one frame and end; --json does so too")
+    made.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds of a frame; 0 with --once: since the tables were opened",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="embcache",
-        description="Look at checkpoints of embedding tables, check, compare, merge, convert and divide them.",
+        description="Look at checkpoints of embedding tables, check, compare, merge, convert and divide them; watch live tables.",
         epilog="exit status: 0 done, 1 damage or differences found, 2 wrong usage, 3 it could not be done",
     )
     parser.add_argument("--version", action="version", version=f"embcache {__version__}")
@@ -117,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add_advise(command)
     _add_rewriting(command, checkpoint)
+
+    _add_top(command)
 
     made = command("convert", "tables from other layouts into a checkpoint, or out of one", _convert)
     made.add_argument("source", help="a checkpoint, or a directory in another layout")

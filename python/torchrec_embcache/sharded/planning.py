@@ -48,7 +48,8 @@ def planner_constraints(
 
     Raises `InputError` where two modules have tables of one name, because TorchRec names tables without their module.
 
-    Example, where TorchRec is installed::
+    Examples:
+        Where TorchRec is installed:
 
         >>> from torchrec_embcache.sharded import planner_constraints
         >>> from torchrec_embcache.sizing import TableTraffic

@@ -131,8 +131,7 @@ def advise(
         InputError: there is no table.
         StateError: a table measures nothing, or was not used yet.
 
-    Example::
-
+    Examples:
         >>> from torchrec_embcache.sizing import TableTraffic, advise
         >>> item = TableTraffic.assumed("item", rows=10_000_000, dim=64, ids_per_batch=65_536)
         >>> user = TableTraffic.assumed("user", rows=50_000_000, dim=32, ids_per_batch=8_192)

@@ -94,8 +94,7 @@ class TableTraffic:
 
         Raises `ConfigError` for a value that is out of range.
 
-        Example::
-
+        Examples:
             >>> from torchrec_embcache.sizing import TableTraffic
             >>> item = TableTraffic.assumed("item", rows=1_000_000, dim=64, ids_per_batch=65_536)
             >>> item.row_bytes.host, item.row_bytes.ssd

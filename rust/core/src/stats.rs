@@ -2,6 +2,11 @@
 
 use std::collections::BTreeMap;
 
+mod histogram;
+
+pub use histogram::Distribution;
+pub(crate) use histogram::Histogram;
+
 /// Counters of one tier of one table. Those that count events begin when the table is opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TierStats {
@@ -32,9 +37,10 @@ pub struct SsdStats {
     pub tier: TierStats,
     /// The I/O engine: `io_uring` or `pread`, with `+direct` where `O_DIRECT` is in use.
     pub io_engine: String,
-    /// Reads that were sent to the disk to serve plans. One read brings all rows that lie near each other. For benches: Python does not
-    /// show it.
+    /// Reads that were sent to the disk to serve plans. One read brings all rows that lie near each other.
     pub reads: u64,
+    /// How long reads of rows took, from when one was sent to the disk until its bytes were there.
+    pub read_latency: Distribution,
     /// Bytes of the rows that were given to the tier, their headers included.
     pub row_bytes_given: u64,
     /// Bytes that compaction wrote.
@@ -49,6 +55,10 @@ pub struct SsdStats {
     pub dropped_rows: u64,
     /// Whether the last published state had to be given up for want of room. Then nothing can be resumed until the next publish.
     pub published_given_up: bool,
+    /// How often a call waited for room on the SSD tier.
+    pub room_waits: u64,
+    /// Whether a write or a sync has failed, so that the tier only reads.
+    pub read_only: bool,
 }
 
 /// What became of ids without a row in training batches, where some get none. Distinct ids count once a batch.

@@ -41,12 +41,6 @@ fn io_engine_name() -> PyResult<String> {
     embcache::io::default_engine().map(|engine| engine.name()).map_err(error::to_python)
 }
 
-/// Why the I/O engine is not `io_uring`, where the system refused it; `None` otherwise.
-#[pyfunction]
-fn io_fallback_reason() -> Option<&'static str> {
-    embcache::io::fallback_reason()
-}
-
 /// The key of a table that is created under `name`.
 #[pyfunction]
 fn table_key(name: &str) -> u64 {
@@ -109,13 +103,13 @@ mod _native {
     #[pymodule_export]
     use super::sizing::{PyMissRatios, miss_ratios, row_bytes};
     #[pymodule_export]
-    use super::stats::{PyAdmissionStats, PyEvictionStats, PySsdStats, PyTableStats, PyTierStats};
+    use super::stats::{PyAdmissionStats, PyEvictionStats, PyHistogram, PySsdStats, PyTableStats, PyTierStats};
     #[pymodule_export]
     use super::sweeps::sweep_tables;
     #[pymodule_export]
     use super::table::{PyExport, PyTable};
     #[pymodule_export]
-    use super::{has_room_for_threads, io_engine_name, io_fallback_reason, table_key};
+    use super::{has_room_for_threads, io_engine_name, table_key};
 
     use super::{ReservingAllocator, foreign, logging};
     use pyo3::prelude::*;

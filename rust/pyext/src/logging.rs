@@ -32,8 +32,8 @@ use tracing::level_filters::LevelFilter;
 use tracing::subscriber::Interest;
 use tracing::{Event, Level, Metadata, Subscriber, span};
 
-/// The logger of the package. What no other logger is for goes there.
-const PACKAGE: &str = "torchrec_embcache";
+/// The logger above those of the core's modules. What no other logger is for goes there.
+const CORE: &str = "torchrec_embcache.core";
 /// Events that may wait to be logged. More than these come only where a handler is slow or stuck: at about 300 bytes each they take
 /// 300 KiB.
 const MOST_WAITING: usize = 1024;
@@ -44,8 +44,8 @@ const MOST_WAIT_AT_EXIT: Duration = Duration::from_secs(5);
 
 /// The modules of the core that log, with the level of each one's logger.
 static MODULES: [Module; 4] = [Module::new("cache"), Module::new("checkpoint"), Module::new("io"), Module::new("ssd")];
-/// The level of the package's logger.
-static PACKAGE_LEVEL: AtomicU8 = AtomicU8::new(0);
+/// The level of the logger above them.
+static CORE_LEVEL: AtomicU8 = AtomicU8::new(0);
 
 /// A module of the core and the level of its logger, as [`verbosity`] numbers it.
 struct Module {
@@ -65,7 +65,7 @@ impl Module {
     }
 
     fn logger(&self) -> String {
-        format!("{PACKAGE}.{}", self.name)
+        format!("{CORE}.{}", self.name)
     }
 }
 
@@ -253,15 +253,15 @@ fn log_dropped(py: Python<'_>, dropped: u64) -> PyResult<()> {
     }
     let text = format!(
         "{dropped} log events of the core were dropped, because {MOST_WAITING} waited to be logged already: make the handlers of \
-         {PACKAGE} faster or its level higher"
+         {CORE} faster or its level higher"
     );
-    logger(py, PACKAGE)?.call_method1("warning", (text,)).map(drop)
+    logger(py, CORE)?.call_method1("warning", (text,)).map(drop)
 }
 
 impl Logged {
     /// Log it as of the time and the thread of the event.
     fn log(&self, py: Python<'_>) -> PyResult<()> {
-        let name = Module::of(self.metadata.target()).map_or_else(|| PACKAGE.to_owned(), Module::logger);
+        let name = Module::of(self.metadata.target()).map_or_else(|| CORE.to_owned(), Module::logger);
         let logger = logger(py, &name)?;
         let level = python_level(*self.metadata.level());
         if !logger.call_method1("isEnabledFor", (level,))?.is_truthy()? {
@@ -287,7 +287,7 @@ fn logger<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
 pub(crate) fn follow_levels(py: Python<'_>) -> PyResult<()> {
     // Levels are integers of any size. None is above the largest one here.
     let number = |level: Bound<'_, PyAny>| level.extract::<i64>().unwrap_or(i64::MAX);
-    let least = number(logger(py, PACKAGE)?.getattr("manager")?.getattr("disable")?).saturating_add(1);
+    let least = number(logger(py, CORE)?.getattr("manager")?.getattr("disable")?).saturating_add(1);
     let level_of = |name: &str| -> PyResult<u8> {
         let level = number(logger(py, name)?.call_method0("getEffectiveLevel")?);
         Ok(match level.max(least) {
@@ -299,9 +299,9 @@ pub(crate) fn follow_levels(py: Python<'_>) -> PyResult<()> {
             _ => 0,
         })
     };
-    let package = level_of(PACKAGE)?;
+    let core = level_of(CORE)?;
     let modules = MODULES.iter().map(|module| level_of(&module.logger())).collect::<PyResult<Vec<u8>>>()?;
-    let mut changed = PACKAGE_LEVEL.swap(package, Ordering::Relaxed) != package;
+    let mut changed = CORE_LEVEL.swap(core, Ordering::Relaxed) != core;
     for (module, level) in MODULES.iter().zip(modules) {
         changed |= module.level.swap(level, Ordering::Relaxed) != level;
     }
@@ -337,13 +337,13 @@ impl Subscriber for ToPython {
     }
 
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        let level = Module::of(metadata.target()).map_or(&PACKAGE_LEVEL, |module| &module.level);
+        let level = Module::of(metadata.target()).map_or(&CORE_LEVEL, |module| &module.level);
         !metadata.is_span() && verbosity(*metadata.level()) <= level.load(Ordering::Relaxed)
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
         let modules = MODULES.iter().map(|module| module.level.load(Ordering::Relaxed));
-        Some(match modules.fold(PACKAGE_LEVEL.load(Ordering::Relaxed), u8::max) {
+        Some(match modules.fold(CORE_LEVEL.load(Ordering::Relaxed), u8::max) {
             0 => LevelFilter::OFF,
             1 => LevelFilter::ERROR,
             2 => LevelFilter::WARN,

@@ -6,16 +6,16 @@
 use std::collections::BTreeMap;
 
 use embcache::cache::TableStats;
-use embcache::stats::{AdmissionStats, EvictionStats, SsdStats, TierStats};
+use embcache::stats::{AdmissionStats, Distribution, EvictionStats, SsdStats, TierStats};
 use pyo3::prelude::*;
 
 /// A frozen class with an attribute for each counter, made of the core's structure that has fields of the same names.
 macro_rules! counters {
-    ($(#[$about:meta])* $class:ident, $name:tt, $core:ty { $($counter:ident: $kind:ty),+ $(,)? } $(, $inner:ident: $of:ty)?) => {
+    ($(#[$about:meta])* $class:ident, $name:tt, $core:ty { $($counter:ident: $kind:ty),+ $(,)? } $(, $inner:ident: $of:ty)* $(,)?) => {
         $(#[$about])*
         #[pyclass(frozen, get_all, name = $name, module = "torchrec_embcache._native")]
         pub(crate) struct $class {
-            $($inner: Py<$of>,)?
+            $($inner: Py<$of>,)*
             $($counter: $kind,)+
         }
 
@@ -29,7 +29,7 @@ macro_rules! counters {
 
         impl $class {
             fn new(py: Python<'_>, core: $core) -> PyResult<Py<Self>> {
-                Py::new(py, Self { $($inner: <$of>::new(py, core.$inner)?,)? $($counter: core.$counter,)+ })
+                Py::new(py, Self { $($inner: <$of>::new(py, core.$inner)?,)* $($counter: core.$counter,)+ })
             }
         }
     };
@@ -51,9 +51,20 @@ counters! {
 }
 
 counters! {
+    /// How often durations of which sizes were counted.
+    PyHistogram, "Histogram", Distribution {
+        count: u64,
+        sum_ns: u64,
+        bounds: Vec<u64>,
+        counts: Vec<u64>,
+    }
+}
+
+counters! {
     /// Further counters of the SSD tier; `tier` has those that every tier has.
     PySsdStats, "SsdStats", SsdStats {
         io_engine: String,
+        reads: u64,
         row_bytes_given: u64,
         compaction_bytes: u64,
         live_share: f64,
@@ -61,7 +72,9 @@ counters! {
         index_bytes: u64,
         dropped_rows: u64,
         published_given_up: bool,
-    }, tier: PyTierStats
+        room_waits: u64,
+        read_only: bool,
+    }, tier: PyTierStats, read_latency: PyHistogram
 }
 
 counters! {
@@ -93,6 +106,8 @@ pub(crate) struct PyTableStats {
     pinned_rows: u64,
     overflow_plans: u64,
     dropped_rows: u64,
+    row_wait: Py<PyHistogram>,
+    lock_held: Py<PyHistogram>,
     admission: Option<Py<PyAdmissionStats>>,
     eviction: Option<Py<PyEvictionStats>>,
     device: Option<Py<PyTierStats>>,
@@ -123,6 +138,8 @@ impl PyTableStats {
             pinned_rows: core.pinned_rows,
             overflow_plans: core.overflow_plans,
             dropped_rows: core.dropped_rows,
+            row_wait: PyHistogram::new(py, core.row_wait)?,
+            lock_held: PyHistogram::new(py, core.lock_held)?,
             admission: core.admission.map(|stats| PyAdmissionStats::new(py, stats)).transpose()?,
             eviction: core.eviction.map(|stats| PyEvictionStats::new(py, stats)).transpose()?,
             device: core.device.map(|tier| PyTierStats::new(py, tier)).transpose()?,

@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use embcache::io::{
     ALIGNMENT, AlignedBuf, BeneathEngine, FaultEngine, IoEngine, IoFile, MemoryEngine, Open, PsyncEngine, Read,
@@ -79,7 +80,7 @@ fn on_every_engine(behaviour: impl Fn(&Fixture)) {
 /// The outcomes of a batch by position. Each read must be handed over exactly once.
 fn read_all(engine: &dyn IoEngine, reads: &[Read]) -> Vec<Result<Vec<u8>>> {
     let mut outcomes: Vec<Option<Result<Vec<u8>>>> = reads.iter().map(|_| None).collect();
-    engine.read_batch(reads, &mut |position, outcome| {
+    engine.read_batch(reads, &mut |position, outcome, _| {
         assert!(outcomes[position].replace(outcome.map(<[u8]>::to_vec)).is_none(), "read {position} came twice");
     });
     outcomes.into_iter().map(|outcome| outcome.expect("every read is handed over")).collect()
@@ -196,7 +197,7 @@ fn a_sink_that_panics_leaves_the_engine_usable() {
         let reads: Vec<Read> = (0..600_u64).map(|i| Read { file: file.clone(), offset: i * 500, len: 300 }).collect();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut count = 0;
-            fixture.engine.read_batch(&reads, &mut |_, _| {
+            fixture.engine.read_batch(&reads, &mut |_, _, _| {
                 count += 1;
                 assert!(count < 5, "enough");
             });
@@ -387,7 +388,7 @@ fn a_sink_sees_its_reads_on_the_thread_that_asked() {
         let (file, _) = fixture.filled("a", 100_000);
         let reads: Vec<Read> = (0..200_u64).map(|i| Read { file: file.clone(), offset: i * 400, len: 200 }).collect();
         let threads = Mutex::new(Vec::new());
-        fixture.engine.read_batch(&reads, &mut |_, _| threads.lock().unwrap().push(std::thread::current().id()));
+        fixture.engine.read_batch(&reads, &mut |_, _, _| threads.lock().unwrap().push(std::thread::current().id()));
         assert!(threads.into_inner().unwrap().iter().all(|id| *id == std::thread::current().id()));
     });
 }
@@ -407,4 +408,23 @@ fn a_path_that_cannot_be_looked_at_is_not_taken_for_absent() {
         assert_eq!((unknown.kind(), unknown.errno()), (Kind::Storage, Some(libc::ENAMETOOLONG)), "{unknown}");
         assert_eq!(engine.exists(&root.join("round/below")).unwrap_err().kind(), through_a_link);
     }
+}
+
+#[test]
+fn a_read_of_a_disk_says_how_long_it_took_and_one_of_memory_took_no_time() {
+    on_every_engine(|fixture| {
+        let (file, _) = fixture.filled("a", 100_000);
+        let reads: Vec<Read> = (0..200_u64).map(|i| Read { file: file.clone(), offset: i * 400, len: 200 }).collect();
+        let began = Instant::now();
+        let mut durations = Vec::new();
+        fixture.engine.read_batch(&reads, &mut |_, outcome, took| {
+            outcome.unwrap();
+            durations.push(took);
+        });
+        let whole = began.elapsed();
+        let is_disk = !fixture.engine.name().ends_with("memory");
+        assert_eq!(durations.len(), reads.len());
+        assert!(durations.iter().all(|took| (*took > Duration::ZERO) == is_disk), "{}", fixture.engine.name());
+        assert!(durations.iter().all(|took| *took <= whole), "{}", fixture.engine.name());
+    });
 }

@@ -90,7 +90,8 @@ fn after_a_stop_everything_fails_and_what_was_durable_is_left() {
         assert_eq!(outcome.unwrap_err().kind(), Kind::Storage, "operation {index}");
     }
     let mut failed = 0;
-    engine.read_batch(&[Read { file, offset: 0, len: 1 }], &mut |_, outcome| failed += usize::from(outcome.is_err()));
+    engine
+        .read_batch(&[Read { file, offset: 0, len: 1 }], &mut |_, outcome, _| failed += usize::from(outcome.is_err()));
     assert_eq!(failed, 1);
     assert_eq!(read_file(&memory.crash(), Path::new("/d/a"), 10).unwrap(), b"x");
 }
@@ -139,7 +140,7 @@ fn faults_in_a_batch_hit_their_reads_only() {
     engine.hit_once(Operation::Read, 30, Fault::Tear(libc::EIO));
     let reads: Vec<Read> = (0..300).map(|i| Read { file: file.clone(), offset: i * 512, len: 300 }).collect();
     let mut hit = Vec::new();
-    engine.read_batch(&reads, &mut |position, outcome| match outcome {
+    engine.read_batch(&reads, &mut |position, outcome, _| match outcome {
         Ok(data) if data.iter().all(|byte| *byte == 1) && data.len() == 300 => {}
         Ok(_) => hit.push((position, None)),
         Err(error) => hit.push((position, Some(error.kind()))),
@@ -179,7 +180,7 @@ fn a_panic_of_a_thread_that_reads_ends_its_reads_with_an_error_and_strands_nobod
             (0..200).map(|number| Read { file: file.clone(), offset: number * 300, len: 300 }).collect();
         let outcomes = || {
             let mut outcomes: Vec<Option<embcache::Result<()>>> = vec![None; reads.len()];
-            disk.read_batch(&reads, &mut |position, read| {
+            disk.read_batch(&reads, &mut |position, read, _| {
                 let read = read.map(|bytes| assert_eq!(bytes, [1; 300]));
                 assert!(outcomes[position].replace(read).is_none(), "read {position} comes twice");
             });

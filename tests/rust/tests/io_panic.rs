@@ -50,7 +50,7 @@ fn read(engine: &PsyncEngine, offsets: &[u64]) -> Vec<Result<u8>> {
     let file: Arc<dyn IoFile> = Arc::new(Patterned);
     let reads: Vec<Read> = offsets.iter().map(|&offset| Read { file: Arc::clone(&file), offset, len: 10 }).collect();
     let mut came: Vec<Option<Result<u8>>> = vec![None; reads.len()];
-    engine.read_batch(&reads, &mut |place, bytes| {
+    engine.read_batch(&reads, &mut |place, bytes, _| {
         assert!(came[place].replace(bytes.map(|bytes| bytes[9])).is_none(), "read {place} came twice");
     });
     came.into_iter().map(|one| one.expect("each read comes")).collect()

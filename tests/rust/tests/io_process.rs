@@ -171,7 +171,8 @@ fn after_a_fork_the_parents_engine_gives_a_state_error_and_does_not_hang() {
         let reads = vec![Read { file: file.clone(), offset: 1, len: 300 }; 40];
         let count_of = |kind: Option<Kind>| {
             let mut count = 0;
-            engine.read_batch(&reads, &mut |_, outcome| count += usize::from(outcome.err().map(|e| e.kind()) == kind));
+            engine
+                .read_batch(&reads, &mut |_, outcome, _| count += usize::from(outcome.err().map(|e| e.kind()) == kind));
             count
         };
         // The pool's threads and the rings exist before the fork.
@@ -195,7 +196,7 @@ fn a_forked_child_gets_a_default_engine_of_its_own() {
         let own = default_engine().unwrap();
         let file = own.open(&dir.path().join("a"), Open::Read).unwrap();
         let mut found = 0;
-        own.read_batch(&[Read { file, offset: 0, len: 1 }], &mut |_, outcome| {
+        own.read_batch(&[Read { file, offset: 0, len: 1 }], &mut |_, outcome, _| {
             found += usize::from(outcome.is_ok_and(|data| data == b"x"));
         });
         !Arc::ptr_eq(&own, &parents) && found == 1

@@ -12,6 +12,7 @@ use crate::logical_thread::ForeignCode;
 use crate::rows::{Decay, RowAddress, RowBirth, RowHeader, RowLayout, RowMut, RowRef};
 use crate::sizing::Sizing;
 use crate::ssd::SsdTier;
+use crate::stats::Histogram;
 use crate::sync::{AtomicU64, Ordering};
 use crate::types::{CacheSlot, Id};
 
@@ -28,6 +29,10 @@ pub(crate) struct TableBase {
     /// Whether the holder of the table's lock is running the code of `device_rows`.
     reading_device: ForeignCode,
     version: AtomicU64,
+    /// How long each plan's forward waited until all of its rows had their slots.
+    pub(crate) row_wait: Histogram,
+    /// How long the table's lock was held each time.
+    pub(crate) lock_held: Histogram,
 }
 
 impl TableBase {
@@ -46,6 +51,8 @@ impl TableBase {
             device_rows,
             reading_device: ForeignCode::default(),
             version: AtomicU64::new(0),
+            row_wait: Histogram::default(),
+            lock_held: Histogram::default(),
             config,
         }
     }

@@ -160,7 +160,7 @@ impl IoEngine for BeneathEngine {
     }
 
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
-        self.inner.read_batch(reads, &mut |position, result| {
+        self.inner.read_batch(reads, &mut |position, result, took| {
             // The error names the file by its descriptor's path. The file itself knows the user's.
             sink(
                 position,
@@ -168,6 +168,7 @@ impl IoEngine for BeneathEngine {
                     Some(alias) => error.renamed(&alias, reads[position].file.path()),
                     None => error,
                 }),
+                took,
             );
         });
     }

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, short_file};
 use crate::error::{Error, Result};
@@ -364,16 +365,16 @@ impl IoEngine for FaultEngine {
                     passed.push(Read { file, offset: read.offset, len: read.len });
                     whence.push((position, flipped));
                 }
-                Err(error) => sink(position, Err(error)),
+                Err(error) => sink(position, Err(error), Duration::ZERO),
             }
         }
-        self.inner.read_batch(&passed, &mut |index, outcome| match (whence[index], outcome) {
+        self.inner.read_batch(&passed, &mut |index, outcome, took| match (whence[index], outcome) {
             ((position, true), Ok(data)) => {
                 let mut data = data.to_vec();
                 flip(&mut data);
-                sink(position, Ok(&data));
+                sink(position, Ok(&data), took);
             }
-            ((position, _), outcome) => sink(position, outcome),
+            ((position, _), outcome) => sink(position, outcome, took),
         });
     }
 

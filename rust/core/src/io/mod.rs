@@ -7,6 +7,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
 
@@ -35,7 +36,7 @@ pub use link::link_or_copy;
 pub use lock::{DirLock, Hold, LOCK_FILE};
 pub use memory::MemoryEngine;
 pub use psync::PsyncEngine;
-pub use select::{default_engine, fallback_reason};
+pub use select::default_engine;
 #[cfg(target_os = "linux")]
 pub use uring::UringEngine;
 
@@ -94,9 +95,10 @@ pub trait IoFile: Send + Sync + fmt::Debug {
     fn as_any(&self) -> &dyn std::any::Any;
 }
 
-/// Takes the results of a batch of reads. It is called once for each read, in any order, with the read's position in the batch and
-/// its bytes.
-pub type ReadSink<'a> = dyn FnMut(usize, Result<&[u8]>) + Send + 'a;
+/// Takes the results of a batch of reads. It is called once for each read, in any order, with the read's position in the batch, its
+/// bytes, and how long they took: from when the system was asked for them until it had them. A read that the system was not asked for
+/// took no time.
+pub type ReadSink<'a> = dyn FnMut(usize, Result<&[u8]>, Duration) + Send + 'a;
 
 /// A way to do file I/O. A process needs one. Its methods may be called from any thread.
 pub trait IoEngine: Send + Sync + fmt::Debug {

@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use super::cover::Cover;
 use super::disk::{BatchReader, DiskEngine, DiskFile};
@@ -78,14 +79,17 @@ struct Chunk {
     first: usize,
     /// `None` where the system refused a buffer, and after a panic.
     buffer: Option<PooledBuf>,
-    rows: Vec<Result<Range<usize>>>,
+    rows: Vec<Done>,
 }
+
+/// A read that was done: where in its chunk's buffer the wanted bytes lie, and how long it took.
+type Done = (Result<Range<usize>>, Duration);
 
 impl Chunk {
     /// A chunk whose reads all fail with this error.
     fn failed(positions: Range<usize>, error: &Error) -> Self {
         let first = positions.start;
-        Self { first, buffer: None, rows: positions.map(|_| Err(error.clone())).collect() }
+        Self { first, buffer: None, rows: positions.map(|_| (Err(error.clone()), Duration::ZERO)).collect() }
     }
 }
 
@@ -132,11 +136,12 @@ pub(super) fn one_by_one<'a>(reads: impl Iterator<Item = (usize, &'a Read)>, sin
     let mut data = Vec::new();
     for (position, read) in reads {
         data.clear();
+        let asked = Instant::now();
         let done = memory::reserve(&mut data, "read", read.len).and_then(|()| {
             data.resize(read.len, 0);
             read.file.read_at(read.offset, &mut data)
         });
-        sink(position, done.map(|()| &data[..]));
+        sink(position, done.map(|()| &data[..]), asked.elapsed());
     }
 }
 
@@ -149,13 +154,16 @@ impl Work {
                 return Chunk::failed(chunk, &refused);
             }
         };
-        let mut at = 0;
+        let (mut at, mut asked) = (0, Instant::now());
         let rows = reads
             .iter()
             .map(|read| {
                 let start = at;
                 at += room_of(read);
-                read_one(read, batch.process, &mut buffer[start..at]).map(|row| start + row.start..start + row.end)
+                let row = read_one(read, batch.process, &mut buffer[start..at]);
+                let now = Instant::now();
+                let took = now - std::mem::replace(&mut asked, now);
+                (row.map(|row| start + row.start..start + row.end), took)
             })
             .collect();
         Chunk { first: chunk.start, buffer: Some(buffer), rows }
@@ -251,9 +259,9 @@ impl BatchReader for PreadPool {
         work.ready.notify_all();
         for _ in 0..batch.chunks.len() {
             let Ok(chunk) = finished.recv() else { break };
-            for (row, result) in chunk.rows.into_iter().enumerate() {
+            for (row, (result, took)) in chunk.rows.into_iter().enumerate() {
                 let bytes = chunk.buffer.as_deref().unwrap_or_default();
-                sink(chunk.first + row, result.map(|range| &bytes[range]));
+                sink(chunk.first + row, result.map(|range| &bytes[range]), took);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The choice of the engine that a process uses.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -16,16 +16,8 @@ const OPEN_FILES: u64 = 1 << 16;
 
 static CHOSEN: PerProcess<Arc<dyn IoEngine>> = PerProcess::new();
 
-/// The reason why the system permits no `io_uring`, once that was found.
-static FALLBACK: OnceLock<String> = OnceLock::new();
-
-/// The reason why [`default_engine`] fell back to plain `pread`; `None` where it did not.
-pub fn fallback_reason() -> Option<&'static str> {
-    FALLBACK.get().map(String::as_str)
-}
-
 /// The engine of this process. It is `io_uring` where the system permits that (a ring was made, and a read through it succeeded),
-/// and plain `pread` otherwise. The environment variable `EMBCACHE_IO` (`uring` or `pread`) overrides the choice.
+/// and plain `pread` otherwise, which is logged. The environment variable `EMBCACHE_IO` (`uring` or `pread`) overrides the choice.
 /// [`IoEngine::name`] tells which one it is. A forked child gets an engine of its own. The first call raises the process's limit of
 /// open files as far as the system permits.
 ///
@@ -52,7 +44,7 @@ fn raise_file_limit() {
 fn choose(wanted: Option<&str>) -> Result<Arc<dyn IoEngine>> {
     match wanted {
         None | Some("") => Ok(uring().unwrap_or_else(|refused| {
-            FALLBACK.get_or_init(|| refused.to_string());
+            tracing::warn!("files are read by pread, which takes more time of the processor: {refused}");
             Arc::new(PsyncEngine::default())
         })),
         Some("uring") => uring(),

@@ -5,7 +5,8 @@ use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::Mutex;
 use std::sync::TryLockError;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, types};
 
@@ -50,6 +51,8 @@ pub struct UringReader {
     /// Each ring is made when it is first used. A ring that failed is dropped, and made again.
     rings: [Mutex<Option<Ring>>; RINGS],
     turn: AtomicUsize,
+    /// Whether a ring has failed, which the log says once.
+    has_failed: AtomicBool,
 }
 
 /// One ring, and the memory that its requests read into.
@@ -65,6 +68,8 @@ struct Flight<'a> {
     file: &'a DiskFile,
     cover: Cover,
     memory: Memory,
+    /// When the system was asked for it.
+    asked: Instant,
 }
 
 /// The memory that a request reads into.
@@ -121,6 +126,8 @@ struct Run<'a, 'r> {
     large_bytes: usize,
     /// Completions taken from the ring: slot and result.
     taken: Vec<(u32, i32)>,
+    /// When the last system call ended. The clock is read once for each, because a read costs little more than the clock does.
+    now: Instant,
 }
 
 impl<'a, 'r> Run<'a, 'r> {
@@ -136,6 +143,7 @@ impl<'a, 'r> Run<'a, 'r> {
             process: std::process::id(),
             large_bytes: 0,
             taken: Vec::with_capacity(DEPTH),
+            now: Instant::now(),
         }
     }
 
@@ -197,12 +205,12 @@ impl<'a, 'r> Run<'a, 'r> {
                 // A file of another engine reads by itself. So does one of the process that this one was forked from; it refuses.
                 let mut data = vec![0; read.len];
                 let done = read.file.read_at(read.offset, &mut data);
-                sink(*next, done.map(|()| &data[..]));
+                sink(*next, done.map(|()| &data[..]), Duration::ZERO);
                 *next += 1;
                 continue;
             };
             if read.len == 0 {
-                sink(*next, Ok(&[]));
+                sink(*next, Ok(&[]), Duration::ZERO);
                 *next += 1;
                 continue;
             }
@@ -216,7 +224,7 @@ impl<'a, 'r> Run<'a, 'r> {
                     // A large buffer that is in flight comes back later.
                     Err(_) if self.large_bytes > 0 => return,
                     Err(refused) => {
-                        sink(*next, Err(refused));
+                        sink(*next, Err(refused), Duration::ZERO);
                         *next += 1;
                         continue;
                     }
@@ -228,7 +236,7 @@ impl<'a, 'r> Run<'a, 'r> {
                 let Some(start) = self.ring.arena.take(cover.span) else { return };
                 Memory::Piece(start)
             };
-            self.flights[slot as usize] = Some(Flight { position: *next, file, cover, memory });
+            self.flights[slot as usize] = Some(Flight { position: *next, file, cover, memory, asked: self.now });
             self.free.pop();
             self.push(slot);
             *next += 1;
@@ -261,7 +269,7 @@ impl<'a, 'r> Run<'a, 'r> {
         } else {
             Err(flight.file.short(cover))
         };
-        sink(flight.position, outcome);
+        sink(flight.position, outcome, self.now - flight.asked);
         match flight.memory {
             Memory::Piece(start) => self.ring.arena.give(start),
             Memory::Large(buffer) => {
@@ -281,6 +289,7 @@ impl<'a, 'r> Run<'a, 'r> {
                 return if next == reads.len() { Ok(()) } else { Err(io::ErrorKind::OutOfMemory.into()) };
             }
             self.enter(self.pending.min(REAP))?;
+            self.now = Instant::now();
             self.take();
             let mut taken = std::mem::take(&mut self.taken);
             for (slot, result) in taken.drain(..) {
@@ -322,7 +331,7 @@ impl UringReader {
         probe(&mut ring).map_err(|e| refused(&e))?;
         let rings = std::array::from_fn(|_| Mutex::new(None));
         *lock(&rings[0]) = Some(ring);
-        Ok(Self { rings, turn: AtomicUsize::new(0) })
+        Ok(Self { rings, turn: AtomicUsize::new(0), has_failed: AtomicBool::new(false) })
     }
 
     /// Call `run` with a ring that nobody uses. If all are in use, wait for one of them, in turn.
@@ -368,9 +377,9 @@ impl BatchReader for UringReader {
             // Completions come in any order. After a failure of the ring, each read that was not handed over is done in another
             // way.
             let mut handed = vec![false; reads.len()];
-            let mut marking = |position: usize, outcome: Result<&[u8]>| {
+            let mut marking = |position: usize, outcome: Result<&[u8]>, took: Duration| {
                 handed[position] = true;
-                sink(position, outcome);
+                sink(position, outcome, took);
             };
             let ran = match slot.as_mut() {
                 Some(ring) => Ok(ring),
@@ -380,8 +389,9 @@ impl BatchReader for UringReader {
                 let mut run = Run::new(ring, reads.len());
                 run.all(reads, &mut marking)
             });
-            if ran.is_ok() {
-                return;
+            let Err(error) = ran else { return };
+            if !self.has_failed.swap(true, Ordering::Relaxed) {
+                tracing::warn!("reads go through pread as long as a ring of io_uring cannot be had or used: {error}");
             }
             // There is no ring now, for want of memory or descriptors, or by a sandbox's rules. What it left out is read by plain
             // calls.

@@ -371,6 +371,7 @@ impl SsdTier {
             },
             io_engine: self.inner.home.engine.name(),
             reads: reads.reads.load(Relaxed),
+            read_latency: reads.latency.distribution(),
             row_bytes_given: counters.row_bytes_given.load(Relaxed),
             compaction_bytes: counters.compaction_bytes.load(Relaxed),
             live_share: live_share(&state),
@@ -378,6 +379,8 @@ impl SsdTier {
             index_bytes,
             dropped_rows: counters.dropped_rows.load(Relaxed),
             published_given_up: state.states().was_given_up(),
+            room_waits: counters.room_waits.count(),
+            read_only: space.has_failed(),
         }
     }
 

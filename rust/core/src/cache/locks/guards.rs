@@ -1,9 +1,12 @@
 //! The guards of a table's locks.
 #![allow(unsafe_code)]
 
+use std::time::Instant;
+
 use super::torn::{Tear, Torn};
 use crate::cache::residency::Residency;
 use crate::host::NoKernelWrites;
+use crate::stats::Histogram;
 use crate::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
 /// What the table's lock protects.
@@ -16,14 +19,17 @@ pub(crate) struct Locked {
 /// The residency of a table, with its lock held. Dropped by a panic it leaves the table torn.
 pub(crate) struct Held<'a> {
     torn: &'a Torn,
+    /// How long the lock is held is counted here.
+    durations: &'a Histogram,
+    since: Instant,
     /// Whether the lock was taken by the clean-up after a panic.
     unwinding: bool,
     locked: MutexGuard<'a, Locked>,
 }
 
 impl<'a> Held<'a> {
-    pub(super) fn new(torn: &'a Torn, locked: MutexGuard<'a, Locked>) -> Self {
-        Self { torn, unwinding: std::thread::panicking(), locked }
+    pub(super) fn new(torn: &'a Torn, durations: &'a Histogram, locked: MutexGuard<'a, Locked>) -> Self {
+        Self { torn, durations, since: Instant::now(), unwinding: std::thread::panicking(), locked }
     }
 
     /// Why every use is refused until a load succeeds; `None` where it is not.
@@ -53,6 +59,7 @@ impl std::ops::DerefMut for Held<'_> {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
+        self.durations.record(self.since.elapsed());
         if std::thread::panicking() && !self.unwinding {
             self.torn.set(Tear::Panic);
         }

@@ -100,7 +100,7 @@ impl TableInner {
     }
 
     fn held<'a>(&'a self, locked: MutexGuard<'a, Locked>) -> Result<Held<'a>> {
-        let mut held = Held::new(&self.torn, locked);
+        let mut held = Held::new(&self.torn, &self.base.lock_held, locked);
         if let Some(tear) = self.torn.get() {
             return Err(Error::new(
                 Kind::State,
@@ -147,7 +147,7 @@ impl TableInner {
 
     /// The table's residency, also of a table that is closed or torn.
     pub(crate) fn lock_always(&self) -> Held<'_> {
-        Held::new(&self.torn, lock(&self.locked))
+        Held::new(&self.torn, &self.base.lock_held, lock(&self.locked))
     }
 
     /// Refuse a process forked from the one that opened the table. No lock is to be asked for before this: one that another thread had at

@@ -156,6 +156,13 @@ impl TablePlan {
         if self.is_placed {
             return Ok(());
         }
+        let started = Instant::now();
+        let placed = self.place_rows(mode);
+        self.table.row_wait.record(started.elapsed());
+        placed
+    }
+
+    fn place_rows(&mut self, mode: PlanMode) -> Result<()> {
         self.wait_for_loads()?;
         let mode = PlanMode { ahead: false, ..mode };
         if self.table.has_device() {

@@ -63,7 +63,7 @@ use crate::lifecycle::{Pending, SharedRow, StepClock, Sweep};
 use crate::rows::{Arena, RowHeader, RowLayout};
 use crate::slots::{RowState, SlotMap};
 use crate::ssd::{SsdTier, StateCounters};
-use crate::stats::{AdmissionStats, EvictionStats, SsdStats, TierStats};
+use crate::stats::{AdmissionStats, Distribution, EvictionStats, SsdStats, TierStats};
 use crate::types::{CacheSlot, NO_SLOT};
 
 /// While slots are gone through, the state of the slot that comes this many slots later is fetched into the processor's cache.
@@ -152,6 +152,10 @@ pub struct TableStats {
     pub overflow_plans: u64,
     /// Rows that were dropped because of `on_full = evict`.
     pub dropped_rows: u64,
+    /// How long the forward of each batch waited until all of its rows had their slots: for reads, for room, and for the table's lock.
+    pub row_wait: Distribution,
+    /// How long the table's lock was held each time.
+    pub lock_held: Distribution,
     /// Admission, where some ids get no row.
     pub admission: Option<AdmissionStats>,
     /// Eviction, where the table has a rule or somebody is told of evicted rows.
@@ -361,6 +365,8 @@ impl Residency {
             pinned_rows,
             overflow_plans: self.traffic.overflow_plans,
             dropped_rows: self.counts.dropped(),
+            row_wait: self.base.row_wait.distribution(),
+            lock_held: self.base.lock_held.distribution(),
             admission: self.admitter.as_ref().map(|admitter| self.admission_stats(admitter)),
             eviction: self.eviction_stats(),
             device,

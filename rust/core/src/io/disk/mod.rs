@@ -8,6 +8,7 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, linkat};
 use rustix::io::Errno;
@@ -77,7 +78,7 @@ impl<R: BatchReader> IoEngine for DiskEngine<R> {
 
     fn read_batch(&self, reads: &[Read], sink: &mut ReadSink<'_>) {
         if let Err(error) = self.check_process() {
-            (0..reads.len()).for_each(|position| sink(position, Err(error.clone())));
+            (0..reads.len()).for_each(|position| sink(position, Err(error.clone()), Duration::ZERO));
             return;
         }
         self.reader.read_batch(reads, sink);

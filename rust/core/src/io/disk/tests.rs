@@ -20,7 +20,7 @@ fn continued<R: BatchReader>(engine: &DiskEngine<R>) {
     }
     let reads: Vec<Read> = places.iter().map(|&(offset, len)| Read { file: file.clone(), offset, len }).collect();
     let mut seen = 0;
-    engine.read_batch(&reads, &mut |position, outcome| {
+    engine.read_batch(&reads, &mut |position, outcome, _| {
         let (offset, len) = places[position];
         assert!(outcome.unwrap() == &data[offset as usize..][..len], "{len} bytes at {offset}");
         seen += 1;
@@ -78,6 +78,6 @@ fn an_engine_of_another_process_is_refused_with_what_to_do() {
     assert_eq!(file.sync().map_err(kind), Err(Kind::State));
     let mut errors = Vec::new();
     let read = Read { file, offset: 0, len: 1 };
-    engine.read_batch(&[read.clone(), read], &mut |_, outcome| errors.push(outcome.unwrap_err().kind()));
+    engine.read_batch(&[read.clone(), read], &mut |_, outcome, _| errors.push(outcome.unwrap_err().kind()));
     assert_eq!(errors, [Kind::State, Kind::State]);
 }

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::{DirLock, Hold, IoEngine, IoFile, Open, Read, ReadSink, check_aligned, lock, short_file};
 use crate::error::{Error, Result};
@@ -253,7 +254,7 @@ impl IoEngine for MemoryEngine {
         for (position, read) in reads.iter().enumerate() {
             buffer.resize(read.len, 0);
             let done = read.file.read_at(read.offset, &mut buffer);
-            sink(position, done.map(|()| &buffer[..]));
+            sink(position, done.map(|()| &buffer[..]), Duration::ZERO);
         }
     }
 

@@ -33,7 +33,7 @@ fn read_all(
     mut sink: impl FnMut(usize, &[u8]) -> Result<()> + Send,
 ) -> Result<()> {
     let mut first = Ok(());
-    engine.read_batch(reads, &mut |number, bytes| {
+    engine.read_batch(reads, &mut |number, bytes, _| {
         let done = bytes.and_then(|bytes| sink(number, bytes));
         if first.is_ok() {
             first = done;

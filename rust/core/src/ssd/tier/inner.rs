@@ -2,6 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind, Result};
 use crate::rows::RowLayout;
@@ -54,6 +55,34 @@ pub(crate) struct Counters {
     pub(crate) row_bytes_given: AtomicU64,
     pub(crate) compaction_bytes: AtomicU64,
     pub(crate) dropped_rows: AtomicU64,
+    pub(crate) room_waits: RoomWaits,
+}
+
+/// The log says at most this often that a table waits for room. A tier that is nearly full waits many times a second.
+const SAY_WAITS_EVERY: Duration = Duration::from_secs(60);
+
+/// How often somebody has waited for room, and when the log said so last.
+#[derive(Debug, Default)]
+pub(crate) struct RoomWaits {
+    count: AtomicU64,
+    said: std::sync::Mutex<Option<Instant>>,
+}
+
+impl RoomWaits {
+    pub(crate) fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    /// Count a wait. Returns whether the log is to say so.
+    pub(crate) fn begin(&self) -> bool {
+        self.count.fetch_add(1, Ordering::Relaxed);
+        let (mut said, now) = (lock(&self.said), Instant::now());
+        let is_due = said.is_none_or(|said| now - said >= SAY_WAITS_EVERY);
+        if is_due {
+            *said = Some(now);
+        }
+        is_due
+    }
 }
 
 impl TierInner {

@@ -15,6 +15,7 @@ use crate::ssd::room::space::Space;
 use crate::ssd::segment::file::Segment;
 use crate::ssd::segment::home::Home;
 use crate::ssd::workers::{Task, Workers};
+use crate::stats::Histogram;
 use crate::sync::{AtomicU64, Condvar, Mutex, Ordering, lock, wait};
 use crate::types::Id;
 
@@ -88,6 +89,7 @@ pub(crate) struct ReadCounters {
     pub(crate) reads: AtomicU64,
     pub(crate) read_bytes: AtomicU64,
     pub(crate) fetch_ns: AtomicU64,
+    pub(crate) latency: Histogram,
 }
 
 impl Reads {
@@ -337,8 +339,11 @@ fn read_together(engine: &dyn IoEngine, mut jobs: Vec<FetchJob>) {
         all.append(&mut reads);
     }
     let mut results: Vec<Result<()>> = jobs.iter().map(|_| Ok(())).collect();
-    engine.read_batch(&all, &mut |position, bytes: Result<&[u8]>| {
+    engine.read_batch(&all, &mut |position, bytes: Result<&[u8]>, took| {
         let (number, items) = &serves[position];
+        if bytes.is_ok() {
+            jobs[*number].reads.counters.latency.record(took);
+        }
         let arrived = bytes.and_then(|bytes| jobs[*number].arrived(items.clone(), all[position].offset, bytes));
         if let Err(error) = arrived
             && results[*number].is_ok()

@@ -65,7 +65,7 @@ pub(crate) fn read_wanted(tier: &TierInner, segment: &Arc<Segment>, wanted: &[Wa
     };
     let reads: Vec<Read> = runs.iter().map(read).collect();
     let mut outcome = Ok(());
-    tier.home.engine.read_batch(&reads, &mut |number, bytes| {
+    tier.home.engine.read_batch(&reads, &mut |number, bytes, _| {
         let copied = bytes.map(|bytes| take(&runs[number], bytes));
         if outcome.is_ok() {
             outcome = copied;

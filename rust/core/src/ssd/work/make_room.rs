@@ -17,7 +17,7 @@ use crate::ssd::work::states::give_up_oldest;
 pub(crate) fn wait_for_room(tier: &Arc<TierInner>) -> Result<()> {
     // A disk that failed to read for compaction may read again: whoever waits has it tried once more.
     tier.view().segments().iter().filter(|segment| segment.is_damaged()).for_each(|segment| segment.forgive());
-    let mut last = None;
+    let (mut last, mut waits) = (None, false);
     loop {
         let generation = tier.home.space.generation();
         tier.check_writable()?;
@@ -61,7 +61,24 @@ pub(crate) fn wait_for_room(tier: &Arc<TierInner>) -> Result<()> {
                 return Err(refusal(tier, &state, step));
             }
         }
+        if !std::mem::replace(&mut waits, true) {
+            say_wait(tier, &view);
+        }
         tier.home.space.wait_change(generation);
+    }
+}
+
+/// Count a wait, and say it where that was not said lately.
+fn say_wait(tier: &TierInner, view: &View) {
+    let waits = &tier.counters.room_waits;
+    if waits.begin() {
+        tracing::warn!(
+            table = tier.identity.table,
+            waits = waits.count(),
+            free_bytes = view.free_bytes,
+            needed_bytes = view.needed_bytes,
+            "a table waits until its SSD tier has room: raise ssd_bytes where this is often so"
+        );
     }
 }
 

@@ -31,13 +31,13 @@ pub(crate) fn forget_token(tier: &TierInner, token: u64) -> Result<()> {
 
 /// Make room by giving up the oldest state. Where it is the last one, nothing is left to resume until the next publish.
 pub(crate) fn give_up_oldest(tier: &TierInner, state: &mut TierState) -> Result<()> {
-    tracing::debug!(
+    tracing::warn!(
         table = tier.identity.table,
         token = state.states().token_at(0),
         states = state.states().len(),
         free_bytes = tier.home.space.free_bytes(),
         retained_bytes = state.retained_bytes(),
-        "an SSD tier gives up its oldest published state, because room is short"
+        "an SSD tier gives up its oldest published state, because room is short: raise ssd_bytes, or what was flushed last may not be resumed"
     );
     state.give_up_oldest_state();
     forget_at(tier, state, 0)

@@ -1,0 +1,96 @@
+"""`embcache top`: the counters of running tables, live in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from time import sleep
+
+from torchrec_embcache.exceptions import EmbCacheError, InputError, StorageError, UnsupportedError
+
+from .report import Report
+from .top_frames import Frame, frame_of
+from .top_sources import Source, source_of
+
+__all__ = ["DEFAULT", "top"]
+
+#: Where a training of this machine serves its metrics, if the guide was followed.
+DEFAULT = "http://127.0.0.1:9400/metrics"
+# A pipe or a file has no width.
+_WIDE = 240  # characters
+
+
+def top(given: Sequence[str], interval_s: float, *, once: bool, as_json: bool) -> Report:
+    """Show frames of `given` sources until Ctrl-C, or one frame where `once` or `as_json` says so.
+
+    One frame is about the `interval_s` seconds after the call, or with 0 seconds about all since the tables were opened. The
+    samples of a file are as far apart as they were written.
+
+    Raises `StorageError` where none of the sources can be read, `InputError` for wrong arguments, `UnsupportedError` without rich.
+    """
+    if not interval_s >= 0.0 or (interval_s == 0.0 and not (once or as_json)):
+        raise InputError(f"--interval {interval_s}: give seconds above 0, or 0 with --once")
+    sources = [source_of(one) for one in given or [DEFAULT]]
+    if as_json:
+        return Report(_only(sources, interval_s).as_json())
+    try:
+        from rich.console import Console
+    except ImportError as missing:
+        raise UnsupportedError('tables need rich: pip install "torchrec-embcache[cli]", or ask for --json') from missing
+    from .top_drawing import drawn
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    if once:
+        console.print(drawn(_only(sources, interval_s)))
+    else:
+        _live(sources, interval_s, console)
+    return Report({})
+
+
+def _only(sources: Sequence[Source], interval_s: float) -> Frame:
+    """The one frame of a call."""
+    frame = read(sources)
+    if interval_s > 0.0 and any(table.seconds == 0.0 for table in frame.tables):
+        sleep(interval_s)
+        frame = read(sources)
+    return frame
+
+
+def _live(sources: Sequence[Source], interval_s: float, console: object) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from .top_drawing import drawn
+
+    assert isinstance(console, Console)
+    try:
+        with Live(drawn(read(sources)), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                sleep(interval_s)
+                live.update(drawn(_read_on(sources)), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def read(sources: Sequence[Source]) -> Frame:
+    """The frame of now. Raises `StorageError` where none of the sources can be read; one that cannot is told in the frame."""
+    readings, problems = [], []
+    for source in sources:
+        try:
+            readings.append(source.read())
+        except UnsupportedError:
+            raise
+        except EmbCacheError as error:
+            readings.append({})
+            problems.append(error)
+    if len(problems) == len(sources):
+        raise problems[0] if len(problems) == 1 else StorageError("; ".join(map(str, problems)))
+    return frame_of([source.name for source in sources], readings, [str(error) for error in problems])
+
+
+def _read_on(sources: Sequence[Source]) -> Frame:
+    """As `read`, in the course of a live view: a training that has ended may begin again."""
+    try:
+        return read(sources)
+    except StorageError as error:
+        return frame_of([source.name for source in sources], [{} for _ in sources], [str(error)])

@@ -1,0 +1,226 @@
+"""Draws a frame of `embcache top` with rich."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from torchrec_embcache.monitoring.rates import TIERS
+
+from .top_frames import ALL, Frame, TableFrame
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["drawn"]
+
+#: A number as a person reads it.
+_Shown = Callable[[float], str]
+
+
+def drawn(frame: Frame) -> RenderableType:
+    """The frame as something that rich prints."""
+    from rich.console import Group
+    from rich.text import Text
+
+    when = (
+        datetime.fromtimestamp(frame.time).strftime("%Y-%m-%d %H:%M:%S") if frame.time is not None else "no samples yet"
+    )
+    head = Text.assemble(("embcache top  ", "bold"), when, "   ", (", ".join(frame.sources), "dim"))
+    parts: list[RenderableType] = [head]
+    parts += [Text(problem, style="red") for problem in frame.problems]
+    for part in (_waits(frame), _tiers(frame), _ssd(frame), _life(frame)):
+        if part is not None:
+            parts.append(part)
+    return Group(*parts)
+
+
+# ---- the tables of a frame
+
+# A column: its head, the number that it shows, and how.
+_Column = tuple[str, str, _Shown]
+
+
+def _waits(frame: Frame) -> Table | None:
+    if not frame.tables:
+        return None
+    columns: list[_Column] = [
+        ("rows", "rows", _count),
+        ("step", "step", _whole),
+        ("steps/s", "steps_per_second", _count),
+        ("wait p50", "row_wait/p50_ms", _time),
+        ("wait p99", "row_wait/p99_ms", _time),
+        ("lock p50", "lock_held/p50_ms", _time),
+        ("lock p99", "lock_held/p99_ms", _time),
+        ("overflow/s", "overflow_plans_per_second", _count),
+        ("pinned", "pinned_rows", _count),
+    ]
+    return _grid("waits of a batch for its rows, and under the table's lock", columns, frame.tables)
+
+
+def _tiers(frame: Frame) -> Table | None:
+    from rich.text import Text
+
+    grid = _empty(
+        "tiers",
+        ["tier", "rows", "bytes", "budget", "hit rate", "hits/s", "misses/s", "evicted/s", "read/s", "written/s"],
+    )
+    for table in frame.tables:
+        first = True
+        for tier in TIERS:
+            numbers = {
+                name.removeprefix(f"{tier}/"): n for name, n in table.numbers.items() if name.startswith(f"{tier}/")
+            }
+            if "capacity_bytes" not in numbers:
+                continue
+            budget = numbers["capacity_bytes"]
+            cells = [
+                _cell(numbers, "rows", _count),
+                _cell(numbers, "bytes", _size),
+                Text.assemble(*_bar(numbers["bytes"] / budget if budget else 0.0), f"  {_size(budget):>9}"),
+                _cell(numbers, "hit_rate", _share),
+                *(_cell(numbers, f"{name}_per_second", _count) for name in ("hits", "misses", "evictions")),
+                *(_cell(numbers, f"{name}_per_second", _size) for name in ("read_bytes", "written_bytes")),
+            ]
+            grid.add_row(
+                *(_names(table) if first else ("", "")), tier, *cells, style="bold" if table.title == ALL else ""
+            )
+            first = False
+    return grid if grid.rows else None
+
+
+def _ssd(frame: Frame) -> Table | None:
+    having = [table for table in frame.tables if "ssd/rows" in table.numbers]
+    if not having:
+        return None
+    columns: list[_Column] = [
+        ("reads/s", "ssd/reads_per_second", _count),
+        ("read p50", "ssd/read_latency/p50_ms", _time),
+        ("read p99", "ssd/read_latency/p99_ms", _time),
+        ("given/s", "ssd/row_bytes_given_per_second", _size),
+        ("compaction/s", "ssd/compaction_bytes_per_second", _size),
+        ("write ampl.", "ssd/write_amplification", _ratio),
+        ("live", "ssd/live_share", _share),
+        ("files", "ssd/segments", _whole),
+        ("room waits/s", "ssd/room_waits_per_second", _count),
+    ]
+    return _grid("SSD", columns, having, ("state", _state))
+
+
+def _life(frame: Frame) -> Table | None:
+    columns: list[_Column] = [
+        ("admitted/s", "admission/admitted_per_second", _count),
+        ("refused/s", "admission/refused_per_second", _count),
+        ("pending", "admission/pending", _count),
+        ("forgotten/s", "admission/forgotten_per_second", _count),
+        ("evicted/s", "eviction/evicted_per_second", _count),
+        ("untold", "eviction/untold", _count),
+        ("dropped/s", "dropped_rows_per_second", _count),
+    ]
+    of_life = ("admission/", "eviction/")
+    having = [table for table in frame.tables if any(name.startswith(of_life) for name in table.numbers)]
+    return _grid("ids that come and go", columns, having) if having else None
+
+
+def _grid(
+    title: str,
+    columns: Sequence[_Column],
+    tables: Sequence[TableFrame],
+    last: tuple[str, Callable[[TableFrame], Text]] | None = None,
+) -> Table:
+    grid = _empty(title, [name for name, _, _ in columns], last[0] if last else None)
+    for table in tables:
+        cells = [_cell(table.numbers, name, shown) for _, name, shown in columns]
+        more = [last[1](table)] if last else []
+        grid.add_row(*_names(table), *cells, *more, style="bold" if table.title == ALL else "")
+    return grid
+
+
+def _empty(title: str, columns: Sequence[str], last: str | None = None) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    grid = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold cyan",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    grid.add_column("table", no_wrap=True)
+    grid.add_column("rank", no_wrap=True)
+    for name in columns:
+        grid.add_column(name, justify="left" if name == "tier" else "right", no_wrap=True)
+    if last:
+        grid.add_column(last, no_wrap=True)
+    return grid
+
+
+def _names(table: TableFrame) -> tuple[Text, Text]:
+    from rich.text import Text
+
+    return Text(table.title), Text(table.rank)
+
+
+def _state(table: TableFrame) -> Text:
+    from rich.text import Text
+
+    if table.numbers.get("ssd/read_only"):
+        return Text("read-only", style="bold red")
+    if table.numbers.get("ssd/published_given_up"):
+        return Text("last flush given up", style="yellow")
+    return Text(table.engine or "ok", style="dim")
+
+
+# ---- numbers as people read them
+
+
+def _cell(numbers: object, name: str, shown: _Shown) -> Text:
+    from rich.text import Text
+
+    value = numbers.get(name) if hasattr(numbers, "get") else None
+    return Text("-", style="dim") if value is None else Text(shown(value))
+
+
+def _bar(share: float) -> tuple[tuple[str, str], tuple[str, str], str]:
+    """A bar of eight characters and the share in percent."""
+    full = min(8, round(share * 8))
+    return ("━" * full, "green" if share <= 1.0 else "yellow"), ("━" * (8 - full), "bright_black"), f" {share:4.0%}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _count(value: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * size or (unit != "k" and abs(value) >= size):
+            return f"{value / size:,.1f} {unit}"
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def _size(value: float) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(value) >= size:
+            return f"{value / size:,.1f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def _time(milliseconds: float) -> str:
+    if milliseconds >= 1_000.0:
+        return f"{milliseconds / 1_000.0:,.2f} s"
+    if milliseconds >= 1.0:
+        return f"{milliseconds:.1f} ms"
+    return f"{milliseconds * 1_000.0:.1f} µs"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}"

@@ -1,0 +1,196 @@
+"""Every number of `stats()`: its path there, its name in Prometheus, and what it means.
+
+A field of the classes in `metrics.py` without a line here fails a test, and is shown in JSON lines all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["METRICS", "Kind", "Metric"]
+
+#: What a number does: a counter only rises while its table is open; a gauge goes up and down; a flag is 0 or 1; a text is an info
+#: metric.
+Kind = Literal["counter", "gauge", "flag", "text", "histogram"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of `TableStats`.
+
+    - `path`: where it is in `TableStats`, as "host.hits".
+    - `name`: what Prometheus calls it, as "embcache_host_hits_total".
+    - `kind`: a counter only rises while its table is open; a gauge goes up and down; a flag is 0 or 1; a text is an info metric,
+      whose value is a label; a histogram has durations in seconds.
+    - `about`: what it counts.
+    - `label`: the further label of a number that is a mapping in `TableStats`, whose keys are the label's values.
+
+    For example `[metric.name for metric in METRICS if metric.kind == "counter"]`.
+    """
+
+    path: str
+    name: str
+    kind: Kind
+    about: str
+    label: str | None = None
+
+
+def _tier(tier: str, where: str) -> list[Metric]:
+    """The counters that every tier has."""
+
+    def metric(path: str, name: str, kind: Kind, about: str) -> Metric:
+        return Metric(f"{tier}.{path}", f"embcache_{tier}_{name}", kind, about)
+
+    return [
+        metric("rows", "rows", "gauge", f"Rows that are {where} now."),
+        metric("bytes", "bytes", "gauge", f"Bytes that they take {where}, the tier's index included."),
+        metric("capacity_bytes", "capacity_bytes", "gauge", "The tier's budget in bytes."),
+        metric("hits", "hits_total", "counter", f"Distinct ids of batches whose rows were found {where}."),
+        metric(
+            "misses", "misses_total", "counter", f"Distinct ids of batches that were looked for {where} and not found."
+        ),
+        metric("evictions", "evictions_total", "counter", "Rows that left the tier to make room."),
+        metric("read_bytes", "read_bytes_total", "counter", "Bytes that were read from the tier for batches."),
+        metric("written_bytes", "written_bytes_total", "counter", "Bytes that were written into the tier."),
+        metric("time_ns", "time_seconds_total", "counter", "Time that batches spent on the tier, waits included."),
+    ]
+
+
+#: Every number of `TableStats`, in the order of the documentation.
+METRICS: tuple[Metric, ...] = (
+    Metric("rows", "embcache_table_rows", "gauge", "Rows in all tiers together."),
+    Metric("step", "embcache_table_step", "gauge", "Training steps. A load sets it back."),
+    Metric("pinned_rows", "embcache_table_pinned_rows", "gauge", "Cache slots that batches in flight hold."),
+    Metric(
+        "overflow_plans",
+        "embcache_table_overflow_batches_total",
+        "counter",
+        "Batches whose rows did not fit the tier that kernels run on.",
+    ),
+    Metric(
+        "dropped_rows",
+        "embcache_table_dropped_rows_total",
+        "counter",
+        'Rows that `on_full="evict"` removed from the table.',
+    ),
+    Metric(
+        "row_wait",
+        "embcache_table_row_wait_seconds",
+        "histogram",
+        "How long the forward of each batch waited until all of its rows had their slots.",
+    ),
+    Metric(
+        "lock_held",
+        "embcache_table_lock_held_seconds",
+        "histogram",
+        "How long the table's lock was held, each time that it was.",
+    ),
+    *_tier("device", "on the device"),
+    *_tier("host", "in host RAM"),
+    *_tier("ssd", "on SSD"),
+    Metric(
+        "ssd.io_engine",
+        "embcache_ssd_io_engine_info",
+        "text",
+        "How files are read: io_uring or pread, +direct past the page cache.",
+    ),
+    Metric(
+        "ssd.reads",
+        "embcache_ssd_reads_total",
+        "counter",
+        "Reads that were sent to the disk for batches; one brings all rows near each other.",
+    ),
+    Metric(
+        "ssd.read_latency",
+        "embcache_ssd_read_latency_seconds",
+        "histogram",
+        "How long the disk took for a read that brought rows.",
+    ),
+    Metric(
+        "ssd.row_bytes_given",
+        "embcache_ssd_given_bytes_total",
+        "counter",
+        "Bytes of the rows that were given to the tier to be written.",
+    ),
+    Metric("ssd.compaction_bytes", "embcache_ssd_compaction_bytes_total", "counter", "Bytes that compaction wrote."),
+    Metric(
+        "ssd.live_share",
+        "embcache_ssd_live_ratio",
+        "gauge",
+        "Bytes of live records, divided by the bytes of sealed segments; 0 to 1.",
+    ),
+    Metric("ssd.segments", "embcache_ssd_segments", "gauge", "Files of the tier."),
+    Metric(
+        "ssd.index_bytes",
+        "embcache_ssd_index_bytes",
+        "gauge",
+        "Bytes of RAM of the tier's index, which count in the host tier's budget.",
+    ),
+    Metric(
+        "ssd.dropped_rows",
+        "embcache_ssd_dropped_rows_total",
+        "counter",
+        'Rows that `on_full="evict"` removed from the tier.',
+    ),
+    Metric(
+        "ssd.published_given_up",
+        "embcache_ssd_flush_given_up",
+        "flag",
+        "1 where the last flush can no longer be resumed, because the room of its files was needed.",
+    ),
+    Metric(
+        "ssd.room_waits",
+        "embcache_ssd_room_waits_total",
+        "counter",
+        "How often a call waited until compaction had made room.",
+    ),
+    Metric(
+        "ssd.read_only",
+        "embcache_ssd_read_only",
+        "flag",
+        "1 where a write has failed, so that the table is read and saved, and not trained.",
+    ),
+    Metric(
+        "admission.admitted",
+        "embcache_admission_admitted_ids_total",
+        "counter",
+        "Ids without a row that got one. An id counts once a batch.",
+    ),
+    Metric(
+        "admission.refused",
+        "embcache_admission_refused_ids_total",
+        "counter",
+        "Ids without a row that got none. An id counts once a batch.",
+    ),
+    Metric("admission.pending", "embcache_admission_pending_ids", "gauge", "Ids that have a count now, and no row."),
+    Metric(
+        "admission.pending_bytes", "embcache_admission_pending_bytes", "gauge", "Bytes of RAM that their counts take."
+    ),
+    Metric(
+        "admission.forgotten",
+        "embcache_admission_forgotten_ids_total",
+        "counter",
+        "Ids whose counts were forgotten: the memory for them was full, or their window ended.",
+    ),
+    Metric("eviction.evicted", "embcache_eviction_evicted_rows_total", "counter", "Rows that a rule of eviction took."),
+    Metric(
+        "eviction.evicted_by_rule",
+        "embcache_eviction_evicted_by_rule_rows_total",
+        "counter",
+        "The same by the kind of rule.",
+        label="rule",
+    ),
+    Metric(
+        "eviction.under_way",
+        "embcache_eviction_under_way",
+        "flag",
+        "1 while rows that a sweep takes are still to leave their tier.",
+    ),
+    Metric(
+        "eviction.untold",
+        "embcache_eviction_untold_rows",
+        "gauge",
+        "Rows that left, and wait for `on_evict` or `drain_evicted`.",
+    ),
+)

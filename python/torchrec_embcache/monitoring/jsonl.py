@@ -1,0 +1,120 @@
+"""Samples as JSON lines: one object a line, for `embcache top`, pandas, or any other program."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from torchrec_embcache.exceptions import InputError
+from torchrec_embcache.metrics import Histogram
+
+from .background import Monitor
+from .sampling import Sample, TableSample, Value
+
+__all__ = ["JsonlLogger", "line_of", "sample_of"]
+
+
+class JsonlLogger(Monitor):
+    """Appends the counters of a model's tables to a file, one JSON object a sample.
+
+    An object has `time` (seconds since 1970), `step`, and `tables`: for each table its `module`, `table`, `rank`, and `values` by
+    their path in `TableStats`. A histogram has `count`, `sum_ns` and `buckets`, as in `Histogram`. A line is appended by one write,
+    so that several ranks may share a file of a local disk. The file is opened anew for each sample, so that it may be rotated.
+
+    Args:
+        model: any `nn.Module` with tables of this package.
+        path: of the file. It is made where it is missing; its directory has to be there.
+        interval_s: the seconds between samples, which a thread takes. None: only `sample(step)` takes them.
+
+    Raises:
+        InputError: `model` is no `nn.Module`.
+        ConfigError: `interval_s` is not above 0.
+
+    Examples:
+        >>> import json, tempfile, torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.monitoring import JsonlLogger
+        >>> item = EmbCacheEmbedding(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1)
+        ... )
+        >>> with tempfile.NamedTemporaryFile() as file, JsonlLogger(item, file.name, interval_s=None) as logger:
+        ...     for step in range(2):
+        ...         item(torch.tensor([7, 8])).sum().backward()
+        ...         logger.sample(step)
+        ...     [json.loads(line)["tables"][0]["values"]["host.hits"] for line in file]
+        [0, 2]
+    """
+
+    def __init__(self, model: nn.Module, path: str | os.PathLike[str], *, interval_s: float | None = 10.0) -> None:
+        self._path = os.fspath(path)
+        self._cut = False
+        super().__init__(model, interval_s)
+
+    def __repr__(self) -> str:
+        return f"JsonlLogger({self._path!r})"
+
+    def _write(self, sample: Sample) -> None:
+        # A line that the disk had no room for is ended, so that the next one is whole.
+        line = ("\n" if self._cut else "") + line_of(sample) + "\n"
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            data = line.encode()
+            written = os.write(file, data)
+            self._cut = 0 < written < len(data)
+            if self._cut:
+                raise OSError(f"only {written} of {len(data)} bytes could be appended to {self._path}")
+        finally:
+            os.close(file)
+
+
+def line_of(sample: Sample) -> str:
+    """A sample as one line of JSON, without its end."""
+    tables = [
+        {
+            "module": table.module,
+            "table": table.table,
+            "rank": table.rank,
+            "values": {path: _plain(value) for path, value in table.values.items()},
+        }
+        for table in sample.tables
+    ]
+    return json.dumps({"time": sample.time, "step": sample.step, "tables": tables}, separators=(",", ":"))
+
+
+def sample_of(line: str) -> Sample:
+    """The sample of a line. Raises `InputError` for a line that is none."""
+    try:
+        found = json.loads(line)
+        tables = [
+            TableSample(
+                str(table["module"]),
+                str(table["table"]),
+                int(table["rank"]),
+                {path: _value(value) for path, value in table["values"].items()},
+            )
+            for table in found["tables"]
+        ]
+        return Sample(float(found["time"]), found["step"], tuple(tables))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"this is no sample of JsonlLogger: {line[:80]!r} ({error})") from error
+
+
+def _plain(value: Value) -> Any:
+    if isinstance(value, Histogram):
+        return {"count": value.count, "sum_ns": value.sum_ns, "buckets": value.buckets}
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _value(value: Any) -> Value:
+    if isinstance(value, dict):
+        if "buckets" in value:
+            buckets = tuple((int(bound), int(count)) for bound, count in value["buckets"])
+            return Histogram(int(value["count"]), int(value["sum_ns"]), buckets)
+        return {str(name): int(number) for name, number in value.items()}
+    if isinstance(value, int | float | str):
+        return value
+    raise TypeError(f"{value!r} is no value")

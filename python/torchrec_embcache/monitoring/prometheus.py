@@ -1,0 +1,181 @@
+"""The counters of a model's tables for Prometheus, sampled when it scrapes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import nn
+
+from torchrec_embcache.exceptions import StorageError, UnsupportedError
+from torchrec_embcache.metrics import Histogram
+
+from .background import WarnsOnce, close_at_exit
+from .catalog import METRICS, Metric
+from .sampling import Sampler, TableSample, Value
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
+
+__all__ = ["BOUNDS_NS", "LABELS", "PrometheusExporter"]
+
+#: The labels of every metric.
+LABELS = ("module", "table", "rank")
+#: The bounds of histograms: the powers of two from 1 µs to 34 s, which are exact bounds of the core's buckets. There are fewer of
+#: them, because Prometheus keeps a series for each.
+BOUNDS_NS = tuple(1 << power for power in range(10, 36))
+
+
+class PrometheusExporter:
+    """Serves the counters of a model's tables to Prometheus, over HTTP, by a thread of its own.
+
+    The tables are sampled when Prometheus scrapes `/metrics`, and never besides. `docs/monitoring.md` lists the metrics. Each has
+    the labels `module`, `table` and `rank`. Every rank of a training serves its own tables, on a port of its own.
+
+    Args:
+        model: any `nn.Module` with tables of this package. The exporter keeps neither it nor its tables alive.
+        port: of TCP, to listen at. 0 picks a free one, which `port` and `url` then say.
+        host: the address to listen at: "127.0.0.1" serves this machine alone, and the default all of its networks. Whoever reaches
+            it can read the names and the sizes of the tables, and change nothing.
+
+    Raises:
+        InputError: `model` is no `nn.Module`.
+        UnsupportedError: prometheus-client is not installed.
+        StorageError: the port is taken, or the system refuses it.
+
+    Examples:
+        >>> import torch
+        >>> from urllib.request import urlopen
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.monitoring import PrometheusExporter
+        >>> item = EmbCacheEmbedding(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1)
+        ... )
+        >>> item(torch.tensor([7, 8])).sum().backward()
+        >>> with PrometheusExporter(item, port=0, host="127.0.0.1") as exporter:
+        ...     text = urlopen(exporter.url).read().decode()
+        >>> [line for line in text.splitlines() if line.startswith("embcache_host_misses_total")]
+        ['embcache_host_misses_total{module="",rank="0",table="item"} 2.0']
+    """
+
+    def __init__(self, model: nn.Module, port: int, *, host: str = "0.0.0.0") -> None:
+        self._sampler = Sampler(model)
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError as missing:
+            raise UnsupportedError(
+                'PrometheusExporter needs prometheus-client: pip install "torchrec-embcache[prometheus]"'
+            ) from missing
+        registry = CollectorRegistry()
+        registry.register(_Collector(self._sampler))
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except (OSError, OverflowError) as error:
+            raise StorageError(
+                f"cannot serve metrics at {host}:{port} ({error}): give another port, or 0 for a free one"
+            ) from error
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
+        self.host = host
+        self.port: int = self._server.server_port
+        close_at_exit(self)
+
+    @property
+    def url(self) -> str:
+        """Where the metrics are, for a browser on this machine or for `embcache top`."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Serve nothing from now on, and free the port; harmless twice."""
+        with self._closing:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        if self._pid == os.getpid():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def __repr__(self) -> str:
+        return f"PrometheusExporter({self.url})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+class _Collector:
+    """What a registry of prometheus_client asks at each scrape."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._warns = WarnsOnce("PrometheusExporter")
+
+    def describe(self) -> Iterator[Family]:
+        """Nothing: which metrics there are depends on the tables."""
+        yield from ()
+
+    def collect(self) -> Iterator[Family]:
+        """The metrics of now."""
+        try:
+            tables = self._sampler.sample().tables
+        except Exception as error:  # the model was changed amid it
+            self._warns.failed(error)
+            return
+        self._warns.worked()
+        for metric in METRICS:
+            having = [table for table in tables if metric.path in table.values]
+            if having:
+                yield _family(metric, having)
+
+
+def _family(metric: Metric, tables: list[TableSample]) -> Family:
+    from prometheus_client.metrics_core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        InfoMetricFamily,
+    )
+
+    labels = [*LABELS, *([metric.label] if metric.label else [])]
+    of_kind: dict[str, Any] = {
+        "counter": CounterMetricFamily,
+        "gauge": GaugeMetricFamily,
+        "flag": GaugeMetricFamily,
+        "histogram": HistogramMetricFamily,
+        "text": InfoMetricFamily,
+    }
+    family = of_kind[metric.kind](metric.name.removesuffix("_total").removesuffix("_info"), metric.about, labels=labels)
+    for table in tables:
+        _add(family, metric, [table.module, table.table, str(table.rank)], table.values[metric.path])
+    return family  # type: ignore[no-any-return]
+
+
+def _add(family: Any, metric: Metric, labels: list[str], value: Value) -> None:
+    if isinstance(value, Histogram):
+        family.add_metric(labels, buckets=_cumulative(value), sum_value=value.sum_ns / 1e9)
+    elif isinstance(value, Mapping):
+        for name, number in value.items():
+            family.add_metric([*labels, name], number)
+    elif isinstance(value, str):
+        family.add_metric(labels, {metric.path.split(".")[-1]: value})
+    else:
+        family.add_metric(labels, value / 1e9 if metric.path.endswith("_ns") else float(value))
+
+
+def _cumulative(value: Histogram) -> list[tuple[str, float]]:
+    """How many durations are at most each bound, in seconds, as Prometheus wants them."""
+    found: list[tuple[str, float]] = []
+    at = seen = 0
+    for bound in BOUNDS_NS:
+        while at < len(value.buckets) and value.buckets[at][0] <= bound:
+            seen += value.buckets[at][1]
+            at += 1
+        found.append((repr(bound / 1e9), seen))
+    return [*found, ("+Inf", value.count)]

@@ -1,0 +1,124 @@
+"""What happened between two samples, as numbers for people: rates, shares of hits, and quantiles of waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchrec_embcache.metrics import Histogram
+
+from .catalog import METRICS
+from .sampling import Sample, TableSample, Value
+
+__all__ = ["QUANTILES", "TIERS", "between", "scalars"]
+
+TIERS = ("device", "host", "ssd")
+#: The quantiles of waits that are shown, and what they are called.
+QUANTILES = {"p50": 0.5, "p99": 0.99}
+_KINDS = {metric.path: metric.kind for metric in METRICS}
+
+
+def scalars(before: Sample | None, after: Sample) -> dict[str, float]:
+    """The numbers of two samples of a model by name, as "embcache/<module>/<table>/host/hit_rate"; see `between`.
+
+    `before` is None for the first sample: then there are no rates, and shares and quantiles are those since the tables were opened.
+
+    Examples:
+        >>> from torchrec_embcache.monitoring import Sample, TableSample, scalars
+        >>> before = Sample(10.0, 1, (TableSample("", "item", 0, {"host.hits": 0, "host.misses": 0}),))
+        >>> after = Sample(12.0, 5, (TableSample("", "item", 0, {"host.hits": 30, "host.misses": 10}),))
+        >>> scalars(before, after)["embcache/item/host/hit_rate"]
+        0.75
+        >>> scalars(before, after)["embcache/item/host/hits_per_second"]
+        15.0
+    """
+    earlier = {(table.module, table.table, table.rank): table for table in (before.tables if before else ())}
+    found: dict[str, float] = {}
+    for table in after.tables:
+        last = earlier.get((table.module, table.table, table.rank))
+        seconds = after.time - before.time if before is not None and last is not None else 0.0
+        numbers = between(last, table, seconds)
+        found.update({f"embcache/{table.title}/{name}": number for name, number in numbers.items()})
+    return found
+
+
+def between(before: TableSample | None, after: TableSample, seconds: float) -> dict[str, float]:
+    """What a table did between two samples that are `seconds` apart.
+
+    Gauges are as they are now. A counter `host.hits` becomes "host/hits_per_second", where `seconds` is above 0.0. A histogram of
+    waits becomes "row_wait/p50_ms", "row_wait/p99_ms" and "row_wait/mean_ms" of the waits since `before`. A tier that was asked has
+    "host/hit_rate", and the SSD tier "ssd/write_amplification" where rows were given to it.
+
+    Counters of a table that was opened again meanwhile begin anew: they count since then.
+    """
+    earlier = before.values if before is not None and not _began_anew(before, after) else {}
+    found: dict[str, float] = {}
+    for path, value in after.values.items():
+        name, kind = path.replace(".", "/"), _KINDS.get(path)
+        if isinstance(value, Histogram):
+            found.update(_of_waits(name, since(value, earlier.get(path))))
+        elif isinstance(value, Mapping):
+            last = earlier.get(path)
+            for key, number in value.items() if seconds > 0.0 else ():
+                begun = last.get(key) if isinstance(last, Mapping) else None
+                found[f"{name}/{key}_per_second"] = _rise(number, begun) / seconds
+        elif isinstance(value, str):
+            continue
+        elif kind == "counter":
+            if seconds > 0.0:
+                found[f"{name.removesuffix('_ns')}_per_second"] = (
+                    _rise(value, earlier.get(path)) / seconds * _unit(path)
+                )
+        else:
+            found[name] = float(value)
+    if seconds > 0.0 and before is not None and "step" in earlier:
+        found["steps_per_second"] = max(0.0, _rise(_number(after.values.get("step")), earlier["step"]) / seconds)
+    found.update(_shares(earlier, after))
+    return found
+
+
+def since(value: Histogram, earlier: Value | None) -> Histogram:
+    """What a histogram has counted since an earlier state of it."""
+    return value - earlier if isinstance(earlier, Histogram) else value
+
+
+def _unit(path: str) -> float:
+    return 1e-9 if path.endswith("_ns") else 1.0
+
+
+def _began_anew(before: TableSample, after: TableSample) -> bool:
+    """Whether the table was opened again, so that its counters began at 0."""
+    return any(
+        kind == "counter" and _number(after.values.get(path)) < _number(before.values.get(path))
+        for path, kind in _KINDS.items()
+    )
+
+
+def _number(value: Value | None) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _rise(value: float, earlier: Value | None) -> float:
+    return value - _number(earlier)
+
+
+def _of_waits(name: str, waits: Histogram) -> dict[str, float]:
+    if not waits.count:
+        return {}
+    found = {f"{name}/{label}_ms": waits.quantile(q) / 1e6 for label, q in QUANTILES.items()}
+    return {**found, f"{name}/mean_ms": waits.mean_ns / 1e6}
+
+
+def _shares(earlier: Mapping[str, Value], after: TableSample) -> dict[str, float]:
+    """Hits of all that a tier was asked for, and bytes written of all that were given."""
+
+    def rise(path: str) -> float:
+        return _rise(_number(after.values.get(path)), earlier.get(path))
+
+    found: dict[str, float] = {}
+    for tier in TIERS:
+        hits, misses = rise(f"{tier}.hits"), rise(f"{tier}.misses")
+        if hits + misses > 0:
+            found[f"{tier}/hit_rate"] = hits / (hits + misses)
+    if rise("ssd.row_bytes_given") > 0:
+        found["ssd/write_amplification"] = rise("ssd.written_bytes") / rise("ssd.row_bytes_given")
+    return found

@@ -1,0 +1,126 @@
+"""A model's `stats()` as flat, typed samples: what every exporter and every view shares."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import nn
+
+from torchrec_embcache.cache import internals
+from torchrec_embcache.collective import rank as own_rank
+from torchrec_embcache.exceptions import EmbCacheError, InputError
+from torchrec_embcache.metrics import Histogram, TableStats
+from torchrec_embcache.table_names import shown
+from torchrec_embcache.whole_model import cache_modules
+
+__all__ = ["Sample", "Sampler", "TableSample", "Value", "flat"]
+
+#: The value of a metric: a number, a flag, a text, a histogram, or numbers by the values of a further label.
+Value = int | float | bool | str | Histogram | Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TableSample:
+    """The counters of one shard of a table at one moment.
+
+    - `module`: the path of its module in the model; "" where the model is the module.
+    - `table`: its name.
+    - `rank`: the rank of the process.
+    - `values`: its counters by their path in `TableStats`, as "host.hits". What the table does not have is left out.
+    """
+
+    module: str
+    table: str
+    rank: int
+    values: Mapping[str, Value]
+
+    @property
+    def title(self) -> str:
+        """What a person calls the table: "<module>/<table>", or the table alone where the model is the module."""
+        return shown((self.module, self.table))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The counters of the open tables of a model at one moment.
+
+    - `time`: in seconds since 1970.
+    - `step`: what the caller said, or the largest step of the tables; None where there is no table.
+    - `tables`: one entry for each open table of this process, in the order of the model.
+    """
+
+    time: float
+    step: int | None
+    tables: tuple[TableSample, ...]
+
+
+class Sampler:
+    """Reads `stats()` of the open tables of a model.
+
+    It holds no reference to the model or its tables while it does not sample. Tables that are closed, were not opened yet or cannot
+    be used are left out, and so is everything once the model is gone.
+
+    Args:
+        model: any `nn.Module` with tables of this package. It is looked through at each sample, so it may be sharded later.
+
+    Raises:
+        InputError: `model` is no `nn.Module`.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec_embcache import EmbCacheEmbedding, TierBudgets, optimizers
+        >>> from torchrec_embcache.monitoring import Sampler
+        >>> item = EmbCacheEmbedding(
+        ...     name="item", embedding_dim=2, tiers=TierBudgets(host_bytes="1MiB"), optimizer=optimizers.SGD(lr=0.1)
+        ... )
+        >>> item(torch.tensor([7, 8])).sum().backward()
+        >>> (table,) = Sampler(item).sample().tables
+        >>> table.title, table.values["host.rows"], table.values["row_wait"].count
+        ('item', 2, 1)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model is a {type(model).__name__}: give an nn.Module")
+        self._model = weakref.ref(model)
+
+    def sample(self, step: int | None = None) -> Sample:
+        """The counters as they are now. `step` is noted in the sample; by default the largest step of the tables is."""
+        now = time.time()
+        tables = tuple(self._tables())
+        steps = [table.values["step"] for table in tables]
+        if step is None:
+            step = max((value for value in steps if isinstance(value, int)), default=None)
+        return Sample(now, step, tables)
+
+    def _tables(self) -> Iterator[TableSample]:
+        model = self._model()
+        if model is None:
+            return
+        rank = own_rank()
+        for path, module in cache_modules(model).items():
+            for name, table in module.tables.items():
+                native = internals(table).native_or_none
+                if native is None or native.is_closed():
+                    continue
+                try:
+                    stats = TableStats.of(native.stats())
+                except EmbCacheError:
+                    continue  # it was closed meanwhile, is torn, or is the parent's of a forked child
+                yield TableSample(path, name, rank, dict(flat(stats)))
+
+
+def flat(stats: Any, above: str = "") -> Iterator[tuple[str, Value]]:
+    """Each number of a dataclass of counters with its path. Parts that are None are left out."""
+    for field in fields(stats):
+        value, path = getattr(stats, field.name), f"{above}{field.name}"
+        if value is None:
+            continue
+        if is_dataclass(value) and not isinstance(value, Histogram):
+            yield from flat(value, f"{path}.")
+        else:
+            yield path, value

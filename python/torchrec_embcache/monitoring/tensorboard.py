@@ -1,0 +1,50 @@
+"""Samples as scalars of TensorBoard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from torchrec_embcache.exceptions import InputError
+
+from .background import Monitor
+from .rates import scalars
+from .sampling import Sample
+
+__all__ = ["TensorBoardLogger"]
+
+
+class TensorBoardLogger(Monitor):
+    """Writes the counters of a model's tables as scalars, as "embcache/<module>/<table>/host/hit_rate".
+
+    What counts is written as a rate a second since the sample before, and what is there as it is. Waits are written as their median
+    ("p50_ms"), their 99th percentile ("p99_ms") and their mean, in milliseconds. `scalars` makes these numbers of two samples.
+
+    Args:
+        model: any `nn.Module` with tables of this package.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar(name, value, step)`. It stays the
+            caller's: `close` does not close it.
+        interval_s: the seconds between samples, which a thread takes. None: only `sample(step)` takes them.
+
+    Raises:
+        InputError: `model` is no `nn.Module`, or `writer` has no `add_scalar`.
+        ConfigError: `interval_s` is not above 0.
+
+    For example `TensorBoardLogger(model, SummaryWriter("runs/1"), interval_s=None)`, and `logger.sample(step)` every hundred steps.
+    """
+
+    def __init__(self, model: nn.Module, writer: Any, *, interval_s: float | None = 10.0) -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise InputError(f"writer is a {type(writer).__name__}: give a torch.utils.tensorboard.SummaryWriter")
+        self._writer = writer
+        self._before: Sample | None = None
+        super().__init__(model, interval_s)
+
+    def __repr__(self) -> str:
+        return f"TensorBoardLogger({type(self._writer).__name__})"
+
+    def _write(self, sample: Sample) -> None:
+        numbers, self._before = scalars(self._before, sample), sample
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, sample.step)

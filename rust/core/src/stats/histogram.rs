@@ -1,0 +1,167 @@
+//! Histograms of durations: log-linear buckets in a fixed memory, which threads record into without a lock.
+//!
+//! The buckets are those of `HdrHistogram` (Gil Tene, <http://hdrhistogram.org>): each power of two is divided into equally wide
+//! buckets, so that the relative error is bounded and the bucket of a value is found by a shift. They are moved by one, so that a bucket
+//! has its upper bound and not its lower one. So the bounds that are powers of two are those that Prometheus calls `le`, exactly.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Each power of two has 2 to this many buckets.
+const BITS: u32 = 3;
+const PER_POWER: usize = 1 << BITS;
+/// Buckets for every `u64`: those of [`Distribution::of_bucket`] up to `u64::MAX`.
+const BUCKETS: usize = (u64::BITS - BITS + 1) as usize * PER_POWER;
+
+/// Counts durations in nanoseconds by their size. It takes 4 KiB, whatever it counts.
+///
+/// Its atomics order nothing, and no model of Loom is about them. So they are those of the standard library there, too.
+pub(crate) struct Histogram {
+    buckets: Box<[AtomicU64]>,
+    sum_ns: AtomicU64,
+}
+
+/// What a [`Histogram`] has counted, as plain numbers. Buckets without a value are left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Distribution {
+    /// How many durations were counted.
+    pub count: u64,
+    /// Their sum in nanoseconds.
+    pub sum_ns: u64,
+    /// The largest duration in nanoseconds that belongs to a bucket; ascending.
+    pub bounds: Vec<u64>,
+    /// How many durations belong to the bucket of the same place in `bounds`, and to none before it.
+    pub counts: Vec<u64>,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self { buckets: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect(), sum_ns: AtomicU64::new(0) }
+    }
+}
+
+impl std::fmt::Debug for Histogram {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Histogram").field(&self.distribution()).finish()
+    }
+}
+
+impl Histogram {
+    /// Count a duration. Any thread may do so at any time.
+    #[inline]
+    pub(crate) fn record(&self, duration: Duration) {
+        // 2^64 ns are 584 years.
+        let ns = duration.as_nanos() as u64;
+        self.buckets[bucket_of(ns)].fetch_add(1, Ordering::Relaxed);
+        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
+    }
+
+    /// What was counted by now. Of durations that are counted meanwhile, the sum may have one that the counts lack, or the other way round.
+    pub(crate) fn distribution(&self) -> Distribution {
+        let mut found = Distribution { sum_ns: self.sum_ns.load(Ordering::Relaxed), ..Distribution::default() };
+        for (bucket, count) in self.buckets.iter().enumerate() {
+            let count = count.load(Ordering::Relaxed);
+            if count > 0 {
+                found.count += count;
+                found.bounds.push(bound_of(bucket));
+                found.counts.push(count);
+            }
+        }
+        found
+    }
+}
+
+/// The bucket of a value.
+#[inline]
+fn bucket_of(value: u64) -> usize {
+    // A bucket has its upper bound: the values above 2^k begin the next power.
+    let value = value.saturating_sub(1);
+    let shift = (u64::BITS - value.leading_zeros()).saturating_sub(BITS + 1);
+    (shift as usize * PER_POWER) + (value >> shift) as usize
+}
+
+/// The largest value of a bucket.
+fn bound_of(bucket: usize) -> u64 {
+    let shift = (bucket / PER_POWER).saturating_sub(1);
+    let first = (bucket - shift * PER_POWER) as u128;
+    // Only the last one is past the largest `u64`, by one.
+    u64::try_from((first + 1) << shift).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Values of every size.
+    fn values() -> impl Strategy<Value = u64> {
+        (any::<u64>(), 0..u64::BITS).prop_map(|(value, shift)| value >> shift)
+    }
+
+    #[test]
+    fn the_bounds_rise_through_every_power_of_two() {
+        let bounds: Vec<u64> = (0..BUCKETS).map(bound_of).collect();
+        assert!(bounds.windows(2).all(|pair| pair[0] < pair[1]), "{bounds:?}");
+        assert_eq!((bounds[0], bounds[BUCKETS - 1]), (1, u64::MAX));
+        let powers = (0..u64::BITS).map(|power| 1 << power);
+        assert!(powers.into_iter().all(|power| bounds.binary_search(&power).is_ok()));
+    }
+
+    #[test]
+    fn the_smallest_and_the_largest_value_have_a_bucket() {
+        let histogram = Histogram::default();
+        for ns in [0, 1, 2, u64::MAX] {
+            histogram.record(Duration::from_nanos(ns));
+        }
+        let found = histogram.distribution();
+        assert_eq!((found.bounds, found.counts), (vec![1, 2, u64::MAX], vec![2, 1, 1]));
+        assert_eq!(found.count, 4);
+    }
+
+    #[test]
+    fn threads_lose_no_duration() {
+        let histogram = Histogram::default();
+        std::thread::scope(|scope| {
+            for thread in 1..=4 {
+                let histogram = &histogram;
+                scope.spawn(move || (0..1000).for_each(|_| histogram.record(Duration::from_nanos(thread * 100))));
+            }
+        });
+        let found = histogram.distribution();
+        assert_eq!((found.count, found.sum_ns), (4000, 1_000_000));
+        assert_eq!(found.counts, vec![1000; 4]);
+    }
+
+    proptest! {
+        #[test]
+        fn a_value_is_within_the_bounds_of_its_bucket(value in values()) {
+            let bucket = bucket_of(value);
+            prop_assert!(value <= bound_of(bucket));
+            prop_assert!(bucket == 0 || value > bound_of(bucket - 1));
+        }
+
+        #[test]
+        fn a_bound_is_at_most_an_eighth_above_its_values(value in values()) {
+            let above = bound_of(bucket_of(value)) - value.max(1);
+            prop_assert!(u128::from(above) * PER_POWER as u128 <= u128::from(value), "{above} above {value}");
+        }
+
+        #[test]
+        fn everything_that_was_recorded_is_counted_once(recorded in proptest::collection::vec(0..1_u64 << 40, 0..200)) {
+            let histogram = Histogram::default();
+            for &ns in &recorded {
+                histogram.record(Duration::from_nanos(ns));
+            }
+            let found = histogram.distribution();
+            prop_assert_eq!(found.count, recorded.len() as u64);
+            prop_assert_eq!(found.sum_ns, recorded.iter().sum::<u64>());
+            prop_assert!(found.counts.iter().all(|&count| count > 0));
+            let mut seen = 0;
+            for (bound, count) in found.bounds.iter().zip(&found.counts) {
+                seen += count;
+                prop_assert_eq!(recorded.iter().filter(|ns| *ns <= bound).count() as u64, seen);
+            }
+        }
+    }
+}
