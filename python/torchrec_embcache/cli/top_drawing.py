@@ -32,6 +32,7 @@ def drawn(frame: Frame) -> RenderableType:
     head = Text.assemble(("embcache top  ", "bold"), when, "   ", (", ".join(frame.sources), "dim"))
     parts: list[RenderableType] = [head]
     parts += [Text(problem, style="red") for problem in frame.problems]
+    parts.append(Text())
     for part in (_waits(frame), _tiers(frame), _ssd(frame), _life(frame)):
         if part is not None:
             parts.append(part)
@@ -189,7 +190,7 @@ def _cell(numbers: object, name: str, shown: _Shown) -> Text:
 def _bar(share: float) -> tuple[tuple[str, str], tuple[str, str], str]:
     """A bar of eight characters and the share in percent."""
     full = min(8, round(share * 8))
-    return ("━" * full, "green" if share <= 1.0 else "yellow"), ("━" * (8 - full), "bright_black"), f" {share:4.0%}"
+    return ("━" * full, "green" if share <= 1.0 else "yellow"), ("━" * (8 - full), "grey35"), f" {share:4.0%}"
 
 
 def _whole(value: float) -> str:
