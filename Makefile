@@ -96,6 +96,7 @@ lint: $(NATIVE)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+	$(BIN)/basedpyright
 	$(PY) -m mypy.stubtest --concise --allowlist tests/stubtest_allowlist.txt torchrec_embcache._native
 
 # Where the libraries cannot be had, the benches run without the rivals and say so.

@@ -30,7 +30,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from torchrec_embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig, TierBudgets
+from torchrec_embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagConfig, TierBudgets, cache_modules
 from torchrec_embcache.lightning import EmbCacheCheckpoint
 
 FEATURES = ["who", "what"]
@@ -118,7 +118,7 @@ def train(folder: Path, epochs: int, count: int) -> None:
     training = DataLoader(clicks(count, 1), batch_size=256)
     validation = DataLoader(clicks(4096, 2), batch_size=4096)
     trainer.fit(model, training, validation, ckpt_path=str(newest) if newest.exists() else None)
-    collection = model.model.sparse_arch.embedding_bag_collection
+    (collection,) = cache_modules(model).values()
     for name, table in collection.tables.items():
         stats = table.stats()
         on_ssd = stats.ssd.rows if stats.ssd else 0

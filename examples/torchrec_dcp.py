@@ -18,6 +18,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any, cast
 
 # Hide what the libraries warn about among themselves.
 warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics).*")
@@ -26,18 +27,26 @@ for library in ("torchrec", "torch.fx"):
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from reporting import Checks
-from torchrec_embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingBagCollectionSharder, Saver, TierBudgets
+from torchrec_embcache import (
+    EmbCacheEmbeddingBagCollection,
+    EmbCacheEmbeddingBagCollectionSharder,
+    Saver,
+    TierBudgets,
+    cache_modules,
+)
 
 ROWS = {"user": 5_000, "item": 20_000}
 DIM = 16
@@ -69,7 +78,7 @@ def configs() -> list[EmbeddingBagConfig]:
 def plain() -> DistributedModelParallel:
     """The model on TorchRec's own tables."""
     torch.manual_seed(3)
-    sharders = [EmbeddingBagCollectionSharder()]
+    sharders = [cast("ModuleSharder[nn.Module]", EmbeddingBagCollectionSharder())]
     # Left to itself the planner trains small tables as dense parameters, without the fused optimizer.
     sharded = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ROWS}
     planner = EmbeddingShardingPlanner(topology=Topology(dist.get_world_size(), "cpu"), constraints=sharded)
@@ -110,7 +119,7 @@ def answers(model: nn.Module) -> torch.Tensor:
     return out
 
 
-def state_of(model: DistributedModelParallel) -> dict[str, object]:
+def state_of(model: DistributedModelParallel) -> dict[str, Any]:
     """What DCP saves and loads of a model of TorchRec's."""
     return {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
 
@@ -126,7 +135,7 @@ def there_and_back(folder: Path, steps: int) -> int:
     checks = Checks()
     theirs = plain()
     train(theirs, range(steps))
-    dcp.save(state_of(theirs), checkpoint_id=str(folder / "theirs"))
+    save(state_of(theirs), checkpoint_id=str(folder / "theirs"))
 
     # `--model-key model`: the state dict of the model lies there in what was saved.
     convert(folder / "theirs", folder / "ours", "--from", "torchrec-dcp", "--model-key", "model", "--step", steps)
@@ -143,15 +152,16 @@ def there_and_back(folder: Path, steps: int) -> int:
     convert(folder / "ours", folder / "back", "--to", "torchrec-dcp", "--model-key", "model", *rows)
     again = plain()
     state = state_of(again)
-    dcp.load(state, checkpoint_id=str(folder / "back"))
+    load(state, checkpoint_id=str(folder / "back"))
     again.load_state_dict(state["model"])
     again.fused_optimizer.load_state_dict(state["optim"])
     checks.close("TorchRec's answers as ours does", answers(again), answers(cached), 0.0)
     train(again, range(2 * steps, 2 * steps + 5))
     train(cached, range(2 * steps, 2 * steps + 5))
     checks.close("after five steps more", answers(again), answers(cached), 1e-5)
-    for table in cached.module.tables.tables.values():
-        table.close()
+    for module in cache_modules(cached).values():
+        for table in module.tables.values():
+            table.close()
     return checks.end()
 
 

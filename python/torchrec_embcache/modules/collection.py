@@ -1,7 +1,7 @@
 """What the two unsharded collections share: their tables, optimizers and lookups, under TorchRec's classes."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -292,7 +292,7 @@ def stand_ins(configs: list[Any]) -> list[Any]:
     return made
 
 
-def matching(tables: list[Any] | None, given: list[Any], kind: type[Any]) -> list[CacheConfig]:
+def matching(tables: Sequence[Any] | None, given: list[Any], kind: type[Any]) -> list[CacheConfig]:
     """The configs of a module with the rows of TorchRec's, whose configs are `given`.
 
     `tables` says more of each table where it is not None. `ConfigError` where it does not match `given`.
