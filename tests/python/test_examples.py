@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 # Each process imports this as it starts. It notes which of gloo's threads live when the interpreter begins to shut down. A thread
@@ -186,12 +184,3 @@ def test_criteo_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     again = run(*CRITEO, "--steps", 4, cwd=tmp_path)
     assert f"begins with click {int(steps) * 256:,} " in again
     assert f"step {int(steps) + 4}: loss" in again
-
-
-def test_the_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("cache").mkdir(mode=0o750)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks, "README.md has an example"
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
