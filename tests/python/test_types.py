@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -95,6 +96,13 @@ def test_nothing_public_has_a_type_that_is_partly_unknown(looked_at: list[str], 
     assert "    it.save_async" in looked_at
     assert "    it.rank" in looked_at
     assert strict(tmp_path, "\n".join(looked_at) + "\n") == []
+
+
+def test_readmes_programs_hold_in_strict_mode(tmp_path: Path) -> None:
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(programs) == 2
+    for program in programs:
+        assert strict(tmp_path, program) == []
 
 
 def test_an_unknown_type_would_be_seen(tmp_path: Path) -> None:
