@@ -60,7 +60,7 @@ class CacheCollection(CacheModule, ClosedByWith, FusedOptimizerModule):
         """
         if tiers is not None and not isinstance(tiers, TierBudgets):
             raise ConfigError(f"tiers={tiers!r}: give a TierBudgets")
-        self.name = check_name("name", name)
+        self.name: str = check_name("name", name)
         self._seed = check_int("seed", seed, 0, (1 << 64) - 1)
         self._tiers = tiers
         self._replicated = replicated
